@@ -1,0 +1,74 @@
+#include "llmc/base/arena.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+
+#include "llmc/base/checked.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+std::uint64_t MemoryPlan::add(std::uint64_t bytes) {
+  const std::uint64_t offset = align_up(bytes_, kRegionAlignment, name_);
+  bytes_ = checked_add(offset, bytes, name_);
+  return offset;
+}
+
+std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines) {
+  std::size_t width = 5;
+  std::uint64_t total = 0;
+  for (const MemoryLine& line : lines) {
+    width = std::max(width, line.name.size());
+    total += line.bytes;
+  }
+  std::vector<std::string> table;
+  for (const MemoryLine& line : lines) {
+    table.push_back(format("  %-*s  %9s", static_cast<int>(width), line.name.c_str(),
+                           human_bytes(static_cast<double>(line.bytes)).c_str()));
+  }
+  table.push_back(format("  %-*s  %9s", static_cast<int>(width), "total", human_bytes(static_cast<double>(total)).c_str()));
+  return table;
+}
+
+std::uint64_t available_host_memory() {
+  std::uint64_t available =
+      static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  std::uint64_t limit = 0;
+  std::ifstream cgroup("/sys/fs/cgroup/memory.max");  // "max" leaves the extraction failed and the limit unused
+  if (cgroup >> limit) available = std::min(available, limit);
+  rlimit address_space{};
+  if (::getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
+    available = std::min(available, static_cast<std::uint64_t>(address_space.rlim_cur));
+  }
+  return available;
+}
+
+HostArena::HostArena(const MemoryPlan& plan) : bytes_(plan.bytes()) {
+  if (bytes_ == 0) return;
+  // mmap gives zero pages and, unlike calloc, never comes from a recycled heap block.
+  void* address = MAP_FAILED;
+  if (bytes_ <= available_host_memory()) {
+    address = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  }
+  if (address == MAP_FAILED) {
+    fail(Exit::resources, "%s: cannot allocate %s of host memory (%s available)", plan.name().c_str(),
+         human_bytes(static_cast<double>(bytes_)).c_str(),
+         human_bytes(static_cast<double>(available_host_memory())).c_str());
+  }
+  base_ = static_cast<std::byte*>(address);
+}
+
+HostArena::~HostArena() {
+  if (base_ != nullptr) ::munmap(base_, bytes_);
+}
+
+void HostArena::clear() {
+  if (bytes_ > 0) std::memset(base_, 0, bytes_);
+}
+
+}  // namespace weft

@@ -1,0 +1,29 @@
+// Element types of tensors, and exact conversions between them and fp32 on the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace weft {
+
+// The numbers are those of the tensor file (doc/tensor_file.md); never reuse one.
+enum class DType : std::uint32_t { f32 = 0, f16 = 1, bf16 = 2, u8 = 3, u16 = 4, u32 = 5, i32 = 6, i64 = 7 };
+inline constexpr std::uint32_t kNumDTypes = 8;
+
+std::size_t dtype_bytes(DType dtype);
+const char* dtype_name(DType dtype);                           // "f32", "bf16", ...
+std::optional<DType> dtype_from_name(std::string_view name);
+
+float bf16_to_f32(std::uint16_t bits);
+float f16_to_f32(std::uint16_t bits);
+std::uint16_t f32_to_bf16(float value);  // round to nearest even; NaN stays NaN
+std::uint16_t f32_to_f16(float value);   // round to nearest even; overflow to infinity; NaN stays NaN
+
+// `count` elements of `source` (f32, f16 or bf16) as fp32. The two ranges do not overlap.
+void convert_to_f32(const void* source, DType dtype, float* out, std::size_t count);
+// `count` fp32 values as `dtype` (f32, f16 or bf16), rounded to nearest even.
+void convert_from_f32(const float* source, DType dtype, void* out, std::size_t count);
+
+}  // namespace weft

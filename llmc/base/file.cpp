@@ -1,0 +1,197 @@
+#include "llmc/base/file.h"
+
+#include <fcntl.h>
+#include <glob.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+std::atomic<WriteFault> write_fault{nullptr};
+
+[[noreturn]] void fail_writing(const std::string& path, const char* action) {
+  const int error = errno;
+  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  fail(full ? Exit::resources : Exit::environment, "%s: cannot %s: %s", escaped(path).c_str(), action,
+       std::strerror(error));
+}
+
+std::int64_t modification_ns(const struct stat& info) {
+  return static_cast<std::int64_t>(info.st_mtim.tv_sec) * 1'000'000'000 + info.st_mtim.tv_nsec;
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: a FIFO must not hang us
+  if (fd < 0) fail(Exit::bad_file, "%s: cannot open: %s", escaped(path).c_str(), std::strerror(errno));
+  struct stat info {};
+  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+    ::close(fd);
+    fail(Exit::bad_file, "%s: not a regular file", escaped(path).c_str());
+  }
+  size_ = static_cast<std::uint64_t>(info.st_size);
+  inode_ = info.st_ino;
+  modified_ns_ = modification_ns(info);
+  if (size_ > 0) {  // mmap refuses length 0
+    void* address = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
+    const int error = errno;
+    ::close(fd);
+    if (address == MAP_FAILED) {
+      fail(error == ENOMEM ? Exit::resources : Exit::bad_file, "%s: cannot map %llu bytes: %s", escaped(path).c_str(),
+           static_cast<unsigned long long>(size_), std::strerror(error));
+    }
+    data_ = static_cast<const std::byte*>(address);
+  } else {
+    ::close(fd);
+  }
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      inode_(other.inode_),
+      modified_ns_(other.modified_ns_) {}
+
+MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  std::swap(inode_, other.inode_);
+  std::swap(modified_ns_, other.modified_ns_);
+  return *this;
+}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+}
+
+bool MappedFile::unchanged() const {
+  struct stat info {};
+  return ::stat(path_.c_str(), &info) == 0 && info.st_ino == inode_ &&
+         static_cast<std::uint64_t>(info.st_size) == size_ && modification_ns(info) == modified_ns_;
+}
+
+AtomicFile::AtomicFile(const std::string& path, std::uint64_t expected_bytes)
+    : path_(path), temporary_(format("%s.tmp.%d", path.c_str(), static_cast<int>(::getpid()))) {
+  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd_ < 0) fail_writing(path_, "create");
+  if (expected_bytes > 0) {
+    // Reserving the blocks now reports a full disk before minutes of writing. Some file systems do not support it.
+    const int error = ::posix_fallocate(fd_, 0, static_cast<off_t>(expected_bytes));
+    if (error != 0 && error != EOPNOTSUPP && error != EINVAL) {
+      ::close(fd_);
+      ::unlink(temporary_.c_str());
+      errno = error;
+      fail_writing(path_, "reserve space");
+    }
+  }
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_ >= 0) {
+    ::close(fd_);
+    ::unlink(temporary_.c_str());
+  }
+}
+
+void AtomicFile::write(const void* data, std::size_t bytes) {
+  rewrite(size_, data, bytes);
+  size_ += bytes;
+}
+
+void AtomicFile::rewrite(std::uint64_t offset, const void* data, std::size_t bytes) {
+  if (const WriteFault fault = write_fault.load()) fault(path_, offset, bytes);
+  const auto* cursor = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = ::pwrite(fd_, cursor, bytes, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) fail_writing(path_, "write");
+    cursor += written;
+    offset += static_cast<std::uint64_t>(written);
+    bytes -= static_cast<std::size_t>(written);
+  }
+}
+
+void AtomicFile::publish() {
+  // Preallocation may have reserved more than was written.
+  if (::ftruncate(fd_, static_cast<off_t>(size_)) != 0) fail_writing(path_, "truncate");
+  if (::fsync(fd_) != 0) fail_writing(path_, "sync");
+  const int fd = std::exchange(fd_, -1);
+  if (::close(fd) != 0) {
+    ::unlink(temporary_.c_str());
+    fail_writing(path_, "close");
+  }
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
+    const int error = errno;
+    ::unlink(temporary_.c_str());
+    errno = error;
+    fail_writing(path_, "rename the finished file");
+  }
+  sync_directory(parent_directory(path_));
+}
+
+std::string read_text_file(const std::string& path, std::uint64_t max_bytes) {
+  const MappedFile file(path);
+  if (file.size() > max_bytes) {
+    fail(Exit::bad_file, "%s: %llu bytes, at most %llu are accepted", escaped(path).c_str(),
+         static_cast<unsigned long long>(file.size()), static_cast<unsigned long long>(max_bytes));
+  }
+  return std::string(file.text());
+}
+
+void write_file_atomically(const std::string& path, std::string_view content) {
+  AtomicFile file(path, content.size());
+  file.write(content);
+  file.publish();
+}
+
+void sync_directory(const std::string& directory) {
+  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) fail_writing(directory, "open the directory");
+  const int result = ::fsync(fd);
+  const int error = errno;
+  ::close(fd);
+  if (result != 0 && error != EINVAL) {  // EINVAL: this file system cannot sync directories
+    errno = error;
+    fail_writing(directory, "sync the directory");
+  }
+}
+
+std::string parent_directory(const std::string& path) {
+  const std::size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::vector<std::string> expand_glob(const std::string& pattern) {
+  glob_t matches{};
+  const int result = ::glob(pattern.c_str(), 0, nullptr, &matches);
+  std::vector<std::string> paths;
+  for (std::size_t i = 0; result == 0 && i < matches.gl_pathc; ++i) {
+    struct stat info {};
+    if (::stat(matches.gl_pathv[i], &info) == 0 && S_ISREG(info.st_mode)) paths.emplace_back(matches.gl_pathv[i]);
+  }
+  ::globfree(&matches);
+  if (paths.empty()) {
+    char directory[4096];
+    const char* here = ::getcwd(directory, sizeof directory) != nullptr ? directory : "?";
+    fail(Exit::bad_file, "%s: no file matches this pattern in %s", escaped(pattern).c_str(), escaped(here).c_str());
+  }
+  return paths;
+}
+
+void set_write_fault(WriteFault fault) { write_fault.store(fault); }
+
+}  // namespace weft

@@ -1,0 +1,29 @@
+// XXH3-64 over a byte range or a stream: finds accidents in files, does not protect against an attacker.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+struct XXH3_state_s;
+
+namespace weft {
+
+std::uint64_t xxh3_64(const void* data, std::size_t bytes);
+inline std::uint64_t xxh3_64(std::string_view text) { return xxh3_64(text.data(), text.size()); }
+
+class Xxh3Stream {
+ public:
+  Xxh3Stream();
+  ~Xxh3Stream();
+  Xxh3Stream(const Xxh3Stream&) = delete;
+  Xxh3Stream& operator=(const Xxh3Stream&) = delete;
+  void reset();
+  void update(const void* data, std::size_t bytes);
+  std::uint64_t digest() const;
+
+ private:
+  XXH3_state_s* state_;
+};
+
+}  // namespace weft

@@ -1,0 +1,102 @@
+#include "llmc/base/json.h"
+
+#include <cmath>
+#include <unordered_set>
+#include <vector>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+// The parser calls back at every event: the place to bound the depth and to refuse a key that occurs twice in one
+// object (the library would silently keep the last).
+class Guard {
+ public:
+  Guard(const std::string& source, int max_depth) : source_(source), max_depth_(max_depth) {}
+
+  bool operator()(int, Json::parse_event_t event, Json& parsed) {
+    using Event = Json::parse_event_t;
+    if (event == Event::object_start || event == Event::array_start) {
+      if (static_cast<int>(keys_.size()) >= max_depth_) {
+        fail(Exit::bad_file, "%s: JSON nested deeper than %d levels", source_.c_str(), max_depth_);
+      }
+      keys_.emplace_back();
+    } else if (event == Event::object_end || event == Event::array_end) {
+      keys_.pop_back();
+    } else if (event == Event::key) {
+      const std::string& key = parsed.get_ref<const std::string&>();
+      if (!keys_.back().insert(key).second) {
+        fail(Exit::bad_file, "%s: JSON key %s occurs twice in one object", source_.c_str(), escaped(key).c_str());
+      }
+    }
+    return true;
+  }
+
+ private:
+  const std::string& source_;
+  int max_depth_;
+  std::vector<std::unordered_set<std::string>> keys_;
+};
+
+const Json& member(const Json& object, const std::string& key, const std::string& source) {
+  if (!object.is_object()) {
+    fail(Exit::bad_file, "%s: got a JSON %s, expected an object", source.c_str(), object.type_name());
+  }
+  const auto found = object.find(key);
+  if (found == object.end()) fail(Exit::bad_file, "%s: %s: missing", source.c_str(), key.c_str());
+  return *found;
+}
+
+[[noreturn]] void wrong_type(const Json& value, const std::string& key, const char* expected, const std::string& source) {
+  const std::string got = value.dump(-1, ' ', true, Json::error_handler_t::replace);
+  fail(Exit::bad_file, "%s: %s: got %s, expected %s", source.c_str(), key.c_str(), escaped(got).c_str(), expected);
+}
+
+}  // namespace
+
+Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits) {
+  if (text.size() > limits.bytes) {
+    fail(Exit::bad_file, "%s: %zu bytes of JSON, at most %zu are accepted", source.c_str(), text.size(), limits.bytes);
+  }
+  Guard guard(source, limits.depth);
+  try {
+    return Json::parse(text.begin(), text.end(), std::ref(guard));
+  } catch (const Json::exception& problem) {
+    fail(Exit::bad_file, "%s: not valid JSON: %s", source.c_str(), escaped(problem.what(), 200).c_str());
+  }
+}
+
+std::int64_t json_int(const Json& object, const std::string& key, std::int64_t low, std::int64_t high,
+                      const std::string& source) {
+  const Json& value = member(object, key, source);
+  const bool fits = value.is_number_integer() &&
+                    (!value.is_number_unsigned() || value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX));
+  const std::string expected =
+      format("an integer from %lld to %lld", static_cast<long long>(low), static_cast<long long>(high));
+  if (!fits) wrong_type(value, key, expected.c_str(), source);
+  const std::int64_t number = value.get<std::int64_t>();
+  if (number < low || number > high) wrong_type(value, key, expected.c_str(), source);
+  return number;
+}
+
+double json_number(const Json& object, const std::string& key, const std::string& source) {
+  const Json& value = member(object, key, source);
+  if (!value.is_number() || !std::isfinite(value.get<double>())) wrong_type(value, key, "a finite number", source);
+  return value.get<double>();
+}
+
+bool json_bool(const Json& object, const std::string& key, const std::string& source) {
+  const Json& value = member(object, key, source);
+  if (!value.is_boolean()) wrong_type(value, key, "true or false", source);
+  return value.get<bool>();
+}
+
+std::string json_string(const Json& object, const std::string& key, const std::string& source) {
+  const Json& value = member(object, key, source);
+  if (!value.is_string()) wrong_type(value, key, "a string", source);
+  return value.get<std::string>();
+}
+
+}  // namespace weft

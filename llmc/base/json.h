@@ -1,0 +1,32 @@
+// JSON from outside: nlohmann-json behind limits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include <nlohmann/json.hpp>
+
+namespace weft {
+
+using Json = nlohmann::json;
+
+struct JsonLimits {
+  std::size_t bytes = 100'000'000;
+  int depth = 64;
+};
+
+// Parses `text`. Too long, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error: Exit::bad_file
+// with "<source>: ...". Never recurses deeper than the limit.
+Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits = {});
+
+// A member of the object `object` with the type asked for; absent or of another type: Exit::bad_file with
+// "<source>: <key>: ...". Integers must be JSON integers within [low, high].
+std::int64_t json_int(const Json& object, const std::string& key, std::int64_t low, std::int64_t high,
+                      const std::string& source);
+double json_number(const Json& object, const std::string& key, const std::string& source);  // finite
+bool json_bool(const Json& object, const std::string& key, const std::string& source);
+std::string json_string(const Json& object, const std::string& key, const std::string& source);
+
+}  // namespace weft
