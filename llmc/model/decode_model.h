@@ -1,0 +1,43 @@
+// A model that generates text: one interface, implemented on the CPU and on the GPU.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/model/config.h"
+
+namespace weft {
+
+class DecodeModel {
+ public:
+  virtual ~DecodeModel() = default;
+
+  virtual const ModelConfig& config() const = 0;
+  virtual std::vector<MemoryLine> memory() const = 0;
+  // Bytes that one decode step at `context` positions must read: weights, one embedding row, K/V cache.
+  virtual std::uint64_t bytes_per_token(std::int64_t context) const = 0;
+
+  virtual std::int64_t capacity() const = 0;  // positions the KV cache holds
+  virtual std::int64_t length() const = 0;    // positions it holds now
+  virtual void reset() = 0;                   // length() becomes 0
+
+  // Appends `ids` (at least one; length() + ids.size() <= capacity(), every id in [0, vocab_size); otherwise
+  // Exit::internal, because callers check what users give) and returns the fp32 logits after the last one,
+  // [vocab_size]; valid until the next call.
+  virtual std::span<const float> prefill(std::span<const std::int32_t> ids) = 0;
+  // The same for one id: the step that a decode kernel makes fast.
+  virtual std::span<const float> decode(std::int32_t id) = 0;
+
+  // reset(), then nll[i] = -log p(ids[i + 1] | ids[0..i]) for i < ids.size() - 1: perplexity.
+  virtual std::vector<double> score(std::span<const std::int32_t> ids) = 0;
+
+  // The activation `name` (names of scripts/dump_reference.py) of the last prefill, fp32; empty if not kept. Kept only
+  // after keep_activations(true).
+  virtual void keep_activations(bool keep) = 0;
+  virtual std::vector<float> activation(const std::string& name) = 0;
+};
+
+}  // namespace weft
