@@ -39,7 +39,7 @@ CUDA_SRC  := $(wildcard llmc/cuda/*.cu llmc/cuda/*/*.cu)
 CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
              $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a)
-CXXFLAGS  += -DWEFT_CUDA -isystem $(CUDA_HOME)/include
+MAIN_FLAGS := -DWEFT_CUDA
 LDLIBS    += -L$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lpthread
 endif
 BUILD_KIND := $(if $(strip $(NVCC)),CPU + CUDA for sm_$(subst $() , sm_,$(strip $(GPU_ARCH))),CPU only (no nvcc found))
@@ -61,7 +61,7 @@ $(PROGRAMS): %: $B/%
 endif
 
 # Changed flags rebuild everything; an unchanged line leaves the stamp's time alone.
-FLAGS_LINE := $(CXX) $(CXXFLAGS) $(LDLIBS) | $(NVCC) $(NVCCFLAGS)
+FLAGS_LINE := $(CXX) $(CXXFLAGS) $(MAIN_FLAGS) $(LDLIBS) | $(NVCC) $(NVCCFLAGS)
 $B/flags: FORCE
 	@mkdir -p $(@D); echo '$(FLAGS_LINE)' | cmp -s - $@ || echo '$(FLAGS_LINE)' > $@
 
@@ -77,7 +77,7 @@ $B/%.o: %.cpp $B/flags
 # The mains are plain C++ under the name that their readers look for.
 $B/%.main.o: %.cu $B/flags $B/version.h
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -I$B -x c++ -c $< -o $@
+	$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -x c++ -c $< -o $@
 
 $B/llmc/cuda/%.o: llmc/cuda/%.cu $B/flags
 	@mkdir -p $(@D)

@@ -60,11 +60,12 @@ class TrainModel {
   virtual std::vector<MemoryLine> memory() const = 0;
 
   // Forward over one micro-batch in training mode (dropout on); micro_step numbers the micro-batches of a run and
-  // addresses the dropout masks. Keeps what backward() needs. Adds to the loss sum.
-  virtual void forward(const Batch& batch, std::uint64_t micro_step) = 0;
-  // Adds loss_scale * d(loss_sum of the last forward) to the gradients. loss_scale = 1 / labels of the whole step makes
-  // the gradient that of the mean loss.
-  virtual void backward(float loss_scale) = 0;
+  // addresses the dropout masks. Keeps what backward() needs, adds to the statistics. loss_scale multiplies the gradient
+  // of the loss sum: 1 / (labels of the whole step) makes it that of the mean. It is wanted here, not in backward(),
+  // because the classifier turns logits into their gradient in the same pass and never holds all of them.
+  virtual void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) = 0;
+  // Adds the gradient of the last forward to the gradients.
+  virtual void backward() = 0;
   virtual void zero_gradients() = 0;
   virtual StepStatistics statistics() = 0;
   virtual void update(const AdamWStep& step) = 0;

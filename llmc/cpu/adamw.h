@@ -1,0 +1,19 @@
+// AdamW (Loshchilov & Hutter, 2019), in the order of torch.optim.AdamW: decay, moments, bias correction, update.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/model/train_model.h"
+
+namespace weft::cpu {
+
+// g = gradient * step.gradient_scale;  p *= 1 - lr * weight_decay (if decay);  m, v = moving averages;
+// p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
+           const AdamWStep& step);
+
+// Sum of squares in double precision, added in blocks of a fixed size: the same bits for any thread count. Not finite
+// if any value is not.
+double sum_of_squares(const float* values, std::int64_t count);
+
+}  // namespace weft::cpu

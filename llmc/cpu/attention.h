@@ -1,0 +1,28 @@
+// Grouped-query attention (Ainslie et al., 2023) by the flash recurrence (Dao et al., 2022): no T x T matrix is stored.
+// Query head h reads K/V head h / (NH / NKV). out = softmax(q k^T * scale) v.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cpu/head_view.h"
+
+namespace weft::cpu {
+
+struct AttentionShape {
+  std::int64_t B = 0;
+  std::int64_t TQ = 0;   // queries; they are the last TQ of the TK positions
+  std::int64_t TK = 0;   // keys and values, >= TQ
+  std::int64_t NH = 0, NKV = 0, HS = 0;
+  bool causal = true;    // query t sees keys 0 .. TK - TQ + t
+  float scale = 0;       // 1 / sqrt(HS) in every model here
+};
+
+// lse [B, NH, TQ]: natural log of the sum of exponentials, for backward; null: not kept.
+void attention_forward(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q, ConstHeadView k,
+                       ConstHeadView v);
+
+// dq, dk, dv are written (=), every element of the B x T x heads x HS they cover. Fixed summation order.
+void attention_backward(const AttentionShape& shape, HeadView dq, HeadView dk, HeadView dv, ConstHeadView dout,
+                        ConstHeadView out, const float* lse, ConstHeadView q, ConstHeadView k, ConstHeadView v);
+
+}  // namespace weft::cpu

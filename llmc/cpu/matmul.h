@@ -1,0 +1,19 @@
+// Linear layer: out = x W^T + bias, with the weight as Hugging Face stores it, [OC, C]. OpenBLAS does the products.
+#pragma once
+
+#include <cstdint>
+
+namespace weft::cpu {
+
+enum class Accumulate { no, yes };  // = or +=
+
+// out [N, OC] (+)= x [N, C] * weight [OC, C]^T + bias [OC] (null: none).
+void matmul_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N, std::int64_t C,
+                    std::int64_t OC, Accumulate accumulate = Accumulate::no);
+
+// dx [N, C] (+)= dout [N, OC] * weight;  dweight [OC, C] += dout^T * x;  dbias [OC] += column sums of dout.
+// A null dx, dweight or dbias is not computed.
+void matmul_backward(float* dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight,
+                     std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate_dx = Accumulate::no);
+
+}  // namespace weft::cpu
