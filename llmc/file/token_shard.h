@@ -1,0 +1,41 @@
+// Token shards: the training text as token ids, written by dev/prepare_data.py.
+//
+// Header of 256 bytes, little-endian: magic "\x89WTOK\r\n\x1a", u32 version 1, u32 dtype (DType u16 or u32),
+// u64 token count, u64 vocabulary size, u64 XXH3-64 of the tokenizer.json text, i64 end-of-document id (-1: none),
+// u64 XXH3-64 of the token bytes, u64 XXH3-64 of the header's first 56 bytes; then zeros. Then the tokens, nothing after.
+// The data hash is checked by verify(), not by open(): training opens shards far larger than memory.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "llmc/base/dtype.h"
+#include "llmc/base/file.h"
+
+namespace weft {
+
+class TokenShard {
+ public:
+  // Maps and validates the header; Exit::bad_file names the field. Another kind of file is refused by what it is.
+  static TokenShard open(const std::string& path);
+
+  const std::string& path() const { return file_.path(); }
+  std::int64_t count() const { return count_; }
+  std::int64_t vocab_size() const { return vocab_size_; }
+  std::uint64_t tokenizer_hash() const { return tokenizer_hash_; }
+  DType dtype() const { return dtype_; }
+  // Tokens [begin, begin + out.size()), which must lie in the shard. An id >= vocab_size() is Exit::bad_file with its
+  // position; a shard replaced since open() is Exit::bad_file.
+  void read(std::int64_t begin, std::span<std::int32_t> out) const;
+  void verify() const;  // the data hash and every id
+
+ private:
+  explicit TokenShard(MappedFile file) : file_(std::move(file)) {}
+  MappedFile file_;
+  DType dtype_ = DType::u16;
+  std::int64_t count_ = 0, vocab_size_ = 0;
+  std::uint64_t tokenizer_hash_ = 0, data_hash_ = 0;
+};
+
+}  // namespace weft
