@@ -1,13 +1,16 @@
-// Command-line options from one table that also makes --help: GNU long options, every value with a range, refused with
-// the range and the nearest name. Built on CLI11.
+// Command-line options from one table that also makes --help: GNU long options, every value with a range,
+// refused with the range and the nearest name. Built on CLI11.
 //
-// Usage errors are Exit::usage and name the option, what was given and what is accepted.
+// Usage errors are Exit::usage and name the option, what was given and what is accepted. Numbers are read the
+// same way in every locale, whole or not at all: no trailing characters, no hexadecimal, nothing that
+// overflows.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,8 +28,10 @@ class OptionTable {
   // Starts a section of --help; later options belong to it.
   void group(const std::string& title);
 
-  // Each binds `--name VALUE` to a variable that already holds the default, which --help shows.
-  void text(const std::string& name, std::string& variable, const std::string& placeholder, const std::string& help);
+  // Each binds `--name VALUE` to a variable that already holds the default, which --help shows. `name` is
+  // without the dashes. All but repeated() may be given once only.
+  void text(const std::string& name, std::string& variable, const std::string& placeholder,
+            const std::string& help);
   void choice(const std::string& name, std::string& variable, const std::vector<std::string>& values,
               const std::string& help);
   void integer(const std::string& name, std::int64_t& variable, std::int64_t low, std::int64_t high,
@@ -37,15 +42,20 @@ class OptionTable {
   void repeated(const std::string& name, std::vector<std::string>& variable, const std::string& placeholder,
                 const std::string& help);
 
-  // Text at the end of --help: exit codes, examples.
+  // What --version prints; without it there is no such option.
+  void version(const std::string& text);
+  // Text at the end of --help, as it is: exit codes, examples.
   void footer(const std::string& text);
 
   enum class Outcome { run, exit_ok };  // exit_ok: --help or --version was printed on stdout
   Outcome parse(int argc, const char* const* argv);
+  // What --help prints: at most 80 columns, no escapes.
+  std::string help() const;
 
   // True if the option was given on the command line (not left at its default).
   bool given(const std::string& name) const;
-  // Every option with its effective value, in table order: the start-up table and config.json.
+  // Every option with its effective value, in table order: the start-up table and config.json. The values of
+  // a repeated option are one JSON array. Texts are as the user gave them: escape them before printing.
   std::vector<std::pair<std::string, std::string>> effective() const;
 
  private:
@@ -53,7 +63,14 @@ class OptionTable {
   std::unique_ptr<Impl> impl_;
 };
 
-// Runs `body` and turns what it throws into one "error: ..." line and an exit code: the whole main() of a program.
+// Writes a result to stdout at once. Where the reader has closed its end of the pipe this throws
+// OutputClosed; any other failure is Exit::resources (disk full) or Exit::environment.
+void write_stdout(std::string_view text);
+struct OutputClosed {};
+
+// Runs `body` and turns what it throws into one "error: ..." line and an exit code: the whole main() of a
+// program. Then flushes stdout: a result that could not be written is an error, too. A closed pipe is none:
+// its reader (`head`, say) has all that it wanted, and the program ends with 0 and without a word.
 int run_program(const std::function<Exit()>& body);
 
 }  // namespace weft

@@ -1,0 +1,420 @@
+#include "llmc/base/options.h"
+
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <optional>
+
+#include "llmc/base/json.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+namespace {
+
+constexpr std::size_t kHelpColumns = 80;
+constexpr std::size_t kHelpIndent = 28;  // column of the descriptions
+
+std::string number_text(double value) {
+  char text[32];
+  const std::to_chars_result end = std::to_chars(text, text + sizeof text, value);
+  return std::string(text, end.ptr);
+}
+
+std::string join(const std::vector<std::string>& words, const char* separator) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : separator) + word;
+  return text;
+}
+
+// The whole of `text` as a number, in the C locale's notation: std::from_chars takes no sign "+", no space,
+// no "0x".
+template <typename Number>
+std::optional<Number> parse_number(const std::string& text) {
+  Number value{};
+  const std::from_chars_result end = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (end.ec != std::errc{} || end.ptr != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+// Insertions, deletions and substitutions between two words (Levenshtein), one row of the table at a time.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t substituted = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({substituted, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+// The word that the user probably meant: within a third of its letters, or one that `given` begins. Empty:
+// none.
+std::string nearest(std::string_view given, const std::vector<std::string>& words) {
+  std::string best;
+  std::size_t best_distance = std::max<std::size_t>(2, given.size() / 3) + 1;
+  for (const std::string& word : words) {
+    const bool prefix = given.size() >= 3 && word.starts_with(given);
+    const std::size_t distance = prefix ? 1 : edit_distance(given.substr(0, 64), word);
+    if (distance < best_distance && distance < word.size()) {
+      best_distance = distance;
+      best = word;
+    }
+  }
+  return best;
+}
+
+// `text` broken at spaces to fit between column kHelpIndent and kHelpColumns; a longer word has a line for
+// itself.
+std::string wrapped(const std::string& text) {
+  std::string out;
+  std::size_t column = 0;
+  std::size_t begin = 0;
+  while (begin < text.size()) {
+    const std::size_t end = std::min(text.find(' ', begin), text.size());
+    const std::size_t length = end - begin;
+    if (column > 0 && column + 1 + length > kHelpColumns - kHelpIndent) {
+      out += "\n" + std::string(kHelpIndent, ' ');
+      column = 0;
+    } else if (column > 0) {
+      out += ' ';
+      ++column;
+    }
+    out.append(text, begin, length);
+    column += length;
+    begin = end + 1;
+  }
+  return out;
+}
+
+Exit write_failure_code(int error) {
+  return error == ENOSPC || error == EDQUOT || error == EFBIG ? Exit::resources : Exit::environment;
+}
+
+}  // namespace
+
+// One option: how it looks in --help, and what to do with its value.
+struct Entry {
+  std::string group, name, placeholder, help;
+  std::string range;  // what is accepted, in words; empty: any text
+  bool takes_value = true, repeatable = false;
+  std::function<bool(const std::string&)> store;  // false: not acceptable
+  std::function<std::string()> value;             // the variable now
+  std::vector<std::string> choices;
+  std::string default_text;
+  CLI::Option* option = nullptr;
+};
+
+struct OptionTable::Impl {
+  Impl(const std::string& program_name, const std::string& purpose_text)
+      : program(program_name), purpose(purpose_text), app(purpose_text, program_name) {
+    app.set_help_flag("-h,--help");
+    app.allow_extras();  // unknown options are reported here, with a suggestion
+  }
+
+  void add(Entry entry);
+  const Entry* find(std::string_view name) const;
+  std::vector<std::string> names() const;
+  std::vector<std::string> normalized(int argc, const char* const* argv) const;
+  [[noreturn]] void fail_unknown(const std::string& argument) const;
+  void store(const Entry& entry) const;
+
+  std::string program, purpose, current_group, footer_text, version_text;
+  CLI::App app;
+  std::vector<Entry> entries;
+};
+
+void OptionTable::Impl::add(Entry entry) {
+  entry.group = current_group;
+  const std::string flag = "--" + entry.name;
+  if (entry.takes_value) {
+    entry.option = app.add_option(flag, [](const CLI::results_t&) { return true; });
+    entry.option->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  } else {
+    entry.option = app.add_flag(flag);
+  }
+  entry.default_text = entry.value();
+  entries.push_back(std::move(entry));
+}
+
+const Entry* OptionTable::Impl::find(std::string_view name) const {
+  for (const Entry& entry : entries) {
+    if (entry.name == name) return &entry;
+  }
+  return nullptr;
+}
+
+std::vector<std::string> OptionTable::Impl::names() const {
+  std::vector<std::string> all = {"help"};
+  if (!version_text.empty()) all.push_back("version");
+  for (const Entry& entry : entries) all.push_back(entry.name);
+  return all;
+}
+
+// The arguments after the program's name, with what CLI11 leaves vague made plain: `--name=` is an empty
+// value and does not take the next argument, a flag takes no value, a value may begin with dashes but must be
+// there.
+std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* const* argv) const {
+  std::vector<std::string> arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--") {
+      arguments.insert(arguments.end(), argv + i, argv + argc);
+      break;
+    }
+    const std::size_t equals = argument.find('=');
+    const Entry* entry = argument.starts_with("--") ? find(argument.substr(2, equals - 2)) : nullptr;
+    if (entry == nullptr) {
+      arguments.push_back(argument);
+    } else if (!entry->takes_value) {
+      if (equals != std::string::npos) {
+        fail(Exit::usage, "--%s: takes no value, got %s", entry->name.c_str(),
+             escaped(argument.substr(equals + 1)).c_str());
+      }
+      arguments.push_back(argument);
+    } else {
+      if (equals == std::string::npos && i + 1 == argc) {
+        fail(Exit::usage, "--%s: value missing, expected %s", entry->name.c_str(),
+             entry->range.empty() ? entry->placeholder.c_str() : entry->range.c_str());
+      }
+      arguments.push_back("--" + entry->name);
+      arguments.push_back(equals == std::string::npos ? argv[++i] : argument.substr(equals + 1));
+    }
+  }
+  return arguments;
+}
+
+void OptionTable::Impl::fail_unknown(const std::string& argument) const {
+  const std::size_t dashes = std::min(argument.find_first_not_of('-'), argument.size());
+  if (dashes == 0 || dashes == argument.size()) {
+    fail(Exit::usage, "unexpected argument %s: every argument belongs to an option, see --help",
+         escaped(argument).c_str());
+  }
+  const std::string guess = nearest(argument.substr(dashes, argument.find('=') - dashes), names());
+  fail(Exit::usage, "unknown option %s: %s", escaped(argument.substr(0, argument.find('='))).c_str(),
+       guess.empty() ? "see --help" : ("did you mean --" + guess + "?").c_str());
+}
+
+void OptionTable::Impl::store(const Entry& entry) const {
+  const std::vector<std::string>& given = entry.option->results();
+  if (given.size() > 1 && !entry.repeatable) {
+    fail(Exit::usage, "--%s: given %zu times, expected once", entry.name.c_str(), given.size());
+  }
+  for (const std::string& value : given) {
+    if (entry.store(value)) continue;
+    const std::string guess = nearest(value, entry.choices);
+    fail(Exit::usage, "--%s: got %s, expected %s%s", entry.name.c_str(), escaped(value).c_str(),
+         entry.range.c_str(), guess.empty() ? "" : (". Did you mean " + guess + "?").c_str());
+  }
+}
+
+OptionTable::OptionTable(const std::string& program, const std::string& purpose)
+    : impl_(std::make_unique<Impl>(program, purpose)) {}
+OptionTable::~OptionTable() = default;
+
+void OptionTable::group(const std::string& title) {
+  impl_->current_group = title;
+}
+void OptionTable::footer(const std::string& text) {
+  impl_->footer_text = text;
+}
+
+void OptionTable::version(const std::string& text) {
+  impl_->version_text = text;
+  impl_->app.set_version_flag("--version", text);
+}
+
+void OptionTable::text(const std::string& name, std::string& variable, const std::string& placeholder,
+                       const std::string& help) {
+  Entry entry;
+  entry.name = name;
+  entry.placeholder = placeholder;
+  entry.help = help;
+  entry.store = [&variable](const std::string& value) {
+    variable = value;
+    return true;
+  };
+  entry.value = [&variable] { return variable; };
+  impl_->add(std::move(entry));
+}
+
+void OptionTable::choice(const std::string& name, std::string& variable,
+                         const std::vector<std::string>& values, const std::string& help) {
+  Entry entry;
+  entry.name = name;
+  entry.placeholder = join(values, "|");
+  entry.help = help;
+  entry.range = "one of " + join(values, ", ");
+  entry.choices = values;
+  entry.store = [&variable, values](const std::string& value) {
+    variable = value;
+    return std::find(values.begin(), values.end(), value) != values.end();
+  };
+  entry.value = [&variable] { return variable; };
+  impl_->add(std::move(entry));
+}
+
+void OptionTable::integer(const std::string& name, std::int64_t& variable, std::int64_t low,
+                          std::int64_t high, const std::string& help) {
+  Entry entry;
+  entry.name = name;
+  entry.placeholder = "N";
+  entry.help = help;
+  const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
+  entry.range = high == std::numeric_limits<std::int64_t>::max()
+                    ? format("an integer of at least %lld", wide(low))
+                    : format("an integer from %lld to %lld", wide(low), wide(high));
+  entry.store = [&variable, low, high](const std::string& text) {
+    const std::optional<std::int64_t> value = parse_number<std::int64_t>(text);
+    if (value.has_value()) variable = *value;
+    return value.has_value() && *value >= low && *value <= high;
+  };
+  entry.value = [&variable, wide] { return format("%lld", wide(variable)); };
+  impl_->add(std::move(entry));
+}
+
+void OptionTable::number(const std::string& name, double& variable, double low, double high,
+                         const std::string& help) {
+  Entry entry;
+  entry.name = name;
+  entry.placeholder = "X";
+  entry.help = help;
+  entry.range = high >= std::numeric_limits<double>::max()
+                    ? "a number of at least " + number_text(low)
+                    : "a number from " + number_text(low) + " to " + number_text(high);
+  entry.store = [&variable, low, high](const std::string& text) {
+    const std::optional<double> value = parse_number<double>(text);
+    if (value.has_value()) variable = *value;
+    return value.has_value() && std::isfinite(*value) && *value >= low && *value <= high;
+  };
+  entry.value = [&variable] { return number_text(variable); };
+  impl_->add(std::move(entry));
+}
+
+void OptionTable::flag(const std::string& name, bool& variable, const std::string& help) {
+  Entry entry;
+  entry.name = name;
+  entry.help = help;
+  entry.takes_value = false;
+  entry.store = [&variable](const std::string&) { return variable = true; };
+  entry.value = [&variable] { return std::string(variable ? "true" : "false"); };
+  impl_->add(std::move(entry));
+}
+
+void OptionTable::repeated(const std::string& name, std::vector<std::string>& variable,
+                           const std::string& placeholder, const std::string& help) {
+  Entry entry;
+  entry.name = name;
+  entry.placeholder = placeholder;
+  entry.help = help;
+  entry.repeatable = true;
+  entry.store = [&variable](const std::string& value) {
+    variable.push_back(value);
+    return true;
+  };
+  // A value that is not UTF-8 cannot stand in JSON: its bad bytes become U+FFFD here.
+  entry.value = [&variable] { return Json(variable).dump(-1, ' ', false, Json::error_handler_t::replace); };
+  impl_->add(std::move(entry));
+}
+
+OptionTable::Outcome OptionTable::parse(int argc, const char* const* argv) {
+  std::vector<std::string> arguments = impl_->normalized(argc, argv);
+  std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them from the back
+  try {
+    impl_->app.parse(std::move(arguments));
+  } catch (const CLI::CallForHelp&) {
+    write_stdout(help());
+    return Outcome::exit_ok;
+  } catch (const CLI::CallForVersion&) {
+    write_stdout(impl_->version_text + "\n");
+    return Outcome::exit_ok;
+  } catch (const CLI::ParseError& error) {
+    fail(Exit::usage, "%s", escaped(error.what()).c_str());
+  }
+  const std::vector<std::string> unknown = impl_->app.remaining();
+  if (!unknown.empty()) impl_->fail_unknown(unknown.front());
+  for (const Entry& entry : impl_->entries) impl_->store(entry);
+  return Outcome::run;
+}
+
+std::string OptionTable::help() const {
+  const auto line = [](const std::string& left, const std::string& text) {
+    const bool fits = left.size() + 2 <= kHelpIndent;
+    const std::string gap =
+        fits ? std::string(kHelpIndent - left.size(), ' ') : "\n" + std::string(kHelpIndent, ' ');
+    return left + gap + wrapped(text) + "\n";
+  };
+  std::string out = impl_->purpose + "\n\nUsage: " + impl_->program + " [--option VALUE]...\n";
+  std::string group;
+  for (const Entry& entry : impl_->entries) {
+    if (entry.group != group) out += "\n" + entry.group + ":\n";
+    group = entry.group;
+    std::string notes = entry.choices.empty() ? entry.range : "";  // choices already stand in the left column
+    if (entry.takes_value && !entry.repeatable && !entry.default_text.empty()) {
+      notes += (notes.empty() ? "default " : "; default ") + entry.default_text;
+    }
+    if (entry.repeatable) notes = "may be given several times";
+    out += line("  --" + entry.name + (entry.takes_value ? " " + entry.placeholder : ""),
+                entry.help + (notes.empty() ? "" : " (" + notes + ")"));
+  }
+  out += "\nAbout:\n" + line("  -h, --help", "print this and exit");
+  if (!impl_->version_text.empty()) out += line("  --version", "print the version and exit");
+  if (!impl_->footer_text.empty()) out += "\n" + impl_->footer_text + "\n";
+  return out;
+}
+
+bool OptionTable::given(const std::string& name) const {
+  const Entry* entry = impl_->find(name);
+  if (entry == nullptr) fail(Exit::internal, "no option --%s in the table", name.c_str());
+  return entry->option->count() > 0;
+}
+
+std::vector<std::pair<std::string, std::string>> OptionTable::effective() const {
+  std::vector<std::pair<std::string, std::string>> values;
+  for (const Entry& entry : impl_->entries) values.emplace_back(entry.name, entry.value());
+  return values;
+}
+
+void write_stdout(std::string_view text) {
+  const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
+  if (std::fflush(stdout) == 0 && written) return;
+  if (errno == EPIPE) throw OutputClosed{};
+  fail(write_failure_code(errno), "standard output: cannot write: %s", std::strerror(errno));
+}
+
+int run_program(const std::function<Exit()>& body) {
+  std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is a write error that can be answered, not a death
+  Exit code = Exit::internal;
+  try {
+    code = body();
+    write_stdout("");
+  } catch (const OutputClosed&) {
+    code = Exit::ok;
+  } catch (const Error& error) {
+    code = error.code();
+    log_error("%s%s", code == Exit::internal ? "internal error: " : "", error.what());
+  } catch (const std::bad_alloc&) {
+    code = Exit::resources;
+    log_error("out of memory");
+  } catch (const std::exception& error) {
+    code = Exit::internal;
+    log_error("internal error: %s. This is a bug in weft, please report it", escaped(error.what()).c_str());
+  }
+  return static_cast<int>(code);
+}
+
+}  // namespace weft
