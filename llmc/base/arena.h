@@ -1,5 +1,5 @@
-// Memory is planned, then allocated once: a plan is a list of named regions, and an arena is one allocation that holds
-// them. The same plan is printed by --dry-run on a machine that could never hold it.
+// Memory is planned, then allocated once: a plan is a list of named regions, and an arena is one allocation
+// that holds them. The same plan is printed by --dry-run on a machine that could never hold it.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,8 @@ struct MemoryLine {
 // "parameters 7.9 MB, gradients ..." as an aligned table with its total, one string a line.
 std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines);
 
-// Bytes of physical memory that the process can expect to get, respecting a cgroup or ulimit below the machine's size.
+// Bytes of physical memory that the process can expect to get, respecting a cgroup or ulimit below the
+// machine's size.
 std::uint64_t available_host_memory();
 
 // Zero-filled host memory of a plan. Exit::resources with the plan's name and size where the system refuses.

@@ -18,8 +18,12 @@ constexpr DTypeInfo kInfo[kNumDTypes] = {{"f32", 4}, {"f16", 2}, {"bf16", 2}, {"
 
 }  // namespace
 
-std::size_t dtype_bytes(DType dtype) { return kInfo[static_cast<std::uint32_t>(dtype)].bytes; }
-const char* dtype_name(DType dtype) { return kInfo[static_cast<std::uint32_t>(dtype)].name; }
+std::size_t dtype_bytes(DType dtype) {
+  return kInfo[static_cast<std::uint32_t>(dtype)].bytes;
+}
+const char* dtype_name(DType dtype) {
+  return kInfo[static_cast<std::uint32_t>(dtype)].name;
+}
 
 std::optional<DType> dtype_from_name(std::string_view name) {
   for (std::uint32_t i = 0; i < kNumDTypes; ++i) {
@@ -28,7 +32,9 @@ std::optional<DType> dtype_from_name(std::string_view name) {
   return std::nullopt;
 }
 
-float bf16_to_f32(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+float bf16_to_f32(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
 
 float f16_to_f32(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
@@ -45,7 +51,8 @@ float f16_to_f32(std::uint16_t bits) {
 
 std::uint16_t f32_to_bf16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);  // quiet NaN
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u)
+    return static_cast<std::uint16_t>((bits >> 16) | 0x40u);  // quiet NaN
   return static_cast<std::uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -53,7 +60,8 @@ std::uint16_t f32_to_f16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint16_t sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
   const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
+  if (magnitude > 0x7F800000u)
+    return static_cast<std::uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
   if (magnitude >= 0x477FF000u) return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds past 65504
   if (magnitude < 0x38800000u) {
     // Subnormal result: adding 0.5 aligns the fp32 mantissa so that the hardware does the rounding.
@@ -67,28 +75,34 @@ std::uint16_t f32_to_f16(float value) {
 void convert_to_f32(const void* source, DType dtype, float* out, std::size_t count) {
   const auto* halves = static_cast<const std::uint16_t*>(source);
   switch (dtype) {
-    case DType::f32: std::memcpy(out, source, count * sizeof(float)); return;
+    case DType::f32:
+      std::memcpy(out, source, count * sizeof(float));
+      return;
     case DType::f16:
       for (std::size_t i = 0; i < count; ++i) out[i] = f16_to_f32(halves[i]);
       return;
     case DType::bf16:
       for (std::size_t i = 0; i < count; ++i) out[i] = bf16_to_f32(halves[i]);
       return;
-    default: fail(Exit::internal, "convert_to_f32: dtype %s is not a float type", dtype_name(dtype));
+    default:
+      fail(Exit::internal, "convert_to_f32: dtype %s is not a float type", dtype_name(dtype));
   }
 }
 
 void convert_from_f32(const float* source, DType dtype, void* out, std::size_t count) {
   auto* halves = static_cast<std::uint16_t*>(out);
   switch (dtype) {
-    case DType::f32: std::memcpy(out, source, count * sizeof(float)); return;
+    case DType::f32:
+      std::memcpy(out, source, count * sizeof(float));
+      return;
     case DType::f16:
       for (std::size_t i = 0; i < count; ++i) halves[i] = f32_to_f16(source[i]);
       return;
     case DType::bf16:
       for (std::size_t i = 0; i < count; ++i) halves[i] = f32_to_bf16(source[i]);
       return;
-    default: fail(Exit::internal, "convert_from_f32: dtype %s is not a float type", dtype_name(dtype));
+    default:
+      fail(Exit::internal, "convert_from_f32: dtype %s is not a float type", dtype_name(dtype));
   }
 }
 

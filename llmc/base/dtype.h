@@ -13,7 +13,7 @@ enum class DType : std::uint32_t { f32 = 0, f16 = 1, bf16 = 2, u8 = 3, u16 = 4, 
 inline constexpr std::uint32_t kNumDTypes = 8;
 
 std::size_t dtype_bytes(DType dtype);
-const char* dtype_name(DType dtype);                           // "f32", "bf16", ...
+const char* dtype_name(DType dtype);  // "f32", "bf16", ...
 std::optional<DType> dtype_from_name(std::string_view name);
 
 float bf16_to_f32(std::uint16_t bits);

@@ -1,10 +1,11 @@
 // Errors and exit codes.
 //
-// Library code reports a failure by throwing weft::Error; only main() catches it, prints its one line and returns its
-// exit code. Nothing below main() calls exit(), and nothing validates input with assert().
+// Library code reports a failure by throwing weft::Error; only main() catches it, prints its one line and
+// returns its exit code. Nothing below main() calls exit(), and nothing validates input with assert().
 //
 // A message has the form   <where>: <field>: got X, expected Y. <what to do>
-// without a leading "error:", which main() adds. Text that comes from a file or from the user passes through escaped().
+// without a leading "error:", which main() adds. Text that comes from a file or from the user passes through
+// escaped().
 #pragma once
 
 #include <cstddef>
@@ -16,14 +17,14 @@ namespace weft {
 
 enum class Exit : int {
   ok = 0,
-  internal = 1,      // a bug in weft
-  usage = 2,         // unknown option, malformed or out-of-range value
-  bad_file = 3,      // an input file is missing, damaged, of the wrong kind, or does not fit the others
-  environment = 4,   // GPU, driver, architecture, lock, network
-  resources = 5,     // out of memory or disk
-  numeric = 6,       // a loss or a gradient is not finite
-  interrupted = 130, // SIGINT, state saved
-  terminated = 143,  // SIGTERM or SIGHUP, state saved
+  internal = 1,       // a bug in weft
+  usage = 2,          // unknown option, malformed or out-of-range value
+  bad_file = 3,       // an input file is missing, damaged, of the wrong kind, or does not fit the others
+  environment = 4,    // GPU, driver, architecture, lock, network
+  resources = 5,      // out of memory or disk
+  numeric = 6,        // a loss or a gradient is not finite
+  interrupted = 130,  // SIGINT, state saved
+  terminated = 143,   // SIGTERM or SIGHUP, state saved
 };
 
 class Error : public std::runtime_error {
@@ -41,8 +42,8 @@ std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 // Throws Error(code, format(fmt, ...)).
 [[noreturn]] void fail(Exit code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
 
-// `text` in single quotes with control characters, invalid UTF-8 and quotes escaped, cut after `limit` bytes: the only
-// way in which text from outside reaches the terminal.
+// `text` in single quotes with control characters, invalid UTF-8 and quotes escaped, cut after `limit` bytes:
+// the only way in which text from outside reaches the terminal.
 std::string escaped(std::string_view text, std::size_t limit = 120);
 
 }  // namespace weft

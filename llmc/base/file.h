@@ -1,7 +1,8 @@
-// Checked file input and output: read-only maps, and files that appear under their name only when they are complete.
+// Checked file input and output: read-only maps, and files that appear under their name only when they are
+// complete.
 //
-// Every error names the path, what was attempted and errno's text. Reading problems are Exit::bad_file, a full disk or
-// quota is Exit::resources, anything else while writing is Exit::environment.
+// Every error names the path, what was attempted and errno's text. Reading problems are Exit::bad_file, a
+// full disk or quota is Exit::resources, anything else while writing is Exit::environment.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +27,8 @@ class MappedFile {
   std::uint64_t size() const { return size_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(data_), size_}; }
 
-  // True while the file under path() still is the one that was mapped: same inode, size and modification time.
+  // True while the file under path() still is the one that was mapped: same inode, size and modification
+  // time.
   bool unchanged() const;
 
  private:
@@ -37,19 +39,21 @@ class MappedFile {
   std::int64_t modified_ns_ = 0;
 };
 
-// Writes "<path>.tmp.<pid>", and publish() gives it its name: preallocate -> write -> fsync -> rename -> fsync directory.
-// Destroyed before publish(): the temporary file is removed and whatever stood at `path` is untouched.
+// Writes "<path>.tmp.<pid>", and publish() gives it its name: preallocate -> write -> fsync -> rename ->
+// fsync directory. Destroyed before publish(): the temporary file is removed and whatever stood at `path` is
+// untouched.
 class AtomicFile {
  public:
-  // `expected_bytes` is reserved on disk first, so that a full disk is found before anything is written; 0: unknown.
+  // `expected_bytes` is reserved on disk first, so that a full disk is found before anything is written; 0:
+  // unknown.
   explicit AtomicFile(const std::string& path, std::uint64_t expected_bytes = 0);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  void write(const void* data, std::size_t bytes);                            // appends
+  void write(const void* data, std::size_t bytes);  // appends
   void write(std::string_view text) { write(text.data(), text.size()); }
-  void rewrite(std::uint64_t offset, const void* data, std::size_t bytes);    // replaces bytes already written
+  void rewrite(std::uint64_t offset, const void* data, std::size_t bytes);  // replaces bytes already written
   std::uint64_t size() const { return size_; }
   void publish();
 
@@ -72,12 +76,12 @@ void sync_directory(const std::string& directory);
 // The directory part of a path: "." where there is none.
 std::string parent_directory(const std::string& path);
 
-// The regular files that match a shell pattern, in lexicographic order. None: Exit::bad_file with the pattern and the
-// working directory.
+// The regular files that match a shell pattern, in lexicographic order. None: Exit::bad_file with the pattern
+// and the working directory.
 std::vector<std::string> expand_glob(const std::string& pattern);
 
-// Called with the number of bytes written so far, before each write of an AtomicFile: the fault hook of --debug-inject.
-// Null (the default) means no fault.
+// Called with the number of bytes written so far, before each write of an AtomicFile: the fault hook of
+// --debug-inject. Null (the default) means no fault.
 using WriteFault = void (*)(const std::string& path, std::uint64_t offset, std::size_t bytes);
 void set_write_fault(WriteFault fault);
 

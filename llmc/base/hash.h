@@ -10,7 +10,9 @@ struct XXH3_state_s;
 namespace weft {
 
 std::uint64_t xxh3_64(const void* data, std::size_t bytes);
-inline std::uint64_t xxh3_64(std::string_view text) { return xxh3_64(text.data(), text.size()); }
+inline std::uint64_t xxh3_64(std::string_view text) {
+  return xxh3_64(text.data(), text.size());
+}
 
 class Xxh3Stream {
  public:

@@ -17,8 +17,8 @@ struct JsonLimits {
   int depth = 64;
 };
 
-// Parses `text`. Too long, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error: Exit::bad_file
-// with "<source>: ...". Never recurses deeper than the limit.
+// Parses `text`. Too long, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error:
+// Exit::bad_file with "<source>: ...". Never recurses deeper than the limit.
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits = {});
 
 // A member of the object `object` with the type asked for; absent or of another type: Exit::bad_file with

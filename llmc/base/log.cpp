@@ -42,7 +42,9 @@ void write_line(const char* color, const char* prefix, const char* fmt, std::va_
 
 }  // namespace
 
-void set_color_mode(ColorMode mode) { color_mode = mode; }
+void set_color_mode(ColorMode mode) {
+  color_mode = mode;
+}
 
 bool stderr_is_terminal() {
   const char* term = std::getenv("TERM");
@@ -76,7 +78,8 @@ void ProgressLine::show(const std::string& text) {
   last_ = now;
   winsize window{};
   const bool known = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 1;
-  const std::size_t columns = known ? window.ws_col - 1u : 79u;  // a full line would wrap and could not be overwritten
+  const std::size_t columns =
+      known ? window.ws_col - 1u : 79u;  // a full line would wrap and could not be overwritten
   const std::lock_guard<std::mutex> lock(output_mutex);
   std::fprintf(stderr, "\r\033[K%s", text.substr(0, columns).c_str());
   std::fflush(stderr);
@@ -98,7 +101,10 @@ std::string human_bytes(double bytes) {
     bytes /= 1000;
     ++unit;
   }
-  return format(unit > 0 && bytes < 10 ? "%.2f %s" : unit > 0 && bytes < 100 ? "%.1f %s" : "%.0f %s", bytes, units[unit]);
+  return format(unit > 0 && bytes < 10    ? "%.2f %s"
+                : unit > 0 && bytes < 100 ? "%.1f %s"
+                                          : "%.0f %s",
+                bytes, units[unit]);
 }
 
 std::string human_seconds(double seconds) {

@@ -12,8 +12,8 @@ enum class ColorMode { automatic, always, never };
 void set_color_mode(ColorMode mode);
 bool stderr_is_terminal();
 
-// Each writes one line to stderr, after wiping the progress line if one stands there. A write error (a closed pipe) is
-// ignored: a log must not kill a run.
+// Each writes one line to stderr, after wiping the progress line if one stands there. A write error (a closed
+// pipe) is ignored: a log must not kill a run.
 void log_info(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 void log_warning(const char* fmt, ...) __attribute__((format(printf, 1, 2)));  // "warning: ..."
 void log_error(const char* fmt, ...) __attribute__((format(printf, 1, 2)));    // "error: ..."

@@ -1,7 +1,9 @@
-// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
+// (SC 2011).
 //
-// The four words are a pure function of (key, counter), so a number is addressed, not drawn: the forward and the
-// backward pass compute the same dropout mask without storing it, and the host and the device agree bit for bit.
+// The four words are a pure function of (key, counter), so a number is addressed, not drawn: the forward and
+// the backward pass compute the same dropout mask without storing it, and the host and the device agree bit
+// for bit.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +21,12 @@ struct PhiloxWords {
 };
 
 // Ten rounds over the 128-bit counter (low, high) with the 64-bit key `seed`.
-WEFT_HOST_DEVICE inline PhiloxWords philox(std::uint64_t seed, std::uint64_t counter_low, std::uint64_t counter_high) {
-  std::uint32_t c0 = static_cast<std::uint32_t>(counter_low), c1 = static_cast<std::uint32_t>(counter_low >> 32);
-  std::uint32_t c2 = static_cast<std::uint32_t>(counter_high), c3 = static_cast<std::uint32_t>(counter_high >> 32);
+WEFT_HOST_DEVICE inline PhiloxWords philox(std::uint64_t seed, std::uint64_t counter_low,
+                                           std::uint64_t counter_high) {
+  std::uint32_t c0 = static_cast<std::uint32_t>(counter_low),
+                c1 = static_cast<std::uint32_t>(counter_low >> 32);
+  std::uint32_t c2 = static_cast<std::uint32_t>(counter_high),
+                c3 = static_cast<std::uint32_t>(counter_high >> 32);
   std::uint32_t k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t p0 = static_cast<std::uint64_t>(0xD2511F53u) * c0;
@@ -39,9 +44,18 @@ WEFT_HOST_DEVICE inline PhiloxWords philox(std::uint64_t seed, std::uint64_t cou
 }
 
 // A float uniform in [0, 1) with 24 random bits.
-WEFT_HOST_DEVICE inline float uniform01(std::uint32_t word) { return static_cast<float>(word >> 8) * 0x1p-24f; }
+WEFT_HOST_DEVICE inline float uniform01(std::uint32_t word) {
+  return static_cast<float>(word >> 8) * 0x1p-24f;
+}
 
-// Which consumer a counter belongs to: two uses of one seed never share numbers. It is the high word of the counter.
-enum class RandomStream : std::uint64_t { init = 1, data_order = 2, dropout = 3, sampling = 4, stochastic_rounding = 5 };
+// Which consumer a counter belongs to: two uses of one seed never share numbers. It is the high word of the
+// counter.
+enum class RandomStream : std::uint64_t {
+  init = 1,
+  data_order = 2,
+  dropout = 3,
+  sampling = 4,
+  stochastic_rounding = 5
+};
 
 }  // namespace weft

@@ -17,7 +17,9 @@ extern "C" void on_stop(int signal_number) {
   pending_stop = signal_number;
 }
 
-extern "C" void on_save(int) { pending_save = 1; }
+extern "C" void on_save(int) {
+  pending_save = 1;
+}
 
 void install(int signal_number, void (*handler)(int)) {
   struct sigaction action {};
@@ -37,7 +39,9 @@ void install_signal_handlers() {
   install(SIGPIPE, SIG_IGN);
 }
 
-int stop_signal() { return pending_stop; }
+int stop_signal() {
+  return pending_stop;
+}
 
 bool take_save_request() {
   const bool requested = pending_save != 0;

@@ -18,7 +18,8 @@ Scan scan_sequence(std::string_view text) {
   if (first < 0x80) return {1, 1};
   if (first < 0xC2 || first > 0xF4) return {0, 0};
   const std::size_t expected = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-  // The second byte's range depends on the first: it excludes overlong forms, surrogates and values past U+10FFFF.
+  // The second byte's range depends on the first: it excludes overlong forms, surrogates and values past
+  // U+10FFFF.
   const unsigned char low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
   const unsigned char high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
   std::size_t matched = 1;

@@ -14,11 +14,11 @@ enum class Family { llama, gpt_neox };
 enum class NormKind { rmsnorm, layernorm };
 enum class RopeType { standard, llama3 };
 
-const char* family_name(Family family);    // "llama", "gpt_neox"
-const char* norm_kind_name(NormKind kind); // "rmsnorm", "layernorm"
+const char* family_name(Family family);     // "llama", "gpt_neox"
+const char* norm_kind_name(NormKind kind);  // "rmsnorm", "layernorm"
 
-// Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimension i turns with
-// i + rotary_dim/2. Only the first rotary_dim dimensions of a head turn.
+// Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimension i turns
+// with i + rotary_dim/2. Only the first rotary_dim dimensions of a head turn.
 struct RopeConfig {
   RopeType type = RopeType::standard;
   double theta = 0;
@@ -34,21 +34,21 @@ struct RopeConfig {
 
 struct ModelConfig {
   Family family = Family::llama;
-  std::int64_t vocab_size = 0;      // rows of the embedding; may exceed the tokenizer's vocabulary (padding)
-  std::int64_t hidden_size = 0;     // C
-  std::int64_t num_layers = 0;      // L
-  std::int64_t num_heads = 0;       // NH
-  std::int64_t num_kv_heads = 0;    // NKV; query head h reads K/V head h / (NH / NKV)
-  std::int64_t head_dim = 0;        // HS; need not be C / NH
-  std::int64_t ffn_size = 0;        // F
-  std::int64_t max_positions = 0;   // longest sequence the model was made for
+  std::int64_t vocab_size = 0;     // rows of the embedding; may exceed the tokenizer's vocabulary (padding)
+  std::int64_t hidden_size = 0;    // C
+  std::int64_t num_layers = 0;     // L
+  std::int64_t num_heads = 0;      // NH
+  std::int64_t num_kv_heads = 0;   // NKV; query head h reads K/V head h / (NH / NKV)
+  std::int64_t head_dim = 0;       // HS; need not be C / NH
+  std::int64_t ffn_size = 0;       // F
+  std::int64_t max_positions = 0;  // longest sequence the model was made for
   double norm_eps = 0;
   NormKind norm = NormKind::rmsnorm;
   RopeConfig rope;
-  bool tied_embeddings = false;     // the classifier uses the embedding's matrix
-  bool parallel_residual = false;   // GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
-  bool attention_bias = false;      // GPT-NeoX: biases of query_key_value and dense
-  std::int64_t tokenizer_vocab = 0; // ids >= this are padding rows and are never sampled
+  bool tied_embeddings = false;      // the classifier uses the embedding's matrix
+  bool parallel_residual = false;    // GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
+  bool attention_bias = false;       // GPT-NeoX: biases of query_key_value and dense
+  std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
 
@@ -58,21 +58,24 @@ struct ModelConfig {
   bool operator==(const ModelConfig&) const = default;
 };
 
-// From and to the "config" object of a tensor file. `source` names the file in errors. from_json validates: every key
-// present and in range (limits of robustness R9), heads divisible, rotary_dim even and <= head_dim; Exit::bad_file.
+// From and to the "config" object of a tensor file. `source` names the file in errors. from_json validates:
+// every key present and in range (limits of robustness R9), heads divisible, rotary_dim even and <= head_dim;
+// Exit::bad_file.
 ModelConfig config_from_json(const Json& object, const std::string& source);
 Json config_to_json(const ModelConfig& config);
 
 // The named configurations of train_llama (--config): tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b,
-// llama3.2-3b, llama3.1-8b. An unknown name is Exit::usage and lists them. `vocab_size` replaces the preset's if > 0.
+// llama3.2-3b, llama3.1-8b. An unknown name is Exit::usage and lists them. `vocab_size` replaces the preset's
+// if > 0.
 ModelConfig preset_config(const std::string& name);
 const std::vector<std::string>& preset_names();
 
-// inv_freq[i] for i < rotary_dim/2, fp32 as transformers computes them (theta^(-2i/rotary_dim), then the llama3 scaling
-// by wavelength; Llama 3.1 release, "apply_scaling").
+// inv_freq[i] for i < rotary_dim/2, fp32 as transformers computes them (theta^(-2i/rotary_dim), then the
+// llama3 scaling by wavelength; Llama 3.1 release, "apply_scaling").
 std::vector<float> rope_inverse_frequencies(const RopeConfig& rope);
 
-// cos and sin of position * inv_freq, each [positions, rotary_dim/2] fp32: the angle is formed in fp32 as PyTorch does.
+// cos and sin of position * inv_freq, each [positions, rotary_dim/2] fp32: the angle is formed in fp32 as
+// PyTorch does.
 struct RopeTable {
   std::int64_t positions = 0, half = 0;
   std::vector<float> cos, sin;

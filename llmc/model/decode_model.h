@@ -34,8 +34,8 @@ class DecodeModel {
   // reset(), then nll[i] = -log p(ids[i + 1] | ids[0..i]) for i < ids.size() - 1: perplexity.
   virtual std::vector<double> score(std::span<const std::int32_t> ids) = 0;
 
-  // The activation `name` (names of scripts/dump_reference.py) of the last prefill, fp32; empty if not kept. Kept only
-  // after keep_activations(true).
+  // The activation `name` (names of scripts/dump_reference.py) of the last prefill, fp32; empty if not kept.
+  // Kept only after keep_activations(true).
   virtual void keep_activations(bool keep) = 0;
   virtual std::vector<float> activation(const std::string& name) = 0;
 };

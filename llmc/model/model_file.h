@@ -1,4 +1,5 @@
-// A model file: a tensor file of kind `model` whose configuration and tensor table agree, with its tokenizer inside.
+// A model file: a tensor file of kind `model` whose configuration and tensor table agree, with its tokenizer
+// inside.
 #pragma once
 
 #include <optional>
@@ -14,17 +15,18 @@ inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the te
 
 class ModelFile {
  public:
-  // Opens and checks everything but the tensor data: configuration valid, family as asked, every tensor of the table
-  // present with its shape and a float dtype, nothing missing. Exit::bad_file names what does not fit.
+  // Opens and checks everything but the tensor data: configuration valid, family as asked, every tensor of
+  // the table present with its shape and a float dtype, nothing missing. Exit::bad_file names what does not
+  // fit.
   static ModelFile open(const std::string& path, Family expected);
 
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }
   const TensorFile& file() const { return file_; }
-  DType dtype() const;                             // of the largest matrix: what --version style lines print
+  DType dtype() const;  // of the embedding: what the start-up line names
   bool has_tokenizer() const;
-  std::string tokenizer_json() const;              // verified; empty if the file carries none
-  // Reads one parameter as fp32, verifying its hash and that every value is finite where `check_finite`.
+  std::string tokenizer_json() const;  // verified; empty if the file carries none
+  // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file.
   void read_parameter(const TensorSpec& spec, float* out) const;
 
  private:

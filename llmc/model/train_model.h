@@ -21,12 +21,12 @@ enum class Precision { fp32, bf16 };
 enum class Recompute { none, norm, block };
 
 struct TrainOptions {
-  std::int64_t micro_batch = 1;     // B
-  std::int64_t seq_len = 0;         // T
+  std::int64_t micro_batch = 1;  // B
+  std::int64_t seq_len = 0;      // T
   Precision precision = Precision::fp32;
   Recompute recompute = Recompute::none;
-  float dropout = 0;                // probability; applied to each branch before it joins the residual
-  std::uint64_t seed = 0;           // of the dropout masks
+  float dropout = 0;       // probability; applied to each branch before it joins the residual
+  std::uint64_t seed = 0;  // of the dropout masks
 };
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
@@ -37,16 +37,17 @@ struct Batch {
 };
 
 struct AdamWStep {
-  std::int64_t step = 1;    // 1 for the first update: the exponent of the bias correction
+  std::int64_t step = 1;  // 1 for the first update: the exponent of the bias correction
   float learning_rate = 0, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0;
-  float gradient_scale = 1; // the clip factor; multiplies every gradient
+  float gradient_scale = 1;  // the clip factor; multiplies every gradient
 };
 
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {
-  double loss_sum = 0;            // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
-  std::int64_t label_count = 0;   // how many labels were counted
-  double gradient_norm = 0;       // 2-norm over all parameters; not finite if any gradient is not
+  double loss_sum =
+      0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
+  std::int64_t label_count = 0;  // how many labels were counted
+  double gradient_norm = 0;      // 2-norm over all parameters; not finite if any gradient is not
 };
 
 enum class TensorRole { parameter, gradient, moment1, moment2 };
@@ -59,10 +60,11 @@ class TrainModel {
   virtual const TensorTable& table() const = 0;
   virtual std::vector<MemoryLine> memory() const = 0;
 
-  // Forward over one micro-batch in training mode (dropout on); micro_step numbers the micro-batches of a run and
-  // addresses the dropout masks. Keeps what backward() needs, adds to the statistics. loss_scale multiplies the gradient
-  // of the loss sum: 1 / (labels of the whole step) makes it that of the mean. It is wanted here, not in backward(),
-  // because the classifier turns logits into their gradient in the same pass and never holds all of them.
+  // Forward over one micro-batch in training mode (dropout on); micro_step numbers the micro-batches of a run
+  // and addresses the dropout masks. Keeps what backward() needs, adds to the statistics. loss_scale
+  // multiplies the gradient of the loss sum: 1 / (labels of the whole step) makes it that of the mean. It is
+  // wanted here, not in backward(), because the classifier turns logits into their gradient in the same pass
+  // and never holds all of them.
   virtual void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) = 0;
   // Adds the gradient of the last forward to the gradients.
   virtual void backward() = 0;
@@ -74,16 +76,17 @@ class TrainModel {
   // Returns the sum over counted labels; *label_count gets their number.
   virtual double evaluate(const Batch& batch, std::int64_t* label_count) = 0;
 
-  // A parameter, gradient or moment as fp32, to and from the host; `values` holds spec.elements. Exact for every dtype
-  // in which weft keeps state.
+  // A parameter, gradient or moment as fp32, to and from the host; `values` holds spec.elements. Exact for
+  // every dtype in which weft keeps state.
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 
-  // The activation `name` (names of scripts/dump_reference.py, e.g. "layers.0.q") of the last forward or evaluate, as
-  // fp32; empty if this model does not keep it.
+  // The activation `name` (names of scripts/dump_reference.py, e.g. "layers.0.q") of the last forward or
+  // evaluate, as fp32; empty if this model does not keep it.
   virtual std::vector<float> activation(const std::string& name) = 0;
 
-  // Generation from the live parameters, with a KV cache of `capacity` positions. Valid while this model lives.
+  // Generation from the live parameters, with a KV cache of `capacity` positions. Valid while this model
+  // lives.
   virtual std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) = 0;
 };
 

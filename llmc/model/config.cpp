@@ -1,0 +1,263 @@
+#include "llmc/model/config.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+// Upper limits (a hostile file must not make us allocate or loop): far above any model weft is meant for.
+constexpr std::int64_t kMaxVocab = 1'000'000;
+constexpr std::int64_t kMaxLayers = 1024;
+constexpr std::int64_t kMaxWidth = 1 << 20;  // hidden and FFN
+constexpr std::int64_t kMaxHeads = 1024;
+constexpr std::int64_t kMaxHeadDim = 1024;
+constexpr std::int64_t kMaxPositions = 1 << 24;
+
+[[noreturn]] void refuse(const std::string& source, const std::string& problem) {
+  fail(Exit::bad_file, "%s: %s", source.c_str(), problem.c_str());
+}
+
+double positive_number(const Json& object, const std::string& key, const std::string& source) {
+  const double value = json_number(object, key, source);
+  if (!(value > 0)) refuse(source, format("%s: got %g, expected a number above 0", key.c_str(), value));
+  return value;
+}
+
+RopeConfig rope_from_json(const Json& object, std::int64_t head_dim, const std::string& source) {
+  RopeConfig rope;
+  const std::string type = json_string(object, "type", source);
+  if (type != "standard" && type != "llama3") {
+    refuse(source, format("type: got %s, expected standard or llama3", escaped(type).c_str()));
+  }
+  rope.type = type == "llama3" ? RopeType::llama3 : RopeType::standard;
+  rope.theta = positive_number(object, "theta", source);
+  rope.rotary_dim = json_int(object, "rotary_dim", 2, head_dim, source);
+  if (rope.rotary_dim % 2 != 0) {
+    refuse(source,
+           format("rotary_dim: got %lld, expected an even number", static_cast<long long>(rope.rotary_dim)));
+  }
+  rope.factor = positive_number(object, "factor", source);
+  rope.low_freq_factor = positive_number(object, "low_freq_factor", source);
+  rope.high_freq_factor = positive_number(object, "high_freq_factor", source);
+  rope.original_max_positions = json_int(object, "original_max_positions", 0, kMaxPositions, source);
+  const bool scaled = rope.type == RopeType::llama3;
+  if (scaled && (rope.original_max_positions == 0 || rope.high_freq_factor <= rope.low_freq_factor)) {
+    refuse(source, "llama3 scaling needs original_max_positions > 0 and high_freq_factor > low_freq_factor");
+  }
+  return rope;
+}
+
+std::vector<std::int32_t> ids_from_json(const Json& object, const std::string& key, std::int64_t vocab,
+                                        const std::string& source) {
+  const auto found = object.find(key);
+  if (found == object.end() || !found->is_array() || found->size() > 64) {
+    refuse(source, key + ": expected an array of at most 64 token ids");
+  }
+  std::vector<std::int32_t> ids;
+  for (const Json& value : *found) {
+    ids.push_back(static_cast<std::int32_t>(json_int(Json{{key, value}}, key, 0, vocab - 1, source)));
+  }
+  return ids;
+}
+
+Family family_from_json(const Json& object, const std::string& source) {
+  const std::string name = json_string(object, "family", source);
+  if (name == family_name(Family::llama)) return Family::llama;
+  if (name == family_name(Family::gpt_neox)) return Family::gpt_neox;
+  refuse(source, format("family: got %s, expected llama or gpt_neox", escaped(name).c_str()));
+}
+
+NormKind norm_from_json(const Json& object, const std::string& source) {
+  const std::string name = json_string(object, "norm", source);
+  if (name == norm_kind_name(NormKind::rmsnorm)) return NormKind::rmsnorm;
+  if (name == norm_kind_name(NormKind::layernorm)) return NormKind::layernorm;
+  refuse(source, format("norm: got %s, expected rmsnorm or layernorm", escaped(name).c_str()));
+}
+
+// What no key alone can show.
+void check_together(const ModelConfig& config, const std::string& source) {
+  if (config.num_heads % config.num_kv_heads != 0) {
+    refuse(source,
+           format("num_heads: %lld is not a multiple of num_kv_heads %lld",
+                  static_cast<long long>(config.num_heads), static_cast<long long>(config.num_kv_heads)));
+  }
+  if (config.family == Family::gpt_neox) {
+    const bool fits = config.num_kv_heads == config.num_heads && config.q_size() == config.hidden_size &&
+                      config.norm == NormKind::layernorm && !config.tied_embeddings;
+    if (!fits)
+      refuse(source,
+             "gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied");
+  } else if (config.parallel_residual || config.attention_bias) {
+    refuse(source, "llama: parallel_residual and attention_bias do not exist in this family");
+  }
+}
+
+ModelConfig llama_preset(std::int64_t layers, std::int64_t hidden, std::int64_t heads, std::int64_t kv_heads,
+                         std::int64_t head_dim, std::int64_t ffn, std::int64_t vocab, bool tied, double theta,
+                         double scaling, std::int64_t positions) {
+  ModelConfig config;
+  config.num_layers = layers;
+  config.hidden_size = hidden;
+  config.num_heads = heads;
+  config.num_kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.ffn_size = ffn;
+  config.vocab_size = config.tokenizer_vocab = vocab;
+  config.tied_embeddings = tied;
+  config.max_positions = positions;
+  config.norm_eps = 1e-5;
+  config.rope.theta = theta;
+  config.rope.rotary_dim = head_dim;
+  if (scaling > 0) {
+    config.rope.type = RopeType::llama3;
+    config.rope.factor = scaling;
+    config.rope.low_freq_factor = 1;
+    config.rope.high_freq_factor = 4;
+    config.rope.original_max_positions = 8192;
+  }
+  return config;
+}
+
+}  // namespace
+
+const char* family_name(Family family) {
+  return family == Family::llama ? "llama" : "gpt_neox";
+}
+const char* norm_kind_name(NormKind kind) {
+  return kind == NormKind::rmsnorm ? "rmsnorm" : "layernorm";
+}
+
+ModelConfig config_from_json(const Json& object, const std::string& source) {
+  ModelConfig config;
+  config.family = family_from_json(object, source);
+  config.vocab_size = json_int(object, "vocab_size", 1, kMaxVocab, source);
+  config.hidden_size = json_int(object, "hidden_size", 1, kMaxWidth, source);
+  config.num_layers = json_int(object, "num_layers", 1, kMaxLayers, source);
+  config.num_heads = json_int(object, "num_heads", 1, kMaxHeads, source);
+  config.num_kv_heads = json_int(object, "num_kv_heads", 1, config.num_heads, source);
+  config.head_dim = json_int(object, "head_dim", 2, kMaxHeadDim, source);
+  config.ffn_size = json_int(object, "ffn_size", 1, kMaxWidth, source);
+  config.max_positions = json_int(object, "max_positions", 1, kMaxPositions, source);
+  config.norm_eps = positive_number(object, "norm_eps", source);
+  config.norm = norm_from_json(object, source);
+  const auto rope = object.find("rope");
+  if (rope == object.end()) refuse(source, "rope: missing");
+  config.rope = rope_from_json(*rope, config.head_dim, source + ": rope");
+  config.tied_embeddings = json_bool(object, "tied_embeddings", source);
+  config.parallel_residual = json_bool(object, "parallel_residual", source);
+  config.attention_bias = json_bool(object, "attention_bias", source);
+  config.tokenizer_vocab = json_int(object, "tokenizer_vocab", 1, config.vocab_size, source);
+  config.eos_ids = ids_from_json(object, "eos_ids", config.vocab_size, source);
+  const auto bos = object.find("bos_id");
+  if (bos != object.end() && !bos->is_null()) {
+    config.bos_id = static_cast<std::int32_t>(json_int(object, "bos_id", 0, config.vocab_size - 1, source));
+  }
+  check_together(config, source);
+  return config;
+}
+
+Json config_to_json(const ModelConfig& config) {
+  const RopeConfig& rope = config.rope;
+  return {
+      {"family", family_name(config.family)},
+      {"vocab_size", config.vocab_size},
+      {"hidden_size", config.hidden_size},
+      {"num_layers", config.num_layers},
+      {"num_heads", config.num_heads},
+      {"num_kv_heads", config.num_kv_heads},
+      {"head_dim", config.head_dim},
+      {"ffn_size", config.ffn_size},
+      {"max_positions", config.max_positions},
+      {"norm_eps", config.norm_eps},
+      {"norm", norm_kind_name(config.norm)},
+      {"rope",
+       {{"type", rope.type == RopeType::llama3 ? "llama3" : "standard"},
+        {"theta", rope.theta},
+        {"rotary_dim", rope.rotary_dim},
+        {"factor", rope.factor},
+        {"low_freq_factor", rope.low_freq_factor},
+        {"high_freq_factor", rope.high_freq_factor},
+        {"original_max_positions", rope.original_max_positions}}},
+      {"tied_embeddings", config.tied_embeddings},
+      {"parallel_residual", config.parallel_residual},
+      {"attention_bias", config.attention_bias},
+      {"tokenizer_vocab", config.tokenizer_vocab},
+      {"eos_ids", config.eos_ids},
+      {"bos_id", config.bos_id ? Json(*config.bos_id) : Json(nullptr)},
+  };
+}
+
+const std::vector<std::string>& preset_names() {
+  static const std::vector<std::string> names = {
+      "tiny", "d12", "smollm2-135m", "tinyllama-1.1b", "llama3.2-1b", "llama3.2-3b", "llama3.1-8b"};
+  return names;
+}
+
+ModelConfig preset_config(const std::string& name) {
+  //                                             L   C     NH  NKV HS   F      V       tied   theta  scale
+  //                                             positions
+  if (name == "tiny") return llama_preset(4, 192, 6, 2, 32, 512, 2048, true, 10000, 0, 512);
+  if (name == "d12") return llama_preset(12, 768, 12, 4, 64, 2048, 50304, true, 500000, 0, 8192);
+  if (name == "smollm2-135m") return llama_preset(30, 576, 9, 3, 64, 1536, 49152, true, 100000, 0, 8192);
+  if (name == "tinyllama-1.1b") return llama_preset(22, 2048, 32, 4, 64, 5632, 32000, false, 10000, 0, 2048);
+  if (name == "llama3.2-1b") return llama_preset(16, 2048, 32, 8, 64, 8192, 128256, true, 500000, 32, 131072);
+  if (name == "llama3.2-3b")
+    return llama_preset(28, 3072, 24, 8, 128, 8192, 128256, true, 500000, 32, 131072);
+  if (name == "llama3.1-8b")
+    return llama_preset(32, 4096, 32, 8, 128, 14336, 128256, false, 500000, 8, 131072);
+  std::string known;
+  for (const std::string& preset : preset_names()) known += (known.empty() ? "" : ", ") + preset;
+  fail(Exit::usage, "--config: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
+}
+
+std::vector<float> rope_inverse_frequencies(const RopeConfig& rope) {
+  std::vector<float> frequencies(static_cast<std::size_t>(rope.rotary_dim / 2));
+  for (std::size_t i = 0; i < frequencies.size(); ++i) {
+    const float exponent = static_cast<float>(2 * i) / static_cast<float>(rope.rotary_dim);
+    frequencies[i] = 1.0f / static_cast<float>(std::pow(rope.theta, static_cast<double>(exponent)));
+  }
+  if (rope.type == RopeType::standard) return frequencies;
+
+  const float factor = static_cast<float>(rope.factor);
+  const float original = static_cast<float>(rope.original_max_positions);
+  const float low = static_cast<float>(rope.low_freq_factor),
+              high = static_cast<float>(rope.high_freq_factor);
+  for (float& frequency : frequencies) {
+    const float wavelength = 2 * std::numbers::pi_v<float> / frequency;
+    if (wavelength < original / high) continue;  // turns often within the original context: kept
+    if (wavelength > original / low) {
+      frequency /= factor;
+    } else {
+      const float smooth = (original / wavelength - low) / (high - low);
+      frequency = (1 - smooth) * frequency / factor + smooth * frequency;
+    }
+  }
+  return frequencies;
+}
+
+RopeTable rope_table(const RopeConfig& rope, std::int64_t positions) {
+  const std::vector<float> frequencies = rope_inverse_frequencies(rope);
+  RopeTable table;
+  table.positions = positions;
+  table.half = static_cast<std::int64_t>(frequencies.size());
+  table.cos.resize(static_cast<std::size_t>(positions) * frequencies.size());
+  table.sin.resize(table.cos.size());
+  std::size_t entry = 0;
+  for (std::int64_t position = 0; position < positions; ++position) {
+    for (const float frequency : frequencies) {
+      const float angle =
+          static_cast<float>(position) * frequency;  // rounded to fp32 as PyTorch's outer product is
+      table.cos[entry] = static_cast<float>(std::cos(static_cast<double>(angle)));
+      table.sin[entry] = static_cast<float>(std::sin(static_cast<double>(angle)));
+      ++entry;
+    }
+  }
+  return table;
+}
+
+}  // namespace weft

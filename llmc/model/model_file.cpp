@@ -1,0 +1,103 @@
+#include "llmc/model/model_file.h"
+
+#include <cmath>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+void check_tensor(const TensorFile& file, const TensorSpec& spec) {
+  const TensorInfo* tensor = file.find(spec.name);
+  if (tensor == nullptr) {
+    fail(Exit::bad_file, "%s: tensor %s is missing. Convert the checkpoint again",
+         escaped(file.path()).c_str(), spec.name.c_str());
+  }
+  if (tensor->shape != spec.shape) {
+    fail(Exit::bad_file, "%s: %s: got shape %s, expected %s by the configuration",
+         escaped(file.path()).c_str(), spec.name.c_str(), shape_text(tensor->shape).c_str(),
+         shape_text(spec.shape).c_str());
+  }
+  if (tensor->dtype != DType::f32 && tensor->dtype != DType::f16 && tensor->dtype != DType::bf16) {
+    fail(Exit::bad_file, "%s: %s: got dtype %s, expected f32, f16 or bf16", escaped(file.path()).c_str(),
+         spec.name.c_str(), dtype_name(tensor->dtype));
+  }
+}
+
+void refuse_unknown_tensors(const TensorFile& file, const TensorTable& table) {
+  const std::size_t known = table.specs().size() + (file.find(kTokenizerTensor) != nullptr ? 1 : 0);
+  if (file.tensors().size() == known) return;
+  for (const TensorInfo& tensor : file.tensors()) {
+    if (tensor.name != kTokenizerTensor && table.find(tensor.name) == nullptr) {
+      fail(Exit::bad_file, "%s: tensor %s does not belong to a %s model of this configuration",
+           escaped(file.path()).c_str(), escaped(tensor.name).c_str(),
+           json_string(file.config()["model"], "family", file.path()).c_str());
+    }
+  }
+}
+
+ModelConfig read_config(const TensorFile& file, Family expected) {
+  const std::string source = escaped(file.path()) + ": model";
+  const auto model = file.config().find("model");
+  if (model == file.config().end())
+    fail(Exit::bad_file, "%s: missing from the configuration", source.c_str());
+  ModelConfig config = config_from_json(*model, source);
+  if (config.family != expected) {
+    const char* program = config.family == Family::llama ? "train_llama" : "infer_pythia";
+    fail(Exit::bad_file, "%s: family: got %s, expected %s. %s runs this model", source.c_str(),
+         family_name(config.family), family_name(expected), program);
+  }
+  return config;
+}
+
+}  // namespace
+
+ModelFile::ModelFile(TensorFile file, ModelConfig config)
+    : file_(std::move(file)), config_(std::move(config)), table_(config_) {}
+
+ModelFile ModelFile::open(const std::string& path, Family expected) {
+  TensorFile file = TensorFile::open(path, FileKind::model);
+  ModelConfig config = read_config(file, expected);
+  // A table of up to 1,024 layers is small, but a file with fewer tensors than layers is not worth building
+  // it.
+  if (file.tensors().size() < static_cast<std::size_t>(config.num_layers)) {
+    fail(Exit::bad_file, "%s: %zu tensors cannot hold %lld layers", escaped(path).c_str(),
+         file.tensors().size(), static_cast<long long>(config.num_layers));
+  }
+  ModelFile model(std::move(file), std::move(config));
+  for (const TensorSpec& spec : model.table_.specs()) check_tensor(model.file_, spec);
+  refuse_unknown_tensors(model.file_, model.table_);
+  return model;
+}
+
+DType ModelFile::dtype() const {
+  return file_.at(table_.specs()[0].name).dtype;
+}
+
+bool ModelFile::has_tokenizer() const {
+  return file_.find(kTokenizerTensor) != nullptr;
+}
+
+std::string ModelFile::tokenizer_json() const {
+  const TensorInfo* tensor = file_.find(kTokenizerTensor);
+  if (tensor == nullptr) return {};
+  if (tensor->dtype != DType::u8 || tensor->shape.size() != 1) {
+    fail(Exit::bad_file, "%s: %s: expected a vector of u8", escaped(file_.path()).c_str(), kTokenizerTensor);
+  }
+  file_.verify(*tensor);
+  const auto bytes = file_.bytes(*tensor);
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
+  file_.read_f32(file_.at(spec.name), out);
+  for (std::int64_t i = 0; i < spec.elements; ++i) {
+    if (!std::isfinite(out[i])) {
+      fail(Exit::bad_file, "%s: %s: element %lld is not finite", escaped(file_.path()).c_str(),
+           spec.name.c_str(), static_cast<long long>(i));
+    }
+  }
+}
+
+}  // namespace weft
