@@ -1,0 +1,442 @@
+// The Llama training step (Touvron et al., 2023) as two straight-line lists of operator calls:
+// forward_layer() and backward_layer() mirror each other line by line.
+//
+// Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH
+// HS, kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x.
+#include "llmc/cpu/llama.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/adamw.h"
+#include "llmc/cpu/attention.h"
+#include "llmc/cpu/classifier.h"
+#include "llmc/cpu/embedding.h"
+#include "llmc/cpu/llama_decoder.h"
+#include "llmc/cpu/llama_layout.h"
+#include "llmc/cpu/matmul.h"
+#include "llmc/cpu/residual_norm.h"
+#include "llmc/cpu/rope.h"
+#include "llmc/cpu/swiglu.h"
+
+namespace weft::cpu {
+
+namespace {
+
+// The parameter-sized arenas: parameters, gradients, first and second moments share one layout.
+MemoryPlan parameter_plan(const char* name, const TensorTable& table) {
+  MemoryPlan plan(name);
+  plan.add(static_cast<std::uint64_t>(table.arena_elements()) * sizeof(float));
+  return plan;
+}
+
+// Positions of the dropout masks: every micro-step and every branch has its own range of Philox counters. A
+// counter serves four elements, and 2^40 of them are more than any branch has.
+std::uint64_t dropout_offset(std::uint64_t micro_step, std::int64_t branch, std::int64_t branches) {
+  return (micro_step * static_cast<std::uint64_t>(branches) + static_cast<std::uint64_t>(branch)) << 40;
+}
+
+class Llama final : public TrainModel {
+ public:
+  Llama(const ModelConfig& config, const TrainOptions& options)
+      : config_(config),
+        options_(options),
+        table_(config),
+        parameter_arena_(parameter_plan("parameters", table_)),
+        gradient_arena_(parameter_plan("gradients", table_)),
+        moment1_arena_(parameter_plan("first moments", table_)),
+        moment2_arena_(parameter_plan("second moments", table_)),
+        weights_(config, table_, parameter_arena_.at<float>(0)),
+        d_weights_(config, table_, gradient_arena_.at<float>(0)),
+        acts_(config, options),
+        activation_arena_(acts_.plan()),
+        rope_(rope_table(config.rope, options.seq_len)) {
+    acts_.bind(activation_arena_);
+  }
+
+  const ModelConfig& config() const override { return config_; }
+  const TensorTable& table() const override { return table_; }
+  std::vector<MemoryLine> memory() const override { return plan_llama(config_, options_); }
+
+  void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
+    micro_step_ = micro_step;
+    training_ = true;
+    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    forward_layers();
+    loss_sum_ += classify(batch.labels, loss_scale, &label_count_);
+  }
+
+  double evaluate(const Batch& batch, std::int64_t* label_count) override {
+    training_ = false;
+    tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    forward_layers();
+    *label_count = 0;
+    return classify(batch.labels, 0, label_count);
+  }
+
+  void backward() override;
+  void zero_gradients() override {
+    gradient_arena_.clear();
+    loss_sum_ = 0;
+    label_count_ = 0;
+  }
+  StepStatistics statistics() override;
+  void update(const AdamWStep& step) override;
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
+    std::memcpy(values, arena(role) + spec.offset, static_cast<std::size_t>(spec.elements) * sizeof(float));
+  }
+  void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
+    std::memcpy(arena(role) + spec.offset, values, static_cast<std::size_t>(spec.elements) * sizeof(float));
+  }
+  std::vector<float> activation(const std::string& name) override;
+  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
+    return make_llama_decoder(config_, weights_, capacity);
+  }
+
+ private:
+  float* arena(TensorRole role) {
+    switch (role) {
+      case TensorRole::parameter:
+        return parameter_arena_.at<float>(0);
+      case TensorRole::gradient:
+        return gradient_arena_.at<float>(0);
+      case TensorRole::moment1:
+        return moment1_arena_.at<float>(0);
+      case TensorRole::moment2:
+        return moment2_arena_.at<float>(0);
+    }
+    fail(Exit::internal, "unknown tensor role");
+  }
+
+  std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
+  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+
+  // Heads of one packed [N, q + 2 kv] row block: q heads, then k heads, then v heads.
+  HeadView q_heads(float* qkv) const { return heads(qkv, qkv_size()); }
+  HeadView k_heads(float* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
+  HeadView v_heads(float* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
+  HeadView heads(float* data, std::int64_t row) const {
+    return {data, options_.seq_len * row, row, config_.head_dim};
+  }
+  AttentionShape attention_shape() const {
+    return {options_.micro_batch,
+            options_.seq_len,
+            options_.seq_len,
+            config_.num_heads,
+            config_.num_kv_heads,
+            config_.head_dim,
+            true,
+            1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
+  }
+
+  // The shape of the norm that follows branch `branch`: 2 l is attention of layer l, 2 l + 1 its MLP; -1 the
+  // embedding, which is never dropped.
+  ResidualNormShape norm_shape(std::int64_t branch) const {
+    ResidualNormShape shape;
+    shape.rows = rows();
+    shape.C = config_.hidden_size;
+    shape.kind = config_.norm;
+    shape.eps = static_cast<float>(config_.norm_eps);
+    shape.dropout = training_ && branch >= 0 ? options_.dropout : 0;
+    shape.seed = options_.seed;
+    shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
+    return shape;
+  }
+  // The norm that reads residual[l]: a layer's first one, or the final one.
+  struct NormSite {
+    NormParameters<const float> weights;
+    NormParameters<float> d_weights;
+    float *out, *mean, *rstd;
+  };
+  NormSite norm_site(std::int64_t l) {
+    const bool last = l == config_.num_layers;
+    const auto& weights = last ? weights_.final_norm : weights_.layers[l].input_norm;
+    const auto& d_weights = last ? d_weights_.final_norm : d_weights_.layers[l].input_norm;
+    if (last)
+      return {
+          {weights.weight, weights.bias}, d_weights, acts_.final_norm, acts_.final_mean, acts_.final_rstd};
+    const LayerActivations& layer = acts_.layers[l];
+    return {{weights.weight, weights.bias}, d_weights, layer.input_norm, layer.mean1, layer.rstd1};
+  }
+
+  void forward_layers();
+  void forward_attention_and_gate(std::int64_t l);
+  void join_branch(std::int64_t l);
+  void recompute_layer(std::int64_t l);
+  void normalize_input(std::int64_t l);
+  void backward_layer(std::int64_t l);
+  double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
+
+  ModelConfig config_;
+  TrainOptions options_;
+  TensorTable table_;
+  HostArena parameter_arena_, gradient_arena_, moment1_arena_, moment2_arena_;
+  LlamaParameters<float> weights_, d_weights_;
+  LlamaActivations acts_;
+  HostArena activation_arena_;
+  RopeTable rope_;
+
+  std::vector<std::int32_t> tokens_;  // [N] of the last forward
+  std::uint64_t micro_step_ = 0;
+  bool training_ = false;
+  double loss_sum_ = 0;
+  std::int64_t label_count_ = 0;
+};
+
+// ---- forward
+// --------------------------------------------------------------------------------------------------------
+
+void Llama::forward_layers() {
+  embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
+  normalize_input(0);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    forward_attention_and_gate(l);
+    join_branch(l);
+  }
+}
+
+// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up ->
+// SwiGLU.
+void Llama::forward_attention_and_gate(std::int64_t l) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
+  const LayerParameters<float>& w = weights_.layers[l];
+  const LayerActivations& a = acts_.layers[l];
+
+  matmul_forward(a.qkv, a.input_norm, w.qkv, nullptr, N, C, qkv_size());
+  rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
+  rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv),
+                    k_heads(a.qkv), v_heads(a.qkv));
+  matmul_forward(acts_.branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
+
+  ResidualNormForward join;
+  join.x = acts_.branch;
+  join.residual = acts_.residual[l];
+  join.weight = w.post_norm.weight;
+  join.bias = w.post_norm.bias;
+  join.residual_out = a.residual_mid;
+  join.out = a.post_norm;
+  join.mean = a.mean2;
+  join.rstd = a.rstd2;
+  residual_norm_forward(norm_shape(2 * l), join);
+
+  matmul_forward(a.gate_up, a.post_norm, w.gate_up, nullptr, N, C, 2 * F);
+  swiglu_forward(a.mlp_product, a.gate_up, N, F);
+}
+
+// down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
+void Llama::join_branch(std::int64_t l) {
+  const LayerActivations& a = acts_.layers[l];
+  matmul_forward(acts_.branch, a.mlp_product, weights_.layers[l].down, nullptr, rows(), config_.ffn_size,
+                 config_.hidden_size);
+  const NormSite next = norm_site(l + 1);
+  ResidualNormForward join;
+  join.x = acts_.branch;
+  join.residual = a.residual_mid;
+  join.weight = next.weights.weight;
+  join.bias = next.weights.bias;
+  join.residual_out = acts_.residual[l + 1];
+  join.out = next.out;
+  join.mean = next.mean;
+  join.rstd = next.rstd;
+  residual_norm_forward(norm_shape(2 * l + 1), join);
+}
+
+// Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
+double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count) {
+  const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
+  for (std::int64_t row = 0; row < N; row += kClassifierRows) {
+    const std::int64_t count = std::min(kClassifierRows, N - row);
+    const float* hidden = acts_.final_norm + row * C;
+    matmul_forward(acts_.logits, hidden, weights_.head, nullptr, count, C, V);
+    classifier(acts_.logits, acts_.losses + row, labels.data() + row, count, V, loss_scale, training_);
+    if (training_) {
+      matmul_backward(acts_.d_final_norm + row * C, d_weights_.head, nullptr, acts_.logits, hidden,
+                      weights_.head, count, C, V);
+    }
+  }
+  double sum = 0;
+  for (std::int64_t n = 0; n < N; ++n) {
+    sum += static_cast<double>(acts_.losses[n]);
+    *label_count += labels[n] != kIgnoredLabel ? 1 : 0;
+  }
+  return sum;
+}
+
+// ---- backward
+// -------------------------------------------------------------------------------------------------------
+
+void Llama::normalize_input(std::int64_t l) {
+  const NormSite site = norm_site(l);
+  ResidualNormForward norm;
+  norm.x = acts_.residual[l];
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  residual_norm_forward(norm_shape(-1), norm);
+}
+
+// Brings back what --recompute let other layers overwrite, by the same operators on the same inputs: the same
+// bits.
+void Llama::recompute_layer(std::int64_t l) {
+  if (options_.recompute == Recompute::none) return;
+  normalize_input(l);
+  if (options_.recompute == Recompute::block) {
+    forward_attention_and_gate(l);
+    return;
+  }
+  const LayerActivations& a = acts_.layers[l];
+  ResidualNormForward norm;
+  norm.x = a.residual_mid;
+  norm.weight = weights_.layers[l].post_norm.weight;
+  norm.bias = weights_.layers[l].post_norm.bias;
+  norm.out = a.post_norm;
+  residual_norm_forward(norm_shape(-1), norm);
+  swiglu_forward(a.mlp_product, a.gate_up, rows(), config_.ffn_size);
+}
+
+void Llama::backward() {
+  if (!training_) fail(Exit::internal, "backward() without a forward()");
+  const std::int64_t L = config_.num_layers;
+  const NormSite last = norm_site(L);
+  ResidualNormBackward norm;
+  norm.dout = acts_.d_final_norm;
+  norm.residual_out = acts_.residual[L];
+  norm.weight = last.weights.weight;
+  norm.mean = last.mean;
+  norm.rstd = last.rstd;
+  norm.dx = acts_.branch;
+  norm.dresidual = acts_.d_residual;
+  norm.dweight = last.d_weights.weight;
+  norm.dbias = last.d_weights.bias;
+  residual_norm_backward(norm_shape(2 * L - 1), norm);
+
+  for (std::int64_t l = L - 1; l >= 0; --l) {
+    recompute_layer(l);
+    backward_layer(l);
+  }
+  embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+}
+
+// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
+// Out: branch holds the gradient of the branch below (the MLP of layer l - 1, or the embedding).
+void Llama::backward_layer(std::int64_t l) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
+  const LayerParameters<float>& w = weights_.layers[l];
+  const LayerParameters<float>& dw = d_weights_.layers[l];
+  const LayerActivations& a = acts_.layers[l];
+
+  matmul_backward(acts_.d_mlp_product, dw.down, nullptr, acts_.branch, a.mlp_product, w.down, N, F, C);
+  swiglu_backward(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F);
+  matmul_backward(acts_.d_norm, dw.gate_up, nullptr, acts_.d_gate_up, a.post_norm, w.gate_up, N, C, 2 * F);
+
+  ResidualNormBackward join;
+  join.dout = acts_.d_norm;
+  join.dresidual_out = acts_.d_residual;
+  join.residual_out = a.residual_mid;
+  join.weight = w.post_norm.weight;
+  join.mean = a.mean2;
+  join.rstd = a.rstd2;
+  join.dx = acts_.branch;
+  join.dresidual = acts_.d_residual;
+  join.dweight = dw.post_norm.weight;
+  join.dbias = dw.post_norm.bias;
+  residual_norm_backward(norm_shape(2 * l), join);
+
+  matmul_backward(acts_.d_attention, dw.output, nullptr, acts_.branch, a.attention, w.output, N,
+                  config_.q_size(), C);
+  attention_backward(attention_shape(), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
+                     heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
+                     q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
+  rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
+  rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
+  matmul_backward(acts_.d_norm, dw.qkv, nullptr, acts_.d_qkv, a.input_norm, w.qkv, N, C, qkv_size());
+
+  const NormSite input = norm_site(l);
+  join.residual_out = acts_.residual[l];
+  join.weight = input.weights.weight;
+  join.mean = input.mean;
+  join.rstd = input.rstd;
+  join.dweight = input.d_weights.weight;
+  join.dbias = input.d_weights.bias;
+  residual_norm_backward(norm_shape(2 * l - 1), join);
+}
+
+// ---- step
+// -----------------------------------------------------------------------------------------------------------
+
+StepStatistics Llama::statistics() {
+  double sum = 0;
+  for (const TensorSpec& spec : table_.specs()) {
+    sum += sum_of_squares(arena(TensorRole::gradient) + spec.offset, spec.elements);
+  }
+  return {loss_sum_, label_count_, std::sqrt(sum)};
+}
+
+void Llama::update(const AdamWStep& step) {
+  for (const TensorSpec& spec : table_.specs()) {
+    adamw(arena(TensorRole::parameter) + spec.offset, arena(TensorRole::gradient) + spec.offset,
+          arena(TensorRole::moment1) + spec.offset, arena(TensorRole::moment2) + spec.offset, spec.elements,
+          spec.decay, step);
+  }
+}
+
+// ---- access
+// ---------------------------------------------------------------------------------------------------------
+
+std::vector<float> Llama::activation(const std::string& name) {
+  const std::int64_t N = rows(), C = config_.hidden_size;
+  const auto copy = [N](const float* data, std::int64_t columns, std::int64_t stride) {
+    std::vector<float> out(static_cast<std::size_t>(N * columns));
+    for (std::int64_t n = 0; n < N; ++n) std::copy_n(data + n * stride, columns, out.begin() + n * columns);
+    return out;
+  };
+  if (name == "embedding") return copy(acts_.residual[0], C, C);
+  if (name == "final_norm") return copy(acts_.final_norm, C, C);
+  if (name == "logits") {
+    std::vector<float> logits(static_cast<std::size_t>(N * config_.vocab_size));
+    matmul_forward(logits.data(), acts_.final_norm, weights_.head, nullptr, N, C, config_.vocab_size);
+    return logits;
+  }
+  // "layers.<l>.<part>": kept for every layer only without recomputation.
+  long long l = -1;
+  char part[64] = "";
+  const bool parsed =
+      std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
+  if (!parsed || options_.recompute != Recompute::none) return {};
+  const LayerActivations& a = acts_.layers[static_cast<std::size_t>(l)];
+  const std::int64_t q = config_.q_size(), kv = config_.kv_size();
+  const std::string which = part;
+  if (which == "input_norm") return copy(a.input_norm, C, C);
+  if (which == "q") return copy(a.qkv, q, qkv_size());
+  if (which == "k") return copy(a.qkv + q, kv, qkv_size());
+  if (which == "v") return copy(a.qkv + q + kv, kv, qkv_size());
+  if (which == "attention") return copy(a.attention, q, q);
+  if (which == "post_attention_norm") return copy(a.post_norm, C, C);
+  if (which == "mlp_product") return copy(a.mlp_product, config_.ffn_size, config_.ffn_size);
+  if (which == "residual") return copy(acts_.residual[static_cast<std::size_t>(l) + 1], C, C);
+  return {};
+}
+
+}  // namespace
+
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
+  const TensorTable table(config);
+  const std::uint64_t parameters = parameter_plan("parameters", table).bytes();
+  return {{"parameters (fp32)", parameters},
+          {"gradients (fp32)", parameters},
+          {"AdamW moments (fp32)", 2 * parameters},
+          {"activations (fp32)", LlamaActivations(config, options).plan().bytes()}};
+}
+
+std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
+  if (options.precision != Precision::fp32)
+    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+  return std::make_unique<Llama>(config, options);
+}
+
+}  // namespace weft::cpu

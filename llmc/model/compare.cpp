@@ -1,0 +1,280 @@
+#include "llmc/model/compare.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+constexpr std::string_view kActivation = "act.", kGradient = "grad.", kStepped = "adamw.param.";
+
+std::vector<std::int32_t> read_ids(const TensorFile& dump, const std::string& name) {
+  const TensorInfo& tensor = dump.at(name);
+  if (tensor.dtype != DType::i32) {
+    fail(Exit::bad_file, "%s: %s: got dtype %s, expected i32", escaped(dump.path()).c_str(), name.c_str(),
+         dtype_name(tensor.dtype));
+  }
+  dump.verify(tensor);
+  std::vector<std::int32_t> ids(tensor.elements());
+  std::memcpy(ids.data(), dump.bytes(tensor).data(), tensor.bytes);
+  return ids;
+}
+
+void check_ids(const TensorFile& dump, const std::string& name, std::span<const std::int32_t> ids,
+               std::int64_t vocab, bool ignored_allowed) {
+  for (const std::int32_t id : ids) {
+    if ((id < 0 || id >= vocab) && !(ignored_allowed && id == kIgnoredLabel)) {
+      fail(Exit::bad_file, "%s: %s: id %d is outside the vocabulary of %lld", escaped(dump.path()).c_str(),
+           name.c_str(), id, static_cast<long long>(vocab));
+    }
+  }
+}
+
+std::vector<float> read_values(const TensorFile& dump, const TensorInfo& tensor) {
+  std::vector<float> values(tensor.elements());
+  dump.read_f32(tensor, values.data());
+  return values;
+}
+
+struct DumpBatch {
+  std::int64_t B = 0, T = 0, label_count = 0;
+  std::vector<std::int32_t> ids, labels;  // [B, T]
+};
+
+DumpBatch read_batch(const TensorFile& dump, std::int64_t vocab) {
+  const TensorInfo& inputs = dump.at("input_ids");
+  if (inputs.shape.size() != 2 || inputs.elements() == 0 || dump.at("labels").shape != inputs.shape) {
+    fail(Exit::bad_file, "%s: input_ids: got shape %s, expected [B, T] and labels of the same shape",
+         escaped(dump.path()).c_str(), shape_text(inputs.shape).c_str());
+  }
+  DumpBatch batch{inputs.shape[0], inputs.shape[1], 0, read_ids(dump, "input_ids"), read_ids(dump, "labels")};
+  check_ids(dump, "input_ids", batch.ids, vocab, false);
+  check_ids(dump, "labels", batch.labels, vocab, true);
+  batch.label_count = static_cast<std::int64_t>(batch.labels.size()) -
+                      std::count(batch.labels.begin(), batch.labels.end(), kIgnoredLabel);
+  return batch;
+}
+
+bool begins_with(const std::string& name, std::string_view prefix) {
+  return name.compare(0, prefix.size(), prefix) == 0;
+}
+
+class Checker {
+ public:
+  Checker(const TensorFile& dump, double tolerance) : dump_(dump) { result_.tolerance = tolerance; }
+
+  void check(const std::string& name, std::span<const float> got) {
+    const std::vector<float> want = read_values(dump_, dump_.at(name));
+    result_.rows.push_back(distance(name, got, want, result_.tolerance));
+  }
+  // Calls fetch(tensor name without the prefix) for every tensor of the dump that begins with `prefix`.
+  void check_all(std::string_view prefix,
+                 const std::function<std::vector<float>(const std::string&)>& fetch) {
+    for (const TensorInfo& tensor : dump_.tensors()) {
+      if (begins_with(tensor.name, prefix)) check(tensor.name, fetch(tensor.name.substr(prefix.size())));
+    }
+  }
+  void add(TensorDistance row) { result_.rows.push_back(std::move(row)); }
+  Comparison finish() { return std::move(result_); }
+
+ private:
+  const TensorFile& dump_;
+  Comparison result_;
+};
+
+void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch, std::int64_t label_count,
+                   Checker& checker) {
+  const std::string source = escaped(dump.path()) + ": dump.adamw";
+  const Json& settings = dump.config().at("dump").at("adamw");
+  const std::int64_t steps = json_int(settings, "steps", 1, 100'000, source);
+  const double clip = json_number(settings, "grad_clip", source);
+  AdamWStep step;
+  step.learning_rate = static_cast<float>(json_number(settings, "learning_rate", source));
+  step.beta1 = static_cast<float>(json_number(settings, "beta1", source));
+  step.beta2 = static_cast<float>(json_number(settings, "beta2", source));
+  step.eps = static_cast<float>(json_number(settings, "eps", source));
+  step.weight_decay = static_cast<float>(json_number(settings, "weight_decay", source));
+  std::vector<float> losses;
+  for (step.step = 1; step.step <= steps; ++step.step) {
+    model.zero_gradients();
+    model.forward(batch, 0, 1.0f / static_cast<float>(label_count));
+    model.backward();
+    const StepStatistics statistics = model.statistics();
+    losses.push_back(static_cast<float>(statistics.loss_sum / static_cast<double>(label_count)));
+    step.gradient_scale = clip_factor(statistics.gradient_norm, clip);
+    model.update(step);
+  }
+  checker.check("adamw.losses", losses);
+  checker.check_all(kStepped, [&](const std::string& name) {
+    const TensorSpec& spec = model.table().at(name);
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    model.read_tensor(TensorRole::parameter, spec, values.data());
+    return values;
+  });
+}
+
+// Mean of -log softmax(logits[n])[labels[n]] over counted labels, in double precision.
+double mean_loss(std::span<const float> logits, std::span<const std::int32_t> labels) {
+  const std::size_t V = logits.size() / labels.size();
+  double sum = 0;
+  std::int64_t counted = 0;
+  for (std::size_t n = 0; n < labels.size(); ++n) {
+    if (labels[n] == kIgnoredLabel) continue;
+    const auto row = logits.subspan(n * V, V);
+    const double largest = *std::max_element(row.begin(), row.end());
+    double exponentials = 0;
+    for (const float logit : row) exponentials += std::exp(logit - largest);
+    sum += largest + std::log(exponentials) - row[static_cast<std::size_t>(labels[n])];
+    ++counted;
+  }
+  return sum / static_cast<double>(counted);
+}
+
+void compare_greedy(const TensorFile& dump, DecodeModel& model, Checker& checker) {
+  const std::vector<std::int32_t> prompt = read_ids(dump, "greedy.prompt_ids");
+  const std::size_t wanted = dump.at("greedy.ids").elements();
+  check_ids(dump, "greedy.prompt_ids", prompt, model.config().vocab_size, false);
+  if (prompt.empty() || prompt.size() + wanted > static_cast<std::size_t>(model.capacity())) {
+    fail(Exit::bad_file, "%s: greedy: %zu + %zu tokens do not fit in a context of %lld",
+         escaped(dump.path()).c_str(), prompt.size(), wanted, static_cast<long long>(model.capacity()));
+  }
+  model.reset();
+  std::span<const float> logits = model.prefill(prompt);
+  std::vector<std::int32_t> ids;
+  while (ids.size() < wanted) {
+    ids.push_back(static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin()));
+    if (ids.size() < wanted) logits = model.decode(ids.back());
+  }
+  // Ids must agree exactly: as floats (all below 2^24) with tolerance 0.
+  const std::vector<std::int32_t> want = read_ids(dump, "greedy.ids");
+  const std::vector<float> got_values(ids.begin(), ids.end()), want_values(want.begin(), want.end());
+  checker.add(distance("greedy.ids", got_values, want_values, 0));
+}
+
+}  // namespace
+
+TensorDistance distance(const std::string& name, std::span<const float> got, std::span<const float> want,
+                        double tolerance) {
+  TensorDistance row;
+  row.name = name;
+  if (got.size() != want.size()) {
+    row.max_abs = row.relative = std::numeric_limits<double>::infinity();
+    return row;
+  }
+  double largest = 0, dot = 0, got_square = 0, want_square = 0;
+  bool finite = true;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double a = got[i], b = want[i];
+    finite = finite && std::isfinite(a) && std::isfinite(b);
+    row.max_abs = std::max(row.max_abs, std::abs(a - b));
+    largest = std::max(largest, std::abs(b));
+    dot += a * b;
+    got_square += a * a;
+    want_square += b * b;
+  }
+  row.relative = row.max_abs == 0 ? 0 : row.max_abs / largest;
+  if (got_square > 0 && want_square > 0) row.cosine = dot / std::sqrt(got_square) / std::sqrt(want_square);
+  row.pass = finite && row.relative <= tolerance;
+  return row;
+}
+
+bool Comparison::passed() const {
+  return !rows.empty() &&
+         std::all_of(rows.begin(), rows.end(), [](const TensorDistance& row) { return row.pass; });
+}
+
+std::vector<std::string> Comparison::table() const {
+  std::size_t width = 6, failures = 0;
+  for (const TensorDistance& row : rows) width = std::max(width, row.name.size());
+  const int w = static_cast<int>(width);
+  std::vector<std::string> lines = {
+      format("%-*s  %10s  %10s  %10s  %12s", w, "tensor", "max abs", "max rel", "rel / eps", "cosine")};
+  for (const TensorDistance& row : rows) {
+    lines.push_back(format("%-*s  %10.3g  %10.3g  %10.1f  %12.9f  %s", w, row.name.c_str(), row.max_abs,
+                           row.relative, row.relative / std::numeric_limits<float>::epsilon(), row.cosine,
+                           row.pass ? "ok" : "FAIL"));
+    failures += row.pass ? 0 : 1;
+  }
+  lines.push_back(format("%zu tensors, %zu failed (tolerance %g relative to each tensor's largest value)",
+                         rows.size(), failures, tolerance));
+  return lines;
+}
+
+Comparison compare_training(const TensorFile& dump, double tolerance,
+                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make) {
+  const TensorInfo& inputs = dump.at("input_ids");
+  if (inputs.shape.size() != 2) {
+    fail(Exit::bad_file, "%s: input_ids: got shape %s, expected [B, T]", escaped(dump.path()).c_str(),
+         shape_text(inputs.shape).c_str());
+  }
+  TrainOptions options;
+  options.micro_batch = inputs.shape[0];
+  options.seq_len = inputs.shape[1];
+  const std::unique_ptr<TrainModel> model = make(options);
+  const DumpBatch batch = read_batch(dump, model->config().vocab_size);
+
+  Checker checker(dump, tolerance);
+  const Batch inputs_and_labels{batch.ids, batch.labels};
+  model->zero_gradients();
+  model->forward(inputs_and_labels, 0, 1.0f / static_cast<float>(batch.label_count));
+  checker.check_all(kActivation, [&](const std::string& name) { return model->activation(name); });
+  model->backward();
+  const float loss =
+      static_cast<float>(model->statistics().loss_sum / static_cast<double>(batch.label_count));
+  if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
+  checker.check_all(kGradient, [&](const std::string& name) {
+    const TensorSpec& spec = model->table().at(name);
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    model->read_tensor(TensorRole::gradient, spec, values.data());
+    return values;
+  });
+  if (dump.find("adamw.losses") != nullptr) {
+    compare_steps(dump, *model, inputs_and_labels, batch.label_count, checker);
+  }
+  return checker.finish();
+}
+
+Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model) {
+  const DumpBatch batch = read_batch(dump, model.config().vocab_size);
+  if (batch.T > model.capacity()) {
+    fail(Exit::bad_file, "%s: input_ids: %lld positions do not fit in a context of %lld",
+         escaped(dump.path()).c_str(), static_cast<long long>(batch.T),
+         static_cast<long long>(model.capacity()));
+  }
+  model.keep_activations(true);
+  std::unordered_map<std::string, std::vector<float>> gathered;  // the B sequences one after another
+  std::vector<float> logits;
+  for (std::int64_t b = 0; b < batch.B; ++b) {
+    model.reset();
+    model.prefill(std::span(batch.ids).subspan(static_cast<std::size_t>(b * batch.T),
+                                               static_cast<std::size_t>(batch.T)));
+    for (const TensorInfo& tensor : dump.tensors()) {
+      if (!begins_with(tensor.name, kActivation)) continue;
+      const std::vector<float> values = model.activation(tensor.name.substr(kActivation.size()));
+      std::vector<float>& all = gathered[tensor.name];
+      all.insert(all.end(), values.begin(), values.end());
+    }
+    const std::vector<float> values = model.activation("logits");
+    logits.insert(logits.end(), values.begin(), values.end());
+  }
+  model.keep_activations(false);
+
+  Checker checker(dump, tolerance);
+  checker.check_all(kActivation,
+                    [&](const std::string& name) { return gathered[std::string(kActivation) + name]; });
+  const float loss = static_cast<float>(mean_loss(logits, batch.labels));
+  if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
+  if (dump.find("greedy.ids") != nullptr) compare_greedy(dump, model, checker);
+  return checker.finish();
+}
+
+float clip_factor(double gradient_norm, double limit) {
+  return limit > 0 ? static_cast<float>(std::min(1.0, limit / (gradient_norm + 1e-6))) : 1.0f;
+}
+
+}  // namespace weft

@@ -1,0 +1,49 @@
+// --compare: runs the inputs of a reference dump (scripts/dump_reference.py) through a model and prints one
+// row a tensor.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/file/tensor_file.h"
+#include "llmc/model/decode_model.h"
+#include "llmc/model/train_model.h"
+
+namespace weft {
+
+// How far a tensor is from its reference. `relative` is max|got - want| / max|want|: the norm in which a
+// tolerance of a few hundred rounding errors holds for sums of any length.
+struct TensorDistance {
+  std::string name;
+  double max_abs = 0, relative = 0, cosine = 1;
+  bool pass = false;
+};
+// Different sizes and non-finite values never pass.
+TensorDistance distance(const std::string& name, std::span<const float> got, std::span<const float> want,
+                        double tolerance);
+
+struct Comparison {
+  std::vector<TensorDistance> rows;
+  double tolerance = 0;
+
+  bool passed() const;                     // every row, and at least one
+  std::vector<std::string> table() const;  // a header, one line a row, a verdict
+};
+
+// Activations, loss, every gradient, and the losses and parameters of the dump's AdamW steps, whichever the
+// dump holds. `make` builds the model, with its parameters loaded, for the dump's batch.
+Comparison compare_training(const TensorFile& dump, double tolerance,
+                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make);
+
+// Activations, loss and the greedy continuation, whichever the dump holds.
+Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model);
+
+// The factor of gradient clipping, as torch.nn.utils.clip_grad_norm_ computes it: min(1, limit / (norm +
+// 1e-6)). limit 0: no clipping.
+float clip_factor(double gradient_norm, double limit);
+
+}  // namespace weft
