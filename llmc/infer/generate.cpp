@@ -1,0 +1,146 @@
+#include "llmc/infer/generate.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+
+#include "llmc/base/error.h"
+#include "llmc/infer/stop_text.h"
+
+namespace weft {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds(Clock::duration duration) {
+  return std::chrono::duration<double, std::milli>(duration).count();
+}
+
+// Token ids in, text out: decodes, looks for stop texts, and passes on what is certain.
+class TextStream {
+ public:
+  TextStream(const Tokenizer* tokenizer, const std::vector<std::string>& stops, const GenerateHooks& hooks,
+             std::string& text)
+      : stops_(stops), hooks_(hooks), text_(text) {
+    if (tokenizer != nullptr) decoder_.emplace(*tokenizer);
+  }
+
+  void push(std::int32_t id) {
+    if (decoder_.has_value()) emit(stops_.push(decoder_->push(id)));
+  }
+  void finish() {
+    if (!decoder_.has_value()) return;
+    emit(stops_.push(decoder_->finish()));
+    emit(stops_.finish());
+  }
+  bool stopped() const { return stops_.stopped(); }
+
+ private:
+  void emit(const std::string& piece) {
+    if (piece.empty()) return;
+    text_ += piece;
+    if (hooks_.on_text) hooks_.on_text(piece);
+  }
+
+  std::optional<StreamingDecoder> decoder_;
+  StopTextFilter stops_;
+  const GenerateHooks& hooks_;
+  std::string& text_;
+};
+
+}  // namespace
+
+const char* finish_reason_name(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::stop:
+      return "stop";
+    case FinishReason::length:
+      return "length";
+    case FinishReason::interrupted:
+      return "interrupted";
+  }
+  return "?";
+}
+
+double GenerateTimes::inter_token_percentile(double percent) const {
+  if (inter_token_ms.empty()) return std::numeric_limits<double>::quiet_NaN();
+  std::vector<double> sorted = inter_token_ms;
+  std::sort(sorted.begin(), sorted.end());
+  const double rank = std::ceil(percent / 100 * static_cast<double>(sorted.size()));
+  return sorted[static_cast<std::size_t>(std::max(rank, 1.0)) - 1];
+}
+
+double GenerateTimes::tokens_per_second() const {
+  if (inter_token_ms.empty()) return std::numeric_limits<double>::quiet_NaN();
+  const double total_ms = std::accumulate(inter_token_ms.begin(), inter_token_ms.end(), 0.0);
+  return static_cast<double>(inter_token_ms.size()) / total_ms * 1e3;
+}
+
+std::vector<std::int32_t> start_ids(std::span<const std::int32_t> ids, const ModelConfig& config) {
+  if (!ids.empty()) return {ids.begin(), ids.end()};
+  if (config.bos_id.has_value()) return {*config.bos_id};
+  if (!config.eos_ids.empty()) return {config.eos_ids.front()};
+  fail(Exit::usage,
+       "the prompt is empty, and this model has no token that begins a document: give some text");
+}
+
+void check_prompt_fits(std::size_t ids, std::int64_t used, std::int64_t capacity) {
+  const std::int64_t room = capacity - used;
+  if (static_cast<std::int64_t>(ids) < room) return;
+  if (used > 0) {
+    fail(Exit::usage, "the prompt has %zu tokens, but only %lld of the context of %lld are free", ids,
+         static_cast<long long>(room), static_cast<long long>(capacity));
+  }
+  fail(Exit::usage,
+       "the prompt has %zu tokens, but the context of %lld takes at most %lld and the token after them", ids,
+       static_cast<long long>(capacity), static_cast<long long>(capacity - 1));
+}
+
+GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::span<const std::int32_t> prompt,
+                        const GenerateOptions& options, const GenerateHooks& hooks) {
+  check_prompt_fits(prompt.size(), model.length(), model.capacity());
+  if (tokenizer == nullptr && !options.stop_texts.empty()) {
+    fail(Exit::usage, "a stop text needs a tokenizer, and the model file has none");
+  }
+  GenerateResult result;
+  TextStream text(tokenizer, options.stop_texts, hooks, result.text);
+  Sampler sampler(options.sampler);
+  const auto is_stop_id = [&](std::int32_t id) {
+    return std::find(options.stop_ids.begin(), options.stop_ids.end(), id) != options.stop_ids.end();
+  };
+
+  Clock::time_point before = Clock::now();
+  std::span<const float> logits = model.prefill(prompt);
+  while (true) {
+    const std::int32_t id = sampler.sample(logits, model.length());
+    const Clock::time_point now = Clock::now();
+    if (result.ids.empty()) {
+      result.times.first_token_ms = milliseconds(now - before);
+    } else {
+      result.times.inter_token_ms.push_back(milliseconds(now - before));
+    }
+    before = now;
+    result.ids.push_back(id);
+
+    result.finish_reason = FinishReason::stop;
+    if (is_stop_id(id)) break;
+    text.push(id);
+    if (text.stopped()) break;
+    result.finish_reason = FinishReason::length;
+    const bool room = model.length() + 1 < model.capacity();  // for this id, and for one after it
+    if (static_cast<std::int64_t>(result.ids.size()) >= options.max_tokens || !room) break;
+    result.finish_reason = FinishReason::interrupted;
+    if (hooks.interrupted && hooks.interrupted()) break;
+    logits = model.decode(id);
+  }
+  text.finish();
+  if (text.stopped()) result.finish_reason = FinishReason::stop;
+  result.context = model.length();
+  return result;
+}
+
+}  // namespace weft

@@ -1,0 +1,69 @@
+// The generation loop: prompt in, tokens and text out, with the times that people ask for.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/infer/sampler.h"
+#include "llmc/model/decode_model.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft {
+
+struct GenerateOptions {
+  std::int64_t max_tokens = 128;
+  SamplerOptions sampler;
+  std::vector<std::int32_t> stop_ids;   // usually the model's eos_ids
+  std::vector<std::string> stop_texts;  // need a tokenizer
+};
+
+enum class FinishReason {
+  stop,         // a stop id or a stop text
+  length,       // max_tokens, or no place left in the context
+  interrupted,  // by a signal
+};
+const char* finish_reason_name(FinishReason reason);
+
+// Times from a monotonic clock. A token counts as ready when it has been sampled.
+struct GenerateTimes {
+  double first_token_ms = 0;           // from the start of the prefill to the first token
+  std::vector<double> inter_token_ms;  // between one token and the next: decode only
+
+  // Nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN if there are
+  // none.
+  double inter_token_percentile(double percent) const;
+  double tokens_per_second()
+      const;  // of decode only: the first token belongs to the prefill. NaN if there are none.
+};
+
+struct GenerateResult {
+  std::vector<std::int32_t> ids;  // every sampled id, a stop id and the tokens of a stop text included
+  std::string text;               // their text up to the stop; empty without a tokenizer
+  FinishReason finish_reason = FinishReason::length;
+  GenerateTimes times;
+  std::int64_t context = 0;  // positions in the cache at the end
+};
+
+struct GenerateHooks {
+  std::function<void(std::string_view)> on_text;  // each piece of text once it is certain: valid UTF-8
+  std::function<bool()> interrupted;              // asked before each token; null: never
+};
+
+// The ids to start from: `ids` itself or, where it is empty, the id that begins a document: bos_id, or the
+// first of eos_ids for the models that mark documents by their end (Pythia: <|endoftext|>). Neither:
+// Exit::usage.
+std::vector<std::int32_t> start_ids(std::span<const std::int32_t> ids, const ModelConfig& config);
+
+// Fails with Exit::usage unless `ids` (start_ids) leave place for a token in `capacity` positions of which
+// `used` are taken.
+void check_prompt_fits(std::size_t ids, std::int64_t used, std::int64_t capacity);
+
+// Appends `prompt` (not empty, in range, fitting) to what the model's cache holds and generates. The last id
+// sampled is not in the cache afterwards. `tokenizer` may be null: no text then, and no stop texts.
+GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::span<const std::int32_t> prompt,
+                        const GenerateOptions& options, const GenerateHooks& hooks = {});
+
+}  // namespace weft
