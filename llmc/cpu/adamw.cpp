@@ -1,0 +1,62 @@
+// AdamW, element by element; the bias corrections are formed in double once a step, because 1 - beta2^t loses
+// most of its digits in fp32 for small t.
+//
+// Work is cut into blocks of a fixed size, so an element meets the same code, vector body or remainder,
+// whatever the number of threads.
+
+#include "llmc/cpu/adamw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr std::int64_t kBlock = 4096;
+
+}  // namespace
+
+void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count,
+           bool decay, const AdamWStep& step) {
+  const double t = static_cast<double>(step.step);
+  const double correction1 = 1.0 - std::pow(static_cast<double>(step.beta1), t);
+  const double correction2 = 1.0 - std::pow(static_cast<double>(step.beta2), t);
+  const float step_size = static_cast<float>(step.learning_rate / correction1);
+  const float inv_sqrt_correction2 = static_cast<float>(1.0 / std::sqrt(correction2));
+  const float keep = decay ? 1.0f - step.learning_rate * step.weight_decay : 1.0f;
+  const float beta1 = step.beta1, beta2 = step.beta2, eps = step.eps, scale = step.gradient_scale;
+
+#pragma omp parallel for schedule(static)
+  for (std::int64_t first = 0; first < count; first += kBlock) {
+    const std::int64_t last = std::min(first + kBlock, count);
+#pragma omp simd
+    for (std::int64_t i = first; i < last; ++i) {
+      const float g = gradients[i] * scale;
+      const float m = moment1[i] + (1.0f - beta1) * (g - moment1[i]);
+      const float v = beta2 * moment2[i] + (1.0f - beta2) * g * g;
+      moment1[i] = m;
+      moment2[i] = v;
+      parameters[i] = parameters[i] * keep - step_size * m / (std::sqrt(v) * inv_sqrt_correction2 + eps);
+    }
+  }
+}
+
+double sum_of_squares(const float* values, std::int64_t count) {
+  const std::int64_t blocks = (count + kBlock - 1) / kBlock;
+  std::vector<double> block_sums(static_cast<std::size_t>(blocks));
+#pragma omp parallel for schedule(static)
+  for (std::int64_t block = 0; block < blocks; ++block) {
+    const std::int64_t first = block * kBlock, last = std::min(first + kBlock, count);
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t i = first; i < last; ++i) sum += static_cast<double>(values[i]) * values[i];
+    block_sums[static_cast<std::size_t>(block)] = sum;
+  }
+  double total = 0;
+  for (const double sum : block_sums) total += sum;
+  return total;
+}
+
+}  // namespace weft::cpu

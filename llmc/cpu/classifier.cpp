@@ -1,0 +1,66 @@
+// p = softmax(logits) with the row's maximum subtracted;  loss = -log p[label];  d loss / d logits = p -
+// onehot(label).
+//
+// A row is read three times (maximum, sum, gradient). The sum runs in fp32 over blocks that fit the vector
+// registers' precision and in double over the blocks, so that V = 128,256 loses no more digits than V =
+// 1,000.
+
+#include "llmc/cpu/classifier.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "llmc/cpu/exp.h"
+#include "llmc/model/train_model.h"
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr std::int64_t kBlock = 1024;
+
+// NaN logits are passed over here and come back through the sum.
+float row_maximum(const float* row, std::int64_t V) {
+  float maximum = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : maximum)
+  for (std::int64_t v = 0; v < V; ++v) maximum = row[v] > maximum ? row[v] : maximum;
+  return maximum;
+}
+
+double sum_of_exponentials(const float* row, std::int64_t V, float maximum) {
+  double sum = 0;
+  for (std::int64_t first = 0; first < V; first += kBlock) {
+    const std::int64_t last = std::min(first + kBlock, V);
+    float block = 0;
+#pragma omp simd reduction(+ : block)
+    for (std::int64_t v = first; v < last; ++v) block += exp_f32(row[v] - maximum);
+    sum += block;
+  }
+  return sum;
+}
+
+}  // namespace
+
+void classifier(float* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
+                float loss_scale, bool write_gradient) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t n = 0; n < N; ++n) {
+    float* row = logits + n * V;
+    if (labels[n] == kIgnoredLabel) {
+      losses[n] = 0;
+      if (write_gradient) std::fill(row, row + V, 0.0f);
+      continue;
+    }
+    const float maximum = row_maximum(row, V);
+    const double sum = sum_of_exponentials(row, V, maximum);
+    losses[n] = static_cast<float>(std::log(sum) + (static_cast<double>(maximum) - row[labels[n]]));
+    if (!write_gradient) continue;
+    const float scale = static_cast<float>(loss_scale / sum);
+#pragma omp simd
+    for (std::int64_t v = 0; v < V; ++v) row[v] = exp_f32(row[v] - maximum) * scale;
+    row[labels[n]] -= loss_scale;
+  }
+}
+
+}  // namespace weft::cpu

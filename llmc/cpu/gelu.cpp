@@ -1,0 +1,32 @@
+// gelu(x) = x Phi(x) with the normal distribution Phi(x) = (1 + erf(x / sqrt 2)) / 2 and density phi;
+//   d gelu / dx = Phi(x) + x phi(x).
+
+#include "llmc/cpu/gelu.h"
+
+#include <cmath>
+#include <numbers>
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr float kInvSqrt2 = std::numbers::sqrt2_v<float> / 2;
+constexpr float kInvSqrt2Pi = std::numbers::inv_sqrtpi_v<float> * kInvSqrt2;
+
+}  // namespace
+
+void gelu_forward(float* out, const float* x, std::int64_t count) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t i = 0; i < count; ++i) out[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * kInvSqrt2));
+}
+
+void gelu_backward(float* dx, const float* dout, const float* x, std::int64_t count) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float cdf = 0.5f * (1.0f + std::erf(x[i] * kInvSqrt2));
+    const float density = kInvSqrt2Pi * std::exp(-0.5f * x[i] * x[i]);
+    dx[i] = dout[i] * (cdf + x[i] * density);
+  }
+}
+
+}  // namespace weft::cpu
