@@ -1,0 +1,99 @@
+#include "llmc/infer/perplexity.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+// Mean and variance in one pass over many values (Welford, Technometrics 4, 1962).
+class RunningMoments {
+ public:
+  void add(double value) {
+    ++count_;
+    const double difference = value - mean_;
+    mean_ += difference / static_cast<double>(count_);
+    squares_ += difference * (value - mean_);
+  }
+  std::int64_t count() const { return count_; }
+  double mean() const { return mean_; }
+  double standard_error() const {
+    if (count_ < 2) return std::numeric_limits<double>::quiet_NaN();
+    return std::sqrt(squares_ / static_cast<double>(count_ - 1) / static_cast<double>(count_));
+  }
+
+ private:
+  std::int64_t count_ = 0;
+  double mean_ = 0, squares_ = 0;
+};
+
+}  // namespace
+
+double PerplexityResult::perplexity() const {
+  return std::exp(mean_nll);
+}
+
+double PerplexityResult::bits_per_byte() const {
+  if (interrupted) return std::numeric_limits<double>::quiet_NaN();
+  return mean_nll * static_cast<double>(tokens) / std::numbers::ln2 / static_cast<double>(bytes);
+}
+
+std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window,
+                                                 std::int64_t stride) {
+  if (window < 2) {
+    fail(Exit::usage, "perplexity: got a context of %lld, expected at least 2",
+         static_cast<long long>(window));
+  }
+  if (stride < 1 || stride >= window) {
+    fail(Exit::usage, "--stride: got %lld, expected an integer from 1 to %lld: less than the context",
+         static_cast<long long>(stride), static_cast<long long>(window - 1));
+  }
+  std::vector<PerplexityWindow> windows;
+  std::int64_t scored = 1;  // the first id has nothing before it
+  for (std::int64_t begin = 0; scored < count; begin += stride) {
+    const std::int64_t end = std::min(begin + window, count);
+    windows.push_back({begin, end, scored});
+    scored = end;
+  }
+  return windows;
+}
+
+PerplexityResult perplexity(DecodeModel& model, std::span<const std::int32_t> ids, std::int64_t bytes,
+                            std::int64_t stride, const PerplexityHooks& hooks) {
+  const auto windows = perplexity_windows(static_cast<std::int64_t>(ids.size()), model.capacity(), stride);
+  if (windows.empty()) fail(Exit::bad_file, "perplexity: the text has no token to score");
+  PerplexityResult result;
+  result.bytes = bytes;
+  RunningMoments moments;
+  for (const PerplexityWindow& window : windows) {
+    if (hooks.interrupted && hooks.interrupted()) {
+      result.interrupted = true;
+      break;
+    }
+    const std::size_t begin = static_cast<std::size_t>(window.begin);
+    const std::vector<double> nll =
+        model.score(ids.subspan(begin, static_cast<std::size_t>(window.end - window.begin)));
+    for (std::int64_t i = window.first_scored; i < window.end; ++i) {
+      const double value = nll[static_cast<std::size_t>(i - window.begin - 1)];  // nll[j] is of token j + 1
+      if (!std::isfinite(value)) {
+        fail(Exit::numeric, "perplexity: the loss of token %lld is not finite", static_cast<long long>(i));
+      }
+      moments.add(value);
+    }
+    ++result.windows;
+    if (hooks.on_window) {
+      hooks.on_window(result.windows, static_cast<std::int64_t>(windows.size()), std::exp(moments.mean()));
+    }
+  }
+  result.tokens = moments.count();
+  result.mean_nll = moments.mean();
+  result.standard_error = moments.standard_error();
+  return result;
+}
+
+}  // namespace weft

@@ -1,0 +1,51 @@
+// How well a model predicts a text: a window slides over it, and every token is scored exactly once.
+//
+// The text is encoded and put behind the id that begins a document (start_ids of generate.h), so that its
+// first token is predicted, too. The first window scores all of its tokens; each later one begins `stride`
+// ids further on and scores only the tokens that no window before it has reached. Those have at least window
+// - stride ids of context: a smaller stride gives each token more context and costs more passes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/model/decode_model.h"
+
+namespace weft {
+
+// One pass of the model: ids [begin, end) go in; the tokens at [first_scored, end) are counted.
+struct PerplexityWindow {
+  std::int64_t begin = 0, end = 0, first_scored = 0;
+};
+
+// The windows over `count` ids, of which the first only starts the document. window >= 2, 1 <= stride <
+// window; otherwise Exit::usage.
+std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window,
+                                                 std::int64_t stride);
+
+struct PerplexityResult {
+  std::int64_t tokens = 0;  // scored
+  std::int64_t bytes = 0;   // of the text
+  std::int64_t windows = 0;
+  double mean_nll = 0;        // natural logarithm, per token
+  double standard_error = 0;  // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
+  bool interrupted = false;   // the figures cover the windows until then
+
+  double perplexity() const;     // exp(mean_nll)
+  double bits_per_byte() const;  // comparable between tokenizers; NaN if interrupted
+};
+
+struct PerplexityHooks {
+  std::function<void(std::int64_t done, std::int64_t all, double perplexity_so_far)> on_window;
+  std::function<bool()> interrupted;
+};
+
+// Scores `ids` (at least two, the first one starts the document) with windows of the model's capacity.
+// `bytes`: length of the text. A result that is not finite: Exit::numeric.
+PerplexityResult perplexity(DecodeModel& model, std::span<const std::int32_t> ids, std::int64_t bytes,
+                            std::int64_t stride, const PerplexityHooks& hooks = {});
+
+}  // namespace weft
