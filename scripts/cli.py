@@ -1,0 +1,234 @@
+"""What the scripts share with their users: one-line errors, exit codes, strict JSON, warnings, a progress line."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tensor_file import BAD_FILE, ENVIRONMENT, RESOURCES, FileError, describe, escaped
+
+OK, INTERNAL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes, beside those of tensor_file
+
+MAX_JSON_DEPTH = 64
+MAX_WARNINGS = 20
+AGAIN = "Download the file again"
+
+
+def shown(value: object) -> str:
+    """`value` for a message: a string in quotes, anything else as it prints; escaped and cut either way.
+
+    Text that comes from a file or from the user reaches the terminal only through here or through escaped().
+    """
+    text = value if isinstance(value, (str, bytes)) else json_text(value)
+    quoted = escaped(text.encode("utf-8", "replace") if isinstance(text, str) else text)
+    return quoted if isinstance(value, (str, bytes)) else quoted[1:-1]
+
+
+def json_text(value: object) -> str:
+    """`value` as JSON where it is JSON, as Python otherwise."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def bad_file(source: object, field: str, problem: str, advice: str = "") -> NoReturn:
+    """Raises the error of a bad input file. `problem` reads 'got X, expected Y'."""
+    place = f"{escaped(str(source), 300)}: " + (f"{field}: " if field else "")
+    raise FileError(BAD_FILE, place + problem + (f". {advice}" if advice else ""))
+
+
+class Warnings:
+    """Prints warnings to stderr; after MAX_WARNINGS only counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, message: str) -> None:
+        self.count += 1
+        if self.count <= MAX_WARNINGS:
+            print(f"warning: {message}", file=sys.stderr)
+
+    def finish(self) -> None:
+        if self.count > MAX_WARNINGS:
+            print(f"warning: ... and {self.count - MAX_WARNINGS} more", file=sys.stderr)
+
+
+class Progress:
+    """One line on stderr that is rewritten as work advances; silent unless stderr is a terminal."""
+
+    def __init__(self, label: str, total: int):
+        self.label, self.total, self.done, self.shown = label, max(total, 1), 0, -1
+        self.active = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+        percent = self.done * 100 // self.total
+        if self.active and percent != self.shown:
+            self.shown = percent
+            print(f"\r{self.label} {percent:3d}%", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        if self.active and self.shown >= 0:
+            print("\r" + " " * (len(self.label) + 5) + "\r", end="", file=sys.stderr, flush=True)
+
+
+class TooManyObjects(ValueError):
+    """A JSON text holds more objects than its reader allows."""
+
+
+def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    seen = 0
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal seen
+        seen += 1
+        if seen > max_objects:
+            raise TooManyObjects
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            names: set[str] = set()
+            for name, _ in pairs:
+                if name in names:
+                    raise ValueError(f"duplicate key {shown(name)}")
+                names.add(name)
+        return result
+
+    return build
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number {shown(text)} is out of range")
+    return value
+
+
+def _depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level:
+        deepest += 1
+        level = [child for node in level if isinstance(node, (dict, list))
+                 for child in (node.values() if isinstance(node, dict) else node)]
+    return deepest - 1
+
+
+def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000) -> Any:
+    """Strict JSON: UTF-8, no duplicate keys, no NaN, finite numbers, depth <= MAX_JSON_DEPTH. FileError BAD_FILE otherwise.
+
+    More than `max_objects` objects raise TooManyObjects, so that the caller can say what they are.
+    """
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_object_hook(max_objects), parse_constant=_no_constant,
+                           parse_float=_finite_number)
+    except UnicodeDecodeError as error:
+        bad_file(source, field, f"not UTF-8 (byte {error.start})", AGAIN)
+    except RecursionError:
+        bad_file(source, field, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
+    except TooManyObjects:
+        raise
+    except ValueError as error:  # json.JSONDecodeError is one
+        bad_file(source, field, f"not valid JSON: {escaped(str(error))[1:-1]}", AGAIN)
+    if _depth(value) > MAX_JSON_DEPTH:
+        bad_file(source, field, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
+    return value
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The whole file, at most `limit` bytes. FileError BAD_FILE if it is absent, unreadable or longer."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        bad_file(path, "", f"cannot be read: {error.strerror}")
+    if len(data) > limit:
+        bad_file(path, "", f"got more than {limit} bytes, expected at most that for this kind of file")
+    return data
+
+
+def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object `data`, read from `path`. FileError BAD_FILE for anything else, by what it is."""
+    if not data:
+        bad_file(path, "", "0 bytes: download failed?", AGAIN)
+    what, todo = describe(data[:64], len(data))
+    if what and data.lstrip()[:1] != b"{":
+        bad_file(path, "", f"this is {what}, expected JSON", todo)
+    value = parse_json(data, path)
+    if not isinstance(value, dict):
+        bad_file(path, "", f"got a JSON {json_type(value)}, expected an object")
+    return value
+
+
+def read_json_object(path: Path, limit: int) -> dict[str, Any]:
+    """The JSON object in the file `path` of at most `limit` bytes. FileError BAD_FILE for anything else."""
+    return parse_json_object(read_bytes(path, limit), path)
+
+
+def json_type(value: Any) -> str:
+    """The JSON name of a value's type."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+    return names.get(type(value), "null")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors have the form of every other error and exit code 2."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {escaped(message, 400)[1:-1]}. See {self.prog} --help.", file=sys.stderr)
+        sys.exit(USAGE)
+
+
+def number_in(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
+    """An argparse type: a number of `kind` within [low, high]."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            name = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {name} from {low:g} to {high:g}")
+        return value
+
+    return convert
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs `main` and exits: a FileError becomes its one line and its code, a full disk or memory RESOURCES."""
+    try:
+        code = main() or OK
+        sys.stdout.flush()
+    except FileError as problem:
+        code = problem.code
+        print(f"error: {problem}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        print("error: interrupted", file=sys.stderr)
+    except BrokenPipeError:  # the reader of our output went away: no message can reach it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = OK
+    except MemoryError:
+        code = RESOURCES
+        print("error: out of memory", file=sys.stderr)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        code = RESOURCES if full else ENVIRONMENT
+        print(f"error: {escaped(str(error.filename or ''), 300)}: {error.strerror or escaped(str(error))}",
+              file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,284 @@
+#!/usr/bin/env python3
+"""Converts a Hugging Face model directory (Llama or GPT-NeoX/Pythia) into one weft model file.
+
+    python3 scripts/convert_hf.py models/pythia-160m -o pythia-160m.bin
+    python3 scripts/convert_hf.py models/Llama-3.2-1B -o llama.bin --dtype bf16
+
+Reads config.json, generation_config.json, tokenizer.json and model.safetensors (or its shards and index); checks all of
+it before anything is written. Tensors keep their names, shapes and, without --dtype, their bits. One tensor is in memory
+at a time, and of that a piece. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import cli
+from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
+from hf_config import (MAX_CONFIG_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
+                       is_ignorable_buffer, parameter_count, read_checkpoint)
+from safetensors_reader import Entry, SafetensorsFile
+from tensor_file import NUMPY_DTYPES, Writer, bf16_to_f32, escaped, f32_to_bf16, shape_text
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
+DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+CHUNK_ELEMENTS = 4 << 20
+TOKENIZER_TENSOR = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter's values come from."""
+
+    file: SafetensorsFile
+    entry: Entry
+
+    @property
+    def dtype(self) -> str:
+        return FLOAT_DTYPES[self.entry.dtype]
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """The values in pieces, as numpy arrays of the stored dtype (bf16: its bits)."""
+        values = self.file.bytes(self.entry).view(NUMPY_DTYPES[self.dtype])
+        for begin in range(0, values.size, CHUNK_ELEMENTS):
+            yield values[begin:begin + CHUNK_ELEMENTS]
+
+
+# ---- finding the tensors ---------------------------------------------------------------------------------------------
+
+
+def open_weights(directory: Path) -> dict[str, Source]:
+    """Every tensor of the checkpoint, from one file or from the shards of an index."""
+    if (directory / SINGLE).exists():
+        file = SafetensorsFile(directory / SINGLE)
+        return {name: Source(file, entry) for name, entry in file.tensors.items()}
+    if (directory / INDEX).exists():
+        return _open_shards(directory)
+    if list(directory.glob("pytorch_model*.bin")) or list(directory.glob("*.pth")):
+        bad_file(directory, SINGLE, "missing, and pytorch_model.bin is a Python pickle, which can run code",
+                 "Convert it to safetensors first: load it with transformers, then "
+                 "save_pretrained(DIR, safe_serialization=True)")
+    bad_file(directory, SINGLE, f"got neither this nor {INDEX}", "Download the weights")
+
+
+def _open_shards(directory: Path) -> dict[str, Source]:
+    index_path = directory / INDEX
+    weight_map = cli.read_json_object(index_path, MAX_CONFIG_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        bad_file(index_path, "weight_map", f"got {json_type(weight_map)}, expected an object of tensor and file names")
+    for name, shard in weight_map.items():
+        _check_shard_name(index_path, name, shard)
+    found: dict[str, Source] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (directory / shard).exists():
+            bad_file(index_path, "weight_map", f"names {shown(shard)}, which is not there", "Download this shard")
+        file = SafetensorsFile(directory / shard)
+        for name, entry in file.tensors.items():
+            if name in found:
+                bad_file(file.path, f"tensor {shown(name)}", f"is also in {shown(found[name].file.path.name)}")
+            found[name] = Source(file, entry)
+    for name, shard in weight_map.items():
+        if name not in found or found[name].file.path.name != shard:
+            bad_file(index_path, f"weight_map {shown(name)}", f"names {shown(shard)}, which does not hold it")
+    return found
+
+
+def _check_shard_name(index_path: Path, name: str, shard: object) -> None:
+    where = f"weight_map {shown(name)}"
+    if not isinstance(shard, str):
+        bad_file(index_path, where, f"got {json_type(shard)} {shown(shard)}, expected a file name")
+    if "/" in shard or "\\" in shard or not shard.endswith(".safetensors") or not shard.isprintable():
+        bad_file(index_path, where, f"got {shown(shard)}, expected the name of a .safetensors file in this directory")
+
+
+def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: Path,
+                  warnings: Warnings) -> dict[str, Source]:
+    """The parameters of the model in storage order, each with its source; shapes and dtypes checked."""
+    model, head = checkpoint.model, head_name(checkpoint.model)
+    found = dict(found)
+    if head != "lm_head.weight" and head not in found and "lm_head.weight" in found:
+        found[head] = found.pop("lm_head.weight")  # GPT-NeoX as newer transformers name it in memory
+    expected = expected_tensors(model)
+    _check_present(expected, found, checkpoint, directory)
+    if checkpoint.ties_head:
+        _check_tied_head(model, found, expected)
+    for name in found:
+        if name not in expected and name != head and not is_ignorable_buffer(name):
+            warnings.add(f"{escaped(str(directory))}: tensor {shown(name)} is not part of a {model.family} model: "
+                         "left out")
+    return {name: found[name] for name in expected}
+
+
+def _check_present(expected: dict[str, Shape], found: dict[str, Source], checkpoint: Checkpoint,
+                   directory: Path) -> None:
+    head, embedding = head_name(checkpoint.model), embedding_name(checkpoint.model)
+    for name, shape in expected.items():
+        if name == head and name not in found:
+            if checkpoint.ties_head:
+                found[head] = found[embedding]
+            else:
+                bad_file(directory, head, "missing, but tie_word_embeddings is false in config.json",
+                         "The checkpoint is incomplete, or tie_word_embeddings should be true")
+        if name not in found:
+            bad_file(directory, name, f"missing, expected a tensor {shape_text(shape)}",
+                     "The checkpoint is incomplete or of another model")
+        _check_tensor(name, shape, found[name])
+
+
+def _check_tensor(name: str, shape: Shape, source: Source) -> None:
+    path, entry = source.file.path, source.entry
+    if entry.dtype not in FLOAT_DTYPES:
+        bad_file(path, name, f"got dtype {entry.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+    if entry.shape != shape:
+        hint = " (transposed?)" if len(shape) > 1 and entry.shape == shape[::-1] else ""
+        bad_file(path, name, f"got shape {shape_text(entry.shape)}{hint}, expected {shape_text(shape)}",
+                 "The weights do not belong to this config.json")
+
+
+def _check_tied_head(model: Model, found: dict[str, Source], expected: dict[str, Shape]) -> None:
+    """tie_word_embeddings true with a head in the file: they must hold the same values."""
+    head, embedding = found.get(head_name(model)), found[embedding_name(model)]
+    if head is None or head is embedding:
+        return
+    _check_tensor(head_name(model), expected[embedding_name(model)], head)
+    same = head.dtype == embedding.dtype and all(
+        np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(head.chunks(), embedding.chunks()))
+    if not same:
+        bad_file(head.file.path, head_name(model), f"differs from {embedding_name(model)}, but tie_word_embeddings is "
+                 "true in config.json", "One of the two is wrong: which one, only the model's author can say")
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def to_f32(values: np.ndarray, dtype: str) -> np.ndarray:
+    return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32, copy=False)
+
+
+def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 in the tensor file's `dtype`, rounded to nearest even; too large becomes infinite."""
+    if dtype == "bf16":
+        return f32_to_bf16(values)
+    with np.errstate(over="ignore"):
+        return values.astype(NUMPY_DTYPES[dtype], copy=False)
+
+
+class Conversion:
+    """Streams one parameter into its target dtype and watches its values."""
+
+    def __init__(self, warnings: Warnings, progress: cli.Progress):
+        self.warnings, self.progress = warnings, progress
+
+    def stream(self, name: str, source: Source, dtype: str) -> Iterator[np.ndarray]:
+        """The values in `dtype`. FileError BAD_FILE where a finite value does not fit."""
+        finite, zero = True, True
+        for raw in source.chunks():
+            values = to_f32(raw, source.dtype)
+            chunk_finite = bool(np.isfinite(values).all())
+            finite, zero = finite and chunk_finite, zero and not values.any()
+            if dtype == source.dtype:
+                yield raw
+            else:
+                result = from_f32(values, dtype)
+                self._check_overflow(name, source, values, result, dtype)
+                yield result
+            self.progress.advance(raw.size)
+        where = f"{escaped(str(source.file.path))}: {name}"
+        if not finite:
+            self.warnings.add(f"{where}: holds NaN or infinity")
+        if zero and not name.endswith(".bias"):  # biases may well be zero
+            self.warnings.add(f"{where}: every value is zero")
+
+    @staticmethod
+    def _check_overflow(name: str, source: Source, values: np.ndarray, result: np.ndarray, dtype: str) -> None:
+        too_large = np.isinf(to_f32(result, dtype)) & np.isfinite(values)
+        if too_large.any():
+            worst = float(np.abs(values[too_large]).max())
+            bad_file(source.file.path, name, f"got a value of {worst:g}, which does not fit in {dtype}",
+                     "Convert with --dtype bf16 or fp32")
+
+
+def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], dtype: str | None, strict: bool,
+                warnings: Warnings) -> None:
+    """Writes the model file; nothing is left behind if a value is refused."""
+    config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py",
+              "hf_config": checkpoint.hf_config}
+    progress = cli.Progress("converting", parameter_count(checkpoint.model))
+    conversion = Conversion(warnings, progress)
+    already = warnings.count
+    with Writer(path, "model", config) as writer:
+        for name, source in tensors.items():
+            writer.declare(name, dtype or source.dtype, source.entry.shape)
+        if checkpoint.tokenizer is not None:
+            writer.declare(TOKENIZER_TENSOR, "u8", (len(checkpoint.tokenizer),))
+        for name, source in tensors.items():
+            writer.write(name, conversion.stream(name, source, dtype or source.dtype))
+        if checkpoint.tokenizer is not None:
+            writer.write(TOKENIZER_TENSOR, checkpoint.tokenizer)
+        progress.finish()
+        if strict and warnings.count > already:
+            raise FileError(BAD_FILE, f"{escaped(str(path))}: not written: {warnings.count - already} tensors hold NaN, "
+                            "infinity or only zeros. Convert without --strict to take them as they are")
+
+
+# ---- what the user sees ----------------------------------------------------------------------------------------------
+
+
+def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], path: Path, dtype: str | None) -> None:
+    model, rope = checkpoint.model, checkpoint.model.rope
+    scaling = f", llama3 x{rope.factor:g} of {rope.original_max_positions}" if rope.type == "llama3" else ""
+    stored = {dtype} if dtype else {source.dtype for source in tensors.values()}
+    tokenizer = f"{model.tokenizer_vocab} tokens" if checkpoint.tokenizer is not None else "none"
+    rows = {
+        "family": model.family + (" (parallel residual)" if model.parallel_residual else ""),
+        "size": f"{model.num_layers} layers, hidden {model.hidden_size}, FFN {model.ffn_size}",
+        "heads": f"{model.num_heads} of {model.head_dim}, {model.num_kv_heads} for keys and values",
+        "rotary": f"{rope.rotary_dim} of {model.head_dim} dimensions, theta {rope.theta:g}{scaling}",
+        "vocabulary": f"{model.vocab_size} rows, tokenizer {tokenizer}" + (", tied" if model.tied_embeddings else ""),
+        "parameters": f"{parameter_count(model):,} as {', '.join(sorted(stored))}",
+        "file": f"{escaped(str(path))}, {path.stat().st_size:,} bytes",
+    }
+    for label, text in rows.items():
+        print(f"{label:12}{text}")
+    quoted = f"'{path}'" if any(c in str(path) for c in " \t\"'$&;()<>|*?[]\\") else str(path)
+    if model.family == "gpt_neox":
+        print(f"next        ./infer_pythia --model {quoted} --prompt \"Hello\"")
+    else:
+        print(f"next        ./train_llama --model {quoted} --train 'TRAIN_*.bin' --val 'VAL_*.bin' --out runs/first")
+
+
+def arguments() -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__, prog="convert_hf.py")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the model file to write")
+    parser.add_argument("--dtype", choices=DTYPE_OPTIONS, help="of the parameters; default: each as it is stored")
+    parser.add_argument("--rope-theta", type=cli.number_in(1e-6, 1e12), metavar="X",
+                        help="base of the rotary embedding, for a config.json that names none")
+    parser.add_argument("--strict", action="store_true", help="refuse NaN, infinity and all-zero tensors")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    if options.output.is_dir():
+        raise FileError(cli.USAGE, f"--output: {escaped(str(options.output))} is a directory, expected a file name")
+    warnings = Warnings()
+    checkpoint = read_checkpoint(options.directory, options.rope_theta)
+    if checkpoint.tokenizer is None:
+        warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids")
+    tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
+    dtype = DTYPE_OPTIONS.get(options.dtype)
+    write_model(options.output, checkpoint, tensors, dtype, options.strict, warnings)
+    warnings.finish()
+    print_summary(checkpoint, tensors, options.output, dtype)
+    return cli.OK
+
+
+if __name__ == "__main__":
+    cli.run(main)

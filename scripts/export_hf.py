@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Exports a weft model file as a Hugging Face directory that transformers 4 and 5 load with the same logits.
+
+    python3 scripts/export_hf.py runs/first/step_00001000/model.bin -o exported
+
+Writes config.json, generation_config.json, model.safetensors (several shards and an index where it is large) and, where
+the model carries a tokenizer, tokenizer.json and tokenizer_config.json. DIR appears when it is complete. Exit codes: 2
+usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import tensor_file
+from tensor_file import AtomicFile, FileError, TensorFile, escaped, shape_text
+
+import cli
+from cli import bad_file, shown
+from hf_config import (LLAMA, Model, embedding_name, expected_tensors, export_config, model_from_json, one_or_all,
+                       tokenizer_vocabulary)
+
+SAFETENSORS_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+TOKENIZER_TENSOR = "tokenizer.json"
+MAX_SHARD_BYTES = 5 << 30
+# What an export may consist of: --force replaces only directories that hold nothing else.
+EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
+                  "tokenizer.json", "tokenizer_config.json"}
+
+
+def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
+    """The model file, checked: configuration, every tensor present with its shape and a float dtype, and its hash."""
+    file = tensor_file.read(path, expected="model")
+    model = model_from_json(file.config.get("model"), path)
+    for name, shape in expected_tensors(model).items():
+        info = file.at(name)
+        if info.shape != shape or info.dtype not in SAFETENSORS_DTYPES:
+            bad_file(path, name, f"got {info.dtype} {shape_text(info.shape)}, expected f32, f16 or bf16 "
+                     f"{shape_text(shape)}")
+    tokenizer = None
+    if TOKENIZER_TENSOR in file.tensors:
+        file.verify_tensor(TOKENIZER_TENSOR)
+        tokenizer = bytes(file.bytes(TOKENIZER_TENSOR))
+        tokenizer_vocabulary(tokenizer, path)
+    return file, model, tokenizer
+
+
+# ---- the files of the directory --------------------------------------------------------------------------------------
+
+
+def plan_shards(file: TensorFile, names: list[str], limit: int) -> list[list[str]]:
+    """The tensors in order, in shards of at most `limit` bytes; a larger tensor has a shard of its own."""
+    shards: list[list[str]] = []
+    size = limit + 1
+    for name in names:
+        if size + file.at(name).bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += file.at(name).bytes
+    return shards
+
+
+def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Progress) -> None:
+    """One safetensors file; every tensor's hash is verified on the way."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        info = file.at(name)
+        header[name] = {"dtype": SAFETENSORS_DTYPES[info.dtype], "shape": list(info.shape),
+                        "data_offsets": [end, end + info.bytes]}
+        end += info.bytes
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)  # the data starts on a multiple of 8
+    with AtomicFile(path, expected_bytes=8 + len(text) + end) as output:
+        output.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.verify_tensor(name)
+            output.write(file.bytes(name))
+            progress.advance(file.at(name).bytes)
+
+
+def write_weights(directory: Path, file: TensorFile, model: Model, limit: int) -> list[str]:
+    """All shards, and the index where there are several; the names of the shards."""
+    names = list(expected_tensors(model))
+    shards = plan_shards(file, names, limit)
+    progress = cli.Progress("exporting", sum(file.at(name).bytes for name in names))
+    shard_names = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for shard_name, shard in zip(shard_names, shards):
+        write_shard(directory / shard_name, file, shard, progress)
+    progress.finish()
+    if len(shards) > 1:
+        weight_map = {name: shard_name for shard_name, shard in zip(shard_names, shards) for name in shard}
+        total = sum(file.at(name).bytes for name in names)
+        write_json(directory / "model.safetensors.index.json",
+                   {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return shard_names
+
+
+def write_json(path: Path, value: Any) -> None:
+    with AtomicFile(path) as output:
+        output.write((json.dumps(value, indent=2, ensure_ascii=True) + "\n").encode("ascii"))
+
+
+def tokenizer_config(model: Model, tokenizer: bytes) -> dict[str, Any]:
+    """The smallest tokenizer_config.json with which AutoTokenizer reads the tokenizer.json beside it."""
+    parsed = json.loads(tokenizer)
+    names = {token_id: name for name, token_id in parsed["model"]["vocab"].items()}
+    names |= {token["id"]: token["content"] for token in parsed.get("added_tokens") or []}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions,
+              "clean_up_tokenization_spaces": False}
+    if model.bos_id is not None and model.bos_id in names:
+        config["bos_token"] = names[model.bos_id]
+    if model.eos_ids and model.eos_ids[0] in names:
+        config["eos_token"] = names[model.eos_ids[0]]
+    return config
+
+
+def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int) -> list[str]:
+    """Every file of the export into an existing empty directory; the names of the weight files."""
+    original = file.config.get("hf_config")
+    dtype = TORCH_DTYPES[file.at(embedding_name(model)).dtype]
+    config = export_config(model, original if isinstance(original, dict) else None, dtype)
+    write_json(directory / "config.json", config)
+    write_json(directory / "generation_config.json",
+               {"bos_token_id": model.bos_id, "eos_token_id": one_or_all(model.eos_ids)})
+    if tokenizer is not None:
+        with AtomicFile(directory / "tokenizer.json") as output:
+            output.write(tokenizer)
+        write_json(directory / "tokenizer_config.json", tokenizer_config(model, tokenizer))
+    return write_weights(directory, file, model, limit)
+
+
+# ---- replacing a directory -------------------------------------------------------------------------------------------
+
+
+def check_target(directory: Path, force: bool) -> None:
+    """Refuses an existing target unless it is to be replaced and is an export itself."""
+    if not directory.exists() and not directory.is_symlink():
+        return
+    if not force:
+        raise FileError(cli.USAGE, f"--output: {escaped(str(directory))} exists. Choose another, or add --force")
+    if directory.is_symlink() or not directory.is_dir():
+        raise FileError(cli.USAGE, f"--output: {escaped(str(directory))} is not a directory: not replaced")
+    for entry in directory.iterdir():
+        shard = entry.name.startswith("model-") and entry.name.endswith(".safetensors")
+        if not entry.is_file() or not (entry.name in EXPORTED_NAMES or shard):
+            raise FileError(cli.USAGE, f"--output: {escaped(str(directory))} holds {shown(entry.name)}, which is no part "
+                            "of an exported model: not replaced")
+
+
+def publish(temporary: Path, directory: Path) -> None:
+    """Gives the finished directory its name; what stood there goes away last."""
+    old = directory.with_name(directory.name + ".old")
+    replaced = directory.exists()
+    if replaced:
+        os.rename(directory, old)
+    os.rename(temporary, directory)
+    if replaced:
+        shutil.rmtree(old)
+
+
+def arguments() -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__, prog="export_hf.py")
+    parser.add_argument("file", type=Path, metavar="FILE", help="weft model file")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to make")
+    parser.add_argument("--force", action="store_true", help="replace DIR if it is an earlier export")
+    parser.add_argument("--max-shard-bytes", type=cli.number_in(1, 1 << 50, int), default=MAX_SHARD_BYTES, metavar="N",
+                        help="size above which the weights are split (default: 5 GiB)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    directory = Path(os.path.abspath(options.output))
+    check_target(directory, options.force)
+    file, model, tokenizer = read_model(options.file)
+    if model.family == LLAMA and model.hidden_size % model.num_heads:
+        print(f"warning: hidden_size {model.hidden_size} is not a multiple of num_heads {model.num_heads}: transformers "
+              "5 refuses such a configuration", file=sys.stderr)
+    temporary = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
+    os.mkdir(temporary)
+    try:
+        shards = write_directory(temporary, file, model, tokenizer, options.max_shard_bytes)
+        publish(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"exported    {len(expected_tensors(model))} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
+          f"{escaped(str(options.output))}")
+    print(f"next        AutoModelForCausalLM.from_pretrained({escaped(str(options.output))})")
+    return cli.OK
+
+
+if __name__ == "__main__":
+    cli.run(main)

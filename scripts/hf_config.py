@@ -1,0 +1,551 @@
+"""Hugging Face configurations of Llama and GPT-NeoX: what they say, checked, as weft's model description.
+
+Reads the keys of transformers 4 (rope_theta, rope_scaling, rotary_pct, rotary_emb_base, torch_dtype) and of
+transformers 5 (rope_parameters, dtype). Where both are present they must agree; nothing that changes the arithmetic has
+a silent default. Errors are FileError BAD_FILE and name the file and the key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cli import bad_file, json_type, parse_json_object, read_bytes, read_json_object, shown
+
+LLAMA, GPT_NEOX = "llama", "gpt_neox"
+ARCHITECTURES = {LLAMA: "LlamaForCausalLM", GPT_NEOX: "GPTNeoXForCausalLM"}
+ACTIVATIONS = {LLAMA: "silu", GPT_NEOX: "gelu"}
+
+MAX_CONFIG_BYTES = 8 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
+
+# Upper limits, those of llmc/model/config.cpp.
+MAX_VOCAB, MAX_LAYERS, MAX_WIDTH = 1_000_000, 1024, 1 << 20
+MAX_HEADS, MAX_HEAD_DIM, MAX_POSITIONS, MAX_EOS_IDS = 1024, 1024, 1 << 24, 64
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: the `rope` object of a tensor file's model."""
+
+    type: str
+    theta: float
+    rotary_dim: int
+    factor: float = 1
+    low_freq_factor: float = 1
+    high_freq_factor: float = 1
+    original_max_positions: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The `model` object of a tensor file, key for key (doc/tensor_file.md)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_positions: int
+    norm_eps: float
+    norm: str
+    tied_embeddings: bool
+    parallel_residual: bool
+    attention_bias: bool
+    tokenizer_vocab: int
+    rope: Rope
+    eos_ids: list[int] = field(default_factory=list)
+    bos_id: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a Hugging Face directory says beside its weights."""
+
+    model: Model
+    hf_config: dict[str, Any]
+    tokenizer: bytes | None  # the text of tokenizer.json
+    ties_head: bool          # tie_word_embeddings: the checkpoint's head is its embedding
+
+
+# ---- the tensors of a model ------------------------------------------------------------------------------------------
+
+
+def expected_tensors(model: Model) -> dict[str, Shape]:
+    """Every parameter's Hugging Face name and shape, in the order in which weft stores them."""
+    return dict(_llama_tensors(model) if model.family == LLAMA else _gpt_neox_tensors(model))
+
+
+def _norm(name: str, model: Model) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (model.hidden_size,)
+    if model.norm == "layernorm":
+        yield f"{name}.bias", (model.hidden_size,)
+
+
+def _llama_tensors(model: Model) -> Iterator[tuple[str, Shape]]:
+    hidden, ffn = model.hidden_size, model.ffn_size
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    yield "model.embed_tokens.weight", (model.vocab_size, hidden)
+    for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield from _norm(prefix + "input_layernorm", model)
+        yield prefix + "self_attn.q_proj.weight", (q_size, hidden)
+        yield prefix + "self_attn.k_proj.weight", (kv_size, hidden)
+        yield prefix + "self_attn.v_proj.weight", (kv_size, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q_size)
+        yield from _norm(prefix + "post_attention_layernorm", model)
+        yield prefix + "mlp.gate_proj.weight", (ffn, hidden)
+        yield prefix + "mlp.up_proj.weight", (ffn, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, ffn)
+    yield from _norm("model.norm", model)
+    if not model.tied_embeddings:
+        yield "lm_head.weight", (model.vocab_size, hidden)
+
+
+def _gpt_neox_tensors(model: Model) -> Iterator[tuple[str, Shape]]:
+    hidden, ffn = model.hidden_size, model.ffn_size
+
+    def linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+        yield f"{name}.weight", (outputs, inputs)
+        if bias:
+            yield f"{name}.bias", (outputs,)
+
+    yield "gpt_neox.embed_in.weight", (model.vocab_size, hidden)
+    for layer in range(model.num_layers):
+        prefix = f"gpt_neox.layers.{layer}."
+        yield from _norm(prefix + "input_layernorm", model)
+        yield from _norm(prefix + "post_attention_layernorm", model)
+        yield from linear(prefix + "attention.query_key_value", 3 * hidden, hidden, model.attention_bias)
+        yield from linear(prefix + "attention.dense", hidden, hidden, model.attention_bias)
+        yield from linear(prefix + "mlp.dense_h_to_4h", ffn, hidden, True)
+        yield from linear(prefix + "mlp.dense_4h_to_h", hidden, ffn, True)
+    yield from _norm("gpt_neox.final_layer_norm", model)
+    yield "embed_out.weight", (model.vocab_size, hidden)
+
+
+def embedding_name(model: Model) -> str:
+    return "model.embed_tokens.weight" if model.family == LLAMA else "gpt_neox.embed_in.weight"
+
+
+def head_name(model: Model) -> str:
+    return "lm_head.weight" if model.family == LLAMA else "embed_out.weight"
+
+
+def parameter_count(model: Model) -> int:
+    """Stored parameters: tied embeddings count once."""
+    return sum(math.prod(shape) for shape in expected_tensors(model).values())
+
+
+_BUFFER = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")
+
+
+def is_ignorable_buffer(name: str) -> bool:
+    """Constants that older transformers stored among the weights."""
+    return _BUFFER.fullmatch(name) is not None
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Typed, checked access to one configuration object."""
+
+    def __init__(self, source: object, values: dict[str, Any], prefix: str = ""):
+        self.source, self.values, self.prefix = source, values, prefix
+
+    def fail(self, key: str, problem: str, advice: str = "") -> NoReturn:
+        bad_file(self.source, self.prefix + key, problem, advice)
+
+    def get(self, key: str) -> Any:
+        """None where the key is absent or null."""
+        return self.values.get(key)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not low <= value <= high:
+            got = "nothing" if value is None else _got(value)
+            self.fail(key, f"got {got}, expected an integer from {low} to {high}")
+        return value
+
+    def positive(self, key: str) -> float:
+        value = self.get(key)
+        if type(value) not in (int, float) or not 0 < value < 1e300:
+            got = "nothing" if value is None else _got(value)
+            self.fail(key, f"got {got}, expected a number above 0")
+        return value
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.fail(key, f"got {_got(value)}, expected true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        if not isinstance(value, str):
+            self.fail(key, f"got {'nothing' if value is None else _got(value)}, expected a string")
+        return value
+
+    def object(self, key: str) -> "_Reader":
+        """The nested object `key`; an empty one where it is absent or null."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            self.fail(key, f"got {_got(value)}, expected an object or null")
+        return _Reader(self.source, value or {}, f"{self.prefix}{key}.")
+
+
+def _got(value: Any) -> str:
+    return f"{json_type(value)} {shown(value)}"
+
+
+def _agreed(candidates: list[tuple["_Reader", str]], what: str) -> tuple["_Reader", str] | None:
+    """The place of the one value that the given keys agree on; None where none is present. Disagreement prints both."""
+    present = [(reader, key) for reader, key in candidates if reader.get(key) is not None]
+    for reader, key in present[1:]:
+        first, first_key = present[0]
+        if reader.get(key) != first.get(first_key):
+            reader.fail(key, f"got {shown(reader.get(key))}, but {first.prefix}{first_key} is "
+                        f"{shown(first.get(first_key))}: they disagree about the {what}",
+                        "Remove the wrong one from config.json")
+    return present[0] if present else None
+
+
+def parse_config(config: dict[str, Any], source: object, rope_theta: float | None = None,
+                 generation: dict[str, Any] | None = None, tokenizer_vocab: int | None = None) -> Model:
+    """The model that `config` (a config.json) describes.
+
+    rope_theta: what the user says, needed where the config names no theta. generation: generation_config.json, whose
+    token ids win. tokenizer_vocab: highest id of the tokenizer + 1; absent means the model's own vocabulary.
+    """
+    reader = _Reader(source, config)
+    family = _family(reader)
+    vocab = reader.integer("vocab_size", 1, MAX_VOCAB)
+    hidden = reader.integer("hidden_size", 1, MAX_WIDTH)
+    heads = reader.integer("num_attention_heads", 1, MAX_HEADS)
+    head_dim = _head_dim(reader, family, hidden, heads)
+    llama = family == LLAMA
+    kv_heads = reader.integer("num_key_value_heads", 1, heads, default=heads) if llama else heads
+    if heads % kv_heads:
+        reader.fail("num_key_value_heads", f"got {kv_heads}, expected a divisor of num_attention_heads = {heads}")
+    _check_arithmetic(reader, family)
+    tokens = _token_ids(reader, _Reader(_sibling(source, "generation_config.json"), generation or {}), vocab)
+    return Model(
+        family=family, vocab_size=vocab, hidden_size=hidden,
+        num_layers=reader.integer("num_hidden_layers", 1, MAX_LAYERS), num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, ffn_size=reader.integer("intermediate_size", 1, MAX_WIDTH),
+        max_positions=reader.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        norm_eps=reader.positive("rms_norm_eps" if llama else "layer_norm_eps"),
+        norm="rmsnorm" if llama else "layernorm",
+        tied_embeddings=llama and ties_head(config, source),
+        parallel_residual=not llama and reader.boolean("use_parallel_residual", True),
+        attention_bias=not llama and reader.boolean("attention_bias", True),
+        tokenizer_vocab=vocab if tokenizer_vocab is None else tokenizer_vocab,
+        rope=_rope(reader, family, head_dim, rope_theta), eos_ids=tokens[0], bos_id=tokens[1])
+
+
+def ties_head(config: dict[str, Any], source: object) -> bool:
+    """tie_word_embeddings; both families default to false."""
+    return _Reader(source, config).boolean("tie_word_embeddings", False)
+
+
+def _sibling(source: object, name: str) -> object:
+    return source.parent / name if isinstance(source, Path) else source
+
+
+def _family(reader: _Reader) -> str:
+    family = reader.text("model_type")
+    if family not in ARCHITECTURES:
+        reader.fail("model_type", f"got {shown(family)}, expected one of {', '.join(ARCHITECTURES)}",
+                    "No other architecture is supported")
+    names = reader.get("architectures")
+    if isinstance(names, list) and names and ARCHITECTURES[family] not in names:
+        reader.fail("architectures", f"got {shown(names)}, expected {ARCHITECTURES[family]}")
+    return family
+
+
+def _head_dim(reader: _Reader, family: str, hidden: int, heads: int) -> int:
+    explicit = reader.get("head_dim")
+    if explicit is None or family == GPT_NEOX:
+        if hidden % heads:
+            reader.fail("hidden_size", f"got {hidden}, expected a multiple of num_attention_heads = {heads}"
+                        + (" (head_dim is absent)" if family == LLAMA else ""))
+        if not 2 <= hidden // heads <= MAX_HEAD_DIM:
+            reader.fail("num_attention_heads", f"got {heads}, which makes heads of {hidden // heads}, expected from 2 "
+                        f"to {MAX_HEAD_DIM}")
+    if explicit is None:
+        return hidden // heads
+    head_dim = reader.integer("head_dim", 2, MAX_HEAD_DIM)
+    if family == GPT_NEOX and head_dim != hidden // heads:
+        reader.fail("head_dim", f"got {head_dim}, expected hidden_size / num_attention_heads = {hidden // heads}")
+    return head_dim
+
+
+def _check_arithmetic(reader: _Reader, family: str) -> None:
+    """Refuses, by name, what would change the result and does not exist in weft."""
+    activation = reader.text("hidden_act")
+    if activation != ACTIVATIONS[family]:
+        reader.fail("hidden_act", f"got {shown(activation)}, expected {shown(ACTIVATIONS[family])}",
+                    f"It is the only activation of {family} models that is supported")
+    if family == LLAMA:
+        for key in ("attention_bias", "mlp_bias"):
+            if reader.boolean(key, False):
+                reader.fail(key, "got true, expected false", "Llama models with biases are not supported")
+    if reader.get("quantization_config") is not None:
+        reader.fail("quantization_config", "got a quantized model, expected float weights",
+                    "Convert the original checkpoint")
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def _rope(reader: _Reader, family: str, head_dim: int, user_theta: float | None) -> Rope:
+    old, new = reader.object("rope_scaling"), reader.object("rope_parameters")
+    for nested in (old, new):
+        for key, value in nested.values.items():
+            if isinstance(value, (dict, list)):
+                nested.fail(key, f"got an {json_type(value)}, expected one set of rope parameters for all layers")
+    theta = _theta(reader, old, new, user_theta)
+    rope_type = _rope_type(reader, old, new, family)
+    rotary_dim = _rotary_dim(reader, old, new, family, head_dim)
+    if rope_type == "default":
+        return Rope("standard", theta, rotary_dim)
+    home = old if old.values else new  # where a missing key is missed
+
+    def owner(key: str, *others: _Reader) -> _Reader:
+        place = _agreed([(nested, key) for nested in (new, old, *others)], f"llama3 {key}")
+        return place[0] if place else home
+
+    factor, low, high = (float(owner(key).positive(key)) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = "original_max_position_embeddings"
+    if high <= low:
+        home.fail("high_freq_factor", f"got {high:g}, expected more than low_freq_factor = {low:g}")
+    return Rope("llama3", theta, rotary_dim, factor, low, high, owner(original, reader).integer(original, 1, MAX_POSITIONS))
+
+
+def _theta(reader: _Reader, old: _Reader, new: _Reader, user_theta: float | None) -> float:
+    place = _agreed([(reader, "rope_theta"), (reader, "rotary_emb_base"), (new, "rope_theta"), (old, "rope_theta")],
+                    "base of the rotary embedding")
+    if place is None:
+        if user_theta is None:
+            reader.fail("rope_theta", "got nothing, expected a number above 0",
+                        "Look it up in the model's description and give it with --rope-theta")
+        return float(user_theta)
+    theta = float(place[0].positive(place[1]))
+    if user_theta is not None and user_theta != theta:
+        place[0].fail(place[1], f"got {theta:g}, but --rope-theta is {user_theta:g}: they disagree",
+                      "Leave --rope-theta away or correct config.json")
+    return theta
+
+
+def _rope_type(reader: _Reader, old: _Reader, new: _Reader, family: str) -> str:
+    for nested in (old, new):
+        if nested.values and nested.get("rope_type") is None and nested.get("type") is None:
+            if set(nested.values) - {"rope_theta", "partial_rotary_factor"}:
+                nested.fail("rope_type", "got nothing, expected default or llama3")
+    place = _agreed([(nested, key) for nested in (new, old) for key in ("rope_type", "type")], "rope type")
+    rope_type = place[0].text(place[1]) if place else "default"
+    known = ("default", "llama3") if family == LLAMA else ("default",)
+    if rope_type not in known:
+        place[0].fail(place[1], f"got {shown(rope_type)}, expected {' or '.join(known)}",
+                      f"No other rope type of {family} models is supported")
+    return rope_type
+
+
+def _rotary_dim(reader: _Reader, old: _Reader, new: _Reader, family: str, head_dim: int) -> int:
+    keys = [(reader, "rotary_pct"), (reader, "partial_rotary_factor"), (new, "partial_rotary_factor"),
+            (old, "partial_rotary_factor")]
+    place = _agreed(keys, "rotary fraction")
+    if place is None:
+        if family == GPT_NEOX:
+            reader.fail("rotary_pct", "got nothing, expected a number above 0, at most 1",
+                        "Look it up in the model's description and add it to config.json")
+        owner, key, fraction = reader, "head_dim", 1.0
+    else:
+        owner, key = place
+        fraction = owner.positive(key)
+        if fraction > 1:
+            owner.fail(key, f"got {shown(fraction)}, expected at most 1")
+        if family == LLAMA and fraction != 1:
+            owner.fail(key, f"got {shown(fraction)}, expected 1", "Llama models rotate whole heads")
+    rotary_dim = int(head_dim * fraction)  # truncated, as transformers does
+    if rotary_dim < 2 or rotary_dim % 2:
+        owner.fail(key, f"got {rotary_dim} rotary dimensions of {head_dim} in a head, expected an even number, at least "
+                   "2")
+    return rotary_dim
+
+
+# ---- token ids -------------------------------------------------------------------------------------------------------
+
+
+def _token_ids(config: _Reader, generation: _Reader, vocab: int) -> tuple[list[int], int | None]:
+    """eos_ids and bos_id: the generation config's where it names them, else the config's."""
+    owner = generation if generation.get("eos_token_id") is not None else config
+    eos = owner.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if len(ids) > MAX_EOS_IDS:
+        owner.fail("eos_token_id", f"got {len(ids)} ids, expected at most {MAX_EOS_IDS}")
+    for value in ids:
+        _check_id(owner, "eos_token_id", value, vocab)
+    owner = generation if generation.get("bos_token_id") is not None else config
+    bos = owner.get("bos_token_id")
+    if bos is not None:
+        _check_id(owner, "bos_token_id", bos, vocab)
+    return list(dict.fromkeys(ids)), bos
+
+
+def _check_id(owner: _Reader, key: str, value: Any, vocab: int) -> None:
+    if type(value) is not int or not 0 <= value < vocab:
+        owner.fail(key, f"got {_got(value)}, expected a token id below vocab_size = {vocab}")
+
+
+def tokenizer_vocabulary(text: bytes, source: Path) -> int:
+    """Highest token id + 1 of a tokenizer.json. Duplicate ids, holes and merges of unknown tokens are refused."""
+    tokenizer = parse_json_object(text, source)
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict):
+        bad_file(source, "model.vocab", f"got {json_type(vocab)}, expected an object of tokens and ids")
+    tokens: dict[int, str] = {}
+    for name, token_id in [*vocab.items(), *_added_tokens(tokenizer, source)]:
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            bad_file(source, f"token {shown(name)}", f"id: got {_got(token_id)}, expected an integer from 0 to 2^31-1")
+        if tokens.setdefault(token_id, name) != name:
+            bad_file(source, f"token {shown(name)}", f"id: got {token_id}, which {shown(tokens[token_id])} has already")
+    if not tokens:
+        bad_file(source, "model.vocab", "got no tokens")
+    if len(tokens) != max(tokens) + 1:
+        hole = next(number for number in range(len(tokens)) if number not in tokens)
+        bad_file(source, "model.vocab", f"id {hole} names no token, expected ids without holes")
+    _check_merges(model.get("merges"), vocab, source)
+    return len(tokens)
+
+
+def _added_tokens(tokenizer: dict[str, Any], source: object) -> list[tuple[str, Any]]:
+    added = tokenizer.get("added_tokens") or []
+    if not isinstance(added, list):
+        bad_file(source, "added_tokens", f"got {json_type(added)}, expected an array")
+    for token in added:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            bad_file(source, "added_tokens", f"got {shown(token)}, expected objects with content and id")
+    return [(token["content"], token.get("id")) for token in added]
+
+
+def _check_merges(merges: Any, vocab: dict[str, Any], source: object) -> None:
+    for merge in merges if isinstance(merges, list) else []:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            bad_file(source, "model.merges", f"got {shown(merge)}, expected 'a b' or ['a', 'b']")
+        for token in (*parts, parts[0] + parts[1]):
+            if token not in vocab:
+                bad_file(source, "model.merges", f"{shown(merge)} needs the token {shown(token)}, which is unknown")
+
+
+# ---- a whole directory -----------------------------------------------------------------------------------------------
+
+
+def read_checkpoint(directory: Path, rope_theta: float | None = None) -> Checkpoint:
+    """Configuration and tokenizer of a Hugging Face model directory."""
+    if not directory.is_dir():
+        bad_file(directory, "", "no such directory" if not directory.exists() else "not a directory")
+    config_path, generation_path = directory / "config.json", directory / "generation_config.json"
+    config = read_json_object(config_path, MAX_CONFIG_BYTES)
+    generation = read_json_object(generation_path, MAX_CONFIG_BYTES) if generation_path.exists() else None
+    tokenizer, tokenizer_vocab, tokenizer_path = None, None, directory / "tokenizer.json"
+    if tokenizer_path.exists():
+        tokenizer = read_bytes(tokenizer_path, MAX_TOKENIZER_BYTES)
+        tokenizer_vocab = tokenizer_vocabulary(tokenizer, tokenizer_path)
+    model = parse_config(config, config_path, rope_theta, generation, tokenizer_vocab)
+    if model.tokenizer_vocab > model.vocab_size:
+        bad_file(tokenizer_path, "model.vocab", f"got {model.tokenizer_vocab} tokens, expected at most the model's "
+                 f"vocab_size = {model.vocab_size}", "The tokenizer belongs to another model")
+    return Checkpoint(model, config, tokenizer, ties_head(config, config_path))
+
+
+# ---- back to Hugging Face --------------------------------------------------------------------------------------------
+
+
+def model_from_json(value: Any, source: object) -> Model:
+    """The Model of a tensor file's `model` object, checked by writing it as a config.json and reading that."""
+    names = set(Model.__dataclass_fields__)
+    rope_names = set(Rope.__dataclass_fields__)
+    rope = value.get("rope") if isinstance(value, dict) else None
+    if not isinstance(rope, dict) or not names <= set(value) or not rope_names <= set(rope):
+        missing = sorted(names - set(value)) if isinstance(value, dict) else sorted(names)
+        bad_file(source, "model", f"keys are missing: {', '.join(missing) or 'of rope'}")
+    model = Model(**{key: value[key] for key in names - {"rope"}}, rope=Rope(**{key: rope[key] for key in rope_names}))
+    if model.family not in ARCHITECTURES or rope["type"] not in ("standard", "llama3"):
+        bad_file(source, "model", f"got family {shown(model.family)}, rope {shown(rope['type'])}, expected llama or "
+                 "gpt_neox, standard or llama3")
+    if model.family == LLAMA and model.norm != "rmsnorm":
+        bad_file(source, "model.norm", f"got {shown(model.norm)}, expected 'rmsnorm'",
+                 "Hugging Face's Llama has no other norm, so this model cannot be exported")
+    try:
+        config = export_config(model, None, "float32")
+    except (ArithmeticError, TypeError, ValueError):
+        bad_file(source, "model", "a value has the wrong type or is out of range")
+    parsed = parse_config(config, source, tokenizer_vocab=model.tokenizer_vocab)
+    if parsed != replace(model, eos_ids=parsed.eos_ids):
+        bad_file(source, "model", f"got {shown(value)}, which no Hugging Face configuration describes")
+    _Reader(source, value, "model.").integer("tokenizer_vocab", 1, model.vocab_size)
+    return parsed
+
+
+def export_config(model: Model, original: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
+    """A config.json that transformers 4 and 5 read alike. Keys of `original` that the model does not decide are kept."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope.theta}
+    if model.rope.type == "llama3":
+        rope |= {"rope_type": "llama3", "factor": model.rope.factor, "low_freq_factor": model.rope.low_freq_factor,
+                 "high_freq_factor": model.rope.high_freq_factor,
+                 "original_max_position_embeddings": model.rope.original_max_positions}
+    config = {
+        "architectures": [ARCHITECTURES[model.family]], "model_type": model.family,
+        "hidden_act": ACTIVATIONS[model.family], "vocab_size": model.vocab_size, "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size, "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads, "max_position_embeddings": model.max_positions,
+        "tie_word_embeddings": model.tied_embeddings, "attention_bias": model.attention_bias,
+        "bos_token_id": model.bos_id, "eos_token_id": one_or_all(model.eos_ids), "torch_dtype": dtype, "dtype": dtype,
+    }
+    kept = {key: value for key, value in (original or {}).items() if key not in _ROPE_KEYS}
+    if model.family == LLAMA:
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        config |= {"rms_norm_eps": model.norm_eps, "num_key_value_heads": model.num_kv_heads,
+                   "head_dim": model.head_dim, "mlp_bias": False, "rope_theta": model.rope.theta,
+                   "rope_scaling": scaling if model.rope.type == "llama3" else None, "rope_parameters": rope}
+    else:
+        fraction = rotary_fraction(model.rope.rotary_dim, model.head_dim)
+        rope["partial_rotary_factor"] = fraction
+        config |= {"layer_norm_eps": model.norm_eps, "use_parallel_residual": model.parallel_residual,
+                   "rotary_pct": fraction, "rotary_emb_base": model.rope.theta, "rope_theta": model.rope.theta,
+                   "partial_rotary_factor": fraction, "rope_parameters": rope}
+        kept.pop("head_dim", None)
+    return kept | config
+
+
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rotary_pct", "rotary_emb_base", "partial_rotary_factor",
+              "original_max_position_embeddings", "quantization_config"}
+
+
+def one_or_all(ids: list[int]) -> int | list[int] | None:
+    """eos ids as Hugging Face writes them: null, one id, or a list."""
+    return None if not ids else ids[0] if len(ids) == 1 else ids
+
+
+def rotary_fraction(rotary_dim: int, head_dim: int) -> float:
+    """The fraction f for which int(head_dim * f), which is what transformers computes, is rotary_dim."""
+    fraction = rotary_dim / head_dim
+    return fraction if int(head_dim * fraction) == rotary_dim else math.nextafter(fraction, 1)
