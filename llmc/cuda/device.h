@@ -1,0 +1,23 @@
+// Which GPU there is, and whether weft can use it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace weft::cuda {
+
+struct Device {
+  bool usable = false;
+  std::string problem;  // why not, in one line, where it is not usable
+  std::string name;
+  int arch = 0;  // 90 for compute capability 9.0
+  int multiprocessors = 0;
+  std::uint64_t total_bytes = 0, free_bytes = 0;
+  int driver = 0, runtime = 0;  // CUDA versions; 13000 is 13.0
+};
+
+// Looks at GPU 0 of those CUDA_VISIBLE_DEVICES leaves. Never throws: what is wrong is in `problem`. Needs
+// sm_80 (bf16 tensor cores and asynchronous copies) or later, and code for that architecture in this program.
+Device probe_device();
+
+}  // namespace weft::cuda

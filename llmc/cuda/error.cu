@@ -1,0 +1,77 @@
+#include "llmc/cuda/error.h"
+
+namespace weft::cuda {
+
+namespace {
+
+std::string version_text(int version) {
+  return format("%d.%d", version / 1000, version % 1000 / 10);
+}
+
+}  // namespace
+
+Error describe_error(cudaError_t error, const std::string& action, int driver, int runtime, int arch) {
+  const std::string what = action + ": " + cudaGetErrorString(error);
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return Error(Exit::resources, what + ". Lower --micro-batch or --seq-len, or free the GPU");
+    case cudaErrorInsufficientDriver:
+      if (driver == 0) return Error(Exit::environment, action + ": no NVIDIA driver found. Use --device cpu");
+      return Error(
+          Exit::environment,
+          format(
+              "%s: the driver supports CUDA %s, this program was built with CUDA %s. Update the driver, or "
+              "build with an older toolkit",
+              action.c_str(), version_text(driver).c_str(), version_text(runtime).c_str()));
+    case cudaErrorNoDevice:
+      return Error(Exit::environment,
+                   action + ": the driver sees no GPU. Check CUDA_VISIBLE_DEVICES, or use --device cpu");
+    case cudaErrorInvalidDevice:
+      return Error(Exit::environment, what + ". Check CUDA_VISIBLE_DEVICES");
+    case cudaErrorNoKernelImageForDevice:
+      return Error(Exit::environment,
+                   format("%s: this program holds no code for a GPU of architecture sm_%d. Rebuild "
+                          "with GPU_ARCH=%d",
+                          action.c_str(), arch, arch));
+    case cudaErrorUnsupportedPtxVersion:
+      return Error(
+          Exit::environment,
+          format(
+              "%s: the program's PTX is newer than the driver (CUDA %s). Update the driver, or rebuild with "
+              "GPU_ARCH=%d",
+              action.c_str(), version_text(driver).c_str(), arch));
+    case cudaErrorDevicesUnavailable:
+      return Error(Exit::environment, what + ". Another process may hold the GPU in exclusive mode");
+    case cudaErrorECCUncorrectable:
+      return Error(Exit::environment,
+                   what + ". The GPU's memory is damaged: drain this GPU. The last checkpoint stands");
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorLaunchFailure:
+    case cudaErrorAssert:
+    case cudaErrorIllegalInstruction:
+      return Error(Exit::internal,
+                   what + ". This is a bug in a kernel, or failing hardware; the last checkpoint stands");
+    default:
+      return Error(Exit::environment, what);
+  }
+}
+
+void check(cudaError_t error, const char* action) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // clears an error that is not sticky
+  int driver = 0, runtime = 0, device = 0, major = 0, minor = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  if (driver > 0 && cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  throw describe_error(error, action, driver, runtime, 10 * major + minor);
+}
+
+void check_launch(const char* kernel) {
+  check(cudaGetLastError(), kernel);
+}
+
+}  // namespace weft::cuda

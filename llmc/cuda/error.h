@@ -1,0 +1,25 @@
+// CUDA errors as weft::Error: one clear line and the right exit code.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "llmc/base/error.h"
+
+namespace weft::cuda {
+
+// What went wrong and what to do, for a CUDA error that appeared while doing `action`. `driver` and `runtime`
+// are versions as CUDA reports them (13000 is 13.0; driver 0: none installed); `arch` is the GPU's (90), 0 if
+// unknown. Out of memory is Exit::resources; a kernel that misbehaved (illegal address, launch failure,
+// assert) is Exit::internal; everything about the machine is Exit::environment.
+Error describe_error(cudaError_t error, const std::string& action, int driver, int runtime, int arch);
+
+// Throws describe_error() for this machine unless `error` is cudaSuccess.
+void check(cudaError_t error, const char* action);
+
+// After a launch: reports a launch error at once. Errors during execution surface at the next synchronising
+// call.
+void check_launch(const char* kernel);
+
+}  // namespace weft::cuda
