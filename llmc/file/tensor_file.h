@@ -1,8 +1,9 @@
 // The tensor file (.bin): weft's one flat binary container, for models, training state and reference dumps.
 //
-// Layout, byte for byte, is doc/tensor_file.md; scripts/tensor_file.py is the same in Python, and both are held together
-// by the vectors in test/fixtures/tensor_file/. The reader maps the file and treats it as hostile: every size is checked
-// before it is used, the file's length must equal what the header says, and each tensor has an XXH3-64.
+// Layout, byte for byte, is doc/tensor_file.md; scripts/tensor_file.py is the same in Python, and both are
+// held together by the vectors in test/fixtures/tensor_file/. The reader maps the file and treats it as
+// hostile: every size is checked before it is used, the file's length must equal what the header says, and
+// each tensor has an XXH3-64.
 //
 // Anything wrong with a file is Exit::bad_file and names the file and the field.
 #pragma once
@@ -14,6 +15,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "llmc/base/dtype.h"
@@ -26,8 +28,8 @@ enum class FileKind : std::uint32_t { model = 1, training_state = 2, reference_d
 const char* file_kind_name(FileKind kind);  // "model", "training state", "reference dump"
 
 inline constexpr std::uint32_t kTensorFileVersion = 1;
-inline constexpr std::uint64_t kTensorAlignment = 256;   // of each tensor's data within the file
-inline constexpr std::uint64_t kHeaderPage = 4096;       // fixed header, and alignment of the data section
+inline constexpr std::uint64_t kTensorAlignment = 256;  // of each tensor's data within the file
+inline constexpr std::uint64_t kHeaderPage = 4096;      // fixed header, and alignment of the data section
 inline constexpr std::size_t kMaxTensors = 65536;
 inline constexpr std::size_t kMaxTensorName = 255;
 inline constexpr std::size_t kMaxTensorRank = 8;
@@ -40,22 +42,23 @@ struct TensorInfo {
   std::vector<std::int64_t> shape;
   std::uint64_t offset = 0;  // from the start of the file
   std::uint64_t bytes = 0;
-  std::uint64_t hash = 0;    // XXH3-64 of the data
+  std::uint64_t hash = 0;  // XXH3-64 of the data
 
-  std::uint64_t elements() const;   // product of the shape
+  std::uint64_t elements() const;  // product of the shape
 };
 
 std::string shape_text(std::span<const std::int64_t> shape);  // "[2048, 192]"
 
 class TensorFile {
  public:
-  // Maps `path` and validates header, configuration and table; does not read the tensor data. `expected`: what the
-  // caller needs; another kind of file (also a token shard, safetensors, a web page, ...) is refused by what it is.
+  // Maps `path` and validates header, configuration and table; does not read the tensor data. `expected`:
+  // what the caller needs; another kind of file (also a token shard, safetensors, a web page, ...) is refused
+  // by what it is.
   static TensorFile open(const std::string& path, FileKind expected);
 
   const std::string& path() const { return file_.path(); }
   FileKind kind() const { return kind_; }
-  const Json& config() const { return config_; }        // a JSON object
+  const Json& config() const { return config_; }  // a JSON object
   std::span<const TensorInfo> tensors() const { return tensors_; }
   const TensorInfo* find(std::string_view name) const;  // nullptr if absent
   const TensorInfo& at(std::string_view name) const;    // absent: Exit::bad_file
@@ -64,6 +67,7 @@ class TensorFile {
   std::span<const std::byte> bytes(const TensorInfo& tensor) const;
   // Reads the tensor and compares its hash: a flipped bit is Exit::bad_file naming the tensor.
   void verify(const TensorInfo& tensor) const;
+  // Every tensor, and that the gaps between them are zero: afterwards every byte of the file is known good.
   void verify_all() const;
   // A float tensor (f32, f16, bf16) as fp32; verifies its hash. `out` holds tensor.elements() values.
   void read_f32(const TensorInfo& tensor, float* out) const;
@@ -71,24 +75,30 @@ class TensorFile {
   bool unchanged() const { return file_.unchanged(); }
 
  private:
-  TensorFile(MappedFile file) : file_(std::move(file)) {}
+  explicit TensorFile(MappedFile file) : file_(std::move(file)) {}
+  void compare_hash(const TensorInfo& tensor, std::uint64_t got) const;
+
   MappedFile file_;
   FileKind kind_ = FileKind::model;
   Json config_;
+  std::uint64_t data_offset_ = 0;
   std::vector<TensorInfo> tensors_;
-  std::unordered_map<std::string_view, std::size_t> index_;
+  std::unordered_map<std::string_view, std::size_t> index_;  // keys are the names in tensors_
 };
 
-// Writes a tensor file: declare every tensor, then write each one's data in the order of declaration, then publish.
-// Until publish() nothing stands under `path` but what stood there before.
+// Writes a tensor file: declare every tensor, then write each one's data in the order of declaration, then
+// publish. Until publish() nothing stands under `path` but what stood there before. A full disk is
+// Exit::resources, found at the first write, which reserves the space of the whole file; misuse by the caller
+// is Exit::internal. The header's family is that of config["model"]["family"].
 class TensorFileWriter {
  public:
   TensorFileWriter(const std::string& path, FileKind kind, Json config);
 
   void declare(const std::string& name, DType dtype, std::vector<std::int64_t> shape);
-  // Appends `bytes` of the next unfinished tensor; a tensor may be written in several pieces.
+  // Appends `bytes` of the next unfinished tensor; a tensor may be written in several pieces, an empty one
+  // needs none.
   void write(const void* data, std::size_t bytes);
-  // The next tensor from fp32 values, converted to its declared float dtype in bounded pieces.
+  // The whole next tensor from fp32 values, rounded to its declared float dtype in bounded pieces.
   void write_f32(const float* data, std::size_t count);
   // Fails with Exit::internal if any tensor is not complete.
   void publish();
@@ -96,14 +106,21 @@ class TensorFileWriter {
   std::span<const TensorInfo> tensors() const { return tensors_; }
 
  private:
-  void begin();          // lays the file out at the first write
+  void begin();  // lays the file out at the first write
+  void pad_to(std::uint64_t offset);
+  void start_tensor();
   void finish_tensor();
+  std::vector<std::byte> header_bytes()
+      const;  // header page, configuration and table: everything before the data
 
   std::string path_;
   FileKind kind_;
+  std::uint32_t family_ = 0;
   std::string config_text_;
   std::vector<TensorInfo> tensors_;
+  std::unordered_set<std::string> names_;
   std::unique_ptr<AtomicFile> file_;
+  std::uint64_t file_bytes_ = 0;
   std::uint64_t data_offset_ = 0;
   std::size_t current_ = 0;          // the tensor being written
   std::uint64_t current_bytes_ = 0;  // of it, so far
