@@ -368,7 +368,7 @@ def _read_header(path: str, data) -> tuple[int, int, int, int, int, int]:
     if file_bytes > size:
         fail(path, f"truncated: got {size} bytes, expected {file_bytes}. Get or make the file again")
     if file_bytes < size:
-        fail(path, f"file_bytes: got {size} bytes, expected {file_bytes}: {size - file_bytes} bytes too many. "
+        fail(path, f"file_bytes: got {size} bytes, expected {file_bytes}: {size - file_bytes} too many. "
                    "Get or make the file again")
     _check_layout(path, size, config_bytes, count, table_offset, data_offset)
     page = bytearray(data[:HEADER_PAGE])

@@ -1,0 +1,367 @@
+// The tensor file: shared vectors with the Python implementation, damage of every kind, failures while
+// writing.
+#include "llmc/file/tensor_file.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "llmc/base/hash.h"
+#include "test_files.h"
+
+namespace weft {
+namespace {
+
+const std::string kFixtures = "test/fixtures/tensor_file/";
+
+std::string hex_bytes(const std::string& hex) {
+  std::string bytes;
+  for (std::size_t i = 0; i < hex.size(); i += 2) {
+    bytes += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
+  }
+  return bytes;
+}
+
+// Makes the header hash of a damaged file right again, so that the checks behind it are reached.
+void rehash(std::string& bytes) {
+  std::uint64_t data_offset = 0;
+  std::memcpy(&data_offset, bytes.data() + 56, 8);
+  std::memset(bytes.data() + 64, 0, 8);
+  const std::uint64_t hash = xxh3_64(bytes.data(), data_offset);
+  std::memcpy(bytes.data() + 64, &hash, 8);
+}
+
+template <typename T>
+void put(TensorFileWriter& writer, const std::vector<T>& values) {
+  writer.write(values.data(), values.size() * sizeof(T));
+}
+
+FileKind kind_in(const std::string& bytes) {
+  std::uint32_t kind = 0;
+  std::memcpy(&kind, bytes.data() + 16, 4);
+  return static_cast<FileKind>(kind);
+}
+
+std::string refusal(const std::string& path, FileKind expected) {
+  return error_of(Exit::bad_file, [&] { TensorFile::open(path, expected); });
+}
+
+// Content of the good vectors, as test/fixtures/tensor_file/make_fixtures.py has it.
+
+void write_all_dtypes(const std::string& path) {
+  TensorFileWriter writer(
+      path, FileKind::model,
+      {{"model", {{"family", "llama"}, {"norm_eps", 1e-5}}}, {"made_by", "make_fixtures.py"}});
+  writer.declare("matrix", DType::f32, {2, 3});
+  writer.declare("half", DType::f16, {5});
+  writer.declare("brain", DType::bf16, {4});
+  writer.declare("tokenizer.json", DType::u8, {12});
+  writer.declare("u16", DType::u16, {3});
+  writer.declare("u32", DType::u32, {2});
+  writer.declare("i32", DType::i32, {2, 1});
+  writer.declare("i64", DType::i64, {1});
+  const std::vector<float> matrix = {-1, -0.5f, 0, 0.5f, 1, 1.5f};
+  const std::vector<float> half = {0, -0.0f, 1, 65504, std::numeric_limits<float>::infinity()};
+  const std::vector<float> brain = {1, 1.00390625f, 3.4e38f, -2.5f};
+  writer.write_f32(matrix.data(), matrix.size());
+  writer.write_f32(half.data(), half.size());
+  writer.write_f32(brain.data(), brain.size());
+  writer.write("{\"model\"", 8);  // one tensor in two pieces
+  writer.write(":{}}", 4);
+  put<std::uint16_t>(writer, {0, 1, 65535});
+  put<std::uint32_t>(writer, {0, 4294967295u});
+  put<std::int32_t>(writer, {std::numeric_limits<std::int32_t>::min(), 7});
+  put<std::int64_t>(writer, {-1});
+  writer.publish();
+}
+
+void write_edge(const std::string& path) {
+  const Json config = {{"dump", {{"dtype", "f32"}}},
+                       {"model", {{"family", "gpt_neox"}}},
+                       {"text", "Gr\u00fc\u00dfe \u0001\"\\/\n\U0001f9f5"},
+                       {"numbers", {0, -1, 1e-5, 0.5, 1e20, 9007199254740993}},
+                       {"none", nullptr},
+                       {"flag", true}};
+  TensorFileWriter writer(path, FileKind::reference_dump, config);
+  writer.declare("scalar", DType::f32, {});
+  writer.declare("empty", DType::i32, {0, 3});
+  writer.declare("na\u00efve/\u91cd\u307f.\U0001f9f5", DType::u8, {1});
+  writer.declare("eight", DType::u16, {1, 1, 1, 1, 1, 1, 2, 1});
+  writer.declare(std::string(255, 'n'), DType::u8, {300});
+  writer.declare("last_empty", DType::f16, {2, 0});
+  put<float>(writer, {3.25f});
+  put<std::uint8_t>(writer, {255});
+  put<std::uint16_t>(writer, {1, 2});
+  std::vector<std::uint8_t> ramp(300);
+  for (std::size_t i = 0; i < ramp.size(); ++i) ramp[i] = static_cast<std::uint8_t>(i % 251);
+  put(writer, ramp);
+  writer.publish();
+}
+
+TEST(TensorFile, WritesTheSameBytesAsPython) {
+  const TemporaryDirectory directory;
+  write_all_dtypes(directory.file("all_dtypes.bin"));
+  write_edge(directory.file("edge.bin"));
+  TensorFileWriter(directory.file("no_tensors.bin"), FileKind::training_state, Json::object()).publish();
+  for (const std::string name : {"all_dtypes.bin", "edge.bin", "no_tensors.bin"}) {
+    EXPECT_TRUE(read_bytes(directory.file(name)) == read_bytes(kFixtures + name)) << name;
+  }
+  EXPECT_EQ(directory.entries(), 3u);
+}
+
+TEST(TensorFile, ReadsWhatPythonWrote) {
+  const TensorFile file = TensorFile::open(kFixtures + "all_dtypes.bin", FileKind::model);
+  file.verify_all();
+  EXPECT_EQ(file.config()["model"]["norm_eps"], 1e-5);
+  ASSERT_EQ(file.tensors().size(), 8u);
+  std::vector<float> matrix(6), half(5), brain(4);
+  file.read_f32(file.at("matrix"), matrix.data());
+  file.read_f32(file.at("half"), half.data());
+  file.read_f32(file.at("brain"), brain.data());
+  EXPECT_EQ(matrix, (std::vector<float>{-1, -0.5f, 0, 0.5f, 1, 1.5f}));
+  EXPECT_EQ(half, (std::vector<float>{0, 0, 1, 65504, std::numeric_limits<float>::infinity()}));
+  EXPECT_TRUE(std::signbit(half[1]));
+  EXPECT_EQ(brain,
+            (std::vector<float>{1, 1, std::numeric_limits<float>::infinity(), -2.5f}));  // 1 + 2^-8 is a tie
+  EXPECT_EQ(file.find("lm_head.weight"), nullptr);
+  expect_contains(error_of(Exit::bad_file, [&] { file.at("lm_head.weight"); }),
+                  "tensor 'lm_head.weight': missing");
+  float values[12];
+  expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("tokenizer.json"), values); }),
+                  "tensor 'tokenizer.json': dtype: got u8, expected f32, f16 or bf16");
+}
+
+TEST(TensorFile, ReadsScalarsEmptyTensorsAndUnicodeNames) {
+  TensorFile opened = TensorFile::open(kFixtures + "edge.bin", FileKind::reference_dump);
+  const TensorFile file = std::move(opened);  // the index must survive a move
+  file.verify_all();
+  float scalar = 0;
+  EXPECT_EQ(file.at("scalar").elements(), 1u);
+  file.read_f32(file.at("scalar"), &scalar);
+  EXPECT_EQ(scalar, 3.25f);
+  EXPECT_EQ(file.at("empty").elements(), 0u);
+  EXPECT_EQ(file.bytes(file.at("last_empty")).size(), 0u);
+  EXPECT_EQ(file.bytes(file.at("na\u00efve/\u91cd\u307f.\U0001f9f5"))[0], std::byte{255});
+  EXPECT_EQ(shape_text(file.at("eight").shape), "[1, 1, 1, 1, 1, 1, 2, 1]");
+  EXPECT_EQ(file.config()["numbers"][5], 9007199254740993);
+}
+
+// Each damage of damaged.json is refused with the words that the Python reader uses.
+TEST(TensorFile, RefusesDamageInTheWordsOfThePythonReader) {
+  const Json cases = parse_json(read_bytes(kFixtures + "damaged.json"), "damaged.json");
+  ASSERT_GT(cases.size(), 60u);
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("damaged.bin");
+  for (const Json& damage : cases) {
+    SCOPED_TRACE(damage["name"].get<std::string>());
+    std::string bytes = read_bytes(kFixtures + damage["base"].get<std::string>());
+    const FileKind kind = kind_in(bytes);
+    if (damage.contains("size")) bytes.resize(damage["size"].get<std::size_t>());
+    for (const Json& edit : damage["edits"]) {
+      const std::string replacement = hex_bytes(edit[1].get<std::string>());
+      bytes.replace(edit[0].get<std::size_t>(), replacement.size(), replacement);
+    }
+    if (damage["rehash"].get<bool>()) rehash(bytes);
+    write_bytes(path, bytes);
+    std::string expected = escaped(path) + ": " + damage["message"].get<std::string>();
+    std::string got = refusal(path, kind);
+    // What a JSON parser says of a syntax error is its own.
+    if (const std::size_t at = expected.find("not valid JSON"); at != std::string::npos) {
+      expected.resize(at);
+      got.resize(std::min(at, got.size()));
+    }
+    EXPECT_EQ(got, expected);
+  }
+}
+
+TEST(TensorFile, RefusesATruncationAtEveryHeaderByte) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("cut.bin");
+  write_bytes(path, read_bytes(kFixtures + "edge.bin"));
+  for (std::size_t size = 8193; size-- > 0;) {
+    std::filesystem::resize_file(path, size);
+    const std::string message = refusal(path, FileKind::reference_dump);
+    ASSERT_NE(message.find(size == 0 ? "0 bytes" : "truncated: got"), std::string::npos)
+        << size << ": " << message;
+  }
+}
+
+TEST(TensorFile, RefusesOneFlippedBitAnywhere) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("flipped.bin");
+  const std::string bytes = read_bytes(kFixtures + "edge.bin");
+  write_bytes(path, bytes);
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  const auto put_byte = [&](std::size_t i, char byte) {
+    file.seekp(static_cast<std::streamoff>(i)).put(byte).flush();
+  };
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    put_byte(i, static_cast<char>(bytes[i] ^ (1 << (i % 8))));
+    const auto open = [&] { TensorFile::open(path, FileKind::reference_dump); };
+    const auto verify = [&] { TensorFile::open(path, FileKind::reference_dump).verify_all(); };
+    ASSERT_NE(i < 8192 ? error_of(Exit::bad_file, open) : error_of(Exit::bad_file, verify), "")
+        << "byte " << i;
+    put_byte(i, bytes[i]);
+  }
+  TensorFile::open(path, FileKind::reference_dump).verify_all();
+}
+
+TEST(TensorFile, AWrongHashNamesTheTensor) {
+  const TemporaryDirectory directory;
+  std::string bytes = read_bytes(kFixtures + "all_dtypes.bin");
+  const TensorFile good = TensorFile::open(kFixtures + "all_dtypes.bin", FileKind::model);
+  bytes[good.at("brain").offset + 3] ^= 4;
+  write_bytes(directory.file("flipped.bin"), bytes);
+  const TensorFile file = TensorFile::open(directory.file("flipped.bin"), FileKind::model);
+  file.verify(file.at("matrix"));
+  float values[4];
+  expect_contains(error_of(Exit::bad_file, [&] { file.verify(file.at("brain")); }),
+                  "tensor 'brain': XXH3-64: got ");
+  expect_contains(error_of(Exit::bad_file, [&] { file.verify_all(); }), "tensor 'brain': XXH3-64: got ");
+  expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("brain"), values); }),
+                  "tensor 'brain'");
+}
+
+TEST(TensorFile, ANonZeroGapBetweenTensorsIsFound) {
+  const TemporaryDirectory directory;
+  std::string bytes = read_bytes(kFixtures + "all_dtypes.bin");
+  bytes[TensorFile::open(kFixtures + "all_dtypes.bin", FileKind::model).at("half").offset - 1] = 1;
+  write_bytes(directory.file("gap.bin"), bytes);
+  const TensorFile file = TensorFile::open(directory.file("gap.bin"), FileKind::model);
+  expect_contains(error_of(Exit::bad_file, [&] { file.verify_all(); }), "data section: padding is not zero");
+}
+
+TEST(TensorFile, EachKindIsRefusedAsEachOther) {
+  const std::vector<std::pair<std::string, FileKind>> files = {{"all_dtypes.bin", FileKind::model},
+                                                               {"no_tensors.bin", FileKind::training_state},
+                                                               {"edge.bin", FileKind::reference_dump}};
+  for (const auto& [name, is] : files) {
+    for (const auto& [ignored, wanted] : files) {
+      if (is == wanted) continue;
+      expect_contains(refusal(kFixtures + name, wanted), format("kind: this is a %s, expected a %s",
+                                                                file_kind_name(is), file_kind_name(wanted)));
+    }
+  }
+}
+
+TEST(TensorFile, RefusesWhatIsNotARegularFile) {
+  const TemporaryDirectory directory;
+  expect_contains(refusal(directory.file("absent.bin"), FileKind::model), "cannot open");
+  expect_contains(refusal(directory.file("."), FileKind::model), "not a regular file");
+}
+
+// A table of 65,536 tensors, the most that are accepted, in bounded time.
+TEST(TensorFile, HandlesTheLargestTable) {
+  const TemporaryDirectory directory;
+  TensorFileWriter writer(directory.file("many.bin"), FileKind::model, Json::object());
+  for (std::size_t i = 0; i < kMaxTensors; ++i) writer.declare("t" + std::to_string(i), DType::u8, {0});
+  EXPECT_NE(error_of(Exit::internal, [&] { writer.declare("one more", DType::u8, {0}); }), "");
+  writer.publish();
+  const TensorFile file = TensorFile::open(directory.file("many.bin"), FileKind::model);
+  file.verify_all();
+  EXPECT_EQ(file.tensors().size(), kMaxTensors);
+  EXPECT_NE(file.find("t65535"), nullptr);
+}
+
+TEST(TensorFileWriter, RefusesMisuse) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("x.bin");
+  const auto declare = [&](const std::string& name, std::vector<std::int64_t> shape) {
+    TensorFileWriter writer(path, FileKind::model, Json::object());
+    writer.declare("a", DType::f32, {2});
+    writer.declare(name, DType::f32, std::move(shape));
+  };
+  constexpr std::int64_t kLarge = std::int64_t{1} << 61;
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("a", {2}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("", {2}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare(std::string(256, 'x'), {2}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("line\nfeed", {2}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("b", {-1}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("b", {kLarge}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("b", {kLarge, kLarge, 0}); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { declare("b", {1, 1, 1, 1, 1, 1, 1, 1, 1}); }), "");
+  EXPECT_NE(error_of(Exit::internal,
+                     [&] {
+                       TensorFileWriter(path, FileKind::model, {{"model", {{"family", "mamba"}}}});
+                     }),
+            "");
+  TensorFileWriter writer(path, FileKind::model, Json::object());
+  writer.declare("a", DType::f32, {2});
+  const float values[3] = {1, 2, 3};
+  EXPECT_NE(error_of(Exit::internal, [&] { writer.write(values, 12); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { writer.write_f32(values, 1); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { writer.declare("late", DType::f32, {1}); }), "");
+  writer.write(values, 4);
+  expect_contains(error_of(Exit::internal, [&] { writer.publish(); }), "tensor 'a': 4 of 8 bytes written");
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(TensorFileWriter, AnAbandonedFileLeavesTheOldOne) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("model.bin");
+  write_bytes(path, "old");
+  {
+    TensorFileWriter writer(path, FileKind::model, Json::object());
+    writer.declare("a", DType::f32, {1000});
+    const float value = 1;
+    writer.write(&value, 4);
+    EXPECT_EQ(directory.entries(), 2u);
+  }
+  EXPECT_EQ(read_bytes(path), "old");
+  EXPECT_EQ(directory.entries(), 1u);
+}
+
+// A file size limit stands in for a full disk: EFBIG, with SIGXFSZ ignored.
+TEST(TensorFileWriter, AFullDiskIsAResourceErrorAndLeavesTheOldFile) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("model.bin");
+  write_bytes(path, "old");
+  const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{1 << 20, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::vector<float> values(1 << 20, 1.0f);
+  const std::string message = error_of(Exit::resources, [&] {
+    TensorFileWriter writer(path, FileKind::model, Json::object());
+    writer.declare("a", DType::f32, {1 << 20});
+    writer.write_f32(values.data(), values.size());
+    writer.publish();
+  });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  ::signal(SIGXFSZ, handler);
+  expect_contains(message, "model.bin");
+  EXPECT_EQ(read_bytes(path), "old");
+  EXPECT_EQ(directory.entries(), 1u);
+}
+
+// Conversion works in pieces: a tensor of several of them, of an odd size.
+TEST(TensorFileWriter, ConvertsLargeTensorsInPieces) {
+  const TemporaryDirectory directory;
+  const std::size_t count = (5u << 18) + 7;
+  std::vector<float> values(count);
+  for (std::size_t i = 0; i < count; ++i)
+    values[i] = static_cast<float>(i % 257) - 128;  // exact in bf16 and f16
+  TensorFileWriter writer(directory.file("large.bin"), FileKind::training_state, Json::object());
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    writer.declare(dtype_name(dtype), dtype, {static_cast<std::int64_t>(count)});
+  }
+  for (int i = 0; i < 3; ++i) writer.write_f32(values.data(), count);
+  writer.publish();
+  const TensorFile file = TensorFile::open(directory.file("large.bin"), FileKind::training_state);
+  file.verify_all();
+  for (std::size_t i = 0; i < 3; ++i) {
+    std::vector<float> got(count);
+    file.read_f32(file.tensors()[i], got.data());
+    EXPECT_TRUE(got == values) << file.tensors()[i].name;
+    EXPECT_EQ(file.tensors()[i].hash, writer.tensors()[i].hash);
+    EXPECT_EQ(file.tensors()[i].offset % kTensorAlignment, 0u);
+  }
+}
+
+}  // namespace
+}  // namespace weft
