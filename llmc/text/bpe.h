@@ -1,0 +1,61 @@
+// Byte-pair encoding of one piece of text: the pair of neighbours whose merge has the lowest rank is merged,
+// the leftmost first among equals, until no pair has a merge. Source: Sennrich, Haddow, Birch 2016, "Neural
+// Machine Translation of Rare Words with Subword Units"; the order of ties is that of the Hugging Face
+// `tokenizers` library.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace weft {
+
+// A merge of the neighbours `left` and `right` into `result`; its rank is its place in the list.
+struct BpeMerge {
+  std::int32_t left;
+  std::int32_t right;
+  std::int32_t result;
+};
+
+class Bpe {
+ public:
+  // Working memory of encode(), reused from call to call by one thread.
+  class Scratch {
+    friend class Bpe;
+    struct Symbol {
+      std::int32_t id;         // -1: merged into its left neighbour
+      std::uint32_t previous;  // index, or kNone
+      std::uint32_t next;
+    };
+    std::vector<Symbol> symbols;
+    std::vector<std::uint64_t> candidates;  // a min-heap of rank << 32 | index of the left symbol
+  };
+
+  // Longest piece: indices are 32 bits wide. encode() wants about 20 bytes of scratch for each byte of the
+  // piece.
+  static constexpr std::uint64_t kMaxPiece = 1u << 30;
+
+  // `byte_ids`: the token of each single byte; -1 for a byte that no piece has. No two merges may have the
+  // same left and right.
+  Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges);
+
+  // Appends the tokens of `piece` to `ids` in O(n log n). Longer than kMaxPiece: Exit::resources.
+  void encode(std::string_view piece, Scratch& scratch, std::vector<std::int32_t>& ids) const;
+
+ private:
+  struct Entry {
+    std::uint64_t pair;  // left << 32 | right, or kEmpty
+    std::uint32_t rank;
+    std::int32_t result;
+  };
+  const Entry* find(std::int32_t left, std::int32_t right) const;
+  void add_candidate(Scratch& scratch, std::uint32_t left, bool heapify) const;
+  void merge_at(Scratch& scratch, std::uint32_t left, std::int32_t result) const;
+
+  std::array<std::int32_t, 256> byte_ids_;
+  std::vector<Entry> entries_;  // open addressing, at most half full, a power of two long
+  int shift_;
+};
+
+}  // namespace weft

@@ -1,0 +1,135 @@
+#include "llmc/text/pretokenize.h"
+
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+#include <cstddef>
+
+#include "llmc/base/error.h"
+#include "llmc/text/unicode_ranges.h"
+
+namespace weft {
+
+namespace {
+
+constexpr std::string_view kGpt2Pattern =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+constexpr std::string_view kLlama3Pattern =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr std::string_view kQwen2Pattern =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+
+constexpr std::uint32_t kHeapLimitKib = 256 * 1024;  // of the interpreter
+constexpr std::size_t kJitStackBytes = 1024 * 1024;  // the patterns need a constant few hundred bytes
+constexpr std::uint32_t kMatchLimit =
+    4'000'000'000;  // backtracking is at most twice the text's length, 1 GiB
+
+// The patterns above with the classes \p{L}, \p{N} and \s spelled out.
+std::string pcre2_pattern(SplitRule rule) {
+  const std::string letter = letter_class();
+  const std::string number = number_class();
+  const std::string space = whitespace_class();
+  const std::string letters = "[" + letter + "]+";
+  const std::string other = " ?[^" + space + letter + number + "]+";
+  const std::string spaces = "[" + space + "]+(?![^" + space + "])|[" + space + "]+";
+  const std::string after_contraction = "|[^\\r\\n" + letter + number + "]?" + letters + "|[" + number + "]";
+  const std::string with_line_breaks = "|" + other + "[\\r\\n]*|[" + space + "]*[\\r\\n]+|" + spaces;
+  switch (rule) {
+    case SplitRule::none:
+      return "";
+    case SplitRule::gpt2:
+      return "'s|'t|'re|'ve|'m|'ll|'d| ?" + letters + "| ?[" + number + "]+|" + other + "|" + spaces;
+    case SplitRule::llama3:
+      return "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + after_contraction + "{1,3}" + with_line_breaks;
+    case SplitRule::qwen2:
+      return "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + after_contraction + with_line_breaks;
+    case SplitRule::digit:
+      return "[" + number + "]";
+    case SplitRule::digit_run:
+      return "[" + number + "]+";
+  }
+  fail(Exit::internal, "tokenizer: split rule %d", static_cast<int>(rule));
+}
+
+std::string pcre2_message(int code) {
+  char text[200];
+  pcre2_get_error_message_8(code, reinterpret_cast<PCRE2_UCHAR8*>(text), sizeof text);
+  return text;
+}
+
+std::shared_ptr<const pcre2_real_code_8> compile(SplitRule rule, bool use_jit) {
+  if (rule == SplitRule::none) return nullptr;
+  const std::string pattern = pcre2_pattern(rule);
+  int error = 0;
+  PCRE2_SIZE offset = 0;
+  std::shared_ptr<pcre2_real_code_8> code(
+      pcre2_compile_8(reinterpret_cast<PCRE2_SPTR8>(pattern.data()), pattern.size(), PCRE2_UTF | PCRE2_UCP,
+                      &error, &offset, nullptr),
+      pcre2_code_free_8);
+  if (!code) {
+    fail(Exit::internal, "tokenizer: PCRE2 refuses its pattern at byte %zu: %s", offset,
+         pcre2_message(error).c_str());
+  }
+  // Without the compiler (not built in, or executable memory forbidden) the interpreter does the same, more
+  // slowly.
+  if (use_jit) pcre2_jit_compile_8(code.get(), PCRE2_JIT_COMPLETE);
+  return code;
+}
+
+}  // namespace
+
+std::optional<SplitRule> split_rule_of_pattern(std::string_view pattern) {
+  if (pattern == kGpt2Pattern) return SplitRule::gpt2;
+  if (pattern == kLlama3Pattern) return SplitRule::llama3;
+  if (pattern == kQwen2Pattern) return SplitRule::qwen2;
+  return std::nullopt;
+}
+
+struct PreTokenizer::Scratch::Match {
+  pcre2_match_data_8* data = pcre2_match_data_create_8(1, nullptr);
+  pcre2_match_context_8* context = pcre2_match_context_create_8(nullptr);
+  pcre2_jit_stack_8* stack = pcre2_jit_stack_create_8(32 * 1024, kJitStackBytes, nullptr);
+
+  Match() {
+    if (data == nullptr || context == nullptr) {
+      fail(Exit::resources, "tokenizer: out of memory for matching");
+    }
+    pcre2_set_match_limit_8(context, kMatchLimit);
+    pcre2_set_heap_limit_8(context, kHeapLimitKib);
+    pcre2_jit_stack_assign_8(context, nullptr, stack);
+  }
+  ~Match() {
+    pcre2_jit_stack_free_8(stack);
+    pcre2_match_context_free_8(context);
+    pcre2_match_data_free_8(data);
+  }
+  Match(const Match&) = delete;
+  Match& operator=(const Match&) = delete;
+};
+
+PreTokenizer::Scratch::Scratch() : match_(std::make_unique<Match>()) {}
+
+PreTokenizer::Scratch::~Scratch() = default;
+
+PreTokenizer::PreTokenizer(const std::vector<PreTokenizerStep>& steps, bool use_jit) {
+  for (const PreTokenizerStep& step : steps) {
+    steps_.push_back({step.add_prefix_space, compile(step.rule, use_jit)});
+  }
+}
+
+std::optional<PreTokenizer::Span> PreTokenizer::next_match(const pcre2_real_code_8& pattern,
+                                                           std::string_view text, std::size_t from,
+                                                           Scratch& scratch) {
+  const auto* subject = reinterpret_cast<PCRE2_SPTR8>(text.data());
+  const int found = pcre2_match_8(&pattern, subject, text.size(), from, PCRE2_NO_UTF_CHECK,
+                                  scratch.match_->data, scratch.match_->context);
+  if (found == PCRE2_ERROR_NOMATCH) return std::nullopt;
+  if (found < 0) {
+    fail(Exit::resources, "tokenizer: matching stopped at byte %zu of %zu: %s", from, text.size(),
+         pcre2_message(found).c_str());
+  }
+  const PCRE2_SIZE* bounds = pcre2_get_ovector_pointer_8(scratch.match_->data);
+  return Span{bounds[0], bounds[1]};
+}
+
+}  // namespace weft

@@ -1,0 +1,99 @@
+// Pre-tokenization: cutting text into the pieces ("words") that are encoded independently.
+//
+// The Hugging Face library takes any Oniguruma pattern. Pattern dialects differ in small ways that would show
+// only as a few wrong ids, so weft takes exactly the patterns below, each translated to PCRE2 once, with the
+// Unicode classes of unicode_ranges.h, and compared with the original over all code points; any other is
+// refused.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+struct pcre2_real_code_8;
+
+namespace weft {
+
+enum class SplitRule {
+  none,       // the whole text is one piece
+  gpt2,       // GPT-2 and GPT-NeoX: ByteLevel with use_regex, or a Split with the same pattern
+  llama3,     // Llama-3: case-insensitive contractions, numbers in groups of 1 to 3, line breaks apart
+  qwen2,      // Qwen-2: Llama-3's with single digits
+  digit,      // Digits with individual_digits (SmolLM2, in front of ByteLevel)
+  digit_run,  // Digits without
+};
+
+// The rule whose pattern in tokenizer.json reads `pattern`.
+std::optional<SplitRule> split_rule_of_pattern(std::string_view pattern);
+
+struct PreTokenizerStep {
+  SplitRule rule = SplitRule::none;
+  bool add_prefix_space = false;  // a space in front of a text that does not begin with one, before the rule
+};
+
+class PreTokenizer {
+ public:
+  // `use_jit` false: PCRE2's interpreter, as on machines where its compiler is not available.
+  explicit PreTokenizer(const std::vector<PreTokenizerStep>& steps, bool use_jit = true);
+
+  // Working memory of one thread.
+  class Scratch {
+   public:
+    Scratch();
+    ~Scratch();
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+
+   private:
+    friend class PreTokenizer;
+    struct Match;
+    std::unique_ptr<Match> match_;
+  };
+
+  // Calls `sink(piece)` for each piece of `text`, valid UTF-8, in order; a piece lives until the call
+  // returns. Every byte of the text, and of the prefix spaces, is in one piece. A PCRE2 limit reached:
+  // Exit::resources.
+  template <typename Sink>
+  void split(std::string_view text, Scratch& scratch, Sink&& sink) const {
+    split_from(0, text, scratch, sink);
+  }
+
+ private:
+  struct Step {
+    bool add_prefix_space;
+    std::shared_ptr<const pcre2_real_code_8> pattern;  // null: no split
+  };
+  struct Span {
+    std::size_t begin;
+    std::size_t end;
+  };
+
+  // The first match at or after `from`; nothing if there is none.
+  static std::optional<Span> next_match(const pcre2_real_code_8& pattern, std::string_view text,
+                                        std::size_t from, Scratch& scratch);
+
+  template <typename Sink>
+  void split_from(std::size_t step, std::string_view text, Scratch& scratch, Sink& sink) const {
+    if (text.empty()) return;
+    if (step == steps_.size()) return sink(text);
+    std::string prefixed;
+    if (steps_[step].add_prefix_space && text.front() != ' ') {
+      prefixed.reserve(text.size() + 1);
+      text = prefixed.append(1, ' ').append(text);
+    }
+    if (!steps_[step].pattern) return split_from(step + 1, text, scratch, sink);
+    for (std::size_t position = 0; position < text.size();) {
+      const auto match = next_match(*steps_[step].pattern, text, position, scratch);
+      const Span span = match ? *match : Span{text.size(), text.size()};
+      split_from(step + 1, text.substr(position, span.begin - position), scratch, sink);
+      split_from(step + 1, text.substr(span.begin, span.end - span.begin), scratch, sink);
+      position = span.end;
+    }
+  }
+
+  std::vector<Step> steps_;
+};
+
+}  // namespace weft
