@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "llmc/base/error.h"
+#include "llmc/infer/prompt.h"
 #include "llmc/infer/stop_text.h"
 
 namespace weft {
@@ -78,26 +79,6 @@ double GenerateTimes::tokens_per_second() const {
   if (inter_token_ms.empty()) return std::numeric_limits<double>::quiet_NaN();
   const double total_ms = std::accumulate(inter_token_ms.begin(), inter_token_ms.end(), 0.0);
   return static_cast<double>(inter_token_ms.size()) / total_ms * 1e3;
-}
-
-std::vector<std::int32_t> start_ids(std::span<const std::int32_t> ids, const ModelConfig& config) {
-  if (!ids.empty()) return {ids.begin(), ids.end()};
-  if (config.bos_id.has_value()) return {*config.bos_id};
-  if (!config.eos_ids.empty()) return {config.eos_ids.front()};
-  fail(Exit::usage,
-       "the prompt is empty, and this model has no token that begins a document: give some text");
-}
-
-void check_prompt_fits(std::size_t ids, std::int64_t used, std::int64_t capacity) {
-  const std::int64_t room = capacity - used;
-  if (static_cast<std::int64_t>(ids) < room) return;
-  if (used > 0) {
-    fail(Exit::usage, "the prompt has %zu tokens, but only %lld of the context of %lld are free", ids,
-         static_cast<long long>(room), static_cast<long long>(capacity));
-  }
-  fail(Exit::usage,
-       "the prompt has %zu tokens, but the context of %lld takes at most %lld and the token after them", ids,
-       static_cast<long long>(capacity), static_cast<long long>(capacity - 1));
 }
 
 GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::span<const std::int32_t> prompt,

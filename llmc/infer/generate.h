@@ -52,15 +52,6 @@ struct GenerateHooks {
   std::function<bool()> interrupted;              // asked before each token; null: never
 };
 
-// The ids to start from: `ids` itself or, where it is empty, the id that begins a document: bos_id, or the
-// first of eos_ids for the models that mark documents by their end (Pythia: <|endoftext|>). Neither:
-// Exit::usage.
-std::vector<std::int32_t> start_ids(std::span<const std::int32_t> ids, const ModelConfig& config);
-
-// Fails with Exit::usage unless `ids` (start_ids) leave place for a token in `capacity` positions of which
-// `used` are taken.
-void check_prompt_fits(std::size_t ids, std::int64_t used, std::int64_t capacity);
-
 // Appends `prompt` (not empty, in range, fitting) to what the model's cache holds and generates. The last id
 // sampled is not in the cache afterwards. `tokenizer` may be null: no text then, and no stop texts.
 GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::span<const std::int32_t> prompt,

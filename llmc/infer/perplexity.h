@@ -1,6 +1,6 @@
 // How well a model predicts a text: a window slides over it, and every token is scored exactly once.
 //
-// The text is encoded and put behind the id that begins a document (start_ids of generate.h), so that its
+// The text is encoded and put behind the id that begins a document (document_start of prompt.h), so that its
 // first token is predicted, too. The first window scores all of its tokens; each later one begins `stride`
 // ids further on and scores only the tokens that no window before it has reached. Those have at least window
 // - stride ids of context: a smaller stride gives each token more context and costs more passes.

@@ -1,0 +1,34 @@
+// From what the user gives to the ids that the model starts from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/model/config.h"
+
+namespace weft {
+
+// The id that begins a document: bos_id or, for models that mark documents by their end, the first of eos_ids
+// (Pythia's
+// <|endoftext|>, id 0). Nothing if the model has neither.
+std::optional<std::int32_t> document_start(const ModelConfig& config);
+
+// `ids`, or document_start() where they are empty; no such id is Exit::usage.
+std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelConfig& config);
+
+// "1,2,3" as ids in [0, vocab_size). Anything else, an empty text included, is Exit::usage and names the
+// culprit.
+std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size);
+
+// The same notation, from ids.
+std::string ids_text(std::span<const std::int32_t> ids);
+
+// Fails with Exit::usage, saying how many tokens there are and how many fit, unless `count` more ids leave
+// place for a generated one in `capacity` positions of which `used` are taken.
+void check_prompt_fits(std::size_t count, std::int64_t used, std::int64_t capacity);
+
+}  // namespace weft

@@ -1,0 +1,101 @@
+#include "llmc/infer/report.h"
+
+#include <cmath>
+#include <limits>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+namespace {
+
+Json finite_or_null(double value) {
+  return std::isfinite(value) ? Json(value) : Json(nullptr);
+}
+
+// The cache's length halfway between the first decode step and the last.
+std::int64_t middle_context(const GenerateResult& result) {
+  return result.context - static_cast<std::int64_t>(result.times.inter_token_ms.size()) / 2;
+}
+
+}  // namespace
+
+MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, double tokens_per_second) {
+  const double bytes = static_cast<double>(model.bytes_per_token(context));
+  if (!std::isfinite(tokens_per_second)) return {bytes, std::numeric_limits<double>::quiet_NaN()};
+  return {bytes, bytes * tokens_per_second / 1e9};
+}
+
+std::string statistics_line(const DecodeModel& model, const GenerateResult& result) {
+  const GenerateTimes& times = result.times;
+  std::string line = format("first token %.1f ms", times.first_token_ms);
+  const std::size_t decoded = times.inter_token_ms.size();
+  if (decoded > 0) {
+    const double rate = times.tokens_per_second();
+    const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
+    line += format("; then %zu token%s at %.1f tokens/s, %.2f ms (p50) and %.2f ms (p99) between tokens",
+                   decoded, decoded == 1 ? "" : "s", rate, times.inter_token_percentile(50),
+                   times.inter_token_percentile(99));
+    line += format("; %s a token, %.2f GB/s", human_bytes(traffic.bytes_per_token).c_str(),
+                   traffic.gb_per_second);
+  }
+  return line + format("; ended by %s", finish_reason_name(result.finish_reason));
+}
+
+Json generation_json(const DecodeModel& model, std::span<const std::int32_t> prompt,
+                     const GenerateResult& result, const RunPlace& place) {
+  const double rate = result.times.tokens_per_second();
+  const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
+  return {
+      {"prompt_ids", prompt},
+      {"ids", result.ids},
+      {"text", result.text},
+      {"finish_reason", finish_reason_name(result.finish_reason)},
+      {"ttft_ms", result.times.first_token_ms},
+      {"itl_ms_p50", finite_or_null(result.times.inter_token_percentile(50))},
+      {"itl_ms_p99", finite_or_null(result.times.inter_token_percentile(99))},
+      {"tokens_per_s", finite_or_null(rate)},
+      {"bytes_per_token", traffic.bytes_per_token},
+      {"gb_per_s", finite_or_null(traffic.gb_per_second)},
+      {"device", place.device},
+      {"decode", place.decode},
+  };
+}
+
+std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride) {
+  const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
+  std::string text = format("perplexity     %.4f\n", result.perplexity());
+  text += format("mean nll       %.5f", result.mean_nll);
+  if (std::isfinite(result.standard_error)) text += format(" +- %.5f", result.standard_error);
+  text += format(" nats a token\n");
+  if (!result.interrupted) text += format("bits per byte  %.4f\n", result.bits_per_byte());
+  text += format("tokens         %lld of %lld bytes\n", wide(result.tokens), wide(result.bytes));
+  text += format("windows        %lld of %lld tokens, stride %lld%s\n", wide(result.windows), wide(window),
+                 wide(stride), result.interrupted ? ", interrupted" : "");
+  return text;
+}
+
+Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride,
+                     const RunPlace& place) {
+  return {
+      {"perplexity", finite_or_null(result.perplexity())},
+      {"mean_nll", result.mean_nll},
+      {"standard_error", finite_or_null(result.standard_error)},
+      {"bits_per_byte", finite_or_null(result.bits_per_byte())},
+      {"tokens", result.tokens},
+      {"bytes", result.bytes},
+      {"windows", result.windows},
+      {"window", window},
+      {"stride", stride},
+      {"interrupted", result.interrupted},
+      {"device", place.device},
+      {"decode", place.decode},
+  };
+}
+
+std::string json_line(const Json& object) {
+  return object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace weft

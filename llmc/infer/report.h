@@ -1,0 +1,43 @@
+// What is told about a generation: one line for people, one object for programs.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "llmc/base/json.h"
+#include "llmc/infer/generate.h"
+#include "llmc/infer/perplexity.h"
+#include "llmc/model/decode_model.h"
+
+namespace weft {
+
+// Where and how a model runs: "cpu" and "reference", say.
+struct RunPlace {
+  std::string device, decode;
+};
+
+// Bytes that a decode step had to read, in the middle of the generation, and the rate that follows: a lower
+// bound of the memory traffic. NaN where nothing was decoded.
+struct MemoryTraffic {
+  double bytes_per_token = 0, gb_per_second = 0;
+};
+MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, double tokens_per_second);
+
+// "first token 12.3 ms; then 31 tokens at 152 tokens/s, 6.5 ms (p50) and 7.1 ms (p99) between tokens; ..."
+std::string statistics_line(const DecodeModel& model, const GenerateResult& result);
+
+// The object of --json: prompt_ids, ids, text, finish_reason, ttft_ms, itl_ms_p50, itl_ms_p99, tokens_per_s,
+// bytes_per_token, gb_per_s, device, decode. A figure that was not measured is null.
+Json generation_json(const DecodeModel& model, std::span<const std::int32_t> prompt,
+                     const GenerateResult& result, const RunPlace& place);
+
+// The lines of a perplexity run, and its object for --json.
+std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride);
+Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride,
+                     const RunPlace& place);
+
+// One line of JSON. Text that is not UTF-8 has U+FFFD in the place of its bad bytes.
+std::string json_line(const Json& object);
+
+}  // namespace weft
