@@ -7,6 +7,7 @@
 #   CPU_FLAGS=...         host instruction set; default -march=native (the binary is for this machine)
 #   MODE=release|asan|tsan   build/<mode> holds the result
 #   PREFIX=, DESTDIR=     where make install puts things
+#   V=1                   show the commands
 
 MODE      ?= release
 CXX       ?= g++
@@ -19,6 +20,7 @@ FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2
 GPU_ARCH ?= $(if $(strip $(FOUND_ARCH)),$(strip $(FOUND_ARCH)),80 90a 120)
 
 B := build/$(MODE)
+Q := $(if $(V),,@)
 
 # ---- host code -------------------------------------------------------------------------------------------------------
 MODE_FLAGS_release := -O3
@@ -48,8 +50,9 @@ PROGRAMS   := train_llama infer_pythia
 TEST_SRC   := $(wildcard test/cpp/*_test.cpp)
 TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
+GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests help clean FORCE
+.PHONY: all programs tests deps doctor venv demo test headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -60,48 +63,112 @@ $(PROGRAMS): %: $B/%
 	@ln -sf $< $@
 endif
 
-# Changed flags rebuild everything; an unchanged line leaves the stamp's time alone.
-FLAGS_LINE := $(CXX) $(CXXFLAGS) $(MAIN_FLAGS) $(LDLIBS) | $(NVCC) $(NVCCFLAGS)
-$B/flags: FORCE
-	@mkdir -p $(@D); echo '$(FLAGS_LINE)' | cmp -s - $@ || echo '$(FLAGS_LINE)' > $@
+# Changed flags rebuild what they concern; an unchanged line leaves its stamp's time alone.
+HOST_FLAGS_LINE := $(CXX) $(CXXFLAGS)
+LINK_FLAGS_LINE := $(MAIN_FLAGS) $(LDLIBS) $(NVCC) $(NVCCFLAGS)
+$B/host-flags: FORCE
+	@scripts/deps.sh --check
+	@mkdir -p $(@D); echo '$(HOST_FLAGS_LINE)' | cmp -s - $@ || echo '$(HOST_FLAGS_LINE)' > $@
+$B/link-flags: FORCE
+	@mkdir -p $(@D); echo '$(LINK_FLAGS_LINE)' | cmp -s - $@ || echo '$(LINK_FLAGS_LINE)' > $@
 
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
 $B/version.h: FORCE
-	@mkdir -p $(@D); line='#define WEFT_VERSION "$(VERSION)"'; kind='#define WEFT_BUILD "$(BUILD_KIND)"'; \
-	printf '%s\n%s\n' "$$line" "$$kind" | cmp -s - $@ || printf '%s\n%s\n' "$$line" "$$kind" > $@
+	@mkdir -p $(@D); \
+	printf '#define WEFT_VERSION "%s"\n#define WEFT_BUILD "%s"\n' '$(VERSION)' '$(BUILD_KIND)' > $@.new; \
+	if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-$B/%.o: %.cpp $B/flags
-	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -c $< -o $@
+$B/%.o: %.cpp $B/host-flags
+	@mkdir -p $(@D); echo "  CXX   $<"
+	$Q$(CXX) $(CXXFLAGS) -c $< -o $@
 
 # The mains are plain C++ under the name that their readers look for.
-$B/%.main.o: %.cu $B/flags $B/version.h
-	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -x c++ -c $< -o $@
+$B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h
+	@mkdir -p $(@D); echo "  CXX   $<"
+	$Q$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -x c++ -c $< -o $@
 
-$B/llmc/cuda/%.o: llmc/cuda/%.cu $B/flags
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -c $< -o $@
+$B/llmc/cuda/%.o: llmc/cuda/%.cu $B/link-flags
+	@mkdir -p $(@D); echo "  NVCC  $<"
+	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
 
 $B/libweft.a: $(HOST_OBJ) $(CUDA_OBJ)
 	@rm -f $@; ar rcs $@ $^
 
 $(PROGRAMS:%=$B/%): $B/%: $B/%.main.o $B/libweft.a
-	$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
+	@echo "  LINK  $@"
+	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
-tests: $B/unit_tests $(TEST_TOOLS) programs
+tests: $B/unit_tests $(TEST_TOOLS) programs $(if $(GPU_TEST_OBJ),$B/gpu_tests)
 $B/unit_tests: $(TEST_OBJ) $B/libweft.a
-	$(CXX) $(LDFLAGS) $(TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
+	@echo "  LINK  $@"
+	$Q$(CXX) $(LDFLAGS) $(TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
+$B/gpu_tests: $(GPU_TEST_OBJ) $B/libweft.a
+	@echo "  LINK  $@"
+	$Q$(CXX) $(LDFLAGS) $(GPU_TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lpthread -o $@
+$B/test/gpu/%.o: CXXFLAGS += -isystem $(CUDA_HOME)/include
 $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $B/libweft.a
-	$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
+	@echo "  LINK  $@"
+	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
 
-help:
-	@echo "make            build train_llama and infer_pythia"
-	@echo "make clean      remove build/"
+# Everything that this machine can test; GPU=must refuses to skip the GPU suite.
+test: deps venv
+	@$(MAKE) --no-print-directory tests
+	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
+	@$(MAKE) --no-print-directory headers
+	@GPU=$(GPU) .venv/bin/python test/run.py
+
+# Each header compiles alone: no hidden order of includes.
+headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h))
+$B/headers/llmc/cuda/%.ok: CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
+$B/headers/%.ok: %.h $B/host-flags
+	@mkdir -p $(@D)
+	@$(CXX) $(filter-out -MMD -MP,$(CXXFLAGS)) -w -fsyntax-only -x c++ $< && touch $@
+
+# ---- the first minutes -----------------------------------------------------------------------------------------------
+deps:
+	@scripts/deps.sh --check 2>/dev/null || scripts/deps.sh
+
+doctor:
+	@NVCC='$(NVCC)' scripts/doctor.sh
+
+venv: .venv/ready
+.venv/ready: scripts/requirements.txt | deps
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+demo: deps venv
+	@$(MAKE) --no-print-directory all
+	@scripts/run_demo.sh
+
+# ---- housekeeping ----------------------------------------------------------------------------------------------------
+format:
+	clang-format -i $(wildcard *.cu llmc/*/*.h llmc/*/*.cpp llmc/*/*.cu llmc/*/*.cuh llmc/*/*/*.h llmc/*/*/*.cu llmc/*/*/*.cuh test/*/*.cpp test/*/*.h)
+
+install: all
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install -m 755 $(PROGRAMS:%=$B/%) $(DESTDIR)$(PREFIX)/bin
+
+uninstall:
+	rm -f $(PROGRAMS:%=$(DESTDIR)$(PREFIX)/bin/%)
 
 clean:
 	rm -rf build $(PROGRAMS)
 
+help:
+	@echo "make            build train_llama and infer_pythia ($(BUILD_KIND))"
+	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (about 3 minutes)"
+	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
+	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
+	@echo "make deps       install the system packages that are missing (needs root or sudo)"
+	@echo "make venv       Python packages of the scripts, into .venv"
+	@echo "make install    PREFIX=$(PREFIX) DESTDIR=; also: make uninstall"
+	@echo "make format     clang-format over the sources"
+	@echo "make headers    compile each header alone"
+	@echo "make clean      remove build/"
+	@echo "settings        NVCC= (CPU only)  GPU_ARCH=\"$(GPU_ARCH)\"  MODE=release|asan|tsan  CPU_FLAGS=$(CPU_FLAGS)"
+
 .SECONDARY:
--include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d)
+-include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
+-include $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d)

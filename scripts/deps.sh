@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# System packages that weft builds with. Called by `make deps`, and by `make`, `make demo` and `make test` where something
+# is missing.
+#   scripts/deps.sh --check     exit 0 if everything is there; otherwise name what is missing and exit 4
+#   scripts/deps.sh             install what is missing with the system's package manager
+set -euo pipefail
+
+# header or program : Debian package : Fedora package
+needs=(
+  "CLI/CLI.hpp           libcli11-dev          cli11-devel"
+  "nlohmann/json.hpp     nlohmann-json3-dev    json-devel"
+  "xxhash.h              libxxhash-dev         xxhash-devel"
+  "pcre2.h               libpcre2-dev          pcre2-devel"
+  "utf8proc.h            libutf8proc-dev       utf8proc-devel"
+  "cblas.h               libopenblas-openmp-dev openblas-devel"
+  "gtest/gtest.h         libgtest-dev          gtest-devel"
+)
+
+has_header() { echo "#if !__has_include(<$1>)
+#error missing
+#endif" | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
+
+has_venv() { "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; }
+
+missing_debian=() missing_fedora=() missing_names=()
+for need in "${needs[@]}"; do
+  read -r header debian fedora <<<"$need"
+  has_header "$header" || { missing_debian+=("$debian"); missing_fedora+=("$fedora"); missing_names+=("$header"); }
+done
+has_venv || { missing_debian+=(python3-venv); missing_fedora+=(python3); missing_names+=("python3 venv"); }
+command -v curl >/dev/null || { missing_debian+=(curl); missing_fedora+=(curl); missing_names+=(curl); }
+
+if [ ${#missing_names[@]} -eq 0 ]; then
+  [ "${1:-}" = --check ] || echo "deps: everything is installed"
+  exit 0
+fi
+
+if command -v apt-get >/dev/null; then
+  install="apt-get install -y --no-install-recommends ${missing_debian[*]}"
+elif command -v dnf >/dev/null; then
+  install="dnf install -y ${missing_fedora[*]}"
+else
+  install="(install with your package manager: ${missing_debian[*]})"
+fi
+
+if [ "${1:-}" = --check ]; then
+  echo "deps: missing: ${missing_names[*]}. Run: make deps   (that is: $install)" >&2
+  exit 4
+fi
+
+as_root=()
+if [ "$(id -u)" -ne 0 ]; then
+  command -v sudo >/dev/null || { echo "deps: not root and no sudo. As root, run: $install" >&2; exit 4; }
+  as_root=(sudo)
+fi
+case "$install" in
+  apt-get*)
+    echo "deps: $install"
+    "${as_root[@]}" apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive "${as_root[@]}" $install -qq >/dev/null
+    ;;
+  dnf*) "${as_root[@]}" $install ;;
+  *) echo "deps: $install" >&2; exit 4 ;;
+esac
+exec "$0" --check
