@@ -1,0 +1,81 @@
+"""Runs the GPU tests and keeps the evidence; or says whether the evidence is older than the code it speaks of.
+
+    python3 test/gpu_report.py            run build/release/gpu_tests, write test/reports/gpu_<name>.json, exit 1 on failure
+    python3 test/gpu_report.py --check    compare the newest report's source hash with the tree (exit 0 either way)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "test" / "reports"
+PROGRAM = ROOT / "build" / "release" / "gpu_tests"
+SOURCES = ("llmc/cuda/**/*", "test/gpu/**/*")
+
+
+def source_hash() -> str:
+    """sha256 over the names and contents of everything that runs on the GPU, and of its tests."""
+    digest = hashlib.sha256()
+    for path in sorted({p for pattern in SOURCES for p in ROOT.glob(pattern) if p.is_file()}):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def gpu_facts() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    name, driver = (part.strip() for part in subprocess.check_output(query, text=True).split(","))
+    return {"gpu": name, "driver": driver}
+
+
+def run_tests() -> int:
+    REPORTS.mkdir(exist_ok=True)
+    output = ROOT / "build" / "gpu_tests.json"
+    output.unlink(missing_ok=True)
+    code = subprocess.run([str(PROGRAM), "--gtest_brief=1", f"--gtest_output=json:{output}"], cwd=ROOT).returncode
+    results = json.loads(output.read_text()) if output.exists() else {"testsuites": []}
+    tests = [dict(test, suite=suite["name"]) for suite in results["testsuites"] for test in suite["testsuite"]]
+    failed = [t for t in tests if t.get("failures")]
+    skipped = [t for t in tests if t.get("result") == "SKIPPED"]
+    facts = gpu_facts()
+    report = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **facts,
+        "nvcc": subprocess.run("nvcc --version | sed -n 's/.*release //p'", shell=True, text=True,
+                               capture_output=True).stdout.strip(),
+        "source_sha256": source_hash(),
+        "passed": len(tests) - len(failed) - len(skipped),
+        "failed": len(failed),
+        "skipped": len(skipped),
+        "tests": [{"name": f"{t['suite']}.{t['name']}", "result": "failed" if t.get("failures") else
+                   "skipped" if t.get("result") == "SKIPPED" else "passed", "seconds": t["time"].rstrip("s"),
+                   **{k: v for k, v in t.items() if k.startswith("metric_")}} for t in tests],
+    }
+    name = "".join(c if c.isalnum() else "_" for c in facts["gpu"].lower())
+    (REPORTS / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{report['passed']} passed, {report['failed']} failed, {report['skipped']} skipped")
+    return 1 if code or failed or not tests else 0
+
+
+def check() -> int:
+    reports = [json.loads(path.read_text()) for path in REPORTS.glob("gpu_*.json")]
+    if not reports:
+        print("GPU REPORT: none in test/reports: nothing shows that the kernels of this tree work")
+        return 0
+    newest = max(reports, key=lambda report: report["date"])
+    where = f"{newest['gpu']}, {newest['date']}: {newest['passed']} passed, {newest['failed']} failed"
+    fresh = newest["source_sha256"] == source_hash()
+    print(f"GPU REPORT: {where}" if fresh else f"GPU REPORT IS OLDER THAN THE KERNELS ({where}): run test/gpu_report.py")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether the newest report fits this tree")
+    sys.exit(check() if parser.parse_args().check else run_tests())
