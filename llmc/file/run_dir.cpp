@@ -1,0 +1,196 @@
+#include "llmc/file/run_dir.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+
+#include "llmc/base/error.h"
+#include "llmc/base/file.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr const char* kLockName = "lock";
+constexpr const char* kStepPrefix = "step_";
+constexpr const char* kTemporarySuffix = ".tmp";
+
+std::string step_name(std::int64_t step) {
+  return format("step_%08lld", static_cast<long long>(step));
+}
+
+// The step that `name` stands for, -1 if it is not a name that weft writes.
+std::int64_t step_of(const std::string& name) {
+  const std::string digits = name.substr(std::strlen(kStepPrefix));
+  const bool numeric =
+      !digits.empty() && digits.size() <= 15 &&
+      std::all_of(digits.begin(), digits.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+  if (!numeric) return -1;
+  const std::int64_t step = std::stoll(digits);
+  return step_name(step) == name ? step : -1;
+}
+
+[[noreturn]] void fail_at(Exit code, const std::string& path, const char* action, int error) {
+  const bool full = error == ENOSPC || error == EDQUOT;
+  fail(full ? Exit::resources : code, "%s: cannot %s: %s", escaped(path).c_str(), action,
+       std::strerror(error));
+}
+
+void rename_or_fail(const std::string& from, const std::string& to) {
+  if (::rename(from.c_str(), to.c_str()) != 0) fail_at(Exit::environment, from, "rename", errno);
+}
+
+void make_directories(const std::string& path) {
+  std::error_code error;
+  fs::create_directories(path, error);
+  if (error) fail_at(Exit::usage, path, "create the run directory (--out)", error.value());
+  if (!fs::is_directory(path, error)) fail_at(Exit::usage, path, "use as run directory (--out)", ENOTDIR);
+}
+
+std::string this_process() {
+  char host[256] = "";
+  ::gethostname(host, sizeof host - 1);
+  return format("pid %d on %s", static_cast<int>(::getpid()), host);
+}
+
+std::string lock_owner(int fd) {
+  char text[512];
+  const ssize_t length = ::pread(fd, text, sizeof text, 0);
+  std::string owner(text, length > 0 ? static_cast<std::size_t>(length) : 0);
+  while (!owner.empty() && owner.back() == '\n') owner.pop_back();
+  return owner;
+}
+
+}  // namespace
+
+RunDirectory::RunDirectory(const std::string& path) : path_(path) {
+  make_directories(path_);
+  take_lock();
+  remove_leftovers();
+}
+
+RunDirectory::~RunDirectory() {
+  if (lock_ < 0) return;
+  // Emptied, not removed: a run that is waiting to open the file must find the one that we hold.
+  [[maybe_unused]] const int ignored = ::ftruncate(lock_, 0);
+  ::close(lock_);
+}
+
+// The kernel holds the lock and drops it when the process dies, however it dies; the text only says who it
+// is.
+void RunDirectory::take_lock() {
+  const std::string name = file(kLockName);
+  lock_ = ::open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
+  if (lock_ < 0) fail_at(Exit::usage, path_, "write into the run directory (--out)", errno);
+  const bool taken = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
+  const int error = errno;
+  const std::string owner = lock_owner(lock_);
+  if (!taken && error == EWOULDBLOCK) {
+    ::close(lock_);
+    fail(Exit::environment, "%s: another run works here: %s. Stop it or choose another --out",
+         escaped(path_).c_str(), escaped(owner).c_str());
+  }
+  if (!taken)
+    log_warning("%s: cannot lock: %s. A second run here would go unnoticed", escaped(path_).c_str(),
+                std::strerror(error));
+  if (taken && !owner.empty()) {
+    log_info("%s: the run of %s ended without cleaning up, its lock is taken over", escaped(path_).c_str(),
+             escaped(owner).c_str());
+  }
+  const std::string text = this_process() + "\n";
+  const bool written = ::ftruncate(lock_, 0) == 0 &&
+                       ::pwrite(lock_, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size());
+  if (!written) log_warning("%s: cannot write: %s", escaped(name).c_str(), std::strerror(errno));
+}
+
+void RunDirectory::remove_leftovers() const {
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kStepPrefix) || !name.ends_with(kTemporarySuffix)) continue;
+    log_info("%s: removing %s, left by an interrupted save", escaped(path_).c_str(), escaped(name).c_str());
+    fs::remove_all(entry.path(), error);
+    if (error)
+      log_warning("%s: cannot remove: %s", escaped(entry.path().string()).c_str(), error.message().c_str());
+  }
+}
+
+bool RunDirectory::empty() const {
+  for (const fs::directory_entry& entry : fs::directory_iterator(path_)) {
+    if (entry.path().filename() != kLockName) return false;
+  }
+  return true;
+}
+
+std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {
+  std::vector<Entry> entries;
+  for (const fs::directory_entry& found : fs::directory_iterator(path_)) {
+    Entry entry;
+    entry.name = found.path().filename().string();
+    if (!entry.name.starts_with(kStepPrefix) || entry.name.ends_with(kTemporarySuffix)) continue;
+    entry.step = step_of(entry.name);
+    std::error_code error;
+    if (entry.step < 0) {
+      entry.problem = "not the name of a checkpoint";
+    } else if (!fs::is_directory(found.path(), error)) {  // follows links: a loop is an error
+      entry.problem = error ? error.message() : "not a directory";
+    }
+    entries.push_back(std::move(entry));
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return a.step != b.step ? a.step > b.step : a.name < b.name;
+  });
+  return entries;
+}
+
+std::string RunDirectory::checkpoint_path(std::int64_t step) const {
+  return file(step_name(step));
+}
+
+std::string RunDirectory::begin_checkpoint(std::int64_t step) const {
+  const std::string temporary = checkpoint_path(step) + kTemporarySuffix;
+  std::error_code error;
+  fs::remove_all(temporary, error);
+  if (::mkdir(temporary.c_str(), 0755) != 0) fail_at(Exit::environment, temporary, "create", errno);
+  return temporary;
+}
+
+void RunDirectory::commit_checkpoint(std::int64_t step) const {
+  const std::string target = checkpoint_path(step), temporary = target + kTemporarySuffix;
+  sync_directory(temporary);
+  const std::string replaced = target + ".replaced" + kTemporarySuffix;
+  const bool exists = fs::symlink_status(target).type() != fs::file_type::not_found;
+  if (exists) rename_or_fail(target, replaced);  // rename() does not replace a directory that holds files
+  rename_or_fail(temporary, target);
+  sync_directory(path_);
+  std::error_code error;
+  if (exists) fs::remove_all(replaced, error);
+}
+
+void RunDirectory::discard_checkpoint(std::int64_t step) const noexcept {
+  std::error_code error;
+  fs::remove_all(checkpoint_path(step) + kTemporarySuffix, error);
+}
+
+void RunDirectory::remove_checkpoint(std::int64_t step) const {
+  const std::string target = checkpoint_path(step), temporary = target + kTemporarySuffix;
+  std::error_code error;
+  fs::remove_all(temporary, error);
+  rename_or_fail(target, temporary);
+  sync_directory(path_);
+  fs::remove_all(temporary, error);
+  if (error) log_warning("%s: cannot remove: %s", escaped(temporary).c_str(), error.message().c_str());
+}
+
+}  // namespace weft

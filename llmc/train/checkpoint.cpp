@@ -1,0 +1,397 @@
+#include "llmc/train/checkpoint.h"
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/base/file.h"
+#include "llmc/base/hash.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+namespace {
+
+constexpr const char* kModelName = "model.bin";
+constexpr const char* kStateName = "state.bin";
+constexpr const char* kManifestName = "manifest.json";
+constexpr const char* kFormat = "weft checkpoint";
+constexpr int kFormatVersion = 1;
+constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
+
+std::string hash_text(std::uint64_t hash) {
+  return format("%016llx", static_cast<unsigned long long>(hash));
+}
+
+std::string moment_name(TensorRole role, const TensorSpec& spec) {
+  return (role == TensorRole::moment1 ? "moment1." : "moment2.") + spec.name;
+}
+
+Json optional_number(const std::optional<double>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
+
+std::optional<double> read_optional(const Json& object, const char* key, const std::string& source) {
+  if (object.contains(key) && object[key].is_null()) return std::nullopt;
+  return json_number(object, key, source);
+}
+
+const Json& json_object(const Json& object, const char* key, const std::string& source) {
+  const auto found = object.find(key);
+  if (found == object.end() || !found->is_object())
+    fail(Exit::bad_file, "%s: %s: missing", source.c_str(), key);
+  return *found;
+}
+
+// ---- writing ----
+
+// What a manifest says beside its files: a function of what the files say, so that reading can compare them.
+Json manifest_head(const TrainState& state, const ModelConfig& model, const Json& settings) {
+  return {{"format", kFormat},
+          {"format_version", kFormatVersion},
+          {"step", state.step},
+          {"updates", state.updates},
+          {"windows", state.windows},
+          {"settings_hash", hash_text(xxh3_64(settings.dump()))},
+          {"config_hash", hash_text(xxh3_64(config_to_json(model).dump()))},
+          {"world_size", 1}};
+}
+
+Json describe_file(const std::string& path, std::span<const TensorInfo> tensors) {
+  Json list = Json::array();
+  for (const TensorInfo& tensor : tensors) {
+    list.push_back({{"name", tensor.name}, {"bytes", tensor.bytes}, {"xxh3", hash_text(tensor.hash)}});
+  }
+  return {{"name", std::filesystem::path(path).filename().string()},
+          {"bytes", std::filesystem::file_size(path)},
+          {"tensors", std::move(list)}};
+}
+
+void write_tensor_of(TrainModel& model, TensorRole role, const TensorSpec& spec, std::vector<float>& values,
+                     TensorFileWriter& writer) {
+  values.resize(static_cast<std::size_t>(spec.elements));
+  model.read_tensor(role, spec, values.data());
+  writer.write_f32(values.data(), values.size());
+}
+
+Json write_model(const std::string& path, const RunIdentity& run, TrainModel& model) {
+  TensorFileWriter writer(
+      path, FileKind::model,
+      {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
+  for (const TensorSpec& spec : model.table().specs()) writer.declare(spec.name, DType::f32, spec.shape);
+  if (!run.tokenizer.empty()) {
+    writer.declare(kTokenizerTensor, DType::u8, {static_cast<std::int64_t>(run.tokenizer.size())});
+  }
+  std::vector<float> values;
+  for (const TensorSpec& spec : model.table().specs()) {
+    write_tensor_of(model, TensorRole::parameter, spec, values, writer);
+  }
+  if (!run.tokenizer.empty()) writer.write(run.tokenizer.data(), run.tokenizer.size());
+  writer.publish();
+  return describe_file(path, writer.tensors());
+}
+
+Json write_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
+                          TrainModel& model) {
+  const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
+                         {"device", run.device},     {"version", run.version}, {"world_size", 1}};
+  TensorFileWriter writer(
+      path, FileKind::training_state,
+      {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
+  constexpr TensorRole kRoles[] = {TensorRole::moment1, TensorRole::moment2};
+  for (const TensorRole role : kRoles) {
+    for (const TensorSpec& spec : model.table().specs()) {
+      writer.declare(moment_name(role, spec), DType::f32, spec.shape);
+    }
+  }
+  std::vector<float> values;
+  for (const TensorRole role : kRoles) {
+    for (const TensorSpec& spec : model.table().specs()) write_tensor_of(model, role, spec, values, writer);
+  }
+  writer.publish();
+  return describe_file(path, writer.tensors());
+}
+
+// ---- reading ----
+
+void check_against_manifest(const Json& entry, const TensorFile& file, const std::string& source) {
+  const std::string name = std::filesystem::path(file.path()).filename().string();
+  if (json_string(entry, "name", source) != name) {
+    fail(Exit::bad_file, "%s: files: got %s, expected %s", source.c_str(),
+         escaped(json_string(entry, "name", source)).c_str(), name.c_str());
+  }
+  const auto bytes = static_cast<std::uint64_t>(json_int(entry, "bytes", 0, kMaxCount, source));
+  if (bytes != file.file_bytes()) {
+    fail(Exit::bad_file, "%s: %llu bytes, the manifest says %llu", escaped(file.path()).c_str(),
+         static_cast<unsigned long long>(file.file_bytes()), static_cast<unsigned long long>(bytes));
+  }
+  const auto tensors = entry.find("tensors");
+  if (tensors == entry.end() || !tensors->is_array() || tensors->size() != file.tensors().size()) {
+    fail(Exit::bad_file, "%s: tensors: expected the %zu of %s", source.c_str(), file.tensors().size(),
+         name.c_str());
+  }
+  for (std::size_t i = 0; i < tensors->size(); ++i) {
+    const TensorInfo& tensor = file.tensors()[i];
+    const Json expected = {{"name", tensor.name}, {"bytes", tensor.bytes}, {"xxh3", hash_text(tensor.hash)}};
+    if ((*tensors)[i] != expected) {
+      fail(Exit::bad_file, "%s: %s is not the tensor that the manifest describes",
+           escaped(file.path()).c_str(), escaped(tensor.name).c_str());
+    }
+  }
+}
+
+// Reading verifies the hash; a NaN that was saved with a correct hash is no state to go on from either.
+void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec,
+                  std::vector<float>& values) {
+  const TensorInfo& tensor = file.at(name);
+  if (tensor.shape != spec.shape) {
+    fail(Exit::bad_file, "%s: %s: got shape %s, expected %s", escaped(file.path()).c_str(), name.c_str(),
+         shape_text(tensor.shape).c_str(), shape_text(spec.shape).c_str());
+  }
+  values.resize(static_cast<std::size_t>(spec.elements));
+  file.read_f32(tensor, values.data());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i])) {
+      fail(Exit::bad_file, "%s: %s: element %zu is not finite", escaped(file.path()).c_str(), name.c_str(),
+           i);
+    }
+  }
+}
+
+void require_same_data(const Json& saved, const Json& now, const std::string& source) {
+  if (saved == now) return;
+  if (!saved.is_array() || saved.size() != now.size()) {
+    fail(Exit::bad_file, "--train: %zu shards, but %s was made with %zu. Resuming needs the same data",
+         now.size(), source.c_str(), saved.size());
+  }
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    if (saved[i] == now[i]) continue;
+    fail(Exit::bad_file,
+         "--train: shard %zu is %s, but %s was made with other content or order (%s). Resuming needs "
+         "the same data",
+         i + 1, escaped(now[i].dump()).c_str(), source.c_str(), escaped(saved[i].dump()).c_str());
+  }
+}
+
+// The first key in which two objects differ; empty if there is none.
+std::string first_difference(const Json& saved, const Json& now) {
+  for (const auto& [key, value] : now.items()) {
+    if (!saved.contains(key) || saved[key] != value) return key;
+  }
+  for (const auto& [key, value] : saved.items()) {
+    if (!now.contains(key)) return key;
+  }
+  return {};
+}
+
+std::string value_text(const Json& object, const std::string& key) {
+  return object.contains(key) ? escaped(object[key].dump()) : "nothing";
+}
+
+}  // namespace
+
+Json TrainState::to_json() const {
+  return {{"step", step},
+          {"updates", updates},
+          {"windows", windows},
+          {"micro_steps", micro_steps},
+          {"skipped", skipped},
+          {"transient", transient},
+          {"loss", optional_number(loss)},
+          {"val_loss", optional_number(val_loss)},
+          {"spikes", spikes.to_json()}};
+}
+
+TrainState TrainState::from_json(const Json& object, const std::string& source) {
+  TrainState state;
+  state.step = json_int(object, "step", 0, kMaxCount, source);
+  state.updates = json_int(object, "updates", 0, state.step, source);
+  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kMaxCount, source));
+  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kMaxCount, source));
+  state.skipped = json_int(object, "skipped", 0, state.step, source);
+  state.transient = json_int(object, "transient", 0, state.step, source);
+  state.loss = read_optional(object, "loss", source);
+  state.val_loss = read_optional(object, "val_loss", source);
+  state.spikes = SpikeDetector::from_json(json_object(object, "spikes", source), source);
+  return state;
+}
+
+Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
+  const std::string manifest_path = path + "/" + kManifestName, source = escaped(manifest_path);
+  const Json manifest = parse_json(read_text_file(manifest_path, JsonLimits{}.bytes), source);
+  const auto files = manifest.is_object() ? manifest.find("files") : manifest.end();
+  if (files == manifest.end() || !files->is_array() || files->size() != 2 || !(*files)[0].is_object() ||
+      !(*files)[1].is_object()) {
+    fail(Exit::bad_file, "%s: files: expected %s and %s", source.c_str(), kModelName, kStateName);
+  }
+  Checkpoint checkpoint(ModelFile::open(path + "/" + kModelName, Family::llama),
+                        TensorFile::open(path + "/" + kStateName, FileKind::training_state));
+  check_against_manifest((*files)[0], checkpoint.model_.file(), source);
+  check_against_manifest((*files)[1], checkpoint.training_, source);
+  checkpoint.read_state(manifest, step);
+  checkpoint.check_tensors();
+  return checkpoint;
+}
+
+void Checkpoint::read_state(const Json& manifest, std::int64_t step) {
+  const std::string source = escaped(training_.path());
+  run_ = json_object(training_.config(), "run", source);
+  state_ = TrainState::from_json(json_object(training_.config(), "training", source), source);
+  const Json head = manifest_head(state_, model(), json_object(run_, "settings", source));
+  for (const auto& [key, value] : head.items()) {
+    if (manifest.value(key, Json()) == value) continue;
+    fail(Exit::bad_file, "%s: %s: the manifest disagrees with the files",
+         escaped(parent_directory(training_.path())).c_str(), key.c_str());
+  }
+  if (state_.step != step) {
+    fail(Exit::bad_file, "%s: step: got %lld, expected the %lld of its name", source.c_str(),
+         static_cast<long long>(state_.step), static_cast<long long>(step));
+  }
+  if (training_.config().value("model", Json()) != model_.file().config()["model"]) {
+    fail(Exit::bad_file, "%s: model: not that of %s", source.c_str(), kModelName);
+  }
+}
+
+void Checkpoint::check_tensors() const {
+  std::vector<float> values;
+  for (const TensorSpec& spec : model_.table().specs()) {
+    check_values(model_.file(), spec.name, spec, values);
+    check_values(training_, moment_name(TensorRole::moment1, spec), spec, values);
+    check_values(training_, moment_name(TensorRole::moment2, spec), spec, values);
+  }
+  if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
+}
+
+void Checkpoint::require_same_run(const RunIdentity& run) const {
+  const std::string source = escaped(parent_directory(training_.path()));
+  const Json saved_model = config_to_json(model()), model_now = config_to_json(run.model);
+  if (const std::string key = first_difference(saved_model, model_now); !key.empty()) {
+    fail(Exit::usage, "--config or --model: %s is %s, but %s has %s", key.c_str(),
+         value_text(model_now, key).c_str(), source.c_str(), value_text(saved_model, key).c_str());
+  }
+  const Json& saved = json_object(run_, "settings", source);
+  if (const std::string key = first_difference(saved, run.settings); !key.empty()) {
+    fail(Exit::usage, "--%s: got %s, but %s was made with %s. Give the same value, or start in another --out",
+         escaped(key).c_str(), value_text(run.settings, key).c_str(), source.c_str(),
+         value_text(saved, key).c_str());
+  }
+  const std::int64_t saved_steps = json_int(run_, "steps", 1, kMaxCount, source);
+  if (run.steps < saved_steps) {
+    fail(Exit::usage,
+         "--steps: got %lld, but %s belongs to a run of %lld. Steps can be added, not taken away",
+         static_cast<long long>(run.steps), source.c_str(), static_cast<long long>(saved_steps));
+  }
+  if (run.steps > saved_steps) {
+    log_info("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule",
+             static_cast<long long>(saved_steps), static_cast<long long>(run.steps));
+  }
+  require_same_data(run_.value("data", Json()), run.data, source);
+  const std::string saved_device = json_string(run_, "device", source);
+  if (saved_device != run.device) {
+    log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding",
+                source.c_str(), escaped(saved_device).c_str(), run.device.c_str());
+  }
+}
+
+void Checkpoint::load(TrainModel& model) const {
+  std::vector<float> values;
+  for (const TensorSpec& spec : model.table().specs()) {
+    values.resize(static_cast<std::size_t>(spec.elements));
+    model_.read_parameter(spec, values.data());
+    model.write_tensor(TensorRole::parameter, spec, values.data());
+    for (const TensorRole role : {TensorRole::moment1, TensorRole::moment2}) {
+      training_.read_f32(training_.at(moment_name(role, spec)), values.data());
+      model.write_tensor(role, spec, values.data());
+    }
+  }
+}
+
+CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep)
+    : directory_(directory), identity_(std::move(identity)), keep_(static_cast<std::size_t>(keep)) {
+  if (keep < 2) fail(Exit::usage, "--keep: got %lld, expected at least 2", static_cast<long long>(keep));
+}
+
+std::string CheckpointKeeper::last_path() const {
+  return whole_.empty() ? std::string() : directory_.checkpoint_path(last_saved());
+}
+
+std::optional<Checkpoint> CheckpointKeeper::newest_whole(ResumeMode mode) const {
+  const std::vector<RunDirectory::Entry> entries = directory_.checkpoints();
+  for (const RunDirectory::Entry& entry : entries) {
+    const std::string path = directory_.file(entry.name);
+    try {
+      if (!entry.problem.empty())
+        fail(Exit::bad_file, "%s: %s", escaped(path).c_str(), entry.problem.c_str());
+      return Checkpoint::open(path, entry.step);
+    } catch (const Error& error) {
+      if (error.code() != Exit::bad_file) throw;
+      if (mode == ResumeMode::must && entry.step >= 0) {
+        fail(Exit::bad_file, "--resume must: the newest checkpoint is damaged: %s", error.what());
+      }
+      log_warning("skipping a damaged checkpoint: %s", error.what());
+    }
+  }
+  const std::string where = escaped(directory_.path());
+  if (!entries.empty()) {
+    fail(Exit::bad_file,
+         "%s: none of its %zu checkpoints is whole. Repair or remove them, or choose another --out",
+         where.c_str(), entries.size());
+  }
+  if (mode == ResumeMode::must) fail(Exit::bad_file, "--resume must: %s holds no checkpoint", where.c_str());
+  return std::nullopt;
+}
+
+std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
+  if (mode == ResumeMode::never && !directory_.empty()) {
+    fail(Exit::usage, "--resume never: %s is not empty. Choose another --out",
+         escaped(directory_.path()).c_str());
+  }
+  const std::optional<Checkpoint> checkpoint = newest_whole(mode);
+  if (!checkpoint) return std::nullopt;
+  checkpoint->require_same_run(identity_);
+  checkpoint->load(model);
+  whole_.insert(checkpoint->state().step);
+  return checkpoint->state();
+}
+
+void CheckpointKeeper::write(const std::string& path, const TrainState& state, TrainModel& model) const {
+  Json manifest = manifest_head(state, identity_.model, identity_.settings);
+  manifest["made_by"] = "weft train_llama " + identity_.version;
+  manifest["files"] = {write_model(path + "/" + kModelName, identity_, model),
+                       write_training_state(path + "/" + kStateName, identity_, state, model)};
+  write_file_atomically(path + "/" + kManifestName, manifest.dump(1) + "\n");
+}
+
+std::string CheckpointKeeper::save(const TrainState& state, TrainModel& model) {
+  try {
+    write(directory_.begin_checkpoint(state.step), state, model);
+    directory_.commit_checkpoint(state.step);
+  } catch (...) {
+    directory_.discard_checkpoint(state.step);
+    throw;
+  }
+  const std::string path = directory_.checkpoint_path(state.step);
+  Checkpoint::open(path, state.step);  // what the disk gives back, before anything older may go
+  whole_.insert(state.step);
+  remove_old();
+  return path;
+}
+
+// Counts only checkpoints that this process has seen whole; what it has not read may be damaged and counts
+// for nothing.
+void CheckpointKeeper::remove_old() const {
+  if (whole_.size() < keep_) return;
+  const std::int64_t oldest_kept = *std::next(whole_.rbegin(), static_cast<std::ptrdiff_t>(keep_) - 1);
+  for (const RunDirectory::Entry& entry : directory_.checkpoints()) {
+    if (entry.step < 0 || entry.step >= oldest_kept || !entry.problem.empty()) continue;
+    try {
+      directory_.remove_checkpoint(entry.step);
+    } catch (const Error& error) {  // costs disk space, no state
+      log_warning("%s", error.what());
+    }
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,105 @@
+// Checkpoints: everything that a run needs to go on as if it had never stopped.
+//
+// step_00000100/ holds model.bin (a model file: parameters in fp32 and the tokenizer; --model and
+// export_hf.py read it), state.bin (a training state: both moments, and a JSON object with TrainState and
+// RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
+// and renames it; a load trusts nothing whose sizes, hashes, step or values do not agree.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "llmc/base/json.h"
+#include "llmc/file/run_dir.h"
+#include "llmc/model/model_file.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/guard.h"
+#include "llmc/train/options.h"
+
+namespace weft {
+
+// Where a run stands: beside parameters and moments, the whole state of the loop. Random numbers are
+// addressed by (seed, position), so positions are all there is to keep.
+struct TrainState {
+  std::int64_t step = 0;          // steps finished
+  std::int64_t updates = 0;       // of them, those that changed the parameters: AdamW's bias correction
+  std::uint64_t windows = 0;      // data consumed: the position of the DataLoader
+  std::uint64_t micro_steps = 0;  // micro-batches computed: the address of the next dropout mask
+  std::int64_t skipped = 0,
+               transient = 0;            // steps the numeric guard skipped, or repaired by running them again
+  std::optional<double> loss, val_loss;  // the last of each
+  SpikeDetector spikes;
+
+  Json to_json() const;
+  static TrainState from_json(const Json& object, const std::string& source);
+  bool operator==(const TrainState&) const = default;
+};
+
+// What a run is: a checkpoint may only be continued by the same one.
+struct RunIdentity {
+  ModelConfig model;
+  Json settings;           // TrainSettings::numeric_settings()
+  std::int64_t steps = 0;  // may grow
+  Json data;               // TokenDataset::fingerprint() of the training shards
+  std::string device;      // "cpu", "cuda": another one is allowed, with a warning
+  std::string version;
+  std::string tokenizer;  // text of tokenizer.json; may be empty
+};
+
+// A checkpoint that was read completely and found whole.
+class Checkpoint {
+ public:
+  // Checks manifest, sizes, every hash, and that every value is finite; Exit::bad_file says what is wrong.
+  static Checkpoint open(const std::string& path, std::int64_t step);
+
+  const TrainState& state() const { return state_; }
+  const ModelConfig& model() const { return model_.config(); }
+  // The run it belongs to, against the one that wants to go on: Exit::usage names the option that differs,
+  // Exit::bad_file the training shard.
+  void require_same_run(const RunIdentity& run) const;
+  void load(TrainModel& model) const;
+
+ private:
+  Checkpoint(ModelFile model, TensorFile training)
+      : model_(std::move(model)), training_(std::move(training)) {}
+  void read_state(const Json& manifest, std::int64_t step);
+  void check_tensors() const;
+
+  ModelFile model_;
+  TensorFile training_;
+  Json run_;
+  TrainState state_;
+};
+
+// Saves checkpoints of one run and removes old ones.
+class CheckpointKeeper {
+ public:
+  CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep);
+
+  // Brings `model` to the newest checkpoint that is whole, warning of each damaged one on the way, and
+  // returns its state. Empty: there is none, the run begins. Checkpoints of which none is whole are
+  // Exit::bad_file: a run is never silently started over. ResumeMode::must: the newest has to be whole.
+  // ResumeMode::never: a directory with anything in it is Exit::usage.
+  std::optional<TrainState> resume(ResumeMode mode, TrainModel& model);
+
+  // Writes a checkpoint, reads it back, and only then removes old ones. On failure nothing older is touched,
+  // what was written is removed, and the error is thrown. Returns its path.
+  std::string save(const TrainState& state, TrainModel& model);
+
+  std::int64_t last_saved() const { return whole_.empty() ? -1 : *whole_.rbegin(); }
+  std::string last_path() const;  // empty if there is none
+
+ private:
+  std::optional<Checkpoint> newest_whole(ResumeMode mode) const;
+  void write(const std::string& path, const TrainState& state, TrainModel& model) const;
+  void remove_old() const;
+
+  const RunDirectory& directory_;
+  const RunIdentity identity_;
+  const std::size_t keep_;
+  std::set<std::int64_t> whole_;  // steps whose checkpoint this process has read completely
+};
+
+}  // namespace weft

@@ -1,0 +1,137 @@
+#include "llmc/train/data_loader.h"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "llmc/base/error.h"
+#include "llmc/base/hash.h"
+
+namespace weft {
+
+namespace {
+
+constexpr std::size_t kReadyBatches =
+    4;  // bound of the queue: enough to hide a slow read, small enough to forget
+constexpr std::uint64_t kShardHeaderBytes = 256;
+
+void require_same_tokenizer(const TokenShard& first, const TokenShard& shard) {
+  if (shard.tokenizer_hash() == first.tokenizer_hash() && shard.vocab_size() == first.vocab_size()) return;
+  fail(Exit::bad_file, "%s: made with another tokenizer than %s. Prepare all shards with one tokenizer",
+       escaped(shard.path()).c_str(), escaped(first.path()).c_str());
+}
+
+std::string header_hash(const TokenShard& shard) {
+  const MappedFile file(shard.path());
+  return format("%016llx", static_cast<unsigned long long>(
+                               xxh3_64(file.data(), std::min(file.size(), kShardHeaderBytes))));
+}
+
+}  // namespace
+
+TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len) : seq_len_(seq_len) {
+  for (const std::string& path : expand_glob(pattern)) {
+    TokenShard shard = TokenShard::open(path);
+    if (shard.count() < seq_len + 1) {
+      fail(Exit::bad_file, "%s: %lld tokens, at least %lld are needed for --seq-len %lld",
+           escaped(path).c_str(), static_cast<long long>(shard.count()), static_cast<long long>(seq_len + 1),
+           static_cast<long long>(seq_len));
+    }
+    if (!shards_.empty()) require_same_tokenizer(shards_.front(), shard);
+    first_window_.push_back(windows_);
+    windows_ += static_cast<std::uint64_t>((shard.count() - 1) / seq_len);
+    shards_.push_back(std::move(shard));
+  }
+}
+
+std::int64_t TokenDataset::tokens() const {
+  std::int64_t total = 0;
+  for (const TokenShard& shard : shards_) total += shard.count();
+  return total;
+}
+
+std::string TokenDataset::directory() const {
+  return parent_directory(shards_.front().path());
+}
+
+void TokenDataset::read_window(std::uint64_t window, std::span<std::int32_t> tokens,
+                               std::span<std::int32_t> labels) const {
+  const auto after = std::upper_bound(first_window_.begin(), first_window_.end(), window);
+  const auto shard = static_cast<std::size_t>(after - first_window_.begin()) - 1;
+  const auto begin = static_cast<std::int64_t>(window - first_window_[shard]) * seq_len_;
+  shards_[shard].read(begin, tokens);
+  shards_[shard].read(begin + 1, labels);
+}
+
+void TokenDataset::verify() const {
+  for (const TokenShard& shard : shards_) shard.verify();
+}
+
+Json TokenDataset::fingerprint() const {
+  Json list = Json::array();
+  for (const TokenShard& shard : shards_) {
+    list.push_back({{"name", std::filesystem::path(shard.path()).filename().string()},
+                    {"tokens", shard.count()},
+                    {"xxh3", header_hash(shard)}});
+  }
+  return list;
+}
+
+DataLoader::DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed,
+                       std::uint64_t position)
+    : data_(data),
+      micro_batch_(micro_batch),
+      order_(data.windows(), seed),
+      position_(position),
+      thread_([this, position] { read_ahead(position); }) {}
+
+DataLoader::~DataLoader() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+MicroBatch DataLoader::read(std::uint64_t position) const {
+  const auto T = static_cast<std::size_t>(data_.seq_len());
+  MicroBatch batch;
+  batch.tokens.resize(static_cast<std::size_t>(micro_batch_) * T);
+  batch.labels.resize(batch.tokens.size());
+  for (std::size_t b = 0; b < static_cast<std::size_t>(micro_batch_); ++b) {
+    data_.read_window(order_.window_at(position + b), std::span(batch.tokens).subspan(b * T, T),
+                      std::span(batch.labels).subspan(b * T, T));
+  }
+  return batch;
+}
+
+void DataLoader::read_ahead(std::uint64_t position) {
+  try {
+    while (true) {
+      MicroBatch batch = read(position);
+      position += static_cast<std::uint64_t>(micro_batch_);
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return stop_ || ready_.size() < kReadyBatches; });
+      if (stop_) return;
+      ready_.push_back(std::move(batch));
+      changed_.notify_all();
+    }
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = std::current_exception();
+    changed_.notify_all();
+  }
+}
+
+MicroBatch DataLoader::next() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !ready_.empty() || error_ != nullptr; });
+  if (ready_.empty()) std::rethrow_exception(error_);
+  MicroBatch batch = std::move(ready_.front());
+  ready_.pop_front();
+  changed_.notify_all();
+  position_ += static_cast<std::uint64_t>(micro_batch_);
+  return batch;
+}
+
+}  // namespace weft

@@ -1,0 +1,94 @@
+// Training data: token shards cut into windows of T + 1 tokens, in shuffled order, prepared one step ahead by
+// a thread.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "llmc/base/json.h"
+#include "llmc/file/token_shard.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/data_order.h"
+
+namespace weft {
+
+// Several shards as one list of windows. Window w of a shard is tokens [w T, w T + T]: neighbours share one
+// token, the last label of one and the first input of the next, and no window crosses the end of a shard.
+// What is left over at the end of a shard, fewer than T tokens, is not used.
+class TokenDataset {
+ public:
+  // `pattern`: a shell pattern, taken in lexicographic order. Exit::bad_file: nothing matches, a shard holds
+  // fewer than T + 1 tokens, or the shards were made with different tokenizers.
+  TokenDataset(const std::string& pattern, std::int64_t seq_len);
+
+  std::int64_t seq_len() const { return seq_len_; }
+  std::uint64_t windows() const { return windows_; }
+  std::int64_t tokens() const;
+  std::int64_t vocab_size() const { return shards_.front().vocab_size(); }
+  std::uint64_t tokenizer_hash() const { return shards_.front().tokenizer_hash(); }
+  std::span<const TokenShard> shards() const { return shards_; }
+  std::string directory() const;  // where the first shard lies
+
+  // tokens and labels of one window, each [T]. Exit::bad_file if the shard was replaced since it was opened.
+  void read_window(std::uint64_t window, std::span<std::int32_t> tokens,
+                   std::span<std::int32_t> labels) const;
+  void verify() const;  // every shard's data hash and every id
+
+  // [{"name", "tokens", "xxh3"}, ...]: what a checkpoint records of the data. The hash is that of the shard's
+  // header, which contains the hash of its tokens.
+  Json fingerprint() const;
+
+ private:
+  std::int64_t seq_len_;
+  std::vector<TokenShard> shards_;
+  std::vector<std::uint64_t> first_window_;  // of each shard
+  std::uint64_t windows_ = 0;
+};
+
+// B windows: tokens and labels, each [B, T].
+struct MicroBatch {
+  std::vector<std::int32_t> tokens, labels;
+  Batch view() const { return {tokens, labels}; }
+};
+
+// Hands out micro-batches in the run's order. Its whole state is one number: how many windows the run has
+// consumed.
+class DataLoader {
+ public:
+  // Begins at window number `position` of the run. The dataset must outlive the loader.
+  DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed, std::uint64_t position);
+  ~DataLoader();
+  DataLoader(const DataLoader&) = delete;
+  DataLoader& operator=(const DataLoader&) = delete;
+
+  // The next B windows. An error of the reading thread is thrown here, after all batches read before it; the
+  // position then still is that of the last good batch.
+  MicroBatch next();
+  std::uint64_t position() const { return position_; }  // windows consumed
+  std::uint64_t epoch() const { return position_ / order_.count(); }
+
+ private:
+  void read_ahead(std::uint64_t position);
+  MicroBatch read(std::uint64_t position) const;
+
+  const TokenDataset& data_;
+  const std::int64_t micro_batch_;
+  const DataOrder order_;
+  std::uint64_t position_;  // of the consumer; the thread counts for itself
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<MicroBatch> ready_;  // guarded by mutex_, as are the next two
+  std::exception_ptr error_;
+  bool stop_ = false;
+  std::thread thread_;  // last member: it starts when everything else exists
+};
+
+}  // namespace weft

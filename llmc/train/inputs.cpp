@@ -1,0 +1,144 @@
+#include "llmc/train/inputs.h"
+
+#include <filesystem>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/base/hash.h"
+#include "llmc/base/log.h"
+#include "llmc/text/tokenizer.h"
+#include "llmc/train/initialize.h"
+
+namespace weft {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::uint64_t kMaxTokenizerBytes = 100'000'000;
+// Hashing all shards takes a second for each gigabyte: done at every start up to here, and in a dry run for
+// any size.
+constexpr std::int64_t kVerifyTokens = 200'000'000;
+
+void open_model(const TrainSettings& settings, TrainInputs& inputs) {
+  if (settings.model.empty()) {
+    inputs.config = preset_config(settings.config);
+    inputs.config.norm = settings.norm == "layernorm" ? NormKind::layernorm : NormKind::rmsnorm;
+  } else {
+    inputs.weights = ModelFile::open(settings.model, Family::llama);
+    inputs.config = inputs.weights->config();
+    if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {
+      fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(),
+           escaped(settings.model).c_str(), norm_kind_name(inputs.config.norm));
+    }
+  }
+  if (settings.seq_len > inputs.config.max_positions) {
+    fail(Exit::usage, "--seq-len: got %lld, expected at most the %lld positions of the model",
+         static_cast<long long>(settings.seq_len), static_cast<long long>(inputs.config.max_positions));
+  }
+}
+
+void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
+  const std::string beside = inputs.train ? inputs.train->directory() + "/tokenizer.json" : std::string();
+  if (!settings.tokenizer.empty()) {
+    inputs.tokenizer_source = settings.tokenizer;
+  } else if (inputs.weights && inputs.weights->has_tokenizer()) {
+    inputs.tokenizer_source = settings.model;
+    inputs.tokenizer = inputs.weights->tokenizer_json();
+    return;
+  } else if (!beside.empty() && fs::exists(beside)) {
+    inputs.tokenizer_source = beside;
+  } else {
+    return;
+  }
+  inputs.tokenizer = read_text_file(inputs.tokenizer_source, kMaxTokenizerBytes);
+}
+
+void check_shards(const TokenDataset& data, const char* option, const TrainInputs& inputs) {
+  const std::string name = escaped(data.shards().front().path());
+  if (data.vocab_size() > inputs.config.vocab_size) {
+    fail(Exit::usage,
+         "%s: %s has a vocabulary of %lld, the model one of %lld. Choose another model or tokenizer", option,
+         name.c_str(), static_cast<long long>(data.vocab_size()),
+         static_cast<long long>(inputs.config.vocab_size));
+  }
+  if (data.tokenizer_hash() != inputs.train->tokenizer_hash()) {
+    fail(Exit::bad_file, "%s: %s was made with another tokenizer than the shards of --train", option,
+         name.c_str());
+  }
+  if (!inputs.tokenizer.empty() && data.tokenizer_hash() != xxh3_64(inputs.tokenizer)) {
+    fail(Exit::bad_file, "%s: %s was made with another tokenizer than that of %s", option, name.c_str(),
+         escaped(inputs.tokenizer_source).c_str());
+  }
+}
+
+void verify_data(const TokenDataset& data, bool dry_run) {
+  if (dry_run || data.tokens() <= kVerifyTokens) data.verify();
+}
+
+// A model from scratch takes its special ids from the tokenizer of its data.
+void adopt_tokenizer(TrainInputs& inputs) {
+  ModelConfig& config = inputs.config;
+  if (!inputs.weights && inputs.train) config.tokenizer_vocab = inputs.train->vocab_size();
+  if (inputs.tokenizer.empty()) return;
+  const Tokenizer tokenizer = Tokenizer::from_json(inputs.tokenizer, escaped(inputs.tokenizer_source));
+  if (tokenizer.vocab_size() > config.vocab_size) {
+    fail(Exit::usage, "--tokenizer: %s has %lld tokens, the model %lld",
+         escaped(inputs.tokenizer_source).c_str(), static_cast<long long>(tokenizer.vocab_size()),
+         static_cast<long long>(config.vocab_size));
+  }
+  if (inputs.weights) return;
+  config.bos_id = tokenizer.bos_id();
+  config.eos_ids.clear();
+  for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>"}) {  // GPT-NeoX, Llama 3, Llama 2
+    if (const auto id = tokenizer.id_of(name)) config.eos_ids.push_back(*id);
+  }
+}
+
+// Two runs must not write where one of them reads: checkpoints beside shards would be found by the same
+// patterns.
+void check_output(const TrainSettings& settings, const TrainInputs& inputs) {
+  if (settings.out.empty()) return;
+  std::error_code error;
+  std::vector<std::string> sources;
+  if (inputs.train) sources.push_back(inputs.train->directory());
+  if (inputs.val) sources.push_back(inputs.val->directory());
+  if (!settings.model.empty()) sources.push_back(parent_directory(settings.model));
+  for (const std::string& source : sources) {
+    if (!fs::equivalent(settings.out, source, error)) continue;
+    fail(Exit::usage, "--out: %s holds the input files. Choose a directory of its own for the run",
+         escaped(settings.out).c_str());
+  }
+  if (fs::exists(settings.out, error) && !fs::is_directory(settings.out, error)) {
+    fail(Exit::usage, "--out: %s is not a directory", escaped(settings.out).c_str());
+  }
+}
+
+}  // namespace
+
+TrainInputs open_inputs(const TrainSettings& settings) {
+  TrainInputs inputs;
+  open_model(settings, inputs);
+  if (!settings.train.empty()) inputs.train.emplace(settings.train, settings.seq_len);
+  if (!settings.val.empty() && inputs.train) inputs.val.emplace(settings.val, settings.seq_len);
+  open_tokenizer(settings, inputs);
+  check_output(settings, inputs);
+  if (inputs.train) check_shards(*inputs.train, "--train", inputs);
+  if (inputs.val) check_shards(*inputs.val, "--val", inputs);
+  adopt_tokenizer(inputs);
+  if (inputs.train) verify_data(*inputs.train, settings.dry_run);
+  if (inputs.val) verify_data(*inputs.val, settings.dry_run);
+  return inputs;
+}
+
+void load_parameters(const TrainInputs& inputs, std::uint64_t seed, TrainModel& model) {
+  if (!inputs.weights) return initialize_parameters(model, seed);
+  std::vector<float> values;
+  for (const TensorSpec& spec : model.table().specs()) {
+    values.resize(static_cast<std::size_t>(spec.elements));
+    inputs.weights->read_parameter(spec, values.data());
+    model.write_tensor(TensorRole::parameter, spec, values.data());
+  }
+}
+
+}  // namespace weft

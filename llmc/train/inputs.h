@@ -1,0 +1,29 @@
+// What a run reads: the model it starts from, the token shards and their tokenizer, and whether they fit
+// together.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "llmc/model/model_file.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/data_loader.h"
+#include "llmc/train/options.h"
+
+namespace weft {
+
+struct TrainInputs {
+  ModelConfig config;
+  std::optional<ModelFile> weights;         // of --model
+  std::string tokenizer, tokenizer_source;  // text of tokenizer.json and where it is from; empty without one
+  std::optional<TokenDataset> train, val;   // absent if not asked for
+};
+
+// Opens everything that the settings name. Sizes that do not fit are Exit::usage, shards of another tokenizer
+// and damaged files Exit::bad_file. Allocates nothing of the model's size.
+TrainInputs open_inputs(const TrainSettings& settings);
+
+// The parameters of --model, or initial ones.
+void load_parameters(const TrainInputs& inputs, std::uint64_t seed, TrainModel& model);
+
+}  // namespace weft

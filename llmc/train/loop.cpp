@@ -1,0 +1,278 @@
+#include "llmc/train/loop.h"
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+
+#include "llmc/base/options.h"
+#include "llmc/base/signals.h"
+#include "llmc/model/compare.h"
+
+namespace weft {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+long long wide(std::int64_t value) {
+  return static_cast<long long>(value);
+}
+
+// Text of the model for the terminal: lines stay, other control characters would steer it.
+std::string printable(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return (c < 0x20 && c != '\n') || c == 0x7F; }, '?');
+  return text;
+}
+
+}  // namespace
+
+std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                std::int64_t batches) {
+  const auto B = static_cast<std::uint64_t>(micro_batch);
+  const std::uint64_t whole = std::max<std::uint64_t>(1, data.windows() / B);
+  const std::uint64_t count = batches == 0 ? whole : std::min(static_cast<std::uint64_t>(batches), whole);
+  const auto T = static_cast<std::size_t>(data.seq_len());
+  MicroBatch batch{std::vector<std::int32_t>(B * T), std::vector<std::int32_t>(B * T)};
+  double sum = 0;
+  std::int64_t labels = 0;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    for (std::uint64_t b = 0; b < B; ++b) {
+      const std::uint64_t row = i * B + b;
+      const bool exists =
+          row < data.windows();  // fewer windows than one micro-batch: the other rows do not count
+      const std::uint64_t window = exists ? row * data.windows() / std::min(count * B, data.windows()) : 0;
+      const auto row_labels = std::span(batch.labels).subspan(b * T, T);
+      data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
+      if (!exists) std::fill(row_labels.begin(), row_labels.end(), kIgnoredLabel);
+    }
+    if (stop_signal() != 0) return std::nullopt;
+    std::int64_t counted = 0;
+    sum += model.evaluate(batch.view(), &counted);
+    labels += counted;
+  }
+  return sum / static_cast<double>(labels);
+}
+
+TrainLoop::TrainLoop(Parts parts, TrainState start)
+    : parts_(std::move(parts)),
+      state_(std::move(start)),
+      faults_(parse_faults(parts_.settings.debug_inject)),
+      start_time_(Clock::now()),
+      first_step_(state_.step + 1) {
+  arm_save_fault(faults_);
+}
+
+Exit TrainLoop::run() {
+  while (state_.step < parts_.settings.steps && !stop_requested()) {
+    Step step;
+    try {
+      step = train_step();
+    } catch (const Error& error) {
+      // Neither error touched the parameters: the steps so far need not be lost. After errors of the device
+      // or of memory nothing in the model can be trusted, and the last checkpoint stands.
+      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save(false);
+      throw;
+    }
+    after_step(step);
+  }
+  return finish();
+}
+
+TrainLoop::Step TrainLoop::train_step() {
+  Step step;
+  step.number = state_.step + 1;
+  inject_before_step(faults_, step.number);
+  const Clock::time_point begin = Clock::now();
+  // All of the step's data before any of its computation: an error of the data leaves the model as it was,
+  // and a step that is run again sees the same windows.
+  std::vector<MicroBatch> batches;
+  for (std::int64_t i = 0; i < parts_.settings.accumulation(); ++i) batches.push_back(parts_.data.next());
+
+  StepStatistics statistics = compute(step.number, batches);
+  step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
+  step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
+  step.gradient_norm = statistics.gradient_norm;
+  step.learning_rate = parts_.settings.learning_rate().at(step.number);
+  if (step.skipped) {
+    ++state_.skipped;
+  } else {
+    apply(step);
+  }
+  state_.step = step.number;
+  state_.windows = parts_.data.position();
+  state_.micro_steps += batches.size();
+  step.seconds = seconds_since(begin);
+  return step;
+}
+
+StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatch>& batches) {
+  std::int64_t labels = 0;
+  for (const MicroBatch& batch : batches) labels += static_cast<std::int64_t>(batch.labels.size());
+  parts_.model.zero_gradients();
+  std::uint64_t micro_step = state_.micro_steps;
+  for (const MicroBatch& batch : batches) {
+    parts_.model.forward(batch.view(), micro_step++, 1.0f / static_cast<float>(labels));
+    parts_.model.backward();
+  }
+  inject_gradient_fault(faults_, step, parts_.model);
+  return parts_.model.statistics();
+}
+
+// Called when loss or norm is not finite. True: the step was computed again and may be applied. False: it is
+// skipped.
+bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batches,
+                        StepStatistics& statistics) {
+  const std::string bad = first_bad_gradient(parts_.model);
+  const double loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
+  const std::string what = format("step %lld: loss %g, gradient norm %g, first bad gradient %s", wide(step),
+                                  loss, statistics.gradient_norm, bad.empty() ? "none" : bad.c_str());
+  parts_.log.write({{"type", "non_finite"},
+                    {"step", step},
+                    {"loss", loss},
+                    {"grad_norm", statistics.gradient_norm},
+                    {"tensor", bad},
+                    {"windows", {state_.windows, parts_.data.position()}}});
+  switch (on_non_finite_from_name(parts_.settings.on_nan)) {
+    case OnNonFinite::skip:
+      log_warning("%s: the update is skipped", what.c_str());
+      return false;
+    case OnNonFinite::rerun:
+      statistics = compute(step, batches);
+      if (is_finite(statistics)) {
+        ++state_.transient;
+        log_warning("%s: transient, the same step computed again is finite. Suspect the hardware",
+                    what.c_str());
+        return true;
+      }
+      [[fallthrough]];
+    case OnNonFinite::abort:
+      break;
+  }
+  fail(Exit::numeric, "%s. The parameters are those of step %lld. Lower --lr, or go on with --on-nan skip",
+       what.c_str(), wide(step - 1));
+}
+
+void TrainLoop::apply(const Step& step) {
+  const TrainSettings& settings = parts_.settings;
+  AdamWStep update;
+  update.step = state_.updates + 1;
+  update.learning_rate = static_cast<float>(step.learning_rate);
+  update.beta1 = static_cast<float>(settings.beta1);
+  update.beta2 = static_cast<float>(settings.beta2);
+  update.eps = static_cast<float>(settings.eps);
+  update.weight_decay = static_cast<float>(settings.weight_decay);
+  update.gradient_scale = clip_factor(step.gradient_norm, settings.grad_clip);
+  parts_.model.update(update);
+  ++state_.updates;
+  state_.loss = step.loss;
+  const std::optional<double> deviations = state_.spikes.observe(step.gradient_norm);
+  if (deviations && *deviations > kSpikeDeviations) {
+    log_warning("step %lld: the gradient norm %.3g is %.0f standard deviations above its mean",
+                wide(step.number), step.gradient_norm, *deviations);
+  }
+}
+
+bool TrainLoop::due(std::int64_t every) const {
+  return state_.step == parts_.settings.steps || (every > 0 && state_.step % every == 0);
+}
+
+bool TrainLoop::stop_requested() const {
+  const double limit = parts_.settings.max_minutes * 60;
+  return stop_signal() != 0 || (limit > 0 && seconds_since(start_time_) >= limit);
+}
+
+void TrainLoop::after_step(Step& step) {
+  const TrainSettings& settings = parts_.settings;
+  if (parts_.validation != nullptr && due(settings.val_every)) {
+    step.val_loss = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches);
+    if (step.val_loss) state_.val_loss = step.val_loss;
+  }
+  report(step);
+  if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0)
+    write_sample();
+  const bool last = state_.step == settings.steps;
+  if (!last && (take_save_request() || (settings.save_every > 0 && due(settings.save_every)))) save(false);
+}
+
+void TrainLoop::report(const Step& step) {
+  const TrainSettings& settings = parts_.settings;
+  const double tokens_per_s = static_cast<double>(settings.batch_tokens) / step.seconds;
+  Json record = {{"type", "step"},
+                 {"step", step.number},
+                 {"tokens", step.number * settings.batch_tokens},
+                 {"loss", step.loss},
+                 {"lr", step.learning_rate},
+                 {"grad_norm", step.gradient_norm},
+                 {"tokens_per_s", tokens_per_s},
+                 {"dt_ms", step.seconds * 1000},
+                 {"skipped", step.skipped}};
+  if (step.val_loss) record["val_loss"] = *step.val_loss;
+  parts_.log.write(std::move(record));
+
+  mean_step_seconds_ += (step.seconds - mean_step_seconds_) * (step.number == first_step_ ? 1.0 : 0.1);
+  const double left = static_cast<double>(settings.steps - step.number) * mean_step_seconds_;
+  const std::string line =
+      format("step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number),
+             wide(settings.steps), step.loss, step.learning_rate, step.gradient_norm, tokens_per_s,
+             human_seconds(left).c_str(), step.val_loss ? format("  val %.4f", *step.val_loss).c_str() : "",
+             step.skipped ? "  skipped" : "");
+  // All steps of a short run, about sixty lines of a long one, and a sign of life every quarter of a minute.
+  const std::int64_t interval = std::max<std::int64_t>(1, settings.steps / 60);
+  const bool print = step.val_loss || step.skipped || step.number == first_step_ || due(interval) ||
+                     seconds_since(last_line_) > 15;
+  if (!print) return progress_.show(line);
+  log_info("%s", line.c_str());
+  last_line_ = Clock::now();
+}
+
+void TrainLoop::write_sample() {
+  try {
+    const std::string text = parts_.sample(state_.step);
+    log_info("sample: %s", printable(text).c_str());
+    parts_.log.write({{"type", "sample"}, {"step", state_.step}, {"text", text}});
+  } catch (const Error& error) {  // a look at the model must not end its training
+    log_warning("no sample: %s", error.what());
+  }
+}
+
+// A save that fails costs a warning, unless nothing comes after it.
+void TrainLoop::save(bool last) {
+  if (parts_.checkpoints.last_saved() == state_.step) return;
+  try {
+    const Clock::time_point begin = Clock::now();
+    const std::string path = parts_.checkpoints.save(state_, parts_.model);
+    log_info("saved %s (%.1f s)", escaped(path).c_str(), seconds_since(begin));
+    parts_.log.write({{"type", "save"}, {"step", state_.step}, {"seconds", seconds_since(begin)}});
+  } catch (const Error& error) {
+    if (last) fail(Exit::resources, "the last checkpoint could not be saved: %s", error.what());
+    log_warning("no checkpoint of step %lld: %s. Training goes on", wide(state_.step), error.what());
+  }
+}
+
+Exit TrainLoop::finish() {
+  progress_.clear();
+  save(true);
+  const TrainSettings& settings = parts_.settings;
+  const int signal = stop_signal();
+  const std::string path = parts_.checkpoints.last_path();
+  if (state_.step < settings.steps) {
+    log_info("stopped by %s after step %lld: the same command goes on from there",
+             signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
+  }
+  const auto loss_text = [](const std::optional<double>& loss) {
+    return loss ? format("%.4f", *loss) : "none";
+  };
+  write_stdout(format("step %lld  train loss %s  val loss %s  checkpoint %s\n", wide(state_.step),
+                      loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(),
+                      escaped(path, 4096).c_str()));
+  if (signal == 0) return Exit::ok;
+  return signal == SIGINT ? Exit::interrupted : Exit::terminated;
+}
+
+}  // namespace weft

@@ -1,0 +1,80 @@
+// The training loop: data, gradients, guard, update, reports, checkpoints. The same for every device and
+// model.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/checkpoint.h"
+#include "llmc/train/data_loader.h"
+#include "llmc/train/fault_injection.h"
+#include "llmc/train/run_log.h"
+
+namespace weft {
+
+// Sum of -log p over `batches` micro-batches of B windows (0: all, and at least one), spread evenly over the
+// dataset and the same at every call, divided by the labels counted. Empty if a signal came meanwhile.
+std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                std::int64_t batches);
+
+class TrainLoop {
+ public:
+  struct Parts {
+    const TrainSettings& settings;
+    TrainModel& model;
+    DataLoader& data;
+    CheckpointKeeper& checkpoints;
+    RunLog& log;
+    const TokenDataset* validation = nullptr;              // may be absent
+    std::function<std::string(std::int64_t step)> sample;  // may be empty
+  };
+
+  // Goes on from `start`, whose parameters and moments are in the model and at whose position the data
+  // stands.
+  TrainLoop(Parts parts, TrainState start);
+
+  // Steps until the last one, a signal or the time limit; saves; prints the result on stdout. Exit::ok, or
+  // the code of the signal. Throws Exit::numeric where the guard stops the run, Exit::resources if the last
+  // save fails, and what the data reports; before both numeric and data errors the state of the last good
+  // step is saved.
+  Exit run();
+  const TrainState& state() const { return state_; }
+
+ private:
+  struct Step {  // what the reports say of one step
+    std::int64_t number = 0;
+    double loss = 0, gradient_norm = 0, learning_rate = 0, seconds = 0;
+    bool skipped = false;
+    std::optional<double> val_loss;
+  };
+
+  Step train_step();
+  StepStatistics compute(std::int64_t step, const std::vector<MicroBatch>& batches);
+  bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);
+  void apply(const Step& step);
+  bool due(std::int64_t every) const;
+  bool stop_requested() const;
+  void after_step(Step& step);
+  void report(const Step& step);
+  void write_sample();
+  void save(bool last);
+  Exit finish();
+
+  Parts parts_;
+  TrainState state_;
+  FaultPlan faults_;
+  const std::chrono::steady_clock::time_point start_time_;
+  const std::int64_t first_step_;
+  std::chrono::steady_clock::time_point last_line_;
+  double mean_step_seconds_ = 0;  // exponentially weighted, for the time left
+  ProgressLine progress_;
+};
+
+}  // namespace weft

@@ -1,0 +1,213 @@
+#include "llmc/train/options.h"
+
+#include <limits>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/base/options.h"
+#include "llmc/model/config.h"
+#include "llmc/train/fault_injection.h"
+
+namespace weft {
+
+namespace {
+
+constexpr std::int64_t kMany = 1'000'000'000'000;  // no count on this command line is larger
+
+constexpr const char* kFooter =
+    "A run directory resumes by itself: the same command goes on from the newest\n"
+    "checkpoint that is whole. --steps may grow on the way; options that change the\n"
+    "numbers may not.\n"
+    "Signals: INT, TERM and HUP save and stop, a second INT or TERM stops at once,\n"
+    "USR1 saves and goes on.\n"
+    "Exit codes: 0 ok, 1 internal error or failed comparison, 2 usage, 3 bad input\n"
+    "file, 4 environment (GPU, run directory in use), 5 out of memory or disk, 6 loss\n"
+    "or gradient not finite, 130 and 143 stopped by a signal after saving.\n"
+    "\n"
+    "Example:\n"
+    "  train_llama --config tiny --train 'data/stories/train_*.bin' \\\n"
+    "              --val 'data/stories/val_*.bin' --out runs/first";
+
+void add_model_and_data(OptionTable& table, TrainSettings& s) {
+  table.group("Model");
+  table.text("config", s.config, "NAME",
+             "train from scratch: tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b, "
+             "llama3.2-3b or llama3.1-8b");
+  table.text("model", s.model, "FILE", "or go on from the weights of a model file");
+  table.choice("norm", s.norm, {"rmsnorm", "layernorm"}, "kind of normalisation, with --config");
+  table.group("Data and output");
+  table.text("train", s.train, "GLOB", "token shards to train on (quote the pattern)");
+  table.text("val", s.val, "GLOB", "token shards to measure on");
+  table.text("tokenizer", s.tokenizer, "FILE",
+             "tokenizer.json of the shards; default: that of --model, else "
+             "tokenizer.json beside the training shards");
+  table.text("out", s.out, "DIR", "run directory: log and checkpoints");
+  table.choice(
+      "resume", s.resume, {"auto", "must", "never"},
+      "auto goes on from the newest whole checkpoint, must insists on the newest, never refuses a used "
+      "directory");
+  table.integer("save-every", s.save_every, 0, kMany, "steps between checkpoints; 0 saves only at the end");
+  table.integer("keep", s.keep, 2, 1'000'000, "checkpoints to keep");
+}
+
+void add_optimization(OptionTable& table, TrainSettings& s) {
+  table.group("Optimisation");
+  table.integer("steps", s.steps, 1, kMany, "optimizer steps of the whole run");
+  table.integer("micro-batch", s.micro_batch, 1, 1'000'000, "sequences computed at once");
+  table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
+  table.integer(
+      "batch-tokens", s.batch_tokens, 0, kMany,
+      "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch");
+  table.number("lr", s.lr, 0, 10, "peak learning rate");
+  table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
+  table.integer("warmup-steps", s.warmup_steps, 0, kMany, "steps of linear warm-up");
+  table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
+  table.number("wsd-decay-fraction", s.wsd_decay_fraction, 0, 1, "share of all steps that decays, with wsd");
+  table.number("weight-decay", s.weight_decay, 0, 10, "AdamW decay of the matrices");
+  table.number("beta1", s.beta1, 0, 0.9999999, "AdamW");
+  table.number("beta2", s.beta2, 0, 0.9999999, "AdamW");
+  table.number("eps", s.eps, 1e-20, 1, "AdamW");
+  table.number("grad-clip", s.grad_clip, 0, 1e9, "largest gradient norm; 0: no clipping");
+  table.number("dropout", s.dropout, 0, 0.99, "probability, on each branch before it joins the residual");
+  table.integer("seed", s.seed, 0, std::numeric_limits<std::int64_t>::max(),
+                "of initialisation, data order, dropout and samples");
+}
+
+void add_execution(OptionTable& table, TrainSettings& s) {
+  table.group("Execution");
+  table.choice("device", s.device, {"auto", "cuda", "cpu"}, "auto takes the GPU where there is one");
+  table.choice("precision", s.precision, {"auto", "bf16", "fp32"}, "auto: bf16 on a GPU, fp32 on the CPU");
+  table.choice("recompute", s.recompute, {"none", "norm", "block"},
+               "activations computed twice to save memory");
+  table.number("max-minutes", s.max_minutes, 0, 1e7, "save and stop after this time; 0: no limit");
+  table.choice("on-nan", s.on_nan, on_non_finite_names(),
+               "when a loss or gradient is not finite: abort, skip the step, or rerun it once");
+  table.repeated("debug-inject", s.debug_inject, "SPEC", fault_help());
+}
+
+void add_reports(OptionTable& table, TrainSettings& s) {
+  table.group("Reports");
+  table.integer("val-every", s.val_every, 0, kMany,
+                "steps between measurements on --val; 0: only at the end");
+  table.integer("val-batches", s.val_batches, 0, kMany, "micro-batches of a measurement; 0: all of --val");
+  table.integer("sample-every", s.sample_every, 0, kMany, "steps between generated samples; 0: none");
+  table.text("sample-prompt", s.sample_prompt, "TEXT", "what a sample begins with");
+  table.integer("sample-tokens", s.sample_tokens, 1, 1'000'000, "tokens of a sample");
+  table.number("temperature", s.temperature, 0, 100, "of the samples; 0: the likeliest token");
+  table.text("compare", s.compare, "FILE", "check --model against a reference dump instead of training");
+  table.flag("dry-run", s.dry_run, "check settings, files and memory, and stop");
+  table.flag("print-config", s.print_config, "print settings and model as JSON, and stop");
+  table.choice("color", s.color, {"auto", "always", "never"}, "coloured messages");
+}
+
+void check_batch(TrainSettings& s) {
+  const std::int64_t micro_tokens = s.micro_batch * s.seq_len;  // bounded by the table: below 2^44
+  if (s.batch_tokens == 0) s.batch_tokens = micro_tokens;
+  if (s.batch_tokens % micro_tokens != 0) {
+    fail(Exit::usage, "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld",
+         static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens));
+  }
+}
+
+void check_schedule(const TrainSettings& s, bool warmup_given) {
+  if (warmup_given && s.warmup_steps > s.steps) {
+    fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld",
+         static_cast<long long>(s.warmup_steps), static_cast<long long>(s.steps));
+  }
+  const Schedule schedule = s.learning_rate();
+  if (schedule.shape == ScheduleShape::wsd && s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
+    fail(Exit::usage, "--wsd-decay-fraction: %lld warm-up and %lld decay steps do not fit into --steps %lld",
+         static_cast<long long>(s.warmup_steps), static_cast<long long>(schedule.wsd_decay_steps()),
+         static_cast<long long>(s.steps));
+  }
+}
+
+void check_together(TrainSettings& s, const OptionTable& table) {
+  if (s.model.empty() == s.config.empty()) {
+    fail(Exit::usage, s.model.empty() ? "--config or --model: one of the two is needed, see --help"
+                                      : "--config and --model: only one of the two can be given");
+  }
+  if (!s.config.empty()) preset_config(s.config);  // refuses an unknown name
+  check_batch(s);
+  check_schedule(s, table.given("warmup-steps"));
+  parse_faults(s.debug_inject);
+  if (s.print_config || !s.compare.empty()) return;
+  if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");
+  if (s.out.empty() && !s.dry_run) fail(Exit::usage, "--out: needed, the directory for log and checkpoints");
+}
+
+void apply_color(const std::string& mode) {
+  set_color_mode(mode == "always"  ? ColorMode::always
+                 : mode == "never" ? ColorMode::never
+                                   : ColorMode::automatic);
+}
+
+}  // namespace
+
+Schedule TrainSettings::learning_rate() const {
+  Schedule result;
+  result.shape = schedule_from_name(schedule);
+  result.peak = lr;
+  result.min_ratio = min_lr_ratio;
+  result.warmup_steps = warmup_steps;
+  result.steps = steps;
+  result.wsd_decay_fraction = wsd_decay_fraction;
+  return result;
+}
+
+TrainOptions TrainSettings::model_options() const {
+  TrainOptions options;
+  options.micro_batch = micro_batch;
+  options.seq_len = seq_len;
+  options.precision = precision == "bf16" ? Precision::bf16 : Precision::fp32;
+  options.recompute = recompute == "block"  ? Recompute::block
+                      : recompute == "norm" ? Recompute::norm
+                                            : Recompute::none;
+  options.dropout = static_cast<float>(dropout);
+  options.seed = static_cast<std::uint64_t>(seed);
+  return options;
+}
+
+ResumeMode TrainSettings::resume_mode() const {
+  return resume == "must" ? ResumeMode::must : resume == "never" ? ResumeMode::never : ResumeMode::automatic;
+}
+
+Json TrainSettings::numeric_settings() const {
+  Json fields = {{"micro-batch", micro_batch},
+                 {"seq-len", seq_len},
+                 {"batch-tokens", batch_tokens},
+                 {"lr", lr},
+                 {"min-lr-ratio", min_lr_ratio},
+                 {"warmup-steps", warmup_steps},
+                 {"schedule", schedule},
+                 {"weight-decay", weight_decay},
+                 {"beta1", beta1},
+                 {"beta2", beta2},
+                 {"eps", eps},
+                 {"grad-clip", grad_clip},
+                 {"dropout", dropout},
+                 {"seed", seed},
+                 {"precision", precision}};
+  if (schedule == "wsd") fields["wsd-decay-fraction"] = wsd_decay_fraction;
+  return fields;
+}
+
+std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv,
+                                                 const std::string& version) {
+  TrainSettings settings;
+  OptionTable table("train_llama", "Trains a Llama model on token shards.");
+  table.version(version);
+  table.footer(kFooter);
+  add_model_and_data(table, settings);
+  add_optimization(table, settings);
+  add_execution(table, settings);
+  add_reports(table, settings);
+  if (table.parse(argc, argv) == OptionTable::Outcome::exit_ok) return std::nullopt;
+  apply_color(settings.color);
+  settings.norm_given = table.given("norm");
+  check_together(settings, table);
+  settings.effective = table.effective();
+  return settings;
+}
+
+}  // namespace weft

@@ -1,0 +1,68 @@
+// The command line of train_llama.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/base/json.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/guard.h"
+#include "llmc/train/schedule.h"
+
+namespace weft {
+
+enum class ResumeMode { automatic, must, never };
+
+// One field an option, with its default; the names and meanings are those of --help. Sizes of zero mean "not
+// given".
+struct TrainSettings {
+  std::string model, config, norm = "rmsnorm";
+  std::string train, val, tokenizer;
+  std::string out, resume = "auto";
+  std::int64_t save_every = 100, keep = 2;
+
+  std::int64_t steps = 300, micro_batch = 8, seq_len = 256, batch_tokens = 0;
+  double lr = 2e-3, min_lr_ratio = 0.1;
+  std::int64_t warmup_steps = 20;
+  std::string schedule = "cosine";
+  double wsd_decay_fraction = 0.2;
+  double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;
+  double dropout = 0;
+  std::int64_t seed = 1;
+
+  std::string device = "auto", precision = "auto", recompute = "none";
+  double max_minutes = 0;
+  std::string on_nan = "abort";
+  std::vector<std::string> debug_inject;
+
+  std::int64_t val_every = 50, val_batches = 8;
+  std::int64_t sample_every = 100, sample_tokens = 64;
+  std::string sample_prompt = "Once upon a time";
+  double temperature = 0.8;
+
+  std::string compare;
+  bool dry_run = false, print_config = false;
+  std::string color = "auto";
+
+  bool norm_given = false;
+  std::vector<std::pair<std::string, std::string>> effective;  // every option as text, for the start-up table
+
+  // Micro-batches of one step.
+  std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }
+  Schedule learning_rate() const;
+  TrainOptions model_options() const;
+  ResumeMode resume_mode() const;
+  // The fields that decide the numbers of a run, by option name: what a checkpoint must agree with. --steps
+  // is not among them, so that a run can be prolonged.
+  Json numeric_settings() const;
+};
+
+// Empty: --help or --version was printed. What no single value can show (missing or conflicting options, a
+// batch that does not divide) is checked here too: Exit::usage.
+std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv,
+                                                 const std::string& version);
+
+}  // namespace weft

@@ -1,0 +1,101 @@
+#include "llmc/train/report.h"
+
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+namespace {
+
+std::uint64_t total_bytes(const std::vector<MemoryLine>& memory) {
+  std::uint64_t total = 0;
+  for (const MemoryLine& line : memory) total += line.bytes;
+  return total;
+}
+
+Json host_facts() {
+  utsname system{};
+  ::uname(&system);
+  return {{"name", system.nodename},
+          {"system", std::string(system.sysname) + " " + system.release},
+          {"machine", system.machine},
+          {"cpus", ::sysconf(_SC_NPROCESSORS_ONLN)},
+          {"memory_bytes", available_host_memory()}};
+}
+
+std::string data_line(const char* name, const TokenDataset& data) {
+  return format("  %s: %zu shards, %.2f M tokens, %llu windows of %lld", name, data.shards().size(),
+                static_cast<double>(data.tokens()) / 1e6, static_cast<unsigned long long>(data.windows()),
+                static_cast<long long>(data.seq_len()));
+}
+
+std::vector<std::string> settings_table(const TrainSettings& settings) {
+  std::vector<std::string> lines;
+  for (const auto& [name, value] : settings.effective) {
+    if (!value.empty() && value != "[]") lines.push_back(format("  %-20s %s", name.c_str(), value.c_str()));
+  }
+  return lines;
+}
+
+// The part that no option shows: what a step costs and how much of the data the run sees.
+std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& inputs) {
+  const double all_tokens = static_cast<double>(s.steps) * static_cast<double>(s.batch_tokens);
+  std::vector<std::string> lines;
+  lines.push_back(
+      format("  a step: %lld tokens = %lld x %lld, accumulated %lld times; the run: %.2f M tokens",
+             static_cast<long long>(s.batch_tokens), static_cast<long long>(s.micro_batch),
+             static_cast<long long>(s.seq_len), static_cast<long long>(s.accumulation()), all_tokens / 1e6));
+  if (!inputs.train) return lines;
+  const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
+  lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch));
+  if (inputs.val) lines.push_back(data_line("val", *inputs.val));
+  return lines;
+}
+
+}  // namespace
+
+std::vector<std::string> start_report(const TrainSettings& settings, const TrainInputs& inputs,
+                                      const std::vector<MemoryLine>& memory) {
+  std::vector<std::string> lines = {"settings"};
+  const auto append = [&lines](const std::vector<std::string>& more) {
+    lines.insert(lines.end(), more.begin(), more.end());
+  };
+  append(settings_table(settings));
+  const ModelConfig& model = inputs.config;
+  lines.push_back(format("model: %lld layers of %lld, %lld heads on %lld, vocabulary %lld, %.2f M parameters",
+                         static_cast<long long>(model.num_layers), static_cast<long long>(model.hidden_size),
+                         static_cast<long long>(model.num_heads), static_cast<long long>(model.num_kv_heads),
+                         static_cast<long long>(model.vocab_size),
+                         static_cast<double>(TensorTable(model).parameters()) / 1e6));
+  lines.push_back("data");
+  append(plan_lines(settings, inputs));
+  lines.push_back(format("memory on %s", settings.device.c_str()));
+  append(memory_table(memory));
+  return lines;
+}
+
+Json config_record(const TrainSettings& settings, const ModelConfig& model) {
+  Json options = Json::object();
+  for (const auto& [name, value] : settings.effective) options[name] = value;
+  return {{"settings", options}, {"model", config_to_json(model)}};
+}
+
+Json header_record(const TrainSettings& settings, const TrainInputs& inputs,
+                   const std::vector<MemoryLine>& memory, const std::string& version) {
+  Json record = config_record(settings, inputs.config);
+  record["type"] = "header";
+  record["version"] = version;
+  record["device"] = settings.device;
+  record["parameters"] = TensorTable(inputs.config).parameters();
+  record["tokens_per_step"] = settings.batch_tokens;
+  record["memory_bytes"] = total_bytes(memory);
+  record["host"] = host_facts();
+  if (inputs.train) record["train"] = inputs.train->fingerprint();
+  if (inputs.val) record["val"] = inputs.val->fingerprint();
+  return record;
+}
+
+}  // namespace weft

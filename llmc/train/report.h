@@ -1,0 +1,27 @@
+// What a run says of itself before it starts: settings, data, memory; for people, for log.jsonl and for
+// config.json.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/base/json.h"
+#include "llmc/train/inputs.h"
+#include "llmc/train/options.h"
+
+namespace weft {
+
+// Every effective setting, the model, the data and the memory plan, one line a string.
+std::vector<std::string> start_report(const TrainSettings& settings, const TrainInputs& inputs,
+                                      const std::vector<MemoryLine>& memory);
+
+// {"settings", "model"}: --print-config.
+Json config_record(const TrainSettings& settings, const ModelConfig& model);
+
+// The header of log.jsonl and the content of config.json: config_record() and version, device, data, memory
+// and host.
+Json header_record(const TrainSettings& settings, const TrainInputs& inputs,
+                   const std::vector<MemoryLine>& memory, const std::string& version);
+
+}  // namespace weft

@@ -1,0 +1,39 @@
+// log.jsonl, the record of a run that other tools read: one JSON object a line, written as soon as it is
+// known.
+//
+//   {"type": "header", ...}  settings, model, version, host: once per start
+//   {"type": "resume", "step": N, ...}  what follows replaces earlier records of steps above N
+//   {"type": "step", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "dt_ms", "skipped", "time",
+//   ...}
+//            with "val_loss" where it was measured; a number that is not finite is null
+//   {"type": "sample", "step", "text"}, {"type": "save", "step", ...}, {"type": "non_finite", "step", ...}
+//
+// Numbers keep every bit: reading one back gives the same double.
+#pragma once
+
+#include <string>
+
+#include "llmc/base/json.h"
+
+namespace weft {
+
+class RunLog {
+ public:
+  // Appends to `path`; a last line that a killed run left unfinished is closed first. A log that cannot be
+  // opened or written is one warning, and the run goes on without it.
+  explicit RunLog(const std::string& path);
+  ~RunLog();
+  RunLog(const RunLog&) = delete;
+  RunLog& operator=(const RunLog&) = delete;
+
+  // Adds "time", seconds since 1970.
+  void write(Json record);
+
+ private:
+  void give_up(const char* action);
+
+  std::string path_;
+  int fd_ = -1;
+};
+
+}  // namespace weft
