@@ -1,0 +1,548 @@
+#!/usr/bin/env python3
+"""Writes what PyTorch computes for a Hugging Face model as a reference dump, for --compare and the tests.
+
+    python3 scripts/dump_reference.py models/pythia-160m -o pythia.dump.bin --prompt "Once upon a time" --greedy 32
+    python3 scripts/dump_reference.py models/tiny-llama -o llama.dump.bin --random 2,48 --backward --adamw-steps 10
+
+The tensors are those of doc/tensor_file.md, "Reference dumps". Eager attention, fp32 on the CPU, deterministic, unless
+asked otherwise. Queries and keys after RoPE and the attention are computed a second time from their definition, and the
+dump is refused where the two differ. --greedy stops after an end-of-text id, which is the last one written, and never
+takes an id that the tokenizer does not have. Needs torch and transformers (4.40 or newer). Exit codes: 2 usage, 3 bad
+input, 4 torch or transformers missing, 5 disk or memory full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cli
+from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
+from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint
+from tensor_file import Writer, escaped
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED_LABEL = -100
+DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+TORCH_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "losses": ("adamw.losses",), "adamw": ("adamw.",),
+          "greedy": ("greedy.",)}
+# How far a value may lie from its recomputation, relative to the largest of the tensor.
+RECOMPUTE_TOLERANCE = {"f32": 2e-5, "bf16": 4 * 2.0**-7, "f16": 4 * 2.0**-10}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Hyperparameters of the optimizer steps; decay is for matrices alone, the clip for the global norm."""
+
+    steps: int
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compute: ids and labels are [B, T]; greedy_prompt None takes the first row."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    dtype: str = "f32"
+    half_dtype: str | None = None
+    backward: bool = False
+    adamw: AdamW | None = None
+    greedy: int = 0
+    greedy_prompt: np.ndarray | None = None
+    device: str = "cpu"
+
+
+# ---- the model under the hooks ---------------------------------------------------------------------------------------
+
+
+def libraries() -> tuple[Any, Any]:
+    """torch and transformers; FileError ENVIRONMENT where they are missing."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return importlib.import_module("torch"), importlib.import_module("transformers")
+    except ImportError as error:
+        raise FileError(ENVIRONMENT, f"{shown(error.name or 'torch')}: not installed. Reference dumps need torch and "
+                        "transformers: python3 -m pip install torch transformers") from None
+
+
+def load_model(directory: Path, dtype: str, device: str) -> torch.nn.Module:
+    """The model in `dtype` with its RoPE frequencies left in fp32, which .to(dtype) would round."""
+    torch, transformers = libraries()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.use_deterministic_algorithms(True)
+    key = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(directory), attn_implementation="eager", local_files_only=True, **{key: getattr(torch, TORCH_DTYPES[dtype])})
+    return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules that are listened to, by their role."""
+
+    embedding: torch.nn.Module
+    layers: list[torch.nn.Module]
+    final_norm: torch.nn.Module
+    attention: Callable[[torch.nn.Module], torch.nn.Module]
+    output_projection: Callable[[torch.nn.Module], torch.nn.Module]
+    down_projection: Callable[[torch.nn.Module], torch.nn.Module]
+
+
+def parts_of(model: torch.nn.Module, family: str) -> Parts:
+    if family == LLAMA:
+        base = model.model
+        return Parts(base.embed_tokens, list(base.layers), base.norm, lambda layer: layer.self_attn,
+                     lambda layer: layer.self_attn.o_proj, lambda layer: layer.mlp.down_proj)
+    base = model.gpt_neox
+    return Parts(base.embed_in, list(base.layers), base.final_layer_norm, lambda layer: layer.attention,
+                 lambda layer: layer.attention.dense, lambda layer: layer.mlp.dense_4h_to_h)
+
+
+class Recorder:
+    """Listens to one forward pass. `values` has the activations by the names of a dump without 'act.', in fp32."""
+
+    def __init__(self, model: torch.nn.Module, description: Model):
+        self.model, self.description = model, description
+        self.parts = parts_of(model, description.family)
+        self.values: dict[str, torch.Tensor] = {}
+        self.projected: dict[str, torch.Tensor] = {}  # q and k before RoPE
+        self.layer = -1
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        module = sys.modules[type(self.model).__module__]
+        rotate = module.apply_rotary_pos_emb
+
+        def rotate_and_keep(*arguments: Any, **options: Any) -> Any:
+            q, k = rotate(*arguments, **options)
+            self._keep_rotated("q", q)
+            self._keep_rotated("k", k)
+            return q, k
+
+        module.apply_rotary_pos_emb = rotate_and_keep
+        self._attach()
+        try:
+            yield
+        finally:
+            module.apply_rotary_pos_emb = rotate
+            for handle in self._handles:
+                handle.remove()
+
+    def _attach(self) -> None:
+        self._output(self.parts.embedding, "embedding")
+        for number, layer in enumerate(self.parts.layers):
+            prefix = f"layers.{number}."
+            self._handles.append(layer.register_forward_pre_hook(lambda *_, n=number: setattr(self, "layer", n)))
+            self._output(layer.input_layernorm, prefix + "input_norm")
+            self._output(layer.post_attention_layernorm, prefix + "post_attention_norm")
+            self._projections(self.parts.attention(layer), prefix)
+            self._input(self.parts.output_projection(layer), prefix + "attention")
+            self._input(self.parts.down_projection(layer), prefix + "mlp_product")
+            self._output(layer, prefix + "residual")
+        self._output(self.parts.final_norm, "final_norm")
+
+    def _keep(self, name: str, value: torch.Tensor) -> None:
+        self.values[name] = value.detach().float().clone()
+
+    def _output(self, module: torch.nn.Module, name: str) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            self._keep(name, output[0] if isinstance(output, tuple) else output)
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _input(self, module: torch.nn.Module, name: str) -> None:
+        self._handles.append(module.register_forward_pre_hook(lambda _module, inputs: self._keep(name, inputs[0])))
+
+    def _projections(self, attention: torch.nn.Module, prefix: str) -> None:
+        """q, k and v as projected, [B, T, heads, HS]."""
+        head_dim = self.description.head_dim
+
+        def split(name: str) -> Callable[..., None]:
+            def hook(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+                self._keep_projected(prefix, name, output.unflatten(-1, (-1, head_dim)))
+
+            return hook
+
+        def split_fused(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+            fused = output.unflatten(-1, (-1, 3, head_dim))  # rows are [head][q, k, v][head_dim]
+            for index, name in enumerate("qkv"):
+                self._keep_projected(prefix, name, fused[..., index, :])
+
+        if self.description.family == LLAMA:
+            for name in "qkv":
+                projection = getattr(attention, f"{name}_proj")
+                self._handles.append(projection.register_forward_hook(split(name)))
+        else:
+            self._handles.append(attention.query_key_value.register_forward_hook(split_fused))
+
+    def _keep_projected(self, prefix: str, name: str, value: torch.Tensor) -> None:
+        target = self.values if name == "v" else self.projected
+        target[prefix + name] = value.detach().float().clone()
+
+    def _keep_rotated(self, name: str, value: torch.Tensor) -> None:
+        """Older transformers rotate only the first dimensions here: the rest of the head is as projected."""
+        name = f"layers.{self.layer}.{name}"
+        rotated = value.detach().float().transpose(1, 2)  # [B, T, heads, dims]
+        rest = self.projected[name][..., rotated.shape[-1]:]
+        self.values[name] = libraries()[0].cat([rotated, rest], dim=-1).contiguous()
+
+
+# ---- the same by definition ------------------------------------------------------------------------------------------
+
+
+def inverse_frequencies(rope: Rope) -> torch.Tensor:
+    """theta^(-2i/rotary_dim), then the llama3 scaling by wavelength; fp32 [rotary_dim/2]."""
+    torch, _ = libraries()
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.type == "standard":
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor)
+    smooth = smooth.clamp(0, 1)  # 0: divided by the factor, 1: kept
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def rotate(values: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """RoPE in the half-split pairing on [B, T, heads, HS]: dimension i turns with i + rotary_dim/2."""
+    torch, _ = libraries()
+    half = rope.rotary_dim // 2
+    angles = torch.arange(values.shape[1], dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+    cos, sin = angles.cos()[:, None].to(values.device), angles.sin()[:, None].to(values.device)
+    a, b, rest = values[..., :half], values[..., half:2 * half], values[..., 2 * half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention; q [B, T, NH, HS], k and v [B, T, NKV, HS]; result [B, T, NH * HS]."""
+    torch, _ = libraries()
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    return torch.einsum("bhts,bshd->bthd", weights, v).flatten(2)
+
+
+def check_recomputed(recorder: Recorder, dtype: str) -> None:
+    """Refuses a recording whose q, k or attention is not what their definition gives."""
+    values, rope = recorder.values, recorder.description.rope
+    for number in range(recorder.description.num_layers):
+        prefix = f"layers.{number}."
+        for name in "qk":
+            check_close(prefix + name, values[prefix + name], rotate(recorder.projected[prefix + name], rope), dtype)
+        attention = attend(values[prefix + "q"], values[prefix + "k"], values[prefix + "v"])
+        check_close(prefix + "attention", values[prefix + "attention"], attention, dtype)
+
+
+def check_close(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
+    error = float((got - expected).abs().max())
+    scale = float(expected.abs().max())
+    if got.shape != expected.shape or not error <= RECOMPUTE_TOLERANCE[dtype] * scale:
+        raise FileError(INTERNAL, f"{name}: transformers gives another result than the definition: {error:g} apart at a "
+                        f"scale of {scale:g}. This version of transformers may compute something else")
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over counted labels, in fp32. The labels are shifted already."""
+    torch, _ = libraries()
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def activations(directory: Path, description: Model, request: Request, dtype: str) -> dict[str, torch.Tensor]:
+    """Every activation of one forward pass, and "logits"."""
+    torch, _ = libraries()
+    model = load_model(directory, dtype, request.device)
+    recorder = Recorder(model, description)
+    with torch.no_grad(), recorder.listening():
+        logits = model(torch.from_numpy(request.ids).long().to(request.device), use_cache=False).logits
+    check_recomputed(recorder, dtype)
+    recorder.values["logits"] = logits.detach().float().clone()
+    return recorder.values
+
+
+def named_parameters(model: torch.nn.Module, description: Model) -> dict[str, torch.nn.Parameter]:
+    """Parameters by the names of the checkpoint, in storage order; a tied head is not named."""
+    parameters = dict(model.named_parameters())
+    if "embed_out.weight" not in parameters and description.family != LLAMA:
+        parameters["embed_out.weight"] = parameters.pop("lm_head.weight")  # its name in newer transformers
+    return {name: parameters[name] for name in expected_tensors(description)}
+
+
+def loss_of(model: torch.nn.Module, request: Request) -> torch.Tensor:
+    torch, _ = libraries()
+    ids = torch.from_numpy(request.ids).long().to(request.device)
+    labels = torch.from_numpy(request.labels).long().to(request.device)
+    return cross_entropy(model(ids, use_cache=False).logits, labels)
+
+
+def gradients(directory: Path, description: Model, request: Request) -> dict[str, torch.Tensor]:
+    model = load_model(directory, request.dtype, request.device)
+    loss_of(model, request).backward()
+    return {name: parameter.grad.float() for name, parameter in named_parameters(model, description).items()}
+
+
+def optimizer_steps(directory: Path, description: Model, request: Request) -> tuple[list[float],
+                                                                                    dict[str, torch.Tensor]]:
+    """The loss before each step on the same batch, and the parameters after the last."""
+    torch, _ = libraries()
+    settings = request.adamw
+    model = load_model(directory, "f32", request.device)
+    parameters = named_parameters(model, description)
+    matrices = [value for value in parameters.values() if value.ndim >= 2]
+    vectors = [value for value in parameters.values() if value.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.eps, foreach=False)
+    losses = []
+    for _ in range(settings.steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, request)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), settings.grad_clip, foreach=False)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach() for name, value in parameters.items()}
+
+
+def greedy(directory: Path, description: Model, request: Request) -> tuple[np.ndarray, float]:
+    """The continuation at temperature 0, and the smallest lead of a chosen id over the next best.
+
+    The whole text goes through the model for every id: slow, and free of the caches that it is to check.
+    """
+    torch, _ = libraries()
+    model = load_model(directory, request.dtype, request.device)
+    prompt = request.ids[0] if request.greedy_prompt is None else request.greedy_prompt
+    ids, lead = [int(value) for value in prompt], math.inf
+    for _ in range(request.greedy):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids], device=request.device), use_cache=False).logits[0, -1].float()
+        best = logits[:description.tokenizer_vocab].topk(min(2, description.tokenizer_vocab))
+        lead = min(lead, float(best.values[0] - best.values[-1]))
+        ids.append(int(best.indices[0]))
+        if ids[-1] in description.eos_ids:
+            break
+    return np.array(ids[len(prompt):], dtype=np.int32), lead
+
+
+# ---- the dump --------------------------------------------------------------------------------------------------------
+
+
+def compute(directory: Path, description: Model, request: Request) -> dict[str, np.ndarray]:
+    """Every tensor of the dump by name, in the order of doc/tensor_file.md."""
+    torch, _ = libraries()
+    tensors: dict[str, Any] = {"input_ids": request.ids, "labels": request.labels}
+    values = activations(directory, description, request, request.dtype)
+    tensors |= {f"act.{name}": values[name] for name in activation_names(description)}
+    if (request.labels != IGNORED_LABEL).any():
+        tensors["loss"] = cross_entropy(values["logits"], torch.from_numpy(request.labels).long().to(request.device))
+    if request.backward:
+        tensors |= {f"grad.{name}": value for name, value in gradients(directory, description, request).items()}
+    if request.adamw:
+        losses, parameters = optimizer_steps(directory, description, request)
+        tensors["adamw.losses"] = np.array(losses, dtype=np.float32)
+        tensors |= {f"adamw.param.{name}": value for name, value in parameters.items()}
+    if request.greedy:
+        prompt = request.ids[0] if request.greedy_prompt is None else request.greedy_prompt
+        tensors |= {"greedy.prompt_ids": prompt, "greedy.ids": greedy(directory, description, request)[0]}
+    if request.half_dtype:
+        values = activations(directory, description, request, request.half_dtype)
+        tensors |= {f"act16.{name}": values[name] for name in activation_names(description)}
+    return {name: value if isinstance(value, np.ndarray) else value.detach().cpu().float().numpy()
+            for name, value in tensors.items()}
+
+
+def activation_names(description: Model) -> list[str]:
+    """The activations of a dump, in order, without 'act.'."""
+    of_layer = ("input_norm", "q", "k", "v", "attention", "post_attention_norm", "mlp_product", "residual")
+    layers = [f"layers.{number}.{name}" for number in range(description.num_layers) for name in of_layer]
+    return ["embedding", *layers, "final_norm", "logits"]
+
+
+def model_sha256(directory: Path) -> str:
+    """Of the weight files' bytes, one after the other in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 24):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Request, keep: Callable[[str], bool]) -> None:
+    """Computes and writes the dump; `keep` says which tensors, beside ids, labels and loss, are written."""
+    torch, transformers = libraries()
+    tensors = {name: value for name, value in compute(directory, checkpoint.model, request).items() if keep(name)}
+    dump = {"torch": torch.__version__, "transformers": transformers.__version__, "dtype": request.dtype,
+            "model_sha256": model_sha256(directory)}
+    if request.adamw:
+        dump["adamw"] = vars(request.adamw)
+    if request.half_dtype:
+        dump["act16_dtype"] = request.half_dtype
+    with Writer(path, "reference dump", {"model": checkpoint.model.to_json(), "dump": dump}) as writer:
+        for name, value in tensors.items():
+            writer.declare(name, "i32" if value.dtype == np.int32 else "f32", value.shape)
+        for name, value in tensors.items():
+            writer.write(name, value)
+
+
+def selection(groups: list[str] | None, layers: list[int] | None) -> Callable[[str], bool]:
+    """Which tensors are written: those of `groups` (None: all), and of the layers' activations those of `layers`."""
+    def keep(name: str) -> bool:
+        optional = any(name.startswith(prefixes) for prefixes in GROUPS.values())
+        if optional and groups is not None and not any(name.startswith(GROUPS[group]) for group in groups):
+            return False
+        parts = name.split(".")
+        of_layer = parts[0] in ("act", "act16") and parts[1] == "layers"
+        return not of_layer or layers is None or int(parts[2]) in layers
+
+    return keep
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def shifted_labels(ids: np.ndarray) -> np.ndarray:
+    """labels[b, t] = ids[b, t + 1]; nothing follows the last one."""
+    labels = np.full_like(ids, IGNORED_LABEL)
+    labels[:, :-1] = ids[:, 1:]
+    return labels
+
+
+def random_batch(model: Model, batch: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels [batch, length] of a seeded random text."""
+    text = np.random.default_rng(seed).integers(0, model.tokenizer_vocab, (batch, length + 1), dtype=np.int32)
+    return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+
+
+def encode(checkpoint: Checkpoint, prompt: str, directory: Path) -> np.ndarray:
+    """The prompt's ids [1, T], with the special tokens that the tokenizer's post-processor adds."""
+    if checkpoint.tokenizer is None:
+        bad_file(directory / "tokenizer.json", "", "no such file, but --prompt needs it", "Use --ids")
+    from tokenizers import Tokenizer
+
+    try:
+        ids = Tokenizer.from_str(checkpoint.tokenizer.decode("utf-8")).encode(prompt).ids
+    except Exception as error:  # the library raises plain Exception
+        bad_file(directory / "tokenizer.json", "", f"the tokenizers library refuses it: {escaped(str(error))[1:-1]}")
+    return np.array([ids], dtype=np.int32)
+
+
+def integers(low: int, count: int | None = None) -> Callable[[str], list[int]]:
+    """An argparse type: integers >= low, separated by commas; exactly `count` of them unless that is None."""
+    def convert(text: str) -> list[int]:
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or min(values) < low or max(values) >= 2**31 or (count or len(values)) != len(values):
+            raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {count or 'some'} integers from {low} on, "
+                                             "separated by commas")
+        return values
+
+    return convert
+
+
+def group_list(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in GROUPS:
+            raise argparse.ArgumentTypeError(f"got {shown(name)}, expected names of {', '.join(GROUPS)}")
+    return names
+
+
+def arguments() -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__, prog="dump_reference.py")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the dump to write")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--ids", type=integers(0), metavar="1,2,3", help="token ids of one text")
+    text.add_argument("--prompt", metavar="TEXT", help="a text, encoded with the model's tokenizer")
+    text.add_argument("--random", type=integers(1, 2), metavar="B,T", default=[2, 16], help="random ids (default 2,16)")
+    parser.add_argument("--seed", type=cli.number_in(0, 2**63 - 1, int), default=0, help="of --random (default 0)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="what PyTorch computes in (default fp32)")
+    parser.add_argument("--half-run", choices=("bf16", "fp16"), nargs="?", const="bf16",
+                        help="also write the activations of a 16-bit run (act16.*; default bf16)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backward", action="store_true", help="write the gradient of every parameter")
+    parser.add_argument("--adamw-steps", type=cli.number_in(0, 10_000, int), default=0, metavar="K",
+                        help="take K optimizer steps on the batch")
+    parser.add_argument("--lr", type=cli.number_in(0, 10), default=AdamW.learning_rate)
+    parser.add_argument("--beta1", type=cli.number_in(0, 0.999999), default=AdamW.beta1)
+    parser.add_argument("--beta2", type=cli.number_in(0, 0.999999), default=AdamW.beta2)
+    parser.add_argument("--eps", type=cli.number_in(1e-30, 1), default=AdamW.eps)
+    parser.add_argument("--weight-decay", type=cli.number_in(0, 10), default=AdamW.weight_decay)
+    parser.add_argument("--grad-clip", type=cli.number_in(1e-9, 1e9), default=AdamW.grad_clip)
+    parser.add_argument("--greedy", type=cli.number_in(0, 1 << 20, int), default=0, metavar="N",
+                        help="continue the first text by up to N ids at temperature 0")
+    parser.add_argument("--tensors", type=group_list, metavar="LIST",
+                        help=f"write only these groups, of {','.join(GROUPS)} (default: all that is computed)")
+    parser.add_argument("--act-layers", type=integers(0), metavar="LIST", help="write activations of these layers only")
+    return parser.parse_args()
+
+
+def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
+    model = checkpoint.model
+    if options.prompt is not None:
+        ids = encode(checkpoint, options.prompt, options.directory)
+    else:
+        ids = np.array([options.ids], dtype=np.int32) if options.ids else None
+    labels = shifted_labels(ids) if ids is not None else None
+    if ids is None:
+        ids, labels = random_batch(model, *options.random, options.seed)
+    if ids.size == 0:
+        raise FileError(USAGE, "--prompt: got a text without tokens, expected at least one")
+    if ids.max() >= model.vocab_size:
+        raise FileError(USAGE, f"--ids: got {ids.max()}, expected ids below vocab_size = {model.vocab_size}")
+    if ids.shape[1] + options.greedy > model.max_positions:
+        raise FileError(USAGE, f"--greedy: {ids.shape[1]} + {options.greedy} ids are more than the model's "
+                        f"{model.max_positions} positions")
+    if options.dtype != "fp32" and (options.adamw_steps or options.backward):
+        raise FileError(USAGE, f"--dtype: got {options.dtype}, expected fp32 with --backward and --adamw-steps")
+    if (options.adamw_steps or options.backward) and not (labels != IGNORED_LABEL).any():
+        raise FileError(USAGE, "--backward: the text has one id and so no label, expected at least two ids")
+    adamw = AdamW(options.adamw_steps, options.lr, options.beta1, options.beta2, options.eps, options.weight_decay,
+                  options.grad_clip) if options.adamw_steps else None
+    return Request(ids, labels, DTYPES[options.dtype], DTYPES.get(options.half_run), options.backward, adamw,
+                   options.greedy, device=options.device)
+
+
+def main() -> int:
+    options = arguments()
+    checkpoint = read_checkpoint(options.directory)
+    request = request_of(options, checkpoint)
+    write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
+    print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
+    program = "train_llama" if checkpoint.model.family == LLAMA else "infer_pythia"
+    print(f"next        ./{program} --model FILE --compare {escaped(str(options.output))}")
+    return cli.OK
+
+
+if __name__ == "__main__":
+    cli.run(main)

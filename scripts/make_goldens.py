@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Makes the golden models and dumps of test/fixtures/golden: what PyTorch computes for small random models.
+
+    python3 scripts/make_goldens.py
+
+For each case NAME.model.bin is the converted model and NAME.dump.bin the reference dump. Between them the cases cover
+head dimensions 32, 64, 80, 128 and 256, grouped heads, tied and untied embeddings, llama3 scaling, odd vocabularies,
+rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and 16-bit weights. Weights are
+drawn so that a mistake shows: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two trained
+models under models/ are made where those exist. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cli
+from cli import INTERNAL, FileError, Warnings
+from convert_hf import match_tensors, open_weights, write_model
+from dump_reference import (IGNORED_LABEL, AdamW, Request, encode, greedy, libraries, random_batch, selection,
+                            shifted_labels, write_dump)
+from hf_config import Checkpoint, read_checkpoint
+from tensor_file import escaped
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "test" / "fixtures" / "golden"
+OPTIMIZER = AdamW(steps=10, learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+# Greedy ids are only comparable where no two logits are close; seeds are tried until none are.
+LEAST_LEAD = 2e-3
+GREEDY_IDS = 20
+PADDED_ROWS = 15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random model. `config` are keys of transformers' configuration."""
+
+    name: str
+    family: str
+    config: dict[str, Any]
+    rope: dict[str, Any]
+    length: int                      # T
+    dtype: str = "float32"           # of the stored weights
+    seed: int = 0
+    groups: list[str] = field(default_factory=lambda: ["act", "grad", "losses", "adamw", "greedy"])
+    half: bool = False               # also record a bf16 run
+    tokenizer: bool = False          # with a byte tokenizer and PADDED_ROWS rows of padding
+
+
+def llama(name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, tied: bool,
+          theta: float, length: int, scaling: dict[str, Any] | None = None, layers: int = 2, eps: float = 1e-5,
+          **options: Any) -> Case:
+    config = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+              "head_dim": head_dim, "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied,
+              "num_hidden_layers": layers, "rms_norm_eps": eps, "max_position_embeddings": 96}
+    return Case(f"llama-{name}", "llama", config, (scaling or {"rope_type": "default"}) | {"rope_theta": theta}, length,
+                **options)
+
+
+def neox(name: str, hidden: int, heads: int, ffn: int, vocab: int, rotary: float, parallel: bool, bias: bool,
+         theta: float, length: int, layers: int = 2, eps: float = 1e-5, **options: Any) -> Case:
+    config = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "vocab_size": vocab,
+              "use_parallel_residual": parallel, "attention_bias": bias, "num_hidden_layers": layers,
+              "layer_norm_eps": eps, "max_position_embeddings": 96, "hidden_act": "gelu", "tie_word_embeddings": False}
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary}
+    return Case(f"neox-{name}", "gpt_neox", config, rope, length, **options)
+
+
+NO_PARAMETERS = ["act", "grad", "losses", "greedy"]
+CASES = [
+    llama("hs32-gqa2", 32, 4, 2, 32, 48, 97, False, 10000.0, 13),
+    llama("hs64-gqa3-tied", 24, 3, 1, 64, 40, 83, True, 500000.0, 14, LLAMA3, half=True),
+    llama("hs80-gqa4", 16, 4, 1, 80, 36, 61, False, 100000.0, 12, eps=1e-3, groups=NO_PARAMETERS),
+    llama("hs128-mha-tied", 16, 2, 2, 128, 24, 67, True, 10000.0, 13, LLAMA3, eps=1e-6, groups=NO_PARAMETERS),
+    llama("hs256-mqa", 16, 2, 1, 256, 24, 59, False, 500000.0, 14, LLAMA3, layers=1, groups=NO_PARAMETERS),
+    llama("hs32-mha", 64, 2, 2, 32, 40, 64, False, 10000.0, 15, layers=1, dtype="bfloat16", groups=NO_PARAMETERS),
+    neox("hs32-padded", 64, 2, 96, 256 + 1 + PADDED_ROWS, 0.25, True, True, 10000.0, 13, tokenizer=True,
+         dtype="float16"),
+    neox("hs32-sequential-nobias", 96, 3, 64, 71, 0.5, False, False, 25000.0, 17, dtype="float16"),
+    neox("hs64-sequential", 64, 1, 80, 53, 1.0, False, True, 10000.0, 12, eps=1e-3, dtype="bfloat16"),
+    neox("hs80-nobias", 80, 1, 100, 101, 0.25, True, False, 10000.0, 14, dtype="bfloat16"),
+    neox("hs128", 128, 1, 72, 47, 0.25, True, True, 10000.0, 14, layers=1, dtype="float16"),
+    neox("hs256", 256, 1, 40, 31, 0.25, True, True, 10000.0, 12, layers=1, dtype="float16"),
+]
+
+
+def draw_weights(model: Any, padded_rows: int) -> None:
+    """Replaces every parameter: matrices keep the scale of their input, norm weights and biases are no identities.
+
+    Rows of padding in the head are larger than all others: whoever samples them shows it.
+    """
+    torch, _ = libraries()
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, dtype=torch.float32)
+            if parameter.ndim == 2 and "embed" in name and "embed_out" not in name:
+                parameter.copy_(noise * 0.7)
+            elif parameter.ndim == 2:
+                parameter.copy_(noise * (1.5 / math.sqrt(parameter.shape[1])))
+            elif name.endswith(".bias"):
+                parameter.copy_(noise * 0.2)
+            else:
+                parameter.copy_(1 + noise * 0.3)
+        if padded_rows:
+            model.get_output_embeddings().weight[-padded_rows:] *= 4
+
+
+def make_checkpoint(case: Case, directory: Path) -> None:
+    """The case as a Hugging Face directory."""
+    torch, transformers = libraries()
+    torch.manual_seed(case.seed)
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM)}[case.family]
+    config = config_class(**case.config, rope_parameters=dict(case.rope), bos_token_id=None, eos_token_id=None)
+    model = model_class(config)
+    draw_weights(model, PADDED_ROWS if case.tokenizer else 0)
+    model.to(getattr(torch, case.dtype)).save_pretrained(directory)
+    if case.tokenizer:
+        (directory / "tokenizer.json").write_text(byte_tokenizer(), encoding="utf-8")
+
+
+def byte_tokenizer() -> str:
+    """A tokenizer of the 256 bytes and one special token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocab = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    return tokenizer.to_str()
+
+
+def batch(checkpoint: Checkpoint, case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Two random texts; some labels, among them a whole run and the last, are ignored."""
+    ids, labels = random_batch(checkpoint.model, 2, case.length, case.seed)
+    labels[0, 3] = labels[1, 5:8] = labels[1, -1] = IGNORED_LABEL
+    return ids, labels
+
+
+def convert(directory: Path, checkpoint: Checkpoint, path: Path) -> None:
+    warnings = Warnings()
+    write_model(path, checkpoint, match_tensors(checkpoint, open_weights(directory), directory, warnings), None, True,
+                warnings)
+    if warnings.count:
+        raise FileError(INTERNAL, f"{escaped(str(path))}: the conversion of a golden model warns")
+
+
+def make_case(case: Case, output: Path) -> None:
+    """Model and dump of one case, with the first seed whose greedy ids are decided clearly."""
+    for seed in range(case.seed, case.seed + 200):
+        with tempfile.TemporaryDirectory() as name:
+            directory, tried = Path(name), replace(case, seed=seed)
+            make_checkpoint(tried, directory)
+            checkpoint = read_checkpoint(directory)
+            ids, labels = batch(checkpoint, tried)
+            trains = case.family == "llama"
+            request = Request(ids, labels, half_dtype="bf16" if case.half else None, backward=trains,
+                              adamw=OPTIMIZER if trains else None, greedy=GREEDY_IDS)
+            continuation, lead = greedy(directory, checkpoint.model, request)
+            if lead < LEAST_LEAD or len(set(continuation.tolist())) < 8:
+                continue
+            convert(directory, checkpoint, output / f"{case.name}.model.bin")
+            write_dump(output / f"{case.name}.dump.bin", directory, checkpoint, request, selection(case.groups, None))
+            report(output / f"{case.name}.model.bin", output / f"{case.name}.dump.bin")
+            return
+    raise FileError(INTERNAL, f"{case.name}: no seed gives clear greedy ids")
+
+
+STORY = "Once upon a time there was a little"
+LONG_PROMPT_IDS = 48
+
+
+def make_trained(name: str, output: Path) -> None:
+    """The dump of a trained model under models/; skipped with a message where it is absent."""
+    directory = ROOT / "models" / name
+    if not (directory / "model.safetensors").exists():
+        print(f"{name}: not there yet, skipped")
+        return
+    checkpoint = read_checkpoint(directory)
+    prompt = encode(checkpoint, STORY, directory)
+    story_request = Request(prompt, shifted_labels(prompt), greedy=64 + LONG_PROMPT_IDS)
+    continuation, lead = greedy(directory, checkpoint.model, story_request)
+    text = np.concatenate([prompt[0], continuation])[None, :LONG_PROMPT_IDS].astype(np.int32)
+    trains = checkpoint.model.family == "llama"
+    request = Request(text, shifted_labels(text), half_dtype="bf16", backward=trains,
+                      adamw=OPTIMIZER if trains else None, greedy=80, greedy_prompt=prompt[0])
+    path = output / f"{name}.dump.bin"
+    write_dump(path, directory, checkpoint, request, selection(["act", "grad", "losses", "greedy"], None))
+    print(f"{name}: {len(continuation)} greedy ids, smallest lead {lead:.4f}")
+    report(path)
+
+
+def report(*paths: Path) -> None:
+    print("  ".join(f"{path.name} {path.stat().st_size:,}" for path in paths), flush=True)
+
+
+def main() -> int:
+    parser = cli.Parser(description=__doc__, prog="make_goldens.py")
+    parser.add_argument("-o", "--output", type=Path, default=GOLDEN, metavar="DIR",
+                        help="default: test/fixtures/golden")
+    names = [case.name for case in CASES] + ["tiny-llama", "tiny-pythia"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
+                        help=f"make only these, of {' '.join(names)}")
+    options = parser.parse_args()
+    libraries()[0].set_num_threads(1)  # the order of sums, and so the last bits, do not depend on the machine's cores
+    options.output.mkdir(parents=True, exist_ok=True)
+    for case in CASES:
+        if case.name in options.only:
+            make_case(case, options.output)
+    for name in ("tiny-llama", "tiny-pythia"):
+        if name in options.only:
+            make_trained(name, options.output)
+    return cli.OK
+
+
+if __name__ == "__main__":
+    cli.run(main)
