@@ -177,7 +177,7 @@ def test_plain_ascii_paragraphs(stories):
 
 
 def test_pronouns_follow_the_hero():
-    """In plots without a second character of the other gender, nobody may be called by the wrong pronoun."""
+    """Every pronoun form of the hero agrees with the hero's gender."""
     for index in range(200):
         story = Story(RandomSource(5, index))
         hero = story.slots["hero"]
