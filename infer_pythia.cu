@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <iostream>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <optional>
 
@@ -29,7 +30,7 @@
 namespace weft {
 namespace {
 
-constexpr std::int64_t kMaxTokens = 1'000'000;
+constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 constexpr std::uint64_t kMaxPromptBytes = 64 << 20;
 constexpr std::uint64_t kMaxTextBytes = 4ull << 30;
 constexpr double kCompareTolerance =
@@ -64,7 +65,7 @@ void define(OptionTable& table, Options& o) {
   table.choice("device", o.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
   table.choice("decode", o.decode, {"auto", "fused", "graph", "reference"},
                "how to decode; fused and graph need a GPU");
-  table.integer("context", o.context, 0, 1 << 30,
+  table.integer("context", o.context, 0, kNoLimit,
                 "positions of the K/V cache; 0: all that the model was made for");
 
   table.group("What to do, exactly one of");
@@ -79,18 +80,19 @@ void define(OptionTable& table, Options& o) {
              "run the inputs of a reference dump and compare every tensor with it");
 
   table.group("Generation");
-  table.integer("max-tokens", o.max_tokens, 1, kMaxTokens, "stop after so many tokens");
+  table.integer("max-tokens", o.max_tokens, 1, kNoLimit, "stop after so many tokens");
   table.repeated("stop", o.stop, "TEXT", "stop before this text");
   table.flag("ignore-eos", o.ignore_eos, "do not stop at the end-of-text token");
   table.flag("special", o.special, "names of special tokens in the prompt are tokens, not text");
-  table.number("temperature", o.temperature, 0, 1e6, "0: always the likeliest token");
-  table.integer("top-k", o.top_k, 0, 1 << 30, "then keep the k likeliest tokens; 0: all");
+  table.number("temperature", o.temperature, 0, std::numeric_limits<double>::max(),
+               "0: always the likeliest token");
+  table.integer("top-k", o.top_k, 0, kNoLimit, "then keep the k likeliest tokens; 0: all");
   table.number("top-p", o.top_p, 0, 1, "then keep the likeliest tokens that make up this share");
   table.number("min-p", o.min_p, 0, 1, "then keep tokens of at least this share of the likeliest one");
-  table.integer("seed", o.seed, 0, INT64_MAX, "of the random numbers");
+  table.integer("seed", o.seed, 0, kNoLimit, "of the random numbers");
 
   table.group("Perplexity");
-  table.integer("stride", o.stride, 0, 1 << 30,
+  table.integer("stride", o.stride, 0, kNoLimit,
                 "tokens by which the window moves, less than the context; 0: half of it");
 
   table.group("Output");

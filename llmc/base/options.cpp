@@ -110,13 +110,16 @@ Exit write_failure_code(int error) {
 // One option: how it looks in --help, and what to do with its value.
 struct Entry {
   std::string group, name, placeholder, help;
-  std::string range;  // what is accepted, in words; empty: any text
+  std::string kind;    // "an integer", "a number", "one of"; empty: any text
+  std::string bounds;  // "from 1 to 8", "of at least 0", the choices
   bool takes_value = true, repeatable = false;
   std::function<bool(const std::string&)> store;  // false: not acceptable
   std::function<std::string()> value;             // the variable now
   std::vector<std::string> choices;
   std::string default_text;
   CLI::Option* option = nullptr;
+
+  std::string expected() const { return kind.empty() ? placeholder : kind + " " + bounds; }
 };
 
 struct OptionTable::Impl {
@@ -188,8 +191,7 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
       arguments.push_back(argument);
     } else {
       if (equals == std::string::npos && i + 1 == argc) {
-        fail(Exit::usage, "--%s: value missing, expected %s", entry->name.c_str(),
-             entry->range.empty() ? entry->placeholder.c_str() : entry->range.c_str());
+        fail(Exit::usage, "--%s: value missing, expected %s", entry->name.c_str(), entry->expected().c_str());
       }
       arguments.push_back("--" + entry->name);
       arguments.push_back(equals == std::string::npos ? argv[++i] : argument.substr(equals + 1));
@@ -218,7 +220,7 @@ void OptionTable::Impl::store(const Entry& entry) const {
     if (entry.store(value)) continue;
     const std::string guess = nearest(value, entry.choices);
     fail(Exit::usage, "--%s: got %s, expected %s%s", entry.name.c_str(), escaped(value).c_str(),
-         entry.range.c_str(), guess.empty() ? "" : (". Did you mean " + guess + "?").c_str());
+         entry.expected().c_str(), guess.empty() ? "" : (". Did you mean " + guess + "?").c_str());
   }
 }
 
@@ -258,7 +260,8 @@ void OptionTable::choice(const std::string& name, std::string& variable,
   entry.name = name;
   entry.placeholder = join(values, "|");
   entry.help = help;
-  entry.range = "one of " + join(values, ", ");
+  entry.kind = "one of";
+  entry.bounds = join(values, ", ");
   entry.choices = values;
   entry.store = [&variable, values](const std::string& value) {
     variable = value;
@@ -274,16 +277,16 @@ void OptionTable::integer(const std::string& name, std::int64_t& variable, std::
   entry.name = name;
   entry.placeholder = "N";
   entry.help = help;
-  const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
-  entry.range = high == std::numeric_limits<std::int64_t>::max()
-                    ? format("an integer of at least %lld", wide(low))
-                    : format("an integer from %lld to %lld", wide(low), wide(high));
+  entry.kind = "an integer";
+  entry.bounds = high == std::numeric_limits<std::int64_t>::max()
+                     ? "of at least " + std::to_string(low)
+                     : "from " + std::to_string(low) + " to " + std::to_string(high);
   entry.store = [&variable, low, high](const std::string& text) {
     const std::optional<std::int64_t> value = parse_number<std::int64_t>(text);
     if (value.has_value()) variable = *value;
     return value.has_value() && *value >= low && *value <= high;
   };
-  entry.value = [&variable, wide] { return format("%lld", wide(variable)); };
+  entry.value = [&variable] { return std::to_string(variable); };
   impl_->add(std::move(entry));
 }
 
@@ -293,9 +296,10 @@ void OptionTable::number(const std::string& name, double& variable, double low, 
   entry.name = name;
   entry.placeholder = "X";
   entry.help = help;
-  entry.range = high >= std::numeric_limits<double>::max()
-                    ? "a number of at least " + number_text(low)
-                    : "a number from " + number_text(low) + " to " + number_text(high);
+  entry.kind = "a number";
+  entry.bounds = high >= std::numeric_limits<double>::max()
+                     ? "of at least " + number_text(low)
+                     : "from " + number_text(low) + " to " + number_text(high);
   entry.store = [&variable, low, high](const std::string& text) {
     const std::optional<double> value = parse_number<double>(text);
     if (value.has_value()) variable = *value;
@@ -363,7 +367,8 @@ std::string OptionTable::help() const {
   for (const Entry& entry : impl_->entries) {
     if (entry.group != group) out += "\n" + entry.group + ":\n";
     group = entry.group;
-    std::string notes = entry.choices.empty() ? entry.range : "";  // choices already stand in the left column
+    std::string notes =
+        entry.choices.empty() ? entry.bounds : "";  // choices already stand in the left column
     if (entry.takes_value && !entry.repeatable && !entry.default_text.empty()) {
       notes += (notes.empty() ? "default " : "; default ") + entry.default_text;
     }

@@ -36,6 +36,7 @@ class OptionTable {
               const std::string& help);
   void integer(const std::string& name, std::int64_t& variable, std::int64_t low, std::int64_t high,
                const std::string& help);
+  // high = the greatest value of its type: no upper bound worth naming.
   void number(const std::string& name, double& variable, double low, double high, const std::string& help);
   void flag(const std::string& name, bool& variable, const std::string& help);
   // May be given several times; the values in order.

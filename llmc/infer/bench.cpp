@@ -35,14 +35,13 @@ double time_ms(const Work& work) {
 
 BenchResult run_bench(DecodeModel& model, std::int64_t tokens, std::uint64_t seed,
                       const std::function<bool()>& interrupted) {
-  const std::int64_t all = kBenchPrompt + tokens;
-  if (all > model.capacity() || kBenchPrompt + kWarmUpSteps > model.capacity()) {
+  if (tokens > model.capacity() - kBenchPrompt || kWarmUpSteps > model.capacity() - kBenchPrompt) {
     fail(Exit::usage, "--bench: %lld prompt and %lld generated tokens do not fit in the context of %lld",
          static_cast<long long>(kBenchPrompt), static_cast<long long>(tokens),
          static_cast<long long>(model.capacity()));
   }
   const std::vector<std::int32_t> ids =
-      random_ids(std::max(all, kBenchPrompt + kWarmUpSteps), model.config().vocab_size, seed);
+      random_ids(kBenchPrompt + std::max(tokens, kWarmUpSteps), model.config().vocab_size, seed);
   const std::span<const std::int32_t> prompt = std::span(ids).first(kBenchPrompt);
   const std::span<const std::int32_t> rest = std::span(ids).subspan(kBenchPrompt);
 
