@@ -56,10 +56,11 @@ void one_blas_thread() {
 void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K,
              float beta) {
   one_blas_thread();
-  std::int64_t rows = kMostRows, columns = kMostColumns;
+  std::int64_t rows = std::min(M, kMostRows), columns = std::min(N, kMostColumns);
   while (ceil_divide(M, rows) * ceil_divide(N, columns) < kEnoughBlocks &&
          std::max(rows, columns) > kLeastSide) {
-    (rows >= columns || N <= columns / 2 ? rows : columns) /= 2;
+    std::int64_t& longer = rows >= columns ? rows : columns;
+    longer = ceil_divide(longer, 2);
   }
   const std::int64_t block_rows = ceil_divide(M, rows), block_columns = ceil_divide(N, columns);
 #pragma omp parallel for collapse(2) schedule(dynamic)

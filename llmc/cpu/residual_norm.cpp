@@ -63,18 +63,14 @@ void branch_factors(float* factors, const ResidualNormShape& shape, const float*
   }
 }
 
-// h = x * factors * colscale + residual.
+// h = x * factors * colscale + residual; h may be residual.
 void join(float* h, const float* x, const float* factors, const float* colscale, const float* residual,
           std::int64_t C) {
 #pragma omp simd
-  for (std::int64_t c = 0; c < C; ++c) h[c] = x[c] * factors[c];
-  if (colscale) {
-#pragma omp simd
-    for (std::int64_t c = 0; c < C; ++c) h[c] *= colscale[c];
-  }
-  if (residual) {
-#pragma omp simd
-    for (std::int64_t c = 0; c < C; ++c) h[c] += residual[c];
+  for (std::int64_t c = 0; c < C; ++c) {
+    float value = x[c] * factors[c];
+    if (colscale) value *= colscale[c];
+    h[c] = residual ? value + residual[c] : value;
   }
 }
 
@@ -100,10 +96,9 @@ Statistics statistics(const float* h, const ResidualNormShape& shape) {
 void normalise(float* out, const float* h, Statistics s, const float* weight, const float* bias,
                std::int64_t C) {
 #pragma omp simd
-  for (std::int64_t c = 0; c < C; ++c) out[c] = (h[c] - s.mean) * s.rstd * weight[c];
-  if (bias) {
-#pragma omp simd
-    for (std::int64_t c = 0; c < C; ++c) out[c] += bias[c];
+  for (std::int64_t c = 0; c < C; ++c) {
+    const float value = (h[c] - s.mean) * s.rstd * weight[c];
+    out[c] = bias ? value + bias[c] : value;
   }
 }
 
@@ -175,11 +170,11 @@ void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io
     for (std::int64_t c = 0; c < C; ++c) sums.dcolscale[c] += dh[c] * x[c] * factors[c];
   }
   if (float* dx = at_row(io.dx, row, C)) {
+    const float* colscale = io.colscale;
 #pragma omp simd
-    for (std::int64_t c = 0; c < C; ++c) dx[c] = dh[c] * factors[c];
-    if (io.colscale) {
-#pragma omp simd
-      for (std::int64_t c = 0; c < C; ++c) dx[c] *= io.colscale[c];
+    for (std::int64_t c = 0; c < C; ++c) {
+      const float value = dh[c] * factors[c];
+      dx[c] = colscale ? value * colscale[c] : value;
     }
   }
 }

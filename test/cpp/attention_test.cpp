@@ -1,0 +1,250 @@
+// Attention against the textbook definition in double precision: a T x T matrix, a softmax over its rows, no
+// blocks.
+
+#include "llmc/cpu/attention.h"
+
+#include <limits>
+
+#include "test/cpp/gradient_check.h"
+
+namespace weft::cpu {
+namespace {
+
+using namespace weft::test;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// Contiguous [B, T, heads, HS] tensors.
+struct Inputs {
+  Floats q, k, v, dout;
+};
+
+Inputs random_inputs(const AttentionShape& s, float scale = 1.0f) {
+  const std::int64_t queries = s.B * s.TQ * s.NH * s.HS, keys = s.B * s.TK * s.NKV * s.HS;
+  return {random_floats(queries, 1, scale), random_floats(keys, 2, scale), random_floats(keys, 3),
+          random_floats(queries, 4)};
+}
+
+template <typename T>
+HeadViewOf<T> contiguous(T* data, std::int64_t tokens, std::int64_t heads, std::int64_t HS) {
+  return {data, tokens * heads * HS, heads * HS, HS};
+}
+
+struct Result {
+  Floats out, lse, dq, dk, dv;
+};
+
+Result run(const AttentionShape& s, const Inputs& in) {
+  Result r{Floats(in.q.size(), kNaN), Floats(s.B * s.NH * s.TQ, kNaN), Floats(in.q.size(), kNaN),
+           Floats(in.k.size(), kNaN), Floats(in.v.size(), kNaN)};
+  const auto queries = [&](auto& data) { return contiguous(data.data(), s.TQ, s.NH, s.HS); };
+  const auto keys = [&](auto& data) { return contiguous(data.data(), s.TK, s.NKV, s.HS); };
+  attention_forward(s, queries(r.out), r.lse.data(), queries(in.q), keys(in.k), keys(in.v));
+  attention_backward(s, queries(r.dq), keys(r.dk), keys(r.dv), queries(in.dout), queries(r.out), r.lse.data(),
+                     queries(in.q), keys(in.k), keys(in.v));
+  return r;
+}
+
+struct Naive {
+  Doubles out, lse;
+};
+
+Naive naive_attention(const AttentionShape& s, const Doubles& q, const Doubles& k, const Doubles& v) {
+  Naive result{Doubles(q.size()), Doubles(s.B * s.NH * s.TQ)};
+  const auto query = [&](std::int64_t b, std::int64_t t, std::int64_t h) {
+    return ((b * s.TQ + t) * s.NH + h) * s.HS;
+  };
+  const auto key = [&](std::int64_t b, std::int64_t t, std::int64_t h) {
+    return ((b * s.TK + t) * s.NKV + h) * s.HS;
+  };
+  for (std::int64_t b = 0; b < s.B; ++b) {
+    for (std::int64_t h = 0; h < s.NH; ++h) {
+      const std::int64_t kv = h * s.NKV / s.NH;  // consecutive query heads share one
+      for (std::int64_t t = 0; t < s.TQ; ++t) {
+        const std::int64_t position = s.TK - s.TQ + t;
+        Doubles weights;
+        double sum = 0;
+        for (std::int64_t j = 0; j < s.TK && (!s.causal || j <= position); ++j) {
+          double score = 0;
+          for (std::int64_t d = 0; d < s.HS; ++d) score += q[query(b, t, h) + d] * k[key(b, j, kv) + d];
+          weights.push_back(std::exp(score * static_cast<double>(s.scale)));
+          sum += weights.back();
+        }
+        result.lse[(b * s.NH + h) * s.TQ + t] = std::log(sum);
+        for (std::size_t j = 0; j < weights.size(); ++j) {
+          for (std::int64_t d = 0; d < s.HS; ++d) {
+            result.out[query(b, t, h) + d] +=
+                weights[j] / sum * v[key(b, static_cast<std::int64_t>(j), kv) + d];
+          }
+        }
+      }
+    }
+  }
+  return result;
+}
+
+class AttentionShapes : public testing::TestWithParam<AttentionShape> {};
+
+TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
+  AttentionShape s = GetParam();
+  s.scale = 1.0f / std::sqrt(static_cast<float>(s.HS));
+  const Inputs in = random_inputs(s);
+  const Result r = run(s, in);
+  const Doubles q = widen(in.q), k = widen(in.k), v = widen(in.v);
+  const Naive expected = naive_attention(s, q, k, v);
+  expect_close(r.out, expected.out, "out");
+  expect_close(r.lse, expected.lse, "lse");
+  const auto loss = [&](const Doubles& at_q, const Doubles& at_k, const Doubles& at_v) {
+    return weighted_sum(naive_attention(s, at_q, at_k, at_v).out, in.dout);
+  };
+  const std::size_t samples = s.B * s.NH * s.TQ * s.TK * s.HS > 100'000 ? 12 : 100;
+  expect_gradient(
+      "dv", [&](const Doubles& x) { return loss(q, k, x); }, in.v, r.dv, samples);
+  for (const Floats* gradient : {&r.dq, &r.dk, &r.dv}) {
+    for (const float value : *gradient) ASSERT_TRUE(std::isfinite(value));
+  }
+  if (s.TK == 1) return;  // a softmax of one element: no gradient to its score
+  expect_gradient(
+      "dq", [&](const Doubles& x) { return loss(x, k, v); }, in.q, r.dq, samples);
+  expect_gradient(
+      "dk", [&](const Doubles& x) { return loss(q, x, v); }, in.k, r.dk, samples);
+}
+
+//                                    B  TQ  TK  NH NKV HS causal
+INSTANTIATE_TEST_SUITE_P(Odd, AttentionShapes,
+                         testing::Values(AttentionShape{2, 1, 1, 2, 1, 4, true},       //
+                                         AttentionShape{2, 7, 7, 4, 2, 5, true},       //
+                                         AttentionShape{2, 65, 65, 6, 2, 8, true},     //
+                                         AttentionShape{1, 64, 64, 2, 2, 32, true},    //
+                                         AttentionShape{1, 130, 130, 3, 1, 16, true},  //
+                                         AttentionShape{2, 9, 9, 4, 4, 1, true},       //
+                                         AttentionShape{1, 12, 12, 2, 1, 80, true},    //
+                                         AttentionShape{1, 12, 12, 2, 1, 96, true},    //
+                                         AttentionShape{1, 10, 10, 2, 1, 128, true},   //
+                                         AttentionShape{1, 10, 10, 2, 1, 256, true},   //
+                                         AttentionShape{1, 11, 11, 3, 3, 33, true},    //
+                                         AttentionShape{2, 1, 70, 6, 2, 8, true},      // decode
+                                         AttentionShape{2, 3, 70, 4, 1, 8, true},      // a few new tokens
+                                         AttentionShape{1, 20, 90, 4, 2, 8, true},     // a chunk at the end
+                                         AttentionShape{1, 70, 133, 2, 1, 8, true},    //
+                                         AttentionShape{1, 5, 9, 4, 2, 8, false},      //
+                                         AttentionShape{1, 40, 70, 4, 2, 8, false}));
+
+TEST(Attention, RowsAndBlocksAgree) {
+  // The last queries alone take the path without blocks.
+  AttentionShape s{2, 100, 100, 4, 2, 24, true, 0.2f};
+  const Inputs in = random_inputs(s);
+  const Result blocks = run(s, in);
+  AttentionShape last = s;
+  last.TQ = 3;
+  Inputs few = in;
+  few.q.clear();
+  Floats expected;
+  for (std::int64_t b = 0; b < s.B; ++b) {
+    const std::int64_t begin = (b * s.TQ + s.TQ - 3) * s.NH * s.HS, end = (b + 1) * s.TQ * s.NH * s.HS;
+    few.q.insert(few.q.end(), in.q.begin() + begin, in.q.begin() + end);
+    expected.insert(expected.end(), blocks.out.begin() + begin, blocks.out.begin() + end);
+  }
+  few.dout.resize(few.q.size());
+  expect_close(run(last, few).out, expected, "out", 1e-6);
+}
+
+TEST(Attention, LargeScoresDoNotOverflow) {
+  // Scores of several thousand: the softmax is one-hot or nearly so, and nothing overflows on the way.
+  for (const std::int64_t TQ : {4, 80}) {
+    const AttentionShape s{1, TQ, 80, 2, 1, 16, true, 1.0f};
+    const Result r = run(s, random_inputs(s, 30.0f));
+    for (const Floats* values : {&r.out, &r.lse, &r.dq, &r.dk, &r.dv}) {
+      for (const float value : *values) ASSERT_TRUE(std::isfinite(value));
+    }
+  }
+}
+
+TEST(Attention, ReadsAndWritesThroughStrides) {
+  // Llama rows [q heads | k heads | v heads] against contiguous tensors, and GPT-NeoX rows [head][q, k, v].
+  const AttentionShape s{2, 13, 13, 4, 4, 6, true, 0.4f};
+  const std::int64_t N = s.B * s.TQ, width = s.NH * s.HS, row = 3 * width;
+  const Inputs in = random_inputs(s);
+  const Result expected = run(s, in);
+  struct Layout {
+    std::int64_t offset, head_stride;
+  };
+  for (const Layout layout : {Layout{width, s.HS}, Layout{s.HS, 3 * s.HS}}) {
+    Floats qkv(N * row), dqkv(N * row, kNaN), out(N * width), lse(s.B * s.NH * s.TQ);
+    const auto view = [&](Floats& data, std::int64_t which) {
+      return HeadView{data.data() + which * layout.offset, s.TQ * row, row, layout.head_stride};
+    };
+    const auto copy = [&](Floats& packed, const Floats& tensor, std::int64_t which, bool back, Floats* to) {
+      for (std::int64_t n = 0; n < N; ++n) {
+        for (std::int64_t i = 0; i < width; ++i) {
+          float& element = packed[n * row + which * layout.offset + i / s.HS * layout.head_stride + i % s.HS];
+          if (back)
+            (*to)[n * width + i] = element;
+          else
+            element = tensor[n * width + i];
+        }
+      }
+    };
+    copy(qkv, in.q, 0, false, nullptr);
+    copy(qkv, in.k, 1, false, nullptr);
+    copy(qkv, in.v, 2, false, nullptr);
+    const HeadView out_view = contiguous(out.data(), s.TQ, s.NH, s.HS);
+    attention_forward(s, out_view, lse.data(), view(qkv, 0), view(qkv, 1), view(qkv, 2));
+    EXPECT_EQ(out, expected.out);
+    attention_backward(s, view(dqkv, 0), view(dqkv, 1), view(dqkv, 2),
+                       contiguous(in.dout.data(), s.TQ, s.NH, s.HS), out_view, lse.data(), view(qkv, 0),
+                       view(qkv, 1), view(qkv, 2));
+    Floats got(N * width);
+    for (const auto& [which, gradient] : {std::pair{0, &expected.dq}, {1, &expected.dk}, {2, &expected.dv}}) {
+      copy(dqkv, {}, which, true, &got);
+      EXPECT_EQ(got, *gradient) << which;
+    }
+  }
+}
+
+TEST(Attention, LogSumExpIsOptional) {
+  for (const std::int64_t TQ : {2, 40}) {
+    const AttentionShape s{1, TQ, 40, 2, 1, 8, true, 0.3f};
+    const Inputs in = random_inputs(s);
+    Floats out(in.q.size());
+    attention_forward(s, contiguous(out.data(), s.TQ, s.NH, s.HS), nullptr,
+                      contiguous(in.q.data(), s.TQ, s.NH, s.HS), contiguous(in.k.data(), s.TK, s.NKV, s.HS),
+                      contiguous(in.v.data(), s.TK, s.NKV, s.HS));
+    EXPECT_EQ(out, run(s, in).out);
+  }
+}
+
+TEST(Attention, NanReachesEveryOutputThatSeesIt) {
+  for (const std::int64_t TQ : {3, 80}) {
+    const AttentionShape s{1, TQ, 80, 2, 1, 8, true, 0.3f};
+    for (const bool in_value : {false, true}) {
+      Inputs in = random_inputs(s);
+      (in_value ? in.v : in.k)[75 * s.HS + 2] = kNaN;
+      const Result r = run(s, in);
+      const std::int64_t first = std::max<std::int64_t>(75 - (s.TK - s.TQ), 0);  // query at position 75
+      for (std::int64_t i = first * s.NH * s.HS; i < static_cast<std::int64_t>(r.out.size()); ++i) {
+        if (in_value && i % s.HS != 2) continue;
+        ASSERT_TRUE(std::isnan(r.out[i])) << i;
+      }
+    }
+    Inputs in = random_inputs(s);
+    in.q[0] = kNaN;
+    const Result r = run(s, in);
+    for (std::int64_t d = 0; d < s.HS; ++d) EXPECT_TRUE(std::isnan(r.out[d]));
+    EXPECT_FALSE(std::isnan(r.out[s.HS]));  // the other head
+  }
+}
+
+TEST(Attention, SameBitsForAnyThreads) {
+  for (const std::int64_t TQ : {2, 100}) {
+    const AttentionShape s{2, TQ, 100, 6, 2, 16, true, 0.25f};
+    const Inputs in = random_inputs(s);
+    expect_same_bits_for_any_threads("attention", [&] {
+      const Result r = run(s, in);
+      return std::vector<Floats>{r.out, r.lse, r.dq, r.dk, r.dv};
+    });
+  }
+}
+
+}  // namespace
+}  // namespace weft::cpu

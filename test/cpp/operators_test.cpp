@@ -1,0 +1,427 @@
+// The small CPU operators: embedding, matmul, RoPE, SwiGLU, GELU, classifier, and the exponential below them.
+// Each is held against an independent double-precision definition and against central differences of it.
+
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+#include "llmc/cpu/classifier.h"
+#include "llmc/cpu/embedding.h"
+#include "llmc/cpu/exp.h"
+#include "llmc/cpu/gelu.h"
+#include "llmc/cpu/matmul.h"
+#include "llmc/cpu/rope.h"
+#include "llmc/cpu/swiglu.h"
+#include "llmc/model/train_model.h"
+#include "test/cpp/gradient_check.h"
+
+namespace weft::cpu {
+namespace {
+
+using namespace weft::test;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// ---- exp
+// ---------------------------------------------------------------------------------------------------
+
+TEST(Exp, IsWithinTwoUnitsInTheLastPlace) {
+  double worst = 0;
+  for (double x = -87.3; x < 88.7; x += 1.7e-4) {
+    const float at = static_cast<float>(x);
+    const double expected = std::exp(static_cast<double>(at));
+    const float rounded = static_cast<float>(expected);
+    const double ulp = static_cast<double>(std::nextafter(rounded, kInf)) - static_cast<double>(rounded);
+    worst = std::max(worst, std::abs(static_cast<double>(exp_f32(at)) - expected) / ulp);
+  }
+  EXPECT_LE(worst, 2.0);
+}
+
+TEST(Exp, CoversTheWholeRange) {
+  EXPECT_EQ(exp_f32(0.0f), 1.0f);
+  EXPECT_EQ(exp_f32(-kInf), 0.0f);
+  EXPECT_EQ(exp_f32(kInf), kInf);
+  EXPECT_EQ(exp_f32(-1e30f), 0.0f);
+  EXPECT_EQ(exp_f32(1e30f), kInf);
+  EXPECT_TRUE(std::isnan(exp_f32(kNaN)));
+  for (float x = -103.9f; x < -87.3f; x += 0.01f) {  // subnormal results
+    EXPECT_NEAR(exp_f32(x), std::exp(static_cast<double>(x)), 3e-45) << x;
+  }
+}
+
+// ---- embedding
+// ---------------------------------------------------------------------------------------------
+
+TEST(Embedding, GathersAndAddsBack) {
+  const std::int64_t N = 7, C = 5, V = 4;
+  const std::vector<std::int32_t> tokens = {3, 0, 3, 1, 3, 0, 1};  // token 2 does not occur
+  const Floats weight = random_floats(V * C, 1), dout = random_floats(N * C, 2),
+               before = random_floats(V * C, 3);
+  Floats out(N * C), dweight = before, expected = before;
+  embedding_forward(out.data(), tokens.data(), weight.data(), N, C);
+  embedding_backward(dweight.data(), dout.data(), tokens.data(), N, C);
+  for (std::int64_t n = 0; n < N; ++n) {
+    for (std::int64_t c = 0; c < C; ++c) {
+      EXPECT_EQ(out[n * C + c], weight[tokens[n] * C + c]);
+      expected[tokens[n] * C + c] += dout[n * C + c];  // in the order of n: the same bits
+    }
+  }
+  EXPECT_EQ(dweight, expected);
+}
+
+TEST(Embedding, SameBitsForAnyThreads) {
+  const std::int64_t N = 1000, C = 37, V = 11;
+  const Floats dout = random_floats(N * C, 1);
+  std::vector<std::int32_t> tokens(N);
+  for (std::int64_t n = 0; n < N; ++n) tokens[n] = static_cast<std::int32_t>(n * n % V);
+  expect_same_bits_for_any_threads("embedding", [&] {
+    Floats dweight(V * C);
+    embedding_backward(dweight.data(), dout.data(), tokens.data(), N, C);
+    return std::vector<Floats>{dweight};
+  });
+}
+
+// ---- matmul
+// ------------------------------------------------------------------------------------------------
+
+template <typename T>
+Doubles naive_matmul(const std::vector<T>& x, const std::vector<T>& weight, const std::vector<T>& bias,
+                     std::int64_t N, std::int64_t C, std::int64_t OC) {
+  Doubles out(static_cast<std::size_t>(N * OC));
+  for (std::int64_t n = 0; n < N; ++n) {
+    for (std::int64_t o = 0; o < OC; ++o) {
+      double sum = bias.empty() ? 0.0 : static_cast<double>(bias[o]);
+      for (std::int64_t c = 0; c < C; ++c) {
+        sum += static_cast<double>(x[n * C + c]) * static_cast<double>(weight[o * C + c]);
+      }
+      out[n * OC + o] = sum;
+    }
+  }
+  return out;
+}
+
+struct MatmulSize {
+  std::int64_t N, C, OC;
+};
+
+class MatmulSizes : public testing::TestWithParam<MatmulSize> {};
+
+TEST_P(MatmulSizes, ForwardIsTheDefinition) {
+  const auto [N, C, OC] = GetParam();
+  const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2), bias = random_floats(OC, 3);
+  const Floats before = random_floats(N * OC, 4);
+  for (const bool with_bias : {false, true}) {
+    const Doubles expected = naive_matmul(x, weight, with_bias ? bias : Floats{}, N, C, OC);
+    Floats out(N * OC, kNaN);  // = must not read what was there
+    matmul_forward(out.data(), x.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
+    expect_close(out, expected, "out");
+
+    Doubles added = expected;
+    for (std::size_t i = 0; i < added.size(); ++i) added[i] += static_cast<double>(before[i]);
+    out = before;
+    matmul_forward(out.data(), x.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC,
+                   Accumulate::yes);
+    expect_close(out, added, "accumulated out");
+  }
+}
+
+TEST_P(MatmulSizes, BackwardIsTheDefinition) {
+  const auto [N, C, OC] = GetParam();
+  const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2),
+               dout = random_floats(N * OC, 3);
+  const Floats dx_before = random_floats(N * C, 4), dweight_before = random_floats(OC * C, 5);
+  const Floats dbias_before = random_floats(OC, 6);
+  Doubles dx(N * C), dweight = widen(dweight_before), dbias = widen(dbias_before);
+  for (std::int64_t n = 0; n < N; ++n) {
+    for (std::int64_t o = 0; o < OC; ++o) {
+      const double d = static_cast<double>(dout[n * OC + o]);
+      dbias[o] += d;
+      for (std::int64_t c = 0; c < C; ++c) {
+        dx[n * C + c] += d * static_cast<double>(weight[o * C + c]);
+        dweight[o * C + c] += d * static_cast<double>(x[n * C + c]);
+      }
+    }
+  }
+  Floats got_dx(N * C, kNaN), got_dweight = dweight_before, got_dbias = dbias_before;
+  matmul_backward(got_dx.data(), got_dweight.data(), got_dbias.data(), dout.data(), x.data(), weight.data(),
+                  N, C, OC);
+  expect_close(got_dx, dx, "dx");
+  expect_close(got_dweight, dweight, "dweight");
+  expect_close(got_dbias, dbias, "dbias");
+
+  got_dx = dx_before;
+  for (std::size_t i = 0; i < dx.size(); ++i) dx[i] += static_cast<double>(dx_before[i]);
+  matmul_backward(got_dx.data(), nullptr, nullptr, dout.data(), x.data(), weight.data(), N, C, OC,
+                  Accumulate::yes);
+  expect_close(got_dx, dx, "accumulated dx");
+}
+
+INSTANTIATE_TEST_SUITE_P(Odd, MatmulSizes,
+                         testing::Values(MatmulSize{1, 8, 1}, MatmulSize{1, 1030, 6}, MatmulSize{2, 33, 7},
+                                         MatmulSize{3, 192, 65}, MatmulSize{4, 16, 9}, MatmulSize{5, 7, 3},
+                                         MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31},
+                                         MatmulSize{300, 5, 700}, MatmulSize{1000, 24, 17}));
+
+TEST(Matmul, GradientsAreCentralDifferences) {
+  const std::int64_t N = 3, C = 5, OC = 4;
+  const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2), bias = random_floats(OC, 3);
+  const Floats dout = random_floats(N * OC, 4);
+  Floats dx(N * C), dweight(OC * C), dbias(OC);
+  matmul_backward(dx.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC);
+  const auto loss = [&](const Doubles& at_x, const Doubles& at_weight, const Doubles& at_bias) {
+    return weighted_sum(naive_matmul(at_x, at_weight, at_bias, N, C, OC), dout);
+  };
+  const Doubles x0 = widen(x), w0 = widen(weight), b0 = widen(bias);
+  expect_gradient(
+      "dx", [&](const Doubles& v) { return loss(v, w0, b0); }, x, dx);
+  expect_gradient(
+      "dweight", [&](const Doubles& v) { return loss(x0, v, b0); }, weight, dweight);
+  expect_gradient(
+      "dbias", [&](const Doubles& v) { return loss(x0, w0, v); }, bias, dbias);
+}
+
+TEST(Matmul, SameBitsForAnyThreads) {
+  for (const std::int64_t N : {1, 3, 37, 700}) {
+    const std::int64_t C = 190, OC = 333;
+    const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2), bias = random_floats(OC, 3);
+    const Floats dout = random_floats(N * OC, 4);
+    expect_same_bits_for_any_threads("matmul", [&] {
+      Floats out(N * OC), dx(N * C), dweight(OC * C), dbias(OC);
+      matmul_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);
+      matmul_backward(dx.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), N, C,
+                      OC);
+      return std::vector<Floats>{out, dx, dweight, dbias};
+    });
+  }
+}
+
+TEST(Matmul, NanReachesItsRowOnly) {
+  for (const std::int64_t N : {2, 9}) {
+    const std::int64_t C = 40, OC = 21;
+    Floats x = random_floats(N * C, 1), out(N * OC);
+    const Floats weight(OC * C, 0.0f);  // even times zero
+    x[C + 3] = kNaN;
+    matmul_forward(out.data(), x.data(), weight.data(), nullptr, N, C, OC);
+    for (std::int64_t o = 0; o < OC; ++o) {
+      EXPECT_FALSE(std::isnan(out[o]));
+      EXPECT_TRUE(std::isnan(out[OC + o]));
+    }
+  }
+}
+
+// ---- RoPE
+// --------------------------------------------------------------------------------------------------
+
+RopeTable make_rope_table(std::int64_t positions, std::int64_t rotary_dim, double theta) {
+  RopeTable table;
+  table.positions = positions;
+  table.half = rotary_dim / 2;
+  for (std::int64_t p = 0; p < positions; ++p) {
+    for (std::int64_t i = 0; i < table.half; ++i) {
+      const double angle = static_cast<double>(p) *
+                           std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
+      table.cos.push_back(static_cast<float>(std::cos(angle)));
+      table.sin.push_back(static_cast<float>(std::sin(angle)));
+    }
+  }
+  return table;
+}
+
+// Dimension d turns with its partner half a rotary_dim away, as a multiplication of complex numbers.
+Doubles naive_rope(const Doubles& x, const RopeTable& table, std::int64_t B, std::int64_t T, std::int64_t NH,
+                   std::int64_t HS, std::int64_t first_position) {
+  Doubles y = x;
+  for (std::int64_t row = 0; row < B * T * NH; ++row) {
+    const std::int64_t position = first_position + row / NH % T;
+    for (std::int64_t d = 0; d < 2 * table.half; ++d) {
+      const std::int64_t i = d % table.half;
+      const double c = static_cast<double>(table.cos[position * table.half + i]);
+      const double s = static_cast<double>(table.sin[position * table.half + i]);
+      const double real = x[row * HS + i], imaginary = x[row * HS + table.half + i];
+      y[row * HS + d] = d < table.half ? real * c - imaginary * s : real * s + imaginary * c;
+    }
+  }
+  return y;
+}
+
+TEST(Rope, ForwardAndBackwardAreTheDefinition) {
+  struct Size {
+    std::int64_t B, T, NH, HS, rotary, first;
+  };
+  for (const Size s : {Size{2, 5, 3, 8, 8, 0}, Size{1, 7, 2, 10, 4, 3}, Size{2, 1, 1, 80, 20, 9}}) {
+    const RopeTable table = make_rope_table(s.first + s.T, s.rotary, 100.0);
+    const Floats x = random_floats(s.B * s.T * s.NH * s.HS, 1),
+                 dout = random_floats(s.B * s.T * s.NH * s.HS, 2);
+    const auto view = [&](Floats& data) {
+      return HeadView{data.data(), s.T * s.NH * s.HS, s.NH * s.HS, s.HS};
+    };
+    const auto forward = [&](const Doubles& v) {
+      return naive_rope(v, table, s.B, s.T, s.NH, s.HS, s.first);
+    };
+    Floats y = x, dx = dout;
+    rope_forward(view(y), table, s.B, s.T, s.NH, s.first);
+    expect_close(y, forward(widen(x)), "y");
+    rope_backward(view(dx), table, s.B, s.T, s.NH, s.first);
+    expect_gradient(
+        "dx", [&](const Doubles& v) { return weighted_sum(forward(v), dout); }, x, dx);
+    rope_backward(view(y), table, s.B, s.T, s.NH, s.first);  // a rotation back
+    expect_close(y, x, "there and back");
+  }
+}
+
+TEST(Rope, TouchesNothingOutsideTheView) {
+  const std::int64_t B = 2, T = 3, HS = 4, row = 17;  // one head in rows of 17 values
+  const RopeTable table = make_rope_table(T, 2, 100.0);
+  const Floats before = random_floats(B * T * row, 1);
+  Floats x = before;
+  rope_forward(HeadView{x.data() + 6, T * row, row, HS}, table, B, T, 1, 0);
+  for (std::int64_t i = 0; i < B * T * row; ++i) {
+    const bool turned = (i % row == 6 || i % row == 7) && i / row % T > 0;  // position 0 turns by nothing
+    EXPECT_EQ(x[i] != before[i], turned) << i;
+  }
+}
+
+// ---- SwiGLU and GELU
+// ---------------------------------------------------------------------------------------
+
+Doubles naive_swiglu(const Doubles& gate_up, std::int64_t N, std::int64_t F) {
+  Doubles out(static_cast<std::size_t>(N * F));
+  for (std::int64_t n = 0; n < N; ++n) {
+    for (std::int64_t f = 0; f < F; ++f) {
+      const double gate = gate_up[n * 2 * F + f], up = gate_up[n * 2 * F + F + f];
+      out[n * F + f] = gate / (1.0 + std::exp(-gate)) * up;
+    }
+  }
+  return out;
+}
+
+TEST(Swiglu, ForwardAndBackwardAreTheDefinition) {
+  for (const std::int64_t N : {1, 7}) {
+    for (const std::int64_t F : {1, 8, 13}) {
+      const Floats x = random_floats(N * 2 * F, 1, 2.0f), dout = random_floats(N * F, 2);
+      Floats out(N * F), dx(N * 2 * F), in_place = x;
+      swiglu_forward(out.data(), x.data(), N, F);
+      expect_close(out, naive_swiglu(widen(x), N, F), "out");
+      swiglu_backward(dx.data(), dout.data(), x.data(), N, F);
+      expect_gradient(
+          "dx", [&](const Doubles& v) { return weighted_sum(naive_swiglu(v, N, F), dout); }, x, dx);
+      swiglu_backward(in_place.data(), dout.data(), in_place.data(), N, F);
+      EXPECT_EQ(in_place, dx);
+    }
+  }
+}
+
+TEST(Swiglu, LargeGatesAndNan) {
+  const Floats x = {-200, 200, -90, kNaN, 1, 1, 1, 1, 1, kNaN};  // N = 1, F = 5
+  Floats out(5);
+  swiglu_forward(out.data(), x.data(), 1, 5);
+  EXPECT_EQ(out[0], 0.0f);
+  EXPECT_EQ(out[1], 200.0f);
+  EXPECT_NEAR(out[2], 0.0f, 1e-30);
+  EXPECT_TRUE(std::isnan(out[3]));
+  EXPECT_TRUE(std::isnan(out[4]));
+}
+
+TEST(Gelu, ForwardAndBackwardAreTheDefinition) {
+  const Floats x = random_floats(1001, 1, 2.0f), dout = random_floats(1001, 2);
+  const auto forward = [](const Doubles& v) {
+    Doubles y = v;
+    for (double& value : y) value *= 0.5 * std::erfc(-value / std::numbers::sqrt2);
+    return y;
+  };
+  Floats out(x.size()), dx(x.size()), in_place = x, gradient_in_place = dout;
+  gelu_forward(out.data(), x.data(), 1001);
+  gelu_backward(dx.data(), dout.data(), x.data(), 1001);
+  expect_close(out, forward(widen(x)), "out");
+  expect_gradient(
+      "dx", [&](const Doubles& v) { return weighted_sum(forward(v), dout); }, x, dx);
+  gelu_forward(in_place.data(), in_place.data(), 1001);
+  gelu_backward(gradient_in_place.data(), gradient_in_place.data(), x.data(), 1001);
+  EXPECT_EQ(in_place, out);
+  EXPECT_EQ(gradient_in_place, dx);
+}
+
+TEST(Gelu, IsTheExactOneAndPassesNan) {
+  // The tanh approximation gives 0.8411920 and -0.1588080 at +-1.
+  const Floats x = {1.0f, -1.0f, kNaN};
+  Floats y(3);
+  gelu_forward(y.data(), x.data(), 3);
+  EXPECT_NEAR(y[0], 0.8413447461, 1e-7);
+  EXPECT_NEAR(y[1], -0.1586552539, 1e-7);
+  EXPECT_TRUE(std::isnan(y[2]));
+}
+
+// ---- classifier
+// --------------------------------------------------------------------------------------------
+
+double naive_loss(const double* row, std::int64_t V, std::int32_t label) {
+  if (label == kIgnoredLabel) return 0;
+  double maximum = row[0], sum = 0;
+  for (std::int64_t v = 1; v < V; ++v) maximum = std::max(maximum, row[v]);
+  for (std::int64_t v = 0; v < V; ++v) sum += std::exp(row[v] - maximum);
+  return std::log(sum) + maximum - row[label];
+}
+
+class ClassifierVocabulary : public testing::TestWithParam<std::int64_t> {};
+
+TEST_P(ClassifierVocabulary, LossAndGradientAreTheDefinition) {
+  const std::int64_t V = GetParam(), N = 5;
+  const std::vector<std::int32_t> labels = {0, static_cast<std::int32_t>(V - 1), kIgnoredLabel,
+                                            static_cast<std::int32_t>(V / 2), kIgnoredLabel};
+  const Floats logits = random_floats(N * V, 1, 3.0f);
+  const float scale = 0.25f;
+  Floats losses(N, kNaN), gradient = logits, only_losses(N, kNaN), untouched = logits;
+  classifier(gradient.data(), losses.data(), labels.data(), N, V, scale, true);
+  classifier(untouched.data(), only_losses.data(), labels.data(), N, V, scale, false);
+  EXPECT_EQ(untouched, logits);
+  EXPECT_EQ(only_losses, losses);
+  const auto total = [&](const Doubles& v) {
+    double sum = 0;
+    for (std::int64_t n = 0; n < N; ++n) sum += naive_loss(v.data() + n * V, V, labels[n]);
+    return sum;
+  };
+  const Doubles wide = widen(logits);
+  Doubles expected(N);
+  for (std::int64_t n = 0; n < N; ++n) expected[n] = naive_loss(wide.data() + n * V, V, labels[n]);
+  expect_close(losses, expected, "losses");
+  for (std::int64_t v = 0; v < V; ++v) EXPECT_EQ(gradient[2 * V + v], 0.0f);  // an ignored row
+  expect_gradient(
+      "logits", [&](const Doubles& v) { return scale * total(v); }, logits, gradient, V > 1000 ? 12 : 100);
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryResidue, ClassifierVocabulary,
+                         testing::Values(8, 9, 10, 11, 12, 13, 14, 15, 2, 1030, 50257));
+
+TEST(Classifier, LargeLogitsDoNotOverflow) {
+  Floats logits = {10000.0f, 9990.0f, -10000.0f}, loss(1);
+  const std::int32_t label = 1;
+  classifier(logits.data(), loss.data(), &label, 1, 3, 1.0f, true);
+  EXPECT_NEAR(loss[0], 10.0 + std::log1p(std::exp(-10.0)), 1e-5);
+  EXPECT_EQ(logits[2], 0.0f);
+}
+
+TEST(Classifier, NanGivesNan) {
+  for (const std::int64_t where : {0, 7, 20}) {
+    Floats logits = random_floats(21, 1), loss(1);
+    logits[where] = kNaN;
+    const std::int32_t label = 3;
+    classifier(logits.data(), loss.data(), &label, 1, 21, 1.0f, true);
+    EXPECT_TRUE(std::isnan(loss[0]));
+    for (const float value : logits) EXPECT_TRUE(std::isnan(value));
+  }
+}
+
+TEST(Classifier, SameBitsForAnyThreads) {
+  const std::int64_t N = 37, V = 3001;
+  const Floats logits = random_floats(N * V, 1);
+  const std::vector<std::int32_t> labels(N, 17);
+  expect_same_bits_for_any_threads("classifier", [&] {
+    Floats gradient = logits, losses(N);
+    classifier(gradient.data(), losses.data(), labels.data(), N, V, 1.0f, true);
+    return std::vector<Floats>{gradient, losses};
+  });
+}
+
+}  // namespace
+}  // namespace weft::cpu
