@@ -44,9 +44,9 @@ std::string pcre2_pattern(SplitRule rule) {
     case SplitRule::qwen2:
       return "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + after_contraction + with_line_breaks;
     case SplitRule::digit:
-      return "[" + number + "]";
+      return "[" + digits_class() + "]";
     case SplitRule::digit_run:
-      return "[" + number + "]+";
+      return "[" + digits_class() + "]+";
   }
   fail(Exit::internal, "tokenizer: split rule %d", static_cast<int>(rule));
 }

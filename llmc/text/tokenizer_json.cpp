@@ -103,6 +103,7 @@ class Reader {
     require_null(root_["truncation"]);
     require_null(root_["padding"]);
     read_vocabulary();
+    check_ids();
     read_merges();
     read_added_tokens();
     check_ids();

@@ -32,6 +32,9 @@ constexpr Range kNumbersAfter14[] = {
     {0x16D70, 0x16D79}, {0x1CCF0, 0x1CCF9}, {0x1D2C0, 0x1D2D3}, {0x1E4F0, 0x1E4F9}, {0x1E5F1, 0x1E5FA},
 };
 
+// General category N, assigned by Unicode 17.0.
+constexpr Range kNumbersOf17[] = {{0x11DE0, 0x11DE9}, {0x16FF4, 0x16FF6}};
+
 // Combining marks (canonical combining class not 0) and parts of canonical compositions that Unicode assigned
 // after 9.0. Where a whole block is newer than 9.0 the block is listed, so that a utf8proc of Unicode 16 or
 // 17 changes nothing.
@@ -64,6 +67,10 @@ std::string letter_class() {
 
 std::string number_class() {
   return "\\p{N}" + class_ranges(kNumbersAfter14);
+}
+
+std::string digits_class() {
+  return number_class() + class_ranges(kNumbersOf17);
 }
 
 std::string whitespace_class() {

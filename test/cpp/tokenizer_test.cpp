@@ -1,0 +1,490 @@
+// The tokenizer against the Hugging Face `tokenizers` library (test/fixtures/tokenizer, made by
+// scripts/make_tokenizer_vectors.py), against damaged files, and against its own time bounds.
+#include "llmc/text/tokenizer.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/base/file.h"
+#include "llmc/base/json.h"
+#include "llmc/base/utf8.h"
+#include "llmc/text/byte_alphabet.h"
+#include "llmc/text/normalize.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+const std::string kFixtures = "test/fixtures/tokenizer/";
+
+Tokenizer load(const std::string& path) {
+  return Tokenizer::from_json(MappedFile(path).text(), path);
+}
+
+Tokenizer fixture(const std::string& name) {
+  return load(kFixtures + name + ".tokenizer.json");
+}
+
+// ---- the vectors
+// ----------------------------------------------------------------------------------------------------
+
+struct Vector {
+  bool allow_special;
+  bool add_bos;
+  std::string text;
+  Ids ids;
+};
+
+struct Vectors {
+  std::vector<Vector> strings;
+  std::uint32_t forms = 0;
+  std::uint32_t chunks = 0;
+  std::vector<std::uint64_t> hashes;
+};
+
+class VectorReader {
+ public:
+  explicit VectorReader(const std::string& path) : file_(path) {}
+
+  Vectors read() {
+    Vectors vectors;
+    if (take(8) != "WTOKVEC1") throw std::runtime_error("not a file of tokenizer vectors");
+    vectors.strings.resize(number<std::uint32_t>());
+    for (Vector& vector : vectors.strings) {
+      const auto flags = number<std::uint8_t>();
+      vector.allow_special = flags & 1;
+      vector.add_bos = flags & 2;
+      vector.text = take(number<std::uint32_t>());
+      vector.ids.resize(number<std::uint32_t>());
+      for (std::int32_t& id : vector.ids) id = number<std::uint16_t>();
+    }
+    vectors.forms = number<std::uint32_t>();
+    vectors.chunks = number<std::uint32_t>();
+    vectors.hashes.resize(std::size_t{vectors.forms} * vectors.chunks);
+    for (std::uint64_t& hash : vectors.hashes) hash = number<std::uint64_t>();
+    return vectors;
+  }
+
+ private:
+  std::string_view take(std::size_t bytes) {
+    const std::string_view taken = file_.text().substr(position_, bytes);
+    if (taken.size() != bytes) throw std::runtime_error("tokenizer vectors: short file");
+    position_ += bytes;
+    return taken;
+  }
+  template <typename T>
+  T number() {
+    T value;
+    std::memcpy(&value, take(sizeof value).data(), sizeof value);
+    return value;
+  }
+
+  MappedFile file_;
+  std::size_t position_ = 0;
+};
+
+std::string utf8(std::uint32_t c) {
+  const auto tail = [c](int shift) { return static_cast<char>(0x80 | ((c >> shift) & 0x3F)); };
+  if (c < 0x80) return {static_cast<char>(c)};
+  if (c < 0x800) return {static_cast<char>(0xC0 | (c >> 6)), tail(0)};
+  if (c < 0x10000) return {static_cast<char>(0xE0 | (c >> 12)), tail(6), tail(0)};
+  return {static_cast<char>(0xF0 | (c >> 18)), tail(12), tail(6), tail(0)};
+}
+
+// chunk_text() of scripts/make_tokenizer_vectors.py.
+std::string chunk_text(std::uint32_t form, std::uint32_t chunk) {
+  std::string text;
+  for (std::uint32_t point = chunk * 256; point < chunk * 256 + 256; ++point) {
+    if (point >= 0xD800 && point < 0xE000) continue;
+    const std::string c = utf8(point);
+    if (form == 0) text += c;
+    if (form == 1) text += c + "a " + c + "1 " + c + "! " + c + "  ";
+    if (form == 2) text += "e" + c + "\u0334x\u0345" + c + "y" + c + "\u0301\u0323";
+  }
+  return text;
+}
+
+std::uint64_t fnv1a(const Ids& ids) {
+  std::uint64_t hash = 0xCBF29CE484222325;
+  for (const std::int32_t id : ids) {
+    for (const std::int32_t byte : {id & 0xFF, id >> 8})
+      hash = (hash ^ static_cast<std::uint64_t>(byte)) * 0x100000001B3;
+  }
+  return hash;
+}
+
+class TokenizerVectors : public testing::TestWithParam<const char*> {
+ protected:
+  const Tokenizer tokenizer_ = fixture(GetParam());
+  const Vectors vectors_ = VectorReader(kFixtures + GetParam() + ".vectors.bin").read();
+};
+
+INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors,
+                         testing::Values("neox_style", "llama3_style", "options"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(TokenizerVectors, EncodesEveryStringAsTheOriginal) {
+  int wrong = 0;
+  for (const Vector& vector : vectors_.strings) {
+    const auto special = vector.allow_special ? Tokenizer::Special::allow : Tokenizer::Special::text;
+    const Ids ids = tokenizer_.encode(vector.text, vector.add_bos, special);
+    if (ids != vector.ids && ++wrong <= 5) {
+      ADD_FAILURE() << escaped(vector.text) << " special " << vector.allow_special << "\n got "
+                    << testing::PrintToString(ids) << "\nwant " << testing::PrintToString(vector.ids);
+    }
+  }
+  EXPECT_EQ(wrong, 0) << "of " << vectors_.strings.size();
+}
+
+TEST_P(TokenizerVectors, EncodesEveryCodePointAsTheOriginal) {
+  ASSERT_EQ(vectors_.chunks, 0x1100u);
+  std::string wrong;
+  for (std::uint32_t form = 0; form < vectors_.forms; ++form) {
+    for (std::uint32_t chunk = 0; chunk < vectors_.chunks; ++chunk) {
+      const Ids ids = tokenizer_.encode(chunk_text(form, chunk), false);
+      if (fnv1a(ids) != vectors_.hashes[form * vectors_.chunks + chunk])
+        wrong += format(" U+%X/%u", chunk * 256, form);
+    }
+  }
+  EXPECT_EQ(wrong, "") << "chunks of 256 code points / form";
+}
+
+// The added tokens of `options` take whitespace away and are composed, so decoding does not give back the
+// text.
+TEST_P(TokenizerVectors, DecodingGivesTheNormalizedTextBack) {
+  if (GetParam() == std::string("options")) return;
+  for (const Vector& vector : vectors_.strings) {
+    const std::string valid = utf8_replace_invalid(vector.text);
+    const std::string expected = GetParam() == std::string("neox_style") ? normalize_nfc(valid) : valid;
+    const std::string prefix = vector.add_bos && tokenizer_.bos_id() ? "<|begin_of_text|>" : "";
+    ASSERT_EQ(tokenizer_.decode(vector.ids), prefix + expected) << escaped(vector.text);
+  }
+}
+
+TEST_P(TokenizerVectors, StreamingGivesTheSameTextAsDecodingAtOnce) {
+  for (const Vector& vector : vectors_.strings) {
+    StreamingDecoder stream(tokenizer_);
+    std::string text;
+    for (const std::int32_t id : vector.ids) {
+      const std::string part = stream.push(id);
+      ASSERT_EQ(utf8_replace_invalid(part), part) << "a part that is not UTF-8";
+      text += part;
+    }
+    ASSERT_EQ(text + stream.finish(), utf8_replace_invalid(tokenizer_.decode(vector.ids)));
+  }
+}
+
+// ---- streaming, decoding, special tokens
+// ------------------------------------------------------------------------------
+
+TEST(StreamingDecoder, HoldsBackIncompleteCharactersAtEverySplit) {
+  const Tokenizer tokenizer = fixture("neox_style");
+  const std::string pieces[] = {"\xF0\x9F\x98\x80", "\xE2\x82", "\xFF", "\xC3\xA9",
+                                "\xED\xA0\x80",     "\xF0\x9F", "a",    "\xC0"};
+  for (const std::string& first : pieces) {
+    for (const std::string& second : pieces) {
+      const std::string bytes = first + second + first;
+      Ids ids;
+      for (const char byte : bytes)
+        ids.push_back(*tokenizer.id_of(alphabet_character(static_cast<std::uint8_t>(byte))));
+      StreamingDecoder stream(tokenizer);
+      std::string text;
+      for (std::size_t split = 0; split < ids.size(); ++split) {
+        text += stream.push(ids[split]);
+        const std::string so_far = bytes.substr(0, split + 1);
+        const std::string complete = so_far.substr(0, so_far.size() - utf8_incomplete_suffix(so_far));
+        ASSERT_EQ(text, utf8_replace_invalid(complete)) << escaped(bytes) << " after " << split + 1;
+      }
+      EXPECT_EQ(text + stream.finish(), utf8_replace_invalid(bytes));
+      EXPECT_EQ(stream.finish(), "");
+    }
+  }
+}
+
+TEST(Tokenizer, SpecialTokensAreTextUnlessAllowed) {
+  const Tokenizer tokenizer = fixture("neox_style");
+  const std::int32_t end = tokenizer.id_of("<|endoftext|>").value();
+  EXPECT_TRUE(tokenizer.is_special(end));
+  EXPECT_EQ(tokenizer.encode("<|endoftext|>", false, Tokenizer::Special::allow), Ids{end});
+  const Ids as_text = tokenizer.encode("<|endoftext|>", false);
+  EXPECT_GT(as_text.size(), 1u);
+  EXPECT_EQ(tokenizer.decode(as_text), "<|endoftext|>");
+  EXPECT_EQ(tokenizer.decode(Ids{end, as_text[0]}, true), tokenizer.token_bytes(as_text[0]));
+  const std::int32_t spaces = tokenizer.id_of("    ").value();  // added, not special: a token in both modes
+  EXPECT_FALSE(tokenizer.is_special(spaces));
+  EXPECT_EQ(tokenizer.encode("    ", false), Ids{spaces});
+}
+
+TEST(Tokenizer, AddBosFollowsThePostProcessor) {
+  const Tokenizer neox = fixture("neox_style");
+  const Tokenizer llama = fixture("llama3_style");
+  EXPECT_EQ(neox.bos_id(), std::nullopt);
+  EXPECT_EQ(neox.encode("", true), Ids{});
+  EXPECT_EQ(llama.bos_id(), llama.id_of("<|begin_of_text|>"));
+  EXPECT_EQ(llama.encode("", true), Ids{llama.bos_id().value()});
+  EXPECT_EQ(llama.encode("", false), Ids{});
+}
+
+TEST(Tokenizer, IdsOutOfRangeAreRefused) {
+  const Tokenizer tokenizer = fixture("neox_style");
+  for (const std::int64_t id : {std::int64_t{-1}, tokenizer.vocab_size()}) {
+    try {
+      tokenizer.decode(Ids{static_cast<std::int32_t>(id)});
+      FAIL() << id;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+    }
+    EXPECT_FALSE(tokenizer.is_special(static_cast<std::int32_t>(id)));
+  }
+}
+
+TEST(Tokenizer, CanBeMoved) {
+  Tokenizer first = fixture("llama3_style");
+  const Ids ids = first.encode("nothing moved", true);
+  const Tokenizer second = std::move(first);
+  EXPECT_EQ(second.encode("nothing moved", true), ids);
+}
+
+// ---- both engines of PCRE2
+// --------------------------------------------------------------------------------------------
+
+TEST(PreTokenizer, InterpreterAndCompilerAgree) {
+  const Vectors vectors = VectorReader(kFixtures + "llama3_style.vectors.bin").read();
+  for (const SplitRule rule :
+       {SplitRule::gpt2, SplitRule::llama3, SplitRule::qwen2, SplitRule::digit, SplitRule::digit_run}) {
+    const PreTokenizer compiled({{rule, false}});
+    const PreTokenizer interpreted({{rule, false}}, false);
+    PreTokenizer::Scratch scratch;
+    const auto pieces = [&](const PreTokenizer& pre_tokenizer, const std::string& text) {
+      std::vector<std::string> out;
+      pre_tokenizer.split(text, scratch, [&](std::string_view piece) { out.emplace_back(piece); });
+      return out;
+    };
+    for (std::size_t i = 0; i < vectors.strings.size(); i += 10) {
+      const std::string text = utf8_replace_invalid(vectors.strings[i].text);
+      ASSERT_EQ(pieces(compiled, text), pieces(interpreted, text)) << escaped(text);
+    }
+    const std::string spaces(1'000'000, ' ');
+    ASSERT_EQ(pieces(compiled, spaces), pieces(interpreted, spaces));
+  }
+}
+
+// ---- time bounds: B84, B85
+// ----------------------------------------------------------------------------------------------
+
+// Generous, for a slow and busy machine under sanitizers; a quadratic algorithm would take hours.
+constexpr double kTimeBound = 60;
+
+double seconds(const std::function<void()>& work) {
+  const auto begin = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+TEST(TokenizerTime, LongWordsAndRunsAreNotQuadratic) {
+  std::string marks = "a";
+  for (int i = 0; i < 200'000; ++i) marks += i % 2 == 0 ? "\u0301" : "\u0323";
+  const std::pair<const char*, std::string> cases[] = {
+      {"one word of 10 MB", std::string(10'000'000, 'a')},
+      {"1 M spaces", std::string(1'000'000, ' ')},
+      {"1 M spaces and a letter", std::string(1'000'000, ' ') + "x"},
+      {"1 M line breaks", std::string(1'000'000, '\n')},
+      {"1 M digits", std::string(1'000'000, '7')},
+      {"1 M quotes", std::string(1'000'000, '\'')},
+      {"200,000 combining marks out of order", marks},
+  };
+  for (const char* name : {"neox_style", "llama3_style"}) {
+    const Tokenizer tokenizer = fixture(name);
+    for (const auto& [what, text] : cases) {
+      Ids ids;
+      EXPECT_LT(seconds([&, &text = text] { ids = tokenizer.encode(text, false); }), kTimeBound) << what;
+      EXPECT_EQ(tokenizer.decode(ids), name == std::string("neox_style") ? normalize_nfc(text) : text)
+          << what;
+    }
+  }
+}
+
+// ---- damaged and unsupported files: B74 to B81
+// ----------------------------------------------------------------------------
+
+Json document(const std::string& name) {
+  const MappedFile file(kFixtures + name + ".tokenizer.json");
+  return Json::parse(file.text());
+}
+
+// The message with which the changed NeoX-style file is refused.
+std::string refusal(const std::function<void(Json&)>& change, const std::string& name = "neox_style") {
+  Json json = document(name);
+  change(json);
+  try {
+    Tokenizer::from_json(json.dump(), "t.json");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::bad_file);
+    return error.what();
+  }
+  return "accepted";
+}
+
+void expect_refusal(const std::function<void(Json&)>& change, std::vector<std::string> words) {
+  const std::string message = refusal(change);
+  words.push_back("t.json");
+  for (const std::string& word : words)
+    EXPECT_NE(message.find(word), std::string::npos) << message << "\nlacks " << word;
+}
+
+TEST(TokenizerFile, AcceptsBothSpellingsOfMerges) {
+  Json json = document("neox_style");
+  Json pairs = Json::array();
+  for (const Json& merge : json["model"]["merges"]) {
+    const std::string text = merge.get<std::string>();
+    const std::size_t space = text.find(' ');
+    pairs.push_back({text.substr(0, space), text.substr(space + 1)});
+  }
+  json["model"]["merges"] = pairs;
+  const std::string text = "the quick brown fox, 12345 naïve 中国";
+  EXPECT_EQ(Tokenizer::from_json(json.dump(), "t.json").encode(text, true),
+            fixture("neox_style").encode(text, true));
+}
+
+TEST(TokenizerFile, RefusesBadMerges) {
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back("zzz q"); },
+                 {"model.merges[", "zzz", "not in the vocabulary"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back("q Ġthe"); }, {"not in the vocabulary"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back("a b c"); }, {"model.merges[", "left right"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back("ab"); }, {"left right"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", "b", "c"}); }, {"left"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", 1}); }, {"a string"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back(j["model"]["merges"][0]); },
+                 {"each merge once"});
+  expect_refusal([](Json& j) { j["model"]["merges"] = nullptr; }, {"model.merges", "a list"});
+}
+
+TEST(TokenizerFile, RefusesBadIds) {
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 5; }, {"model.vocab", "id 5 belongs to both"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 50'000; },
+                 {"model.vocab", "no token has the id", "holes"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1ll << 31; },
+                 {"model.vocab['zzz']", "2147483648"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1ull << 63; }, {"model.vocab['zzz']"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1'000'000; }, {"model.vocab['zzz']", "999999"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = -1; }, {"model.vocab['zzz']", "-1"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["<0x-1>"] = 1.5; }, {"model.vocab['<0x-1>']", "1.5"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = "7"; }, {"model.vocab['zzz']"});
+  expect_refusal([](Json& j) { j["model"]["vocab"][""] = 1'999; }, {"model.vocab", "empty"});
+  expect_refusal([](Json& j) { j["model"]["vocab"][std::string(5000, 'z')] = 1'999; },
+                 {"model.vocab", "5000 bytes"});
+  expect_refusal([](Json& j) { j["model"]["vocab"] = Json::array(); }, {"model.vocab"});
+  expect_refusal([](Json& j) { j["model"]["vocab"] = Json::object(); }, {"t.json"});
+}
+
+TEST(TokenizerFile, RefusesAnIncompleteByteAlphabet) {
+  const auto rename = [](Json& j, const std::string& from, const std::string& to) {
+    Json& vocab = j["model"]["vocab"];
+    vocab[to] = vocab[from];
+    vocab.erase(from);
+    j["model"]["merges"] = Json::array();
+  };
+  expect_refusal([&](Json& j) { rename(j, "Q", "QQQQ"); }, {"model.vocab", "0x51", "'Q'"});
+  EXPECT_EQ(refusal([&](Json& j) { rename(j, alphabet_character(0xFF), "QQQQ"); }),
+            "accepted");  // never in UTF-8
+}
+
+TEST(TokenizerFile, RefusesBadAddedTokens) {
+  const auto with = [](const char* content, std::int64_t id) {
+    return [=](Json& j) {
+      j["added_tokens"].push_back({{"content", content}, {"id", id}, {"special", false}});
+    };
+  };
+  const std::int64_t size = fixture("neox_style").vocab_size();
+  EXPECT_EQ(refusal(with("zzz", size)), "accepted");
+  expect_refusal(with("zzz", size + 1), {"holes"});
+  expect_refusal(with("zzz", 5), {"added_tokens[", "id 5 belongs to both"});
+  expect_refusal(with("<|padding|>", size), {"added_tokens[", "each added token once"});
+  expect_refusal(with("a", size), {"added_tokens[", "its id in the vocabulary"});
+  expect_refusal(with("", size), {"added_tokens[", "empty"});
+  expect_refusal([&](Json& j) { with("yyy", size + 1)(j), with("zzz", size)(j); }, {"order of their ids"});
+  expect_refusal([](Json& j) { j["added_tokens"][0]["special"] = "yes"; },
+                 {"added_tokens[0].special", "true or false"});
+}
+
+TEST(TokenizerFile, RefusesWhatItDoesNotSupportByName) {
+  expect_refusal([](Json& j) { j["normalizer"] = {{"type", "NFKC"}}; }, {"normalizer.type", "NFKC"});
+  expect_refusal(
+      [](Json& j) {
+        j["normalizer"] = {{"type", "Sequence"}, {"normalizers", {{{"type", "Lowercase"}}}}};
+      },
+      {"normalizer.normalizers[0].type", "Lowercase"});
+  expect_refusal(
+      [](Json& j) {
+        j["pre_tokenizer"] = {{"type", "Metaspace"}};
+      },
+      {"pre_tokenizer.type", "Metaspace"});
+  expect_refusal([](Json& j) { j["pre_tokenizer"] = nullptr; }, {"pre_tokenizer"});
+  expect_refusal([](Json& j) { j["decoder"]["type"] = "Metaspace"; }, {"decoder.type", "Metaspace"});
+  expect_refusal([](Json& j) { j["decoder"] = nullptr; }, {"decoder"});
+  expect_refusal([](Json& j) { j["post_processor"]["type"] = "BertProcessing"; },
+                 {"post_processor.type", "BertProcessing"});
+  expect_refusal([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
+  expect_refusal([](Json& j) { j["model"]["byte_fallback"] = true; }, {"model.byte_fallback"});
+  expect_refusal([](Json& j) { j["model"]["unk_token"] = "<unk>"; }, {"model.unk_token", "<unk>"});
+  expect_refusal([](Json& j) { j["model"]["dropout"] = 0.1; }, {"model.dropout"});
+  expect_refusal([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; },
+                 {"model.continuing_subword_prefix"});
+  expect_refusal([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"model.end_of_word_suffix"});
+  expect_refusal([](Json& j) { j["truncation"] = {{"max_length", 8}}; }, {"truncation"});
+  expect_refusal([](Json& j) { j["padding"] = {{"pad_id", 0}}; }, {"padding"});
+}
+
+TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
+  const auto llama = [](const std::function<void(Json&)>& change) { return refusal(change, "llama3_style"); };
+  const auto split = [](Json& j) -> Json& { return j["pre_tokenizer"]["pretokenizers"][0]; };
+  const auto single = [](Json& j) -> Json& { return j["post_processor"]["processors"][1]["single"]; };
+  EXPECT_NE(llama([&](Json& j) { split(j)["pattern"]["Regex"] = "\\w+"; }).find("pretokenizers[0].pattern"),
+            std::string::npos);
+  EXPECT_NE(llama([&](Json& j) {
+              split(j)["pattern"] = {{"String", " "}};
+            }).find("pretokenizers[0].pattern"),
+            std::string::npos);
+  EXPECT_NE(llama([&](Json& j) { split(j)["behavior"] = "Removed"; }).find("behavior"), std::string::npos);
+  EXPECT_NE(llama([&](Json& j) { split(j)["invert"] = true; }).find("invert"), std::string::npos);
+  EXPECT_NE(llama([&](Json& j) { single(j).push_back(single(j)[0]); }).find("single"), std::string::npos);
+  EXPECT_NE(llama([&](Json& j) { std::swap(single(j)[0], single(j)[1]); }).find("single"), std::string::npos);
+  EXPECT_NE(llama([&](Json& j) {
+              j["post_processor"]["processors"][1]["special_tokens"] = Json::object();
+            }).find("special_tokens"),
+            std::string::npos);
+}
+
+TEST(TokenizerFile, RefusesWhatIsNotATokenizer) {
+  for (const char* text :
+       {"", "{", "[]", "{}", "null", "{\"model\":{}}", "{\"model\":{\"type\":\"BPE\"}}", "\xFF"}) {
+    EXPECT_THROW(Tokenizer::from_json(text, "t.json"), Error) << text;
+  }
+  std::string deep;
+  for (int i = 0; i < 100'000; ++i) deep += "{\"normalizer\":";
+  EXPECT_THROW(Tokenizer::from_json(deep, "t.json"), Error);
+}
+
+// ---- the published tokenizer, where it is at hand
+// -------------------------------------------------------------------------
+
+TEST(TokenizerShared, PublishedNeoxTokenizer) {
+  const char* directory = std::getenv("WEFT_SHARED_DATA");
+  if (directory == nullptr) GTEST_SKIP() << "WEFT_SHARED_DATA is not set";
+  const Tokenizer tokenizer = load(std::string(directory) + "/gpt-neox-20b.tokenizer.json");
+  EXPECT_EQ(tokenizer.vocab_size(), 50'277);
+  EXPECT_EQ(tokenizer.encode("Hello, world!", true), (Ids{12092, 13, 1533, 2}));
+  EXPECT_EQ(tokenizer.encode(std::string(24, ' '), false), Ids{50'254});
+  EXPECT_EQ(tokenizer.id_of("<|endoftext|>"), 0);
+}
+
+}  // namespace
+}  // namespace weft
