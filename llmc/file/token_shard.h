@@ -1,8 +1,6 @@
-// Token shards: the training text as token ids, written by dev/prepare_data.py.
+// Token shards: the training text as token ids, written by dev/prepare_data.py; the layout is
+// doc/token_shard.md.
 //
-// Header of 256 bytes, little-endian: magic "\x89WTOK\r\n\x1a", u32 version 1, u32 dtype (DType u16 or u32),
-// u64 token count, u64 vocabulary size, u64 XXH3-64 of the tokenizer.json text, i64 end-of-document id (-1: none),
-// u64 XXH3-64 of the token bytes, u64 XXH3-64 of the header's first 56 bytes; then zeros. Then the tokens, nothing after.
 // The data hash is checked by verify(), not by open(): training opens shards far larger than memory.
 #pragma once
 
@@ -17,24 +15,28 @@ namespace weft {
 
 class TokenShard {
  public:
-  // Maps and validates the header; Exit::bad_file names the field. Another kind of file is refused by what it is.
+  // Maps and validates the header; Exit::bad_file names the field. Another kind of file is refused by what it
+  // is. A shard without tokens is refused.
   static TokenShard open(const std::string& path);
 
   const std::string& path() const { return file_.path(); }
   std::int64_t count() const { return count_; }
   std::int64_t vocab_size() const { return vocab_size_; }
-  std::uint64_t tokenizer_hash() const { return tokenizer_hash_; }
+  std::uint64_t tokenizer_hash() const { return tokenizer_hash_; }  // XXH3-64 of the text of tokenizer.json
+  std::int64_t end_of_document_id() const { return end_of_document_id_; }  // -1: none
   DType dtype() const { return dtype_; }
-  // Tokens [begin, begin + out.size()), which must lie in the shard. An id >= vocab_size() is Exit::bad_file with its
-  // position; a shard replaced since open() is Exit::bad_file.
+  // Tokens [begin, begin + out.size()), which must lie in the shard (otherwise Exit::internal). An id >=
+  // vocab_size() is Exit::bad_file with its position; a shard replaced since open() is Exit::bad_file.
   void read(std::int64_t begin, std::span<std::int32_t> out) const;
   void verify() const;  // the data hash and every id
 
  private:
   explicit TokenShard(MappedFile file) : file_(std::move(file)) {}
+  const std::byte* tokens() const;
+
   MappedFile file_;
   DType dtype_ = DType::u16;
-  std::int64_t count_ = 0, vocab_size_ = 0;
+  std::int64_t count_ = 0, vocab_size_ = 0, end_of_document_id_ = -1;
   std::uint64_t tokenizer_hash_ = 0, data_hash_ = 0;
 };
 

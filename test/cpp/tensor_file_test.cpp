@@ -18,14 +18,6 @@ namespace {
 
 const std::string kFixtures = "test/fixtures/tensor_file/";
 
-std::string hex_bytes(const std::string& hex) {
-  std::string bytes;
-  for (std::size_t i = 0; i < hex.size(); i += 2) {
-    bytes += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
-  }
-  return bytes;
-}
-
 // Makes the header hash of a damaged file right again, so that the checks behind it are reached.
 void rehash(std::string& bytes) {
   std::uint64_t data_offset = 0;
@@ -158,13 +150,8 @@ TEST(TensorFile, RefusesDamageInTheWordsOfThePythonReader) {
   const std::string path = directory.file("damaged.bin");
   for (const Json& damage : cases) {
     SCOPED_TRACE(damage["name"].get<std::string>());
-    std::string bytes = read_bytes(kFixtures + damage["base"].get<std::string>());
-    const FileKind kind = kind_in(bytes);
-    if (damage.contains("size")) bytes.resize(damage["size"].get<std::size_t>());
-    for (const Json& edit : damage["edits"]) {
-      const std::string replacement = hex_bytes(edit[1].get<std::string>());
-      bytes.replace(edit[0].get<std::size_t>(), replacement.size(), replacement);
-    }
+    std::string bytes = damaged_bytes(kFixtures, damage);
+    const FileKind kind = kind_in(read_bytes(kFixtures + damage["base"].get<std::string>()));
     if (damage["rehash"].get<bool>()) rehash(bytes);
     write_bytes(path, bytes);
     std::string expected = escaped(path) + ": " + damage["message"].get<std::string>();

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 
 namespace weft {
 
@@ -63,6 +64,26 @@ std::string error_of(Exit code, Work work) {
   }
   ADD_FAILURE() << "no error was thrown";
   return "";
+}
+
+inline std::string hex_bytes(const std::string& hex) {
+  std::string bytes;
+  for (std::size_t i = 0; i < hex.size(); i += 2) {
+    bytes += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
+  }
+  return bytes;
+}
+
+// The bytes of a damaged file from a damaged.json: its good file in `fixtures`, cut or extended with zeros to
+// "size", then edited. Hashes that "rehash" asks for are left to the caller.
+inline std::string damaged_bytes(const std::string& fixtures, const Json& damage) {
+  std::string bytes = read_bytes(fixtures + damage["base"].get<std::string>());
+  if (damage.contains("size")) bytes.resize(damage["size"].get<std::size_t>());
+  for (const Json& edit : damage["edits"]) {
+    const std::string replacement = hex_bytes(edit[1].get<std::string>());
+    bytes.replace(edit[0].get<std::size_t>(), replacement.size(), replacement);
+  }
+  return bytes;
 }
 
 // Expects `part` somewhere in `text`.
