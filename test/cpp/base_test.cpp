@@ -1,0 +1,480 @@
+// The base room: UTF-8, messages, JSON limits, dtypes, Philox, files that appear when they are complete,
+// memory plans.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/base/checked.h"
+#include "llmc/base/dtype.h"
+#include "llmc/base/file.h"
+#include "llmc/base/hash.h"
+#include "llmc/base/json.h"
+#include "llmc/base/log.h"
+#include "llmc/base/philox.h"
+#include "llmc/base/utf8.h"
+#include "test_files.h"
+
+namespace weft {
+namespace {
+
+// ---- text
+// -----------------------------------------------------------------------------------------------------------
+
+// The Unicode Standard 15, table 3-7, written as a decoder: the second formulation of well-formedness.
+std::size_t decoded_length(const std::string& s) {
+  const auto byte = [&](std::size_t i) { return i < s.size() ? static_cast<unsigned char>(s[i]) : 0u; };
+  const auto tail = [&](std::size_t i) { return (byte(i) & 0xC0) == 0x80; };
+  if (s.empty()) return 0;
+  if (byte(0) < 0x80) return 1;
+  if ((byte(0) & 0xE0) == 0xC0 && tail(1)) return ((byte(0) & 0x1F) << 6 | (byte(1) & 0x3F)) >= 0x80 ? 2 : 0;
+  if ((byte(0) & 0xF0) == 0xE0 && tail(1) && tail(2)) {
+    const unsigned code = (byte(0) & 0x0F) << 12 | (byte(1) & 0x3F) << 6 | (byte(2) & 0x3F);
+    return code >= 0x800 && (code < 0xD800 || code > 0xDFFF) ? 3 : 0;
+  }
+  if ((byte(0) & 0xF8) == 0xF0 && tail(1) && tail(2) && tail(3)) {
+    const unsigned code =
+        (byte(0) & 0x07) << 18 | (byte(1) & 0x3F) << 12 | (byte(2) & 0x3F) << 6 | (byte(3) & 0x3F);
+    return code >= 0x10000 && code <= 0x10FFFF ? 4 : 0;
+  }
+  return 0;
+}
+
+TEST(Utf8, AgreesWithADecoderOnEveryPairOfLeadingBytes) {
+  for (unsigned first = 0; first < 256; ++first) {
+    for (unsigned second = 0; second < 256; ++second) {
+      for (const char* rest : {"", "\x80", "\xBF\x80", "\x80\xBF", "ab", "\x80z"}) {
+        const std::string text = std::string{static_cast<char>(first), static_cast<char>(second)} + rest;
+        ASSERT_EQ(utf8_sequence_length(text), decoded_length(text))
+            << first << " " << second << " + " << rest;
+      }
+    }
+  }
+  EXPECT_EQ(utf8_sequence_length(""), 0u);
+}
+
+TEST(Utf8, HoldsBackAnIncompleteSequence) {
+  const std::string thread = "\U0001f9f5";
+  for (std::size_t taken = 1; taken < 4; ++taken) {
+    EXPECT_EQ(utf8_incomplete_suffix("text" + thread.substr(0, taken)), taken);
+  }
+  EXPECT_EQ(utf8_incomplete_suffix("text" + thread), 0u);
+  EXPECT_EQ(utf8_incomplete_suffix("\xC3"), 1u);
+  EXPECT_EQ(utf8_incomplete_suffix("\xE0\x80"), 0u);  // can never become well-formed
+  EXPECT_EQ(utf8_incomplete_suffix("\xFF"), 0u);
+  EXPECT_EQ(utf8_incomplete_suffix(""), 0u);
+}
+
+TEST(Utf8, ReplacesEachMaximalIllFormedSubpart) {
+  const std::string r = "\uFFFD";
+  EXPECT_EQ(utf8_replace_invalid("a\xC3\xA9z"), "a\u00e9z");
+  // The example of The Unicode Standard 15, table 3-8 to 3-11.
+  EXPECT_EQ(utf8_replace_invalid("\xC0\xAF\xE0\x80\xBF\xF0\x81\x82"
+                                 "A"),
+            r + r + r + r + r + r + r + r + "A");
+  EXPECT_EQ(utf8_replace_invalid("\xED\xA0\x80\xED\xBF\xBF\xED\xAF"
+                                 "A"),
+            r + r + r + r + r + r + r + r + "A");
+  EXPECT_EQ(utf8_replace_invalid("\xF4\x91\x92\x93\xFF"
+                                 "A\x80\xBF"
+                                 "B"),
+            r + r + r + r + r + "A" + r + r + "B");
+  EXPECT_EQ(utf8_replace_invalid("\xE1\x80\xE2\xF0\x91\x92\xF1\xBF"
+                                 "A"),
+            r + r + r + r + "A");
+}
+
+TEST(Escaped, LeavesNothingThatSteersATerminal) {
+  EXPECT_EQ(escaped("plain \u00e9"), "'plain \u00e9'");
+  EXPECT_EQ(escaped("a\x1b[31mb\n\x7f"), "'a\\x1b[31mb\\x0a\\x7f'");
+  EXPECT_EQ(escaped("\xC2\x9B"
+                    "1m"),
+            "'\\xc2\\x9b1m'");  // U+009B is CSI in one character
+  EXPECT_EQ(escaped("\xFF\xC0\xAF"), "'\\xff\\xc0\\xaf'");
+  EXPECT_EQ(escaped("it's \\ here"), "'it\\'s \\\\ here'");
+  EXPECT_EQ(escaped(std::string("a\0b", 3)), "'a\\x00b'");
+  EXPECT_EQ(escaped("abcdef", 3), "'abc...'");
+  EXPECT_EQ(escaped("ab\u00e9f", 3), "'ab\u00e9...'");  // never cuts a character in two
+}
+
+TEST(Format, MakesTextOfAnyLength) {
+  EXPECT_EQ(format("%d %s", 7, "x"), "7 x");
+  EXPECT_EQ(format("%s", std::string(100'000, 'y').c_str()).size(), 100'000u);
+  EXPECT_EQ(format("%s", ""), "");
+}
+
+// ---- JSON
+// -----------------------------------------------------------------------------------------------------------
+
+std::string json_error(const std::string& text, const JsonLimits& limits = {}) {
+  return error_of(Exit::bad_file, [&] { parse_json(text, "x.json", limits); });
+}
+
+TEST(Json, AcceptsWhatIsWithinTheLimits) {
+  EXPECT_EQ(parse_json(R"({"a":[1,{"a":2}],"b":{"a":3}})", "x.json")["a"][1]["a"], 2);
+  const std::string nested = std::string(64, '[') + std::string(64, ']');
+  EXPECT_TRUE(parse_json(nested, "x.json").is_array());
+  EXPECT_EQ(parse_json("7", "x.json", {.bytes = 1}), 7);
+}
+
+TEST(Json, RefusesWhatIsNot) {
+  expect_contains(json_error(std::string(65, '[') + std::string(65, ']')),
+                  "x.json: JSON nested deeper than 64 levels");
+  expect_contains(json_error(std::string(1'000'000, '[')), "deeper than 64 levels");
+  expect_contains(json_error(R"({"a":{"b":1,"c":2,"b":3}})"), "JSON key 'b' occurs twice in one object");
+  expect_contains(json_error("[1, 2]", {.bytes = 5}), "6 bytes of JSON, at most 5 are accepted");
+  for (const std::string text :
+       {"", "{", "[1,]", "{\"a\" 1}", "[1] x", "\"\xFF\"", "NaN", "1e999", "'a'", "{\"a\":1}}"}) {
+    EXPECT_NE(json_error(text), "") << text;
+  }
+}
+
+TEST(Json, MembersHaveTheirTypeAndRange) {
+  const Json object =
+      parse_json(R"({"i":5,"big":9223372036854775808,"f":1.5,"b":true,"s":"x","t":"\u001b"})", "x");
+  EXPECT_EQ(json_int(object, "i", 5, 5, "x"), 5);
+  EXPECT_EQ(json_number(object, "i", "x"), 5.0);
+  EXPECT_EQ(json_number(object, "f", "x"), 1.5);
+  EXPECT_TRUE(json_bool(object, "b", "x"));
+  EXPECT_EQ(json_string(object, "s", "x"), "x");
+  const auto int_error = [&](const char* key, std::int64_t low, std::int64_t high) {
+    return error_of(Exit::bad_file, [&] { json_int(object, key, low, high, "x"); });
+  };
+  expect_contains(int_error("none", 0, 9), "x: none: missing");
+  expect_contains(int_error("i", 6, 9), "x: i: got '5', expected an integer from 6 to 9");
+  expect_contains(int_error("i", 0, 4), "x: i: got '5'");
+  expect_contains(int_error("big", 0, std::numeric_limits<std::int64_t>::max()), "big");
+  expect_contains(int_error("f", 0, 9), "f");
+  expect_contains(int_error("b", 0, 9), "b");
+  EXPECT_NE(error_of(Exit::bad_file, [&] { json_bool(object, "i", "x"); }), "");
+  EXPECT_NE(error_of(Exit::bad_file, [&] { json_number(object, "s", "x"); }), "");
+  const std::string message = error_of(Exit::bad_file, [&] { json_bool(object, "t", "x"); });
+  EXPECT_EQ(message.find('\x1b'), std::string::npos);
+  EXPECT_NE(error_of(Exit::bad_file, [&] { json_string(Json(3), "s", "x"); }), "");
+}
+
+// ---- numbers
+// --------------------------------------------------------------------------------------------------------
+
+// An IEEE 754 value from its fields, by arithmetic instead of shifts: the second formulation of the
+// conversions.
+double value_of(unsigned bits, int exponent_bits, int mantissa_bits) {
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  const int exponent = static_cast<int>(bits >> mantissa_bits) & ((1 << exponent_bits) - 1);
+  const double fraction = std::ldexp(static_cast<double>(bits & ((1u << mantissa_bits) - 1)), -mantissa_bits);
+  const double sign = (bits >> (exponent_bits + mantissa_bits)) != 0 ? -1 : 1;
+  if (exponent == (1 << exponent_bits) - 1) {
+    return fraction != 0 ? std::numeric_limits<double>::quiet_NaN()
+                         : sign * std::numeric_limits<double>::infinity();
+  }
+  return exponent == 0 ? sign * std::ldexp(fraction, 1 - bias)
+                       : sign * std::ldexp(1 + fraction, exponent - bias);
+}
+
+struct HalfFormat {
+  const char* name;
+  int exponent_bits, mantissa_bits;
+  float (*widen)(std::uint16_t);
+  std::uint16_t (*narrow)(float);
+};
+const HalfFormat kHalfFormats[] = {{"bf16", 8, 7, bf16_to_f32, f32_to_bf16},
+                                   {"f16", 5, 10, f16_to_f32, f32_to_f16}};
+
+TEST(DTypes, EveryBitPatternWidensToItsValueAndComesBack) {
+  for (const HalfFormat& half : kHalfFormats) {
+    for (unsigned bits = 0; bits < 65536; ++bits) {
+      const double expected = value_of(bits, half.exponent_bits, half.mantissa_bits);
+      const float got = half.widen(static_cast<std::uint16_t>(bits));
+      const std::uint16_t back = half.narrow(got);
+      if (std::isnan(expected)) {
+        ASSERT_TRUE(std::isnan(got) && std::isnan(half.widen(back))) << half.name << " " << bits;
+      } else {
+        ASSERT_EQ(static_cast<double>(got), expected) << half.name << " " << bits;
+        ASSERT_EQ(std::signbit(got), std::signbit(expected)) << half.name << " " << bits;
+        ASSERT_EQ(back, bits) << half.name << " " << bits;
+      }
+    }
+  }
+}
+
+// Between neighbours a < b of the 16-bit format: below the middle rounds to a, above to b, the middle to the
+// even one.
+TEST(DTypes, RoundsToNearestEven) {
+  for (const HalfFormat& half : kHalfFormats) {
+    const unsigned infinity = ((1u << half.exponent_bits) - 1) << half.mantissa_bits;
+    for (unsigned bits = 0; bits < infinity; ++bits) {
+      const double a = value_of(bits, half.exponent_bits, half.mantissa_bits);
+      const double step = bits > 0 ? a - value_of(bits - 1, half.exponent_bits, half.mantissa_bits) : 0;
+      const double b =
+          bits + 1 < infinity ? value_of(bits + 1, half.exponent_bits, half.mantissa_bits) : a + step;
+      const float middle = static_cast<float>((a + b) / 2);
+      const float below = std::nextafter(middle, 0.0f);
+      const float above = std::nextafter(middle, std::numeric_limits<float>::infinity());
+      const unsigned even = bits % 2 == 0 ? bits : bits + 1;
+      ASSERT_EQ(half.narrow(middle), even) << half.name << " " << bits;
+      ASSERT_EQ(half.narrow(below), bits) << half.name << " " << bits;
+      ASSERT_EQ(half.narrow(above), bits + 1) << half.name << " " << bits;
+      ASSERT_EQ(half.narrow(-middle), even | 0x8000u) << half.name << " " << bits;
+    }
+  }
+}
+
+TEST(DTypes, NotANumberStaysNotANumber) {
+  for (const std::uint32_t bits : {0x7F800001u, 0xFF800001u, 0x7FC00000u, 0x7FFFFFFFu, 0x7F801FFFu}) {
+    const float nan = std::bit_cast<float>(bits);
+    EXPECT_TRUE(std::isnan(bf16_to_f32(f32_to_bf16(nan)))) << bits;
+    EXPECT_TRUE(std::isnan(f16_to_f32(f32_to_f16(nan)))) << bits;
+  }
+}
+
+TEST(DTypes, NamesAndSizes) {
+  for (std::uint32_t i = 0; i < kNumDTypes; ++i) {
+    EXPECT_EQ(dtype_from_name(dtype_name(static_cast<DType>(i))), static_cast<DType>(i));
+  }
+  EXPECT_EQ(dtype_from_name("f64"), std::nullopt);
+  EXPECT_EQ(dtype_bytes(DType::bf16), 2u);
+  EXPECT_EQ(dtype_bytes(DType::i64), 8u);
+}
+
+TEST(DTypes, ArraysConvert) {
+  const std::vector<float> values = {0, -1.5f, 65504, 0x1p-24f, 3};
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    std::vector<std::byte> stored(values.size() * dtype_bytes(dtype));
+    std::vector<float> back(values.size());
+    convert_from_f32(values.data(), dtype, stored.data(), values.size());
+    convert_to_f32(stored.data(), dtype, back.data(), values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      EXPECT_EQ(back[i], dtype == DType::bf16 ? bf16_to_f32(f32_to_bf16(values[i])) : values[i]);
+    }
+  }
+  float value = 0;
+  EXPECT_NE(error_of(Exit::internal, [&] { convert_to_f32(&value, DType::i32, &value, 0); }), "");
+  EXPECT_NE(error_of(Exit::internal, [&] { convert_from_f32(&value, DType::u8, &value, 0); }), "");
+}
+
+TEST(Checked, ArithmeticRefusesToWrap) {
+  constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
+  EXPECT_EQ(checked_mul(kMax, 1, "x"), kMax);
+  EXPECT_EQ(checked_add(kMax - 1, 1, "x"), kMax);
+  EXPECT_EQ(align_up(257, 256, "x"), 512u);
+  EXPECT_EQ(align_up(256, 256, "x"), 256u);
+  EXPECT_EQ(align_up(0, 256, "x"), 0u);
+  expect_contains(error_of(Exit::bad_file, [&] { checked_mul(kMax / 2, 3, "rows"); }),
+                  "rows: size overflows 64 bits");
+  EXPECT_NE(error_of(Exit::bad_file, [&] { checked_add(kMax, 1, "x"); }), "");
+  EXPECT_NE(error_of(Exit::bad_file, [&] { align_up(kMax, 2, "x"); }), "");
+}
+
+// Known answers of philox4x32-10 from Random123's kat_vectors (Salmon et al., SC11).
+TEST(Philox, KnownAnswers) {
+  const auto words = [](const PhiloxWords& got) {
+    return std::vector<std::uint32_t>(got.word, got.word + 4);
+  };
+  constexpr std::uint64_t kOnes = std::numeric_limits<std::uint64_t>::max();
+  EXPECT_EQ(words(philox(0, 0, 0)),
+            (std::vector<std::uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(words(philox(kOnes, kOnes, kOnes)),
+            (std::vector<std::uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(words(philox(0x299f31d0a4093822, 0x85a308d3243f6a88, 0x0370734413198a2e)),
+            (std::vector<std::uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(Philox, UniformLiesInTheHalfOpenInterval) {
+  EXPECT_EQ(uniform01(0), 0.0f);
+  EXPECT_EQ(uniform01(0xFFFFFFFFu), 1.0f - 0x1p-24f);
+  EXPECT_EQ(uniform01(0x80000000u), 0.5f);
+}
+
+// Vectors of the XXH3 specification's reference implementation: the empty input, and streaming equal to one
+// call.
+TEST(Xxh3, StreamAndOneCallAgree) {
+  EXPECT_EQ(xxh3_64("", 0), 0x2D06800538D394C2u);
+  std::string text;
+  for (int i = 0; i < 5000; ++i) text += static_cast<char>(i * 7 + i / 256);
+  for (const std::size_t piece : {1u, 63u, 256u, 1025u, 5000u}) {
+    Xxh3Stream stream;
+    stream.update("rubbish", 7);
+    stream.reset();
+    for (std::size_t i = 0; i < text.size(); i += piece)
+      stream.update(text.data() + i, std::min(piece, text.size() - i));
+    EXPECT_EQ(stream.digest(), xxh3_64(text));
+  }
+}
+
+// ---- files
+// ----------------------------------------------------------------------------------------------------------
+
+TEST(AtomicFile, AppearsOnlyWhenPublished) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("x");
+  AtomicFile file(path, 100);
+  file.write("hello ");
+  file.write("world");
+  file.rewrite(0, "J", 1);
+  EXPECT_EQ(file.size(), 11u);
+  EXPECT_FALSE(std::filesystem::exists(path));
+  file.publish();
+  EXPECT_EQ(read_bytes(path), "Jello world");  // and not the 100 bytes that were reserved
+  EXPECT_EQ(directory.entries(), 1u);
+}
+
+TEST(AtomicFile, AbandonedItLeavesTheOldFile) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("x");
+  write_file_atomically(path, "old");
+  {
+    AtomicFile file(path);
+    file.write("new");
+  }
+  EXPECT_EQ(read_bytes(path), "old");
+  EXPECT_EQ(directory.entries(), 1u);
+}
+
+// Runs `work` with files limited to `bytes`: the way to a full disk that needs no privileges.
+template <typename Work>
+std::string error_with_file_limit(rlim_t bytes, Work work) {
+  const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{bytes, before.rlim_max};
+  ::setrlimit(RLIMIT_FSIZE, &small);
+  const std::string message = error_of(Exit::resources, work);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  ::signal(SIGXFSZ, handler);
+  return message;
+}
+
+TEST(AtomicFile, AFullDiskIsFoundWhenReservingAndWhenWriting) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("x");
+  write_file_atomically(path, "old");
+  expect_contains(error_with_file_limit(4096, [&] { AtomicFile file(path, 1 << 20); }),
+                  "cannot reserve space");
+  expect_contains(error_with_file_limit(4096, [&] { AtomicFile(path).write(std::string(1 << 20, 'x')); }),
+                  "cannot write");
+  EXPECT_EQ(read_bytes(path), "old");
+  EXPECT_EQ(directory.entries(), 1u);
+}
+
+TEST(AtomicFile, AnAbsentDirectoryIsAnEnvironmentError) {
+  const TemporaryDirectory directory;
+  expect_contains(error_of(Exit::environment, [&] { AtomicFile(directory.file("none/x")); }),
+                  "cannot create");
+}
+
+void always_fail(const std::string&, std::uint64_t offset, std::size_t) {
+  if (offset >= 4) fail(Exit::resources, "injected");
+}
+
+TEST(AtomicFile, TheFaultHookRunsBeforeEachWrite) {
+  const TemporaryDirectory directory;
+  set_write_fault(always_fail);
+  EXPECT_EQ(error_of(Exit::resources,
+                     [&] {
+                       AtomicFile file(directory.file("x"));
+                       file.write("abcd");
+                       file.write("efgh");
+                     }),
+            "injected");
+  set_write_fault(nullptr);
+  EXPECT_EQ(directory.entries(), 0u);
+}
+
+TEST(MappedFile, AcceptsOnlyRegularFiles) {
+  const TemporaryDirectory directory;
+  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("absent")); }), "cannot open");
+  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file(".")); }), "not a regular file");
+  ASSERT_EQ(::mkfifo(directory.file("fifo").c_str(), 0600), 0);
+  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("fifo")); }),
+                  "not a regular file");
+  write_bytes(directory.file("empty"), "");
+  EXPECT_EQ(MappedFile(directory.file("empty")).size(), 0u);
+}
+
+TEST(MappedFile, KnowsThatTheFileWasReplaced) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("x with space");
+  write_bytes(path, "content");
+  MappedFile first(path);
+  const MappedFile file = std::move(first);
+  EXPECT_EQ(file.text(), "content");
+  EXPECT_TRUE(file.unchanged());
+  write_file_atomically(path, "content");
+  EXPECT_FALSE(file.unchanged());
+  EXPECT_EQ(file.text(), "content");  // the mapping still shows the old file
+  std::filesystem::remove(path);
+  EXPECT_FALSE(file.unchanged());
+}
+
+TEST(Files, TextLimitsGlobsAndParents) {
+  const TemporaryDirectory directory;
+  write_bytes(directory.file("b_2.bin"), "2");
+  write_bytes(directory.file("b_1.bin"), "1");
+  std::filesystem::create_directory(directory.file("b_0.bin"));
+  EXPECT_EQ(expand_glob(directory.file("b_*.bin")),
+            (std::vector<std::string>{directory.file("b_1.bin"), directory.file("b_2.bin")}));
+  const std::string message = error_of(Exit::bad_file, [&] { expand_glob(directory.file("c_*")); });
+  expect_contains(message, "c_*");
+  expect_contains(message, escaped(std::filesystem::current_path().string()));
+  EXPECT_EQ(read_text_file(directory.file("b_1.bin"), 1), "1");
+  EXPECT_NE(error_of(Exit::bad_file, [&] { read_text_file(directory.file("b_1.bin"), 0); }), "");
+  EXPECT_EQ(parent_directory("a"), ".");
+  EXPECT_EQ(parent_directory("/a"), "/");
+  EXPECT_EQ(parent_directory("a/b/c"), "a/b");
+}
+
+// ---- memory, text for people
+// ----------------------------------------------------------------------------------------
+
+TEST(Memory, PlansAreAlignedAndArenasZero) {
+  MemoryPlan plan("activations");
+  EXPECT_EQ(plan.add(1), 0u);
+  EXPECT_EQ(plan.add(256), 256u);
+  EXPECT_EQ(plan.add(0), 512u);
+  EXPECT_EQ(plan.add(3), 512u);
+  EXPECT_EQ(plan.bytes(), 515u);
+  const HostArena arena(plan);
+  EXPECT_EQ(arena.at<char>(514)[0], 0);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(arena.at<char>(256)) % kRegionAlignment, 0u);
+  EXPECT_NE(error_of(Exit::bad_file, [&] { plan.add(std::numeric_limits<std::uint64_t>::max()); }), "");
+}
+
+TEST(Memory, AnArenaThatCannotFitIsAResourceError) {
+  MemoryPlan plan("optimizer state");
+  plan.add(std::uint64_t{1} << 60);
+  const std::string message = error_of(Exit::resources, [&] { HostArena arena(plan); });
+  expect_contains(message, "optimizer state");
+  EXPECT_GT(available_host_memory(), 1u << 20);
+}
+
+TEST(Memory, TheTableEndsWithItsTotal) {
+  const std::vector<std::string> table = memory_table({{"parameters", 1'500'000}, {"gradients", 500'000}});
+  ASSERT_EQ(table.size(), 3u);
+  EXPECT_EQ(table[0], "  parameters    1.50 MB");
+  EXPECT_EQ(table[2], "  total         2.00 MB");
+}
+
+TEST(Human, BytesAndSeconds) {
+  EXPECT_EQ(human_bytes(0), "0 B");
+  EXPECT_EQ(human_bytes(999), "999 B");
+  EXPECT_EQ(human_bytes(1500), "1.50 KB");
+  EXPECT_EQ(human_bytes(17'400), "17.4 KB");
+  EXPECT_EQ(human_bytes(312e6), "312 MB");
+  EXPECT_EQ(human_bytes(5e15), "5000 TB");
+  EXPECT_EQ(human_seconds(5), "0:05");
+  EXPECT_EQ(human_seconds(185), "3:05");
+  EXPECT_EQ(human_seconds(7385), "2:03:05");
+  EXPECT_EQ(human_seconds(3599.6), "1:00:00");
+  EXPECT_EQ(human_seconds(std::nan("")), "?");
+  EXPECT_EQ(human_seconds(-1), "?");
+}
+
+}  // namespace
+}  // namespace weft
