@@ -161,6 +161,7 @@ read_settings() {
   endpoint=${HF_ENDPOINT:-https://huggingface.co}
   endpoint=${endpoint%/}
   require_url HF_ENDPOINT "$endpoint" https://huggingface.co
+  endpoint_origin=$(origin_of "$endpoint")
   text_endpoint=${WEFT_TEXT_ENDPOINT:-https://raw.githubusercontent.com}
   text_endpoint=${text_endpoint%/}
   require_url WEFT_TEXT_ENDPOINT "$text_endpoint" https://raw.githubusercontent.com
@@ -220,16 +221,17 @@ require_tools() {
 # ---- one HTTP request -------------------------------------------------------------------------
 
 subject=       # what messages are about
+declare -A headers
 child=         # curl or sleep, waited for in the background so that Ctrl-C is served at once
 
 # scheme://host:port, the unit that the token is bound to
 origin_of() {
-  local rest=${1#*://}
-  rest=${rest%%[/?#]*}
-  echo "${1%%://*}://$rest" | tr '[:upper:]' '[:lower:]'
+  local rest=${1#*://} origin
+  origin=${1%%://*}://${rest%%[/?#]*}
+  echo "${origin,,}"
 }
 
-at_endpoint() { [[ $(origin_of "$1") == "$(origin_of "$endpoint")" ]]; }
+at_endpoint() { [[ $(origin_of "$1") == "$endpoint_origin" ]]; }
 
 # URL (it may be signed) and token reach curl through a pipe: a process list shows neither.
 curl_config() { # curl_config URL
@@ -238,7 +240,7 @@ curl_config() { # curl_config URL
   if [[ -n $token ]] && at_endpoint "$1"; then printf 'header = "Authorization: Bearer %s"\n' "$token"; fi
 }
 
-# Sets curl_status, http_status, redirect (where a 3xx points to); the headers are in $scratch/headers.
+# Sets curl_status, http_status, redirect (where a 3xx points to) and headers.
 # --fail keeps error pages out of the output file. Redirects are followed by curl only on hosts that
 # never get the token.
 request() { # request URL [CURL OPTION]...
@@ -257,13 +259,19 @@ request() { # request URL [CURL OPTION]...
   child=
   read -r http_status redirect <"$scratch/answer" || true
   http_status=${http_status:-000}
+  read_headers
 }
 
-header() { # header NAME → its value in the last answer
-  awk -v name="$1" '
-    /^HTTP\// { value = "" }  # with proxies and redirects there are several blocks
-    tolower($0) ~ "^" name ":" { sub(/^[^:]*:[ \t]*/, ""); sub(/[ \t\r]+$/, ""); value = $0 }
-    END { print value }' "$scratch/headers"
+# Fills headers[name in lower case] from the last block: with proxies and redirects there are several.
+read_headers() {
+  local line
+  headers=()
+  while IFS= read -r line; do
+    if [[ $line == HTTP/* ]]; then headers=(); fi
+    if [[ $line =~ ^([A-Za-z0-9-]+):[[:space:]]*(.*[^[:space:]]) ]]; then
+      headers[${BASH_REMATCH[1],,}]=${BASH_REMATCH[2]}
+    fi
+  done <"$scratch/headers"
 }
 
 # The last answer as one word: ok moved missing denied again range norange disk other
@@ -301,7 +309,7 @@ back_off() { # back_off TRIES
   local wait_ms=$((backoff_ms << ($1 - 1 < 10 ? $1 - 1 : 10))) asked
   (($1 < max_tries)) || give_up "$1"
   wait_ms=$((wait_ms < MAX_BACKOFF_MS ? wait_ms : MAX_BACKOFF_MS))
-  asked=$(header retry-after)
+  asked=${headers[retry-after]:-}
   if [[ $asked =~ ^[0-9]{1,9}$ ]]; then
     ((10#$asked <= MAX_RETRY_AFTER_S)) ||
       die $ENVIRONMENT "$subject: got $(cause) with a request to wait $asked s, expected the file. Run the command again later."
@@ -342,7 +350,7 @@ refuse() {
 
 refuse_access() { # refuse_access WHAT
   if [[ -z $repo ]]; then die $ENVIRONMENT "$1 (access denied), expected the file. Check WEFT_TEXT_ENDPOINT and the proxy."; fi
-  if [[ $(header x-error-code) == RepoNotFound ]]; then
+  if [[ ${headers[x-error-code]:-} == RepoNotFound ]]; then
     die $ENVIRONMENT "$1 (no such public repository), expected the file. Check the name '$repo'; if the repository is private, set HF_TOKEN."
   fi
   local hint="then set HF_TOKEN to a token from $endpoint/settings/tokens"
@@ -367,8 +375,8 @@ ask() { # ask URL
   asked_url=$1 remote_url=$1 remote_size='' remote_hash='' remote_etag=''
   while :; do
     request "$remote_url" --head --output /dev/null --max-time "$timeout_s"
-    linked_size=${linked_size:-$(header x-linked-size)}
-    linked_etag=${linked_etag:-$(header x-linked-etag)}
+    linked_size=${linked_size:-${headers[x-linked-size]:-}}
+    linked_etag=${linked_etag:-${headers[x-linked-etag]:-}}
     case $(verdict) in
       ok) break ;;
       moved)
@@ -383,9 +391,9 @@ ask() { # ask URL
     esac
   done
   pin_commit
-  remote_size=${linked_size:-$(header content-length)}
-  [[ $remote_size =~ ^[0-9]{1,15}$ ]] || remote_size=
-  remote_etag=${linked_etag:-$(header etag)}
+  remote_size=${linked_size:-${headers[content-length]:-}}
+  [[ $remote_size =~ ^(0|[1-9][0-9]{0,14})$ ]] || remote_size=
+  remote_etag=${linked_etag:-${headers[etag]:-}}
   remote_etag=${remote_etag#W/}
   remote_etag=${remote_etag//\"/}
   remote_hash=$(hash_of_name "$remote_etag")
@@ -398,9 +406,8 @@ hash_of_name() { # hash_of_name ETAG
 
 # A branch may move during a long download: all files come from the commit of the first answer.
 pin_commit() {
-  local seen
-  seen=$(header x-repo-commit)
-  if [[ -z $commit && $seen =~ ^[0-9a-f]{40}$ ]]; then commit=$seen; fi
+  local answered=${headers[x-repo-commit]:-}
+  if [[ -z $commit && $answered =~ ^[0-9a-f]{40}$ ]]; then commit=$answered; fi
 }
 
 # ---- what a file on the disk is ---------------------------------------------------------------

@@ -184,6 +184,11 @@ class Handler(BaseHTTPRequestHandler):
     def fault_status(self, file: File | None, status: int, headers: dict[str, str] | None = None) -> None:
         self.reply(status, b"<html>an error page</html>", headers or {})
 
+    def fault_expire(self, file: File, renew: Callable[[], None]) -> None:
+        """Refuses as an outdated signed address does; asked again, the hub would name a new one."""
+        renew()
+        self.reply(403, b"Request has expired", {})
+
     def fault_html(self, file: File | None) -> None:
         """What a login page in between answers to everything."""
         self.reply(200, b"\n<!DOCTYPE html><html><body>Please log in</body></html>", {"Content-Type": "text/html"})
