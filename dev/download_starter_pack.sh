@@ -555,7 +555,7 @@ deliver() { # deliver TARGET
   fi
   [[ -n $remote_hash ]] || warn "$subject: the server names no hash; only the size was checked."
   publish "$target"
-  note "  $target ($(human "$(size_of "$target")"), ${remote_hash%%:*} ok)"
+  note "  $target ($(human "$(size_of "$target")")${remote_hash:+, ${remote_hash%%:*} ok})"
 }
 
 # Brings the file described by remote_* to TARGET unless it is there already.
