@@ -402,6 +402,7 @@ void write_stdout(std::string_view text) {
 }
 
 int run_program(const std::function<Exit()>& body) {
+  const char* kBug = "This is a bug in weft, please report it";
   std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is a write error that can be answered, not a death
   Exit code = Exit::internal;
   try {
@@ -411,13 +412,16 @@ int run_program(const std::function<Exit()>& body) {
     code = Exit::ok;
   } catch (const Error& error) {
     code = error.code();
-    log_error("%s%s", code == Exit::internal ? "internal error: " : "", error.what());
+    if (code == Exit::internal) {
+      log_error("internal error: %s. %s", error.what(), kBug);
+    } else {
+      log_error("%s", error.what());
+    }
   } catch (const std::bad_alloc&) {
     code = Exit::resources;
     log_error("out of memory");
   } catch (const std::exception& error) {
-    code = Exit::internal;
-    log_error("internal error: %s. This is a bug in weft, please report it", escaped(error.what()).c_str());
+    log_error("internal error: %s. %s", escaped(error.what()).c_str(), kBug);
   }
   return static_cast<int>(code);
 }

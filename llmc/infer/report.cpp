@@ -1,7 +1,6 @@
 #include "llmc/infer/report.h"
 
 #include <cmath>
-#include <limits>
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
@@ -22,9 +21,8 @@ std::int64_t middle_context(const GenerateResult& result) {
 }  // namespace
 
 MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, double tokens_per_second) {
-  const double bytes = static_cast<double>(model.bytes_per_token(context));
-  if (!std::isfinite(tokens_per_second)) return {bytes, std::numeric_limits<double>::quiet_NaN()};
-  return {bytes, bytes * tokens_per_second / 1e9};
+  const std::uint64_t bytes = model.bytes_per_token(context);
+  return {bytes, static_cast<double>(bytes) * tokens_per_second / 1e9};
 }
 
 std::string statistics_line(const DecodeModel& model, const GenerateResult& result) {
@@ -37,8 +35,8 @@ std::string statistics_line(const DecodeModel& model, const GenerateResult& resu
     line += format("; then %zu token%s at %.1f tokens/s, %.2f ms (p50) and %.2f ms (p99) between tokens",
                    decoded, decoded == 1 ? "" : "s", rate, times.inter_token_percentile(50),
                    times.inter_token_percentile(99));
-    line += format("; %s a token, %.2f GB/s", human_bytes(traffic.bytes_per_token).c_str(),
-                   traffic.gb_per_second);
+    line += format("; %s a token, %.2f GB/s",
+                   human_bytes(static_cast<double>(traffic.bytes_per_token)).c_str(), traffic.gb_per_second);
   }
   return line + format("; ended by %s", finish_reason_name(result.finish_reason));
 }

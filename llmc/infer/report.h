@@ -18,9 +18,10 @@ struct RunPlace {
 };
 
 // Bytes that a decode step had to read, in the middle of the generation, and the rate that follows: a lower
-// bound of the memory traffic. NaN where nothing was decoded.
+// bound of the memory traffic.
 struct MemoryTraffic {
-  double bytes_per_token = 0, gb_per_second = 0;
+  std::uint64_t bytes_per_token = 0;
+  double gb_per_second = 0;  // NaN where nothing was decoded
 };
 MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, double tokens_per_second);
 

@@ -63,7 +63,9 @@ WEFT_HOST_DEVICE inline std::uint64_t sampling_target(std::uint64_t bits, std::u
 WEFT_HOST_DEVICE inline std::uint64_t sampling_share(double p, std::uint64_t total) {
   if (p >= 1) return total;
   const double share = std::ceil(p * static_cast<double>(total));
-  return share < 1 ? 1 : static_cast<std::uint64_t>(share);
+  if (share < 1) return 1;
+  // A total beyond 2^53 may have been rounded up on its way to double.
+  return share < static_cast<double>(total) ? static_cast<std::uint64_t>(share) : total;
 }
 
 }  // namespace weft

@@ -1,0 +1,268 @@
+#include "llmc/base/options.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <limits>
+#include <new>
+#include <stdexcept>
+
+namespace weft {
+namespace {
+
+// A table with one option of each kind.
+struct Sample {
+  std::string model = "default.bin", device = "auto";
+  std::int64_t steps = 5, offset = 0;
+  double rate = 0.1;
+  bool json = false;
+  std::vector<std::string> stop;
+  OptionTable table{"sample", "Shows options."};
+
+  Sample() {
+    table.version("sample 1.2.3");
+    table.footer("Exit codes: 0 ok.");
+    table.group("Input");
+    table.text("model", model, "FILE",
+               "the file that holds the model, its configuration, its tensors and its tokenizer");
+    table.choice("device", device, {"auto", "cuda", "cpu"}, "where to run");
+    table.group("Numbers");
+    table.integer("steps", steps, 1, 4096, "how many");
+    table.integer("offset", offset, -8, std::numeric_limits<std::int64_t>::max(), "where to begin");
+    table.number("learning-rate", rate, 0, 1, "how fast");
+    table.flag("json", json, "as an object");
+    table.repeated("stop", stop, "TEXT", "stop before this text");
+  }
+
+  OptionTable::Outcome parse(std::vector<const char*> arguments) {
+    arguments.insert(arguments.begin(), "sample");
+    return table.parse(static_cast<int>(arguments.size()), arguments.data());
+  }
+};
+
+// The message of the usage error that these arguments must give; what it may not change is looked at, too.
+std::string refusal(const std::vector<const char*>& arguments) {
+  Sample sample;
+  try {
+    sample.parse(arguments);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::usage);
+    return error.what();
+  }
+  ADD_FAILURE() << "accepted: " << (arguments.empty() ? "" : arguments.front());
+  return "";
+}
+
+void expect_refused(const std::vector<const char*>& arguments, const std::vector<std::string>& parts) {
+  const std::string message = refusal(arguments);
+  for (const std::string& part : parts) {
+    EXPECT_NE(message.find(part), std::string::npos) << "no \"" << part << "\" in: " << message;
+  }
+}
+
+TEST(Options, DefaultsStand) {
+  Sample sample;
+  EXPECT_EQ(sample.parse({}), OptionTable::Outcome::run);
+  EXPECT_EQ(sample.steps, 5);
+  EXPECT_FALSE(sample.table.given("steps"));
+}
+
+TEST(Options, BothSpellingsOfAValue) {
+  Sample sample;
+  sample.parse({"--steps=7", "--learning-rate", "1e-3", "--json", "--device=cpu", "--offset", "-8"});
+  EXPECT_EQ(sample.steps, 7);
+  EXPECT_EQ(sample.rate, 1e-3);
+  EXPECT_TRUE(sample.json);
+  EXPECT_EQ(sample.device, "cpu");
+  EXPECT_EQ(sample.offset, -8);
+  EXPECT_TRUE(sample.table.given("steps"));
+  EXPECT_FALSE(sample.table.given("model"));
+}
+
+TEST(Options, ATextMayHoldAnything) {
+  Sample sample;
+  sample.parse({"--model", "--steps=9", "--stop", "[a,b]", "--stop=", "--stop=--json", "--stop", "a=b\nc"});
+  EXPECT_EQ(sample.model, "--steps=9");
+  EXPECT_EQ(sample.steps, 5);
+  EXPECT_EQ(sample.stop, (std::vector<std::string>{"[a,b]", "", "--json", "a=b\nc"}));
+  EXPECT_FALSE(sample.json);
+}
+
+TEST(Options, AnEmptyValueDoesNotTakeTheNextArgument) {
+  Sample sample;
+  sample.parse({"--model=", "--json"});
+  EXPECT_EQ(sample.model, "");
+  EXPECT_TRUE(sample.json);
+}
+
+TEST(Options, IntegersAreStrict) {
+  for (const char* bad : {"", "5x", " 5", "5 ", "+5", "0x5", "5.0", "1e2", "5,0", "abc", "-1", "0", "4097",
+                          "99999999999999999999", "--json", "\xd9\xa5"}) {
+    expect_refused({"--steps", bad}, {"--steps: got '", "an integer from 1 to 4096"});
+  }
+  expect_refused({"--steps="}, {"--steps: got ''"});
+  expect_refused({"--offset", "-9"}, {"an integer of at least -8"});
+}
+
+TEST(Options, NumbersAreStrict) {
+  for (const char* bad : {"", "0.5x", " 0.5", "0,5", "0x1p-1", "1e400", "1e-400", "nan", "inf", "-0.1",
+                          "1.001", "--", "1.5.2", "½"}) {
+    expect_refused({"--learning-rate", bad}, {"--learning-rate: got '", "a number from 0 to 1"});
+  }
+  for (const char* good : {"0", "1", "0.5", ".5", "5e-1", "1E-3", "1."}) {
+    Sample sample;
+    EXPECT_EQ(sample.parse({"--learning-rate", good}), OptionTable::Outcome::run) << good;
+  }
+}
+
+TEST(Options, ChoicesAreNamed) {
+  expect_refused({"--device", "cdua"},
+                 {"--device: got 'cdua'", "one of auto, cuda, cpu", "Did you mean cuda?"});
+  expect_refused({"--device", "CUDA0"}, {"one of auto, cuda, cpu"});
+  expect_refused({"--device="}, {"--device: got ''"});
+}
+
+TEST(Options, UnknownOptionsGetTheNearestName) {
+  expect_refused({"--stepz", "4"}, {"unknown option '--stepz'", "did you mean --steps?"});
+  expect_refused({"--stpes=4"}, {"unknown option '--stpes':", "did you mean --steps?"});
+  expect_refused({"--learning_rate", "4"}, {"did you mean --learning-rate?"});
+  expect_refused({"--learn", "4"}, {"did you mean --learning-rate?"});
+  expect_refused({"-steps", "4"}, {"did you mean --steps?"});
+  expect_refused({"--versoin"}, {"did you mean --version?"});
+  expect_refused({"--wholly-unrelated"}, {"unknown option '--wholly-unrelated': see --help"});
+  expect_refused({"-1"}, {"unknown option '-1'"});
+  expect_refused({"--\x1b[31mred"}, {"'--\\x1b[31mred'"});
+}
+
+TEST(Options, StrayArgumentsAreRefused) {
+  for (const char* stray : {"file.bin", "-", "--", ""}) {
+    expect_refused({"--json", stray}, {"unexpected argument '" + std::string(stray) + "'"});
+  }
+  expect_refused({"--", "--json"}, {"unexpected argument"});
+}
+
+TEST(Options, OnceMeansOnce) {
+  expect_refused({"--steps", "1", "--steps=1"}, {"--steps: given 2 times, expected once"});
+  expect_refused({"--json", "--json"}, {"--json: given 2 times"});
+  expect_refused({"--model", "a", "--model", "b", "--model", "c"}, {"--model: given 3 times"});
+}
+
+TEST(Options, MissingValuesAndFlagsWithOne) {
+  expect_refused({"--json", "--steps"}, {"--steps: value missing, expected an integer from 1 to 4096"});
+  expect_refused({"--model"}, {"--model: value missing, expected FILE"});
+  expect_refused({"--json=false"}, {"--json: takes no value, got 'false'"});
+  expect_refused({"--json="}, {"--json: takes no value"});
+}
+
+TEST(Options, EffectiveValuesInTableOrder) {
+  Sample sample;
+  sample.parse({"--stop", "a\"b", "--stop", "\xff", "--learning-rate=0.1"});
+  const std::vector<std::pair<std::string, std::string>> expected = {
+      {"model", "default.bin"},
+      {"device", "auto"},
+      {"steps", "5"},
+      {"offset", "0"},
+      {"learning-rate", "0.1"},
+      {"json", "false"},
+      {"stop", "[\"a\\\"b\",\"\xef\xbf\xbd\"]"}};
+  EXPECT_EQ(sample.table.effective(), expected);
+}
+
+TEST(Options, HelpShowsTheTable) {
+  const Sample sample;
+  const std::string help = sample.table.help();
+  for (const char* part : {"Shows options.", "Usage: sample", "\nInput:\n", "\nNumbers:\n", "--model FILE",
+                           "default default.bin", "--device auto|cuda|cpu", "from 1 to 4096; default 5",
+                           "of at least -8", "from 0 to 1; default 0.1", "--json ",
+                           "may be given several times", "--help", "--version", "Exit codes: 0 ok."}) {
+    EXPECT_NE(help.find(part), std::string::npos) << part << " is not in\n" << help;
+  }
+  EXPECT_EQ(help.find('\033'), std::string::npos);
+  for (std::size_t begin = 0; begin < help.size();) {
+    const std::size_t end = help.find('\n', begin);
+    EXPECT_LE(end - begin, 80u) << help.substr(begin, end - begin);
+    begin = end + 1;
+  }
+}
+
+TEST(Options, HelpAndVersionGoToStdoutAndWin) {
+  for (const char* option : {"--help", "-h", "--version"}) {
+    Sample sample;
+    testing::internal::CaptureStdout();
+    EXPECT_EQ(sample.parse({"--steps", "wrong", option, "--unknown"}), OptionTable::Outcome::exit_ok);
+    const std::string printed = testing::internal::GetCapturedStdout();
+    EXPECT_EQ(printed, option == std::string("--version") ? "sample 1.2.3\n" : sample.table.help());
+  }
+}
+
+TEST(Options, WithoutAVersionThereIsNoSuchOption) {
+  OptionTable table("sample", "Shows options.");
+  const char* arguments[] = {"sample", "--version"};
+  EXPECT_THROW(table.parse(2, arguments), Error);
+  EXPECT_EQ(table.help().find("--version"), std::string::npos);
+}
+
+// What run_program makes of a body: its exit code, and what it said on stderr.
+std::pair<int, std::string> outcome(const std::function<Exit()>& body) {
+  testing::internal::CaptureStderr();
+  const int code = run_program(body);
+  return {code, testing::internal::GetCapturedStderr()};
+}
+
+TEST(RunProgram, TurnsFailuresIntoExitCodes) {
+  using Outcome = std::pair<int, std::string>;
+  EXPECT_EQ(outcome([] { return Exit::ok; }), (Outcome{0, ""}));
+  EXPECT_EQ(outcome([] { return Exit::interrupted; }), (Outcome{130, ""}));
+  EXPECT_EQ(outcome([]() -> Exit { fail(Exit::bad_file, "no such thing"); }),
+            (Outcome{3, "error: no such thing\n"}));
+  EXPECT_EQ(outcome([]() -> Exit { throw std::bad_alloc(); }), (Outcome{5, "error: out of memory\n"}));
+  const Outcome bug = outcome([]() -> Exit { throw std::logic_error("odd\x1b"); });
+  EXPECT_EQ(bug.first, 1);
+  EXPECT_EQ(bug.second, "error: internal error: 'odd\\x1b'. This is a bug in weft, please report it\n");
+  const Outcome own = outcome([]() -> Exit { fail(Exit::internal, "no tensor x"); });
+  EXPECT_EQ(own.first, 1);
+  EXPECT_EQ(own.second, "error: internal error: no tensor x. This is a bug in weft, please report it\n");
+}
+
+// Runs in a process of its own, whose stdout is `path`.
+int run_with_stdout(const char* path, bool buffered) {
+  if (std::freopen(path, "w", stdout) == nullptr) return 99;
+  return run_program([buffered] {
+    if (buffered) {
+      std::fputs("a result", stdout);  // leaves the buffer only at the end of the program
+    } else {
+      write_stdout("a result");
+    }
+    return Exit::ok;
+  });
+}
+
+TEST(RunProgramDeathTest, AFullDiskIsAnError) {
+  for (const bool buffered : {false, true}) {
+    EXPECT_EXIT(std::_Exit(run_with_stdout("/dev/full", buffered)), testing::ExitedWithCode(5),
+                "error: standard output: cannot write: No space left on device");
+  }
+}
+
+TEST(RunProgramDeathTest, AClosedPipeIsQuiet) {
+  const auto run_with_closed_pipe = [](bool buffered) {
+    int ends[2];
+    if (::pipe(ends) != 0 || ::dup2(ends[1], STDOUT_FILENO) < 0) return 99;
+    ::close(ends[0]);
+    ::close(ends[1]);
+    return run_program([buffered] {
+      for (int i = 0; i < 100; ++i) {
+        if (buffered) std::printf("%01000d\n", i);
+        if (!buffered) write_stdout("a result");
+      }
+      return Exit::ok;
+    });
+  };
+  for (const bool buffered : {false, true}) {
+    EXPECT_EXIT(std::_Exit(run_with_closed_pipe(buffered)), testing::ExitedWithCode(0), "^$");
+  }
+}
+
+}  // namespace
+}  // namespace weft
