@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100
 DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-TORCH_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "losses": ("adamw.losses",), "adamw": ("adamw.",),
           "greedy": ("greedy.",)}
 # How far a value may lie from its recomputation, relative to the largest of the tensor.
@@ -308,12 +308,12 @@ def gradients(directory: Path, description: Model, request: Request) -> dict[str
     return {name: parameter.grad.float() for name, parameter in named_parameters(model, description).items()}
 
 
-def optimizer_steps(directory: Path, description: Model, request: Request) -> tuple[list[float],
-                                                                                    dict[str, torch.Tensor]]:
+def optimizer_steps(directory: Path, description: Model, request: Request,
+                    dtype: str = "f32") -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss before each step on the same batch, and the parameters after the last."""
     torch, _ = libraries()
     settings = request.adamw
-    model = load_model(directory, "f32", request.device)
+    model = load_model(directory, dtype, request.device)
     parameters = named_parameters(model, description)
     matrices = [value for value in parameters.values() if value.ndim >= 2]
     vectors = [value for value in parameters.values() if value.ndim < 2]
