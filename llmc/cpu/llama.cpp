@@ -162,7 +162,7 @@ class Llama final : public TrainModel {
   }
 
   void forward_layers();
-  void forward_attention_and_gate(std::int64_t l);
+  void forward_attention_and_gate(std::int64_t l, float* branch);
   void join_branch(std::int64_t l);
   void recompute_layer(std::int64_t l);
   void normalize_input(std::int64_t l);
@@ -192,14 +192,15 @@ void Llama::forward_layers() {
   embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
   normalize_input(0);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-    forward_attention_and_gate(l);
+    forward_attention_and_gate(l, acts_.branch);
     join_branch(l);
   }
 }
 
 // input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up ->
 // SwiGLU.
-void Llama::forward_attention_and_gate(std::int64_t l) {
+// `branch` [N, C] receives the attention branch on its way into the residual.
+void Llama::forward_attention_and_gate(std::int64_t l, float* branch) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
   const LayerParameters<float>& w = weights_.layers[l];
   const LayerActivations& a = acts_.layers[l];
@@ -209,10 +210,10 @@ void Llama::forward_attention_and_gate(std::int64_t l) {
   rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
   attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv),
                     k_heads(a.qkv), v_heads(a.qkv));
-  matmul_forward(acts_.branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
+  matmul_forward(branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
 
   ResidualNormForward join;
-  join.x = acts_.branch;
+  join.x = branch;
   join.residual = acts_.residual[l];
   join.weight = w.post_norm.weight;
   join.bias = w.post_norm.bias;
@@ -286,7 +287,7 @@ void Llama::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
   normalize_input(l);
   if (options_.recompute == Recompute::block) {
-    forward_attention_and_gate(l);
+    forward_attention_and_gate(l, acts_.d_norm);  // acts_.branch holds a gradient now
     return;
   }
   const LayerActivations& a = acts_.layers[l];

@@ -24,7 +24,7 @@ struct TensorDistance {
 };
 // Different sizes and non-finite values never pass.
 TensorDistance distance(const std::string& name, std::span<const float> got, std::span<const float> want,
-                        double tolerance);
+                        double tolerance, Norm norm = Norm::max);
 
 struct Comparison {
   std::vector<TensorDistance> rows;
