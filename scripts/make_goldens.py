@@ -205,7 +205,7 @@ def make_trained(name: str, output: Path) -> None:
     continuation, lead = greedy(directory, checkpoint.model, story_request)
     text = np.concatenate([prompt[0], continuation])[None, :LONG_PROMPT_IDS].astype(np.int32)
     trains = checkpoint.model.family == "llama"
-    request = Request(text, shifted_labels(text), half_dtype="bf16", backward=trains,
+    request = Request(text, shifted_labels(text), half_dtype="bf16" if trains else "f16", backward=trains,
                       adamw=OPTIMIZER if trains else None, greedy=80, greedy_prompt=prompt[0])
     path = output / f"{name}.dump.bin"
     write_dump(path, directory, checkpoint, request, selection(["act", "grad", "losses", "greedy"], None))
