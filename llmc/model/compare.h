@@ -15,8 +15,12 @@
 
 namespace weft {
 
-// How far a tensor is from its reference. `relative` is max|got - want| / max|want|: the norm in which a
-// tolerance of a few hundred rounding errors holds for sums of any length.
+// The norm in which two tensors are compared, as |got - want| / |want|. `max` is the strict one: a few
+// hundred rounding errors hold in it for sums of any length. `l2` is for parameters after AdamW steps, where
+// an element whose gradient is rounding noise moves by the learning rate in a direction that noise decides.
+enum class Norm { max, l2 };
+
+// How far a tensor is from its reference; `relative` in the norm asked for.
 struct TensorDistance {
   std::string name;
   double max_abs = 0, relative = 0, cosine = 1;
