@@ -1,0 +1,465 @@
+#!/usr/bin/env python3
+"""Turns text into token shards for train_llama.
+
+    python3 dev/prepare_data.py data/stories/train.txt --val data/stories/val.txt --tokenizer tokenizer.json -o data/stories
+    python3 dev/prepare_data.py corpus-*.jsonl.gz --tokenizer tokenizer.json -o data/corpus --val-fraction 0.01
+
+Input is UTF-8 text, whose documents are separated by a line that holds only the separator, or JSON lines, one document
+a line; either may be gzip-compressed. Writes train_00000.bin ..., val_00000.bin ... (doc/token_shard.md) and a copy of
+the tokenizer, tokenizer.json. They get their names when all are complete; shards of an earlier run are replaced.
+
+Documents: CR LF becomes LF, empty lines at the beginning and the end are dropped, empty documents are left out. Every
+document is followed by the end-of-text token. A beginning-of-text token is put before it only if the tokenizer itself
+puts one before a text. Special tokens that occur in the text are encoded as plain text.
+
+Validation: the files of --val, or a share of the documents chosen by a hash of their number and --seed. Where that
+would give fewer than ten documents, each document is cut instead and its last part is for validation.
+
+Exit codes: 2 usage, 3 bad input file, 4 cannot write, 5 disk or memory full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import xxhash
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import cli  # noqa: E402
+from cli import Progress, bad_file, shown  # noqa: E402
+from tensor_file import AtomicFile, FileError  # noqa: E402
+from token_shard import MAX_VOCABULARY, ShardWriter  # noqa: E402
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+MAX_TOKENIZER_BYTES = 100_000_000
+PIECE_CHARACTERS = 1 << 16  # documents are encoded in pieces of about this length
+BATCH_CHARACTERS = 1 << 20  # pieces that are encoded together
+MIN_VALIDATION_DOCUMENTS = 10
+SHARD_NAME = re.compile(r"(train|val)_\d{5,}\.bin")
+
+# Where a text can be cut without changing its tokens, for the pre-tokenizers of GPT-2, GPT-NeoX and Llama 3: before a
+# single space between a word and a letter (the space belongs to the word behind it), and after a single line feed
+# between two characters that are not white space.
+CUT = re.compile(r"(?<=\w)(?= [^\W\d_])|(?<=\S\n)(?=\S)")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def last_cut(text: str, begin: int, end: int) -> int:
+    """The last place within (begin, end) where the text can be cut; 0 if there is none."""
+    for start in (max(begin + 1, end - 1024), begin + 1):  # nearly always it is close to the end
+        cut = 0
+        for match in CUT.finditer(text, start, end):
+            cut = match.start()
+        if cut:
+            return cut
+    return 0
+
+
+class PieceBuffer:
+    """Cuts a text that arrives in parts into pieces whose tokens are those of the whole."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._length = 0
+        self._wanted = PIECE_CHARACTERS  # grows where no cut is found, so that the search stays linear
+
+    def add(self, part: str) -> Iterator[str]:
+        """Takes the next part and yields the pieces that are complete."""
+        self._parts.append(part)
+        self._length += len(part)
+        if self._length < self._wanted:
+            return
+        text, begin = "".join(self._parts), 0
+        while len(text) - begin >= self._wanted:
+            if cut := last_cut(text, begin, begin + self._wanted):
+                yield text[begin:cut]
+                begin, self._wanted = cut, PIECE_CHARACTERS
+            else:
+                self._wanted *= 2
+        self._parts, self._length = [text[begin:]], len(text) - begin
+
+    def finish(self) -> str:
+        """What is left, without the line feeds at the end of the document."""
+        return "".join(self._parts).rstrip("\n")
+
+
+def pieces_of(lines: Iterable[str]) -> Iterator[str]:
+    """A document in pieces, without line feeds at its ends; nothing for an empty document."""
+    buffer, begun = PieceBuffer(), False
+    for line in lines:
+        if not begun:
+            line = line.lstrip("\n")
+            begun = bool(line)
+        if line:
+            yield from buffer.add(line)
+    if rest := buffer.finish():
+        yield rest
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text file and how to read it."""
+
+    path: Path
+    jsonl: bool
+    json_field: str
+    separator: str
+
+    def documents(self, progress: Progress | None = None) -> Iterator[Iterator[str]]:
+        """The documents, each as an iterator of its pieces, which is used up before the next document is asked for."""
+        lines = self._lines(progress)
+        if self.jsonl:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield pieces_of([self._text_of(line, number)])
+            return
+        for line in lines:  # the first line of a document
+            yield pieces_of(self._until_separator(line, lines))
+
+    def _until_separator(self, line: str | None, lines: Iterator[str]) -> Iterator[str]:
+        while line is not None and line.rstrip("\n") != self.separator:
+            yield line
+            line = next(lines, None)
+
+    def _text_of(self, line: str, number: int) -> str:
+        where = f"line {number}"
+        value = cli.parse_json(line.encode("utf-8"), self.path, where)
+        if not isinstance(value, dict):
+            bad_file(self.path, where, f"got a JSON {cli.json_type(value)}, expected an object")
+        text = value.get(self.json_field)
+        if not isinstance(text, str):
+            got = f"a JSON {cli.json_type(text)}" if self.json_field in value else "nothing"
+            bad_file(self.path, f"{where}: {shown(self.json_field)}", f"got {got}, expected the text",
+                     "--jsonl-field names the member that holds it")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            bad_file(self.path, where, "got half of a surrogate pair, expected Unicode text")
+        return text.replace("\r\n", "\n")
+
+    def _lines(self, progress: Progress | None) -> Iterator[str]:
+        """Lines with LF at their end. No more than one is in memory."""
+        number = 0
+        try:
+            with open(self.path, "rb") as raw:
+                compressed = raw.read(2) == b"\x1f\x8b"
+                raw.seek(0)
+                done = 0
+                for line in gzip.GzipFile(fileobj=raw) if compressed else raw:
+                    number += 1
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    yield text[:-2] + "\n" if text.endswith("\r\n") else text
+                    if progress is not None and number % 256 == 0:
+                        progress.advance(raw.tell() - done)
+                        done = raw.tell()
+        except UnicodeDecodeError as problem:
+            bad_file(self.path, f"line {number}", f"got byte {problem.start + 1} of it wrong, expected UTF-8",
+                     "Convert the text to UTF-8")
+        except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
+            bad_file(self.path, f"line {number + 1}", f"the gzip data is damaged: {shown(str(problem))}",
+                     "Get the file again")
+        except OSError as problem:
+            bad_file(self.path, "", f"cannot be read: {problem.strerror}")
+
+
+def open_sources(paths: list[Path], options: argparse.Namespace) -> list[Source]:
+    sources = []
+    for path in paths:
+        if not path.is_file():
+            bad_file(path, "", "not a file" if path.exists() else "no such file")
+        plain = path.with_suffix("") if path.suffix == ".gz" else path
+        jsonl = options.format == "jsonl" or options.format == "auto" and plain.suffix in (".jsonl", ".ndjson")
+        sources.append(Source(path, jsonl, options.jsonl_field, options.document_separator))
+    return sources
+
+
+# ---- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """A tokenizer.json, and what it takes to make documents of token ids with it."""
+
+    def __init__(self, path: Path, end_of_text: str | None):
+        self.path = path
+        self.text = cli.read_bytes(path, MAX_TOKENIZER_BYTES)
+        if not isinstance(cli.parse_json_object(self.text, path).get("model"), dict):
+            bad_file(path, "model", "missing", "A tokenizer.json of the Hugging Face tokenizers library is needed")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.text.decode("utf-8"))
+        except Exception as problem:  # the library raises nothing more specific
+            bad_file(path, "", f"not accepted by tokenizers {tokenizers.__version__}: {shown(str(problem))}")
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as plain text
+        self.hash = xxhash.xxh3_64_intdigest(self.text)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 1 <= self.vocab_size <= MAX_VOCABULARY:
+            bad_file(path, "vocabulary", f"got {self.vocab_size} tokens, expected 1 to {MAX_VOCABULARY}")
+        self.end_of_text = self._find_end_of_text(end_of_text)
+        self.prefix = self._find_prefix()
+
+    def _find_end_of_text(self, wanted: str | None) -> int:
+        for token in [wanted] if wanted is not None else END_OF_TEXT:
+            if (number := self._tokenizer.token_to_id(token)) is not None:
+                return number
+        if wanted is not None:
+            raise FileError(cli.USAGE, f"--eos: got {shown(wanted)}, expected a token of {shown(str(self.path))}")
+        bad_file(self.path, "vocabulary", f"has none of {', '.join(END_OF_TEXT)}", "Name the end-of-text token by --eos")
+
+    def _find_prefix(self) -> np.ndarray:
+        """The ids that the tokenizer's post-processor puts before a text: a beginning-of-text token, or nothing."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        begin = next((i for i in range(len(full)) if full[i:i + len(plain)] == plain), 0)
+        return np.array(full[:begin], dtype=np.uint32)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Split:
+    """The shards of "train" or "val", written one after the other."""
+
+    name: str
+    directory: Path
+    encoder: Encoder
+    shard_tokens: int
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    shards: list[str] = field(default_factory=list)
+    _writer: ShardWriter | None = None
+
+    def write(self, ids: np.ndarray) -> None:
+        self.tokens += ids.size
+        while ids.size:
+            if self._writer is None:
+                self.shards.append(f"{self.name}_{len(self.shards):05d}.bin")
+                self._writer = ShardWriter(self.directory / self.shards[-1], self.encoder.vocab_size,
+                                           self.encoder.hash, self.encoder.end_of_text)
+            taken = ids[:self.shard_tokens - self._writer.count]
+            self._writer.write(taken)
+            ids = ids[taken.size:]
+            if self._writer.count == self.shard_tokens:
+                self.close()
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+@dataclass
+class Piece:
+    """A part of a document on its way to a split."""
+
+    split: Split
+    text: str
+    first: bool
+    last: bool = False
+
+
+class Pipeline:
+    """Collects pieces and encodes them in batches, in order."""
+
+    def __init__(self, encoder: Encoder):
+        self.encoder = encoder
+        self._batch: list[Piece] = []
+        self._characters = 0
+
+    def add_document(self, split: Split, pieces: Iterable[str]) -> None:
+        piece = None
+        for text in pieces:
+            if piece is not None:
+                self._add(piece)
+            piece = Piece(split, text, first=piece is None)
+        if piece is not None:
+            piece.last = True
+            split.documents += 1
+            self._add(piece)
+
+    def _add(self, piece: Piece) -> None:
+        self._batch.append(piece)
+        self._characters += len(piece.text)
+        if self._characters >= BATCH_CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        batch, self._batch, self._characters = self._batch, [], 0
+        for piece, ids in zip(batch, self.encoder.encode([piece.text for piece in batch]), strict=True):
+            if piece.first:
+                piece.split.write(self.encoder.prefix)
+            piece.split.write(ids)
+            if piece.last:
+                piece.split.write(np.array([self.encoder.end_of_text], dtype=np.uint32))
+            piece.split.text_bytes += len(piece.text.encode("utf-8"))
+
+
+# ---- training and validation -----------------------------------------------------------------------------------------
+
+
+def is_for_validation(index: int, seed: int, fraction: float) -> bool:
+    """Depends on the document's number and the seed alone."""
+    return xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed) < fraction * 2.0**64
+
+
+def cut_at(pieces: Iterator[str], position: int) -> tuple[Iterator[str], Iterator[str]]:
+    """The text before and after the first line end at or after `position`; the first part is to be used up first."""
+    rest: list[str] = []
+
+    def before() -> Iterator[str]:
+        left = position
+        for piece in pieces:
+            if len(piece) <= left:
+                left -= len(piece)
+                yield piece
+                continue
+            end = piece.find("\n", left)
+            cut = left if end < 0 else end
+            rest.append(piece[cut:])
+            if cut:
+                yield piece[:cut]
+            return
+
+    return before(), pieces_of(chain(rest, pieces))
+
+
+def lengths_if_few(sources: list[Source], fraction: float) -> list[int] | None:
+    """Characters of each document, or None once there are enough documents to choose whole ones for validation."""
+    lengths: list[int] = []
+    for source in sources:
+        for pieces in source.documents():
+            lengths.append(sum(map(len, pieces)))
+            if sum(1 for length in lengths if length) * fraction >= MIN_VALIDATION_DOCUMENTS:
+                return None
+    return lengths
+
+
+def add_with_split(sources: list[Source], pipeline: Pipeline, train: Split, val: Split, options: argparse.Namespace,
+                   progress: Progress) -> None:
+    """Divides the documents between training and validation."""
+    fraction = options.val_fraction
+    lengths = lengths_if_few(sources, fraction) if fraction > 0 else None
+    index = 0
+    for source in sources:
+        for pieces in source.documents(progress):
+            if lengths is not None:
+                before, after = cut_at(pieces, round(lengths[index] * (1 - fraction)))
+                pipeline.add_document(train, before)
+                pipeline.add_document(val, after)
+            else:
+                chosen = is_for_validation(index, options.seed, fraction)
+                pipeline.add_document(val if chosen else train, pieces)
+            index += 1
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split]]:
+    """Writes all shards into `staging`."""
+    encoder = Encoder(options.tokenizer, options.eos)
+    sources, val_sources = open_sources(options.text, options), open_sources(options.val or [], options)
+    train, val = (Split(name, staging, encoder, options.shard_tokens) for name in ("train", "val"))
+    pipeline = Pipeline(encoder)
+    progress = Progress("encoding", sum(source.path.stat().st_size for source in sources + val_sources))
+    if options.val:
+        for split, group in ((train, sources), (val, val_sources)):
+            for source in group:
+                for pieces in source.documents(progress):
+                    pipeline.add_document(split, pieces)
+    else:
+        add_with_split(sources, pipeline, train, val, options, progress)
+    pipeline.flush()
+    progress.finish()
+    for split, group in ((train, options.text), (val, options.val or [])):
+        split.close()
+        if split.tokens == 0 and (group or options.val_fraction > 0):
+            bad_file(", ".join(map(str, group or options.text)), "", f"no text for {split.name}, expected at least one "
+                     "document", "Give more text" if group else "Give more text, or --val-fraction 0")
+    return encoder, [split for split in (train, val) if split.tokens]
+
+
+def publish(output: Path, staging: Path, encoder: Encoder, splits: list[Split]) -> int:
+    """Moves the finished shards to their names; returns how many shards of an earlier run had no successor."""
+    new = {name for split in splits for name in split.shards}
+    for name in sorted(new):
+        os.replace(staging / name, output / name)
+    old = [path for path in output.iterdir() if SHARD_NAME.fullmatch(path.name) and path.name not in new]
+    for path in old:
+        path.unlink()
+    with AtomicFile(output / "tokenizer.json", len(encoder.text)) as file:  # its sync of the directory covers the renames
+        file.write(encoder.text)
+    return len(old)
+
+
+def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
+    for split in splits:
+        shards = f"{len(split.shards)} shard" + ("s" if len(split.shards) > 1 else "")
+        print(f"{split.name:<5} {split.documents:>10,} documents {split.tokens:>14,} tokens "
+              f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards}")
+    print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
+    arguments = " ".join(f"--{split.name} {shlex.quote(str(output / split.name) + '_*.bin')}" for split in splits)
+    print(f"\nNext:\n  ./train_llama --config tiny {arguments} --out runs/first")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = cli.Parser(prog="prepare_data.py", description=__doc__)
+    parser.add_argument("text", nargs="+", type=Path, metavar="TEXT", help="text or JSON lines, also .gz")
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help="tokenizer.json")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="made if absent")
+    parser.add_argument("--val", nargs="+", type=Path, metavar="FILE", help="files of validation text")
+    parser.add_argument("--val-fraction", type=cli.number_in(0, 0.5), metavar="F",
+                        help="share of the text for validation where --val is absent (default 0.05)")
+    parser.add_argument("--seed", type=cli.number_in(0, 2**64 - 1, int), default=0, metavar="S",
+                        help="of the choice of validation documents (default 0)")
+    parser.add_argument("--shard-tokens", type=cli.number_in(1, 2**40, int), default=100_000_000, metavar="N",
+                        help="tokens of a shard; the last one has fewer (default 100000000)")
+    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
+                        help="auto goes by the name: .jsonl and .ndjson are JSON lines")
+    parser.add_argument("--jsonl-field", default="text", metavar="NAME", help="member with the text (default text)")
+    parser.add_argument("--document-separator", default="<|endoftext|>", metavar="LINE",
+                        help="the line between documents of a text file (default <|endoftext|>)")
+    parser.add_argument("--eos", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(END_OF_TEXT)})")
+    options = parser.parse_args()
+    if options.val and options.val_fraction is not None:
+        parser.error("--val and --val-fraction exclude each other")
+    options.val_fraction = 0.0 if options.val else 0.05 if options.val_fraction is None else options.val_fraction
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    options.output.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=options.output))
+    try:
+        encoder, splits = prepare(options, staging)
+        replaced = publish(options.output, staging, encoder, splits)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    if replaced:
+        print(f"removed {replaced} shards of an earlier run", file=sys.stderr)
+    report(options.output, encoder, splits)
+
+
+if __name__ == "__main__":
+    cli.run(main)
