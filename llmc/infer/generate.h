@@ -15,9 +15,9 @@ namespace weft {
 
 struct GenerateOptions {
   std::int64_t max_tokens = 128;
-  SamplerOptions sampler;
-  std::vector<std::int32_t> stop_ids;   // usually the model's eos_ids
-  std::vector<std::string> stop_texts;  // need a tokenizer
+  SamplerOptions sampler = {};
+  std::vector<std::int32_t> stop_ids = {};   // usually the model's eos_ids
+  std::vector<std::string> stop_texts = {};  // need a tokenizer
 };
 
 enum class FinishReason {

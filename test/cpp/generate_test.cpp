@@ -1,0 +1,471 @@
+#include "llmc/infer/generate.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <numbers>
+
+#include "llmc/base/error.h"
+#include "llmc/infer/bench.h"
+#include "llmc/infer/perplexity.h"
+#include "llmc/infer/prompt.h"
+#include "llmc/infer/report.h"
+#include "llmc/infer/stop_text.h"
+#include "llmc/infer/text_output.h"
+#include "llmc/text/byte_alphabet.h"
+
+namespace weft {
+namespace {
+
+constexpr std::int64_t kVocab = 300;  // 259 tokens and padding rows
+
+// Byte b is token b + 2, after <|endoftext|> (0) and <|padding|> (1); "ab" is one token, 258.
+constexpr std::int32_t kEndOfText = 0;
+constexpr std::int32_t kAb = 258;
+std::int32_t byte_id(char byte) {
+  return static_cast<unsigned char>(byte) + 2;
+}
+
+const Tokenizer& byte_tokenizer() {
+  static const Tokenizer tokenizer = [] {
+    Json vocab = {{"<|endoftext|>", 0}, {"<|padding|>", 1}, {"ab", kAb}};
+    for (int byte = 0; byte < 256; ++byte)
+      vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
+    Json added = Json::array();
+    for (const auto& [id, content] : std::map<int, std::string>{{0, "<|endoftext|>"}, {1, "<|padding|>"}}) {
+      added.push_back({{"id", id},
+                       {"content", content},
+                       {"single_word", false},
+                       {"lstrip", false},
+                       {"rstrip", false},
+                       {"normalized", false},
+                       {"special", true}});
+    }
+    const Json byte_level = {
+        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", true}};
+    const Json model = {{"type", "BPE"},
+                        {"dropout", nullptr},
+                        {"unk_token", nullptr},
+                        {"continuing_subword_prefix", nullptr},
+                        {"end_of_word_suffix", nullptr},
+                        {"fuse_unk", false},
+                        {"byte_fallback", false},
+                        {"ignore_merges", false},
+                        {"vocab", vocab},
+                        {"merges", {"a b"}}};
+    const Json all = {{"version", "1.0"},
+                      {"truncation", nullptr},
+                      {"padding", nullptr},
+                      {"added_tokens", added},
+                      {"normalizer", {{"type", "NFC"}}},
+                      {"pre_tokenizer", byte_level},
+                      {"post_processor", byte_level},
+                      {"decoder", byte_level},
+                      {"model", model}};
+    return Tokenizer::from_json(all.dump(), "test tokenizer");
+  }();
+  return tokenizer;
+}
+
+ModelConfig fake_config() {
+  ModelConfig config;
+  config.family = Family::gpt_neox;
+  config.vocab_size = kVocab;
+  config.tokenizer_vocab = 259;
+  config.eos_ids = {kEndOfText};
+  return config;
+}
+
+// Follows a script: after the prompt, position by position, its ids are the likeliest. What it was asked is
+// kept.
+class ScriptedModel : public DecodeModel {
+ public:
+  ScriptedModel(std::vector<std::int32_t> script, std::int64_t capacity)
+      : script_(std::move(script)), capacity_(capacity), logits_(kVocab, 0.0f) {}
+
+  const ModelConfig& config() const override { return config_; }
+  std::vector<MemoryLine> memory() const override { return {}; }
+  std::uint64_t bytes_per_token(std::int64_t context) const override {
+    return 1000 + static_cast<std::uint64_t>(context);
+  }
+  std::int64_t capacity() const override { return capacity_; }
+  std::int64_t length() const override { return static_cast<std::int64_t>(ids_.size()); }
+  void reset() override { ids_.clear(); }
+  std::span<const float> prefill(std::span<const std::int32_t> ids) override {
+    EXPECT_FALSE(ids.empty());
+    ids_.insert(ids_.end(), ids.begin(), ids.end());
+    EXPECT_LE(length(), capacity_) << "more ids than the cache holds";
+    return next_logits();
+  }
+  std::span<const float> decode(std::int32_t id) override { return prefill({&id, 1}); }
+  std::vector<double> score(std::span<const std::int32_t> ids) override {
+    EXPECT_LE(static_cast<std::int64_t>(ids.size()), capacity_);
+    scored_.emplace_back(ids.begin(), ids.end());
+    std::vector<double> nll;
+    for (std::size_t i = 1; i < ids.size(); ++i) nll.push_back(nll_of(ids[i - 1], ids[i]));
+    return nll;
+  }
+  void keep_activations(bool) override {}
+  std::vector<float> activation(const std::string&) override { return {}; }
+
+  // A model of pairs: its loss depends on the token and the one before.
+  static double nll_of(std::int32_t before, std::int32_t token) {
+    return 0.5 + 0.01 * before + 0.001 * token;
+  }
+
+  const std::vector<std::int32_t>& ids() const { return ids_; }
+  const std::vector<std::vector<std::int32_t>>& scored() const { return scored_; }
+
+ private:
+  std::span<const float> next_logits() {
+    std::fill(logits_.begin(), logits_.end(), 0.0f);
+    logits_.back() = 50.0f;  // a padding row, far ahead of every token
+    if (step_ < script_.size()) logits_[static_cast<std::size_t>(script_[step_])] = 10.0f;
+    ++step_;
+    return logits_;
+  }
+
+  ModelConfig config_ = fake_config();
+  std::vector<std::int32_t> script_;
+  std::int64_t capacity_;
+  std::size_t step_ = 0;
+  std::vector<float> logits_;
+  std::vector<std::int32_t> ids_;
+  std::vector<std::vector<std::int32_t>> scored_;
+};
+
+std::vector<std::int32_t> ids_of(std::string_view bytes) {
+  std::vector<std::int32_t> ids;
+  for (const char byte : bytes) ids.push_back(byte_id(byte));
+  return ids;
+}
+
+struct Generated {
+  GenerateResult result;
+  std::vector<std::string> pieces;  // as they were streamed
+};
+
+Generated run(const std::vector<std::int32_t>& script, GenerateOptions options = {},
+              std::int64_t capacity = 1000, const std::function<bool()>& interrupted = nullptr) {
+  options.sampler.vocab_limit = 259;
+  if (options.stop_ids.empty()) options.stop_ids = {kEndOfText};
+  ScriptedModel model(script, capacity);
+  Generated run;
+  GenerateHooks hooks;
+  hooks.on_text = [&run](std::string_view piece) { run.pieces.emplace_back(piece); };
+  hooks.interrupted = interrupted;
+  const std::vector<std::int32_t> prompt = ids_of("Hi");
+  run.result = generate(model, &byte_tokenizer(), prompt, options, hooks);
+
+  std::string streamed;
+  for (const std::string& piece : run.pieces) streamed += piece;
+  EXPECT_EQ(streamed, run.result.text);
+  // The cache holds the prompt and every id but the last.
+  std::vector<std::int32_t> cached = prompt;
+  cached.insert(cached.end(), run.result.ids.begin(), run.result.ids.end() - 1);
+  EXPECT_EQ(model.ids(), cached);
+  EXPECT_EQ(run.result.context, model.length());
+  EXPECT_EQ(run.result.times.inter_token_ms.size() + 1, run.result.ids.size());
+  return run;
+}
+
+Exit code_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  return Exit::ok;
+}
+
+TEST(Generate, StopsAtAStopId) {
+  const Generated r = run({byte_id('o'), byte_id('k'), kEndOfText, byte_id('x')});
+  EXPECT_EQ(r.result.text, "ok");
+  EXPECT_EQ(r.result.ids, (std::vector<std::int32_t>{byte_id('o'), byte_id('k'), kEndOfText}));
+  EXPECT_EQ(r.result.finish_reason, FinishReason::stop);
+  EXPECT_EQ(r.pieces.size(), 2u) << "text comes token by token";
+}
+
+TEST(Generate, StopsAtMaxTokens) {
+  const Generated r = run(ids_of("abcdef"), {.max_tokens = 3});
+  EXPECT_EQ(r.result.text, "abc");
+  EXPECT_EQ(r.result.finish_reason, FinishReason::length);
+  EXPECT_EQ(run(ids_of("abc"), {.max_tokens = 1}).result.text, "a");
+}
+
+TEST(Generate, StopsWhereTheContextEnds) {
+  // 2 prompt ids in 6 positions leave place for 4.
+  const Generated r = run(ids_of("abcdefgh"), {}, 6);
+  EXPECT_EQ(r.result.text, "abcd");
+  EXPECT_EQ(r.result.finish_reason, FinishReason::length);
+  EXPECT_EQ(run(ids_of("abc"), {}, 3).result.text, "a");
+}
+
+TEST(Generate, APromptThatFillsTheContextIsRefused) {
+  for (const std::int64_t capacity : {1, 2}) {
+    ScriptedModel model({}, capacity);
+    const std::vector<std::int32_t> prompt = ids_of("Hi");
+    try {
+      generate(model, nullptr, prompt, {});
+      ADD_FAILURE();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      EXPECT_NE(std::string(error.what()).find("2 tokens"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find(format("context of %d", static_cast<int>(capacity))),
+                std::string::npos);
+    }
+    EXPECT_EQ(model.length(), 0) << "nothing was computed";
+  }
+}
+
+TEST(Generate, AStopTextMayStraddleTokens) {
+  for (const std::vector<std::int32_t>& script :
+       {ids_of("one.END two"),
+        std::vector<std::int32_t>{byte_id('o'), byte_id('n'), byte_id('e'), byte_id('.'), byte_id('E'),
+                                  byte_id('N'), byte_id('D'), byte_id('x')}}) {
+    const Generated r = run(script, {.stop_texts = {"END"}});
+    EXPECT_EQ(r.result.text, "one.");
+    EXPECT_EQ(r.result.finish_reason, FinishReason::stop);
+    EXPECT_EQ(r.result.ids.size(), 7u) << "the tokens of the stop text are among the ids";
+  }
+  // The stop text begins inside a token and ends inside another.
+  const Generated inside = run({byte_id('x'), kAb, kAb, byte_id('z')}, {.stop_texts = {"ba"}});
+  EXPECT_EQ(inside.result.text, "xa");
+  EXPECT_EQ(inside.result.ids.size(), 3u);
+}
+
+TEST(Generate, WhatOnlyBeganAStopTextIsShownAfterAll) {
+  EXPECT_EQ(run(ids_of("E EN ENx"), {.max_tokens = 8, .stop_texts = {"END"}}).result.text, "E EN ENx");
+  EXPECT_EQ(run(ids_of("it EN"), {.max_tokens = 5, .stop_texts = {"END"}}).result.text, "it EN");
+  std::vector<std::int32_t> before_eos = ids_of("EN");
+  before_eos.push_back(kEndOfText);
+  EXPECT_EQ(run(before_eos, {.stop_texts = {"END"}}).result.text, "EN");
+}
+
+TEST(Generate, NoPieceEverHoldsABeginningOfTheStopText) {
+  const Generated r = run(ids_of("aab aaab!"), {.max_tokens = 9, .stop_texts = {"aaab"}});
+  EXPECT_EQ(r.result.text, "aab ");
+  for (const std::string& piece : r.pieces) EXPECT_EQ(piece.find("aaa"), std::string::npos);
+}
+
+TEST(Generate, CharactersAreWholeOrReplaced) {
+  // U+00E9 is two bytes and U+1F600 four, each byte a token of its own.
+  const Generated r = run(ids_of("\xc3\xa9\xf0\x9f\x98\x80"), {.max_tokens = 6});
+  EXPECT_EQ(r.pieces, (std::vector<std::string>{"\xc3\xa9", "\xf0\x9f\x98\x80"}));
+  // Cut inside a character: U+FFFD at the end, not half a character.
+  EXPECT_EQ(run(ids_of("a\xf0\x9f\x98"), {.max_tokens = 4}).result.text, "a\xef\xbf\xbd");
+}
+
+TEST(Generate, ASignalEndsItAfterTheToken) {
+  int asked = 0;
+  const Generated r = run(ids_of("abcdef"), {}, 1000, [&asked] { return ++asked == 3; });
+  EXPECT_EQ(r.result.text, "abc");
+  EXPECT_EQ(r.result.finish_reason, FinishReason::interrupted);
+}
+
+TEST(Generate, PaddingRowsAreOutOfReach) {
+  const Generated r = run(ids_of("ab"), {.max_tokens = 2});
+  EXPECT_EQ(r.result.text, "ab") << "the model's greatest logit belongs to a padding row";
+}
+
+TEST(Generate, TokensDependOnTheirPositionNotOnTheCall) {
+  // One generation of eight tokens, or two of four with the cache kept, draw the same random numbers.
+  GenerateOptions options{.max_tokens = 8, .sampler = {.temperature = 5, .seed = 9, .vocab_limit = 259}};
+  const std::vector<std::int32_t> prompt = ids_of("Hi");
+  ScriptedModel whole({}, 100);
+  const std::vector<std::int32_t> expected = generate(whole, nullptr, prompt, options).ids;
+  options.max_tokens = 4;
+  ScriptedModel halves({}, 100);
+  std::vector<std::int32_t> got = generate(halves, nullptr, prompt, options).ids;
+  const std::vector<std::int32_t> last = {got.back()};
+  const std::vector<std::int32_t> second = generate(halves, nullptr, last, options).ids;
+  got.insert(got.end(), second.begin(), second.end());
+  EXPECT_EQ(got, expected);
+}
+
+TEST(Generate, WithoutATokenizerThereIsNoTextAndNoStopText) {
+  ScriptedModel model(ids_of("abc"), 100);
+  const std::vector<std::int32_t> prompt = {5};
+  EXPECT_EQ(generate(model, nullptr, prompt, {.max_tokens = 3}).text, "");
+  ScriptedModel other({}, 100);
+  EXPECT_EQ(code_of([&] { generate(other, nullptr, prompt, {.stop_texts = {"x"}}); }), Exit::usage);
+  EXPECT_EQ(code_of([&] { generate(other, &byte_tokenizer(), prompt, {.stop_texts = {""}}); }), Exit::usage);
+}
+
+TEST(GenerateTimes, PercentilesAreNearestRanks) {
+  GenerateTimes times;
+  EXPECT_TRUE(std::isnan(times.inter_token_percentile(50)));
+  EXPECT_TRUE(std::isnan(times.tokens_per_second()));
+  for (int i = 200; i >= 1; --i) times.inter_token_ms.push_back(i);
+  EXPECT_EQ(times.inter_token_percentile(50), 100);
+  EXPECT_EQ(times.inter_token_percentile(99), 198);
+  EXPECT_EQ(times.inter_token_percentile(100), 200);
+  EXPECT_EQ(times.inter_token_percentile(0), 1);
+  EXPECT_DOUBLE_EQ(times.tokens_per_second(), 200 / 20.1);
+  times.inter_token_ms = {4, 1, 2};
+  EXPECT_EQ(times.inter_token_percentile(50), 2);
+  EXPECT_EQ(times.inter_token_percentile(99), 4);
+}
+
+TEST(StopText, EndsWithTheFirstByteThatCompletesOne) {
+  // "abcd" began earlier, but "bc" is complete first, however the text is cut into pieces.
+  for (std::size_t cut = 0; cut <= 5; ++cut) {
+    StopTextFilter filter({"abcd", "bc"});
+    const std::string text = "xabcd";
+    std::string shown = filter.push(text.substr(0, cut));
+    shown += filter.push(text.substr(cut));
+    shown += filter.finish();
+    EXPECT_EQ(shown, "xa") << cut;
+    EXPECT_TRUE(filter.stopped());
+  }
+  StopTextFilter same_end({"c", "abc"});
+  EXPECT_EQ(same_end.push("xabc"), "x") << "of several that end together the longest counts";
+  EXPECT_EQ(same_end.push("more"), "");
+}
+
+TEST(Prompt, AnEmptyOneStartsADocument) {
+  ModelConfig config = fake_config();
+  EXPECT_EQ(start_ids({}, config), (std::vector<std::int32_t>{kEndOfText}));
+  EXPECT_EQ(start_ids({7, 8}, config), (std::vector<std::int32_t>{7, 8}));
+  config.bos_id = 42;
+  EXPECT_EQ(start_ids({}, config), (std::vector<std::int32_t>{42}));
+  config.bos_id.reset();
+  config.eos_ids.clear();
+  EXPECT_EQ(code_of([&] { start_ids({}, config); }), Exit::usage);
+}
+
+TEST(Prompt, IdsAreStrict) {
+  EXPECT_EQ(parse_ids("0,7,299", 300), (std::vector<std::int32_t>{0, 7, 299}));
+  EXPECT_EQ(ids_text(parse_ids("0,7,299", 300)), "0,7,299");
+  for (const char* bad : {"", ",", "1,", ",1", "1,,2", "1 2", "1, 2", "-1", "300", "1x", "0x1", "1.0",
+                          "99999999999999999999"}) {
+    EXPECT_EQ(code_of([&] { parse_ids(bad, 300); }), Exit::usage) << bad;
+  }
+}
+
+TEST(TextOutput, NothingThatSteersATerminalPasses) {
+  EXPECT_EQ(terminal_safe("plain \xc3\xa9 \xf0\x9f\x98\x80\n\ttext"),
+            "plain \xc3\xa9 \xf0\x9f\x98\x80\n\ttext");
+  EXPECT_EQ(terminal_safe("\033[2J\r\b\a\x7f"), "\\x1b[2J\\x0d\\x08\\x07\\x7f");
+  EXPECT_EQ(terminal_safe(std::string_view("\0", 1)), "\\x00");
+  EXPECT_EQ(terminal_safe("\xc2\x9b"
+                          "2J"),
+            "\\xc2\\x9b"
+            "2J");
+  EXPECT_EQ(terminal_safe("\xff"), "\\xff");
+}
+
+TEST(Report, TheObjectHasEveryFieldAndNullForTheUnknown) {
+  ScriptedModel model(ids_of("abc"), 100);
+  const std::vector<std::int32_t> prompt = ids_of("Hi");
+  const GenerateResult one = generate(model, nullptr, prompt, {.max_tokens = 1});
+  const Json object = generation_json(model, prompt, one, {"cpu", "reference"});
+  EXPECT_EQ(object.size(), 12u);
+  for (const char* key : {"itl_ms_p50", "itl_ms_p99", "tokens_per_s", "gb_per_s"}) {
+    EXPECT_TRUE(object.at(key).is_null()) << key;
+  }
+  EXPECT_EQ(object.at("prompt_ids"), Json(prompt));
+  EXPECT_EQ(object.at("bytes_per_token"), 1002);
+
+  GenerateResult many = one;
+  many.times.inter_token_ms = {2, 2, 2, 2};
+  many.context = 20;
+  const Json measured = generation_json(model, prompt, many, {"cpu", "reference"});
+  EXPECT_EQ(measured.at("tokens_per_s"), 500.0);
+  EXPECT_EQ(measured.at("bytes_per_token"), 1018) << "in the middle of the generation";
+  EXPECT_DOUBLE_EQ(measured.at("gb_per_s").get<double>(), 1018 * 500.0 / 1e9);
+  EXPECT_EQ(json_line({{"text", "\xff"}}), "{\"text\":\"\xef\xbf\xbd\"}\n");
+}
+
+TEST(Perplexity, WindowsScoreEveryTokenOnceWithEnoughContext) {
+  for (const std::int64_t window : {2, 3, 8, 9}) {
+    for (std::int64_t stride = 1; stride < window; ++stride) {
+      for (std::int64_t count = 1; count <= 40; ++count) {
+        std::int64_t next = 1;
+        for (const PerplexityWindow& w : perplexity_windows(count, window, stride)) {
+          ASSERT_EQ(w.first_scored, next) << "each token once, in order";
+          ASSERT_LE(w.end - w.begin, window);
+          ASSERT_LT(w.first_scored, w.end) << "no window for nothing";
+          ASSERT_GE(w.first_scored - w.begin, w.begin == 0 ? 1 : window - stride);
+          next = w.end;
+        }
+        ASSERT_EQ(next, count);
+      }
+    }
+  }
+  EXPECT_EQ(code_of([] { perplexity_windows(10, 8, 8); }), Exit::usage);
+  EXPECT_EQ(code_of([] { perplexity_windows(10, 8, 0); }), Exit::usage);
+  EXPECT_EQ(code_of([] { perplexity_windows(10, 1, 1); }), Exit::usage);
+}
+
+TEST(Perplexity, AgreesWithTheClosedForm) {
+  // The model looks one token back, so the windows must not matter.
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < 57; ++i) ids.push_back((i * 37) % 101);
+  std::vector<double> nll;
+  for (std::size_t i = 1; i < ids.size(); ++i) nll.push_back(ScriptedModel::nll_of(ids[i - 1], ids[i]));
+  double mean = 0, variance = 0;
+  for (const double value : nll) mean += value / static_cast<double>(nll.size());
+  for (const double value : nll)
+    variance += (value - mean) * (value - mean) / static_cast<double>(nll.size() - 1);
+
+  for (const std::int64_t capacity : {2, 8, 57, 500}) {
+    for (const std::int64_t stride : {std::int64_t{1}, capacity / 2, capacity - 1}) {
+      ScriptedModel model({}, capacity);
+      const PerplexityResult result = perplexity(model, ids, 200, stride);
+      EXPECT_EQ(result.tokens, 56);
+      EXPECT_EQ(result.windows, static_cast<std::int64_t>(model.scored().size()));
+      EXPECT_NEAR(result.mean_nll, mean, 1e-12);
+      EXPECT_NEAR(result.standard_error, std::sqrt(variance / 56), 1e-12);
+      EXPECT_NEAR(result.perplexity(), std::exp(mean), 1e-10);
+      EXPECT_NEAR(result.bits_per_byte(), mean * 56 / std::numbers::ln2 / 200, 1e-12);
+    }
+  }
+}
+
+TEST(Perplexity, EdgesAndFailures) {
+  ScriptedModel model({}, 8);
+  const std::vector<std::int32_t> two = {0, 5};
+  EXPECT_EQ(perplexity(model, two, 1, 4).tokens, 1);
+  EXPECT_TRUE(std::isnan(perplexity(model, two, 1, 4).standard_error));
+  const std::vector<std::int32_t> one = {0};
+  EXPECT_EQ(code_of([&] { perplexity(model, one, 0, 4); }), Exit::bad_file);
+
+  const std::vector<std::int32_t> many(30, 3);
+  PerplexityHooks hooks;
+  int windows = 0;
+  hooks.on_window = [&windows](std::int64_t, std::int64_t, double) { ++windows; };
+  hooks.interrupted = [&windows] { return windows == 2; };
+  const PerplexityResult cut = perplexity(model, many, 30, 4, hooks);
+  EXPECT_TRUE(cut.interrupted);
+  EXPECT_EQ(cut.tokens, 11);
+  EXPECT_TRUE(std::isnan(cut.bits_per_byte()));
+
+  struct Broken : ScriptedModel {
+    Broken() : ScriptedModel({}, 8) {}
+    std::vector<double> score(std::span<const std::int32_t> ids) override {
+      return std::vector<double>(ids.size() - 1, std::nan(""));
+    }
+  } broken;
+  EXPECT_EQ(code_of([&] { perplexity(broken, many, 30, 4); }), Exit::numeric);
+}
+
+TEST(Bench, FitsTheContextOrSaysSo) {
+  ScriptedModel model({}, 64);
+  EXPECT_EQ(run_bench(model, 32, 0, nullptr).decode.inter_token_ms.size(), 32u);
+  EXPECT_EQ(code_of([&] { run_bench(model, 33, 0, nullptr); }), Exit::usage);
+  EXPECT_EQ(code_of([&] { run_bench(model, std::numeric_limits<std::int64_t>::max(), 0, nullptr); }),
+            Exit::usage);
+  ScriptedModel tiny({}, 20);
+  EXPECT_EQ(code_of([&] { run_bench(tiny, 1, 0, nullptr); }), Exit::usage);
+  const BenchResult cut = run_bench(model, 10, 0, [] { return true; });
+  EXPECT_EQ(cut.tokens, 1);
+  EXPECT_TRUE(cut.interrupted);
+}
+
+}  // namespace
+}  // namespace weft
