@@ -159,7 +159,6 @@ def with_added(document, tokens):
 def neox_style():
     document = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC(), seed=1)
     document["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    document["model"]["merges"] = [" ".join(pair) for pair in document["model"]["merges"]]
     special = [AddedToken(name, special=True, normalized=False) for name in ("<|endoftext|>", "<|padding|>")]
     spaces = [AddedToken(" " * count, special=False, normalized=True) for count in range(24, 1, -1)]
     document = with_added(document, special + spaces)
@@ -216,6 +215,7 @@ def options():
         AddedToken("ba", special=False, single_word=True, normalized=True),
         AddedToken("<|", special=False, normalized=False),
         AddedToken("<|long|>", special=True, normalized=False),
+        AddedToken("|>", special=False, normalized=False),
         AddedToken("<|long|>er", special=False, normalized=False),
         AddedToken("    ", special=False, normalized=True),
     ]

@@ -24,31 +24,47 @@ constexpr std::size_t kJitStackBytes = 1024 * 1024;  // the patterns need a cons
 constexpr std::uint32_t kMatchLimit =
     4'000'000'000;  // backtracking is at most twice the text's length, 1 GiB
 
-// The patterns above with the classes \p{L}, \p{N} and \s spelled out.
-std::string pcre2_pattern(SplitRule rule) {
-  const std::string letter = letter_class();
-  const std::string number = number_class();
-  const std::string space = whitespace_class();
-  const std::string letters = "[" + letter + "]+";
-  const std::string other = " ?[^" + space + letter + number + "]+";
-  const std::string spaces = "[" + space + "]+(?![^" + space + "])|[" + space + "]+";
-  const std::string after_contraction = "|[^\\r\\n" + letter + number + "]?" + letters + "|[" + number + "]";
-  const std::string with_line_breaks = "|" + other + "[\\r\\n]*|[" + space + "]*[\\r\\n]+|" + spaces;
+// The patterns above for PCRE2. The capitals stand for the contents of character classes: L letters, N
+// numbers, S whitespace, D what Digits takes for a digit.
+const char* pattern_template(SplitRule rule) {
   switch (rule) {
     case SplitRule::none:
       return "";
     case SplitRule::gpt2:
-      return "'s|'t|'re|'ve|'m|'ll|'d| ?" + letters + "| ?[" + number + "]+|" + other + "|" + spaces;
+      return R"('s|'t|'re|'ve|'m|'ll|'d| ?[L]+| ?[N]+| ?[^SLN]+|[S]+(?![^S])|[S]+)";
     case SplitRule::llama3:
-      return "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + after_contraction + "{1,3}" + with_line_breaks;
+      return R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nLN]?[L]+|[N]{1,3}| ?[^SLN]+[\r\n]*|[S]*[\r\n]+|[S]+(?![^S])|[S]+)";
     case SplitRule::qwen2:
-      return "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + after_contraction + with_line_breaks;
+      return R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nLN]?[L]+|[N]| ?[^SLN]+[\r\n]*|[S]*[\r\n]+|[S]+(?![^S])|[S]+)";
     case SplitRule::digit:
-      return "[" + digits_class() + "]";
+      return "[D]";
     case SplitRule::digit_run:
-      return "[" + digits_class() + "]+";
+      return "[D]+";
   }
   fail(Exit::internal, "tokenizer: split rule %d", static_cast<int>(rule));
+}
+
+std::string pcre2_pattern(SplitRule rule) {
+  std::string pattern;
+  for (const char* c = pattern_template(rule); *c != '\0'; ++c) {
+    switch (*c) {
+      case 'L':
+        pattern += letter_class();
+        break;
+      case 'N':
+        pattern += number_class();
+        break;
+      case 'S':
+        pattern += whitespace_class();
+        break;
+      case 'D':
+        pattern += digits_class();
+        break;
+      default:
+        pattern += *c;
+    }
+  }
+  return pattern;
 }
 
 std::string pcre2_message(int code) {

@@ -51,8 +51,7 @@ constexpr Range kInertInNfc9[] = {
     {0x1E6C0, 0x1E6FF},
 };
 
-std::string class_ranges(std::span<const Range> ranges) {
-  std::string text;
+std::string class_ranges(std::string text, std::span<const Range> ranges) {
   for (const Range& range : ranges) {
     text += format("\\x{%X}-\\x{%X}", static_cast<unsigned>(range.first), static_cast<unsigned>(range.last));
   }
@@ -62,15 +61,15 @@ std::string class_ranges(std::span<const Range> ranges) {
 }  // namespace
 
 std::string letter_class() {
-  return "\\p{L}" + class_ranges(kLettersAfter14);
+  return class_ranges("\\p{L}", kLettersAfter14);
 }
 
 std::string number_class() {
-  return "\\p{N}" + class_ranges(kNumbersAfter14);
+  return class_ranges("\\p{N}", kNumbersAfter14);
 }
 
 std::string digits_class() {
-  return number_class() + class_ranges(kNumbersOf17);
+  return class_ranges(number_class(), kNumbersOf17);
 }
 
 std::string whitespace_class() {

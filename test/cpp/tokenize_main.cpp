@@ -1,7 +1,8 @@
 // tokenize TOKENIZER_JSON < strings > tokens: lets a script compare weft's tokenizer with another one.
 //
-// Input (little endian), for each string: u8 flags (1: special tokens allowed, 2: add BOS), u32 length, bytes.
-// Output for each: u32 count, i32 ids, u32 length, the bytes that the ids decode to through StreamingDecoder.
+// Input (little endian), for each string: u8 flags (1: special tokens allowed, 2: add BOS), u32 length,
+// bytes. Output for each: u32 count, i32 ids, u32 length, the bytes that the ids decode to through
+// StreamingDecoder.
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -14,7 +15,9 @@
 namespace weft {
 namespace {
 
-bool read_exactly(void* data, std::size_t bytes) { return std::fread(data, 1, bytes, stdin) == bytes; }
+bool read_exactly(void* data, std::size_t bytes) {
+  return std::fread(data, 1, bytes, stdin) == bytes;
+}
 
 void write_counted(const void* data, std::size_t count, std::size_t size) {
   const auto header = static_cast<std::uint32_t>(count);
