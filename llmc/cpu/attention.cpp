@@ -38,12 +38,26 @@ namespace weft::cpu {
 namespace {
 
 constexpr std::int64_t kBlock = 64;      // queries, and keys, of a block
-constexpr std::int64_t kLanes = 16;      // floats of a vector
 constexpr std::int64_t kFewQueries = 8;  // up to this many queries go row by row
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// 16 floats that the compiler keeps in one vector register, or in several smaller ones.
-using Lanes __attribute__((vector_size(kLanes * sizeof(float)))) = float;
+// A vector register of floats, read and written at any address. A type wider than the machine's registers
+// would be taken apart through memory.
+#if defined(__AVX512F__)
+constexpr std::int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr std::int64_t kLanes = 8;
+#else
+constexpr std::int64_t kLanes = 4;
+#endif
+using Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(alignof(float)), may_alias)) = float;
+
+Lanes* lanes(float* values) {
+  return reinterpret_cast<Lanes*>(values);
+}
+const Lanes* lanes(const float* values) {
+  return reinterpret_cast<const Lanes*>(values);
+}
 
 std::int64_t padded(std::int64_t size) {
   return (size + kLanes - 1) / kLanes * kLanes;
@@ -55,24 +69,35 @@ struct Strided {
   std::int64_t row, column;
 };
 
-// c [Rows, Vectors * 16] += a [Rows, K] b [K, Vectors * 16], all sums in registers.
+// c [Rows, Vectors * kLanes] += a [Rows, K] b [K, Vectors * kLanes]. Unrolled, so that the sums stay in
+// registers: with 4 x 2 of them each loaded vector of b serves 4 additions, and 8 independent sums hide the
+// latency of one.
 template <int Rows, int Vectors>
 void register_product(float* c, std::int64_t c_stride, const Strided& a, const float* b,
                       std::int64_t b_stride, std::int64_t K) {
   Lanes sums[Rows][Vectors];
-  for (int i = 0; i < Rows; ++i) std::memcpy(sums[i], c + i * c_stride, sizeof(sums[i]));
+#pragma GCC unroll 8
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) sums[i][j] = *lanes(c + i * c_stride + j * kLanes);
+  }
   for (std::int64_t k = 0; k < K; ++k) {
-    Lanes b_row[Vectors];
-    std::memcpy(b_row, b + k * b_stride, sizeof(b_row));
+    const float* column = a.data + k * a.column;
+    const float* row = b + k * b_stride;
+#pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i) {
-      const float factor = a.data[i * a.row + k * a.column];
-      for (int j = 0; j < Vectors; ++j) sums[i][j] += factor * b_row[j];
+#pragma GCC unroll 8
+      for (int j = 0; j < Vectors; ++j) sums[i][j] += column[i * a.row] * *lanes(row + j * kLanes);
     }
   }
-  for (int i = 0; i < Rows; ++i) std::memcpy(c + i * c_stride, sums[i], sizeof(sums[i]));
+#pragma GCC unroll 8
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) *lanes(c + i * c_stride + j * kLanes) = sums[i][j];
+  }
 }
 
-// c [M, N] += a [M, K] b [K, N]; M a multiple of 4, N of 16.
+// c [M, N] += a [M, K] b [K, N]; M a multiple of 4, N of kLanes.
 void add_product(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride,
                  std::int64_t M, std::int64_t N, std::int64_t K) {
   constexpr int kRows = 4;
@@ -154,8 +179,7 @@ std::int64_t visible_to_block(const AttentionShape& shape, std::int64_t first, s
   return visible_keys(shape, first + count - 1);
 }
 
-// ---- forward
-// ---------------------------------------------------------------------------------------------------------
+// ---- forward ----------------------------------------------------------------------------------------------
 
 // Row by row: the scores of one query over all its keys, their softmax, the weighted sum of the values.
 void forward_row(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q, ConstHeadView k,
@@ -273,8 +297,7 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
   store_tokens(out, O, HP, b, first_query, h, queries, HS);
 }
 
-// ---- backward
-// --------------------------------------------------------------------------------------------------------
+// ---- backward ---------------------------------------------------------------------------------------------
 
 // D[t] = sum over d of dout * out.
 void row_products(float* D, const AttentionShape& shape, ConstHeadView dout, ConstHeadView out,
