@@ -1,0 +1,223 @@
+"""dev/prepare_data.py: documents, splits, shards, and bad input."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import xxhash
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "dev")]
+import prepare_data  # noqa: E402
+from token_shard import TokenShard  # noqa: E402
+
+END = "<|endoftext|>"
+LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEXT = "Once there was a loom. It had a warp, and it wanted a weft!\nIt waited 123 days.\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory) -> Path:
+    """A small byte-level BPE of GPT-NeoX's kind, made here."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[END, "<pad>"], show_progress=False,
+                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([TEXT], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def prepare(tokenizer_path, tmp_path):
+    def run(*arguments: object, tokenizer: Path = tokenizer_path) -> subprocess.CompletedProcess:
+        command = [sys.executable, ROOT / "dev" / "prepare_data.py", *arguments, "--tokenizer", tokenizer, "-o",
+                   tmp_path / "out"]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, encoding="utf-8")
+
+    return run
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8"))
+    return path
+
+
+def documents_in(directory: Path, split: str, tokenizer_path: Path) -> list[str]:
+    """The documents of a split, decoded; every shard is verified."""
+    shards = [TokenShard(path) for path in sorted(directory.glob(f"{split}_*.bin"))]
+    for shard in shards:
+        shard.verify()
+        assert shard.tokenizer_hash == xxhash.xxh3_64_intdigest(tokenizer_path.read_bytes())
+    ids = np.concatenate([shard.tokens for shard in shards])
+    end = shards[0].end_of_document_id
+    assert ids[-1] == end
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    return [tokenizer.decode(part.tolist(), skip_special_tokens=False)
+            for part in np.split(ids[ids != end], np.flatnonzero(ids == end)[:-1] - np.arange((ids == end).sum() - 1))]
+
+
+def test_train_and_validation_files(prepare, tokenizer_path, tmp_path):
+    train = write(tmp_path / "train.txt", f"\n\n{TEXT}\n{END}\nTwo\r\n\r\nlines\r\n{END}\n\n{END}\nlast, without an end")
+    val = write(tmp_path / "val.txt", f"\ufeffvalidation\n{END}\n")
+    done = prepare(train, "--val", val)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    assert documents_in(out, "train", tokenizer_path) == [TEXT.rstrip("\n"), "Two\n\nlines", "last, without an end"]
+    assert documents_in(out, "val", tokenizer_path) == ["validation"]
+    assert sorted(path.name for path in out.iterdir()) == ["tokenizer.json", "train_00000.bin", "val_00000.bin"]
+    assert (out / "tokenizer.json").read_bytes() == tokenizer_path.read_bytes()
+    assert "./train_llama" in done.stdout and done.stderr == ""  # no progress line in a pipe
+
+
+def test_special_tokens_in_the_text_are_text(prepare, tokenizer_path, tmp_path):
+    text = f"before {END} after <pad>"
+    assert prepare(write(tmp_path / "a.txt", text), "--val-fraction", 0).returncode == 0
+    shard = TokenShard(tmp_path / "out" / "train_00000.bin")
+    assert (shard.tokens == shard.end_of_document_id).sum() == 1
+    assert tokenizers.Tokenizer.from_file(str(tokenizer_path)).decode(shard.tokens[:-1].tolist()) == text
+
+
+def test_jsonl_and_gzip(prepare, tokenizer_path, tmp_path):
+    lines = [json.dumps({"id": i, "body": f"document {i}\n{END}\nstill {i}"}) for i in range(3)]
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress("\n".join([*lines, ""]).encode()))
+    done = prepare(path, "--jsonl-field", "body", "--val-fraction", 0)
+    assert done.returncode == 0, done.stderr
+    shard = TokenShard(tmp_path / "out" / "train_00000.bin")
+    assert (shard.tokens == shard.end_of_document_id).sum() == 3  # a separator within JSON text separates nothing
+
+
+def test_shards_have_the_size_asked_for(prepare, tokenizer_path, tmp_path):
+    path = write(tmp_path / "a.txt", f"\n{END}\n".join(f"{TEXT}{i}" for i in range(5)))
+    assert prepare(path, "--val-fraction", 0).returncode == 0
+    whole = TokenShard(tmp_path / "out" / "train_00000.bin").tokens.copy()
+    assert prepare(path, "--val-fraction", 0, "--shard-tokens", 50).returncode == 0
+    parts = [TokenShard(shard).tokens for shard in sorted((tmp_path / "out").glob("train_*.bin"))]
+    assert all(part.size == 50 for part in parts[:-1]) and 1 <= parts[-1].size <= 50
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    again = prepare(path, "--val-fraction", 0)  # fewer shards: none of the earlier run may be left
+    assert again.returncode == 0 and "removed" in again.stderr
+    assert len(list((tmp_path / "out").glob("train_*.bin"))) == 1
+
+
+def test_the_split_depends_on_number_and_seed_alone(prepare, tokenizer_path, tmp_path):
+    texts = [f"story number {i}" for i in range(200)]
+    path = write(tmp_path / "a.txt", f"\n{END}\n".join(texts))
+    splits = []
+    for seed in (0, 0, 1):
+        assert prepare(path, "--val-fraction", 0.25, "--seed", seed).returncode == 0
+        train, val = (documents_in(tmp_path / "out", name, tokenizer_path) for name in ("train", "val"))
+        assert sorted(train + val) == sorted(texts)
+        assert 25 <= len(val) <= 75
+        assert train == [text for text in texts if text in set(train)]  # in the order of the text
+        splits.append(val)
+    assert splits[0] == splits[1] != splits[2]
+
+
+def test_one_document_is_split_by_position(prepare, tokenizer_path, tmp_path):
+    text = "".join(f"line {i} of the play\n" for i in range(1000))
+    assert prepare(write(tmp_path / "a.txt", text), "--val-fraction", 0.1).returncode == 0
+    train, val = (documents_in(tmp_path / "out", name, tokenizer_path) for name in ("train", "val"))
+    assert len(train) == len(val) == 1
+    assert train[0] + "\n" + val[0] == text.rstrip("\n")
+    assert 0.09 < len(val[0]) / len(text) < 0.11
+
+
+def test_a_beginning_of_text_token_comes_from_the_tokenizer(prepare, tokenizer_path, tmp_path):
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.token_to_id("<pad>"))])
+    tokenizer.enable_truncation(3)  # must not apply here
+    other = tmp_path / "other.json"
+    tokenizer.save(str(other))
+    assert prepare(write(tmp_path / "a.txt", f"first document\n{END}\nsecond"), "--val-fraction", 0,
+                   tokenizer=other).returncode == 0
+    ids = TokenShard(tmp_path / "out" / "train_00000.bin").tokens.tolist()
+    pad, end = tokenizer.token_to_id("<pad>"), tokenizer.token_to_id(END)
+    assert ids.count(pad) == 2 and ids[0] == pad and ids[ids.index(end) + 1] == pad and len(ids) > 10
+
+
+@pytest.mark.parametrize("text", [
+    TEXT * 3000,
+    "".join(f"{TEXT}\n\n  indented {i}\n\t\ttabs   and  spaces \n\n\n" for i in range(2000)),
+    "a" * 300_000 + " b" * 100_000,
+    "\u91cd\u307f\u3092\u7e54\u308b\u3002\n" * 30_000,
+    "caf\u00e9 cafe\u0301 \u0301x 12 34.5 it's they'll\n" * 8_000,
+    "x" + " " * 200_000 + "y",
+], ids=["prose", "white space", "one word", "no spaces", "combining marks", "spaces"])
+@pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN], ids=["gpt2", "llama3"])
+def test_pieces_have_the_tokens_of_the_whole(text, pattern, tokenizer_path, tmp_path):
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    if pattern is not None:
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = prepare_data.Encoder(tmp_path / "tokenizer.json", None)
+    pieces = list(prepare_data.pieces_of(text.splitlines(keepends=True)))
+    assert "".join(pieces) == text.strip("\n")
+    whole = encoder.encode([text.strip("\n")])[0]
+    np.testing.assert_array_equal(np.concatenate(encoder.encode(pieces)), whole)
+
+
+def test_prose_is_cut_into_pieces_of_bounded_size():
+    pieces = list(prepare_data.pieces_of([TEXT * 10_000]))
+    assert len(pieces) > 5 and max(map(len, pieces)) <= prepare_data.PIECE_CHARACTERS
+
+
+@pytest.mark.parametrize("name, content, arguments, code, words", [
+    ("absent.txt", None, (), 3, "no such file"),
+    ("empty.txt", b"", (), 3, "no text for train"),
+    ("latin.txt", b"caf\xe9\n", (), 3, "line 1: got byte 4 of it wrong, expected UTF-8"),
+    ("a.jsonl", b'{"text":1}\n', (), 3, "line 1: 'text': got a JSON integer, expected the text"),
+    ("a.jsonl", b'{"text":"x"}\n{"txt":"y"}\n', (), 3, "line 2: 'text': got nothing"),
+    ("a.jsonl", b'[1]\n', (), 3, "line 1: got a JSON array, expected an object"),
+    ("a.jsonl", b'{"text":\n', (), 3, "line 1: not valid JSON"),
+    ("a.jsonl", b'{"text":"\\ud800"}\n', (), 3, "half of a surrogate pair"),
+    ("a.txt.gz", gzip.compress(b"text" * 5000)[:-9], (), 3, "the gzip data is damaged"),
+    ("a.txt", b"x", ("--val-fraction", "0.9"), 2, "expected a number from 0 to 0.5"),
+    ("a.txt", b"x", ("--val-fraction", "x"), 2, "expected a number from 0 to 0.5"),
+    ("a.txt", b"x", ("--shard-tokens", "0"), 2, "expected an integer from 1"),
+    ("a.txt", b"x", ("--eos", "<none>"), 2, "--eos: got '<none>'"),
+    ("a.txt", b"x", ("--val", "none.txt"), 3, "'none.txt': no such file"),
+    ("a.txt", b"x", ("--val", "none.txt", "--val-fraction", "0.1"), 2, "exclude each other"),
+    ("a.txt", b"x", ("--typo",), 2, "--typo"),
+])
+def test_bad_input_is_one_line_and_its_code(name, content, arguments, code, words, prepare, tmp_path):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    done = prepare(path, *arguments)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"", "0 bytes"),
+    (b"<!DOCTYPE html>", "web page"),
+    (b"{}", "model: missing"),
+    (b'{"model":{"type":"none"}}', "not accepted by tokenizers"),
+    (b'{"a":1,"a":2}', "duplicate key"),
+])
+def test_bad_tokenizers(content, words, prepare, tmp_path):
+    done = prepare(write(tmp_path / "a.txt", "text"), tokenizer=write(tmp_path / "bad.json", content))
+    assert done.returncode == 3 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_failed_run_leaves_the_shards_of_the_earlier_one(prepare, tmp_path):
+    assert prepare(write(tmp_path / "a.txt", TEXT), "--val-fraction", 0).returncode == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    bad = write(tmp_path / "b.txt", TEXT.encode() * 20000 + b"\xff")
+    assert prepare(bad, "--val-fraction", 0, "--shard-tokens", 1000).returncode == 3
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
