@@ -34,7 +34,7 @@ class Bpe {
 
   // Longest piece: indices are 32 bits wide. encode() wants about 20 bytes of scratch for each byte of the
   // piece.
-  static constexpr std::uint64_t kMaxPiece = 1u << 30;
+  static constexpr std::uint64_t kMaxPiece = 1u << 28;
 
   // `byte_ids`: the token of each single byte; -1 for a byte that no piece has. No two merges may have the
   // same left and right.

@@ -19,10 +19,9 @@ constexpr std::string_view kLlama3Pattern =
 constexpr std::string_view kQwen2Pattern =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 
-constexpr std::uint32_t kHeapLimitKib = 256 * 1024;  // of the interpreter
-constexpr std::size_t kJitStackBytes = 1024 * 1024;  // the patterns need a constant few hundred bytes
-constexpr std::uint32_t kMatchLimit =
-    4'000'000'000;  // backtracking is at most twice the text's length, 1 GiB
+constexpr std::uint32_t kHeapLimitKib = 256 * 1024;   // of the interpreter
+constexpr std::size_t kJitStackBytes = 1024 * 1024;   // the patterns need a constant few hundred bytes
+constexpr std::uint32_t kMatchLimit = 4'000'000'000;  // backtracking is at most twice the text's length
 
 // The patterns above for PCRE2. The capitals stand for the contents of character classes: L letters, N
 // numbers, S whitespace, D what Digits takes for a digit.

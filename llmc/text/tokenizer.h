@@ -43,7 +43,7 @@ class Tokenizer {
   enum class Special { text, allow };
 
   // The ids of `text`; with `add_bos` after what the post-processor puts in front (nothing for NeoX). A word
-  // of more than 1 GiB, or a limit of PCRE2: Exit::resources.
+  // of more than 256 MiB, or a limit of PCRE2: Exit::resources.
   std::vector<std::int32_t> encode(std::string_view text, bool add_bos,
                                    Special special = Special::text) const;
 
