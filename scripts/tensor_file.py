@@ -97,10 +97,20 @@ def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
 
 def f32_to_bf16(values: np.ndarray) -> np.ndarray:
     """float32 as bf16 bits (uint16), rounded to nearest even; NaN stays NaN."""
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    quiet = (bits >> 16) | 0x40
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).astype(np.uint16)
+    bits = np.ascontiguousarray(values, dtype=np.float32).reshape(-1).view(np.uint32)
+    out = np.empty(bits.size, dtype=np.uint16)
+    for begin in range(0, bits.size, 1 << 16):  # pieces that stay in the cache
+        piece = bits[begin:begin + (1 << 16)]
+        rounded = piece >> 16
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += piece
+        rounded >>= 16
+        out[begin:begin + piece.size] = rounded
+        nan = np.isnan(piece.view(np.float32))
+        if nan.any():
+            out[begin:begin + piece.size][nan] = (piece[nan] >> 16) | 0x40
+    return out.reshape(np.shape(values))
 
 
 def align_up(value: int, alignment: int) -> int:
