@@ -1,7 +1,9 @@
 // Forward, for one query block Q and each key block K, V in turn (Dao et al., 2022, algorithm 1):
 //
-//   S = scale Q K^T;  m' = max(m, rowmax S);  P = e^(S - m');  l = l e^(m - m') + rowsum P;  O = O e^(m - m')
-//   + P V and at the end  O / l,  lse = m + log l.
+//   S = scale Q K^T;   m' = max(m, rowmax S);   P = e^(S - m');
+//   l = l e^(m - m') + rowsum P;   O = O e^(m - m') + P V
+//
+// and at the end O / l and lse = m + log l.
 //
 // Backward recomputes P = e^(S - lse) block by block; with D = rowsum(dO * O):
 //
@@ -16,8 +18,8 @@
 // A call with few queries (decode) would spend its time on those copies: it goes row by row over K and V as
 // they lie.
 //
-// Forward: one thread has one (b, h). Backward: one thread has one (b, K/V head) and adds its query heads in
-// order. So no two threads write the same element and no sum depends on their number.
+// Forward: one thread has one query block. Backward: one thread has one K/V head of one sequence and adds its
+// query heads in order. So no two threads write the same element and no sum depends on their number.
 
 #include "llmc/cpu/attention.h"
 
@@ -271,7 +273,8 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
                    Scratch& scratch) {
   const std::int64_t HS = shape.HS, HP = padded(HS), kv = h / (shape.NH / shape.NKV);
   const std::int64_t queries = std::min(kBlock, shape.TQ - first_query);
-  float *Q = scratch.head_block(0), *K = scratch.head_block(1), *KT = scratch.head_block(2), *V = K;
+  float *Q = scratch.head_block(0), *K = scratch.head_block(1), *KT = scratch.head_block(2);
+  float* V = K;  // K is done with once it is transposed
   float *O = scratch.head_block(3), *S = scratch.score_block(0);
   copy_tokens(Q, HP, q, b, first_query, h, queries, HS, shape.scale);
   std::fill(O, O + kBlock * HP, 0.0f);
@@ -329,24 +332,6 @@ void softmax_backward(float* S, float* dP, const float* lse, const float* D, std
   }
 }
 
-}  // namespace
-
-void attention_forward(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q,
-                       ConstHeadView k, ConstHeadView v) {
-  if (shape.TQ <= kFewQueries) return forward_by_rows(shape, out, lse, q, k, v);
-  Scratch scratch(padded(shape.HS), 4);
-#pragma omp parallel for collapse(3) schedule(static, 1)
-  for (std::int64_t b = 0; b < shape.B; ++b) {
-    for (std::int64_t h = 0; h < shape.NH; ++h) {
-      for (std::int64_t first = 0; first < shape.TQ; first += kBlock) {
-        forward_block(shape, out, lse, q, k, v, b, h, first, scratch);
-      }
-    }
-  }
-}
-
-namespace {
-
 struct BackwardViews {
   HeadView dq, dk, dv;
   ConstHeadView dout, out, q, k, v;
@@ -371,7 +356,7 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
   }
   for (std::int64_t first_key = 0; first_key < shape.TK; first_key += kBlock) {
     const std::int64_t keys = std::min(kBlock, shape.TK - first_key);
-    copy_tokens(K, HP, views.v, b, first_key, kv, keys, HS, 1.0f);
+    copy_tokens(K, HP, views.v, b, first_key, kv, keys, HS, 1.0f);  // V, on its way to VT
     transpose(VT, K, HP);
     copy_tokens(K, HP, views.k, b, first_key, kv, keys, HS, 1.0f);
     transpose(KT, K, HP);
@@ -408,6 +393,20 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
 }
 
 }  // namespace
+
+void attention_forward(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q,
+                       ConstHeadView k, ConstHeadView v) {
+  if (shape.TQ <= kFewQueries) return forward_by_rows(shape, out, lse, q, k, v);
+  Scratch scratch(padded(shape.HS), 4);
+#pragma omp parallel for collapse(3) schedule(static, 1)
+  for (std::int64_t b = 0; b < shape.B; ++b) {
+    for (std::int64_t h = 0; h < shape.NH; ++h) {
+      for (std::int64_t first = 0; first < shape.TQ; first += kBlock) {
+        forward_block(shape, out, lse, q, k, v, b, h, first, scratch);
+      }
+    }
+  }
+}
 
 void attention_backward(const AttentionShape& shape, HeadView dq, HeadView dk, HeadView dv,
                         ConstHeadView dout, ConstHeadView out, const float* lse, ConstHeadView q,

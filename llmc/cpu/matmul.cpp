@@ -1,9 +1,8 @@
 // out = x W^T (+ bias);  dx = dout W;  dW += dout^T x;  dbias += column sums of dout.
 //
 // Every product is cut into blocks of the output whose sizes follow from the shape alone. A block is one
-// single-threaded sgemm, our own OpenMP loop hands the blocks out: an element is summed in the same order for
-// any number of threads, which a threaded BLAS call does not promise, and both OpenBLAS flavours behave
-// alike.
+// single-threaded sgemm, and our own OpenMP loop hands the blocks out: an element is summed in the same order
+// for any number of threads, which a threaded BLAS call does not promise.
 //
 // One row, or a few, reads every weight once for hardly any arithmetic: there memory is the limit and sgemm
 // would first copy the weights into its packed layout. Those rows go through plain dot products instead.
@@ -13,7 +12,6 @@
 #include <cblas.h>
 
 #include <algorithm>
-#include <vector>
 
 namespace weft::cpu {
 
@@ -21,7 +19,7 @@ namespace {
 
 constexpr std::int64_t kFewRows = 4;     // up to this many rows of x are taken as dot products
 constexpr std::int64_t kDotOutputs = 4;  // rows of W whose dot products run side by side
-constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 64;  // of a block of a product
+constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 96;  // of a block of a product
 constexpr std::int64_t kEnoughBlocks = 16;  // smaller blocks cost more than a better balance gives back
 
 std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
@@ -55,6 +53,7 @@ void one_blas_thread() {
 // c [M, N] = a [M, K] b [K, N] + beta c.
 void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K,
              float beta) {
+  if (M == 0 || N == 0) return;
   one_blas_thread();
   std::int64_t rows = std::min(M, kMostRows), columns = std::min(N, kMostColumns);
   while (ceil_divide(M, rows) * ceil_divide(N, columns) < kEnoughBlocks &&

@@ -1,4 +1,5 @@
 // Linear layer: out = x W^T + bias, with the weight as Hugging Face stores it, [OC, C]. OpenBLAS does the products.
+// The same bits for any number of threads.
 #pragma once
 
 #include <cstdint>

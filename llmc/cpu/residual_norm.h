@@ -9,6 +9,7 @@
 //
 // Prenorm (Llama, GPT-NeoX): residual_out is asked for and backward takes its gradient too.
 // Postnorm: residual_out and dresidual_out are null; h is then recomputed in backward from x and residual.
+// Backward needs the rstd (and LayerNorm's mean) that forward kept. The same bits for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +58,7 @@ struct ResidualNormBackward {
   const float* rstd = nullptr;           // [rows]
   float* dx = nullptr;                   // [rows, C] =; null: not computed
   float* dresidual = nullptr;            // [rows, C] =; may be dresidual_out's memory; null: not computed
-  float* dweight = nullptr;              // [C] +=, rows added in order
+  float* dweight = nullptr;              // [C] +=, in a fixed order
   float* dbias = nullptr;
   float* dweight2 = nullptr;
   float* dbias2 = nullptr;

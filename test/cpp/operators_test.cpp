@@ -1,6 +1,8 @@
 // The small CPU operators: embedding, matmul, RoPE, SwiGLU, GELU, classifier, and the exponential below them.
 // Each is held against an independent double-precision definition and against central differences of it.
 
+#include <sys/mman.h>
+
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -23,8 +25,7 @@ using namespace weft::test;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// ---- exp
-// ---------------------------------------------------------------------------------------------------
+// ---- exp --------------------------------------------------------------------------------------------------
 
 TEST(Exp, IsWithinTwoUnitsInTheLastPlace) {
   double worst = 0;
@@ -50,8 +51,7 @@ TEST(Exp, CoversTheWholeRange) {
   }
 }
 
-// ---- embedding
-// ---------------------------------------------------------------------------------------------
+// ---- embedding --------------------------------------------------------------------------------------------
 
 TEST(Embedding, GathersAndAddsBack) {
   const std::int64_t N = 7, C = 5, V = 4;
@@ -82,8 +82,7 @@ TEST(Embedding, SameBitsForAnyThreads) {
   });
 }
 
-// ---- matmul
-// ------------------------------------------------------------------------------------------------
+// ---- matmul -----------------------------------------------------------------------------------------------
 
 template <typename T>
 Doubles naive_matmul(const std::vector<T>& x, const std::vector<T>& weight, const std::vector<T>& bias,
@@ -196,6 +195,17 @@ TEST(Matmul, SameBitsForAnyThreads) {
   }
 }
 
+TEST(Matmul, NoRowsIsNoWork) {
+  const Floats weight(12, 1.0f);
+  Floats dweight(12, 5.0f), dbias(4, 5.0f);
+  matmul_forward(nullptr, nullptr, weight.data(), nullptr, 0, 3, 4);
+  float dx = 7;
+  matmul_backward(&dx, dweight.data(), dbias.data(), weight.data(), weight.data(), weight.data(), 0, 3, 4);
+  EXPECT_EQ(dx, 7.0f);
+  EXPECT_EQ(dweight, Floats(12, 5.0f));
+  EXPECT_EQ(dbias, Floats(4, 5.0f));
+}
+
 TEST(Matmul, NanReachesItsRowOnly) {
   for (const std::int64_t N : {2, 9}) {
     const std::int64_t C = 40, OC = 21;
@@ -210,8 +220,7 @@ TEST(Matmul, NanReachesItsRowOnly) {
   }
 }
 
-// ---- RoPE
-// --------------------------------------------------------------------------------------------------
+// ---- RoPE -------------------------------------------------------------------------------------------------
 
 RopeTable make_rope_table(std::int64_t positions, std::int64_t rotary_dim, double theta) {
   RopeTable table;
@@ -282,8 +291,22 @@ TEST(Rope, TouchesNothingOutsideTheView) {
   }
 }
 
-// ---- SwiGLU and GELU
-// ---------------------------------------------------------------------------------------
+TEST(Rope, OffsetsAre64Bit) {
+  // The second sequence lies 3 * 2^30 elements, 12 GiB, after the first; only the pages in use get memory.
+  const std::int64_t stride = std::int64_t{3} << 30;
+  const std::size_t bytes = static_cast<std::size_t>(stride + 8) * sizeof(float);
+  void* memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) GTEST_SKIP() << "no 12 GiB of address space";
+  auto* x = static_cast<float*>(memory);
+  x[stride] = 1.0f;
+  rope_forward(HeadView{x, stride, 8, 8}, make_rope_table(2, 8, 100.0), 2, 1, 1, 1);
+  EXPECT_FLOAT_EQ(x[stride], std::cos(1.0f));
+  EXPECT_FLOAT_EQ(x[stride + 4], std::sin(1.0f));
+  munmap(memory, bytes);
+}
+
+// ---- SwiGLU and GELU --------------------------------------------------------------------------------------
 
 Doubles naive_swiglu(const Doubles& gate_up, std::int64_t N, std::int64_t F) {
   Doubles out(static_cast<std::size_t>(N * F));
@@ -352,8 +375,7 @@ TEST(Gelu, IsTheExactOneAndPassesNan) {
   EXPECT_TRUE(std::isnan(y[2]));
 }
 
-// ---- classifier
-// --------------------------------------------------------------------------------------------
+// ---- classifier -------------------------------------------------------------------------------------------
 
 double naive_loss(const double* row, std::int64_t V, std::int32_t label) {
   if (label == kIgnoredLabel) return 0;
