@@ -1,0 +1,85 @@
+// AdamW and the global gradient norm on the GPU. The specification is llmc/cpu/adamw.h.
+//
+// Master weights in four bytes: a bf16 parameter p and a 16-bit integer `low` hold an fp32 master exactly,
+//   bits(master) = (bits(p) << 16) + low,
+// with p the master rounded to nearest. Ties go away from zero: of the roundings to nearest it is the one
+// whose error always fits 16 bits (to even, a tie above an even p would need low = +32768).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "llmc/base/philox.h"
+#include "llmc/model/train_model.h"
+
+namespace weft::cuda {
+
+struct SplitMaster {
+  std::uint16_t high;  // the bits of the bf16 parameter
+  std::int16_t low;
+};
+// Both work on the bits of an fp32 number. A NaN becomes the canonical one, so that `high` is a NaN as well.
+WEFT_HOST_DEVICE inline SplitMaster split_master(std::uint32_t bits) {
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) bits = 0x7FC00000u;
+  const std::uint32_t high = (bits + 0x8000u) >> 16;
+  return {static_cast<std::uint16_t>(high), static_cast<std::int16_t>(bits - (high << 16))};
+}
+WEFT_HOST_DEVICE inline std::uint32_t join_master(SplitMaster split) {
+  return (static_cast<std::uint32_t>(split.high) << 16) +
+         static_cast<std::uint32_t>(static_cast<std::int32_t>(split.low));
+}
+
+// ---- global norm
+// ------------------------------------------------------------------------------------------------------ What
+// a step knows about its gradient, on the device: the update reads it there, the host may read it later.
+struct GradientNorm {
+  double norm;              // 2-norm over all gradients
+  float gradient_scale;     // min(1, clip / (norm + 1e-6)), or 1 without clipping
+  std::int32_t non_finite;  // 1 if the norm is not finite: the update then changes nothing
+};
+// gradients [count] fp32; clip 0: no clipping. The sum runs in fp32 in each thread and in double above, in a
+// fixed order. A sum of squares beyond fp32 (a gradient of 1e19) counts as not finite. `workspace`:
+// gradient_norm_workspace() bytes.
+void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip,
+                   void* workspace, cudaStream_t stream);
+std::size_t gradient_norm_workspace();
+
+// ---- update
+// -----------------------------------------------------------------------------------------------------------
+// One tensor of the arena: elements [begin, end) and whether they decay.
+struct AdamWRange {
+  std::int64_t begin = 0, end = 0;
+  bool decay = false;
+};
+// The work of one CUDA block. The host cuts the ranges once and uploads the list; a launch over it updates
+// every tensor.
+struct AdamWBlock {
+  std::int64_t begin = 0;
+  std::int32_t count = 0, decay = 0;
+};
+// Neighbours that decay alike are merged; elements between ranges (padding) are never touched.
+std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges);
+
+// Update of `block_count` blocks. Parameters, gradients, moments and low parts are arenas of one layout,
+// aligned to 16 bytes; `blocks` lies on the device. norm: on the device; its gradient_scale replaces
+// step.gradient_scale, and if it is non_finite nothing is written. norm null: step.gradient_scale holds.
+void adamw(float* parameters, const float* gradients, float* moment1, float* moment2,
+           const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
+           const GradientNorm* norm, cudaStream_t stream);
+// The same on bf16 parameters with their low parts: an fp32 master in four bytes.
+void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, float* moment1,
+           float* moment2, const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
+           const GradientNorm* norm, cudaStream_t stream);
+
+// fp32 masters to bf16 parameters and low parts, and back: for loading and saving. [count] each.
+void split_masters(__nv_bfloat16* parameters, std::int16_t* low, const float* masters, std::int64_t count,
+                   cudaStream_t stream);
+void join_masters(float* masters, const __nv_bfloat16* parameters, const std::int16_t* low,
+                  std::int64_t count, cudaStream_t stream);
+
+}  // namespace weft::cuda

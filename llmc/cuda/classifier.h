@@ -1,0 +1,31 @@
+// Softmax + cross-entropy on the GPU, forward and backward in one pass over the logits. The specification is
+// llmc/cpu/classifier.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace weft::cuda {
+
+// For each row n of logits [N, row_stride], of which the first V columns count: losses[n] = -log
+// softmax(logits[n])[labels[n]], 0 where labels[n] is kIgnoredLabel. With write_gradient the logits become
+// loss_scale * d(sum of losses)/d(logits), zero in ignored rows and in the columns V .. row_stride - 1; so a
+// matmul may run over whole padded rows. T is float, bf16 or fp16; any V <= row_stride. 16-byte accesses
+// where row_stride is a multiple of 16 bytes, a slower path otherwise. Labels are kIgnoredLabel or in [0, V):
+// the caller has checked.
+template <typename T>
+void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
+                std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream);
+
+// Kept on the device over the micro-batches of a step; cudaMemsetAsync to zero before the first.
+struct LossTotal {
+  double loss_sum;
+  std::int64_t label_count;
+};
+// total += the losses [N] and the number of labels [N] that are not kIgnoredLabel, added in double in a fixed
+// order.
+void add_losses(LossTotal* total, const float* losses, const std::int32_t* labels, std::int64_t N,
+                cudaStream_t stream);
+
+}  // namespace weft::cuda

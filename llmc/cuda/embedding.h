@@ -1,0 +1,25 @@
+// Token embedding on the GPU: out[n, :] = weight[tokens[n], :]. The specification is llmc/cpu/embedding.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace weft::cuda {
+
+// tokens [N], each in [0, V) (the caller has checked), weight [V, C] in T, out [N, C] in R, which is T or
+// float.
+template <typename T, typename R>
+void embedding_forward(R* out, const std::int32_t* tokens, const T* weight, std::int64_t N, std::int64_t C,
+                       cudaStream_t stream);
+
+// dweight[tokens[n], :] += dout[n, :] in fp32. Rows of one token are added in the order of n, in runs of a
+// fixed length whose sums are then added in order: the same bits every time. dweight [V, C]; dout [N, C] in
+// float, bf16 or fp16; N < 2^31. `workspace`: embedding_backward_workspace(N, C) bytes, aligned to 16.
+template <typename T>
+void embedding_backward(float* dweight, const T* dout, const std::int32_t* tokens, std::int64_t N,
+                        std::int64_t C, std::int64_t V, void* workspace, cudaStream_t stream);
+std::size_t embedding_backward_workspace(std::int64_t N, std::int64_t C);
+
+}  // namespace weft::cuda

@@ -1,0 +1,87 @@
+// Fused dropout + residual + norm on the GPU, as one operator:
+//
+//   h = dropout(x * rowscale) * colscale + residual        the new residual stream
+//   z = norm(h) * weight + bias                            LayerNorm or RMSNorm
+//
+// The specification, with every operand's meaning, is llmc/cpu/residual_norm.h. Activations and weights are
+// stored in T (float, bf16, fp16), the residual stream in R (T or float), statistics and the gradients of
+// weights in fp32.
+//
+// h is rounded to R before its statistics are taken. So a norm recomputed from residual_out gives the bits of
+// the first pass.
+//
+// C is a multiple of 8 up to 16384 (Exit::internal otherwise) and every pointer is aligned to 16 bytes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "llmc/model/config.h"
+
+namespace weft::cuda {
+
+inline constexpr std::int64_t kMaxNormWidth = 16384;
+
+struct ResidualNormShape {
+  std::int64_t rows = 0, C = 0;
+  NormKind kind = NormKind::rmsnorm;
+  float eps = 0;
+  float dropout = 0;  // p in [0, 1)
+  std::uint64_t seed = 0, offset = 0;
+};
+
+template <typename T, typename R>
+struct ResidualNormForward {
+  const T* x = nullptr;             // [rows, C]; null: h = residual (the norm of the stream alone)
+  const R* residual = nullptr;      // [rows, C]; null: none
+  const float* rowscale = nullptr;  // [rows]; null: 1
+  const T* colscale = nullptr;      // [C]; null: 1
+  const T* weight = nullptr;        // [C]
+  const T* bias = nullptr;          // [C]; null: none
+  const T* weight2 = nullptr;       // [C]; null: one output only
+  const T* bias2 = nullptr;
+  R* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not kept
+  T* out = nullptr;           // [rows, C]
+  T* out2 = nullptr;          // [rows, C] iff weight2
+  float* mean = nullptr;      // [rows], LayerNorm only; null: not kept
+  float* rstd = nullptr;      // [rows]; null: not kept
+};
+template <typename T, typename R>
+void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
+                           cudaStream_t stream);
+
+// Without dropout, rowscale and colscale dx equals dresidual (up to their dtypes): ask for one of them and
+// save a pass over memory.
+template <typename T, typename R>
+struct ResidualNormBackward {
+  const T* dout = nullptr;           // [rows, C]
+  const T* dout2 = nullptr;          // [rows, C] iff weight2
+  const R* dresidual_out = nullptr;  // [rows, C]: gradient that reaches h from elsewhere; null: 0
+  const R* residual_out = nullptr;   // [rows, C]: h of the forward pass; null: recomputed from x and residual
+  const T* x = nullptr;              // needed for colscale's gradient and for the recomputation
+  const R* residual = nullptr;
+  const float* rowscale = nullptr;
+  const T* colscale = nullptr;
+  const T* weight = nullptr;
+  const T* weight2 = nullptr;
+  const float* mean = nullptr;  // [rows], LayerNorm
+  const float* rstd = nullptr;  // [rows]
+  T* dx = nullptr;              // [rows, C] =; may be dout's memory; null: not computed
+  R* dresidual = nullptr;       // [rows, C] =; may be dresidual_out's memory; null: not computed
+  float* dweight = nullptr;     // [C] += ; null: not computed
+  float* dbias = nullptr;
+  float* dweight2 = nullptr;
+  float* dbias2 = nullptr;
+  float* dcolscale = nullptr;
+  void* workspace = nullptr;  // residual_norm_backward_workspace(C, how many of the five are asked for) bytes
+};
+// The sums over rows are taken block by block, then over the blocks in order: no atomics, the same bits every
+// time on one type of GPU.
+template <typename T, typename R>
+void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io,
+                            cudaStream_t stream);
+std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums);
+
+}  // namespace weft::cuda

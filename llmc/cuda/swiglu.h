@@ -1,0 +1,21 @@
+// SwiGLU on the GPU: out = silu(gate) * up, with gate and up packed in one row [gate F | up F]. The
+// specification is llmc/cpu/swiglu.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace weft::cuda {
+
+// gate_up [N, 2F] -> out [N, F]; T is float, bf16 or fp16.
+template <typename T>
+void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream);
+
+// dgate_up [N, 2F] = from dout [N, F]; may be gate_up's memory. In the same pass `product` [N, F], unless it
+// is null, gets the forward pass's out again, bit for bit; it may be dout's memory.
+template <typename T>
+void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* product,
+                     cudaStream_t stream);
+
+}  // namespace weft::cuda
