@@ -80,8 +80,12 @@ class Progress:
             print("\r" + " " * (len(self.label) + 5) + "\r", end="", file=sys.stderr, flush=True)
 
 
-class TooManyObjects(ValueError):
+class TooManyObjects(Exception):
     """A JSON text holds more objects than its reader allows."""
+
+
+class JsonProblem(ValueError):
+    """Something that json accepts and we do not; the message is fit for the terminal."""
 
 
 def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -97,7 +101,7 @@ def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str
             names: set[str] = set()
             for name, _ in pairs:
                 if name in names:
-                    raise ValueError(f"duplicate key {shown(name)}")
+                    raise JsonProblem(f"duplicate key {shown(name)}")
                 names.add(name)
         return result
 
@@ -105,13 +109,13 @@ def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
+    raise JsonProblem(f"{text} is not JSON")
 
 
 def _finite_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"number {shown(text)} is out of range")
+        raise JsonProblem(f"number {shown(text)[1:-1]} is out of range")
     return value
 
 
@@ -137,8 +141,8 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
         bad_file(source, field, f"not UTF-8 (byte {error.start})", AGAIN)
     except RecursionError:
         bad_file(source, field, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
-    except TooManyObjects:
-        raise
+    except JsonProblem as error:
+        bad_file(source, field, f"not valid JSON: {error}", AGAIN)
     except ValueError as error:  # json.JSONDecodeError is one
         bad_file(source, field, f"not valid JSON: {escaped(str(error))[1:-1]}", AGAIN)
     if _depth(value) > MAX_JSON_DEPTH:

@@ -251,7 +251,7 @@ def parse_config(config: dict[str, Any], source: object, rope_theta: float | Non
         max_positions=reader.integer("max_position_embeddings", 1, MAX_POSITIONS),
         norm_eps=reader.positive("rms_norm_eps" if llama else "layer_norm_eps"),
         norm="rmsnorm" if llama else "layernorm",
-        tied_embeddings=llama and ties_head(config, source),
+        tied_embeddings=ties_head(config, source) and llama,  # weft stores a head of its own for GPT-NeoX
         parallel_residual=not llama and reader.boolean("use_parallel_residual", True),
         attention_bias=not llama and reader.boolean("attention_bias", True),
         tokenizer_vocab=vocab if tokenizer_vocab is None else tokenizer_vocab,

@@ -1,0 +1,678 @@
+"""convert_hf.py and export_hf.py: what goes through unchanged, and what is refused. B numbers name classes of bad input."""
+
+import json
+import resource
+import signal
+import struct
+import tracemalloc
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+
+import checkpoints as ck  # noqa: E402
+import cli  # noqa: E402
+import convert_hf  # noqa: E402
+import export_hf  # noqa: E402
+import hf_config  # noqa: E402
+import tensor_file  # noqa: E402
+
+FAMILIES = ["llama", "gpt_neox"]
+EMBEDDING = {"llama": "model.embed_tokens.weight", "gpt_neox": "gpt_neox.embed_in.weight"}
+DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+
+
+def refuse(directory, *words, options=()):
+    output = directory.parent / "out.bin"
+    done = ck.run_script("convert_hf.py", directory, "-o", output, *options)
+    ck.assert_refused(done, 3, *words, output=output)
+    assert done.seconds < ck.SECONDS
+    return done
+
+
+# ---- hostile weight files --------------------------------------------------------------------------------------------
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def entries(**changes):
+    """A file of one tensor 'a' with changed fields, and 8 bytes of data."""
+    return ck.safetensors_bytes({"a": ENTRY | changes}, bytes(8))
+
+
+def many_entries(count, begin=lambda number: number * 4):
+    """A header of `count` scalars, as text: json.dumps would take longer than the reader."""
+    items = ",".join(f'"t{number}":{{"dtype":"F32","shape":[],"data_offsets":[{begin(number)},{begin(number) + 4}]}}'
+                     for number in range(count))
+    return ck.safetensors_bytes(b"{" + items.encode() + b"}", bytes(64))
+
+
+HOSTILE_FILES = {
+    "B01 empty": (b"", ["0 bytes", "download failed"]),
+    "B02 seven bytes": (b"\x10" + bytes(6), ["got 7 bytes"]),
+    "B03 header length 0": (ck.safetensors_bytes(b"", b"xx", 0), ["header length", "got 0"]),
+    "B04 header length 2^63": (ck.safetensors_bytes(b"{}", b"", 2**63), ["header length", str(2**63)]),
+    "B05 header longer than the file": (ck.safetensors_bytes(b"{}", b"", 11), ["header length", "got 11"]),
+    "B06 header over the limit": (ck.safetensors_bytes(b"{}", b"", 100_000_001), ["header length", "100000001"]),
+    "B07 git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", ["git-lfs pointer"]),
+    "B08 web page": (b"<!DOCTYPE html><html>404</html>", ["looks like a web page"]),
+    "B08 JSON message": (b'{"error": "Repository not found"}', ["looks like a web page"]),
+    "B09 not UTF-8": (ck.safetensors_bytes(b'{"\xff": 1}'), ["not UTF-8"]),
+    "B10 not JSON": (ck.safetensors_bytes(b"{nonsense}"), ["not valid JSON"]),
+    "B11 leading space": (ck.safetensors_bytes(b' {"a": 1}'), ["header", "' '", "'{'"]),
+    "B12 deep": (ck.safetensors_bytes(b'{"a":' + b"[" * 10_000 + b"]" * 10_000 + b"}"), ["nested deeper"]),
+    "B12 deep objects": (ck.safetensors_bytes(b'{"a":' * 10_000 + b"1" + b"}" * 10_000), ["nested deeper"]),
+    "B13 duplicate name": (ck.safetensors_bytes(b'{"a":%s,"a":%s}' % ((json.dumps(ENTRY).encode(),) * 2), bytes(8)),
+                           ["duplicate key", "'a'"]),
+    "B15 overlap": (ck.safetensors_bytes({"a": ENTRY, "b": ENTRY | {"data_offsets": [4, 12]}}, bytes(12)),
+                    ["'b'", "overlaps 'a'"]),
+    "B15 same place": (ck.safetensors_bytes({"a": ENTRY, "b": ENTRY}, bytes(8)), ["overlaps"]),
+    "B16 hole": (ck.safetensors_bytes({"a": ENTRY, "b": ENTRY | {"data_offsets": [12, 20]}}, bytes(20)),
+                 ["'b'", "hole after 'a'"]),
+    "B16 hole at the start": (entries(data_offsets=[8, 16]), ["'a'"]),
+    "B17 begin after end": (entries(data_offsets=[8, 0]), ["data_offsets", "begin <= end"]),
+    "B18 trailing bytes": (ck.safetensors_bytes({"a": ENTRY}, bytes(9)), ["1 bytes after the last tensor"]),
+    "B19 end beyond the file": (ck.safetensors_bytes({"a": ENTRY}, bytes(7)), ["'a'", "cut short"]),
+    "B20 product overflows": (entries(shape=[2**62, 2**62, 2]), ["data_offsets", "got 8 bytes"]),
+    "B21 size and shape differ": (entries(shape=[3]), ["got 8 bytes", "expected 12"]),
+    "B22 negative size": (entries(shape=[-2]), ["shape", "-2"]),
+    "B22 fraction": (entries(shape=[2.0]), ["shape", "2.0"]),
+    "B22 huge float": (ck.safetensors_bytes(b'{"a":{"dtype":"F32","shape":[1e30],"data_offsets":[0,8]}}', bytes(8)),
+                       ["shape", "1e+30"]),
+    "B22 infinite": (ck.safetensors_bytes(b'{"a":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}', bytes(8)),
+                     ["out of range"]),
+    "B22 huge integer": (ck.safetensors_bytes(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}',
+                                              bytes(8)), ["header"]),
+    "B22 true": (entries(shape=[True]), ["shape", "true"]),
+    "B22 nine dimensions": (entries(shape=[1] * 8 + [2]), ["shape", "at most 8"]),
+    "B23 unknown dtype": (entries(dtype="F12"), ["dtype", "'F12'", "BF16"]),
+    "B23 dtype of another type": (entries(dtype=["F32"]), ["dtype"]),
+    "B29 100,000 tensors": (many_entries(100_000), ["more than 65536 tensors"]),
+    "B30 overlapping tensors": (many_entries(300_000, lambda number: 0), ["more than 65536 tensors"]),
+    "B30 a million names": (ck.safetensors_bytes(b"{" + b",".join(b'"%d":1' % n for n in range(500_000)) + b"}"),
+                            ["500000 tensors"]),
+    "missing key": (ck.safetensors_bytes({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), ["data_offsets"]),
+    "entry is no object": (ck.safetensors_bytes({"a": 5}), ["'a'", "integer 5"]),
+    "header is an array of objects": (ck.safetensors_bytes({"__metadata__": {"a": 1}}), ["__metadata__"]),
+    "escape sequence in a name": (ck.safetensors_bytes({"\x1b[31m": ENTRY}, bytes(8)), ["\\x1b"]),
+    "lone surrogate in a name": (ck.safetensors_bytes(b'{"\\ud800":%s}' % json.dumps(ENTRY).encode(), bytes(8)), ["name"]),
+    "long name": (ck.safetensors_bytes({"n" * 300: ENTRY}, bytes(8)), ["255 bytes"]),
+    "PyTorch pickle": (b"PK\x03\x04" + bytes(60), ["PyTorch", "save_pretrained"]),
+    "GGUF": (b"GGUF" + bytes(60), ["GGUF"]),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_FILES)
+def test_hostile_weight_file(llama, case):
+    data, words = HOSTILE_FILES[case]
+    (llama / "model.safetensors").write_bytes(data)
+    refuse(llama, "model.safetensors", *words)
+
+
+def test_every_truncation_is_refused(llama):
+    """In-process: a cut anywhere in the header, and one in the data."""
+    path = llama / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for size in [*range(0, header, 7), header, len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(tensor_file.FileError) as failure:
+            convert_hf.open_weights(llama)
+        assert failure.value.code == cli.BAD_FILE
+
+
+def test_random_damage_never_crashes(llama):
+    """Random bytes of the header are changed: the file is refused in the ordinary way, or still means something."""
+    path = llama / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    random = np.random.default_rng(5)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for position in random.integers(0, header, 1 + int(random.integers(3))):
+            damaged[position] = int(random.integers(256))
+        path.write_bytes(damaged)
+        try:
+            checkpoint = hf_config.read_checkpoint(llama)
+            convert_hf.match_tensors(checkpoint, convert_hf.open_weights(llama), llama, cli.Warnings())
+        except tensor_file.FileError as failure:
+            assert failure.code == cli.BAD_FILE
+            refused += 1
+    assert refused > 200
+
+
+# ---- weights that do not fit the configuration -----------------------------------------------------------------------
+
+
+def test_float64_and_int8_weights_are_refused(tmp_path):  # B24
+    for dtype in ("F64", "I8"):
+        directory = ck.write_checkpoint(tmp_path / dtype, ck.LLAMA)
+        weights = ck.weights_of(ck.LLAMA)
+        weights["model.norm.weight"] = (dtype, weights["model.norm.weight"])
+        ck.write_safetensors(directory / "model.safetensors", weights)
+        refuse(directory, "model.norm.weight", dtype, "F32, F16, BF16")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_missing_tensor_is_named(tmp_path, family):  # B25
+    weights = ck.weights_of(ck.CONFIGS[family])
+    directory = ck.write_checkpoint(tmp_path / "model", ck.CONFIGS[family])
+    checkpoint = hf_config.read_checkpoint(directory)
+    found = convert_hf.open_weights(directory)
+    for name in weights:
+        with pytest.raises(tensor_file.FileError, match="missing") as failure:
+            rest = {key: value for key, value in found.items() if key != name}
+            convert_hf.match_tensors(checkpoint, rest, directory, cli.Warnings())
+        assert name in str(failure.value)
+    del weights["model.norm.weight" if family == "llama" else "gpt_neox.final_layer_norm.bias"]
+    ck.write_safetensors(directory / "model.safetensors", weights)
+    refuse(directory, "norm", "missing")
+
+
+def test_extra_tensors_warn_and_known_buffers_do_not(tmp_path):  # B26
+    weights = ck.weights_of(ck.GPT_NEOX)
+    for layer in range(2):
+        prefix = f"gpt_neox.layers.{layer}.attention."
+        weights |= {prefix + "rotary_emb.inv_freq": np.ones(2, np.float32), prefix + "masked_bias": np.ones((), np.float32),
+                    prefix + "bias": ("U8", np.ones((1, 1, 4, 4), np.float32))}
+    directory = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX, weights)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a.bin")
+    assert done.returncode == 0 and "not part of" not in done.stderr
+    write = weights | {"extra.weight": np.ones(3, np.float32)}
+    ck.write_checkpoint(directory, ck.GPT_NEOX, write)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "b.bin")
+    assert done.returncode == 0 and "'extra.weight' is not part of" in done.stderr
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_wrong_shape_is_refused(tmp_path, family):  # B27, B28
+    config = ck.CONFIGS[family]
+    directory = ck.write_checkpoint(tmp_path / "model", config)
+    checkpoint = hf_config.read_checkpoint(directory)
+    weights = ck.weights_of(config)
+    for name, value in weights.items():
+        variants = [np.concatenate([value, value[:1]])]
+        if value.ndim == 2 and value.shape[0] != value.shape[1]:
+            variants.append(value.T)
+        for wrong in variants:
+            ck.write_safetensors(directory / "model.safetensors", weights | {name: np.ascontiguousarray(wrong)})
+            with pytest.raises(tensor_file.FileError) as failure:
+                convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, cli.Warnings())
+            message = str(failure.value)
+            assert name in message and tensor_file.shape_text(value.shape) in message
+            assert tensor_file.shape_text(wrong.shape) in message
+            assert ("transposed" in message) == (wrong.shape == value.shape[::-1] and value.ndim == 2)
+
+
+def test_wrong_shape_as_a_user_sees_it(tmp_path):  # B27, B28
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA | {"vocab_size": 38}, ck.weights_of(ck.LLAMA))
+    refuse(directory, "model.embed_tokens.weight", "[37, 16]", "[38, 16]")
+    weights = ck.weights_of(ck.LLAMA)
+    name = "model.layers.1.mlp.up_proj.weight"
+    ck.write_checkpoint(directory, ck.LLAMA, weights | {name: np.ascontiguousarray(weights[name].T)})
+    refuse(directory, name, "transposed", "[16, 24]", "[24, 16]")
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def split_weights(config):
+    weights = ck.weights_of(config)
+    names = list(weights)
+    return {f"model-0000{part + 1}-of-00002.safetensors": {name: weights[name] for name in names[part::2]}
+            for part in range(2)}
+
+
+def test_shards_equal_one_file(llama, tmp_path):
+    whole = ck.convert(llama, tmp_path / "whole.bin")
+    ck.write_shards(llama, split_weights(ck.LLAMA))
+    parts = ck.convert(llama, tmp_path / "parts.bin")
+    assert [t.hash for t in whole.tensors.values()] == [t.hash for t in parts.tensors.values()]
+
+
+def test_bad_shards_are_refused(llama):
+    shards = split_weights(ck.LLAMA)
+    (first, one), (second, two) = shards.items()
+    ck.write_shards(llama, {first: one, second: two | {"model.norm.weight": np.ones(16, np.float32),
+                                                       "model.embed_tokens.weight": np.ones((37, 16), np.float32)}})
+    refuse(llama, second, first, "is also in")  # B14
+    ck.write_shards(llama, shards)
+    (llama / second).unlink()
+    refuse(llama, "index.json", second, "not there")  # B31
+    true_map = {name: shard for shard, tensors in shards.items() for name in tensors}
+    for bad in ("../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x.safetensors", "x.bin",
+                "\x1b[2J.safetensors"):
+        ck.write_shards(llama, shards, true_map | {"model.norm.weight": bad})
+        refuse(llama, "weight_map 'model.norm.weight'")  # B32
+    ck.write_shards(llama, shards, true_map | {"model.norm.weight": {"file": first}})
+    refuse(llama, "weight_map 'model.norm.weight'", "object")  # B33
+    ck.write_shards(llama, shards, true_map | {"ghost.weight": first})
+    refuse(llama, "'ghost.weight'", "does not hold it")
+    for weight_map in ([], {}, None, "x"):
+        (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        refuse(llama, "weight_map")
+
+
+def test_pickled_weights_only(llama):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    refuse(llama, "pytorch_model.bin", "safetensors first")
+    (llama / "pytorch_model.bin").unlink()
+    refuse(llama, "model.safetensors", "index.json")
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_weights(tmp_path, value):  # B34
+    weights = ck.weights_of(ck.LLAMA)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] = value
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "loose.bin")
+    assert done.returncode == 0 and "model.layers.1.mlp.down_proj.weight: holds NaN or infinity" in done.stderr
+    done = refuse(directory, "--strict", options=["--strict"])
+    assert "model.layers.1.mlp.down_proj.weight" in done.stderr
+
+
+def test_all_zero_weights(tmp_path):  # B34
+    weights = ck.weights_of(ck.GPT_NEOX)
+    weights["embed_out.weight"][:] = 0
+    weights["gpt_neox.final_layer_norm.bias"][:] = 0
+    directory = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX, weights)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "loose.bin")
+    assert done.returncode == 0 and "embed_out.weight: every value is zero" in done.stderr
+    assert "final_layer_norm.bias" not in done.stderr
+    refuse(directory, options=["--strict"])
+
+
+def test_many_warnings_are_counted(tmp_path):
+    config = ck.LLAMA | {"num_hidden_layers": 12}
+    weights = {name: np.zeros_like(value) for name, value in ck.weights_of(config).items()}
+    directory = ck.write_checkpoint(tmp_path / "model", config, weights)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a.bin")
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == cli.MAX_WARNINGS + 1
+    assert "more" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+def test_dtype_that_stays_is_copied_bit_for_bit(tmp_path, stored):
+    weights = ck.weights_of(ck.LLAMA)
+    weights["model.norm.weight"][:3] = [1e-40, -0.0, 6e-8]  # subnormal and signed zero survive a raw copy
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights, stored)
+    name = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}[stored]
+    for options in ([], ["--dtype", name]):
+        file = ck.convert(directory, tmp_path / "a.bin", *options)
+        for tensor, value in weights.items():
+            assert file.at(tensor).dtype == DTYPES[stored]
+            assert bytes(file.bytes(tensor)) == ck.encode(value, stored)
+        file.verify()
+
+
+def test_every_conversion_rounds_once_through_fp32(tmp_path):
+    """Against an independent rounding: the nearest representable value, ties to the even mantissa."""
+    values = np.concatenate([np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 60000, 0, -0.0,
+                                         2**-24, 2**-25, 3 * 2**-26, 1e-3]),
+                             np.random.default_rng(2).standard_normal(4).astype(np.float32)])
+    for stored in DTYPES:
+        weights = ck.weights_of(ck.LLAMA) | {"model.norm.weight": values}
+        directory = ck.write_checkpoint(tmp_path / stored, ck.LLAMA, weights, stored)
+        exact = ck.convert(directory, tmp_path / "exact.bin", "--dtype", "fp32").f32("model.norm.weight")
+        for option, mantissa, least in (("bf16", 7, -133), ("fp16", 10, -24)):
+            got = ck.convert(directory, tmp_path / "a.bin", "--dtype", option).f32("model.norm.weight")
+            assert np.array_equal(got, [round_to(value, mantissa, least) for value in exact])
+
+
+def round_to(value, mantissa, least_exponent):
+    """Round half to even at `mantissa` bits below the leading one, not finer than 2^least_exponent; in exact doubles."""
+    if value == 0:
+        return value
+    unit = max(np.frexp(float(value))[1] - 1 - mantissa, least_exponent)
+    return float(np.ldexp(np.round(np.ldexp(float(value), -unit)), unit))
+
+
+def test_overflow_is_refused(tmp_path):
+    weights = ck.weights_of(ck.LLAMA)
+    weights["model.layers.0.mlp.up_proj.weight"][1, 2] = 65520  # rounds to infinity in fp16
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+    refuse(directory, "model.layers.0.mlp.up_proj.weight", "65520", "f16", options=["--dtype", "fp16"])
+    weights["model.layers.0.mlp.up_proj.weight"][1, 2] = 65519  # the largest that does not
+    ck.write_checkpoint(directory, ck.LLAMA, weights)
+    ck.convert(directory, tmp_path / "a.bin", "--dtype", "fp16")
+    weights["model.layers.0.mlp.up_proj.weight"][1, 2] = np.float32(3.4e38)
+    ck.write_checkpoint(directory, ck.LLAMA, weights)
+    refuse(directory, "bf16", options=["--dtype", "bf16"])
+
+
+def test_memory_is_bounded_by_a_piece(tmp_path, monkeypatch):
+    """24 MB of weights pass through while 2 MB are held: 24 GB would, too."""
+    config = ck.LLAMA | {"vocab_size": 60_000, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4}
+    directory = ck.write_checkpoint(tmp_path / "model", config, dtype="BF16")
+    monkeypatch.setattr(convert_hf, "CHUNK_ELEMENTS", 1 << 15)
+    checkpoint, warnings = hf_config.read_checkpoint(directory), cli.Warnings()
+    tensors = convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, warnings)
+    tracemalloc.start()
+    convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, "f32", False, warnings)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "a.bin").stat().st_size > 20 << 20
+    assert peak < 2 << 20
+
+
+# ---- tied embeddings -------------------------------------------------------------------------------------------------
+
+
+def test_tied_llama(tmp_path):  # B50
+    config = ck.LLAMA | {"tie_word_embeddings": True}
+    weights = ck.weights_of(config)
+    assert "lm_head.weight" not in weights
+    directory = ck.write_checkpoint(tmp_path / "model", config, weights)
+    file = ck.convert(directory, tmp_path / "a.bin")
+    assert "lm_head.weight" not in file.tensors and file.config["model"]["tied_embeddings"] is True
+    same = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].copy()}
+    ck.write_checkpoint(directory, config, same)
+    assert ck.run_script("convert_hf.py", directory, "-o", tmp_path / "b.bin").returncode == 0
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    same["lm_head.weight"][5, 5] += 1
+    ck.write_checkpoint(directory, config, same)
+    refuse(directory, "lm_head.weight", "differs", "tie_word_embeddings")
+    ck.write_checkpoint(directory, config | {"tie_word_embeddings": False}, weights)
+    refuse(directory, "lm_head.weight", "missing", "tie_word_embeddings is false")
+
+
+def test_tied_gpt_neox_becomes_untied(tmp_path):  # B50: weft stores a head of its own for this family
+    config = ck.GPT_NEOX | {"tie_word_embeddings": True}
+    weights = ck.weights_of(config)
+    embedding = weights["gpt_neox.embed_in.weight"]
+    del weights["embed_out.weight"]
+    directory = ck.write_checkpoint(tmp_path / "model", config, weights)
+    file = ck.convert(directory, tmp_path / "a.bin")
+    assert file.config["model"]["tied_embeddings"] is False
+    assert np.array_equal(file.f32("embed_out.weight"), embedding)
+    ck.write_checkpoint(directory, config, weights | {"embed_out.weight": embedding + 1})
+    refuse(directory, "embed_out.weight", "differs")
+
+
+def test_gpt_neox_head_under_its_newer_name(tmp_path):
+    weights = ck.weights_of(ck.GPT_NEOX)
+    whole = ck.write_checkpoint(tmp_path / "old", ck.GPT_NEOX, weights)
+    renamed = {("lm_head.weight" if name == "embed_out.weight" else name): value for name, value in weights.items()}
+    newer = ck.write_checkpoint(tmp_path / "new", ck.GPT_NEOX, renamed)
+    ck.convert(whole, tmp_path / "a.bin")
+    ck.convert(newer, tmp_path / "b.bin")
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+# ---- config.json, generation_config.json, tokenizer.json -------------------------------------------------------------
+
+
+HOSTILE_CONFIGS = {
+    "absent": (None, ["config.json", "cannot be read"]),
+    "empty": (b"", ["0 bytes"]),
+    "web page": (b"<html>not found</html>", ["looks like a web page"]),
+    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", ["git-lfs pointer"]),
+    "array": (b"[1, 2]", ["config.json"]),
+    "not JSON": (b"{,}", ["not valid JSON"]),
+    "not UTF-8": (b'{"a": "\xff"}', ["not UTF-8"]),
+    "duplicate key": (b'{"a": 1, "a": 2}', ["duplicate key", "'a'"]),
+    "NaN": (b'{"rope_theta": NaN}', ["NaN"]),
+    "too deep": (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", ["nested deeper than 64"]),
+    "far too deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["nested deeper"]),
+    "huge": (b'{"a": "' + b"x" * (9 << 20) + b'"}', ["more than", "bytes"]),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_CONFIGS)
+def test_hostile_config_file(llama, case):
+    data, words = HOSTILE_CONFIGS[case]
+    path = llama / "config.json"
+    path.unlink() if data is None else path.write_bytes(data)
+    refuse(llama, *words)
+
+
+def test_config_that_lacks_a_size(llama):  # B35, once as a user sees it; test_hf_config.py has the rest
+    (llama / "config.json").write_text(json.dumps({k: v for k, v in ck.LLAMA.items() if k != "hidden_size"}))
+    refuse(llama, "config.json': hidden_size: got nothing, expected an integer")
+
+
+def test_theta_must_be_named_by_someone(tmp_path):  # B44
+    config = {key: value for key, value in ck.LLAMA.items() if key != "rope_theta"}
+    weights = ck.weights_of(ck.LLAMA)
+    directory = ck.write_checkpoint(tmp_path / "model", config, weights)
+    refuse(directory, "rope_theta", "--rope-theta")
+    file = ck.convert(directory, tmp_path / "a.bin", "--rope-theta", "500000")
+    assert file.config["model"]["rope"]["theta"] == 500000
+    ck.write_checkpoint(directory, ck.LLAMA, weights)
+    refuse(directory, "10000", "500000", "disagree", options=["--rope-theta", "500000"])
+
+
+def test_tokenizer_travels_with_the_model(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(30))
+    text = (directory / "tokenizer.json").read_bytes()
+    file = ck.convert(directory, tmp_path / "a.bin")
+    assert file.at("tokenizer.json").dtype == "u8" and bytes(file.bytes("tokenizer.json")) == text
+    assert file.config["model"]["tokenizer_vocab"] == 30
+    (directory / "tokenizer.json").unlink()
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "b.bin")
+    assert done.returncode == 0 and "warning" in done.stderr and "tokenizer.json" in done.stderr
+    file = tensor_file.read(tmp_path / "b.bin")
+    assert "tokenizer.json" not in file.tensors and file.config["model"]["tokenizer_vocab"] == 37
+
+
+def test_tokenizer_larger_than_the_model(tmp_path):  # B82
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(38))
+    refuse(directory, "tokenizer.json", "38", "37")
+    ck.write_checkpoint(directory, ck.LLAMA, tokenizer=ck.tokenizer_of(37))
+    ck.convert(directory, tmp_path / "a.bin")
+
+
+def test_generation_config_names_the_stop_ids(tmp_path):  # B51
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, 5], "bos_token_id": None}))
+    model = ck.convert(directory, tmp_path / "a.bin").config["model"]
+    assert model["eos_ids"] == [5, 6] and model["bos_id"] == 1
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 99}))
+    refuse(directory, "generation_config.json", "eos_token_id", "99")
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def test_usage_errors(llama, tmp_path):
+    for options, words in (
+            ([llama], ["-o"]), ([llama, "-o", tmp_path / "x", "--dtype", "fp8"], ["--dtype", "fp8", "bf16"]),
+            ([llama, "-o", tmp_path / "x", "--rope-theta", "-1"], ["--rope-theta", "-1"]),
+            ([llama, "-o", tmp_path / "x", "--rope-theta", "nan"], ["--rope-theta"]),
+            ([llama, "-o", tmp_path / "x", "--rope-theta", "1e400"], ["--rope-theta"]),
+            ([llama, "-o", tmp_path / "x", "--stric"], ["--stric"]), ([llama, "-o", tmp_path], ["directory"])):
+        ck.assert_refused(ck.run_script("convert_hf.py", *options), 2, *words)
+    ck.assert_refused(ck.run_script("convert_hf.py", tmp_path / "nothing", "-o", tmp_path / "x"), 3, "no such directory")
+    ck.assert_refused(ck.run_script("convert_hf.py", llama, "-o", tmp_path / "no" / "x"), 4, "cannot create")
+
+
+def test_paths_with_spaces_and_escapes(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "a model", ck.LLAMA)
+    ck.convert(directory, tmp_path / "out file.bin")
+    strange = ck.write_checkpoint(tmp_path / "line\nbreak\x1b[31m", ck.LLAMA)
+    (strange / "model.safetensors").write_bytes(b"")
+    ck.assert_refused(ck.run_script("convert_hf.py", strange, "-o", tmp_path / "x.bin"), 3, "\\x0a", "\\x1b")
+
+
+def test_summary_and_next_command(llama, tmp_path):
+    done = ck.run_script("convert_hf.py", llama, "-o", tmp_path / "a.bin")
+    assert "llama" in done.stdout and "./train_llama --model" in done.stdout and "%" not in done.stderr
+    neox = ck.write_checkpoint(tmp_path / "neox", ck.GPT_NEOX)
+    done = ck.run_script("convert_hf.py", neox, "-o", tmp_path / "b.bin")
+    assert "./infer_pythia --model" in done.stdout and "5,136" in done.stdout
+
+
+def test_full_disk_is_exit_5(llama, tmp_path):
+    def small_files():  # writing past 8 KB then fails as a full disk does
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    done = ck.run_program("convert_hf.py", llama, "-o", tmp_path / "a.bin", preexec_fn=small_files)
+    ck.assert_refused(done, 5, "a.bin", output=tmp_path / "a.bin")
+
+
+def test_programs_run_on_their_own(llama, tmp_path):
+    """From another directory, as processes: success, a bad file, a usage error."""
+    done = ck.run_program("convert_hf.py", llama, "-o", tmp_path / "a.bin", cwd="/")
+    assert done.returncode == 0 and done.stderr.count("\n") == 1
+    assert ck.run_program("export_hf.py", tmp_path / "a.bin", "-o", tmp_path / "exported").returncode == 0
+    (llama / "model.safetensors").write_bytes(HOSTILE_FILES["B12 deep"][0])
+    ck.assert_refused(ck.run_program("convert_hf.py", llama, "-o", tmp_path / "b.bin"), 3, "deeper",
+                      output=tmp_path / "b.bin")
+    ck.assert_refused(ck.run_program("export_hf.py", "--force"), 2, "FILE")
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+ROUND_TRIPS = {
+    "llama": ck.LLAMA,
+    "llama tied, llama3": ck.LLAMA | {"tie_word_embeddings": True, "rope_scaling": LLAMA3, "eos_token_id": [2, 3]},
+    "llama, explicit head_dim": ck.LLAMA | {"head_dim": 10, "num_key_value_heads": 1, "eos_token_id": None},
+    "gpt_neox": ck.GPT_NEOX,
+    "gpt_neox sequential, no bias": ck.GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False,
+                                                   "rotary_pct": 1.0, "rotary_emb_base": 12345},
+}
+
+
+def export(file, output, *options):
+    done = ck.run_script("export_hf.py", file, "-o", output, *options)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.mark.parametrize("case", ROUND_TRIPS)
+def test_convert_export_convert_is_the_identity(tmp_path, case):
+    config = ROUND_TRIPS[case] | {"some_key": "kept", "torch_dtype": "bfloat16"}
+    directory = ck.write_checkpoint(tmp_path / "model", config, dtype="BF16", tokenizer=ck.tokenizer_of(20))
+    first = ck.convert(directory, tmp_path / "first.bin")
+    second = ck.convert(export(tmp_path / "first.bin", tmp_path / "exported"), tmp_path / "second.bin")
+    assert first.config["model"] == second.config["model"]
+    assert list(first.tensors.values()) != [] and first.config["hf_config"] == config
+    for name, tensor in first.tensors.items():
+        assert second.at(name).hash == tensor.hash and second.at(name).dtype == tensor.dtype
+    written = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert written["some_key"] == "kept" and written["dtype"] == written["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+def test_export_without_a_hugging_face_origin(tmp_path):
+    """A model that was trained from scratch: its file has no hf_config."""
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    first = ck.convert(directory, tmp_path / "first.bin")
+    with tensor_file.Writer(tmp_path / "scratch.bin", "model", {"model": first.config["model"]}) as writer:
+        for name, tensor in first.tensors.items():
+            writer.declare(name, tensor.dtype, tensor.shape)
+        for name in first.tensors:
+            writer.write(name, bytes(first.bytes(name)))
+    second = ck.convert(export(tmp_path / "scratch.bin", tmp_path / "exported"), tmp_path / "second.bin")
+    assert second.config["model"] == first.config["model"]
+
+
+def test_model_wins_over_the_original_config(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    first = ck.convert(directory, tmp_path / "first.bin")
+    stale = first.config["hf_config"] | {"rope_theta": 1.0, "vocab_size": 5, "rope_parameters": {"rope_theta": 2.0}}
+    config = hf_config.export_config(hf_config.model_from_json(first.config["model"], "file"), stale, "float32")
+    assert hf_config.parse_config(config, "config") == hf_config.parse_config(ck.LLAMA, "config")
+
+
+def test_export_in_shards(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX)
+    first = ck.convert(directory, tmp_path / "first.bin")
+    exported = export(tmp_path / "first.bin", tmp_path / "exported", "--max-shard-bytes", "4000")
+    shards = sorted(path.name for path in exported.glob("*.safetensors"))
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    assert len(shards) > 3 and sorted(set(index["weight_map"].values())) == shards
+    assert index["metadata"]["total_size"] == sum(t.bytes for t in first.tensors.values())
+    second = ck.convert(exported, tmp_path / "second.bin")
+    assert [t.hash for t in first.tensors.values()] == [t.hash for t in second.tensors.values()]
+
+
+def test_safetensors_library_reads_the_export(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    weights = ck.weights_of(ck.LLAMA)
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+    ck.convert(directory, tmp_path / "first.bin")
+    read = safetensors.load_file(export(tmp_path / "first.bin", tmp_path / "exported") / "model.safetensors")
+    assert set(read) == set(weights) and all(np.array_equal(read[name], weights[name]) for name in weights)
+
+
+def test_export_never_destroys(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(9))
+    ck.convert(directory, tmp_path / "first.bin")
+    exported = export(tmp_path / "first.bin", tmp_path / "exported")
+    before = (exported / "model.safetensors").stat().st_ino
+    ck.assert_refused(ck.run_script("export_hf.py", tmp_path / "first.bin", "-o", exported), 2, "exists", "--force")
+    assert (exported / "model.safetensors").stat().st_ino == before
+    export(tmp_path / "first.bin", exported, "--force")
+    assert (exported / "model.safetensors").stat().st_ino != before
+    (exported / "thesis.txt").write_text("years of work")
+    ck.assert_refused(ck.run_script("export_hf.py", tmp_path / "first.bin", "-o", exported, "--force"), 2, "thesis.txt")
+    assert (exported / "thesis.txt").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "first.bin", "model"]
+
+
+def damaged_models(first):
+    """Model files that cannot be exported, as (why, model object, tensors left out)."""
+    model = first.config["model"]
+    rope = model["rope"]
+    yield "model.norm", model | {"norm": "layernorm"}, ()
+    yield "missing", model, ("model.norm.weight",)
+    yield "hidden_size", model | {"hidden_size": "16"}, ()
+    yield "got", model | {"head_dim": 5}, ()
+    yield "got", model | {"rope": rope | {"rotary_dim": 2}}, ()
+    yield "rope", model | {"rope": rope | {"type": "yarn"}}, ()
+    yield "keys are missing", {key: value for key, value in model.items() if key != "rope"}, ()
+    yield "keys are missing: bos_id", {key: value for key, value in model.items() if key != "bos_id"}, ()
+    yield "tokenizer_vocab", model | {"tokenizer_vocab": 99}, ()
+    yield "model", model | {"eos_ids": 7}, ()
+    yield "model", model | {"num_heads": 0, "head_dim": 0}, ()
+
+
+def test_models_that_cannot_be_exported(tmp_path):
+    first = ck.convert(ck.write_checkpoint(tmp_path / "model", ck.LLAMA), tmp_path / "first.bin")
+    for words, model, left_out in damaged_models(first):
+        names = [name for name in first.tensors if name not in left_out]
+        with tensor_file.Writer(tmp_path / "bad.bin", "model", {"model": model}) as writer:
+            for name in names:
+                writer.declare(name, first.at(name).dtype, first.at(name).shape)
+            for name in names:
+                writer.write(name, bytes(first.bytes(name)))
+        done = ck.run_script("export_hf.py", tmp_path / "bad.bin", "-o", tmp_path / "exported")
+        ck.assert_refused(done, 3, "bad.bin", words, output=tmp_path / "exported")
+
+
+def test_damaged_file_leaves_no_export(tmp_path):
+    first = ck.convert(ck.write_checkpoint(tmp_path / "model", ck.LLAMA), tmp_path / "first.bin")
+    data = bytearray((tmp_path / "first.bin").read_bytes())
+    data[first.at("lm_head.weight").offset + 5] ^= 4
+    (tmp_path / "first.bin").write_bytes(data)
+    done = ck.run_script("export_hf.py", tmp_path / "first.bin", "-o", tmp_path / "exported")
+    ck.assert_refused(done, 3, "lm_head.weight", "damaged", output=tmp_path / "exported")
+    with tensor_file.Writer(tmp_path / "dump.bin", "reference dump", {"model": first.config["model"]}):
+        pass
+    done = ck.run_script("export_hf.py", tmp_path / "dump.bin", "-o", tmp_path / "exported")
+    ck.assert_refused(done, 3, "reference dump", output=tmp_path / "exported")
+
+
+def test_shard_plan():
+    class File:
+        def at(self, name):
+            return tensor_file.TensorInfo(name, "u8", (), bytes=int(name))
+
+    assert export_hf.plan_shards(File(), ["4", "4", "2", "20", "1"], 10) == [["4", "4", "2"], ["20"], ["1"]]

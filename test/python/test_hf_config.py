@@ -1,0 +1,360 @@
+"""hf_config.py: configurations of transformers 4 and 5, every known size, and what is refused (B35 to B51, B74 to B82)."""
+
+import json
+import pathlib
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+
+import checkpoints as ck  # noqa: E402
+import cli  # noqa: E402
+import hf_config  # noqa: E402
+import tensor_file  # noqa: E402
+
+SOURCE = pathlib.Path("model") / "config.json"
+
+
+def parse(config, **options):
+    return hf_config.parse_config(config, SOURCE, **options)
+
+
+def refused(config, *words, **options):
+    with pytest.raises(tensor_file.FileError) as failure:
+        parse(config, **options)
+    assert failure.value.code == cli.BAD_FILE
+    for word in ("config.json", *words):
+        assert word in str(failure.value), str(failure.value)
+    return str(failure.value)
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+# ---- the published sizes ---------------------------------------------------------------------------------------------
+
+# layers, hidden, heads, rotary dimensions, vocabulary rows, parameters
+PYTHIA = {
+    "14m": (6, 128, 4, 8, 50304, 14_067_712), "31m": (6, 256, 8, 8, 50304, 30_494_720),
+    "70m": (6, 512, 8, 16, 50304, 70_426_624), "160m": (12, 768, 12, 16, 50304, 162_322_944),
+    "410m": (24, 1024, 16, 16, 50304, 405_334_016), "1b": (16, 2048, 8, 64, 50304, 1_011_781_632),
+    "1.4b": (24, 2048, 16, 32, 50304, 1_414_647_808), "2.8b": (32, 2560, 32, 20, 50304, 2_775_208_960),
+    "6.9b": (32, 4096, 32, 32, 50432, 6_857_302_016), "12b": (36, 5120, 40, 32, 50688, 11_846_072_320),
+}
+# layers, hidden, heads, K/V heads, FFN, vocabulary, tied, theta, scaling factor, positions, parameters
+LLAMA = {
+    "3.2-1b": (16, 2048, 32, 8, 8192, 128256, True, 500000.0, 32, 131072, 1_235_814_400),
+    "3.2-3b": (28, 3072, 24, 8, 8192, 128256, True, 500000.0, 32, 131072, 3_212_749_824),
+    "3.1-8b": (32, 4096, 32, 8, 14336, 128256, False, 500000.0, 8, 131072, 8_030_261_248),
+    "2-7b": (32, 4096, 32, 32, 11008, 32000, False, 10000.0, 0, 4096, 6_738_415_616),
+    "tiny-1.1b": (22, 2048, 32, 4, 5632, 32000, False, 10000.0, 0, 2048, 1_100_048_384),
+    "smollm2-135m": (30, 576, 9, 3, 1536, 49152, True, 100000.0, 0, 8192, 134_515_008),
+}
+
+
+def scaling_of(factor):
+    return {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("size", PYTHIA)
+def test_pythia_sizes(size):
+    layers, hidden, heads, rotary, vocab, parameters = PYTHIA[size]
+    config = ck.GPT_NEOX | {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+                            "intermediate_size": 4 * hidden, "vocab_size": vocab, "max_position_embeddings": 2048,
+                            "torch_dtype": "float16", "rotary_pct": 0.25}
+    model = parse(config, tokenizer_vocab=50277)
+    assert hf_config.parameter_count(model) == parameters
+    assert parameters == layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden + 2 * vocab * hidden
+    assert (model.rope.rotary_dim, model.head_dim, model.num_kv_heads) == (rotary, hidden // heads, heads)
+    assert model.tokenizer_vocab == 50277 and model.vocab_size == vocab and not model.tied_embeddings
+    newer = without(config, "rotary_pct", "rotary_emb_base", "torch_dtype") | {
+        "dtype": "float16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25}}
+    assert parse(newer, tokenizer_vocab=50277) == model
+
+
+@pytest.mark.parametrize("size", LLAMA)
+def test_llama_sizes(size):
+    layers, hidden, heads, kv_heads, ffn, vocab, tied, theta, factor, positions, parameters = LLAMA[size]
+    config = ck.LLAMA | {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+                         "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
+                         "tie_word_embeddings": tied, "rope_theta": theta, "max_position_embeddings": positions,
+                         "rope_scaling": scaling_of(factor) if factor else None}
+    model = parse(config)
+    assert hf_config.parameter_count(model) == parameters
+    assert model.rope == hf_config.Rope(*(("llama3", theta, hidden // heads, factor, 1, 4, 8192) if factor else
+                                          ("standard", theta, hidden // heads, 1, 1, 1, 0)))
+    scaling = scaling_of(factor) if factor else {"rope_type": "default"}
+    newer = without(config, "rope_theta", "rope_scaling") | {"rope_parameters": scaling | {"rope_theta": theta}}
+    assert parse(newer) == model
+
+
+def test_names_and_order_of_the_tensors():
+    names = list(hf_config.expected_tensors(parse(ck.LLAMA)))
+    assert names[0] == "model.embed_tokens.weight" and names[-2:] == ["model.norm.weight", "lm_head.weight"]
+    assert names[1:10] == [f"model.layers.0.{part}.weight" for part in (
+        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+    names = list(hf_config.expected_tensors(parse(ck.GPT_NEOX | {"attention_bias": False})))
+    assert names[1:11] == ["gpt_neox.layers.0." + part for part in (
+        "input_layernorm.weight", "input_layernorm.bias", "post_attention_layernorm.weight",
+        "post_attention_layernorm.bias", "attention.query_key_value.weight", "attention.dense.weight",
+        "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", "mlp.dense_4h_to_h.weight", "mlp.dense_4h_to_h.bias")]
+    assert len(names) == 1 + 2 * 10 + 2 + 1
+
+
+def test_buffers_that_are_no_parameters():
+    for name in ("gpt_neox.layers.3.attention.rotary_emb.inv_freq", "gpt_neox.layers.0.attention.bias",
+                 "gpt_neox.layers.0.attention.masked_bias", "model.layers.1.self_attn.rotary_emb.inv_freq",
+                 "rotary_emb.inv_freq"):
+        assert hf_config.is_ignorable_buffer(name)
+    for name in ("gpt_neox.layers.0.attention.dense.bias", "model.norm.weight", "xattention.bias", "attention.bias.x"):
+        assert not hf_config.is_ignorable_buffer(name)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ck.CONFIGS)
+def test_every_needed_key_is_missed(family):  # B35
+    optional = {"architectures", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_parallel_residual",
+                "num_key_value_heads"}
+    for key in ck.CONFIGS[family]:
+        for config in (without(ck.CONFIGS[family], key), ck.CONFIGS[family] | {key: None}):
+            if key in optional:
+                parse(config)
+            else:
+                refused(config, "rope_theta" if key == "rotary_emb_base" else key, "got nothing")
+
+
+@pytest.mark.parametrize("family", ck.CONFIGS)
+def test_every_wrong_type_is_refused(family):  # B36
+    for key, value in ck.CONFIGS[family].items():
+        if key in ("architectures", "eos_token_id", "bos_token_id"):
+            continue
+        for wrong in (["4096"], {"a": 1}, "4096", 5 if isinstance(value, (str, bool)) else True):
+            refused(ck.CONFIGS[family] | {key: wrong}, key)
+
+
+def test_sizes_out_of_range():  # B37, B48, B49
+    for key, values in {
+            "num_attention_heads": (0, -4, 2000, 3), "num_hidden_layers": (0, 2**31, 1025), "hidden_size": (0, 2**40),
+            "vocab_size": (0, 10**9, 10**30), "intermediate_size": (0, 2**21), "num_key_value_heads": (0, 5, -1),
+            "max_position_embeddings": (0, 2**32), "head_dim": (0, 1, 5000), "rms_norm_eps": (0, -1e-5),
+            "rope_theta": (0, -1)}.items():
+        for value in values:
+            refused(ck.LLAMA | {key: value}, str(value) if key != "num_attention_heads" else "")
+
+
+def test_heads_that_do_not_divide():  # B38, B39
+    refused(ck.LLAMA | {"hidden_size": 18}, "hidden_size", "18", "head_dim is absent")
+    assert parse(ck.LLAMA | {"hidden_size": 18, "head_dim": 6}).head_dim == 6
+    refused(ck.GPT_NEOX | {"hidden_size": 17}, "hidden_size", "17")
+    refused(ck.GPT_NEOX | {"head_dim": 4}, "head_dim", "4")
+    refused(ck.LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads", "3", "divisor")
+    assert parse(without(ck.LLAMA, "num_key_value_heads")).num_kv_heads == 4
+
+
+def test_other_architectures():  # B40
+    for name in ("gpt2", "qwen2", "mistral", "", "LLAMA"):
+        refused(ck.LLAMA | {"model_type": name}, "model_type", "llama, gpt_neox")
+    refused(ck.LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "architectures")
+
+
+def test_other_arithmetic():  # B41
+    for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu"):
+        refused(ck.GPT_NEOX | {"hidden_act": name}, "hidden_act", name, "'gelu'")
+    refused(ck.LLAMA | {"hidden_act": "gelu"}, "hidden_act", "'silu'")
+    for key in ("attention_bias", "mlp_bias"):
+        refused(ck.LLAMA | {key: True}, key)
+        parse(ck.LLAMA | {key: False})
+    refused(ck.LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config")
+    refused(ck.LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor")
+    parse(ck.LLAMA | {"partial_rotary_factor": 1.0})
+
+
+def test_attention_bias_of_gpt_neox():
+    assert parse(ck.GPT_NEOX).attention_bias is True
+    assert parse(ck.GPT_NEOX | {"attention_bias": False}).attention_bias is False
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope", "linear", "su", "Llama3"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("owner", ["rope_scaling", "rope_parameters"])
+def test_other_rope_types(name, key, owner):  # B42
+    for config in (ck.LLAMA, ck.GPT_NEOX):
+        refused(config | {owner: {key: name, "factor": 2.0}}, f"{owner}.{key}", name, "default")
+
+
+def test_llama3_needs_all_its_keys():  # B43
+    complete = scaling_of(8)
+    parse(ck.LLAMA | {"rope_scaling": complete})
+    for key in without(complete, "rope_type"):
+        for owner in ("rope_scaling", "rope_parameters"):
+            refused(ck.LLAMA | {owner: without(complete, key)}, f"{owner}.{key}", "got nothing")
+    refused(ck.LLAMA | {"rope_scaling": complete | {"factor": "8"}}, "factor")
+    refused(ck.LLAMA | {"rope_scaling": complete | {"high_freq_factor": 1.0}}, "high_freq_factor")
+    refused(ck.LLAMA | {"rope_scaling": without(complete, "rope_type")}, "rope_scaling.rope_type")
+    refused(ck.GPT_NEOX | {"rope_scaling": complete}, "rope_scaling.rope_type", "llama3")
+    older = without(complete, "rope_type") | {"type": "llama3"}
+    assert parse(ck.LLAMA | {"rope_scaling": older}) == parse(ck.LLAMA | {"rope_scaling": complete})
+
+
+def test_theta_has_no_default():  # B44
+    for family, key in (("llama", "rope_theta"), ("gpt_neox", "rotary_emb_base")):
+        config = without(ck.CONFIGS[family], key)
+        refused(config, "rope_theta", "--rope-theta")
+        refused(config | {"rope_parameters": {"rope_type": "default"}}, "rope_theta", "--rope-theta")
+        assert parse(config, rope_theta=77.0).rope.theta == 77
+        refused(ck.CONFIGS[family], "10000", "77", rope_theta=77.0)
+
+
+def test_rotary_fraction_has_no_default():
+    refused(without(ck.GPT_NEOX, "rotary_pct"), "rotary_pct", "got nothing")
+
+
+def test_newer_keys_alone_are_enough():  # B45
+    newer = without(ck.LLAMA, "rope_theta") | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    assert parse(newer) == parse(ck.LLAMA)
+    for place in ({"rope_parameters": {"rope_theta": 10000, "partial_rotary_factor": 0.5, "rope_type": "default"}},
+                  {"rope_parameters": {"rope_theta": 10000, "rope_type": "default"}, "partial_rotary_factor": 0.5},
+                  {"rope_theta": 10000, "partial_rotary_factor": 0.5}, {"rotary_emb_base": 10000, "rotary_pct": 0.5}):
+        assert parse(without(ck.GPT_NEOX, "rotary_pct", "rotary_emb_base") | place) == parse(
+            ck.GPT_NEOX | {"rotary_pct": 0.5})
+
+
+def test_old_and_new_keys_that_disagree():  # B46
+    def new(**values):
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | values}
+
+    parse(ck.LLAMA | new())
+    refused(ck.LLAMA | new(rope_theta=500000.0), "10000", "500000", "disagree")
+    refused(ck.GPT_NEOX | {"rope_theta": 25000}, "10000", "25000")
+    refused(ck.GPT_NEOX | new(partial_rotary_factor=0.5), "0.25", "0.5", "disagree")
+    refused(ck.GPT_NEOX | {"partial_rotary_factor": 1.0}, "0.25", "1.0")
+    refused(ck.LLAMA | new() | {"rope_scaling": scaling_of(8)}, "llama3", "default", "disagree")
+    refused(ck.LLAMA | {"rope_scaling": scaling_of(8) | {"type": "default"}}, "llama3", "default")
+    refused(ck.LLAMA | {"rope_scaling": scaling_of(8), **new(**scaling_of(32))}, "8.0", "32.0")
+    refused(ck.LLAMA | {"rope_scaling": scaling_of(8), "original_max_position_embeddings": 4096}, "8192", "4096")
+
+
+def test_rotary_dimensions():  # B47: heads of 8
+    for fraction, rotary in ((0.25, 2), (0.5, 4), (1.0, 8), (1, 8), (0.3, 2)):
+        assert parse(ck.GPT_NEOX | {"rotary_pct": fraction}).rope.rotary_dim == rotary
+    for fraction in (0.375, 0.1, 1.5, 0, -0.25, 1e300, 1e301):
+        refused(ck.GPT_NEOX | {"rotary_pct": fraction}, "rotary_pct")
+    refused(ck.LLAMA | {"head_dim": 5}, "head_dim", "5", "even")
+
+
+def test_rope_of_every_layer():
+    refused(ck.LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention")
+    for wrong in ([], "default", 3):
+        refused(ck.LLAMA | {"rope_parameters": wrong}, "rope_parameters")
+        refused(ck.LLAMA | {"rope_scaling": wrong}, "rope_scaling")
+
+
+# ---- token ids -------------------------------------------------------------------------------------------------------
+
+
+def test_stop_ids():  # B51
+    for value, ids in ((None, []), (3, [3]), ([3, 4, 3], [3, 4]), ([], [])):
+        assert parse(ck.LLAMA | {"eos_token_id": value}).eos_ids == ids
+    assert parse(ck.LLAMA | {"bos_token_id": None}).bos_id is None
+    assert parse(ck.LLAMA, generation={"eos_token_id": [7, 8]}).eos_ids == [7, 8]
+    assert parse(ck.LLAMA, generation={"bos_token_id": 9}).bos_id == 9
+    for wrong in (37, -1, "2", [1, "2"], [True], 1.5, list(range(30)) * 3):
+        refused(ck.LLAMA | {"eos_token_id": wrong}, "eos_token_id")
+    for wrong in (37, -1, "2", [1]):
+        refused(ck.LLAMA | {"bos_token_id": wrong}, "bos_token_id")
+
+
+def vocabulary(tokenizer):
+    return hf_config.tokenizer_vocabulary(json.dumps(tokenizer).encode(), pathlib.Path("tokenizer.json"))
+
+
+def test_tokenizer_vocabulary():  # B74 to B78
+    document = ck.tokenizer_of(4)
+    assert vocabulary(document) == 4
+    document["model"]["vocab"] |= {"t0t1": 4, "t1t2": 5}
+    document["model"]["merges"] = ["t0 t1", ["t1", "t2"]]  # both spellings
+    assert vocabulary(document) == 6
+    document["added_tokens"] = [{"id": 6, "content": "<|end|>"}]
+    assert vocabulary(document) == 7
+    for change, words in (
+            ({"merges": ["t0 x"]}, "'x'"), ({"merges": ["t2 t3"]}, "t2t3"), ({"merges": ["t0"]}, "merges"),
+            ({"merges": [["t0", 1]]}, "merges"), ({"vocab": {"a": 0, "b": 0}}, "has already"),
+            ({"vocab": {"a": 0, "b": 2}}, "id 1 names no token"), ({"vocab": {"a": 2**31}}, "2147483648"),
+            ({"vocab": {"a": -1}}, "-1"), ({"vocab": {"a": "0"}}, "string"), ({"vocab": {"a": True}}, "boolean"),
+            ({"vocab": [["a", 0.5]]}, "array"), ({"vocab": {}}, "no tokens"), ({"vocab": None}, "null")):
+        bad = {"model": ck.tokenizer_of(4)["model"] | {"merges": []} | change}
+        with pytest.raises(tensor_file.FileError, match="tokenizer.json") as failure:
+            vocabulary(bad)
+        assert words in str(failure.value), str(failure.value)
+    for bad in ({"model": {"vocab": {"a": 0}}, "added_tokens": [5]}, {"model": {"vocab": {"a": 0}}, "added_tokens": {"a": 1}},
+                {"model": 3}, {}):
+        with pytest.raises(tensor_file.FileError, match="tokenizer.json"):
+            vocabulary(bad)
+
+
+# ---- sizes that nobody tried -----------------------------------------------------------------------------------------
+
+
+def random_config(random):
+    """A valid configuration of either family, in the style of transformers 4, 5 or both; and its rope in the other."""
+    llama = bool(random.integers(2))
+    heads = int(random.integers(1, 17))
+    head_dim = 2 * int(random.integers(4, 65))
+    hidden = int(random.integers(1, 300)) if llama else heads * head_dim
+    theta = float(random.choice([10000.0, 500000.0, 1234.5]))
+    config = (ck.LLAMA if llama else ck.GPT_NEOX) | {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": int(random.integers(1, 9)),
+        "intermediate_size": int(random.integers(1, 500)), "vocab_size": int(random.integers(3, 5000)),
+        "tie_word_embeddings": bool(random.integers(2)), "eos_token_id": None, "bos_token_id": None}
+    old, new = {}, {"rope_type": "default", "rope_theta": theta}
+    if llama:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        config |= {"head_dim": head_dim, "num_key_value_heads": int(random.choice(divisors))}
+        old = {"rope_theta": theta}
+        if random.integers(2):
+            old["rope_scaling"] = scaling_of(random.integers(2, 40))
+            new = old["rope_scaling"] | {"rope_theta": theta}
+    else:
+        rotary = 2 * int(random.integers(1, head_dim // 2 + 1))
+        fraction = hf_config.rotary_fraction(rotary, head_dim)
+        assert int(head_dim * fraction) == rotary
+        config |= {"use_parallel_residual": bool(random.integers(2)), "attention_bias": bool(random.integers(2))}
+        old = {"rotary_emb_base": theta, "rotary_pct": fraction}
+        new["partial_rotary_factor"] = fraction
+    config = without(config, "rope_theta", "rotary_emb_base", "rotary_pct")
+    return config | old, config | {"rope_parameters": new}, config | old | {"rope_parameters": new}
+
+
+def closed_form(model):
+    """Parameters of a model by its sizes, independent of the tensor table."""
+    hidden, ffn, layers = model.hidden_size, model.ffn_size, model.num_layers
+    if model.family == "llama":
+        q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        layer = 2 * hidden * (q + kv) + 3 * hidden * ffn + 2 * hidden
+        return layers * layer + hidden + model.vocab_size * hidden * (1 if model.tied_embeddings else 2)
+    bias = 4 * hidden if model.attention_bias else 0
+    layer = 4 * hidden**2 + bias + 2 * hidden * ffn + ffn + hidden + 4 * hidden
+    return layers * layer + 2 * hidden + 2 * model.vocab_size * hidden
+
+
+def test_random_sizes_survive_every_style():
+    random = np.random.default_rng(20)
+    for _ in range(300):
+        old, new, both = random_config(random)
+        model = parse(old)
+        assert parse(new) == model and parse(both) == model
+        assert hf_config.parameter_count(model) == closed_form(model)
+        exported = hf_config.export_config(model, old, "float32")
+        assert parse(exported) == model
+        assert parse(hf_config.export_config(model, None, "float32")) == model
+        assert hf_config.model_from_json(json.loads(json.dumps(model.to_json())), "file") == model
