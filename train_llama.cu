@@ -32,9 +32,8 @@ void choose_device(TrainSettings& s) {
     fail(Exit::environment, "--device cuda: this build has no GPU path for training. Use --device cpu");
   }
   if (s.device == "auto") log_info("running on the CPU: this build has no GPU path for training");
-  s.device = "cpu";
-  if (s.precision == "auto") s.precision = "fp32";
-  if (s.precision != "fp32") fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+  if (s.precision == "bf16") fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+  s.set_device("cpu", "fp32");
 }
 
 std::vector<MemoryLine> plan_train_model(const ModelConfig& config, const TrainOptions& options) {

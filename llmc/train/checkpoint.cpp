@@ -187,7 +187,8 @@ std::string first_difference(const Json& saved, const Json& now) {
 }
 
 std::string value_text(const Json& object, const std::string& key) {
-  return object.contains(key) ? escaped(object[key].dump()) : "nothing";
+  if (!object.contains(key)) return "nothing";
+  return object[key].is_string() ? escaped(object[key].get<std::string>()) : escaped(object[key].dump());
 }
 
 }  // namespace
@@ -274,8 +275,8 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
   const Json& saved = json_object(run_, "settings", source);
   if (const std::string key = first_difference(saved, run.settings); !key.empty()) {
     fail(Exit::usage, "--%s: got %s, but %s was made with %s. Give the same value, or start in another --out",
-         escaped(key).c_str(), value_text(run.settings, key).c_str(), source.c_str(),
-         value_text(saved, key).c_str());
+         run.settings.contains(key) ? key.c_str() : escaped(key).c_str(),
+         value_text(run.settings, key).c_str(), source.c_str(), value_text(saved, key).c_str());
   }
   const std::int64_t saved_steps = json_int(run_, "steps", 1, kMaxCount, source);
   if (run.steps < saved_steps) {

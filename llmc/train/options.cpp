@@ -144,6 +144,15 @@ void apply_color(const std::string& mode) {
 
 }  // namespace
 
+void TrainSettings::set_device(const std::string& definite_device, const std::string& definite_precision) {
+  device = definite_device;
+  precision = definite_precision;
+  for (auto& [name, value] : effective) {
+    if (name == "device") value = device;
+    if (name == "precision") value = precision;
+  }
+}
+
 Schedule TrainSettings::learning_rate() const {
   Schedule result;
   result.shape = schedule_from_name(schedule);

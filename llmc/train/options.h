@@ -50,6 +50,8 @@ struct TrainSettings {
   bool norm_given = false;
   std::vector<std::pair<std::string, std::string>> effective;  // every option as text, for the start-up table
 
+  // Replaces "auto" by what it means on this machine, in the table of effective values too.
+  void set_device(const std::string& definite_device, const std::string& definite_precision);
   // Micro-batches of one step.
   std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }
   Schedule learning_rate() const;

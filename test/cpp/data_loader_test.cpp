@@ -1,0 +1,198 @@
+// Data order and loader: every window once an epoch, exact positions, and what happens to shards that do not
+// fit.
+#include "llmc/train/data_loader.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <set>
+
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+TEST(DataOrder, EachEpochIsAPermutation) {
+  for (std::uint64_t count = 1; count <= 150; ++count) {
+    const DataOrder order(count, 42);
+    for (std::uint64_t epoch = 0; epoch < 3; ++epoch) {
+      std::set<std::uint64_t> seen;
+      for (std::uint64_t i = 0; i < count; ++i) seen.insert(order.window_at(epoch * count + i));
+      ASSERT_EQ(seen.size(), count) << count << " windows, epoch " << epoch;
+      ASSERT_EQ(*seen.rbegin(), count - 1);
+    }
+  }
+}
+
+TEST(DataOrder, EpochsAndSeedsDiffer) {
+  const DataOrder order(1000, 1), other(1000, 2);
+  int same_epoch = 0, same_seed = 0, in_place = 0;
+  for (std::uint64_t i = 0; i < 1000; ++i) {
+    same_epoch += order.window_at(i) == order.window_at(1000 + i);
+    same_seed += order.window_at(i) == other.window_at(i);
+    in_place += order.window_at(i) == i;
+  }
+  // A random permutation agrees with another one in one place on average; ten has a probability below 1e-6.
+  EXPECT_LT(same_epoch, 10);
+  EXPECT_LT(same_seed, 10);
+  EXPECT_LT(in_place, 10);
+}
+
+// Every window should come first equally often: chi-square over 20,000 epochs of 10 windows, 9 degrees of
+// freedom.
+TEST(DataOrder, FirstPlaceIsUniform) {
+  const DataOrder order(10, 3);
+  std::vector<int> count(10);
+  for (std::uint64_t epoch = 0; epoch < 20000; ++epoch) ++count[order.window_at(epoch * 10)];
+  double chi_square = 0;
+  for (const int n : count) chi_square += (n - 2000.0) * (n - 2000.0) / 2000.0;
+  EXPECT_LT(chi_square, 33.7) << "p < 1e-4";
+}
+
+TEST(DataOrder, CountsBeyond32Bits) {
+  const std::uint64_t count = (std::uint64_t{1} << 40) + 12345;
+  const DataOrder order(count, 5);
+  std::set<std::uint64_t> seen;
+  for (std::uint64_t i = 0; i < 1000; ++i) seen.insert(order.window_at(count - 500 + i));
+  EXPECT_EQ(seen.size(), 1000u);
+  EXPECT_LT(*seen.rbegin(), count);
+  EXPECT_GT(*seen.rbegin(), std::uint64_t{1} << 32);
+}
+
+class Loader : public testing::Test {
+ protected:
+  // Three shards of 30, 9 and 52 tokens: at T = 8 they hold 3, 1 and 6 windows. Tokens count up through all
+  // of them.
+  void SetUp() override {
+    const std::size_t sizes[] = {30, 9, 52};
+    std::uint16_t token = 0;
+    for (int shard = 0; shard < 3; ++shard) {
+      std::vector<std::uint16_t> tokens(sizes[shard]);
+      std::iota(tokens.begin(), tokens.end(), token);
+      token = static_cast<std::uint16_t>(token + tokens.size());
+      write_shard(shard_path(shard), tokens, 1000);
+    }
+  }
+  std::string shard_path(int shard) const { return directory_.file(format("train_%d.bin", shard)); }
+  std::string pattern() const { return directory_.file("train_*.bin"); }
+
+  TemporaryDirectory directory_;
+};
+
+TEST_F(Loader, WindowsStayInsideTheirShard) {
+  const TokenDataset data(pattern(), 8);
+  ASSERT_EQ(data.windows(), 10u);
+  EXPECT_EQ(data.tokens(), 91);
+  const std::int32_t expected_first[] = {0, 8, 16, 30, 39, 47, 55, 63, 71, 79};
+  std::vector<std::int32_t> tokens(8), labels(8);
+  for (std::uint64_t window = 0; window < 10; ++window) {
+    data.read_window(window, tokens, labels);
+    for (int t = 0; t < 8; ++t) {
+      EXPECT_EQ(tokens[t], expected_first[window] + t);
+      EXPECT_EQ(labels[t], tokens[t] + 1);
+    }
+  }
+}
+
+TEST_F(Loader, EveryWindowOncePerEpoch) {
+  const TokenDataset data(pattern(), 8);
+  DataLoader loader(data, 3, 1, 0);  // 3 does not divide 10: batches reach across the end of an epoch
+  std::vector<std::int32_t> first;
+  for (int batch = 0; batch < 10; ++batch) {
+    const MicroBatch micro = loader.next();
+    ASSERT_EQ(micro.tokens.size(), 24u);
+    for (std::size_t b = 0; b < 3; ++b) first.push_back(micro.tokens[b * 8]);
+    for (std::size_t i = 0; i < 24; ++i) EXPECT_EQ(micro.labels[i], micro.tokens[i] + 1);
+  }
+  EXPECT_EQ(loader.position(), 30u);
+  EXPECT_EQ(loader.epoch(), 3u);
+  std::vector<std::vector<std::int32_t>> epochs;
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    epochs.emplace_back(first.begin() + epoch * 10, first.begin() + epoch * 10 + 10);
+    EXPECT_EQ(std::set<std::int32_t>(epochs.back().begin(), epochs.back().end()).size(), 10u);
+  }
+  EXPECT_NE(epochs[0], epochs[1]);
+  EXPECT_NE(epochs[1], epochs[2]);
+}
+
+TEST_F(Loader, GoesOnExactlyFromAnyPosition) {
+  const TokenDataset data(pattern(), 8);
+  DataLoader whole(data, 2, 9, 0);
+  for (std::uint64_t position = 0; position < 40; position += 2) {
+    DataLoader later(data, 2, 9, position);
+    EXPECT_EQ(later.position(), position);
+    const MicroBatch expected = whole.next(), got = later.next();
+    EXPECT_EQ(got.tokens, expected.tokens);
+    EXPECT_EQ(got.labels, expected.labels);
+  }
+}
+
+TEST_F(Loader, ReplacedShardStopsTheRunAfterTheGoodBatches) {
+  const TokenDataset data(pattern(), 8);
+  DataLoader loader(data, 1, 1, 0);
+  loader.next();
+  std::filesystem::remove(shard_path(2));
+  write_shard(shard_path(2), patterned_tokens(52), 1000);
+  std::uint64_t position = loader.position();
+  const std::string message = error_of(Exit::bad_file, [&] {
+    for (int i = 0; i < 30; ++i) {
+      loader.next();
+      position = loader.position();
+    }
+  });
+  expect_contains(message, "train_2.bin");
+  EXPECT_EQ(loader.position(), position) << "a batch that was not delivered does not count";
+  error_of(Exit::bad_file, [&] { loader.next(); });  // and the error stays
+}
+
+TEST_F(Loader, RemovedShardIsAnError) {
+  const TokenDataset data(pattern(), 8);
+  std::filesystem::remove(shard_path(0));
+  DataLoader loader(data, 4, 1, 0);
+  error_of(Exit::bad_file, [&] {
+    for (int i = 0; i < 10; ++i) loader.next();
+  });
+}
+
+TEST_F(Loader, IdOutsideTheVocabularySurfacesInTheConsumer) {
+  std::vector<std::uint16_t> tokens = patterned_tokens(40);
+  tokens[20] = 999;
+  write_shard(directory_.file("bad.bin"), tokens, 32);
+  const TokenDataset data(directory_.file("bad.bin"), 8);
+  DataLoader loader(data, 5, 1, 0);
+  expect_contains(error_of(Exit::bad_file, [&] { loader.next(); }), "999");
+  error_of(Exit::bad_file, [&] { data.verify(); });
+}
+
+TEST_F(Loader, RefusesShardsThatDoNotFit) {
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 9); }), "train_1.bin");  // 9 < 9 + 1
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("none_*.bin"), 8); }), "none_");
+  write_shard(directory_.file("train_3.bin"), patterned_tokens(30), 1000, 8);
+  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 8); }), "another tokenizer");
+}
+
+TEST_F(Loader, FingerprintKnowsContentAndOrder) {
+  const Json before = TokenDataset(pattern(), 8).fingerprint();
+  EXPECT_EQ(before, TokenDataset(pattern(), 4).fingerprint());
+  ASSERT_EQ(before.size(), 3u);
+  EXPECT_EQ(before[1]["name"], "train_1.bin");
+  EXPECT_EQ(before[1]["tokens"], 9);
+  write_shard(shard_path(1), {5, 5, 5, 5, 5, 5, 5, 5, 5}, 1000);
+  const Json after = TokenDataset(pattern(), 8).fingerprint();
+  EXPECT_EQ(after[0], before[0]);
+  EXPECT_NE(after[1]["xxh3"], before[1]["xxh3"]) << "same name and size, other tokens";
+}
+
+TEST_F(Loader, EndsWhileTheThreadWaitsOrReads) {
+  const TokenDataset data(pattern(), 8);
+  for (int i = 0; i < 50; ++i) {
+    DataLoader loader(data, 2, 1, 0);
+    if (i % 2 == 0) loader.next();
+  }
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,97 @@
+// The learning-rate schedules against their closed formulas.
+#include "llmc/train/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numbers>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+namespace {
+
+Schedule make(ScheduleShape shape) {
+  Schedule schedule;
+  schedule.shape = shape;
+  schedule.peak = 3e-4;
+  schedule.min_ratio = 0.1;
+  schedule.warmup_steps = 10;
+  schedule.steps = 110;
+  return schedule;
+}
+
+TEST(Schedule, WarmupRisesLinearlyToThePeak) {
+  for (const ScheduleShape shape :
+       {ScheduleShape::cosine, ScheduleShape::linear, ScheduleShape::constant, ScheduleShape::wsd}) {
+    const Schedule schedule = make(shape);
+    for (int n = 1; n <= 10; ++n) EXPECT_DOUBLE_EQ(schedule.at(n), 3e-4 * n / 10);
+    EXPECT_DOUBLE_EQ(schedule.at(11), 3e-4) << "the first step after the warm-up has the full rate";
+  }
+}
+
+TEST(Schedule, Cosine) {
+  const Schedule schedule = make(ScheduleShape::cosine);
+  for (int n = 11; n <= 110; ++n) {
+    const double p = (n - 11) / 100.0;
+    EXPECT_NEAR(schedule.at(n), 3e-5 + 2.7e-4 * 0.5 * (1 + std::cos(std::numbers::pi * p)), 1e-18);
+  }
+  EXPECT_NEAR(schedule.at(61), (3e-4 + 3e-5) / 2, 1e-15) << "half way";
+  EXPECT_GT(schedule.at(110), 3e-5) << "no step is spent at the very end of the curve";
+  EXPECT_LT(schedule.at(110), 3.1e-5);
+}
+
+TEST(Schedule, Linear) {
+  const Schedule schedule = make(ScheduleShape::linear);
+  for (int n = 11; n <= 110; ++n) EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * (n - 11) / 100, 1e-18);
+}
+
+TEST(Schedule, Constant) {
+  const Schedule schedule = make(ScheduleShape::constant);
+  for (int n = 11; n <= 110; ++n) EXPECT_EQ(schedule.at(n), 3e-4);
+}
+
+TEST(Schedule, WsdHoldsThenDecaysByTheSquareRoot) {
+  Schedule schedule = make(ScheduleShape::wsd);
+  schedule.wsd_decay_fraction = 0.2;
+  ASSERT_EQ(schedule.wsd_decay_steps(), 22);
+  for (int n = 11; n <= 88; ++n) EXPECT_EQ(schedule.at(n), 3e-4);
+  EXPECT_EQ(schedule.at(89), 3e-4) << "the first decaying step has lost nothing yet";
+  for (int n = 89; n <= 110; ++n)
+    EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * std::sqrt((n - 89) / 22.0), 1e-18);
+}
+
+TEST(Schedule, WithoutWarmupAndOfOneStep) {
+  Schedule schedule = make(ScheduleShape::cosine);
+  schedule.warmup_steps = 0;
+  EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4);
+  schedule.steps = 1;
+  EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4);
+  schedule.warmup_steps = 20;  // longer than the run: it never leaves the warm-up
+  EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4 / 20);
+}
+
+TEST(Schedule, WsdWithoutDecayIsConstant) {
+  Schedule schedule = make(ScheduleShape::wsd);
+  schedule.wsd_decay_fraction = 0;
+  EXPECT_EQ(schedule.at(110), 3e-4);
+}
+
+TEST(Schedule, FallsMonotonicallyAndNeverBelowTheMinimum) {
+  for (const ScheduleShape shape : {ScheduleShape::cosine, ScheduleShape::linear, ScheduleShape::wsd}) {
+    const Schedule schedule = make(shape);
+    for (int n = 12; n <= 110; ++n) {
+      EXPECT_LE(schedule.at(n), schedule.at(n - 1));
+      EXPECT_GE(schedule.at(n), 3e-5);
+    }
+  }
+}
+
+TEST(Schedule, NamesFollowTheEnum) {
+  EXPECT_EQ(schedule_from_name("cosine"), ScheduleShape::cosine);
+  EXPECT_EQ(schedule_from_name("wsd"), ScheduleShape::wsd);
+  EXPECT_THROW(schedule_from_name("triangle"), Error);
+}
+
+}  // namespace
+}  // namespace weft

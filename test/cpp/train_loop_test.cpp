@@ -1,0 +1,472 @@
+// The training loop: accumulation, bit-exact resume, the numeric guard, faults and signals; also initial
+// parameters and the guard's parts.
+#include "llmc/train/loop.h"
+
+#include <gtest/gtest.h>
+#include <omp.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <csignal>
+#include <limits>
+#include <map>
+#include <set>
+
+#include "llmc/base/signals.h"
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Crash {};  // thrown in the place of a kill: nothing above the loop sees the step end
+
+class TrainLoopTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    write_shard(temporary_.file("train_0.bin"), patterned_tokens(203));
+    write_shard(temporary_.file("train_1.bin"), patterned_tokens(90, 500));
+    settings_ = micro_settings();
+    omp_set_num_threads(1);  // the model is so small that waking a second thread costs more than its work
+  }
+  void TearDown() override {
+    omp_set_num_threads(threads_);
+    arm_save_fault({});
+  }
+
+  struct Result {
+    Exit exit = Exit::internal;
+    TrainState state;
+    std::vector<float> tensors;  // parameters and moments
+    bool crashed = false;
+    std::string error;
+    Exit error_code = Exit::ok;
+  };
+
+  // One start of the program on run directory `name`: resume or initialise, then the loop.
+  Result run(const std::string& name, const std::function<void(HookedModel&)>& interfere = {}) {
+    const TokenDataset data(temporary_.file("train_*.bin"), settings_.seq_len);
+    const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+    HookedModel model(*inner);
+    if (interfere) interfere(model);
+    const RunDirectory directory(temporary_.file(name));
+    CheckpointKeeper checkpoints(directory, micro_identity(settings_, data), settings_.keep);
+    const TrainState start = checkpoints.resume(settings_.resume_mode(), model).value_or(TrainState{});
+    RunLog log(directory.file("log.jsonl"));
+    DataLoader loader(data, settings_.micro_batch, static_cast<std::uint64_t>(settings_.seed), start.windows);
+    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &data : nullptr, sample_},
+                   start);
+    Result result;
+    testing::internal::CaptureStdout();
+    try {
+      result.exit = loop.run();
+    } catch (const Crash&) {
+      result.crashed = true;
+    } catch (const Error& error) {
+      result.error = error.what();
+      result.error_code = error.code();
+    }
+    result_line_ = testing::internal::GetCapturedStdout();
+    result.state = loop.state();
+    result.tensors = whole_state(*inner);
+    return result;
+  }
+
+  // The step records of a run's log; of a step that was logged twice, the later one.
+  std::map<std::int64_t, Json> steps(const std::string& name) const {
+    std::map<std::int64_t, Json> records;
+    std::ifstream file(temporary_.file(name) + "/log.jsonl");
+    for (std::string line; std::getline(file, line);) {
+      const Json record = Json::parse(line);
+      if (record["type"] == "step") records[record["step"].get<std::int64_t>()] = record;
+    }
+    return records;
+  }
+  std::vector<double> logged(const std::string& name, const char* key) const {
+    std::vector<double> values;
+    for (const auto& [step, record] : steps(name)) values.push_back(record[key].get<double>());
+    return values;
+  }
+  bool has_checkpoint(const std::string& name, std::int64_t step) const {
+    return fs::exists(temporary_.file(name) +
+                      format("/step_%08lld/manifest.json", static_cast<long long>(step)));
+  }
+
+  const int threads_ = omp_get_max_threads();
+  TemporaryDirectory temporary_;
+  TrainSettings settings_;
+  bool with_validation_ = false;
+  std::function<std::string(std::int64_t)> sample_;
+  std::string result_line_;
+};
+
+// Interferes at the n-th forward pass of a start.
+std::function<void(HookedModel&)> at_forward(int n, std::function<void()> action) {
+  return [=](HookedModel& model) {
+    auto count = std::make_shared<int>(0);
+    model.before_forward = [=] {
+      if (++*count == n) action();
+    };
+  };
+}
+
+// The statistics of the n-th reading, and of the `times` - 1 after it, are not finite.
+std::function<void(HookedModel&)> bad_statistics(int n, int times, bool loss) {
+  return [=](HookedModel& model) {
+    auto count = std::make_shared<int>(0);
+    model.after_statistics = [=](StepStatistics& statistics) {
+      ++*count;
+      if (*count < n || *count >= n + times) return;
+      (loss ? statistics.loss_sum : statistics.gradient_norm) = std::numeric_limits<double>::infinity();
+    };
+  };
+}
+
+TEST_F(TrainLoopTest, LearnsAndReports) {
+  settings_.steps = 60;
+  with_validation_ = true;
+  settings_.val_every = 20;
+  const Result result = run("run");
+  EXPECT_EQ(result.exit, Exit::ok);
+  EXPECT_EQ(result.state.step, 60);
+  const std::vector<double> loss = logged("run", "loss");
+  ASSERT_EQ(loss.size(), 60u);
+  EXPECT_NEAR(loss.front(), std::log(32.0), 0.1) << "a new model knows nothing: the loss is log V";
+  EXPECT_LT(loss.back(), 2.5);
+  EXPECT_EQ(loss.back(), *result.state.loss) << "the log keeps every bit";
+  const auto records = steps("run");
+  EXPECT_EQ(records.at(20).count("val_loss") + records.at(60).count("val_loss"), 2u);
+  EXPECT_EQ(records.at(21).count("val_loss"), 0u);
+  EXPECT_EQ(records.at(60)["tokens"], 60 * 16);
+  EXPECT_TRUE(has_checkpoint("run", 60));
+  expect_contains(result_line_, "step 60  train loss ");
+  expect_contains(result_line_, "step_00000060");
+}
+
+TEST_F(TrainLoopTest, AccumulationEqualsOneBigBatch) {
+  settings_.micro_batch = 4;
+  settings_.batch_tokens = 32;
+  const Result big = run("big");
+  settings_.micro_batch = 1;
+  const Result accumulated = run("accumulated");
+  EXPECT_EQ(big.state.windows, accumulated.state.windows);
+  ASSERT_EQ(big.tensors.size(), accumulated.tensors.size());
+  for (std::size_t i = 0; i < big.tensors.size(); ++i) {
+    // Ten updates of 1e-2 whose directions agree to rounding; a lost or doubled micro-batch changes them
+    // entirely.
+    ASSERT_NEAR(big.tensors[i], accumulated.tensors[i], 2e-5) << i;
+  }
+  const std::vector<double> a = logged("big", "grad_norm"), b = logged("accumulated", "grad_norm");
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-5 * a[i]);
+}
+
+void expect_same_run(const std::vector<double>& a, const std::vector<double>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i], b[i]) << "step " << i + 1;
+}
+
+TEST_F(TrainLoopTest, HalfAndHalfIsTheWholeBitForBit) {
+  settings_.batch_tokens = 32;
+  settings_.dropout = 0.3;  // its masks are addressed by the micro-step
+  const Result whole = run("whole");
+  settings_.steps = 5;
+  const Result half = run("halves");
+  EXPECT_EQ(half.state.step, 5);
+  EXPECT_NE(half.tensors, whole.tensors);
+  settings_.steps = 10;
+  const Result halves = run("halves");
+  EXPECT_TRUE(halves.state == whole.state);
+  EXPECT_EQ(halves.tensors, whole.tensors);
+  for (const char* key : {"loss", "grad_norm", "lr"})
+    expect_same_run(logged("halves", key), logged("whole", key));
+}
+
+TEST_F(TrainLoopTest, ACrashAnywhereCostsNothingButTime) {
+  settings_.schedule = "cosine";
+  settings_.save_every = 3;
+  settings_.dropout = 0.3;
+  settings_.batch_tokens = 32;
+  const Result whole = run("whole");
+  for (const int forward : {1, 6, 9, 14, 20}) {
+    const std::string name = format("crash%d", forward);
+    EXPECT_TRUE(run(name, at_forward(forward, [] { throw Crash(); })).crashed);
+    const Result result = run(name);
+    EXPECT_TRUE(result.state == whole.state) << "crash in micro-batch " << forward;
+    EXPECT_EQ(result.tensors, whole.tensors) << "crash in micro-batch " << forward;
+    expect_same_run(logged(name, "loss"), logged("whole", "loss"));
+  }
+}
+
+TEST_F(TrainLoopTest, AFinishedRunHasNothingToDo) {
+  const Result first = run("run");
+  const Result second = run("run", at_forward(1, [] { throw Crash(); }));
+  EXPECT_FALSE(second.crashed);
+  EXPECT_EQ(second.exit, Exit::ok);
+  EXPECT_EQ(second.tensors, first.tensors);
+}
+
+TEST_F(TrainLoopTest, ValidationAndSamplesChangeNothing) {
+  const Result plain = run("plain");
+  with_validation_ = true;
+  settings_.val_every = settings_.sample_every = 1;
+  int samples = 0;
+  sample_ = [&](std::int64_t) -> std::string {
+    if (++samples == 3) fail(Exit::numeric, "an unlucky sample");
+    return "text \x1b[2J";
+  };
+  const Result watched = run("watched");
+  EXPECT_EQ(watched.tensors, plain.tensors);
+  EXPECT_EQ(samples, 10);
+}
+
+TEST_F(TrainLoopTest, ValidationIsTheSameEveryTime) {
+  const TokenDataset data(temporary_.file("train_0.bin"), 8);  // 25 windows
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  const std::optional<double> once = mean_loss(*model, data, 2, 3);
+  EXPECT_EQ(once, mean_loss(*model, data, 2, 3));
+  ASSERT_TRUE(once.has_value());
+  EXPECT_NE(mean_loss(*model, data, 2, 0), once) << "all windows, not three micro-batches";
+
+  settings_.micro_batch = 32;  // more than there are: the rows beyond do not count
+  const std::unique_ptr<TrainModel> wide = micro_model(settings_);
+  settings_.micro_batch = 5;
+  const std::unique_ptr<TrainModel> narrow = micro_model(settings_);
+  EXPECT_NEAR(*mean_loss(*wide, data, 32, 0), *mean_loss(*narrow, data, 5, 0), 1e-6);
+}
+
+// ---- numeric guard ----
+
+TEST_F(TrainLoopTest, AbortStopsBeforeTheUpdate) {
+  settings_.steps = 4;
+  const Result before = run("before");
+  settings_.steps = 10;
+  settings_.debug_inject = {"nan@step=5"};
+  const Result result = run("run");
+  EXPECT_EQ(result.error_code, Exit::numeric);
+  expect_contains(result.error, "step 5: loss ");
+  expect_contains(result.error, "model.embed_tokens.weight[511]");  // the last element of 32 x 16
+  EXPECT_EQ(result.tensors, before.tensors) << "parameters and moments are those of step 4";
+  EXPECT_TRUE(has_checkpoint("run", 4)) << "and they are saved";
+
+  // The same command goes on; this time the fault does not come.
+  settings_.debug_inject.clear();
+  const Result whole = run("whole"), resumed = run("run");
+  EXPECT_EQ(resumed.tensors, whole.tensors);
+}
+
+TEST_F(TrainLoopTest, AbortInTheFirstStep) {
+  settings_.debug_inject = {"nan@step=1"};
+  const Result result = run("run");
+  EXPECT_EQ(result.error_code, Exit::numeric);
+  for (const float value : result.tensors) ASSERT_TRUE(std::isfinite(value));
+}
+
+TEST_F(TrainLoopTest, InfiniteLossAloneStopsToo) {
+  const Result result = run("run", bad_statistics(3, 1, true));
+  EXPECT_EQ(result.error_code, Exit::numeric);
+  expect_contains(result.error, "loss inf");
+  EXPECT_EQ(result.state.step, 2);
+}
+
+TEST_F(TrainLoopTest, SkipLeavesEverythingAloneAndGoesOn) {
+  settings_.steps = 4;
+  const Result before = run("before");
+  settings_.on_nan = "skip";
+  settings_.steps = 5;
+  settings_.debug_inject = {"nan@step=5"};
+  const Result skipped = run("run");
+  EXPECT_EQ(skipped.exit, Exit::ok);
+  EXPECT_EQ(skipped.tensors, before.tensors);
+  EXPECT_EQ(skipped.state.step, 5);
+  EXPECT_EQ(skipped.state.updates, 4);
+  EXPECT_EQ(skipped.state.skipped, 1);
+  EXPECT_EQ(skipped.state.loss, before.state.loss);
+  EXPECT_TRUE(skipped.state.spikes == before.state.spikes) << "the statistics never saw the bad step";
+  const auto records = steps("run");
+  EXPECT_EQ(records.at(5)["skipped"], true);
+  EXPECT_EQ(records.at(4)["skipped"], false);
+  settings_.steps = 10;
+  const Result after = run("run");
+  EXPECT_EQ(after.state.updates, 9);
+  for (const float value : after.tensors) ASSERT_TRUE(std::isfinite(value));
+}
+
+TEST_F(TrainLoopTest, RerunRepairsATransientFault) {
+  const Result clean = run("clean");
+  settings_.on_nan = "rerun";
+  settings_.debug_inject = {"nan@step=5"};
+  const Result result = run("run");
+  EXPECT_EQ(result.exit, Exit::ok);
+  EXPECT_EQ(result.state.transient, 1);
+  EXPECT_EQ(result.tensors, clean.tensors) << "as if it had never happened";
+  expect_same_run(logged("run", "loss"), logged("clean", "loss"));
+}
+
+TEST_F(TrainLoopTest, RerunGivesUpOnAPersistentFault) {
+  settings_.on_nan = "rerun";
+  const Result result = run("run", bad_statistics(5, 2, false));
+  EXPECT_EQ(result.error_code, Exit::numeric);
+  EXPECT_EQ(result.state.step, 4);
+}
+
+TEST(Guard, SpikesAreFoundAgainAndAgain) {
+  SpikeDetector detector;
+  int reported = 0;
+  for (int i = 0; i < 400; ++i) {
+    const bool spike = i >= 100 && i % 100 == 0;
+    const std::optional<double> deviations = detector.observe(spike ? 10.0 : 1.0 + 0.1 * (i % 3));
+    EXPECT_TRUE(i >= 32 || !deviations.has_value());
+    if (deviations && *deviations > kSpikeDeviations) {
+      EXPECT_TRUE(spike) << i;
+      ++reported;
+    }
+  }
+  EXPECT_EQ(reported, 3);
+  EXPECT_TRUE(SpikeDetector::from_json(detector.to_json(), "test") == detector);
+}
+
+// ---- files ----
+
+TEST_F(TrainLoopTest, AReplacedShardEndsTheRunAfterASave) {
+  settings_.steps = 100;
+  const Result result = run(
+      "run", at_forward(4, [&] { write_shard(temporary_.file("train_0.bin"), patterned_tokens(203, 7)); }));
+  EXPECT_EQ(result.error_code, Exit::bad_file);
+  expect_contains(result.error, "train_0.bin");
+  EXPECT_GE(result.state.step, 4);
+  EXPECT_TRUE(has_checkpoint("run", result.state.step));
+}
+
+TEST_F(TrainLoopTest, AFullDiskCostsACheckpointNotTheRun) {
+  const Result clean = run("clean");
+  settings_.save_every = 2;
+  settings_.debug_inject = {"enospc@save=6000"};  // strikes once, in the save of step 2
+  const Result result = run("run");
+  EXPECT_EQ(result.exit, Exit::ok);
+  EXPECT_EQ(result.tensors, clean.tensors);
+  EXPECT_TRUE(has_checkpoint("run", 10));
+  EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000002.tmp"));
+}
+
+TEST_F(TrainLoopTest, AFailedLastSaveIsExit5AndLeavesTheOlderOne) {
+  settings_.steps = 4;
+  run("run");
+  settings_.steps = 10;
+  settings_.debug_inject = {"io-error@save=0"};
+  const Result result = run("run");
+  EXPECT_EQ(result.error_code, Exit::resources);
+  EXPECT_TRUE(has_checkpoint("run", 4));
+  EXPECT_FALSE(has_checkpoint("run", 10));
+}
+
+TEST_F(TrainLoopTest, TheTimeLimitStopsSavesAndResumes) {
+  const Result whole = run("whole");
+  settings_.max_minutes = 1e-9;
+  const Result none = run("run");
+  EXPECT_EQ(none.exit, Exit::ok);
+  EXPECT_EQ(none.state.step, 0);
+  EXPECT_TRUE(has_checkpoint("run", 0));
+  settings_.max_minutes = 0;
+  EXPECT_EQ(run("run").tensors, whole.tensors);
+}
+
+// ---- signals; each in a process of its own, because a stop cannot be taken back ----
+
+class TrainSignalTest : public TrainLoopTest {
+ protected:
+  // "threadsafe" starts the test's program again instead of forking it: OpenMP does not survive a fork.
+  TrainSignalTest() { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
+
+  // Runs with `raise_signals` in the middle of step 4, then leaves with the run's exit code, or with 1 unless
+  // exactly the steps of `saved` among 4 and 10 have a checkpoint.
+  [[noreturn]] void leave_after(const std::function<void()>& raise_signals, std::set<std::int64_t> saved) {
+    install_signal_handlers();
+    const Result result = run("run", at_forward(4, raise_signals));
+    std::set<std::int64_t> found;
+    for (const std::int64_t step : {4, 10}) {
+      if (has_checkpoint("run", step)) found.insert(step);
+    }
+    fs::remove_all(temporary_.file(""));
+    ::_exit(found == saved ? static_cast<int>(result.exit) : 1);
+  }
+};
+
+TEST_F(TrainSignalTest, TermFinishesTheStepSavesAndStops) {
+  EXPECT_EXIT(leave_after([] { ::raise(SIGTERM); }, {4}), testing::ExitedWithCode(143), "after step 4");
+}
+
+TEST_F(TrainSignalTest, HangupIsATermination) {
+  EXPECT_EXIT(leave_after([] { ::raise(SIGHUP); }, {4}), testing::ExitedWithCode(143), "after step 4");
+}
+
+TEST_F(TrainSignalTest, InterruptHasItsOwnCode) {
+  EXPECT_EXIT(leave_after([] { ::raise(SIGINT); }, {4}), testing::ExitedWithCode(130), "after step 4");
+}
+
+TEST_F(TrainSignalTest, ASecondInterruptDoesNotWait) {
+  const auto twice = [] {
+    ::raise(SIGINT);
+    ::raise(SIGINT);
+  };
+  EXPECT_EXIT(leave_after(twice, {4}), testing::ExitedWithCode(130), "step 3/10");
+}
+
+TEST_F(TrainSignalTest, User1SavesAndGoesOn) {
+  EXPECT_EXIT(leave_after([] { ::raise(SIGUSR1); }, {4, 10}), testing::ExitedWithCode(0), "step 10/10");
+}
+
+TEST(Faults, MalformedSpecsAreRefused) {
+  for (const char* spec : {"", "nan", "nan@step", "nan@step=", "nan@step=x", "nan@step=-1", "nan@step=3x",
+                           "boom@step=3", "kill@save=99999999999999999999"}) {
+    expect_contains(error_of(Exit::usage, [&] { parse_faults({spec}); }), "--debug-inject");
+  }
+  const FaultPlan plan = parse_faults({"nan@step=3", "kill@save=100"});
+  EXPECT_EQ(plan.nan_step, 3);
+  EXPECT_EQ(plan.save, SaveFault::kill);
+  EXPECT_EQ(plan.save_byte, 100u);
+}
+
+// ---- initial parameters ----
+
+TEST(Initialize, FollowsTheTable) {
+  ModelConfig config = preset_config("tiny");
+  const TensorTable table(config);
+  for (std::size_t tensor = 0; tensor < table.specs().size(); ++tensor) {
+    const TensorSpec& spec = table.specs()[tensor];
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    initial_values(spec, tensor, config.num_layers, 1, values);
+    double sum = 0, squares = 0;
+    for (const float value : values) {
+      sum += value;
+      squares += static_cast<double>(value) * value;
+    }
+    const double n = static_cast<double>(values.size());
+    const double deviation = spec.init == Init::normal ? 0.02 : 0.02 / std::sqrt(2.0 * 4);
+    if (spec.init == Init::ones) {
+      EXPECT_EQ(sum, n) << spec.name;
+    } else {
+      // Five standard errors of the mean and of the variance.
+      EXPECT_LT(std::abs(sum / n), 5 * deviation / std::sqrt(n)) << spec.name;
+      EXPECT_NEAR(squares / n, deviation * deviation, 5 * deviation * deviation * std::sqrt(2 / n))
+          << spec.name;
+    }
+  }
+}
+
+TEST(Initialize, IsAFunctionOfSeedTensorAndElement) {
+  const TensorTable table(preset_config("tiny"));
+  const TensorSpec& spec = table.specs()[0];
+  std::vector<float> all(1001), part(500), other_tensor(1001), other_seed(1001);
+  initial_values(spec, 0, 4, 1, all);
+  initial_values(spec, 0, 4, 1, part);
+  initial_values(spec, 1, 4, 1, other_tensor);
+  initial_values(spec, 0, 4, 2, other_seed);
+  EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin()));
+  int same = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) same += all[i] == other_tensor[i] || all[i] == other_seed[i];
+  EXPECT_LT(same, 5);
+}
+
+}  // namespace
+}  // namespace weft

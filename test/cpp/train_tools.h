@@ -1,0 +1,152 @@
+// What the tests of the training room share: shards, a model small enough to train in milliseconds, and a
+// wrapper that lets a test interfere with any model.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llmc/base/hash.h"
+#include "llmc/cpu/llama.h"
+#include "llmc/train/checkpoint.h"
+#include "llmc/train/data_loader.h"
+#include "llmc/train/initialize.h"
+#include "llmc/train/options.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+
+template <typename T>
+void append(std::string& bytes, T value) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+// A token shard (layout in llmc/file/token_shard.h) of u16 tokens.
+inline void write_shard(const std::string& path, const std::vector<std::uint16_t>& tokens,
+                        std::uint64_t vocab = 32, std::uint64_t tokenizer_hash = 7) {
+  const std::string data(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2);
+  std::string bytes("\x89WTOK\r\n\x1a", 8);
+  append<std::uint32_t>(bytes, 1);
+  append<std::uint32_t>(bytes, static_cast<std::uint32_t>(DType::u16));
+  append<std::uint64_t>(bytes, tokens.size());
+  append<std::uint64_t>(bytes, vocab);
+  append<std::uint64_t>(bytes, tokenizer_hash);
+  append<std::int64_t>(bytes, -1);
+  append<std::uint64_t>(bytes, xxh3_64(data));
+  append<std::uint64_t>(bytes, xxh3_64(bytes));
+  bytes.resize(256);
+  write_bytes(path, bytes + data);
+}
+
+// `count` tokens that follow a rule a model can learn, beginning at `begin` of an endless text.
+inline std::vector<std::uint16_t> patterned_tokens(std::size_t count, std::size_t begin = 0) {
+  std::vector<std::uint16_t> tokens(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t n = begin + i;
+    tokens[i] = static_cast<std::uint16_t>((n * n / 3 + n) % 31);
+  }
+  return tokens;
+}
+
+inline ModelConfig micro_config() {
+  ModelConfig config = preset_config("tiny");
+  config.vocab_size = config.tokenizer_vocab = 32;
+  config.num_layers = 1;
+  config.hidden_size = 16;
+  config.num_heads = 2;
+  config.num_kv_heads = 1;
+  config.head_dim = config.rope.rotary_dim = 8;
+  config.ffn_size = 24;
+  config.max_positions = 32;
+  return config;
+}
+
+// Settings for micro_config(): 8 tokens a sequence, constant learning rate, no validation, saves only at the
+// end.
+inline TrainSettings micro_settings() {
+  TrainSettings settings;
+  settings.steps = 10;
+  settings.micro_batch = 2;
+  settings.seq_len = 8;
+  settings.batch_tokens = 16;
+  settings.warmup_steps = 2;
+  settings.schedule = "constant";
+  settings.lr = 1e-2;
+  settings.save_every = settings.val_every = settings.sample_every = 0;
+  settings.precision = "fp32";
+  settings.device = "cpu";
+  return settings;
+}
+
+inline std::unique_ptr<TrainModel> micro_model(const TrainSettings& settings) {
+  std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), settings.model_options());
+  initialize_parameters(*model, static_cast<std::uint64_t>(settings.seed));
+  return model;
+}
+
+inline std::vector<float> tensors(TrainModel& model, TensorRole role) {
+  std::vector<float> all;
+  for (const TensorSpec& spec : model.table().specs()) {
+    const std::size_t begin = all.size();
+    all.resize(begin + static_cast<std::size_t>(spec.elements));
+    model.read_tensor(role, spec, all.data() + begin);
+  }
+  return all;
+}
+
+// Parameters and both moments: what must agree bit for bit.
+inline std::vector<float> whole_state(TrainModel& model) {
+  std::vector<float> all = tensors(model, TensorRole::parameter);
+  for (const TensorRole role : {TensorRole::moment1, TensorRole::moment2}) {
+    const std::vector<float> more = tensors(model, role);
+    all.insert(all.end(), more.begin(), more.end());
+  }
+  return all;
+}
+
+inline RunIdentity micro_identity(const TrainSettings& settings, const TokenDataset& data) {
+  return {micro_config(), settings.numeric_settings(), settings.steps, data.fingerprint(), "cpu",
+          "test",         "{\"tokenizer\":1}"};
+}
+
+// Forwards everything to another model; a test may look at or change what passes.
+class HookedModel : public TrainModel {
+ public:
+  explicit HookedModel(TrainModel& inner) : inner_(inner) {}
+  std::function<void()> before_forward;
+  std::function<void(StepStatistics&)> after_statistics;
+
+  const ModelConfig& config() const override { return inner_.config(); }
+  const TensorTable& table() const override { return inner_.table(); }
+  std::vector<MemoryLine> memory() const override { return inner_.memory(); }
+  void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
+    if (before_forward) before_forward();
+    inner_.forward(batch, micro_step, loss_scale);
+  }
+  void backward() override { inner_.backward(); }
+  void zero_gradients() override { inner_.zero_gradients(); }
+  StepStatistics statistics() override {
+    StepStatistics statistics = inner_.statistics();
+    if (after_statistics) after_statistics(statistics);
+    return statistics;
+  }
+  void update(const AdamWStep& step) override { inner_.update(step); }
+  double evaluate(const Batch& batch, std::int64_t* label_count) override {
+    return inner_.evaluate(batch, label_count);
+  }
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
+    inner_.read_tensor(role, spec, values);
+  }
+  void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
+    inner_.write_tensor(role, spec, values);
+  }
+  std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
+  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override { return inner_.decoder(capacity); }
+
+ private:
+  TrainModel& inner_;
+};
+
+}  // namespace weft
