@@ -110,8 +110,7 @@ class TensorFileWriter {
   void pad_to(std::uint64_t offset);
   void start_tensor();
   void finish_tensor();
-  std::vector<std::byte> header_bytes()
-      const;  // header page, configuration and table: everything before the data
+  std::vector<std::byte> header_bytes() const;  // page, configuration and table: all before the data
 
   std::string path_;
   FileKind kind_;

@@ -245,7 +245,7 @@ TEST(TensorFile, RefusesWhatIsNotARegularFile) {
 TEST(TensorFile, HandlesTheLargestTable) {
   const TemporaryDirectory directory;
   TensorFileWriter writer(directory.file("many.bin"), FileKind::model, Json::object());
-  for (std::size_t i = 0; i < kMaxTensors; ++i) writer.declare("t" + std::to_string(i), DType::u8, {0});
+  for (std::size_t i = 0; i < kMaxTensors; ++i) writer.declare(format("t%zu", i), DType::u8, {0});
   EXPECT_NE(error_of(Exit::internal, [&] { writer.declare("one more", DType::u8, {0}); }), "");
   writer.publish();
   const TensorFile file = TensorFile::open(directory.file("many.bin"), FileKind::model);
