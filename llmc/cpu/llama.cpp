@@ -15,11 +15,11 @@
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/llama_decoder.h"
-#include "llmc/cpu/llama_layout.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
+#include "llmc/model/llama_layout.h"
 
 namespace weft::cpu {
 
@@ -32,11 +32,7 @@ MemoryPlan parameter_plan(const char* name, const TensorTable& table) {
   return plan;
 }
 
-// Positions of the dropout masks: every micro-step and every branch has its own range of Philox counters. A
-// counter serves four elements, and 2^40 of them are more than any branch has.
-std::uint64_t dropout_offset(std::uint64_t micro_step, std::int64_t branch, std::int64_t branches) {
-  return (micro_step * static_cast<std::uint64_t>(branches) + static_cast<std::uint64_t>(branch)) << 40;
-}
+constexpr std::int64_t kClassifierRows = 512;  // of logits at once
 
 class Llama final : public TrainModel {
  public:
@@ -50,10 +46,10 @@ class Llama final : public TrainModel {
         moment2_arena_(parameter_plan("second moments", table_)),
         weights_(config, table_, parameter_arena_.at<float>(0)),
         d_weights_(config, table_, gradient_arena_.at<float>(0)),
-        acts_(config, options),
+        acts_(config, options, kClassifierRows),
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
-    acts_.bind(activation_arena_);
+    acts_.bind(activation_arena_.at<std::byte>(0));
   }
 
   const ModelConfig& config() const override { return config_; }
@@ -117,9 +113,7 @@ class Llama final : public TrainModel {
   HeadView q_heads(float* qkv) const { return heads(qkv, qkv_size()); }
   HeadView k_heads(float* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
   HeadView v_heads(float* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
-  HeadView heads(float* data, std::int64_t row) const {
-    return {data, options_.seq_len * row, row, config_.head_dim};
-  }
+  HeadView heads(float* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
   AttentionShape attention_shape() const {
     return {options_.micro_batch,
             options_.seq_len,
@@ -154,10 +148,8 @@ class Llama final : public TrainModel {
     const bool last = l == config_.num_layers;
     const auto& weights = last ? weights_.final_norm : weights_.layers[l].input_norm;
     const auto& d_weights = last ? d_weights_.final_norm : d_weights_.layers[l].input_norm;
-    if (last)
-      return {
-          {weights.weight, weights.bias}, d_weights, acts_.final_norm, acts_.final_mean, acts_.final_rstd};
-    const LayerActivations& layer = acts_.layers[l];
+    if (last) return {{weights.weight, weights.bias}, d_weights, acts_.final_norm, acts_.final_mean, acts_.final_rstd};
+    const LayerActivations<float>& layer = acts_.layers[l];
     return {{weights.weight, weights.bias}, d_weights, layer.input_norm, layer.mean1, layer.rstd1};
   }
 
@@ -174,7 +166,7 @@ class Llama final : public TrainModel {
   TensorTable table_;
   HostArena parameter_arena_, gradient_arena_, moment1_arena_, moment2_arena_;
   LlamaParameters<float> weights_, d_weights_;
-  LlamaActivations acts_;
+  LlamaActivations<float> acts_;
   HostArena activation_arena_;
   RopeTable rope_;
 
@@ -203,13 +195,13 @@ void Llama::forward_layers() {
 void Llama::forward_attention_and_gate(std::int64_t l, float* branch) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
   const LayerParameters<float>& w = weights_.layers[l];
-  const LayerActivations& a = acts_.layers[l];
+  const LayerActivations<float>& a = acts_.layers[l];
 
   matmul_forward(a.qkv, a.input_norm, w.qkv, nullptr, N, C, qkv_size());
   rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
-  attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv),
-                    k_heads(a.qkv), v_heads(a.qkv));
+  attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
+                    v_heads(a.qkv));
   matmul_forward(branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
 
   ResidualNormForward join;
@@ -229,7 +221,7 @@ void Llama::forward_attention_and_gate(std::int64_t l, float* branch) {
 
 // down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
 void Llama::join_branch(std::int64_t l) {
-  const LayerActivations& a = acts_.layers[l];
+  const LayerActivations<float>& a = acts_.layers[l];
   matmul_forward(acts_.branch, a.mlp_product, weights_.layers[l].down, nullptr, rows(), config_.ffn_size,
                  config_.hidden_size);
   const NormSite next = norm_site(l + 1);
@@ -254,8 +246,8 @@ double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, s
     matmul_forward(acts_.logits, hidden, weights_.head, nullptr, count, C, V);
     classifier(acts_.logits, acts_.losses + row, labels.data() + row, count, V, loss_scale, training_);
     if (training_) {
-      matmul_backward(acts_.d_final_norm + row * C, d_weights_.head, nullptr, acts_.logits, hidden,
-                      weights_.head, count, C, V);
+      matmul_backward(acts_.d_final_norm + row * C, d_weights_.head, nullptr, acts_.logits, hidden, weights_.head,
+                      count, C, V);
     }
   }
   double sum = 0;
@@ -290,7 +282,7 @@ void Llama::recompute_layer(std::int64_t l) {
     forward_attention_and_gate(l, acts_.d_norm);  // acts_.branch holds a gradient now
     return;
   }
-  const LayerActivations& a = acts_.layers[l];
+  const LayerActivations<float>& a = acts_.layers[l];
   ResidualNormForward norm;
   norm.x = a.residual_mid;
   norm.weight = weights_.layers[l].post_norm.weight;
@@ -329,7 +321,7 @@ void Llama::backward_layer(std::int64_t l) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
   const LayerParameters<float>& w = weights_.layers[l];
   const LayerParameters<float>& dw = d_weights_.layers[l];
-  const LayerActivations& a = acts_.layers[l];
+  const LayerActivations<float>& a = acts_.layers[l];
 
   matmul_backward(acts_.d_mlp_product, dw.down, nullptr, acts_.branch, a.mlp_product, w.down, N, F, C);
   swiglu_backward(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F);
@@ -348,8 +340,7 @@ void Llama::backward_layer(std::int64_t l) {
   join.dbias = dw.post_norm.bias;
   residual_norm_backward(norm_shape(2 * l), join);
 
-  matmul_backward(acts_.d_attention, dw.output, nullptr, acts_.branch, a.attention, w.output, N,
-                  config_.q_size(), C);
+  matmul_backward(acts_.d_attention, dw.output, nullptr, acts_.branch, a.attention, w.output, N, config_.q_size(), C);
   attention_backward(attention_shape(), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
@@ -381,8 +372,8 @@ StepStatistics Llama::statistics() {
 void Llama::update(const AdamWStep& step) {
   for (const TensorSpec& spec : table_.specs()) {
     adamw(arena(TensorRole::parameter) + spec.offset, arena(TensorRole::gradient) + spec.offset,
-          arena(TensorRole::moment1) + spec.offset, arena(TensorRole::moment2) + spec.offset, spec.elements,
-          spec.decay, step);
+          arena(TensorRole::moment1) + spec.offset, arena(TensorRole::moment2) + spec.offset, spec.elements, spec.decay,
+          step);
   }
 }
 
@@ -406,10 +397,9 @@ std::vector<float> Llama::activation(const std::string& name) {
   // "layers.<l>.<part>": kept for every layer only without recomputation.
   long long l = -1;
   char part[64] = "";
-  const bool parsed =
-      std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
+  const bool parsed = std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
   if (!parsed || options_.recompute != Recompute::none) return {};
-  const LayerActivations& a = acts_.layers[static_cast<std::size_t>(l)];
+  const LayerActivations<float>& a = acts_.layers[static_cast<std::size_t>(l)];
   const std::int64_t q = config_.q_size(), kv = config_.kv_size();
   const std::string which = part;
   if (which == "input_norm") return copy(a.input_norm, C, C);
@@ -431,12 +421,11 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
   return {{"parameters (fp32)", parameters},
           {"gradients (fp32)", parameters},
           {"AdamW moments (fp32)", 2 * parameters},
-          {"activations (fp32)", LlamaActivations(config, options).plan().bytes()}};
+          {"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()}};
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
-  if (options.precision != Precision::fp32)
-    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+  if (options.precision != Precision::fp32) fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
   return std::make_unique<Llama>(config, options);
 }
 

@@ -17,8 +17,7 @@ class LlamaDecoder final : public Decoder {
   LlamaDecoder(const ModelConfig& config, const LlamaParameters<float>& weights, std::int64_t capacity)
       : Decoder(config, capacity), weights_(weights) {
     const std::size_t rows = static_cast<std::size_t>(std::min(kChunk, capacity));
-    const std::size_t C = static_cast<std::size_t>(config.hidden_size),
-                      F = static_cast<std::size_t>(config.ffn_size);
+    const std::size_t C = static_cast<std::size_t>(config.hidden_size), F = static_cast<std::size_t>(config.ffn_size);
     residual_.resize(rows * C);
     norm_.resize(rows * C);
     branch_.resize(rows * C);
@@ -29,8 +28,8 @@ class LlamaDecoder final : public Decoder {
   }
 
   std::vector<MemoryLine> memory() const override {
-    const std::size_t scratch = residual_.size() + norm_.size() + branch_.size() + qkv_.size() +
-                                attention_.size() + gate_up_.size() + product_.size();
+    const std::size_t scratch = residual_.size() + norm_.size() + branch_.size() + qkv_.size() + attention_.size() +
+                                gate_up_.size() + product_.size();
     return {{"K/V cache (fp32)", cache_bytes()}, {"workspace (fp32)", scratch * sizeof(float)}};
   }
 
@@ -67,9 +66,7 @@ class LlamaDecoder final : public Decoder {
     const ModelConfig& c = config();
     const LayerParameters<float>& w = weights_.layers[static_cast<std::size_t>(l)];
     const std::int64_t C = c.hidden_size, F = c.ffn_size, q = c.q_size(), kv = c.kv_size(), row = q + 2 * kv;
-    const auto heads = [&](std::int64_t offset) {
-      return HeadView{qkv_.data() + offset, 0, row, c.head_dim};
-    };
+    const auto heads = [&](std::int64_t offset) { return HeadView{qkv_.data() + offset, 0, row, c.head_dim}; };
     const std::string prefix = "layers." + std::to_string(l) + ".";
     const bool last = l + 1 == c.num_layers;
 
@@ -103,8 +100,7 @@ std::uint64_t LlamaDecoder::weight_bytes() const {
 
 }  // namespace
 
-std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config,
-                                                const LlamaParameters<float>& weights,
+std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config, const LlamaParameters<float>& weights,
                                                 std::int64_t capacity) {
   return std::make_unique<LlamaDecoder>(config, weights, capacity);
 }

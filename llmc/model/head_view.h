@@ -1,0 +1,36 @@
+// How attention and RoPE address heads, on both devices: element (batch b, token t, head h, dimension d) of a view is
+// data[b * batch_stride + t * token_stride + h * head_stride + d]. One kernel then reads packed Llama rows
+// [q heads | k heads | v heads], GPT-NeoX rows [head][q, k, v] and a KV cache alike, without a permuted copy.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define WEFT_VIEW_FUNCTION __host__ __device__
+#else
+#define WEFT_VIEW_FUNCTION
+#endif
+
+namespace weft {
+
+template <typename T>
+struct HeadViewOf {
+  T* data = nullptr;
+  std::int64_t batch_stride = 0, token_stride = 0, head_stride = 0;  // in elements
+
+  WEFT_VIEW_FUNCTION T* at(std::int64_t b, std::int64_t t, std::int64_t h) const {
+    return data + b * batch_stride + t * token_stride + h * head_stride;
+  }
+  WEFT_VIEW_FUNCTION operator HeadViewOf<const T>() const { return {data, batch_stride, token_stride, head_stride}; }
+};
+
+struct AttentionShape {
+  std::int64_t B = 0;
+  std::int64_t TQ = 0;  // queries; they are the last TQ of the TK positions
+  std::int64_t TK = 0;  // keys and values, >= TQ
+  std::int64_t NH = 0, NKV = 0, HS = 0;  // query head h reads K/V head h / (NH / NKV)
+  bool causal = true;   // query t sees keys 0 .. TK - TQ + t
+  float scale = 0;      // 1 / sqrt(HS) in every model here
+};
+
+}  // namespace weft
