@@ -322,9 +322,11 @@ TEST(StopText, EndsWithTheFirstByteThatCompletesOne) {
     EXPECT_EQ(shown, "xa") << cut;
     EXPECT_TRUE(filter.stopped());
   }
-  StopTextFilter same_end({"c", "abc"});
-  EXPECT_EQ(same_end.push("xabc"), "x") << "of several that end together the longest counts";
-  EXPECT_EQ(same_end.push("more"), "");
+  for (const std::vector<std::string>& stops : {std::vector<std::string>{"c", "abc"}, {"abc", "c"}}) {
+    StopTextFilter filter(stops);
+    EXPECT_EQ(filter.push("xabc"), "x") << "of several that end together the longest counts";
+    EXPECT_EQ(filter.push("more"), "");
+  }
 }
 
 TEST(Prompt, AnEmptyOneStartsADocument) {

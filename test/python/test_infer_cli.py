@@ -1,0 +1,640 @@
+"""infer_pythia as its users meet it: the real binary, on a small random model that these tests write themselves.
+
+WEFT_BIN_DIR says where the binary is; without it the root of the repository.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import tensor_file  # noqa: E402
+
+PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
+
+OK, INTERNAL, USAGE, BAD_FILE, ENVIRONMENT, RESOURCES, NUMERIC = range(7)
+C, LAYERS, HEADS, FFN, ROWS, CONTEXT = 32, 2, 4, 64, 272, 96
+END_OF_TEXT, TOKENS = 0, 258  # bytes are the tokens 2 to 257
+FIELDS = {"prompt_ids", "ids", "text", "finish_reason", "ttft_ms", "itl_ms_p50", "itl_ms_p99", "tokens_per_s",
+          "bytes_per_token", "gb_per_s", "device", "decode"}
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+def byte_alphabet() -> list[str]:
+    """One printable character for each byte, as byte-level BPE writes them (GPT-2's bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+
+
+def tokenizer_json() -> str:
+    special = [{"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True} for i, name in enumerate(["<|endoftext|>", "<|padding|>"])]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    vocab = {"<|endoftext|>": 0, "<|padding|>": 1} | {c: i + 2 for i, c in enumerate(byte_alphabet())}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": []}
+    return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+                       "normalizer": {"type": "NFC"}, "pre_tokenizer": byte_level, "post_processor": byte_level,
+                       "decoder": byte_level, "model": model})
+
+
+def model_config(**changes) -> dict:
+    rope = {"type": "standard", "theta": 10000.0, "rotary_dim": 2, "factor": 1.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_positions": 0}
+    config = {"family": "gpt_neox", "vocab_size": ROWS, "hidden_size": C, "num_layers": LAYERS, "num_heads": HEADS,
+              "num_kv_heads": HEADS, "head_dim": C // HEADS, "ffn_size": FFN, "max_positions": CONTEXT,
+              "norm_eps": 1e-5, "norm": "layernorm", "rope": rope, "tied_embeddings": False,
+              "parallel_residual": True, "attention_bias": True, "tokenizer_vocab": TOKENS,
+              "eos_ids": [END_OF_TEXT], "bos_id": None}
+    return config | changes
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    table = {"gpt_neox.embed_in.weight": (ROWS, C)}
+    for i in range(LAYERS):
+        layer = f"gpt_neox.layers.{i}."
+        for name, shape in {"input_layernorm": (C,), "post_attention_layernorm": (C,),
+                            "attention.query_key_value": (3 * C, C), "attention.dense": (C, C),
+                            "mlp.dense_h_to_4h": (FFN, C), "mlp.dense_4h_to_h": (C, FFN)}.items():
+            table |= {layer + name + ".weight": shape, layer + name + ".bias": shape[:1]}
+    return table | {"gpt_neox.final_layer_norm.weight": (C,), "gpt_neox.final_layer_norm.bias": (C,),
+                    "embed_out.weight": (ROWS, C)}
+
+
+def write_model(path: Path, tokenizer: str | None = None, head: np.ndarray | None = None, **changes) -> Path:
+    """A random model. `head` replaces its classifier; its rows of padding are far ahead of every token otherwise."""
+    random = np.random.default_rng(5)
+    with tensor_file.Writer(path, "model", {"model": model_config(**changes)}) as writer:
+        for name, shape in shapes().items():
+            writer.declare(name, "f32", shape)
+        if tokenizer is not None:
+            writer.declare("tokenizer.json", "u8", (len(tokenizer.encode()),))
+        for name, shape in shapes().items():
+            data = random.normal(0, 0.3, shape).astype(np.float32)
+            if "norm.weight" in name:
+                data += 1
+            if name == "gpt_neox.final_layer_norm.bias":
+                data += 1
+            if name == "embed_out.weight":
+                data[TOKENS:] += 3
+                data[END_OF_TEXT] -= 3  # random text would end too soon
+                data = data if head is None else head
+            writer.write(name, data)
+        if tokenizer is not None:
+            writer.write("tokenizer.json", tokenizer.encode())
+    return path
+
+
+def constant_head(text: bytes) -> np.ndarray:
+    """A classifier that prefers the bytes of `text` (one byte: always that one), whatever the context."""
+    head = np.zeros((ROWS, C), np.float32)
+    for byte in text:
+        head[byte + 2] = 1
+    return head
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models of infer pythia")  # a path with spaces
+    write_model(folder / "small.bin", tokenizer_json())
+    write_model(folder / "no_tokenizer.bin")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(models) -> Path:
+    return models / "small.bin"
+
+
+# ---- running it ------------------------------------------------------------------------------------------------------
+
+def environment(**changes) -> dict[str, str]:
+    # One thread: the model is tiny, and the machine may be busy.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **changes}
+
+
+def run(*arguments, stdin: bytes = b"", timeout: float = 60, **env) -> subprocess.CompletedProcess:
+    return subprocess.run([PROGRAM, *map(os.fspath, map(str, arguments))], input=stdin, capture_output=True,
+                          env=environment(**env), timeout=timeout)
+
+
+def run_ok(*arguments, **keywords) -> bytes:
+    done = run(*arguments, **keywords)
+    assert done.returncode == OK, done.stderr.decode()
+    return done.stdout
+
+
+def object_of(*arguments, **keywords) -> dict:
+    return json.loads(run_ok(*arguments, "--json", **keywords))
+
+
+def refused(code: int, *arguments, **keywords) -> str:
+    """The error line of a run that must fail with `code`, having printed no result."""
+    done = run(*arguments, **keywords)
+    stderr = done.stderr.decode()
+    assert done.returncode == code, stderr
+    assert done.stdout == b""
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and stderr.splitlines()[-1] == errors[0], stderr
+    return errors[0]
+
+
+def prompt(model, *arguments, **keywords) -> dict:
+    return object_of("--model", model, "--prompt", "Hello", "--max-tokens", 24, *arguments, **keywords)
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+def test_json_is_complete(model):
+    result = prompt(model)
+    assert set(result) == FIELDS
+    assert result["prompt_ids"] == [byte + 2 for byte in b"Hello"]
+    assert len(result["ids"]) == 24 and result["finish_reason"] == "length"
+    assert all(0 <= i < TOKENS for i in result["ids"]), "a padding row was sampled"
+    assert result["text"] == bytes(i - 2 for i in result["ids"] if i > 1).decode("utf-8", "replace")
+    for field in ["ttft_ms", "itl_ms_p50", "itl_ms_p99", "tokens_per_s", "gb_per_s"]:
+        assert isinstance(result[field], float) and result[field] > 0, field
+    assert result["itl_ms_p50"] <= result["itl_ms_p99"]
+    assert isinstance(result["bytes_per_token"], int)
+    assert math.isclose(result["gb_per_s"], result["bytes_per_token"] * result["tokens_per_s"] / 1e9, rel_tol=1e-9)
+    assert (result["device"], result["decode"]) == ("cpu", "reference")
+
+
+def test_one_token_has_no_rate(model):
+    result = object_of("--model", model, "--prompt", "Hello", "--max-tokens", 1)
+    assert set(result) == FIELDS and len(result["ids"]) == 1
+    assert result["itl_ms_p50"] is result["itl_ms_p99"] is result["tokens_per_s"] is result["gb_per_s"] is None
+
+
+def test_greedy_is_reproducible_and_ignores_the_seed(model):
+    assert prompt(model)["ids"] == prompt(model)["ids"] == prompt(model, "--seed", 9)["ids"]
+
+
+def test_the_seed_decides(model):
+    def sampled(seed: int) -> list[int]:
+        return prompt(model, "--temperature", 1.5, "--top-k", 200, "--top-p", 0.99, "--seed", seed)["ids"]
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+    assert sampled(0) != prompt(model)["ids"]
+    assert prompt(model, "--temperature", 1.5, "--top-k", 1)["ids"] == prompt(model)["ids"]
+
+
+def test_text_is_the_text_of_json(model):
+    done = run("--model", model, "--prompt", "Hello", "--max-tokens", 24)
+    assert done.stdout.decode() == prompt(model)["text"], "a pipe gets the text and nothing else"
+    assert b"tokens/s" in done.stderr and b"first token" in done.stderr
+
+
+def test_prompts_of_every_kind_agree(model, tmp_path):
+    expected = prompt(model)["ids"]
+    (tmp_path / "prompt.txt").write_bytes(b"Hello")
+    common = ["--model", model, "--max-tokens", 24]
+    assert object_of(*common, "--prompt-file", tmp_path / "prompt.txt")["ids"] == expected
+    assert object_of(*common, "--prompt-file", "-", stdin=b"Hello")["ids"] == expected
+    assert object_of(*common, "--prompt-ids", ",".join(str(byte + 2) for byte in b"Hello"))["ids"] == expected
+    assert object_of(*common, "--prompt=Hello", "--device=cpu", "--decode=reference")["ids"] == expected
+
+
+def test_an_empty_prompt_starts_a_document(model, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    for arguments in (["--prompt", ""], ["--prompt="], ["--prompt-file", tmp_path / "empty.txt"]):
+        assert object_of("--model", model, *arguments, "--max-tokens", 3)["prompt_ids"] == [END_OF_TEXT]
+
+
+def test_special_tokens_are_text_unless_asked_for(model):
+    as_text = object_of("--model", model, "--prompt", "<|endoftext|>", "--max-tokens", 1)
+    assert as_text["prompt_ids"] == [byte + 2 for byte in b"<|endoftext|>"]
+    as_token = object_of("--model", model, "--prompt", "<|endoftext|>", "--max-tokens", 1, "--special")
+    assert as_token["prompt_ids"] == [END_OF_TEXT]
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"a\xed\xa0\x80b", b"a\0b", b"\xef\xbb\xbfx", b"a\r\nb", b"\xf0\x9f"])
+def test_odd_bytes_have_a_defined_result(model, tmp_path, text):
+    (tmp_path / "odd.txt").write_bytes(text)
+    result = object_of("--model", model, "--prompt-file", tmp_path / "odd.txt", "--max-tokens", 2)
+    assert result["prompt_ids"] == [byte + 2 for byte in text.decode("utf-8", "replace").encode()]
+
+
+def test_stop_at_the_end_of_text(tmp_path):
+    head = np.zeros((ROWS, C), np.float32)
+    head[END_OF_TEXT] = 1
+    always_ends = write_model(tmp_path / "ends.bin", tokenizer_json(), head)
+    result = prompt(always_ends)
+    assert (result["ids"], result["text"], result["finish_reason"]) == ([END_OF_TEXT], "", "stop")
+    result = prompt(always_ends, "--ignore-eos")
+    assert (result["ids"], result["finish_reason"]) == ([END_OF_TEXT] * 24, "length")
+
+
+def test_stop_text_does_not_leak(tmp_path):
+    says_ab = write_model(tmp_path / "ab.bin", tokenizer_json(), constant_head(b"ab"))
+    arguments = ["--model", says_ab, "--prompt", "x", "--max-tokens", 60, "--temperature", 1, "--seed", 3]
+    whole = object_of(*arguments)["text"]
+    assert set(whole) == {"a", "b"}
+    for stops in (["abba"], ["bbb", "aaa"], ["baab", "bab"]):
+        end = min(whole.index(stop) + len(stop) for stop in stops if stop in whole)
+        cut = max((stop for stop in stops if whole[:end].endswith(stop)), key=len)
+        options = [part for stop in stops for part in ("--stop", stop)]
+        result = object_of(*arguments, *options)
+        assert result["text"] == whole[:end - len(cut)] and result["finish_reason"] == "stop"
+        assert len(result["ids"]) == end
+        assert run_ok(*arguments, *options).decode() == result["text"]
+
+
+def test_the_context_ends_a_generation(model):
+    result = object_of("--model", model, "--prompt", "Hello", "--context", 16, "--max-tokens", 100)
+    assert len(result["ids"]) == 16 - 5 and result["finish_reason"] == "length"
+
+
+def test_without_a_tokenizer_only_ids_work(models):
+    bare = models / "no_tokenizer.bin"
+    result = object_of("--model", bare, "--prompt-ids", "1,2,3", "--max-tokens", 5)
+    assert result["text"] == "" and len(result["ids"]) == 5
+    done = run("--model", bare, "--prompt-ids", "1,2,3", "--max-tokens", 5)
+    assert done.stdout.decode() == ",".join(map(str, result["ids"])) and b"no tokenizer" in done.stderr
+    for arguments in (["--prompt", "Hello"], ["--interactive"], ["--perplexity", __file__]):
+        assert "tokenizer.json" in refused(BAD_FILE, "--model", bare, *arguments)
+    assert "stop text" in refused(USAGE, "--model", bare, "--prompt-ids", "1", "--stop", "x")
+
+
+# ---- perplexity, bench -----------------------------------------------------------------------------------------------
+
+def test_perplexity_of_a_uniform_model_is_its_vocabulary(tmp_path):
+    uniform = write_model(tmp_path / "uniform.bin", tokenizer_json(), np.zeros((ROWS, C), np.float32))
+    for length in (1, 50, 95, 96, 97, 500):
+        (tmp_path / "text.txt").write_bytes(b"a" * length)
+        result = object_of("--model", uniform, "--perplexity", tmp_path / "text.txt")
+        assert result["tokens"] == result["bytes"] == length
+        assert math.isclose(result["perplexity"], ROWS, rel_tol=1e-5)
+        assert math.isclose(result["bits_per_byte"], math.log2(ROWS), rel_tol=1e-5)
+        assert (result["window"], result["stride"]) == (CONTEXT, CONTEXT // 2)
+
+
+def test_perplexity_depends_on_the_stride_only_by_context(model, tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"The quick brown fox. " * 12)
+    def score(stride: int) -> dict:
+        return object_of("--model", model, "--perplexity", tmp_path / "text.txt", "--stride", stride)
+    fine, coarse = score(8), score(95)
+    assert fine["tokens"] == coarse["tokens"] == 252 and fine["windows"] > coarse["windows"] == 3
+    text = run_ok("--model", model, "--perplexity", tmp_path / "text.txt", "--stride", 8).decode()
+    assert f"{fine['perplexity']:.4f}" in text and "252 of 252 bytes" in text
+
+
+def test_perplexity_refuses(model, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert "empty" in refused(BAD_FILE, "--model", model, "--perplexity", tmp_path / "empty.txt")
+    assert "missing.txt" in refused(BAD_FILE, "--model", model, "--perplexity", tmp_path / "missing.txt")
+    assert "not a regular file" in refused(BAD_FILE, "--model", model, "--perplexity", tmp_path)
+    assert "from 1 to 95" in refused(USAGE, "--model", model, "--perplexity", __file__, "--stride", 96)
+    assert "--stride" in refused(USAGE, "--model", model, "--prompt", "x", "--stride", 5)
+
+
+def test_bench(model):
+    result = object_of("--model", model, "--bench", "--max-tokens", 20)
+    assert result["tokens"] == 20 and result["prompt_tokens"] == 32
+    assert all(result[field] > 0 for field in ["prefill_ms", "itl_ms_p50", "itl_ms_p99", "tokens_per_s", "gb_per_s"])
+    table = run_ok("--model", model, "--bench", "--max-tokens", 20).decode().splitlines()
+    assert len(table) == 3 and "median ms" in table[0] and "decode, 20 tokens" in table[2]
+    assert "do not fit" in refused(USAGE, "--model", model, "--bench", "--max-tokens", 65)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, parts", [
+    (["--promt", "x"], ["unknown option '--promt'", "did you mean --prompt?"]),
+    (["--prompt", "x", "--max-tokens"], ["--max-tokens: value missing"]),
+    (["--prompt", "x", "--max-tokens", "0"], ["--max-tokens: got '0'", "at least 1"]),
+    (["--prompt", "x", "--max-tokens", "5x"], ["--max-tokens: got '5x'"]),
+    (["--prompt", "x", "--max-tokens=-1"], ["--max-tokens: got '-1'"]),
+    (["--prompt", "x", "--temperature", "1e400"], ["--temperature: got '1e400'"]),
+    (["--prompt", "x", "--temperature", "0,7"], ["--temperature: got '0,7'"]),
+    (["--prompt", "x", "--temperature", "nan"], ["--temperature: got 'nan'"]),
+    (["--prompt", "x", "--top-p", "1.01"], ["--top-p: got '1.01'", "from 0 to 1"]),
+    (["--prompt", "x", "--min-p", "abc"], ["--min-p: got 'abc'"]),
+    (["--prompt", "x", "--top-k", "-1"], ["--top-k: got '-1'"]),
+    (["--prompt", "x", "--seed", "1e3"], ["--seed: got '1e3'"]),
+    (["--prompt", "x", "--device", "gpu0"], ["--device: got 'gpu0'", "auto, cuda, cpu"]),
+    (["--prompt", "x", "--decode", "fast"], ["--decode: got 'fast'", "fused"]),
+    (["--prompt", "x", "--prompt", "y"], ["--prompt: given 2 times"]),
+    (["--prompt", "x", "--prompt-ids", "1"], ["--prompt, --prompt-ids", "only one"]),
+    (["--prompt", "x", "--bench"], ["--prompt, --bench"]),
+    (["--interactive", "--json"], ["--json", "--interactive"]),
+    (["--prompt-file="], ["--prompt-file: got ''"]),
+    (["--prompt", "x", "--stop="], ["stop text: got ''"]),
+    (["--prompt", "x", "--context", "97"], ["--context: got 97", "96"]),
+    (["--prompt", "x", "file.bin"], ["unexpected argument 'file.bin'"]),
+    (["--prompt-ids", "1,272"], ["--prompt-ids: id 2: got '272'", "from 0 to 271"]),
+    (["--prompt-ids", "-1"], ["got '-1'"]),
+    (["--prompt-ids", "1,,2"], ["id 2: got ''"]),
+    (["--prompt-ids", "1, 2"], ["id 2: got ' 2'"]),
+    (["--prompt", "x" * 96], ["96 tokens", "context of 96", "at most 95"]),
+    (["--prompt", "xxxx", "--context", "4"], ["4 tokens", "context of 4"]),
+    ([], ["nothing to do", "--prompt", "--compare"]),
+])
+def test_usage_errors(model, arguments, parts):
+    message = refused(USAGE, "--model", model, *arguments)
+    for part in parts:
+        assert part in message
+
+
+def test_no_model():
+    assert "--model: missing" in refused(USAGE, "--prompt", "x")
+
+
+@pytest.mark.parametrize("arguments", [["--device", "cuda"], ["--device=cpu", "--decode=fused"],
+                                       ["--device=cpu", "--decode=graph"]])
+def test_what_the_machine_lacks_is_an_environment_error(model, arguments):
+    if arguments == ["--device", "cuda"] and os.path.exists("/dev/nvidia0"):
+        pytest.skip("this machine has a GPU")
+    message = refused(ENVIRONMENT, "--model", model, "--prompt", "x", *arguments)
+    assert arguments[-1].split("=")[-1] in message
+
+
+def test_auto_says_what_it_took(model):
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("this machine has a GPU")
+    done = run("--model", model, "--prompt", "x", "--max-tokens", 1)
+    assert done.returncode == OK and b"running on the CPU" in done.stderr
+
+
+def test_files_that_are_no_model(models, model, tmp_path):
+    def message(name: str, content: bytes = b"") -> str:
+        if content:
+            (tmp_path / name).write_bytes(content)
+        return refused(BAD_FILE, "--model", tmp_path / name, "--prompt", "x")
+    assert "missing.bin" in message("missing.bin")
+    assert "web page" in message("page.bin", b"<!DOCTYPE html><html><body>404</body></html>")
+    assert "git-lfs" in message("lfs.bin", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "token shard" in message("shard.bin", b"\x89WTOK\r\n\x1a" + bytes(300)).replace("token-shard", "token shard")
+    data = model.read_bytes()
+    message("cut.bin", data[:-1])
+    message("long.bin", data + b"\0")
+    for kind in ("training state", "reference dump"):
+        with tensor_file.Writer(tmp_path / "kind.bin", next(k for k in tensor_file.KINDS.values() if k == kind),
+                                {"model": model_config()}):
+            pass
+        assert kind in message("kind.bin")
+    with tensor_file.Writer(tmp_path / "llama.bin", "model", {"model": model_config(family="llama")}):
+        pass
+    assert "llama" in message("llama.bin")
+
+
+def test_a_flipped_bit_names_the_tensor(model, tmp_path):
+    data = bytearray(model.read_bytes())
+    info = tensor_file.read(model).tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    data[info.offset + 100] ^= 1
+    (tmp_path / "flipped.bin").write_bytes(data)
+    assert "gpt_neox.layers.1.mlp.dense_h_to_4h.weight" in refused(
+        BAD_FILE, "--model", tmp_path / "flipped.bin", "--prompt", "x")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    larger = json.loads(tokenizer_json())
+    larger["model"]["vocab"] |= {f"a{'b' * i}": 257 + i for i in range(1, 21)}
+    path = write_model(tmp_path / "larger.bin", json.dumps(larger))
+    message = refused(BAD_FILE, "--model", path, "--prompt", "x")
+    assert "tokenizer" in message and "278" in message and str(ROWS) in message
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    path = write_model(tmp_path / "nan.bin", tokenizer_json(), np.full((ROWS, C), np.nan, np.float32))
+    assert "embed_out.weight" in refused(BAD_FILE, "--model", path, "--prompt", "x")
+    overflow = write_model(tmp_path / "inf.bin", tokenizer_json(), np.full((ROWS, C), 3e38, np.float32))
+    assert "logit" in refused(NUMERIC, "--model", overflow, "--prompt", "x")
+
+
+def test_hostile_names_do_not_steer_the_terminal(tmp_path):
+    message = refused(BAD_FILE, "--model", tmp_path / "\x1b[31mred\nline", "--prompt", "x")
+    assert "\x1b" not in message and "\\x1b[31mred\\x0aline" in message
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+def test_help_and_version():
+    text = run_ok("--help").decode()
+    for name in ["--model", "--prompt-file", "--interactive", "--decode", "--perplexity", "--min-p", "--version"]:
+        assert name in text
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    assert re.fullmatch(r"infer_pythia \S+ \(.+\)\n", run_ok("--version").decode())
+
+
+def test_a_closed_pipe_is_quiet(model):
+    script = '"$@" 2>err.txt | head -c1; echo "${PIPESTATUS[0]}"'
+    for arguments in (["--help"], ["--model", str(model), "--prompt", "Hello", "--max-tokens", "90"],
+                      ["--model", str(model), "--bench", "--max-tokens", "50"]):
+        done = subprocess.run(["bash", "-c", script, "bash", PROGRAM, *arguments], capture_output=True,
+                              cwd=model.parent, env=environment(), timeout=60)
+        assert done.stdout.splitlines()[-1].endswith(b"0"), done.stdout
+        errors = (model.parent / "err.txt").read_text()
+        assert "error" not in errors and "warning" not in errors
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(model):
+    for arguments in (["--help"], ["--version"], ["--model", model, "--prompt", "x"],
+                      ["--model", model, "--prompt", "x", "--json"], ["--model", model, "--perplexity", __file__]):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, env=environment(),
+                                  timeout=120)
+        assert done.returncode == RESOURCES and b"standard output: cannot write: No space left" in done.stderr
+
+
+def test_a_locale_does_not_change_numbers(model):
+    done = run("--model", model, "--prompt", "Hello", "--max-tokens", 5, "--temperature", "0.5", "--json",
+               LC_ALL="de_DE.UTF-8", LANG="de_DE.UTF-8", TZ="Asia/Kathmandu")
+    assert done.returncode == OK and set(json.loads(done.stdout)) == FIELDS
+    text = run("--model", model, "--prompt", "Hello", "--max-tokens", 5, LC_ALL="de_DE.UTF-8").stderr.decode()
+    assert re.search(r"first token \d+\.\d ms", text)
+
+
+class Terminal:
+    """The program with a terminal of its own as stdin, stdout and stderr."""
+
+    def __init__(self, *arguments, columns: int = 80, **env):
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.master, self.output = master, b""
+        self.process = subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave,
+                                        start_new_session=True, env=environment(**env))
+        os.close(slave)
+
+    def read_until(self, condition, seconds: float = 60) -> bytes:
+        end = time.monotonic() + seconds
+        while not condition(self.output) and time.monotonic() < end:
+            if select.select([self.master], [], [], 0.1)[0]:
+                try:
+                    piece = os.read(self.master, 65536)
+                except OSError as error:
+                    if error.errno != errno.EIO:  # the other side is closed
+                        raise
+                    break
+                if not piece:
+                    break
+                self.output += piece
+        return self.output
+
+    def type(self, text: bytes) -> None:
+        os.write(self.master, text)
+
+    def finish(self) -> tuple[int, bytes]:
+        self.read_until(lambda _: False)
+        code = self.process.wait(timeout=60)
+        os.close(self.master)
+        return code, self.output
+
+
+def test_a_terminal_gets_no_control_characters_from_the_model(tmp_path):
+    says_escape = write_model(tmp_path / "escape.bin", tokenizer_json(), constant_head(b"\x1b"))
+    arguments = ["--model", says_escape, "--prompt", "x", "--max-tokens", 3]
+    code, output = Terminal(*arguments, NO_COLOR="1").finish()
+    assert code == OK and b"\x1b" not in output and b"\\x1b\\x1b\\x1b\r\n" in output
+    assert run_ok(*arguments) == b"\x1b\x1b\x1b", "a pipe gets what the model said"
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}])
+def test_plain_terminals_get_no_escapes(model, env):
+    code, output = Terminal("--model", model, "--prompt", "x", "--max-tokens", "zero", columns=20, **env).finish()
+    assert code == USAGE and output.startswith(b"error: ") and b"\x1b" not in output
+
+
+def test_color_is_for_terminals_or_on_demand(model):
+    assert b"\x1b" not in run("--model", "missing.bin", "--prompt", "x", TERM="xterm").stderr
+    assert b"\x1b[31merror:" in run("--model", "missing.bin", "--prompt", "x", "--color", "always").stderr
+    terminal = Terminal("--model", "missing.bin", "--prompt", "x", "--color", "never", TERM="xterm")
+    assert b"\x1b" not in terminal.finish()[1]
+
+
+# ---- signals, interactive text ---------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def slow_model(tmp_path_factory) -> Path:
+    """A model whose text goes on for thousands of tokens."""
+    return write_model(tmp_path_factory.mktemp("slow") / "slow.bin", tokenizer_json(), constant_head(b"a"),
+                       max_positions=16384)
+
+
+def start(*arguments, stdin=subprocess.DEVNULL) -> subprocess.Popen:
+    return subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=environment(), bufsize=0)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_ends_the_text_and_says_so(slow_model, number, code):
+    process = start("--model", slow_model, "--prompt", "x", "--max-tokens", 16000)
+    first = process.stdout.read(1)
+    process.send_signal(number)
+    rest, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and b"ended by interrupted" in stderr
+    assert set(first + rest) == {ord("a")} and len(rest) < 15000
+
+
+def test_an_interrupted_object_is_whole(slow_model):
+    process = start("--model", slow_model, "--prompt", "x", "--max-tokens", 16000, "--json")
+    while b"context of" not in process.stderr.readline():  # the last line before the first token
+        pass
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    result = json.loads(stdout)
+    assert set(result) == FIELDS and result["finish_reason"] == "interrupted"
+    assert result["text"] == "a" * len(result["ids"])
+
+
+def test_interactive_keeps_one_text(model):
+    done = run("--model", model, "--interactive", "--max-tokens", 4, "--ignore-eos", stdin=b"Hello\nand\n")
+    assert done.returncode == OK, done.stderr
+    first = object_of("--model", model, "--prompt", "Hello", "--max-tokens", 4, "--ignore-eos")
+    ids = first["prompt_ids"] + first["ids"] + [byte + 2 for byte in b"\nand"]
+    second = object_of("--model", model, "--prompt-ids", ",".join(map(str, ids)), "--max-tokens", 4, "--ignore-eos")
+    assert done.stdout.decode() == first["text"] + "\n" + second["text"] + "\n"
+
+
+def test_interactive_begins_anew_when_the_context_is_full(model):
+    done = run("--model", model, "--interactive", "--context", 12, "--max-tokens", 4, "--ignore-eos",
+               stdin=b"Hello\nHello\n" + b"x" * 40 + b"\n")
+    first = object_of("--model", model, "--prompt", "Hello", "--context", 12, "--max-tokens", 4, "--ignore-eos")
+    assert done.returncode == OK and done.stdout.decode() == (first["text"] + "\n") * 2
+    assert b"context of 12 tokens is full" in done.stderr
+    assert b"this line has 40 tokens" in done.stderr
+
+
+def test_interactive_ends_with_its_input(model):
+    assert run_ok("--model", model, "--interactive", stdin=b"") == b""
+    assert run("--model", model, "--interactive", "--max-tokens", 2, stdin=b"no newline").returncode == OK
+
+
+def test_interrupt_stops_the_answer_and_then_the_program(slow_model):
+    process = start("--model", slow_model, "--interactive", "--max-tokens", 8000, stdin=subprocess.PIPE)
+    process.stdin.write(b"Hello\n")
+    process.stdin.flush()
+    assert process.stdout.read(1) == b"a"
+    process.send_signal(signal.SIGINT)
+    while process.stdout.read(1) != b"\n":  # the end of the first answer
+        pass
+    process.stdin.write(b"again\n")
+    process.stdin.flush()
+    assert process.stdout.read(1) == b"a", "the program goes on"
+    process.send_signal(signal.SIGINT)
+    while process.stdout.read(1) != b"\n":
+        pass
+    time.sleep(0.3)  # it waits for a line now
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_interactive_terminates_while_waiting(model):
+    process = start("--model", model, "--interactive", stdin=subprocess.PIPE)
+    while b"context of" not in process.stderr.readline():
+        pass
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    process.communicate()
+
+
+def test_interactive_on_a_terminal(model):
+    terminal = Terminal("--model", model, "--interactive", "--max-tokens", 3, NO_COLOR="1")
+    terminal.read_until(lambda output: output.endswith(b"> "))
+    terminal.type(b"Hello\n")
+    terminal.read_until(lambda output: output.count(b"> ") == 2)
+    terminal.type(b"\x04")  # Ctrl-D: the end of input
+    code, output = terminal.finish()
+    assert code == OK and b"first token" in output and b"\x1b" not in output
+
+
+# ---- the model in the repository -------------------------------------------------------------------------------------
+
+def test_a_converted_model_runs(tmp_path):
+    source = ROOT / "models" / "tiny-pythia"
+    if not (source / "model.safetensors").exists() or not (ROOT / "scripts" / "convert_hf.py").exists():
+        pytest.skip("models/tiny-pythia is not there")
+    target = tmp_path / "tiny.bin"
+    subprocess.run([sys.executable, ROOT / "scripts" / "convert_hf.py", source, "-o", target], check=True,
+                   capture_output=True)
+    result = object_of("--model", target, "--prompt", "Once upon a time", "--max-tokens", 20)
+    assert set(result) == FIELDS and len(result["ids"]) == 20
+    assert result["ids"] == object_of("--model", target, "--prompt", "Once upon a time", "--max-tokens", 20)["ids"]
