@@ -4,7 +4,6 @@
 #include <csignal>
 #include <cstdint>
 #include <iostream>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -33,8 +32,7 @@ namespace {
 constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 constexpr std::uint64_t kMaxPromptBytes = 64 << 20;
 constexpr std::uint64_t kMaxTextBytes = 4ull << 30;
-constexpr double kCompareTolerance =
-    1e-5;  // fp32 against PyTorch in fp32, relative to a tensor's largest value
+constexpr double kCompareTolerance = 1e-5;  // fp32 against PyTorch in fp32, relative to a tensor's largest value
 
 struct Options {
   std::string model, device = "auto", decode = "auto", color = "auto";
@@ -65,27 +63,23 @@ void define(OptionTable& table, Options& o) {
   table.choice("device", o.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
   table.choice("decode", o.decode, {"auto", "fused", "graph", "reference"},
                "how to decode; fused and graph need a GPU");
-  table.integer("context", o.context, 0, kNoLimit,
-                "positions of the K/V cache; 0: all that the model was made for");
+  table.integer("context", o.context, 0, kNoLimit, "positions of the K/V cache; 0: all that the model was made for");
 
   table.group("What to do, exactly one of");
   table.text("prompt", o.prompt, "TEXT", "continue this text");
-  table.text("prompt-file", o.prompt_file, "FILE",
-             "continue the text of this file, every byte of it; - is stdin");
+  table.text("prompt-file", o.prompt_file, "FILE", "continue the text of this file, every byte of it; - is stdin");
   table.text("prompt-ids", o.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
   table.flag("interactive", o.interactive, "continue each line of stdin, in one growing text");
   table.text("perplexity", o.perplexity_file, "FILE", "score the text of this file");
   table.flag("bench", o.bench, "time the prefill of 32 random ids and --max-tokens decode steps");
-  table.text("compare", o.compare_file, "FILE",
-             "run the inputs of a reference dump and compare every tensor with it");
+  table.text("compare", o.compare_file, "FILE", "run the inputs of a reference dump and compare every tensor with it");
 
   table.group("Generation");
   table.integer("max-tokens", o.max_tokens, 1, kNoLimit, "stop after so many tokens");
   table.repeated("stop", o.stop, "TEXT", "stop before this text");
   table.flag("ignore-eos", o.ignore_eos, "do not stop at the end-of-text token");
   table.flag("special", o.special, "names of special tokens in the prompt are tokens, not text");
-  table.number("temperature", o.temperature, 0, std::numeric_limits<double>::max(),
-               "0: always the likeliest token");
+  table.number("temperature", o.temperature, 0, std::numeric_limits<double>::max(), "0: always the likeliest token");
   table.integer("top-k", o.top_k, 0, kNoLimit, "then keep the k likeliest tokens; 0: all");
   table.number("top-p", o.top_p, 0, 1, "then keep the likeliest tokens that make up this share");
   table.number("min-p", o.min_p, 0, 1, "then keep tokens of at least this share of the likeliest one");
@@ -104,14 +98,12 @@ void define(OptionTable& table, Options& o) {
 void check(const OptionTable& table, const Options& o) {
   if (!table.given("model")) fail(Exit::usage, "--model: missing, expected a model file");
   std::string modes, given;
-  for (const char* mode :
-       {"prompt", "prompt-file", "prompt-ids", "interactive", "perplexity", "bench", "compare"}) {
+  for (const char* mode : {"prompt", "prompt-file", "prompt-ids", "interactive", "perplexity", "bench", "compare"}) {
     modes += std::string(modes.empty() ? "--" : ", --") + mode;
     if (table.given(mode)) given += std::string(given.empty() ? "--" : ", --") + mode;
   }
   if (given.empty()) fail(Exit::usage, "nothing to do: expected one of %s", modes.c_str());
-  if (given.find(',') != std::string::npos)
-    fail(Exit::usage, "%s: only one of them at a time", given.c_str());
+  if (given.find(',') != std::string::npos) fail(Exit::usage, "%s: only one of them at a time", given.c_str());
   const std::pair<const char*, const std::string&> names[] = {{"model", o.model},
                                                               {"prompt-file", o.prompt_file},
                                                               {"prompt-ids", o.prompt_ids},
@@ -123,8 +115,7 @@ void check(const OptionTable& table, const Options& o) {
   if (o.json && (o.interactive || table.given("compare"))) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());
   }
-  if (table.given("stride") && !table.given("perplexity"))
-    fail(Exit::usage, "--stride: only for --perplexity");
+  if (table.given("stride") && !table.given("perplexity")) fail(Exit::usage, "--stride: only for --perplexity");
 }
 
 // The device and the way to decode that were asked for, as far as this build and this machine have them.
@@ -172,7 +163,16 @@ std::int64_t choose_capacity(const Options& o, const ModelConfig& config) {
 std::string read_prompt_text(const Options& o) {
   if (o.prompt_file.empty()) return o.prompt;
   if (o.prompt_file != "-") return read_text_file(o.prompt_file, kMaxPromptBytes);
-  return std::string(std::istreambuf_iterator<char>(std::cin), {});
+  std::string text;
+  char piece[1 << 16];
+  while (std::cin.read(piece, sizeof piece), std::cin.gcount() > 0) {
+    text.append(piece, static_cast<std::size_t>(std::cin.gcount()));
+    if (text.size() > kMaxPromptBytes) {
+      fail(Exit::bad_file, "standard input: more than the %llu bytes that a prompt may have",
+           static_cast<unsigned long long>(kMaxPromptBytes));
+    }
+  }
+  return text;
 }
 
 // Everything that the ways to run share.
@@ -183,20 +183,21 @@ struct Session {
   RunPlace place;
   std::int64_t capacity;
 
-  Tokenizer::Special special() const {
-    return options.special ? Tokenizer::Special::allow : Tokenizer::Special::text;
-  }
+  Tokenizer::Special special() const { return options.special ? Tokenizer::Special::allow : Tokenizer::Special::text; }
 };
 
+// The one place that knows which implementation runs. Until it is done a signal ends the program at once; from then on
+// there is a result to finish.
 std::unique_ptr<DecodeModel> load_model(const Session& s) {
   std::unique_ptr<DecodeModel> model = cpu::load_neox(s.file, s.capacity);
   std::uint64_t bytes = 0;
   for (const MemoryLine& line : model->memory()) bytes += line.bytes;
   log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for a context of %lld",
            escaped(s.file.file().path()).c_str(), static_cast<long long>(s.file.config().num_layers),
-           static_cast<long long>(s.file.config().hidden_size),
-           static_cast<double>(s.file.table().parameters()) / 1e6, dtype_name(s.file.dtype()),
-           human_bytes(static_cast<double>(bytes)).c_str(), static_cast<long long>(s.capacity));
+           static_cast<long long>(s.file.config().hidden_size), static_cast<double>(s.file.table().parameters()) / 1e6,
+           dtype_name(s.file.dtype()), human_bytes(static_cast<double>(bytes)).c_str(),
+           static_cast<long long>(s.capacity));
+  install_signal_handlers();
   return model;
 }
 
@@ -204,12 +205,8 @@ GenerateOptions generate_options(const Session& s) {
   const Options& o = s.options;
   GenerateOptions generate;
   generate.max_tokens = o.max_tokens;
-  generate.sampler = {o.temperature,
-                      o.top_k,
-                      o.top_p,
-                      o.min_p,
-                      static_cast<std::uint64_t>(o.seed),
-                      s.file.config().tokenizer_vocab};
+  generate.sampler = {
+      o.temperature, o.top_k, o.top_p, o.min_p, static_cast<std::uint64_t>(o.seed), s.file.config().tokenizer_vocab};
   if (s.tokenizer.has_value()) generate.sampler.vocab_limit = s.tokenizer->vocab_size();
   if (!o.ignore_eos) generate.stop_ids = s.file.config().eos_ids;
   generate.stop_texts = o.stop;
@@ -229,8 +226,7 @@ Exit run_prompt(const Session& s) {
   const Options& o = s.options;
   const std::vector<std::int32_t> prompt =
       o.prompt_ids.empty()
-          ? start_ids(need_tokenizer(s.tokenizer, o).encode(read_prompt_text(o), true, s.special()),
-                      s.file.config())
+          ? start_ids(need_tokenizer(s.tokenizer, o).encode(read_prompt_text(o), true, s.special()), s.file.config())
           : parse_ids(o.prompt_ids, s.file.config().vocab_size);
   check_prompt_fits(prompt.size(), 0, s.capacity);
   if (!s.tokenizer.has_value()) log_info("the model file has no tokenizer: ids in the place of text");
@@ -259,8 +255,7 @@ Exit run_perplexity(const Session& s) {
   std::vector<std::int32_t> ids = tokenizer.encode(text, false, s.special());
   const std::optional<std::int32_t> start = document_start(s.file.config());
   if (start.has_value()) ids.insert(ids.begin(), *start);
-  const std::int64_t stride =
-      s.options.stride > 0 ? s.options.stride : std::max<std::int64_t>(s.capacity / 2, 1);
+  const std::int64_t stride = s.options.stride > 0 ? s.options.stride : std::max<std::int64_t>(s.capacity / 2, 1);
   perplexity_windows(static_cast<std::int64_t>(ids.size()), s.capacity, stride);
   const std::unique_ptr<DecodeModel> model = load_model(s);
 
@@ -271,8 +266,7 @@ Exit run_perplexity(const Session& s) {
     progress.show(format("window %lld of %lld, perplexity %.3f", static_cast<long long>(done),
                          static_cast<long long>(all), so_far));
   };
-  const PerplexityResult result =
-      perplexity(*model, ids, static_cast<std::int64_t>(text.size()), stride, hooks);
+  const PerplexityResult result = perplexity(*model, ids, static_cast<std::int64_t>(text.size()), stride, hooks);
   progress.clear();
   write_stdout(s.options.json ? json_line(perplexity_json(result, s.capacity, stride, s.place))
                               : perplexity_text(result, s.capacity, stride));
@@ -303,7 +297,6 @@ Exit run(int argc, const char* const* argv) {
                  : options.color == "never" ? ColorMode::never
                                             : ColorMode::automatic);
   check(table, options);
-  install_signal_handlers();
 
   const RunPlace place = choose_place(options);
   const ModelFile file = ModelFile::open(options.model, Family::gpt_neox);
