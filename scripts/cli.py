@@ -129,7 +129,7 @@ def _depth(value: Any) -> int:
 
 
 def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000) -> Any:
-    """Strict JSON: UTF-8, no duplicate keys, no NaN, finite numbers, depth <= MAX_JSON_DEPTH. FileError BAD_FILE otherwise.
+    """Strict JSON: UTF-8, unique keys, finite numbers, depth <= MAX_JSON_DEPTH. FileError BAD_FILE otherwise.
 
     More than `max_objects` objects raise TooManyObjects, so that the caller can say what they are.
     """

@@ -5,8 +5,8 @@
     python3 scripts/convert_hf.py models/Llama-3.2-1B -o llama.bin --dtype bf16
 
 Reads config.json, generation_config.json, tokenizer.json and model.safetensors (or its shards and index); checks all of
-it before anything is written. Tensors keep their names, shapes and, without --dtype, their bits. One tensor is in memory
-at a time, and of that a piece. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+it before anything is written. Tensors keep their names, shapes and, without --dtype, their bits. A piece of one tensor
+is in memory at a time. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
             writer.write(TOKENIZER_TENSOR, checkpoint.tokenizer)
         progress.finish()
         if strict and warnings.count > already:
-            raise FileError(BAD_FILE, f"{escaped(str(path))}: not written: {warnings.count - already} tensors hold NaN, "
-                            "infinity or only zeros. Convert without --strict to take them as they are")
+            raise FileError(BAD_FILE, f"{escaped(str(path))}: not written: {warnings.count - already} tensors hold "
+                            "NaN, infinity or only zeros. Convert without --strict to take them as they are")
 
 
 # ---- what the user sees ----------------------------------------------------------------------------------------------

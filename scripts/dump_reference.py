@@ -92,8 +92,8 @@ def load_model(directory: Path, dtype: str, device: str) -> torch.nn.Module:
     transformers.utils.logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
     key = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(directory), attn_implementation="eager", local_files_only=True, **{key: getattr(torch, TORCH_DTYPES[dtype])})
+    options = {"attn_implementation": "eager", "local_files_only": True, key: getattr(torch, TORCH_DTYPES[dtype])}
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options)
     return model.to(device).eval()
 
 
@@ -262,8 +262,8 @@ def check_close(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: str
     error = float((got - expected).abs().max())
     scale = float(expected.abs().max())
     if got.shape != expected.shape or not error <= RECOMPUTE_TOLERANCE[dtype] * scale:
-        raise FileError(INTERNAL, f"{name}: transformers gives another result than the definition: {error:g} apart at a "
-                        f"scale of {scale:g}. This version of transformers may compute something else")
+        raise FileError(INTERNAL, f"{name}: transformers gives another result than the definition: {error:g} apart at "
+                        f"a scale of {scale:g}. This version of transformers may compute something else")
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------
@@ -395,7 +395,8 @@ def model_sha256(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Request, keep: Callable[[str], bool]) -> None:
+def write_dump(path: Path, directory: Path, checkpoint: Checkpoint, request: Request,
+               keep: Callable[[str], bool]) -> None:
     """Computes and writes the dump; `keep` says which tensors, beside ids, labels and loss, are written."""
     torch, transformers = libraries()
     tensors = {name: value for name, value in compute(directory, checkpoint.model, request).items() if keep(name)}

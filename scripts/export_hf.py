@@ -153,8 +153,8 @@ def check_target(directory: Path, force: bool) -> None:
     for entry in directory.iterdir():
         shard = entry.name.startswith("model-") and entry.name.endswith(".safetensors")
         if not entry.is_file() or not (entry.name in EXPORTED_NAMES or shard):
-            raise FileError(cli.USAGE, f"--output: {escaped(str(directory))} holds {shown(entry.name)}, which is no part "
-                            "of an exported model: not replaced")
+            raise FileError(cli.USAGE, f"--output: {escaped(str(directory))} holds {shown(entry.name)}, which is no "
+                            "part of an exported model: not replaced")
 
 
 def publish(temporary: Path, directory: Path) -> None:
@@ -184,8 +184,8 @@ def main() -> int:
     check_target(directory, options.force)
     file, model, tokenizer = read_model(options.file)
     if model.family == LLAMA and model.hidden_size % model.num_heads:
-        print(f"warning: hidden_size {model.hidden_size} is not a multiple of num_heads {model.num_heads}: transformers "
-              "5 refuses such a configuration", file=sys.stderr)
+        print(f"warning: hidden_size {model.hidden_size} is not a multiple of num_heads {model.num_heads}: "
+              "transformers 5 refuses such a configuration", file=sys.stderr)
     temporary = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
     os.mkdir(temporary)
     try:

@@ -334,7 +334,8 @@ def _rope(reader: _Reader, family: str, head_dim: int, user_theta: float | None)
     original = "original_max_position_embeddings"
     if high <= low:
         home.fail("high_freq_factor", f"got {high:g}, expected more than low_freq_factor = {low:g}")
-    return Rope("llama3", theta, rotary_dim, factor, low, high, owner(original, reader).integer(original, 1, MAX_POSITIONS))
+    positions = owner(original, reader).integer(original, 1, MAX_POSITIONS)
+    return Rope("llama3", theta, rotary_dim, factor, low, high, positions)
 
 
 def _theta(reader: _Reader, old: _Reader, new: _Reader, user_theta: float | None) -> float:
@@ -384,8 +385,8 @@ def _rotary_dim(reader: _Reader, old: _Reader, new: _Reader, family: str, head_d
             owner.fail(key, f"got {shown(fraction)}, expected 1", "Llama models rotate whole heads")
     rotary_dim = int(head_dim * fraction)  # truncated, as transformers does
     if rotary_dim < 2 or rotary_dim % 2:
-        owner.fail(key, f"got {rotary_dim} rotary dimensions of {head_dim} in a head, expected an even number, at least "
-                   "2")
+        owner.fail(key, f"got {rotary_dim} rotary dimensions of {head_dim} in a head, expected an even number, "
+                   "at least 2")
     return rotary_dim
 
 
@@ -506,7 +507,7 @@ def model_from_json(value: Any, source: object) -> Model:
 
 
 def export_config(model: Model, original: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
-    """A config.json that transformers 4 and 5 read alike. Keys of `original` that the model does not decide are kept."""
+    """A config.json that transformers 4 and 5 read alike. Keys of `original` that the model does not decide stay."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope.theta}
     if model.rope.type == "llama3":
         rope |= {"rope_type": "llama3", "factor": model.rope.factor, "low_freq_factor": model.rope.low_freq_factor,

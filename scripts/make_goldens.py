@@ -160,7 +160,7 @@ def convert(directory: Path, checkpoint: Checkpoint, path: Path) -> None:
 
 
 def drift(directory: Path, checkpoint: Checkpoint, request: Request) -> float:
-    """How far rounding moves a parameter in the optimizer steps: fp32 against fp64, relative to each tensor's largest."""
+    """How far rounding moves a parameter in the optimizer steps: fp32 against fp64, of each tensor's largest."""
     _, single = optimizer_steps(directory, checkpoint.model, request)
     _, double = optimizer_steps(directory, checkpoint.model, request, "f64")
     return max(float((single[name].double() - double[name]).abs().max() / double[name].abs().max()) for name in double)

@@ -109,7 +109,7 @@ class Done:
 
 
 def run_script(script, *arguments):
-    """main() of a script in this process: 30 times as fast as a new one. An exception that it lets through comes out."""
+    """main() of a script in this process: 30 times as fast as a new one. An exception it lets through comes out."""
     main = importlib.import_module(script.removesuffix(".py")).main
     out, err, code = io.StringIO(), io.StringIO(), 0
     before, sys.argv = sys.argv, [script, *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""hf_config.py: configurations of transformers 4 and 5, every known size, and what is refused (B35 to B51, B74 to B82)."""
+"""hf_config.py: configs of transformers 4 and 5, the published sizes, what is refused (B35 to B51, B74 to B82)."""
 
 import json
 import pathlib
@@ -296,8 +296,8 @@ def test_tokenizer_vocabulary():  # B74 to B78
         with pytest.raises(tensor_file.FileError, match="tokenizer.json") as failure:
             vocabulary(bad)
         assert words in str(failure.value), str(failure.value)
-    for bad in ({"model": {"vocab": {"a": 0}}, "added_tokens": [5]}, {"model": {"vocab": {"a": 0}}, "added_tokens": {"a": 1}},
-                {"model": 3}, {}):
+    model = {"vocab": {"a": 0}}
+    for bad in ({"model": model, "added_tokens": [5]}, {"model": model, "added_tokens": {"a": 1}}, {"model": 3}, {}):
         with pytest.raises(tensor_file.FileError, match="tokenizer.json"):
             vocabulary(bad)
 
