@@ -588,18 +588,22 @@ def test_interactive_ends_with_its_input(model):
 
 def test_interrupt_stops_the_answer_and_then_the_program(slow_model):
     process = start("--model", slow_model, "--interactive", "--max-tokens", 8000, stdin=subprocess.PIPE)
-    process.stdin.write(b"Hello\n")
-    process.stdin.flush()
-    assert process.stdout.read(1) == b"a"
-    process.send_signal(signal.SIGINT)
-    while process.stdout.read(1) != b"\n":  # the end of the first answer
-        pass
-    process.stdin.write(b"again\n")
-    process.stdin.flush()
-    assert process.stdout.read(1) == b"a", "the program goes on"
-    process.send_signal(signal.SIGINT)
-    while process.stdout.read(1) != b"\n":
-        pass
+
+    def read_answer() -> int:
+        """Reads the rest of an answer, a run of "a" and its newline; its length."""
+        for length in range(8000):
+            byte = process.stdout.read(1)
+            if byte != b"a":
+                assert byte == b"\n", "the program ended inside the answer"
+                return length
+        raise AssertionError("the answer was not stopped")
+
+    for line in (b"Hello\n", b"again\n"):
+        process.stdin.write(line)
+        for _ in range(20):
+            assert process.stdout.read(1) == b"a", "the answer goes on until it is stopped"
+        process.send_signal(signal.SIGINT)
+        read_answer()
     time.sleep(0.3)  # it waits for a line now
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
