@@ -28,11 +28,12 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
     inputs.weights = ModelFile::open(settings.model, Family::llama);
     inputs.config = inputs.weights->config();
     if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {
-      fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(),
-           escaped(settings.model).c_str(), norm_kind_name(inputs.config.norm));
+      fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(), escaped(settings.model).c_str(),
+           norm_kind_name(inputs.config.norm));
     }
   }
-  if (settings.seq_len > inputs.config.max_positions) {
+  // A reference dump brings its own shape.
+  if (settings.compare.empty() && settings.seq_len > inputs.config.max_positions) {
     fail(Exit::usage, "--seq-len: got %lld, expected at most the %lld positions of the model",
          static_cast<long long>(settings.seq_len), static_cast<long long>(inputs.config.max_positions));
   }
@@ -57,14 +58,12 @@ void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
 void check_shards(const TokenDataset& data, const char* option, const TrainInputs& inputs) {
   const std::string name = escaped(data.shards().front().path());
   if (data.vocab_size() > inputs.config.vocab_size) {
-    fail(Exit::usage,
-         "%s: %s has a vocabulary of %lld, the model one of %lld. Choose another model or tokenizer", option,
-         name.c_str(), static_cast<long long>(data.vocab_size()),
+    fail(Exit::usage, "%s: %s has a vocabulary of %lld, the model one of %lld. Choose another model or tokenizer",
+         option, name.c_str(), static_cast<long long>(data.vocab_size()),
          static_cast<long long>(inputs.config.vocab_size));
   }
   if (data.tokenizer_hash() != inputs.train->tokenizer_hash()) {
-    fail(Exit::bad_file, "%s: %s was made with another tokenizer than the shards of --train", option,
-         name.c_str());
+    fail(Exit::bad_file, "%s: %s was made with another tokenizer than the shards of --train", option, name.c_str());
   }
   if (!inputs.tokenizer.empty() && data.tokenizer_hash() != xxh3_64(inputs.tokenizer)) {
     fail(Exit::bad_file, "%s: %s was made with another tokenizer than that of %s", option, name.c_str(),
@@ -83,9 +82,8 @@ void adopt_tokenizer(TrainInputs& inputs) {
   if (inputs.tokenizer.empty()) return;
   const Tokenizer tokenizer = Tokenizer::from_json(inputs.tokenizer, escaped(inputs.tokenizer_source));
   if (tokenizer.vocab_size() > config.vocab_size) {
-    fail(Exit::usage, "--tokenizer: %s has %lld tokens, the model %lld",
-         escaped(inputs.tokenizer_source).c_str(), static_cast<long long>(tokenizer.vocab_size()),
-         static_cast<long long>(config.vocab_size));
+    fail(Exit::usage, "--tokenizer: %s has %lld tokens, the model %lld", escaped(inputs.tokenizer_source).c_str(),
+         static_cast<long long>(tokenizer.vocab_size()), static_cast<long long>(config.vocab_size));
   }
   if (inputs.weights) return;
   config.bos_id = tokenizer.bos_id();

@@ -42,10 +42,9 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
              "tokenizer.json of the shards; default: that of --model, else "
              "tokenizer.json beside the training shards");
   table.text("out", s.out, "DIR", "run directory: log and checkpoints");
-  table.choice(
-      "resume", s.resume, {"auto", "must", "never"},
-      "auto goes on from the newest whole checkpoint, must insists on the newest, never refuses a used "
-      "directory");
+  table.choice("resume", s.resume, {"auto", "must", "never"},
+               "auto goes on from the newest whole checkpoint, must insists on the newest, never refuses a used "
+               "directory");
   table.integer("save-every", s.save_every, 0, kMany, "steps between checkpoints; 0 saves only at the end");
   table.integer("keep", s.keep, 2, 1'000'000, "checkpoints to keep");
 }
@@ -55,10 +54,10 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.integer("steps", s.steps, 1, kMany, "optimizer steps of the whole run");
   table.integer("micro-batch", s.micro_batch, 1, 1'000'000, "sequences computed at once");
   table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
-  table.integer(
-      "batch-tokens", s.batch_tokens, 0, kMany,
-      "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch");
-  table.number("lr", s.lr, 0, 10, "peak learning rate");
+  table.integer("batch-tokens", s.batch_tokens, 0, kMany,
+                "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch");
+  table.number("lr", s.lr, 0, 10,
+               "peak learning rate; the default suits --config tiny, models of a billion parameters want a tenth");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
   table.integer("warmup-steps", s.warmup_steps, 0, kMany, "steps of linear warm-up");
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
@@ -77,8 +76,7 @@ void add_execution(OptionTable& table, TrainSettings& s) {
   table.group("Execution");
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "auto takes the GPU where there is one");
   table.choice("precision", s.precision, {"auto", "bf16", "fp32"}, "auto: bf16 on a GPU, fp32 on the CPU");
-  table.choice("recompute", s.recompute, {"none", "norm", "block"},
-               "activations computed twice to save memory");
+  table.choice("recompute", s.recompute, {"none", "norm", "block"}, "activations computed twice to save memory");
   table.number("max-minutes", s.max_minutes, 0, 1e7, "save and stop after this time; 0: no limit");
   table.choice("on-nan", s.on_nan, on_non_finite_names(),
                "when a loss or gradient is not finite: abort, skip the step, or rerun it once");
@@ -87,8 +85,7 @@ void add_execution(OptionTable& table, TrainSettings& s) {
 
 void add_reports(OptionTable& table, TrainSettings& s) {
   table.group("Reports");
-  table.integer("val-every", s.val_every, 0, kMany,
-                "steps between measurements on --val; 0: only at the end");
+  table.integer("val-every", s.val_every, 0, kMany, "steps between measurements on --val; 0: only at the end");
   table.integer("val-batches", s.val_batches, 0, kMany, "micro-batches of a measurement; 0: all of --val");
   table.integer("sample-every", s.sample_every, 0, kMany, "steps between generated samples; 0: none");
   table.text("sample-prompt", s.sample_prompt, "TEXT", "what a sample begins with");
@@ -111,8 +108,8 @@ void check_batch(TrainSettings& s) {
 
 void check_schedule(const TrainSettings& s, bool warmup_given) {
   if (warmup_given && s.warmup_steps > s.steps) {
-    fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld",
-         static_cast<long long>(s.warmup_steps), static_cast<long long>(s.steps));
+    fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld", static_cast<long long>(s.warmup_steps),
+         static_cast<long long>(s.steps));
   }
   const Schedule schedule = s.learning_rate();
   if (schedule.shape == ScheduleShape::wsd && s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
@@ -131,15 +128,15 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   check_batch(s);
   check_schedule(s, table.given("warmup-steps"));
   parse_faults(s.debug_inject);
+  if (!s.compare.empty() && s.model.empty())
+    fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
   if (s.print_config || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");
   if (s.out.empty() && !s.dry_run) fail(Exit::usage, "--out: needed, the directory for log and checkpoints");
 }
 
 void apply_color(const std::string& mode) {
-  set_color_mode(mode == "always"  ? ColorMode::always
-                 : mode == "never" ? ColorMode::never
-                                   : ColorMode::automatic);
+  set_color_mode(mode == "always" ? ColorMode::always : mode == "never" ? ColorMode::never : ColorMode::automatic);
 }
 
 }  // namespace
@@ -169,9 +166,7 @@ TrainOptions TrainSettings::model_options() const {
   options.micro_batch = micro_batch;
   options.seq_len = seq_len;
   options.precision = precision == "bf16" ? Precision::bf16 : Precision::fp32;
-  options.recompute = recompute == "block"  ? Recompute::block
-                      : recompute == "norm" ? Recompute::norm
-                                            : Recompute::none;
+  options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
   options.seed = static_cast<std::uint64_t>(seed);
   return options;
@@ -201,8 +196,7 @@ Json TrainSettings::numeric_settings() const {
   return fields;
 }
 
-std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv,
-                                                 const std::string& version) {
+std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version) {
   TrainSettings settings;
   OptionTable table("train_llama", "Trains a Llama model on token shards.");
   table.version(version);

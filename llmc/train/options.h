@@ -24,8 +24,8 @@ struct TrainSettings {
   std::string out, resume = "auto";
   std::int64_t save_every = 100, keep = 2;
 
-  std::int64_t steps = 300, micro_batch = 8, seq_len = 256, batch_tokens = 0;
-  double lr = 2e-3, min_lr_ratio = 0.1;
+  std::int64_t steps = 400, micro_batch = 8, seq_len = 256, batch_tokens = 0;
+  double lr = 3e-3, min_lr_ratio = 0.1;
   std::int64_t warmup_steps = 20;
   std::string schedule = "cosine";
   double wsd_decay_fraction = 0.2;

@@ -1,0 +1,525 @@
+"""train_llama as its users meet it: options, exit codes, one-line errors, run directories, signals, kills and resume."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+np = pytest.importorskip("numpy")
+xxhash = pytest.importorskip("xxhash")
+
+import token_shard  # noqa: E402
+
+PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama"
+MODEL = ROOT / "test" / "fixtures" / "golden" / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
+VOCABULARY, SEED = 64, 7
+SECONDS = 120
+
+if not PROGRAM.exists():
+    pytest.skip(f"{PROGRAM} is not built", allow_module_level=True)
+
+
+def write_shard(path, count, begin=0, vocabulary=VOCABULARY, tokenizer_hash=SEED):
+    n = np.arange(begin, begin + count)
+    writer = token_shard.ShardWriter(path, vocabulary, tokenizer_hash)
+    writer.write((n * n // 3 + n) % min(vocabulary, 31))
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    directory = tmp_path / "shards with spaces"
+    directory.mkdir()
+    for i, count in enumerate((400, 170, 90)):
+        write_shard(directory / f"train_{i}.bin", count, 1000 * i)
+    write_shard(directory / "val_0.bin", 200, 5000)
+    return directory
+
+
+def environment(**more):
+    # One thread: the model is so small that waking a second one costs more than its work.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **more}
+
+
+def arguments(data, out, *more, steps=12):
+    """A run of a few milliseconds a step; options in `more` replace those here."""
+    chosen = {"--model": MODEL, "--train": data / "train_*.bin", "--val": data / "val_*.bin", "--out": out, "--steps": steps,
+              "--micro-batch": 2, "--seq-len": 16, "--batch-tokens": 64, "--schedule": "cosine", "--warmup-steps": 2,
+              "--save-every": 4, "--val-every": 5, "--val-batches": 2}
+    given = {str(option).split("=")[0] for option in more}
+    kept = [str(word) for option, value in chosen.items() if option not in given for word in (option, value)]
+    return [str(PROGRAM), *kept, *map(str, more)]
+
+
+def train(data, out, *more, env=None, **keys):
+    return subprocess.run(arguments(data, out, *more, **keys), capture_output=True, text=True, timeout=SECONDS,
+                          env=environment(**(env or {})))
+
+
+def run_program(*options, **keys):
+    return subprocess.run([str(PROGRAM), *map(str, options)], capture_output=True, text=True, timeout=SECONDS,
+                          env=environment(), **keys)
+
+
+def assert_refused(done, code, *words):
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0], done.stderr
+    for word in words:
+        assert word in errors[0], errors[0]
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def losses(out):
+    """Loss and gradient norm by step; of a step that was computed twice, the later one."""
+    return {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records(out) if r["type"] == "step"}
+
+
+def checkpoints(out):
+    return sorted(path.name for path in out.glob("step_*"))
+
+
+def state_bytes(out, step):
+    directory = out / f"step_{step:08d}"
+    return [(directory / name).read_bytes() for name in ("model.bin", "state.bin")]
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--microbatch", "3"], ["--microbatch", "--micro-batch"]),
+    (["--lr", "abc"], ["--lr", "'abc'", "10"]),
+    (["--lr", "1e400"], ["--lr", "1e400"]),
+    (["--lr", "nan"], ["--lr"]),
+    (["--lr=-1"], ["--lr", "-1"]),
+    (["--steps", "5x"], ["--steps", "'5x'"]),
+    (["--steps", "0"], ["--steps", "1"]),
+    (["--micro-batch=-1"], ["--micro-batch"]),
+    (["--steps"], ["--steps", "missing"]),
+    (["--steps", "5", "--steps", "6"], ["--steps"]),
+    (["--schedule", "cosin"], ["--schedule", "cosine"]),
+    (["--keep", "0"], ["--keep", "2"]),
+    (["--keep", "1"], ["--keep", "2"]),
+    (["--config", "huge"], ["--config", "tiny", "llama3.2-1b"]),
+    (["--model", "x.bin"], ["--config", "--model"]),
+    (["--batch-tokens", "100"], ["--batch-tokens", "2048"]),
+    (["--seq-len", "600"], ["--seq-len", "512"]),
+    (["--steps", "10", "--warmup-steps", "11"], ["--warmup-steps", "10"]),
+    (["--schedule", "wsd", "--steps", "100", "--wsd-decay-fraction", "0.9"], ["--wsd-decay-fraction"]),
+    (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
+    (["--debug-inject", "boom"], ["--debug-inject", "nan@step"]),
+    (["--compare", "x"], ["--compare", "--model"]),
+    (["stray"], ["stray"]),
+])
+def test_usage_errors_name_option_and_range(data, tmp_path, options, words):
+    config = [] if "--config" in options else ["--config", "tiny"]
+    done = run_program(*config, "--train", data / "train_*.bin", "--out", tmp_path / "run", *options)
+    assert_refused(done, 2, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_needed_is_asked_for(data, tmp_path):
+    assert_refused(run_program(), 2, "--config", "--model")
+    assert_refused(run_program("--config", "tiny"), 2, "--train")
+    assert_refused(run_program("--config", "tiny", "--train", data / "train_*.bin"), 2, "--out")
+
+
+def test_help_and_version(tmp_path):
+    done = run_program("--help")
+    assert done.returncode == 0 and done.stderr == ""
+    for word in ("--config", "--grad-clip", "default 2", "nan@step=N", "Exit codes"):
+        assert word in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    done = run_program("--version")
+    assert done.returncode == 0 and done.stdout.startswith("train_llama ")
+
+
+def test_print_config_is_json():
+    done = run_program("--config", "tiny", "--lr", "0.5", "--print-config")
+    assert done.returncode == 0
+    config = json.loads(done.stdout)
+    assert config["settings"]["lr"] == "0.5" and config["settings"]["device"] == "cpu"
+    assert config["model"]["hidden_size"] == 192
+
+
+@pytest.mark.skipif("CUDA" in run_program("--version").stdout and shutil.which("nvidia-smi") is not None,
+                    reason="this machine may have a GPU")
+def test_a_gpu_that_is_not_there_is_exit_4(data, tmp_path):
+    assert_refused(train(data, tmp_path / "run", "--device", "cuda"), 4, "--device cuda")
+
+
+def test_dry_run_checks_everything_and_writes_nothing(data, tmp_path):
+    done = train(data, tmp_path / "run", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for word in ("lr ", "parameters", "64 tokens = 2 x 16, accumulated 2 times", "3 shards"):
+        assert word in done.stdout
+    assert not (tmp_path / "run").exists()
+    # A plan of 8 billion parameters, in no time and with no memory.
+    begin = time.monotonic()
+    done = run_program("--config", "llama3.1-8b", "--train", data / "train_*.bin", "--dry-run", "--seq-len", 16)
+    assert done.returncode == 0 and "8030.26 M parameters" in done.stdout
+    assert time.monotonic() - begin < 20
+    # One flipped bit, anywhere in the tokens.
+    shard = data / "train_0.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[301] ^= 1
+    shard.write_bytes(raw)
+    assert_refused(train(data, tmp_path / "run", "--dry-run"), 3, "train_0.bin")
+
+
+def test_a_plan_beyond_memory_is_exit_5_before_anything_is_written(data, tmp_path):
+    done = run_program("--config", "llama3.1-8b", "--train", data / "train_*.bin", "--out", tmp_path / "run", "--seq-len",
+                       16, "--micro-batch", 1_000_000)
+    assert_refused(done, 5, "memory")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- input files -----------------------------------------------------------------------------------------------------
+
+
+def test_shards_that_do_not_fit(data, tmp_path):
+    out = tmp_path / "run"
+    assert_refused(train(data, out, "--train", data / "none_*.bin"), 3, "none_")
+    assert_refused(train(data, out, "--train", MODEL), 3, "llama-hs32-mha.model.bin")
+    write_shard(data / "short.bin", 16)
+    assert_refused(train(data, out, "--train", data / "short.bin"), 3, "short.bin", "17")
+    write_shard(data / "large.bin", 100, vocabulary=60_000)
+    assert_refused(train(data, out, "--train", data / "large.bin"), 2, "--train", "60000")
+    write_shard(data / "other.bin", 100, tokenizer_hash=8)
+    assert_refused(train(data, out, "--val", data / "other.bin"), 3, "--val", "other.bin", "tokenizer")
+    (data / "tokenizer.json").write_text("{}")
+    assert_refused(train(data, out), 3, "--train", "tokenizer")
+    assert_refused(train(data, out, "--model", data / "train_0.bin"), 3, "train_0.bin")
+    neox = next((ROOT / "test" / "fixtures" / "golden").glob("neox-*.model.bin"))
+    assert_refused(train(data, out, "--model", neox), 3, "infer_pythia")
+    assert not out.exists()
+
+
+def test_output_directories_that_cannot_be_one(data, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert_refused(train(data, tmp_path / "file"), 2, "--out")
+    assert_refused(train(data, tmp_path / "file" / "run"), 2, "--out")
+    assert_refused(train(data, data), 2, "--out", "input")
+    assert_refused(train(data, "x" * 5000), 2, "--out")
+
+
+def test_compare_with_a_reference_dump():
+    dump = MODEL.with_name(MODEL.name.replace(".model.", ".dump."))
+    done = run_program("--model", MODEL, "--compare", dump)
+    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout
+    other = MODEL.with_name("llama-hs32-gqa2.dump.bin")
+    assert run_program("--model", MODEL, "--compare", other).returncode not in (0, -signal.SIGSEGV)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_what_it_leaves(data, tmp_path):
+    out = tmp_path / "a run\nwith strange name"
+    done = train(data, out)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"step 12  train loss \d\.\d{4}  val loss \d\.\d{4}  checkpoint '.*step_00000012'\n", done.stdout)
+    assert "\033" not in done.stderr and "\r" not in done.stderr, "no terminal, no escapes"
+    assert checkpoints(out) == ["step_00000008", "step_00000012"]
+    log = records(out)
+    assert [r["type"] for r in log[:2]] == ["header", "resume"]
+    assert log[0]["settings"]["lr"] == "0.003" and log[0]["model"]["hidden_size"] and log[0]["host"]["cpus"] >= 1
+    steps = [r for r in log if r["type"] == "step"]
+    assert [r["step"] for r in steps] == list(range(1, 13))
+    assert [r["step"] for r in steps if "val_loss" in r] == [5, 10, 12]
+    assert all(r["tokens"] == r["step"] * 64 and r["dt_ms"] > 0 and not r["skipped"] for r in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert json.loads((out / "config.json").read_text())["settings"]["steps"] == "12"
+    assert (out / "lock").read_text() == ""
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(data, tmp_path):
+    for name, more in (("one", []), ("two", []), ("other", ["--seed", 2])):
+        assert train(data, tmp_path / name, *more).returncode == 0
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert state_bytes(tmp_path / "one", 12) == state_bytes(tmp_path / "two", 12)
+    assert losses(tmp_path / "one") != losses(tmp_path / "other")
+
+
+def test_a_checkpoint_is_a_model(data, tmp_path):
+    assert train(data, tmp_path / "one").returncode == 0
+    model = tmp_path / "one" / "step_00000012" / "model.bin"
+    done = train(data, tmp_path / "two", "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two")[1][0] < losses(tmp_path / "one")[3][0], "it goes on from what was learned"
+
+
+def test_from_scratch_with_a_sample(tmp_path):
+    """--config, initial parameters, the tokenizer beside the shards, and a sample; the model file carries the tokenizer."""
+    tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(tokenizer, data)
+    write_shard(data / "train_0.bin", 500, vocabulary=2048,
+                tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
+    done = train(data, tmp_path / "run", "--config", "tiny", "--model=", "--val=", "--sample-every", 3,
+                 "--sample-tokens", 5, "--sample-prompt", "Once", steps=3)
+    assert done.returncode == 0, done.stderr
+    assert "sample: Once" in done.stderr and "val loss none" in done.stdout
+    log = records(tmp_path / "run")
+    assert [r["text"][:4] for r in log if r["type"] == "sample"] == ["Once"]
+    assert abs(losses(tmp_path / "run")[1][0] - np.log(2048)) < 0.2
+    assert tokenizer.read_bytes() in (tmp_path / "run" / "step_00000003" / "model.bin").read_bytes()
+
+
+def test_numbers_do_not_follow_the_locale(data, tmp_path):
+    locale = {"LC_ALL": "de_DE.UTF-8", "LC_NUMERIC": "de_DE.UTF-8", "LANG": "de_DE.UTF-8"}
+    assert train(data, tmp_path / "de", "--lr", "0.0015", env=locale).returncode == 0
+    assert train(data, tmp_path / "c", "--lr", "0.0015").returncode == 0
+    assert losses(tmp_path / "de") == losses(tmp_path / "c")
+    assert_refused(train(data, tmp_path / "x", "--lr", "0,0015", env=locale), 2, "--lr")
+
+
+# ---- interruption and resume -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(data, tmp_path):
+    """The uninterrupted run that every interrupted one must equal bit for bit."""
+    assert train(data, tmp_path / "whole").returncode == 0
+    return tmp_path / "whole"
+
+
+def assert_same_run(out, whole):
+    assert losses(out) == losses(whole)
+    one, two = state_bytes(out, 12), state_bytes(whole, 12)
+    assert one[0] == two[0] and one[1] == two[1]
+
+
+def test_terminated_saves_and_resumes(data, tmp_path, whole):
+    out = tmp_path / "run"
+    done = train(data, out, "--debug-inject", "term@step=6")
+    assert done.returncode == 143, done.stderr
+    assert "step 6 " in done.stdout and checkpoints(out) == ["step_00000004", "step_00000006"]
+    assert train(data, out).returncode == 0
+    assert_same_run(out, whole)
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_signals_from_outside(data, tmp_path, sent, code):
+    out = tmp_path / "run"
+    process = subprocess.Popen(arguments(data, out, steps=1_000_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=environment())
+    wait_for(lambda: (out / "step_00000004" / "manifest.json").exists())
+    process.send_signal(sent)
+    _, messages = process.communicate(timeout=SECONDS)
+    assert process.returncode == code
+    last = max(losses(out))
+    assert f"step_{last:08d}" in checkpoints(out), messages
+    assert "the same command goes on" in messages
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 8, 9, 12])
+def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
+    out = tmp_path / "run"
+    assert train(data, out, "--debug-inject", f"kill@step={step}").returncode == -signal.SIGKILL
+    done = train(data, out)
+    assert done.returncode == 0, done.stderr
+    assert "its lock is taken over" in done.stderr
+    assert ("resuming after step" in done.stderr) == (step > 4)
+    assert_same_run(out, whole)
+
+
+def test_killed_while_saving_and_resumed_bit_for_bit(data, tmp_path, whole):
+    first = tmp_path / "first"
+    assert train(data, first, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
+    size = sum(path.stat().st_size for path in (first / "step_00000004").iterdir())
+    for byte in (0, 5000, size // 3, size // 2, size - 100):
+        out = tmp_path / f"run{byte}"
+        shutil.copytree(first, out)
+        assert train(data, out, "--debug-inject", f"kill@save={byte}").returncode == -signal.SIGKILL
+        assert checkpoints(out) == ["step_00000004", "step_00000008.tmp"]
+        done = train(data, out)
+        assert done.returncode == 0 and "resuming after step 4" in done.stderr, done.stderr
+        assert_same_run(out, whole)
+
+
+def test_killed_from_outside_many_times(data, tmp_path):
+    """kill -9 at moments that nobody chose, until the run is through."""
+    assert train(data, tmp_path / "whole", steps=60).returncode == 0
+    out = tmp_path / "run"
+    for attempt in range(200):
+        process = subprocess.Popen(arguments(data, out, steps=60), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                   env=environment())
+        try:
+            process.wait(timeout=0.1 + 0.013 * attempt)
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0 and attempt > 0
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if line.endswith("}")]
+    by_step = {r["step"]: r["loss"] for r in log if r["type"] == "step"}
+    assert by_step == {step: loss for step, (loss, *_) in losses(tmp_path / "whole").items()}
+    assert state_bytes(out, 60)[0] == state_bytes(tmp_path / "whole", 60)[0]
+
+
+def test_more_steps_are_an_extension_other_changes_are_refused(data, tmp_path):
+    out = tmp_path / "run"
+    constant = ["--schedule", "constant"]
+    assert train(data, out, *constant, steps=6).returncode == 0
+    assert_refused(train(data, out, *constant, "--lr", 0.1, steps=12), 2, "--lr")
+    assert_refused(train(data, out, *constant, "--batch-tokens", 32, steps=12), 2, "--batch-tokens")
+    assert_refused(train(data, out, *constant, "--seed", 3, steps=12), 2, "--seed")
+    assert_refused(train(data, out, "--schedule", "linear", steps=12), 2, "--schedule")
+    assert_refused(train(data, out, *constant, steps=5), 2, "--steps")
+    assert_refused(train(data, out, *constant, "--resume", "never", steps=12), 2, "--resume never")
+    write_shard(data / "train_3.bin", 100)
+    assert_refused(train(data, out, *constant, steps=12), 3, "--train", "shards")
+    (data / "train_3.bin").unlink()
+    assert train(data, out, *constant, steps=12).returncode == 0
+    assert train(data, tmp_path / "whole", *constant).returncode == 0
+    assert_same_run(out, tmp_path / "whole")
+
+
+def test_damaged_checkpoints(data, tmp_path):
+    out = tmp_path / "run"
+    assert train(data, out).returncode == 0
+    newest = out / "step_00000012" / "state.bin"
+    raw = bytearray(newest.read_bytes())
+    raw[-5] ^= 0x10
+    newest.write_bytes(raw)
+    assert_refused(train(data, out, "--resume", "must"), 3, "step_00000012")
+    done = train(data, out)
+    assert done.returncode == 0 and "warning: skipping a damaged checkpoint" in done.stderr
+    assert "resuming after step 8" in done.stderr
+    for path in out.glob("step_*/model.bin"):
+        os.truncate(path, 5000)
+    before = (out / "log.jsonl").read_bytes()
+    assert_refused(train(data, out), 3, "none of its")
+    assert (out / "log.jsonl").read_bytes() == before, "a refused start leaves no trace"
+
+
+def test_must_needs_a_checkpoint(data, tmp_path):
+    assert_refused(train(data, tmp_path / "run", "--resume", "must"), 3, "no checkpoint")
+
+
+def wait_for(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_two_runs_do_not_share_a_directory(data, tmp_path):
+    out = tmp_path / "run"
+    first = subprocess.Popen(arguments(data, out, "--debug-inject", "hang@step=3"), stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL, env=environment())
+    try:
+        wait_for(lambda: (out / "log.jsonl").exists())
+        assert_refused(train(data, out), 4, f"pid {first.pid} on ")
+    finally:
+        first.kill()
+        first.wait()
+    assert train(data, out).returncode == 0
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_not_finite_numbers_stop_before_the_update(data, tmp_path, whole):
+    out = tmp_path / "run"
+    done = train(data, out, "--debug-inject", "nan@step=7")
+    assert_refused(done, 6, "step 7", "model.embed_tokens.weight[")
+    assert "step_00000006" in checkpoints(out), "the state before the bad step is saved"
+    assert train(data, out).returncode == 0
+    assert_same_run(out, whole)
+
+
+def test_not_finite_numbers_skipped_or_run_again(data, tmp_path, whole):
+    done = train(data, tmp_path / "rerun", "--debug-inject", "nan@step=7", "--on-nan", "rerun")
+    assert done.returncode == 0 and "transient" in done.stderr
+    assert losses(tmp_path / "rerun") == losses(whole)
+    done = train(data, tmp_path / "skip", "--debug-inject", "nan@step=7", "--on-nan", "skip")
+    assert done.returncode == 0 and "skipped" in done.stderr
+    skipped = [r["step"] for r in records(tmp_path / "skip") if r["type"] == "step" and r["skipped"]]
+    assert skipped == [7]
+
+
+def test_a_learning_rate_that_blows_up_is_found(data, tmp_path):
+    done = train(data, tmp_path / "run", "--lr", 10, "--grad-clip", 0, "--weight-decay", 0, "--schedule", "constant",
+                 steps=400)
+    assert done.returncode in (0, 6), "either it survives with finite numbers or it is stopped"
+    for step, (loss, *_) in losses(tmp_path / "run").items():
+        assert loss is not None and np.isfinite(loss), step
+
+
+@pytest.mark.parametrize("fault", ["enospc@save=5000", "io-error@save=0"])
+def test_a_failed_save_costs_a_checkpoint(data, tmp_path, whole, fault):
+    out = tmp_path / "run"
+    done = train(data, out, "--debug-inject", fault)
+    assert done.returncode == 0, done.stderr
+    assert "warning: no checkpoint of step 4" in done.stderr
+    assert not list(out.glob("*.tmp"))
+    assert_same_run(out, whole)
+
+
+def test_a_failed_last_save_is_exit_5(data, tmp_path):
+    out = tmp_path / "run"
+    assert train(data, out, "--schedule", "constant", steps=4).returncode == 0
+    done = train(data, out, "--schedule", "constant", "--save-every", 0, "--debug-inject", "enospc@save=100", steps=6)
+    assert_refused(done, 5, "last checkpoint")
+    assert checkpoints(out) == ["step_00000004"]
+
+
+def test_a_log_that_cannot_be_written_is_one_warning(data, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "log.jsonl").symlink_to("/dev/full")
+    done = train(data, out)
+    assert done.returncode == 0
+    assert done.stderr.count("warning") == 1 and "log.jsonl" in done.stderr
+
+
+def test_a_shard_replaced_meanwhile(data, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(arguments(data, out, steps=1_000_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=environment())
+    wait_for(lambda: (out / "step_00000004" / "manifest.json").exists())
+    write_shard(data / "train_0.bin", 400, 77)
+    _, messages = process.communicate(timeout=SECONDS)
+    assert process.returncode == 3, messages
+    assert "train_0.bin" in messages.splitlines()[-1]
+    assert f"step_{max(losses(out)):08d}" in checkpoints(out), "what was computed is saved"
+
+
+def test_closed_pipes_do_not_kill_a_run(data, tmp_path):
+    out = tmp_path / "run"
+    reader, writer = os.pipe()
+    process = subprocess.Popen(arguments(data, out), stdout=writer, stderr=writer, env=environment())
+    os.close(writer)
+    os.close(reader)
+    assert process.wait(timeout=SECONDS) == 0
+    assert max(losses(out)) == 12 and "step_00000012" in checkpoints(out)
+
+
+def test_time_limit(data, tmp_path):
+    out = tmp_path / "run"
+    done = train(data, out, "--max-minutes", 0.02, steps=1_000_000)
+    assert done.returncode == 0 and "--max-minutes" in done.stderr
+    assert f"step_{max(losses(out)):08d}" in checkpoints(out)
+
+
+def test_kept_checkpoints(data, tmp_path):
+    out = tmp_path / "run"
+    assert train(data, out, "--save-every", 2, "--keep", 3).returncode == 0
+    assert checkpoints(out) == ["step_00000008", "step_00000010", "step_00000012"]
