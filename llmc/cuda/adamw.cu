@@ -1,0 +1,275 @@
+// AdamW (Loshchilov & Hutter, 2019) over all tensors in one launch, and the global gradient norm. All arrays are arenas
+// of one layout; arithmetic in fp32, in the order of llmc/cpu/adamw.cpp:
+//
+//   g = gradient scale;   m += (1 - beta1) (g - m);   v = beta2 v + (1 - beta2) g g
+//   p = p keep - step_size m / (sqrt(v) / sqrt(1 - beta2^t) + eps)      keep = 1 - lr decay, step_size = lr / (1 - beta1^t)
+//
+// Bytes moved an element: g is read, p, m and v are read and written, 28 bytes, in fp32 and with split masters alike (p
+// is 4 bytes in both). The norm reads 4 bytes an element.
+//
+// A launch runs over a list of blocks of up to kBlockElements neighbours that all decay or all do not, so a kernel block
+// finds its elements by its index, whatever the number of tensors. Everything is used once a step, so it is read and
+// written with evict-first.
+
+#include "llmc/cuda/adamw.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "llmc/cuda/common.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr std::int64_t kBlockElements = 8192;
+constexpr int kQuad = 4;  // elements that a thread takes at once: 16 bytes of every fp32 array
+
+struct Scalars {
+  float step_size, inv_sqrt_correction2, keep, beta1, beta2, eps, gradient_scale;
+};
+
+Scalars scalars_of(const AdamWStep& step) {
+  const double t = static_cast<double>(step.step);
+  const double correction1 = 1.0 - std::pow(static_cast<double>(step.beta1), t);
+  const double correction2 = 1.0 - std::pow(static_cast<double>(step.beta2), t);
+  return {static_cast<float>(step.learning_rate / correction1),
+          static_cast<float>(1.0 / std::sqrt(correction2)),
+          1.0f - step.learning_rate * step.weight_decay,
+          step.beta1,
+          step.beta2,
+          step.eps,
+          step.gradient_scale};
+}
+
+__device__ float updated(float p, float gradient, float& m, float& v, const Scalars& s) {
+  const float g = gradient * s.gradient_scale;
+  m = m + (1.0f - s.beta1) * (g - m);
+  v = s.beta2 * v + (1.0f - s.beta2) * g * g;
+  return p * s.keep - s.step_size * m / (sqrtf(v) * s.inv_sqrt_correction2 + s.eps);
+}
+
+// ---- where the masters are --------------------------------------------------------------------------------------------
+struct WholeMasters {
+  float* p;
+
+  __device__ float get(std::int64_t i) const { return p[i]; }
+  __device__ void set(std::int64_t i, float value) const { p[i] = value; }
+  __device__ float4 get_quad(std::int64_t i) const { return __ldcs(reinterpret_cast<const float4*>(p + i)); }
+  __device__ void set_quad(std::int64_t i, float4 value) const { __stcs(reinterpret_cast<float4*>(p + i), value); }
+};
+
+struct SplitMasters {
+  std::uint16_t* p;  // the bits of bf16
+  std::int16_t* low;
+
+  static __device__ float join(unsigned high, unsigned low) {
+    return __uint_as_float(
+        join_master({static_cast<std::uint16_t>(high), static_cast<std::int16_t>(static_cast<std::uint16_t>(low))}));
+  }
+  // Two neighbours lie in one 32-bit word, the first in its low half.
+  static __device__ void split(float first, float second, unsigned& high, unsigned& low) {
+    const SplitMaster a = split_master(__float_as_uint(first)), b = split_master(__float_as_uint(second));
+    high = a.high | static_cast<unsigned>(b.high) << 16;
+    low = static_cast<std::uint16_t>(a.low) | static_cast<unsigned>(static_cast<std::uint16_t>(b.low)) << 16;
+  }
+
+  __device__ float get(std::int64_t i) const { return join(p[i], static_cast<std::uint16_t>(low[i])); }
+  __device__ void set(std::int64_t i, float value) const {
+    const SplitMaster split = split_master(__float_as_uint(value));
+    p[i] = split.high;
+    low[i] = split.low;
+  }
+  __device__ float4 get_quad(std::int64_t i) const {
+    const uint2 h = __ldcs(reinterpret_cast<const uint2*>(p + i)), l = __ldcs(reinterpret_cast<const uint2*>(low + i));
+    return {join(h.x, l.x), join(h.x >> 16, l.x >> 16), join(h.y, l.y), join(h.y >> 16, l.y >> 16)};
+  }
+  __device__ void set_quad(std::int64_t i, float4 value) const {
+    uint2 h, l;
+    split(value.x, value.y, h.x, l.x);
+    split(value.z, value.w, h.y, l.y);
+    __stcs(reinterpret_cast<uint2*>(p + i), h);
+    __stcs(reinterpret_cast<uint2*>(low + i), l);
+  }
+};
+
+template <typename Masters>
+__device__ void update_quad(const Masters& masters, const float* gradients, float* moment1, float* moment2,
+                            std::int64_t i, const Scalars& s) {
+  const float4 g = __ldcs(reinterpret_cast<const float4*>(gradients + i));
+  float4 m = __ldcs(reinterpret_cast<const float4*>(moment1 + i));
+  float4 v = __ldcs(reinterpret_cast<const float4*>(moment2 + i));
+  float4 p = masters.get_quad(i);
+  p.x = updated(p.x, g.x, m.x, v.x, s);
+  p.y = updated(p.y, g.y, m.y, v.y, s);
+  p.z = updated(p.z, g.z, m.z, v.z, s);
+  p.w = updated(p.w, g.w, m.w, v.w, s);
+  masters.set_quad(i, p);
+  __stcs(reinterpret_cast<float4*>(moment1 + i), m);
+  __stcs(reinterpret_cast<float4*>(moment2 + i), v);
+}
+
+template <typename Masters>
+__device__ void update_one(const Masters& masters, const float* gradients, float* moment1, float* moment2,
+                           std::int64_t i, const Scalars& s) {
+  float m = moment1[i], v = moment2[i];
+  masters.set(i, updated(masters.get(i), gradients[i], m, v, s));
+  moment1[i] = m;
+  moment2[i] = v;
+}
+
+template <typename Masters>
+__global__ void __launch_bounds__(kThreads)
+    adamw_kernel(Masters masters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
+                 Scalars scalars, const GradientNorm* norm) {
+  if (norm != nullptr) {
+    if (norm->non_finite != 0) return;
+    scalars.gradient_scale = norm->gradient_scale;
+  }
+  const AdamWBlock block = blocks[blockIdx.x];
+  if (block.decay == 0) scalars.keep = 1.0f;
+  // Tensors of a group lie side by side without padding, so a block may begin and end between two quads.
+  const std::int64_t end = block.begin + block.count;
+  const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
+  const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
+#pragma unroll 2
+  for (std::int64_t i = first_quad + threadIdx.x * kQuad; i < last_quad; i += kThreads * kQuad)
+    update_quad(masters, gradients, moment1, moment2, i, scalars);
+  if (const std::int64_t i = block.begin + threadIdx.x; i < first_quad)
+    update_one(masters, gradients, moment1, moment2, i, scalars);
+  if (const std::int64_t i = last_quad + threadIdx.x; i < end)
+    update_one(masters, gradients, moment1, moment2, i, scalars);
+}
+
+template <typename Masters>
+void launch(const Masters& masters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
+            std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream) {
+  if (block_count == 0) return;
+  adamw_kernel<<<static_cast<unsigned>(block_count), kThreads, 0, stream>>>(masters, gradients, moment1, moment2,
+                                                                            blocks, scalars_of(step), norm);
+  check_launch("adamw");
+}
+
+SplitMasters split_arrays(const bf16* parameters, const std::int16_t* low) {
+  return {reinterpret_cast<std::uint16_t*>(const_cast<bf16*>(parameters)), const_cast<std::int16_t*>(low)};
+}
+
+template <typename From, typename To>
+__global__ void __launch_bounds__(kThreads) convert_masters_kernel(To to, From from, std::int64_t count) {
+  const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kQuad;
+  if (i + kQuad <= count) {
+    to.set_quad(i, from.get_quad(i));
+  } else {
+    for (std::int64_t j = i; j < count; ++j) to.set(j, from.get(j));
+  }
+}
+
+template <typename From, typename To>
+void convert_masters(To to, From from, std::int64_t count, cudaStream_t stream) {
+  if (count == 0) return;
+  const unsigned blocks = static_cast<unsigned>(ceil_div(count, kThreads * kQuad));
+  convert_masters_kernel<<<blocks, kThreads, 0, stream>>>(to, from, count);
+  check_launch("convert_masters");
+}
+
+// ---- global norm ------------------------------------------------------------------------------------------------------
+constexpr int kNormBlocks = 528, kNormThreads = 512;  // fixed: the same bits on every GPU
+constexpr int kNormInFlight = 4;
+
+__device__ double block_sum_double(double value, double* scratch) {
+  scratch[threadIdx.x] = value;
+  __syncthreads();
+  for (unsigned half = kNormThreads / 2; half > 0; half /= 2) {
+    if (threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
+    __syncthreads();
+  }
+  return scratch[0];
+}
+
+__global__ void __launch_bounds__(kNormThreads)
+    squares_kernel(double* partial, const float* gradients, std::int64_t count) {
+  __shared__ double scratch[kNormThreads];
+  const std::int64_t quads = count / kQuad, step = static_cast<std::int64_t>(kNormBlocks) * kNormThreads;
+  const std::int64_t self = static_cast<std::int64_t>(blockIdx.x) * kNormThreads + threadIdx.x;
+  const float4* values = reinterpret_cast<const float4*>(gradients);
+  float lane[4] = {0, 0, 0, 0};
+#pragma unroll kNormInFlight
+  for (std::int64_t i = self; i < quads; i += step) {
+    const float4 g = __ldcs(values + i);
+    lane[0] += g.x * g.x;
+    lane[1] += g.y * g.y;
+    lane[2] += g.z * g.z;
+    lane[3] += g.w * g.w;
+  }
+  if (quads * kQuad + self < count) lane[0] += gradients[quads * kQuad + self] * gradients[quads * kQuad + self];
+  const double own = static_cast<double>(lane[0]) + lane[1] + lane[2] + lane[3];
+  const double sum = block_sum_double(own, scratch);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kNormThreads)
+    finish_norm_kernel(GradientNorm* result, const double* partial, float clip) {
+  __shared__ double scratch[kNormThreads];
+  double own = 0;
+  for (int i = threadIdx.x; i < kNormBlocks; i += kNormThreads) own += partial[i];
+  const double norm = sqrt(block_sum_double(own, scratch));
+  if (threadIdx.x != 0) return;
+  result->norm = norm;
+  result->gradient_scale = clip > 0 ? static_cast<float>(fmin(1.0, clip / (norm + 1e-6))) : 1.0f;
+  result->non_finite = isfinite(norm) ? 0 : 1;
+}
+
+}  // namespace
+
+void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip, void* workspace,
+                   cudaStream_t stream) {
+  double* partial = static_cast<double*>(workspace);
+  squares_kernel<<<kNormBlocks, kNormThreads, 0, stream>>>(partial, gradients, count);
+  check_launch("gradient_norm");
+  finish_norm_kernel<<<1, kNormThreads, 0, stream>>>(result, partial, clip);
+  check_launch("gradient_norm: finish");
+}
+
+std::size_t gradient_norm_workspace() {
+  return kNormBlocks * sizeof(double);
+}
+
+std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
+  std::vector<AdamWBlock> blocks;
+  std::size_t next = 0;
+  while (next < ranges.size()) {
+    const bool decay = ranges[next].decay;
+    std::int64_t begin = ranges[next].begin, end = ranges[next].end;
+    for (++next; next < ranges.size() && ranges[next].begin == end && ranges[next].decay == decay; ++next)
+      end = ranges[next].end;
+    while (begin < end) {
+      const std::int64_t stop = std::min((begin / kBlockElements + 1) * kBlockElements, end);
+      blocks.push_back({begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
+      begin = stop;
+    }
+  }
+  return blocks;
+}
+
+void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
+           std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream) {
+  launch(WholeMasters{parameters}, gradients, moment1, moment2, blocks, block_count, step, norm, stream);
+}
+
+void adamw(bf16* parameters, std::int16_t* low, const float* gradients, float* moment1, float* moment2,
+           const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm,
+           cudaStream_t stream) {
+  launch(split_arrays(parameters, low), gradients, moment1, moment2, blocks, block_count, step, norm, stream);
+}
+
+void split_masters(bf16* parameters, std::int16_t* low, const float* masters, std::int64_t count, cudaStream_t stream) {
+  convert_masters(split_arrays(parameters, low), WholeMasters{const_cast<float*>(masters)}, count, stream);
+}
+
+void join_masters(float* masters, const bf16* parameters, const std::int16_t* low, std::int64_t count,
+                  cudaStream_t stream) {
+  convert_masters(WholeMasters{masters}, split_arrays(parameters, low), count, stream);
+}
+
+}  // namespace weft::cuda

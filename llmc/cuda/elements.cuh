@@ -1,0 +1,90 @@
+// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by 16-byte accesses where size and
+// alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
+#pragma once
+
+#include <type_traits>
+
+#include "llmc/cuda/common.cuh"
+
+namespace weft::cuda {
+
+// kCount neighbours in their storage type: half the registers of their fp32 values while they wait for use.
+template <typename T, int kCount>
+struct Elements {
+  static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  static constexpr bool kPacked = kBytes % 16 == 0;
+  static_assert(kPacked || kCount == 1);
+
+  alignas(kPacked ? 16 : sizeof(T)) T value[kCount];
+
+  __device__ void load(const T* address) {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i)
+        reinterpret_cast<int4*>(value)[i] = reinterpret_cast<const int4*>(address)[i];
+    } else {
+      value[0] = *address;
+    }
+  }
+  __device__ void store(T* address) const {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i)
+        reinterpret_cast<int4*>(address)[i] = reinterpret_cast<const int4*>(value)[i];
+    } else {
+      *address = value[0];
+    }
+  }
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] = from_float<T>(0.0f);
+  }
+
+  __device__ float get(int i) const {
+    return to_float(value[i]);
+  }
+  // 16-bit values are rounded two at a time: one instruction makes both halves of a register.
+  __device__ void set(const float (&from)[kCount]) {
+#pragma unroll
+    for (int i = 0; i + 1 < kCount; i += 2) set_pair(i, from[i], from[i + 1]);
+    if constexpr (kCount == 1) value[0] = from_float<T>(from[0]);
+  }
+
+ private:
+  __device__ void set_pair(int i, float a, float b) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      *reinterpret_cast<__nv_bfloat162*>(value + i) = __floats2bfloat162_rn(a, b);
+    } else if constexpr (std::is_same_v<T, fp16>) {
+      *reinterpret_cast<__half2*>(value + i) = __floats2half2_rn(a, b);
+    } else {
+      value[i] = a;
+      value[i + 1] = b;
+    }
+  }
+};
+
+template <typename... Pointers>
+bool aligned_to_16(const Pointers*... pointers) {
+  return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// e^x and 1/x for a result that is stored in T: a few units in the last place of fp32 are nothing in 16 bits, so there
+// the special-function unit answers alone.
+template <typename T>
+__device__ inline float exp_for(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return expf(x);
+  } else {
+    return __expf(x);
+  }
+}
+template <typename T>
+__device__ inline float reciprocal_for(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return 1.0f / x;
+  } else {
+    return __fdividef(1.0f, x);
+  }
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,327 @@
+// Token embedding: forward is a gather, out[n, :] = weight[tokens[n], :]; backward its transpose, a scatter-add.
+//
+// Bytes moved, for elements of E bytes: forward reads and writes N C E each. Backward reads N C E and reads and writes a
+// row of 4 C bytes for each distinct token.
+//
+// Backward without atomics, the same bits every time:
+//  1. The pairs (token, n) are sorted by token with a stable radix sort of our own, so the rows of one token become
+//     neighbours in the order of n. A pass moves kDigitBits bits: count the digits of each tile, scan the counts, then
+//     move each pair to its place. 18 bits, two passes, hold every vocabulary here.
+//  2. A block takes kRun neighbours of the sorted order and adds up the rows of each token in registers. A token whose
+//     rows all lie there goes straight into dweight: nobody else has it. The sums of a token that goes on across the
+//     edges of the run are written down instead.
+//  3. The block in whose run such a token begins adds its sums in the order of the runs.
+
+#include "llmc/cuda/embedding.h"
+
+#include <algorithm>
+
+#include "llmc/cuda/elements.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+// ---- forward ----------------------------------------------------------------------------------------------------------
+constexpr int kCopyThreads = 256;
+
+template <typename T, typename R, int kCount>
+__global__ void __launch_bounds__(kCopyThreads)
+    forward_kernel(R* out, const std::int32_t* tokens, const T* weight, std::int64_t C) {
+  const T* from = weight + tokens[blockIdx.x] * C;
+  R* to = out + blockIdx.x * C;
+  for (std::int64_t c = threadIdx.x * kCount; c < C; c += kCopyThreads * kCount) {
+    Elements<T, kCount> row;
+    row.load(from + c);
+    float values[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = row.get(i);
+    Elements<R, kCount> result;
+    result.set(values);
+    result.store(to + c);
+  }
+}
+
+// ---- the sort ---------------------------------------------------------------------------------------------------------
+constexpr int kDigitBits = 9, kDigits = 1 << kDigitBits;
+constexpr int kSortThreads = 256, kSortWarps = kSortThreads / kWarpSize;
+constexpr int kTile = 2048;  // pairs a block counts and moves
+constexpr int kWarpPairs = kTile / kSortWarps;
+
+struct Pairs {
+  std::int32_t *token, *n;
+};
+
+__device__ int digit_of(std::int32_t token, int shift) {
+  return (token >> shift) & (kDigits - 1);
+}
+
+// counts[digit][tile]: how often the digit occurs in the tile. Integer atomics: the sum does not depend on their order.
+__global__ void __launch_bounds__(kSortThreads)
+    count_digits_kernel(int* counts, const std::int32_t* tokens, int N, int shift) {
+  __shared__ int histogram[kDigits];
+  for (int d = threadIdx.x; d < kDigits; d += kSortThreads) histogram[d] = 0;
+  __syncthreads();
+  const int end = min((static_cast<int>(blockIdx.x) + 1) * kTile, N);
+  for (int i = blockIdx.x * kTile + threadIdx.x; i < end; i += kSortThreads)
+    atomicAdd(&histogram[digit_of(tokens[i], shift)], 1);
+  __syncthreads();
+  for (int d = threadIdx.x; d < kDigits; d += kSortThreads) counts[d * gridDim.x + blockIdx.x] = histogram[d];
+}
+
+constexpr int kScanThreads = 1024;
+
+// counts becomes its exclusive prefix sum: the place of the first pair of each (digit, tile). One block; a thread takes
+// a stretch of the list.
+__global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(int* counts, int size) {
+  __shared__ int sums[kScanThreads];
+  const int stretch = static_cast<int>(ceil_div(size, kScanThreads));
+  const int begin = min(static_cast<int>(threadIdx.x) * stretch, size), end = min(begin + stretch, size);
+  int sum = 0;
+  for (int i = begin; i < end; ++i) sum += counts[i];
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (int distance = 1; distance < kScanThreads; distance *= 2) {
+    const int before = static_cast<int>(threadIdx.x) >= distance ? sums[threadIdx.x - distance] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += before;
+    __syncthreads();
+  }
+  int place = sums[threadIdx.x] - sum;
+  for (int i = begin; i < end; ++i) {
+    const int count = counts[i];
+    counts[i] = place;
+    place += count;
+  }
+}
+
+// Lanes of the warp with the same digit, this one included.
+__device__ unsigned lanes_with(int digit, bool valid) {
+  return __match_any_sync(~0u, valid ? digit : kDigits);
+}
+
+// Moves the pairs of a tile to their places. A warp owns kWarpPairs neighbours and takes them 32 at a time, in order: the
+// sort is stable. from.n null: pair i is (from.token[i], i).
+__global__ void __launch_bounds__(kSortThreads)
+    move_pairs_kernel(Pairs to, Pairs from, const int* places, int N, int shift) {
+  __shared__ int next[kSortWarps][kDigits];  // first how many, then where the warp's next pair of the digit goes
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int first = blockIdx.x * kTile + warp * kWarpPairs;
+  for (int i = threadIdx.x; i < kSortWarps * kDigits; i += kSortThreads) next[i / kDigits][i % kDigits] = 0;
+  __syncthreads();
+  for (int i = first + lane; i < first + kWarpPairs; i += kWarpSize) {
+    if (i < N) atomicAdd(&next[warp][digit_of(from.token[i], shift)], 1);
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < kDigits; d += kSortThreads) {
+    int place = places[d * gridDim.x + blockIdx.x];
+    for (int w = 0; w < kSortWarps; ++w) {
+      const int count = next[w][d];
+      next[w][d] = place;
+      place += count;
+    }
+  }
+  __syncthreads();
+  for (int i = first + lane; i < first + kWarpPairs; i += kWarpSize) {
+    const bool valid = i < N;
+    const std::int32_t token = valid ? from.token[i] : 0;
+    const int digit = digit_of(token, shift);
+    const unsigned same = lanes_with(digit, valid);
+    const int rank = __popc(same & ((1u << lane) - 1));
+    const int place = valid ? next[warp][digit] : 0;
+    __syncwarp();
+    if (valid && rank == 0) next[warp][digit] = place + __popc(same);
+    __syncwarp();
+    if (!valid) continue;
+    to.token[place + rank] = token;
+    to.n[place + rank] = from.n != nullptr ? from.n[i] : i;
+  }
+}
+
+// ---- the sums ---------------------------------------------------------------------------------------------------------
+constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
+constexpr int kInFlight = 4;  // rows on their way before the first is added
+constexpr int kSumThreads = 256;
+
+struct Sorted {
+  const std::int32_t *token, *n;
+  int N;
+
+  __device__ bool begins(int i) const { return i == 0 || token[i] != token[i - 1]; }
+  __device__ bool ends(int i) const { return i == N - 1 || token[i] != token[i + 1]; }
+};
+
+// edges [runs][2][C]: the sum of a token that came into the run from the one before, and of one that begins here and
+// goes on into the next.
+__device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_t C) {
+  return edges + (run * 2 + which) * C;
+}
+
+template <int kCount>
+__device__ void put_sum(float* to, const float (&sum)[kCount], bool add) {
+  Elements<float, kCount> total;
+  total.clear();
+  if (add) total.load(to);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) total.value[i] += sum[i];
+  total.store(to);
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_runs_kernel(float* dweight, float* edges, const T* dout, Sorted sorted, std::int64_t C) {
+  const int begin = blockIdx.x * kRun, end = min(begin + kRun, sorted.N);
+  const std::int64_t c = (static_cast<std::int64_t>(blockIdx.y) * kSumThreads + threadIdx.x) * kCount;
+  if (c >= C) return;
+  float sum[kCount] = {};
+  bool came_in = !sorted.begins(begin);
+  for (int i = begin; i < end; i += kInFlight) {
+    Elements<T, kCount> row[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (i + j < end) row[j].load(dout + sorted.n[i + j] * C + c);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (i + j >= end) break;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) sum[k] += row[j].get(k);
+      const bool ends = sorted.ends(i + j);
+      if (!ends && i + j + 1 < end) continue;
+      if (came_in) {
+        put_sum(edge_of(edges, blockIdx.x, 0, C) + c, sum, false);
+      } else if (!ends) {
+        put_sum(edge_of(edges, blockIdx.x, 1, C) + c, sum, false);
+      } else {
+        put_sum(dweight + sorted.token[i + j] * C + c, sum, true);
+      }
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) sum[k] = 0;
+      came_in = false;
+    }
+  }
+}
+
+// The token that begins in run blockIdx.x and goes on: its sums of all runs, in order.
+__global__ void __launch_bounds__(kSumThreads)
+    join_edges_kernel(float* dweight, float* edges, Sorted sorted, std::int64_t C) {
+  const int last = min((static_cast<int>(blockIdx.x) + 1) * kRun, sorted.N) - 1;
+  if (sorted.ends(last)) return;
+  const std::int32_t token = sorted.token[last];
+  int first = last;  // where the token's rows of this run begin
+  while (first > static_cast<int>(blockIdx.x) * kRun && !sorted.begins(first)) --first;
+  if (!sorted.begins(first)) return;  // it came in from the run before, whose block adds it
+  const std::int64_t c = static_cast<std::int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
+  if (c >= C) return;
+  float sum = *(edge_of(edges, blockIdx.x, 1, C) + c);
+  int run = blockIdx.x + 1;
+#pragma unroll 4
+  for (; run * kRun < sorted.N && sorted.token[run * kRun] == token; ++run) sum += *(edge_of(edges, run, 0, C) + c);
+  dweight[token * C + c] += sum;
+}
+
+// ---- workspace --------------------------------------------------------------------------------------------------------
+struct Workspace {
+  Pairs pairs[2];
+  int* counts;  // [kDigits][tiles]
+  float* edges;
+  std::size_t bytes;
+};
+
+Workspace carve(void* memory, std::int64_t N, std::int64_t C) {
+  std::size_t offset = 0;
+  const auto take = [&](std::int64_t elements) {
+    void* address = memory != nullptr ? static_cast<char*>(memory) + offset : nullptr;
+    offset += static_cast<std::size_t>(ceil_div(elements * 4, 16) * 16);
+    return address;
+  };
+  Workspace w{};
+  for (Pairs& pairs : w.pairs) {
+    pairs.token = static_cast<std::int32_t*>(take(N));
+    pairs.n = static_cast<std::int32_t*>(take(N));
+  }
+  w.counts = static_cast<int*>(take(kDigits * ceil_div(N, kTile)));
+  w.edges = static_cast<float*>(take(ceil_div(N, kRun) * 2 * C));
+  w.bytes = offset;
+  return w;
+}
+
+Sorted sort_tokens(const Workspace& w, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
+  const int tiles = static_cast<int>(ceil_div(N, kTile));
+  Pairs from{const_cast<std::int32_t*>(tokens), nullptr};
+  int pass = 0;
+  for (int shift = 0; shift == 0 || (V - 1) >> shift > 0; shift += kDigitBits, ++pass) {
+    const Pairs to = w.pairs[pass % 2];
+    count_digits_kernel<<<tiles, kSortThreads, 0, stream>>>(w.counts, from.token, N, shift);
+    check_launch("embedding_backward: count");
+    scan_counts_kernel<<<1, kScanThreads, 0, stream>>>(w.counts, kDigits * tiles);
+    check_launch("embedding_backward: scan");
+    move_pairs_kernel<<<tiles, kSortThreads, 0, stream>>>(to, from, w.counts, N, shift);
+    check_launch("embedding_backward: move");
+    from = to;
+  }
+  return {from.token, from.n, N};
+}
+
+template <typename T, int kCount>
+void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges, std::int64_t C, cudaStream_t stream) {
+  const unsigned runs = static_cast<unsigned>(ceil_div(sorted.N, kRun));
+  const dim3 grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads * kCount)));
+  sum_runs_kernel<T, kCount><<<grid, kSumThreads, 0, stream>>>(dweight, edges, dout, sorted, C);
+  check_launch("embedding_backward: sums");
+  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads)));
+  join_edges_kernel<<<edge_grid, kSumThreads, 0, stream>>>(dweight, edges, sorted, C);
+  check_launch("embedding_backward: edges");
+}
+
+}  // namespace
+
+template <typename T, typename R>
+void embedding_forward(R* out, const std::int32_t* tokens, const T* weight, std::int64_t N, std::int64_t C,
+                       cudaStream_t stream) {
+  constexpr int kPack = Pack<T>::size;
+  if (N == 0) return;
+  const unsigned blocks = static_cast<unsigned>(N);
+  if (C % kPack == 0 && aligned_to_16(out, weight)) {
+    forward_kernel<T, R, kPack><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
+  } else {
+    forward_kernel<T, R, 1><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
+  }
+  check_launch("embedding_forward");
+}
+
+template <typename T>
+void embedding_backward(float* dweight, const T* dout, const std::int32_t* tokens, std::int64_t N, std::int64_t C,
+                        std::int64_t V, void* workspace, cudaStream_t stream) {
+  constexpr int kPack = Pack<T>::size;
+  if (N == 0) return;
+  const Workspace w = carve(workspace, N, C);
+  const Sorted sorted = sort_tokens(w, tokens, static_cast<int>(N), V, stream);
+  if (C % kPack == 0 && aligned_to_16(dweight, dout)) {
+    sum_rows<T, kPack>(dweight, dout, sorted, w.edges, C, stream);
+  } else {
+    sum_rows<T, 1>(dweight, dout, sorted, w.edges, C, stream);
+  }
+}
+
+std::size_t embedding_backward_workspace(std::int64_t N, std::int64_t C) {
+  return carve(nullptr, N, C).bytes;
+}
+
+#define WEFT_INSTANTIATE(T, R) \
+  template void embedding_forward<T, R>(R*, const std::int32_t*, const T*, std::int64_t, std::int64_t, cudaStream_t);
+WEFT_INSTANTIATE(float, float)
+WEFT_INSTANTIATE(bf16, bf16)
+WEFT_INSTANTIATE(bf16, float)
+WEFT_INSTANTIATE(fp16, fp16)
+WEFT_INSTANTIATE(fp16, float)
+#undef WEFT_INSTANTIATE
+#define WEFT_INSTANTIATE(T)                                                                                            \
+  template void embedding_backward<T>(float*, const T*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t, \
+                                      void*, cudaStream_t);
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

@@ -1,0 +1,110 @@
+// SwiGLU (Shazeer, 2020) on packed rows [gate F | up F], T = float, bf16 or fp16, arithmetic in fp32:
+//
+//   out = g s u               s = 1 / (1 + e^-g)
+//   dup = dout g s            dgate = dout u s (1 + g (1 - s))
+//
+// Bytes moved, for elements of E bytes: forward reads 2F and writes F a row, 3 N F E; backward reads 3F and writes 2F,
+// 5 N F E, or 6 N F E where it also writes `out` again. Re-emitting it here costs one write; doing so in a forward
+// kernel of its own would read gate and up once more.
+//
+// A thread owns 16 bytes of gate and the same columns of up, so it has read all that its writes overwrite: in place is
+// safe. Rows lie on grid dimension x, whose limit is 2^31.
+
+#include "llmc/cuda/swiglu.h"
+
+#include "llmc/cuda/elements.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(T* out, const T* gate_up, std::int64_t F) {
+  const std::int64_t row = blockIdx.x;
+  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kCount;
+  if (column >= F) return;
+  Elements<T, kCount> gate, up, product;
+  gate.load(gate_up + row * 2 * F + column);
+  up.load(gate_up + row * 2 * F + F + column);
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float g = gate.get(i), s = reciprocal_for<T>(1.0f + exp_for<T>(-g));
+    values[i] = g * s * up.get(i);
+  }
+  product.set(values);
+  product.store(out + row * F + column);
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward_kernel(T* dgate_up, const T* dout, const T* gate_up, std::int64_t F, T* product) {
+  const std::int64_t row = blockIdx.x;
+  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kCount;
+  if (column >= F) return;
+  Elements<T, kCount> gate, up, gradient, result;
+  gate.load(gate_up + row * 2 * F + column);
+  up.load(gate_up + row * 2 * F + F + column);
+  gradient.load(dout + row * F + column);
+  float out[kCount], dgate[kCount], dup[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float g = gate.get(i), u = up.get(i), d = gradient.get(i);
+    const float s = reciprocal_for<T>(1.0f + exp_for<T>(-g));
+    out[i] = g * s * u;
+    dgate[i] = d * u * s * (1.0f + g * (1.0f - s));
+    dup[i] = d * g * s;
+  }
+  result.set(dgate);
+  result.store(dgate_up + row * 2 * F + column);
+  result.set(dup);
+  result.store(dgate_up + row * 2 * F + F + column);
+  if (product != nullptr) {
+    result.set(out);
+    result.store(product + row * F + column);
+  }
+}
+
+dim3 grid_of(std::int64_t N, std::int64_t F, int count) {
+  return dim3(static_cast<unsigned>(N), static_cast<unsigned>(ceil_div(F, kThreads * count)));
+}
+
+}  // namespace
+
+template <typename T>
+void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream) {
+  constexpr int kPack = Pack<T>::size;
+  if (N == 0) return;
+  if (F % kPack == 0 && aligned_to_16(out, gate_up)) {
+    swiglu_forward_kernel<T, kPack><<<grid_of(N, F, kPack), kThreads, 0, stream>>>(out, gate_up, F);
+  } else {
+    swiglu_forward_kernel<T, 1><<<grid_of(N, F, 1), kThreads, 0, stream>>>(out, gate_up, F);
+  }
+  check_launch("swiglu_forward");
+}
+
+template <typename T>
+void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* product,
+                     cudaStream_t stream) {
+  constexpr int kPack = Pack<T>::size;
+  if (N == 0) return;
+  if (F % kPack == 0 && aligned_to_16(dgate_up, dout, gate_up, product)) {
+    swiglu_backward_kernel<T, kPack>
+        <<<grid_of(N, F, kPack), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, product);
+  } else {
+    swiglu_backward_kernel<T, 1><<<grid_of(N, F, 1), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, product);
+  }
+  check_launch("swiglu_backward");
+}
+
+#define WEFT_INSTANTIATE(T)                                                                \
+  template void swiglu_forward<T>(T*, const T*, std::int64_t, std::int64_t, cudaStream_t); \
+  template void swiglu_backward<T>(T*, const T*, const T*, std::int64_t, std::int64_t, T*, cudaStream_t);
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda
