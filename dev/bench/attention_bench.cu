@@ -1,0 +1,107 @@
+// Speed of flash attention, forward and backward, on the shapes that flash-attention's charts use: causal, 16k tokens a
+// batch, bf16, random data; 32 query heads and 8 K/V heads. Prints TF/s; the backward pass is counted as 2.5 times the
+// forward's operations, a causal mask as half of them. dev/bench/attention_peer.py measures PyTorch on the same shapes.
+//
+//   attention_bench [repetitions]
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <vector>
+
+#include "llmc/base/philox.h"
+#include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/common.cuh"
+
+namespace {
+
+using namespace weft;
+using namespace weft::cuda;
+
+constexpr std::int64_t kTokens = 16384, kHeads = 32, kKVHeads = 8;
+
+// Uniform in [-sqrt 3, sqrt 3): variance 1.
+__global__ void fill_random(bf16* values, std::int64_t count, std::uint64_t seed) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) values[i] = from_float<bf16>((2 * uniform01(philox(seed, i, 0).word[0]) - 1) * 1.7320508f);
+}
+
+template <typename T>
+T* allocate(std::int64_t count) {
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, static_cast<std::size_t>(count) * sizeof(T)), "benchmark: allocation");
+  return static_cast<T*>(memory);
+}
+
+bf16* random_tensor(std::int64_t count, std::uint64_t seed) {
+  bf16* tensor = allocate<bf16>(count);
+  fill_random<<<static_cast<unsigned>(ceil_div(count, 256)), 256>>>(tensor, count, seed);
+  check_launch("benchmark: fill");
+  return tensor;
+}
+
+// Median milliseconds of `repetitions` runs after three that warm up.
+float median_ms(int repetitions, const std::function<void()>& run) {
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "benchmark: event");
+  check(cudaEventCreate(&end), "benchmark: event");
+  std::vector<float> times;
+  for (int i = -3; i < repetitions; ++i) {
+    check(cudaEventRecord(begin), "benchmark: record");
+    run();
+    check(cudaEventRecord(end), "benchmark: record");
+    check(cudaEventSynchronize(end), "benchmark: kernels");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end), "benchmark: time");
+    if (i >= 0) times.push_back(ms);
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+void measure(std::int64_t T, std::int64_t HS, int repetitions) {
+  AttentionShape shape;
+  shape.B = kTokens / T, shape.TQ = T, shape.TK = T, shape.NH = kHeads, shape.NKV = kKVHeads, shape.HS = HS;
+  shape.scale = 1 / sqrtf(static_cast<float>(HS));
+  const std::int64_t row = (kHeads + 2 * kKVHeads) * HS, out_row = kHeads * HS;
+  bf16 *qkv = random_tensor(kTokens * row, 1), *dqkv = allocate<bf16>(kTokens * row);
+  bf16 *out = allocate<bf16>(kTokens * out_row), *dout = random_tensor(kTokens * out_row, 2);
+  float* lse = allocate<float>(kTokens * kHeads);
+  char* workspace = allocate<char>(static_cast<std::int64_t>(attention_backward_workspace(shape)));
+  const auto packed = [&](bf16* rows, std::int64_t first_head) {
+    return HeadViewOf<bf16>{rows + first_head * HS, T * row, row, HS};
+  };
+  const HeadViewOf<bf16> out_view = {out, T * out_row, out_row, HS}, dout_view = {dout, T * out_row, out_row, HS};
+  const float forward = median_ms(repetitions, [&] {
+    attention_forward<bf16>(shape, out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads), nullptr);
+  });
+  const float backward = median_ms(repetitions, [&] {
+    attention_backward<bf16>(shape, packed(dqkv, 0), packed(dqkv, kHeads), packed(dqkv, kHeads + kKVHeads), dout_view,
+                             out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads),
+                             workspace, nullptr);
+  });
+  const double operations = 4.0 * kTokens * T * kHeads * HS / 2;
+  std::printf("hd%-4d T %-6d forward %7.3f ms %6.1f TF/s   backward %7.3f ms %6.1f TF/s\n", int(HS), int(T), forward,
+              operations / forward / 1e9, backward, 2.5 * operations / backward / 1e9);
+  std::fflush(stdout);
+  for (void* memory : {static_cast<void*>(qkv), static_cast<void*>(dqkv), static_cast<void*>(out),
+                       static_cast<void*>(dout), static_cast<void*>(lse), static_cast<void*>(workspace)})
+    check(cudaFree(memory), "benchmark: free");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int repetitions = argc > 1 ? std::max(1, std::atoi(argv[1])) : 21;
+  std::printf("weft attention, bf16, causal, %d tokens, %d/%d heads, median of %d\n", int(kTokens), int(kHeads),
+              int(kKVHeads), repetitions);
+  try {
+    for (const std::int64_t HS : {64, 128})
+      for (const std::int64_t T : {1024, 2048, 4096, 8192}) measure(T, HS, repetitions);
+  } catch (const Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return static_cast<int>(error.code());
+  }
+  return 0;
+}

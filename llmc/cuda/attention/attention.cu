@@ -1,0 +1,92 @@
+// The public functions of attention.h: they refuse what no kernel computes and choose a path.
+
+#include "llmc/cuda/attention/attention.h"
+
+#include <algorithm>
+#include <iterator>
+#include <type_traits>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/attention/paths.h"
+#include "llmc/cuda/common.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+// The y dimension of a grid counts blocks of tokens, of 8 at least, the x dimension batch and heads.
+constexpr std::int64_t kMaxTokens = 65535 * 8, kMaxHeads = 0x7fffffff / 8;
+
+void check_shape(const AttentionShape& shape) {
+  constexpr std::int64_t kHeadDims[] = {32, 64, 80, 96, 128, 256};
+  if (std::find(std::begin(kHeadDims), std::end(kHeadDims), shape.HS) == std::end(kHeadDims))
+    fail(Exit::usage, "attention: head dimension: got %lld, expected 32, 64, 80, 96, 128 or 256",
+         static_cast<long long>(shape.HS));
+  if (shape.B < 1 || shape.TQ < 1 || shape.TK < shape.TQ || shape.TK > kMaxTokens)
+    fail(Exit::usage, "attention: B %lld, TQ %lld, TK %lld: expected 1 <= B, 1 <= TQ <= TK <= %lld",
+         static_cast<long long>(shape.B), static_cast<long long>(shape.TQ), static_cast<long long>(shape.TK),
+         static_cast<long long>(kMaxTokens));
+  if (shape.NKV < 1 || shape.NH < 1 || shape.NH % shape.NKV != 0 || shape.B > kMaxHeads / shape.NH)
+    fail(Exit::usage, "attention: %lld query heads, %lld K/V heads, B %lld: expected a multiple, at most %lld in all",
+         static_cast<long long>(shape.NH), static_cast<long long>(shape.NKV), static_cast<long long>(shape.B),
+         static_cast<long long>(kMaxHeads));
+  if (!(shape.scale > 0)) fail(Exit::usage, "attention: scale: got %g, expected > 0", shape.scale);
+}
+
+// Rows that 16-byte copies can move.
+template <typename T>
+bool aligned(const HeadViewOf<T>& view) {
+  const std::int64_t bytes = view.batch_stride | view.token_stride | view.head_stride;
+  return (reinterpret_cast<std::uintptr_t>(view.data) | static_cast<std::uintptr_t>(bytes) * sizeof(T)) % 16 == 0;
+}
+
+}  // namespace
+
+int shared_bytes_per_block() {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "attention: device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "attention: shared memory");
+  return bytes;
+}
+
+template <typename T>
+void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* lse, HeadViewOf<const T> q,
+                       HeadViewOf<const T> k, HeadViewOf<const T> v, cudaStream_t stream) {
+  check_shape(shape);
+  const ForwardArguments<T> arguments = {shape, out, lse, q, k, v};
+  if constexpr (!std::is_same_v<T, float>) {
+    if (aligned(out) && aligned(q) && aligned(k) && aligned(v)) return portable_forward(arguments, stream);
+  }
+  plain_forward(arguments, stream);
+}
+
+std::size_t attention_backward_workspace(const AttentionShape& shape) {
+  return static_cast<std::size_t>(shape.B * shape.NH * padded_queries(shape.TQ)) * sizeof(RowStatistics);
+}
+
+template <typename T>
+void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewOf<T> dk, HeadViewOf<T> dv,
+                        HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,
+                        HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream) {
+  check_shape(shape);
+  const BackwardArguments<T> arguments = {shape, dq, dk, dv, dout, out,
+                                          lse,   q,  k,  v,  static_cast<RowStatistics*>(workspace)};
+  if constexpr (!std::is_same_v<T, float>) {
+    const bool inputs = aligned(dout) && aligned(out) && aligned(q) && aligned(k) && aligned(v);
+    if (inputs && aligned(dq) && aligned(dk) && aligned(dv)) return portable_backward(arguments, stream);
+  }
+  plain_backward(arguments, stream);
+}
+
+#define WEFT_INSTANTIATE(T)                                                                                            \
+  template void attention_forward<T>(const AttentionShape&, HeadViewOf<T>, float*, HeadViewOf<const T>,                \
+                                     HeadViewOf<const T>, HeadViewOf<const T>, cudaStream_t);                          \
+  template void attention_backward<T>(const AttentionShape&, HeadViewOf<T>, HeadViewOf<T>, HeadViewOf<T>,              \
+                                      HeadViewOf<const T>, HeadViewOf<const T>, const float*, HeadViewOf<const T>,     \
+                                      HeadViewOf<const T>, HeadViewOf<const T>, void*, cudaStream_t);
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+WEFT_INSTANTIATE(float)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

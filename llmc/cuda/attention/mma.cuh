@@ -1,0 +1,250 @@
+// Tensor core building blocks for sm_80 and later, named after what they do, so that a main loop reads as the algorithm.
+//
+// A tile lies in shared memory row by row, each row padded by 16 bytes. With HS a multiple of 16, a row is then an odd
+// number of 16-byte chunks: the 8 rows that one phase of ldmatrix reads fall into 8 different groups of banks, and every
+// address is base + constant. (An XOR swizzle saves the padding but costs an address register per chunk.)
+//
+// Fragments of mma.m16n8k16, lane = 4 g + t: an accumulator holds (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
+// Two neighbouring accumulators, rounded to 16 bits, are the A operand of a product over their 16 columns (PTX ISA,
+// "Matrix fragments for mma.m16n8k16"): P and dS go from one product into the next without leaving the registers.
+#pragma once
+
+#include <type_traits>
+
+#include "llmc/cuda/common.cuh"
+
+namespace weft::cuda {
+
+// ---- asynchronous copies ----------------------------------------------------------------------------------------------
+__device__ inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+// 16 bytes from global to shared memory, past L1; zeros if not `valid`.
+__device__ inline void copy_async(unsigned shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until this thread's copies have landed; a barrier then tells the other threads.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- fragments --------------------------------------------------------------------------------------------------------
+struct Fragment {
+  unsigned word[4];
+};
+
+// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline Fragment load_matrices(unsigned shared) {
+  Fragment f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(f.word[0]), "=r"(f.word[1]), "=r"(f.word[2]), "=r"(f.word[3])
+               : "r"(shared)
+               : "memory");
+  return f;
+}
+__device__ inline Fragment load_matrices_transposed(unsigned shared) {
+  Fragment f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(f.word[0]), "=r"(f.word[1]), "=r"(f.word[2]), "=r"(f.word[3])
+               : "r"(shared)
+               : "memory");
+  return f;
+}
+
+// c [16, 8] += a [16, 16] b [16, 8]; b's two words are its rows 2t.. and 8 + 2t...
+template <typename T>
+__device__ inline void multiply_add(float (&c)[4], const Fragment& a, unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Two fp32 values rounded to T; `low` at the lower address.
+template <typename T>
+__device__ inline unsigned pack(float low, float high) {
+  unsigned packed;
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// 2^x by the special function unit: relative error at most 2^-22 (CUDA C++ Programming Guide), far below the 2^-9 and
+// 2^-12 to which the tensor core operand is rounded next. Results under 2^-126 are 0.
+__device__ inline float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- tiles ------------------------------------------------------------------------------------------------------------
+// [rows, HS] in shared memory.
+template <typename T, int HS>
+struct Tile {
+  static constexpr int kStride = HS + 8;  // elements
+  static constexpr int kRowBytes = kStride * 2;
+  static constexpr int kChunks = HS / 8;  // of 16 bytes, without the padding
+
+  __host__ __device__ static constexpr int bytes(int rows) { return rows * kRowBytes; }
+
+  // Starts the copy of Rows rows of a head by `Threads` threads; rows from `valid` on become zero.
+  template <int Rows, int Threads>
+  __device__ static void load(unsigned tile, const T* first_row, std::int64_t token_stride, std::int64_t valid) {
+    const int limit = valid < Rows ? static_cast<int>(valid) : Rows;
+#pragma unroll
+    for (int i = 0; i < (Rows * kChunks + Threads - 1) / Threads; ++i) {
+      const unsigned index = threadIdx.x + i * Threads, row = index / kChunks, chunk = index % kChunks;
+      if (Rows * kChunks % Threads != 0 && row >= Rows) break;
+      const bool inside = static_cast<int>(row) < limit;
+      const T* source = inside ? first_row + row * token_stride + chunk * 8 : first_row;
+      copy_async(tile + row * kRowBytes + chunk * 16, source, inside);
+    }
+  }
+
+  // Lane offsets for ldmatrix. As rows of A, or as [K, N] rows of a transposed B: lanes 0..15 have rows 0..15 of the
+  // first chunk, lanes 16..31 those of the second.
+  __device__ static unsigned lane_by_rows() { return threadIdx.x % 16 * kRowBytes + threadIdx.x % 32 / 16 * 16; }
+  // As [N, K] rows of B: lanes 0..7 and 8..15 have rows 0..7 of both chunks, lanes 16..31 rows 8..15.
+  __device__ static unsigned lane_by_columns() {
+    return (threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8) * kRowBytes + threadIdx.x / 8 % 2 * 16;
+  }
+};
+
+// ---- a warp's products ------------------------------------------------------------------------------------------------
+// c [M * 16, N * 8] of accumulators.
+template <int M, int N>
+struct Accumulators {
+  float at[M][N][4];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) at[m][n][i] = 0;
+  }
+  __device__ void scale(float factor) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) at[m][n][i] *= factor;
+  }
+};
+
+// Columns 16 k .. 16 k + 15 of rows m of c, rounded to T, as an A operand.
+template <typename T, int M, int N>
+__device__ inline Fragment as_operand(const Accumulators<M, N>& c, int m, int k) {
+  const auto& left = c.at[m][2 * k];
+  const auto& right = c.at[m][2 * k + 1];
+  return {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]), pack<T>(right[0], right[1]),
+          pack<T>(right[2], right[3])};
+}
+
+// A [M * 16, HS] as the left operand of many products: read from its tile each time, or kept in M * HS / 4 registers a
+// thread where there is room, which saves that part of the traffic from shared memory.
+template <typename T, int HS, int M>
+struct SharedOperand {
+  unsigned address;  // with the lane's offset by rows
+  __device__ explicit SharedOperand(unsigned tile) : address(tile + Tile<T, HS>::lane_by_rows()) {}
+  __device__ void fetch() {}
+  __device__ Fragment rows(int m, int k) const {
+    return load_matrices(address + m * 16 * Tile<T, HS>::kRowBytes + k * 32);
+  }
+};
+template <typename T, int HS, int M>
+struct RegisterOperand {
+  SharedOperand<T, HS, M> tile;
+  Fragment fragment[M][HS / 16];
+  __device__ explicit RegisterOperand(unsigned address) : tile(address) {}
+  // Once, after the tile has arrived.
+  __device__ void fetch() {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int k = 0; k < HS / 16; ++k) fragment[m][k] = tile.rows(m, k);
+  }
+  __device__ Fragment rows(int m, int k) const { return fragment[m][k]; }
+};
+template <typename T, int HS, int M, bool InRegisters>
+using LeftOperand = std::conditional_t<InRegisters, RegisterOperand<T, HS, M>, SharedOperand<T, HS, M>>;
+
+// c += A B^T with B [N * 8, HS] in a tile (address with the lane's offset by columns).
+template <typename T, int HS, int M, int N, typename Operand>
+__device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Operand& a, unsigned b) {
+#pragma unroll
+  for (int k = 0; k < HS / 16; ++k) {
+    Fragment rows[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) rows[m] = a.rows(m, k);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      const Fragment columns = load_matrices(b + n * 8 * Tile<T, HS>::kRowBytes + k * 32);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply_add<T>(c.at[m][n], rows[m], columns.word[0], columns.word[1]);
+        multiply_add<T>(c.at[m][n + 1], rows[m], columns.word[2], columns.word[3]);
+      }
+    }
+  }
+}
+
+// c += A B with A [M * 16, K * 16] in accumulators and B [K * 16, N * 8] in a tile (address with the lane's offset by
+// rows, at B's first column).
+template <typename T, int HS, int M, int N, int KN>
+__device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumulators<M, KN>& a, unsigned b) {
+  constexpr int kRowBytes = Tile<T, HS>::kRowBytes;
+#pragma unroll
+  for (int k = 0; k < KN / 2; ++k) {
+    Fragment rows[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) rows[m] = as_operand<T>(a, m, k);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      const Fragment columns = load_matrices_transposed(b + k * 16 * kRowBytes + n * 16);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply_add<T>(c.at[m][n], rows[m], columns.word[0], columns.word[1]);
+        multiply_add<T>(c.at[m][n + 1], rows[m], columns.word[2], columns.word[3]);
+      }
+    }
+  }
+}
+
+// Rounds a warp's M * 16 rows of accumulators to T and stores those below `valid` to columns [0, N * 8) of a head's rows,
+// 16 bytes a lane. `staging` is M * 16 tile rows that only this warp uses.
+template <typename T, int HS, int M, int N>
+__device__ inline void store_rows(const Accumulators<M, N>& c, T* staging, T* first_row, std::int64_t token_stride,
+                                  std::int64_t valid) {
+  constexpr int kStride = Tile<T, HS>::kStride, kChunks = N;
+  const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      unsigned* upper = reinterpret_cast<unsigned*>(staging + (m * 16 + g) * kStride + n * 8 + t * 2);
+      upper[0] = pack<T>(c.at[m][n][0], c.at[m][n][1]);
+      upper[8 * kStride / 2] = pack<T>(c.at[m][n][2], c.at[m][n][3]);
+    }
+  }
+  __syncwarp();
+  for (int index = lane; index < M * 16 * kChunks; index += kWarpSize) {
+    const int row = index / kChunks, chunk = index % kChunks;
+    if (row < valid)
+      store_pack(first_row + row * token_stride + chunk * 8, load_pack(staging + row * kStride + chunk * 8));
+  }
+}
+
+}  // namespace weft::cuda

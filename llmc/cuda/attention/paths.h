@@ -1,0 +1,73 @@
+// The kernels behind attention.h, and what they share: which keys a query sees, and the arguments as one struct.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "llmc/model/head_view.h"
+
+#if defined(__CUDACC__)
+#define WEFT_HOST_DEVICE_FUNCTION __host__ __device__
+#else
+#define WEFT_HOST_DEVICE_FUNCTION
+#endif
+
+namespace weft::cuda {
+
+template <typename T>
+struct ForwardArguments {
+  AttentionShape shape;
+  HeadViewOf<T> out;
+  float* lse;  // [B, NH, TQ] or null
+  HeadViewOf<const T> q, k, v;
+};
+
+// Of one query: its log-sum-exp in units of ln 2, and D = sum over d of dout * out.
+struct alignas(8) RowStatistics {
+  float lse2, D;
+};
+
+template <typename T>
+struct BackwardArguments {
+  AttentionShape shape;
+  HeadViewOf<T> dq, dk, dv;
+  HeadViewOf<const T> dout, out;
+  const float* lse;           // [B, NH, TQ]
+  HeadViewOf<const T> q, k, v;
+  RowStatistics* statistics;  // workspace [B, NH, padded_queries(TQ)]
+};
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Rows of the statistics are padded to whole query blocks, so that the tensor core kernels copy them without remainders.
+constexpr std::int64_t kStatisticsBlock = 128;
+WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {
+  return (TQ + kStatisticsBlock - 1) / kStatisticsBlock * kStatisticsBlock;
+}
+
+// How many of the TK keys query t sees; t may lie past the last query (padding of a block).
+WEFT_HOST_DEVICE_FUNCTION inline std::int64_t visible_keys(const AttentionShape& shape, std::int64_t t) {
+  const std::int64_t seen = shape.causal ? shape.TK - shape.TQ + t + 1 : shape.TK;
+  return seen < shape.TK ? seen : shape.TK;
+}
+
+// Every device from sm_80 on lets a block have this much shared memory.
+constexpr int kSharedBytesEverywhere = 99 * 1024;
+// What the current device lets a block have.
+int shared_bytes_per_block();
+
+// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned.
+template <typename T>
+void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
+template <typename T>
+void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
+
+// CUDA cores in fp32; T is any of the three, views at any address.
+template <typename T>
+void plain_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
+template <typename T>
+void plain_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
+
+}  // namespace weft::cuda
