@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
@@ -104,13 +105,10 @@ void check(const OptionTable& table, const Options& o) {
   }
   if (given.empty()) fail(Exit::usage, "nothing to do: expected one of %s", modes.c_str());
   if (given.find(',') != std::string::npos) fail(Exit::usage, "%s: only one of them at a time", given.c_str());
-  const std::pair<const char*, const std::string&> names[] = {{"model", o.model},
-                                                              {"prompt-file", o.prompt_file},
-                                                              {"prompt-ids", o.prompt_ids},
-                                                              {"perplexity", o.perplexity_file},
-                                                              {"compare", o.compare_file}};
-  for (const auto& [name, value] : names) {
-    if (table.given(name) && value.empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
+  for (const auto& [name, value] :
+       {std::pair("model", &o.model), std::pair("prompt-file", &o.prompt_file), std::pair("prompt-ids", &o.prompt_ids),
+        std::pair("perplexity", &o.perplexity_file), std::pair("compare", &o.compare_file)}) {
+    if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
   if (o.json && (o.interactive || table.given("compare"))) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());

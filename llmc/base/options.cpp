@@ -254,8 +254,8 @@ void OptionTable::text(const std::string& name, std::string& variable, const std
   impl_->add(std::move(entry));
 }
 
-void OptionTable::choice(const std::string& name, std::string& variable,
-                         const std::vector<std::string>& values, const std::string& help) {
+void OptionTable::choice(const std::string& name, std::string& variable, const std::vector<std::string>& values,
+                         const std::string& help) {
   Entry entry;
   entry.name = name;
   entry.placeholder = join(values, "|");
@@ -271,8 +271,8 @@ void OptionTable::choice(const std::string& name, std::string& variable,
   impl_->add(std::move(entry));
 }
 
-void OptionTable::integer(const std::string& name, std::int64_t& variable, std::int64_t low,
-                          std::int64_t high, const std::string& help) {
+void OptionTable::integer(const std::string& name, std::int64_t& variable, std::int64_t low, std::int64_t high,
+                          const std::string& help) {
   Entry entry;
   entry.name = name;
   entry.placeholder = "N";
@@ -290,16 +290,14 @@ void OptionTable::integer(const std::string& name, std::int64_t& variable, std::
   impl_->add(std::move(entry));
 }
 
-void OptionTable::number(const std::string& name, double& variable, double low, double high,
-                         const std::string& help) {
+void OptionTable::number(const std::string& name, double& variable, double low, double high, const std::string& help) {
   Entry entry;
   entry.name = name;
   entry.placeholder = "X";
   entry.help = help;
   entry.kind = "a number";
-  entry.bounds = high >= std::numeric_limits<double>::max()
-                     ? "of at least " + number_text(low)
-                     : "from " + number_text(low) + " to " + number_text(high);
+  entry.bounds = high >= std::numeric_limits<double>::max() ? "of at least " + number_text(low)
+                                                            : "from " + number_text(low) + " to " + number_text(high);
   entry.store = [&variable, low, high](const std::string& text) {
     const std::optional<double> value = parse_number<double>(text);
     if (value.has_value()) variable = *value;
@@ -319,8 +317,8 @@ void OptionTable::flag(const std::string& name, bool& variable, const std::strin
   impl_->add(std::move(entry));
 }
 
-void OptionTable::repeated(const std::string& name, std::vector<std::string>& variable,
-                           const std::string& placeholder, const std::string& help) {
+void OptionTable::repeated(const std::string& name, std::vector<std::string>& variable, const std::string& placeholder,
+                           const std::string& help) {
   Entry entry;
   entry.name = name;
   entry.placeholder = placeholder;
@@ -358,8 +356,7 @@ OptionTable::Outcome OptionTable::parse(int argc, const char* const* argv) {
 std::string OptionTable::help() const {
   const auto line = [](const std::string& left, const std::string& text) {
     const bool fits = left.size() + 2 <= kHelpIndent;
-    const std::string gap =
-        fits ? std::string(kHelpIndent - left.size(), ' ') : "\n" + std::string(kHelpIndent, ' ');
+    const std::string gap = fits ? std::string(kHelpIndent - left.size(), ' ') : "\n" + std::string(kHelpIndent, ' ');
     return left + gap + wrapped(text) + "\n";
   };
   std::string out = impl_->purpose + "\n\nUsage: " + impl_->program + " [--option VALUE]...\n";
@@ -367,8 +364,7 @@ std::string OptionTable::help() const {
   for (const Entry& entry : impl_->entries) {
     if (entry.group != group) out += "\n" + entry.group + ":\n";
     group = entry.group;
-    std::string notes =
-        entry.choices.empty() ? entry.bounds : "";  // choices already stand in the left column
+    std::string notes = entry.choices.empty() ? entry.bounds : "";  // choices already stand in the left column
     if (entry.takes_value && !entry.repeatable && !entry.default_text.empty()) {
       notes += (notes.empty() ? "default " : "; default ") + entry.default_text;
     }

@@ -30,8 +30,7 @@ class OptionTable {
 
   // Each binds `--name VALUE` to a variable that already holds the default, which --help shows. `name` is
   // without the dashes. All but repeated() may be given once only.
-  void text(const std::string& name, std::string& variable, const std::string& placeholder,
-            const std::string& help);
+  void text(const std::string& name, std::string& variable, const std::string& placeholder, const std::string& help);
   void choice(const std::string& name, std::string& variable, const std::vector<std::string>& values,
               const std::string& help);
   void integer(const std::string& name, std::int64_t& variable, std::int64_t low, std::int64_t high,

@@ -65,8 +65,7 @@ BenchResult run_bench(DecodeModel& model, std::int64_t tokens, std::uint64_t see
     result.interrupted = interrupted && interrupted();
   }
   result.tokens = static_cast<std::int64_t>(result.decode.inter_token_ms.size());
-  result.traffic =
-      memory_traffic(model, result.prompt + result.tokens / 2, result.decode.tokens_per_second());
+  result.traffic = memory_traffic(model, result.prompt + result.tokens / 2, result.decode.tokens_per_second());
   return result;
 }
 
@@ -74,8 +73,8 @@ std::string bench_text(const BenchResult& result) {
   const double prompt = static_cast<double>(result.prompt);
   std::string text = format("%-22s %10s %10s %12s %8s\n", "", "median ms", "p99 ms", "tokens/s", "GB/s");
   text += format("%-22s %10.3f %10s %12.1f %8s\n",
-                 format("prefill, %lld tokens", static_cast<long long>(result.prompt)).c_str(),
-                 result.prefill_ms, "-", prompt / result.prefill_ms * 1e3, "-");
+                 format("prefill, %lld tokens", static_cast<long long>(result.prompt)).c_str(), result.prefill_ms, "-",
+                 prompt / result.prefill_ms * 1e3, "-");
   text += format("%-22s %10.3f %10.3f %12.1f %8.2f\n",
                  format("decode, %lld tokens", static_cast<long long>(result.tokens)).c_str(),
                  result.decode.inter_token_percentile(50), result.decode.inter_token_percentile(99),

@@ -35,8 +35,7 @@ struct GenerateTimes {
   // Nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN if there are
   // none.
   double inter_token_percentile(double percent) const;
-  double tokens_per_second()
-      const;  // of decode only: the first token belongs to the prefill. NaN if there are none.
+  double tokens_per_second() const;  // of decode only: the first token belongs to the prefill. NaN if there are none.
 };
 
 struct GenerateResult {

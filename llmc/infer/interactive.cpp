@@ -62,8 +62,7 @@ class Conversation {
       const std::vector<std::int32_t> added = tokenizer_.encode("\n" + line, false, special_);
       ids.insert(ids.end(), added.begin(), added.end());
       if (model_.length() + static_cast<std::int64_t>(ids.size()) < model_.capacity()) return ids;
-      log_info("(the context of %lld tokens is full: the text begins anew)",
-               static_cast<long long>(model_.capacity()));
+      log_info("(the context of %lld tokens is full: the text begins anew)", static_cast<long long>(model_.capacity()));
       model_.reset();
     }
     std::vector<std::int32_t> ids = start_ids(tokenizer_.encode(line, true, special_), model_.config());

@@ -43,11 +43,9 @@ double PerplexityResult::bits_per_byte() const {
   return mean_nll * static_cast<double>(tokens) / std::numbers::ln2 / static_cast<double>(bytes);
 }
 
-std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window,
-                                                 std::int64_t stride) {
+std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window, std::int64_t stride) {
   if (window < 2) {
-    fail(Exit::usage, "perplexity: got a context of %lld, expected at least 2",
-         static_cast<long long>(window));
+    fail(Exit::usage, "perplexity: got a context of %lld, expected at least 2", static_cast<long long>(window));
   }
   if (stride < 1 || stride >= window) {
     fail(Exit::usage, "--stride: got %lld, expected an integer from 1 to %lld: less than the context",

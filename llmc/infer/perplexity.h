@@ -23,8 +23,7 @@ struct PerplexityWindow {
 
 // The windows over `count` ids, of which the first only starts the document. window >= 2, 1 <= stride <
 // window; otherwise Exit::usage.
-std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window,
-                                                 std::int64_t stride);
+std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window, std::int64_t stride);
 
 struct PerplexityResult {
   std::int64_t tokens = 0;  // scored

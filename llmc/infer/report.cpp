@@ -32,17 +32,16 @@ std::string statistics_line(const DecodeModel& model, const GenerateResult& resu
   if (decoded > 0) {
     const double rate = times.tokens_per_second();
     const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
-    line += format("; then %zu token%s at %.1f tokens/s, %.2f ms (p50) and %.2f ms (p99) between tokens",
-                   decoded, decoded == 1 ? "" : "s", rate, times.inter_token_percentile(50),
-                   times.inter_token_percentile(99));
-    line += format("; %s a token, %.2f GB/s",
-                   human_bytes(static_cast<double>(traffic.bytes_per_token)).c_str(), traffic.gb_per_second);
+    line += format("; then %zu token%s at %.1f tokens/s, %.2f ms (p50) and %.2f ms (p99) between tokens", decoded,
+                   decoded == 1 ? "" : "s", rate, times.inter_token_percentile(50), times.inter_token_percentile(99));
+    line += format("; %s a token, %.2f GB/s", human_bytes(static_cast<double>(traffic.bytes_per_token)).c_str(),
+                   traffic.gb_per_second);
   }
   return line + format("; ended by %s", finish_reason_name(result.finish_reason));
 }
 
-Json generation_json(const DecodeModel& model, std::span<const std::int32_t> prompt,
-                     const GenerateResult& result, const RunPlace& place) {
+Json generation_json(const DecodeModel& model, std::span<const std::int32_t> prompt, const GenerateResult& result,
+                     const RunPlace& place) {
   const double rate = result.times.tokens_per_second();
   const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
   return {
@@ -74,8 +73,7 @@ std::string perplexity_text(const PerplexityResult& result, std::int64_t window,
   return text;
 }
 
-Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride,
-                     const RunPlace& place) {
+Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const RunPlace& place) {
   return {
       {"perplexity", finite_or_null(result.perplexity())},
       {"mean_nll", result.mean_nll},

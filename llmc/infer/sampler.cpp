@@ -22,8 +22,7 @@ std::int32_t argmax(std::span<const float> logits) {
     }
     if (logits[i] > logits[best]) best = i;
   }
-  if (logits.empty() || !std::isfinite(logits[best]))
-    fail(Exit::numeric, "no logit is finite: no token is possible");
+  if (logits.empty() || !std::isfinite(logits[best])) fail(Exit::numeric, "no logit is finite: no token is possible");
   return static_cast<std::int32_t>(best);
 }
 

@@ -20,8 +20,7 @@ std::string terminal_safe(std::string_view text) {
     const bool c1_control = length == 2 && byte == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0;
     if (length == 0 || c0_control || c1_control) {
       const std::size_t bytes = std::max<std::size_t>(length, 1);
-      for (std::size_t j = 0; j < bytes; ++j)
-        out += format("\\x%02x", static_cast<unsigned char>(text[i + j]));
+      for (std::size_t j = 0; j < bytes; ++j) out += format("\\x%02x", static_cast<unsigned char>(text[i + j]));
       i += bytes;
     } else {
       out += text.substr(i, length);

@@ -33,8 +33,7 @@ std::int32_t byte_id(char byte) {
 const Tokenizer& byte_tokenizer() {
   static const Tokenizer tokenizer = [] {
     Json vocab = {{"<|endoftext|>", 0}, {"<|padding|>", 1}, {"ab", kAb}};
-    for (int byte = 0; byte < 256; ++byte)
-      vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
+    for (int byte = 0; byte < 256; ++byte) vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
     Json added = Json::array();
     for (const auto& [id, content] : std::map<int, std::string>{{0, "<|endoftext|>"}, {1, "<|padding|>"}}) {
       added.push_back({{"id", id},
@@ -113,9 +112,7 @@ class ScriptedModel : public DecodeModel {
   std::vector<float> activation(const std::string&) override { return {}; }
 
   // A model of pairs: its loss depends on the token and the one before.
-  static double nll_of(std::int32_t before, std::int32_t token) {
-    return 0.5 + 0.01 * before + 0.001 * token;
-  }
+  static double nll_of(std::int32_t before, std::int32_t token) { return 0.5 + 0.01 * before + 0.001 * token; }
 
   const std::vector<std::int32_t>& ids() const { return ids_; }
   const std::vector<std::vector<std::int32_t>>& scored() const { return scored_; }
@@ -149,8 +146,8 @@ struct Generated {
   std::vector<std::string> pieces;  // as they were streamed
 };
 
-Generated run(const std::vector<std::int32_t>& script, GenerateOptions options = {},
-              std::int64_t capacity = 1000, const std::function<bool()>& interrupted = nullptr) {
+Generated run(const std::vector<std::int32_t>& script, GenerateOptions options = {}, std::int64_t capacity = 1000,
+              const std::function<bool()>& interrupted = nullptr) {
   options.sampler.vocab_limit = 259;
   if (options.stop_ids.empty()) options.stop_ids = {kEndOfText};
   ScriptedModel model(script, capacity);
@@ -215,8 +212,7 @@ TEST(Generate, APromptThatFillsTheContextIsRefused) {
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Exit::usage);
       EXPECT_NE(std::string(error.what()).find("2 tokens"), std::string::npos) << error.what();
-      EXPECT_NE(std::string(error.what()).find(format("context of %d", static_cast<int>(capacity))),
-                std::string::npos);
+      EXPECT_NE(std::string(error.what()).find(format("context of %d", static_cast<int>(capacity))), std::string::npos);
     }
     EXPECT_EQ(model.length(), 0) << "nothing was computed";
   }
@@ -224,9 +220,8 @@ TEST(Generate, APromptThatFillsTheContextIsRefused) {
 
 TEST(Generate, AStopTextMayStraddleTokens) {
   for (const std::vector<std::int32_t>& script :
-       {ids_of("one.END two"),
-        std::vector<std::int32_t>{byte_id('o'), byte_id('n'), byte_id('e'), byte_id('.'), byte_id('E'),
-                                  byte_id('N'), byte_id('D'), byte_id('x')}}) {
+       {ids_of("one.END two"), std::vector<std::int32_t>{byte_id('o'), byte_id('n'), byte_id('e'), byte_id('.'),
+                                                         byte_id('E'), byte_id('N'), byte_id('D'), byte_id('x')}}) {
     const Generated r = run(script, {.stop_texts = {"END"}});
     EXPECT_EQ(r.result.text, "one.");
     EXPECT_EQ(r.result.finish_reason, FinishReason::stop);
@@ -343,15 +338,14 @@ TEST(Prompt, AnEmptyOneStartsADocument) {
 TEST(Prompt, IdsAreStrict) {
   EXPECT_EQ(parse_ids("0,7,299", 300), (std::vector<std::int32_t>{0, 7, 299}));
   EXPECT_EQ(ids_text(parse_ids("0,7,299", 300)), "0,7,299");
-  for (const char* bad : {"", ",", "1,", ",1", "1,,2", "1 2", "1, 2", "-1", "300", "1x", "0x1", "1.0",
-                          "99999999999999999999"}) {
+  for (const char* bad :
+       {"", ",", "1,", ",1", "1,,2", "1 2", "1, 2", "-1", "300", "1x", "0x1", "1.0", "99999999999999999999"}) {
     EXPECT_EQ(code_of([&] { parse_ids(bad, 300); }), Exit::usage) << bad;
   }
 }
 
 TEST(TextOutput, NothingThatSteersATerminalPasses) {
-  EXPECT_EQ(terminal_safe("plain \xc3\xa9 \xf0\x9f\x98\x80\n\ttext"),
-            "plain \xc3\xa9 \xf0\x9f\x98\x80\n\ttext");
+  EXPECT_EQ(terminal_safe("plain \xc3\xa9 \xf0\x9f\x98\x80\n\ttext"), "plain \xc3\xa9 \xf0\x9f\x98\x80\n\ttext");
   EXPECT_EQ(terminal_safe("\033[2J\r\b\a\x7f"), "\\x1b[2J\\x0d\\x08\\x07\\x7f");
   EXPECT_EQ(terminal_safe(std::string_view("\0", 1)), "\\x00");
   EXPECT_EQ(terminal_safe("\xc2\x9b"
@@ -412,8 +406,7 @@ TEST(Perplexity, AgreesWithTheClosedForm) {
   for (std::size_t i = 1; i < ids.size(); ++i) nll.push_back(ScriptedModel::nll_of(ids[i - 1], ids[i]));
   double mean = 0, variance = 0;
   for (const double value : nll) mean += value / static_cast<double>(nll.size());
-  for (const double value : nll)
-    variance += (value - mean) * (value - mean) / static_cast<double>(nll.size() - 1);
+  for (const double value : nll) variance += (value - mean) * (value - mean) / static_cast<double>(nll.size() - 1);
 
   for (const std::int64_t capacity : {2, 8, 57, 500}) {
     for (const std::int64_t stride : {std::int64_t{1}, capacity / 2, capacity - 1}) {
@@ -460,8 +453,7 @@ TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel model({}, 64);
   EXPECT_EQ(run_bench(model, 32, 0, nullptr).decode.inter_token_ms.size(), 32u);
   EXPECT_EQ(code_of([&] { run_bench(model, 33, 0, nullptr); }), Exit::usage);
-  EXPECT_EQ(code_of([&] { run_bench(model, std::numeric_limits<std::int64_t>::max(), 0, nullptr); }),
-            Exit::usage);
+  EXPECT_EQ(code_of([&] { run_bench(model, std::numeric_limits<std::int64_t>::max(), 0, nullptr); }), Exit::usage);
   ScriptedModel tiny({}, 20);
   EXPECT_EQ(code_of([&] { run_bench(tiny, 1, 0, nullptr); }), Exit::usage);
   const BenchResult cut = run_bench(model, 10, 0, [] { return true; });

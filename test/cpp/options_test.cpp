@@ -106,8 +106,8 @@ TEST(Options, IntegersAreStrict) {
 }
 
 TEST(Options, NumbersAreStrict) {
-  for (const char* bad : {"", "0.5x", " 0.5", "0,5", "0x1p-1", "1e400", "1e-400", "nan", "inf", "-0.1",
-                          "1.001", "--", "1.5.2", "½"}) {
+  for (const char* bad :
+       {"", "0.5x", " 0.5", "0,5", "0x1p-1", "1e400", "1e-400", "nan", "inf", "-0.1", "1.001", "--", "1.5.2", "½"}) {
     expect_refused({"--learning-rate", bad}, {"--learning-rate: got '", "a number from 0 to 1"});
   }
   for (const char* good : {"0", "1", "0.5", ".5", "5e-1", "1E-3", "1."}) {
@@ -117,8 +117,7 @@ TEST(Options, NumbersAreStrict) {
 }
 
 TEST(Options, ChoicesAreNamed) {
-  expect_refused({"--device", "cdua"},
-                 {"--device: got 'cdua'", "one of auto, cuda, cpu", "Did you mean cuda?"});
+  expect_refused({"--device", "cdua"}, {"--device: got 'cdua'", "one of auto, cuda, cpu", "Did you mean cuda?"});
   expect_refused({"--device", "CUDA0"}, {"one of auto, cuda, cpu"});
   expect_refused({"--device="}, {"--device: got ''"});
 }
@@ -158,24 +157,23 @@ TEST(Options, MissingValuesAndFlagsWithOne) {
 TEST(Options, EffectiveValuesInTableOrder) {
   Sample sample;
   sample.parse({"--stop", "a\"b", "--stop", "\xff", "--learning-rate=0.1"});
-  const std::vector<std::pair<std::string, std::string>> expected = {
-      {"model", "default.bin"},
-      {"device", "auto"},
-      {"steps", "5"},
-      {"offset", "0"},
-      {"learning-rate", "0.1"},
-      {"json", "false"},
-      {"stop", "[\"a\\\"b\",\"\xef\xbf\xbd\"]"}};
+  const std::vector<std::pair<std::string, std::string>> expected = {{"model", "default.bin"},
+                                                                     {"device", "auto"},
+                                                                     {"steps", "5"},
+                                                                     {"offset", "0"},
+                                                                     {"learning-rate", "0.1"},
+                                                                     {"json", "false"},
+                                                                     {"stop", "[\"a\\\"b\",\"\xef\xbf\xbd\"]"}};
   EXPECT_EQ(sample.table.effective(), expected);
 }
 
 TEST(Options, HelpShowsTheTable) {
   const Sample sample;
   const std::string help = sample.table.help();
-  for (const char* part : {"Shows options.", "Usage: sample", "\nInput:\n", "\nNumbers:\n", "--model FILE",
-                           "default default.bin", "--device auto|cuda|cpu", "from 1 to 4096; default 5",
-                           "of at least -8", "from 0 to 1; default 0.1", "--json ",
-                           "may be given several times", "--help", "--version", "Exit codes: 0 ok."}) {
+  for (const char* part :
+       {"Shows options.", "Usage: sample", "\nInput:\n", "\nNumbers:\n", "--model FILE", "default default.bin",
+        "--device auto|cuda|cpu", "from 1 to 4096; default 5", "of at least -8", "from 0 to 1; default 0.1", "--json ",
+        "may be given several times", "--help", "--version", "Exit codes: 0 ok."}) {
     EXPECT_NE(help.find(part), std::string::npos) << part << " is not in\n" << help;
   }
   EXPECT_EQ(help.find('\033'), std::string::npos);
@@ -214,8 +212,7 @@ TEST(RunProgram, TurnsFailuresIntoExitCodes) {
   using Outcome = std::pair<int, std::string>;
   EXPECT_EQ(outcome([] { return Exit::ok; }), (Outcome{0, ""}));
   EXPECT_EQ(outcome([] { return Exit::interrupted; }), (Outcome{130, ""}));
-  EXPECT_EQ(outcome([]() -> Exit { fail(Exit::bad_file, "no such thing"); }),
-            (Outcome{3, "error: no such thing\n"}));
+  EXPECT_EQ(outcome([]() -> Exit { fail(Exit::bad_file, "no such thing"); }), (Outcome{3, "error: no such thing\n"}));
   EXPECT_EQ(outcome([]() -> Exit { throw std::bad_alloc(); }), (Outcome{5, "error: out of memory\n"}));
   const Outcome bug = outcome([]() -> Exit { throw std::logic_error("odd\x1b"); });
   EXPECT_EQ(bug.first, 1);

@@ -17,22 +17,18 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 const std::vector<float> kLogits = {1.5f, -0.5f, 3.0f, 0.0f, 2.5f, -2.0f, 1.0f, 2.9f, -8.0f, 0.7f};
 
-std::int32_t sample_once(const SamplerOptions& options, const std::vector<float>& logits,
-                         std::int64_t position = 0) {
+std::int32_t sample_once(const SamplerOptions& options, const std::vector<float>& logits, std::int64_t position = 0) {
   return Sampler(options).sample(logits, position);
 }
 
 // The probabilities that the documentation promises, in plain double arithmetic.
 std::vector<double> exact_probabilities(const SamplerOptions& options, const std::vector<float>& logits) {
-  const std::size_t limit =
-      options.vocab_limit > 0 ? static_cast<std::size_t>(options.vocab_limit) : logits.size();
+  const std::size_t limit = options.vocab_limit > 0 ? static_cast<std::size_t>(options.vocab_limit) : logits.size();
   std::vector<std::size_t> order(limit);
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t a, std::size_t b) { return logits[a] > logits[b]; });
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return logits[a] > logits[b]; });
   const auto weight = [&](std::size_t id) {
-    return std::exp((static_cast<double>(logits[id]) - static_cast<double>(logits[order[0]])) /
-                    options.temperature);
+    return std::exp((static_cast<double>(logits[id]) - static_cast<double>(logits[order[0]])) / options.temperature);
   };
   if (options.top_k > 0) order.resize(std::min(order.size(), static_cast<std::size_t>(options.top_k)));
   double total = 0;
@@ -148,24 +144,19 @@ TEST(Sampler, PaddingIsNeverSampled) {
 TEST(Sampler, ExtremeLogits) {
   for (const double temperature : {1e-300, 0.5, 1.0, 1e300}) {
     const SamplerOptions options{.temperature = temperature, .seed = 3};
-    EXPECT_EQ(sample_once(options, {-1e30f, 1e30f, 0}),
-              temperature == 1e300 ? sample_once(options, {0, 0, 0}) : 1);
+    EXPECT_EQ(sample_once(options, {-1e30f, 1e30f, 0}), temperature == 1e300 ? sample_once(options, {0, 0, 0}) : 1);
     EXPECT_EQ(sample_once(options, {-kInfinity, 1e38f, -kInfinity}), 1);
     EXPECT_EQ(sample_once(options, {-1e38f, -kInfinity}), 0);
   }
   for (int position = 0; position < 100; ++position) {
-    const std::int32_t id =
-        sample_once({.temperature = 1e300, .seed = 4}, {0, -kInfinity, 5, -kInfinity}, position);
+    const std::int32_t id = sample_once({.temperature = 1e300, .seed = 4}, {0, -kInfinity, 5, -kInfinity}, position);
     EXPECT_EQ(id % 2, 0) << "a masked id";
   }
 }
 
 TEST(Sampler, NonFiniteLogitsAreAnError) {
-  for (const std::vector<float>& bad : {std::vector<float>{1, std::nanf(""), 0},
-                                        {std::nanf("")},
-                                        {1, kInfinity},
-                                        {-kInfinity, -kInfinity},
-                                        {}}) {
+  for (const std::vector<float>& bad :
+       {std::vector<float>{1, std::nanf(""), 0}, {std::nanf("")}, {1, kInfinity}, {-kInfinity, -kInfinity}, {}}) {
     for (const double temperature : {0.0, 1.0}) {
       try {
         sample_once({.temperature = temperature}, bad);
@@ -182,8 +173,7 @@ TEST(Sampler, ATokenDependsOnSeedPositionAndLogitsAlone) {
   Sampler walked(options);
   std::vector<std::int32_t> forward, fresh;
   for (int position = 0; position < 200; ++position) forward.push_back(walked.sample(kLogits, position));
-  for (int position = 199; position >= 0; --position)
-    fresh.push_back(sample_once(options, kLogits, position));
+  for (int position = 199; position >= 0; --position) fresh.push_back(sample_once(options, kLogits, position));
   std::reverse(fresh.begin(), fresh.end());
   EXPECT_EQ(forward, fresh);
 
@@ -202,15 +192,14 @@ TEST(Sampler, ChoicesAreReproducible) {
   Sampler sampler({.temperature = 0.9, .top_k = 8, .top_p = 0.95, .min_p = 0.01, .seed = 1234});
   std::vector<std::int32_t> ids;
   for (int position = 0; position < 24; ++position) ids.push_back(sampler.sample(kLogits, position));
-  EXPECT_EQ(ids, (std::vector<std::int32_t>{4, 7, 4, 7, 2, 7, 2, 6, 0, 2, 7, 4,
-                                            2, 2, 2, 6, 6, 7, 2, 7, 7, 2, 4, 2}));
+  EXPECT_EQ(ids, (std::vector<std::int32_t>{4, 7, 4, 7, 2, 7, 2, 6, 0, 2, 7, 4, 2, 2, 2, 6, 6, 7, 2, 7, 7, 2, 4, 2}));
 }
 
 TEST(Sampler, OptionsOutOfRangeAreRefused) {
   for (const SamplerOptions& bad :
-       {SamplerOptions{.temperature = -1}, SamplerOptions{.temperature = std::nan("")},
-        SamplerOptions{.top_k = -1}, SamplerOptions{.top_p = 1.5}, SamplerOptions{.top_p = std::nan("")},
-        SamplerOptions{.min_p = -0.1}, SamplerOptions{.vocab_limit = -1}}) {
+       {SamplerOptions{.temperature = -1}, SamplerOptions{.temperature = std::nan("")}, SamplerOptions{.top_k = -1},
+        SamplerOptions{.top_p = 1.5}, SamplerOptions{.top_p = std::nan("")}, SamplerOptions{.min_p = -0.1},
+        SamplerOptions{.vocab_limit = -1}}) {
     EXPECT_THROW(Sampler{bad}, Error);
   }
 }
@@ -237,8 +226,7 @@ TEST(SamplingMath, TargetsCoverTheTotalEvenly) {
     EXPECT_EQ(sampling_target(kAll, total), total - 1);
     for (std::uint64_t bits = 7; bits < kAll / 3; bits = bits * 3 + 1) {
       __extension__ using Wide = unsigned __int128;
-      EXPECT_EQ(sampling_target(bits, total),
-                static_cast<std::uint64_t>((static_cast<Wide>(bits) * total) >> 64));
+      EXPECT_EQ(sampling_target(bits, total), static_cast<std::uint64_t>((static_cast<Wide>(bits) * total) >> 64));
     }
   }
 }
