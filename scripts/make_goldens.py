@@ -7,7 +7,7 @@ For each case NAME.model.bin is the converted model and NAME.dump.bin the refere
 head dimensions 32, 64, 80, 128 and 256, grouped heads, tied and untied embeddings, llama3 scaling, odd vocabularies,
 rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and 16-bit weights. Weights are
 drawn so that a mistake shows: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two trained
-models under models/ are made where those exist. Needs torch and transformers.
+models under models/ are made where those exist. Needs torch and transformers 5.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import cli
-from cli import INTERNAL, FileError, Warnings
+from cli import ENVIRONMENT, INTERNAL, FileError, Warnings
 from convert_hf import match_tensors, open_weights, write_model
 from dump_reference import (IGNORED_LABEL, AdamW, Request, encode, greedy, libraries, optimizer_steps, random_batch,
                             selection, shifted_labels, write_dump)
@@ -225,7 +225,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
                         help=f"make only these, of {' '.join(names)}")
     options = parser.parse_args()
-    libraries()[0].set_num_threads(1)  # the order of sums, and so the last bits, do not depend on the machine's cores
+    torch, transformers = libraries()
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise FileError(ENVIRONMENT, f"transformers: got {transformers.__version__}, expected 5 or newer to make goldens")
+    torch.set_num_threads(1)  # the order of sums, and so the last bits, do not depend on the machine's cores
     options.output.mkdir(parents=True, exist_ok=True)
     for case in CASES:
         if case.name in options.only:

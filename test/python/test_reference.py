@@ -423,6 +423,7 @@ def test_exported_tokenizer_loads(torch, tmp_path):
 @pytest.mark.parametrize("name", ["llama-hs256-mqa", "neox-hs32-padded"])
 def test_goldens_can_be_made_again(torch, tmp_path, name):
     """A case from its seed: the same ids and, but for the last bits of another torch, the same numbers."""
+    pytest.importorskip("transformers", minversion="5")
     done = ck.run_script("make_goldens.py", "-o", tmp_path, "--only", name)
     assert done.returncode == 0, done.stderr
     again, committed = tensor_file.read(tmp_path / f"{name}.dump.bin"), dump_of(name)
