@@ -8,15 +8,6 @@
 
 namespace weft::cpu {
 
-struct AttentionShape {
-  std::int64_t B = 0;
-  std::int64_t TQ = 0;   // queries; they are the last TQ of the TK positions
-  std::int64_t TK = 0;   // keys and values, >= TQ
-  std::int64_t NH = 0, NKV = 0, HS = 0;
-  bool causal = true;    // query t sees keys 0 .. TK - TQ + t
-  float scale = 0;       // 1 / sqrt(HS) in every model here
-};
-
 // lse [B, NH, TQ]: natural log of the sum of exponentials, for backward; null: not kept.
 void attention_forward(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q, ConstHeadView k,
                        ConstHeadView v);

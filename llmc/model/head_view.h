@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define WEFT_VIEW_FUNCTION __host__ __device__
@@ -21,7 +22,12 @@ struct HeadViewOf {
   WEFT_VIEW_FUNCTION T* at(std::int64_t b, std::int64_t t, std::int64_t h) const {
     return data + b * batch_stride + t * token_stride + h * head_stride;
   }
-  WEFT_VIEW_FUNCTION operator HeadViewOf<const T>() const { return {data, batch_stride, token_stride, head_stride}; }
+  // A view to write through is a view to read through.
+  template <typename U>
+    requires(std::is_same_v<U, const T> && !std::is_const_v<T>)
+  WEFT_VIEW_FUNCTION operator HeadViewOf<U>() const {
+    return {data, batch_stride, token_stride, head_stride};
+  }
 };
 
 struct AttentionShape {

@@ -17,7 +17,9 @@ TEST(Device, ProbeDescribesTheGpu) {
 }
 
 TEST(Error, EachCudaErrorHasItsExitCodeAndAdvice) {
-  const auto describe = [](cudaError_t error, int driver) { return describe_error(error, "step 7", driver, 13000, 90); };
+  const auto describe = [](cudaError_t error, int driver) {
+    return describe_error(error, "step 7", driver, 13000, 90);
+  };
   EXPECT_EQ(describe(cudaErrorMemoryAllocation, 13000).code(), Exit::resources);
   EXPECT_EQ(describe(cudaErrorIllegalAddress, 13000).code(), Exit::internal);
   EXPECT_EQ(describe(cudaErrorECCUncorrectable, 13000).code(), Exit::environment);

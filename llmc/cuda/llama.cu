@@ -1,0 +1,680 @@
+// The Llama training step on the GPU, as two straight-line lists of launches: forward_layer and backward_layer mirror
+// each other line by line, and llmc/cpu/llama.cpp is the same list on the CPU.
+//
+// Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS,
+// kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x. S is the storage type of parameters and
+// activations: bf16 or float.
+//
+// Numbers: all arithmetic fp32; gradients of parameters, moments and statistics are stored in fp32. With S = bf16 each
+// parameter has 16 low bits beside it that make it an exact fp32 master (llmc/cuda/adamw.h).
+//
+// Nothing here waits for the GPU but statistics(), evaluate(), and the access functions at the end.
+#include "llmc/cuda/llama.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "llmc/base/dtype.h"
+#include "llmc/cuda/adamw.h"
+#include "llmc/cuda/arena.h"
+#include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/classifier.h"
+#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/embedding.h"
+#include "llmc/cuda/llama_decoder.h"
+#include "llmc/cuda/matmul.h"
+#include "llmc/cuda/residual_norm.h"
+#include "llmc/cuda/rope.h"
+#include "llmc/cuda/stream.h"
+#include "llmc/cuda/swiglu.h"
+#include "llmc/model/llama_layout.h"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr std::int64_t kClassifierRows = 2048;  // of logits at once: large enough for full-speed GEMMs
+
+template <typename S>
+constexpr bool kSplitMaster = std::is_same_v<S, bf16>;
+
+MemoryPlan arena_plan(const char* name, const TensorTable& table, std::size_t element_bytes) {
+  MemoryPlan plan(name);
+  plan.add(static_cast<std::uint64_t>(table.arena_elements()) * element_bytes);
+  return plan;
+}
+
+AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options) {
+  return {options.micro_batch,
+          options.seq_len,
+          options.seq_len,
+          config.num_heads,
+          config.num_kv_heads,
+          config.head_dim,
+          true,
+          1.0f / std::sqrt(static_cast<float>(config.head_dim))};
+}
+
+// Everything beside activations that a step needs: tokens, tables, results and the operators' scratch memory. Scratch
+// regions of operators that never run at once share one place.
+struct Workspace {
+  MemoryPlan plan{"workspace"};
+  std::uint64_t tokens, labels, rope_cos, rope_sin, loss_total, evaluation_total, norm, blocks, scratch;
+
+  Workspace(const ModelConfig& config, const TrainOptions& options, std::int64_t adamw_block_count) {
+    const std::int64_t N = options.micro_batch * options.seq_len;
+    const std::int64_t table = options.seq_len * (config.rope.rotary_dim / 2);
+    const auto add = [this](std::int64_t count, std::size_t bytes) {
+      return plan.add(static_cast<std::uint64_t>(count) * bytes);
+    };
+    tokens = add(N, sizeof(std::int32_t));
+    labels = add(N, sizeof(std::int32_t));
+    rope_cos = add(table, sizeof(float));
+    rope_sin = add(table, sizeof(float));
+    loss_total = add(1, sizeof(LossTotal));
+    evaluation_total = add(1, sizeof(LossTotal));
+    norm = add(1, sizeof(GradientNorm));
+    blocks = add(adamw_block_count, sizeof(AdamWBlock));
+    const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;
+    scratch = plan.add(std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
+                                 attention_backward_workspace(attention_shape(config, options)),
+                                 embedding_backward_workspace(N, config.hidden_size), gradient_norm_workspace()}));
+  }
+};
+
+std::vector<AdamWBlock> update_blocks(const TensorTable& table) {
+  std::vector<AdamWRange> ranges;
+  for (const TensorSpec& spec : table.specs()) ranges.push_back({spec.offset, spec.offset + spec.elements, spec.decay});
+  return adamw_blocks(ranges);
+}
+
+template <typename S>
+std::vector<MemoryLine> plan_of(const ModelConfig& config, const TrainOptions& options) {
+  const TensorTable table(config);
+  const std::uint64_t elements = static_cast<std::uint64_t>(table.arena_elements());
+  const Workspace workspace(config, options, static_cast<std::int64_t>(update_blocks(table).size()));
+  const LlamaActivations<S> activations(config, options, kClassifierRows);
+  std::vector<MemoryLine> lines;
+  lines.push_back({kSplitMaster<S> ? "parameters (bf16)" : "parameters (fp32)", elements * sizeof(S)});
+  if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", elements * sizeof(std::int16_t)});
+  lines.push_back({"gradients (fp32)", elements * sizeof(float)});
+  lines.push_back({"AdamW moments (fp32)", 2 * elements * sizeof(float)});
+  lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
+  lines.push_back({"workspace", workspace.plan.bytes() + Matmul::kWorkspaceBytes});
+  return lines;
+}
+
+void check_sizes(const ModelConfig& config) {
+  if (config.hidden_size % 8 != 0 || config.hidden_size > kMaxNormWidth) {
+    fail(Exit::usage, "hidden_size: got %lld, the GPU kernels need a multiple of 8 up to %lld. Use --device cpu",
+         static_cast<long long>(config.hidden_size), static_cast<long long>(kMaxNormWidth));
+  }
+  if (!attention_supports(config.head_dim)) {
+    fail(Exit::usage, "head_dim: got %lld, the GPU kernels have 32, 64, 80, 96, 128 and 256. Use --device cpu",
+         static_cast<long long>(config.head_dim));
+  }
+}
+
+// Page-locked copies of the last few micro-batches on their way to the GPU: the host fills the next one while the last
+// is still being read.
+class TokenUpload {
+ public:
+  explicit TokenUpload(std::int64_t N)
+      : rows_(N), buffer_(kSlots * 2 * static_cast<std::uint64_t>(N) * sizeof(std::int32_t)) {}
+
+  void upload(const Batch& batch, std::int32_t* tokens, std::int32_t* labels, cudaStream_t stream) {
+    const std::size_t slot = next_++ % kSlots;
+    const std::size_t bytes = static_cast<std::size_t>(rows_) * sizeof(std::int32_t);
+    check(cudaEventSynchronize(copied_[slot]), "token upload");  // of four uploads ago: done long since
+    auto* staged = buffer_.at<std::int32_t>(slot * 2 * bytes);
+    std::memcpy(staged, batch.tokens.data(), bytes);
+    std::memcpy(staged + rows_, batch.labels.data(), bytes);
+    check(cudaMemcpyAsync(tokens, staged, bytes, cudaMemcpyHostToDevice, stream), "token upload");
+    check(cudaMemcpyAsync(labels, staged + rows_, bytes, cudaMemcpyHostToDevice, stream), "token upload");
+    check(cudaEventRecord(copied_[slot], stream), "token upload");
+  }
+
+ private:
+  static constexpr std::size_t kSlots = 4;
+  std::int64_t rows_;
+  PinnedBuffer buffer_;
+  Event copied_[kSlots] = {Event(cudaEventDisableTiming), Event(cudaEventDisableTiming), Event(cudaEventDisableTiming),
+                           Event(cudaEventDisableTiming)};
+  std::size_t next_ = 0;
+};
+
+template <typename S>
+class Llama final : public TrainModel {
+ public:
+  Llama(const ModelConfig& config, const TrainOptions& options);
+
+  const ModelConfig& config() const override { return config_; }
+  const TensorTable& table() const override { return table_; }
+  std::vector<MemoryLine> memory() const override { return plan_of<S>(config_, options_); }
+
+  void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override;
+  void backward() override;
+  void zero_gradients() override;
+  StepStatistics statistics() override;
+  void update(const AdamWStep& step) override;
+  double evaluate(const Batch& batch, std::int64_t* label_count) override;
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
+  void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
+  std::vector<float> activation(const std::string& name) override;
+  std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
+    stream_.synchronize("decoder");
+    return make_llama_decoder<S>(config_, weights_, capacity);
+  }
+
+ private:
+  std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
+  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+  template <typename U>
+  U* workspace(std::uint64_t offset) const {
+    return workspace_arena_.at<U>(offset);
+  }
+
+  // Heads of one packed [N, q + 2 kv] row block: q heads, then k heads, then v heads.
+  HeadViewOf<S> q_heads(S* qkv) const { return heads(qkv, qkv_size()); }
+  HeadViewOf<S> k_heads(S* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
+  HeadViewOf<S> v_heads(S* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
+  HeadViewOf<S> heads(S* data, std::int64_t row) const { return {data, options_.seq_len * row, row, config_.head_dim}; }
+
+  // The shape of the norm that follows branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP; -1 the
+  // embedding, which is never dropped.
+  ResidualNormShape norm_shape(std::int64_t branch) const {
+    ResidualNormShape shape;
+    shape.rows = rows();
+    shape.C = config_.hidden_size;
+    shape.kind = config_.norm;
+    shape.eps = static_cast<float>(config_.norm_eps);
+    shape.dropout = training_ && branch >= 0 ? options_.dropout : 0;
+    shape.seed = options_.seed;
+    shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
+    return shape;
+  }
+  // The norm that reads residual[l]: a layer's first one, or the final one.
+  struct NormSite {
+    NormParameters<S> weights;
+    NormParameters<float> d_weights;
+    S* out;
+    float *mean, *rstd;
+  };
+  NormSite norm_site(std::int64_t l) {
+    if (l == config_.num_layers) {
+      return {weights_.final_norm, d_weights_.final_norm, acts_.final_norm, acts_.final_mean, acts_.final_rstd};
+    }
+    const auto i = static_cast<std::size_t>(l);
+    return {weights_.layers[i].input_norm, d_weights_.layers[i].input_norm, acts_.layers[i].input_norm,
+            acts_.layers[i].mean1, acts_.layers[i].rstd1};
+  }
+
+  void prepare_matmuls();
+  void forward_layers(const Batch& batch);
+  void forward_attention_and_gate(std::int64_t l, S* branch);
+  void join_branch(std::int64_t l);
+  void classify(float loss_scale, LossTotal* total);
+  void normalize_input(std::int64_t l);
+  void recompute_layer(std::int64_t l);
+  void backward_layer(std::int64_t l);
+  void join_backward(std::int64_t branch, const NormParameters<S>& weights, const NormParameters<float>& d_weights,
+                     const S* dout, const S* residual, const float* mean, const float* rstd, bool has_skip);
+  template <typename U>
+  U* element(TensorRole role, const TensorSpec& spec) const;
+
+  ModelConfig config_;
+  TrainOptions options_;
+  TensorTable table_;
+  Stream stream_;
+  Matmul matmul_;
+  std::vector<AdamWBlock> blocks_;
+  LlamaActivations<S> acts_;
+  Workspace plan_;
+  DeviceArena parameter_arena_, low_arena_, gradient_arena_, moment1_arena_, moment2_arena_, activation_arena_,
+      workspace_arena_;
+  LlamaParameters<S> weights_;
+  LlamaParameters<float> d_weights_;
+  DeviceRopeTable rope_;
+  TokenUpload upload_;
+  PinnedBuffer results_;  // LossTotal, GradientNorm
+
+  std::uint64_t micro_step_ = 0;
+  bool training_ = false;
+};
+
+// The plans are timed before the arenas exist, because they are timed on scratch memory of the size of the operands.
+template <typename S>
+Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options)
+    : config_(config),
+      options_(options),
+      table_(config),
+      matmul_(stream_),
+      blocks_(update_blocks(table_)),
+      acts_(config, options, kClassifierRows),
+      plan_(config, options, static_cast<std::int64_t>(blocks_.size())),
+      parameter_arena_((prepare_matmuls(), arena_plan("parameters", table_, sizeof(S)))),
+      low_arena_(arena_plan("low halves of fp32 masters", table_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
+      gradient_arena_(arena_plan("gradients", table_, sizeof(float))),
+      moment1_arena_(arena_plan("first moments", table_, sizeof(float))),
+      moment2_arena_(arena_plan("second moments", table_, sizeof(float))),
+      activation_arena_(acts_.plan()),
+      workspace_arena_(plan_.plan),
+      weights_(config, table_, parameter_arena_.at<S>(0)),
+      d_weights_(config, table_, gradient_arena_.at<float>(0)),
+      upload_(rows()),
+      results_(sizeof(LossTotal) + sizeof(GradientNorm)) {
+  acts_.bind(activation_arena_.at<std::byte>(0));
+  for (DeviceArena* arena : {&parameter_arena_, &low_arena_, &gradient_arena_, &moment1_arena_, &moment2_arena_,
+                             &activation_arena_, &workspace_arena_}) {
+    arena->clear(stream_);
+  }
+  const RopeTable table = rope_table(config.rope, options.seq_len);
+  rope_ = {workspace<float>(plan_.rope_cos), workspace<float>(plan_.rope_sin), table.positions, table.half};
+  const std::size_t table_bytes = table.cos.size() * sizeof(float);
+  check(
+      cudaMemcpyAsync(workspace<float>(plan_.rope_cos), table.cos.data(), table_bytes, cudaMemcpyHostToDevice, stream_),
+      "RoPE table");
+  check(
+      cudaMemcpyAsync(workspace<float>(plan_.rope_sin), table.sin.data(), table_bytes, cudaMemcpyHostToDevice, stream_),
+      "RoPE table");
+  check(cudaMemcpyAsync(workspace<AdamWBlock>(plan_.blocks), blocks_.data(), blocks_.size() * sizeof(AdamWBlock),
+                        cudaMemcpyHostToDevice, stream_),
+        "optimizer blocks");
+  stream_.synchronize("start");
+}
+
+// Every shape of the step: four linear layers and the head, each in three directions.
+template <typename S>
+void Llama<S>::prepare_matmuls() {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, V = config_.vocab_size;
+  const cudaDataType_t type = std::is_same_v<S, float> ? CUDA_R_32F : CUDA_R_16BF;
+  const auto prepare = [&](std::int64_t n, std::int64_t inputs, std::int64_t outputs) {
+    matmul_.prepare({Product::forward, n, inputs, outputs, type, Accumulate::no, false});
+    matmul_.prepare({Product::input_grad, n, inputs, outputs, type, Accumulate::no, false});
+    matmul_.prepare({Product::weight_grad, n, inputs, outputs, type, Accumulate::yes, false});
+  };
+  prepare(N, C, qkv_size());
+  prepare(N, config_.q_size(), C);
+  prepare(N, C, 2 * F);
+  prepare(N, F, C);
+  prepare(std::min(N, kClassifierRows), C, V);
+  if (N > kClassifierRows && N % kClassifierRows != 0) prepare(N % kClassifierRows, C, V);
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+template <typename S>
+void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
+  const Range range("forward");
+  micro_step_ = micro_step;
+  training_ = true;
+  forward_layers(batch);
+  classify(loss_scale, workspace<LossTotal>(plan_.loss_total));
+}
+
+template <typename S>
+double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
+  const Range range("evaluate");
+  training_ = false;
+  LossTotal* total = workspace<LossTotal>(plan_.evaluation_total);
+  check(cudaMemsetAsync(total, 0, sizeof *total, stream_), "evaluate");
+  forward_layers(batch);
+  classify(0, total);
+  LossTotal* result = results_.at<LossTotal>(0);
+  check(cudaMemcpyAsync(result, total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "evaluate");
+  stream_.synchronize("evaluate");
+  *label_count = result->label_count;
+  return result->loss_sum;
+}
+
+template <typename S>
+void Llama<S>::forward_layers(const Batch& batch) {
+  std::int32_t* tokens = workspace<std::int32_t>(plan_.tokens);
+  upload_.upload(batch, tokens, workspace<std::int32_t>(plan_.labels), stream_);
+  embedding_forward(acts_.residual[0], tokens, weights_.embedding, rows(), config_.hidden_size, stream_);
+  normalize_input(0);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    const Range range("layer");
+    forward_attention_and_gate(l, acts_.branch);
+    join_branch(l);
+  }
+}
+
+// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up -> SwiGLU.
+// `branch` [N, C] receives the attention branch on its way into the residual.
+template <typename S>
+void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
+  const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+
+  matmul_.forward<S>(a.qkv, a.input_norm, w.qkv, nullptr, N, C, qkv_size());
+  rope_forward(q_heads(a.qkv), k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, config_.num_kv_heads,
+               0, stream_);
+  attention_forward<S>(attention_shape(config_, options_), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv),
+                       k_heads(a.qkv), v_heads(a.qkv), stream_);
+  matmul_.forward<S>(branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
+
+  ResidualNormForward<S, S> join;
+  join.x = branch;
+  join.residual = acts_.residual[static_cast<std::size_t>(l)];
+  join.weight = w.post_norm.weight;
+  join.bias = w.post_norm.bias;
+  join.residual_out = a.residual_mid;
+  join.out = a.post_norm;
+  join.mean = a.mean2;
+  join.rstd = a.rstd2;
+  residual_norm_forward(norm_shape(2 * l), join, stream_);
+
+  matmul_.forward<S>(a.gate_up, a.post_norm, w.gate_up, nullptr, N, C, 2 * F);
+  swiglu_forward(a.mlp_product, a.gate_up, N, F, stream_);
+}
+
+// down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
+template <typename S>
+void Llama<S>::join_branch(std::int64_t l) {
+  const auto i = static_cast<std::size_t>(l);
+  const LayerActivations<S>& a = acts_.layers[i];
+  matmul_.forward<S>(acts_.branch, a.mlp_product, weights_.layers[i].down, nullptr, rows(), config_.ffn_size,
+                     config_.hidden_size);
+  const NormSite next = norm_site(l + 1);
+  ResidualNormForward<S, S> join;
+  join.x = acts_.branch;
+  join.residual = a.residual_mid;
+  join.weight = next.weights.weight;
+  join.bias = next.weights.bias;
+  join.residual_out = acts_.residual[i + 1];
+  join.out = next.out;
+  join.mean = next.mean;
+  join.rstd = next.rstd;
+  residual_norm_forward(norm_shape(2 * l + 1), join, stream_);
+}
+
+// Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
+template <typename S>
+void Llama<S>::classify(float loss_scale, LossTotal* total) {
+  const Range range("classifier");
+  const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
+  const std::int32_t* labels = workspace<std::int32_t>(plan_.labels);
+  for (std::int64_t row = 0; row < N; row += kClassifierRows) {
+    const std::int64_t count = std::min(kClassifierRows, N - row);
+    const S* hidden = acts_.final_norm + row * C;
+    matmul_.forward<S>(acts_.logits, hidden, weights_.head, nullptr, count, C, V);
+    classifier(acts_.logits, acts_.losses + row, labels + row, count, V, V, loss_scale, training_, stream_);
+    if (training_) {
+      matmul_.input_grad<S>(acts_.d_final_norm + row * C, acts_.logits, weights_.head, count, C, V);
+      matmul_.weight_grad<S>(d_weights_.head, acts_.logits, hidden, count, C, V);
+    }
+  }
+  add_losses(total, acts_.losses, labels, N, stream_);
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+template <typename S>
+void Llama<S>::normalize_input(std::int64_t l) {
+  const NormSite site = norm_site(l);
+  ResidualNormForward<S, S> norm;
+  norm.residual = acts_.residual[static_cast<std::size_t>(l)];
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  residual_norm_forward(norm_shape(-1), norm, stream_);
+}
+
+// Brings back what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
+template <typename S>
+void Llama<S>::recompute_layer(std::int64_t l) {
+  if (options_.recompute == Recompute::none) return;
+  const Range range("recompute");
+  const auto i = static_cast<std::size_t>(l);
+  normalize_input(l);
+  if (options_.recompute == Recompute::block) {
+    forward_attention_and_gate(l, acts_.d_norm);  // acts_.branch holds a gradient now
+    return;
+  }
+  const LayerActivations<S>& a = acts_.layers[i];
+  ResidualNormForward<S, S> norm;
+  norm.residual = a.residual_mid;
+  norm.weight = weights_.layers[i].post_norm.weight;
+  norm.bias = weights_.layers[i].post_norm.bias;
+  norm.out = a.post_norm;
+  residual_norm_forward(norm_shape(-1), norm, stream_);
+  swiglu_forward(a.mlp_product, a.gate_up, rows(), config_.ffn_size, stream_);
+}
+
+// Backward of one residual_norm: from the gradient of its output and, with a skip, of its new residual, to the gradient
+// of the branch that joined there (acts_.branch) and of the residual before it (acts_.d_residual).
+template <typename S>
+void Llama<S>::join_backward(std::int64_t branch, const NormParameters<S>& weights,
+                             const NormParameters<float>& d_weights, const S* dout, const S* residual,
+                             const float* mean, const float* rstd, bool has_skip) {
+  ResidualNormBackward<S, S> join;
+  join.dout = dout;
+  join.dresidual_out = has_skip ? acts_.d_residual : nullptr;
+  join.residual_out = residual;
+  join.weight = weights.weight;
+  join.mean = mean;
+  join.rstd = rstd;
+  join.dx = acts_.branch;
+  join.dresidual = acts_.d_residual;
+  join.dweight = d_weights.weight;
+  join.dbias = d_weights.bias;
+  join.workspace = workspace<void>(plan_.scratch);
+  residual_norm_backward(norm_shape(branch), join, stream_);
+}
+
+template <typename S>
+void Llama<S>::backward() {
+  if (!training_) fail(Exit::internal, "backward() without a forward()");
+  const Range range("backward");
+  const std::int64_t L = config_.num_layers;
+  const NormSite last = norm_site(L);
+  join_backward(2 * L - 1, last.weights, last.d_weights, acts_.d_final_norm,
+                acts_.residual[static_cast<std::size_t>(L)], last.mean, last.rstd, false);
+  for (std::int64_t l = L - 1; l >= 0; --l) {
+    recompute_layer(l);
+    backward_layer(l);
+  }
+  embedding_backward(d_weights_.embedding, acts_.branch, workspace<std::int32_t>(plan_.tokens), rows(),
+                     config_.hidden_size, config_.vocab_size, workspace<void>(plan_.scratch), stream_);
+}
+
+// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
+// Out: branch holds the gradient of the branch below (the MLP of layer l - 1, or the embedding).
+template <typename S>
+void Llama<S>::backward_layer(std::int64_t l) {
+  const Range range("layer");
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
+  const std::int64_t q = config_.q_size();
+  const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
+  const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+
+  matmul_.weight_grad<S>(dw.down, acts_.branch, a.mlp_product, N, F, C);
+  matmul_.input_grad<S>(acts_.d_mlp_product, acts_.branch, w.down, N, F, C);
+  swiglu_backward<S>(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F, nullptr, stream_);
+  matmul_.weight_grad<S>(dw.gate_up, acts_.d_gate_up, a.post_norm, N, C, 2 * F);
+  matmul_.input_grad<S>(acts_.d_norm, acts_.d_gate_up, w.gate_up, N, C, 2 * F);
+  join_backward(2 * l, w.post_norm, dw.post_norm, acts_.d_norm, a.residual_mid, a.mean2, a.rstd2, true);
+
+  matmul_.weight_grad<S>(dw.output, acts_.branch, a.attention, N, q, C);
+  matmul_.input_grad<S>(acts_.d_attention, acts_.branch, w.output, N, q, C);
+  attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
+                        v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse, q_heads(a.qkv),
+                        k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_);
+  rope_backward(q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads,
+                config_.num_kv_heads, 0, stream_);
+  matmul_.weight_grad<S>(dw.qkv, acts_.d_qkv, a.input_norm, N, C, qkv_size());
+  matmul_.input_grad<S>(acts_.d_norm, acts_.d_qkv, w.qkv, N, C, qkv_size());
+  const NormSite input = norm_site(l);
+  join_backward(2 * l - 1, input.weights, input.d_weights, acts_.d_norm, acts_.residual[static_cast<std::size_t>(l)],
+                input.mean, input.rstd, true);
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+template <typename S>
+void Llama<S>::zero_gradients() {
+  gradient_arena_.clear(stream_);
+  check(cudaMemsetAsync(workspace<LossTotal>(plan_.loss_total), 0, sizeof(LossTotal), stream_), "zero_gradients");
+}
+
+template <typename S>
+StepStatistics Llama<S>::statistics() {
+  const Range range("statistics");
+  GradientNorm* norm = workspace<GradientNorm>(plan_.norm);
+  gradient_norm(norm, gradient_arena_.at<float>(0), table_.arena_elements(), 0, workspace<void>(plan_.scratch),
+                stream_);
+  LossTotal* total = results_.at<LossTotal>(0);
+  GradientNorm* norm_result = results_.at<GradientNorm>(sizeof(LossTotal));
+  check(cudaMemcpyAsync(total, workspace<LossTotal>(plan_.loss_total), sizeof *total, cudaMemcpyDeviceToHost, stream_),
+        "statistics");
+  check(cudaMemcpyAsync(norm_result, norm, sizeof *norm, cudaMemcpyDeviceToHost, stream_), "statistics");
+  stream_.synchronize("training step");
+  return {total->loss_sum, total->label_count, norm_result->norm};
+}
+
+template <typename S>
+void Llama<S>::update(const AdamWStep& step) {
+  const Range range("update");
+  const std::int64_t count = static_cast<std::int64_t>(blocks_.size());
+  const AdamWBlock* blocks = workspace<AdamWBlock>(plan_.blocks);
+  float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);
+  const float* gradients = gradient_arena_.at<float>(0);
+  if constexpr (kSplitMaster<S>) {
+    adamw(parameter_arena_.at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients, moment1, moment2, blocks, count,
+          step, nullptr, stream_);
+  } else {
+    adamw(parameter_arena_.at<float>(0), gradients, moment1, moment2, blocks, count, step, nullptr, stream_);
+  }
+}
+
+// ---- access ---------------------------------------------------------------------------------------------------------
+
+template <typename S>
+template <typename U>
+U* Llama<S>::element(TensorRole role, const TensorSpec& spec) const {
+  switch (role) {
+    case TensorRole::parameter:
+      return parameter_arena_.at<U>(0) + spec.offset;
+    case TensorRole::gradient:
+      return gradient_arena_.at<U>(0) + spec.offset;
+    case TensorRole::moment1:
+      return moment1_arena_.at<U>(0) + spec.offset;
+    case TensorRole::moment2:
+      return moment2_arena_.at<U>(0) + spec.offset;
+  }
+  fail(Exit::internal, "unknown tensor role");
+}
+
+template <typename S>
+void Llama<S>::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+  stream_.synchronize("reading a tensor");
+  const auto count = static_cast<std::size_t>(spec.elements);
+  if (role != TensorRole::parameter || !kSplitMaster<S>) {
+    check(cudaMemcpy(values, element<float>(role, spec), count * sizeof(float), cudaMemcpyDeviceToHost),
+          "reading a tensor");
+    return;
+  }
+  std::vector<std::uint16_t> high(count);
+  std::vector<std::int16_t> low(count);
+  check(cudaMemcpy(high.data(), element<std::uint16_t>(role, spec), count * 2, cudaMemcpyDeviceToHost),
+        "reading a tensor");
+  check(cudaMemcpy(low.data(), low_arena_.at<std::int16_t>(0) + spec.offset, count * 2, cudaMemcpyDeviceToHost),
+        "reading a tensor");
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t bits = join_master({high[i], low[i]});
+    std::memcpy(&values[i], &bits, sizeof bits);
+  }
+}
+
+template <typename S>
+void Llama<S>::write_tensor(TensorRole role, const TensorSpec& spec, const float* values) {
+  stream_.synchronize("writing a tensor");
+  const auto count = static_cast<std::size_t>(spec.elements);
+  if (role != TensorRole::parameter || !kSplitMaster<S>) {
+    check(cudaMemcpy(element<float>(role, spec), values, count * sizeof(float), cudaMemcpyHostToDevice),
+          "writing a tensor");
+    return;
+  }
+  std::vector<std::uint16_t> high(count);
+  std::vector<std::int16_t> low(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &values[i], sizeof bits);
+    const SplitMaster split = split_master(bits);
+    high[i] = split.high;
+    low[i] = split.low;
+  }
+  check(cudaMemcpy(element<std::uint16_t>(role, spec), high.data(), count * 2, cudaMemcpyHostToDevice),
+        "writing a tensor");
+  check(cudaMemcpy(low_arena_.at<std::int16_t>(0) + spec.offset, low.data(), count * 2, cudaMemcpyHostToDevice),
+        "writing a tensor");
+}
+
+// `columns` of each of N rows that are `stride` apart, as fp32 on the host.
+template <typename S>
+std::vector<float> download(const S* data, std::int64_t N, std::int64_t columns, std::int64_t stride) {
+  std::vector<S> raw(static_cast<std::size_t>(N * columns));
+  check(cudaMemcpy2D(raw.data(), static_cast<std::size_t>(columns) * sizeof(S), data,
+                     static_cast<std::size_t>(stride) * sizeof(S), static_cast<std::size_t>(columns) * sizeof(S),
+                     static_cast<std::size_t>(N), cudaMemcpyDeviceToHost),
+        "reading an activation");
+  std::vector<float> values(raw.size());
+  convert_to_f32(raw.data(), std::is_same_v<S, float> ? DType::f32 : DType::bf16, values.data(), values.size());
+  return values;
+}
+
+template <typename S>
+std::vector<float> Llama<S>::activation(const std::string& name) {
+  const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
+  stream_.synchronize("reading an activation");
+  if (name == "embedding") return download(acts_.residual[0], N, C, C);
+  if (name == "final_norm") return download(acts_.final_norm, N, C, C);
+  if (name == "logits") {
+    std::vector<float> logits;
+    for (std::int64_t row = 0; row < N; row += kClassifierRows) {
+      const std::int64_t count = std::min(kClassifierRows, N - row);
+      matmul_.forward<S>(acts_.logits, acts_.final_norm + row * C, weights_.head, nullptr, count, C, V);
+      stream_.synchronize("reading an activation");
+      const std::vector<float> part = download(acts_.logits, count, V, V);
+      logits.insert(logits.end(), part.begin(), part.end());
+    }
+    return logits;
+  }
+  // "layers.<l>.<part>": kept for every layer only without recomputation.
+  long long l = -1;
+  char part[64] = "";
+  const bool parsed = std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;
+  if (!parsed || options_.recompute != Recompute::none) return {};
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  const std::int64_t q = config_.q_size(), kv = config_.kv_size(), F = config_.ffn_size;
+  const std::string which = part;
+  if (which == "input_norm") return download(a.input_norm, N, C, C);
+  if (which == "q") return download(a.qkv, N, q, qkv_size());
+  if (which == "k") return download(a.qkv + q, N, kv, qkv_size());
+  if (which == "v") return download(a.qkv + q + kv, N, kv, qkv_size());
+  if (which == "attention") return download(a.attention, N, q, q);
+  if (which == "post_attention_norm") return download(a.post_norm, N, C, C);
+  if (which == "mlp_product") return download(a.mlp_product, N, F, F);
+  if (which == "residual") return download(acts_.residual[static_cast<std::size_t>(l) + 1], N, C, C);
+  return {};
+}
+
+}  // namespace
+
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
+  check_sizes(config);
+  return options.precision == Precision::bf16 ? plan_of<bf16>(config, options) : plan_of<float>(config, options);
+}
+
+std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
+  check_sizes(config);
+  if (options.precision == Precision::bf16) return std::make_unique<Llama<bf16>>(config, options);
+  return std::make_unique<Llama<float>>(config, options);
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,257 @@
+// One launch an operator, the K/V cache [NKV, capacity, HS] a layer, logits to the host. A decode step is a prefill of
+// one token.
+#include "llmc/cuda/llama_decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "llmc/base/dtype.h"
+#include "llmc/cuda/arena.h"
+#include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/classifier.h"
+#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/embedding.h"
+#include "llmc/cuda/matmul.h"
+#include "llmc/cuda/residual_norm.h"
+#include "llmc/cuda/rope.h"
+#include "llmc/cuda/stream.h"
+#include "llmc/cuda/swiglu.h"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr std::int64_t kChunk = 512;  // rows of a long prompt that are computed at once
+
+// Copies `rows` rows of `width` elements each from packed heads to a cache whose heads are `capacity` tokens apart.
+template <typename S>
+void append_to_cache(S* cache, const S* heads, std::int64_t row_stride, std::int64_t num_heads, std::int64_t HS,
+                     std::int64_t capacity, std::int64_t position, std::int64_t rows, cudaStream_t stream) {
+  for (std::int64_t h = 0; h < num_heads; ++h) {
+    check(cudaMemcpy2DAsync(cache + (h * capacity + position) * HS, static_cast<std::size_t>(HS) * sizeof(S),
+                            heads + h * HS, static_cast<std::size_t>(row_stride) * sizeof(S),
+                            static_cast<std::size_t>(HS) * sizeof(S), static_cast<std::size_t>(rows),
+                            cudaMemcpyDeviceToDevice, stream),
+          "K/V cache");
+  }
+}
+
+template <typename S>
+class LlamaDecoder final : public DecodeModel {
+ public:
+  LlamaDecoder(const ModelConfig& config, const LlamaParameters<S>& weights, std::int64_t capacity);
+
+  const ModelConfig& config() const override { return config_; }
+  std::vector<MemoryLine> memory() const override {
+    return {{"K/V cache", cache_arena_.bytes()}, {"workspace", scratch_arena_.bytes() + Matmul::kWorkspaceBytes}};
+  }
+  std::uint64_t bytes_per_token(std::int64_t context) const override {
+    const TensorTable table(config_);
+    const std::int64_t embedding = config_.tied_embeddings ? 0 : config_.vocab_size * config_.hidden_size;
+    const std::int64_t cached = 2 * config_.num_layers * config_.kv_size() * context;
+    return static_cast<std::uint64_t>(table.parameters() - embedding + config_.hidden_size + cached) * sizeof(S);
+  }
+  std::int64_t capacity() const override { return capacity_; }
+  std::int64_t length() const override { return length_; }
+  void reset() override { length_ = 0; }
+  std::span<const float> prefill(std::span<const std::int32_t> ids) override;
+  std::span<const float> decode(std::int32_t id) override { return prefill({&id, 1}); }
+  std::vector<double> score(std::span<const std::int32_t> ids) override;
+  void keep_activations(bool) override {}
+  std::vector<float> activation(const std::string&) override { return {}; }
+
+ private:
+  void want(S** pointer, std::int64_t elements) {
+    wanted_.emplace_back(pointer, scratch_plan_.add(static_cast<std::uint64_t>(elements) * sizeof(S)));
+  }
+  MemoryPlan plan_scratch();
+  static MemoryPlan plan_cache(const ModelConfig& config, std::int64_t capacity) {
+    MemoryPlan plan("K/V cache");
+    plan.add(2 * static_cast<std::uint64_t>(config.num_layers * config.kv_size() * capacity) * sizeof(S));
+    return plan;
+  }
+  S* cache(std::int64_t part, std::int64_t l) const {  // part 0: keys, 1: values
+    return cache_arena_.template at<S>(0) + (part * config_.num_layers + l) * config_.kv_size() * capacity_;
+  }
+
+  void run_layers(std::span<const std::int32_t> ids);
+  void run_layer(std::int64_t l, std::int64_t rows);
+  void attend(std::int64_t l, std::int64_t rows);
+  void normalize(const NormParameters<S>& norm, std::int64_t rows, const S* branch, S* out);
+
+  ModelConfig config_;
+  LlamaParameters<S> weights_;
+  std::int64_t capacity_, length_ = 0;
+  Stream stream_;
+  Matmul matmul_;
+  MemoryPlan scratch_plan_{"decoder workspace"};
+  std::vector<std::pair<S**, std::uint64_t>> wanted_;
+  S *residual_, *norm_, *branch_, *qkv_, *attention_, *gate_up_, *product_, *logits_;
+  std::uint64_t ids_offset_ = 0, losses_offset_ = 0, cos_offset_ = 0, sin_offset_ = 0;
+  DeviceArena scratch_arena_, cache_arena_;
+  DeviceRopeTable rope_;
+  std::vector<float> host_logits_;
+};
+
+template <typename S>
+MemoryPlan LlamaDecoder<S>::plan_scratch() {
+  const std::int64_t rows = std::min(kChunk, capacity_), C = config_.hidden_size, F = config_.ffn_size;
+  const std::int64_t q = config_.q_size(), table = capacity_ * (config_.rope.rotary_dim / 2);
+  want(&residual_, rows * C);
+  want(&norm_, rows * C);
+  want(&branch_, rows * C);
+  want(&qkv_, rows * (q + 2 * config_.kv_size()));
+  want(&attention_, rows * q);
+  want(&gate_up_, rows * 2 * F);
+  want(&product_, rows * F);
+  want(&logits_, rows * config_.vocab_size);
+  ids_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(rows + 1) * sizeof(std::int32_t));
+  losses_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(rows) * sizeof(float));
+  cos_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(table) * sizeof(float));
+  sin_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(table) * sizeof(float));
+  return scratch_plan_;
+}
+
+template <typename S>
+LlamaDecoder<S>::LlamaDecoder(const ModelConfig& config, const LlamaParameters<S>& weights, std::int64_t capacity)
+    : config_(config),
+      weights_(weights),
+      capacity_(capacity),
+      matmul_(stream_),
+      scratch_arena_(plan_scratch()),
+      cache_arena_(plan_cache(config, capacity)) {
+  for (const auto& [pointer, offset] : wanted_) *pointer = scratch_arena_.at<S>(offset);
+  const RopeTable table = rope_table(config.rope, capacity);
+  rope_ = {scratch_arena_.at<float>(cos_offset_), scratch_arena_.at<float>(sin_offset_), table.positions, table.half};
+  const std::size_t bytes = table.cos.size() * sizeof(float);
+  check(cudaMemcpy(scratch_arena_.at<float>(cos_offset_), table.cos.data(), bytes, cudaMemcpyHostToDevice),
+        "RoPE table");
+  check(cudaMemcpy(scratch_arena_.at<float>(sin_offset_), table.sin.data(), bytes, cudaMemcpyHostToDevice),
+        "RoPE table");
+  host_logits_.resize(static_cast<std::size_t>(config.vocab_size));
+}
+
+template <typename S>
+std::span<const float> LlamaDecoder<S>::prefill(std::span<const std::int32_t> ids) {
+  if (ids.empty() || static_cast<std::int64_t>(ids.size()) > capacity_ - length_) {
+    fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids.size(),
+         static_cast<long long>(length_), static_cast<long long>(capacity_));
+  }
+  std::int64_t rows = 0;
+  for (std::size_t begin = 0; begin < ids.size(); begin += static_cast<std::size_t>(rows)) {
+    rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - begin));
+    run_layers(ids.subspan(begin, static_cast<std::size_t>(rows)));
+  }
+  const std::size_t V = host_logits_.size();
+  matmul_.forward<S>(logits_, norm_ + (rows - 1) * config_.hidden_size, weights_.head, nullptr, 1, config_.hidden_size,
+                     config_.vocab_size);
+  std::vector<S> raw(V);
+  check(cudaMemcpyAsync(raw.data(), logits_, V * sizeof(S), cudaMemcpyDeviceToHost, stream_), "logits");
+  stream_.synchronize("decoding");
+  convert_to_f32(raw.data(), std::is_same_v<S, float> ? DType::f32 : DType::bf16, host_logits_.data(), V);
+  return host_logits_;
+}
+
+template <typename S>
+std::vector<double> LlamaDecoder<S>::score(std::span<const std::int32_t> ids) {
+  reset();
+  std::vector<double> nll;
+  for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
+    const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
+    const auto count = static_cast<std::size_t>(rows);
+    run_layers(ids.subspan(begin, count));
+    matmul_.forward<S>(logits_, norm_, weights_.head, nullptr, rows, config_.hidden_size, config_.vocab_size);
+    auto* labels = scratch_arena_.at<std::int32_t>(ids_offset_);
+    check(
+        cudaMemcpyAsync(labels, ids.data() + begin + 1, count * sizeof(std::int32_t), cudaMemcpyHostToDevice, stream_),
+        "scoring");
+    float* losses = scratch_arena_.at<float>(losses_offset_);
+    classifier(logits_, losses, labels, rows, config_.vocab_size, config_.vocab_size, 0, false, stream_);
+    std::vector<float> host(count);
+    check(cudaMemcpyAsync(host.data(), losses, count * sizeof(float), cudaMemcpyDeviceToHost, stream_), "scoring");
+    stream_.synchronize("scoring");
+    nll.insert(nll.end(), host.begin(), host.end());
+  }
+  return nll;
+}
+
+template <typename S>
+void LlamaDecoder<S>::normalize(const NormParameters<S>& norm, std::int64_t rows, const S* branch, S* out) {
+  ResidualNormShape shape;
+  shape.rows = rows;
+  shape.C = config_.hidden_size;
+  shape.kind = config_.norm;
+  shape.eps = static_cast<float>(config_.norm_eps);
+  ResidualNormForward<S, S> io;
+  io.x = branch;
+  io.residual = residual_;
+  io.residual_out = branch != nullptr ? residual_ : nullptr;
+  io.weight = norm.weight;
+  io.bias = norm.bias;
+  io.out = out;
+  residual_norm_forward(shape, io, stream_);
+}
+
+template <typename S>
+void LlamaDecoder<S>::run_layers(std::span<const std::int32_t> ids) {
+  const std::int64_t rows = static_cast<std::int64_t>(ids.size());
+  auto* tokens = scratch_arena_.at<std::int32_t>(ids_offset_);
+  check(cudaMemcpyAsync(tokens, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, stream_), "prompt");
+  embedding_forward(residual_, tokens, weights_.embedding, rows, config_.hidden_size, stream_);
+  normalize(weights_.layers[0].input_norm, rows, nullptr, norm_);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, rows);
+  length_ += rows;
+}
+
+template <typename S>
+void LlamaDecoder<S>::attend(std::int64_t l, std::int64_t rows) {
+  const std::int64_t NH = config_.num_heads, NKV = config_.num_kv_heads, HS = config_.head_dim;
+  const std::int64_t q = config_.q_size(), kv = config_.kv_size(), row = q + 2 * kv;
+  const HeadViewOf<S> queries{qkv_, 0, row, HS}, keys{qkv_ + q, 0, row, HS};
+  rope_forward(queries, keys, rope_, 1, rows, NH, NKV, length_, stream_);
+  append_to_cache(cache(0, l), qkv_ + q, row, NKV, HS, capacity_, length_, rows, stream_);
+  append_to_cache(cache(1, l), qkv_ + q + kv, row, NKV, HS, capacity_, length_, rows, stream_);
+  AttentionShape shape;
+  shape.B = 1;
+  shape.TQ = rows;
+  shape.TK = length_ + rows;
+  shape.NH = NH;
+  shape.NKV = NKV;
+  shape.HS = HS;
+  shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));
+  const HeadViewOf<S> cached_keys{cache(0, l), 0, HS, capacity_ * HS},
+      cached_values{cache(1, l), 0, HS, capacity_ * HS};
+  attention_forward<S>(shape, HeadViewOf<S>{attention_, 0, q, HS}, nullptr, queries, cached_keys, cached_values,
+                       stream_);
+}
+
+template <typename S>
+void LlamaDecoder<S>::run_layer(std::int64_t l, std::int64_t rows) {
+  const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
+  const bool last = l + 1 == config_.num_layers;
+  matmul_.forward<S>(qkv_, norm_, w.qkv, nullptr, rows, C, q + 2 * config_.kv_size());
+  attend(l, rows);
+  matmul_.forward<S>(branch_, attention_, w.output, nullptr, rows, q, C);
+  normalize(w.post_norm, rows, branch_, norm_);
+  matmul_.forward<S>(gate_up_, norm_, w.gate_up, nullptr, rows, C, 2 * F);
+  swiglu_forward(product_, gate_up_, rows, F, stream_);
+  matmul_.forward<S>(branch_, product_, w.down, nullptr, rows, F, C);
+  normalize(last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm, rows, branch_,
+            norm_);
+}
+
+}  // namespace
+
+template <typename S>
+std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config, const LlamaParameters<S>& weights,
+                                                std::int64_t capacity) {
+  return std::make_unique<LlamaDecoder<S>>(config, weights, capacity);
+}
+
+template std::unique_ptr<DecodeModel> make_llama_decoder<float>(const ModelConfig&, const LlamaParameters<float>&,
+                                                                std::int64_t);
+template std::unique_ptr<DecodeModel> make_llama_decoder<bf16>(const ModelConfig&, const LlamaParameters<bf16>&,
+                                                               std::int64_t);
+
+}  // namespace weft::cuda

@@ -1,0 +1,17 @@
+// Llama generation on the GPU from parameters that live elsewhere: for samples while training.
+#pragma once
+
+#include <memory>
+
+#include "llmc/model/decode_model.h"
+#include "llmc/model/llama_layout.h"
+
+namespace weft::cuda {
+
+// `weights` point into device memory and must stay valid as long as the decoder; S is float or bf16. Whoever changes
+// the weights synchronises first, and calls reset(), because the K/V cache does not know.
+template <typename S>
+std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config, const LlamaParameters<S>& weights,
+                                                std::int64_t capacity);
+
+}  // namespace weft::cuda
