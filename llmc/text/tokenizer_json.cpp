@@ -289,7 +289,7 @@ void Reader::read_bytes() {
 
 void Reader::read_normalizer(const Node& node) {
   if (node.is_null()) return;
-  const std::string& type = node["type"].text();
+  const std::string type = node["type"].text();
   if (type == "NFC") {
     spec_.nfc = true;
   } else if (type == "Sequence") {
@@ -335,7 +335,7 @@ void Reader::read_pre_tokenizer(const Node& node) {
 
 void Reader::read_post_processor(const Node& node) {
   if (node.is_null()) return;
-  const std::string& type = node["type"].text();
+  const std::string type = node["type"].text();
   if (type == "Sequence") {
     const Node list = node["processors"];
     for (std::size_t i = 0; i < list.list_size(); ++i) read_post_processor(list[i]);
@@ -354,7 +354,7 @@ void Reader::read_template(const Node& node) {
     single.refuse("at most one token, in front of the text");
   }
   if (count == 1) return;
-  const std::string& name = single[0]["SpecialToken"]["id"].text();
+  const std::string name = single[0]["SpecialToken"]["id"].text();
   const Node ids = node["special_tokens"].entry(name)["ids"];
   if (ids.list_size() != 1) ids.refuse("one id");
   const std::int32_t id = ids[0].id();
