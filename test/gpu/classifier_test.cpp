@@ -1,0 +1,136 @@
+// Softmax + cross-entropy on the GPU, against the CPU.
+
+#include "llmc/cuda/classifier.h"
+
+#include "llmc/cpu/classifier.h"
+#include "llmc/model/train_model.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft::cuda {
+namespace {
+
+using namespace weft::test;
+using Labels = std::vector<std::int32_t>;
+
+// Every third row is ignored; the others take the first label, the last, and some between.
+Labels make_labels(std::int64_t N, std::int64_t V) {
+  Labels labels(static_cast<std::size_t>(N));
+  for (std::size_t n = 0; n < labels.size(); ++n) {
+    const std::int64_t choices[] = {0, V - 1, kIgnoredLabel, static_cast<std::int64_t>(n * 31 + 5) % V};
+    labels[n] = static_cast<std::int32_t>(choices[n % 4]);
+  }
+  return labels;
+}
+
+// Rows of V logits at a distance of `stride`; what lies between rows is `filler`.
+Floats padded(const Floats& rows, std::int64_t N, std::int64_t V, std::int64_t stride, float filler) {
+  Floats result(static_cast<std::size_t>(N * stride), filler);
+  for (std::int64_t n = 0; n < N; ++n) std::copy_n(rows.begin() + n * V, V, result.begin() + n * stride);
+  return result;
+}
+
+constexpr float kLossScale = 1.0f / 16;
+
+template <typename T>
+void check_classifier(std::int64_t N, std::int64_t V, std::int64_t stride) {
+  SCOPED_TRACE(type_name<T>() + " " + std::to_string(N) + " x " + std::to_string(V) + " stride " +
+               std::to_string(stride));
+  const Labels labels = make_labels(N, V);
+  const Floats logits = random_stored<T>(N * V, 1, 4, -3);
+  Floats gradient = logits, losses(static_cast<std::size_t>(N));
+  cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, kLossScale, true);
+
+  const Floats rows = padded(logits, N, V, stride, NAN);  // padding that is read shows
+  const DeviceBuffer<std::int32_t> gpu_labels(labels);
+  const DeviceBuffer<T> written = on_device<T>(rows), again = on_device<T>(rows), kept = on_device<T>(rows);
+  const DeviceBuffer<float> gpu_losses(losses.size()), losses_alone(losses.size());
+  classifier(written.data(), gpu_losses.data(), gpu_labels.data(), N, V, stride, kLossScale, true, nullptr);
+  expect_near<T>(on_host(written), padded(gradient, N, V, stride, 0.0f), "dlogits");
+  expect_near<float>(on_host(gpu_losses), losses, "losses");
+  classifier(again.data(), losses_alone.data(), gpu_labels.data(), N, V, stride, kLossScale, true, nullptr);
+  expect_same_bits(written, again, "dlogits");
+  classifier(kept.data(), losses_alone.data(), gpu_labels.data(), N, V, stride, kLossScale, false, nullptr);
+  expect_same_bits(gpu_losses, losses_alone, "losses");
+  expect_same_bits(kept, on_device<T>(rows), "logits without write_gradient");
+}
+
+template <typename T>
+void check_shapes() {
+  for (const std::int64_t V : {1, 2, 7, 8, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007, 17'003}) {
+    for (const std::int64_t N : {1, 7}) {
+      check_classifier<T>(N, V, V);
+      check_classifier<T>(N, V, (V + 7) / 8 * 8);
+      check_classifier<T>(N, V, (V + 127) / 128 * 128);
+    }
+  }
+  check_classifier<T>(5, 50'257, 50'257);
+  check_classifier<T>(5, 50'257, 50'264);
+  check_classifier<T>(9, 128'256, 128'256);
+  check_classifier<T>(1000, 515, 520);
+}
+TEST(Classifier, Fp32) {
+  check_shapes<float>();
+}
+TEST(Classifier, Bf16) {
+  check_shapes<bf16>();
+}
+TEST(Classifier, Fp16) {
+  check_shapes<fp16>();
+}
+
+// -inf logits (masked tokens), far-off logits, and a row whose threads hold nothing but -inf.
+TEST(Classifier, ExtremeLogits) {
+  const std::int64_t N = 3, V = 20'000;
+  Floats logits(static_cast<std::size_t>(N * V), -INFINITY);
+  logits[5] = 3, logits[19'999] = 2;                          // row 0: two tokens allowed
+  for (std::int64_t v = 0; v < V; ++v) logits[V + v] = 1000;  // row 1: e^1000 overflows without the maximum
+  for (std::int64_t v = 0; v < V; ++v) logits[2 * V + v] = v == 7 ? 0.0f : -1000.0f - static_cast<float>(v % 3);
+  const Labels labels = {5, 4, 7};
+  Floats gradient = logits, losses(3);
+  cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, 1, true);
+  const DeviceBuffer<std::int32_t> gpu_labels(labels);
+  const DeviceBuffer<float> gpu_logits(logits), gpu_losses(3);
+  classifier(gpu_logits.data(), gpu_losses.data(), gpu_labels.data(), N, V, V, 1, true, nullptr);
+  expect_near<float>(on_host(gpu_losses), losses, "losses");
+  expect_near<float>(on_host(gpu_logits), gradient, "dlogits");
+}
+
+TEST(Classifier, NotANumberReachesTheLoss) {
+  const std::int64_t V = 4099;
+  for (const std::int64_t where : {std::int64_t{0}, V - 1, V / 2}) {
+    Floats logits = random_floats(V, 1);
+    logits[static_cast<std::size_t>(where)] = NAN;
+    const DeviceBuffer<std::int32_t> label(Labels{3});
+    const DeviceBuffer<float> gpu_logits(logits), loss(1);
+    classifier(gpu_logits.data(), loss.data(), label.data(), 1, V, V, 1, true, nullptr);
+    EXPECT_TRUE(std::isnan(on_host(loss)[0])) << where;
+  }
+}
+
+TEST(Classifier, TotalAddsUpMicroBatches) {
+  const DeviceBuffer<LossTotal> total(1), again(1);
+  double want = 0;
+  std::int64_t count = 0;
+  for (const DeviceBuffer<LossTotal>* target : {&total, &again}) {
+    check(cudaMemset(target->data(), 0, sizeof(LossTotal)), "clear");
+    want = 0;
+    count = 0;
+    for (const std::int64_t N : {1, 7, 1024, 40'001}) {
+      const Floats losses = random_floats(N, static_cast<unsigned>(N), 1, 9);
+      const Labels labels = make_labels(N, 100);
+      for (const float loss : losses) want += static_cast<double>(loss);
+      for (const std::int32_t label : labels) count += label != kIgnoredLabel ? 1 : 0;
+      const DeviceBuffer<float> gpu_losses(losses);
+      const DeviceBuffer<std::int32_t> gpu_labels(labels);
+      add_losses(target->data(), gpu_losses.data(), gpu_labels.data(), N, nullptr);
+      check(cudaStreamSynchronize(nullptr), "add_losses");
+    }
+  }
+  const LossTotal got = total.download()[0];
+  EXPECT_NEAR(got.loss_sum, want, 1e-12 * want);
+  EXPECT_EQ(got.label_count, count);
+  expect_same_bits(total, again, "total");
+}
+
+}  // namespace
+}  // namespace weft::cuda

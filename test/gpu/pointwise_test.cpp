@@ -1,0 +1,235 @@
+// RoPE, SwiGLU, GELU and the arenas on the GPU, against the CPU.
+
+#include "llmc/cpu/gelu.h"
+#include "llmc/cpu/rope.h"
+#include "llmc/cpu/swiglu.h"
+#include "llmc/cuda/arena.h"
+#include "llmc/cuda/gelu.h"
+#include "llmc/cuda/rope.h"
+#include "llmc/cuda/swiglu.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft::cuda {
+namespace {
+
+using namespace weft::test;
+
+// ---- SwiGLU -----------------------------------------------------------------------------------------------------------
+// Gates from far below to far above 0: there e^-g overflows or vanishes.
+template <typename T>
+Floats gates_and_ups(std::int64_t N, std::int64_t F) {
+  Floats values = random_stored<T>(N * 2 * F, 1, 3);
+  const Floats extremes = {-100, -89, -20, 0, 20, 89, 100};
+  for (std::size_t i = 0; i < std::min<std::size_t>(extremes.size(), static_cast<std::size_t>(F)); ++i)
+    values[i] = extremes[i];
+  return widened(stored<T>(values));
+}
+
+template <typename T>
+void check_swiglu(std::int64_t N, std::int64_t F) {
+  SCOPED_TRACE("swiglu " + type_name<T>() + " " + std::to_string(N) + " x " + std::to_string(F));
+  const auto n = static_cast<std::size_t>(N * F);
+  const Floats gate_up = gates_and_ups<T>(N, F), dout = random_stored<T>(N * F, 2);
+  Floats out(n), dgate_up(2 * n);
+  cpu::swiglu_forward(out.data(), gate_up.data(), N, F);
+  cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
+
+  const DeviceBuffer<T> gpu_gate_up = on_device<T>(gate_up), gpu_dout = on_device<T>(dout);
+  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), product(n);
+  swiglu_forward(gpu_out.data(), gpu_gate_up.data(), N, F, nullptr);
+  expect_near<T>(on_host(gpu_out), out, "out");
+  swiglu_backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, product.data(), nullptr);
+  expect_near<T>(on_host(gpu_dgate_up), dgate_up, "dgate_up");
+  expect_same_bits(product, gpu_out, "product");
+
+  // In place, dgate_up over gate_up and the product over dout; and without a product.
+  const DeviceBuffer<T> alone(2 * n);
+  swiglu_backward<T>(alone.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, nullptr, nullptr);
+  expect_same_bits(alone, gpu_dgate_up, "dgate_up without product");
+  swiglu_backward(gpu_gate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, gpu_dout.data(), nullptr);
+  expect_same_bits(gpu_gate_up, gpu_dgate_up, "dgate_up in place");
+  expect_same_bits(gpu_dout, gpu_out, "product over dout");
+}
+
+template <typename T>
+void check_swiglu_shapes() {
+  for (const std::int64_t F : {1, 7, 8, 100, 1536, 8192}) {
+    for (const std::int64_t N : {1, 7}) check_swiglu<T>(N, F);
+  }
+  check_swiglu<T>(1000, 264);
+  check_swiglu<T>(70'000, 9);  // more rows than a second grid dimension holds
+}
+TEST(SwiGlu, Fp32) {
+  check_swiglu_shapes<float>();
+}
+TEST(SwiGlu, Bf16) {
+  check_swiglu_shapes<bf16>();
+}
+TEST(SwiGlu, Fp16) {
+  check_swiglu_shapes<fp16>();
+}
+
+// ---- GELU -------------------------------------------------------------------------------------------------------------
+template <typename T>
+void check_gelu(std::int64_t count) {
+  SCOPED_TRACE("gelu " + type_name<T>() + " " + std::to_string(count));
+  const auto n = static_cast<std::size_t>(count);
+  const Floats x = random_stored<T>(count, 1, 4), dout = random_stored<T>(count, 2);
+  Floats out(n), dx(n);
+  cpu::gelu_forward(out.data(), x.data(), count);
+  cpu::gelu_backward(dx.data(), dout.data(), x.data(), count);
+  const DeviceBuffer<T> gpu_x = on_device<T>(x), gpu_dout = on_device<T>(dout), gpu_out(n), gpu_dx(n);
+  gelu_forward(gpu_out.data(), gpu_x.data(), count, nullptr);
+  gelu_backward(gpu_dx.data(), gpu_dout.data(), gpu_x.data(), count, nullptr);
+  expect_near<T>(on_host(gpu_out), out, "out");
+  expect_near<T>(on_host(gpu_dx), dx, "dx");
+  gelu_backward(gpu_dout.data(), gpu_dout.data(), gpu_x.data(), count, nullptr);
+  gelu_forward(gpu_x.data(), gpu_x.data(), count, nullptr);
+  expect_same_bits(gpu_x, gpu_out, "out in place");
+  expect_same_bits(gpu_dout, gpu_dx, "dx in place");
+}
+
+// An address that no 16-byte access may touch.
+template <typename T>
+void check_unaligned_gelu() {
+  const std::int64_t count = 1000;
+  const Floats x = random_stored<T>(count + 1, 3);
+  const DeviceBuffer<T> gpu_x = on_device<T>(x), apart(x.size()), aligned(x.size());
+  gelu_forward(apart.data() + 1, gpu_x.data() + 1, count, nullptr);
+  gelu_forward(aligned.data(), gpu_x.data(), count + 1, nullptr);
+  const Floats got = on_host(apart), want = on_host(aligned);
+  EXPECT_EQ(Floats(got.begin() + 1, got.end()), Floats(want.begin() + 1, want.end()));
+}
+
+template <typename T>
+void check_gelu_sizes() {
+  for (const std::int64_t count : {1, 7, 8, 9, 255, 2048, 100'003}) check_gelu<T>(count);
+  check_unaligned_gelu<T>();
+}
+TEST(Gelu, Fp32) {
+  check_gelu_sizes<float>();
+}
+TEST(Gelu, Bf16) {
+  check_gelu_sizes<bf16>();
+}
+TEST(Gelu, Fp16) {
+  check_gelu_sizes<fp16>();
+}
+
+// ---- RoPE -------------------------------------------------------------------------------------------------------------
+struct RopeCase {
+  std::int64_t B, T, NH, NKV, HS, rotary_dim, first_position;
+};
+
+RopeConfig rope_config(std::int64_t rotary_dim) {
+  RopeConfig config;
+  config.theta = 10000;
+  config.rotary_dim = rotary_dim;
+  return config;
+}
+
+// Packed rows [q heads | k heads | v heads]; v and whatever lies past rotary_dim must come back untouched.
+template <typename T>
+struct PackedRows {
+  RopeCase c;
+  DeviceBuffer<T> data;
+
+  std::int64_t row() const { return (c.NH + 2 * c.NKV) * c.HS; }
+  HeadViewOf<T> heads(std::int64_t offset) const { return {data.data() + offset, c.T * row(), row(), c.HS}; }
+  HeadViewOf<T> q() const { return heads(0); }
+  HeadViewOf<T> k() const { return heads(c.NH * c.HS); }
+};
+
+Floats cpu_rotated(const RopeCase& c, Floats values, const RopeTable& table, bool forward) {
+  const std::int64_t row = (c.NH + 2 * c.NKV) * c.HS;
+  const auto rotate = forward ? cpu::rope_forward : cpu::rope_backward;
+  rotate({values.data(), c.T * row, row, c.HS}, table, c.B, c.T, c.NH, c.first_position);
+  rotate({values.data() + c.NH * c.HS, c.T * row, row, c.HS}, table, c.B, c.T, c.NKV, c.first_position);
+  return values;
+}
+
+template <typename T>
+void check_rope(const RopeCase& c) {
+  SCOPED_TRACE("rope " + type_name<T>() + " HS " + std::to_string(c.HS) + " rotary " + std::to_string(c.rotary_dim));
+  const RopeTable table = rope_table(rope_config(c.rotary_dim), c.first_position + c.T);
+  const DeviceBuffer<float> cosine(table.cos), sine(table.sin);
+  const DeviceRopeTable gpu_table{cosine.data(), sine.data(), table.positions, table.half};
+  const Floats x = random_stored<T>(c.B * c.T * (c.NH + 2 * c.NKV) * c.HS, 1);
+  for (const bool forward : {true, false}) {
+    const PackedRows<T> pair{c, on_device<T>(x)}, apart{c, on_device<T>(x)};
+    if (forward) {
+      rope_forward(pair.q(), pair.k(), gpu_table, c.B, c.T, c.NH, c.NKV, c.first_position, nullptr);
+      rope_forward(apart.q(), gpu_table, c.B, c.T, c.NH, c.first_position, nullptr);
+      rope_forward(apart.k(), gpu_table, c.B, c.T, c.NKV, c.first_position, nullptr);
+    } else {
+      rope_backward(pair.q(), pair.k(), gpu_table, c.B, c.T, c.NH, c.NKV, c.first_position, nullptr);
+      rope_backward(apart.q(), gpu_table, c.B, c.T, c.NH, c.first_position, nullptr);
+      rope_backward(apart.k(), gpu_table, c.B, c.T, c.NKV, c.first_position, nullptr);
+    }
+    expect_near<T>(on_host(pair.data), cpu_rotated(c, x, table, forward), forward ? "forward" : "backward", 1e-6);
+    expect_same_bits(pair.data, apart.data, "q and k in one launch");
+  }
+}
+
+template <typename T>
+void check_rope_shapes() {
+  check_rope<T>({2, 5, 4, 2, 64, 64, 0});
+  check_rope<T>({1, 1, 32, 8, 128, 128, 4000});  // one token of decoding
+  check_rope<T>({1, 7, 9, 3, 64, 64, 3});
+  check_rope<T>({2, 3, 4, 4, 80, 20, 1});  // GPT-NeoX: a quarter of the head turns; half = 10
+  check_rope<T>({1, 3, 2, 1, 6, 6, 0});
+  check_rope<T>({3, 100, 40, 8, 32, 16, 11});
+}
+TEST(Rope, Fp32) {
+  check_rope_shapes<float>();
+}
+TEST(Rope, Bf16) {
+  check_rope_shapes<bf16>();
+}
+TEST(Rope, Fp16) {
+  check_rope_shapes<fp16>();
+}
+
+// ---- arenas -----------------------------------------------------------------------------------------------------------
+TEST(DeviceArena, HoldsItsPlanAndClears) {
+  MemoryPlan plan("test");
+  plan.add(1000);
+  const std::uint64_t second = plan.add(5 * sizeof(float));
+  DeviceArena arena(plan);
+  EXPECT_EQ(arena.bytes(), plan.bytes());
+  check(cudaMemset(arena.at<char>(0), 0xff, arena.bytes()), "poison");
+  arena.clear(nullptr);
+  Floats values(5, 1.0f);
+  check(cudaMemcpy(values.data(), arena.at<float>(second), 5 * sizeof(float), cudaMemcpyDeviceToHost), "download");
+  EXPECT_EQ(values, Floats(5, 0.0f));
+  DeviceArena empty(MemoryPlan("empty"));
+  EXPECT_NO_THROW(empty.clear(nullptr));
+}
+
+TEST(DeviceArena, SaysWhatDoesNotFit) {
+  MemoryPlan plan("activations");
+  plan.add(std::uint64_t{1} << 50);
+  try {
+    DeviceArena arena(plan);
+    FAIL() << "a petabyte was allocated";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::resources);
+    const std::string what = error.what();
+    for (const char* words : {"activations", "1125899906842624 bytes", "free"})
+      EXPECT_NE(what.find(words), std::string::npos) << what;
+  }
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+TEST(PinnedBuffer, HoldsBytes) {
+  PinnedBuffer buffer(64);
+  *buffer.at<int>(60) = 7;
+  EXPECT_EQ(*buffer.at<int>(60), 7);
+  EXPECT_EQ(buffer.bytes(), 64u);
+  cudaPointerAttributes attributes{};
+  check(cudaPointerGetAttributes(&attributes, buffer.at<char>(0)), "attributes");
+  EXPECT_EQ(attributes.type, cudaMemoryTypeHost);
+}
+
+}  // namespace
+}  // namespace weft::cuda

@@ -1,0 +1,405 @@
+// Fused dropout + residual + norm on the GPU in all its forms, against the CPU.
+
+#include "llmc/cuda/residual_norm.h"
+
+#include <optional>
+
+#include "llmc/cpu/residual_norm.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft::cuda {
+namespace {
+
+using namespace weft::test;
+
+// One form of the operator: which of the optional operands are there.
+struct Form {
+  NormKind kind = NormKind::rmsnorm;
+  std::int64_t rows = 0, C = 0;
+  bool residual = true, bias = false, rowscale = false, colscale = false, second = false;
+  bool prenorm = true;  // keeps h; else it is recomputed in backward
+  float dropout = 0;
+};
+
+std::string describe(const Form& f) {
+  std::string text = f.kind == NormKind::layernorm ? "layernorm" : "rmsnorm";
+  text += " " + std::to_string(f.rows) + " x " + std::to_string(f.C);
+  for (const auto& [on, name] : {std::pair{f.residual, " residual"},
+                                 {f.bias, " bias"},
+                                 {f.rowscale, " rowscale"},
+                                 {f.colscale, " colscale"},
+                                 {f.second, " second"},
+                                 {f.prenorm, " prenorm"},
+                                 {f.dropout > 0, " dropout"}})
+    if (on) text += name;
+  return text;
+}
+
+template <typename Shape>
+Shape shape_of(const Form& f) {
+  Shape shape;
+  shape.rows = f.rows;
+  shape.C = f.C;
+  shape.kind = f.kind;
+  shape.eps = 1e-3f;
+  shape.dropout = f.dropout;
+  shape.seed = 42;
+  shape.offset = 1000;
+  return shape;
+}
+
+constexpr float kBefore = 0.25f;  // what the column gradients hold before: = in place of += shows
+
+// Operands on both sides, null where the form has none.
+template <typename T>
+struct Operand {
+  Floats host;
+  std::optional<DeviceBuffer<T>> device;
+
+  void set(Floats values) {
+    host = std::move(values);
+    device.emplace(stored<T>(host));
+  }
+  const float* cpu() const { return device ? host.data() : nullptr; }
+  T* gpu() const { return device ? device->data() : nullptr; }
+};
+
+template <typename T, typename R>
+struct Inputs {
+  Operand<T> x, weight, bias, weight2, bias2, colscale, dout, dout2;
+  Operand<R> residual, dresidual_out;
+  Operand<float> rowscale;
+
+  explicit Inputs(const Form& f) {
+    const std::int64_t n = f.rows * f.C;
+    x.set(random_stored<T>(n, 1));
+    weight.set(random_stored<T>(f.C, 5, 0.3f, 1));
+    dout.set(random_stored<T>(n, 9));
+    if (f.residual) residual.set(random_stored<R>(n, 2, 2, 0.5f));
+    if (f.bias) bias.set(random_stored<T>(f.C, 6));
+    if (f.second) weight2.set(random_stored<T>(f.C, 7, 0.3f, 1));
+    if (f.second) dout2.set(random_stored<T>(n, 10));
+    if (f.second && f.bias) bias2.set(random_stored<T>(f.C, 8));
+    if (f.colscale) colscale.set(random_stored<T>(f.C, 4));
+    if (f.rowscale) rowscale.set(random_floats(f.rows, 3));
+    if (f.prenorm) dresidual_out.set(random_stored<R>(n, 11));
+  }
+};
+
+template <typename T, typename R>
+struct Outputs {
+  DeviceBuffer<R> h;
+  DeviceBuffer<T> out, out2;
+  DeviceBuffer<float> mean, rstd;
+
+  explicit Outputs(const Form& f)
+      : h(f.rows * f.C), out(f.rows * f.C), out2(f.rows * f.C), mean(f.rows), rstd(f.rows) {}
+};
+
+template <typename T, typename R>
+void gpu_forward(const Form& f, const Inputs<T, R>& in, Outputs<T, R>& o, bool in_place = false) {
+  ResidualNormForward<T, R> io;
+  io.x = in.x.gpu();
+  io.residual = in.residual.gpu();
+  if (in_place) {
+    o.h.upload(stored<R>(in.residual.host));
+    io.residual = o.h.data();
+  }
+  io.rowscale = in.rowscale.gpu();
+  io.colscale = in.colscale.gpu();
+  io.weight = in.weight.gpu();
+  io.bias = in.bias.gpu();
+  io.weight2 = in.weight2.gpu();
+  io.bias2 = in.bias2.gpu();
+  io.residual_out = f.prenorm ? o.h.data() : nullptr;
+  io.out = o.out.data();
+  io.out2 = f.second ? o.out2.data() : nullptr;
+  io.mean = f.kind == NormKind::layernorm ? o.mean.data() : nullptr;
+  io.rstd = o.rstd.data();
+  residual_norm_forward(shape_of<ResidualNormShape>(f), io, nullptr);
+}
+
+// The CPU's h, from the same operands.
+template <typename T, typename R>
+Floats cpu_stream(const Form& f, const Inputs<T, R>& in) {
+  const Floats ones(static_cast<std::size_t>(f.C), 1.0f);
+  Floats h(static_cast<std::size_t>(f.rows * f.C)), out(h.size());
+  cpu::ResidualNormForward io;
+  io.x = in.x.cpu();
+  io.residual = in.residual.cpu();
+  io.rowscale = in.rowscale.cpu();
+  io.colscale = in.colscale.cpu();
+  io.weight = ones.data();
+  io.residual_out = h.data();
+  io.out = out.data();
+  cpu::residual_norm_forward(shape_of<cpu::ResidualNormShape>(f), io);
+  return h;
+}
+
+struct HostOutputs {
+  Floats out, out2, mean, rstd;
+};
+// The CPU's outputs for a given h.
+template <typename T, typename R>
+HostOutputs cpu_outputs(const Form& f, const Inputs<T, R>& in, const Floats& h) {
+  const auto rows = static_cast<std::size_t>(f.rows);
+  HostOutputs o{Floats(h.size()), Floats(h.size()), Floats(rows), Floats(rows)};
+  cpu::ResidualNormForward io;
+  io.x = h.data();
+  io.weight = in.weight.cpu();
+  io.bias = in.bias.cpu();
+  io.weight2 = in.weight2.cpu();
+  io.bias2 = in.bias2.cpu();
+  io.out = o.out.data();
+  io.out2 = f.second ? o.out2.data() : nullptr;
+  io.mean = o.mean.data();
+  io.rstd = o.rstd.data();
+  Form plain = f;
+  plain.dropout = 0;
+  cpu::residual_norm_forward(shape_of<cpu::ResidualNormShape>(plain), io);
+  return o;
+}
+
+template <typename T, typename R>
+struct Gradients {
+  DeviceBuffer<T> dx;
+  DeviceBuffer<R> dresidual;
+  std::vector<DeviceBuffer<float>> columns;  // dweight, dbias, dweight2, dbias2, dcolscale
+
+  explicit Gradients(const Form& f) : dx(f.rows * f.C), dresidual(f.rows * f.C) {
+    for (int k = 0; k < 5; ++k) columns.emplace_back(Floats(static_cast<std::size_t>(f.C), kBefore));
+  }
+};
+
+template <typename T, typename R>
+void gpu_backward(const Form& f, const Inputs<T, R>& in, const Outputs<T, R>& o, Gradients<T, R>& g, bool keep_h,
+                  bool in_place = false) {
+  const DeviceBuffer<char> workspace(residual_norm_backward_workspace(f.C, 5));
+  ResidualNormBackward<T, R> io;
+  io.dout = in.dout.gpu();
+  if (in_place) {
+    g.dx.upload(stored<T>(in.dout.host));
+    io.dout = g.dx.data();
+  }
+  io.dout2 = in.dout2.gpu();
+  io.dresidual_out = in.dresidual_out.gpu();
+  if (in_place && f.prenorm) {
+    g.dresidual.upload(stored<R>(in.dresidual_out.host));
+    io.dresidual_out = g.dresidual.data();
+  }
+  io.residual_out = keep_h ? o.h.data() : nullptr;
+  io.x = !keep_h || f.colscale ? in.x.gpu() : nullptr;
+  io.residual = keep_h ? nullptr : in.residual.gpu();
+  io.rowscale = in.rowscale.gpu();
+  io.colscale = in.colscale.gpu();
+  io.weight = in.weight.gpu();
+  io.weight2 = in.weight2.gpu();
+  io.mean = f.kind == NormKind::layernorm ? o.mean.data() : nullptr;
+  io.rstd = o.rstd.data();
+  io.dx = g.dx.data();
+  io.dresidual = g.dresidual.data();
+  io.dweight = g.columns[0].data();
+  io.dbias = f.bias ? g.columns[1].data() : nullptr;
+  io.dweight2 = f.second ? g.columns[2].data() : nullptr;
+  io.dbias2 = f.second && f.bias ? g.columns[3].data() : nullptr;
+  io.dcolscale = f.colscale ? g.columns[4].data() : nullptr;
+  io.workspace = workspace.data();
+  residual_norm_backward(shape_of<ResidualNormShape>(f), io, nullptr);
+  check(cudaStreamSynchronize(nullptr), "residual_norm_backward");
+}
+
+struct HostGradients {
+  Floats dx, dresidual;
+  std::vector<Floats> columns;
+};
+template <typename T, typename R>
+HostGradients cpu_backward(const Form& f, const Inputs<T, R>& in, const Floats& h, const HostOutputs& o) {
+  const auto C = static_cast<std::size_t>(f.C);
+  HostGradients g{Floats(h.size()), Floats(h.size()), std::vector<Floats>(5, Floats(C, kBefore))};
+  cpu::ResidualNormBackward io;
+  io.dout = in.dout.cpu();
+  io.dout2 = in.dout2.cpu();
+  io.dresidual_out = in.dresidual_out.cpu();
+  io.residual_out = h.data();
+  io.x = in.x.cpu();
+  io.rowscale = in.rowscale.cpu();
+  io.colscale = in.colscale.cpu();
+  io.weight = in.weight.cpu();
+  io.weight2 = in.weight2.cpu();
+  io.mean = o.mean.data();
+  io.rstd = o.rstd.data();
+  io.dx = g.dx.data();
+  io.dresidual = g.dresidual.data();
+  io.dweight = g.columns[0].data();
+  io.dbias = f.bias ? g.columns[1].data() : nullptr;
+  io.dweight2 = f.second ? g.columns[2].data() : nullptr;
+  io.dbias2 = f.second && f.bias ? g.columns[3].data() : nullptr;
+  io.dcolscale = f.colscale ? g.columns[4].data() : nullptr;
+  cpu::residual_norm_backward(shape_of<cpu::ResidualNormShape>(f), io);
+  return g;
+}
+
+template <typename T, typename R>
+void expect_same_gradients(const Gradients<T, R>& a, const Gradients<T, R>& b) {
+  expect_same_bits(a.dx, b.dx, "dx");
+  expect_same_bits(a.dresidual, b.dresidual, "dresidual");
+  for (int k = 0; k < 5; ++k) expect_same_bits(a.columns[k], b.columns[k], "column gradient " + std::to_string(k));
+}
+
+template <typename T, typename R>
+void check_form(const Form& f) {
+  SCOPED_TRACE(describe(f) + " " + type_name<T>() + "/" + type_name<R>());
+  const Inputs<T, R> in(f);
+  Outputs<T, R> o(f);
+  gpu_forward(f, in, o);
+  const Floats stream = cpu_stream(f, in);
+  if (f.prenorm) expect_near<R>(on_host(o.h), stream, "h", 1e-6);
+  // What follows is compared on the h that the GPU rounded to R: its own, or the CPU's rounded alike.
+  const Floats h = f.prenorm ? on_host(o.h) : widened(stored<R>(stream));
+  const HostOutputs want = cpu_outputs(f, in, h);
+  // Where the GPU keeps no h to read back, a tie may round the other way: one unit of h's roundoff.
+  const double doubt = kArithmeticTolerance + (f.prenorm ? 0 : 2 * unit_roundoff<R>());
+  expect_near<T>(on_host(o.out), want.out, "out", doubt);
+  if (f.second) expect_near<T>(on_host(o.out2), want.out2, "out2", doubt);
+  if (f.kind == NormKind::layernorm) expect_near<float>(on_host(o.mean), want.mean, "mean", doubt);
+  expect_near<float>(on_host(o.rstd), want.rstd, "rstd", doubt);
+
+  Gradients<T, R> g(f);
+  gpu_backward(f, in, o, g, f.prenorm);
+  const HostGradients wanted = cpu_backward(f, in, h, want);
+  expect_near<T>(on_host(g.dx), wanted.dx, "dx", doubt);
+  expect_near<R>(on_host(g.dresidual), wanted.dresidual, "dresidual", doubt);
+  const char* const names[] = {"dweight", "dbias", "dweight2", "dbias2", "dcolscale"};
+  for (int k = 0; k < 5; ++k) expect_near<float>(on_host(g.columns[k]), wanted.columns[k], names[k], doubt);
+
+  Gradients<T, R> again(f), in_place(f);
+  gpu_backward(f, in, o, again, f.prenorm);
+  gpu_backward(f, in, o, in_place, f.prenorm, true);
+  expect_same_gradients(g, again);
+  expect_same_gradients(g, in_place);
+}
+
+template <typename T, typename R>
+void check_types() {
+  const NormKind kinds[] = {NormKind::rmsnorm, NormKind::layernorm};
+  for (const NormKind kind : kinds) {
+    const bool bias = kind == NormKind::layernorm;
+    for (const std::int64_t C : {8, 24, 256, 264, 512, 768, 1024, 1032, 2048, 2560, 4096, 4104, 8192, 8200, 16384}) {
+      for (const std::int64_t rows : {1, 7}) check_form<T, R>({kind, rows, C, true, bias});
+    }
+    for (const std::int64_t C : {64, 1024, 2048}) check_form<T, R>({kind, 1000, C, true, bias});
+    check_form<T, R>({kind, 9, 768, false, bias});
+    for (const std::int64_t C : {8, 520, 1032, 4104, 16384}) {
+      for (const std::int64_t rows : {1, 7}) {
+        check_form<T, R>({kind, rows, C, true, bias, true, true, true, true, 0.3f});
+        check_form<T, R>({kind, rows, C, true, bias, true, true, true, false, 0.3f});
+      }
+    }
+    check_form<T, R>({kind, 1000, 264, true, bias, false, false, false, true, 0.1f});
+    check_form<T, R>({kind, 1000, 1032, false, bias, true, true, true, false, 0.1f});
+  }
+}
+
+TEST(ResidualNorm, Fp32) {
+  check_types<float, float>();
+}
+TEST(ResidualNorm, Bf16) {
+  check_types<bf16, bf16>();
+}
+TEST(ResidualNorm, Bf16WithFp32Stream) {
+  check_types<bf16, float>();
+}
+TEST(ResidualNorm, Fp16) {
+  check_types<fp16, fp16>();
+}
+TEST(ResidualNorm, Fp16WithFp32Stream) {
+  check_types<fp16, float>();
+}
+
+template <typename T, typename R>
+void check_in_place_forward(const Form& f) {
+  const Inputs<T, R> in(f);
+  Outputs<T, R> apart(f), in_place(f);
+  gpu_forward(f, in, apart);
+  gpu_forward(f, in, in_place, true);
+  expect_same_bits(apart.h, in_place.h, "h");
+  expect_same_bits(apart.out, in_place.out, "out");
+  expect_same_bits(apart.rstd, in_place.rstd, "rstd");
+}
+
+TEST(ResidualNorm, ForwardInPlaceGivesTheSameBits) {
+  check_in_place_forward<bf16, bf16>({NormKind::rmsnorm, 33, 2048});
+  check_in_place_forward<bf16, float>({NormKind::layernorm, 33, 520, true, true, true, true, true, true, 0.2f});
+}
+
+// The norm alone, from the stream that the fused operator wrote, gives the bits of the fused operator: recomputation in
+// backward may drop the output. x null names the stream without a branch.
+template <typename T, typename R>
+void check_recomputation(std::int64_t C) {
+  const Form f{NormKind::layernorm, 37, C, true, true};
+  const Inputs<T, R> in(f);
+  Outputs<T, R> fused(f), alone(f);
+  gpu_forward(f, in, fused);
+  ResidualNormForward<T, R> io;
+  io.residual = fused.h.data();
+  io.weight = in.weight.gpu();
+  io.bias = in.bias.gpu();
+  io.out = alone.out.data();
+  io.mean = alone.mean.data();
+  io.rstd = alone.rstd.data();
+  residual_norm_forward(shape_of<ResidualNormShape>(f), io, nullptr);
+  expect_same_bits(fused.out, alone.out, "out");
+  expect_same_bits(fused.mean, alone.mean, "mean");
+  expect_same_bits(fused.rstd, alone.rstd, "rstd");
+
+  // Backward knows the stream as residual_out or as residual alone.
+  Gradients<T, R> kept(f), recomputed(f);
+  gpu_backward(f, in, fused, kept, true);
+  const DeviceBuffer<char> workspace(residual_norm_backward_workspace(C, 1));
+  ResidualNormBackward<T, R> back;
+  back.dout = in.dout.gpu();
+  back.dresidual_out = in.dresidual_out.gpu();
+  back.residual = fused.h.data();
+  back.weight = in.weight.gpu();
+  back.mean = fused.mean.data();
+  back.rstd = fused.rstd.data();
+  back.dresidual = recomputed.dresidual.data();
+  back.dweight = recomputed.columns[0].data();
+  back.workspace = workspace.data();
+  residual_norm_backward(shape_of<ResidualNormShape>(f), back, nullptr);
+  expect_same_bits(kept.dresidual, recomputed.dresidual, "dresidual");
+  expect_same_bits(kept.columns[0], recomputed.columns[0], "dweight");
+}
+
+TEST(ResidualNorm, RecomputedFromTheStreamItIsTheSame) {
+  for (const std::int64_t C : {64, 1024, 2048, 8192}) {
+    check_recomputation<bf16, bf16>(C);
+    check_recomputation<bf16, float>(C);
+    check_recomputation<float, float>(C);
+  }
+}
+
+TEST(ResidualNorm, DropoutKeepsWhatTheCpuKeeps) {
+  for (const std::int64_t C : {8, 40, 1024, 4104}) {
+    Form f{NormKind::rmsnorm, 51, C, false};
+    f.dropout = 0.4f;
+    Inputs<float, float> in(f);
+    in.x.set(Floats(static_cast<std::size_t>(f.rows * C), 1.0f));
+    Outputs<float, float> o(f);
+    gpu_forward(f, in, o);
+    EXPECT_EQ(on_host(o.h), cpu_stream(f, in)) << C;
+  }
+}
+
+TEST(ResidualNorm, RefusesWidthsItCannotHold) {
+  for (const std::int64_t C : {0, 12, 16392}) {
+    ResidualNormShape shape;
+    shape.rows = 1;
+    shape.C = C;
+    EXPECT_THROW((residual_norm_forward<float, float>(shape, {}, nullptr)), Error) << C;
+    EXPECT_THROW((residual_norm_backward<float, float>(shape, {}, nullptr)), Error) << C;
+  }
+}
+
+}  // namespace
+}  // namespace weft::cuda
