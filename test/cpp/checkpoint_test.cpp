@@ -183,8 +183,7 @@ TEST_F(CheckpointTest, DamageIsFoundWhereverItIs) {
       // A flip in the gap between two tensors, or in "made_by", decides nothing: the state must then be the
       // saved one.
       const std::int64_t step = resumed_step();
-      ASSERT_TRUE(step == 3 || (step == 6 && whole_state(*model_) == state_6))
-          << name << " flipped at " << at;
+      ASSERT_TRUE(step == 3 || (step == 6 && whole_state(*model_) == state_6)) << name << " flipped at " << at;
       found += step == 3;
     }
     write_bytes(path, whole);
@@ -233,12 +232,14 @@ TEST_F(CheckpointTest, RenamedCheckpointIsNotBelieved) {
 }
 
 TEST_F(CheckpointTest, FilesOfTwoCheckpointsDoNotMix) {
-  save(3);
-  save(6);
-  save(9);
-  fs::copy_file(step_path(6) + "/state.bin", step_path(9) + "/state.bin",
-                fs::copy_options::overwrite_existing);
-  EXPECT_EQ(resumed_step(), 6);
+  for (const int step : {3, 6, 9}) save(step);
+  for (const char* name : {"/state.bin", "/model.bin", "/manifest.json"}) {
+    const std::string whole = read_bytes(step_path(9) + name);
+    write_bytes(step_path(9) + name, read_bytes(step_path(6) + name));
+    EXPECT_EQ(resumed_step(), 6) << name;
+    write_bytes(step_path(9) + name, whole);
+  }
+  EXPECT_EQ(resumed_step(), 9);
 }
 
 TEST_F(CheckpointTest, NotFiniteValuesAreNoState) {
@@ -343,8 +344,7 @@ TEST_F(CheckpointTest, OtherModelIsRefused) {
   RunIdentity other = identity();
   other.model.num_layers = 2;
   CheckpointKeeper keeper(run, other, 2);
-  expect_contains(error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); }),
-                  "num_layers");
+  expect_contains(error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); }), "num_layers");
 }
 
 TEST(RunDirectoryTest, OneRunAtATime) {

@@ -55,8 +55,7 @@ class TrainLoopTest : public testing::Test {
     const TrainState start = checkpoints.resume(settings_.resume_mode(), model).value_or(TrainState{});
     RunLog log(directory.file("log.jsonl"));
     DataLoader loader(data, settings_.micro_batch, static_cast<std::uint64_t>(settings_.seed), start.windows);
-    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &data : nullptr, sample_},
-                   start);
+    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &data : nullptr, sample_}, start);
     Result result;
     testing::internal::CaptureStdout();
     try {
@@ -89,8 +88,7 @@ class TrainLoopTest : public testing::Test {
     return values;
   }
   bool has_checkpoint(const std::string& name, std::int64_t step) const {
-    return fs::exists(temporary_.file(name) +
-                      format("/step_%08lld/manifest.json", static_cast<long long>(step)));
+    return fs::exists(temporary_.file(name) + format("/step_%08lld/manifest.json", static_cast<long long>(step)));
   }
 
   const int threads_ = omp_get_max_threads();
@@ -105,7 +103,7 @@ class TrainLoopTest : public testing::Test {
 std::function<void(HookedModel&)> at_forward(int n, std::function<void()> action) {
   return [=](HookedModel& model) {
     auto count = std::make_shared<int>(0);
-    model.before_forward = [=] {
+    model.before_forward = [=](std::uint64_t) {
       if (++*count == n) action();
     };
   };
@@ -178,8 +176,7 @@ TEST_F(TrainLoopTest, HalfAndHalfIsTheWholeBitForBit) {
   const Result halves = run("halves");
   EXPECT_TRUE(halves.state == whole.state);
   EXPECT_EQ(halves.tensors, whole.tensors);
-  for (const char* key : {"loss", "grad_norm", "lr"})
-    expect_same_run(logged("halves", key), logged("whole", key));
+  for (const char* key : {"loss", "grad_norm", "lr"}) expect_same_run(logged("halves", key), logged("whole", key));
 }
 
 TEST_F(TrainLoopTest, ACrashAnywhereCostsNothingButTime) {
@@ -196,6 +193,22 @@ TEST_F(TrainLoopTest, ACrashAnywhereCostsNothingButTime) {
     EXPECT_EQ(result.tensors, whole.tensors) << "crash in micro-batch " << forward;
     expect_same_run(logged(name, "loss"), logged("whole", "loss"));
   }
+}
+
+// Each micro-batch of a run has a number of its own, or dropout would draw the same mask again.
+TEST_F(TrainLoopTest, MicroBatchesAreNumberedThroughTheRun) {
+  settings_.batch_tokens = 32;
+  settings_.on_nan = "rerun";
+  std::vector<std::uint64_t> numbers;
+  const auto collect = [&](HookedModel& model) {
+    model.before_forward = [&](std::uint64_t micro_step) { numbers.push_back(micro_step); };
+  };
+  settings_.steps = 3;
+  run("run", collect);
+  settings_.steps = 5;
+  settings_.debug_inject = {"nan@step=4"};  // run again: with the numbers of the first attempt
+  run("run", collect);
+  EXPECT_EQ(numbers, (std::vector<std::uint64_t>{0, 1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9}));
 }
 
 TEST_F(TrainLoopTest, AFinishedRunHasNothingToDo) {
@@ -330,8 +343,8 @@ TEST(Guard, SpikesAreFoundAgainAndAgain) {
 
 TEST_F(TrainLoopTest, AReplacedShardEndsTheRunAfterASave) {
   settings_.steps = 100;
-  const Result result = run(
-      "run", at_forward(4, [&] { write_shard(temporary_.file("train_0.bin"), patterned_tokens(203, 7)); }));
+  const Result result =
+      run("run", at_forward(4, [&] { write_shard(temporary_.file("train_0.bin"), patterned_tokens(203, 7)); }));
   EXPECT_EQ(result.error_code, Exit::bad_file);
   expect_contains(result.error, "train_0.bin");
   EXPECT_GE(result.state.step, 4);
@@ -448,8 +461,7 @@ TEST(Initialize, FollowsTheTable) {
     } else {
       // Five standard errors of the mean and of the variance.
       EXPECT_LT(std::abs(sum / n), 5 * deviation / std::sqrt(n)) << spec.name;
-      EXPECT_NEAR(squares / n, deviation * deviation, 5 * deviation * deviation * std::sqrt(2 / n))
-          << spec.name;
+      EXPECT_NEAR(squares / n, deviation * deviation, 5 * deviation * deviation * std::sqrt(2 / n)) << spec.name;
     }
   }
 }

@@ -24,8 +24,8 @@ void append(std::string& bytes, T value) {
 }
 
 // A token shard (layout in llmc/file/token_shard.h) of u16 tokens.
-inline void write_shard(const std::string& path, const std::vector<std::uint16_t>& tokens,
-                        std::uint64_t vocab = 32, std::uint64_t tokenizer_hash = 7) {
+inline void write_shard(const std::string& path, const std::vector<std::uint16_t>& tokens, std::uint64_t vocab = 32,
+                        std::uint64_t tokenizer_hash = 7) {
   const std::string data(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2);
   std::string bytes("\x89WTOK\r\n\x1a", 8);
   append<std::uint32_t>(bytes, 1);
@@ -115,14 +115,14 @@ inline RunIdentity micro_identity(const TrainSettings& settings, const TokenData
 class HookedModel : public TrainModel {
  public:
   explicit HookedModel(TrainModel& inner) : inner_(inner) {}
-  std::function<void()> before_forward;
+  std::function<void(std::uint64_t micro_step)> before_forward;
   std::function<void(StepStatistics&)> after_statistics;
 
   const ModelConfig& config() const override { return inner_.config(); }
   const TensorTable& table() const override { return inner_.table(); }
   std::vector<MemoryLine> memory() const override { return inner_.memory(); }
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
-    if (before_forward) before_forward();
+    if (before_forward) before_forward(micro_step);
     inner_.forward(batch, micro_step, loss_scale);
   }
   void backward() override { inner_.backward(); }

@@ -519,6 +519,58 @@ def test_time_limit(data, tmp_path):
     assert f"step_{max(losses(out)):08d}" in checkpoints(out)
 
 
+# Writes what a save asks of the kernel, in order, to $CALLS.
+CALL_RECORDER = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+static void note(const char* call, const char* a, const char* b) {
+  FILE* file = fopen(getenv("CALLS"), "a");
+  if (file) { fprintf(file, "%s %s %s\n", call, a, b); fclose(file); }
+}
+int fsync(int fd) {
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t n = readlink(link, path, sizeof path - 1);
+  path[n > 0 ? n : 0] = 0;
+  note("fsync", path, "");
+  return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
+}
+int rename(const char* from, const char* to) {
+  note("rename", from, to);
+  return ((int (*)(const char*, const char*))dlsym(RTLD_NEXT, "rename"))(from, to);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler for the call recorder")
+def test_a_save_syncs_before_it_renames(data, tmp_path):
+    """A power cut cannot be tested; the order of calls that survives one can."""
+    source, library, calls = tmp_path / "record.c", tmp_path / "record.so", tmp_path / "calls"
+    source.write_text(CALL_RECORDER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    moved = tmp_path / "data"
+    data.rename(moved)
+    done = train(moved, tmp_path / "run", "--save-every", 0, env={"LD_PRELOAD": str(library), "CALLS": str(calls)}, steps=3)
+    if "LD_PRELOAD" in done.stderr or not calls.exists():
+        pytest.skip("this build cannot be preloaded")
+    run = str(tmp_path / "run")
+    step, lines = f"{run}/step_00000003", [line.split() for line in calls.read_text().splitlines()]
+    lines = [line for line in lines if "step_" in line[1] or line[1] == run]
+    lines = lines[next(i for i, line in enumerate(lines) if "step_" in line[1]):]
+    published = lines.index(["rename", f"{step}.tmp", step])
+    for name in ("model.bin", "state.bin", "manifest.json"):
+        synced = next(i for i, line in enumerate(lines) if line[0] == "fsync" and f"/{name}.tmp" in line[1])
+        named = next(i for i, line in enumerate(lines) if line[0] == "rename" and line[2] == f"{step}.tmp/{name}")
+        assert synced < named < published, name
+    assert lines[published - 1] == ["fsync", f"{step}.tmp"], "the directory, before it gets its name"
+    assert lines[published + 1] == ["fsync", run], "the name, before anything builds on it"
+    manifest = [line for line in lines if line[0] == "rename"]
+    assert manifest[-2][2].endswith("manifest.json"), "the manifest comes last"
+
+
 def test_kept_checkpoints(data, tmp_path):
     out = tmp_path / "run"
     assert train(data, out, "--save-every", 2, "--keep", 3).returncode == 0
