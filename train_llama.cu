@@ -4,11 +4,16 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/arena.h"
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
 #include "llmc/cpu/llama.h"
+#ifdef WEFT_CUDA
+#include "llmc/cuda/device.h"
+#include "llmc/cuda/llama.h"
+#endif
 #include "llmc/file/run_dir.h"
 #include "llmc/model/compare.h"
 #include "llmc/train/checkpoint.h"
@@ -23,25 +28,55 @@
 namespace weft {
 namespace {
 
-constexpr double kCompareTolerance =
-    1e-5;  // fp32 against PyTorch in fp32, relative to a tensor's largest value
+// Where a run computes. The only place in this program that knows both devices.
+struct Place {
+  bool gpu = false;
+  std::string name;                   // of the GPU, or "CPU"
+  std::uint64_t available_bytes = 0;  // for the plan; 0: unknown
+  double compare_tolerance = 1e-5;    // fp32 against PyTorch in fp32, relative to a tensor's largest value
+
+  std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options) const {
+#ifdef WEFT_CUDA
+    if (gpu) return cuda::plan_llama(config, options);
+#endif
+    return cpu::plan_llama(config, options);
+  }
+  std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options) const {
+#ifdef WEFT_CUDA
+    if (gpu) return cuda::make_llama(config, options);
+#endif
+    return cpu::make_llama(config, options);
+  }
+};
+
+// The GPU where it was asked for or, with `auto`, where there is one. `plan_only`: --dry-run and --print-config speak of
+// a GPU without having one.
+Place find_gpu(const std::string& device, bool plan_only) {
+  if (device == "cpu") return {};
+#ifdef WEFT_CUDA
+  const cuda::Device gpu = cuda::probe_device();
+  if (gpu.usable) return {true, gpu.name, gpu.free_bytes, 1e-4};
+  if (device == "cuda" && plan_only) return {true, "a GPU that is not here", 0, 1e-4};
+  const std::string problem = gpu.problem;
+#else
+  const std::string problem = "this program was built without nvcc and has no GPU code";
+#endif
+  if (device == "cuda" && !plan_only) fail(Exit::environment, "--device cuda: %s", problem.c_str());
+  log_info("running on the CPU: %s", problem.c_str());
+  return {};
+}
 
 // What `auto` means on this machine and in this build; afterwards device and precision are definite.
-void choose_device(TrainSettings& s) {
-  if (s.device == "cuda") {
-    fail(Exit::environment, "--device cuda: this build has no GPU path for training. Use --device cpu");
+Place choose_place(TrainSettings& s) {
+  Place place = find_gpu(s.device, s.dry_run || s.print_config);
+  if (!place.gpu) {
+    place.name = "CPU";
+    place.available_bytes = available_host_memory();
+    if (s.precision == "bf16") fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
   }
-  if (s.device == "auto") log_info("running on the CPU: this build has no GPU path for training");
-  if (s.precision == "bf16") fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
-  s.set_device("cpu", "fp32");
-}
-
-std::vector<MemoryLine> plan_train_model(const ModelConfig& config, const TrainOptions& options) {
-  return cpu::plan_llama(config, options);
-}
-
-std::unique_ptr<TrainModel> make_train_model(const ModelConfig& config, const TrainOptions& options) {
-  return cpu::make_llama(config, options);
+  const std::string precision = s.precision != "auto" ? s.precision : place.gpu ? "bf16" : "fp32";
+  s.set_device(place.gpu ? "cuda" : "cpu", precision);
+  return place;
 }
 
 std::uint64_t bytes_of(const std::vector<MemoryLine>& memory) {
@@ -51,27 +86,28 @@ std::uint64_t bytes_of(const std::vector<MemoryLine>& memory) {
 }
 
 // A plan that cannot fit is refused before anything is allocated, with what would fit.
-void check_memory(const ModelConfig& config, TrainOptions options, const std::vector<MemoryLine>& memory) {
-  const std::uint64_t available = available_host_memory();
-  const std::uint64_t planned = bytes_of(memory);
-  if (planned <= available) return;
-  while (options.micro_batch > 1 && bytes_of(plan_train_model(config, options)) > available)
-    options.micro_batch /= 2;
-  const bool fits = bytes_of(plan_train_model(config, options)) <= available;
-  fail(Exit::resources, "the plan needs %s of memory, %s are available. %s",
-       human_bytes(static_cast<double>(planned)).c_str(), human_bytes(static_cast<double>(available)).c_str(),
+void check_memory(const Place& place, const ModelConfig& config, TrainOptions options) {
+  const std::uint64_t available = place.available_bytes;
+  const std::uint64_t planned = bytes_of(place.plan(config, options));
+  if (planned <= available || available == 0) return;
+  while (options.micro_batch > 1 && bytes_of(place.plan(config, options)) > available) options.micro_batch /= 2;
+  const bool fits = bytes_of(place.plan(config, options)) <= available;
+  fail(Exit::resources, "the plan needs %s of memory, %s has %s available. %s",
+       human_bytes(static_cast<double>(planned)).c_str(), place.name.c_str(),
+       human_bytes(static_cast<double>(available)).c_str(),
        fits ? format("--micro-batch %lld would fit", static_cast<long long>(options.micro_batch)).c_str()
             : "Not even --micro-batch 1 fits: try --recompute block, a shorter --seq-len or a smaller model");
 }
 
-Exit compare(const TrainSettings& settings, const TrainInputs& inputs) {
+Exit compare(const Place& place, const TrainSettings& settings, const TrainInputs& inputs) {
   const TensorFile dump = TensorFile::open(settings.compare, FileKind::reference_dump);
   const auto make = [&](const TrainOptions& options) {
-    std::unique_ptr<TrainModel> model = make_train_model(inputs.config, options);
+    std::unique_ptr<TrainModel> model = place.make(inputs.config, options);
     load_parameters(inputs, options.seed, *model);
     return model;
   };
-  const Comparison comparison = compare_training(dump, kCompareTolerance, make);
+  const Comparison comparison =
+      compare_training(dump, settings.model_options().precision, place.compare_tolerance, make);
   for (const std::string& line : comparison.table()) write_stdout(line + "\n");
   return comparison.passed() ? Exit::ok : Exit::internal;
 }
@@ -109,10 +145,11 @@ TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Check
   return {};
 }
 
-Exit train(const TrainSettings& settings, const TrainInputs& inputs, const std::vector<MemoryLine>& memory) {
-  check_memory(inputs.config, settings.model_options(), memory);
+Exit train(const Place& place, const TrainSettings& settings, const TrainInputs& inputs,
+           const std::vector<MemoryLine>& memory) {
+  check_memory(place, inputs.config, settings.model_options());
   const RunDirectory directory(settings.out);
-  const std::unique_ptr<TrainModel> model = make_train_model(inputs.config, settings.model_options());
+  const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
   const RunIdentity identity{inputs.config,   settings.numeric_settings(),
                              settings.steps,  inputs.train->fingerprint(),
                              settings.device, WEFT_VERSION,
@@ -126,8 +163,7 @@ Exit train(const TrainSettings& settings, const TrainInputs& inputs, const std::
   log.write(header);
   log.write({{"type", "resume"}, {"step", state.step}, {"tokens", state.step * settings.batch_tokens}});
 
-  DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed),
-                  state.windows);
+  DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows);
   TrainLoop::Parts parts{settings, *model, data, checkpoints, log, nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
   std::optional<SampleWriter> sample;
@@ -144,17 +180,17 @@ Exit run(int argc, const char* const* argv) {
   if (!parsed) return Exit::ok;  // --help, --version
   TrainSettings& settings = *parsed;
   install_signal_handlers();
-  choose_device(settings);
+  const Place place = choose_place(settings);
 
   const TrainInputs inputs = open_inputs(settings);
   if (settings.print_config) {
     write_stdout(config_record(settings, inputs.config).dump(1) + "\n");
     return Exit::ok;
   }
-  if (!settings.compare.empty()) return compare(settings, inputs);
-  const std::vector<MemoryLine> memory = plan_train_model(inputs.config, settings.model_options());
+  if (!settings.compare.empty()) return compare(place, settings, inputs);
+  const std::vector<MemoryLine> memory = place.plan(inputs.config, settings.model_options());
   print_lines(start_report(settings, inputs, memory), settings.dry_run);
-  return settings.dry_run ? Exit::ok : train(settings, inputs, memory);
+  return settings.dry_run ? Exit::ok : train(place, settings, inputs, memory);
 }
 
 }  // namespace

@@ -25,8 +25,8 @@ std::vector<std::int32_t> read_ids(const TensorFile& dump, const std::string& na
   return ids;
 }
 
-void check_ids(const TensorFile& dump, const std::string& name, std::span<const std::int32_t> ids,
-               std::int64_t vocab, bool ignored_allowed) {
+void check_ids(const TensorFile& dump, const std::string& name, std::span<const std::int32_t> ids, std::int64_t vocab,
+               bool ignored_allowed) {
   for (const std::int32_t id : ids) {
     if ((id < 0 || id >= vocab) && !(ignored_allowed && id == kIgnoredLabel)) {
       fail(Exit::bad_file, "%s: %s: id %d is outside the vocabulary of %lld", escaped(dump.path()).c_str(),
@@ -64,27 +64,42 @@ bool begins_with(const std::string& name, std::string_view prefix) {
   return name.compare(0, prefix.size(), prefix) == 0;
 }
 
+// "act.embedding" -> "act16.embedding": the same tensor from PyTorch's own 16-bit run.
+std::string yardstick_name(const std::string& name) {
+  const std::size_t dot = name.find('.');
+  return dot == std::string::npos ? name + "16" : name.substr(0, dot) + "16" + name.substr(dot);
+}
+
 class Checker {
  public:
-  Checker(const TensorFile& dump, double tolerance) : dump_(dump) { result_.tolerance = tolerance; }
+  Checker(const TensorFile& dump, double tolerance, Precision precision = Precision::fp32)
+      : dump_(dump), precision_(precision) {
+    result_.tolerance = precision == Precision::fp32 ? tolerance : 0;
+  }
 
   void check(const std::string& name, std::span<const float> got, Norm norm = Norm::max) {
     const std::vector<float> want = read_values(dump_, dump_.at(name));
-    result_.rows.push_back(distance(name, got, want, result_.tolerance, norm));
+    if (precision_ == Precision::fp32) {
+      result_.rows.push_back(distance(name, got, want, result_.tolerance, norm));
+    } else if (const TensorInfo* yardstick = dump_.find(yardstick_name(name))) {
+      const TensorDistance own = distance(name, read_values(dump_, *yardstick), want, 0, Norm::l2);
+      result_.rows.push_back(distance(name, got, want, kSixteenBitFactor * own.relative, Norm::l2));
+    }
   }
   // Calls fetch(tensor name without the prefix) for every tensor of the dump that begins with `prefix`.
   void check_all(std::string_view prefix, const std::function<std::vector<float>(const std::string&)>& fetch,
                  Norm norm = Norm::max) {
     for (const TensorInfo& tensor : dump_.tensors()) {
-      if (begins_with(tensor.name, prefix))
-        check(tensor.name, fetch(tensor.name.substr(prefix.size())), norm);
+      if (begins_with(tensor.name, prefix)) check(tensor.name, fetch(tensor.name.substr(prefix.size())), norm);
     }
   }
   void add(TensorDistance row) { result_.rows.push_back(std::move(row)); }
   Comparison finish() { return std::move(result_); }
 
  private:
+  static constexpr double kSixteenBitFactor = 3;
   const TensorFile& dump_;
+  Precision precision_;
   Comparison result_;
 };
 
@@ -144,8 +159,8 @@ void compare_greedy(const TensorFile& dump, DecodeModel& model, Checker& checker
   const std::size_t wanted = dump.at("greedy.ids").elements();
   check_ids(dump, "greedy.prompt_ids", prompt, model.config().vocab_size, false);
   if (prompt.empty() || prompt.size() + wanted > static_cast<std::size_t>(model.capacity())) {
-    fail(Exit::bad_file, "%s: greedy: %zu + %zu tokens do not fit in a context of %lld",
-         escaped(dump.path()).c_str(), prompt.size(), wanted, static_cast<long long>(model.capacity()));
+    fail(Exit::bad_file, "%s: greedy: %zu + %zu tokens do not fit in a context of %lld", escaped(dump.path()).c_str(),
+         prompt.size(), wanted, static_cast<long long>(model.capacity()));
   }
   model.reset();
   std::span<const float> logits = model.prefill(prompt);
@@ -192,8 +207,7 @@ TensorDistance distance(const std::string& name, std::span<const float> got, std
 }
 
 bool Comparison::passed() const {
-  return !rows.empty() &&
-         std::all_of(rows.begin(), rows.end(), [](const TensorDistance& row) { return row.pass; });
+  return !rows.empty() && std::all_of(rows.begin(), rows.end(), [](const TensorDistance& row) { return row.pass; });
 }
 
 std::vector<std::string> Comparison::table() const {
@@ -203,17 +217,16 @@ std::vector<std::string> Comparison::table() const {
   std::vector<std::string> lines = {
       format("%-*s  %10s  %10s  %10s  %12s", w, "tensor", "max abs", "max rel", "rel / eps", "cosine")};
   for (const TensorDistance& row : rows) {
-    lines.push_back(format("%-*s  %10.3g  %10.3g  %10.1f  %12.9f  %s", w, row.name.c_str(), row.max_abs,
-                           row.relative, row.relative / std::numeric_limits<float>::epsilon(), row.cosine,
-                           row.pass ? "ok" : "FAIL"));
+    lines.push_back(format("%-*s  %10.3g  %10.3g  %10.1f  %12.9f  %s", w, row.name.c_str(), row.max_abs, row.relative,
+                           row.relative / std::numeric_limits<float>::epsilon(), row.cosine, row.pass ? "ok" : "FAIL"));
     failures += row.pass ? 0 : 1;
   }
-  lines.push_back(format("%zu tensors, %zu failed (tolerance %g relative to each tensor's largest value)",
-                         rows.size(), failures, tolerance));
+  lines.push_back(format("%zu tensors, %zu failed (tolerance %g relative to each tensor's largest value)", rows.size(),
+                         failures, tolerance));
   return lines;
 }
 
-Comparison compare_training(const TensorFile& dump, double tolerance,
+Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
                             const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make) {
   const TensorInfo& inputs = dump.at("input_ids");
   if (inputs.shape.size() != 2) {
@@ -223,17 +236,17 @@ Comparison compare_training(const TensorFile& dump, double tolerance,
   TrainOptions options;
   options.micro_batch = inputs.shape[0];
   options.seq_len = inputs.shape[1];
+  options.precision = precision;
   const std::unique_ptr<TrainModel> model = make(options);
   const DumpBatch batch = read_batch(dump, model->config().vocab_size);
 
-  Checker checker(dump, tolerance);
+  Checker checker(dump, tolerance, precision);
   const Batch inputs_and_labels{batch.ids, batch.labels};
   model->zero_gradients();
   model->forward(inputs_and_labels, 0, 1.0f / static_cast<float>(batch.label_count));
   checker.check_all(kActivation, [&](const std::string& name) { return model->activation(name); });
   model->backward();
-  const float loss =
-      static_cast<float>(model->statistics().loss_sum / static_cast<double>(batch.label_count));
+  const float loss = static_cast<float>(model->statistics().loss_sum / static_cast<double>(batch.label_count));
   if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
   checker.check_all(kGradient, [&](const std::string& name) {
     const TensorSpec& spec = model->table().at(name);
@@ -250,17 +263,16 @@ Comparison compare_training(const TensorFile& dump, double tolerance,
 Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model) {
   const DumpBatch batch = read_batch(dump, model.config().vocab_size);
   if (batch.T > model.capacity()) {
-    fail(Exit::bad_file, "%s: input_ids: %lld positions do not fit in a context of %lld",
-         escaped(dump.path()).c_str(), static_cast<long long>(batch.T),
-         static_cast<long long>(model.capacity()));
+    fail(Exit::bad_file, "%s: input_ids: %lld positions do not fit in a context of %lld", escaped(dump.path()).c_str(),
+         static_cast<long long>(batch.T), static_cast<long long>(model.capacity()));
   }
   model.keep_activations(true);
   std::unordered_map<std::string, std::vector<float>> gathered;  // the B sequences one after another
   std::vector<float> logits;
   for (std::int64_t b = 0; b < batch.B; ++b) {
     model.reset();
-    model.prefill(std::span(batch.ids).subspan(static_cast<std::size_t>(b * batch.T),
-                                               static_cast<std::size_t>(batch.T)));
+    model.prefill(
+        std::span(batch.ids).subspan(static_cast<std::size_t>(b * batch.T), static_cast<std::size_t>(batch.T)));
     for (const TensorInfo& tensor : dump.tensors()) {
       if (!begins_with(tensor.name, kActivation)) continue;
       const std::vector<float> values = model.activation(tensor.name.substr(kActivation.size()));
@@ -273,8 +285,7 @@ Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeMode
   model.keep_activations(false);
 
   Checker checker(dump, tolerance);
-  checker.check_all(kActivation,
-                    [&](const std::string& name) { return gathered[std::string(kActivation) + name]; });
+  checker.check_all(kActivation, [&](const std::string& name) { return gathered[std::string(kActivation) + name]; });
   const float loss = static_cast<float>(mean_loss(logits, batch.labels));
   if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
   if (dump.find("greedy.ids") != nullptr) compare_greedy(dump, model, checker);

@@ -40,7 +40,7 @@ struct Comparison {
 
 // Activations, loss, every gradient, and the losses and parameters of the dump's AdamW steps, whichever the
 // dump holds. `make` builds the model, with its parameters loaded, for the dump's batch.
-Comparison compare_training(const TensorFile& dump, double tolerance,
+Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
                             const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make);
 
 // Activations, loss and the greedy continuation, whichever the dump holds.

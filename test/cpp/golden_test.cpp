@@ -36,7 +36,7 @@ TEST(Golden, LlamaTrainingMatchesPyTorch) {
   for (const GoldenCase& golden : golden_cases(Family::llama)) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model, Family::llama);
-    expect_passed(compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), kTolerance,
+    expect_passed(compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::fp32, kTolerance,
                                    [&](const TrainOptions& options) { return load_llama(file, options); }));
   }
 }

@@ -106,7 +106,8 @@ TEST(CudaLlama, Fp32TrainingMatchesPyTorch) {
   for (const GoldenCase& golden : golden_cases(Family::llama)) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model, Family::llama);
-    expect_passed(compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), kFp32Tolerance,
+    expect_passed(compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::fp32,
+                                   kFp32Tolerance,
                                    [&](const TrainOptions& options) { return load_llama(file, options); }));
   }
 }
