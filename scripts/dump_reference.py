@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "losses": ("adamw.losses",), "adamw": ("adamw.",),
-          "greedy": ("greedy.",)}
+GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "grad16": ("grad16.",),
+          "losses": ("adamw.losses", "adamw16.losses"), "adamw": ("adamw.", "adamw16."), "greedy": ("greedy.",)}
 # How far a value may lie from its recomputation, relative to the largest of the tensor.
 RECOMPUTE_TOLERANCE = {"f32": 2e-5, "bf16": 4 * 2.0**-7, "f16": 4 * 2.0**-10}
 
@@ -302,8 +302,8 @@ def loss_of(model: torch.nn.Module, request: Request) -> torch.Tensor:
     return cross_entropy(model(ids, use_cache=False).logits, labels)
 
 
-def gradients(directory: Path, description: Model, request: Request) -> dict[str, torch.Tensor]:
-    model = load_model(directory, request.dtype, request.device)
+def gradients(directory: Path, description: Model, request: Request, dtype: str) -> dict[str, torch.Tensor]:
+    model = load_model(directory, dtype, request.device)
     loss_of(model, request).backward()
     return {name: parameter.grad.float() for name, parameter in named_parameters(model, description).items()}
 
@@ -363,7 +363,7 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
     if (request.labels != IGNORED_LABEL).any():
         tensors["loss"] = cross_entropy(values["logits"], torch.from_numpy(request.labels).long().to(request.device))
     if request.backward:
-        tensors |= {f"grad.{name}": value for name, value in gradients(directory, description, request).items()}
+        tensors |= {f"grad.{name}": value for name, value in gradients(directory, description, request, request.dtype).items()}
     if request.adamw:
         losses, parameters = optimizer_steps(directory, description, request)
         tensors["adamw.losses"] = np.array(losses, dtype=np.float32)
@@ -374,8 +374,24 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
     if request.half_dtype:
         values = activations(directory, description, request, request.half_dtype)
         tensors |= {f"act16.{name}": values[name] for name in activation_names(description)}
+        tensors |= half_training(directory, description, request, values["logits"])
     return {name: value if isinstance(value, np.ndarray) else value.detach().cpu().float().numpy()
             for name, value in tensors.items()}
+
+
+def half_training(directory: Path, description: Model, request: Request, logits: torch.Tensor) -> dict[str, Any]:
+    """What the 16-bit run gives of loss, gradients and optimizer steps, where the fp32 run gives them too."""
+    torch, _ = libraries()
+    tensors: dict[str, Any] = {}
+    if (request.labels != IGNORED_LABEL).any():
+        tensors["loss16"] = cross_entropy(logits, torch.from_numpy(request.labels).long().to(request.device))
+    if request.backward:
+        values = gradients(directory, description, request, request.half_dtype)
+        tensors |= {f"grad16.{name}": value for name, value in values.items()}
+    if request.adamw:
+        losses, _ = optimizer_steps(directory, description, request, request.half_dtype)
+        tensors["adamw16.losses"] = np.array(losses, dtype=np.float32)
+    return tensors
 
 
 def activation_names(description: Model) -> list[str]:

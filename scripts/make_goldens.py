@@ -53,8 +53,7 @@ class Case:
     length: int                      # T
     dtype: str = "float32"           # of the stored weights
     seed: int = 0
-    groups: list[str] = field(default_factory=lambda: ["act", "grad", "losses", "adamw", "greedy"])
-    half: bool = False               # also record a bf16 run
+    groups: list[str] = field(default_factory=lambda: ["act", "grad", "grad16", "losses", "adamw", "greedy"])
     tokenizer: bool = False          # with a byte tokenizer and PADDED_ROWS rows of padding
 
 
@@ -77,10 +76,10 @@ def neox(name: str, hidden: int, heads: int, ffn: int, vocab: int, rotary: float
     return Case(f"neox-{name}", "gpt_neox", config, rope, length, **options)
 
 
-NO_PARAMETERS = ["act", "grad", "losses", "greedy"]
+NO_PARAMETERS = ["act", "grad", "grad16", "losses", "greedy"]
 CASES = [
     llama("hs32-gqa2", 32, 4, 2, 32, 48, 97, False, 10000.0, 13),
-    llama("hs64-gqa3-tied", 24, 3, 1, 64, 40, 83, True, 500000.0, 14, LLAMA3, half=True),
+    llama("hs64-gqa3-tied", 24, 3, 1, 64, 40, 83, True, 500000.0, 14, LLAMA3),
     llama("hs80-gqa4", 16, 4, 1, 80, 36, 61, False, 100000.0, 12, eps=1e-3, groups=NO_PARAMETERS),
     llama("hs128-mha-tied", 16, 2, 2, 128, 24, 67, True, 10000.0, 13, LLAMA3, eps=1e-6, groups=NO_PARAMETERS),
     llama("hs256-mqa", 16, 2, 1, 256, 24, 59, False, 500000.0, 14, LLAMA3, layers=1, groups=NO_PARAMETERS),
@@ -175,7 +174,7 @@ def make_case(case: Case, output: Path) -> None:
             checkpoint = read_checkpoint(directory)
             ids, labels = batch(checkpoint, tried)
             trains = case.family == "llama"
-            request = Request(ids, labels, half_dtype="bf16" if case.half else None, backward=trains,
+            request = Request(ids, labels, half_dtype="bf16" if trains else None, backward=trains,
                               adamw=OPTIMIZER if trains else None, greedy=GREEDY_IDS)
             continuation, lead = greedy(directory, checkpoint.model, request)
             if lead < LEAST_LEAD or len(set(continuation.tolist())) < 8:

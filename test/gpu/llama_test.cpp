@@ -112,6 +112,19 @@ TEST(CudaLlama, Fp32TrainingMatchesPyTorch) {
   }
 }
 
+// Every tensor may err three times what PyTorch's own bf16 run errs against its fp32 run.
+TEST(CudaLlama, Bf16TrainingMatchesPyTorch) {
+  for (const GoldenCase& golden : golden_cases(Family::llama)) {
+    SCOPED_TRACE(golden.name);
+    const ModelFile file = ModelFile::open(golden.model, Family::llama);
+    const Comparison result =
+        compare_training(TensorFile::open(golden.dump, FileKind::reference_dump), Precision::bf16, 0,
+                         [&](const TrainOptions& options) { return load_llama(file, options); });
+    EXPECT_GT(result.rows.size(), 20u);
+    expect_passed(result);
+  }
+}
+
 // Each tensor against the CPU's: dropout masks, LayerNorm's biases and ignored labels included.
 TEST(CudaLlama, Fp32MatchesTheCpuOnOddSizes) {
   for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
