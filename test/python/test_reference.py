@@ -243,7 +243,7 @@ def test_goldens_cover_what_they_claim():
         (True, True), (True, False), (False, True), (False, False)}
     assert any(model.tokenizer_vocab < model.vocab_size for model in neoxes)
     assert any(model.num_heads * model.head_dim != model.hidden_size for model in llamas)
-    assert sum(path.stat().st_size for path in GOLDEN.glob("*-hs*.bin")) < 6.1e6
+    assert sum(path.stat().st_size for path in GOLDEN.glob("*-hs*.bin")) < 8e6
 
 
 def test_padding_would_win_if_it_were_sampled():
