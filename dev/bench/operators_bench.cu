@@ -118,7 +118,7 @@ class Bench {
           launch(pool_);
         },
         batch);
-    const auto half = static_cast<std::size_t>(bytes / 2) / 16 * 16;
+    const auto half = static_cast<std::size_t>(std::min(bytes, 8e9) / 2) / 16 * 16;
     const double copy = 2.0 * half / median_us([&](int turn) { copy_once(turn, half, false); }, batch);
     const double memcpy_rate = 2.0 * half / median_us([&](int turn) { copy_once(turn, half, true); }, batch);
     const double rate = bytes / us;
