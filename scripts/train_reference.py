@@ -1,0 +1,481 @@
+#!/usr/bin/env python3
+"""Repeats a run of train_llama in PyTorch, from the same weights on the same windows, and compares the losses.
+
+    python3 scripts/train_reference.py runs/first --against runs/first/log.jsonl --tolerance 1e-4
+    python3 scripts/train_reference.py runs/bf16 --device cuda --against runs/bf16/log.jsonl --smooth 25 --tolerance 0.005
+
+RUN is a run directory, its config.json, or a file with what train_llama --print-config printed; paths in it are taken
+relative to the current directory. Model, data order, micro-batches, schedule, AdamW and clipping follow its settings. The
+model is transformers' LlamaForCausalLM, everything else is PyTorch's own.
+
+Prints one JSON object a step (step, loss, lr, grad_norm, seconds), and with --against a last one that says how far the two
+runs are apart; --output writes them to a file instead. Needs torch and transformers. Exit codes: 1 the losses differ, 2
+usage, 3 bad input, 4 torch, transformers or the GPU missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+import xxhash
+
+import cli
+from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
+from dump_reference import libraries, named_parameters
+from export_hf import read_model
+from hf_config import LLAMA, Model, expected_tensors, export_config, model_from_json
+from plot_log import is_number, read_run, smoothed
+from tensor_file import escaped
+from token_shard import HEADER_BYTES, TokenShard
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_CONFIG_BYTES = 16 << 20
+INIT_STREAM, DATA_ORDER_STREAM = 1, 2  # RandomStream of llmc/base/philox.h
+INIT_DEVIATION = 0.02
+RESIDUAL_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+FEISTEL_ROUNDS = 8
+INIT_CHUNK = 1 << 20  # Philox blocks computed at once: bounds the memory of the initialisation
+LR_TOLERANCE = 1e-9  # two evaluations of one formula in double
+
+
+# ---- settings of the run ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What train_llama's options say, by their names; `model_file` is empty for a run from scratch."""
+
+    model_file: str
+    train: str
+    steps: int
+    micro_batch: int
+    seq_len: int
+    batch_tokens: int
+    lr: float
+    min_lr_ratio: float
+    warmup_steps: int
+    schedule: str
+    wsd_decay_fraction: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    grad_clip: float
+    seed: int
+
+    @property
+    def accumulation(self) -> int:
+        return self.batch_tokens // (self.micro_batch * self.seq_len)
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    settings: Settings
+    model: Model
+    shards: list[dict[str, Any]]  # name, tokens and header hash of each training shard; empty: unknown
+
+
+def read_description(run: Path) -> RunDescription:
+    """The run's config.json. FileError for runs that PyTorch cannot repeat."""
+    path = run / "config.json" if run.is_dir() else run
+    config = cli.read_json_object(path, MAX_CONFIG_BYTES)
+    options = config.get("settings")
+    if not isinstance(options, dict) or "model" not in config:
+        bad_file(path, "settings", "missing: this is no config.json of a run directory")
+    model = model_from_json(config["model"], path)
+    if model.family != LLAMA:
+        bad_file(path, "model.family", f"got {shown(model.family)}, expected 'llama'")
+    if setting(options, "dropout", float, path) != 0:
+        bad_file(path, "settings.dropout", f"got {shown(options['dropout'])}, expected 0: PyTorch draws other masks")
+    shards = config.get("train", [])
+    return RunDescription(read_settings(options, path), model, shards if isinstance(shards, list) else [])
+
+
+def read_settings(options: dict[str, Any], path: Path) -> Settings:
+    values = {name: setting(options, name.replace("_", "-"), kind, path)
+              for name, kind in (("train", str), ("steps", int), ("micro_batch", int), ("seq_len", int),
+                                 ("batch_tokens", int), ("lr", float), ("min_lr_ratio", float), ("warmup_steps", int),
+                                 ("schedule", str), ("wsd_decay_fraction", float), ("weight_decay", float),
+                                 ("beta1", float), ("beta2", float), ("eps", float), ("grad_clip", float),
+                                 ("seed", int))}
+    micro_tokens = values["micro_batch"] * values["seq_len"]
+    values["batch_tokens"] = values["batch_tokens"] or micro_tokens
+    if micro_tokens <= 0 or values["batch_tokens"] % micro_tokens or values["steps"] <= 0:
+        bad_file(path, "settings", "steps, micro-batch, seq-len and batch-tokens do not fit together")
+    if values["schedule"] not in ("cosine", "linear", "constant", "wsd"):
+        bad_file(path, "settings.schedule", f"got {shown(values['schedule'])}, expected a schedule of train_llama")
+    return Settings(model_file=setting(options, "model", str, path), **values)
+
+
+def setting(options: dict[str, Any], name: str, kind: Callable[[str], Any], path: Path) -> Any:
+    text = options.get(name)
+    try:
+        value = kind(text) if isinstance(text, str) else None
+    except ValueError:
+        value = None
+    if value is None or (kind is float and not math.isfinite(value)):
+        bad_file(path, f"settings.{name}", f"got {shown(text)}, expected a setting of train_llama")
+    return value
+
+
+def learning_rate(s: Settings, step: int) -> float:
+    """The rate of step `step`, 1 for the first: as llmc/train/schedule.h defines it."""
+    if step <= s.warmup_steps:
+        return s.lr * step / s.warmup_steps
+    begin = s.warmup_steps
+    if s.schedule == "wsd":
+        begin = s.steps - math.floor(s.wsd_decay_fraction * s.steps + 0.5)
+    if step <= begin or s.schedule == "constant":
+        return s.lr
+    done = min(1.0, (step - 1 - begin) / (s.steps - begin))
+    low = s.lr * s.min_lr_ratio
+    shape = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "wsd": 1 - math.sqrt(done)}
+    return low + (s.lr - low) * shape[s.schedule]
+
+
+# ---- addressed random numbers ----------------------------------------------------------------------------------------
+
+
+def philox(seed: int, low: np.ndarray, high: int) -> np.ndarray:
+    """Philox4x32-10 of the counters (low, high): u32 [4, n] for u64 [n]. Salmon et al., SC 2011."""
+    mask = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    c0, c1 = low & mask, low >> shift
+    c2 = np.full_like(low, high & 0xFFFFFFFF)
+    c3 = np.full_like(low, high >> 32)
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ np.uint64(k0), p1 & mask, (p0 >> shift) ^ c3 ^ np.uint64(k1), p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
+
+
+def philox_u64(seed: int, low: np.ndarray, high: int) -> np.ndarray:
+    """The first two words of each block as one number."""
+    words = philox(seed, low, high).astype(np.uint64)
+    return words[1] << np.uint64(32) | words[0]
+
+
+class DataOrder:
+    """For each epoch another permutation of [0, count): that of llmc/train/data_order.h."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed = count, seed
+        self.half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
+
+    def windows(self, begin: int, number: int) -> np.ndarray:
+        """The windows at positions begin to begin + number - 1 of the run, u64."""
+        pieces = []
+        while number > 0:
+            epoch, first = divmod(begin, self.count)
+            length = min(number, self.count - first)
+            pieces.append(self._walk(np.arange(first, first + length, dtype=np.uint64), epoch))
+            begin, number = begin + length, number - length
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint64)
+
+    def _walk(self, values: np.ndarray, epoch: int) -> np.ndarray:
+        """Encrypts each value until it lies below count."""
+        epoch_seed = int(philox_u64(self.seed, np.array([epoch], dtype=np.uint64), DATA_ORDER_STREAM)[0])
+        values = self._encrypt(values, epoch_seed)
+        while (outside := values >= self.count).any():
+            values[outside] = self._encrypt(values[outside], epoch_seed)
+        return values
+
+    def _encrypt(self, values: np.ndarray, epoch_seed: int) -> np.ndarray:
+        bits, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
+        left, right = values >> bits, values & mask
+        for number in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (philox_u64(epoch_seed, right, number) & mask)
+        return left << bits | right
+
+
+def normal_values(count: int, deviation: float, tensor: int, seed: int) -> np.ndarray:
+    """f32 [count]: four numbers from each Philox block, by Box and Muller in double."""
+    result = np.empty((count + 3) // 4 * 4, dtype=np.float32)
+    for begin in range(0, result.size // 4, INIT_CHUNK):
+        blocks = np.arange(begin, min(begin + INIT_CHUNK, result.size // 4), dtype=np.uint64)
+        a, b = philox(seed, blocks, INIT_STREAM << 32 | tensor).astype(np.float64).reshape(2, 2, -1).swapaxes(0, 1)
+        radius, angle = np.sqrt(-2 * np.log((a + 1) * 2.0**-32)), 2 * math.pi * (b * 2.0**-32)
+        pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)  # [low and high, cos and sin, n]
+        result[4 * begin:4 * (begin + blocks.size)] = (deviation * pairs).reshape(4, -1).T.reshape(-1)
+    return result[:count]
+
+
+def initial_tensors(model: Model, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The parameters of a run from scratch, as llmc/train/initialize.cpp makes them."""
+    residual = INIT_DEVIATION / math.sqrt(2 * model.num_layers)
+    for number, (name, shape) in enumerate(expected_tensors(model).items()):
+        if len(shape) == 1:
+            yield name, np.ones(shape, dtype=np.float32)
+            continue
+        deviation = residual if name.endswith(RESIDUAL_PROJECTIONS) else INIT_DEVIATION
+        yield name, normal_values(math.prod(shape), deviation, number, seed).reshape(shape)
+
+
+def file_tensors(path: Path, model: Model) -> Iterator[tuple[str, np.ndarray]]:
+    """The parameters in a model file; FileError if they are those of another model."""
+    file, found, _ = read_model(path)
+    if expected_tensors(found) != expected_tensors(model):
+        bad_file(path, "model", "the tensors are not those of the run")
+    for name in expected_tensors(model):
+        file.verify_tensor(name)
+        yield name, file.f32(name)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class Windows:
+    """The training shards cut into windows of T + 1 tokens, handed out in the run's order."""
+
+    def __init__(self, description: RunDescription, pattern: str):
+        settings = description.settings
+        self.seq_len = settings.seq_len
+        paths = sorted(path for path in glob.glob(pattern) if os.path.isfile(path))
+        if not paths:
+            raise FileError(cli.BAD_FILE, f"{escaped(pattern, 300)}: no file matches this pattern in "
+                            f"{escaped(os.getcwd(), 300)}. Give the shards of the run with --train")
+        self.shards = [TokenShard(path) for path in paths]
+        check_shards(self.shards, description)
+        self.first_window = np.cumsum([0] + [(shard.count - 1) // self.seq_len for shard in self.shards])
+        self.order = DataOrder(int(self.first_window[-1]), settings.seed)
+
+    def batch(self, begin: int, number: int) -> np.ndarray:
+        """i64 [number, T + 1]: the windows at positions begin to begin + number - 1 of the run."""
+        return np.stack([self._window(int(window)) for window in self.order.windows(begin, number)])
+
+    def _window(self, window: int) -> np.ndarray:
+        shard = int(np.searchsorted(self.first_window, window, side="right")) - 1
+        begin = (window - int(self.first_window[shard])) * self.seq_len
+        return self.shards[shard].tokens[begin:begin + self.seq_len + 1].astype(np.int64)
+
+
+def check_shards(shards: list[TokenShard], description: RunDescription) -> None:
+    """Refuses other shards than those the run was trained on, and damaged ones."""
+    for shard in shards:
+        if shard.count <= description.settings.seq_len:
+            bad_file(shard.path, "count", f"got {shard.count} tokens, expected more than {description.settings.seq_len}")
+        if shard.vocab_size > description.model.vocab_size:
+            bad_file(shard.path, "vocab_size", f"got {shard.vocab_size}, expected at most {description.model.vocab_size}")
+        shard.verify()
+    found = [{"name": os.path.basename(shard.path), "tokens": shard.count, "xxh3": header_hash(shard.path)}
+             for shard in shards]
+    if description.shards and found != description.shards:
+        names = ", ".join(str(record["name"]) for record in found)
+        bad_file(os.path.dirname(shards[0].path), "shards", f"got {escaped(names, 300)}, not the shards of the run")
+
+
+def header_hash(path: str) -> str:
+    with open(path, "rb") as file:
+        return f"{xxhash.xxh3_64_intdigest(file.read(HEADER_BYTES)):016x}"
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def make_model(description: RunDescription, model_file: str, device: str) -> torch.nn.Module:
+    """LlamaForCausalLM in fp32 with the weights that the run began with."""
+    torch, transformers = libraries()
+    config = export_config(description.model, None, "float32")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
+    seed = description.settings.seed
+    tensors = file_tensors(Path(model_file), description.model) if model_file else initial_tensors(description.model, seed)
+    parameters = named_parameters(model, description.model)
+    with torch.no_grad():
+        for name, values in tensors:
+            parameters[name].copy_(torch.from_numpy(np.array(values)))
+    return model.to(device).train()
+
+
+def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW that decays matrices alone."""
+    torch, _ = libraries()
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": settings.weight_decay},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+
+
+def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
+    """Summed in double: clip_grad_norm_ sums ten million squares in fp32 on the CPU, and errs by 5e-5."""
+    torch, _ = libraries()
+    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in model.parameters()]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class Trainer:
+    """Takes one step after the other."""
+
+    def __init__(self, description: RunDescription, windows: Windows, model: torch.nn.Module, dtype: str):
+        self.settings, self.windows, self.model, self.dtype = description.settings, windows, model, dtype
+        self.optimizer = make_optimizer(model, self.settings)
+        self.device = next(model.parameters()).device
+        self.steps_done = 0
+
+    def precision(self) -> AbstractContextManager:
+        torch, _ = libraries()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+
+    def gradients(self, begin: int) -> float:
+        """Accumulates the gradients of the step whose data begins at window `begin`; the mean loss."""
+        torch, _ = libraries()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        batch = self.settings.micro_batch
+        for number in range(self.settings.accumulation):
+            tokens = torch.from_numpy(self.windows.batch(begin + number * batch, batch)).to(self.device)
+            with self.precision():
+                logits = self.model(tokens[:, :-1], use_cache=False).logits.float()
+            part = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+            (part / self.settings.batch_tokens).backward()
+            loss += part.detach().double()
+        return float(loss) / self.settings.batch_tokens
+
+    def step(self) -> dict[str, Any]:
+        """One update; the record of the step."""
+        torch, _ = libraries()
+        began = time.monotonic()
+        number, settings = self.steps_done + 1, self.settings
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.gradients(self.steps_done * settings.accumulation * settings.micro_batch)
+        norm = gradient_norm(self.model)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.grad_clip or math.inf, norm.float())
+        rate = learning_rate(settings, number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.steps_done = number
+        return {"type": "step", "step": number, "loss": loss, "lr": rate, "grad_norm": float(norm),
+                "seconds": round(time.monotonic() - began, 4)}
+
+
+def train(trainer: Trainer, steps: int, output: TextIO) -> list[dict[str, Any]]:
+    """Writes each step's record as soon as it is known; all of them."""
+    records = []
+    progress = cli.Progress("training", steps)
+    for _ in range(steps):
+        records.append(trainer.step())
+        print(json.dumps(records[-1]), file=output, flush=True)
+        progress.advance(1)
+        if not math.isfinite(records[-1]["loss"]):
+            raise FileError(INTERNAL, f"step {records[-1]['step']}: the loss of the reference is not finite")
+    progress.finish()
+    return records
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def read_losses(log: Path, steps: int) -> list[dict[str, Any]]:
+    """The records of steps 1 to `steps` in a run's log. FileError if one is missing, was skipped or has no loss."""
+    found = read_run(log).steps
+    for step in range(1, steps + 1):
+        record = found.get(step)
+        if record is None:
+            bad_file(log, f"step {step}", "missing: the run has not come that far. Compare fewer with --steps")
+        if record.get("skipped") or not all(is_number(record.get(key)) for key in ("loss", "lr", "grad_norm")):
+            bad_file(log, f"step {step}", "skipped or not finite: the reference has no such step")
+    return [found[step] for step in range(1, steps + 1)]
+
+
+def largest(got: list[float], want: list[float]) -> tuple[float, int]:
+    """The largest |got - want| / |want| and the step, from 1, where it is."""
+    relative = [abs(g - w) / max(abs(w), sys.float_info.min) for g, w in zip(got, want, strict=True)]
+    worst = max(range(len(relative)), key=relative.__getitem__)
+    return relative[worst], worst + 1
+
+
+def compare(log: Path, reference: list[dict[str, Any]], tolerance: float, smooth: int) -> dict[str, Any]:
+    """The verdict on a run's log. FileError if its learning rates are not those of its settings."""
+    run = read_losses(log, len(reference))
+    rate, step = largest([record["lr"] for record in run], [record["lr"] for record in reference])
+    if rate > LR_TOLERANCE:
+        bad_file(log, f"step {step}", f"learning rate: got {run[step - 1]['lr']:g}, expected "
+                 f"{reference[step - 1]['lr']:g}. The log is not that of these settings")
+    losses = [smoothed([record["loss"] for record in records], smooth) for records in (run, reference)]
+    loss, loss_step = largest(*losses)
+    norm, norm_step = largest([record["grad_norm"] for record in run], [record["grad_norm"] for record in reference])
+    return {"type": "comparison", "steps": len(run), "smooth": smooth, "loss_max_relative": loss,
+            "loss_step": loss_step, "loss_got": losses[0][loss_step - 1], "loss_expected": losses[1][loss_step - 1],
+            "grad_norm_max_relative": norm, "grad_norm_step": norm_step, "tolerance": tolerance,
+            "passed": loss <= tolerance}
+
+
+def report(verdict: dict[str, Any]) -> None:
+    smooth = f", mean of {verdict['smooth']} steps," if verdict["smooth"] > 1 else ""
+    print(f"{'passed' if verdict['passed'] else 'FAILED'}: {verdict['steps']} steps, largest relative difference of the "
+          f"loss{smooth} {verdict['loss_max_relative']:.3g} at step {verdict['loss_step']} "
+          f"({verdict['loss_got']:.6f}, PyTorch {verdict['loss_expected']:.6f}), tolerance {verdict['tolerance']:g}; of "
+          f"the gradient norm {verdict['grad_norm_max_relative']:.3g} at step {verdict['grad_norm_step']}",
+          file=sys.stderr)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__, prog="train_reference.py")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory or config.json of train_llama")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
+                        help="bf16: autocast with fp32 weights (default: fp32)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--steps", type=cli.number_in(1, 1e12, int), metavar="N",
+                        help="only the first N steps; the schedule stays that of the run")
+    parser.add_argument("--train", metavar="GLOB", help="where the run's shards are now")
+    parser.add_argument("--model", metavar="FILE", help="where the run's model file is now")
+    parser.add_argument("--threads", type=cli.number_in(1, 4096, int), metavar="N", help="CPU threads of PyTorch")
+    parser.add_argument("--against", type=Path, metavar="LOG", help="compare with a log.jsonl or run directory")
+    parser.add_argument("--tolerance", type=cli.number_in(0, 1), default=1e-4, metavar="X",
+                        help="largest relative difference of a loss (default: 1e-4)")
+    parser.add_argument("--smooth", type=cli.number_in(1, 1e9, int), default=1, metavar="N",
+                        help="compare the mean over N steps (default: 1)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the records here, not to stdout")
+    return parser.parse_args()
+
+
+def prepare_device(options: argparse.Namespace) -> None:
+    torch, _ = libraries()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise FileError(ENVIRONMENT, "--device cuda: PyTorch finds no GPU. Use --device cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def main() -> int:
+    options = arguments()
+    description = read_description(options.run)
+    steps = options.steps or description.settings.steps
+    if steps > description.settings.steps:
+        raise FileError(USAGE, f"--steps: got {steps}, expected at most the {description.settings.steps} of the run")
+    if options.against:
+        read_losses(options.against, steps)  # a log that does not reach that far is refused before the work
+    windows = Windows(description, options.train or description.settings.train)
+    prepare_device(options)
+    model = make_model(description, options.model or description.settings.model_file, options.device)
+    trainer = Trainer(description, windows, model, options.dtype)
+    with open(options.output, "w", encoding="utf-8") if options.output else nullcontext(sys.stdout) as output:
+        records = train(trainer, steps, output)
+        if not options.against:
+            return cli.OK
+        verdict = compare(options.against, records, options.tolerance, options.smooth)
+        print(json.dumps(verdict), file=output)
+    report(verdict)
+    return cli.OK if verdict["passed"] else INTERNAL
+
+
+if __name__ == "__main__":
+    cli.run(main)
