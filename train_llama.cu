@@ -16,6 +16,7 @@
 #endif
 #include "llmc/file/run_dir.h"
 #include "llmc/model/compare.h"
+#include "llmc/train/bench.h"
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
@@ -112,6 +113,19 @@ Exit compare(const Place& place, const TrainSettings& settings, const TrainInput
   return comparison.passed() ? Exit::ok : Exit::internal;
 }
 
+Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs& inputs) {
+  check_memory(place, inputs.config, settings.model_options());
+  const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
+  load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
+  const TrainBenchResult result = bench_training(*model, settings, place.name);
+  if (settings.json) {
+    write_stdout(train_bench_json(result, settings, place.name).dump() + "\n");
+  } else {
+    for (const std::string& line : train_bench_text(result, place.name)) write_stdout(line + "\n");
+  }
+  return Exit::ok;
+}
+
 void print_lines(const std::vector<std::string>& lines, bool result) {
   for (const std::string& line : lines) {
     if (result)
@@ -188,6 +202,7 @@ Exit run(int argc, const char* const* argv) {
     return Exit::ok;
   }
   if (!settings.compare.empty()) return compare(place, settings, inputs);
+  if (settings.bench) return bench(place, settings, inputs);
   const std::vector<MemoryLine> memory = place.plan(inputs.config, settings.model_options());
   print_lines(start_report(settings, inputs, memory), settings.dry_run);
   return settings.dry_run ? Exit::ok : train(place, settings, inputs, memory);

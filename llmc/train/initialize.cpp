@@ -25,6 +25,7 @@ NormalPair normal_pair(std::uint32_t a, std::uint32_t b) {
 
 void fill_normal(std::span<float> values, double deviation, std::uint64_t tensor, std::uint64_t seed) {
   const std::uint64_t stream = static_cast<std::uint64_t>(RandomStream::init) << 32 | tensor;
+#pragma omp parallel for schedule(static)
   for (std::size_t i = 0; i < values.size(); i += 4) {
     const PhiloxWords words = philox(seed, i / 4, stream);
     const NormalPair low = normal_pair(words.word[0], words.word[1]);

@@ -92,6 +92,8 @@ void add_reports(OptionTable& table, TrainSettings& s) {
   table.integer("sample-tokens", s.sample_tokens, 1, 1'000'000, "tokens of a sample");
   table.number("temperature", s.temperature, 0, 100, "of the samples; 0: the likeliest token");
   table.text("compare", s.compare, "FILE", "check --model against a reference dump instead of training");
+  table.flag("bench", s.bench, "time training steps on random tokens: no data, no run directory, nothing saved");
+  table.flag("json", s.json, "with --bench: one JSON object");
   table.flag("dry-run", s.dry_run, "check settings, files and memory, and stop");
   table.flag("print-config", s.print_config, "print settings and model as JSON, and stop");
   table.choice("color", s.color, {"auto", "always", "never"}, "coloured messages");
@@ -130,7 +132,8 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   parse_faults(s.debug_inject);
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
-  if (s.print_config || !s.compare.empty()) return;
+  if (s.json && !s.bench) fail(Exit::usage, "--json: only for --bench");
+  if (s.print_config || s.bench || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");
   if (s.out.empty() && !s.dry_run) fail(Exit::usage, "--out: needed, the directory for log and checkpoints");
 }

@@ -44,6 +44,7 @@ struct TrainSettings {
   double temperature = 0.8;
 
   std::string compare;
+  bool bench = false, json = false;
   bool dry_run = false, print_config = false;
   std::string color = "auto";
 

@@ -1,0 +1,32 @@
+// --bench: the speed of a training step on random tokens. Reads no data, saves nothing.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "llmc/base/json.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/options.h"
+
+namespace weft {
+
+struct TrainBenchResult {
+  std::int64_t tokens = 0;  // of a step
+  double median_ms = 0, fastest_ms = 0, slowest_ms = 0;
+  double flops_per_token = 0;  // causal: 6 N_matmul + 6 L q T; N_matmul is every matrix but the embedding
+  double peak_flops = 0;       // dense bf16 of the GPU by its datasheet; 0: unknown
+  double first_loss = 0, last_loss = 0;
+
+  double tokens_per_s() const { return static_cast<double>(tokens) / median_ms * 1e3; }
+  double mfu() const { return peak_flops > 0 ? tokens_per_s() * flops_per_token / peak_flops : 0; }
+};
+
+// Warm-up steps, then timed ones, each with data, accumulation, gradient norm and update as in training. The parameters
+// must hold real values: the power a GPU draws, and with it its clock, depends on the numbers.
+TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name);
+
+// A few lines that say what was measured and how the share of the peak is computed.
+std::vector<std::string> train_bench_text(const TrainBenchResult& result, const std::string& device_name);
+Json train_bench_json(const TrainBenchResult& result, const TrainSettings& settings, const std::string& device_name);
+
+}  // namespace weft
