@@ -2,7 +2,7 @@
 // batch, bf16, random data; 32 query heads and 8 K/V heads. Prints TF/s; the backward pass is counted as 2.5 times the
 // forward's operations, a causal mask as half of them. dev/bench/attention_peer.py measures PyTorch on the same shapes.
 //
-//   attention_bench [repetitions]
+//   attention_bench [repetitions [head dimension ...]]
 
 #include <algorithm>
 #include <cstdio>
@@ -74,7 +74,8 @@ void measure(std::int64_t T, std::int64_t HS, int repetitions) {
   };
   const HeadViewOf<bf16> out_view = {out, T * out_row, out_row, HS}, dout_view = {dout, T * out_row, out_row, HS};
   const float forward = median_ms(repetitions, [&] {
-    attention_forward<bf16>(shape, out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads), nullptr);
+    attention_forward<bf16>(shape, out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads),
+                            nullptr);
   });
   const float backward = median_ms(repetitions, [&] {
     attention_backward<bf16>(shape, packed(dqkv, 0), packed(dqkv, kHeads), packed(dqkv, kHeads + kKVHeads), dout_view,
@@ -97,7 +98,10 @@ int main(int argc, char** argv) {
   std::printf("weft attention, bf16, causal, %d tokens, %d/%d heads, median of %d\n", int(kTokens), int(kHeads),
               int(kKVHeads), repetitions);
   try {
-    for (const std::int64_t HS : {64, 128})
+    std::vector<std::int64_t> head_dims = {64, 128};
+    if (argc > 2) head_dims.clear();
+    for (int i = 2; i < argc; ++i) head_dims.push_back(std::atoi(argv[i]));
+    for (const std::int64_t HS : head_dims)
       for (const std::int64_t T : {1024, 2048, 4096, 8192}) measure(T, HS, repetitions);
   } catch (const Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());

@@ -69,8 +69,8 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,
                         HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream) {
   check_shape(shape);
-  const BackwardArguments<T> arguments = {shape, dq, dk, dv, dout, out,
-                                          lse,   q,  k,  v,  static_cast<RowStatistics*>(workspace)};
+  const BackwardArguments<T> arguments = {
+      shape, dq, dk, dv, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace)};
   if constexpr (!std::is_same_v<T, float>) {
     const bool inputs = aligned(dout) && aligned(out) && aligned(q) && aligned(k) && aligned(v);
     if (inputs && aligned(dq) && aligned(dk) && aligned(dv)) return portable_backward(arguments, stream);
@@ -78,11 +78,11 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
   plain_backward(arguments, stream);
 }
 
-#define WEFT_INSTANTIATE(T)                                                                                            \
-  template void attention_forward<T>(const AttentionShape&, HeadViewOf<T>, float*, HeadViewOf<const T>,                \
-                                     HeadViewOf<const T>, HeadViewOf<const T>, cudaStream_t);                          \
-  template void attention_backward<T>(const AttentionShape&, HeadViewOf<T>, HeadViewOf<T>, HeadViewOf<T>,              \
-                                      HeadViewOf<const T>, HeadViewOf<const T>, const float*, HeadViewOf<const T>,     \
+#define WEFT_INSTANTIATE(T)                                                                                        \
+  template void attention_forward<T>(const AttentionShape&, HeadViewOf<T>, float*, HeadViewOf<const T>,            \
+                                     HeadViewOf<const T>, HeadViewOf<const T>, cudaStream_t);                      \
+  template void attention_backward<T>(const AttentionShape&, HeadViewOf<T>, HeadViewOf<T>, HeadViewOf<T>,          \
+                                      HeadViewOf<const T>, HeadViewOf<const T>, const float*, HeadViewOf<const T>, \
                                       HeadViewOf<const T>, HeadViewOf<const T>, void*, cudaStream_t);
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

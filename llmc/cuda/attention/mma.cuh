@@ -23,12 +23,26 @@ __device__ inline unsigned shared_address(const void* pointer) {
 __device__ inline void copy_async(unsigned shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
 }
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 // Until this thread's copies have landed; a barrier then tells the other threads.
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// ---- barriers of a few warps ------------------------------------------------------------------------------------------
+// Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads have come; those that arrive go on, those that
+// wait then see what the others wrote before.
+__device__ inline void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void barrier_wait(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- fragments --------------------------------------------------------------------------------------------------------
-struct Fragment {
+struct alignas(16) Fragment {
   unsigned word[4];
 };
 
@@ -78,6 +92,15 @@ __device__ inline unsigned pack(float low, float high) {
   return packed;
 }
 
+template <typename T>
+__device__ inline float2 unpack(unsigned packed) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  }
+}
+
 // 2^x by the special function unit: relative error at most 2^-22 (CUDA C++ Programming Guide), far below the 2^-9 and
 // 2^-12 to which the tensor core operand is rounded next. Results under 2^-126 are 0.
 __device__ inline float exp2_approximate(float x) {
@@ -98,13 +121,12 @@ struct Tile {
 
   // Starts the copy of Rows rows of a head by `Threads` threads; rows from `valid` on become zero.
   template <int Rows, int Threads>
-  __device__ static void load(unsigned tile, const T* first_row, std::int64_t token_stride, std::int64_t valid) {
-    const int limit = valid < Rows ? static_cast<int>(valid) : Rows;
+  __device__ static void load(unsigned tile, const T* first_row, std::int64_t token_stride, int valid) {
 #pragma unroll
     for (int i = 0; i < (Rows * kChunks + Threads - 1) / Threads; ++i) {
       const unsigned index = threadIdx.x + i * Threads, row = index / kChunks, chunk = index % kChunks;
       if (Rows * kChunks % Threads != 0 && row >= Rows) break;
-      const bool inside = static_cast<int>(row) < limit;
+      const bool inside = static_cast<int>(row) < valid;
       const T* source = inside ? first_row + row * token_stride + chunk * 8 : first_row;
       copy_async(tile + row * kRowBytes + chunk * 16, source, inside);
     }
@@ -112,7 +134,9 @@ struct Tile {
 
   // Lane offsets for ldmatrix. As rows of A, or as [K, N] rows of a transposed B: lanes 0..15 have rows 0..15 of the
   // first chunk, lanes 16..31 those of the second.
-  __device__ static unsigned lane_by_rows() { return threadIdx.x % 16 * kRowBytes + threadIdx.x % 32 / 16 * 16; }
+  __device__ static unsigned lane_by_rows() {
+    return threadIdx.x % 16 * kRowBytes + threadIdx.x % 32 / 16 * 16;
+  }
   // As [N, K] rows of B: lanes 0..7 and 8..15 have rows 0..7 of both chunks, lanes 16..31 rows 8..15.
   __device__ static unsigned lane_by_columns() {
     return (threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8) * kRowBytes + threadIdx.x / 8 % 2 * 16;
@@ -152,51 +176,46 @@ __device__ inline Fragment as_operand(const Accumulators<M, N>& c, int m, int k)
           pack<T>(right[2], right[3])};
 }
 
-// A [M * 16, HS] as the left operand of many products: read from its tile each time, or kept in M * HS / 4 registers a
-// thread where there is room, which saves that part of the traffic from shared memory.
+// A [M * 16, HS] in a tile, as the left operand of many products. It is read from shared memory each time: keeping it in
+// registers saves traffic at small head dimensions, but a third block a multiprocessor in their place gains more (H200).
 template <typename T, int HS, int M>
-struct SharedOperand {
+struct LeftOperand {
   unsigned address;  // with the lane's offset by rows
-  __device__ explicit SharedOperand(unsigned tile) : address(tile + Tile<T, HS>::lane_by_rows()) {}
-  __device__ void fetch() {}
+  __device__ explicit LeftOperand(unsigned tile) : address(tile + Tile<T, HS>::lane_by_rows()) {}
   __device__ Fragment rows(int m, int k) const {
     return load_matrices(address + m * 16 * Tile<T, HS>::kRowBytes + k * 32);
   }
 };
-template <typename T, int HS, int M>
-struct RegisterOperand {
-  SharedOperand<T, HS, M> tile;
-  Fragment fragment[M][HS / 16];
-  __device__ explicit RegisterOperand(unsigned address) : tile(address) {}
-  // Once, after the tile has arrived.
-  __device__ void fetch() {
+
+// c [., 16 columns from n] += rows * columns.
+template <typename T, int M, int N>
+__device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows)[M], const Fragment& columns, int n) {
 #pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int k = 0; k < HS / 16; ++k) fragment[m][k] = tile.rows(m, k);
+  for (int m = 0; m < M; ++m) {
+    multiply_add<T>(c.at[m][n], rows[m], columns.word[0], columns.word[1]);
+    multiply_add<T>(c.at[m][n + 1], rows[m], columns.word[2], columns.word[3]);
   }
-  __device__ Fragment rows(int m, int k) const { return fragment[m][k]; }
-};
-template <typename T, int HS, int M, bool InRegisters>
-using LeftOperand = std::conditional_t<InRegisters, RegisterOperand<T, HS, M>, SharedOperand<T, HS, M>>;
+}
+
+// In both products the next fragment is on its way while the MMAs of this one run.
 
 // c += A B^T with B [N * 8, HS] in a tile (address with the lane's offset by columns).
-template <typename T, int HS, int M, int N, typename Operand>
-__device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Operand& a, unsigned b) {
+template <typename T, int HS, int M, int N>
+__device__ inline void multiply_by_rows(Accumulators<M, N>& c, const LeftOperand<T, HS, M>& a, unsigned b) {
+  constexpr int kPerStep = N / 2, kFragments = HS / 16 * kPerStep;
+  const auto load = [&](int i) {
+    return load_matrices(b + i % kPerStep * 16 * Tile<T, HS>::kRowBytes + i / kPerStep * 32);
+  };
+  Fragment next = load(0), rows[M];
 #pragma unroll
-  for (int k = 0; k < HS / 16; ++k) {
-    Fragment rows[M];
+  for (int i = 0; i < kFragments; ++i) {
+    if (i % kPerStep == 0) {
 #pragma unroll
-    for (int m = 0; m < M; ++m) rows[m] = a.rows(m, k);
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      const Fragment columns = load_matrices(b + n * 8 * Tile<T, HS>::kRowBytes + k * 32);
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        multiply_add<T>(c.at[m][n], rows[m], columns.word[0], columns.word[1]);
-        multiply_add<T>(c.at[m][n + 1], rows[m], columns.word[2], columns.word[3]);
-      }
+      for (int m = 0; m < M; ++m) rows[m] = a.rows(m, i / kPerStep);
     }
+    const Fragment columns = next;
+    if (i + 1 < kFragments) next = load(i + 1);
+    multiply_add<T>(c, rows, columns, i % kPerStep * 2);
   }
 }
 
@@ -204,21 +223,20 @@ __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Operand& a,
 // rows, at B's first column).
 template <typename T, int HS, int M, int N, int KN>
 __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumulators<M, KN>& a, unsigned b) {
-  constexpr int kRowBytes = Tile<T, HS>::kRowBytes;
+  constexpr int kPerStep = N / 2, kFragments = KN / 2 * kPerStep;
+  const auto load = [&](int i) {
+    return load_matrices_transposed(b + i / kPerStep * 16 * Tile<T, HS>::kRowBytes + i % kPerStep * 32);
+  };
+  Fragment next = load(0), rows[M];
 #pragma unroll
-  for (int k = 0; k < KN / 2; ++k) {
-    Fragment rows[M];
+  for (int i = 0; i < kFragments; ++i) {
+    if (i % kPerStep == 0) {
 #pragma unroll
-    for (int m = 0; m < M; ++m) rows[m] = as_operand<T>(a, m, k);
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      const Fragment columns = load_matrices_transposed(b + k * 16 * kRowBytes + n * 16);
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        multiply_add<T>(c.at[m][n], rows[m], columns.word[0], columns.word[1]);
-        multiply_add<T>(c.at[m][n + 1], rows[m], columns.word[2], columns.word[3]);
-      }
+      for (int m = 0; m < M; ++m) rows[m] = as_operand<T>(a, m, i / kPerStep);
     }
+    const Fragment columns = next;
+    if (i + 1 < kFragments) next = load(i + 1);
+    multiply_add<T>(c, rows, columns, i % kPerStep * 2);
   }
 }
 
@@ -226,7 +244,7 @@ __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumula
 // 16 bytes a lane. `staging` is M * 16 tile rows that only this warp uses.
 template <typename T, int HS, int M, int N>
 __device__ inline void store_rows(const Accumulators<M, N>& c, T* staging, T* first_row, std::int64_t token_stride,
-                                  std::int64_t valid) {
+                                  int valid) {
   constexpr int kStride = Tile<T, HS>::kStride, kChunks = N;
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
   __syncwarp();

@@ -33,7 +33,7 @@ struct BackwardArguments {
   AttentionShape shape;
   HeadViewOf<T> dq, dk, dv;
   HeadViewOf<const T> dout, out;
-  const float* lse;           // [B, NH, TQ]
+  const float* lse;  // [B, NH, TQ]
   HeadViewOf<const T> q, k, v;
   RowStatistics* statistics;  // workspace [B, NH, padded_queries(TQ)]
 };
@@ -47,10 +47,11 @@ WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {
   return (TQ + kStatisticsBlock - 1) / kStatisticsBlock * kStatisticsBlock;
 }
 
-// How many of the TK keys query t sees; t may lie past the last query (padding of a block).
-WEFT_HOST_DEVICE_FUNCTION inline std::int64_t visible_keys(const AttentionShape& shape, std::int64_t t) {
-  const std::int64_t seen = shape.causal ? shape.TK - shape.TQ + t + 1 : shape.TK;
-  return seen < shape.TK ? seen : shape.TK;
+// How many of the TK keys query t sees; t may lie past the last query (padding of a block). Tokens are counted in 32 bits
+// (kMaxTokens bounds them), which saves registers; everything that is multiplied by a stride has 64.
+WEFT_HOST_DEVICE_FUNCTION inline int visible_keys(const AttentionShape& shape, int t) {
+  const int TK = static_cast<int>(shape.TK), seen = TK - static_cast<int>(shape.TQ) + t + 1;
+  return shape.causal && seen < TK ? seen : TK;
 }
 
 // Every device from sm_80 on lets a block have this much shared memory.

@@ -80,14 +80,15 @@ __device__ void store_sums(const float (&sums)[R][Slots], HeadViewOf<T> view, st
 // ---- forward ----------------------------------------------------------------------------------------------------------
 
 template <typename T, int HeadDims>
-__global__ void __launch_bounds__(kThreads) plain_forward_kernel(const __grid_constant__ ForwardArguments<T> arguments) {
+__global__ void __launch_bounds__(kThreads)
+    plain_forward_kernel(const __grid_constant__ ForwardArguments<T> arguments) {
   constexpr int R = Room<HeadDims>::kRows, kSlots = Room<HeadDims>::kSlots, kBlockRows = Room<HeadDims>::kBlockRows;
   extern __shared__ float shared_floats[];
   const AttentionShape& shape = arguments.shape;
   const int HS = static_cast<int>(shape.HS), lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * R;
   const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
-  const std::int64_t first_query = static_cast<std::int64_t>(gridDim.y - 1 - blockIdx.y) * kBlockRows;
-  const std::int64_t first_row = first_query + warp_row;
+  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kBlockRows;
+  const int first_row = first_query + warp_row;
   float *Q = shared_floats, *K = Q + kBlockRows * HS, *V = K + kTile * (HS + 1);
   load_rows(Q, HS, kBlockRows, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
 
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) plain_forward_kernel(const __grid_co
   float maximum[R], sum[R], O[R][kSlots] = {};
 #pragma unroll
   for (int r = 0; r < R; ++r) maximum[r] = -INFINITY, sum[r] = 0;
-  const std::int64_t end = visible_keys(shape, first_query + kBlockRows - 1);
-  for (std::int64_t first_key = 0; first_key < end; first_key += kTile) {
+  const int end = visible_keys(shape, first_query + kBlockRows - 1);
+  for (int first_key = 0; first_key < end; first_key += kTile) {
     __syncthreads();  // nobody reads the previous tile any more
     load_rows(K, HS + 1, kTile, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
     load_rows(V, HS + 1, kTile, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
@@ -130,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) plain_forward_kernel(const __grid_co
 
 // One warp a query: (lse2, D).
 template <typename T>
-__global__ void __launch_bounds__(kThreads) plain_statistics_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
+__global__ void __launch_bounds__(kThreads)
+    plain_statistics_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
   const AttentionShape& shape = arguments.shape;
   const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH;
   const std::int64_t t = static_cast<std::int64_t>(blockIdx.y) * kWarps + threadIdx.x / kWarpSize;
@@ -146,14 +148,15 @@ __global__ void __launch_bounds__(kThreads) plain_statistics_kernel(const __grid
 }
 
 template <typename T, int HeadDims>
-__global__ void __launch_bounds__(kThreads) plain_query_gradient_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
+__global__ void __launch_bounds__(kThreads)
+    plain_query_gradient_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
   constexpr int R = Room<HeadDims>::kRows, kSlots = Room<HeadDims>::kSlots, kBlockRows = Room<HeadDims>::kBlockRows;
   extern __shared__ float shared_floats[];
   const AttentionShape& shape = arguments.shape;
   const int HS = static_cast<int>(shape.HS), lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * R;
   const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
-  const std::int64_t first_query = static_cast<std::int64_t>(gridDim.y - 1 - blockIdx.y) * kBlockRows;
-  const std::int64_t first_row = first_query + warp_row;
+  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kBlockRows;
+  const int first_row = first_query + warp_row;
   float *Q = shared_floats, *dO = Q + kBlockRows * HS, *K = dO + kBlockRows * HS, *V = K + kTile * (HS + 1);
   load_rows(Q, HS, kBlockRows, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
   load_rows(dO, HS, kBlockRows, arguments.dout, b, first_query, h, shape.TQ - first_query, HS);
@@ -166,8 +169,8 @@ __global__ void __launch_bounds__(kThreads) plain_query_gradient_kernel(const __
     scale[r] = shape.scale;
   }
 
-  const std::int64_t end = visible_keys(shape, first_query + kBlockRows - 1);
-  for (std::int64_t first_key = 0; first_key < end; first_key += kTile) {
+  const int end = visible_keys(shape, first_query + kBlockRows - 1);
+  for (int first_key = 0; first_key < end; first_key += kTile) {
     __syncthreads();  // nobody reads the previous tile any more
     load_rows(K, HS + 1, kTile, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
     load_rows(V, HS + 1, kTile, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
@@ -186,13 +189,14 @@ __global__ void __launch_bounds__(kThreads) plain_query_gradient_kernel(const __
 }
 
 template <typename T, int HeadDims>
-__global__ void __launch_bounds__(kThreads) plain_key_gradient_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
+__global__ void __launch_bounds__(kThreads)
+    plain_key_gradient_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
   constexpr int R = Room<HeadDims>::kRows, kSlots = Room<HeadDims>::kSlots, kBlockRows = Room<HeadDims>::kBlockRows;
   extern __shared__ float shared_floats[];
   const AttentionShape& shape = arguments.shape;
   const int HS = static_cast<int>(shape.HS), lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * R;
   const std::int64_t b = blockIdx.x / shape.NKV, kv = blockIdx.x % shape.NKV, group = shape.NH / shape.NKV;
-  const std::int64_t first_key = static_cast<std::int64_t>(blockIdx.y) * kBlockRows, first_row = first_key + warp_row;
+  const int first_key = static_cast<int>(blockIdx.y) * kBlockRows, first_row = first_key + warp_row;
   float *K = shared_floats, *V = K + kBlockRows * HS, *Q = V + kBlockRows * HS, *dO = Q + kTile * (HS + 1);
   load_rows(K, HS, kBlockRows, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
   load_rows(V, HS, kBlockRows, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
@@ -201,15 +205,16 @@ __global__ void __launch_bounds__(kThreads) plain_key_gradient_kernel(const __gr
   for (int r = 0; r < R; ++r) scale[r] = shape.scale, one[r] = 1;
 
   // The first query that sees a key of this block, rounded down to a whole tile.
-  const std::int64_t past = shape.causal ? shape.TK - shape.TQ : shape.TK;
-  const std::int64_t begin = first_key > past ? (first_key - past) / kTile * kTile : 0;
+  const int past = static_cast<int>(shape.causal ? shape.TK - shape.TQ : shape.TK);
+  const int begin = first_key > past ? (first_key - past) / kTile * kTile : 0;
   for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h) {
-    for (std::int64_t first_query = begin; first_query < shape.TQ; first_query += kTile) {
+    for (int first_query = begin; first_query < shape.TQ; first_query += kTile) {
       __syncthreads();  // nobody reads the previous tile any more
       load_rows(Q, HS + 1, kTile, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
       load_rows(dO, HS + 1, kTile, arguments.dout, b, first_query, h, shape.TQ - first_query, HS);
       __syncthreads();
-      const std::int64_t t = first_query + lane, row = (b * shape.NH + h) * padded_queries(shape.TQ) + t;
+      const int t = first_query + lane;
+      const std::int64_t row = (b * shape.NH + h) * padded_queries(shape.TQ) + t;
       const RowStatistics own = t < shape.TQ ? arguments.statistics[row] : RowStatistics{INFINITY, 0};
       float S[R], dP[R], P[R], dS[R];
       dot_products(S, K + warp_row * HS, Q, HS);
@@ -254,8 +259,8 @@ void launch_backward(const BackwardArguments<T>& arguments, cudaStream_t stream)
   const std::int64_t floats = 2 * kRows * shape.HS + 2 * kTile * (shape.HS + 1);
   launch(plain_statistics_kernel<T>, "attention backward, plain statistics", arguments, shape.B * shape.NH,
          ceil_div(shape.TQ, kWarps), 0, stream);
-  launch(plain_query_gradient_kernel<T, HeadDims>, "attention backward, plain queries", arguments,
-         shape.B * shape.NH, ceil_div(shape.TQ, kRows), floats, stream);
+  launch(plain_query_gradient_kernel<T, HeadDims>, "attention backward, plain queries", arguments, shape.B * shape.NH,
+         ceil_div(shape.TQ, kRows), floats, stream);
   launch(plain_key_gradient_kernel<T, HeadDims>, "attention backward, plain keys", arguments, shape.B * shape.NKV,
          ceil_div(shape.TK, kRows), floats, stream);
 }

@@ -11,18 +11,19 @@
 //   query_gradient_kernel  has a block of queries and walks the keys:    S, dP, dQ            3 products
 //   key_gradient_kernel    has a block of keys and walks the queries:    S^T, dP^T, dV, dK    4 products
 //
-// that is 7 instead of 5. For the two recomputed ones there are no atomics, no waiting, no fp32 dQ in memory, no exchange
-// between warps: every sum stays in the registers of one warp from its first term to its last, P and dS pass from one
-// product to the next in registers, and the order of every sum is fixed. The key gradient kernel walks the queries of
-// all heads of the group, so that dK and dV of grouped-query attention need no sum over heads in memory either.
+// that is 7 instead of 5. For the two recomputed ones there are no atomics, no waiting of blocks for each other and no fp32
+// dQ in memory: every sum stays in the registers of one warp from its first term to its last, and its order is fixed. The
+// key gradient kernel walks the queries of all heads of the group, so that dK and dV of grouped-query attention need no
+// sum over heads in memory either.
 //
-// Tiling: a warp has 32 rows of queries or keys where the sums leave room (each fragment read from shared memory feeds two
-// MMAs), else 16. The streamed operand comes in two stages of shared memory; a warp works through a stage in chunks of
+// Tiling: a warp has 32 rows of queries or keys (16 at head dimension 256), so that each fragment read from shared memory
+// feeds two MMAs. The streamed operand comes in two stages of shared memory; a warp works through a stage in chunks of
 // kChunk rows, which bounds the registers of S and dP.
 //
 // query_gradient_kernel also computes D while it has dO in shared memory and leaves (lse2, D) of each query for the other.
 
 #include <cstdint>
+#include <type_traits>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/attention/mma.cuh"
@@ -42,8 +43,7 @@ struct QueryTiling {
   static constexpr int M = HS <= 128 ? 2 : 1;
   static constexpr int kWarpRows = M * 16, kQueries = kWarps * kWarpRows;
   static constexpr int kKeys = HS <= 80 ? 64 : 32, kChunk = 32;
-  static constexpr bool kInRegisters = HS <= 64;  // Q and dO
-  static constexpr int kBlocksPerMultiprocessor = 2;
+  static constexpr int kBlocksPerMultiprocessor = HS <= 64 ? 3 : 2;
   static constexpr int kSharedBytes = Tile<bf16, HS>::bytes(2 * kQueries + 2 * kStages * kKeys);
   static_assert(kStatisticsBlock % kQueries == 0);
 };
@@ -52,7 +52,7 @@ struct QueryTiling {
 // lse2 = infinity, hence P = 0. dO is the warp's first tile row in shared memory, O its first row in global memory.
 template <typename T, int HS, int M>
 __device__ void row_statistics(RowStatistics (&rows)[M][2], RowStatistics* statistics, const T* dO, const T* O,
-                               std::int64_t token_stride, const float* lse, std::int64_t valid) {
+                               std::int64_t token_stride, const float* lse, int valid) {
   const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -79,8 +79,7 @@ __device__ void row_statistics(RowStatistics (&rows)[M][2], RowStatistics* stati
 // S becomes dS = P * (dP - D); keys from a row's limit on get 0.
 template <int M, int N>
 __device__ void score_gradient(Accumulators<M, N>& S, const Accumulators<M, N>& dP, const RowStatistics (&rows)[M][2],
-                               float c, bool masked, const AttentionShape& shape, std::int64_t first_row,
-                               std::int64_t first_key) {
+                               float c, bool masked, const AttentionShape& shape, int first_row, int first_key) {
   const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -96,7 +95,7 @@ __device__ void score_gradient(Accumulators<M, N>& S, const Accumulators<M, N>& 
         }
       }
       if (!masked) continue;
-      const int limit = static_cast<int>(visible_keys(shape, first_row + m * 16 + half * 8 + g) - first_key);
+      const int limit = visible_keys(shape, first_row + m * 16 + half * 8 + g) - first_key;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -117,46 +116,44 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   extern __shared__ __align__(16) unsigned char shared[];
   const AttentionShape& shape = arguments.shape;
   const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
-  const std::int64_t first_query = static_cast<std::int64_t>(gridDim.y - 1 - blockIdx.y) * kQueries;
+  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kQueries;
   const int warp_row = threadIdx.x / kWarpSize * Tiling::kWarpRows;
-  const std::int64_t first_row = first_query + warp_row;
+  const int first_row = first_query + warp_row;
 
   const unsigned q_tile = shared_address(shared), do_tile = q_tile + Rows::bytes(kQueries);
   const unsigned kv_tiles = do_tile + Rows::bytes(kQueries);
-  const auto load_keys = [&](std::int64_t first_key, int stage) {
+  const auto load_keys = [&](int first_key, int stage) {
     const unsigned tile = kv_tiles + stage * Rows::bytes(2 * kKeys);
-    const std::int64_t valid = shape.TK - first_key;
+    const int valid = static_cast<int>(shape.TK) - first_key;
     Rows::template load<kKeys, kThreads>(tile, arguments.k.at(b, first_key, kv), arguments.k.token_stride, valid);
     Rows::template load<kKeys, kThreads>(tile + Rows::bytes(kKeys), arguments.v.at(b, first_key, kv),
                                          arguments.v.token_stride, valid);
     commit_copies();
   };
   Rows::template load<kQueries, kThreads>(q_tile, arguments.q.at(b, first_query, h), arguments.q.token_stride,
-                                          shape.TQ - first_query);
+                                          static_cast<int>(shape.TQ) - first_query);
   Rows::template load<kQueries, kThreads>(do_tile, arguments.dout.at(b, first_query, h), arguments.dout.token_stride,
-                                          shape.TQ - first_query);
+                                          static_cast<int>(shape.TQ) - first_query);
   load_keys(0, 0);
   wait_for_copies();
   __syncthreads();
 
-  LeftOperand<T, HS, M, Tiling::kInRegisters> Q(q_tile + Rows::bytes(warp_row)), dO(do_tile + Rows::bytes(warp_row));
-  Q.fetch();
-  dO.fetch();
+  const LeftOperand<T, HS, M> Q(q_tile + Rows::bytes(warp_row)), dO(do_tile + Rows::bytes(warp_row));
   RowStatistics rows[M][2];
-  row_statistics<T, HS>(
-      rows, arguments.statistics + blockIdx.x * padded_queries(shape.TQ) + first_row,
-      reinterpret_cast<const T*>(shared) + (kQueries + warp_row) * Rows::kStride, arguments.out.at(b, first_row, h),
-      arguments.out.token_stride, arguments.lse + static_cast<std::int64_t>(blockIdx.x) * shape.TQ + first_row,
-      shape.TQ - first_row);
+  row_statistics<T, HS>(rows, arguments.statistics + blockIdx.x * padded_queries(shape.TQ) + first_row,
+                        reinterpret_cast<const T*>(shared) + (kQueries + warp_row) * Rows::kStride,
+                        arguments.out.at(b, first_row, h), arguments.out.token_stride,
+                        arguments.lse + static_cast<std::int64_t>(blockIdx.x) * shape.TQ + first_row,
+                        static_cast<int>(shape.TQ) - first_row);
 
   Accumulators<M, HS / 8> dQ;
   dQ.clear();
   const float c = shape.scale * kLog2E;
-  const std::int64_t end = visible_keys(shape, first_query + kQueries - 1);
-  const std::int64_t warp_end = visible_keys(shape, first_row + Tiling::kWarpRows - 1);
-  const std::int64_t unmasked_end = visible_keys(shape, first_row);
+  const int end = visible_keys(shape, first_query + kQueries - 1);
+  const int warp_end = visible_keys(shape, first_row + Tiling::kWarpRows - 1);
+  const int unmasked_end = visible_keys(shape, first_row);
   int stage = 0;
-  for (std::int64_t first_key = 0; first_key < end; first_key += kKeys) {
+  for (int first_key = 0; first_key < end; first_key += kKeys) {
     wait_for_copies();
     __syncthreads();  // this stage is complete, and nobody reads the other one any more
     const unsigned k_tile = kv_tiles + stage * Rows::bytes(2 * kKeys), v_tile = k_tile + Rows::bytes(kKeys);
@@ -183,139 +180,241 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 
   dQ.scale(shape.scale);
   T* staging = reinterpret_cast<T*>(shared) + warp_row * Rows::kStride;  // the warp's own rows of Q
-  store_rows<T, HS>(dQ, staging, arguments.dq.at(b, first_row, h), arguments.dq.token_stride, shape.TQ - first_row);
+  store_rows<T, HS>(dQ, staging, arguments.dq.at(b, first_row, h), arguments.dq.token_stride,
+                    static_cast<int>(shape.TQ) - first_row);
 }
 
 // ---- dK and dV --------------------------------------------------------------------------------------------------------
 
+// Two ways to share the four products among warps:
+//
+// - Whole: a warp does all of them for its 32 keys, P and dS in registers. The sums take HS / 2 registers a thread each.
+// - Paired, where those leave no room: two warps share the same keys; the value warp computes S^T, P^T and dV, the key warp
+//   dP^T, dS^T and dK. What the key warp lacks, P^T, comes through shared memory, rounded to T as the value warp uses it.
+//   A whole warp could have 16 keys instead; but then it spends its time on reading shared memory (at head dimension 128,
+//   80 KiB for each 32 keys and 32 queries; a pair reads 52). Up to head dimension 80 the exchange costs more than it saves.
 template <int HeadDim, bool Roomy>
 struct KeyTiling {
-  static constexpr int HS = HeadDim;
-  static constexpr int M = HS <= 80 ? 2 : 1;
-  static constexpr int kWarps = HS == 96 || (HS == 128 && Roomy) ? 8 : 4, kThreads = kWarps * kWarpSize;
-  static constexpr int kWarpRows = M * 16, kKeys = kWarps * kWarpRows;
-  static constexpr int kStages = HS <= 128 ? 2 : 1;
-  static constexpr int kQueries = HS == 256 ? 16 : HS == 96 || (HS == 128 && !Roomy) ? 32 : 64;
-  static constexpr int kChunk = HS == 80 || HS == 256 ? 16 : 32;
-  static constexpr int kColumns = HS == 256 ? 128 : HS;  // of dK and dV that a block has; two blocks share 256
-  static constexpr int kBlocksPerMultiprocessor = kWarps == 8 ? 1 : 2;
+  static constexpr int HS = HeadDim, kStages = 2;
+  static constexpr bool kPaired = HS >= 96, kLarge = HS == 128 && Roomy;
+  static constexpr int M = HS <= 128 ? 2 : 1;  // m16 tiles of keys
+  static constexpr int kTeams = kPaired && !kLarge ? 2 : 4, kThreads = (kPaired ? 2 : 1) * kTeams * kWarpSize;
+  static constexpr int kTeamRows = M * 16, kKeys = kTeams * kTeamRows;
+  static constexpr int kQueries = HS == 256 ? 16 : HS == 128 && !Roomy ? 32 : 64;
+  static constexpr int kChunk = HS == 256 || HS == 80 ? 16 : kLarge ? 64 : 32;
+  static constexpr int kBlocksPerMultiprocessor = kLarge ? 1 : 2;
   static constexpr int kStatisticsBytes = kStages * kQueries * static_cast<int>(sizeof(RowStatistics));
-  static constexpr int kSharedBytes = Tile<bf16, HS>::bytes(2 * kKeys + 2 * kStages * kQueries) + kStatisticsBytes;
+  static constexpr int kExchangeBytes = kPaired ? kKeys * kQueries * 2 : 0;  // P^T of a stage
+  static constexpr int kSharedBytes =
+      Tile<bf16, HS>::bytes(2 * kKeys + 2 * kStages * kQueries) + kStatisticsBytes + kExchangeBytes;
+  static_assert(!kPaired || kTeams * kQueries / kChunk < 16);  // named barriers
 };
 
-// S^T becomes P^T, and dP^T becomes dS^T = P^T * (dP^T - D). Rows are keys, columns are queries; `statistics` are those of
-// the first column, in shared memory. `hidden` + row - column > 0: the query does not see the key.
+// What a warp multiplies with its keys: kChunk queries of a stage. All products have keys as rows and queries as columns.
+struct QueryChunk {
+  unsigned q, dO;                   // tiles
+  const RowStatistics* statistics;  // of the first query, in shared memory
+  int hidden;                       // key i of the warp is hidden from query j of the chunk if hidden + i > j
+  int first;                        // query of the stage
+};
+
+// S^T becomes P^T.
 template <int M, int N>
-__device__ void score_gradient_transposed(Accumulators<M, N>& S, Accumulators<M, N>& dP,
-                                          const RowStatistics* statistics, float c, bool masked, int hidden) {
+__device__ void probabilities(Accumulators<M, N>& S, const QueryChunk& chunk, float c) {
   const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + t * 2);  // lse2, D, lse2, D
+    const float4 pair = *reinterpret_cast<const float4*>(chunk.statistics + n * 8 + t * 2);  // lse2, D, lse2, D
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float lse2 = i % 2 ? pair.z : pair.x, D = i % 2 ? pair.w : pair.y;
-        float P = exp2_approximate(fmaf(S.at[m][n][i], c, -lse2));
-        if (masked && hidden + m * 16 + i / 2 * 8 + g > n * 8 + t * 2 + i % 2) P = 0;
-        S.at[m][n][i] = P;
-        dP.at[m][n][i] = P * (dP.at[m][n][i] - D);
-      }
+      for (int i = 0; i < 4; ++i) S.at[m][n][i] = exp2_approximate(fmaf(S.at[m][n][i], c, i % 2 ? -pair.z : -pair.x));
+    }
+  }
+  if (chunk.hidden + M * 16 <= 1) return;  // every query sees every key
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (chunk.hidden + m * 16 + i / 2 * 8 + g > n * 8 + t * 2 + i % 2) S.at[m][n][i] = 0;
     }
   }
 }
 
-// Grid: x = batch, K/V head and part of the columns; y = blocks of keys, those with the most queries first.
+// dP^T becomes dS^T = P^T * (dP^T - D); weight(m, n, i) is the element of P^T.
+template <int M, int N, typename Weight>
+__device__ void score_gradient_transposed(Accumulators<M, N>& dP, const QueryChunk& chunk, const Weight& weight) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float4 pair = *reinterpret_cast<const float4*>(chunk.statistics + n * 8 + t * 2);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dP.at[m][n][i] = weight(m, n, i) * (dP.at[m][n][i] - (i % 2 ? pair.w : pair.y));
+    }
+  }
+}
+
+// A warp's keys: where their rows lie, in shared memory (tiles as addresses and as pointers) and in the tensors.
+template <typename T>
+struct TeamRows {
+  unsigned k, v;
+  T *k_staging, *v_staging;
+  std::int64_t b, kv;
+  int first;
+};
+
+template <typename T, typename Tiling>
+struct WholeWarp {
+  static constexpr int HS = Tiling::HS, M = Tiling::M;
+  LeftOperand<T, HS, M> K, V;
+  Accumulators<M, HS / 8> dK, dV;
+
+  __device__ WholeWarp(const TeamRows<T>& team, Fragment*) : K(team.k), V(team.v) {
+    dK.clear();
+    dV.clear();
+  }
+  __device__ void add(const QueryChunk& chunk, float c) {
+    using Rows = Tile<T, HS>;
+    Accumulators<M, Tiling::kChunk / 8> S, dP;
+    S.clear();
+    dP.clear();
+    multiply_by_rows<T, HS>(S, K, chunk.q + Rows::lane_by_columns());
+    multiply_by_rows<T, HS>(dP, V, chunk.dO + Rows::lane_by_columns());
+    probabilities(S, chunk, c);
+    score_gradient_transposed(dP, chunk, [&](int m, int n, int i) { return S.at[m][n][i]; });
+    multiply_by_columns<T, HS>(dV, S, chunk.dO + Rows::lane_by_rows());
+    multiply_by_columns<T, HS>(dK, dP, chunk.q + Rows::lane_by_rows());
+  }
+  __device__ void store(const TeamRows<T>& team, const BackwardArguments<T>& arguments) {
+    const int valid = static_cast<int>(arguments.shape.TK) - team.first;
+    dK.scale(arguments.shape.scale);
+    store_rows<T, HS>(dK, team.k_staging, arguments.dk.at(team.b, team.first, team.kv), arguments.dk.token_stride,
+                      valid);
+    store_rows<T, HS>(dV, team.v_staging, arguments.dv.at(team.b, team.first, team.kv), arguments.dv.token_stride,
+                      valid);
+  }
+};
+
+template <typename T, typename Tiling>
+struct PairedWarp {
+  static constexpr int HS = Tiling::HS, M = Tiling::M, N = Tiling::kChunk / 8;
+  // A pair's two warps belong to the same scheduler, which finds one in its products while the other exponentiates.
+  const bool value_warp = threadIdx.x / kWarpSize < Tiling::kTeams;
+  LeftOperand<T, HS, M> left;        // K or V
+  Accumulators<M, HS / 8> gradient;  // dV or dK
+  Fragment* exchange;                // this lane's part of the pair's P^T: as_operand(m, k) of each chunk
+
+  __device__ PairedWarp(const TeamRows<T>& team, Fragment* exchange)
+      : left(value_warp ? team.k : team.v), exchange(exchange) {
+    gradient.clear();
+  }
+  __device__ void add(const QueryChunk& chunk, float c) {
+    using Rows = Tile<T, HS>;
+    Accumulators<M, N> S;  // S^T and P^T, or dP^T and dS^T
+    S.clear();
+    multiply_by_rows<T, HS>(S, left, (value_warp ? chunk.q : chunk.dO) + Rows::lane_by_columns());
+    // A barrier of its own for each P^T of a stage: the value warp does not wait. The stage's barrier keeps it from
+    // overwriting what the key warp has not read.
+    const int ready = 1 + threadIdx.x / kWarpSize % Tiling::kTeams + chunk.first / Tiling::kChunk * Tiling::kTeams;
+    Fragment* const P = exchange + chunk.first * Tiling::kTeamRows * 2 / 16;
+    if (value_warp) {
+      probabilities(S, chunk, c);
+#pragma unroll
+      for (int i = 0; i < M * N / 2; ++i) P[i * kWarpSize] = as_operand<T>(S, i / (N / 2), i % (N / 2));
+      barrier_arrive(ready, 2 * kWarpSize);
+    } else {
+      barrier_wait(ready, 2 * kWarpSize);
+      score_gradient_transposed(S, chunk, [&](int m, int n, int i) {
+        const Fragment& words = P[(m * N / 2 + n / 2) * kWarpSize];
+        const float2 weights = unpack<T>(words.word[n % 2 * 2 + i / 2]);
+        return i % 2 ? weights.y : weights.x;
+      });
+    }
+    multiply_by_columns<T, HS>(gradient, S, (value_warp ? chunk.dO : chunk.q) + Rows::lane_by_rows());
+  }
+  __device__ void store(const TeamRows<T>& team, const BackwardArguments<T>& arguments) {
+    const HeadViewOf<T>& result = value_warp ? arguments.dv : arguments.dk;
+    if (!value_warp) gradient.scale(arguments.shape.scale);
+    store_rows<T, HS>(gradient, value_warp ? team.k_staging : team.v_staging, result.at(team.b, team.first, team.kv),
+                      result.token_stride, static_cast<int>(arguments.shape.TK) - team.first);
+  }
+};
+
+// Grid: x = batch and K/V head; y = blocks of keys, those with the most queries first.
 template <typename T, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     key_gradient_kernel(const __grid_constant__ BackwardArguments<T> arguments) {
-  constexpr int HS = Tiling::HS, M = Tiling::M, kThreads = Tiling::kThreads, kStages = Tiling::kStages;
+  constexpr int HS = Tiling::HS, kThreads = Tiling::kThreads, kStages = Tiling::kStages;
   constexpr int kQueries = Tiling::kQueries, kKeys = Tiling::kKeys, kChunk = Tiling::kChunk;
-  constexpr int kColumns = Tiling::kColumns, kParts = HS / kColumns;
   using Rows = Tile<T, HS>;
+  using Warp = std::conditional_t<Tiling::kPaired, PairedWarp<T, Tiling>, WholeWarp<T, Tiling>>;
   extern __shared__ __align__(16) unsigned char shared[];
   const AttentionShape& shape = arguments.shape;
-  const std::int64_t group = shape.NH / shape.NKV, head = blockIdx.x / kParts;
-  const std::int64_t b = head / shape.NKV, kv = head % shape.NKV;
-  const int first_column = blockIdx.x % kParts * kColumns;
-  const std::int64_t first_key = static_cast<std::int64_t>(blockIdx.y) * kKeys;
-  const int warp_row = threadIdx.x / kWarpSize * Tiling::kWarpRows;
-  const std::int64_t first_row = first_key + warp_row;  // key of this warp
+  const std::int64_t b = blockIdx.x / shape.NKV, kv = blockIdx.x % shape.NKV;
+  const int TQ = static_cast<int>(shape.TQ), TK = static_cast<int>(shape.TK);
+  const int group = static_cast<int>(shape.NH / shape.NKV), first_key = static_cast<int>(blockIdx.y) * kKeys;
 
-  // Queries before the first that sees a key are skipped; visible: query t sees keys up to past + t.
-  const std::int64_t past = shape.causal ? shape.TK - shape.TQ : shape.TK;
-  const std::int64_t skipped = first_key > past ? (first_key - past) / kQueries : 0;
-  const std::int64_t blocks = ceil_div(shape.TQ, kQueries) - skipped;  // of queries, of each head
+  // Queries before the first that sees a key are skipped; query t sees the keys up to past + t.
+  const int past = shape.causal ? TK - TQ : TK;
+  const int skipped = first_key > past ? (first_key - past) / kQueries : 0;
+  const int blocks = (TQ + kQueries - 1) / kQueries - skipped;  // of queries, of each head
 
+  constexpr int kStatisticsAt = Rows::bytes(2 * kKeys + 2 * kStages * kQueries);
   const unsigned k_tile = shared_address(shared), v_tile = k_tile + Rows::bytes(kKeys);
-  const unsigned q_tiles = v_tile + Rows::bytes(kKeys), statistics = q_tiles + Rows::bytes(2 * kStages * kQueries);
-  const auto load_queries = [&](std::int64_t head_in_group, std::int64_t block, int stage) {
-    const std::int64_t h = kv * group + head_in_group, first_query = (skipped + block) * kQueries;
-    const std::int64_t valid = shape.TQ - first_query;
+  const unsigned q_tiles = v_tile + Rows::bytes(kKeys), statistics = k_tile + kStatisticsAt;
+  const auto load_queries = [&](int head_in_group, int block, int stage) {
+    const std::int64_t h = kv * group + head_in_group;
+    const int first_query = (skipped + block) * kQueries, valid = TQ - first_query;
     const unsigned tile = q_tiles + stage * Rows::bytes(2 * kQueries);
     Rows::template load<kQueries, kThreads>(tile, arguments.q.at(b, first_query, h), arguments.q.token_stride, valid);
     Rows::template load<kQueries, kThreads>(tile + Rows::bytes(kQueries), arguments.dout.at(b, first_query, h),
                                             arguments.dout.token_stride, valid);
     const RowStatistics* rows =
         arguments.statistics + (b * shape.NH + h) * padded_queries(shape.TQ) + first_query + threadIdx.x * 2;
-    if (threadIdx.x < kQueries / 2)
-      copy_async(statistics + stage * kQueries * 8 + threadIdx.x * 16, rows, true);
+    if (threadIdx.x < kQueries / 2) copy_async(statistics + (stage * kQueries + threadIdx.x * 2) * 8, rows, true);
     commit_copies();
   };
   Rows::template load<kKeys, kThreads>(k_tile, arguments.k.at(b, first_key, kv), arguments.k.token_stride,
-                                       shape.TK - first_key);
+                                       TK - first_key);
   Rows::template load<kKeys, kThreads>(v_tile, arguments.v.at(b, first_key, kv), arguments.v.token_stride,
-                                       shape.TK - first_key);
+                                       TK - first_key);
   load_queries(0, 0, 0);
 
-  const SharedOperand<T, HS, M> K(k_tile + Rows::bytes(warp_row)), V(v_tile + Rows::bytes(warp_row));
-  Accumulators<M, kColumns / 8> dK, dV;
-  dK.clear();
-  dV.clear();
+  const int team_row = threadIdx.x / kWarpSize % Tiling::kTeams * Tiling::kTeamRows;
+  T* const staging = reinterpret_cast<T*>(shared) + team_row * Rows::kStride;
+  const TeamRows<T> team = {k_tile + Rows::bytes(team_row),
+                            v_tile + Rows::bytes(team_row),
+                            staging,
+                            staging + kKeys * Rows::kStride,
+                            b,
+                            kv,
+                            first_key + team_row};
+  Warp warp(team, reinterpret_cast<Fragment*>(shared + kStatisticsAt + Tiling::kStatisticsBytes) +
+                      team_row * kQueries * 2 / 16 + threadIdx.x % kWarpSize);
   const float c = shape.scale * kLog2E;
-  std::int64_t head_in_group = 0, block = 0;
-  int stage = 0;
-  while (head_in_group < group) {
+  int head_in_group = 0, block = 0;
+  for (int stage = 0; head_in_group < group; stage ^= 1) {
     wait_for_copies();
-    __syncthreads();  // this stage is complete, and nobody reads the other one any more
+    __syncthreads();  // this stage is complete; nobody reads the other one, or last stage's P^T, any more
     const bool last_of_head = block + 1 == blocks;
-    const std::int64_t next_head = head_in_group + last_of_head, next_block = last_of_head ? 0 : block + 1;
-    if (kStages == 2 && next_head < group) load_queries(next_head, next_block, stage ^ 1);
+    const int next_head = head_in_group + last_of_head, next_block = last_of_head ? 0 : block + 1;
+    if (next_head < group) load_queries(next_head, next_block, stage ^ 1);
     const unsigned q_tile = q_tiles + stage * Rows::bytes(2 * kQueries), do_tile = q_tile + Rows::bytes(kQueries);
-    const auto* rows = reinterpret_cast<const RowStatistics*>(shared + (statistics - k_tile)) + stage * kQueries;
+    const auto* rows = reinterpret_cast<const RowStatistics*>(shared + kStatisticsAt) + stage * kQueries;
 #pragma unroll 1
-    for (int chunk = 0; chunk < kQueries; chunk += kChunk) {
-      // Key first_row + i is hidden from query first_query + j if hidden + i > j.
-      const std::int64_t first_query = (skipped + block) * kQueries + chunk;
-      const std::int64_t hidden = first_row - past - first_query;
-      if (hidden >= kChunk) continue;
-      const unsigned q_chunk = q_tile + Rows::bytes(chunk), do_chunk = do_tile + Rows::bytes(chunk);
-      Accumulators<M, kChunk / 8> S, dP;
-      S.clear();
-      dP.clear();
-      multiply_by_rows<T, HS>(S, K, q_chunk + Rows::lane_by_columns());
-      multiply_by_rows<T, HS>(dP, V, do_chunk + Rows::lane_by_columns());
-      const bool masked = hidden + Tiling::kWarpRows > 1;
-      score_gradient_transposed(S, dP, rows + chunk, c, masked, static_cast<int>(masked ? hidden : 0));
-      multiply_by_columns<T, HS>(dV, S, do_chunk + Rows::lane_by_rows() + first_column * 2);
-      multiply_by_columns<T, HS>(dK, dP, q_chunk + Rows::lane_by_rows() + first_column * 2);
-    }
-    if (kStages == 2) {
-      stage ^= 1;
-    } else if (next_head < group) {
-      __syncthreads();  // all warps are done with the only stage
-      load_queries(next_head, next_block, 0);
+    for (int first = 0; first < kQueries; first += kChunk) {
+      const int hidden = team.first - past - (skipped + block) * kQueries - first;
+      if (hidden >= kChunk) continue;  // from every query
+      warp.add({q_tile + Rows::bytes(first), do_tile + Rows::bytes(first), rows + first, hidden, first}, c);
     }
     head_in_group = next_head;
     block = next_block;
   }
-
-  dK.scale(shape.scale);
-  T* staging = reinterpret_cast<T*>(shared) + warp_row * Rows::kStride;  // the warp's own rows of K
-  const std::int64_t valid = shape.TK - first_row;
-  store_rows<T, HS>(dK, staging, arguments.dk.at(b, first_row, kv) + first_column, arguments.dk.token_stride, valid);
-  store_rows<T, HS>(dV, staging, arguments.dv.at(b, first_row, kv) + first_column, arguments.dv.token_stride, valid);
+  warp.store(team, arguments);
 }
 
 // ---- launch -----------------------------------------------------------------------------------------------------------
@@ -339,8 +438,7 @@ void launch_key_gradient(const BackwardArguments<T>& arguments, cudaStream_t str
   const auto kernel = key_gradient_kernel<T, Tiling>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
         "attention backward, keys: shared memory");
-  const dim3 grid(static_cast<unsigned>(shape.B * shape.NKV * (Tiling::HS / Tiling::kColumns)),
-                  static_cast<unsigned>(ceil_div(shape.TK, Tiling::kKeys)));
+  const dim3 grid(static_cast<unsigned>(shape.B * shape.NKV), static_cast<unsigned>(ceil_div(shape.TK, Tiling::kKeys)));
   kernel<<<grid, Tiling::kThreads, Tiling::kSharedBytes, stream>>>(arguments);
   check_launch("attention backward, keys");
 }
@@ -364,13 +462,20 @@ void launch_for_device(const BackwardArguments<T>& arguments, cudaStream_t strea
 template <typename T>
 void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   switch (arguments.shape.HS) {
-    case 32: return launch_for_device<T, 32>(arguments, stream);
-    case 64: return launch_for_device<T, 64>(arguments, stream);
-    case 80: return launch_for_device<T, 80>(arguments, stream);
-    case 96: return launch_for_device<T, 96>(arguments, stream);
-    case 128: return launch_for_device<T, 128>(arguments, stream);
-    case 256: return launch_for_device<T, 256>(arguments, stream);
-    default: fail(Exit::internal, "attention backward: no kernel for head dimension %d", int(arguments.shape.HS));
+    case 32:
+      return launch_for_device<T, 32>(arguments, stream);
+    case 64:
+      return launch_for_device<T, 64>(arguments, stream);
+    case 80:
+      return launch_for_device<T, 80>(arguments, stream);
+    case 96:
+      return launch_for_device<T, 96>(arguments, stream);
+    case 128:
+      return launch_for_device<T, 128>(arguments, stream);
+    case 256:
+      return launch_for_device<T, 256>(arguments, stream);
+    default:
+      fail(Exit::internal, "attention backward: no kernel for head dimension %d", int(arguments.shape.HS));
   }
 }
 

@@ -8,7 +8,7 @@
 // Tiling, and why:
 // - A warp has 32 rows of queries (two m16 tiles; one where O would not fit the registers): each K or V fragment that
 //   ldmatrix brings then feeds two MMAs. With 16 rows a warp, reading shared memory (128 bytes a clock) would take longer
-//   than the MMAs. Four warps a block, two blocks a multiprocessor: one does softmax while the other multiplies.
+//   than the MMAs. Four warps a block, two or three blocks a multiprocessor: one does softmax while another multiplies.
 // - S, P and O live in registers from the first key to the last; shared memory holds Q, and K and V in two stages, so
 //   that the copies of the next block run under this block's products with one barrier a block. Devices with 99 KiB a
 //   block run head dimension 128 with one stage.
@@ -37,21 +37,19 @@ struct ForwardTiling {
   static constexpr int M = HS <= 128 ? 2 : 1;  // m16 tiles of a warp
   static constexpr int kWarpRows = M * 16, kQueries = kWarps * kWarpRows;
   static constexpr int kKeys = HS <= 128 ? 64 : 32;
-  static constexpr bool kQueriesInRegisters = HS <= 64;
-  static constexpr int kBlocksPerMultiprocessor = 2;
+  static constexpr int kBlocksPerMultiprocessor = HS <= 64 ? 3 : 2;
   static constexpr int kSharedBytes = Tile<bf16, HS>::bytes(kQueries + 2 * kStages * kKeys);
 };
 
 // Scores of keys from a row's limit on become -infinity; the limit grows by one a row on the diagonal.
 template <int M, int N>
-__device__ void mask_scores(Accumulators<M, N>& S, const AttentionShape& shape, std::int64_t first_row,
-                            std::int64_t first_key) {
+__device__ void mask_scores(Accumulators<M, N>& S, const AttentionShape& shape, int first_row, int first_key) {
   const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int limit = static_cast<int>(visible_keys(shape, first_row + m * 16 + half * 8 + g) - first_key);
+      const int limit = visible_keys(shape, first_row + m * 16 + half * 8 + g) - first_key;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -134,7 +132,7 @@ struct OnlineSoftmax {
 
   // O becomes the mean over all keys; lse points at the warp's first row, of which `valid` exist.
   template <int NO>
-  __device__ void finish(Accumulators<M, NO>& O, float* lse, std::int64_t valid) {
+  __device__ void finish(Accumulators<M, NO>& O, float* lse, int valid) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -162,35 +160,32 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   extern __shared__ __align__(16) unsigned char shared[];
   const AttentionShape& shape = arguments.shape;
   const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
-  const std::int64_t first_query = static_cast<std::int64_t>(gridDim.y - 1 - blockIdx.y) * kQueries;
+  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kQueries;
   const int warp_row = threadIdx.x / kWarpSize * Tiling::kWarpRows;
-  const std::int64_t first_row = first_query + warp_row;  // of this warp
+  const int first_row = first_query + warp_row;  // of this warp
 
   const unsigned q_tile = shared_address(shared), kv_tiles = q_tile + Rows::bytes(kQueries);
-  const auto load_keys = [&](std::int64_t first_key, int stage) {
+  const auto load_keys = [&](int first_key, int stage) {
     const unsigned tile = kv_tiles + stage * Rows::bytes(2 * kKeys);
-    const std::int64_t valid = shape.TK - first_key;
+    const int valid = static_cast<int>(shape.TK) - first_key;
     Rows::template load<kKeys, kThreads>(tile, arguments.k.at(b, first_key, kv), arguments.k.token_stride, valid);
     Rows::template load<kKeys, kThreads>(tile + Rows::bytes(kKeys), arguments.v.at(b, first_key, kv),
                                          arguments.v.token_stride, valid);
     commit_copies();
   };
   Rows::template load<kQueries, kThreads>(q_tile, arguments.q.at(b, first_query, h), arguments.q.token_stride,
-                                          shape.TQ - first_query);
+                                          static_cast<int>(shape.TQ) - first_query);
   load_keys(0, 0);
-  wait_for_copies();
-  __syncthreads();
 
-  LeftOperand<T, HS, M, Tiling::kQueriesInRegisters> Q(q_tile + Rows::bytes(warp_row));
-  Q.fetch();
+  const LeftOperand<T, HS, M> Q(q_tile + Rows::bytes(warp_row));
   Accumulators<M, HS / 8> O;
   O.clear();
   OnlineSoftmax<M> softmax(shape.scale);
-  const std::int64_t end = visible_keys(shape, first_query + kQueries - 1);
-  const std::int64_t warp_end = visible_keys(shape, first_row + Tiling::kWarpRows - 1);
-  const std::int64_t unmasked_end = visible_keys(shape, first_row);
+  const int end = visible_keys(shape, first_query + kQueries - 1);
+  const int warp_end = visible_keys(shape, first_row + Tiling::kWarpRows - 1);
+  const int unmasked_end = visible_keys(shape, first_row);
   int stage = 0;
-  for (std::int64_t first_key = 0; first_key < end; first_key += kKeys) {
+  for (int first_key = 0; first_key < end; first_key += kKeys) {
     wait_for_copies();
     __syncthreads();  // this stage is complete, and nobody reads the other one any more
     const unsigned k_tile = kv_tiles + stage * Rows::bytes(2 * kKeys), v_tile = k_tile + Rows::bytes(kKeys);
@@ -211,10 +206,11 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     }
   }
 
-  const std::int64_t valid = shape.TQ - first_row;
+  const int valid = static_cast<int>(shape.TQ) - first_row;
   float* lse = arguments.lse ? arguments.lse + static_cast<std::int64_t>(blockIdx.x) * shape.TQ + first_row : nullptr;
   softmax.finish(O, lse, valid);
-  T* staging = reinterpret_cast<T*>(shared) + warp_row * Rows::kStride;  // the warp's own rows of Q, read by no one else
+  T* staging =
+      reinterpret_cast<T*>(shared) + warp_row * Rows::kStride;  // the warp's own rows of Q, read by no one else
   store_rows<T, HS>(O, staging, arguments.out.at(b, first_row, h), arguments.out.token_stride, valid);
 }
 
@@ -234,8 +230,7 @@ template <typename T, int HS>
 void launch_for_device(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   using TwoStages = ForwardTiling<HS, 2>;
   if constexpr (TwoStages::kSharedBytes > kSharedBytesEverywhere) {
-    if (shared_bytes_per_block() < TwoStages::kSharedBytes)
-      return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
+    if (shared_bytes_per_block() < TwoStages::kSharedBytes) return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
   }
   launch<T, TwoStages>(arguments, stream);
 }
@@ -245,13 +240,20 @@ void launch_for_device(const ForwardArguments<T>& arguments, cudaStream_t stream
 template <typename T>
 void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   switch (arguments.shape.HS) {
-    case 32: return launch_for_device<T, 32>(arguments, stream);
-    case 64: return launch_for_device<T, 64>(arguments, stream);
-    case 80: return launch_for_device<T, 80>(arguments, stream);
-    case 96: return launch_for_device<T, 96>(arguments, stream);
-    case 128: return launch_for_device<T, 128>(arguments, stream);
-    case 256: return launch_for_device<T, 256>(arguments, stream);
-    default: fail(Exit::internal, "attention forward: no kernel for head dimension %d", int(arguments.shape.HS));
+    case 32:
+      return launch_for_device<T, 32>(arguments, stream);
+    case 64:
+      return launch_for_device<T, 64>(arguments, stream);
+    case 80:
+      return launch_for_device<T, 80>(arguments, stream);
+    case 96:
+      return launch_for_device<T, 96>(arguments, stream);
+    case 128:
+      return launch_for_device<T, 128>(arguments, stream);
+    case 256:
+      return launch_for_device<T, 256>(arguments, stream);
+    default:
+      fail(Exit::internal, "attention forward: no kernel for head dimension %d", int(arguments.shape.HS));
   }
 }
 
