@@ -2,6 +2,7 @@
 // prints microseconds and GB/s beside a copy that moves as many bytes, measured in the same run.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/operators_bench.cu build/release/libweft.a
+//   ./a.out [norm embedding rope activations classifier optimizer]
 //
 // GB/s counts each input read once and each output written once; the formula stands beside each row. Buffers rotate
 // through a pool several times the size of L2, so that no launch finds its inputs there. Times are the median of 9
@@ -306,18 +307,33 @@ void bench_optimizer(Bench& bench) {
       3);
 }
 
+void bench_norms(Bench& bench) {
+  for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<bf16>(bench, C, "");
+  bench_norm<float>(bench, 2048, " fp32 stream");
+}
+
+struct Section {
+  const char* name;
+  void (*run)(Bench& bench);
+};
+constexpr Section kSections[] = {{"norm", bench_norms},
+                                 {"embedding", bench_embedding},
+                                 {"rope", bench_rope},
+                                 {"activations", bench_activations},
+                                 {"classifier", bench_classifier},
+                                 {"optimizer", bench_optimizer}};
+
 }  // namespace
 
-int main() {
+// Arguments: names of sections; none: all.
+int main(int argc, char** argv) {
   try {
     Bench bench;
-    for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<bf16>(bench, C, "");
-    bench_norm<float>(bench, 2048, " fp32 stream");
-    bench_embedding(bench);
-    bench_rope(bench);
-    bench_activations(bench);
-    bench_classifier(bench);
-    bench_optimizer(bench);
+    for (const Section& section : kSections) {
+      const bool named =
+          std::any_of(argv + 1, argv + argc, [&](const char* a) { return std::string(a) == section.name; });
+      if (argc == 1 || named) section.run(bench);
+    }
   } catch (const Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return static_cast<int>(error.code());

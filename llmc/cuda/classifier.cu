@@ -35,7 +35,7 @@ struct SoftmaxSum {
   __device__ void raise(float larger) {
     larger = fmaxf(maximum, larger);
     if (larger > maximum) {
-      sum *= __expf(maximum - larger);
+      sum *= expf(maximum - larger);
       maximum = larger;
     }
   }
@@ -124,7 +124,7 @@ __device__ void write_row(T* row, std::int64_t V, std::int64_t row_stride, const
       values.load(row + unit * kCount);
     }
     gradient.apply(values, unit * kCount);
-    values.store(row + unit * kCount);
+    values.store_streaming(row + unit * kCount);
   }
   for (std::int64_t column = units * kCount + threadIdx.x; column < row_stride; column += blockDim.x) {
     Elements<T, 1> value;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
   const float label_logit = to_float(row[label]);
   const SoftmaxSum own = read_row<T, kCount>(row, V, stash, stashed);
   const float maximum = block_max(own.maximum, scratch);
-  const float sum = block_sum(own.sum * __expf(own.maximum - maximum), scratch);
+  const float sum = block_sum(own.sum * expf(own.maximum - maximum), scratch);
   if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + (maximum - label_logit);
   if (!write_gradient) return;
   const RowGradient<T> gradient{maximum, loss_scale / sum, loss_scale, label};

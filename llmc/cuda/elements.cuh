@@ -35,6 +35,16 @@ struct Elements {
       *address = value[0];
     }
   }
+  // Evict first: for data that nobody reads soon, so that it does not push out what will be.
+  __device__ void store_streaming(T* address) const {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i)
+        __stcs(reinterpret_cast<int4*>(address) + i, reinterpret_cast<const int4*>(value)[i]);
+    } else {
+      store(address);
+    }
+  }
   __device__ void clear() {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) value[i] = from_float<T>(0.0f);
@@ -68,14 +78,28 @@ bool aligned_to_16(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
+// 2^x and 1/x by the special-function unit alone, results below 2^-126 as 0.
+__device__ inline float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+
 // e^x and 1/x for a result that is stored in T: a few units in the last place of fp32 are nothing in 16 bits, so there
-// the special-function unit answers alone.
+// the approximations do.
 template <typename T>
 __device__ inline float exp_for(float x) {
   if constexpr (std::is_same_v<T, float>) {
     return expf(x);
   } else {
-    return __expf(x);
+    return exp2_approximate(x * kLog2E);
   }
 }
 template <typename T>
@@ -83,7 +107,7 @@ __device__ inline float reciprocal_for(float x) {
   if constexpr (std::is_same_v<T, float>) {
     return 1.0f / x;
   } else {
-    return __fdividef(1.0f, x);
+    return reciprocal_approximate(x);
   }
 }
 

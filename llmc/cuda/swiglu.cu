@@ -8,7 +8,7 @@
 // kernel of its own would read gate and up once more.
 //
 // A thread owns 16 bytes of gate and the same columns of up, so it has read all that its writes overwrite: in place is
-// safe. Rows lie on grid dimension x, whose limit is 2^31.
+// safe. Neighbouring blocks take neighbouring parts of one row: what is in work at a time lies close together in memory.
 
 #include "llmc/cuda/swiglu.h"
 
@@ -21,9 +21,10 @@ namespace {
 constexpr int kThreads = 256;
 
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(T* out, const T* gate_up, std::int64_t F) {
-  const std::int64_t row = blockIdx.x;
-  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kCount;
+__global__ void __launch_bounds__(kThreads)
+    swiglu_forward_kernel(T* out, const T* gate_up, std::int64_t F, unsigned parts) {
+  const std::int64_t row = blockIdx.x / parts;
+  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x % parts) * kThreads + threadIdx.x) * kCount;
   if (column >= F) return;
   Elements<T, kCount> gate, up, product;
   gate.load(gate_up + row * 2 * F + column);
@@ -40,9 +41,9 @@ __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(T* out, const 
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_backward_kernel(T* dgate_up, const T* dout, const T* gate_up, std::int64_t F, T* product) {
-  const std::int64_t row = blockIdx.x;
-  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kCount;
+    swiglu_backward_kernel(T* dgate_up, const T* dout, const T* gate_up, std::int64_t F, unsigned parts, T* product) {
+  const std::int64_t row = blockIdx.x / parts;
+  const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x % parts) * kThreads + threadIdx.x) * kCount;
   if (column >= F) return;
   Elements<T, kCount> gate, up, gradient, result;
   gate.load(gate_up + row * 2 * F + column);
@@ -58,17 +59,36 @@ __global__ void __launch_bounds__(kThreads)
     dup[i] = d * g * s;
   }
   result.set(dgate);
-  result.store(dgate_up + row * 2 * F + column);
+  result.store_streaming(dgate_up + row * 2 * F + column);
   result.set(dup);
-  result.store(dgate_up + row * 2 * F + F + column);
+  result.store_streaming(dgate_up + row * 2 * F + F + column);
   if (product != nullptr) {
     result.set(out);
-    result.store(product + row * F + column);
+    result.store_streaming(product + row * F + column);
   }
 }
 
-dim3 grid_of(std::int64_t N, std::int64_t F, int count) {
-  return dim3(static_cast<unsigned>(N), static_cast<unsigned>(ceil_div(F, kThreads * count)));
+unsigned parts_of(std::int64_t F, int count) {
+  return static_cast<unsigned>(ceil_div(F, kThreads * count));
+}
+unsigned blocks_of(std::int64_t N, unsigned parts) {
+  return static_cast<unsigned>(N * parts);
+}
+
+template <int kCount, typename T>
+void launch_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream) {
+  const unsigned parts = parts_of(F, kCount);
+  swiglu_forward_kernel<T, kCount><<<blocks_of(N, parts), kThreads, 0, stream>>>(out, gate_up, F, parts);
+  check_launch("swiglu_forward");
+}
+
+template <int kCount, typename T>
+void launch_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* product,
+                     cudaStream_t stream) {
+  const unsigned parts = parts_of(F, kCount);
+  swiglu_backward_kernel<T, kCount>
+      <<<blocks_of(N, parts), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, parts, product);
+  check_launch("swiglu_backward");
 }
 
 }  // namespace
@@ -78,11 +98,10 @@ void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cu
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   if (F % kPack == 0 && aligned_to_16(out, gate_up)) {
-    swiglu_forward_kernel<T, kPack><<<grid_of(N, F, kPack), kThreads, 0, stream>>>(out, gate_up, F);
+    launch_forward<kPack>(out, gate_up, N, F, stream);
   } else {
-    swiglu_forward_kernel<T, 1><<<grid_of(N, F, 1), kThreads, 0, stream>>>(out, gate_up, F);
+    launch_forward<1>(out, gate_up, N, F, stream);
   }
-  check_launch("swiglu_forward");
 }
 
 template <typename T>
@@ -91,12 +110,10 @@ void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t 
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   if (F % kPack == 0 && aligned_to_16(dgate_up, dout, gate_up, product)) {
-    swiglu_backward_kernel<T, kPack>
-        <<<grid_of(N, F, kPack), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, product);
+    launch_backward<kPack>(dgate_up, dout, gate_up, N, F, product, stream);
   } else {
-    swiglu_backward_kernel<T, 1><<<grid_of(N, F, 1), kThreads, 0, stream>>>(dgate_up, dout, gate_up, F, product);
+    launch_backward<1>(dgate_up, dout, gate_up, N, F, product, stream);
   }
-  check_launch("swiglu_backward");
 }
 
 #define WEFT_INSTANTIATE(T)                                                                \
