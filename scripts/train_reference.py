@@ -2,15 +2,15 @@
 """Repeats a run of train_llama in PyTorch, from the same weights on the same windows, and compares the losses.
 
     python3 scripts/train_reference.py runs/first --against runs/first/log.jsonl --tolerance 1e-4
-    python3 scripts/train_reference.py runs/bf16 --device cuda --against runs/bf16/log.jsonl --smooth 25 --tolerance 0.005
+    python3 scripts/train_reference.py runs/bf16 --device cuda --against runs/bf16 --smooth 25 --tolerance 0.005
 
 RUN is a run directory, its config.json, or a file with what train_llama --print-config printed; paths in it are taken
-relative to the current directory. Model, data order, micro-batches, schedule, AdamW and clipping follow its settings. The
-model is transformers' LlamaForCausalLM, everything else is PyTorch's own.
+relative to the current directory. Model, data order, micro-batches, schedule, AdamW and clipping follow its settings.
+The model is transformers' LlamaForCausalLM, everything else is PyTorch's own.
 
-Prints one JSON object a step (step, loss, lr, grad_norm, seconds), and with --against a last one that says how far the two
-runs are apart; --output writes them to a file instead. Needs torch and transformers. Exit codes: 1 the losses differ, 2
-usage, 3 bad input, 4 torch, transformers or the GPU missing.
+Prints one JSON object a step (step, loss, lr, grad_norm, seconds), and with --against a last one that says how far the
+two runs are apart; --output writes them to a file instead. Needs torch and transformers. Exit codes: 1 the losses
+differ, 2 usage, 3 bad input, 4 torch, transformers or the GPU missing.
 """
 
 from __future__ import annotations
@@ -269,9 +269,11 @@ def check_shards(shards: list[TokenShard], description: RunDescription) -> None:
     """Refuses other shards than those the run was trained on, and damaged ones."""
     for shard in shards:
         if shard.count <= description.settings.seq_len:
-            bad_file(shard.path, "count", f"got {shard.count} tokens, expected more than {description.settings.seq_len}")
+            bad_file(shard.path, "count", f"got {shard.count} tokens, expected more than "
+                     f"{description.settings.seq_len}")
         if shard.vocab_size > description.model.vocab_size:
-            bad_file(shard.path, "vocab_size", f"got {shard.vocab_size}, expected at most {description.model.vocab_size}")
+            bad_file(shard.path, "vocab_size", f"got {shard.vocab_size}, expected at most "
+                     f"{description.model.vocab_size}")
         shard.verify()
     found = [{"name": os.path.basename(shard.path), "tokens": shard.count, "xxh3": header_hash(shard.path)}
              for shard in shards]
@@ -293,8 +295,8 @@ def make_model(description: RunDescription, model_file: str, device: str) -> tor
     torch, transformers = libraries()
     config = export_config(description.model, None, "float32")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
-    seed = description.settings.seed
-    tensors = file_tensors(Path(model_file), description.model) if model_file else initial_tensors(description.model, seed)
+    tensors = (file_tensors(Path(model_file), description.model) if model_file
+               else initial_tensors(description.model, description.settings.seed))
     parameters = named_parameters(model, description.model)
     with torch.no_grad():
         for name, values in tensors:
@@ -416,10 +418,10 @@ def compare(log: Path, reference: list[dict[str, Any]], tolerance: float, smooth
 
 def report(verdict: dict[str, Any]) -> None:
     smooth = f", mean of {verdict['smooth']} steps," if verdict["smooth"] > 1 else ""
-    print(f"{'passed' if verdict['passed'] else 'FAILED'}: {verdict['steps']} steps, largest relative difference of the "
-          f"loss{smooth} {verdict['loss_max_relative']:.3g} at step {verdict['loss_step']} "
-          f"({verdict['loss_got']:.6f}, PyTorch {verdict['loss_expected']:.6f}), tolerance {verdict['tolerance']:g}; of "
-          f"the gradient norm {verdict['grad_norm_max_relative']:.3g} at step {verdict['grad_norm_step']}",
+    print(f"{'passed' if verdict['passed'] else 'FAILED'}: {verdict['steps']} steps, largest relative difference of "
+          f"the loss{smooth} {verdict['loss_max_relative']:.3g} at step {verdict['loss_step']} "
+          f"({verdict['loss_got']:.6f}, PyTorch {verdict['loss_expected']:.6f}), tolerance {verdict['tolerance']:g}; "
+          f"of the gradient norm {verdict['grad_norm_max_relative']:.3g} at step {verdict['grad_norm_step']}",
           file=sys.stderr)
 
 

@@ -6,9 +6,9 @@
 #   STEPS=3 DEVICE=cpu dev/bench/learning_check.sh data/tinyshakespeare.txt tokenizer.json
 #
 # Settings, in the environment: STEPS=500 DEVICE=cuda|cpu CONFIG=d12 MICRO_BATCH SEQ_LEN BATCH_TOKENS LR SEED SMOOTH=25
-# TOLERANCE=0.005 WORK=runs/learning_check PYTHON=.venv/bin/python (with torch and transformers). Shards that are in
-# WORK/data already are used as they are; then no arguments are needed. On the CPU weft computes in fp32: that only checks
-# the script.
+# TOLERANCE=0.005 WORK=runs/learning_check PYTHON=python3 (with torch, transformers and scripts/requirements.txt).
+# Shards that are in WORK/data already are used as they are; then no arguments are needed. On the CPU weft computes in
+# fp32: that checks the script, and with SMOOTH=1 TOLERANCE=1e-4 every step.
 set -euo pipefail
 readonly USAGE_ERROR=2
 
@@ -20,7 +20,7 @@ absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$caller" "$1"
 
 device=${DEVICE:-cuda} steps=${STEPS:-500} smooth=${SMOOTH:-25}
 work=$(absolute "${WORK:-$PWD/runs/learning_check}")
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-python3}
 case $device in
   cuda) precision=bf16 micro_batch=${MICRO_BATCH:-16} seq_len=${SEQ_LEN:-256} ;;
   cpu) precision=fp32 micro_batch=${MICRO_BATCH:-2} seq_len=${SEQ_LEN:-32} ;;

@@ -6,9 +6,10 @@
     python3 dev/bench/train_peer.py --config smoke --device cpu --no-compile
 
 A step is forward, backward, clipping to norm 1 and AdamW on one micro-batch of random tokens: torch.compile, scaled dot
-product attention on grouped heads, fused AdamW, q, k, v and gate, up as one product each. Two precisions: "master" keeps
-weights and moments in fp32 and computes in bf16 by autocast, "bf16" keeps all of them in bf16. The residual stream is
-bf16 in both, the loss fp32. ms is the median over --steps, after --warmup steps that compile and settle the clock.
+product attention on grouped heads, fused AdamW, q, k, v and gate, up as one product each. Two precisions: "master"
+keeps weights and moments in fp32 and computes in bf16 by autocast, "bf16" keeps all of them in bf16. The residual
+stream is bf16 in both, the loss fp32. ms is the median over --steps, after --warmup steps that compile and settle the
+clock.
 """
 
 from __future__ import annotations
@@ -249,7 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", choices=list(SHAPES), metavar="NAME",
                         help=f"of {', '.join(SHAPES)}; default: all but smoke")
     parser.add_argument("--precision", choices=("master", "bf16"), help="default: those that fit on one H200")
-    parser.add_argument("--micro-batch", type=positive, metavar="B", help="sequences; default: that of the configuration")
+    parser.add_argument("--micro-batch", type=positive, metavar="B", help="sequences (default: the configuration's)")
     parser.add_argument("--seq-len", type=positive, metavar="T", help="tokens of a sequence")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps that are timed (default: 20)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="steps before them (default: 5)")

@@ -1,4 +1,4 @@
-"""train_reference.py: its data order, initialisation and schedule are those of weft, and five steps have the same losses.
+"""train_reference.py: its data order, initialisation and schedule are those of weft, and so are the losses of a run.
 
 The data order is compared with the program build/release/data_order (`make tests`; WEFT_BUILD names another build
 directory), whole runs with train_llama (WEFT_BIN_DIR). Training in PyTorch needs torch and transformers.
@@ -60,7 +60,8 @@ def train(tmp_path, steps=5, model=GOLDEN / "llama-hs64-gqa3-tied.model.bin", **
     data = write_shards(tmp_path / "shards")
     start = {"model": model} if model else {"config": "tiny"}
     chosen = start | {"train": data / "train_*.bin", "out": tmp_path / "run", "device": "cpu", "steps": steps,
-                      "micro_batch": 2, "seq_len": 16, "warmup_steps": 1, "lr": 3e-3, "eps": EPS, "save_every": 0} | options
+                      "micro_batch": 2, "seq_len": 16, "warmup_steps": 1, "lr": 3e-3, "eps": EPS,
+                      "save_every": 0} | options
     done = run([PROGRAM, *(f"--{name.replace('_', '-')}={value}" for name, value in chosen.items())])
     assert done.returncode == 0, done.stderr
     return tmp_path / "run"
