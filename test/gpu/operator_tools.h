@@ -10,7 +10,9 @@
 #include <cuda_fp16.h>
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <cstring>
+#include <map>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -77,8 +79,18 @@ Floats on_host(const DeviceBuffer<T>& buffer) {
   return widened(buffer.download());
 }
 
-// Every element within the tolerance above; `arithmetic` scales with the tensor's largest element. Keeps the largest
-// error, in units of the tolerance, for the test report.
+// Keeps the largest error of a tensor over all comparisons of a test, as a share of what is allowed, for the test report.
+inline void record_worst(const std::string& what, double share) {
+  static std::map<std::string, double> worst;  // by test and tensor
+  const testing::TestInfo& test = *testing::UnitTest::GetInstance()->current_test_info();
+  double& kept = worst[std::string(test.test_suite_name()) + "." + test.name() + "." + what];
+  kept = std::max(kept, share);
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f", kept);
+  testing::Test::RecordProperty("metric_" + what + "_of_allowed", text);
+}
+
+// Every element within the tolerance above; `arithmetic` scales with the tensor's largest element.
 template <typename T>
 void expect_near(const Floats& got, const Floats& want, const std::string& what,
                  double arithmetic = kArithmeticTolerance) {
@@ -92,6 +104,7 @@ void expect_near(const Floats& got, const Floats& want, const std::string& what,
     if (!(ratio <= worst)) worst = ratio, where = i;  // a NaN is the worst
     if (std::isnan(ratio)) break;
   }
+  record_worst(what, worst);
   EXPECT_LE(worst, 1.0) << what << ": element " << where << " is " << got[where] << ", expected " << want[where];
 }
 
