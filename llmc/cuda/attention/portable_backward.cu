@@ -188,11 +188,11 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 
 // Two ways to share the four products among warps:
 //
-// - Whole: a warp does all of them for its 32 keys, P and dS in registers. The sums take HS / 2 registers a thread each.
+// - Whole: a warp does all of them for its 32 keys, P and dS in registers. dK and dV take HS registers a thread each.
 // - Paired, where those leave no room: two warps share the same keys; the value warp computes S^T, P^T and dV, the key warp
 //   dP^T, dS^T and dK. What the key warp lacks, P^T, comes through shared memory, rounded to T as the value warp uses it.
 //   A whole warp could have 16 keys instead; but then it spends its time on reading shared memory (at head dimension 128,
-//   80 KiB for each 32 keys and 32 queries; a pair reads 52). Up to head dimension 80 the exchange costs more than it saves.
+//   80 KiB for each 32 keys and 32 queries; a pair moves 44). Up to head dimension 80 the exchange costs more than it saves.
 template <int HeadDim, bool Roomy>
 struct KeyTiling {
   static constexpr int HS = HeadDim, kStages = 2;
@@ -222,23 +222,18 @@ struct QueryChunk {
 template <int M, int N>
 __device__ void probabilities(Accumulators<M, N>& S, const QueryChunk& chunk, float c) {
   const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+  const bool masked = chunk.hidden + M * 16 > 1;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float4 pair = *reinterpret_cast<const float4*>(chunk.statistics + n * 8 + t * 2);  // lse2, D, lse2, D
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) S.at[m][n][i] = exp2_approximate(fmaf(S.at[m][n][i], c, i % 2 ? -pair.z : -pair.x));
-    }
-  }
-  if (chunk.hidden + M * 16 <= 1) return;  // every query sees every key
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (chunk.hidden + m * 16 + i / 2 * 8 + g > n * 8 + t * 2 + i % 2) S.at[m][n][i] = 0;
+      for (int i = 0; i < 4; ++i) {
+        float& P = S.at[m][n][i];
+        P = exp2_approximate(fmaf(P, c, i % 2 ? -pair.z : -pair.x));
+        if (masked && chunk.hidden + m * 16 + i / 2 * 8 + g > n * 8 + t * 2 + i % 2) P = 0;
+      }
     }
   }
 }
