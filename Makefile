@@ -53,7 +53,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests deps doctor venv demo test headers format install uninstall clean help FORCE
+.PHONY: all programs tests deps doctor venv demo test bench headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -143,6 +143,10 @@ demo: deps venv
 	@$(MAKE) --no-print-directory all
 	@scripts/run_demo.sh
 
+# Training steps beside PyTorch, on the GPU of this machine.
+bench: all
+	@$(PYTHON) dev/bench/training.py
+
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
 	clang-format -i $(wildcard *.cu llmc/*/*.h llmc/*/*.cpp llmc/*/*.cu llmc/*/*.cuh llmc/*/*/*.h llmc/*/*/*.cu llmc/*/*/*.cuh test/*/*.cpp test/*/*.h)
@@ -161,6 +165,7 @@ help:
 	@echo "make            build train_llama and infer_pythia ($(BUILD_KIND))"
 	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (about 3 minutes)"
 	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
+	@echo "make bench      training steps on the GPU beside PyTorch, as a table"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
 	@echo "make venv       Python packages of the scripts, into .venv"

@@ -1,0 +1,103 @@
+"""The speed of training steps: train_llama and its PyTorch peer, in one run on one GPU.
+
+    make bench                                  everything below; or: python3 dev/bench/training.py
+    python3 dev/bench/training.py --only d12    one configuration
+    python3 dev/bench/training.py --no-peer     weft alone
+
+Both sides train on random tokens with AdamW and clipping; both report the median of a step. The peer is torch.compile with the
+faster of its attention kernels' choice (dev/bench/train_peer.py); it is left out, and said to be, where torch is missing.
+Prints a table and writes build/bench_training.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration: weft's own best micro-batch, the peer's, and the precision in which the peer fits."""
+
+    config: str
+    seq_len: int
+    micro_batch: int
+    peer_micro_batch: int
+    peer_precision: str
+    recompute: str = "none"
+
+    @property
+    def name(self) -> str:
+        return f"{self.config}, T {self.seq_len}"
+
+
+RUNS = [
+    Run("d12", 1024, 32, 32, "master"),
+    Run("llama3.2-1b", 2048, 8, 8, "master"),
+    Run("llama3.2-1b", 8192, 2, 2, "bf16"),
+    Run("llama3.2-3b", 2048, 8, 4, "bf16"),
+    Run("llama3.1-8b", 4096, 1, 1, "bf16", recompute="norm"),
+]
+
+
+def weft(run: Run) -> dict[str, Any] | str:
+    command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--json", "--config", run.config, "--seq-len",
+               str(run.seq_len), "--micro-batch", str(run.micro_batch), "--recompute", run.recompute]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return json.loads(result.stdout) if result.returncode == 0 else result.stderr.strip().splitlines()[-1]
+
+
+def peer(run: Run) -> dict[str, Any] | str:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    command = [sys.executable, str(ROOT / "dev/bench/train_peer.py"), "--config", run.config, "--precision",
+               run.peer_precision, "--seq-len", str(run.seq_len), "--micro-batch", str(run.peer_micro_batch)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if result.returncode or not lines:
+        return (result.stderr.strip().splitlines() or ["no output"])[-1]
+    return json.loads(lines[-1])
+
+
+def cell(result: dict[str, Any] | str) -> str:
+    return result if isinstance(result, str) else f"{result['tokens_per_s']:,.0f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=sorted({run.config for run in RUNS}), metavar="NAME")
+    parser.add_argument("--no-peer", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for run in RUNS:
+        if options.only and run.config not in options.only:
+            continue
+        ours = weft(run)
+        theirs = "not run" if options.no_peer else peer(run)
+        rows.append({"run": run.name, "weft": ours, "peer": theirs, "peer_precision": run.peer_precision})
+        print(f"{run.name}: weft {cell(ours)}, peer {cell(theirs)}", file=sys.stderr, flush=True)
+    print("| configuration | weft, tokens/s | MFU (causal) | torch.compile, tokens/s | its precision | ratio |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        ours, theirs = row["weft"], row["peer"]
+        both = not isinstance(ours, str) and not isinstance(theirs, str)
+        ratio = f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}" if both else "-"
+        mfu = "-" if isinstance(ours, str) or ours["mfu"] is None else f"{100 * ours['mfu']:.1f} %"
+        precision = {"master": "fp32 master", "bf16": "pure bf16"}[row["peer_precision"]]
+        print(f"| {row['run']} | {cell(ours)} | {mfu} | {cell(theirs)} | {precision} | {ratio} |")
+    output = ROOT / "build" / "bench_training.json"
+    output.parent.mkdir(exist_ok=True)
+    output.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if all(not isinstance(row["weft"], str) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
