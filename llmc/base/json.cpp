@@ -10,32 +10,46 @@ namespace weft {
 
 namespace {
 
-// The parser calls back at every event: the place to bound the depth and to refuse a key that occurs twice in
-// one object (the library would silently keep the last).
-class Guard {
+// Reads a text without building anything, to bound its depth and to refuse a key that occurs twice in one object (the
+// library would silently keep the last). A pass of its own: the library's parser with a callback searches an object's
+// siblings at the end of each object, and so takes quadratic time for a long list of them.
+class Guard : public nlohmann::json_sax<Json> {
  public:
   Guard(const std::string& source, int max_depth) : source_(source), max_depth_(max_depth) {}
 
-  bool operator()(int, Json::parse_event_t event, Json& parsed) {
-    using Event = Json::parse_event_t;
-    if (event == Event::object_start || event == Event::array_start) {
-      if (static_cast<int>(keys_.size()) >= max_depth_) {
-        fail(Exit::bad_file, "%s: JSON nested deeper than %d levels", source_.c_str(), max_depth_);
-      }
-      keys_.emplace_back();
-    } else if (event == Event::object_end || event == Event::array_end) {
-      keys_.pop_back();
-    } else if (event == Event::key) {
-      const std::string& key = parsed.get_ref<const std::string&>();
-      if (!keys_.back().insert(key).second) {
-        fail(Exit::bad_file, "%s: JSON key %s occurs twice in one object", source_.c_str(),
-             escaped(key).c_str());
-      }
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return open(); }
+  bool start_array(std::size_t) override { return open(); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+  bool key(string_t& key) override {
+    if (!keys_.back().insert(key).second) {
+      fail(Exit::bad_file, "%s: JSON key %s occurs twice in one object", source_.c_str(), escaped(key).c_str());
     }
     return true;
   }
+  // Ends this pass; the parser that follows reports it.
+  bool parse_error(std::size_t, const std::string&, const Json::exception&) override { return false; }
 
  private:
+  bool open() {
+    if (static_cast<int>(keys_.size()) >= max_depth_) {
+      fail(Exit::bad_file, "%s: JSON nested deeper than %d levels", source_.c_str(), max_depth_);
+    }
+    keys_.emplace_back();
+    return true;
+  }
+  bool close() {
+    keys_.pop_back();
+    return true;
+  }
+
   const std::string& source_;
   int max_depth_;
   std::vector<std::unordered_set<std::string>> keys_;
@@ -66,7 +80,8 @@ Json parse_json(std::string_view text, const std::string& source, const JsonLimi
   }
   Guard guard(source, limits.depth);
   try {
-    return Json::parse(text.begin(), text.end(), std::ref(guard));
+    Json::sax_parse(text.begin(), text.end(), &guard);
+    return Json::parse(text.begin(), text.end());
   } catch (const Json::exception& problem) {
     fail(Exit::bad_file, "%s: not valid JSON: %s", source.c_str(), escaped(problem.what(), 200).c_str());
   }
