@@ -28,8 +28,8 @@ MemoryPlan cache_plan(const ModelConfig& config, std::int64_t capacity) {
 Decoder::Decoder(const ModelConfig& config, std::int64_t capacity)
     : config_(config),
       capacity_(capacity),
-      rope_(rope_table(config.rope, capacity)),
-      cache_arena_(cache_plan(config, capacity)) {
+      cache_arena_(cache_plan(config, capacity)),
+      rope_(rope_table(config.rope, capacity)) {
   final_norm_.resize(static_cast<std::size_t>(std::min(kChunk, capacity) * config.hidden_size));
   logits_.resize(static_cast<std::size_t>(config.vocab_size));
 }

@@ -21,7 +21,7 @@ std::vector<std::int32_t> read_ids(const TensorFile& dump, const std::string& na
   }
   dump.verify(tensor);
   std::vector<std::int32_t> ids(tensor.elements());
-  std::memcpy(ids.data(), dump.bytes(tensor).data(), tensor.bytes);
+  if (!ids.empty()) std::memcpy(ids.data(), dump.bytes(tensor).data(), tensor.bytes);
   return ids;
 }
 
@@ -46,17 +46,34 @@ struct DumpBatch {
   std::vector<std::int32_t> ids, labels;  // [B, T]
 };
 
-DumpBatch read_batch(const TensorFile& dump, std::int64_t vocab) {
+// The shape of the batch, which the file has data for: B and T are at least 1.
+const TensorInfo& batch_inputs(const TensorFile& dump) {
   const TensorInfo& inputs = dump.at("input_ids");
-  if (inputs.shape.size() != 2 || inputs.elements() == 0 || dump.at("labels").shape != inputs.shape) {
+  if (inputs.shape.size() != 2 || inputs.bytes == 0 || dump.at("labels").shape != inputs.shape) {
     fail(Exit::bad_file, "%s: input_ids: got shape %s, expected [B, T] and labels of the same shape",
          escaped(dump.path()).c_str(), shape_text(inputs.shape).c_str());
   }
+  return inputs;
+}
+
+void check_positions(const TensorFile& dump, std::int64_t positions, std::int64_t limit) {
+  if (positions > limit) {
+    fail(Exit::bad_file, "%s: input_ids: %lld positions do not fit in a context of %lld", escaped(dump.path()).c_str(),
+         static_cast<long long>(positions), static_cast<long long>(limit));
+  }
+}
+
+DumpBatch read_batch(const TensorFile& dump, std::int64_t vocab) {
+  const TensorInfo& inputs = batch_inputs(dump);
   DumpBatch batch{inputs.shape[0], inputs.shape[1], 0, read_ids(dump, "input_ids"), read_ids(dump, "labels")};
   check_ids(dump, "input_ids", batch.ids, vocab, false);
   check_ids(dump, "labels", batch.labels, vocab, true);
   batch.label_count = static_cast<std::int64_t>(batch.labels.size()) -
                       std::count(batch.labels.begin(), batch.labels.end(), kIgnoredLabel);
+  if (batch.label_count == 0) {
+    fail(Exit::bad_file, "%s: labels: every label is ignored, expected at least one that counts",
+         escaped(dump.path()).c_str());
+  }
   return batch;
 }
 
@@ -103,11 +120,31 @@ class Checker {
   Comparison result_;
 };
 
+// A parameter or its gradient; nothing, which no tensor equals, where the model has none of that name.
+std::vector<float> model_values(TrainModel& model, TensorRole role, const std::string& name) {
+  const TensorSpec* spec = model.table().find(name);
+  if (spec == nullptr) return {};
+  std::vector<float> values(static_cast<std::size_t>(spec->elements));
+  model.read_tensor(role, *spec, values.data());
+  return values;
+}
+
+const Json& adamw_settings(const TensorFile& dump) {
+  const Json::json_pointer place("/dump/adamw");
+  if (dump.config().contains(place)) return dump.config().at(place);
+  fail(Exit::bad_file, "%s: dump.adamw: missing, but there are adamw.losses", escaped(dump.path()).c_str());
+}
+
 void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch, std::int64_t label_count,
                    Checker& checker) {
   const std::string source = escaped(dump.path()) + ": dump.adamw";
-  const Json& settings = dump.config().at("dump").at("adamw");
+  const Json& settings = adamw_settings(dump);
+  const std::uint64_t losses_given = dump.at("adamw.losses").elements();
   const std::int64_t steps = json_int(settings, "steps", 1, 100'000, source);
+  if (static_cast<std::uint64_t>(steps) != losses_given) {
+    fail(Exit::bad_file, "%s: steps: got %lld, expected one for each of the %llu adamw.losses", source.c_str(),
+         static_cast<long long>(steps), static_cast<unsigned long long>(losses_given));
+  }
   const double clip = json_number(settings, "grad_clip", source);
   AdamWStep step;
   step.learning_rate = static_cast<float>(json_number(settings, "learning_rate", source));
@@ -127,14 +164,7 @@ void compare_steps(const TensorFile& dump, TrainModel& model, const Batch& batch
   }
   checker.check("adamw.losses", losses);
   checker.check_all(
-      kStepped,
-      [&](const std::string& name) {
-        const TensorSpec& spec = model.table().at(name);
-        std::vector<float> values(static_cast<std::size_t>(spec.elements));
-        model.read_tensor(TensorRole::parameter, spec, values.data());
-        return values;
-      },
-      Norm::l2);
+      kStepped, [&](const std::string& name) { return model_values(model, TensorRole::parameter, name); }, Norm::l2);
 }
 
 // Mean of -log softmax(logits[n])[labels[n]] over counted labels, in double precision.
@@ -228,16 +258,13 @@ std::vector<std::string> Comparison::table() const {
 
 Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
                             const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make) {
-  const TensorInfo& inputs = dump.at("input_ids");
-  if (inputs.shape.size() != 2) {
-    fail(Exit::bad_file, "%s: input_ids: got shape %s, expected [B, T]", escaped(dump.path()).c_str(),
-         shape_text(inputs.shape).c_str());
-  }
+  const TensorInfo& inputs = batch_inputs(dump);
   TrainOptions options;
   options.micro_batch = inputs.shape[0];
   options.seq_len = inputs.shape[1];
   options.precision = precision;
   const std::unique_ptr<TrainModel> model = make(options);
+  check_positions(dump, options.seq_len, model->config().max_positions);
   const DumpBatch batch = read_batch(dump, model->config().vocab_size);
 
   Checker checker(dump, tolerance, precision);
@@ -248,12 +275,8 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   model->backward();
   const float loss = static_cast<float>(model->statistics().loss_sum / static_cast<double>(batch.label_count));
   if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
-  checker.check_all(kGradient, [&](const std::string& name) {
-    const TensorSpec& spec = model->table().at(name);
-    std::vector<float> values(static_cast<std::size_t>(spec.elements));
-    model->read_tensor(TensorRole::gradient, spec, values.data());
-    return values;
-  });
+  checker.check_all(kGradient,
+                    [&](const std::string& name) { return model_values(*model, TensorRole::gradient, name); });
   if (dump.find("adamw.losses") != nullptr) {
     compare_steps(dump, *model, inputs_and_labels, batch.label_count, checker);
   }
@@ -262,10 +285,7 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
 
 Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model) {
   const DumpBatch batch = read_batch(dump, model.config().vocab_size);
-  if (batch.T > model.capacity()) {
-    fail(Exit::bad_file, "%s: input_ids: %lld positions do not fit in a context of %lld", escaped(dump.path()).c_str(),
-         static_cast<long long>(batch.T), static_cast<long long>(model.capacity()));
-  }
+  check_positions(dump, batch.T, model.capacity());
   model.keep_activations(true);
   std::unordered_map<std::string, std::vector<float>> gathered;  // the B sequences one after another
   std::vector<float> logits;

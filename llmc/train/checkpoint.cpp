@@ -279,6 +279,10 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
          value_text(run.settings, key).c_str(), source.c_str(), value_text(saved, key).c_str());
   }
   const std::int64_t saved_steps = json_int(run_, "steps", 1, kMaxCount, source);
+  if (state_.step > saved_steps) {
+    fail(Exit::bad_file, "%s: step: got %lld, but the run that made it had %lld", source.c_str(),
+         static_cast<long long>(state_.step), static_cast<long long>(saved_steps));
+  }
   if (run.steps < saved_steps) {
     fail(Exit::usage,
          "--steps: got %lld, but %s belongs to a run of %lld. Steps can be added, not taken away",

@@ -58,7 +58,8 @@ Json SpikeDetector::to_json() const {
 
 SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& source) {
   SpikeDetector detector;
-  detector.observed_ = json_int(object, "observed", 0, std::numeric_limits<std::int64_t>::max(), source);
+  constexpr std::int64_t kFarFuture = std::numeric_limits<std::int64_t>::max() / 2;  // room to go on counting
+  detector.observed_ = json_int(object, "observed", 0, kFarFuture, source);
   detector.mean_ = json_number(object, "mean", source);
   detector.variance_ = json_number(object, "variance", source);
   return detector;

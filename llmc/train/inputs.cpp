@@ -40,6 +40,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
 }
 
 void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
+  std::error_code error;
   const std::string beside = inputs.train ? inputs.train->directory() + "/tokenizer.json" : std::string();
   if (!settings.tokenizer.empty()) {
     inputs.tokenizer_source = settings.tokenizer;
@@ -47,7 +48,7 @@ void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
     inputs.tokenizer_source = settings.model;
     inputs.tokenizer = inputs.weights->tokenizer_json();
     return;
-  } else if (!beside.empty() && fs::exists(beside)) {
+  } else if (!beside.empty() && fs::symlink_status(beside, error).type() != fs::file_type::not_found) {
     inputs.tokenizer_source = beside;
   } else {
     return;
