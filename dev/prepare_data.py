@@ -21,6 +21,7 @@ Exit codes: 2 usage, 3 bad input file, 4 cannot write, 5 disk or memory full.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import os
 import re
@@ -449,6 +450,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    existed = options.output.exists()
     options.output.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=options.output))
     try:
@@ -456,6 +458,9 @@ def main() -> None:
         replaced = publish(options.output, staging, encoder, splits)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):  # it holds the result
+                options.output.rmdir()
     if replaced:
         print(f"removed {replaced} shards of an earlier run", file=sys.stderr)
     report(options.output, encoder, splits)

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,10 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
 def read_bytes(path: Path, limit: int) -> bytes:
     """The whole file, at most `limit` bytes. FileError BAD_FILE if it is absent, unreadable or longer."""
     try:
-        with open(path, "rb") as file:
+        # O_NONBLOCK: a FIFO that nobody writes to must not hang us.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                bad_file(path, "", "not a regular file")
             data = file.read(limit + 1)
     except OSError as error:
         bad_file(path, "", f"cannot be read: {error.strerror}")

@@ -23,7 +23,7 @@ from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from hf_config import (MAX_CONFIG_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
 from safetensors_reader import Entry, SafetensorsFile
-from tensor_file import NUMPY_DTYPES, Writer, bf16_to_f32, escaped, f32_to_bf16, shape_text
+from tensor_file import MAGIC, NUMPY_DTYPES, Writer, bf16_to_f32, escaped, f32_to_bf16, shape_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
@@ -264,10 +264,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_output(path: Path, directory: Path) -> None:
+    """Refuses to replace what is read: of the files beside the input only an earlier result may go."""
+    if path.is_dir():
+        raise FileError(cli.USAGE, f"--output: {escaped(str(path))} is a directory, expected a file name")
+    if path.is_file() and path.parent.resolve() == directory.resolve():
+        with open(path, "rb") as file:
+            earlier_result = file.read(len(MAGIC)) == MAGIC
+        if not earlier_result:
+            raise FileError(cli.USAGE, f"--output: {escaped(str(path))} is one of the input files. Choose another name")
+
+
 def main() -> int:
     options = arguments()
-    if options.output.is_dir():
-        raise FileError(cli.USAGE, f"--output: {escaped(str(options.output))} is a directory, expected a file name")
+    check_output(options.output, options.directory)
     warnings = Warnings()
     checkpoint = read_checkpoint(options.directory, options.rope_theta)
     if checkpoint.tokenizer is None:
