@@ -1,0 +1,157 @@
+"""Runs the table of bad input (hostile_cases.py) through the real programs, built with ASan and UBSan.
+
+WEFT_ASAN_BIN_DIR says where they are; without it build/asan (`make programs MODE=asan NVCC=`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+
+import hostile_cases as hc  # noqa: E402
+
+PROGRAMS = Path(os.environ.get("WEFT_ASAN_BIN_DIR", hc.ROOT / "build" / "asan")).absolute()
+SCRIPTS = {name: hc.ROOT / ("dev" if name == "prepare_data.py" else "scripts") / name for name in (
+    "convert_hf.py", "export_hf.py", "tensor_file.py", "prepare_data.py", "plot_log.py")}
+# Bad input is refused within a second. The sanitized programs are built with -O1 and check every access: on valid
+# input they take about four times the processor time of the release build.
+CPU_SECONDS = 4.0
+WALL_SECONDS = 60.0  # only ends what hangs: the machine may be busy
+MEMORY = 300 << 20  # the sanitizers' own, the libraries', and no allocation that the small files do not justify
+NOBODY = 65534
+
+for program in ("train_llama", "infer_pythia"):
+    if not (PROGRAMS / program).exists():
+        pytest.skip(f"{PROGRAMS / program} is not built", allow_module_level=True)
+
+
+@dataclass
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+    cpu_seconds: float
+    memory: int  # greatest resident set, bytes
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+            "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8",
+            # What was freed is not kept for long: it would count as memory.
+            "ASAN_OPTIONS": "detect_leaks=1:quarantine_size_mb=8:malloc_context_size=5:allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1"}
+
+
+def command_line(arguments: list[Any]) -> list[str]:
+    first, *rest = map(str, arguments)
+    program = [sys.executable, str(SCRIPTS[first])] if first in SCRIPTS else [str(PROGRAMS / first)]
+    return [*program, *rest]
+
+
+def run(arguments: list[Any], here: Path, user: int | None = None) -> Done:
+    """Runs a program with `here` as working directory and measures it."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(command_line(arguments), cwd=here, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                   env=environment(), user=user, extra_groups=None if user is None else [])
+        timer = threading.Timer(WALL_SECONDS, process.kill)
+        timer.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)  # it is reaped: Popen must not wait for it
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "backslashreplace"))
+    return Done(process.returncode, *texts, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def listing(here: Path) -> dict[str, tuple[int, int]]:
+    """Every entry below `here` with its type and size."""
+    return {str(path.relative_to(here)): (path.lstat().st_mode, 0 if path.is_dir() else path.lstat().st_size)
+            for path in sorted(here.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Path]:
+    """Valid files in `base`, and place for the cases; other users may look into it."""
+    root = Path(tempfile.mkdtemp(prefix="weft_hostile_"))
+    root.chmod(0o755)
+    hc.make_base(root / "base")
+    done = run(hc.train_options(out="run"), root / "base")
+    assert done.code == hc.OK, done.stderr
+    yield root
+    shutil.rmtree(root)
+
+
+def assert_one_error(done: Done, case: hc.Case) -> None:
+    """The exit code, one error line at the end with every word in it, and nothing of a crash."""
+    report = f"exit code {done.code}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
+    assert not re.search(r"Sanitizer|runtime error:|Traceback|internal error", done.stderr), report
+    assert done.code == case.code, report
+    lines = done.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    if case.code == hc.INTERNAL:  # a comparison that failed is a result
+        errors = done.stdout.splitlines()[-1:]
+    else:
+        assert len(errors) == 1 and lines[-1] == errors[0], report
+    assert all(character.isprintable() for line in lines for character in line), report
+    for word in case.words:
+        assert word.lower() in errors[0].lower(), f"{word!r} is not in the message\n{report}"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in hc.CASES])
+def test_bad_input_is_refused(room, case):
+    here = room / "case"
+    here.mkdir()
+    try:
+        arguments = case.make(here)
+        before = listing(here)
+        user = NOBODY if case.without_rights and os.geteuid() == 0 else None
+        done = run(arguments, here, user)
+        assert_one_error(done, case)
+        assert done.cpu_seconds < CPU_SECONDS and done.memory < MEMORY, done
+        assert listing(here) == before, "something was left behind"
+    finally:
+        for folder in here.rglob("*"):
+            if folder.is_dir() and not folder.is_symlink():
+                folder.chmod(0o755)
+        shutil.rmtree(here)
+
+
+def test_names_are_unique():
+    names = [case.name for case in hc.CASES]
+    assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
+
+
+# ---- every place in a header, sampled: test/cpp/tensor_file_test.cpp and token_shard_test.cpp try them all ------------
+
+
+@pytest.mark.parametrize("step", [37])
+def test_headers_cut_and_flipped(room, step):
+    """Whole programs on files that are cut, or differ in one bit, at every `step`th byte of the header part."""
+    for source, arguments in ((hc.MODEL, hc.infer_options("hostile.bin")),
+                              (hc.BASE / "data" / "train_0.bin", hc.train_options(train="hostile.bin"))):
+        here = room / "case"
+        here.mkdir()
+        data = (here / source).read_bytes()
+        end = 80 if source == hc.MODEL else 64  # the fields; the rest of the page is zero
+        cuts = [data[:at] for at in range(1, end, step)]
+        flips = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1:] for at in range(0, end, step)]
+        for content in cuts + flips:
+            (here / "hostile.bin").write_bytes(content)
+            assert_one_error(run(arguments, here), hc.Case("", lambda here: [], hc.BAD_FILE, ("hostile.bin",)))
+        shutil.rmtree(here)
