@@ -160,10 +160,9 @@ void expect_close(const std::string& name, const Floats& gpu, const Floats& cpu,
   EXPECT_LE(off, bound) << name << ": relative " << off / size << ", rounding alone " << e0 / size;
   const float element_bound = (sizeof(T) == 4 ? 1e-4f : 3 * kHalfUlp<T>)*largest(cpu) + 1e-5f;
   EXPECT_LE(largest(error), element_bound) << name << ": one element";
-  if (off > floor) {
-    worst.relative = std::max(worst.relative, off / size);
-    if (e0 > 0) worst.ratio = std::max(worst.ratio, off / e0);
-  }
+  if (size < 100 * floor) return;  // a gradient that vanishes has no relative error
+  worst.relative = std::max(worst.relative, off / size);
+  if (sizeof(T) == 2) worst.ratio = std::max(worst.ratio, off / e0);
 }
 
 // Inputs of one case as the GPU reads them (T) and as the CPU does (the same values in fp32), and the CPU's results.
@@ -227,6 +226,7 @@ struct WorstOfAll {
   int cases = 0;
 
   void print(const char* type) const {
+    if (cases == 0) return;
     const auto row = [&](const char* name, const Worst& worst) {
       std::printf("  %-5s %-4s relative error %.2e, in roundings of the result %.2f\n", type, name, worst.relative,
                   worst.ratio);
