@@ -230,6 +230,7 @@ struct WorstOfAll {
     const auto row = [&](const char* name, const Worst& worst) {
       std::printf("  %-5s %-4s relative error %.2e, in roundings of the result %.2f\n", type, name, worst.relative,
                   worst.ratio);
+      testing::Test::RecordProperty(format("metric_%s_relative_error", name), format("%.2e", worst.relative));
     };
     std::printf("  %-5s worst of %d cases:\n", type, cases);
     row("out", out), row("dq", dq), row("dk", dk), row("dv", dv);
