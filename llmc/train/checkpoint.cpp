@@ -20,6 +20,7 @@ constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kFarFuture = kMaxCount / 2;  // for counters that go on from what a file says
 
 std::string hash_text(std::uint64_t hash) {
   return format("%016llx", static_cast<unsigned long long>(hash));
@@ -209,8 +210,8 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
   TrainState state;
   state.step = json_int(object, "step", 0, kMaxCount, source);
   state.updates = json_int(object, "updates", 0, state.step, source);
-  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kMaxCount, source));
-  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kMaxCount, source));
+  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kFarFuture, source));
+  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kFarFuture, source));
   state.skipped = json_int(object, "skipped", 0, state.step, source);
   state.transient = json_int(object, "transient", 0, state.step, source);
   state.loss = read_optional(object, "loss", source);

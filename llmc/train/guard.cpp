@@ -62,6 +62,11 @@ SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& so
   detector.observed_ = json_int(object, "observed", 0, kFarFuture, source);
   detector.mean_ = json_number(object, "mean", source);
   detector.variance_ = json_number(object, "variance", source);
+  constexpr double kLargest = 1e100;  // no gradient norm comes near; its square is still finite
+  if (std::abs(detector.mean_) > kLargest || detector.variance_ < 0 || detector.variance_ > kLargest * kLargest) {
+    fail(Exit::bad_file, "%s: spikes: mean %g and variance %g are not those of gradient norms", source.c_str(),
+         detector.mean_, detector.variance_);
+  }
   return detector;
 }
 
