@@ -823,6 +823,10 @@ CHECKPOINTS = [
     checkpoint("step beyond its run", far_future, "step", "999999999999999"),
     checkpoint("observations without end", lambda step: forge(
         step, lambda config, _: config["training"]["spikes"].update(observed=2**63 - 1)), "observed"),
+    checkpoint("windows without end", forged(windows=2**63 - 1), "windows"),
+    checkpoint("micro-steps without end", forged(micro_steps=2**63 - 1), "micro_steps"),
+    checkpoint("variance below zero", lambda step: forge(
+        step, lambda config, _: config["training"]["spikes"].update(variance=-1)), "spikes", "variance"),
     checkpoint("step below zero in the state", forged(step=-1), "step"),
     checkpoint("more updates than steps", forged(updates=STEPS + 1), "updates"),
     checkpoint("windows are text", forged(windows="4"), "windows"),
