@@ -71,6 +71,7 @@ struct Layout {
 };
 Layout make_layout() {
   Layout layout;
+  layout.ranges.reserve(16);  // g++ 13 at -O3 otherwise warns falsely of an overflow in the growing vector
   const auto add = [&](std::int64_t size, bool decay, std::int64_t padding) {
     layout.ranges.push_back({layout.elements, layout.elements + size, decay});
     layout.elements += size + padding;
