@@ -74,6 +74,7 @@ class Matmul {
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
     cublasLtMatmulAlgo_t algorithm{};
   };
+  struct Trial;
   Plan& plan(const MatmulShape& shape);
   Plan make_plan(const MatmulShape& shape) const;
   struct Candidate {  // a struct of our own: nvcc 13.0 crashes on a vector of cuBLASLt's unnamed ones

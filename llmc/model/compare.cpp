@@ -274,7 +274,8 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   checker.check_all(kActivation, [&](const std::string& name) { return model->activation(name); });
   model->backward();
   const float loss = static_cast<float>(model->statistics().loss_sum / static_cast<double>(batch.label_count));
-  if (dump.find("loss") != nullptr) checker.check("loss", {&loss, 1});
+  // One number may come out close by luck, so PyTorch's error on it is no yardstick; adamw.losses has ten.
+  if (dump.find("loss") != nullptr && precision == Precision::fp32) checker.check("loss", {&loss, 1});
   checker.check_all(kGradient,
                     [&](const std::string& name) { return model_values(*model, TensorRole::gradient, name); });
   if (dump.find("adamw.losses") != nullptr) {
