@@ -37,7 +37,7 @@ fi
 rm -rf "$work/weft"
 ./train_llama --config "${CONFIG:-d12}" --train "$work/data/train_*.bin" --out "$work/weft" --device "$device" \
   --precision "$precision" --steps "$steps" --warmup-steps "$warmup" --micro-batch "$micro_batch" --seq-len "$seq_len" \
-  --batch-tokens "${BATCH_TOKENS:-$((micro_batch * seq_len))}" --lr "${LR:-3e-4}" --seed "${SEED:-1}" \
+  --batch-tokens "${BATCH_TOKENS:-$((micro_batch * seq_len))}" --lr "${LR:-1e-4}" --seed "${SEED:-1}" \
   --save-every 0 --sample-every 0
 
 "$python" scripts/train_reference.py "$work/weft" --device "$device" --against "$work/weft/log.jsonl" \
