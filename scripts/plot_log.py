@@ -98,6 +98,7 @@ def plot_loss(axes: Any, runs: list[Run], x_key: str, label: str) -> None:
         if x:
             axes.plot(x, y, color=color, linestyle="--", marker="o", markersize=3, label=f"{run.label}: val")
     axes.set(title=f"loss against {label}", xlabel=label, ylabel="nats a token")
+    axes.locator_params(axis="x", nbins=5)  # numbers of tokens are long
     axes.legend(fontsize="small")
 
 

@@ -31,17 +31,16 @@ std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines) {
     table.push_back(format("  %-*s  %9s", static_cast<int>(width), line.name.c_str(),
                            human_bytes(static_cast<double>(line.bytes)).c_str()));
   }
-  table.push_back(format("  %-*s  %9s", static_cast<int>(width), "total",
-                         human_bytes(static_cast<double>(total)).c_str()));
+  table.push_back(
+      format("  %-*s  %9s", static_cast<int>(width), "total", human_bytes(static_cast<double>(total)).c_str()));
   return table;
 }
 
 std::uint64_t available_host_memory() {
-  std::uint64_t available = static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
-                            static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  std::uint64_t available =
+      static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
   std::uint64_t limit = 0;
-  std::ifstream cgroup(
-      "/sys/fs/cgroup/memory.max");  // "max" leaves the extraction failed and the limit unused
+  std::ifstream cgroup("/sys/fs/cgroup/memory.max");  // "max" leaves the extraction failed and the limit unused
   if (cgroup >> limit) available = std::min(available, limit);
   rlimit address_space{};
   if (::getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {

@@ -33,8 +33,7 @@ std::int64_t modification_ns(const struct stat& info) {
 }  // namespace
 
 MappedFile::MappedFile(const std::string& path) : path_(path) {
-  const int fd =
-      ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: a FIFO must not hang us
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: a FIFO must not hang us
   if (fd < 0) fail(Exit::bad_file, "%s: cannot open: %s", escaped(path).c_str(), std::strerror(errno));
   struct stat info {};
   if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
@@ -49,8 +48,8 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
     const int error = errno;
     ::close(fd);
     if (address == MAP_FAILED) {
-      fail(error == ENOMEM ? Exit::resources : Exit::bad_file, "%s: cannot map %llu bytes: %s",
-           escaped(path).c_str(), static_cast<unsigned long long>(size_), std::strerror(error));
+      fail(error == ENOMEM ? Exit::resources : Exit::bad_file, "%s: cannot map %llu bytes: %s", escaped(path).c_str(),
+           static_cast<unsigned long long>(size_), std::strerror(error));
     }
     data_ = static_cast<const std::byte*>(address);
   } else {
@@ -183,15 +182,13 @@ std::vector<std::string> expand_glob(const std::string& pattern) {
   std::vector<std::string> paths;
   for (std::size_t i = 0; result == 0 && i < matches.gl_pathc; ++i) {
     struct stat info {};
-    if (::stat(matches.gl_pathv[i], &info) == 0 && S_ISREG(info.st_mode))
-      paths.emplace_back(matches.gl_pathv[i]);
+    if (::stat(matches.gl_pathv[i], &info) == 0 && S_ISREG(info.st_mode)) paths.emplace_back(matches.gl_pathv[i]);
   }
   ::globfree(&matches);
   if (paths.empty()) {
     char directory[4096];
     const char* here = ::getcwd(directory, sizeof directory) != nullptr ? directory : "?";
-    fail(Exit::bad_file, "%s: no file matches this pattern in %s", escaped(pattern).c_str(),
-         escaped(here).c_str());
+    fail(Exit::bad_file, "%s: no file matches this pattern in %s", escaped(pattern).c_str(), escaped(here).c_str());
   }
   return paths;
 }

@@ -67,16 +67,14 @@ const Json& member(const Json& object, const std::string& key, const std::string
 [[noreturn]] void wrong_type(const Json& value, const std::string& key, const char* expected,
                              const std::string& source) {
   const std::string got = value.dump(-1, ' ', true, Json::error_handler_t::replace);
-  fail(Exit::bad_file, "%s: %s: got %s, expected %s", source.c_str(), key.c_str(), escaped(got).c_str(),
-       expected);
+  fail(Exit::bad_file, "%s: %s: got %s, expected %s", source.c_str(), key.c_str(), escaped(got).c_str(), expected);
 }
 
 }  // namespace
 
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits) {
   if (text.size() > limits.bytes) {
-    fail(Exit::bad_file, "%s: %zu bytes of JSON, at most %zu are accepted", source.c_str(), text.size(),
-         limits.bytes);
+    fail(Exit::bad_file, "%s: %zu bytes of JSON, at most %zu are accepted", source.c_str(), text.size(), limits.bytes);
   }
   Guard guard(source, limits.depth);
   try {
@@ -90,9 +88,8 @@ Json parse_json(std::string_view text, const std::string& source, const JsonLimi
 std::int64_t json_int(const Json& object, const std::string& key, std::int64_t low, std::int64_t high,
                       const std::string& source) {
   const Json& value = member(object, key, source);
-  const bool fits =
-      value.is_number_integer() &&
-      (!value.is_number_unsigned() || value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX));
+  const bool fits = value.is_number_integer() && (!value.is_number_unsigned() ||
+                                                  value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX));
   const std::string expected =
       format("an integer from %lld to %lld", static_cast<long long>(low), static_cast<long long>(high));
   if (!fits) wrong_type(value, key, expected.c_str(), source);
@@ -103,8 +100,7 @@ std::int64_t json_int(const Json& object, const std::string& key, std::int64_t l
 
 double json_number(const Json& object, const std::string& key, const std::string& source) {
   const Json& value = member(object, key, source);
-  if (!value.is_number() || !std::isfinite(value.get<double>()))
-    wrong_type(value, key, "a finite number", source);
+  if (!value.is_number() || !std::isfinite(value.get<double>())) wrong_type(value, key, "a finite number", source);
   return value.get<double>();
 }
 

@@ -78,8 +78,7 @@ void ProgressLine::show(const std::string& text) {
   last_ = now;
   winsize window{};
   const bool known = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 1;
-  const std::size_t columns =
-      known ? window.ws_col - 1u : 79u;  // a full line would wrap and could not be overwritten
+  const std::size_t columns = known ? window.ws_col - 1u : 79u;  // a full line would wrap and could not be overwritten
   const std::lock_guard<std::mutex> lock(output_mutex);
   std::fprintf(stderr, "\r\033[K%s", text.substr(0, columns).c_str());
   std::fflush(stderr);

@@ -21,12 +21,9 @@ struct PhiloxWords {
 };
 
 // Ten rounds over the 128-bit counter (low, high) with the 64-bit key `seed`.
-WEFT_HOST_DEVICE inline PhiloxWords philox(std::uint64_t seed, std::uint64_t counter_low,
-                                           std::uint64_t counter_high) {
-  std::uint32_t c0 = static_cast<std::uint32_t>(counter_low),
-                c1 = static_cast<std::uint32_t>(counter_low >> 32);
-  std::uint32_t c2 = static_cast<std::uint32_t>(counter_high),
-                c3 = static_cast<std::uint32_t>(counter_high >> 32);
+WEFT_HOST_DEVICE inline PhiloxWords philox(std::uint64_t seed, std::uint64_t counter_low, std::uint64_t counter_high) {
+  std::uint32_t c0 = static_cast<std::uint32_t>(counter_low), c1 = static_cast<std::uint32_t>(counter_low >> 32);
+  std::uint32_t c2 = static_cast<std::uint32_t>(counter_high), c3 = static_cast<std::uint32_t>(counter_high >> 32);
   std::uint32_t k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t p0 = static_cast<std::uint64_t>(0xD2511F53u) * c0;

@@ -18,8 +18,8 @@ constexpr std::int64_t kBlock = 4096;
 
 }  // namespace
 
-void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count,
-           bool decay, const AdamWStep& step) {
+void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
+           const AdamWStep& step) {
   const double t = static_cast<double>(step.step);
   const double correction1 = 1.0 - std::pow(static_cast<double>(step.beta1), t);
   const double correction2 = 1.0 - std::pow(static_cast<double>(step.beta2), t);

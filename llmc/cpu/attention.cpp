@@ -75,8 +75,8 @@ struct Strided {
 // registers: with 4 x 2 of them each loaded vector of b serves 4 additions, and 8 independent sums hide the
 // latency of one.
 template <int Rows, int Vectors>
-void register_product(float* c, std::int64_t c_stride, const Strided& a, const float* b,
-                      std::int64_t b_stride, std::int64_t K) {
+void register_product(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride,
+                      std::int64_t K) {
   Lanes sums[Rows][Vectors];
 #pragma GCC unroll 8
   for (int i = 0; i < Rows; ++i) {
@@ -131,9 +131,7 @@ class Scratch {
   struct Free {
     void operator()(float* memory) const { ::operator delete(memory, kAlignment); }
   };
-  std::size_t bytes() const {
-    return static_cast<std::size_t>(omp_get_max_threads() * floats_) * sizeof(float);
-  }
+  std::size_t bytes() const { return static_cast<std::size_t>(omp_get_max_threads() * floats_) * sizeof(float); }
   float* thread_part() { return memory_.get() + omp_get_thread_num() * floats_; }
 
   std::int64_t HP_, floats_;
@@ -141,8 +139,8 @@ class Scratch {
 };
 
 // block [64, HP] = count tokens from `first` of a head, times scale; the rest is zero.
-void copy_tokens(float* block, std::int64_t HP, ConstHeadView view, std::int64_t b, std::int64_t first,
-                 std::int64_t h, std::int64_t count, std::int64_t HS, float scale) {
+void copy_tokens(float* block, std::int64_t HP, ConstHeadView view, std::int64_t b, std::int64_t first, std::int64_t h,
+                 std::int64_t count, std::int64_t HS, float scale) {
   for (std::int64_t t = 0; t < kBlock; ++t) {
     float* row = block + t * HP;
     if (t >= count) {
@@ -167,8 +165,7 @@ void transpose(float* transposed, const float* block, std::int64_t HP) {
 
 void store_tokens(HeadView view, const float* block, std::int64_t HP, std::int64_t b, std::int64_t first,
                   std::int64_t h, std::int64_t count, std::int64_t HS) {
-  for (std::int64_t t = 0; t < count; ++t)
-    std::copy(block + t * HP, block + t * HP + HS, view.at(b, first + t, h));
+  for (std::int64_t t = 0; t < count; ++t) std::copy(block + t * HP, block + t * HP + HS, view.at(b, first + t, h));
 }
 
 // How many of the keys query t sees.
@@ -228,8 +225,7 @@ void forward_by_rows(const AttentionShape& shape, HeadView out, float* lse, Cons
 }
 
 // Keys that a query does not see get the score -infinity. Columns past `keys` are the block's padding.
-void mask_scores(float* scores, const AttentionShape& shape, std::int64_t first_query,
-                 std::int64_t first_key) {
+void mask_scores(float* scores, const AttentionShape& shape, std::int64_t first_query, std::int64_t first_key) {
   for (std::int64_t t = 0; t < kBlock; ++t) {
     const std::int64_t seen = std::min(visible_keys(shape, first_query + t), shape.TK) - first_key;
     float* row = scores + t * kBlock;
@@ -269,8 +265,7 @@ struct OnlineSoftmax {
 };
 
 void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q, ConstHeadView k,
-                   ConstHeadView v, std::int64_t b, std::int64_t h, std::int64_t first_query,
-                   Scratch& scratch) {
+                   ConstHeadView v, std::int64_t b, std::int64_t h, std::int64_t first_query, Scratch& scratch) {
   const std::int64_t HS = shape.HS, HP = padded(HS), kv = h / (shape.NH / shape.NKV);
   const std::int64_t queries = std::min(kBlock, shape.TQ - first_query);
   float *Q = scratch.head_block(0), *K = scratch.head_block(1), *KT = scratch.head_block(2);
@@ -294,8 +289,7 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
   for (std::int64_t t = 0; t < queries; ++t) {
     const float inverse = 1.0f / softmax.sum[t];
     for (std::int64_t d = 0; d < HS; ++d) O[t * HP + d] *= inverse;
-    if (lse)
-      lse[(b * shape.NH + h) * shape.TQ + first_query + t] = softmax.maximum[t] + std::log(softmax.sum[t]);
+    if (lse) lse[(b * shape.NH + h) * shape.TQ + first_query + t] = softmax.maximum[t] + std::log(softmax.sum[t]);
   }
   store_tokens(out, O, HP, b, first_query, h, queries, HS);
 }
@@ -303,8 +297,8 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
 // ---- backward ---------------------------------------------------------------------------------------------
 
 // D[t] = sum over d of dout * out.
-void row_products(float* D, const AttentionShape& shape, ConstHeadView dout, ConstHeadView out,
-                  std::int64_t b, std::int64_t h) {
+void row_products(float* D, const AttentionShape& shape, ConstHeadView dout, ConstHeadView out, std::int64_t b,
+                  std::int64_t h) {
   for (std::int64_t t = 0; t < shape.TQ; ++t) {
     const float *gradient = dout.at(b, t, h), *value = out.at(b, t, h);
     float sum = 0;
@@ -340,8 +334,8 @@ struct BackwardViews {
 
 // All query blocks of the group's heads against one K/V head of one sequence. dQ is accumulated in place, in
 // its view.
-void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, std::int64_t b,
-                      std::int64_t kv, Scratch& scratch, float* D) {
+void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, std::int64_t b, std::int64_t kv,
+                      Scratch& scratch, float* D) {
   const std::int64_t HS = shape.HS, HP = padded(HS), group = shape.NH / shape.NKV;
   float *Q = scratch.head_block(0), *K = scratch.head_block(1), *KT = scratch.head_block(2);
   float *VT = scratch.head_block(3), *dO = scratch.head_block(4), *dQ = scratch.head_block(5);
@@ -374,8 +368,7 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
         add_product(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
         mask_scores(S, shape, first, first_key);
         add_product(dS, kBlock, {dO, HP, 1}, VT, kBlock, kBlock, kBlock, HP);
-        softmax_backward(S, dS, views.lse + (b * shape.NH + h) * shape.TQ + first, D + g * shape.TQ + first,
-                         queries);
+        softmax_backward(S, dS, views.lse + (b * shape.NH + h) * shape.TQ + first, D + g * shape.TQ + first, queries);
         add_product(dV, HP, {S, 1, kBlock}, dO, HP, kBlock, HP, kBlock);
         add_product(dK, HP, {dS, 1, kBlock}, Q, HP, kBlock, HP, kBlock);  // Q carries the scale
         std::fill(dQ, dQ + kBlock * HP, 0.0f);
@@ -394,8 +387,8 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
 
 }  // namespace
 
-void attention_forward(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q,
-                       ConstHeadView k, ConstHeadView v) {
+void attention_forward(const AttentionShape& shape, HeadView out, float* lse, ConstHeadView q, ConstHeadView k,
+                       ConstHeadView v) {
   if (shape.TQ <= kFewQueries) return forward_by_rows(shape, out, lse, q, k, v);
   Scratch scratch(padded(shape.HS), 4);
 #pragma omp parallel for collapse(3) schedule(static, 1)
@@ -408,9 +401,8 @@ void attention_forward(const AttentionShape& shape, HeadView out, float* lse, Co
   }
 }
 
-void attention_backward(const AttentionShape& shape, HeadView dq, HeadView dk, HeadView dv,
-                        ConstHeadView dout, ConstHeadView out, const float* lse, ConstHeadView q,
-                        ConstHeadView k, ConstHeadView v) {
+void attention_backward(const AttentionShape& shape, HeadView dq, HeadView dk, HeadView dv, ConstHeadView dout,
+                        ConstHeadView out, const float* lse, ConstHeadView q, ConstHeadView k, ConstHeadView v) {
   const BackwardViews views = {dq, dk, dv, dout, out, q, k, v, lse};
   const std::int64_t group_rows = shape.NH / shape.NKV * shape.TQ;
   std::vector<float> D(static_cast<std::size_t>(omp_get_max_threads() * group_rows));

@@ -60,11 +60,9 @@ std::vector<double> Decoder::score(std::span<const std::int32_t> ids) {
   check_room(ids.size());
   const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
   std::vector<double> nll;
-  std::vector<float> losses(kChunk),
-      logits(static_cast<std::size_t>(std::min<std::int64_t>(kChunk, ids.size()) * V));
+  std::vector<float> losses(kChunk), logits(static_cast<std::size_t>(std::min<std::int64_t>(kChunk, ids.size()) * V));
   for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
-    const std::int64_t rows =
-        std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
+    const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
     run_layers(ids.subspan(begin, static_cast<std::size_t>(rows)));
     length_ += rows;
     matmul_forward(logits.data(), final_norm(), head(), nullptr, rows, C, V);
@@ -115,8 +113,7 @@ void Decoder::keep(const std::string& name, const float* data, std::int64_t rows
   kept.insert(kept.end(), data, data + rows * columns);
 }
 
-void Decoder::keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows,
-                         std::int64_t count) {
+void Decoder::keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count) {
   for (std::int64_t t = 0; t < rows; ++t) {
     for (std::int64_t h = 0; h < count; ++h) keep(name, heads.at(0, t, h), 1, config_.head_dim);
   }
@@ -128,8 +125,7 @@ std::vector<float> Decoder::activation(const std::string& name) {
     if (found == kept_.end()) return {};
     const std::int64_t rows = static_cast<std::int64_t>(found->second.size()) / config_.hidden_size;
     std::vector<float> logits(static_cast<std::size_t>(rows * config_.vocab_size));
-    matmul_forward(logits.data(), found->second.data(), head(), nullptr, rows, config_.hidden_size,
-                   config_.vocab_size);
+    matmul_forward(logits.data(), found->second.data(), head(), nullptr, rows, config_.hidden_size, config_.vocab_size);
     return logits;
   }
   const auto found = kept_.find(name);

@@ -57,7 +57,7 @@ class Decoder : public DecodeModel {
 
   ModelConfig config_;
   std::int64_t capacity_, length_ = 0;
-  HostArena cache_arena_;          // keys, then values, each [L, NKV, capacity, HS]; first: it refuses what cannot fit
+  HostArena cache_arena_;  // keys, then values, each [L, NKV, capacity, HS]; first: it refuses what cannot fit
   RopeTable rope_;
   std::vector<float> final_norm_;  // [kChunk, C]
   std::vector<float> logits_;      // [V]

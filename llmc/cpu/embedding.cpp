@@ -11,16 +11,14 @@
 
 namespace weft::cpu {
 
-void embedding_forward(float* out, const std::int32_t* tokens, const float* weight, std::int64_t N,
-                       std::int64_t C) {
+void embedding_forward(float* out, const std::int32_t* tokens, const float* weight, std::int64_t N, std::int64_t C) {
 #pragma omp parallel for schedule(static)
   for (std::int64_t n = 0; n < N; ++n) {
     std::memcpy(out + n * C, weight + tokens[n] * C, static_cast<std::size_t>(C) * sizeof(float));
   }
 }
 
-void embedding_backward(float* dweight, const float* dout, const std::int32_t* tokens, std::int64_t N,
-                        std::int64_t C) {
+void embedding_backward(float* dweight, const float* dout, const std::int32_t* tokens, std::int64_t N, std::int64_t C) {
 #pragma omp parallel
   {
     const std::int32_t threads = omp_get_num_threads(), self = omp_get_thread_num();

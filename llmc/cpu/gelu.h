@@ -5,7 +5,7 @@
 
 namespace weft::cpu {
 
-void gelu_forward(float* out, const float* x, std::int64_t count);                      // out may be x
-void gelu_backward(float* dx, const float* dout, const float* x, std::int64_t count);   // dx may be dout
+void gelu_forward(float* out, const float* x, std::int64_t count);                     // out may be x
+void gelu_backward(float* dx, const float* dout, const float* x, std::int64_t count);  // dx may be dout
 
 }  // namespace weft::cpu

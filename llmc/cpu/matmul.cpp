@@ -32,9 +32,7 @@ struct Matrix {
   CBLAS_TRANSPOSE transpose = CblasNoTrans;
 
   // The part that begins at row (of the matrix as it is used), likewise column.
-  const float* from_row(std::int64_t row) const {
-    return data + row * (transpose == CblasNoTrans ? leading : 1);
-  }
+  const float* from_row(std::int64_t row) const { return data + row * (transpose == CblasNoTrans ? leading : 1); }
   const float* from_column(std::int64_t column) const {
     return data + column * (transpose == CblasNoTrans ? 1 : leading);
   }
@@ -51,13 +49,11 @@ void one_blas_thread() {
 }
 
 // c [M, N] = a [M, K] b [K, N] + beta c.
-void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K,
-             float beta) {
+void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K, float beta) {
   if (M == 0 || N == 0) return;
   one_blas_thread();
   std::int64_t rows = std::min(M, kMostRows), columns = std::min(N, kMostColumns);
-  while (ceil_divide(M, rows) * ceil_divide(N, columns) < kEnoughBlocks &&
-         std::max(rows, columns) > kLeastSide) {
+  while (ceil_divide(M, rows) * ceil_divide(N, columns) < kEnoughBlocks && std::max(rows, columns) > kLeastSide) {
     std::int64_t& longer = rows >= columns ? rows : columns;
     longer = ceil_divide(longer, 2);
   }
@@ -67,9 +63,9 @@ void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::in
     for (std::int64_t j = 0; j < block_columns; ++j) {
       const std::int64_t m = i * rows, n = j * columns;
       cblas_sgemm(CblasRowMajor, a.transpose, b.transpose, static_cast<blasint>(std::min(rows, M - m)),
-                  static_cast<blasint>(std::min(columns, N - n)), static_cast<blasint>(K), 1.0f,
-                  a.from_row(m), static_cast<blasint>(a.leading), b.from_column(n),
-                  static_cast<blasint>(b.leading), beta, c + m * N + n, static_cast<blasint>(N));
+                  static_cast<blasint>(std::min(columns, N - n)), static_cast<blasint>(K), 1.0f, a.from_row(m),
+                  static_cast<blasint>(a.leading), b.from_column(n), static_cast<blasint>(b.leading), beta,
+                  c + m * N + n, static_cast<blasint>(N));
     }
   }
 }
@@ -135,8 +131,8 @@ void add_column_sums(float* dbias, const float* dout, std::int64_t N, std::int64
 
 }  // namespace
 
-void matmul_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N,
-                    std::int64_t C, std::int64_t OC, Accumulate accumulate) {
+void matmul_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N, std::int64_t C,
+                    std::int64_t OC, Accumulate accumulate) {
   if (N <= kFewRows) return few_rows_forward(out, x, weight, bias, N, C, OC, accumulate);
   bool add = accumulate == Accumulate::yes;
   if (bias) {
@@ -151,9 +147,8 @@ void matmul_forward(float* out, const float* x, const float* weight, const float
   product(out, {x, C}, {weight, C, CblasTrans}, N, OC, C, add ? 1.0f : 0.0f);
 }
 
-void matmul_backward(float* dx, float* dweight, float* dbias, const float* dout, const float* x,
-                     const float* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
-                     Accumulate accumulate_dx) {
+void matmul_backward(float* dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight,
+                     std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate_dx) {
   if (dx) product(dx, {dout, OC}, {weight, C}, N, C, OC, accumulate_dx == Accumulate::yes ? 1.0f : 0.0f);
   if (dweight) product(dweight, {dout, OC, CblasTrans}, {x, C}, OC, C, N, 1.0f);
   if (dbias) add_column_sums(dbias, dout, N, OC);

@@ -41,8 +41,7 @@ class NeoxDecoder final : public Decoder {
  public:
   NeoxDecoder(const ModelFile& file, std::int64_t capacity)
       : Decoder(file.config(), capacity), arena_(weight_plan(file.table())) {
-    for (const TensorSpec& spec : file.table().specs())
-      file.read_parameter(spec, arena_.at<float>(0) + spec.offset);
+    for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, arena_.at<float>(0) + spec.offset);
     bind(file.table());
     const std::size_t rows = static_cast<std::size_t>(std::min(kChunk, capacity));
     const std::size_t C = static_cast<std::size_t>(config().hidden_size),
@@ -77,8 +76,7 @@ class NeoxDecoder final : public Decoder {
 
   // residual += branch (unless null); out = norm(residual), and out2 = norm2(residual) from the same
   // statistics.
-  void normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2,
-                 float* out2) {
+  void normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2, float* out2) {
     ResidualNormShape shape;
     shape.rows = rows;
     shape.C = config().hidden_size;
@@ -129,8 +127,7 @@ void NeoxDecoder::bind(const TensorTable& table) {
     layers_.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
                        linear(prefix + "attention.query_key_value", config().attention_bias),
                        linear(prefix + "attention.dense", config().attention_bias),
-                       linear(prefix + "mlp.dense_h_to_4h", true),
-                       linear(prefix + "mlp.dense_4h_to_h", true)});
+                       linear(prefix + "mlp.dense_h_to_4h", true), linear(prefix + "mlp.dense_4h_to_h", true)});
   }
   final_norm_weights_ = norm("gpt_neox.final_layer_norm");
   head_ = at("embed_out.weight");

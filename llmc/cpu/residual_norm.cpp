@@ -93,8 +93,7 @@ Statistics statistics(const float* h, const ResidualNormShape& shape) {
 }
 
 // out = (h - mean) * rstd * weight + bias.
-void normalise(float* out, const float* h, Statistics s, const float* weight, const float* bias,
-               std::int64_t C) {
+void normalise(float* out, const float* h, Statistics s, const float* weight, const float* bias, std::int64_t C) {
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) {
     const float value = (h[c] - s.mean) * s.rstd * weight[c];
@@ -109,8 +108,8 @@ struct ColumnSums {
 constexpr std::int64_t kColumnSums = 5;
 
 // One output's share: g += dout * weight, dweight += dout * xhat, dbias += dout.
-void add_output(float* g, float* dweight, float* dbias, const float* dout, const float* xhat,
-                const float* weight, std::int64_t C) {
+void add_output(float* g, float* dweight, float* dbias, const float* dout, const float* xhat, const float* weight,
+                std::int64_t C) {
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) g[c] += dout[c] * weight[c];
   if (dweight) {
@@ -132,15 +131,14 @@ void norm_gradient(float* g, const float* xhat, float rstd, const ResidualNormSh
     sum_g += g[c];
     sum_gx += static_cast<double>(g[c]) * xhat[c];
   }
-  const float mean_g =
-      shape.kind == NormKind::layernorm ? static_cast<float>(sum_g / static_cast<double>(C)) : 0.0f;
+  const float mean_g = shape.kind == NormKind::layernorm ? static_cast<float>(sum_g / static_cast<double>(C)) : 0.0f;
   const float mean_gx = static_cast<float>(sum_gx / static_cast<double>(C));
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) g[c] = rstd * (g[c] - mean_g - xhat[c] * mean_gx);
 }
 
-void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io, std::int64_t row,
-                  ColumnSums sums, RowBuffers& buffers) {
+void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io, std::int64_t row, ColumnSums sums,
+                  RowBuffers& buffers) {
   const std::int64_t C = shape.C;
   float *g = buffers.get(0), *xhat = buffers.get(1), *factors = buffers.get(2);
   const float* x = at_row(io.x, row, C);

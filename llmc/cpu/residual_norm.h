@@ -22,7 +22,7 @@ struct ResidualNormShape {
   std::int64_t rows = 0, C = 0;
   NormKind kind = NormKind::rmsnorm;
   float eps = 0;
-  float dropout = 0;                // p in [0, 1)
+  float dropout = 0;  // p in [0, 1)
   std::uint64_t seed = 0, offset = 0;
 };
 
@@ -35,11 +35,11 @@ struct ResidualNormForward {
   const float* bias = nullptr;      // [C]; null: none
   const float* weight2 = nullptr;   // [C]; null: one output only
   const float* bias2 = nullptr;
-  float* residual_out = nullptr;    // [rows, C]; may be `residual` itself; null: not kept
-  float* out = nullptr;             // [rows, C]
-  float* out2 = nullptr;            // [rows, C] iff weight2
-  float* mean = nullptr;            // [rows], LayerNorm only; null: not kept
-  float* rstd = nullptr;            // [rows]; null: not kept
+  float* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not kept
+  float* out = nullptr;           // [rows, C]
+  float* out2 = nullptr;          // [rows, C] iff weight2
+  float* mean = nullptr;          // [rows], LayerNorm only; null: not kept
+  float* rstd = nullptr;          // [rows]; null: not kept
 };
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward& io);
 
@@ -54,15 +54,15 @@ struct ResidualNormBackward {
   const float* colscale = nullptr;
   const float* weight = nullptr;
   const float* weight2 = nullptr;
-  const float* mean = nullptr;           // [rows], LayerNorm
-  const float* rstd = nullptr;           // [rows]
-  float* dx = nullptr;                   // [rows, C] =; null: not computed
-  float* dresidual = nullptr;            // [rows, C] =; may be dresidual_out's memory; null: not computed
-  float* dweight = nullptr;              // [C] +=, in a fixed order
+  const float* mean = nullptr;  // [rows], LayerNorm
+  const float* rstd = nullptr;  // [rows]
+  float* dx = nullptr;          // [rows, C] =; null: not computed
+  float* dresidual = nullptr;   // [rows, C] =; may be dresidual_out's memory; null: not computed
+  float* dweight = nullptr;     // [C] +=, in a fixed order
   float* dbias = nullptr;
   float* dweight2 = nullptr;
   float* dbias2 = nullptr;
-  float* dcolscale = nullptr;            // [C] +=
+  float* dcolscale = nullptr;  // [C] +=
 };
 void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward& io);
 

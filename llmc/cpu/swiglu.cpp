@@ -18,8 +18,7 @@ void swiglu_forward(float* out, const float* gate_up, std::int64_t N, std::int64
   }
 }
 
-void swiglu_backward(float* dgate_up, const float* dout, const float* gate_up, std::int64_t N,
-                     std::int64_t F) {
+void swiglu_backward(float* dgate_up, const float* dout, const float* gate_up, std::int64_t N, std::int64_t F) {
 #pragma omp parallel for schedule(static)
   for (std::int64_t n = 0; n < N; ++n) {
     const float* gate = gate_up + n * 2 * F;

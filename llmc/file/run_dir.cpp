@@ -33,9 +33,8 @@ std::string step_name(std::int64_t step) {
 // The step that `name` stands for, -1 if it is not a name that weft writes.
 std::int64_t step_of(const std::string& name) {
   const std::string digits = name.substr(std::strlen(kStepPrefix));
-  const bool numeric =
-      !digits.empty() && digits.size() <= 15 &&
-      std::all_of(digits.begin(), digits.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+  const bool numeric = !digits.empty() && digits.size() <= 15 &&
+                       std::all_of(digits.begin(), digits.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
   if (!numeric) return -1;
   const std::int64_t step = std::stoll(digits);
   return step_name(step) == name ? step : -1;
@@ -43,8 +42,7 @@ std::int64_t step_of(const std::string& name) {
 
 [[noreturn]] void fail_at(Exit code, const std::string& path, const char* action, int error) {
   const bool full = error == ENOSPC || error == EDQUOT;
-  fail(full ? Exit::resources : code, "%s: cannot %s: %s", escaped(path).c_str(), action,
-       std::strerror(error));
+  fail(full ? Exit::resources : code, "%s: cannot %s: %s", escaped(path).c_str(), action, std::strerror(error));
 }
 
 void rename_or_fail(const std::string& from, const std::string& to) {
@@ -98,8 +96,8 @@ void RunDirectory::take_lock() {
   const std::string owner = lock_owner(lock_);
   if (!taken && error == EWOULDBLOCK) {
     ::close(lock_);
-    fail(Exit::environment, "%s: another run works here: %s. Stop it or choose another --out",
-         escaped(path_).c_str(), escaped(owner).c_str());
+    fail(Exit::environment, "%s: another run works here: %s. Stop it or choose another --out", escaped(path_).c_str(),
+         escaped(owner).c_str());
   }
   if (!taken)
     log_warning("%s: cannot lock: %s. A second run here would go unnoticed", escaped(path_).c_str(),
@@ -109,8 +107,8 @@ void RunDirectory::take_lock() {
              escaped(owner).c_str());
   }
   const std::string text = this_process() + "\n";
-  const bool written = ::ftruncate(lock_, 0) == 0 &&
-                       ::pwrite(lock_, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size());
+  const bool written =
+      ::ftruncate(lock_, 0) == 0 && ::pwrite(lock_, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size());
   if (!written) log_warning("%s: cannot write: %s", escaped(name).c_str(), std::strerror(errno));
 }
 
@@ -121,8 +119,7 @@ void RunDirectory::remove_leftovers() const {
     if (!name.starts_with(kStepPrefix) || !name.ends_with(kTemporarySuffix)) continue;
     log_info("%s: removing %s, left by an interrupted save", escaped(path_).c_str(), escaped(name).c_str());
     fs::remove_all(entry.path(), error);
-    if (error)
-      log_warning("%s: cannot remove: %s", escaped(entry.path().string()).c_str(), error.message().c_str());
+    if (error) log_warning("%s: cannot remove: %s", escaped(entry.path().string()).c_str(), error.message().c_str());
   }
 }
 
@@ -148,9 +145,8 @@ std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {
     }
     entries.push_back(std::move(entry));
   }
-  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
-    return a.step != b.step ? a.step > b.step : a.name < b.name;
-  });
+  std::sort(entries.begin(), entries.end(),
+            [](const Entry& a, const Entry& b) { return a.step != b.step ? a.step > b.step : a.name < b.name; });
   return entries;
 }
 

@@ -82,8 +82,8 @@ void check_magic(const MappedFile& file, std::string_view magic, const char* wan
     fail(Exit::bad_file, "%s: magic: this is %s, expected %s%s%s", path.c_str(), found.what, wanted,
          found.todo != nullptr ? ". " : "", found.todo != nullptr ? found.todo : "");
   }
-  fail(Exit::bad_file, "%s: magic: got %s, expected %s: not %s", path.c_str(),
-       escaped(head.substr(0, 8)).c_str(), escaped(magic).c_str(), wanted);
+  fail(Exit::bad_file, "%s: magic: got %s, expected %s: not %s", path.c_str(), escaped(head.substr(0, 8)).c_str(),
+       escaped(magic).c_str(), wanted);
 }
 
 }  // namespace weft

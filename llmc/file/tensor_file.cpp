@@ -67,8 +67,7 @@ std::optional<std::uint64_t> payload_bytes(DType dtype, std::span<const std::int
   bool empty = false;
   for (const std::int64_t size : shape) {
     empty = empty || size == 0;
-    if (size != 0 && __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes))
-      return std::nullopt;
+    if (size != 0 && __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes)) return std::nullopt;
     if (bytes > static_cast<std::uint64_t>(INT64_MAX)) return std::nullopt;
   }
   return empty ? 0 : bytes;
@@ -80,8 +79,7 @@ bool valid_name(std::string_view name) {
   while (!name.empty()) {
     const std::size_t length = utf8_sequence_length(name);
     const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(name[i]); };
-    const bool control =
-        byte(0) < 0x20 || byte(0) == 0x7F || (length == 2 && byte(0) == 0xC2 && byte(1) < 0xA0);
+    const bool control = byte(0) < 0x20 || byte(0) == 0x7F || (length == 2 && byte(0) == 0xC2 && byte(1) < 0xA0);
     if (length == 0 || control) return false;
     name.remove_prefix(length);
   }
@@ -94,8 +92,7 @@ std::uint64_t table_offset_of(std::uint64_t config_bytes) {
 
 std::uint64_t data_offset_of(std::uint64_t config_bytes, std::uint64_t tensor_count) {
   const std::uint64_t table_bytes = checked_mul(tensor_count, sizeof(Record), "tensor_count");
-  return align_up(checked_add(table_offset_of(config_bytes), table_bytes, "tensor_count"), kHeaderPage,
-                  "tensor_count");
+  return align_up(checked_add(table_offset_of(config_bytes), table_bytes, "tensor_count"), kHeaderPage, "tensor_count");
 }
 
 std::uint64_t hash_header(const std::byte* bytes, std::uint64_t data_offset) {
@@ -190,16 +187,14 @@ class Validator {
     tensor.name = record_name(record, index);
     const std::string where = where_ + ": tensor " + escaped(tensor.name);
     if (record.dtype >= kNumDTypes) {
-      fail(Exit::bad_file, "%s: dtype: got %u, expected 0 to %u", where.c_str(), record.dtype,
-           kNumDTypes - 1);
+      fail(Exit::bad_file, "%s: dtype: got %u, expected 0 to %u", where.c_str(), record.dtype, kNumDTypes - 1);
     }
     tensor.dtype = static_cast<DType>(record.dtype);
     tensor.shape = record_shape(record, where);
     const std::optional<std::uint64_t> bytes = payload_bytes(tensor.dtype, tensor.shape);
     const std::string shape = shape_text(tensor.shape);
     if (!bytes) {
-      fail(Exit::bad_file, "%s: shape: the product of %s does not fit in 63 bits", where.c_str(),
-           shape.c_str());
+      fail(Exit::bad_file, "%s: shape: the product of %s does not fit in 63 bits", where.c_str(), shape.c_str());
     }
     if (record.bytes != *bytes) {
       fail(Exit::bad_file, "%s: bytes: got %llu, expected %llu for %s %s", where.c_str(), u64{record.bytes},
@@ -216,21 +211,19 @@ class Validator {
     const std::string where = where_ + ": tensor " + escaped(tensor.name);
     const std::uint64_t expected = align_up(previous_end, kTensorAlignment, where);
     if (tensor.offset != expected) {
-      fail(Exit::bad_file, "%s: offset: got %llu, expected %llu", where.c_str(), u64{tensor.offset},
-           u64{expected});
+      fail(Exit::bad_file, "%s: offset: got %llu, expected %llu", where.c_str(), u64{tensor.offset}, u64{expected});
     }
     const std::uint64_t end = checked_add(tensor.offset, tensor.bytes, where);
     if (end > file_.size()) {
-      fail(Exit::bad_file, "%s: ends at byte %llu, but the file has %llu", where.c_str(), u64{end},
-           u64{file_.size()});
+      fail(Exit::bad_file, "%s: ends at byte %llu, but the file has %llu", where.c_str(), u64{end}, u64{file_.size()});
     }
     return end;
   }
 
   void last_byte(std::uint64_t end) const {
     if (end != file_.size()) {
-      fail(Exit::bad_file, "%s: file_bytes: got %llu, expected %llu, the end of the last tensor",
-           where_.c_str(), u64{file_.size()}, u64{end});
+      fail(Exit::bad_file, "%s: file_bytes: got %llu, expected %llu, the end of the last tensor", where_.c_str(),
+           u64{file_.size()}, u64{end});
     }
   }
 
@@ -238,20 +231,19 @@ class Validator {
   // The byte order first: in a swapped file every other number, the version too, is nonsense.
   void check_version(const Header& header) const {
     if (header.byte_order != kByteOrder) {
-      fail(Exit::bad_file, "%s: byte_order: got 0x%08x, expected 0x%08x. %s", where_.c_str(),
-           header.byte_order, kByteOrder,
-           header.byte_order == kSwappedByteOrder ? "It was made on a big-endian machine" : kDamaged);
+      fail(Exit::bad_file, "%s: byte_order: got 0x%08x, expected 0x%08x. %s", where_.c_str(), header.byte_order,
+           kByteOrder, header.byte_order == kSwappedByteOrder ? "It was made on a big-endian machine" : kDamaged);
     }
     if (header.version != kTensorFileVersion) {
-      fail(Exit::bad_file, "%s: version: got %u, expected %u. %s", where_.c_str(), header.version,
-           kTensorFileVersion, header.version != 0 ? "It was made by a newer tool: update weft" : kDamaged);
+      fail(Exit::bad_file, "%s: version: got %u, expected %u. %s", where_.c_str(), header.version, kTensorFileVersion,
+           header.version != 0 ? "It was made by a newer tool: update weft" : kDamaged);
     }
   }
 
   void check_file_bytes(const Header& header) const {
     if (header.file_bytes > file_.size()) {
-      fail(Exit::bad_file, "%s: truncated: got %llu bytes, expected %llu. %s", where_.c_str(),
-           u64{file_.size()}, u64{header.file_bytes}, kAgain);
+      fail(Exit::bad_file, "%s: truncated: got %llu bytes, expected %llu. %s", where_.c_str(), u64{file_.size()},
+           u64{header.file_bytes}, kAgain);
     }
     if (header.file_bytes < file_.size()) {
       fail(Exit::bad_file, "%s: file_bytes: got %llu bytes, expected %llu: %llu too many. %s", where_.c_str(),
@@ -265,15 +257,14 @@ class Validator {
     check_equal("table_offset", header.table_offset, table_offset_of(header.config_bytes));
     check_equal("data_offset", header.data_offset, data_offset_of(header.config_bytes, header.tensor_count));
     if (header.data_offset > file_.size()) {
-      fail(Exit::bad_file, "%s: data_offset: got %llu, expected at most the file's %llu bytes",
-           where_.c_str(), u64{header.data_offset}, u64{file_.size()});
+      fail(Exit::bad_file, "%s: data_offset: got %llu, expected at most the file's %llu bytes", where_.c_str(),
+           u64{header.data_offset}, u64{file_.size()});
     }
   }
 
   void check_at_most(const char* field, std::uint64_t got, std::uint64_t limit) const {
     if (got > limit) {
-      fail(Exit::bad_file, "%s: %s: got %llu, expected at most %llu", where_.c_str(), field, u64{got},
-           u64{limit});
+      fail(Exit::bad_file, "%s: %s: got %llu, expected at most %llu", where_.c_str(), field, u64{got}, u64{limit});
     }
   }
 
@@ -298,14 +289,12 @@ class Validator {
 
   static std::vector<std::int64_t> record_shape(const Record& record, const std::string& where) {
     if (record.rank > kMaxTensorRank) {
-      fail(Exit::bad_file, "%s: rank: got %u, expected at most %zu", where.c_str(), record.rank,
-           kMaxTensorRank);
+      fail(Exit::bad_file, "%s: rank: got %u, expected at most %zu", where.c_str(), record.rank, kMaxTensorRank);
     }
     std::vector<std::int64_t> shape;
     for (std::uint32_t i = 0; i < record.rank; ++i) {
       if (record.shape[i] > static_cast<std::uint64_t>(INT64_MAX)) {
-        fail(Exit::bad_file, "%s: shape: got %llu, expected sizes below 2^63", where.c_str(),
-             u64{record.shape[i]});
+        fail(Exit::bad_file, "%s: shape: got %llu, expected sizes below 2^63", where.c_str(), u64{record.shape[i]});
       }
       shape.push_back(static_cast<std::int64_t>(record.shape[i]));
     }
@@ -359,14 +348,12 @@ TensorFile TensorFile::open(const std::string& path, FileKind expected) {
   validate.padding(header);
 
   file.data_offset_ = header.data_offset;
-  file.tensors_.reserve(
-      header.tensor_count);  // the table lies in the file: at most 65,536, and bounded by its size
+  file.tensors_.reserve(header.tensor_count);  // the table lies in the file: at most 65,536, and bounded by its size
   std::uint64_t end = header.data_offset;
   for (std::uint64_t i = 0; i < header.tensor_count; ++i) {
     const TensorInfo& tensor = file.tensors_.emplace_back(validate.record(header, i));
     if (!file.index_.emplace(tensor.name, i).second) {
-      fail(Exit::bad_file, "%s: tensor %s: the name occurs twice", escaped(path).c_str(),
-           escaped(tensor.name).c_str());
+      fail(Exit::bad_file, "%s: tensor %s: the name occurs twice", escaped(path).c_str(), escaped(tensor.name).c_str());
     }
     end = validate.end_of(tensor, end);
   }
@@ -437,8 +424,7 @@ struct TensorFileWriter::Hasher : Xxh3Stream {};
 
 TensorFileWriter::TensorFileWriter(const std::string& path, FileKind kind, Json config)
     : path_(path), kind_(kind), hasher_(std::make_shared<Hasher>()) {
-  const std::optional<std::uint32_t> family =
-      config.is_object() ? family_number(model_family(config)) : std::nullopt;
+  const std::optional<std::uint32_t> family = config.is_object() ? family_number(model_family(config)) : std::nullopt;
   if (!family) fail(Exit::internal, "%s: the configuration names no known family", escaped(path).c_str());
   family_ = *family;
   try {
@@ -454,8 +440,7 @@ TensorFileWriter::TensorFileWriter(const std::string& path, FileKind kind, Json 
 
 void TensorFileWriter::declare(const std::string& name, DType dtype, std::vector<std::int64_t> shape) {
   const auto negative = [](std::int64_t size) { return size < 0; };
-  const bool valid_shape =
-      shape.size() <= kMaxTensorRank && std::none_of(shape.begin(), shape.end(), negative);
+  const bool valid_shape = shape.size() <= kMaxTensorRank && std::none_of(shape.begin(), shape.end(), negative);
   const std::optional<std::uint64_t> bytes = valid_shape ? payload_bytes(dtype, shape) : std::nullopt;
   if (file_ != nullptr || tensors_.size() == kMaxTensors || !bytes || !valid_name(name) ||
       !names_.insert(name).second) {
@@ -532,8 +517,7 @@ void TensorFileWriter::write_f32(const float* data, std::size_t count) {
   begin();
   if (count == 0) return;  // an empty tensor is already finished
   if (current_ == tensors_.size() || current_bytes_ != 0 || tensors_[current_].elements() != count) {
-    fail(Exit::internal, "%s: %zu values do not match the next declared tensor", escaped(path_).c_str(),
-         count);
+    fail(Exit::internal, "%s: %zu values do not match the next declared tensor", escaped(path_).c_str(), count);
   }
   const DType dtype = tensors_[current_].dtype;
   if (dtype == DType::f32) return write(data, count * sizeof(float));
@@ -577,8 +561,7 @@ std::vector<std::byte> TensorFileWriter::header_bytes() const {
     std::memcpy(record.name, tensor.name.data(), tensor.name.size());
     record.dtype = static_cast<std::uint32_t>(tensor.dtype);
     record.rank = static_cast<std::uint32_t>(tensor.shape.size());
-    for (std::size_t k = 0; k < tensor.shape.size(); ++k)
-      record.shape[k] = static_cast<std::uint64_t>(tensor.shape[k]);
+    for (std::size_t k = 0; k < tensor.shape.size(); ++k) record.shape[k] = static_cast<std::uint64_t>(tensor.shape[k]);
     record.offset = tensor.offset;
     record.bytes = tensor.bytes;
     record.hash = tensor.hash;

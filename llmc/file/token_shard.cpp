@@ -41,8 +41,7 @@ class Validator {
   Header header() const {
     check_magic(file_, kTokenShardMagic, "a token shard");
     if (file_.size() < kHeaderBytes) {
-      fail(Exit::bad_file,
-           "%s: truncated: got %llu bytes, expected at least %llu. Get or make the shard again",
+      fail(Exit::bad_file, "%s: truncated: got %llu bytes, expected at least %llu. Get or make the shard again",
            where_.c_str(), u64{file_.size()}, u64{kHeaderBytes});
     }
     Header header;
@@ -93,14 +92,12 @@ class Validator {
   }
 
   void check_size(const Header& header) const {
-    if (header.count == 0)
-      fail(Exit::bad_file, "%s: count: got 0, expected at least one token", where_.c_str());
+    if (header.count == 0) fail(Exit::bad_file, "%s: count: got 0, expected at least one token", where_.c_str());
     const std::uint64_t token_bytes = dtype_bytes(static_cast<DType>(header.dtype));
     const std::uint64_t bytes = checked_mul(header.count, token_bytes, where_ + ": count");
     const std::uint64_t expected = checked_add(bytes, kHeaderBytes, where_ + ": count");
     if (expected > file_.size()) {
-      fail(Exit::bad_file,
-           "%s: truncated: got %llu bytes, expected %llu for %llu tokens. Get or make the shard again",
+      fail(Exit::bad_file, "%s: truncated: got %llu bytes, expected %llu for %llu tokens. Get or make the shard again",
            where_.c_str(), u64{file_.size()}, u64{expected}, u64{header.count});
     }
     if (expected < file_.size()) {
@@ -150,8 +147,7 @@ void TokenShard::read(std::int64_t begin, std::span<std::int32_t> out) const {
   const std::int64_t wanted = static_cast<std::int64_t>(out.size());
   if (begin < 0 || begin > count_ || wanted > count_ - begin) {
     fail(Exit::internal, "%s: tokens %lld to %lld asked for, the shard has %lld", escaped(path()).c_str(),
-         static_cast<long long>(begin), static_cast<long long>(begin + wanted),
-         static_cast<long long>(count_));
+         static_cast<long long>(begin), static_cast<long long>(begin + wanted), static_cast<long long>(count_));
   }
   if (!file_.unchanged()) {
     fail(Exit::bad_file,
@@ -166,8 +162,7 @@ void TokenShard::read(std::int64_t begin, std::span<std::int32_t> out) const {
     return static_cast<std::uint32_t>(id) >= static_cast<std::uint64_t>(vocab_size_);
   };
   const auto first = std::find_if(out.begin(), out.end(), bad);
-  fail(Exit::bad_file,
-       "%s: token %lld: got id %u, expected at most %lld. The shard is damaged: get or make it again",
+  fail(Exit::bad_file, "%s: token %lld: got id %u, expected at most %lld. The shard is damaged: get or make it again",
        escaped(path()).c_str(), static_cast<long long>(begin + (first - out.begin())),
        static_cast<std::uint32_t>(*first), static_cast<long long>(vocab_size_ - 1));
 }

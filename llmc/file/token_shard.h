@@ -22,7 +22,7 @@ class TokenShard {
   const std::string& path() const { return file_.path(); }
   std::int64_t count() const { return count_; }
   std::int64_t vocab_size() const { return vocab_size_; }
-  std::uint64_t tokenizer_hash() const { return tokenizer_hash_; }  // XXH3-64 of the text of tokenizer.json
+  std::uint64_t tokenizer_hash() const { return tokenizer_hash_; }         // XXH3-64 of the text of tokenizer.json
   std::int64_t end_of_document_id() const { return end_of_document_id_; }  // -1: none
   DType dtype() const { return dtype_; }
   // Tokens [begin, begin + out.size()), which must lie in the shard (otherwise Exit::internal). An id >=

@@ -38,8 +38,7 @@ RopeConfig rope_from_json(const Json& object, std::int64_t head_dim, const std::
   rope.theta = positive_number(object, "theta", source);
   rope.rotary_dim = json_int(object, "rotary_dim", 2, head_dim, source);
   if (rope.rotary_dim % 2 != 0) {
-    refuse(source,
-           format("rotary_dim: got %lld, expected an even number", static_cast<long long>(rope.rotary_dim)));
+    refuse(source, format("rotary_dim: got %lld, expected an even number", static_cast<long long>(rope.rotary_dim)));
   }
   rope.factor = positive_number(object, "factor", source);
   rope.low_freq_factor = positive_number(object, "low_freq_factor", source);
@@ -82,16 +81,13 @@ NormKind norm_from_json(const Json& object, const std::string& source) {
 // What no key alone can show.
 void check_together(const ModelConfig& config, const std::string& source) {
   if (config.num_heads % config.num_kv_heads != 0) {
-    refuse(source,
-           format("num_heads: %lld is not a multiple of num_kv_heads %lld",
-                  static_cast<long long>(config.num_heads), static_cast<long long>(config.num_kv_heads)));
+    refuse(source, format("num_heads: %lld is not a multiple of num_kv_heads %lld",
+                          static_cast<long long>(config.num_heads), static_cast<long long>(config.num_kv_heads)));
   }
   if (config.family == Family::gpt_neox) {
     const bool fits = config.num_kv_heads == config.num_heads && config.q_size() == config.hidden_size &&
                       config.norm == NormKind::layernorm && !config.tied_embeddings;
-    if (!fits)
-      refuse(source,
-             "gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied");
+    if (!fits) refuse(source, "gpt_neox: expected heads x head_dim = hidden_size, no grouped heads, layernorm, untied");
   } else if (config.parallel_residual || config.attention_bias) {
     refuse(source, "llama: parallel_residual and attention_bias do not exist in this family");
   }
@@ -193,8 +189,8 @@ Json config_to_json(const ModelConfig& config) {
 }
 
 const std::vector<std::string>& preset_names() {
-  static const std::vector<std::string> names = {
-      "tiny", "d12", "smollm2-135m", "tinyllama-1.1b", "llama3.2-1b", "llama3.2-3b", "llama3.1-8b"};
+  static const std::vector<std::string> names = {"tiny",        "d12",         "smollm2-135m", "tinyllama-1.1b",
+                                                 "llama3.2-1b", "llama3.2-3b", "llama3.1-8b"};
   return names;
 }
 
@@ -206,10 +202,8 @@ ModelConfig preset_config(const std::string& name) {
   if (name == "smollm2-135m") return llama_preset(30, 576, 9, 3, 64, 1536, 49152, true, 100000, 0, 8192);
   if (name == "tinyllama-1.1b") return llama_preset(22, 2048, 32, 4, 64, 5632, 32000, false, 10000, 0, 2048);
   if (name == "llama3.2-1b") return llama_preset(16, 2048, 32, 8, 64, 8192, 128256, true, 500000, 32, 131072);
-  if (name == "llama3.2-3b")
-    return llama_preset(28, 3072, 24, 8, 128, 8192, 128256, true, 500000, 32, 131072);
-  if (name == "llama3.1-8b")
-    return llama_preset(32, 4096, 32, 8, 128, 14336, 128256, false, 500000, 8, 131072);
+  if (name == "llama3.2-3b") return llama_preset(28, 3072, 24, 8, 128, 8192, 128256, true, 500000, 32, 131072);
+  if (name == "llama3.1-8b") return llama_preset(32, 4096, 32, 8, 128, 14336, 128256, false, 500000, 8, 131072);
   std::string known;
   for (const std::string& preset : preset_names()) known += (known.empty() ? "" : ", ") + preset;
   fail(Exit::usage, "--config: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
@@ -225,8 +219,7 @@ std::vector<float> rope_inverse_frequencies(const RopeConfig& rope) {
 
   const float factor = static_cast<float>(rope.factor);
   const float original = static_cast<float>(rope.original_max_positions);
-  const float low = static_cast<float>(rope.low_freq_factor),
-              high = static_cast<float>(rope.high_freq_factor);
+  const float low = static_cast<float>(rope.low_freq_factor), high = static_cast<float>(rope.high_freq_factor);
   for (float& frequency : frequencies) {
     const float wavelength = 2 * std::numbers::pi_v<float> / frequency;
     if (wavelength < original / high) continue;  // turns often within the original context: kept
@@ -250,8 +243,7 @@ RopeTable rope_table(const RopeConfig& rope, std::int64_t positions) {
   std::size_t entry = 0;
   for (std::int64_t position = 0; position < positions; ++position) {
     for (const float frequency : frequencies) {
-      const float angle =
-          static_cast<float>(position) * frequency;  // rounded to fp32 as PyTorch's outer product is
+      const float angle = static_cast<float>(position) * frequency;  // rounded to fp32 as PyTorch's outer product is
       table.cos[entry] = static_cast<float>(std::cos(static_cast<double>(angle)));
       table.sin[entry] = static_cast<float>(std::sin(static_cast<double>(angle)));
       ++entry;

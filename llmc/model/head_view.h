@@ -24,19 +24,18 @@ struct HeadViewOf {
   }
   // A view to write through is a view to read through.
   template <typename U>
-    requires(std::is_same_v<U, const T> && !std::is_const_v<T>)
-  WEFT_VIEW_FUNCTION operator HeadViewOf<U>() const {
+  requires(std::is_same_v<U, const T> && !std::is_const_v<T>) WEFT_VIEW_FUNCTION operator HeadViewOf<U>() const {
     return {data, batch_stride, token_stride, head_stride};
   }
 };
 
 struct AttentionShape {
   std::int64_t B = 0;
-  std::int64_t TQ = 0;  // queries; they are the last TQ of the TK positions
-  std::int64_t TK = 0;  // keys and values, >= TQ
+  std::int64_t TQ = 0;                   // queries; they are the last TQ of the TK positions
+  std::int64_t TK = 0;                   // keys and values, >= TQ
   std::int64_t NH = 0, NKV = 0, HS = 0;  // query head h reads K/V head h / (NH / NKV)
-  bool causal = true;   // query t sees keys 0 .. TK - TQ + t
-  float scale = 0;      // 1 / sqrt(HS) in every model here
+  bool causal = true;                    // query t sees keys 0 .. TK - TQ + t
+  float scale = 0;                       // 1 / sqrt(HS) in every model here
 };
 
 }  // namespace weft

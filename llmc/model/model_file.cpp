@@ -11,13 +11,12 @@ namespace {
 void check_tensor(const TensorFile& file, const TensorSpec& spec) {
   const TensorInfo* tensor = file.find(spec.name);
   if (tensor == nullptr) {
-    fail(Exit::bad_file, "%s: tensor %s is missing. Convert the checkpoint again",
-         escaped(file.path()).c_str(), spec.name.c_str());
+    fail(Exit::bad_file, "%s: tensor %s is missing. Convert the checkpoint again", escaped(file.path()).c_str(),
+         spec.name.c_str());
   }
   if (tensor->shape != spec.shape) {
-    fail(Exit::bad_file, "%s: %s: got shape %s, expected %s by the configuration",
-         escaped(file.path()).c_str(), spec.name.c_str(), shape_text(tensor->shape).c_str(),
-         shape_text(spec.shape).c_str());
+    fail(Exit::bad_file, "%s: %s: got shape %s, expected %s by the configuration", escaped(file.path()).c_str(),
+         spec.name.c_str(), shape_text(tensor->shape).c_str(), shape_text(spec.shape).c_str());
   }
   if (tensor->dtype != DType::f32 && tensor->dtype != DType::f16 && tensor->dtype != DType::bf16) {
     fail(Exit::bad_file, "%s: %s: got dtype %s, expected f32, f16 or bf16", escaped(file.path()).c_str(),
@@ -40,8 +39,7 @@ void refuse_unknown_tensors(const TensorFile& file, const TensorTable& table) {
 ModelConfig read_config(const TensorFile& file, Family expected) {
   const std::string source = escaped(file.path()) + ": model";
   const auto model = file.config().find("model");
-  if (model == file.config().end())
-    fail(Exit::bad_file, "%s: missing from the configuration", source.c_str());
+  if (model == file.config().end()) fail(Exit::bad_file, "%s: missing from the configuration", source.c_str());
   ModelConfig config = config_from_json(*model, source);
   if (config.family != expected) {
     const char* program = config.family == Family::llama ? "train_llama" : "infer_pythia";
@@ -62,8 +60,8 @@ ModelFile ModelFile::open(const std::string& path, Family expected) {
   // A table of up to 1,024 layers is small, but a file with fewer tensors than layers is not worth building
   // it.
   if (file.tensors().size() < static_cast<std::size_t>(config.num_layers)) {
-    fail(Exit::bad_file, "%s: %zu tensors cannot hold %lld layers", escaped(path).c_str(),
-         file.tensors().size(), static_cast<long long>(config.num_layers));
+    fail(Exit::bad_file, "%s: %zu tensors cannot hold %lld layers", escaped(path).c_str(), file.tensors().size(),
+         static_cast<long long>(config.num_layers));
   }
   ModelFile model(std::move(file), std::move(config));
   for (const TensorSpec& spec : model.table_.specs()) check_tensor(model.file_, spec);
@@ -94,8 +92,8 @@ void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
   file_.read_f32(file_.at(spec.name), out);
   for (std::int64_t i = 0; i < spec.elements; ++i) {
     if (!std::isfinite(out[i])) {
-      fail(Exit::bad_file, "%s: %s: element %lld is not finite", escaped(file_.path()).c_str(),
-           spec.name.c_str(), static_cast<long long>(i));
+      fail(Exit::bad_file, "%s: %s: element %lld is not finite", escaped(file_.path()).c_str(), spec.name.c_str(),
+           static_cast<long long>(i));
     }
   }
 }

@@ -20,8 +20,7 @@ void TensorTable::begin_group() {
 void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay) {
   TensorSpec spec;
   std::uint64_t elements = 1;
-  for (const std::int64_t size : shape)
-    elements = checked_mul(elements, static_cast<std::uint64_t>(size), name);
+  for (const std::int64_t size : shape) elements = checked_mul(elements, static_cast<std::uint64_t>(size), name);
   spec.name = std::move(name);
   spec.shape = std::move(shape);
   spec.init = init;
@@ -68,8 +67,7 @@ void TensorTable::add_llama(const ModelConfig& config) {
 
 void TensorTable::add_gpt_neox(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
-  const auto add_linear = [&](const std::string& name, std::int64_t out, std::int64_t in, Init init,
-                              bool bias) {
+  const auto add_linear = [&](const std::string& name, std::int64_t out, std::int64_t in, Init init, bool bias) {
     begin_group();
     add(name + ".weight", {out, in}, init, true);
     begin_group();

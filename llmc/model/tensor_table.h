@@ -13,12 +13,7 @@
 
 namespace weft {
 
-enum class Init {
-  normal,
-  normal_residual,
-  ones,
-  zeros
-};  // normal: N(0, 0.02^2); _residual: 0.02 / sqrt(2 L)
+enum class Init { normal, normal_residual, ones, zeros };  // normal: N(0, 0.02^2); _residual: 0.02 / sqrt(2 L)
 
 // How a tensor may be split over GPUs. Replicated tensors are sharded by the optimizer only (ZeRO-1).
 enum class Shard { replicated };

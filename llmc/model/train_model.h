@@ -44,8 +44,7 @@ struct AdamWStep {
 
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {
-  double loss_sum =
-      0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
+  double loss_sum = 0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
   std::int64_t label_count = 0;  // how many labels were counted
   double gradient_norm = 0;      // 2-norm over all parameters; not finite if any gradient is not
 };

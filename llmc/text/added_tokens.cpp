@@ -12,8 +12,8 @@ namespace {
 
 utf8proc_int32_t first_code_point(std::string_view text) {
   utf8proc_int32_t code_point = -1;
-  utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
-                   static_cast<utf8proc_ssize_t>(text.size()), &code_point);
+  utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()), static_cast<utf8proc_ssize_t>(text.size()),
+                   &code_point);
   return code_point;
 }
 
@@ -26,8 +26,7 @@ std::size_t last_character_begin(std::string_view text) {
 // The property White_Space.
 bool is_space(utf8proc_int32_t c) {
   return (c >= 0x09 && c <= 0x0D) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
-         c == 0x3000;
+         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
 // \w of Unicode Technical Standard 18: Alphabetic, M, Nd, Pc, Join_Control. utf8proc has no Alphabetic:
@@ -101,9 +100,7 @@ const AddedToken* AddedTokenMatcher::longest_at(std::string_view text) const {
     if (low->content.size() == depth) longest = low++;  // the shortest sorts first
     if (depth == text.size()) break;
     const auto byte = static_cast<unsigned char>(text[depth]);
-    const auto at_depth = [depth](const AddedToken& token) {
-      return static_cast<unsigned char>(token.content[depth]);
-    };
+    const auto at_depth = [depth](const AddedToken& token) { return static_cast<unsigned char>(token.content[depth]); };
     low = std::partition_point(low, high, [&](const AddedToken& token) { return at_depth(token) < byte; });
     high = std::partition_point(low, high, [&](const AddedToken& token) { return at_depth(token) == byte; });
   }

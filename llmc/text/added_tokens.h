@@ -38,9 +38,8 @@ class AddedTokenMatcher {
  private:
   const AddedToken* longest_at(std::string_view text) const;
 
-  std::vector<AddedToken> tokens_;  // sorted by content
-  std::vector<std::uint32_t>
-      first_by_byte_;  // 257 places in tokens_: those that begin with byte b, up to b + 1's
+  std::vector<AddedToken> tokens_;            // sorted by content
+  std::vector<std::uint32_t> first_by_byte_;  // 257 places in tokens_: those that begin with byte b, up to b + 1's
 };
 
 }  // namespace weft

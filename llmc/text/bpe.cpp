@@ -14,8 +14,7 @@ constexpr std::uint32_t kNone = UINT32_MAX;
 constexpr std::uint64_t kEmpty = UINT64_MAX;
 
 std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
-  return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 |
-         static_cast<std::uint32_t>(right);
+  return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 | static_cast<std::uint32_t>(right);
 }
 
 // Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the high bits of key * 2^64 / golden
@@ -26,8 +25,7 @@ std::size_t slot_of(std::uint64_t key, int shift) {
 
 }  // namespace
 
-Bpe::Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges)
-    : byte_ids_(byte_ids) {
+Bpe::Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges) : byte_ids_(byte_ids) {
   const std::size_t slots = std::bit_ceil(2 * merges.size() + 2);
   shift_ = 64 - std::countr_zero(slots);
   entries_.assign(slots, Entry{kEmpty, 0, 0});

@@ -18,8 +18,7 @@ constexpr auto kCompose = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8P
 utf8proc_int32_t next_code_point(std::string_view text, std::size_t& position) {
   utf8proc_int32_t code_point = -1;
   const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data()) + position;
-  const auto taken =
-      utf8proc_iterate(bytes, static_cast<utf8proc_ssize_t>(text.size() - position), &code_point);
+  const auto taken = utf8proc_iterate(bytes, static_cast<utf8proc_ssize_t>(text.size() - position), &code_point);
   if (taken <= 0) fail(Exit::internal, "NFC: got text that is not UTF-8 at byte %zu", position);
   position += static_cast<std::size_t>(taken);
   return code_point;
@@ -37,8 +36,7 @@ void decompose(std::string_view segment, std::vector<utf8proc_int32_t>& out) {
   for (std::size_t position = 0; position < segment.size();) {
     utf8proc_int32_t parts[8];  // canonical decompositions are at most four code points long
     int boundary = 0;
-    const auto count =
-        utf8proc_decompose_char(next_code_point(segment, position), parts, 8, kCompose, &boundary);
+    const auto count = utf8proc_decompose_char(next_code_point(segment, position), parts, 8, kCompose, &boundary);
     if (count < 0 || count > 8) fail(Exit::internal, "NFC: %s", utf8proc_errmsg(count));
     out.insert(out.end(), parts, parts + count);
   }
@@ -64,8 +62,8 @@ class Composer {
   void append_normalized(std::string_view segment) {
     decompose(segment, code_points_);
     order_marks(code_points_);
-    const auto count = utf8proc_normalize_utf32(code_points_.data(),
-                                                static_cast<utf8proc_ssize_t>(code_points_.size()), kCompose);
+    const auto count =
+        utf8proc_normalize_utf32(code_points_.data(), static_cast<utf8proc_ssize_t>(code_points_.size()), kCompose);
     if (count < 0) fail(Exit::internal, "NFC: %s", utf8proc_errmsg(count));
     for (utf8proc_ssize_t i = 0; i < count; ++i) {
       utf8proc_uint8_t bytes[4];

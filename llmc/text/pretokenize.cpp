@@ -77,13 +77,11 @@ std::shared_ptr<const pcre2_real_code_8> compile(SplitRule rule, bool use_jit) {
   const std::string pattern = pcre2_pattern(rule);
   int error = 0;
   PCRE2_SIZE offset = 0;
-  std::shared_ptr<pcre2_real_code_8> code(
-      pcre2_compile_8(reinterpret_cast<PCRE2_SPTR8>(pattern.data()), pattern.size(), PCRE2_UTF | PCRE2_UCP,
-                      &error, &offset, nullptr),
-      pcre2_code_free_8);
+  std::shared_ptr<pcre2_real_code_8> code(pcre2_compile_8(reinterpret_cast<PCRE2_SPTR8>(pattern.data()), pattern.size(),
+                                                          PCRE2_UTF | PCRE2_UCP, &error, &offset, nullptr),
+                                          pcre2_code_free_8);
   if (!code) {
-    fail(Exit::internal, "tokenizer: PCRE2 refuses its pattern at byte %zu: %s", offset,
-         pcre2_message(error).c_str());
+    fail(Exit::internal, "tokenizer: PCRE2 refuses its pattern at byte %zu: %s", offset, pcre2_message(error).c_str());
   }
   // Without the compiler (not built in, or executable memory forbidden) the interpreter does the same, more
   // slowly.
@@ -132,12 +130,11 @@ PreTokenizer::PreTokenizer(const std::vector<PreTokenizerStep>& steps, bool use_
   }
 }
 
-std::optional<PreTokenizer::Span> PreTokenizer::next_match(const pcre2_real_code_8& pattern,
-                                                           std::string_view text, std::size_t from,
-                                                           Scratch& scratch) {
+std::optional<PreTokenizer::Span> PreTokenizer::next_match(const pcre2_real_code_8& pattern, std::string_view text,
+                                                           std::size_t from, Scratch& scratch) {
   const auto* subject = reinterpret_cast<PCRE2_SPTR8>(text.data());
-  const int found = pcre2_match_8(&pattern, subject, text.size(), from, PCRE2_NO_UTF_CHECK,
-                                  scratch.match_->data, scratch.match_->context);
+  const int found = pcre2_match_8(&pattern, subject, text.size(), from, PCRE2_NO_UTF_CHECK, scratch.match_->data,
+                                  scratch.match_->context);
   if (found == PCRE2_ERROR_NOMATCH) return std::nullopt;
   if (found < 0) {
     fail(Exit::resources, "tokenizer: matching stopped at byte %zu of %zu: %s", from, text.size(),

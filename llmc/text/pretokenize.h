@@ -71,8 +71,8 @@ class PreTokenizer {
   };
 
   // The first match at or after `from`; nothing if there is none.
-  static std::optional<Span> next_match(const pcre2_real_code_8& pattern, std::string_view text,
-                                        std::size_t from, Scratch& scratch);
+  static std::optional<Span> next_match(const pcre2_real_code_8& pattern, std::string_view text, std::size_t from,
+                                        Scratch& scratch);
 
   template <typename Sink>
   void split_from(std::size_t step, std::string_view text, Scratch& scratch, Sink& sink) const {

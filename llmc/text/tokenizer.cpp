@@ -71,8 +71,7 @@ class Encoder {
     const std::size_t begin = ids_.size();
     tokenizer_.bpe_.encode(piece, bpe_scratch_, ids_);
     if (cache_.size() >= kMaxCachedWords) return;
-    cache_.emplace(
-        key_, Cached{static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(ids_.size() - begin)});
+    cache_.emplace(key_, Cached{static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(ids_.size() - begin)});
   }
 
   const Tokenizer& tokenizer_;
@@ -147,8 +146,7 @@ bool Tokenizer::is_special(std::int32_t id) const {
 std::string StreamingDecoder::push(std::int32_t id) {
   waiting_ += tokenizer_.token_bytes(id);
   const std::size_t incomplete = utf8_incomplete_suffix(waiting_);
-  const std::string certain =
-      utf8_replace_invalid(std::string_view(waiting_).substr(0, waiting_.size() - incomplete));
+  const std::string certain = utf8_replace_invalid(std::string_view(waiting_).substr(0, waiting_.size() - incomplete));
   waiting_.erase(0, waiting_.size() - incomplete);
   return certain;
 }

@@ -44,18 +44,16 @@ class Tokenizer {
 
   // The ids of `text`; with `add_bos` after what the post-processor puts in front (nothing for NeoX). A word
   // of more than 256 MiB, or a limit of PCRE2: Exit::resources.
-  std::vector<std::int32_t> encode(std::string_view text, bool add_bos,
-                                   Special special = Special::text) const;
+  std::vector<std::int32_t> encode(std::string_view text, bool add_bos, Special special = Special::text) const;
 
   // The bytes of the tokens, one after the other: possibly not UTF-8. An id out of range: Exit::usage.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = false) const;
 
-  std::string_view token_bytes(std::int32_t id) const;  // of one token; out of range: Exit::usage
-  std::int64_t vocab_size() const;                      // ids go from 0 to vocab_size() - 1, without holes
-  std::optional<std::int32_t> id_of(
-      std::string_view token) const;  // by the file's spelling: "<|endoftext|>", "Ġthe"
-  std::optional<std::int32_t> bos_id() const { return bos_; }  // what add_bos puts in front
-  bool is_special(std::int32_t id) const;                      // an added token marked special
+  std::string_view token_bytes(std::int32_t id) const;              // of one token; out of range: Exit::usage
+  std::int64_t vocab_size() const;                                  // ids go from 0 to vocab_size() - 1, without holes
+  std::optional<std::int32_t> id_of(std::string_view token) const;  // by the file's spelling: "<|endoftext|>", "Ġthe"
+  std::optional<std::int32_t> bos_id() const { return bos_; }       // what add_bos puts in front
+  bool is_special(std::int32_t id) const;                           // an added token marked special
 
  private:
   friend class Encoder;
@@ -80,9 +78,8 @@ class Tokenizer {
 class StreamingDecoder {
  public:
   explicit StreamingDecoder(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
-  std::string push(
-      std::int32_t id);  // the text that became certain with this token; out of range: Exit::usage
-  std::string finish();  // what still waited, as U+FFFD; afterwards the decoder is as new
+  std::string push(std::int32_t id);  // the text that became certain with this token; out of range: Exit::usage
+  std::string finish();               // what still waited, as U+FFFD; afterwards the decoder is as new
 
  private:
   const Tokenizer& tokenizer_;

@@ -143,8 +143,7 @@ void Reader::place(const std::string& content, std::int32_t id, const Node& wher
   const auto index = static_cast<std::size_t>(id);
   if (content.empty()) where.problem("got an empty token");
   if (content.size() > kMaxTokenBytes) {
-    where.problem(
-        format("got a token of %zu bytes, at most %zu are accepted", content.size(), kMaxTokenBytes));
+    where.problem(format("got a token of %zu bytes, at most %zu are accepted", content.size(), kMaxTokenBytes));
   }
   if (index >= taken_.size()) {
     taken_.resize(index + 1, false);
@@ -183,20 +182,17 @@ std::pair<std::string, std::string> Reader::merge_parts(const Node& merge) const
   if (merge.json().is_string()) {
     const std::string& text = merge.text();
     const std::size_t space = text.find(' ');
-    if (space == std::string::npos || text.find(' ', space + 1) != std::string::npos)
-      merge.refuse("\"left right\"");
+    if (space == std::string::npos || text.find(' ', space + 1) != std::string::npos) merge.refuse("\"left right\"");
     return {text.substr(0, space), text.substr(space + 1)};
   }
-  if (!merge.json().is_array() || merge.list_size() != 2)
-    merge.refuse("\"left right\" or [\"left\", \"right\"]");
+  if (!merge.json().is_array() || merge.list_size() != 2) merge.refuse("\"left right\" or [\"left\", \"right\"]");
   return {merge[0].text(), merge[1].text()};
 }
 
 BpeMerge Reader::merge_of(const Node& merge) const {
   const auto id_of = [&](const std::string& token) {
     const auto found = ids_.find(token);
-    if (found == ids_.end())
-      merge.problem(format("token %s is not in the vocabulary", escaped(token).c_str()));
+    if (found == ids_.end()) merge.problem(format("token %s is not in the vocabulary", escaped(token).c_str()));
     return found->second;
   };
   const auto [left, right] = merge_parts(merge);
@@ -250,8 +246,7 @@ void Reader::read_added_tokens() {
     }
     spec_.added.push_back(token);
   }
-  std::stable_partition(spec_.added.begin(), spec_.added.end(),
-                        [](const AddedToken& token) { return token.special; });
+  std::stable_partition(spec_.added.begin(), spec_.added.end(), [](const AddedToken& token) { return token.special; });
 }
 
 void Reader::check_ids() const {
@@ -273,8 +268,8 @@ void Reader::read_bytes() {
     // NeoX has no tokens for the bytes that UTF-8 never uses; encode() sees only UTF-8.
     const bool in_utf8 = byte < 0xC0 || (byte > 0xC1 && byte < 0xF5);
     if (found == ids_.end() && in_utf8) {
-      root_["model"]["vocab"].problem(format("no token for the byte 0x%02X (%s)", static_cast<unsigned>(byte),
-                                             escaped(character).c_str()));
+      root_["model"]["vocab"].problem(
+          format("no token for the byte 0x%02X (%s)", static_cast<unsigned>(byte), escaped(character).c_str()));
     }
     spec_.byte_ids[byte] = found == ids_.end() ? -1 : found->second;
   }
@@ -319,14 +314,12 @@ void Reader::read_pre_tokenizer(const Node& node) {
     for (std::size_t i = 0; i < list.list_size(); ++i) read_pre_tokenizer(list[i]);
   } else if (type == "ByteLevel") {
     const bool use_regex = node["use_regex"].flag(true);
-    spec_.steps.push_back(
-        {use_regex ? SplitRule::gpt2 : SplitRule::none, node["add_prefix_space"].flag(true)});
+    spec_.steps.push_back({use_regex ? SplitRule::gpt2 : SplitRule::none, node["add_prefix_space"].flag(true)});
     byte_level_seen_ = true;
   } else if (type == "Split") {
     read_split(node);
   } else if (type == "Digits") {
-    spec_.steps.push_back(
-        {node["individual_digits"].flag(false) ? SplitRule::digit : SplitRule::digit_run, false});
+    spec_.steps.push_back({node["individual_digits"].flag(false) ? SplitRule::digit : SplitRule::digit_run, false});
   } else {
     node["type"].refuse("\"ByteLevel\", \"Split\", \"Digits\" or \"Sequence\"");
   }
@@ -366,8 +359,7 @@ void Reader::read_template(const Node& node) {
 
 TokenizerSpec parse_tokenizer_json(std::string_view text, const std::string& source) {
   const Json document = parse_json(text, source);
-  if (!document.is_object())
-    fail(Exit::bad_file, "%s: got no JSON object, expected a tokenizer", source.c_str());
+  if (!document.is_object()) fail(Exit::bad_file, "%s: got no JSON object, expected a tokenizer", source.c_str());
   return Reader(document, source).read();
 }
 

@@ -18,9 +18,8 @@ namespace weft {
 struct TokenizerSpec {
   std::vector<std::string> contents;  // by id, as the file writes them; no holes
   std::vector<std::string> bytes;     // by id: what the token stands for
-  std::vector<std::int32_t>
-      words;  // ids that a whole piece may become: the model's vocabulary in the byte alphabet
-  std::vector<BpeMerge> merges;              // by rank
+  std::vector<std::int32_t> words;    // ids that a whole piece may become: the model's vocabulary in the byte alphabet
+  std::vector<BpeMerge> merges;       // by rank
   std::array<std::int32_t, 256> byte_ids{};  // -1: none, for a byte that UTF-8 never uses
   bool ignore_merges = false;                // a piece that is a word is one token, whatever the merges say
   std::vector<AddedToken> added;             // special ones first, else in the file's order

@@ -41,8 +41,7 @@ std::optional<double> read_optional(const Json& object, const char* key, const s
 
 const Json& json_object(const Json& object, const char* key, const std::string& source) {
   const auto found = object.find(key);
-  if (found == object.end() || !found->is_object())
-    fail(Exit::bad_file, "%s: %s: missing", source.c_str(), key);
+  if (found == object.end() || !found->is_object()) fail(Exit::bad_file, "%s: %s: missing", source.c_str(), key);
   return *found;
 }
 
@@ -78,9 +77,8 @@ void write_tensor_of(TrainModel& model, TensorRole role, const TensorSpec& spec,
 }
 
 Json write_model(const std::string& path, const RunIdentity& run, TrainModel& model) {
-  TensorFileWriter writer(
-      path, FileKind::model,
-      {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
+  TensorFileWriter writer(path, FileKind::model,
+                          {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
   for (const TensorSpec& spec : model.table().specs()) writer.declare(spec.name, DType::f32, spec.shape);
   if (!run.tokenizer.empty()) {
     writer.declare(kTokenizerTensor, DType::u8, {static_cast<std::int64_t>(run.tokenizer.size())});
@@ -94,13 +92,11 @@ Json write_model(const std::string& path, const RunIdentity& run, TrainModel& mo
   return describe_file(path, writer.tensors());
 }
 
-Json write_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
-                          TrainModel& model) {
+Json write_training_state(const std::string& path, const RunIdentity& run, const TrainState& state, TrainModel& model) {
   const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
                          {"device", run.device},     {"version", run.version}, {"world_size", 1}};
-  TensorFileWriter writer(
-      path, FileKind::training_state,
-      {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
+  TensorFileWriter writer(path, FileKind::training_state,
+                          {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
   constexpr TensorRole kRoles[] = {TensorRole::moment1, TensorRole::moment2};
   for (const TensorRole role : kRoles) {
     for (const TensorSpec& spec : model.table().specs()) {
@@ -130,22 +126,20 @@ void check_against_manifest(const Json& entry, const TensorFile& file, const std
   }
   const auto tensors = entry.find("tensors");
   if (tensors == entry.end() || !tensors->is_array() || tensors->size() != file.tensors().size()) {
-    fail(Exit::bad_file, "%s: tensors: expected the %zu of %s", source.c_str(), file.tensors().size(),
-         name.c_str());
+    fail(Exit::bad_file, "%s: tensors: expected the %zu of %s", source.c_str(), file.tensors().size(), name.c_str());
   }
   for (std::size_t i = 0; i < tensors->size(); ++i) {
     const TensorInfo& tensor = file.tensors()[i];
     const Json expected = {{"name", tensor.name}, {"bytes", tensor.bytes}, {"xxh3", hash_text(tensor.hash)}};
     if ((*tensors)[i] != expected) {
-      fail(Exit::bad_file, "%s: %s is not the tensor that the manifest describes",
-           escaped(file.path()).c_str(), escaped(tensor.name).c_str());
+      fail(Exit::bad_file, "%s: %s is not the tensor that the manifest describes", escaped(file.path()).c_str(),
+           escaped(tensor.name).c_str());
     }
   }
 }
 
 // Reading verifies the hash; a NaN that was saved with a correct hash is no state to go on from either.
-void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec,
-                  std::vector<float>& values) {
+void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec, std::vector<float>& values) {
   const TensorInfo& tensor = file.at(name);
   if (tensor.shape != spec.shape) {
     fail(Exit::bad_file, "%s: %s: got shape %s, expected %s", escaped(file.path()).c_str(), name.c_str(),
@@ -155,8 +149,7 @@ void check_values(const TensorFile& file, const std::string& name, const TensorS
   file.read_f32(tensor, values.data());
   for (std::size_t i = 0; i < values.size(); ++i) {
     if (!std::isfinite(values[i])) {
-      fail(Exit::bad_file, "%s: %s: element %zu is not finite", escaped(file.path()).c_str(), name.c_str(),
-           i);
+      fail(Exit::bad_file, "%s: %s: element %zu is not finite", escaped(file.path()).c_str(), name.c_str(), i);
     }
   }
 }
@@ -164,8 +157,8 @@ void check_values(const TensorFile& file, const std::string& name, const TensorS
 void require_same_data(const Json& saved, const Json& now, const std::string& source) {
   if (saved == now) return;
   if (!saved.is_array() || saved.size() != now.size()) {
-    fail(Exit::bad_file, "--train: %zu shards, but %s was made with %zu. Resuming needs the same data",
-         now.size(), source.c_str(), saved.size());
+    fail(Exit::bad_file, "--train: %zu shards, but %s was made with %zu. Resuming needs the same data", now.size(),
+         source.c_str(), saved.size());
   }
   for (std::size_t i = 0; i < now.size(); ++i) {
     if (saved[i] == now[i]) continue;
@@ -270,14 +263,14 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
   const std::string source = escaped(parent_directory(training_.path()));
   const Json saved_model = config_to_json(model()), model_now = config_to_json(run.model);
   if (const std::string key = first_difference(saved_model, model_now); !key.empty()) {
-    fail(Exit::usage, "--config or --model: %s is %s, but %s has %s", key.c_str(),
-         value_text(model_now, key).c_str(), source.c_str(), value_text(saved_model, key).c_str());
+    fail(Exit::usage, "--config or --model: %s is %s, but %s has %s", key.c_str(), value_text(model_now, key).c_str(),
+         source.c_str(), value_text(saved_model, key).c_str());
   }
   const Json& saved = json_object(run_, "settings", source);
   if (const std::string key = first_difference(saved, run.settings); !key.empty()) {
     fail(Exit::usage, "--%s: got %s, but %s was made with %s. Give the same value, or start in another --out",
-         run.settings.contains(key) ? key.c_str() : escaped(key).c_str(),
-         value_text(run.settings, key).c_str(), source.c_str(), value_text(saved, key).c_str());
+         run.settings.contains(key) ? key.c_str() : escaped(key).c_str(), value_text(run.settings, key).c_str(),
+         source.c_str(), value_text(saved, key).c_str());
   }
   const std::int64_t saved_steps = json_int(run_, "steps", 1, kMaxCount, source);
   if (state_.step > saved_steps) {
@@ -285,8 +278,7 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
          static_cast<long long>(state_.step), static_cast<long long>(saved_steps));
   }
   if (run.steps < saved_steps) {
-    fail(Exit::usage,
-         "--steps: got %lld, but %s belongs to a run of %lld. Steps can be added, not taken away",
+    fail(Exit::usage, "--steps: got %lld, but %s belongs to a run of %lld. Steps can be added, not taken away",
          static_cast<long long>(run.steps), source.c_str(), static_cast<long long>(saved_steps));
   }
   if (run.steps > saved_steps) {
@@ -296,8 +288,8 @@ void Checkpoint::require_same_run(const RunIdentity& run) const {
   require_same_data(run_.value("data", Json()), run.data, source);
   const std::string saved_device = json_string(run_, "device", source);
   if (saved_device != run.device) {
-    log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding",
-                source.c_str(), escaped(saved_device).c_str(), run.device.c_str());
+    log_warning("%s was computed on %s, this run goes on with %s: the numbers will differ in rounding", source.c_str(),
+                escaped(saved_device).c_str(), run.device.c_str());
   }
 }
 
@@ -328,8 +320,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_whole(ResumeMode mode) const 
   for (const RunDirectory::Entry& entry : entries) {
     const std::string path = directory_.file(entry.name);
     try {
-      if (!entry.problem.empty())
-        fail(Exit::bad_file, "%s: %s", escaped(path).c_str(), entry.problem.c_str());
+      if (!entry.problem.empty()) fail(Exit::bad_file, "%s: %s", escaped(path).c_str(), entry.problem.c_str());
       return Checkpoint::open(path, entry.step);
     } catch (const Error& error) {
       if (error.code() != Exit::bad_file) throw;
@@ -341,8 +332,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_whole(ResumeMode mode) const 
   }
   const std::string where = escaped(directory_.path());
   if (!entries.empty()) {
-    fail(Exit::bad_file,
-         "%s: none of its %zu checkpoints is whole. Repair or remove them, or choose another --out",
+    fail(Exit::bad_file, "%s: none of its %zu checkpoints is whole. Repair or remove them, or choose another --out",
          where.c_str(), entries.size());
   }
   if (mode == ResumeMode::must) fail(Exit::bad_file, "--resume must: %s holds no checkpoint", where.c_str());
@@ -351,8 +341,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_whole(ResumeMode mode) const 
 
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
   if (mode == ResumeMode::never && !directory_.empty()) {
-    fail(Exit::usage, "--resume never: %s is not empty. Choose another --out",
-         escaped(directory_.path()).c_str());
+    fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_whole(mode);
   if (!checkpoint) return std::nullopt;

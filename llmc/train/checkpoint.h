@@ -62,8 +62,7 @@ class Checkpoint {
   void load(TrainModel& model) const;
 
  private:
-  Checkpoint(ModelFile model, TensorFile training)
-      : model_(std::move(model)), training_(std::move(training)) {}
+  Checkpoint(ModelFile model, TensorFile training) : model_(std::move(model)), training_(std::move(training)) {}
   void read_state(const Json& manifest, std::int64_t step);
   void check_tensors() const;
 

@@ -10,8 +10,7 @@ namespace weft {
 
 namespace {
 
-constexpr std::size_t kReadyBatches =
-    4;  // bound of the queue: enough to hide a slow read, small enough to forget
+constexpr std::size_t kReadyBatches = 4;  // bound of the queue: enough to hide a slow read, small enough to forget
 constexpr std::uint64_t kShardHeaderBytes = 256;
 
 void require_same_tokenizer(const TokenShard& first, const TokenShard& shard) {
@@ -22,8 +21,8 @@ void require_same_tokenizer(const TokenShard& first, const TokenShard& shard) {
 
 std::string header_hash(const TokenShard& shard) {
   const MappedFile file(shard.path());
-  return format("%016llx", static_cast<unsigned long long>(
-                               xxh3_64(file.data(), std::min(file.size(), kShardHeaderBytes))));
+  return format("%016llx",
+                static_cast<unsigned long long>(xxh3_64(file.data(), std::min(file.size(), kShardHeaderBytes))));
 }
 
 }  // namespace
@@ -32,9 +31,8 @@ TokenDataset::TokenDataset(const std::string& pattern, std::int64_t seq_len) : s
   for (const std::string& path : expand_glob(pattern)) {
     TokenShard shard = TokenShard::open(path);
     if (shard.count() < seq_len + 1) {
-      fail(Exit::bad_file, "%s: %lld tokens, at least %lld are needed for --seq-len %lld",
-           escaped(path).c_str(), static_cast<long long>(shard.count()), static_cast<long long>(seq_len + 1),
-           static_cast<long long>(seq_len));
+      fail(Exit::bad_file, "%s: %lld tokens, at least %lld are needed for --seq-len %lld", escaped(path).c_str(),
+           static_cast<long long>(shard.count()), static_cast<long long>(seq_len + 1), static_cast<long long>(seq_len));
     }
     if (!shards_.empty()) require_same_tokenizer(shards_.front(), shard);
     first_window_.push_back(windows_);
@@ -76,8 +74,7 @@ Json TokenDataset::fingerprint() const {
   return list;
 }
 
-DataLoader::DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed,
-                       std::uint64_t position)
+DataLoader::DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed, std::uint64_t position)
     : data_(data),
       micro_batch_(micro_batch),
       order_(data.windows(), seed),

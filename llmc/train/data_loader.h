@@ -37,8 +37,7 @@ class TokenDataset {
   std::string directory() const;  // where the first shard lies
 
   // tokens and labels of one window, each [T]. Exit::bad_file if the shard was replaced since it was opened.
-  void read_window(std::uint64_t window, std::span<std::int32_t> tokens,
-                   std::span<std::int32_t> labels) const;
+  void read_window(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels) const;
   void verify() const;  // every shard's data hash and every id
 
   // [{"name", "tokens", "xxh3"}, ...]: what a checkpoint records of the data. The hash is that of the shard's

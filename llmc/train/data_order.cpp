@@ -14,8 +14,7 @@ namespace {
 // and eight still cost less than reading one token of the window.
 constexpr std::uint64_t kRounds = 8;
 
-std::uint64_t round_function(std::uint64_t half, std::uint64_t round, std::uint64_t epoch,
-                             std::uint64_t seed) {
+std::uint64_t round_function(std::uint64_t half, std::uint64_t round, std::uint64_t epoch, std::uint64_t seed) {
   // One Philox key per epoch: mixing the epoch into the seed leaves both counter words for the round's input.
   const PhiloxWords key = philox(seed, epoch, static_cast<std::uint64_t>(RandomStream::data_order));
   const std::uint64_t epoch_seed = static_cast<std::uint64_t>(key.word[1]) << 32 | key.word[0];
@@ -26,9 +25,7 @@ std::uint64_t round_function(std::uint64_t half, std::uint64_t round, std::uint6
 }  // namespace
 
 DataOrder::DataOrder(std::uint64_t count, std::uint64_t seed)
-    : count_(count),
-      seed_(seed),
-      half_bits_(std::max(1, (static_cast<int>(std::bit_width(count - 1)) + 1) / 2)) {
+    : count_(count), seed_(seed), half_bits_(std::max(1, (static_cast<int>(std::bit_width(count - 1)) + 1) / 2)) {
   if (count == 0) fail(Exit::internal, "a data order needs at least one window");
 }
 

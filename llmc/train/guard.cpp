@@ -29,8 +29,7 @@ std::string first_bad_gradient(TrainModel& model) {
   for (const TensorSpec& spec : model.table().specs()) {
     values.resize(static_cast<std::size_t>(spec.elements));
     model.read_tensor(TensorRole::gradient, spec, values.data());
-    const auto bad =
-        std::find_if(values.begin(), values.end(), [](float value) { return !std::isfinite(value); });
+    const auto bad = std::find_if(values.begin(), values.end(), [](float value) { return !std::isfinite(value); });
     if (bad != values.end()) {
       return format("%s[%lld]", spec.name.c_str(), static_cast<long long>(bad - values.begin()));
     }

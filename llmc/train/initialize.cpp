@@ -52,8 +52,7 @@ void initial_values(const TensorSpec& spec, std::uint64_t tensor, std::int64_t n
       fill_normal(values, kStandardDeviation, tensor, seed);
       break;
     case Init::normal_residual:
-      fill_normal(values, kStandardDeviation / std::sqrt(2.0 * static_cast<double>(num_layers)), tensor,
-                  seed);
+      fill_normal(values, kStandardDeviation / std::sqrt(2.0 * static_cast<double>(num_layers)), tensor, seed);
       break;
   }
 }

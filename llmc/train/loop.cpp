@@ -44,8 +44,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
   for (std::uint64_t i = 0; i < count; ++i) {
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
-      const bool exists =
-          row < data.windows();  // fewer windows than one micro-batch: the other rows do not count
+      const bool exists = row < data.windows();  // fewer windows than one micro-batch: the other rows do not count
       const std::uint64_t window = exists ? row * data.windows() / std::min(count * B, data.windows()) : 0;
       const auto row_labels = std::span(batch.labels).subspan(b * T, T);
       data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
@@ -126,12 +125,11 @@ StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatc
 
 // Called when loss or norm is not finite. True: the step was computed again and may be applied. False: it is
 // skipped.
-bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batches,
-                        StepStatistics& statistics) {
+bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics) {
   const std::string bad = first_bad_gradient(parts_.model);
   const double loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
-  const std::string what = format("step %lld: loss %g, gradient norm %g, first bad gradient %s", wide(step),
-                                  loss, statistics.gradient_norm, bad.empty() ? "none" : bad.c_str());
+  const std::string what = format("step %lld: loss %g, gradient norm %g, first bad gradient %s", wide(step), loss,
+                                  statistics.gradient_norm, bad.empty() ? "none" : bad.c_str());
   parts_.log.write({{"type", "non_finite"},
                     {"step", step},
                     {"loss", loss},
@@ -146,8 +144,7 @@ bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batche
       statistics = compute(step, batches);
       if (is_finite(statistics)) {
         ++state_.transient;
-        log_warning("%s: transient, the same step computed again is finite. Suspect the hardware",
-                    what.c_str());
+        log_warning("%s: transient, the same step computed again is finite. Suspect the hardware", what.c_str());
         return true;
       }
       [[fallthrough]];
@@ -173,8 +170,8 @@ void TrainLoop::apply(const Step& step) {
   state_.loss = step.loss;
   const std::optional<double> deviations = state_.spikes.observe(step.gradient_norm);
   if (deviations && *deviations > kSpikeDeviations) {
-    log_warning("step %lld: the gradient norm %.3g is %.0f standard deviations above its mean",
-                wide(step.number), step.gradient_norm, *deviations);
+    log_warning("step %lld: the gradient norm %.3g is %.0f standard deviations above its mean", wide(step.number),
+                step.gradient_norm, *deviations);
   }
 }
 
@@ -194,8 +191,7 @@ void TrainLoop::after_step(Step& step) {
     if (step.val_loss) state_.val_loss = step.val_loss;
   }
   report(step);
-  if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0)
-    write_sample();
+  if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
   const bool last = state_.step == settings.steps;
   if (!last && (take_save_request() || (settings.save_every > 0 && due(settings.save_every)))) save(false);
 }
@@ -217,15 +213,14 @@ void TrainLoop::report(const Step& step) {
 
   mean_step_seconds_ += (step.seconds - mean_step_seconds_) * (step.number == first_step_ ? 1.0 : 0.1);
   const double left = static_cast<double>(settings.steps - step.number) * mean_step_seconds_;
-  const std::string line =
-      format("step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number),
-             wide(settings.steps), step.loss, step.learning_rate, step.gradient_norm, tokens_per_s,
-             human_seconds(left).c_str(), step.val_loss ? format("  val %.4f", *step.val_loss).c_str() : "",
-             step.skipped ? "  skipped" : "");
+  const std::string line = format(
+      "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number), wide(settings.steps),
+      step.loss, step.learning_rate, step.gradient_norm, tokens_per_s, human_seconds(left).c_str(),
+      step.val_loss ? format("  val %.4f", *step.val_loss).c_str() : "", step.skipped ? "  skipped" : "");
   // All steps of a short run, about sixty lines of a long one, and a sign of life every quarter of a minute.
   const std::int64_t interval = std::max<std::int64_t>(1, settings.steps / 60);
-  const bool print = step.val_loss || step.skipped || step.number == first_step_ || due(interval) ||
-                     seconds_since(last_line_) > 15;
+  const bool print =
+      step.val_loss || step.skipped || step.number == first_step_ || due(interval) || seconds_since(last_line_) > 15;
   if (!print) return progress_.show(line);
   log_info("%s", line.c_str());
   last_line_ = Clock::now();
@@ -265,12 +260,9 @@ Exit TrainLoop::finish() {
     log_info("stopped by %s after step %lld: the same command goes on from there",
              signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
   }
-  const auto loss_text = [](const std::optional<double>& loss) {
-    return loss ? format("%.4f", *loss) : "none";
-  };
+  const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
   write_stdout(format("step %lld  train loss %s  val loss %s  checkpoint %s\n", wide(state_.step),
-                      loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(),
-                      escaped(path, 4096).c_str()));
+                      loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(), escaped(path, 4096).c_str()));
   if (signal == 0) return Exit::ok;
   return signal == SIGINT ? Exit::interrupted : Exit::terminated;
 }

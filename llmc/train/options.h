@@ -65,7 +65,6 @@ struct TrainSettings {
 
 // Empty: --help or --version was printed. What no single value can show (missing or conflicting options, a
 // batch that does not divide) is checked here too: Exit::usage.
-std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv,
-                                                 const std::string& version);
+std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version);
 
 }  // namespace weft

@@ -44,10 +44,10 @@ std::vector<std::string> settings_table(const TrainSettings& settings) {
 std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& inputs) {
   const double all_tokens = static_cast<double>(s.steps) * static_cast<double>(s.batch_tokens);
   std::vector<std::string> lines;
-  lines.push_back(
-      format("  a step: %lld tokens = %lld x %lld, accumulated %lld times; the run: %.2f M tokens",
-             static_cast<long long>(s.batch_tokens), static_cast<long long>(s.micro_batch),
-             static_cast<long long>(s.seq_len), static_cast<long long>(s.accumulation()), all_tokens / 1e6));
+  lines.push_back(format("  a step: %lld tokens = %lld x %lld, accumulated %lld times; the run: %.2f M tokens",
+                         static_cast<long long>(s.batch_tokens), static_cast<long long>(s.micro_batch),
+                         static_cast<long long>(s.seq_len), static_cast<long long>(s.accumulation()),
+                         all_tokens / 1e6));
   if (!inputs.train) return lines;
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
   lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch));
@@ -83,8 +83,8 @@ Json config_record(const TrainSettings& settings, const ModelConfig& model) {
   return {{"settings", options}, {"model", config_to_json(model)}};
 }
 
-Json header_record(const TrainSettings& settings, const TrainInputs& inputs,
-                   const std::vector<MemoryLine>& memory, const std::string& version) {
+Json header_record(const TrainSettings& settings, const TrainInputs& inputs, const std::vector<MemoryLine>& memory,
+                   const std::string& version) {
   Json record = config_record(settings, inputs.config);
   record["type"] = "header";
   record["version"] = version;

@@ -21,7 +21,7 @@ Json config_record(const TrainSettings& settings, const ModelConfig& model);
 
 // The header of log.jsonl and the content of config.json: config_record() and version, device, data, memory
 // and host.
-Json header_record(const TrainSettings& settings, const TrainInputs& inputs,
-                   const std::vector<MemoryLine>& memory, const std::string& version);
+Json header_record(const TrainSettings& settings, const TrainInputs& inputs, const std::vector<MemoryLine>& memory,
+                   const std::string& version);
 
 }  // namespace weft

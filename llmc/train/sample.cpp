@@ -10,15 +10,14 @@
 
 namespace weft {
 
-SampleWriter::SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json,
-                           TrainModel& model)
+SampleWriter::SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json, TrainModel& model)
     : settings_(settings), tokenizer_(Tokenizer::from_json(tokenizer_json, "tokenizer.json")) {
   prompt_ = start_ids(tokenizer_.encode(settings.sample_prompt, true), model.config());
   const auto wanted = static_cast<std::int64_t>(prompt_.size()) + settings.sample_tokens;
   const std::int64_t capacity = std::min(wanted, model.config().max_positions);
   if (static_cast<std::int64_t>(prompt_.size()) >= capacity) {
-    fail(Exit::usage, "--sample-prompt: %zu tokens leave no place in the model's %lld positions",
-         prompt_.size(), static_cast<long long>(model.config().max_positions));
+    fail(Exit::usage, "--sample-prompt: %zu tokens leave no place in the model's %lld positions", prompt_.size(),
+         static_cast<long long>(model.config().max_positions));
   }
   decoder_ = model.decoder(capacity);
 }
@@ -32,9 +31,8 @@ std::string SampleWriter::write(std::int64_t step) {
   options.sampler.vocab_limit = std::min(tokenizer_.vocab_size(), decoder_->config().vocab_size);
   options.stop_ids = decoder_->config().eos_ids;
   // Another seed for each step, or every sample would make the same choices.
-  const PhiloxWords words =
-      philox(static_cast<std::uint64_t>(settings_.seed), static_cast<std::uint64_t>(step),
-             static_cast<std::uint64_t>(RandomStream::sampling));
+  const PhiloxWords words = philox(static_cast<std::uint64_t>(settings_.seed), static_cast<std::uint64_t>(step),
+                                   static_cast<std::uint64_t>(RandomStream::sampling));
   options.sampler.seed = static_cast<std::uint64_t>(words.word[1]) << 32 | words.word[0];
   GenerateHooks hooks;
   hooks.interrupted = [] { return stop_signal() != 0; };

@@ -51,12 +51,8 @@ struct Naive {
 
 Naive naive_attention(const AttentionShape& s, const Doubles& q, const Doubles& k, const Doubles& v) {
   Naive result{Doubles(q.size()), Doubles(s.B * s.NH * s.TQ)};
-  const auto query = [&](std::int64_t b, std::int64_t t, std::int64_t h) {
-    return ((b * s.TQ + t) * s.NH + h) * s.HS;
-  };
-  const auto key = [&](std::int64_t b, std::int64_t t, std::int64_t h) {
-    return ((b * s.TK + t) * s.NKV + h) * s.HS;
-  };
+  const auto query = [&](std::int64_t b, std::int64_t t, std::int64_t h) { return ((b * s.TQ + t) * s.NH + h) * s.HS; };
+  const auto key = [&](std::int64_t b, std::int64_t t, std::int64_t h) { return ((b * s.TK + t) * s.NKV + h) * s.HS; };
   for (std::int64_t b = 0; b < s.B; ++b) {
     for (std::int64_t h = 0; h < s.NH; ++h) {
       const std::int64_t kv = h * s.NKV / s.NH;  // consecutive query heads share one
@@ -73,8 +69,7 @@ Naive naive_attention(const AttentionShape& s, const Doubles& q, const Doubles& 
         result.lse[(b * s.NH + h) * s.TQ + t] = std::log(sum);
         for (std::size_t j = 0; j < weights.size(); ++j) {
           for (std::int64_t d = 0; d < s.HS; ++d) {
-            result.out[query(b, t, h) + d] +=
-                weights[j] / sum * v[key(b, static_cast<std::int64_t>(j), kv) + d];
+            result.out[query(b, t, h) + d] += weights[j] / sum * v[key(b, static_cast<std::int64_t>(j), kv) + d];
           }
         }
       }
@@ -191,9 +186,8 @@ TEST(Attention, ReadsAndWritesThroughStrides) {
     const HeadView out_view = contiguous(out.data(), s.TQ, s.NH, s.HS);
     attention_forward(s, out_view, lse.data(), view(qkv, 0), view(qkv, 1), view(qkv, 2));
     EXPECT_EQ(out, expected.out);
-    attention_backward(s, view(dqkv, 0), view(dqkv, 1), view(dqkv, 2),
-                       contiguous(in.dout.data(), s.TQ, s.NH, s.HS), out_view, lse.data(), view(qkv, 0),
-                       view(qkv, 1), view(qkv, 2));
+    attention_backward(s, view(dqkv, 0), view(dqkv, 1), view(dqkv, 2), contiguous(in.dout.data(), s.TQ, s.NH, s.HS),
+                       out_view, lse.data(), view(qkv, 0), view(qkv, 1), view(qkv, 2));
     Floats got(N * width);
     for (const auto& [which, gradient] : {std::pair{0, &expected.dq}, {1, &expected.dk}, {2, &expected.dv}}) {
       copy(dqkv, {}, which, true, &got);
@@ -207,9 +201,8 @@ TEST(Attention, LogSumExpIsOptional) {
     const AttentionShape s{1, TQ, 40, 2, 1, 8, true, 0.3f};
     const Inputs in = random_inputs(s);
     Floats out(in.q.size());
-    attention_forward(s, contiguous(out.data(), s.TQ, s.NH, s.HS), nullptr,
-                      contiguous(in.q.data(), s.TQ, s.NH, s.HS), contiguous(in.k.data(), s.TK, s.NKV, s.HS),
-                      contiguous(in.v.data(), s.TK, s.NKV, s.HS));
+    attention_forward(s, contiguous(out.data(), s.TQ, s.NH, s.HS), nullptr, contiguous(in.q.data(), s.TQ, s.NH, s.HS),
+                      contiguous(in.k.data(), s.TK, s.NKV, s.HS), contiguous(in.v.data(), s.TK, s.NKV, s.HS));
     EXPECT_EQ(out, run(s, in).out);
   }
 }

@@ -40,8 +40,7 @@ std::size_t decoded_length(const std::string& s) {
     return code >= 0x800 && (code < 0xD800 || code > 0xDFFF) ? 3 : 0;
   }
   if ((byte(0) & 0xF8) == 0xF0 && tail(1) && tail(2) && tail(3)) {
-    const unsigned code =
-        (byte(0) & 0x07) << 18 | (byte(1) & 0x3F) << 12 | (byte(2) & 0x3F) << 6 | (byte(3) & 0x3F);
+    const unsigned code = (byte(0) & 0x07) << 18 | (byte(1) & 0x3F) << 12 | (byte(2) & 0x3F) << 6 | (byte(3) & 0x3F);
     return code >= 0x10000 && code <= 0x10FFFF ? 4 : 0;
   }
   return 0;
@@ -52,8 +51,7 @@ TEST(Utf8, AgreesWithADecoderOnEveryPairOfLeadingBytes) {
     for (unsigned second = 0; second < 256; ++second) {
       for (const char* rest : {"", "\x80", "\xBF\x80", "\x80\xBF", "ab", "\x80z"}) {
         const std::string text = std::string{static_cast<char>(first), static_cast<char>(second)} + rest;
-        ASSERT_EQ(utf8_sequence_length(text), decoded_length(text))
-            << first << " " << second << " + " << rest;
+        ASSERT_EQ(utf8_sequence_length(text), decoded_length(text)) << first << " " << second << " + " << rest;
       }
     }
   }
@@ -125,8 +123,7 @@ TEST(Json, AcceptsWhatIsWithinTheLimits) {
 }
 
 TEST(Json, RefusesWhatIsNot) {
-  expect_contains(json_error(std::string(65, '[') + std::string(65, ']')),
-                  "x.json: JSON nested deeper than 64 levels");
+  expect_contains(json_error(std::string(65, '[') + std::string(65, ']')), "x.json: JSON nested deeper than 64 levels");
   expect_contains(json_error(std::string(1'000'000, '[')), "deeper than 64 levels");
   expect_contains(json_error(R"({"a":{"b":1,"c":2,"b":3}})"), "JSON key 'b' occurs twice in one object");
   expect_contains(json_error("[1, 2]", {.bytes = 5}), "6 bytes of JSON, at most 5 are accepted");
@@ -137,8 +134,7 @@ TEST(Json, RefusesWhatIsNot) {
 }
 
 TEST(Json, MembersHaveTheirTypeAndRange) {
-  const Json object =
-      parse_json(R"({"i":5,"big":9223372036854775808,"f":1.5,"b":true,"s":"x","t":"\u001b"})", "x");
+  const Json object = parse_json(R"({"i":5,"big":9223372036854775808,"f":1.5,"b":true,"s":"x","t":"\u001b"})", "x");
   EXPECT_EQ(json_int(object, "i", 5, 5, "x"), 5);
   EXPECT_EQ(json_number(object, "i", "x"), 5.0);
   EXPECT_EQ(json_number(object, "f", "x"), 1.5);
@@ -171,11 +167,9 @@ double value_of(unsigned bits, int exponent_bits, int mantissa_bits) {
   const double fraction = std::ldexp(static_cast<double>(bits & ((1u << mantissa_bits) - 1)), -mantissa_bits);
   const double sign = (bits >> (exponent_bits + mantissa_bits)) != 0 ? -1 : 1;
   if (exponent == (1 << exponent_bits) - 1) {
-    return fraction != 0 ? std::numeric_limits<double>::quiet_NaN()
-                         : sign * std::numeric_limits<double>::infinity();
+    return fraction != 0 ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
   }
-  return exponent == 0 ? sign * std::ldexp(fraction, 1 - bias)
-                       : sign * std::ldexp(1 + fraction, exponent - bias);
+  return exponent == 0 ? sign * std::ldexp(fraction, 1 - bias) : sign * std::ldexp(1 + fraction, exponent - bias);
 }
 
 struct HalfFormat {
@@ -184,8 +178,7 @@ struct HalfFormat {
   float (*widen)(std::uint16_t);
   std::uint16_t (*narrow)(float);
 };
-const HalfFormat kHalfFormats[] = {{"bf16", 8, 7, bf16_to_f32, f32_to_bf16},
-                                   {"f16", 5, 10, f16_to_f32, f32_to_f16}};
+const HalfFormat kHalfFormats[] = {{"bf16", 8, 7, bf16_to_f32, f32_to_bf16}, {"f16", 5, 10, f16_to_f32, f32_to_f16}};
 
 TEST(DTypes, EveryBitPatternWidensToItsValueAndComesBack) {
   for (const HalfFormat& half : kHalfFormats) {
@@ -212,8 +205,7 @@ TEST(DTypes, RoundsToNearestEven) {
     for (unsigned bits = 0; bits < infinity; ++bits) {
       const double a = value_of(bits, half.exponent_bits, half.mantissa_bits);
       const double step = bits > 0 ? a - value_of(bits - 1, half.exponent_bits, half.mantissa_bits) : 0;
-      const double b =
-          bits + 1 < infinity ? value_of(bits + 1, half.exponent_bits, half.mantissa_bits) : a + step;
+      const double b = bits + 1 < infinity ? value_of(bits + 1, half.exponent_bits, half.mantissa_bits) : a + step;
       const float middle = static_cast<float>((a + b) / 2);
       const float below = std::nextafter(middle, 0.0f);
       const float above = std::nextafter(middle, std::numeric_limits<float>::infinity());
@@ -266,20 +258,16 @@ TEST(Checked, ArithmeticRefusesToWrap) {
   EXPECT_EQ(align_up(257, 256, "x"), 512u);
   EXPECT_EQ(align_up(256, 256, "x"), 256u);
   EXPECT_EQ(align_up(0, 256, "x"), 0u);
-  expect_contains(error_of(Exit::bad_file, [&] { checked_mul(kMax / 2, 3, "rows"); }),
-                  "rows: size overflows 64 bits");
+  expect_contains(error_of(Exit::bad_file, [&] { checked_mul(kMax / 2, 3, "rows"); }), "rows: size overflows 64 bits");
   EXPECT_NE(error_of(Exit::bad_file, [&] { checked_add(kMax, 1, "x"); }), "");
   EXPECT_NE(error_of(Exit::bad_file, [&] { align_up(kMax, 2, "x"); }), "");
 }
 
 // Known answers of philox4x32-10 from Random123's kat_vectors (Salmon et al., SC11).
 TEST(Philox, KnownAnswers) {
-  const auto words = [](const PhiloxWords& got) {
-    return std::vector<std::uint32_t>(got.word, got.word + 4);
-  };
+  const auto words = [](const PhiloxWords& got) { return std::vector<std::uint32_t>(got.word, got.word + 4); };
   constexpr std::uint64_t kOnes = std::numeric_limits<std::uint64_t>::max();
-  EXPECT_EQ(words(philox(0, 0, 0)),
-            (std::vector<std::uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(words(philox(0, 0, 0)), (std::vector<std::uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
   EXPECT_EQ(words(philox(kOnes, kOnes, kOnes)),
             (std::vector<std::uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
   EXPECT_EQ(words(philox(0x299f31d0a4093822, 0x85a308d3243f6a88, 0x0370734413198a2e)),
@@ -355,8 +343,7 @@ TEST(AtomicFile, AFullDiskIsFoundWhenReservingAndWhenWriting) {
   const TemporaryDirectory directory;
   const std::string path = directory.file("x");
   write_file_atomically(path, "old");
-  expect_contains(error_with_file_limit(4096, [&] { AtomicFile file(path, 1 << 20); }),
-                  "cannot reserve space");
+  expect_contains(error_with_file_limit(4096, [&] { AtomicFile file(path, 1 << 20); }), "cannot reserve space");
   expect_contains(error_with_file_limit(4096, [&] { AtomicFile(path).write(std::string(1 << 20, 'x')); }),
                   "cannot write");
   EXPECT_EQ(read_bytes(path), "old");
@@ -365,8 +352,7 @@ TEST(AtomicFile, AFullDiskIsFoundWhenReservingAndWhenWriting) {
 
 TEST(AtomicFile, AnAbsentDirectoryIsAnEnvironmentError) {
   const TemporaryDirectory directory;
-  expect_contains(error_of(Exit::environment, [&] { AtomicFile(directory.file("none/x")); }),
-                  "cannot create");
+  expect_contains(error_of(Exit::environment, [&] { AtomicFile(directory.file("none/x")); }), "cannot create");
 }
 
 void always_fail(const std::string&, std::uint64_t offset, std::size_t) {
@@ -392,8 +378,7 @@ TEST(MappedFile, AcceptsOnlyRegularFiles) {
   expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("absent")); }), "cannot open");
   expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file(".")); }), "not a regular file");
   ASSERT_EQ(::mkfifo(directory.file("fifo").c_str(), 0600), 0);
-  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("fifo")); }),
-                  "not a regular file");
+  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("fifo")); }), "not a regular file");
   write_bytes(directory.file("empty"), "");
   EXPECT_EQ(MappedFile(directory.file("empty")).size(), 0u);
 }

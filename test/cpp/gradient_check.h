@@ -53,8 +53,7 @@ double relative_error(const Floats& got, const Expected& expected) {
 }
 
 template <typename Expected>
-void expect_close(const Floats& got, const Expected& expected, const std::string& what,
-                  double tolerance = kTolerance) {
+void expect_close(const Floats& got, const Expected& expected, const std::string& what, double tolerance = kTolerance) {
   EXPECT_LT(relative_error(got, expected), tolerance) << what;
 }
 
@@ -80,8 +79,7 @@ inline void expect_gradient(const std::string& what, const std::function<double(
     const double below = function(x);
     x[i] = centre;
     const double difference = (above - below) / (2 * step);
-    ASSERT_NEAR(static_cast<double>(gradient[i]), difference, tolerance * largest)
-        << what << ", element " << i;
+    ASSERT_NEAR(static_cast<double>(gradient[i]), difference, tolerance * largest) << what << ", element " << i;
   }
 }
 

@@ -54,8 +54,7 @@ class Case {
 };
 
 void for_each_case(const std::string& op, const std::function<void(const Case&)>& check) {
-  const TensorFile file =
-      TensorFile::open("test/fixtures/operators/" + op + ".bin", FileKind::reference_dump);
+  const TensorFile file = TensorFile::open("test/fixtures/operators/" + op + ".bin", FileKind::reference_dump);
   ASSERT_FALSE(file.config().at("cases").empty());
   for (const Json& sizes : file.config().at("cases")) check(Case(file, sizes));
 }
@@ -89,8 +88,8 @@ TEST(OperatorVectors, Matmul) {
     const Optional bias(c, "bias");
     Floats out(N * OC), dx(N * C), dweight(OC * C), dbias(OC);
     matmul_forward(out.data(), x.data(), weight.data(), bias.data, N, C, OC);
-    matmul_backward(dx.data(), dweight.data(), bias.data ? dbias.data() : nullptr, dout.data(), x.data(),
-                    weight.data(), N, C, OC);
+    matmul_backward(dx.data(), dweight.data(), bias.data ? dbias.data() : nullptr, dout.data(), x.data(), weight.data(),
+                    N, C, OC);
     c.expect(out, "out");
     c.expect(dx, "dx");
     c.expect(dweight, "dweight");
@@ -147,8 +146,7 @@ TEST(OperatorVectors, ResidualNorm) {
 
 TEST(OperatorVectors, Rope) {
   for_each_case("rope", [](const Case& c) {
-    const std::int64_t B = c.size("B"), T = c.size("T"), NH = c.size("NH"), HS = c.size("HS"),
-                       first = c.size("first");
+    const std::int64_t B = c.size("B"), T = c.size("T"), NH = c.size("NH"), HS = c.size("HS"), first = c.size("first");
     RopeTable table;
     table.positions = first + T, table.half = c.size("rotary_dim") / 2;
     table.cos = c.floats("cos"), table.sin = c.floats("sin");
@@ -168,15 +166,11 @@ TEST(OperatorVectors, Attention) {
     s.scale = 1.0f / std::sqrt(static_cast<float>(s.HS));
     const Floats q = c.floats("q"), k = c.floats("k"), v = c.floats("v"), dout = c.floats("dout");
     Floats out(q.size()), lse(s.B * s.NH * s.TQ), dq(q.size()), dk(k.size()), dv(v.size());
-    const auto queries = [&](auto& values) {
-      return HeadViewOf{values.data(), s.TQ * s.NH * s.HS, s.NH * s.HS, s.HS};
-    };
-    const auto keys = [&](auto& values) {
-      return HeadViewOf{values.data(), s.TK * s.NKV * s.HS, s.NKV * s.HS, s.HS};
-    };
+    const auto queries = [&](auto& values) { return HeadViewOf{values.data(), s.TQ * s.NH * s.HS, s.NH * s.HS, s.HS}; };
+    const auto keys = [&](auto& values) { return HeadViewOf{values.data(), s.TK * s.NKV * s.HS, s.NKV * s.HS, s.HS}; };
     attention_forward(s, queries(out), lse.data(), queries(q), keys(k), keys(v));
-    attention_backward(s, queries(dq), keys(dk), keys(dv), queries(dout), queries(out), lse.data(),
-                       queries(q), keys(k), keys(v));
+    attention_backward(s, queries(dq), keys(dk), keys(dv), queries(dout), queries(out), lse.data(), queries(q), keys(k),
+                       keys(v));
     c.expect(out, "out");
     c.expect(lse, "lse");
     c.expect(dq, "dq");
@@ -230,8 +224,8 @@ TEST(OperatorVectors, AdamW) {
     step.beta1 = c.number("beta1"), step.beta2 = c.number("beta2"), step.eps = c.number("eps");
     for (step.step = 1; step.step <= c.size("steps"); ++step.step) {
       step.gradient_scale = scales[step.step - 1];
-      adamw(parameters.data(), gradients.data() + (step.step - 1) * count, moment1.data(), moment2.data(),
-            count, c["decay"], step);
+      adamw(parameters.data(), gradients.data() + (step.step - 1) * count, moment1.data(), moment2.data(), count,
+            c["decay"], step);
     }
     c.expect(parameters, "parameters");
     c.expect(moment1, "moment1");

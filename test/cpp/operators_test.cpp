@@ -56,8 +56,7 @@ TEST(Exp, CoversTheWholeRange) {
 TEST(Embedding, GathersAndAddsBack) {
   const std::int64_t N = 7, C = 5, V = 4;
   const std::vector<std::int32_t> tokens = {3, 0, 3, 1, 3, 0, 1};  // token 2 does not occur
-  const Floats weight = random_floats(V * C, 1), dout = random_floats(N * C, 2),
-               before = random_floats(V * C, 3);
+  const Floats weight = random_floats(V * C, 1), dout = random_floats(N * C, 2), before = random_floats(V * C, 3);
   Floats out(N * C), dweight = before, expected = before;
   embedding_forward(out.data(), tokens.data(), weight.data(), N, C);
   embedding_backward(dweight.data(), dout.data(), tokens.data(), N, C);
@@ -85,8 +84,8 @@ TEST(Embedding, SameBitsForAnyThreads) {
 // ---- matmul -----------------------------------------------------------------------------------------------
 
 template <typename T>
-Doubles naive_matmul(const std::vector<T>& x, const std::vector<T>& weight, const std::vector<T>& bias,
-                     std::int64_t N, std::int64_t C, std::int64_t OC) {
+Doubles naive_matmul(const std::vector<T>& x, const std::vector<T>& weight, const std::vector<T>& bias, std::int64_t N,
+                     std::int64_t C, std::int64_t OC) {
   Doubles out(static_cast<std::size_t>(N * OC));
   for (std::int64_t n = 0; n < N; ++n) {
     for (std::int64_t o = 0; o < OC; ++o) {
@@ -119,16 +118,14 @@ TEST_P(MatmulSizes, ForwardIsTheDefinition) {
     Doubles added = expected;
     for (std::size_t i = 0; i < added.size(); ++i) added[i] += static_cast<double>(before[i]);
     out = before;
-    matmul_forward(out.data(), x.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC,
-                   Accumulate::yes);
+    matmul_forward(out.data(), x.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC, Accumulate::yes);
     expect_close(out, added, "accumulated out");
   }
 }
 
 TEST_P(MatmulSizes, BackwardIsTheDefinition) {
   const auto [N, C, OC] = GetParam();
-  const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2),
-               dout = random_floats(N * OC, 3);
+  const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2), dout = random_floats(N * OC, 3);
   const Floats dx_before = random_floats(N * C, 4), dweight_before = random_floats(OC * C, 5);
   const Floats dbias_before = random_floats(OC, 6);
   Doubles dx(N * C), dweight = widen(dweight_before), dbias = widen(dbias_before);
@@ -143,24 +140,22 @@ TEST_P(MatmulSizes, BackwardIsTheDefinition) {
     }
   }
   Floats got_dx(N * C, kNaN), got_dweight = dweight_before, got_dbias = dbias_before;
-  matmul_backward(got_dx.data(), got_dweight.data(), got_dbias.data(), dout.data(), x.data(), weight.data(),
-                  N, C, OC);
+  matmul_backward(got_dx.data(), got_dweight.data(), got_dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC);
   expect_close(got_dx, dx, "dx");
   expect_close(got_dweight, dweight, "dweight");
   expect_close(got_dbias, dbias, "dbias");
 
   got_dx = dx_before;
   for (std::size_t i = 0; i < dx.size(); ++i) dx[i] += static_cast<double>(dx_before[i]);
-  matmul_backward(got_dx.data(), nullptr, nullptr, dout.data(), x.data(), weight.data(), N, C, OC,
-                  Accumulate::yes);
+  matmul_backward(got_dx.data(), nullptr, nullptr, dout.data(), x.data(), weight.data(), N, C, OC, Accumulate::yes);
   expect_close(got_dx, dx, "accumulated dx");
 }
 
 INSTANTIATE_TEST_SUITE_P(Odd, MatmulSizes,
                          testing::Values(MatmulSize{1, 8, 1}, MatmulSize{1, 1030, 6}, MatmulSize{2, 33, 7},
                                          MatmulSize{3, 192, 65}, MatmulSize{4, 16, 9}, MatmulSize{5, 7, 3},
-                                         MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31},
-                                         MatmulSize{300, 5, 700}, MatmulSize{1000, 24, 17}));
+                                         MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31}, MatmulSize{300, 5, 700},
+                                         MatmulSize{1000, 24, 17}));
 
 TEST(Matmul, GradientsAreCentralDifferences) {
   const std::int64_t N = 3, C = 5, OC = 4;
@@ -188,8 +183,7 @@ TEST(Matmul, SameBitsForAnyThreads) {
     expect_same_bits_for_any_threads("matmul", [&] {
       Floats out(N * OC), dx(N * C), dweight(OC * C), dbias(OC);
       matmul_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);
-      matmul_backward(dx.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), N, C,
-                      OC);
+      matmul_backward(dx.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC);
       return std::vector<Floats>{out, dx, dweight, dbias};
     });
   }
@@ -228,8 +222,8 @@ RopeTable make_rope_table(std::int64_t positions, std::int64_t rotary_dim, doubl
   table.half = rotary_dim / 2;
   for (std::int64_t p = 0; p < positions; ++p) {
     for (std::int64_t i = 0; i < table.half; ++i) {
-      const double angle = static_cast<double>(p) *
-                           std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
+      const double angle =
+          static_cast<double>(p) * std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
       table.cos.push_back(static_cast<float>(std::cos(angle)));
       table.sin.push_back(static_cast<float>(std::sin(angle)));
     }
@@ -260,14 +254,9 @@ TEST(Rope, ForwardAndBackwardAreTheDefinition) {
   };
   for (const Size s : {Size{2, 5, 3, 8, 8, 0}, Size{1, 7, 2, 10, 4, 3}, Size{2, 1, 1, 80, 20, 9}}) {
     const RopeTable table = make_rope_table(s.first + s.T, s.rotary, 100.0);
-    const Floats x = random_floats(s.B * s.T * s.NH * s.HS, 1),
-                 dout = random_floats(s.B * s.T * s.NH * s.HS, 2);
-    const auto view = [&](Floats& data) {
-      return HeadView{data.data(), s.T * s.NH * s.HS, s.NH * s.HS, s.HS};
-    };
-    const auto forward = [&](const Doubles& v) {
-      return naive_rope(v, table, s.B, s.T, s.NH, s.HS, s.first);
-    };
+    const Floats x = random_floats(s.B * s.T * s.NH * s.HS, 1), dout = random_floats(s.B * s.T * s.NH * s.HS, 2);
+    const auto view = [&](Floats& data) { return HeadView{data.data(), s.T * s.NH * s.HS, s.NH * s.HS, s.HS}; };
+    const auto forward = [&](const Doubles& v) { return naive_rope(v, table, s.B, s.T, s.NH, s.HS, s.first); };
     Floats y = x, dx = dout;
     rope_forward(view(y), table, s.B, s.T, s.NH, s.first);
     expect_close(y, forward(widen(x)), "y");
@@ -295,8 +284,7 @@ TEST(Rope, OffsetsAre64Bit) {
   // The second sequence lies 3 * 2^30 elements, 12 GiB, after the first; only the pages in use get memory.
   const std::int64_t stride = std::int64_t{3} << 30;
   const std::size_t bytes = static_cast<std::size_t>(stride + 8) * sizeof(float);
-  void* memory =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) GTEST_SKIP() << "no 12 GiB of address space";
   auto* x = static_cast<float*>(memory);
   x[stride] = 1.0f;

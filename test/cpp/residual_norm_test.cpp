@@ -82,8 +82,7 @@ struct Gradients {
 };
 
 // Column gradients start at `before`, so that = in place of += shows.
-Gradients backward(const Form& f, const Tensors& t, const Outputs& o, float before = 0,
-                   bool in_place = false) {
+Gradients backward(const Form& f, const Tensors& t, const Outputs& o, float before = 0, bool in_place = false) {
   const std::int64_t n = f.rows * f.C;
   Gradients g{Floats(n, kNaN),     Floats(n, kNaN),     Floats(f.C, before), Floats(f.C, before),
               Floats(f.C, before), Floats(f.C, before), Floats(f.C, before)};
@@ -141,8 +140,7 @@ WideOutputs naive(const Form& f, const WideTensors& t, const Floats& rowscale) {
     double mean = 0, variance = 0;
     for (std::int64_t c = 0; c < f.C; ++c) mean += h[c] / static_cast<double>(f.C);
     if (f.kind == NormKind::rmsnorm) mean = 0;
-    for (std::int64_t c = 0; c < f.C; ++c)
-      variance += (h[c] - mean) * (h[c] - mean) / static_cast<double>(f.C);
+    for (std::int64_t c = 0; c < f.C; ++c) variance += (h[c] - mean) * (h[c] - mean) / static_cast<double>(f.C);
     for (std::int64_t c = 0; c < f.C; ++c) {
       const double normed = (h[c] - mean) / std::sqrt(variance + static_cast<double>(shape.eps));
       o.out[row * f.C + c] = normed * t.weight[c] + (f.bias ? t.bias[c] : 0);
@@ -172,8 +170,7 @@ TEST_P(ResidualNormForms, BackwardIsCentralDifferences) {
   const Gradients g = backward(f, t, forward(f, t));
   const WideTensors wide = {widen(t.x),    widen(t.residual), widen(t.colscale), widen(t.weight),
                             widen(t.bias), widen(t.weight2),  widen(t.bias2)};
-  const auto check = [&](const char* name, Doubles WideTensors::*member, const Floats& at,
-                         const Floats& gradient) {
+  const auto check = [&](const char* name, Doubles WideTensors::*member, const Floats& at, const Floats& gradient) {
     const auto loss = [&](const Doubles& values) {
       WideTensors varied = wide;
       varied.*member = values;
@@ -246,13 +243,7 @@ std::vector<Form> forms() {
       {.name = "rmsnorm_many_rows", .kind = rms, .rows = 1000, .C = 8, .residual = true},
       {.name = "layernorm", .kind = layer, .rows = 7, .C = 10, .bias = true},
       {.name = "layernorm_no_bias", .kind = layer, .rows = 3, .C = 11, .residual = true},
-      {.name = "layernorm_second",
-       .kind = layer,
-       .rows = 4,
-       .C = 15,
-       .residual = true,
-       .bias = true,
-       .second = true},
+      {.name = "layernorm_second", .kind = layer, .rows = 4, .C = 15, .residual = true, .bias = true, .second = true},
       {.name = "layernorm_postnorm",
        .kind = layer,
        .rows = 4,
@@ -266,19 +257,19 @@ std::vector<Form> forms() {
   };
   for (const NormKind kind : {rms, layer}) {
     for (const bool prenorm : {false, true}) {
-      list.push_back(
-          {.name = kind == rms ? (prenorm ? "rmsnorm_everything_prenorm" : "rmsnorm_everything_postnorm")
-                               : (prenorm ? "layernorm_everything_prenorm" : "layernorm_everything_postnorm"),
-           .kind = kind,
-           .rows = 6,
-           .C = 19,
-           .residual = true,
-           .bias = true,
-           .rowscale = true,
-           .colscale = true,
-           .second = true,
-           .prenorm = prenorm,
-           .dropout = 0.2f});
+      list.push_back({.name = kind == rms
+                                  ? (prenorm ? "rmsnorm_everything_prenorm" : "rmsnorm_everything_postnorm")
+                                  : (prenorm ? "layernorm_everything_prenorm" : "layernorm_everything_postnorm"),
+                      .kind = kind,
+                      .rows = 6,
+                      .C = 19,
+                      .residual = true,
+                      .bias = true,
+                      .rowscale = true,
+                      .colscale = true,
+                      .second = true,
+                      .prenorm = prenorm,
+                      .dropout = 0.2f});
     }
   }
   return list;

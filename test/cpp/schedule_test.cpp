@@ -57,8 +57,7 @@ TEST(Schedule, WsdHoldsThenDecaysByTheSquareRoot) {
   ASSERT_EQ(schedule.wsd_decay_steps(), 22);
   for (int n = 11; n <= 88; ++n) EXPECT_EQ(schedule.at(n), 3e-4);
   EXPECT_EQ(schedule.at(89), 3e-4) << "the first decaying step has lost nothing yet";
-  for (int n = 89; n <= 110; ++n)
-    EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * std::sqrt((n - 89) / 22.0), 1e-18);
+  for (int n = 89; n <= 110; ++n) EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * std::sqrt((n - 89) / 22.0), 1e-18);
 }
 
 TEST(Schedule, WithoutWarmupAndOfOneStep) {

@@ -45,9 +45,8 @@ std::string refusal(const std::string& path, FileKind expected) {
 // Content of the good vectors, as test/fixtures/tensor_file/make_fixtures.py has it.
 
 void write_all_dtypes(const std::string& path) {
-  TensorFileWriter writer(
-      path, FileKind::model,
-      {{"model", {{"family", "llama"}, {"norm_eps", 1e-5}}}, {"made_by", "make_fixtures.py"}});
+  TensorFileWriter writer(path, FileKind::model,
+                          {{"model", {{"family", "llama"}, {"norm_eps", 1e-5}}}, {"made_by", "make_fixtures.py"}});
   writer.declare("matrix", DType::f32, {2, 3});
   writer.declare("half", DType::f16, {5});
   writer.declare("brain", DType::bf16, {4});
@@ -117,11 +116,9 @@ TEST(TensorFile, ReadsWhatPythonWrote) {
   EXPECT_EQ(matrix, (std::vector<float>{-1, -0.5f, 0, 0.5f, 1, 1.5f}));
   EXPECT_EQ(half, (std::vector<float>{0, 0, 1, 65504, std::numeric_limits<float>::infinity()}));
   EXPECT_TRUE(std::signbit(half[1]));
-  EXPECT_EQ(brain,
-            (std::vector<float>{1, 1, std::numeric_limits<float>::infinity(), -2.5f}));  // 1 + 2^-8 is a tie
+  EXPECT_EQ(brain, (std::vector<float>{1, 1, std::numeric_limits<float>::infinity(), -2.5f}));  // 1 + 2^-8 is a tie
   EXPECT_EQ(file.find("lm_head.weight"), nullptr);
-  expect_contains(error_of(Exit::bad_file, [&] { file.at("lm_head.weight"); }),
-                  "tensor 'lm_head.weight': missing");
+  expect_contains(error_of(Exit::bad_file, [&] { file.at("lm_head.weight"); }), "tensor 'lm_head.weight': missing");
   float values[12];
   expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("tokenizer.json"), values); }),
                   "tensor 'tokenizer.json': dtype: got u8, expected f32, f16 or bf16");
@@ -172,8 +169,7 @@ TEST(TensorFile, RefusesATruncationAtEveryHeaderByte) {
   for (std::size_t size = 8193; size-- > 0;) {
     std::filesystem::resize_file(path, size);
     const std::string message = refusal(path, FileKind::reference_dump);
-    ASSERT_NE(message.find(size == 0 ? "0 bytes" : "truncated: got"), std::string::npos)
-        << size << ": " << message;
+    ASSERT_NE(message.find(size == 0 ? "0 bytes" : "truncated: got"), std::string::npos) << size << ": " << message;
   }
 }
 
@@ -183,15 +179,12 @@ TEST(TensorFile, RefusesOneFlippedBitAnywhere) {
   const std::string bytes = read_bytes(kFixtures + "edge.bin");
   write_bytes(path, bytes);
   std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
-  const auto put_byte = [&](std::size_t i, char byte) {
-    file.seekp(static_cast<std::streamoff>(i)).put(byte).flush();
-  };
+  const auto put_byte = [&](std::size_t i, char byte) { file.seekp(static_cast<std::streamoff>(i)).put(byte).flush(); };
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     put_byte(i, static_cast<char>(bytes[i] ^ (1 << (i % 8))));
     const auto open = [&] { TensorFile::open(path, FileKind::reference_dump); };
     const auto verify = [&] { TensorFile::open(path, FileKind::reference_dump).verify_all(); };
-    ASSERT_NE(i < 8192 ? error_of(Exit::bad_file, open) : error_of(Exit::bad_file, verify), "")
-        << "byte " << i;
+    ASSERT_NE(i < 8192 ? error_of(Exit::bad_file, open) : error_of(Exit::bad_file, verify), "") << "byte " << i;
     put_byte(i, bytes[i]);
   }
   TensorFile::open(path, FileKind::reference_dump).verify_all();
@@ -206,11 +199,9 @@ TEST(TensorFile, AWrongHashNamesTheTensor) {
   const TensorFile file = TensorFile::open(directory.file("flipped.bin"), FileKind::model);
   file.verify(file.at("matrix"));
   float values[4];
-  expect_contains(error_of(Exit::bad_file, [&] { file.verify(file.at("brain")); }),
-                  "tensor 'brain': XXH3-64: got ");
+  expect_contains(error_of(Exit::bad_file, [&] { file.verify(file.at("brain")); }), "tensor 'brain': XXH3-64: got ");
   expect_contains(error_of(Exit::bad_file, [&] { file.verify_all(); }), "tensor 'brain': XXH3-64: got ");
-  expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("brain"), values); }),
-                  "tensor 'brain'");
+  expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("brain"), values); }), "tensor 'brain'");
 }
 
 TEST(TensorFile, ANonZeroGapBetweenTensorsIsFound) {
@@ -229,8 +220,8 @@ TEST(TensorFile, EachKindIsRefusedAsEachOther) {
   for (const auto& [name, is] : files) {
     for (const auto& [ignored, wanted] : files) {
       if (is == wanted) continue;
-      expect_contains(refusal(kFixtures + name, wanted), format("kind: this is a %s, expected a %s",
-                                                                file_kind_name(is), file_kind_name(wanted)));
+      expect_contains(refusal(kFixtures + name, wanted),
+                      format("kind: this is a %s, expected a %s", file_kind_name(is), file_kind_name(wanted)));
     }
   }
 }
@@ -331,8 +322,7 @@ TEST(TensorFileWriter, ConvertsLargeTensorsInPieces) {
   const TemporaryDirectory directory;
   const std::size_t count = (5u << 18) + 7;
   std::vector<float> values(count);
-  for (std::size_t i = 0; i < count; ++i)
-    values[i] = static_cast<float>(i % 257) - 128;  // exact in bf16 and f16
+  for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<float>(i % 257) - 128;  // exact in bf16 and f16
   TensorFileWriter writer(directory.file("large.bin"), FileKind::training_state, Json::object());
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
     writer.declare(dtype_name(dtype), dtype, {static_cast<std::int64_t>(count)});

@@ -23,8 +23,7 @@ std::vector<std::int32_t> read(const TokenShard& shard, std::int64_t begin, std:
 }
 
 // Header and tokens of a shard, put together without the code under test.
-std::string shard_bytes(std::uint32_t dtype, std::uint64_t vocab_size, const std::string& tokens,
-                        std::uint64_t count) {
+std::string shard_bytes(std::uint32_t dtype, std::uint64_t vocab_size, const std::string& tokens, std::uint64_t count) {
   std::string bytes("\x89WTOK\r\n\x1a", 8);
   const auto append = [&](auto value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); };
   append(std::uint32_t{1});
@@ -98,8 +97,7 @@ TEST(TokenShard, AnIdPastTheVocabularyIsFoundWhereItIsRead) {
   write_bytes(directory.file("x.bin"), shard_bytes(4, 10, tokens, ids.size()));
   const TokenShard shard = TokenShard::open(directory.file("x.bin"));
   EXPECT_EQ(read(shard, 0, 700), std::vector<std::int32_t>(700, 9));
-  expect_contains(error_of(Exit::bad_file, [&] { read(shard, 600, 200); }),
-                  "token 700: got id 10, expected at most 9");
+  expect_contains(error_of(Exit::bad_file, [&] { read(shard, 600, 200); }), "token 700: got id 10, expected at most 9");
   expect_contains(error_of(Exit::bad_file, [&] { shard.verify(); }), "token 700");
 }
 
@@ -113,8 +111,7 @@ TEST(TokenShard, VerifyChecksShardsOfSeveralPieces) {
   TokenShard::open(directory.file("x.bin")).verify();
   bytes[bytes.size() - 4] ^= 1;
   write_bytes(directory.file("y.bin"), bytes);
-  expect_contains(error_of(Exit::bad_file, [&] { TokenShard::open(directory.file("y.bin")).verify(); }),
-                  "data_hash");
+  expect_contains(error_of(Exit::bad_file, [&] { TokenShard::open(directory.file("y.bin")).verify(); }), "data_hash");
 }
 
 TEST(TokenShard, ReadingOutsideIsABugOfTheCaller) {

@@ -127,8 +127,7 @@ class TokenizerVectors : public testing::TestWithParam<const char*> {
   const Vectors vectors_ = VectorReader(kFixtures + GetParam() + ".vectors.bin").read();
 };
 
-INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors,
-                         testing::Values("neox_style", "llama3_style", "options"),
+INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors, testing::Values("neox_style", "llama3_style", "options"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(TokenizerVectors, EncodesEveryStringAsTheOriginal) {
@@ -150,8 +149,7 @@ TEST_P(TokenizerVectors, EncodesEveryCodePointAsTheOriginal) {
   for (std::uint32_t form = 0; form < vectors_.forms; ++form) {
     for (std::uint32_t chunk = 0; chunk < vectors_.chunks; ++chunk) {
       const Ids ids = tokenizer_.encode(chunk_text(form, chunk), false);
-      if (fnv1a(ids) != vectors_.hashes[form * vectors_.chunks + chunk])
-        wrong += format(" U+%X/%u", chunk * 256, form);
+      if (fnv1a(ids) != vectors_.hashes[form * vectors_.chunks + chunk]) wrong += format(" U+%X/%u", chunk * 256, form);
     }
   }
   EXPECT_EQ(wrong, "") << "chunks of 256 code points / form";
@@ -306,8 +304,7 @@ TEST(TokenizerTime, LongWordsAndRunsAreNotQuadratic) {
     for (const auto& [what, text] : cases) {
       Ids ids;
       EXPECT_LT(seconds([&, &text = text] { ids = tokenizer.encode(text, false); }), kTimeBound) << what;
-      EXPECT_EQ(tokenizer.decode(ids), name == std::string("neox_style") ? normalize_nfc(text) : text)
-          << what;
+      EXPECT_EQ(tokenizer.decode(ids), name == std::string("neox_style") ? normalize_nfc(text) : text) << what;
     }
   }
 }
@@ -350,8 +347,7 @@ TEST(TokenizerFile, AcceptsBothSpellingsOfMerges) {
   }
   json["model"]["merges"] = pairs;
   const std::string text = "the quick brown fox, 12345 naïve 中国";
-  EXPECT_EQ(Tokenizer::from_json(json.dump(), "t.json").encode(text, true),
-            fixture("neox_style").encode(text, true));
+  EXPECT_EQ(Tokenizer::from_json(json.dump(), "t.json").encode(text, true), fixture("neox_style").encode(text, true));
 }
 
 TEST(TokenizerFile, RefusesBadMerges) {
@@ -362,25 +358,21 @@ TEST(TokenizerFile, RefusesBadMerges) {
   expect_refusal([](Json& j) { j["model"]["merges"].push_back("ab"); }, {"left right"});
   expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", "b", "c"}); }, {"left"});
   expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", 1}); }, {"a string"});
-  expect_refusal([](Json& j) { j["model"]["merges"].push_back(j["model"]["merges"][0]); },
-                 {"each merge once"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back(j["model"]["merges"][0]); }, {"each merge once"});
   expect_refusal([](Json& j) { j["model"]["merges"] = nullptr; }, {"model.merges", "a list"});
 }
 
 TEST(TokenizerFile, RefusesBadIds) {
   expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 5; }, {"model.vocab", "id 5 belongs to both"});
-  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 50'000; },
-                 {"model.vocab", "no token has the id", "holes"});
-  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1ll << 31; },
-                 {"model.vocab['zzz']", "2147483648"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 50'000; }, {"model.vocab", "no token has the id", "holes"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1ll << 31; }, {"model.vocab['zzz']", "2147483648"});
   expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1ull << 63; }, {"model.vocab['zzz']"});
   expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 1'000'000; }, {"model.vocab['zzz']", "999999"});
   expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = -1; }, {"model.vocab['zzz']", "-1"});
   expect_refusal([](Json& j) { j["model"]["vocab"]["<0x-1>"] = 1.5; }, {"model.vocab['<0x-1>']", "1.5"});
   expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = "7"; }, {"model.vocab['zzz']"});
   expect_refusal([](Json& j) { j["model"]["vocab"][""] = 1'999; }, {"model.vocab", "empty"});
-  expect_refusal([](Json& j) { j["model"]["vocab"][std::string(5000, 'z')] = 1'999; },
-                 {"model.vocab", "5000 bytes"});
+  expect_refusal([](Json& j) { j["model"]["vocab"][std::string(5000, 'z')] = 1'999; }, {"model.vocab", "5000 bytes"});
   expect_refusal([](Json& j) { j["model"]["vocab"] = Json::array(); }, {"model.vocab"});
   expect_refusal([](Json& j) { j["model"]["vocab"] = Json::object(); }, {"t.json"});
 }
@@ -399,9 +391,7 @@ TEST(TokenizerFile, RefusesAnIncompleteByteAlphabet) {
 
 TEST(TokenizerFile, RefusesBadAddedTokens) {
   const auto with = [](const char* content, std::int64_t id) {
-    return [=](Json& j) {
-      j["added_tokens"].push_back({{"content", content}, {"id", id}, {"special", false}});
-    };
+    return [=](Json& j) { j["added_tokens"].push_back({{"content", content}, {"id", id}, {"special", false}}); };
   };
   const std::int64_t size = fixture("neox_style").vocab_size();
   EXPECT_EQ(refusal(with("zzz", size)), "accepted");
@@ -422,11 +412,7 @@ TEST(TokenizerFile, RefusesWhatItDoesNotSupportByName) {
         j["normalizer"] = {{"type", "Sequence"}, {"normalizers", {{{"type", "Lowercase"}}}}};
       },
       {"normalizer.normalizers[0].type", "Lowercase"});
-  expect_refusal(
-      [](Json& j) {
-        j["pre_tokenizer"] = {{"type", "Metaspace"}};
-      },
-      {"pre_tokenizer.type", "Metaspace"});
+  expect_refusal([](Json& j) { j["pre_tokenizer"] = {{"type", "Metaspace"}}; }, {"pre_tokenizer.type", "Metaspace"});
   expect_refusal([](Json& j) { j["pre_tokenizer"] = nullptr; }, {"pre_tokenizer"});
   expect_refusal([](Json& j) { j["decoder"]["type"] = "Metaspace"; }, {"decoder.type", "Metaspace"});
   expect_refusal([](Json& j) { j["decoder"] = nullptr; }, {"decoder"});
@@ -436,8 +422,7 @@ TEST(TokenizerFile, RefusesWhatItDoesNotSupportByName) {
   expect_refusal([](Json& j) { j["model"]["byte_fallback"] = true; }, {"model.byte_fallback"});
   expect_refusal([](Json& j) { j["model"]["unk_token"] = "<unk>"; }, {"model.unk_token", "<unk>"});
   expect_refusal([](Json& j) { j["model"]["dropout"] = 0.1; }, {"model.dropout"});
-  expect_refusal([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; },
-                 {"model.continuing_subword_prefix"});
+  expect_refusal([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; }, {"model.continuing_subword_prefix"});
   expect_refusal([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"model.end_of_word_suffix"});
   expect_refusal([](Json& j) { j["truncation"] = {{"max_length", 8}}; }, {"truncation"});
   expect_refusal([](Json& j) { j["padding"] = {{"pad_id", 0}}; }, {"padding"});
@@ -464,8 +449,7 @@ TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
 }
 
 TEST(TokenizerFile, RefusesWhatIsNotATokenizer) {
-  for (const char* text :
-       {"", "{", "[]", "{}", "null", "{\"model\":{}}", "{\"model\":{\"type\":\"BPE\"}}", "\xFF"}) {
+  for (const char* text : {"", "{", "[]", "{}", "null", "{\"model\":{}}", "{\"model\":{\"type\":\"BPE\"}}", "\xFF"}) {
     EXPECT_THROW(Tokenizer::from_json(text, "t.json"), Error) << text;
   }
   std::string deep;
