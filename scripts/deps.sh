@@ -12,7 +12,7 @@ needs=(
   "xxhash.h              libxxhash-dev         xxhash-devel"
   "pcre2.h               libpcre2-dev          pcre2-devel"
   "utf8proc.h            libutf8proc-dev       utf8proc-devel"
-  "cblas.h               libopenblas-openmp-dev openblas-devel"
+  "openblas_config.h     libopenblas-openmp-dev openblas-devel"
   "gtest/gtest.h         libgtest-dev          gtest-devel"
 )
 
