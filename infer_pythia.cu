@@ -188,8 +188,7 @@ struct Session {
 // there is a result to finish.
 std::unique_ptr<DecodeModel> load_model(const Session& s) {
   std::unique_ptr<DecodeModel> model = cpu::load_neox(s.file, s.capacity);
-  std::uint64_t bytes = 0;
-  for (const MemoryLine& line : model->memory()) bytes += line.bytes;
+  const std::uint64_t bytes = total_bytes(model->memory());
   log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for a context of %lld",
            escaped(s.file.file().path()).c_str(), static_cast<long long>(s.file.config().num_layers),
            static_cast<long long>(s.file.config().hidden_size), static_cast<double>(s.file.table().parameters()) / 1e6,

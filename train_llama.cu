@@ -80,19 +80,13 @@ Place choose_place(TrainSettings& s) {
   return place;
 }
 
-std::uint64_t bytes_of(const std::vector<MemoryLine>& memory) {
-  std::uint64_t total = 0;
-  for (const MemoryLine& line : memory) total += line.bytes;
-  return total;
-}
-
 // A plan that cannot fit is refused before anything is allocated, with what would fit.
 void check_memory(const Place& place, const ModelConfig& config, TrainOptions options) {
   const std::uint64_t available = place.available_bytes;
-  const std::uint64_t planned = bytes_of(place.plan(config, options));
+  const std::uint64_t planned = total_bytes(place.plan(config, options));
   if (planned <= available || available == 0) return;
-  while (options.micro_batch > 1 && bytes_of(place.plan(config, options)) > available) options.micro_batch /= 2;
-  const bool fits = bytes_of(place.plan(config, options)) <= available;
+  while (options.micro_batch > 1 && total_bytes(place.plan(config, options)) > available) options.micro_batch /= 2;
+  const bool fits = total_bytes(place.plan(config, options)) <= available;
   fail(Exit::resources, "the plan needs %s of memory, %s has %s available. %s",
        human_bytes(static_cast<double>(planned)).c_str(), place.name.c_str(),
        human_bytes(static_cast<double>(available)).c_str(),

@@ -19,20 +19,22 @@ std::uint64_t MemoryPlan::add(std::uint64_t bytes) {
   return offset;
 }
 
+std::uint64_t total_bytes(const std::vector<MemoryLine>& lines) {
+  std::uint64_t total = 0;
+  for (const MemoryLine& line : lines) total += line.bytes;
+  return total;
+}
+
 std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines) {
   std::size_t width = 5;
-  std::uint64_t total = 0;
-  for (const MemoryLine& line : lines) {
-    width = std::max(width, line.name.size());
-    total += line.bytes;
-  }
+  for (const MemoryLine& line : lines) width = std::max(width, line.name.size());
+  const double total = static_cast<double>(total_bytes(lines));
   std::vector<std::string> table;
   for (const MemoryLine& line : lines) {
     table.push_back(format("  %-*s  %9s", static_cast<int>(width), line.name.c_str(),
                            human_bytes(static_cast<double>(line.bytes)).c_str()));
   }
-  table.push_back(
-      format("  %-*s  %9s", static_cast<int>(width), "total", human_bytes(static_cast<double>(total)).c_str()));
+  table.push_back(format("  %-*s  %9s", static_cast<int>(width), "total", human_bytes(total).c_str()));
   return table;
 }
 

@@ -31,6 +31,8 @@ struct MemoryLine {
   std::string name;
   std::uint64_t bytes;
 };
+// Sum over the lines.
+std::uint64_t total_bytes(const std::vector<MemoryLine>& lines);
 
 // "parameters 7.9 MB, gradients ..." as an aligned table with its total, one string a line.
 std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines);

@@ -10,12 +10,6 @@ namespace weft {
 
 namespace {
 
-std::uint64_t total_bytes(const std::vector<MemoryLine>& memory) {
-  std::uint64_t total = 0;
-  for (const MemoryLine& line : memory) total += line.bytes;
-  return total;
-}
-
 Json host_facts() {
   utsname system{};
   ::uname(&system);
