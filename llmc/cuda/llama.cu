@@ -143,6 +143,64 @@ class TokenUpload {
   std::size_t next_ = 0;
 };
 
+// The state in page-locked host memory, as it lies on the device. The copy runs beside the next step's forward and
+// backward passes, which change none of it; the update waits for the event `copied`.
+class PinnedStateCopy final : public StateCopy {
+ public:
+  // Parameters, their low halves (null without), both moments. Stream and event belong to the model.
+  struct Source {
+    const std::byte *parameters, *low, *moment1, *moment2;
+  };
+  PinnedStateCopy(const TensorTable& table, const Source& source, cudaStream_t training, cudaEvent_t copied)
+      : count_(static_cast<std::uint64_t>(table.arena_elements())),
+        source_(source),
+        training_(training),
+        copied_(copied),
+        buffer_(state_copy_bytes(table)) {}
+  ~PinnedStateCopy() override { cudaStreamSynchronize(stream_); }
+
+  void take() override {
+    check(cudaEventRecord(ready_, training_), "copying the state");
+    check(cudaStreamWaitEvent(stream_, ready_), "copying the state");
+    const std::uint64_t quarter = 2 * count_, half = 4 * count_;  // bytes of an array of 16 and of 32 bits
+    copy(0, source_.parameters, source_.low != nullptr ? quarter : half);
+    if (source_.low != nullptr) copy(quarter, source_.low, quarter);
+    copy(half, source_.moment1, half);
+    copy(2 * half, source_.moment2, half);
+    check(cudaEventRecord(copied_, stream_), "copying the state");
+  }
+
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) const override {
+    check(cudaEventSynchronize(copied_), "copying the state");
+    const auto offset = static_cast<std::uint64_t>(spec.offset), count = static_cast<std::uint64_t>(spec.elements);
+    if (role != TensorRole::parameter || source_.low == nullptr) {
+      const std::uint64_t part = role == TensorRole::parameter ? 0 : role == TensorRole::moment1 ? 1 : 2;
+      std::memcpy(values, buffer_.at<float>(4 * (part * count_ + offset)), count * sizeof(float));
+      return;
+    }
+    const auto* high = buffer_.at<std::uint16_t>(2 * offset);
+    const auto* low = buffer_.at<std::int16_t>(2 * (count_ + offset));
+    for (std::uint64_t i = 0; i < count; ++i) {
+      const std::uint32_t bits = join_master({high[i], low[i]});
+      std::memcpy(&values[i], &bits, sizeof bits);
+    }
+  }
+
+ private:
+  void copy(std::uint64_t offset, const std::byte* device, std::uint64_t bytes) {
+    check(cudaMemcpyAsync(buffer_.at<std::byte>(offset), device, bytes, cudaMemcpyDeviceToHost, stream_),
+          "copying the state");
+  }
+
+  std::uint64_t count_;
+  Source source_;
+  cudaStream_t training_;
+  cudaEvent_t copied_;
+  PinnedBuffer buffer_;
+  Stream stream_;
+  Event ready_{cudaEventDisableTiming};
+};
+
 template <typename S>
 class Llama final : public TrainModel {
  public:
@@ -160,6 +218,14 @@ class Llama final : public TrainModel {
   double evaluate(const Batch& batch, std::int64_t* label_count) override;
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
+  std::unique_ptr<StateCopy> make_state_copy() override {
+    PinnedStateCopy::Source source{};
+    source.parameters = parameter_arena_.template at<std::byte>(0);
+    if (kSplitMaster<S>) source.low = low_arena_.template at<std::byte>(0);
+    source.moment1 = moment1_arena_.template at<std::byte>(0);
+    source.moment2 = moment2_arena_.template at<std::byte>(0);
+    return std::make_unique<PinnedStateCopy>(table_, source, stream_, state_copied_);
+  }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     stream_.synchronize("decoder");
@@ -237,6 +303,7 @@ class Llama final : public TrainModel {
   DeviceRopeTable rope_;
   TokenUpload upload_;
   PinnedBuffer results_;  // LossTotal, GradientNorm
+  Event state_copied_{cudaEventDisableTiming};  // of the last StateCopy::take(): nothing may change the state before it
 
   std::uint64_t micro_step_ = 0;
   bool training_ = false;
@@ -540,6 +607,7 @@ StepStatistics Llama<S>::statistics() {
 template <typename S>
 void Llama<S>::update(const AdamWStep& step) {
   const Range range("update");
+  check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // of an event that was never recorded: no wait
   const std::int64_t count = static_cast<std::int64_t>(blocks_.size());
   const AdamWBlock* blocks = workspace<AdamWBlock>(plan_.blocks);
   float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);
@@ -594,6 +662,7 @@ void Llama<S>::read_tensor(TensorRole role, const TensorSpec& spec, float* value
 template <typename S>
 void Llama<S>::write_tensor(TensorRole role, const TensorSpec& spec, const float* values) {
   stream_.synchronize("writing a tensor");
+  check(cudaEventSynchronize(state_copied_), "writing a tensor");
   const auto count = static_cast<std::size_t>(spec.elements);
   if (role != TensorRole::parameter || !kSplitMaster<S>) {
     check(cudaMemcpy(element<float>(role, spec), values, count * sizeof(float), cudaMemcpyHostToDevice),

@@ -51,6 +51,23 @@ struct StepStatistics {
 
 enum class TensorRole { parameter, gradient, moment1, moment2 };
 
+// Parameters and moments as they were at one moment, in host memory: what a thread can write to disk while training
+// goes on.
+class StateCopy {
+ public:
+  virtual ~StateCopy() = default;
+  // The state of the model as it is now. May return while the device still copies; the next update waits for that. Not
+  // while another thread reads the last copy.
+  virtual void take() = 0;
+  // A tensor of the state taken last, exactly as TrainModel::read_tensor would have given it then. For any thread, beside
+  // a training step.
+  virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) const = 0;
+};
+// What a StateCopy keeps on the host: a parameter and its two moments, four bytes each on every device.
+inline std::uint64_t state_copy_bytes(const TensorTable& table) {
+  return 3 * sizeof(float) * static_cast<std::uint64_t>(table.arena_elements());
+}
+
 class TrainModel {
  public:
   virtual ~TrainModel() = default;
@@ -79,6 +96,10 @@ class TrainModel {
   // every dtype in which weft keeps state.
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
+
+  // Host memory for copies of the state, state_copy_bytes() of it; valid while this model lives. Exit::resources where
+  // it cannot be had. This one calls read_tensor(); a device brings its own, which does not hold training up.
+  virtual std::unique_ptr<StateCopy> make_state_copy();
 
   // The activation `name` (names of scripts/dump_reference.py, e.g. "layers.0.q") of the last forward or
   // evaluate, as fp32; empty if this model does not keep it.
