@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numbers>
 
 #include "llmc/base/error.h"
-#include "llmc/infer/sampling_math.h"
+#include "llmc/base/sampling_math.h"
 
 namespace weft {
 
@@ -28,36 +27,21 @@ std::int32_t argmax(std::span<const float> logits) {
 
 }  // namespace
 
-Sampler::Sampler(const SamplerOptions& options) : options_(options) {
-  const bool valid = std::isfinite(options.temperature) && options.temperature >= 0 && options.top_k >= 0 &&
-                     options.top_p >= 0 && options.top_p <= 1 && options.min_p >= 0 && options.min_p <= 1 &&
-                     options.vocab_limit >= 0;
-  if (!valid) {
-    fail(Exit::usage,
-         "sampling: expected temperature >= 0, top-k >= 0, top-p and min-p from 0 to 1; got %g, %lld, %g, %g",
-         options.temperature, static_cast<long long>(options.top_k), options.top_p, options.min_p);
-  }
-  // A temperature so small that the division overflows is still a temperature: the greatest logit takes all.
-  if (options.temperature > 0) {
-    scale_ = std::min(std::numbers::log2e / options.temperature, std::numeric_limits<double>::max());
-  }
-}
-
 std::int32_t Sampler::sample(std::span<const float> logits, std::int64_t position) {
-  if (options_.vocab_limit > 0) {
-    logits = logits.first(std::min(logits.size(), static_cast<std::size_t>(options_.vocab_limit)));
+  if (plan_.vocab_limit > 0) {
+    logits = logits.first(std::min(logits.size(), static_cast<std::size_t>(plan_.vocab_limit)));
   }
   const std::int32_t best = argmax(logits);
-  if (options_.temperature == 0) return best;
+  if (plan_.greedy) return best;
 
   const float greatest = logits[static_cast<std::size_t>(best)];
   weights_.resize(logits.size());
-  for (std::size_t i = 0; i < logits.size(); ++i) weights_[i] = sampling_weight(logits[i], greatest, scale_);
+  for (std::size_t i = 0; i < logits.size(); ++i) weights_[i] = sampling_weight(logits[i], greatest, plan_.scale);
 
   const std::vector<std::int32_t> kept = kept_ids(logits);
   std::uint64_t total = 0;
   for (const std::int32_t id : kept) total += weights_[static_cast<std::size_t>(id)];
-  const std::uint64_t target = sampling_target(sampling_bits(options_.seed, position), total);
+  const std::uint64_t target = sampling_target(sampling_bits(plan_.seed, position), total);
   std::uint64_t cumulative = 0;
   for (const std::int32_t id : kept) {
     cumulative += weights_[static_cast<std::size_t>(id)];
@@ -79,14 +63,14 @@ std::vector<std::int32_t> Sampler::kept_ids(std::span<const float> logits) const
     return x != y ? x > y : a < b;
   };
 
-  if (options_.top_k > 0 && static_cast<std::size_t>(options_.top_k) < ids.size()) {
-    std::nth_element(ids.begin(), ids.begin() + options_.top_k, ids.end(), ranks_before);
-    ids.resize(static_cast<std::size_t>(options_.top_k));
+  if (plan_.top_k > 0 && plan_.top_k < ids.size()) {
+    std::nth_element(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(plan_.top_k), ids.end(), ranks_before);
+    ids.resize(plan_.top_k);
   }
-  if (options_.top_p < 1) {
+  if (plan_.top_p < 1) {
     std::uint64_t total = 0;
     for (const std::int32_t id : ids) total += weight(id);
-    const std::uint64_t share = sampling_share(options_.top_p, total);
+    const std::uint64_t share = sampling_share(plan_.top_p, total);
     // A heap hands out the ids in rank order; most of the mass usually lies in few of them.
     const auto ranks_after = [&](std::int32_t a, std::int32_t b) { return ranks_before(b, a); };
     std::make_heap(ids.begin(), ids.end(), ranks_after);
@@ -97,10 +81,7 @@ std::vector<std::int32_t> Sampler::kept_ids(std::span<const float> logits) const
     }
     ids.erase(ids.begin(), rest);
   }
-  if (options_.min_p > 0) {
-    const std::uint64_t least = sampling_share(options_.min_p, std::uint64_t{1} << kWeightBits);
-    std::erase_if(ids, [&](std::int32_t id) { return weight(id) < least; });
-  }
+  std::erase_if(ids, [&](std::int32_t id) { return weight(id) < plan_.least_weight; });
   std::sort(ids.begin(), ids.end());
   return ids;
 }

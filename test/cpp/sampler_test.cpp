@@ -9,7 +9,7 @@
 #include <numeric>
 
 #include "llmc/base/error.h"
-#include "llmc/infer/sampling_math.h"
+#include "llmc/base/sampling_math.h"
 
 namespace weft {
 namespace {
