@@ -1,0 +1,117 @@
+// Decoding GPT-NeoX at batch 1 in one persistent kernel: all layers, the head and sampling of many tokens in one launch,
+// one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
+// fused_decode.cu says how it works.
+//
+// It computes what llmc/cpu/neox.cpp specifies, in fp32 with weights and cache in S (fp16 or bf16). Sums are added in an
+// order that depends on the model and on the number of multiprocessors only: same bits every run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/base/sampling.h"
+#include "llmc/cuda/device.h"
+#include "llmc/cuda/neox_weights.h"
+#include "llmc/cuda/rope.h"
+#include "llmc/model/config.h"
+
+namespace weft::cuda {
+
+// Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can. It needs compute
+// capability 9.0, the parallel residual, ffn_size = 4 hidden_size (all Pythia models) and head_dim 32, 64, 80, 128 or 256.
+std::string fused_decode_refusal(const ModelConfig& config, const Device& device);
+
+// Limits on the stop ids of a launch and on its tokens.
+inline constexpr std::size_t kFusedStopIds = 16;
+inline constexpr std::int64_t kFusedTokens = 4096;
+
+// What one launch decodes.
+struct FusedRequest {
+  std::int32_t first_id = 0;  // the token that is fed first, at `position`: the cache holds the positions before it
+  std::int64_t position = 0;
+  std::int64_t count = 0;              // tokens to sample, 1 .. kFusedTokens; position + count <= the cache's capacity
+  SamplingPlan sampling;               // token i (from 0) is sampled for sequence position `position` + 1 + i
+  std::vector<std::int32_t> stop_ids;  // the launch ends after the first of them; at most kFusedStopIds
+};
+
+enum class FusedEnd : std::int32_t {
+  running = 0,
+  length = 1,     // `count` tokens
+  stop_id = 2,    // the last token is a stop id
+  cancelled = 3,  // by cancel()
+};
+
+// How a launch spends its time: for measurements.
+struct FusedTuning {
+  int blocks = 0;           // 0: chosen by the model's size; at most one a multiprocessor
+  int window_bytes = 0;     // bulk copies in flight a block; 0: the default
+  int ring_bytes = 0;       // shared memory of the ring; 0: all there is
+  bool layer_only = false;  // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing
+                            // else: no MLP-down, no head, ids are 0. Logits are not written
+};
+
+// One time line: stamps[(layer * kFusedStamps + event) * blocks + block] in ns of the GPU's global timer, of the last token
+// of a launch.
+inline constexpr int kFusedStamps = 12;
+const char* fused_stamp_name(int event);
+struct FusedTimeline {
+  std::int64_t layers = 0;  // and one more: the head
+  int blocks = 0;
+  std::vector<std::uint64_t> stamps;
+};
+
+template <typename S>
+class FusedDecode {
+ public:
+  // Pointers in `weights` and `cache` and the table, which holds `cache.capacity` positions or more, stay valid as long as
+  // this object. Allocates memory() and nothing later. Exit::environment where fused_decode_refusal() has something to
+  // say. Everything runs in `stream`.
+  FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
+              const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning = {});
+  ~FusedDecode();
+  FusedDecode(const FusedDecode&) = delete;
+  FusedDecode& operator=(const FusedDecode&) = delete;
+
+  // Device memory that the constructor allocates: workspace with the logits.
+  static std::vector<MemoryLine> memory(const ModelConfig& config);
+
+  // Starts decoding and returns. The launch before must have ended (finish()). Keys and values of the fed tokens are
+  // appended to the cache.
+  void launch(const FusedRequest& request);
+  // The id of token i of the running launch as soon as the GPU has written it, or nothing if the launch ended before it.
+  // Exit::numeric if its logits held NaN or infinity; Exit::environment if the GPU does not answer.
+  std::optional<std::int32_t> wait(std::int64_t i);
+  // The launch ends after the token in work. Harmless when nothing runs.
+  void cancel();
+  // Waits for the end of the launch; reports what wait() would. Nothing runs: returns the last answer.
+  struct Result {
+    FusedEnd end = FusedEnd::running;
+    std::int64_t tokens = 0;  // sampled; so many positions were added to the cache
+  };
+  Result finish();
+
+  // fp32 [V] on the device: those of the last token of a launch that has ended.
+  const float* logits() const;
+  // XXH3-64 over the bits of the logits, copied to the host.
+  std::uint64_t logits_hash();
+  // Bytes that one token with `context` positions before it reads: weights, an embedding row, K/V cache.
+  std::uint64_t bytes_per_token(std::int64_t context) const;
+
+  int blocks() const;
+  // Records a time line from the next launch on.
+  void record_timeline(bool record);
+  FusedTimeline timeline();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace weft::cuda
