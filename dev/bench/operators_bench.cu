@@ -2,7 +2,7 @@
 // prints microseconds and GB/s beside a copy that moves as many bytes, measured in the same run.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/operators_bench.cu build/release/libweft.a
-//   ./a.out [norm embedding rope activations classifier optimizer]
+//   ./a.out [norm embedding rope activations classifier optimizer sampler]
 //
 // GB/s counts each input read once and each output written once; the formula stands beside each row. Buffers rotate
 // through a pool several times the size of L2, so that no launch finds its inputs there. Times are the median of 9
@@ -26,6 +26,7 @@
 #include "llmc/cuda/gelu.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
+#include "llmc/cuda/sampler.h"
 #include "llmc/cuda/swiglu.h"
 
 namespace {
@@ -307,6 +308,30 @@ void bench_optimizer(Bench& bench) {
       3);
 }
 
+// Microseconds alone: the logits lie in L2, where the head has just left them, and one block works.
+void bench_sampler(Bench&) {
+  for (const std::int64_t V : {std::int64_t{50304}, kV}) {
+    std::mt19937 generator(1);
+    std::normal_distribution<float> normal(0, 2.5f);
+    std::vector<float> values(static_cast<std::size_t>(V));
+    for (float& value : values) value = normal(generator);
+    const float* logits = uploaded(values);
+    auto* id = allocated<std::int32_t>(4);
+    auto* error = allocated<SampleError>(4);
+    auto* position = allocated<std::int64_t>(8);
+    for (const SamplerOptions& options :
+         {SamplerOptions{}, SamplerOptions{.temperature = 1}, SamplerOptions{.temperature = 1, .top_k = 50},
+          SamplerOptions{.temperature = 1, .top_p = 0.9}, SamplerOptions{.temperature = 1, .min_p = 0.05},
+          SamplerOptions{.temperature = 0.8, .top_k = 50, .top_p = 0.95, .min_p = 0.02}}) {
+      const SamplingPlan* plan = uploaded(std::vector<SamplingPlan>{sampling_plan(options)});
+      const double us = median_us([&](int) { sample(id, error, logits, 1, V, V, plan, position, nullptr); });
+      std::printf("sampler V %-6lld temperature %.1f top-k %2lld top-p %.2f min-p %.2f %10.1f us\n",
+                  static_cast<long long>(V), options.temperature, static_cast<long long>(options.top_k), options.top_p,
+                  options.min_p, us);
+    }
+  }
+}
+
 void bench_norms(Bench& bench) {
   for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<bf16>(bench, C, "");
   bench_norm<float>(bench, 2048, " fp32 stream");
@@ -321,7 +346,8 @@ constexpr Section kSections[] = {{"norm", bench_norms},
                                  {"rope", bench_rope},
                                  {"activations", bench_activations},
                                  {"classifier", bench_classifier},
-                                 {"optimizer", bench_optimizer}};
+                                 {"optimizer", bench_optimizer},
+                                 {"sampler", bench_sampler}};
 
 }  // namespace
 
