@@ -16,6 +16,7 @@
 #endif
 #include "llmc/file/run_dir.h"
 #include "llmc/model/compare.h"
+#include "llmc/train/background_save.h"
 #include "llmc/train/bench.h"
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/inputs.h"
@@ -153,8 +154,19 @@ TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Check
   return {};
 }
 
+// Null, with a line, where the memory for it cannot be had: saves then hold training up, and nothing else changes.
+std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
+  try {
+    return model.make_state_copy();
+  } catch (const Error& error) {
+    if (error.code() != Exit::resources) throw;
+    log_info("saves: training waits for each: %s", error.what());
+    return nullptr;
+  }
+}
+
 Exit train(const Place& place, const TrainSettings& settings, const TrainInputs& inputs,
-           const std::vector<MemoryLine>& memory) {
+           const std::vector<MemoryLine>& memory, bool save_in_background) {
   check_memory(place, inputs.config, settings.model_options());
   const RunDirectory directory(settings.out);
   const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
@@ -172,14 +184,15 @@ Exit train(const Place& place, const TrainSettings& settings, const TrainInputs&
   log.write({{"type", "resume"}, {"step", state.step}, {"tokens", state.step * settings.batch_tokens}});
 
   DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows);
-  TrainLoop::Parts parts{settings, *model, data, checkpoints, log, nullptr, nullptr};
+  TrainLoop::Parts parts{settings, *model, data, checkpoints, log, nullptr, nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
+  if (save_in_background) parts.copy = state_copy(*model);
   std::optional<SampleWriter> sample;
   if (settings.sample_every > 0 && !inputs.tokenizer.empty()) {
     sample.emplace(settings, inputs.tokenizer, *model);
     parts.sample = [&sample](std::int64_t step) { return sample->write(step); };
   }
-  return TrainLoop(parts, state).run();
+  return TrainLoop(std::move(parts), state).run();
 }
 
 Exit run(int argc, const char* const* argv) {
@@ -199,7 +212,9 @@ Exit run(int argc, const char* const* argv) {
   if (settings.bench) return bench(place, settings, inputs);
   const std::vector<MemoryLine> memory = place.plan(inputs.config, settings.model_options());
   print_lines(start_report(settings, inputs, memory), settings.dry_run);
-  return settings.dry_run ? Exit::ok : train(place, settings, inputs, memory);
+  const SavePlan saves = plan_saves(settings, inputs.config, place.gpu ? 0 : total_bytes(memory));
+  if (!saves.line.empty()) print_lines({saves.line}, settings.dry_run);
+  return settings.dry_run ? Exit::ok : train(place, settings, inputs, memory, saves.in_background);
 }
 
 }  // namespace

@@ -51,6 +51,43 @@ std::uint64_t available_host_memory() {
   return available;
 }
 
+namespace {
+
+// The number that follows `key` in a file of lines "key number"; 0 if there is none.
+std::uint64_t number_after(const char* path, const std::string& key) {
+  std::ifstream file(path);
+  std::string word;
+  std::uint64_t number = 0;
+  while (file >> word) {
+    if (word == key && file >> number) return number;
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::uint64_t free_host_memory() {
+  const std::uint64_t total = available_host_memory();
+  std::uint64_t used = 0;
+  // A control group counts for itself; beside it stands what the machine has left.
+  std::uint64_t limit = 0;
+  std::ifstream cgroup("/sys/fs/cgroup/memory.max");
+  if (cgroup >> limit) used = number_after("/sys/fs/cgroup/memory.stat", "anon");
+  std::uint64_t free = total > used ? total - used : 0;
+  if (const std::uint64_t kilobytes = number_after("/proc/meminfo", "MemAvailable:"); kilobytes > 0) {
+    free = std::min(free, kilobytes * 1024);
+  }
+  rlimit address_space{};
+  std::uint64_t pages = 0;
+  std::ifstream statm("/proc/self/statm");
+  if (::getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY && statm >> pages) {
+    const std::uint64_t mapped = pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    const auto address_limit = static_cast<std::uint64_t>(address_space.rlim_cur);
+    free = std::min(free, address_limit > mapped ? address_limit - mapped : 0);
+  }
+  return free;
+}
+
 HostArena::HostArena(const MemoryPlan& plan) : bytes_(plan.bytes()) {
   if (bytes_ == 0) return;
   // mmap gives zero pages and, unlike calloc, never comes from a recycled heap block.

@@ -41,6 +41,9 @@ std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines);
 // machine's size.
 std::uint64_t available_host_memory();
 
+// Of it, what nobody uses now; file caches count as free.
+std::uint64_t free_host_memory();
+
 // Zero-filled host memory of a plan. Exit::resources with the plan's name and size where the system refuses.
 class HostArena {
  public:

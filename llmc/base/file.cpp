@@ -18,6 +18,7 @@ namespace weft {
 namespace {
 
 std::atomic<WriteFault> write_fault{nullptr};
+std::atomic<CallFault> call_fault{nullptr};
 
 [[noreturn]] void fail_writing(const std::string& path, const char* action) {
   const int error = errno;
@@ -113,10 +114,11 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
 }
 
 void AtomicFile::rewrite(std::uint64_t offset, const void* data, std::size_t bytes) {
-  if (const WriteFault fault = write_fault.load()) fault(path_, offset, bytes);
   const auto* cursor = static_cast<const char*>(data);
   while (bytes > 0) {
-    const ssize_t written = ::pwrite(fd_, cursor, bytes, static_cast<off_t>(offset));
+    std::size_t piece = bytes;
+    if (const WriteFault fault = write_fault.load()) piece = fault(path_, offset, bytes);
+    const ssize_t written = ::pwrite(fd_, cursor, piece, static_cast<off_t>(offset));
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) fail_writing(path_, "write");
     cursor += written;
@@ -128,13 +130,13 @@ void AtomicFile::rewrite(std::uint64_t offset, const void* data, std::size_t byt
 void AtomicFile::publish() {
   // Preallocation may have reserved more than was written.
   if (::ftruncate(fd_, static_cast<off_t>(size_)) != 0) fail_writing(path_, "truncate");
-  if (::fsync(fd_) != 0) fail_writing(path_, "sync");
+  if (!call_allowed("sync", path_) || ::fsync(fd_) != 0) fail_writing(path_, "sync");
   const int fd = std::exchange(fd_, -1);
   if (::close(fd) != 0) {
     ::unlink(temporary_.c_str());
     fail_writing(path_, "close");
   }
-  if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
+  if (!call_allowed("rename", temporary_) || ::rename(temporary_.c_str(), path_.c_str()) != 0) {
     const int error = errno;
     ::unlink(temporary_.c_str());
     errno = error;
@@ -161,7 +163,7 @@ void write_file_atomically(const std::string& path, std::string_view content) {
 void sync_directory(const std::string& directory) {
   const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) fail_writing(directory, "open the directory");
-  const int result = ::fsync(fd);
+  const int result = call_allowed("sync", directory) ? ::fsync(fd) : -1;
   const int error = errno;
   ::close(fd);
   if (result != 0 && error != EINVAL) {  // EINVAL: this file system cannot sync directories
@@ -195,6 +197,17 @@ std::vector<std::string> expand_glob(const std::string& pattern) {
 
 void set_write_fault(WriteFault fault) {
   write_fault.store(fault);
+}
+
+void set_call_fault(CallFault fault) {
+  call_fault.store(fault);
+}
+
+bool call_allowed(const char* call, const std::string& path) {
+  const CallFault fault = call_fault.load();
+  if (fault == nullptr || fault(call, path)) return true;
+  errno = EIO;
+  return false;
 }
 
 }  // namespace weft

@@ -80,9 +80,16 @@ std::string parent_directory(const std::string& path);
 // and the working directory.
 std::vector<std::string> expand_glob(const std::string& pattern);
 
-// Called with the number of bytes written so far, before each write of an AtomicFile: the fault hook of
-// --debug-inject. Null (the default) means no fault.
-using WriteFault = void (*)(const std::string& path, std::uint64_t offset, std::size_t bytes);
+// Fault hooks of --debug-inject; null (the default) means no fault. They run on the thread that writes.
+//
+// Before each write of an AtomicFile of `bytes` bytes at `offset`. Returns how many of them may be written before the
+// hook is asked again: fewer tear a write at an exact byte. May throw, or not return.
+using WriteFault = std::size_t (*)(const std::string& path, std::uint64_t offset, std::size_t bytes);
 void set_write_fault(WriteFault fault);
+// Before each sync, rename and removal that a save consists of. False: the call fails with EIO. May not return.
+using CallFault = bool (*)(const char* call, const std::string& path);
+void set_call_fault(CallFault fault);
+// Asks that hook; false with errno = EIO where the call is to fail.
+bool call_allowed(const char* call, const std::string& path);
 
 }  // namespace weft

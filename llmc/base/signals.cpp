@@ -2,23 +2,43 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
+
+#include "llmc/base/error.h"
 
 namespace weft {
 
 namespace {
 
-volatile std::sig_atomic_t pending_stop = 0;
-volatile std::sig_atomic_t pending_save = 0;
+// Atomic, not sig_atomic_t: a handler may run on any thread.
+std::atomic<int> pending_stop{0};
+std::atomic<bool> pending_save{false};
+static_assert(std::atomic<int>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 
 extern "C" void on_stop(int signal_number) {
   // The second request means "now": nothing but async-signal-safe calls from here.
-  if (pending_stop != 0 && signal_number != SIGHUP) ::_exit(128 + signal_number);
-  pending_stop = signal_number;
+  const bool second = pending_stop.exchange(signal_number) != 0;
+  if (second && signal_number != SIGHUP) ::_exit(128 + signal_number);
 }
 
 extern "C" void on_save(int) {
-  pending_save = 1;
+  pending_save = true;
+}
+
+extern "C" void on_bus_error(int) {
+  static constexpr char kMessage[] =
+      "error: a file in use cannot be read any more (bus error): it was cut while it was read, or its disk fails. "
+      "Checkpoints are untouched: restore the file and start again\n";
+  [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, kMessage, sizeof kMessage - 1);
+  ::_exit(static_cast<int>(Exit::bad_file));
+}
+
+sigset_t polled_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) sigaddset(&set, signal_number);
+  return set;
 }
 
 void install(int signal_number, void (*handler)(int)) {
@@ -40,13 +60,24 @@ void install_signal_handlers() {
 }
 
 int stop_signal() {
-  return pending_stop;
+  return pending_stop.load();
 }
 
 bool take_save_request() {
-  const bool requested = pending_save != 0;
-  pending_save = 0;
-  return requested;
+  return pending_save.exchange(false);
+}
+
+SignalsElsewhere::SignalsElsewhere() {
+  const sigset_t polled = polled_signals();
+  pthread_sigmask(SIG_BLOCK, &polled, &before_);
+}
+
+SignalsElsewhere::~SignalsElsewhere() {
+  pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+}
+
+void install_bus_error_handler() {
+  install(SIGBUS, on_bus_error);
 }
 
 }  // namespace weft

@@ -1,6 +1,8 @@
 // SIGINT, SIGTERM, SIGHUP and SIGUSR1 as flags that the loops poll at the end of a step or token.
 #pragma once
 
+#include <csignal>
+
 namespace weft {
 
 // Installs the handlers. A second SIGINT or SIGTERM exits at once with 128 + its number. SIGPIPE is ignored,
@@ -11,5 +13,22 @@ void install_signal_handlers();
 int stop_signal();
 // True once after each SIGUSR1: "save a checkpoint now and go on".
 bool take_save_request();
+
+// While it lives, this thread and the threads it starts leave those signals to others: a helper thread is born in one,
+// so that a signal always interrupts what the main thread waits for.
+class SignalsElsewhere {
+ public:
+  SignalsElsewhere();
+  ~SignalsElsewhere();
+  SignalsElsewhere(const SignalsElsewhere&) = delete;
+  SignalsElsewhere& operator=(const SignalsElsewhere&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// A page of a mapped file that cannot be read (the file became shorter, or its disk fails) kills a process by SIGBUS.
+// From here on the process says so in one line and ends with Exit::bad_file; nothing is saved, nothing is damaged.
+void install_bus_error_handler();
 
 }  // namespace weft

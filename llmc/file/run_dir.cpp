@@ -46,7 +46,29 @@ std::int64_t step_of(const std::string& name) {
 }
 
 void rename_or_fail(const std::string& from, const std::string& to) {
-  if (::rename(from.c_str(), to.c_str()) != 0) fail_at(Exit::environment, from, "rename", errno);
+  if (!call_allowed("rename", from) || ::rename(from.c_str(), to.c_str()) != 0) {
+    fail_at(Exit::environment, from, "rename", errno);
+  }
+}
+
+// Removes a directory that nobody looks for any more: what cannot be removed costs disk space, no state.
+void remove_or_warn(const std::string& path) {
+  std::error_code error;
+  if (call_allowed("remove", path)) {
+    fs::remove_all(path, error);
+  } else {
+    error.assign(errno, std::generic_category());
+  }
+  if (error) log_warning("%s: cannot remove: %s", escaped(path).c_str(), error.message().c_str());
+}
+
+std::vector<fs::directory_entry> entries_of(const std::string& path) {
+  std::error_code error;
+  std::vector<fs::directory_entry> entries;
+  fs::directory_iterator entry(path, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) entries.push_back(*entry);
+  if (error) fail_at(Exit::environment, path, "read the run directory", error.value());
+  return entries;
 }
 
 void make_directories(const std::string& path) {
@@ -113,18 +135,16 @@ void RunDirectory::take_lock() {
 }
 
 void RunDirectory::remove_leftovers() const {
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) {
+  for (const fs::directory_entry& entry : entries_of(path_)) {
     const std::string name = entry.path().filename().string();
     if (!name.starts_with(kStepPrefix) || !name.ends_with(kTemporarySuffix)) continue;
     log_info("%s: removing %s, left by an interrupted save", escaped(path_).c_str(), escaped(name).c_str());
-    fs::remove_all(entry.path(), error);
-    if (error) log_warning("%s: cannot remove: %s", escaped(entry.path().string()).c_str(), error.message().c_str());
+    remove_or_warn(entry.path().string());
   }
 }
 
 bool RunDirectory::empty() const {
-  for (const fs::directory_entry& entry : fs::directory_iterator(path_)) {
+  for (const fs::directory_entry& entry : entries_of(path_)) {
     if (entry.path().filename() != kLockName) return false;
   }
   return true;
@@ -132,7 +152,7 @@ bool RunDirectory::empty() const {
 
 std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {
   std::vector<Entry> entries;
-  for (const fs::directory_entry& found : fs::directory_iterator(path_)) {
+  for (const fs::directory_entry& found : entries_of(path_)) {
     Entry entry;
     entry.name = found.path().filename().string();
     if (!entry.name.starts_with(kStepPrefix) || entry.name.ends_with(kTemporarySuffix)) continue;
@@ -168,10 +188,14 @@ void RunDirectory::commit_checkpoint(std::int64_t step) const {
   const std::string replaced = target + ".replaced" + kTemporarySuffix;
   const bool exists = fs::symlink_status(target).type() != fs::file_type::not_found;
   if (exists) rename_or_fail(target, replaced);  // rename() does not replace a directory that holds files
-  rename_or_fail(temporary, target);
+  try {
+    rename_or_fail(temporary, target);
+  } catch (const Error&) {
+    if (exists) ::rename(replaced.c_str(), target.c_str());
+    throw;
+  }
   sync_directory(path_);
-  std::error_code error;
-  if (exists) fs::remove_all(replaced, error);
+  if (exists) remove_or_warn(replaced);
 }
 
 void RunDirectory::discard_checkpoint(std::int64_t step) const noexcept {
@@ -185,8 +209,7 @@ void RunDirectory::remove_checkpoint(std::int64_t step) const {
   fs::remove_all(temporary, error);
   rename_or_fail(target, temporary);
   sync_directory(path_);
-  fs::remove_all(temporary, error);
-  if (error) log_warning("%s: cannot remove: %s", escaped(temporary).c_str(), error.message().c_str());
+  remove_or_warn(temporary);
 }
 
 }  // namespace weft

@@ -69,43 +69,45 @@ Json describe_file(const std::string& path, std::span<const TensorInfo> tensors)
           {"tensors", std::move(list)}};
 }
 
-void write_tensor_of(TrainModel& model, TensorRole role, const TensorSpec& spec, std::vector<float>& values,
+void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSpec& spec, std::vector<float>& values,
                      TensorFileWriter& writer) {
   values.resize(static_cast<std::size_t>(spec.elements));
-  model.read_tensor(role, spec, values.data());
+  source(role, spec, values.data());
   writer.write_f32(values.data(), values.size());
 }
 
-Json write_model(const std::string& path, const RunIdentity& run, TrainModel& model) {
+Json write_model(const std::string& path, const RunIdentity& run, const TensorTable& table,
+                 const TensorSource& source) {
   TensorFileWriter writer(path, FileKind::model,
                           {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
-  for (const TensorSpec& spec : model.table().specs()) writer.declare(spec.name, DType::f32, spec.shape);
+  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
   if (!run.tokenizer.empty()) {
     writer.declare(kTokenizerTensor, DType::u8, {static_cast<std::int64_t>(run.tokenizer.size())});
   }
   std::vector<float> values;
-  for (const TensorSpec& spec : model.table().specs()) {
-    write_tensor_of(model, TensorRole::parameter, spec, values, writer);
+  for (const TensorSpec& spec : table.specs()) {
+    write_tensor_of(source, TensorRole::parameter, spec, values, writer);
   }
   if (!run.tokenizer.empty()) writer.write(run.tokenizer.data(), run.tokenizer.size());
   writer.publish();
   return describe_file(path, writer.tensors());
 }
 
-Json write_training_state(const std::string& path, const RunIdentity& run, const TrainState& state, TrainModel& model) {
+Json write_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
+                          const TensorTable& table, const TensorSource& source) {
   const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
                          {"device", run.device},     {"version", run.version}, {"world_size", 1}};
   TensorFileWriter writer(path, FileKind::training_state,
                           {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
   constexpr TensorRole kRoles[] = {TensorRole::moment1, TensorRole::moment2};
   for (const TensorRole role : kRoles) {
-    for (const TensorSpec& spec : model.table().specs()) {
+    for (const TensorSpec& spec : table.specs()) {
       writer.declare(moment_name(role, spec), DType::f32, spec.shape);
     }
   }
   std::vector<float> values;
   for (const TensorRole role : kRoles) {
-    for (const TensorSpec& spec : model.table().specs()) write_tensor_of(model, role, spec, values, writer);
+    for (const TensorSpec& spec : table.specs()) write_tensor_of(source, role, spec, values, writer);
   }
   writer.publish();
   return describe_file(path, writer.tensors());
@@ -351,17 +353,22 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
   return checkpoint->state();
 }
 
-void CheckpointKeeper::write(const std::string& path, const TrainState& state, TrainModel& model) const {
+TensorSource tensors_of(TrainModel& model) {
+  return [&model](TensorRole role, const TensorSpec& spec, float* values) { model.read_tensor(role, spec, values); };
+}
+
+void CheckpointKeeper::write(const std::string& path, const TrainState& state, const TensorTable& table,
+                             const TensorSource& source) const {
   Json manifest = manifest_head(state, identity_.model, identity_.settings);
   manifest["made_by"] = "weft train_llama " + identity_.version;
-  manifest["files"] = {write_model(path + "/" + kModelName, identity_, model),
-                       write_training_state(path + "/" + kStateName, identity_, state, model)};
+  manifest["files"] = {write_model(path + "/" + kModelName, identity_, table, source),
+                       write_training_state(path + "/" + kStateName, identity_, state, table, source)};
   write_file_atomically(path + "/" + kManifestName, manifest.dump(1) + "\n");
 }
 
-std::string CheckpointKeeper::save(const TrainState& state, TrainModel& model) {
+std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& table, const TensorSource& source) {
   try {
-    write(directory_.begin_checkpoint(state.step), state, model);
+    write(directory_.begin_checkpoint(state.step), state, table, source);
     directory_.commit_checkpoint(state.step);
   } catch (...) {
     directory_.discard_checkpoint(state.step);

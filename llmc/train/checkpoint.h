@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <set>
 #include <string>
@@ -72,6 +73,10 @@ class Checkpoint {
   TrainState state_;
 };
 
+// Where a save gets its tensors from: a model, or a copy of its state.
+using TensorSource = std::function<void(TensorRole, const TensorSpec&, float* values)>;
+TensorSource tensors_of(TrainModel& model);
+
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {
  public:
@@ -85,14 +90,16 @@ class CheckpointKeeper {
 
   // Writes a checkpoint, reads it back, and only then removes old ones. On failure nothing older is touched,
   // what was written is removed, and the error is thrown. Returns its path.
-  std::string save(const TrainState& state, TrainModel& model);
+  std::string save(const TrainState& state, const TensorTable& table, const TensorSource& source);
+  std::string save(const TrainState& state, TrainModel& model) { return save(state, model.table(), tensors_of(model)); }
 
   std::int64_t last_saved() const { return whole_.empty() ? -1 : *whole_.rbegin(); }
   std::string last_path() const;  // empty if there is none
 
  private:
   std::optional<Checkpoint> newest_whole(ResumeMode mode) const;
-  void write(const std::string& path, const TrainState& state, TrainModel& model) const;
+  void write(const std::string& path, const TrainState& state, const TensorTable& table,
+             const TensorSource& source) const;
   void remove_old() const;
 
   const RunDirectory& directory_;

@@ -2,10 +2,11 @@
 
 #include <unistd.h>
 
-#include <cctype>
+#include <algorithm>
 #include <charconv>
 #include <csignal>
 #include <limits>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
@@ -15,37 +16,92 @@ namespace weft {
 
 namespace {
 
-// The hook is a plain function, so its state is global; only the training thread writes files.
+// The hooks are plain functions, so their state is global. After arm_save_fault() only the thread that saves uses it:
+// files beside checkpoints are not counted.
 FaultPlan armed;
 std::string current_save;        // the step_N.tmp that is being written
-std::uint64_t bytes_before = 0;  // of the files of this save that are complete, and of the current one
-bool struck = false;
+std::uint64_t bytes_before = 0;  // that this save has written
+std::int64_t calls_before = 0;
+bool save_struck = false, call_struck = false;
+
+bool belongs_to_save(const std::string& directory) {
+  return directory.ends_with(".tmp") && directory.find("step_") != std::string::npos;
+}
 
 void strike(const std::string& path) {
   if (armed.save == SaveFault::kill) ::raise(SIGKILL);
-  struck = true;
+  save_struck = true;
+  if (armed.save == SaveFault::term) {
+    ::kill(::getpid(), SIGTERM);
+    return;
+  }
   if (armed.save == SaveFault::enospc) {
     fail(Exit::resources, "%s: cannot write: no space left on device (injected)", escaped(path).c_str());
   }
   fail(Exit::environment, "%s: cannot write: input/output error (injected)", escaped(path).c_str());
 }
 
-void on_write(const std::string& path, std::uint64_t /*offset*/, std::size_t bytes) {
+std::size_t on_write(const std::string& path, std::uint64_t /*offset*/, std::size_t bytes) {
   const std::string directory = parent_directory(path);
-  if (struck || !directory.ends_with(".tmp") || directory.find("step_") == std::string::npos) return;
+  if (save_struck || !belongs_to_save(directory)) return bytes;
   if (directory != current_save) {
     current_save = directory;
     bytes_before = 0;
   }
+  if (bytes_before == armed.save_byte) strike(path);
+  if (bytes_before < armed.save_byte) bytes = std::min<std::uint64_t>(bytes, armed.save_byte - bytes_before);
   bytes_before += bytes;
-  if (bytes_before > armed.save_byte) strike(path);
+  return bytes;
 }
 
+bool on_call(const char* /*call*/, const std::string& /*path*/) {
+  if (call_struck || calls_before++ != armed.call_number) return true;
+  if (armed.call == CallAction::kill) ::raise(SIGKILL);
+  call_struck = true;
+  return false;
+}
+
+constexpr const char* kForms =
+    "nan@step=N, kill@step=N, hang@step=N, term@step=N, term@validation=N, term@sample=N, kill@save=BYTE, "
+    "term@save=BYTE, io-error@save=BYTE, enospc@save=BYTE, kill@call=K or io-error@call=K";
+
 [[noreturn]] void refuse(const std::string& spec) {
-  fail(Exit::usage,
-       "--debug-inject: got %s, expected one of nan@step=N, kill@step=N, term@step=N, hang@step=N, "
-       "kill@save=BYTE, io-error@save=BYTE, enospc@save=BYTE",
-       escaped(spec).c_str());
+  fail(Exit::usage, "--debug-inject: got %s, expected one of %s", escaped(spec).c_str(), kForms);
+}
+
+bool set_step_fault(FaultPlan& plan, const std::string& place, std::int64_t step) {
+  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {{"nan@step", &plan.nan_step},
+                                                                         {"kill@step", &plan.kill_step},
+                                                                         {"hang@step", &plan.hang_step},
+                                                                         {"term@step", &plan.term_step},
+                                                                         {"term@validation", &plan.term_validation},
+                                                                         {"term@sample", &plan.term_sample}};
+  for (const auto& [name, field] : places) {
+    if (place == name) *field = step;
+    if (place == name) return true;
+  }
+  return false;
+}
+
+bool set_save_fault(FaultPlan& plan, const std::string& place, std::int64_t byte) {
+  const std::pair<const char*, SaveFault> places[] = {{"kill@save", SaveFault::kill},
+                                                      {"term@save", SaveFault::term},
+                                                      {"io-error@save", SaveFault::io_error},
+                                                      {"enospc@save", SaveFault::enospc}};
+  for (const auto& [name, fault] : places) {
+    if (place != name) continue;
+    plan.save = fault;
+    plan.save_byte = static_cast<std::uint64_t>(byte);
+    return true;
+  }
+  return false;
+}
+
+bool set_call_action(FaultPlan& plan, const std::string& place, std::int64_t number) {
+  if (place != "kill@call" && place != "io-error@call") return false;
+  plan.call = place == "kill@call" ? CallAction::kill : CallAction::io_error;
+  plan.call_number = number;
+  return true;
 }
 
 void parse_fault(const std::string& spec, FaultPlan& plan) {
@@ -55,30 +111,16 @@ void parse_fault(const std::string& spec, FaultPlan& plan) {
   std::int64_t number = -1;
   const auto end = std::from_chars(digits.data(), digits.data() + digits.size(), number);
   if (end.ec != std::errc{} || end.ptr != digits.data() + digits.size() || number < 0) refuse(spec);
-  if (place == "nan@step")
-    plan.nan_step = number;
-  else if (place == "kill@step")
-    plan.kill_step = number;
-  else if (place == "term@step")
-    plan.term_step = number;
-  else if (place == "hang@step")
-    plan.hang_step = number;
-  else if (place == "kill@save")
-    plan.save = SaveFault::kill;
-  else if (place == "io-error@save")
-    plan.save = SaveFault::io_error;
-  else if (place == "enospc@save")
-    plan.save = SaveFault::enospc;
-  else
-    refuse(spec);
-  if (place.ends_with("@save")) plan.save_byte = static_cast<std::uint64_t>(number);
+  const bool known = set_step_fault(plan, place, number) || set_save_fault(plan, place, number) ||
+                     set_call_action(plan, place, number);
+  if (!known) refuse(spec);
 }
 
 }  // namespace
 
 const char* fault_help() {
-  return "test tool: fail on purpose at nan@step=N, kill@step=N, term@step=N, hang@step=N, kill@save=BYTE, "
-         "io-error@save=BYTE or enospc@save=BYTE";
+  static const std::string text = std::string("test tool: fail on purpose at ") + kForms;
+  return text.c_str();
 }
 
 FaultPlan parse_faults(const std::vector<std::string>& specs) {
@@ -90,13 +132,20 @@ FaultPlan parse_faults(const std::vector<std::string>& specs) {
 void arm_save_fault(const FaultPlan& plan) {
   armed = plan;
   current_save.clear();
-  struck = false;
+  bytes_before = 0;
+  calls_before = 0;
+  save_struck = call_struck = false;
   set_write_fault(plan.save == SaveFault::none ? nullptr : on_write);
+  set_call_fault(plan.call == CallAction::none ? nullptr : on_call);
+}
+
+void inject_term(const std::optional<std::int64_t>& planned, std::int64_t step) {
+  if (planned == step) ::raise(SIGTERM);
 }
 
 void inject_before_step(const FaultPlan& plan, std::int64_t step) {
   if (plan.kill_step == step) ::raise(SIGKILL);
-  if (plan.term_step == step) ::raise(SIGTERM);
+  inject_term(plan.term_step, step);
   if (plan.hang_step == step) {
     log_warning("step %lld hangs (injected)", static_cast<long long>(step));
     while (true) ::pause();

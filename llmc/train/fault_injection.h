@@ -3,10 +3,13 @@
 //
 //   nan@step=N        a gradient of step N becomes NaN, once
 //   kill@step=N       the process dies (SIGKILL) before step N
-//   term@step=N       SIGTERM arrives during step N
 //   hang@step=N       step N never ends
-//   kill@save=BYTE    the process dies when a save is about to write byte BYTE of the checkpoint
-//   io-error@save=BYTE, enospc@save=BYTE   that write fails, once
+//   term@step=N, term@validation=N, term@sample=N   SIGTERM arrives during step N, or what follows it
+//   kill@save=BYTE    the process dies when a save has written so many bytes of the checkpoint
+//   term@save=BYTE    SIGTERM arrives then
+//   io-error@save=BYTE, enospc@save=BYTE   writing the next byte fails, once
+//   kill@call=K       the process dies before the K-th sync, rename or removal (from 0) of its saves
+//   io-error@call=K   that call fails, once
 #pragma once
 
 #include <cstdint>
@@ -18,23 +21,28 @@
 
 namespace weft {
 
-enum class SaveFault { none, kill, io_error, enospc };
+enum class SaveFault { none, kill, term, io_error, enospc };
+enum class CallAction { none, kill, io_error };
 
 struct FaultPlan {
-  std::optional<std::int64_t> nan_step, kill_step, term_step, hang_step;
+  std::optional<std::int64_t> nan_step, kill_step, hang_step, term_step, term_validation, term_sample;
   SaveFault save = SaveFault::none;
   std::uint64_t save_byte = 0;
+  CallAction call = CallAction::none;
+  std::int64_t call_number = 0;
 };
 
 const char* fault_help();
 // Exit::usage with the accepted forms.
 FaultPlan parse_faults(const std::vector<std::string>& specs);
 
-// Installs the hook for faults while saving (llmc/base/file.h); process-wide.
+// Installs the hooks for faults while saving (llmc/base/file.h); process-wide. Not while a save is in progress.
 void arm_save_fault(const FaultPlan& plan);
 
 // Called before step `step`: kill, term and hang.
 void inject_before_step(const FaultPlan& plan, std::int64_t step);
+// SIGTERM where `planned` is the step that was just finished.
+void inject_term(const std::optional<std::int64_t>& planned, std::int64_t step);
 // Called between the gradients and their check; forgets nan_step when it has struck.
 void inject_gradient_fault(FaultPlan& plan, std::int64_t step, TrainModel& model);
 

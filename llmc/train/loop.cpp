@@ -62,6 +62,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
     : parts_(std::move(parts)),
       state_(std::move(start)),
       faults_(parse_faults(parts_.settings.debug_inject)),
+      saves_(parts_.checkpoints, std::move(parts_.copy)),
       start_time_(Clock::now()),
       first_step_(state_.step + 1) {
   arm_save_fault(faults_);
@@ -75,10 +76,12 @@ Exit TrainLoop::run() {
     } catch (const Error& error) {
       // Neither error touched the parameters: the steps so far need not be lost. After errors of the device
       // or of memory nothing in the model can be trusted, and the last checkpoint stands.
-      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save(false);
+      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
+      settle_save();
       throw;
     }
     after_step(step);
+    report_save(saves_.poll());
   }
   return finish();
 }
@@ -187,13 +190,14 @@ bool TrainLoop::stop_requested() const {
 void TrainLoop::after_step(Step& step) {
   const TrainSettings& settings = parts_.settings;
   if (parts_.validation != nullptr && due(settings.val_every)) {
+    inject_term(faults_.term_validation, state_.step);
     step.val_loss = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches);
     if (step.val_loss) state_.val_loss = step.val_loss;
   }
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
   const bool last = state_.step == settings.steps;
-  if (!last && (take_save_request() || (settings.save_every > 0 && due(settings.save_every)))) save(false);
+  if (!last && (take_save_request() || (settings.save_every > 0 && due(settings.save_every)))) begin_save();
 }
 
 void TrainLoop::report(const Step& step) {
@@ -228,6 +232,7 @@ void TrainLoop::report(const Step& step) {
 
 void TrainLoop::write_sample() {
   try {
+    inject_term(faults_.term_sample, state_.step);
     const std::string text = parts_.sample(state_.step);
     log_info("sample: %s", printable(text).c_str());
     parts_.log.write({{"type", "sample"}, {"step", state_.step}, {"text", text}});
@@ -236,23 +241,49 @@ void TrainLoop::write_sample() {
   }
 }
 
-// A save that fails costs a warning, unless nothing comes after it.
-void TrainLoop::save(bool last) {
-  if (parts_.checkpoints.last_saved() == state_.step) return;
-  try {
-    const Clock::time_point begin = Clock::now();
-    const std::string path = parts_.checkpoints.save(state_, parts_.model);
-    log_info("saved %s (%.1f s)", escaped(path).c_str(), seconds_since(begin));
-    parts_.log.write({{"type", "save"}, {"step", state_.step}, {"seconds", seconds_since(begin)}});
-  } catch (const Error& error) {
-    if (last) fail(Exit::resources, "the last checkpoint could not be saved: %s", error.what());
-    log_warning("no checkpoint of step %lld: %s. Training goes on", wide(state_.step), error.what());
+// Training goes on as soon as the state is copied.
+void TrainLoop::begin_save() {
+  const Clock::time_point begin = Clock::now();
+  settle_save();
+  if (const double waited = seconds_since(begin); waited > 1) {
+    log_info("step %lld waited %.1f s for the checkpoint before: saving takes longer than --save-every allows",
+             wide(state_.step), waited);
   }
+  if (parts_.checkpoints.last_saved() == state_.step) return;
+  saves_.start(state_, parts_.model);
+}
+
+// From the model itself, which stands still. A save that fails costs a warning, unless nothing comes after it.
+void TrainLoop::save_now(bool last) {
+  settle_save();
+  if (parts_.checkpoints.last_saved() == state_.step) return;
+  const BackgroundSave::Result result = saves_.save_now(state_, parts_.model);
+  if (last && result.error) {
+    fail(Exit::resources, "the last checkpoint could not be saved: %s", result.error->what());
+  }
+  report_save(result);
+}
+
+void TrainLoop::settle_save() {
+  report_save(saves_.wait());
+}
+
+void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
+  if (!result) return;
+  if (result->error) {
+    log_warning("no checkpoint of step %lld: %s. Training goes on", wide(result->step), result->error->what());
+    return;
+  }
+  log_info("saved %s (%.1f s)", escaped(result->path).c_str(), result->seconds);
+  parts_.log.write({{"type", "save"},
+                    {"step", result->step},
+                    {"seconds", result->seconds},
+                    {"stalled_seconds", result->stalled_seconds}});
 }
 
 Exit TrainLoop::finish() {
   progress_.clear();
-  save(true);
+  save_now(true);
   const TrainSettings& settings = parts_.settings;
   const int signal = stop_signal();
   const std::string path = parts_.checkpoints.last_path();

@@ -12,6 +12,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/model/train_model.h"
+#include "llmc/train/background_save.h"
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/data_loader.h"
 #include "llmc/train/fault_injection.h"
@@ -34,6 +35,7 @@ class TrainLoop {
     RunLog& log;
     const TokenDataset* validation = nullptr;              // may be absent
     std::function<std::string(std::int64_t step)> sample;  // may be empty
+    std::unique_ptr<StateCopy> copy;                       // absent: training waits for each save
   };
 
   // Goes on from `start`, whose parameters and moments are in the model and at whose position the data
@@ -43,7 +45,7 @@ class TrainLoop {
   // Steps until the last one, a signal or the time limit; saves; prints the result on stdout. Exit::ok, or
   // the code of the signal. Throws Exit::numeric where the guard stops the run, Exit::resources if the last
   // save fails, and what the data reports; before both numeric and data errors the state of the last good
-  // step is saved.
+  // step is saved. However it ends, a save in progress is brought to its end.
   Exit run();
   const TrainState& state() const { return state_; }
 
@@ -64,12 +66,16 @@ class TrainLoop {
   void after_step(Step& step);
   void report(const Step& step);
   void write_sample();
-  void save(bool last);
+  void begin_save();
+  void save_now(bool last);
+  void settle_save();
+  void report_save(const std::optional<BackgroundSave::Result>& result);
   Exit finish();
 
   Parts parts_;
   TrainState state_;
   FaultPlan faults_;
+  BackgroundSave saves_;
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;

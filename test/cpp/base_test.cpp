@@ -355,8 +355,9 @@ TEST(AtomicFile, AnAbsentDirectoryIsAnEnvironmentError) {
   expect_contains(error_of(Exit::environment, [&] { AtomicFile(directory.file("none/x")); }), "cannot create");
 }
 
-void always_fail(const std::string&, std::uint64_t offset, std::size_t) {
+std::size_t always_fail(const std::string&, std::uint64_t offset, std::size_t bytes) {
   if (offset >= 4) fail(Exit::resources, "injected");
+  return bytes;
 }
 
 TEST(AtomicFile, TheFaultHookRunsBeforeEachWrite) {

@@ -121,8 +121,9 @@ TEST_F(CheckpointTest, DyingAtAnyWriteLeavesTheOlderCheckpoint) {
     const pid_t child = ::fork();
     if (child == 0) {
       writes_until_fault = write;
-      set_write_fault([](const std::string&, std::uint64_t, std::size_t) {
+      set_write_fault([](const std::string&, std::uint64_t, std::size_t bytes) {
         if (writes_until_fault-- == 0) ::_exit(99);
+        return bytes;
       });
       save(6);
       ::_exit(0);
@@ -145,8 +146,9 @@ TEST_F(CheckpointTest, FailingAtAnyWriteRemovesTheAttempt) {
   int write = 0;
   for (bool failed = true; failed; ++write) {
     writes_until_fault = write;
-    set_write_fault([](const std::string&, std::uint64_t, std::size_t) {
+    set_write_fault([](const std::string&, std::uint64_t, std::size_t bytes) {
       if (writes_until_fault-- == 0) fail(Exit::resources, "no space left");
+      return bytes;
     });
     try {
       save(6, 2);

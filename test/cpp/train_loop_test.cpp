@@ -55,7 +55,9 @@ class TrainLoopTest : public testing::Test {
     const TrainState start = checkpoints.resume(settings_.resume_mode(), model).value_or(TrainState{});
     RunLog log(directory.file("log.jsonl"));
     DataLoader loader(data, settings_.micro_batch, static_cast<std::uint64_t>(settings_.seed), start.windows);
-    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &data : nullptr, sample_}, start);
+    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &data : nullptr, sample_,
+                    in_background_ ? model.make_state_copy() : nullptr},
+                   start);
     Result result;
     testing::internal::CaptureStdout();
     try {
@@ -94,7 +96,7 @@ class TrainLoopTest : public testing::Test {
   const int threads_ = omp_get_max_threads();
   TemporaryDirectory temporary_;
   TrainSettings settings_;
-  bool with_validation_ = false;
+  bool with_validation_ = false, in_background_ = true;
   std::function<std::string(std::int64_t)> sample_;
   std::string result_line_;
 };

@@ -1,0 +1,133 @@
+#include "llmc/train/background_save.h"
+
+#include <new>
+#include <system_error>
+
+#include "llmc/base/log.h"
+#include "llmc/base/signals.h"
+
+namespace weft {
+
+namespace {
+
+constexpr double kShareOfFreeMemory = 0.8;
+constexpr auto kPatience = std::chrono::seconds(60);  // between two lines about a disk that does not come to an end
+
+std::string bytes_text(std::uint64_t bytes) {
+  return human_bytes(static_cast<double>(bytes));
+}
+
+}  // namespace
+
+SavePlan plan_saves(const TrainSettings& settings, const ModelConfig& config, std::uint64_t planned_host_bytes) {
+  if (settings.save_every == 0 || settings.save_every >= settings.steps) return {};
+  const std::uint64_t copy = state_copy_bytes(TensorTable(config)), free = free_host_memory();
+  const double limit = kShareOfFreeMemory * static_cast<double>(free);
+  if (static_cast<double>(planned_host_bytes) + static_cast<double>(copy) <= limit) {
+    return {true, format("saves: in the background, from a copy of the state in %s of host memory (%s are free)",
+                         bytes_text(copy).c_str(), bytes_text(free).c_str())};
+  }
+  return {false,
+          format("saves: training waits for each. A copy of the state to save in the background would take %s of "
+                 "host memory, %s are free",
+                 bytes_text(copy).c_str(), bytes_text(free).c_str())};
+}
+
+BackgroundSave::BackgroundSave(CheckpointKeeper& keeper, std::unique_ptr<StateCopy> copy)
+    : keeper_(keeper), copy_(std::move(copy)) {}
+
+BackgroundSave::~BackgroundSave() {
+  const std::optional<Result> result = wait();
+  if (result && result->error) {
+    log_warning("no checkpoint of step %lld: %s", static_cast<long long>(result->step), result->error->what());
+  }
+}
+
+// Whatever goes wrong is a result: an exception that leaves a thread ends the process.
+void BackgroundSave::write(const TrainState& state, const TensorTable& table, const TensorSource& source,
+                           Result& result) const {
+  result.step = state.step;
+  try {
+    result.path = keeper_.save(state, table, source);
+  } catch (const Error& error) {
+    result.error = error;
+  } catch (const std::bad_alloc&) {
+    result.error = Error(Exit::resources, "out of memory");
+  } catch (const std::exception& error) {
+    result.error = Error(Exit::environment, escaped(error.what()));
+  }
+  result.seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+}
+
+BackgroundSave::Result BackgroundSave::save_now(const TrainState& state, TrainModel& model) {
+  begin_ = Clock::now();
+  Result result;
+  write(state, model.table(), tensors_of(model), result);
+  result.stalled_seconds = result.seconds;
+  return result;
+}
+
+void BackgroundSave::start(const TrainState& state, TrainModel& model) {
+  if (started_) fail(Exit::internal, "a save is in progress");
+  if (copy_ == nullptr) {
+    result_ = save_now(state, model);
+    started_ = done_ = true;
+    return;
+  }
+  begin_ = Clock::now();
+  copy_->take();
+  state_ = state;
+  result_ = {};
+  done_ = false;
+  const auto body = [this, &table = model.table()] {
+    write(
+        state_, table,
+        [this](TensorRole role, const TensorSpec& spec, float* values) { copy_->read_tensor(role, spec, values); },
+        result_);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    done_ = true;
+    changed_.notify_all();
+  };
+  started_ = true;
+  try {
+    const SignalsElsewhere signals;
+    thread_ = std::thread(body);
+  } catch (const std::system_error&) {  // no more threads for this user: the save is worth the wait
+    body();
+  }
+  // Not read from result_: the thread may be writing it.
+  stalled_seconds_ = std::chrono::duration<double>(Clock::now() - begin_).count();
+}
+
+std::optional<BackgroundSave::Result> BackgroundSave::take_result() {
+  if (thread_.joinable()) {
+    thread_.join();
+    result_.stalled_seconds = stalled_seconds_;
+  }
+  started_ = false;
+  return std::move(result_);
+}
+
+std::optional<BackgroundSave::Result> BackgroundSave::poll() {
+  if (!started_) return std::nullopt;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!done_) return std::nullopt;
+  }
+  return take_result();
+}
+
+std::optional<BackgroundSave::Result> BackgroundSave::wait() {
+  if (!started_) return std::nullopt;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_for(lock, kPatience, [this] { return done_; })) {
+      const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+      log_info("still writing the checkpoint of step %lld after %s; a second SIGTERM or SIGINT gives it up",
+               static_cast<long long>(state_.step), human_seconds(seconds).c_str());
+    }
+  }
+  return take_result();
+}
+
+}  // namespace weft
