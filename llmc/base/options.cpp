@@ -16,6 +16,7 @@
 
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
+#include "llmc/base/signals.h"
 
 namespace weft {
 
@@ -399,7 +400,10 @@ void write_stdout(std::string_view text) {
 
 int run_program(const std::function<Exit()>& body) {
   const char* kBug = "This is a bug in weft, please report it";
-  std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is a write error that can be answered, not a death
+  // A closed pipe and a file beyond `ulimit -f` are write errors that can be answered, not deaths.
+  std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
+  install_bus_error_handler();
   Exit code = Exit::internal;
   try {
     code = body();
@@ -416,6 +420,9 @@ int run_program(const std::function<Exit()>& body) {
   } catch (const std::bad_alloc&) {
     code = Exit::resources;
     log_error("out of memory");
+  } catch (const std::system_error& error) {  // std::thread, where this user may have no more of them
+    code = Exit::resources;
+    log_error("the system refuses a resource: %s. See ulimit -u and ulimit -v", escaped(error.what()).c_str());
   } catch (const std::exception& error) {
     log_error("internal error: %s. %s", escaped(error.what()).c_str(), kBug);
   }
