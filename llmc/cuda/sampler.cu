@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
                   const SamplingPlan* plan, const std::int64_t* positions) {
   __shared__ SamplerScratch<kThreads> scratch;
   const std::int64_t row = blockIdx.x;
-  const SampledToken token = sample_block<kThreads>(logits + row * row_stride, V, *plan, positions[row],
+  const SampledToken token = sample_block<kThreads, 0, true>(logits + row * row_stride, V, *plan, positions[row],
                                                     static_cast<int>(threadIdx.x), scratch);
   if (threadIdx.x != 0) return;
   ids[row] = token.id;

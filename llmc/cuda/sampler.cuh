@@ -70,11 +70,13 @@ __device__ inline std::uint64_t warp_sum(std::uint64_t value) {
   return value;
 }
 
-template <int kThreads, int kBarrier>
+template <int kThreads, int kBarrier, bool kThroughL1>
 struct SampleBlock {
   using Scratch = SamplerScratch<kThreads>;
   static constexpr int kWarps = Scratch::kWarps, kPivots = Scratch::kPivots, kSums = Scratch::kSums;
-  static constexpr int kAhead = 8;  // loads of a thread on their way before it uses the first
+  static constexpr int kAhead = 4;                               // 16-byte loads of a thread before it uses the first
+  static constexpr int kBatch = 4 * kAhead;                      // logits
+  static constexpr std::int32_t kWarpBatch = kBatch * kWarpSize;  // logits of a warp
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024);
 
   const float* logits;
@@ -82,6 +84,7 @@ struct SampleBlock {
   const SamplingPlan& plan;
   Scratch& scratch;
   int thread, warp, lane;
+  int skew;                 // logits lie so many places past a multiple of 16 bytes; place = id + skew
   int turn = 0;             // of Scratch::counts
   float greatest = 0;       // logit
   float least_finite = 0;   // logit
@@ -90,19 +93,38 @@ struct SampleBlock {
 
   __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
 
-  // use(logit, id) for all ids, -infinity from V on. All lanes of a warp come together. Not through L1: in a persistent
-  // kernel another multiprocessor may just have written the logits.
-  template <typename Use>
-  __device__ void for_each_logit(const Use& use) const {
-    for (std::int32_t first = warp * kWarpSize; first < V; first += kThreads * kAhead) {
-      float values[kAhead];
+  // In a persistent kernel another multiprocessor may just have written the logits: there L1 must not answer.
+  template <typename Word>
+  static __device__ Word read(const Word* address) {
+    return kThroughL1 ? *address : __ldcg(address);
+  }
+
+  // The lane's logits of the warp's batch that begins at `place`, -infinity from place `end` on and where there is no id.
+  __device__ void load_batch(float (&values)[kBatch], std::int32_t place, std::int32_t end) const {
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        const std::int32_t id = first + u * kThreads + lane;
-        values[u] = id < V ? __ldcg(logits + id) : -INFINITY;
+    for (int u = 0; u < kAhead; ++u) {
+      const std::int32_t first = place + (u * kWarpSize + lane) * 4, id = first - skew;
+      if (id >= 0 && first + 4 <= end) {
+        const float4 four = read(reinterpret_cast<const float4*>(logits + id));
+        values[4 * u] = four.x, values[4 * u + 1] = four.y, values[4 * u + 2] = four.z, values[4 * u + 3] = four.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          values[4 * u + i] = id + i >= 0 && first + i < end ? read(logits + id + i) : -INFINITY;
       }
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u) use(values[u], first + u * kThreads + lane);
+    }
+  }
+  __device__ std::int32_t id_in_batch(std::int32_t place, int i) const {
+    return place + (i / 4 * kWarpSize + lane) * 4 + i % 4 - skew;
+  }
+
+  // use(values, place) for all batches, the ids of a thread rising. All lanes of a warp come together.
+  template <typename Use>
+  __device__ void for_each_batch(const Use& use) const {
+    for (std::int32_t place = warp * kWarpBatch; place < V + skew; place += kWarps * kWarpBatch) {
+      float values[kBatch];
+      load_batch(values, place, V + skew);
+      use(values, place);
     }
   }
 
@@ -115,15 +137,20 @@ struct SampleBlock {
 
   // The greatest logit and its lowest id, the least finite logit, and whether all of them are usable.
   __device__ SampledToken find_greatest() {
-    std::uint64_t best = 0;
-    float least = INFINITY;
-    unsigned flags = 0;
-    for_each_logit([&](float logit, std::int32_t id) {
-      flags |= isnan(logit) ? 1u : logit == INFINITY ? 2u : 0u;
-      const std::uint64_t rank = rank_of(logit, id);
-      best = rank > best ? rank : best;
-      if (logit != -INFINITY) least = fminf(least, logit);
+    float highest = -INFINITY, least = INFINITY;
+    std::int32_t highest_id = 0;
+    bool not_a_number = false;
+    for_each_batch([&](const float (&values)[kBatch], std::int32_t place) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float logit = values[i];
+        not_a_number |= !(logit == logit);
+        if (logit > highest) highest = logit, highest_id = id_in_batch(place, i);
+        if (logit != -INFINITY) least = fminf(least, logit);
+      }
     });
+    std::uint64_t best = rank_of(highest, highest_id);
+    unsigned flags = not_a_number ? 1u : 0u;
 #pragma unroll
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
@@ -154,8 +181,8 @@ struct SampleBlock {
     top = best;
     greatest = logit_of(static_cast<std::uint32_t>(best >> 32));
     least_finite = least;
-    if ((flags & 1u) != 0) return {0, SampleError::not_a_number};
-    if ((flags & 2u) != 0) return {0, SampleError::infinite};
+    if (flags != 0) return {0, SampleError::not_a_number};
+    if (greatest == INFINITY) return {0, SampleError::infinite};
     if (V <= 0 || greatest == -INFINITY) return {0, SampleError::nothing_finite};
     return {id_of(best), SampleError::none};
   }
@@ -207,19 +234,32 @@ struct SampleBlock {
     while (hi - lo > 1) {
       std::uint64_t pivots[kPivots], sums[kSums] = {};
       choose_pivots(pivots, lo, hi);
-      for_each_logit([&](float logit, std::int32_t id) {
-        const std::uint64_t rank = rank_of(logit, id);
-        const std::uint64_t size = rank >= lo && rank < hi ? measure(logit) : 0;
-        const unsigned inside = __ballot_sync(~0u, size > 0);
-        if (inside == 0) return;
-        int place = 0;
-        if (lane == 0) place = atomicAdd(&scratch.counts[turn], __popc(inside));
-        place = __shfl_sync(~0u, place, 0) + __popc(inside & ((1u << lane) - 1));
-        if (size == 0) return;
-        if (place < Scratch::kCandidates) scratch.candidates[place] = {rank, size};
+      // Most logits of a later pass lie outside of the bracket's values and need no more than a look.
+      const auto low_key = static_cast<std::uint32_t>(lo >> 32), high_key = static_cast<std::uint32_t>(hi >> 32);
+      const float low = low_key > ordered_key(-INFINITY) ? logit_of(low_key) : -INFINITY;
+      const float high = fminf(logit_of(high_key), greatest);
+      for_each_batch([&](const float (&values)[kBatch], std::int32_t place) {
+        bool any = false;
 #pragma unroll
-        for (int j = 0; j < kPivots; ++j) sums[j] += rank >= pivots[j] ? size : 0;
-        sums[kPivots] += size;
+        for (int i = 0; i < kBatch; ++i) any |= values[i] >= low && values[i] <= high;
+        if (!__any_sync(~0u, any)) return;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const bool looked_at = values[i] >= low && values[i] <= high;
+          if (!__any_sync(~0u, looked_at)) continue;
+          const std::uint64_t rank = rank_of(values[i], id_in_batch(place, i));
+          const std::uint64_t size = looked_at && rank >= lo && rank < hi ? measure(values[i]) : 0;
+          const unsigned inside = __ballot_sync(~0u, size > 0);
+          if (inside == 0) continue;
+          int slot = 0;
+          if (lane == 0) slot = atomicAdd(&scratch.counts[turn], __popc(inside));
+          slot = __shfl_sync(~0u, slot, 0) + __popc(inside & ((1u << lane) - 1));
+          if (size == 0) continue;
+          if (slot < Scratch::kCandidates) scratch.candidates[slot] = {rank, size};
+#pragma unroll
+          for (int j = 0; j < kPivots; ++j) sums[j] += rank >= pivots[j] ? size : 0;
+          sums[kPivots] += size;
+        }
       });
       add_up(sums);
       const int count = scratch.counts[turn];
@@ -282,21 +322,17 @@ struct SampleBlock {
 
   // The id at which the running sum of the kept weights, in order of id, exceeds the target that the random bits pick.
   __device__ std::int32_t draw(std::int64_t position) {
-    std::int32_t begin = 0, size = V;
+    std::int32_t begin = 0, size = V + skew;  // places
     std::uint64_t target = 0;
     for (int level = 0; level == 0 || size > kWarpSize; ++level) {
       const std::int32_t piece = static_cast<std::int32_t>(ceil_div(ceil_div(size, kWarps), kWarpSize)) * kWarpSize;
       const std::int32_t from = begin + warp * piece, end = min(from + piece, begin + size);
       std::uint64_t sum = 0;
-      for (std::int32_t first = from; first < end; first += kWarpSize * kAhead) {
-        float values[kAhead];
+      for (std::int32_t place = from; place < end; place += kWarpBatch) {
+        float values[kBatch];
+        load_batch(values, place, end);
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-          const std::int32_t id = first + u * kWarpSize + lane;
-          values[u] = id < end ? __ldcg(logits + id) : -INFINITY;
-        }
-#pragma unroll
-        for (int u = 0; u < kAhead; ++u) sum += kept_weight(values[u], first + u * kWarpSize + lane);
+        for (int i = 0; i < kBatch; ++i) sum += kept_weight(values[i], id_in_batch(place, i));
       }
       sum = warp_sum(sum);
       if (lane == 0) scratch.range_sums[level % 2][warp] = sum;
@@ -312,9 +348,10 @@ struct SampleBlock {
       size = min(piece, size - chosen * piece);
       begin += chosen * piece;
     }
-    const std::int32_t id = begin + lane;
-    const std::uint64_t running = running_sum(lane < size ? kept_weight(__ldcg(logits + id), id) : 0);
-    return begin + __ffs(static_cast<int>(__ballot_sync(~0u, running > target))) - 1;
+    const std::int32_t id = begin + lane - skew;
+    const bool used = lane < size && id >= 0;
+    const std::uint64_t running = running_sum(used ? kept_weight(read(logits + id), id) : 0);
+    return begin - skew + __ffs(static_cast<int>(__ballot_sync(~0u, running > target))) - 1;
   }
 
   __device__ SampledToken sample(std::int64_t position) {
@@ -339,14 +376,16 @@ struct SampleBlock {
 // The id for `position` from fp32 logits [V] in global memory, 0 <= V < 2^20; llmc/base/sampling.h says which. To be called
 // by kThreads threads (a multiple of 32) numbered `thread` from 0 in whole warps, all with the same arguments; each gets the
 // result. They meet at hardware barrier kBarrier (0: that of __syncthreads), so other warps of the block may do something
-// else. What wrote the logits must be visible to them before. `plan` and `position` may lie anywhere; `scratch` is shared
-// memory that no thread still uses, and is free again when the call returns.
-template <int kThreads, int kBarrier = 0>
+// else. What wrote the logits must be visible to them before; kThroughL1 is for logits that nothing in this kernel wrote.
+// `plan` and `position` may lie anywhere; `scratch` is shared memory that no thread still uses, and is free again when the
+// call returns.
+template <int kThreads, int kBarrier = 0, bool kThroughL1 = false>
 __device__ inline SampledToken sample_block(const float* logits, std::int64_t V, const SamplingPlan& plan,
                                             std::int64_t position, int thread, SamplerScratch<kThreads>& scratch) {
   if (plan.vocab_limit > 0 && plan.vocab_limit < V) V = plan.vocab_limit;
-  sampler_detail::SampleBlock<kThreads, kBarrier> block{logits, static_cast<std::int32_t>(V), plan,  scratch, thread,
-                                                        thread / kWarpSize, thread % kWarpSize};
+  const int skew = static_cast<int>(reinterpret_cast<std::uintptr_t>(logits) / sizeof(float) % 4);
+  sampler_detail::SampleBlock<kThreads, kBarrier, kThroughL1> block{
+      logits, static_cast<std::int32_t>(V), plan, scratch, thread, thread / kWarpSize, thread % kWarpSize, skew};
   return block.sample(position);
 }
 
