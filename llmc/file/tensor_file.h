@@ -67,6 +67,8 @@ class TensorFile {
   std::span<const std::byte> bytes(const TensorInfo& tensor) const;
   // Reads the tensor and compares its hash: a flipped bit is Exit::bad_file naming the tensor.
   void verify(const TensorInfo& tensor) const;
+  // The same for a caller who has read and hashed the bytes already.
+  void compare_hash(const TensorInfo& tensor, std::uint64_t got) const;
   // Every tensor, and that the gaps between them are zero: afterwards every byte of the file is known good.
   void verify_all() const;
   // A float tensor (f32, f16, bf16) as fp32; verifies its hash. `out` holds tensor.elements() values.
@@ -76,7 +78,6 @@ class TensorFile {
 
  private:
   explicit TensorFile(MappedFile file) : file_(std::move(file)) {}
-  void compare_hash(const TensorInfo& tensor, std::uint64_t got) const;
 
   MappedFile file_;
   FileKind kind_ = FileKind::model;

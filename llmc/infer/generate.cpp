@@ -89,15 +89,16 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
   }
   GenerateResult result;
   TextStream text(tokenizer, options.stop_texts, hooks, result.text);
-  Sampler sampler(options.sampler);
+  // So many ids that the last one still has a position before the end of the context.
+  const std::int64_t room = model.capacity() - model.length() - static_cast<std::int64_t>(prompt.size());
+  const std::int64_t max_ids = std::min(options.max_tokens, room);
   const auto is_stop_id = [&](std::int32_t id) {
     return std::find(options.stop_ids.begin(), options.stop_ids.end(), id) != options.stop_ids.end();
   };
 
   Clock::time_point before = Clock::now();
-  std::span<const float> logits = model.prefill(prompt);
-  while (true) {
-    const std::int32_t id = sampler.sample(logits, model.length());
+  // Takes the next id; whether to go on.
+  const auto take = [&](std::int32_t id) {
     const Clock::time_point now = Clock::now();
     if (result.ids.empty()) {
       result.times.first_token_ms = milliseconds(now - before);
@@ -108,15 +109,20 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     result.ids.push_back(id);
 
     result.finish_reason = FinishReason::stop;
-    if (is_stop_id(id)) break;
+    if (is_stop_id(id)) return false;
     text.push(id);
-    if (text.stopped()) break;
+    if (text.stopped()) return false;
     result.finish_reason = FinishReason::length;
-    const bool room = model.length() + 1 < model.capacity();  // for this id, and for one after it
-    if (static_cast<std::int64_t>(result.ids.size()) >= options.max_tokens || !room) break;
+    if (static_cast<std::int64_t>(result.ids.size()) >= max_ids) return false;
     result.finish_reason = FinishReason::interrupted;
-    if (hooks.interrupted && hooks.interrupted()) break;
-    logits = model.decode(id);
+    return !(hooks.interrupted && hooks.interrupted());
+  };
+  if (model.samples()) {
+    model.generate_ids(prompt, {sampling_plan(options.sampler), options.stop_ids, max_ids}, take);
+  } else {
+    Sampler sampler(options.sampler);
+    std::span<const float> logits = model.prefill(prompt);
+    while (take(sampler.sample(logits, model.length()))) logits = model.decode(result.ids.back());
   }
   text.finish();
   if (text.stopped()) result.finish_reason = FinishReason::stop;

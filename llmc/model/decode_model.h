@@ -2,14 +2,24 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/error.h"
+#include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
 
 namespace weft {
+
+// What a model that picks its tokens itself needs to know.
+struct GenerationRequest {
+  SamplingPlan sampling;
+  std::vector<std::int32_t> stop_ids = {};
+  std::int64_t max_ids = 0;
+};
 
 class DecodeModel {
  public:
@@ -30,6 +40,18 @@ class DecodeModel {
   virtual std::span<const float> prefill(std::span<const std::int32_t> ids) = 0;
   // The same for one id: the step that a decode kernel makes fast.
   virtual std::span<const float> decode(std::int32_t id) = 0;
+
+  // Whether the model can pick tokens itself, without its logits ever leaving the device: generate_ids().
+  virtual bool samples() const { return false; }
+  // Appends `prompt` as prefill() does, then generates. Each id goes to `on_id` in its turn, as soon as the host knows
+  // it; by then the model may be at work on later ones. Ends after a stop id, after request.max_ids ids (1 ..
+  // capacity() - length() - prompt.size()), or when on_id returns false; then the cache holds the prompt and every id
+  // that on_id got but the last. Each id is the one that Sampler picks from the same logits. Logits that are not finite:
+  // Exit::numeric.
+  virtual void generate_ids(std::span<const std::int32_t> /*prompt*/, const GenerationRequest& /*request*/,
+                            const std::function<bool(std::int32_t)>& /*on_id*/) {
+    fail(Exit::internal, "this model does not sample");
+  }
 
   // reset(), then nll[i] = -log p(ids[i + 1] | ids[0..i]) for i < ids.size() - 1: perplexity.
   virtual std::vector<double> score(std::span<const std::int32_t> ids) = 0;

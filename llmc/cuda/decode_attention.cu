@@ -1,0 +1,350 @@
+// Decode: block (split, head) of 256 threads. A position's key is spread over kLanes lanes, 16 bytes each, so that a warp
+// reads several keys in one instruction; each such group of lanes runs the flash recurrence over its own positions,
+// kUnroll at a time. The groups of a block meet in shared memory, the blocks of a head in global memory, where the last
+// one to arrive adds the parts in order of position: which block that is does not change a bit.
+//
+// Bytes moved: the cache of the head up to the position, once.
+#include "llmc/cuda/decode_attention.h"
+
+#include <algorithm>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/launch.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMinSplit = 128;  // positions; below that a second block costs more than it saves
+constexpr int kSplitUnit = 16;
+constexpr int kUnroll = 4;
+
+template <typename S, int HS>
+struct Layout {
+  static constexpr int kElements = Pack<S>::size;
+  static constexpr int kChunks = HS / kElements;  // of 16 bytes
+  static constexpr int round_up(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
+  }
+  static constexpr int kLanes = round_up(kChunks) < kWarpSize ? round_up(kChunks) : kWarpSize;
+  static constexpr int kPerLane = (kChunks + kLanes - 1) / kLanes;
+  static constexpr int kGroups = kThreads / kLanes;
+};
+
+// x[d] after RoPE, for one head in shared memory.
+__device__ float rotated(const float* x, int d, const DeviceRopeTable& rope, std::int64_t position) {
+  const int half = static_cast<int>(rope.half);
+  if (d >= 2 * half) return x[d];
+  const int i = d < half ? d : d - half;
+  const float c = rope.cos[position * rope.half + i], s = rope.sin[position * rope.half + i];
+  return d < half ? x[d] * c - x[d + half] * s : x[d] * c + x[d - half] * s;
+}
+
+// The part of a head's result that one group of lanes, one block, or the whole context makes: o = sum of 2^(score - m) v,
+// l = sum of 2^(score - m).
+template <typename S, int HS>
+struct GroupState {
+  using L = Layout<S, HS>;
+  float m = -INFINITY, l = 0;
+  float o[L::kPerLane][L::kElements] = {};
+
+  // Joins kCount positions whose keys and values this lane holds a part of; those with valid[u] false do not count.
+  template <int kCount>
+  __device__ void join(const Pack<S> (&k)[kCount][L::kPerLane], const Pack<S> (&v)[kCount][L::kPerLane],
+                       const float (&q)[L::kPerLane][L::kElements], const bool (&valid)[kCount]) {
+    float score[kCount];
+    float largest = m;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      float dot = 0;
+#pragma unroll
+      for (int j = 0; j < L::kPerLane; ++j) {
+#pragma unroll
+        for (int i = 0; i < L::kElements; ++i) dot = fmaf(q[j][i], to_float(k[u][j].value[i]), dot);
+      }
+#pragma unroll
+      for (int offset = L::kLanes / 2; offset > 0; offset /= 2) dot += __shfl_xor_sync(~0u, dot, offset);
+      score[u] = valid[u] ? dot : -INFINITY;
+      largest = fmaxf(largest, score[u]);
+    }
+    if (largest == -INFINITY) return;
+    const float shrink = exp2f(m - largest);
+    m = largest;
+    l *= shrink;
+#pragma unroll
+    for (int j = 0; j < L::kPerLane; ++j) {
+#pragma unroll
+      for (int i = 0; i < L::kElements; ++i) o[j][i] *= shrink;
+    }
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const float p = exp2f(score[u] - m);
+      l += p;
+#pragma unroll
+      for (int j = 0; j < L::kPerLane; ++j) {
+#pragma unroll
+        for (int i = 0; i < L::kElements; ++i) o[j][i] = fmaf(p, valid[u] ? to_float(v[u][j].value[i]) : 0.0f, o[j][i]);
+      }
+    }
+  }
+};
+
+template <typename S>
+__device__ Pack<S> zero_pack() {
+  Pack<S> pack;
+#pragma unroll
+  for (int i = 0; i < Pack<S>::size; ++i) pack.value[i] = from_float<S>(0.0f);
+  return pack;
+}
+
+template <typename S, int HS>
+__global__ void __launch_bounds__(kThreads)
+    decode_attention_kernel(const __grid_constant__ DecodeAttention<S> io, float scale_log2e) {
+  using L = Layout<S, HS>;
+  constexpr int kElements = L::kElements;
+  __shared__ float raw[3][HS];            // q, k, v as they came
+  __shared__ float query[HS];             // rotated, scaled
+  alignas(16) __shared__ S fresh[2][HS];  // the new key, rotated, and value, as the cache holds them
+  __shared__ float group_m[L::kGroups], group_l[L::kGroups], group_scale[L::kGroups];
+  __shared__ float group_o[L::kGroups][HS + 1];
+  __shared__ bool is_last;
+  let_successor_start();
+  wait_for_predecessors();
+
+  const std::int64_t position = *io.position;
+  const int split = blockIdx.x, head = blockIdx.y, splits = gridDim.x;
+  const int cached = static_cast<int>(position);
+  const int length = max(kMinSplit, static_cast<int>(ceil_div(ceil_div(cached + 1, splits), kSplitUnit)) * kSplitUnit);
+  const int used = static_cast<int>(ceil_div(cached + 1, length));
+  if (split >= used) return;
+
+  const S* from = io.qkv + static_cast<std::int64_t>(head) * 3 * HS;
+  for (int i = threadIdx.x; i < 3 * HS; i += kThreads) raw[i / HS][i % HS] = to_float(from[i]);
+  __syncthreads();
+  S* keys = io.keys + head * io.capacity * HS;
+  S* values = io.values + head * io.capacity * HS;
+  for (int d = threadIdx.x; d < HS; d += kThreads) {
+    query[d] = rotated(raw[0], d, io.rope, position) * scale_log2e;
+    fresh[0][d] = from_float<S>(rotated(raw[1], d, io.rope, position));
+    fresh[1][d] = from_float<S>(raw[2][d]);
+    if (split == used - 1) {
+      keys[position * HS + d] = fresh[0][d];
+      values[position * HS + d] = fresh[1][d];
+    }
+  }
+  __syncthreads();
+
+  const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
+  float q[L::kPerLane][kElements];
+#pragma unroll
+  for (int j = 0; j < L::kPerLane; ++j) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int d = (j * L::kLanes + lane) * kElements + i;
+      q[j][i] = d < HS ? query[d] : 0.0f;
+    }
+  }
+  GroupState<S, HS> state;
+  const int begin = split * length, end = min(begin + length, cached);
+  for (int first = begin; first < end; first += kUnroll * L::kGroups) {
+    Pack<S> k[kUnroll][L::kPerLane], v[kUnroll][L::kPerLane];
+    bool valid[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int t = first + u * L::kGroups + group;
+      valid[u] = t < end;
+#pragma unroll
+      for (int j = 0; j < L::kPerLane; ++j) {
+        const int chunk = j * L::kLanes + lane;
+        k[u][j] = v[u][j] = zero_pack<S>();
+        if (!valid[u] || chunk >= L::kChunks) continue;
+        k[u][j] = load_pack(keys + static_cast<std::int64_t>(t) * HS + chunk * kElements);
+        v[u][j] = load_pack(values + static_cast<std::int64_t>(t) * HS + chunk * kElements);
+      }
+    }
+    state.join(k, v, q, valid);
+  }
+  if (split == used - 1) {  // the new token itself, by the first group
+    Pack<S> k[1][L::kPerLane], v[1][L::kPerLane];
+    const bool valid[1] = {group == 0};
+#pragma unroll
+    for (int j = 0; j < L::kPerLane; ++j) {
+      const int chunk = j * L::kLanes + lane;
+      k[0][j] = v[0][j] = zero_pack<S>();
+      if (chunk >= L::kChunks) continue;
+      k[0][j] = load_pack(fresh[0] + chunk * kElements);
+      v[0][j] = load_pack(fresh[1] + chunk * kElements);
+    }
+    state.join(k, v, q, valid);
+  }
+
+  // The groups of the block, in their order.
+  if (lane == 0) group_m[group] = state.m, group_l[group] = state.l;
+#pragma unroll
+  for (int j = 0; j < L::kPerLane; ++j) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int d = (j * L::kLanes + lane) * kElements + i;
+      if (d < HS) group_o[group][d] = state.o[j][i];
+    }
+  }
+  __syncthreads();
+  float block_m = -INFINITY;
+  for (int g = 0; g < L::kGroups; ++g) block_m = fmaxf(block_m, group_m[g]);
+  if (static_cast<int>(threadIdx.x) < L::kGroups) {
+    group_scale[threadIdx.x] = exp2f(group_m[threadIdx.x] - block_m);
+  }
+  __syncthreads();
+  float block_l = 0;
+  for (int g = 0; g < L::kGroups; ++g) block_l = fmaf(group_scale[g], group_l[g], block_l);
+  const auto block_o = [&](int d) {
+    float o = 0;
+    for (int g = 0; g < L::kGroups; ++g) o = fmaf(group_scale[g], group_o[g][d], o);
+    return o;
+  };
+  S* out = io.out + head * HS;
+  if (used == 1) {
+    for (int d = threadIdx.x; d < HS; d += kThreads) out[d] = from_float<S>(block_o(d) / block_l);
+    return;
+  }
+
+  // The blocks of the head. Tickets stand behind the parts: [NH][splits][HS + 2] floats, then [NH] integers.
+  float* parts = io.partials + static_cast<std::int64_t>(head) * splits * (HS + 2);
+  int* ticket = reinterpret_cast<int*>(io.partials + static_cast<std::int64_t>(gridDim.y) * splits * (HS + 2)) + head;
+  for (int d = threadIdx.x; d < HS; d += kThreads) parts[split * (HS + 2) + 2 + d] = block_o(d);
+  if (threadIdx.x == 0) parts[split * (HS + 2)] = block_m, parts[split * (HS + 2) + 1] = block_l;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(ticket, 1) == used - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) *ticket = 0;  // for the next token
+  for (int d = threadIdx.x; d < HS; d += kThreads) {
+    float m = -INFINITY, l = 0, o = 0;
+    for (int s = 0; s < used; ++s) m = fmaxf(m, __ldcg(parts + s * (HS + 2)));
+    for (int s = 0; s < used; ++s) {
+      const float* part = parts + s * (HS + 2);
+      const float scale = exp2f(__ldcg(part) - m);
+      l = fmaf(scale, __ldcg(part + 1), l);
+      o = fmaf(scale, __ldcg(part + 2 + d), o);
+    }
+    out[d] = from_float<S>(o / l);
+  }
+}
+
+std::int64_t split_count(const NeoxHeads& heads, const LaunchDevice& device) {
+  return std::clamp<std::int64_t>(2 * device.multiprocessors / heads.NH, 1, 64);
+}
+
+template <typename S, int HS>
+void launch_decode(const DecodeAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(split_count(io.heads, device)), static_cast<unsigned>(io.heads.NH));
+  const float scale = 1.0f / sqrtf(static_cast<float>(HS)) * kLog2E;
+  launch_chained(decode_attention_kernel<S, HS>, grid, dim3(kThreads), 0, stream, device.overlapping,
+                 "decode_attention", io, scale);
+}
+
+// ---- a prompt ---------------------------------------------------------------------------------------------------------
+// A warp takes one head of one token: 3 HS neighbours come in, and go out where they belong.
+constexpr int kAppendWarps = 4;
+
+template <typename S, int HS>
+__global__ void __launch_bounds__(kAppendWarps* kWarpSize)
+    append_kernel(S* qkv, S* keys, S* values, int NH, std::int64_t items, std::int64_t capacity,
+                  std::int64_t first_position, DeviceRopeTable rope) {
+  constexpr int kElements = Pack<S>::size, kChunks = HS / kElements;
+  __shared__ float staged[kAppendWarps][2][HS];  // q and k
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kAppendWarps + warp;
+  if (item >= items) return;
+  const std::int64_t row = item / NH, head = item % NH, position = first_position + row;
+  S* from = qkv + item * 3 * HS;
+  S* key = keys + (head * capacity + position) * HS;
+  S* value = values + (head * capacity + position) * HS;
+  for (int i = lane; i < 3 * kChunks; i += kWarpSize) {
+    const Pack<S> pack = load_pack(from + i * kElements);
+    const int part = i / kChunks, d = i % kChunks * kElements;
+    if (part == 2) {
+      store_pack(value + d, pack);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) staged[warp][part][d + e] = to_float(pack.value[e]);
+    }
+  }
+  __syncwarp();
+  for (int i = lane; i < 2 * kChunks; i += kWarpSize) {
+    const int part = i / kChunks, d = i % kChunks * kElements;
+    if (part == 0 && d >= 2 * rope.half) continue;  // a query that does not turn stays where it is
+    Pack<S> pack;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      pack.value[e] = from_float<S>(rotated(staged[warp][part], d + e, rope, position));
+    }
+    store_pack((part == 0 ? from : key) + d, pack);
+  }
+}
+
+template <typename Function>
+void with_head_dim(std::int64_t head_dim, const Function& function) {
+  switch (head_dim) {
+    case 32:
+      return function(std::integral_constant<int, 32>());
+    case 64:
+      return function(std::integral_constant<int, 64>());
+    case 80:
+      return function(std::integral_constant<int, 80>());
+    case 96:
+      return function(std::integral_constant<int, 96>());
+    case 128:
+      return function(std::integral_constant<int, 128>());
+    case 256:
+      return function(std::integral_constant<int, 256>());
+    default:
+      fail(Exit::usage, "attention: head dimension: got %lld, expected 32, 64, 80, 96, 128 or 256",
+           static_cast<long long>(head_dim));
+  }
+}
+static_assert(attention_supports(32) && attention_supports(64) && attention_supports(80) && attention_supports(96) &&
+              attention_supports(128) && attention_supports(256));
+
+}  // namespace
+
+template <typename S>
+void decode_attention(const DecodeAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  with_head_dim(io.heads.HS, [&](auto head_dim) { launch_decode<S, decltype(head_dim)::value>(io, device, stream); });
+}
+
+std::size_t decode_attention_workspace(const NeoxHeads& heads, const LaunchDevice& device) {
+  const std::int64_t floats = heads.NH * split_count(heads, device) * (heads.HS + 2);
+  return static_cast<std::size_t>(floats) * sizeof(float) + static_cast<std::size_t>(heads.NH) * sizeof(int);
+}
+
+template <typename S>
+void rope_and_append(S* qkv, S* keys, S* values, const NeoxHeads& heads, std::int64_t rows, std::int64_t capacity,
+                     std::int64_t first_position, const DeviceRopeTable& rope, cudaStream_t stream) {
+  const std::int64_t items = rows * heads.NH;
+  if (items == 0) return;
+  with_head_dim(heads.HS, [&](auto head_dim) {
+    append_kernel<S, decltype(head_dim)::value>
+        <<<static_cast<unsigned>(ceil_div(items, kAppendWarps)), kAppendWarps * kWarpSize, 0, stream>>>(
+            qkv, keys, values, static_cast<int>(heads.NH), items, capacity, first_position, rope);
+    check_launch("rope_and_append");
+  });
+}
+
+#define WEFT_INSTANTIATE(S)                                                                                \
+  template void decode_attention<S>(const DecodeAttention<S>&, const LaunchDevice&, cudaStream_t);         \
+  template void rope_and_append<S>(S*, S*, S*, const NeoxHeads&, std::int64_t, std::int64_t, std::int64_t, \
+                                   const DeviceRopeTable&, cudaStream_t);
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

@@ -1,0 +1,65 @@
+// Linear layers of one token: matrix times vector, bound by the memory that the matrix lies in. Each reads its matrices
+// once, adds in fp32 in an order that does not depend on timing, and joins what stands before and after the product.
+//
+// S is the storage type of weights and activations (float, bf16, fp16); the residual stream is fp32. Every inner size is
+// a multiple of 8 and every pointer aligned to 16 bytes.
+//
+// Launched as part of a chain (launch.cuh): a kernel fetches its first weights while its predecessor still runs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "llmc/cuda/neox_weights.h"
+
+namespace weft::cuda {
+
+// The GPU as launches need to know it.
+struct LaunchDevice {
+  int multiprocessors = 0;
+  bool overlapping = false;  // programmatic dependent launch: sm_90 and later
+};
+LaunchDevice launch_device();
+
+// LayerNorms of the residual stream and the linear layers that read them, in one pass:
+//   out[i] = activation(W_i norm_i(residual) + b_i)
+// One output, or two that share mean and deviation (the parallel residual of GPT-NeoX).
+template <typename S>
+struct NormedGemv {
+  struct Output {
+    NeoxNorm<S> norm;           // of the residual [K]
+    NeoxLinear<S> linear;       // [rows, K]
+    std::int64_t rows = 0;      // 0: no such output
+    bool gelu = false;          // exact GELU of the result
+    S* out = nullptr;           // [rows]; or
+    float* wide_out = nullptr;  // [rows] in fp32: logits
+  };
+  const float* residual = nullptr;  // [K]
+  std::int64_t K = 0;               // at most kMaxNormedWidth
+  float eps = 0;
+  Output outputs[2];
+};
+inline constexpr std::int64_t kMaxNormedWidth = 16384;
+template <typename S>
+void normed_gemv(const NormedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+// The linear layers that write to the residual stream, one or two at once:
+//   residual[r] += sum over i of W_i[r] x_i + b_i[r]
+template <typename S>
+struct JoinedGemv {
+  struct Input {
+    const S* x = nullptr;  // [K]
+    NeoxLinear<S> linear;  // [rows, K]
+    std::int64_t K = 0;    // 0: no such input
+  };
+  Input inputs[2];
+  float* residual = nullptr;  // [rows], in place
+  std::int64_t rows = 0;
+};
+// Bytes of one row over all inputs are at most kMaxJoinedBytes.
+inline constexpr std::int64_t kMaxJoinedBytes = 10 * 640 * 16;
+template <typename S>
+void joined_gemv(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda

@@ -1,0 +1,47 @@
+// Launches that may overlap their predecessor (programmatic dependent launch, sm_90 and later; CUDA programming guide).
+//
+// A kernel launched this way starts while the one before it still runs. It may read what no kernel of the chain writes,
+// weights say; wait_for_predecessors() stands before everything else. On older GPUs the launch is an ordinary one and
+// both functions do nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "llmc/cuda/error.h"
+
+namespace weft::cuda {
+
+// Until every kernel before this one has finished and what it wrote can be seen. The kernels before that one waited
+// themselves, so all of the chain is done.
+__device__ inline void wait_for_predecessors() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may start as soon as all blocks have said this and there is room.
+__device__ inline void let_successor_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// `overlapping`: the GPU knows such launches (device_overlaps()).
+template <typename... Parameters, typename... Arguments>
+void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                    bool overlapping, const char* name, Arguments... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlapping ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
+}
+
+}  // namespace weft::cuda

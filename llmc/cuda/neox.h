@@ -1,0 +1,42 @@
+// GPT-NeoX / Pythia generation on the GPU. llmc/cpu/neox.cpp specifies what it computes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llmc/base/dtype.h"
+#include "llmc/cuda/neox_parameters.h"
+#include "llmc/model/decode_model.h"
+#include "llmc/model/model_file.h"
+
+namespace weft::cuda {
+
+// How one token is decoded:
+//   reference  one launch an operator, with NVTX ranges by token, layer and operator
+//   graph      the same launches captured once in a CUDA graph, which every step replays
+//   fused      the whole model, and many tokens, in one launch (fused_decode.h)
+enum class DecodeMode { reference, graph, fused };
+const char* decode_mode_name(DecodeMode mode);
+
+struct NeoxOptions {
+  DType dtype = DType::f16;  // f16, bf16 or f32: of weights, activations and cache; sums and the residual are fp32
+  DecodeMode mode = DecodeMode::graph;
+  std::int64_t capacity = 0;  // positions of the K/V cache
+  LoadProgress progress = nullptr;
+};
+
+// Why no mode can run this model, in one line for the user; empty where it can be run.
+std::string neox_refusal(const ModelConfig& config);
+
+// What the model will allocate on the current GPU, as memory() reports it afterwards.
+std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options);
+
+// Reads and verifies every parameter (load_parameters). Exit::usage where neox_refusal() has something to say,
+// Exit::bad_file for damaged tensors, Exit::resources where the GPU has too little memory.
+std::unique_ptr<DecodeModel> load_neox(const ModelFile& file, const NeoxOptions& options);
+// The same with random parameters, for measurements.
+std::unique_ptr<DecodeModel> random_neox(const ModelConfig& config, std::uint64_t seed, const NeoxOptions& options);
+
+}  // namespace weft::cuda

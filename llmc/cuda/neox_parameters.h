@@ -1,0 +1,43 @@
+// The parameters of a GPT-NeoX on the device: one allocation in the layout of the tensor table, filled from a file or with
+// random numbers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <functional>
+#include <type_traits>
+
+#include "llmc/base/dtype.h"
+#include "llmc/cuda/neox_weights.h"
+#include "llmc/model/model_file.h"
+
+namespace weft::cuda {
+
+template <typename S>
+constexpr DType storage_dtype() {
+  if constexpr (std::is_same_v<S, __half>) return DType::f16;
+  if constexpr (std::is_same_v<S, __nv_bfloat16>) return DType::bf16;
+  return DType::f32;
+}
+
+// Asked for after every few megabytes, from the calling thread.
+using LoadProgress = std::function<void(std::uint64_t bytes_done, std::uint64_t bytes_all)>;
+
+// Copies every parameter of the file to `parameters`, table().arena_elements() elements of S, and converts it where the
+// file has another dtype. Several threads read, hash and copy at once, each through two page-locked pieces, so that disk,
+// hash and bus work at the same time. Afterwards every hash was right and every value finite: Exit::bad_file otherwise,
+// also for a value that S cannot hold.
+template <typename S>
+void load_parameters(const ModelFile& file, S* parameters, const LoadProgress& progress);
+
+// N(0, 0.02^2), norms 1, biases 0: for measurements.
+template <typename S>
+void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* parameters);
+
+// Where the tensors of the table lie.
+template <typename S>
+NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters);
+
+}  // namespace weft::cuda
