@@ -112,6 +112,15 @@ Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs&
   check_memory(place, inputs.config, settings.model_options());
   const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
   load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
+  if (settings.operators) {
+    const OperatorTable table = bench_operators(*model, settings);
+    if (settings.json) {
+      write_stdout(operator_table_json(table, settings, place.name).dump() + "\n");
+    } else {
+      for (const std::string& line : operator_table_text(table, place.name)) write_stdout(line + "\n");
+    }
+    return Exit::ok;
+  }
   const TrainBenchResult result = bench_training(*model, settings, place.name);
   if (settings.json) {
     write_stdout(train_bench_json(result, settings, place.name).dump() + "\n");
@@ -169,7 +178,9 @@ Exit train(const Place& place, const TrainSettings& settings, const TrainInputs&
            const std::vector<MemoryLine>& memory, bool save_in_background) {
   check_memory(place, inputs.config, settings.model_options());
   const RunDirectory directory(settings.out);
-  const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
+  TrainOptions options = settings.model_options();
+  options.matmul_plans = directory.file("matmul_plans.txt");
+  const std::unique_ptr<TrainModel> model = place.make(inputs.config, options);
   const RunIdentity identity{inputs.config,   settings.numeric_settings(),
                              settings.steps,  inputs.train->fingerprint(),
                              settings.device, WEFT_VERSION,

@@ -8,11 +8,14 @@
 // Numbers: all arithmetic fp32; gradients of parameters, moments and statistics are stored in fp32. With S = bf16 each
 // parameter has 16 low bits beside it that make it an exact fp32 master (llmc/cuda/adamw.h).
 //
-// Nothing here waits for the GPU but statistics(), evaluate(), and the access functions at the end.
+// Nothing here waits for the GPU but statistics(), evaluate(), and the access functions at the end. The launches of
+// forward() and of backward() are one CUDA graph each, replayed from the third micro-batch on (llmc/cuda/step_graph.h).
 #include "llmc/cuda/llama.h"
 
 #include <cmath>
 #include <cstring>
+#include <optional>
+#include <tuple>
 
 #include "llmc/base/dtype.h"
 #include "llmc/cuda/adamw.h"
@@ -23,8 +26,10 @@
 #include "llmc/cuda/embedding.h"
 #include "llmc/cuda/llama_decoder.h"
 #include "llmc/cuda/matmul.h"
+#include "llmc/cuda/operator_clock.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
+#include "llmc/cuda/step_graph.h"
 #include "llmc/cuda/stream.h"
 #include "llmc/cuda/swiglu.h"
 #include "llmc/model/llama_layout.h"
@@ -33,7 +38,12 @@ namespace weft::cuda {
 
 namespace {
 
-constexpr std::int64_t kClassifierRows = 2048;  // of logits at once: large enough for full-speed GEMMs
+// Rows of logits at once. With fewer the gradient of the head, which every chunk reads and writes, costs more; with more
+// nothing is gained but memory is lost (1 GB here with a vocabulary of 128,256).
+std::int64_t classifier_rows(std::int64_t N) {
+  constexpr std::int64_t kRows = 4096;
+  return std::min(N, kRows);
+}
 
 template <typename S>
 constexpr bool kSplitMaster = std::is_same_v<S, bf16>;
@@ -93,7 +103,7 @@ std::vector<MemoryLine> plan_of(const ModelConfig& config, const TrainOptions& o
   const TensorTable table(config);
   const std::uint64_t elements = static_cast<std::uint64_t>(table.arena_elements());
   const Workspace workspace(config, options, static_cast<std::int64_t>(update_blocks(table).size()));
-  const LlamaActivations<S> activations(config, options, kClassifierRows);
+  const LlamaActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
   std::vector<MemoryLine> lines;
   lines.push_back({kSplitMaster<S> ? "parameters (bf16)" : "parameters (fp32)", elements * sizeof(S)});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", elements * sizeof(std::int16_t)});
@@ -215,6 +225,7 @@ class Llama final : public TrainModel {
   void zero_gradients() override;
   StepStatistics statistics() override;
   void update(const AdamWStep& step) override;
+  OperatorTable time_operators(const std::function<void()>& step) override;
   double evaluate(const Batch& batch, std::int64_t* label_count) override;
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
@@ -235,6 +246,19 @@ class Llama final : public TrainModel {
  private:
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
   std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+  // Bytes of one activation of `columns` a row.
+  double row_bytes(std::int64_t columns) const { return static_cast<double>(rows() * columns) * sizeof(S); }
+  // Of the forward pass: two products of T x T / 2 by HS for each head.
+  double attention_flops() const {
+    return 2.0 * static_cast<double>(rows() * options_.seq_len) * static_cast<double>(config_.q_size());
+  }
+  // Without dropout a branch joins the residual in the epilogue of the product that makes it.
+  bool joins_in_product() const { return options_.dropout == 0; }
+  // Gradients to which backward adds even in the first micro-batch: norms, and an embedding that is not the head.
+  bool added_to(const TensorSpec& spec) const {
+    return spec.shape.size() == 1 ||
+           (!config_.tied_embeddings && gradient_arena_.at<float>(0) + spec.offset == d_weights_.embedding);
+  }
   template <typename U>
   U* workspace(std::uint64_t offset) const {
     return workspace_arena_.at<U>(offset);
@@ -275,14 +299,29 @@ class Llama final : public TrainModel {
             acts_.layers[i].mean1, acts_.layers[i].rstd1};
   }
 
+  // One of the linear layers, with the names of its three products.
+  struct Linear {
+    const char *forward, *input_grad, *weight_grad;
+    std::int64_t C, OC;
+  };
+  void forward(const Linear& linear, S* out, const S* x, const S* weight, std::int64_t N, const S* addend = nullptr);
+  void input_grad(const Linear& linear, S* dx, const S* dout, const S* weight, std::int64_t N);
+  void weight_grad(const Linear& linear, float* dweight, const S* dout, const S* x, std::int64_t N,
+                   Accumulate accumulate);
+  void forward_norm(const char* name, std::int64_t branch, const ResidualNormForward<S, S>& norm);
+
   void prepare_matmuls();
-  void forward_layers(const Batch& batch);
+  void settle_gradients();
+  void clear_gradient(const TensorSpec& spec);
+  void forward_layers();
   void forward_attention_and_gate(std::int64_t l, S* branch);
   void join_branch(std::int64_t l);
-  void classify(float loss_scale, LossTotal* total);
+  void classify(float loss_scale, Accumulate head, LossTotal* total);
   void normalize_input(std::int64_t l);
   void recompute_layer(std::int64_t l);
-  void backward_layer(std::int64_t l);
+  void backward_layer(std::int64_t l, Accumulate accumulate);
+  void backward_layers(Accumulate accumulate);
+  void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
   void join_backward(std::int64_t branch, const NormParameters<S>& weights, const NormParameters<float>& d_weights,
                      const S* dout, const S* residual, const float* mean, const float* rstd, bool has_skip);
   template <typename U>
@@ -291,7 +330,13 @@ class Llama final : public TrainModel {
   ModelConfig config_;
   TrainOptions options_;
   TensorTable table_;
+  const Linear qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size()};
+  const Linear output_{"output", "output dgrad", "output wgrad", config_.q_size(), config_.hidden_size};
+  const Linear gate_up_{"gate, up", "gate, up dgrad", "gate, up wgrad", config_.hidden_size, 2 * config_.ffn_size};
+  const Linear down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size};
+  const Linear head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size};
   Stream stream_;
+  OperatorClock clock_;
   Matmul matmul_;
   std::vector<AdamWBlock> blocks_;
   LlamaActivations<S> acts_;
@@ -302,11 +347,17 @@ class Llama final : public TrainModel {
   LlamaParameters<float> d_weights_;
   DeviceRopeTable rope_;
   TokenUpload upload_;
-  PinnedBuffer results_;  // LossTotal, GradientNorm
+  PinnedBuffer results_;                        // LossTotal, GradientNorm
   Event state_copied_{cudaEventDisableTiming};  // of the last StateCopy::take(): nothing may change the state before it
+
+  StepGraph forward_graphs_[2], backward_graphs_[2];  // by Accumulate
+  std::optional<std::pair<double, double>> ceilings_;
 
   std::uint64_t micro_step_ = 0;
   bool training_ = false;
+  // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
+  // then the head's, and everything else's, are stale.
+  bool head_stale_ = false, others_stale_ = false;
 };
 
 // The plans are timed before the arenas exist, because they are timed on scratch memory of the size of the operands.
@@ -315,9 +366,10 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options)
     : config_(config),
       options_(options),
       table_(config),
-      matmul_(stream_),
+      clock_(stream_),
+      matmul_(stream_, options.matmul_plans),
       blocks_(update_blocks(table_)),
-      acts_(config, options, kClassifierRows),
+      acts_(config, options, classifier_rows(rows())),
       plan_(config, options, static_cast<std::int64_t>(blocks_.size())),
       parameter_arena_((prepare_matmuls(), arena_plan("parameters", table_, sizeof(S)))),
       low_arena_(arena_plan("low halves of fp32 masters", table_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
@@ -350,33 +402,85 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options)
   stream_.synchronize("start");
 }
 
-// Every shape of the step: four linear layers and the head, each in three directions.
+// Every shape of the step: four linear layers and the head, each in three directions. Weight gradients are stored by the
+// first micro-batch of a step and added by the others.
 template <typename S>
 void Llama<S>::prepare_matmuls() {
-  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, V = config_.vocab_size;
+  const std::int64_t N = rows(), chunk = classifier_rows(N);
   const cudaDataType_t type = std::is_same_v<S, float> ? CUDA_R_32F : CUDA_R_16BF;
-  const auto prepare = [&](std::int64_t n, std::int64_t inputs, std::int64_t outputs) {
-    matmul_.prepare({Product::forward, n, inputs, outputs, type, Accumulate::no, false});
-    matmul_.prepare({Product::input_grad, n, inputs, outputs, type, Accumulate::no, false});
-    matmul_.prepare({Product::weight_grad, n, inputs, outputs, type, Accumulate::yes, false});
+  std::vector<MatmulShape> shapes;
+  const auto prepare = [&](const Linear& linear, std::int64_t n, bool joins, bool stores, bool adds) {
+    const std::int64_t C = linear.C, OC = linear.OC;
+    shapes.push_back({Product::forward, n, C, OC, type, Accumulate::no, false, joins});
+    shapes.push_back({Product::input_grad, n, C, OC, type, Accumulate::no, false});
+    if (stores) shapes.push_back({Product::weight_grad, n, C, OC, type, Accumulate::no, false});
+    if (adds) shapes.push_back({Product::weight_grad, n, C, OC, type, Accumulate::yes, false});
   };
-  prepare(N, C, qkv_size());
-  prepare(N, config_.q_size(), C);
-  prepare(N, C, 2 * F);
-  prepare(N, F, C);
-  prepare(std::min(N, kClassifierRows), C, V);
-  if (N > kClassifierRows && N % kClassifierRows != 0) prepare(N % kClassifierRows, C, V);
+  const bool joins = joins_in_product(), accumulates = options_.accumulates;
+  prepare(qkv_, N, false, true, accumulates);
+  prepare(output_, N, joins, true, accumulates);
+  prepare(gate_up_, N, false, true, accumulates);
+  prepare(down_, N, joins, true, accumulates);
+  prepare(head_, chunk, false, true, accumulates || N > chunk);
+  if (N % chunk != 0) prepare(head_, N % chunk, false, false, true);
+  matmul_.prepare(shapes);
+}
+
+// ---- operators: each launch under its name, with what it has to compute and to move -----------------------------------
+
+template <typename S>
+void Llama<S>::forward(const Linear& linear, S* out, const S* x, const S* weight, std::int64_t N, const S* addend) {
+  const double n = static_cast<double>(N), C = static_cast<double>(linear.C), OC = static_cast<double>(linear.OC);
+  clock_.run(linear.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
+             [&] { matmul_.forward<S>(out, x, weight, nullptr, N, linear.C, linear.OC, Accumulate::no, addend); });
+}
+
+template <typename S>
+void Llama<S>::input_grad(const Linear& linear, S* dx, const S* dout, const S* weight, std::int64_t N) {
+  const double n = static_cast<double>(N), C = static_cast<double>(linear.C), OC = static_cast<double>(linear.OC);
+  clock_.run(linear.input_grad, 2 * n * C * OC, (n * C + C * OC + n * OC) * sizeof(S),
+             [&] { matmul_.input_grad<S>(dx, dout, weight, N, linear.C, linear.OC); });
+}
+
+template <typename S>
+void Llama<S>::weight_grad(const Linear& linear, float* dweight, const S* dout, const S* x, std::int64_t N,
+                           Accumulate accumulate) {
+  const double n = static_cast<double>(N), C = static_cast<double>(linear.C), OC = static_cast<double>(linear.OC);
+  const double passes = accumulate == Accumulate::yes ? 2 : 1;
+  clock_.run(linear.weight_grad, 2 * n * C * OC, n * (C + OC) * sizeof(S) + passes * C * OC * sizeof(float),
+             [&] { matmul_.weight_grad<S>(dweight, dout, x, N, linear.C, linear.OC, accumulate); });
+}
+
+template <typename S>
+void Llama<S>::forward_norm(const char* name, std::int64_t branch, const ResidualNormForward<S, S>& norm) {
+  const int passes = 1 + (norm.x != nullptr) + (norm.residual != nullptr) + (norm.residual_out != nullptr);
+  clock_.run(name, 0, passes * row_bytes(config_.hidden_size),
+             [&] { residual_norm_forward(norm_shape(branch), norm, stream_); });
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
+
+// `scale` and, with dropout, micro_step_ are all that differs from one run of a list to the next.
+template <typename S>
+void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
+  if (!options_.graph || clock_.timing()) return launches();
+  std::uint32_t scale_bits = 0;
+  std::memcpy(&scale_bits, &scale, sizeof scale_bits);
+  graph.run(stream_, {scale_bits, options_.dropout > 0 ? micro_step_ : 0}, launches);
+}
 
 template <typename S>
 void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
   const Range range("forward");
   micro_step_ = micro_step;
   training_ = true;
-  forward_layers(batch);
-  classify(loss_scale, workspace<LossTotal>(plan_.loss_total));
+  const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
+  upload_.upload(batch, workspace<std::int32_t>(plan_.tokens), workspace<std::int32_t>(plan_.labels), stream_);
+  replay(forward_graphs_[static_cast<int>(head)], loss_scale, [&] {
+    forward_layers();
+    classify(loss_scale, head, workspace<LossTotal>(plan_.loss_total));
+  });
+  head_stale_ = false;
 }
 
 template <typename S>
@@ -385,8 +489,9 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
   training_ = false;
   LossTotal* total = workspace<LossTotal>(plan_.evaluation_total);
   check(cudaMemsetAsync(total, 0, sizeof *total, stream_), "evaluate");
-  forward_layers(batch);
-  classify(0, total);
+  upload_.upload(batch, workspace<std::int32_t>(plan_.tokens), workspace<std::int32_t>(plan_.labels), stream_);
+  forward_layers();
+  classify(0, Accumulate::yes, total);
   LossTotal* result = results_.at<LossTotal>(0);
   check(cudaMemcpyAsync(result, total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "evaluate");
   stream_.synchronize("evaluate");
@@ -395,10 +500,11 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
 }
 
 template <typename S>
-void Llama<S>::forward_layers(const Batch& batch) {
-  std::int32_t* tokens = workspace<std::int32_t>(plan_.tokens);
-  upload_.upload(batch, tokens, workspace<std::int32_t>(plan_.labels), stream_);
-  embedding_forward(acts_.residual[0], tokens, weights_.embedding, rows(), config_.hidden_size, stream_);
+void Llama<S>::forward_layers() {
+  clock_.run("embedding", 0, 2 * row_bytes(config_.hidden_size), [&] {
+    embedding_forward(acts_.residual[0], workspace<std::int32_t>(plan_.tokens), weights_.embedding, rows(),
+                      config_.hidden_size, stream_);
+  });
   normalize_input(0);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     const Range range("layer");
@@ -408,33 +514,43 @@ void Llama<S>::forward_layers(const Batch& batch) {
 }
 
 // input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up -> SwiGLU.
-// `branch` [N, C] receives the attention branch on its way into the residual.
+// `branch` [N, C]: with dropout, the attention branch on its way into the residual.
 template <typename S>
 void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch) {
-  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
+  const std::int64_t N = rows(), F = config_.ffn_size, T = options_.seq_len;
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  const S* residual = acts_.residual[static_cast<std::size_t>(l)];
 
-  matmul_.forward<S>(a.qkv, a.input_norm, w.qkv, nullptr, N, C, qkv_size());
-  rope_forward(q_heads(a.qkv), k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, config_.num_kv_heads,
-               0, stream_);
-  attention_forward<S>(attention_shape(config_, options_), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv),
-                       k_heads(a.qkv), v_heads(a.qkv), stream_);
-  matmul_.forward<S>(branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
+  forward(qkv_, a.qkv, a.input_norm, w.qkv, N);
+  clock_.run("rope", 0, 2 * row_bytes(config_.q_size() + config_.kv_size()), [&] {
+    rope_forward(q_heads(a.qkv), k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads,
+                 config_.num_kv_heads, 0, stream_);
+  });
+  clock_.run("attention", attention_flops(), row_bytes(config_.q_size() + qkv_size()), [&] {
+    attention_forward<S>(attention_shape(config_, options_), heads(a.attention, config_.q_size()), a.lse,
+                         q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), stream_);
+  });
 
-  ResidualNormForward<S, S> join;
-  join.x = branch;
-  join.residual = acts_.residual[static_cast<std::size_t>(l)];
-  join.weight = w.post_norm.weight;
-  join.bias = w.post_norm.bias;
-  join.residual_out = a.residual_mid;
-  join.out = a.post_norm;
-  join.mean = a.mean2;
-  join.rstd = a.rstd2;
-  residual_norm_forward(norm_shape(2 * l), join, stream_);
+  ResidualNormForward<S, S> norm;
+  if (joins_in_product()) {
+    forward(output_, a.residual_mid, a.attention, w.output, N, residual);
+    norm.residual = a.residual_mid;
+  } else {
+    forward(output_, branch, a.attention, w.output, N);
+    norm.x = branch;
+    norm.residual = residual;
+    norm.residual_out = a.residual_mid;
+  }
+  norm.weight = w.post_norm.weight;
+  norm.bias = w.post_norm.bias;
+  norm.out = a.post_norm;
+  norm.mean = a.mean2;
+  norm.rstd = a.rstd2;
+  forward_norm("norm", 2 * l, norm);
 
-  matmul_.forward<S>(a.gate_up, a.post_norm, w.gate_up, nullptr, N, C, 2 * F);
-  swiglu_forward(a.mlp_product, a.gate_up, N, F, stream_);
+  forward(gate_up_, a.gate_up, a.post_norm, w.gate_up, N);
+  clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(a.mlp_product, a.gate_up, N, F, stream_); });
 }
 
 // down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
@@ -442,38 +558,48 @@ template <typename S>
 void Llama<S>::join_branch(std::int64_t l) {
   const auto i = static_cast<std::size_t>(l);
   const LayerActivations<S>& a = acts_.layers[i];
-  matmul_.forward<S>(acts_.branch, a.mlp_product, weights_.layers[i].down, nullptr, rows(), config_.ffn_size,
-                     config_.hidden_size);
+  const S* down = weights_.layers[i].down;
   const NormSite next = norm_site(l + 1);
-  ResidualNormForward<S, S> join;
-  join.x = acts_.branch;
-  join.residual = a.residual_mid;
-  join.weight = next.weights.weight;
-  join.bias = next.weights.bias;
-  join.residual_out = acts_.residual[i + 1];
-  join.out = next.out;
-  join.mean = next.mean;
-  join.rstd = next.rstd;
-  residual_norm_forward(norm_shape(2 * l + 1), join, stream_);
+  ResidualNormForward<S, S> norm;
+  if (joins_in_product()) {
+    forward(down_, acts_.residual[i + 1], a.mlp_product, down, rows(), a.residual_mid);
+    norm.residual = acts_.residual[i + 1];
+  } else {
+    forward(down_, acts_.branch, a.mlp_product, down, rows());
+    norm.x = acts_.branch;
+    norm.residual = a.residual_mid;
+    norm.residual_out = acts_.residual[i + 1];
+  }
+  norm.weight = next.weights.weight;
+  norm.bias = next.weights.bias;
+  norm.out = next.out;
+  norm.mean = next.mean;
+  norm.rstd = next.rstd;
+  forward_norm("norm", 2 * l + 1, norm);
 }
 
-// Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
+// Logits, losses and, in training, the gradient of the final norm and of the head, a chunk of rows at a time.
 template <typename S>
-void Llama<S>::classify(float loss_scale, LossTotal* total) {
+void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
   const Range range("classifier");
   const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
+  const std::int64_t chunk = classifier_rows(N);
   const std::int32_t* labels = workspace<std::int32_t>(plan_.labels);
-  for (std::int64_t row = 0; row < N; row += kClassifierRows) {
-    const std::int64_t count = std::min(kClassifierRows, N - row);
+  for (std::int64_t row = 0; row < N; row += chunk) {
+    const std::int64_t count = std::min(chunk, N - row);
     const S* hidden = acts_.final_norm + row * C;
-    matmul_.forward<S>(acts_.logits, hidden, weights_.head, nullptr, count, C, V);
-    classifier(acts_.logits, acts_.losses + row, labels + row, count, V, V, loss_scale, training_, stream_);
+    forward(head_, acts_.logits, hidden, weights_.head, count);
+    const double bytes = static_cast<double>(count * V) * sizeof(S);
+    clock_.run("softmax, loss", 0, training_ ? 2 * bytes : bytes, [&] {
+      classifier(acts_.logits, acts_.losses + row, labels + row, count, V, V, loss_scale, training_, stream_);
+    });
     if (training_) {
-      matmul_.input_grad<S>(acts_.d_final_norm + row * C, acts_.logits, weights_.head, count, C, V);
-      matmul_.weight_grad<S>(d_weights_.head, acts_.logits, hidden, count, C, V);
+      input_grad(head_, acts_.d_final_norm + row * C, acts_.logits, weights_.head, count);
+      weight_grad(head_, d_weights_.head, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
     }
   }
-  add_losses(total, acts_.losses, labels, N, stream_);
+  clock_.run("loss sum", 0, static_cast<double>(N) * (sizeof(float) + sizeof(std::int32_t)),
+             [&] { add_losses(total, acts_.losses, labels, N, stream_); });
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
@@ -488,7 +614,7 @@ void Llama<S>::normalize_input(std::int64_t l) {
   norm.out = site.out;
   norm.mean = site.mean;
   norm.rstd = site.rstd;
-  residual_norm_forward(norm_shape(-1), norm, stream_);
+  forward_norm("norm", -1, norm);
 }
 
 // Brings back what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
@@ -508,8 +634,9 @@ void Llama<S>::recompute_layer(std::int64_t l) {
   norm.weight = weights_.layers[i].post_norm.weight;
   norm.bias = weights_.layers[i].post_norm.bias;
   norm.out = a.post_norm;
-  residual_norm_forward(norm_shape(-1), norm, stream_);
-  swiglu_forward(a.mlp_product, a.gate_up, rows(), config_.ffn_size, stream_);
+  forward_norm("norm", -1, norm);
+  clock_.run("swiglu", 0, 3 * row_bytes(config_.ffn_size),
+             [&] { swiglu_forward(a.mlp_product, a.gate_up, rows(), config_.ffn_size, stream_); });
 }
 
 // Backward of one residual_norm: from the gradient of its output and, with a skip, of its new residual, to the gradient
@@ -530,52 +657,72 @@ void Llama<S>::join_backward(std::int64_t branch, const NormParameters<S>& weigh
   join.dweight = d_weights.weight;
   join.dbias = d_weights.bias;
   join.workspace = workspace<void>(plan_.scratch);
-  residual_norm_backward(norm_shape(branch), join, stream_);
+  clock_.run("norm backward", 0, (has_skip ? 5 : 4) * row_bytes(config_.hidden_size),
+             [&] { residual_norm_backward(norm_shape(branch), join, stream_); });
 }
 
 template <typename S>
 void Llama<S>::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const Range range("backward");
-  const std::int64_t L = config_.num_layers;
+  const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
+  replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  others_stale_ = false;
+}
+
+template <typename S>
+void Llama<S>::backward_layers(Accumulate accumulate) {
+  const std::int64_t N = rows(), C = config_.hidden_size, L = config_.num_layers;
+  if (accumulate == Accumulate::no) {
+    for (const TensorSpec& spec : table_.specs()) {
+      if (added_to(spec)) clear_gradient(spec);
+    }
+  }
   const NormSite last = norm_site(L);
   join_backward(2 * L - 1, last.weights, last.d_weights, acts_.d_final_norm,
                 acts_.residual[static_cast<std::size_t>(L)], last.mean, last.rstd, false);
   for (std::int64_t l = L - 1; l >= 0; --l) {
     recompute_layer(l);
-    backward_layer(l);
+    backward_layer(l, accumulate);
   }
-  embedding_backward(d_weights_.embedding, acts_.branch, workspace<std::int32_t>(plan_.tokens), rows(),
-                     config_.hidden_size, config_.vocab_size, workspace<void>(plan_.scratch), stream_);
+  const std::int64_t touched = std::min(N, config_.vocab_size);
+  clock_.run("embedding backward", 0, row_bytes(C) + 2.0 * static_cast<double>(touched * C) * sizeof(float), [&] {
+    embedding_backward(d_weights_.embedding, acts_.branch, workspace<std::int32_t>(plan_.tokens), N, C,
+                       config_.vocab_size, workspace<void>(plan_.scratch), stream_);
+  });
 }
 
 // In: branch holds the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
 // Out: branch holds the gradient of the branch below (the MLP of layer l - 1, or the embedding).
 template <typename S>
-void Llama<S>::backward_layer(std::int64_t l) {
+void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const Range range("layer");
-  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
-  const std::int64_t q = config_.q_size();
+  const std::int64_t N = rows(), F = config_.ffn_size, T = options_.seq_len, q = config_.q_size();
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
-  matmul_.weight_grad<S>(dw.down, acts_.branch, a.mlp_product, N, F, C);
-  matmul_.input_grad<S>(acts_.d_mlp_product, acts_.branch, w.down, N, F, C);
-  swiglu_backward<S>(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F, nullptr, stream_);
-  matmul_.weight_grad<S>(dw.gate_up, acts_.d_gate_up, a.post_norm, N, C, 2 * F);
-  matmul_.input_grad<S>(acts_.d_norm, acts_.d_gate_up, w.gate_up, N, C, 2 * F);
+  weight_grad(down_, dw.down, acts_.branch, a.mlp_product, N, accumulate);
+  input_grad(down_, acts_.d_mlp_product, acts_.branch, w.down, N);
+  clock_.run("swiglu backward", 0, 5 * row_bytes(F),
+             [&] { swiglu_backward<S>(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F, nullptr, stream_); });
+  weight_grad(gate_up_, dw.gate_up, acts_.d_gate_up, a.post_norm, N, accumulate);
+  input_grad(gate_up_, acts_.d_norm, acts_.d_gate_up, w.gate_up, N);
   join_backward(2 * l, w.post_norm, dw.post_norm, acts_.d_norm, a.residual_mid, a.mean2, a.rstd2, true);
 
-  matmul_.weight_grad<S>(dw.output, acts_.branch, a.attention, N, q, C);
-  matmul_.input_grad<S>(acts_.d_attention, acts_.branch, w.output, N, q, C);
-  attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
-                        v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse, q_heads(a.qkv),
-                        k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_);
-  rope_backward(q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads,
-                config_.num_kv_heads, 0, stream_);
-  matmul_.weight_grad<S>(dw.qkv, acts_.d_qkv, a.input_norm, N, C, qkv_size());
-  matmul_.input_grad<S>(acts_.d_norm, acts_.d_qkv, w.qkv, N, C, qkv_size());
+  weight_grad(output_, dw.output, acts_.branch, a.attention, N, accumulate);
+  input_grad(output_, acts_.d_attention, acts_.branch, w.output, N);
+  clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
+    attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
+                          v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
+                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_);
+  });
+  clock_.run("rope backward", 0, 2 * row_bytes(q + config_.kv_size()), [&] {
+    rope_backward(q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads,
+                  config_.num_kv_heads, 0, stream_);
+  });
+  weight_grad(qkv_, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
+  input_grad(qkv_, acts_.d_norm, acts_.d_qkv, w.qkv, N);
   const NormSite input = norm_site(l);
   join_backward(2 * l - 1, input.weights, input.d_weights, acts_.d_norm, acts_.residual[static_cast<std::size_t>(l)],
                 input.mean, input.rstd, true);
@@ -585,16 +732,37 @@ void Llama<S>::backward_layer(std::int64_t l) {
 
 template <typename S>
 void Llama<S>::zero_gradients() {
-  gradient_arena_.clear(stream_);
+  head_stale_ = others_stale_ = true;
   check(cudaMemsetAsync(workspace<LossTotal>(plan_.loss_total), 0, sizeof(LossTotal), stream_), "zero_gradients");
+}
+
+template <typename S>
+void Llama<S>::clear_gradient(const TensorSpec& spec) {
+  check(cudaMemsetAsync(gradient_arena_.at<float>(0) + spec.offset, 0,
+                        static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
+        "zero_gradients");
+}
+
+// Gradients that are to be read but that no micro-batch has stored since zero_gradients().
+template <typename S>
+void Llama<S>::settle_gradients() {
+  const float* head = d_weights_.head;
+  for (const TensorSpec& spec : table_.specs()) {
+    const bool is_head = gradient_arena_.at<float>(0) + spec.offset == head;
+    if (is_head ? head_stale_ : others_stale_) clear_gradient(spec);
+  }
+  head_stale_ = others_stale_ = false;
 }
 
 template <typename S>
 StepStatistics Llama<S>::statistics() {
   const Range range("statistics");
+  settle_gradients();
   GradientNorm* norm = workspace<GradientNorm>(plan_.norm);
-  gradient_norm(norm, gradient_arena_.at<float>(0), table_.arena_elements(), 0, workspace<void>(plan_.scratch),
-                stream_);
+  const std::int64_t elements = table_.arena_elements();
+  clock_.run("gradient norm", 0, static_cast<double>(elements) * sizeof(float), [&] {
+    gradient_norm(norm, gradient_arena_.at<float>(0), elements, 0, workspace<void>(plan_.scratch), stream_);
+  });
   LossTotal* total = results_.at<LossTotal>(0);
   GradientNorm* norm_result = results_.at<GradientNorm>(sizeof(LossTotal));
   check(cudaMemcpyAsync(total, workspace<LossTotal>(plan_.loss_total), sizeof *total, cudaMemcpyDeviceToHost, stream_),
@@ -607,17 +775,35 @@ StepStatistics Llama<S>::statistics() {
 template <typename S>
 void Llama<S>::update(const AdamWStep& step) {
   const Range range("update");
+  settle_gradients();
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // of an event that was never recorded: no wait
   const std::int64_t count = static_cast<std::int64_t>(blocks_.size());
   const AdamWBlock* blocks = workspace<AdamWBlock>(plan_.blocks);
   float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);
   const float* gradients = gradient_arena_.at<float>(0);
-  if constexpr (kSplitMaster<S>) {
-    adamw(parameter_arena_.at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients, moment1, moment2, blocks, count,
-          step, nullptr, stream_);
-  } else {
-    adamw(parameter_arena_.at<float>(0), gradients, moment1, moment2, blocks, count, step, nullptr, stream_);
+  const double bytes = 7.0 * sizeof(float) * static_cast<double>(table_.parameters());
+  clock_.run("adamw", 0, bytes, [&] {
+    if constexpr (kSplitMaster<S>) {
+      adamw(parameter_arena_.at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients, moment1, moment2, blocks, count,
+            step, nullptr, stream_);
+    } else {
+      adamw(parameter_arena_.at<float>(0), gradients, moment1, moment2, blocks, count, step, nullptr, stream_);
+    }
+  });
+}
+
+template <typename S>
+OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
+  if (!ceilings_) ceilings_ = measure_ceilings(stream_);
+  stream_.synchronize("timing operators");
+  clock_.start();
+  {
+    const Range range("timed step");
+    step();
   }
+  OperatorTable table = clock_.stop();
+  std::tie(table.bytes_per_s, table.flops_per_s) = *ceilings_;
+  return table;
 }
 
 // ---- access ---------------------------------------------------------------------------------------------------------
@@ -640,6 +826,7 @@ U* Llama<S>::element(TensorRole role, const TensorSpec& spec) const {
 
 template <typename S>
 void Llama<S>::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+  if (role == TensorRole::gradient) settle_gradients();
   stream_.synchronize("reading a tensor");
   const auto count = static_cast<std::size_t>(spec.elements);
   if (role != TensorRole::parameter || !kSplitMaster<S>) {
@@ -661,6 +848,7 @@ void Llama<S>::read_tensor(TensorRole role, const TensorSpec& spec, float* value
 
 template <typename S>
 void Llama<S>::write_tensor(TensorRole role, const TensorSpec& spec, const float* values) {
+  if (role == TensorRole::gradient) settle_gradients();
   stream_.synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
   const auto count = static_cast<std::size_t>(spec.elements);
@@ -705,8 +893,9 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
   if (name == "final_norm") return download(acts_.final_norm, N, C, C);
   if (name == "logits") {
     std::vector<float> logits;
-    for (std::int64_t row = 0; row < N; row += kClassifierRows) {
-      const std::int64_t count = std::min(kClassifierRows, N - row);
+    const std::int64_t chunk = classifier_rows(N);
+    for (std::int64_t row = 0; row < N; row += chunk) {
+      const std::int64_t count = std::min(chunk, N - row);
       matmul_.forward<S>(acts_.logits, acts_.final_norm + row * C, weights_.head, nullptr, count, C, V);
       stream_.synchronize("reading an activation");
       const std::vector<float> part = download(acts_.logits, count, V, V);

@@ -3,20 +3,26 @@
 // The weight is as Hugging Face stores it, [OC, C]. Storage type T is float, bf16 or fp16; accumulation is
 // fp32, and T = float computes in true fp32, not TF32.
 //
-// A plan is chosen the first time a shape is prepared: cuBLASLt's candidates are timed on random data, and
-// the fastest of those that give the same bits as its first suggestion is kept. So timing decides speed only,
-// never a result: two runs on one type of GPU agree bit for bit although their clocks did not.
+// A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
+// timed on random data in turns, and the fastest that gives the same bits every time is kept; one that is not at least
+// 1 % faster than an earlier one loses to it. Candidates may add in different orders, so the choice is remembered
+// (llmc/cuda/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where it cannot be
+// remembered only the candidates that give the bits of the first suggestion take part.
 #pragma once
 
 #include <cublasLt.h>
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "llmc/cuda/matmul_plans.h"
 
 namespace weft::cuda {
 
@@ -24,7 +30,7 @@ enum class Accumulate { no, yes };  // = or +=
 
 // The three products of a linear layer with N rows, C inputs and OC outputs.
 enum class Product {
-  forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC]
+  forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC], plus addend [N, OC]
   input_grad,   // dx [N, C] (+)= dout [N, OC] W
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
 };
@@ -36,6 +42,7 @@ struct MatmulShape {
   cudaDataType_t type = CUDA_R_16BF;
   Accumulate accumulate = Accumulate::no;
   bool bias = false;
+  bool addend = false;  // of Product::forward, without accumulation
 
   auto operator<=>(const MatmulShape&) const = default;  // the key of the plan cache
 };
@@ -44,20 +51,22 @@ class Matmul {
  public:
   // The workspace (split-K partial sums) is allocated here and belongs to this object; one stream uses it at
   // a time.
-  explicit Matmul(cudaStream_t stream);
+  // `run_plans`: the run's own file of plans; empty: none.
+  explicit Matmul(cudaStream_t stream, const std::string& run_plans = {});
   ~Matmul();
   Matmul(const Matmul&) = delete;
   Matmul& operator=(const Matmul&) = delete;
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
 
-  // Times the candidates of a shape on scratch memory that is freed again. Call it for every shape before the
-  // arenas are allocated; a shape that was not prepared runs on the first suggestion.
-  void prepare(const MatmulShape& shape);
+  // Chooses the plans of these shapes: the remembered ones, or by timing on scratch memory that is freed again. Call it
+  // once for all shapes and before the arenas are allocated; a shape that was not prepared runs on the first suggestion.
+  void prepare(std::span<const MatmulShape> shapes);
+  void prepare(const MatmulShape& shape) { prepare({&shape, 1}); }
 
   template <typename T>
   void forward(T* out, const T* x, const T* weight, const T* bias, std::int64_t N, std::int64_t C, std::int64_t OC,
-               Accumulate accumulate = Accumulate::no);
+               Accumulate accumulate = Accumulate::no, const T* addend = nullptr);
   template <typename T>
   void input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                   Accumulate accumulate = Accumulate::no);
@@ -65,7 +74,10 @@ class Matmul {
   void weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                    Accumulate accumulate = Accumulate::yes);
 
-  // One line a prepared shape: TF/s of the first suggestion and of the plan that was kept.
+  // Uniform in [-1, 1): the power a product draws, and with it the clock, depends on its data.
+  void fill_random(__nv_bfloat16* data, std::int64_t count) const;
+
+  // One line a shape that was timed: TF/s of the first suggestion and of the plan that was kept.
   const std::vector<std::string>& report() const { return report_; }
 
  private:
@@ -81,11 +93,14 @@ class Matmul {
     cublasLtMatmulAlgo_t algorithm;
   };
   std::vector<Candidate> candidates(const Plan& plan) const;
-  void run(const MatmulShape& shape, const void* a, const void* b, const void* bias, void* d);
+  bool usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) const;
+  cublasLtMatmulAlgo_t choose(const MatmulShape& shape);
+  void run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d);
 
   cudaStream_t stream_;
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
+  MatmulPlans remembered_;
   std::map<MatmulShape, Plan> plans_;
   std::vector<std::string> report_;
 };

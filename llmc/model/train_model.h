@@ -11,6 +11,7 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/model/decode_model.h"
+#include "llmc/model/operator_table.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -27,6 +28,11 @@ struct TrainOptions {
   Recompute recompute = Recompute::none;
   float dropout = 0;       // probability; applied to each branch before it joins the residual
   std::uint64_t seed = 0;  // of the dropout masks
+
+  // How the work is done, never what comes out. On the GPU only.
+  bool accumulates = true;   // a step may have several micro-batches
+  bool graph = true;         // replay the launches of a step as CUDA graphs
+  std::string matmul_plans;  // the file of the run that keeps its matmul plans (llmc/cuda/matmul_plans.h); empty: none
 };
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
@@ -91,6 +97,13 @@ class TrainModel {
   // Mean loss of a batch without dropout and without touching gradients or the statistics: validation.
   // Returns the sum over counted labels; *label_count gets their number.
   virtual double evaluate(const Batch& batch, std::int64_t* label_count) = 0;
+
+  // Runs `step` (the calls of one training step) with a clock around each operator, one launch after the other. The
+  // table has no rows on a device that has no such clock.
+  virtual OperatorTable time_operators(const std::function<void()>& step) {
+    step();
+    return {};
+  }
 
   // A parameter, gradient or moment as fp32, to and from the host; `values` holds spec.elements. Exact for
   // every dtype in which weft keeps state.

@@ -42,39 +42,140 @@ void random_ids(std::vector<std::int32_t>& ids, std::int64_t vocab, std::uint64_
 
 }  // namespace
 
+namespace {
+
+// Steps on one random micro-batch, as the loop would take them.
+class BenchSteps {
+ public:
+  BenchSteps(TrainModel& model, const TrainSettings& settings) : model_(model), settings_(settings) {
+    const auto count = static_cast<std::size_t>(settings.micro_batch * settings.seq_len);
+    tokens_.resize(count);
+    labels_.resize(count);
+    random_ids(tokens_, model.config().vocab_size, 1, 0);
+    random_ids(labels_, model.config().vocab_size, 2, 0);
+    update_.step = 0;
+    update_.learning_rate = 1e-4f;
+  }
+
+  // One step; returns its loss.
+  double run() {
+    ++update_.step;
+    model_.zero_gradients();
+    for (std::int64_t i = 0; i < settings_.accumulation(); ++i) {
+      model_.forward({tokens_, labels_}, 0, 1.0f / static_cast<float>(settings_.batch_tokens));
+      model_.backward();
+    }
+    const StepStatistics statistics = model_.statistics();
+    update_.gradient_scale = clip_factor(statistics.gradient_norm, settings_.grad_clip);
+    model_.update(update_);
+    return statistics.loss_sum / static_cast<double>(statistics.label_count);
+  }
+
+ private:
+  TrainModel& model_;
+  const TrainSettings& settings_;
+  std::vector<std::int32_t> tokens_, labels_;
+  AdamWStep update_;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
 TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name) {
-  const auto count = static_cast<std::size_t>(settings.micro_batch * settings.seq_len);
-  std::vector<std::int32_t> tokens(count), labels(count);
-  random_ids(tokens, model.config().vocab_size, 1, 0);
-  random_ids(labels, model.config().vocab_size, 2, 0);
   TrainBenchResult result;
   result.tokens = settings.batch_tokens;
   result.flops_per_token = causal_flops_per_token(model.config(), model.table(), settings.seq_len);
   result.peak_flops = peak_bf16_flops(device_name);
 
-  AdamWStep update;
-  update.learning_rate = 1e-4f;
+  BenchSteps steps(model, settings);
   std::vector<double> milliseconds;
-  for (update.step = 1; update.step <= kWarmupSteps + kTimedSteps; ++update.step) {
+  for (std::int64_t step = 1; step <= kWarmupSteps + kTimedSteps; ++step) {
     const auto begin = std::chrono::steady_clock::now();
-    model.zero_gradients();
-    for (std::int64_t i = 0; i < settings.accumulation(); ++i) {
-      model.forward({tokens, labels}, 0, 1.0f / static_cast<float>(settings.batch_tokens));
-      model.backward();
-    }
-    const StepStatistics statistics = model.statistics();
-    update.gradient_scale = clip_factor(statistics.gradient_norm, settings.grad_clip);
-    model.update(update);
+    result.last_loss = steps.run();
     const std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - begin;
-    if (update.step > kWarmupSteps) milliseconds.push_back(passed.count());
-    result.last_loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
-    if (update.step == 1) result.first_loss = result.last_loss;
+    if (step > kWarmupSteps) milliseconds.push_back(passed.count());
+    if (step == 1) result.first_loss = result.last_loss;
   }
-  std::sort(milliseconds.begin(), milliseconds.end());
-  result.median_ms = milliseconds[milliseconds.size() / 2];
-  result.fastest_ms = milliseconds.front();
-  result.slowest_ms = milliseconds.back();
+  result.median_ms = median(milliseconds);
+  result.fastest_ms = *std::min_element(milliseconds.begin(), milliseconds.end());
+  result.slowest_ms = *std::max_element(milliseconds.begin(), milliseconds.end());
   return result;
+}
+
+OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings) {
+  constexpr int kTimedSteps = 5;
+  BenchSteps steps(model, settings);
+  for (std::int64_t step = 0; step < kWarmupSteps; ++step) steps.run();
+  std::vector<OperatorTable> tables;
+  for (int i = 0; i < kTimedSteps; ++i) tables.push_back(model.time_operators([&] { steps.run(); }));
+  OperatorTable result = tables[0];
+  if (result.operators.empty()) {
+    fail(Exit::usage, "--operators: the clock is the GPU's, and this is --device %s", settings.device.c_str());
+  }
+  const auto over_steps = [&](const auto& value) {
+    std::vector<double> values;
+    for (const OperatorTable& table : tables) values.push_back(value(table));
+    return median(values);
+  };
+  result.milliseconds = over_steps([](const OperatorTable& table) { return table.milliseconds; });
+  for (std::size_t i = 0; i < result.operators.size(); ++i) {
+    result.operators[i].milliseconds = over_steps([&](const OperatorTable& t) { return t.operators[i].milliseconds; });
+  }
+  return result;
+}
+
+std::vector<std::string> operator_table_text(const OperatorTable& table, const std::string& device_name) {
+  std::vector<std::string> lines = {
+      format("%s: a step's operators, each between two events, median of five steps", device_name.c_str()),
+      format("floor: the longer of bytes / %.0f GB/s (a copy) and flops / %.0f TF/s (a product of 8192 x 8192)",
+             table.bytes_per_s * 1e-9, table.flops_per_s * 1e-12),
+      format("%-20s %6s %9s %7s %8s %8s %8s", "operator", "calls", "us each", "% step", "GB/s", "TF/s", "% floor")};
+  OperatorTime all;
+  double floor = 0;
+  const auto line = [&](const OperatorTime& time, double floor_ms) {
+    lines.push_back(format("%-20s %6lld %9.1f %7.2f %8.0f %8.0f %8.1f", time.name.c_str(),
+                           static_cast<long long>(time.calls),
+                           1e3 * time.milliseconds / static_cast<double>(time.calls),
+                           100 * time.milliseconds / table.milliseconds, time.bytes / time.milliseconds * 1e-6,
+                           time.flops / time.milliseconds * 1e-9, 100 * floor_ms / time.milliseconds));
+  };
+  for (const OperatorTime& time : table.operators) {
+    line(time, table.floor_milliseconds(time));
+    all.calls += time.calls;
+    all.milliseconds += time.milliseconds;
+    all.flops += time.flops;
+    all.bytes += time.bytes;
+    floor += table.floor_milliseconds(time);
+  }
+  lines.push_back(format("sum %.2f ms of a step of %.2f ms, floor %.2f ms (%.1f %% of the sum)", all.milliseconds,
+                         table.milliseconds, floor, 100 * floor / all.milliseconds));
+  return lines;
+}
+
+Json operator_table_json(const OperatorTable& table, const TrainSettings& s, const std::string& device_name) {
+  Json operators = Json::array();
+  for (const OperatorTime& time : table.operators) {
+    operators.push_back({{"name", time.name},
+                         {"calls", time.calls},
+                         {"ms", time.milliseconds},
+                         {"flops", time.flops},
+                         {"bytes", time.bytes},
+                         {"floor_ms", table.floor_milliseconds(time)}});
+  }
+  return {{"device", device_name},
+          {"config", s.config.empty() ? s.model : s.config},
+          {"precision", s.precision},
+          {"recompute", s.recompute},
+          {"micro_batch", s.micro_batch},
+          {"seq_len", s.seq_len},
+          {"step_ms", table.milliseconds},
+          {"copy_bytes_per_s", table.bytes_per_s},
+          {"square_flops_per_s", table.flops_per_s},
+          {"operators", operators}};
 }
 
 std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::string& device_name) {

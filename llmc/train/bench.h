@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "llmc/base/json.h"
+#include "llmc/model/operator_table.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/options.h"
 
@@ -28,5 +29,13 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
 // A few lines that say what was measured and how the share of the peak is computed.
 std::vector<std::string> train_bench_text(const TrainBenchResult& result, const std::string& device_name);
 Json train_bench_json(const TrainBenchResult& result, const TrainSettings& settings, const std::string& device_name);
+
+// --bench --operators: a step's operators one by one, each the median of several steps. Exit::usage for a model without a
+// clock of its own.
+OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings);
+// For each operator its calls, time, rate, and the share of its floor: the least time that the ceilings of the table
+// leave it.
+std::vector<std::string> operator_table_text(const OperatorTable& table, const std::string& device_name);
+Json operator_table_json(const OperatorTable& table, const TrainSettings& settings, const std::string& device_name);
 
 }  // namespace weft

@@ -77,6 +77,7 @@ void add_execution(OptionTable& table, TrainSettings& s) {
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "auto takes the GPU where there is one");
   table.choice("precision", s.precision, {"auto", "bf16", "fp32"}, "auto: bf16 on a GPU, fp32 on the CPU");
   table.choice("recompute", s.recompute, {"none", "norm", "block"}, "activations computed twice to save memory");
+  table.flag("no-graph", s.no_graph, "launch each GPU kernel by itself: the same numbers, a little slower");
   table.number("max-minutes", s.max_minutes, 0, 1e7, "save and stop after this time; 0: no limit");
   table.choice("on-nan", s.on_nan, on_non_finite_names(),
                "when a loss or gradient is not finite: abort, skip the step, or rerun it once");
@@ -93,6 +94,7 @@ void add_reports(OptionTable& table, TrainSettings& s) {
   table.number("temperature", s.temperature, 0, 100, "of the samples; 0: the likeliest token");
   table.text("compare", s.compare, "FILE", "check --model against a reference dump instead of training");
   table.flag("bench", s.bench, "time training steps on random tokens: no data, no run directory, nothing saved");
+  table.flag("operators", s.operators, "with --bench: what each operator of a step costs on the GPU");
   table.flag("json", s.json, "with --bench: one JSON object");
   table.flag("dry-run", s.dry_run, "check settings, files and memory, and stop");
   table.flag("print-config", s.print_config, "print settings and model as JSON, and stop");
@@ -133,6 +135,7 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
   if (s.json && !s.bench) fail(Exit::usage, "--json: only for --bench");
+  if (s.operators && !s.bench) fail(Exit::usage, "--operators: only for --bench");
   if (s.print_config || s.bench || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");
   if (s.out.empty() && !s.dry_run) fail(Exit::usage, "--out: needed, the directory for log and checkpoints");
@@ -172,6 +175,8 @@ TrainOptions TrainSettings::model_options() const {
   options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
   options.seed = static_cast<std::uint64_t>(seed);
+  options.accumulates = accumulation() > 1;
+  options.graph = !no_graph;
   return options;
 }
 

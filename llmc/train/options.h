@@ -34,6 +34,7 @@ struct TrainSettings {
   std::int64_t seed = 1;
 
   std::string device = "auto", precision = "auto", recompute = "none";
+  bool no_graph = false;
   double max_minutes = 0;
   std::string on_nan = "abort";
   std::vector<std::string> debug_inject;
@@ -44,7 +45,7 @@ struct TrainSettings {
   double temperature = 0.8;
 
   std::string compare;
-  bool bench = false, json = false;
+  bool bench = false, operators = false, json = false;
   bool dry_run = false, print_config = false;
   std::string color = "auto";
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <iostream>
+#include <map>
 #include <random>
 
 #include "llmc/base/error.h"
@@ -212,6 +213,106 @@ TEST(CudaLlama, RecomputationAndRerunGiveTheSameBits) {
     EXPECT_TRUE(same_bits(reference, parameters(Recompute::norm)));
     EXPECT_TRUE(same_bits(reference, parameters(Recompute::block)));
   }
+}
+
+// The graph of a step is captured in its second micro-batch and replayed from then on: with dropout, whose place in the
+// random stream changes each time, with micro-batches that store and that add, and with a loss scale that changes.
+TEST(CudaLlama, GraphsGiveTheBitsOfSingleLaunches) {
+  for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+    for (const float dropout : {0.0f, 0.1f}) {
+      for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+        const ModelConfig config = odd_config();
+        TrainOptions options = odd_options(precision);
+        options.dropout = dropout;
+        options.recompute = recompute;
+        const auto state = [&](bool graph) {
+          options.graph = graph;
+          const auto model = cuda::make_llama(config, options);
+          randomize(*model);
+          std::vector<float> all;
+          std::uint64_t micro_step = 0;
+          for (std::int64_t step = 1; step <= 6; ++step) {
+            model->zero_gradients();
+            for (int i = 0; i < 3; ++i) {
+              const Text text = random_text(config, options, static_cast<unsigned>(10 * step + i));
+              model->forward(text.batch(), micro_step++, step < 5 ? 0.01f : 0.02f);
+              model->backward();
+            }
+            const StepStatistics statistics = model->statistics();
+            all.push_back(static_cast<float>(statistics.loss_sum));
+            model->update(adamw_step(step, statistics));
+          }
+          for (const TensorRole role : {TensorRole::parameter, TensorRole::gradient, TensorRole::moment2}) {
+            const std::vector<float> part = read_all(*model, role);
+            all.insert(all.end(), part.begin(), part.end());
+          }
+          return all;
+        };
+        EXPECT_TRUE(same_bits(state(true), state(false))) << "dropout " << dropout;
+      }
+    }
+  }
+}
+
+// zero_gradients() writes nothing by itself: whoever reads must see the same as if it had.
+TEST(CudaLlama, GradientsAreThoseSinceTheLastZero) {
+  for (const bool tied : {true, false}) {
+    ModelConfig config = odd_config();
+    config.tied_embeddings = tied;
+    const TrainOptions options = odd_options(Precision::bf16);
+    const auto model = cuda::make_llama(config, options);
+    randomize(*model);
+    const Text text = random_text(config, options, 21), other = random_text(config, options, 22);
+    const auto gradient = [&](const Text& batch, int times) {
+      model->zero_gradients();
+      for (int i = 0; i < times; ++i) {
+        model->forward(batch.batch(), 0, 0.01f);
+        model->backward();
+      }
+      return read_all(*model, TensorRole::gradient);
+    };
+    const std::vector<float> once = gradient(text, 1);
+    gradient(other, 2);
+    EXPECT_TRUE(same_bits(once, gradient(text, 1)));
+    const std::vector<float> twice = gradient(text, 2);
+    std::vector<float> doubled = once;
+    for (float& value : doubled) value *= 2;
+    EXPECT_TRUE(distance("twice", twice, doubled, 1e-5, Norm::l2).pass);
+
+    model->zero_gradients();
+    for (const float value : read_all(*model, TensorRole::gradient)) ASSERT_EQ(value, 0.0f);
+    EXPECT_EQ(model->statistics().gradient_norm, 0.0);
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 0.01f);  // the head's gradient is there, the others are not
+    read_all(*model, TensorRole::gradient);
+    model->backward();
+    EXPECT_TRUE(same_bits(once, read_all(*model, TensorRole::gradient)));
+  }
+}
+
+TEST(CudaLlama, OperatorsAreTimedByName) {
+  const ModelConfig config = odd_config();
+  const TrainOptions options = odd_options(Precision::bf16);
+  const Text text = random_text(config, options, 23);
+  const auto model = cuda::make_llama(config, options);
+  randomize(*model);
+  const OperatorTable table = model->time_operators([&] { run_steps(*model, text, 1, 1); });
+  EXPECT_GT(table.bytes_per_s, 1e11);
+  EXPECT_GT(table.flops_per_s, 1e13);
+  double sum = 0;
+  std::map<std::string, std::int64_t> calls;
+  for (const OperatorTime& time : table.operators) {
+    calls[time.name] = time.calls;
+    sum += time.milliseconds;
+    EXPECT_GT(time.milliseconds, 0) << time.name;
+    EXPECT_GT(time.bytes, 0) << time.name;
+  }
+  EXPECT_LE(sum, table.milliseconds * 1.001);
+  EXPECT_EQ(calls.at("attention"), config.num_layers);
+  EXPECT_EQ(calls.at("qkv wgrad"), config.num_layers);
+  EXPECT_EQ(calls.at("norm"), 2 * config.num_layers + 1);
+  EXPECT_EQ(calls.at("head"), 1);
+  EXPECT_EQ(calls.at("adamw"), 1);
 }
 
 // What a checkpoint does: parameters and moments through the host into a new model.

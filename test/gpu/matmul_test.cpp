@@ -5,13 +5,20 @@
 #include <cuda_fp16.h>
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <optional>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "device_buffer.h"
 #include "llmc/base/dtype.h"
+#include "llmc/base/file.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cuda/stream.h"
 #include "llmc/model/compare.h"
@@ -118,40 +125,190 @@ TYPED_TEST(MatmulTest, MatchesTheCpu) {
   }
 }
 
-// Whatever the clock said when the plans were timed: prepared and unprepared, first and second time, the same bits.
-TYPED_TEST(MatmulTest, TimingNeverChangesABit) {
-  using T = TypeParam;
-  const cudaDataType_t type = dtype_of<T>() == DType::f32    ? CUDA_R_32F
-                              : dtype_of<T>() == DType::bf16 ? CUDA_R_16BF
-                                                             : CUDA_R_16F;
-  const Stream stream;
-  for (const auto [N, C, OC] : kSizes) {
-    SCOPED_TRACE(testing::Message() << N << " x " << C << " -> " << OC);
-    const Operand<T> x(N * C, 1), weight(OC * C, 2), dout(N * OC, 4);
-    std::vector<std::vector<float>> results;
-    for (const bool prepared : {false, true, true, true}) {
-      Matmul matmul(stream);
-      if (prepared) {
-        matmul.prepare({Product::forward, N, C, OC, type, Accumulate::no, false});
-        matmul.prepare({Product::input_grad, N, C, OC, type, Accumulate::no, false});
-        matmul.prepare({Product::weight_grad, N, C, OC, type, Accumulate::no, false});
-        EXPECT_EQ(matmul.report().size(), 3u);
-      }
-      const Operand<T> out(N * OC, 5), dx(N * C, 6);
-      const Operand<float> dweight(OC * C, 7);
-      matmul.forward<T>(out.device.data(), x.device.data(), weight.device.data(), nullptr, N, C, OC);
-      matmul.input_grad<T>(dx.device.data(), dout.device.data(), weight.device.data(), N, C, OC);
-      matmul.weight_grad<T>(dweight.device.data(), dout.device.data(), x.device.data(), N, C, OC, Accumulate::no);
-      stream.synchronize("test");
-      std::vector<float> all = out.download();
-      for (const std::vector<float>& part : {dx.download(), dweight.download()})
-        all.insert(all.end(), part.begin(), part.end());
-      results.push_back(all);
-    }
-    for (const std::vector<float>& other : results) {
-      EXPECT_EQ(std::memcmp(results[0].data(), other.data(), other.size() * sizeof(float)), 0);
+// An environment variable for the time of a scope.
+class Variable {
+ public:
+  Variable(const char* name, const std::string& value) : name_(name) {
+    const char* old = std::getenv(name);
+    if (old != nullptr) old_ = old;
+    ::setenv(name, value.c_str(), 1);
+  }
+  ~Variable() {
+    if (old_) {
+      ::setenv(name_, old_->c_str(), 1);
+    } else {
+      ::unsetenv(name_);
     }
   }
+
+ private:
+  const char* name_;
+  std::optional<std::string> old_;
+};
+
+template <typename T>
+constexpr cudaDataType_t cuda_type() {
+  return dtype_of<T>() == DType::f32 ? CUDA_R_32F : dtype_of<T>() == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+// All three products of a size, as one vector.
+template <typename T>
+std::vector<float> products(Matmul& matmul, const Stream& stream, const Size& size, bool prepared) {
+  const auto [N, C, OC] = size;
+  const Operand<T> x(N * C, 1), weight(OC * C, 2), dout(N * OC, 4);
+  if (prepared) {
+    const MatmulShape shapes[] = {{Product::forward, N, C, OC, cuda_type<T>(), Accumulate::no, false},
+                                  {Product::input_grad, N, C, OC, cuda_type<T>(), Accumulate::no, false},
+                                  {Product::weight_grad, N, C, OC, cuda_type<T>(), Accumulate::no, false}};
+    matmul.prepare(shapes);
+  }
+  const Operand<T> out(N * OC, 5), dx(N * C, 6);
+  const Operand<float> dweight(OC * C, 7);
+  matmul.forward<T>(out.device.data(), x.device.data(), weight.device.data(), nullptr, N, C, OC);
+  matmul.input_grad<T>(dx.device.data(), dout.device.data(), weight.device.data(), N, C, OC);
+  matmul.weight_grad<T>(dweight.device.data(), dout.device.data(), x.device.data(), N, C, OC, Accumulate::no);
+  stream.synchronize("test");
+  std::vector<float> all = out.download();
+  for (const std::vector<float>& part : {dx.download(), dweight.download()}) {
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Sizes with several candidates that add in different orders, and the odd ones.
+constexpr Size kPlannedSizes[] = {{1, 8, 8}, {111, 72, 320}, {65, 200, 1003}, {512, 4096, 256}, {2048, 256, 512}};
+
+TYPED_TEST(MatmulTest, WithoutAPlaceToRememberTimingChangesNoBit) {
+  using T = TypeParam;
+  const Variable nowhere("WEFT_CACHE_DIR", "/proc/no-such-directory");
+  const Stream stream;
+  for (const Size& size : kPlannedSizes) {
+    SCOPED_TRACE(testing::Message() << size.N << " x " << size.C << " -> " << size.OC);
+    Matmul plain(stream);
+    const std::vector<float> first = products<T>(plain, stream, size, false);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      Matmul timed(stream);
+      EXPECT_TRUE(same_bits(first, products<T>(timed, stream, size, true)));
+      EXPECT_EQ(timed.report().size(), 3u);  // timed anew each time
+    }
+  }
+}
+
+TYPED_TEST(MatmulTest, RememberedPlansGiveTheSameBitsAndAreNotTimedAgain) {
+  using T = TypeParam;
+  const std::string directory = testing::TempDir() + "/weft-plans-" + std::to_string(::getpid());
+  const Variable cache("WEFT_CACHE_DIR", directory);
+  const Stream stream;
+  for (const Size& size : kPlannedSizes) {
+    SCOPED_TRACE(testing::Message() << size.N << " x " << size.C << " -> " << size.OC);
+    Matmul first(stream), second(stream);  // both made before either has chosen
+    const std::vector<float> expected = products<T>(first, stream, size, true);
+    EXPECT_TRUE(same_bits(expected, products<T>(second, stream, size, true)));
+    Matmul third(stream, directory + "/run.txt");
+    EXPECT_TRUE(same_bits(expected, products<T>(third, stream, size, true)));
+    EXPECT_EQ(third.report().size(), 0u);
+    // The run's own file alone, in a process that remembers nothing else.
+    const Variable nowhere("WEFT_CACHE_DIR", "/proc/no-such-directory");
+    Matmul resumed(stream, directory + "/run.txt");
+    EXPECT_TRUE(same_bits(expected, products<T>(resumed, stream, size, true)));
+    EXPECT_EQ(resumed.report().size(), 0u);
+  }
+  std::filesystem::remove_all(directory);
+}
+
+// out = x W^T + addend with the sum rounded once, in another tensor than the addend.
+TYPED_TEST(MatmulTest, AddendIsAddedBeforeRounding) {
+  using T = TypeParam;
+  const Stream stream;
+  Matmul matmul(stream);
+  for (const auto [N, C, OC] : kSizes) {
+    SCOPED_TRACE(testing::Message() << N << " x " << C << " -> " << OC);
+    const Operand<T> x(N * C, 1), weight(OC * C, 2), addend(N * OC, 3), out(N * OC, 4);
+    std::vector<float> want = addend.host;
+    cpu::matmul_forward(want.data(), x.host.data(), weight.host.data(), nullptr, N, C, OC, cpu::Accumulate::yes);
+    matmul.forward<T>(out.device.data(), x.device.data(), weight.device.data(), nullptr, N, C, OC, Accumulate::no,
+                      addend.device.data());
+    stream.synchronize("test");
+    expect_near<T>("out", out.download(), want);
+    EXPECT_TRUE(same_bits(addend.download(), addend.host));
+  }
+}
+
+// ---- the files --------------------------------------------------------------------------------------------------------
+
+class MatmulPlansTest : public testing::Test {
+ protected:
+  MatmulPlansTest()
+      : directory_(testing::TempDir() + "/weft-plan-files-" + std::to_string(::getpid())),
+        cache_("WEFT_CACHE_DIR", directory_) {}
+  ~MatmulPlansTest() override { std::filesystem::remove_all(directory_); }
+
+  // The only plan file of the directory.
+  std::string cache_file() const {
+    std::string found;
+    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+      if (entry.path().extension() == ".txt") found = entry.path().string();
+    }
+    return found;
+  }
+
+  const std::string directory_;
+  const Variable cache_;
+  const StoredAlgorithm one_{1, 2, 3, 4, 5, 6, 7, 8}, two_{~std::uint64_t{0}, 0, 1};
+};
+
+TEST_F(MatmulPlansTest, TheFirstChoiceStays) {
+  MatmulPlans a("identity A", ""), b("identity A", "");
+  EXPECT_TRUE(a.remembers());
+  EXPECT_EQ(a.find("product"), nullptr);
+  a.add({{"product", one_}});
+  b.add({{"product", two_}, {"other", two_}});  // chosen in the meantime
+  EXPECT_EQ(*b.find("product"), one_);
+  EXPECT_EQ(*b.find("other"), two_);
+  const MatmulPlans c("identity A", ""), other("identity B", "");
+  EXPECT_EQ(*c.find("product"), one_);
+  EXPECT_EQ(*c.find("other"), two_);
+  EXPECT_EQ(other.find("product"), nullptr);
+}
+
+TEST_F(MatmulPlansTest, TheRunsFileComesFirst) {
+  const std::string run = directory_ + "/plans-of-a-run";
+  MatmulPlans writer("identity C", run);
+  writer.add({{"product", one_}});
+  std::string text = read_text_file(run, 10000);
+  const std::size_t word = text.find("0000000000000001");
+  ASSERT_NE(word, std::string::npos);
+  text.replace(word, 16, "000000000000000f");
+  write_file_atomically(run, text);
+  const MatmulPlans reader("identity C", run), stranger("identity D", run);
+  EXPECT_EQ((*reader.find("product"))[0], 15u);
+  EXPECT_EQ(stranger.find("product"), nullptr);
+}
+
+TEST_F(MatmulPlansTest, DamagedFilesAreLeftAside) {
+  MatmulPlans writer("identity E", "");
+  writer.add({{"product", one_}});
+  const std::string path = cache_file(), whole = read_text_file(path, 10000);
+  for (const std::string& damaged :
+       {std::string(), whole.substr(0, whole.size() - 5), whole + "rubbish\n", whole + "p: 1 2 3 4 5 6 7 8 9\n",
+        "weft matmul plans 2" + whole.substr(19), std::string("\0\xff", 2)}) {
+    write_file_atomically(path, damaged);
+    MatmulPlans reader("identity E", path);  // as a run's file: the process itself remembers the other one
+    reader.add({{"later", two_}});
+    EXPECT_EQ(*reader.find("later"), two_);
+  }
+}
+
+TEST_F(MatmulPlansTest, NowhereToWriteIsSaid) {
+  const Variable nowhere("WEFT_CACHE_DIR", "/proc/no-such-directory");
+  MatmulPlans plans("identity F", "");
+  EXPECT_FALSE(plans.remembers());
+  plans.add({{"product", one_}});
+  EXPECT_EQ(*plans.find("product"), one_);
 }
 
 }  // namespace

@@ -1,0 +1,177 @@
+#include "llmc/cuda/matmul_plans.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+#include <sstream>
+
+#include "llmc/base/error.h"
+#include "llmc/base/file.h"
+#include "llmc/base/hash.h"
+#include "llmc/base/log.h"
+
+namespace weft::cuda {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr const char* kTitle = "weft matmul plans 1";
+constexpr std::uint64_t kMaxFileBytes = 10'000'000;
+
+// Two models of one process agree even where one of them was made before the other's choices were written.
+std::mutex process_mutex;
+std::map<std::string, StoredPlans>& process_plans() {
+  static std::map<std::string, StoredPlans> plans;  // by identity
+  return plans;
+}
+
+std::string cache_directory() {
+  const auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value != nullptr ? value : "");
+  };
+  if (const std::string own = variable("WEFT_CACHE_DIR"); !own.empty()) return own;
+  if (const std::string xdg = variable("XDG_CACHE_HOME"); !xdg.empty()) return xdg + "/weft";
+  if (const std::string home = variable("HOME"); !home.empty()) return home + "/.cache/weft";
+  return {};
+}
+
+// An exclusive lock on the directory's plans while in scope; held() is false where the file system refuses it.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const std::string& directory)
+      : fd_(::open((directory + "/matmul.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
+    if (fd_ >= 0 && ::flock(fd_, LOCK_EX) != 0) {
+      ::close(fd_);
+      fd_ = -1;
+    }
+  }
+  ~DirectoryLock() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+  bool held() const { return fd_ >= 0; }
+
+ private:
+  int fd_;
+};
+
+bool can_write(const std::string& directory) {
+  if (directory.empty()) return false;
+  std::error_code error;
+  fs::create_directories(directory, error);
+  return !error && DirectoryLock(directory).held() && ::access(directory.c_str(), W_OK) == 0;
+}
+
+// "<product>: <eight words in hexadecimal>"
+bool parse_line(const std::string& line, StoredPlans& plans) {
+  const std::size_t colon = line.find(": ");
+  if (colon == std::string::npos || colon == 0) return false;
+  std::istringstream words(line.substr(colon + 2));
+  StoredAlgorithm algorithm{};
+  for (std::uint64_t& word : algorithm) {
+    if (!(words >> std::hex >> word)) return false;
+  }
+  std::string rest;
+  if (words >> rest) return false;
+  plans[line.substr(0, colon)] = algorithm;
+  return true;
+}
+
+}  // namespace
+
+MatmulPlans::MatmulPlans(std::string identity, std::string run_file)
+    : identity_(std::move(identity)), run_file_(std::move(run_file)) {
+  const std::string directory = cache_directory();
+  if (can_write(directory)) {
+    cache_file_ = format("%s/matmul-%016" PRIx64 ".txt", directory.c_str(), xxh3_64(identity_));
+    plans_ = read(cache_file_);
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    for (const auto& [product, algorithm] : process_plans()[identity_]) plans_[product] = algorithm;
+  }
+  if (run_file_.empty()) return;
+  for (const auto& [product, algorithm] : read(run_file_)) plans_[product] = algorithm;
+}
+
+const StoredAlgorithm* MatmulPlans::find(const std::string& product) const {
+  const auto found = plans_.find(product);
+  return found != plans_.end() ? &found->second : nullptr;
+}
+
+std::string MatmulPlans::text(const StoredPlans& plans) const {
+  std::string content = std::string(kTitle) + "\n" + identity_ + "\n";
+  for (const auto& [product, algorithm] : plans) {
+    content += product + ":";
+    for (const std::uint64_t word : algorithm) content += format(" %016" PRIx64, word);
+    content += "\n";
+  }
+  return content;
+}
+
+StoredPlans MatmulPlans::read(const std::string& path) const {
+  std::error_code error;
+  if (!fs::exists(path, error)) return {};
+  try {
+    std::istringstream lines(read_text_file(path, kMaxFileBytes));
+    std::string title, identity, line;
+    std::getline(lines, title);
+    std::getline(lines, identity);
+    StoredPlans plans;
+    bool whole = title == kTitle;
+    while (whole && std::getline(lines, line)) whole = parse_line(line, plans);
+    if (!whole) {
+      log_warning("%s is damaged: matmul plans are chosen anew", escaped(path, 4096).c_str());
+      return {};
+    }
+    return identity == identity_ ? plans : StoredPlans{};
+  } catch (const Error& problem) {
+    log_warning("%s. Matmul plans are chosen anew", problem.what());
+    return {};
+  }
+}
+
+void MatmulPlans::write_cache(const StoredPlans& chosen) {
+  const DirectoryLock lock(parent_directory(cache_file_));
+  StoredPlans kept = read(cache_file_);
+  for (const auto& [product, algorithm] : kept) {
+    if (chosen.contains(product)) plans_[product] = algorithm;
+  }
+  const std::size_t before = kept.size();
+  kept.insert(chosen.begin(), chosen.end());
+  if (kept.size() != before) write_file_atomically(cache_file_, text(kept));
+}
+
+void MatmulPlans::add(const StoredPlans& chosen) {
+  plans_.insert(chosen.begin(), chosen.end());
+  try {
+    if (remembers() && !chosen.empty()) write_cache(chosen);
+  } catch (const Error& problem) {
+    log_warning("%s. Another run may choose other matmul plans", problem.what());
+  }
+  if (remembers()) {
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    StoredPlans& process = process_plans()[identity_];
+    for (const auto& [product, algorithm] : chosen) {
+      plans_[product] = process.try_emplace(product, plans_[product]).first->second;
+    }
+  }
+  if (run_file_.empty()) return;
+  try {
+    const std::string content = text(plans_);
+    std::error_code error;
+    if (fs::exists(run_file_, error) && read_text_file(run_file_, kMaxFileBytes) == content) return;
+    write_file_atomically(run_file_, content);
+  } catch (const Error& problem) {
+    log_warning("%s. A resumed run may choose other matmul plans", problem.what());
+  }
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,56 @@
+// The name of each operator of a step: an NVTX range for nsys and ncu and, while a step is timed, a pair of events.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/cuda/stream.h"
+#include "llmc/model/operator_table.h"
+
+namespace weft::cuda {
+
+class OperatorClock {
+ public:
+  explicit OperatorClock(cudaStream_t stream) : stream_(stream) {}
+
+  // Runs `launch` as the operator `name` (a literal: it is kept by address). flops and bytes: see OperatorTime.
+  template <typename Launch>
+  void run(const char* name, double flops, double bytes, Launch&& launch) {
+    const Range range(name);
+    if (!timing_) return std::forward<Launch>(launch)();
+    begin(name, flops, bytes);
+    std::forward<Launch>(launch)();
+    check(cudaEventRecord(calls_.back().stop, stream_), "operator clock");
+  }
+
+  void start() {
+    calls_.clear();
+    timing_ = true;
+  }
+  bool timing() const { return timing_; }
+  // Waits for the GPU; the times since start(), one row a name. Without ceilings.
+  OperatorTable stop();
+
+ private:
+  struct Call {
+    Call(const char* name_, double flops_, double bytes_) : name(name_), flops(flops_), bytes(bytes_) {}
+    const char* name;
+    double flops, bytes;
+    Event start, stop;
+  };
+  void begin(const char* name, double flops, double bytes);
+
+  cudaStream_t stream_;
+  bool timing_ = false;
+  std::deque<Call> calls_;  // events do not move
+};
+
+// The ceilings of an OperatorTable on this GPU, each the best of a few runs: bytes/s and flops/s. Takes up to 2 GB of
+// device memory for the time of the call, less where less is free.
+std::pair<double, double> measure_ceilings(cudaStream_t stream);
+
+}  // namespace weft::cuda
