@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "llmc/model/head_view.h"
@@ -64,6 +65,26 @@ template <typename T>
 void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
 template <typename T>
 void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
+
+// What hopper_backward() keeps in the workspace, which begins with the statistics; hopper_backward.cu says how.
+struct HopperWorkspace {
+  float *statistics, *sums;
+  int *turns, *ticket;
+  std::size_t bytes;
+};
+HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* memory);
+
+// The asynchronous units of compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, head dimension 64 or 128,
+// causal, as many queries as keys.
+template <typename T>
+void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
+
+// wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
+// hopper_forward_computes(). hopper_multiprocessors(): those of the current device, 0 if it is not of that capability.
+int hopper_multiprocessors();
+bool hopper_forward_computes(const AttentionShape& shape);
+template <typename T>
+void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
 
 // CUDA cores in fp32; T is any of the three, views at any address.
 template <typename T>

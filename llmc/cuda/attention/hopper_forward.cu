@@ -1,0 +1,474 @@
+// Forward on Hopper's asynchronous tensor cores (sm_90a); the recurrence is that of portable_forward.cu.
+//
+// A block is a producer and two or three consumer warpgroups, one block a multiprocessor, and lives until no tile is
+// left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V in turns through a ring
+// of stages; the copy engine announces them on mbarriers, and consumers give stages back the same way. What makes it
+// fast, in the order of what it brings:
+// - S, P and O live in registers: S is an accumulator, P the register operand of the next product.
+// - While the products O += P V of one key block and S = Q K^T of the next run, the warpgroup does the softmax of that
+//   S (Shah et al., 2024, FlashAttention-3, section 3.2), so a block of keys costs the larger of both, not the sum.
+// - Consumers take turns to start products (section 3.1 there): one multiplies while another exponentiates.
+// - The running maximum moves only when a row exceeds it by 2^8, so that O is rarely rescaled.
+// - Each consumer stops at its own last visible key, and masks only blocks that the diagonal or the end of the keys
+//   crosses.
+// - Tiles are dealt out longest first, forth and back over the blocks, which evens out the sums; heads are side by
+//   side, so that a group's K and V are read from L2. Q has two buffers, so that a tile's first product waits for
+//   nothing; O leaves through the tile's own Q buffer.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/attention/mma.cuh"
+#include "llmc/cuda/attention/paths.h"
+#include "llmc/cuda/hopper.cuh"
+#include "llmc/cuda/tensor_map.h"
+
+namespace weft::cuda {
+
+namespace {
+
+using namespace hopper;
+
+constexpr int kRows = 64;  // queries of a warpgroup: the M of its products
+
+template <int HeadDim, int Consumers, int Keys, int Stages, bool Turns = true>
+struct HopperForwardTiling {
+  static constexpr bool kTurns = Turns;  // consumers start products in turns
+  static constexpr int HS = HeadDim, kConsumers = Consumers, kKeys = Keys, kStages = Stages;
+  static constexpr int kQueries = kConsumers * kRows, kThreads = (kConsumers + 1) * kWarpgroupSize;
+  // 64K registers: what the producer gives back goes to the consumers.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kHalves = HS / 64;             // tiles of 64 columns
+  static constexpr int kQueryBytes = kRows * HS * 2;  // of one consumer
+  static constexpr int kKeyBytes = kKeys * HS * 2;    // K or V of one stage
+  static constexpr int kBarriers = 4 * kConsumers + 4 * kStages;
+  // 1024 to align the tiles.
+  static constexpr int kSharedBytes = 1024 + 2 * kConsumers * kQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers;
+  static_assert(kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
+};
+
+struct HopperForwardArguments {
+  AttentionShape shape;
+  CUtensorMap q, k, v, out;
+  float* lse;  // [B, NH, TQ] or null
+  int tiles;
+};
+
+// A place in a ring of stages, and the parity of its current round.
+template <int Stages>
+struct Place {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ void advance() {
+    if (++stage == Stages) stage = 0, parity ^= 1;
+  }
+};
+
+// One block of queries of one head.
+template <typename Tiling>
+struct QueryTile {
+  int b, h, first_query, blocks;  // blocks of keys that its last query sees
+
+  __device__ QueryTile(const AttentionShape& shape, int index) {
+    const int heads = static_cast<int>(shape.B * shape.NH), TQ = static_cast<int>(shape.TQ);
+    const int levels = (TQ + Tiling::kQueries - 1) / Tiling::kQueries;
+    const int level = index / heads, head = index % heads;
+    b = head / static_cast<int>(shape.NH), h = head % static_cast<int>(shape.NH);
+    first_query = (levels - 1 - level) * Tiling::kQueries;
+    const int last = min(first_query + Tiling::kQueries, TQ) - 1;
+    blocks = (visible_keys(shape, last) + Tiling::kKeys - 1) / Tiling::kKeys;
+  }
+};
+
+// The i-th tile of this block: forth and back over the blocks, so that each gets long and short ones.
+__device__ inline int tile_index(int i) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  return i * blocks + (i % 2 == 0 ? block : blocks - 1 - block);
+}
+
+#if WEFT_WGMMA
+
+// Addresses in shared memory.
+template <typename Tiling>
+struct SharedLayout {
+  unsigned tiles, barriers;
+  __device__ explicit SharedLayout(const void* dynamic) {
+    tiles = (hopper::shared_address(dynamic) + 1023) & ~1023u;
+    barriers = tiles + 2 * Tiling::kConsumers * Tiling::kQueryBytes + 2 * Tiling::kStages * Tiling::kKeyBytes;
+  }
+  __device__ unsigned q(int buffer, int consumer) const {
+    return tiles + (buffer * Tiling::kConsumers + consumer) * Tiling::kQueryBytes;
+  }
+  __device__ unsigned k(int stage) const {
+    return tiles + 2 * Tiling::kConsumers * Tiling::kQueryBytes + stage * Tiling::kKeyBytes;
+  }
+  __device__ unsigned v(int stage) const { return k(Tiling::kStages + stage); }
+
+  __device__ unsigned q_full(int buffer, int consumer) const {
+    return barriers + 8 * (buffer * Tiling::kConsumers + consumer);
+  }
+  __device__ unsigned q_empty(int buffer, int consumer) const { return q_full(2 + buffer, consumer); }
+  __device__ unsigned k_full(int stage) const { return q_full(4, 0) + 8 * stage; }
+  __device__ unsigned k_empty(int stage) const { return k_full(Tiling::kStages + stage); }
+  __device__ unsigned v_full(int stage) const { return k_full(2 * Tiling::kStages + stage); }
+  __device__ unsigned v_empty(int stage) const { return k_full(3 * Tiling::kStages + stage); }
+};
+
+// The producer's thread.
+template <typename Tiling>
+__device__ void produce(const HopperForwardArguments& arguments, const SharedLayout<Tiling>& shared) {
+  const AttentionShape& shape = arguments.shape;
+  const int group = static_cast<int>(shape.NH / shape.NKV);
+  Place<Tiling::kStages> k, v;
+  Place<2> q;
+  const auto load = [&](const CUtensorMap& map, unsigned tile, int rows, unsigned barrier, int token, int h, int b,
+                        L2 keep) {
+    mbarrier_arrive_expect(barrier, static_cast<unsigned>(rows * Tiling::HS * 2));
+#pragma unroll
+    for (int half = 0; half < Tiling::kHalves; ++half)
+      tensor_load(tile + half * rows * 128, &map, barrier, half * 64, token, h, b, keep);
+  };
+  for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
+    const QueryTile<Tiling> tile(shape, tile_index(i));
+    const int kv = tile.h / group;
+    for (int j = 0; j < tile.blocks; ++j) {
+      mbarrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
+      load(arguments.k, shared.k(k.stage), Tiling::kKeys, shared.k_full(k.stage), j * Tiling::kKeys, kv, tile.b,
+           L2::evict_last);
+      k.advance();
+      if (j == 0) {
+        for (int consumer = 0; consumer < Tiling::kConsumers; ++consumer) {
+          mbarrier_wait(shared.q_empty(q.stage, consumer), q.parity ^ 1);
+          load(arguments.q, shared.q(q.stage, consumer), kRows, shared.q_full(q.stage, consumer),
+               tile.first_query + consumer * kRows, tile.h, tile.b, L2::evict_first);
+        }
+        q.advance();
+      }
+      mbarrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
+      load(arguments.v, shared.v(v.stage), Tiling::kKeys, shared.v_full(v.stage), j * Tiling::kKeys, kv, tile.b,
+           L2::evict_last);
+      v.advance();
+    }
+  }
+}
+
+// Scores of keys from a row's limit on become -infinity; the limit grows by one a row on the diagonal.
+template <int R>
+__device__ void mask_scores(float (&S)[R], const AttentionShape& shape, int thread_row, int first_key) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int limit = visible_keys(shape, thread_row + half * 8) - first_key - t * 2;
+#pragma unroll
+    for (int n = 0; n < R / 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (n * 8 + i >= limit) S[n * 4 + half * 2 + i] = -INFINITY;
+    }
+  }
+}
+
+// The running softmax of a thread's rows g and g + 8. The four threads of a quad share a row, agree on its maximum, and
+// each sums its own columns until the end.
+struct RunningSoftmax {
+  static constexpr float kSlack = 8;  // log2 of how far a score may exceed the maximum in use
+  float maximum[2], sum[2], shrink[2];
+  float c;  // scale log2 e
+  bool grown;
+
+  // S becomes P (in fp32). If `grown`, what was added before has to shrink by `shrink`.
+  template <bool First, int R>
+  __device__ void update(float (&S)[R]) {
+    float largest[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[half] = fmaxf(S[half * 2], S[half * 2 + 1]);
+#pragma unroll
+      for (int n = 1; n < R / 4; ++n)
+        largest[half] = fmaxf(largest[half], fmaxf(S[n * 4 + half * 2], S[n * 4 + half * 2 + 1]));
+      largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
+      largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
+    }
+    if constexpr (First) {
+      maximum[0] = largest[0], maximum[1] = largest[1], sum[0] = sum[1] = 0, grown = false;
+    } else {
+      grown = __any_sync(~0u, fmaxf(largest[0] - maximum[0], largest[1] - maximum[1]) * c > kSlack);
+      if (grown) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float raised = fmaxf(maximum[half], largest[half]);
+          shrink[half] = exp2_approximate((maximum[half] - raised) * c);
+          maximum[half] = raised;
+          sum[half] *= shrink[half];
+        }
+      }
+    }
+    const float offset[2] = {maximum[0] * c, maximum[1] * c};
+#pragma unroll
+    for (int n = 0; n < R / 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = S[n * 4 + i];
+        s = exp2_approximate(fmaf(s, c, -offset[i / 2]));
+        sum[i / 2] += s;
+      }
+    }
+  }
+};
+
+template <int R>
+__device__ void multiply_rows(float (&O)[R], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < R; ++i) O[i] *= factor[i / 2 % 2];
+}
+
+// One consumer warpgroup.
+template <typename T, typename Tiling>
+__device__ void consume(const HopperForwardArguments& arguments, const SharedLayout<Tiling>& shared, int consumer) {
+  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kConsumers = Tiling::kConsumers;
+  const AttentionShape& shape = arguments.shape;
+  const int TQ = static_cast<int>(shape.TQ);
+  const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % kWarpSize, warp = thread / kWarpSize;
+  const int turn_barrier = 1 + consumer, next_turn_barrier = 1 + (consumer + 1) % kConsumers;
+  const int own_barrier = 1 + kConsumers + consumer;
+  Place<Tiling::kStages> k, v;
+  Place<2> q;
+  float S[kKeys / 2], O[HS / 2];
+  unsigned P[kKeys / 4];
+  RunningSoftmax softmax;
+  softmax.c = shape.scale * kLog2E;
+  int q_to_release = -1;  // the buffer from which the last tile's O is leaving
+
+  const auto release = [&](unsigned barrier) {
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  const auto take_turn = [&] {
+    if constexpr (Tiling::kTurns) named_barrier_wait(turn_barrier, 2 * kWarpgroupSize);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (Tiling::kTurns) named_barrier_arrive(next_turn_barrier, 2 * kWarpgroupSize);
+  };
+  const auto start_scores = [&](unsigned q_tile, unsigned k_tile) {
+    const std::uint64_t rows = operand(q_tile), columns = operand(k_tile);
+    products_begin();
+#pragma unroll
+    for (int s = 0; s < HS / 16; ++s)
+      multiply_async<T>(S, advance(rows, s / 4 * kRows * 128 + s % 4 * 32),
+                        advance(columns, s / 4 * kKeys * 128 + s % 4 * 32), s > 0);
+    products_commit();
+  };
+  const auto start_output = [&](unsigned v_tile, bool accumulate) {
+    const std::uint64_t columns = operand(v_tile, kKeys * 128);
+    products_begin();
+#pragma unroll
+    for (int s = 0; s < kKeys / 16; ++s)
+      multiply_async<T, Major::mn>(O, P[4 * s], P[4 * s + 1], P[4 * s + 2], P[4 * s + 3],
+                                   advance(columns, s * 16 * 128), accumulate || s > 0);
+    products_commit();
+  };
+  const auto round_weights = [&] {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+  };
+  // O's buffer is free again once the copy engine has read it.
+  const auto release_q = [&] {
+    if (q_to_release < 0) return;
+    if (thread == 0) {
+      bulk_wait_read();
+      mbarrier_arrive(shared.q_empty(q_to_release, consumer));
+    }
+    q_to_release = -1;
+  };
+
+  if (consumer == kConsumers - 1) pass_turn();
+  for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
+    const QueryTile<Tiling> tile(shape, tile_index(i));
+    const int first_row = tile.first_query + consumer * kRows, thread_row = first_row + warp * 16 + lane / 4;
+    const int end = first_row < TQ ? visible_keys(shape, min(first_row + kRows, TQ) - 1) : 0;
+    const int blocks = (end + kKeys - 1) / kKeys, whole_blocks = visible_keys(shape, first_row) / kKeys;
+    const unsigned q_tile = shared.q(q.stage, consumer);
+    mbarrier_wait(shared.q_full(q.stage, consumer), q.parity);
+
+    if (blocks > 0) {
+      mbarrier_wait(shared.k_full(k.stage), k.parity);
+      take_turn();
+      start_scores(q_tile, shared.k(k.stage));
+      pass_turn();
+      products_wait();
+      pin(S);
+      release(shared.k_empty(k.stage));
+      k.advance();
+      if (whole_blocks == 0) mask_scores(S, shape, thread_row, 0);
+      softmax.update<true>(S);
+      round_weights();
+      release_q();
+
+      const auto step = [&]<bool Masked>(int j) {
+        mbarrier_wait(shared.k_full(k.stage), k.parity);
+        take_turn();
+        start_scores(q_tile, shared.k(k.stage));
+        mbarrier_wait(shared.v_full(v.stage), v.parity);
+        start_output(shared.v(v.stage), j > 1);
+        pass_turn();
+        products_wait<1>();
+        pin(S);
+        release(shared.k_empty(k.stage));
+        k.advance();
+        if constexpr (Masked) mask_scores(S, shape, thread_row, j * kKeys);
+        softmax.template update<false>(S);
+        products_wait<0>();
+        pin(O), pin(P);
+        release(shared.v_empty(v.stage));
+        v.advance();
+        if (softmax.grown) multiply_rows(O, softmax.shrink);
+        round_weights();
+      };
+      int j = 1;
+      for (; j < min(whole_blocks, blocks); ++j) step.template operator()<false>(j);
+      for (; j < blocks; ++j) step.template operator()<true>(j);
+
+      mbarrier_wait(shared.v_full(v.stage), v.parity);
+      start_output(shared.v(v.stage), blocks > 1);
+      products_wait<0>();
+      pin(O);
+      release(shared.v_empty(v.stage));
+      v.advance();
+    } else {
+      release_q();
+    }
+    // Key blocks that only later queries of the tile see.
+    for (int j = blocks; j < tile.blocks; ++j) {
+      take_turn();
+      pass_turn();
+      mbarrier_wait(shared.k_full(k.stage), k.parity);
+      release(shared.k_empty(k.stage));
+      k.advance();
+      mbarrier_wait(shared.v_full(v.stage), v.parity);
+      release(shared.v_empty(v.stage));
+      v.advance();
+    }
+
+    if (blocks > 0) {
+      float inverse[2];
+      float* lse = arguments.lse ? arguments.lse + (tile.b * shape.NH + tile.h) * shape.TQ : nullptr;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = softmax.sum[half] + __shfl_xor_sync(~0u, softmax.sum[half], 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        inverse[half] = 1 / total;
+        const int row = thread_row + half * 8;
+        if (lse && lane % 4 == 0 && row < TQ) lse[row] = softmax.maximum[half] * softmax.c * kLn2 + logf(total);
+      }
+      multiply_rows(O, inverse);
+      // Into Q's buffer, in the swizzled form: lane l writes row l % 16 of the warp, and 8 columns of 16.
+      named_barrier_wait(own_barrier, kWarpgroupSize);
+      const int row = warp * 16 + lane % 16;
+#pragma unroll
+      for (int n = 0; n < HS / 16; ++n) {
+        const int chunk = n % 4 * 2 + lane / 16;
+        store_matrices(q_tile + n / 4 * kRows * 128 + row * 128 + (chunk ^ (row % 8)) * 16,
+                       pack<T>(O[8 * n], O[8 * n + 1]), pack<T>(O[8 * n + 2], O[8 * n + 3]),
+                       pack<T>(O[8 * n + 4], O[8 * n + 5]), pack<T>(O[8 * n + 6], O[8 * n + 7]));
+      }
+      fence_async_proxy();
+      named_barrier_wait(own_barrier, kWarpgroupSize);
+      if (thread == 0) {
+#pragma unroll
+        for (int half = 0; half < Tiling::kHalves; ++half)
+          tensor_store(&arguments.out, q_tile + half * kRows * 128, half * 64, first_row, tile.h, tile.b);
+        bulk_commit();
+      }
+    }
+    q_to_release = q.stage;
+    q.advance();
+  }
+  if (thread == 0) bulk_wait_read();
+}
+
+#endif  // WEFT_WGMMA
+
+template <typename T, typename Tiling>
+__global__ void __launch_bounds__(Tiling::kThreads, 1)
+    hopper_forward_kernel([[maybe_unused]] const __grid_constant__ HopperForwardArguments arguments) {
+#if WEFT_WGMMA
+  extern __shared__ unsigned char dynamic[];
+  const SharedLayout<Tiling> shared(dynamic);
+  if (threadIdx.x == 0) {
+    for (int consumer = 0; consumer < Tiling::kConsumers; ++consumer) {
+      for (int buffer = 0; buffer < 2; ++buffer) {
+        mbarrier_init(shared.q_full(buffer, consumer), 1);
+        mbarrier_init(shared.q_empty(buffer, consumer), 1);
+      }
+    }
+    constexpr unsigned kConsumerWarps = Tiling::kConsumers * kWarpgroupSize / kWarpSize;
+    for (int stage = 0; stage < Tiling::kStages; ++stage) {
+      mbarrier_init(shared.k_full(stage), 1), mbarrier_init(shared.k_empty(stage), kConsumerWarps);
+      mbarrier_init(shared.v_full(stage), 1), mbarrier_init(shared.v_empty(stage), kConsumerWarps);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  if (warpgroup == 0) {
+    decrease_registers<Tiling::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Tiling>(arguments, shared);
+  } else {
+    increase_registers<Tiling::kConsumerRegisters>();
+    consume<T, Tiling>(arguments, shared, warpgroup - 1);
+  }
+#else
+  __trap();
+#endif
+}
+
+template <typename T, typename Tiling>
+void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t stream) {
+  const AttentionShape& shape = given.shape;
+  HopperForwardArguments arguments;
+  arguments.shape = shape;
+  arguments.q = encode_head_map(given.q, shape.B, shape.TQ, shape.NH, shape.HS, kRows);
+  arguments.k = encode_head_map(given.k, shape.B, shape.TK, shape.NKV, shape.HS, Tiling::kKeys);
+  arguments.v = encode_head_map(given.v, shape.B, shape.TK, shape.NKV, shape.HS, Tiling::kKeys);
+  arguments.out = encode_head_map(given.out, shape.B, shape.TQ, shape.NH, shape.HS, kRows);
+  arguments.lse = given.lse;
+  arguments.tiles = static_cast<int>(ceil_div(shape.TQ, Tiling::kQueries) * shape.B * shape.NH);
+  const auto kernel = hopper_forward_kernel<T, Tiling>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
+        "attention forward: shared memory");
+  kernel<<<static_cast<unsigned>(std::min(arguments.tiles, multiprocessors)), Tiling::kThreads, Tiling::kSharedBytes,
+           stream>>>(arguments);
+  check_launch("attention forward (Hopper)");
+}
+
+}  // namespace
+
+int hopper_multiprocessors() {
+  int device = 0, major = 0, minor = 0, multiprocessors = 0;
+  check(cudaGetDevice(&device), "attention: device");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attention: compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attention: compute capability");
+  if (major != 9 || minor != 0) return 0;
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "attention: multiprocessors");
+  return multiprocessors;
+}
+
+bool hopper_forward_computes(const AttentionShape& shape) {
+  constexpr std::int64_t kMostTiles = 0x7fffffff / 2;
+  return (shape.HS == 64 || shape.HS == 128) && shape.B * shape.NH <= kMostTiles / ceil_div(shape.TQ, kRows);
+}
+
+template <typename T>
+void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
+  const int multiprocessors = hopper_multiprocessors();
+  if (arguments.shape.HS == 64)
+    return launch<T, HopperForwardTiling<64, 3, 128, 2>>(arguments, multiprocessors, stream);
+  launch<T, HopperForwardTiling<128, 2, 128, 2>>(arguments, multiprocessors, stream);
+}
+
+template void hopper_forward<bf16>(const ForwardArguments<bf16>&, cudaStream_t);
+template void hopper_forward<fp16>(const ForwardArguments<fp16>&, cudaStream_t);
+
+}  // namespace weft::cuda
