@@ -19,6 +19,7 @@
 #include "llmc/train/background_save.h"
 #include "llmc/train/bench.h"
 #include "llmc/train/checkpoint.h"
+#include "llmc/train/fault_injection.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
 #include "llmc/train/options.h"
@@ -53,10 +54,10 @@ struct Place {
 
 // The GPU where it was asked for or, with `auto`, where there is one. `plan_only`: --dry-run and --print-config speak of
 // a GPU without having one.
-Place find_gpu(const std::string& device, bool plan_only) {
+Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faults, bool plan_only) {
   if (device == "cpu") return {};
 #ifdef WEFT_CUDA
-  const cuda::Device gpu = cuda::probe_device();
+  const cuda::Device gpu = cuda::probe_device(static_cast<int>(faults.gpu_arch.value_or(0)));
   if (gpu.usable) return {true, gpu.name, gpu.free_bytes, 1e-4};
   if (device == "cuda" && plan_only) return {true, "a GPU that is not here", 0, 1e-4};
   const std::string problem = gpu.problem;
@@ -70,7 +71,7 @@ Place find_gpu(const std::string& device, bool plan_only) {
 
 // What `auto` means on this machine and in this build; afterwards device and precision are definite.
 Place choose_place(TrainSettings& s) {
-  Place place = find_gpu(s.device, s.dry_run || s.print_config);
+  Place place = find_gpu(s.device, parse_faults(s.debug_inject), s.dry_run || s.print_config);
   if (!place.gpu) {
     place.name = "CPU";
     place.available_bytes = available_host_memory();

@@ -13,18 +13,18 @@ constexpr int kOldestArch = 80;
 // Exists to be looked up: its attributes tell whether this program holds code for the GPU at hand.
 __global__ void marker_kernel() {}
 
-void inspect(Device& device) {
+void inspect(Device& device, int injected_arch) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "GPU");
   if (count == 0) check(cudaErrorNoDevice, "GPU");
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, 0), "GPU 0");
   device.name = properties.name;
-  device.arch = 10 * properties.major + properties.minor;
+  device.arch = injected_arch != 0 ? injected_arch : 10 * properties.major + properties.minor;
   device.multiprocessors = properties.multiProcessorCount;
   if (device.arch < kOldestArch) {
-    fail(Exit::environment, "GPU 0 (%s) is sm_%d, weft needs sm_%d or later. Use --device cpu",
-         device.name.c_str(), device.arch, kOldestArch);
+    fail(Exit::environment, "GPU 0 (%s) is sm_%d, weft needs sm_%d or later. Use --device cpu", device.name.c_str(),
+         device.arch, kOldestArch);
   }
   check(cudaSetDevice(0), "GPU 0");
   std::size_t free_bytes = 0, total_bytes = 0;
@@ -38,12 +38,12 @@ void inspect(Device& device) {
 
 }  // namespace
 
-Device probe_device() {
+Device probe_device(int injected_arch) {
   Device device;
   cudaDriverGetVersion(&device.driver);
   cudaRuntimeGetVersion(&device.runtime);
   try {
-    inspect(device);
+    inspect(device, injected_arch);
     device.usable = true;
   } catch (const Error& error) {
     device.problem = error.what();

@@ -18,6 +18,7 @@ struct Device {
 
 // Looks at GPU 0 of those CUDA_VISIBLE_DEVICES leaves. Never throws: what is wrong is in `problem`. Needs
 // sm_80 (bf16 tensor cores and asynchronous copies) or later, and code for that architecture in this program.
-Device probe_device();
+// injected_arch: what the GPU is made to say of itself by a test (--debug-inject arch@gpu=N); 0: nothing.
+Device probe_device(int injected_arch = 0);
 
 }  // namespace weft::cuda

@@ -1,5 +1,7 @@
 #include "llmc/cuda/error.h"
 
+#include <cstdint>
+
 namespace weft::cuda {
 
 namespace {
@@ -17,29 +19,25 @@ Error describe_error(cudaError_t error, const std::string& action, int driver, i
       return Error(Exit::resources, what + ". Lower --micro-batch or --seq-len, or free the GPU");
     case cudaErrorInsufficientDriver:
       if (driver == 0) return Error(Exit::environment, action + ": no NVIDIA driver found. Use --device cpu");
-      return Error(
-          Exit::environment,
-          format(
-              "%s: the driver supports CUDA %s, this program was built with CUDA %s. Update the driver, or "
-              "build with an older toolkit",
-              action.c_str(), version_text(driver).c_str(), version_text(runtime).c_str()));
+      return Error(Exit::environment,
+                   format("%s: the driver supports CUDA %s, this program was built with CUDA %s. Update the driver, or "
+                          "build with an older toolkit",
+                          action.c_str(), version_text(driver).c_str(), version_text(runtime).c_str()));
     case cudaErrorNoDevice:
       return Error(Exit::environment,
                    action + ": the driver sees no GPU. Check CUDA_VISIBLE_DEVICES, or use --device cpu");
     case cudaErrorInvalidDevice:
       return Error(Exit::environment, what + ". Check CUDA_VISIBLE_DEVICES");
     case cudaErrorNoKernelImageForDevice:
-      return Error(Exit::environment,
-                   format("%s: this program holds no code for a GPU of architecture sm_%d. Rebuild "
-                          "with GPU_ARCH=%d",
-                          action.c_str(), arch, arch));
+      return Error(Exit::environment, format("%s: this program holds no code for a GPU of architecture sm_%d. Rebuild "
+                                             "with GPU_ARCH=%d",
+                                             action.c_str(), arch, arch));
     case cudaErrorUnsupportedPtxVersion:
       return Error(
           Exit::environment,
-          format(
-              "%s: the program's PTX is newer than the driver (CUDA %s). Update the driver, or rebuild with "
-              "GPU_ARCH=%d",
-              action.c_str(), version_text(driver).c_str(), arch));
+          format("%s: the program's PTX is newer than the driver (CUDA %s). Update the driver, or rebuild with "
+                 "GPU_ARCH=%d",
+                 action.c_str(), version_text(driver).c_str(), arch));
     case cudaErrorDevicesUnavailable:
       return Error(Exit::environment, what + ". Another process may hold the GPU in exclusive mode");
     case cudaErrorECCUncorrectable:
@@ -47,11 +45,17 @@ Error describe_error(cudaError_t error, const std::string& action, int driver, i
                    what + ". The GPU's memory is damaged: drain this GPU. The last checkpoint stands");
     case cudaErrorIllegalAddress:
     case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
     case cudaErrorAssert:
     case cudaErrorIllegalInstruction:
-      return Error(Exit::internal,
-                   what + ". This is a bug in a kernel, or failing hardware; the last checkpoint stands");
+    case cudaErrorHardwareStackError:
+      return Error(Exit::environment,
+                   what +
+                       ". A kernel failed: failing hardware or a bug; the last checkpoint stands, and the same command "
+                       "goes on from there");
     default:
       return Error(Exit::environment, what);
   }
@@ -68,6 +72,19 @@ void check(cudaError_t error, const char* action) {
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   }
   throw describe_error(error, action, driver, runtime, 10 * major + minor);
+}
+
+namespace {
+
+__global__ void faulty_kernel(int* nowhere) {
+  *nowhere = 1;
+}
+
+}  // namespace
+
+void launch_faulty_kernel(cudaStream_t stream) {
+  faulty_kernel<<<1, 1, 0, stream>>>(reinterpret_cast<int*>(std::uintptr_t{8}));
+  check_launch("faulty kernel");
 }
 
 void check_launch(const char* kernel) {

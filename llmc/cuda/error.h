@@ -11,9 +11,13 @@ namespace weft::cuda {
 
 // What went wrong and what to do, for a CUDA error that appeared while doing `action`. `driver` and `runtime`
 // are versions as CUDA reports them (13000 is 13.0; driver 0: none installed); `arch` is the GPU's (90), 0 if
-// unknown. Out of memory is Exit::resources; a kernel that misbehaved (illegal address, launch failure,
-// assert) is Exit::internal; everything about the machine is Exit::environment.
+// unknown. Out of memory is Exit::resources, everything else Exit::environment: a kernel that faulted is failing hardware
+// as often as it is a bug, and for the caller both mean the same, to start again from the last checkpoint.
 Error describe_error(cudaError_t error, const std::string& action, int driver, int runtime, int arch);
+
+// Test tool (--debug-inject gpu@step): a kernel that writes where nothing is. The error surfaces at the next
+// synchronisation, and no CUDA call of the process succeeds after it.
+void launch_faulty_kernel(cudaStream_t stream);
 
 // Throws describe_error() for this machine unless `error` is cudaSuccess.
 void check(cudaError_t error, const char* action);

@@ -238,6 +238,7 @@ class Llama final : public TrainModel {
     return std::make_unique<PinnedStateCopy>(table_, source, stream_, state_copied_);
   }
   std::vector<float> activation(const std::string& name) override;
+  void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     stream_.synchronize("decoder");
     return make_llama_decoder<S>(config_, weights_, capacity);

@@ -63,7 +63,8 @@ void StepGraph::run(cudaStream_t stream, const Values& values, const std::functi
       instantiate(captured.graph);
       values_ = values;
     } catch (const Error& error) {
-      if (error.code() == Exit::internal) throw;
+      cudaGetLastError();
+      if (error.code() == Exit::internal || cudaPeekAtLastError() != cudaSuccess) throw;  // a kernel failed before this
       log_warning("no CUDA graph of the training step: %s. Every kernel is launched by itself", error.what());
       if (executable_ != nullptr) cudaGraphExecDestroy(executable_);
       executable_ = nullptr;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/error.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/tensor_table.h"
@@ -113,6 +114,9 @@ class TrainModel {
   // Host memory for copies of the state, state_copy_bytes() of it; valid while this model lives. Exit::resources where
   // it cannot be had. This one calls read_tensor(); a device brings its own, which does not hold training up.
   virtual std::unique_ptr<StateCopy> make_state_copy();
+
+  // Test tool: a kernel that faults, as a broken one would. Exit::usage on a device that has no kernels.
+  virtual void inject_device_fault() { fail(Exit::usage, "--debug-inject gpu@step: there is no GPU in this run"); }
 
   // The activation `name` (names of scripts/dump_reference.py, e.g. "layers.0.q") of the last forward or
   // evaluate, as fp32; empty if this model does not keep it.

@@ -16,12 +16,20 @@ TEST(Device, ProbeDescribesTheGpu) {
   EXPECT_GE(device.driver, device.runtime / 1000 * 1000);
 }
 
+TEST(Device, AnOldGpuIsRefusedWithBothArchitectures) {
+  const Device device = probe_device(75);
+  EXPECT_FALSE(device.usable);
+  for (const char* words : {"sm_75", "needs sm_80", "--device cpu"}) {
+    EXPECT_NE(device.problem.find(words), std::string::npos) << device.problem;
+  }
+}
+
 TEST(Error, EachCudaErrorHasItsExitCodeAndAdvice) {
   const auto describe = [](cudaError_t error, int driver) {
     return describe_error(error, "step 7", driver, 13000, 90);
   };
   EXPECT_EQ(describe(cudaErrorMemoryAllocation, 13000).code(), Exit::resources);
-  EXPECT_EQ(describe(cudaErrorIllegalAddress, 13000).code(), Exit::internal);
+  EXPECT_EQ(describe(cudaErrorIllegalAddress, 13000).code(), Exit::environment);
   EXPECT_EQ(describe(cudaErrorECCUncorrectable, 13000).code(), Exit::environment);
   const auto says = [&](cudaError_t error, int driver, const std::string& words) {
     const Error described = describe(error, driver);
