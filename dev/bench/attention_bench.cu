@@ -2,16 +2,20 @@
 // batch, bf16, random data; 32 query heads and 8 K/V heads. Prints TF/s; the backward pass is counted as 2.5 times the
 // forward's operations, a causal mask as half of them. dev/bench/attention_peer.py measures PyTorch on the same shapes.
 //
-//   attention_bench [repetitions [head dimension ...]]
+//   attention_bench [portable] [repetitions [head dimension ...]]
+//
+// `portable` measures the kernels for any GPU from sm_80 on instead of those that this GPU would get.
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <vector>
 
 #include "llmc/base/philox.h"
 #include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/attention/paths.h"
 #include "llmc/cuda/common.cuh"
 
 namespace {
@@ -60,7 +64,7 @@ float median_ms(int repetitions, const std::function<void()>& run) {
   return times[times.size() / 2];
 }
 
-void measure(std::int64_t T, std::int64_t HS, int repetitions) {
+void measure(std::int64_t T, std::int64_t HS, int repetitions, bool portable) {
   AttentionShape shape;
   shape.B = kTokens / T, shape.TQ = T, shape.TK = T, shape.NH = kHeads, shape.NKV = kKVHeads, shape.HS = HS;
   shape.scale = 1 / sqrtf(static_cast<float>(HS));
@@ -74,10 +78,18 @@ void measure(std::int64_t T, std::int64_t HS, int repetitions) {
   };
   const HeadViewOf<bf16> out_view = {out, T * out_row, out_row, HS}, dout_view = {dout, T * out_row, out_row, HS};
   const float forward = median_ms(repetitions, [&] {
+    if (portable)
+      return portable_forward<bf16>(
+          {shape, out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads)}, nullptr);
     attention_forward<bf16>(shape, out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads),
                             nullptr);
   });
   const float backward = median_ms(repetitions, [&] {
+    if (portable)
+      return portable_backward<bf16>({shape, packed(dqkv, 0), packed(dqkv, kHeads), packed(dqkv, kHeads + kKVHeads),
+                                      dout_view, out_view, lse, packed(qkv, 0), packed(qkv, kHeads),
+                                      packed(qkv, kHeads + kKVHeads), reinterpret_cast<RowStatistics*>(workspace)},
+                                     nullptr);
     attention_backward<bf16>(shape, packed(dqkv, 0), packed(dqkv, kHeads), packed(dqkv, kHeads + kKVHeads), dout_view,
                              out_view, lse, packed(qkv, 0), packed(qkv, kHeads), packed(qkv, kHeads + kKVHeads),
                              workspace, nullptr);
@@ -94,15 +106,17 @@ void measure(std::int64_t T, std::int64_t HS, int repetitions) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const bool portable = argc > 1 && std::strcmp(argv[1], "portable") == 0;
+  if (portable) --argc, ++argv;
   const int repetitions = argc > 1 ? std::max(1, std::atoi(argv[1])) : 21;
-  std::printf("weft attention, bf16, causal, %d tokens, %d/%d heads, median of %d\n", int(kTokens), int(kHeads),
-              int(kKVHeads), repetitions);
+  std::printf("weft attention%s, bf16, causal, %d tokens, %d/%d heads, median of %d\n", portable ? " (portable)" : "",
+              int(kTokens), int(kHeads), int(kKVHeads), repetitions);
   try {
     std::vector<std::int64_t> head_dims = {64, 128};
     if (argc > 2) head_dims.clear();
     for (int i = 2; i < argc; ++i) head_dims.push_back(std::atoi(argv[i]));
     for (const std::int64_t HS : head_dims)
-      for (const std::int64_t T : {1024, 2048, 4096, 8192}) measure(T, HS, repetitions);
+      for (const std::int64_t T : {1024, 2048, 4096, 8192, 16384}) measure(T, HS, repetitions, portable);
   } catch (const Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return static_cast<int>(error.code());
