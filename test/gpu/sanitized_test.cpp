@@ -1,0 +1,76 @@
+// Small shapes through every kernel of training, for compute-sanitizer (test/python/test_train_gpu.py): one step each, in
+// both precisions, with tiles that are full, cut and several. What the numbers are is not looked at here.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "llmc/cuda/llama.h"
+
+namespace weft {
+namespace {
+
+void train_one_step(const ModelConfig& config, const TrainOptions& options) {
+  const auto model = cuda::make_llama(config, options);
+  std::mt19937 generator(1);
+  std::normal_distribution<float> noise(0, 0.05f);
+  for (const TensorSpec& spec : model->table().specs()) {
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    for (float& value : values) value = noise(generator);
+    model->write_tensor(TensorRole::parameter, spec, values.data());
+  }
+  const auto count = static_cast<std::size_t>(options.micro_batch * options.seq_len);
+  std::vector<std::int32_t> tokens(count), labels(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    tokens[i] = static_cast<std::int32_t>(generator() % static_cast<unsigned>(config.vocab_size));
+    labels[i] = i % 7 == 0 ? kIgnoredLabel : tokens[i];
+  }
+  model->zero_gradients();
+  for (std::uint64_t micro_step = 0; micro_step < 2; ++micro_step) {
+    model->forward({tokens, labels}, micro_step, 0.01f);
+    model->backward();
+  }
+  const StepStatistics statistics = model->statistics();
+  EXPECT_TRUE(std::isfinite(statistics.gradient_norm));
+  AdamWStep update;
+  update.learning_rate = 1e-3f;
+  model->update(update);
+  std::int64_t counted = 0;
+  EXPECT_TRUE(std::isfinite(model->evaluate({tokens, labels}, &counted)));
+}
+
+void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, float dropout, NormKind norm) {
+  ModelConfig config = preset_config("tiny");
+  config.num_layers = 1;
+  config.head_dim = config.rope.rotary_dim = head_dim;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.hidden_size = 136;
+  config.ffn_size = 200;
+  config.vocab_size = config.tokenizer_vocab = 1003;
+  config.norm = norm;
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = T;
+  options.precision = precision;
+  options.dropout = dropout;
+  options.graph = false;  // the sanitizer names single launches
+  train_one_step(config, options);
+}
+
+TEST(Sanitized, Bf16HeadsOf64) {
+  train_with(Precision::bf16, 64, 150, 0, NormKind::rmsnorm);
+}
+TEST(Sanitized, Bf16HeadsOf128) {
+  train_with(Precision::bf16, 128, 150, 0, NormKind::rmsnorm);
+}
+TEST(Sanitized, Bf16HeadsOf80WithDropoutAndLayerNorm) {
+  train_with(Precision::bf16, 80, 70, 0.1f, NormKind::layernorm);
+}
+TEST(Sanitized, Fp32HeadsOf32) {
+  train_with(Precision::fp32, 32, 40, 0.1f, NormKind::rmsnorm);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,278 @@
+"""train_llama on a GPU: kill -9 and resume, ways of computing that must not change a bit, long runs, GPUs that cannot be
+used or that fail, and the kernels under compute-sanitizer. Skipped without a GPU."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, data, environment, losses,
+                        records, run_program, state_bytes, write_shard)  # noqa: F401
+import train_runs
+
+GPU_TESTS = ROOT / "build" / "release" / "gpu_tests"
+MINUTES = 60
+
+
+class Gpu:
+    """GPU 0 through the driver: how much of its memory is free, and a way to take it."""
+
+    def __init__(self):
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+        count = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        if count.value == 0:
+            raise OSError("no GPU")
+        context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *arguments):
+        code = getattr(self.driver, name)(*arguments)
+        if code:
+            raise OSError(f"{name}: error {code}")
+
+    def free_bytes(self):
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+    @contextlib.contextmanager
+    def all_but(self, left):
+        """Holds the free memory of the GPU but `left` bytes of it."""
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(self.free_bytes() - left))
+        try:
+            yield
+        finally:
+            self.call("cuMemFree_v2", address)
+
+
+try:
+    GPU = Gpu()
+except (OSError, AttributeError):
+    pytest.skip("no GPU", allow_module_level=True)
+if "CUDA" not in run_program("--version").stdout:
+    pytest.skip("train_llama was built without nvcc", allow_module_level=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plans(tmp_path_factory):
+    """Matmul plans of these tests alone: nothing depends on what the user's directory holds."""
+    directory = tmp_path_factory.mktemp("plans")
+    os.environ["WEFT_CACHE_DIR"] = str(directory)
+    return directory
+
+
+def train(data, out, *more, env=None, **keys):
+    return train_runs.train(data, out, "--device", "cuda", *more, env=env, **keys)
+
+
+@pytest.fixture
+def whole(data, tmp_path):
+    done = train(data, tmp_path / "whole")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "whole"
+
+
+def parameters(out, step=12):
+    return state_bytes(out, step)[0]
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_bits(data, tmp_path, whole):
+    assert train(data, tmp_path / "again").returncode == 0
+    assert_same_run(tmp_path / "again", whole)
+    assert train(data, tmp_path / "other", "--seed", 2).returncode == 0
+    assert losses(tmp_path / "other") != losses(whole)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("dropout", [0, 0.1])
+def test_how_it_is_computed_changes_no_bit(data, tmp_path, precision, dropout):
+    ways = {"plain": [], "norm": ["--recompute", "norm"], "block": ["--recompute", "block"], "launches": ["--no-graph"],
+            "block launches": ["--recompute", "block", "--no-graph"]}
+    for name, options in ways.items():
+        done = train(data, tmp_path / name, "--precision", precision, "--dropout", dropout, *options)
+        assert done.returncode == 0, done.stderr
+    for name in ways:
+        assert losses(tmp_path / name) == losses(tmp_path / "plain"), name
+        assert parameters(tmp_path / name) == parameters(tmp_path / "plain"), name
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 9, 12])
+def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
+    out = tmp_path / "run"
+    assert train(data, out, "--debug-inject", f"kill@step={step}").returncode == -signal.SIGKILL
+    done = train(data, out)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(out, whole)
+
+
+def test_killed_from_outside_many_times(data, tmp_path):
+    """kill -9 at moments that nobody chose: while the GPU is set up, in a step, while a checkpoint is written."""
+    options = ("--device", "cuda", "--dropout", 0.1)
+    assert train_runs.train(data, tmp_path / "whole", *options, steps=400).returncode == 0
+    out = tmp_path / "run"
+    killed = 0
+    for attempt in range(60):
+        process = subprocess.Popen(arguments(data, out, *options, steps=400), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL, env=environment())
+        try:
+            process.wait(timeout=0.5 + 0.07 * attempt)
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            killed += 1
+    assert process.returncode == 0 and killed > 0
+    assert losses(out) == losses(tmp_path / "whole")
+    assert parameters(out, 400) == parameters(tmp_path / "whole", 400)
+
+
+def test_a_resumed_run_computes_by_its_own_plans(data, tmp_path, whole, plans):
+    """The user's plans are gone, and elsewhere nothing can be written: the run's own file decides."""
+    out = tmp_path / "run"
+    assert train(data, out, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
+    assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 1\n")
+    done = train(data, out, env={"WEFT_CACHE_DIR": "/proc/nowhere"})
+    assert done.returncode == 0 and "resuming after step" in done.stderr, done.stderr
+    assert_same_run(out, whole)
+
+
+def test_a_damaged_file_of_plans_is_a_warning(data, tmp_path):
+    out = tmp_path / "run"
+    assert train(data, out, steps=4).returncode == 0
+    (out / "matmul_plans.txt").write_text("rubbish\n")
+    done = train(data, out, "--schedule", "cosine", steps=8)
+    assert done.returncode == 0 and "matmul_plans.txt" in done.stderr, done.stderr
+    assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 1\n")
+
+
+# ---- long runs -------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes(process):
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_ten_thousand_steps_in_flat_memory(data, tmp_path):
+    out, steps = tmp_path / "run", 10_000
+    process = subprocess.Popen(
+        arguments(data, out, "--device", "cuda", "--dropout", 0.1, "--save-every", 2000, "--val-every", 2000, steps=steps),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
+    samples = []  # step, GPU bytes free, host bytes
+    end = time.monotonic() + 5 * MINUTES
+    while process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.25)
+        done = [r["step"] for r in records(out) if r["type"] == "step"] if (out / "log.jsonl").exists() else []
+        if done and process.poll() is None:
+            samples.append((done[-1], GPU.free_bytes(), resident_bytes(process)))
+    assert process.returncode == 0, process.stderr.read()
+    assert len(losses(out)) == steps
+    settled = [s for s in samples if s[0] > 3000 and s[2] > 0]  # the first save has made its copy of the state
+    assert len(settled) > 5, samples
+    first, last = settled[0], settled[-1]
+    assert last[1] == first[1], "device memory grew"
+    assert last[2] < first[2] + 4_000_000, f"host memory grew from {first[2]} to {last[2]} bytes"
+
+
+# ---- GPUs that cannot be used ----------------------------------------------------------------------------------------
+
+
+def bench(*options, env=None):
+    return subprocess.run([str(train_runs.PROGRAM), "--device", "cuda", "--bench", *map(str, options)],
+                          capture_output=True, text=True, timeout=train_runs.SECONDS, env=environment(**(env or {})))
+
+
+def test_no_gpu(data, tmp_path):
+    done = train(data, tmp_path / "run", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert_refused(done, 4, "no GPU", "CUDA_VISIBLE_DEVICES", "--device cpu")
+    done = train_runs.train(data, tmp_path / "auto", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0 and "running on the CPU" in done.stderr
+
+
+def test_a_gpu_that_is_too_old(data, tmp_path):
+    done = train(data, tmp_path / "run", "--debug-inject", "arch@gpu=75")
+    assert_refused(done, 4, "sm_75", "needs sm_80", "--device cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_program_for_another_gpu(data, tmp_path):
+    """The driver is told to ignore compiled kernels and to compile PTX, of which this program holds none: the error is the
+    one that a GPU of another architecture gives."""
+    done = train(data, tmp_path / "run", env={"CUDA_FORCE_PTX_JIT": "1", "CUDA_CACHE_DISABLE": "1"})
+    assert_refused(done, 4, "no code for a GPU of architecture", "GPU_ARCH=")
+
+
+def test_memory_that_another_process_holds_is_refused_at_plan_time(data, tmp_path):
+    with GPU.all_but(3 << 30):
+        done = bench("--config", "d12", "--seq-len", 1024, "--micro-batch", 16)
+        assert_refused(done, 5, "the plan needs", "available", "--micro-batch")
+        assert train(data, tmp_path / "run").returncode == 0, "a small run still fits"
+
+
+def test_a_plan_that_says_what_would_fit():
+    done = bench("--config", "llama3.1-8b", "--seq-len", 8192, "--micro-batch", 4)
+    assert_refused(done, 5, "the plan needs", "--recompute block")
+
+
+# ---- a GPU that fails ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_a_kernel_that_faults_ends_the_run_and_nothing_else(data, tmp_path, whole, step):
+    out = tmp_path / "run"
+    done = train(data, out, "--debug-inject", f"gpu@step={step}")
+    assert_refused(done, 4, "illegal memory access", "the last checkpoint stands")
+    assert max((r["step"] for r in records(out) if r["type"] == "step"), default=0) == step - 1
+    left = [name for name in checkpoints(out) if not name.endswith(".tmp")]
+    assert all(int(name[5:]) < step for name in left)
+    done = train(data, out)
+    assert done.returncode == 0, done.stderr
+    assert ("resuming after step" in done.stderr) == bool(left)
+    assert_same_run(out, whole)
+
+
+def test_a_fault_for_a_gpu_needs_one(data, tmp_path):
+    done = train_runs.train(data, tmp_path / "run", "--device", "cpu", "--debug-inject", "gpu@step=2")
+    assert_refused(done, 2, "no GPU in this run")
+
+
+# ---- what the kernels do in memory -----------------------------------------------------------------------------------
+
+
+def sanitizer():
+    found = shutil.which("compute-sanitizer")
+    for directory in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if not found and directory and (Path(directory) / "bin" / "compute-sanitizer").exists():
+            found = str(Path(directory) / "bin" / "compute-sanitizer")
+    assert found, "compute-sanitizer is not installed; it is part of the CUDA toolkit"
+    return found
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_kernels_under_compute_sanitizer(tool, tmp_path, plans):
+    """Training steps over small shapes of every kernel. The first run chooses matmul plans, so that the sanitizer does not
+    watch hundreds of candidates being timed."""
+    tests = [str(GPU_TESTS), "--gtest_filter=Sanitized.*", "--gtest_brief=1"]
+    assert GPU_TESTS.exists(), "make tests builds it"
+    plain = subprocess.run(tests, capture_output=True, text=True, cwd=ROOT, timeout=train_runs.SECONDS)
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    watched = subprocess.run([sanitizer(), "--tool", tool, "--error-exitcode", "9", *tests], capture_output=True,
+                             text=True, cwd=ROOT, timeout=5 * MINUTES)
+    assert watched.returncode == 0, watched.stdout[-6000:] + watched.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in watched.stdout or "0 hazards displayed" in watched.stdout, watched.stdout
