@@ -61,20 +61,26 @@ class FileError(Exception):
 
 
 def escaped(text: str | bytes, limit: int = 120) -> str:
-    """`text` in quotes with everything that could steer a terminal escaped, cut after `limit` bytes."""
+    """`text` in quotes with everything that could steer a terminal escaped.
+
+    Of more than `limit` bytes the first third of `limit` and the last two thirds are shown, with "..." between them.
+    """
     raw = text if isinstance(text, bytes) else os.fsencode(text)
-    out, taken = [], 0
+    long = len(raw) > limit
+    head, tail = (limit // 3, len(raw) - (limit - limit // 3)) if long else (len(raw), len(raw))
+    out, at, cut = [], 0, False
     for char in raw.decode("utf-8", "surrogateescape"):
-        if taken >= limit:
-            return "'" + "".join(out) + "...'"
         code = ord(char)
-        if 0xDC80 <= code <= 0xDCFF:
+        bad = 0xDC80 <= code <= 0xDCFF
+        encoded = b"?" if bad else char.encode("utf-8")
+        begin, at = at, at + len(encoded)
+        if head <= begin < tail:
+            if not cut:
+                out.append("...")
+            cut = True
+        elif bad:
             out.append(f"\\x{code - 0xDC00:02x}")
-            taken += 1
-            continue
-        encoded = char.encode("utf-8")
-        taken += len(encoded)
-        if code < 0x20 or code == 0x7F:
+        elif code < 0x20 or code == 0x7F:
             out.append(f"\\x{code:02x}")
         elif 0x80 <= code < 0xA0:
             out.append("".join(f"\\x{byte:02x}" for byte in encoded))

@@ -1,5 +1,6 @@
 #include "llmc/base/error.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 
@@ -38,11 +39,20 @@ void fail(Exit code, const char* fmt, ...) {
 }
 
 std::string escaped(std::string_view text, std::size_t limit) {
+  // [head, tail) is left out: the end of a path, its file name, says more than the middle.
+  const std::size_t head = text.size() > limit ? limit / 3 : text.size();
+  const std::size_t tail = text.size() > limit ? text.size() - (limit - limit / 3) : text.size();
+  bool cut = false;
   std::string out = "'";
-  std::size_t i = 0;
-  while (i < text.size() && i < limit) {
+  for (std::size_t i = 0; i < text.size();) {
     const unsigned char byte = static_cast<unsigned char>(text[i]);
     const std::size_t length = utf8_sequence_length(text.substr(i));
+    if (i >= head && i < tail) {
+      if (!cut) out += "...";
+      cut = true;
+      i += std::max<std::size_t>(length, 1);
+      continue;
+    }
     // C1 controls (U+0080..U+009F, encoded C2 80..C2 9F) steer terminals just as C0 controls do.
     const bool c1_control = length == 2 && byte == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0;
     if (length == 0 || byte < 0x20 || byte == 0x7F || c1_control) {
@@ -54,7 +64,6 @@ std::string escaped(std::string_view text, std::size_t limit) {
       i += length;
     }
   }
-  if (i < text.size()) out += "...";
   return out + "'";
 }
 

@@ -98,8 +98,14 @@ TEST(Escaped, LeavesNothingThatSteersATerminal) {
   EXPECT_EQ(escaped("\xFF\xC0\xAF"), "'\\xff\\xc0\\xaf'");
   EXPECT_EQ(escaped("it's \\ here"), "'it\\'s \\\\ here'");
   EXPECT_EQ(escaped(std::string("a\0b", 3)), "'a\\x00b'");
-  EXPECT_EQ(escaped("abcdef", 3), "'abc...'");
-  EXPECT_EQ(escaped("ab\u00e9f", 3), "'ab\u00e9...'");  // never cuts a character in two
+  EXPECT_EQ(escaped("abcdef", 3), "'a...ef'");
+  EXPECT_EQ(escaped("abcdef", 6), "'abcdef'");
+  EXPECT_EQ(escaped("ab\u00e9f", 3), "'a...f'");  // never cuts a character in two
+  EXPECT_EQ(escaped("ab\u00e9f\n", 4), "'a...f\\x0a'");
+  EXPECT_EQ(escaped(std::string(9, 'a') + "\xFF\xFF\xFF", 6), "'aa...a\\xff\\xff\\xff'");
+  std::string path;
+  for (int i = 0; i < 100; ++i) path += "/dir";
+  EXPECT_TRUE(escaped(path + "/file.bin").ends_with("/dir/file.bin'")) << escaped(path);
 }
 
 TEST(Format, MakesTextOfAnyLength) {

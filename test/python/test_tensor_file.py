@@ -202,8 +202,12 @@ def test_escaped_agrees_with_the_cpp_one():  # the same cases are in test/cpp/ba
     assert escaped(b"\xff\xc0\xaf") == "'\\xff\\xc0\\xaf'"
     assert escaped("it's \\ here") == "'it\\'s \\\\ here'"
     assert escaped("a\0b") == "'a\\x00b'"
-    assert escaped("abcdef", 3) == "'abc...'"
-    assert escaped("ab\u00e9f", 3) == "'ab\u00e9...'"
+    assert escaped("abcdef", 3) == "'a...ef'"
+    assert escaped("abcdef", 6) == "'abcdef'"
+    assert escaped("ab\u00e9f", 3) == "'a...f'"
+    assert escaped("ab\u00e9f\n", 4) == "'a...f\\x0a'"
+    assert escaped(b"a" * 9 + b"\xff\xff\xff", 6) == "'aa...a\\xff\\xff\\xff'"
+    assert escaped("/dir" * 100 + "/file.bin").endswith("/dir/file.bin'")
 
 
 def run_tool(*arguments: object) -> subprocess.CompletedProcess:
