@@ -1,6 +1,7 @@
 // infer_pythia: runs GPT-NeoX / Pythia models. The table of contents of inference: options -> model -> prompt
 // -> tokens.
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <iostream>
@@ -15,6 +16,11 @@
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
 #include "llmc/cpu/neox.h"
+#ifdef WEFT_CUDA
+#include "llmc/cuda/bandwidth.h"
+#include "llmc/cuda/device.h"
+#include "llmc/cuda/neox.h"
+#endif
 #include "llmc/infer/bench.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/interactive.h"
@@ -24,6 +30,7 @@
 #include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/model_file.h"
+#include "llmc/model/pythia.h"
 #include "llmc/text/tokenizer.h"
 #include "version.h"
 
@@ -33,12 +40,16 @@ namespace {
 constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 constexpr std::uint64_t kMaxPromptBytes = 64 << 20;
 constexpr std::uint64_t kMaxTextBytes = 4ull << 30;
-constexpr double kCompareTolerance = 1e-5;  // fp32 against PyTorch in fp32, relative to a tensor's largest value
+// Positions of the cache where neither the user nor the input says how many are needed: no model of the family was made
+// for more than 2,048, but a file may say millions.
+constexpr std::int64_t kDefaultWindow = 8192;
+// Of fp32 against PyTorch in fp32, relative to a tensor's largest value.
+constexpr double kCpuTolerance = 1e-5, kGpuTolerance = 1e-4;
 
 struct Options {
-  std::string model, device = "auto", decode = "auto", color = "auto";
+  std::string model, random_model, device = "auto", decode = "auto", dtype = "auto", color = "auto";
   std::int64_t context = 0;
-  std::string prompt, prompt_file, prompt_ids, perplexity_file, compare_file;
+  std::string prompt, prompt_file, prompt_ids, perplexity_file, compare_file, bench_contexts;
   bool interactive = false, bench = false;
   bool special = false, ignore_eos = false, json = false;
   std::int64_t max_tokens = 128, top_k = 0, seed = 0, stride = 0;
@@ -63,8 +74,11 @@ void define(OptionTable& table, Options& o) {
   table.text("model", o.model, "FILE", "model file, made by scripts/convert_hf.py");
   table.choice("device", o.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
   table.choice("decode", o.decode, {"auto", "fused", "graph", "reference"},
-               "how to decode; fused and graph need a GPU");
-  table.integer("context", o.context, 0, kNoLimit, "positions of the K/V cache; 0: all that the model was made for");
+               "how to decode; fused and graph need a GPU; auto: the fastest that this GPU and model have");
+  table.choice("dtype", o.dtype, {"auto", "fp16", "bf16", "fp32"},
+               "of weights and cache on the GPU; auto: as the file has them");
+  table.integer("context", o.context, 0, kNoLimit,
+                "positions of the K/V cache; 0: as many as needed, at most what the model was made for");
 
   table.group("What to do, exactly one of");
   table.text("prompt", o.prompt, "TEXT", "continue this text");
@@ -72,7 +86,7 @@ void define(OptionTable& table, Options& o) {
   table.text("prompt-ids", o.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
   table.flag("interactive", o.interactive, "continue each line of stdin, in one growing text");
   table.text("perplexity", o.perplexity_file, "FILE", "score the text of this file");
-  table.flag("bench", o.bench, "time the prefill of 32 random ids and --max-tokens decode steps");
+  table.flag("bench", o.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
   table.text("compare", o.compare_file, "FILE", "run the inputs of a reference dump and compare every tensor with it");
 
   table.group("Generation");
@@ -90,6 +104,12 @@ void define(OptionTable& table, Options& o) {
   table.integer("stride", o.stride, 0, kNoLimit,
                 "tokens by which the window moves, less than the context; 0: half of it");
 
+  table.group("Benchmark");
+  table.text("bench-contexts", o.bench_contexts, "64,1024",
+             "also decode after prompts of these lengths; default: none on the CPU, 64,1024,2000 on the GPU");
+  table.text("random-model", o.random_model, "NAME",
+             "instead of --model: random weights of this size, pythia-14m to pythia-12b; needs a GPU");
+
   table.group("Output");
   table.flag("json", o.json, "one JSON object instead of text");
   table.choice("color", o.color, {"auto", "always", "never"}, "colour of messages");
@@ -97,7 +117,14 @@ void define(OptionTable& table, Options& o) {
 
 // What is wrong with the combination, found before any file is opened.
 void check(const OptionTable& table, const Options& o) {
-  if (!table.given("model")) fail(Exit::usage, "--model: missing, expected a model file");
+  if (table.given("random-model")) {
+    if (!o.bench || table.given("model")) {
+      fail(Exit::usage, "--random-model: only for --bench, in the place of --model");
+    }
+  } else if (!table.given("model")) {
+    fail(Exit::usage, "--model: missing, expected a model file");
+  }
+  if (table.given("bench-contexts") && !o.bench) fail(Exit::usage, "--bench-contexts: only for --bench");
   std::string modes, given;
   for (const char* mode : {"prompt", "prompt-file", "prompt-ids", "interactive", "perplexity", "bench", "compare"}) {
     modes += std::string(modes.empty() ? "--" : ", --") + mode;
@@ -116,20 +143,151 @@ void check(const OptionTable& table, const Options& o) {
   if (table.given("stride") && !table.given("perplexity")) fail(Exit::usage, "--stride: only for --perplexity");
 }
 
-// The device and the way to decode that were asked for, as far as this build and this machine have them.
-RunPlace choose_place(const Options& o) {
-  if (o.device == "cuda") {
-    fail(Exit::environment, "--device cuda: this build has no GPU path for Pythia. Use --device cpu");
+// Where and how a model runs. The only part of this program that knows both devices.
+class Place {
+ public:
+  // The GPU where it was asked for or, with `auto`, where there is one that can be used.
+  explicit Place(const Options& o) : options_(o) {
+    const bool compare = !o.compare_file.empty();
+#ifdef WEFT_CUDA
+    if (o.device != "cpu") gpu_ = cuda::probe_device();
+    const std::string problem = gpu_.problem;
+    on_gpu_ = gpu_.usable;
+#else
+    const std::string problem = "this program was built without nvcc and has no GPU code";
+#endif
+    if (!on_gpu_) use_cpu(problem);
+    if (compare && (o.dtype == "fp16" || o.dtype == "bf16")) {
+      fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", o.dtype.c_str());
+    }
   }
-  if (o.decode == "fused" || o.decode == "graph") {
-    fail(Exit::environment,
-         "--decode %s: needs a GPU, and this build has no GPU path for Pythia. On the CPU there "
-         "is --decode reference",
-         o.decode.c_str());
+
+  // Settles what depends on the model. `stored`: the dtype of its file.
+  void choose(const ModelConfig& config, DType stored) {
+#ifdef WEFT_CUDA
+    if (!on_gpu_) return;
+    const std::string refusal = cuda::neox_refusal(config);
+    if (!refusal.empty()) {
+      if (options_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
+      return use_cpu(refusal);
+    }
+    neox_.dtype = options_.dtype == "fp16"                                     ? DType::f16
+                  : options_.dtype == "bf16"                                   ? DType::bf16
+                  : options_.dtype == "fp32" || !options_.compare_file.empty() ? DType::f32
+                                                                               : stored;
+    neox_.mode = options_.decode == "reference" ? cuda::DecodeMode::reference : cuda::DecodeMode::graph;
+#endif
+    (void)config;
+    (void)stored;
   }
-  if (o.device == "auto") log_info("running on the CPU: this build has no GPU path for Pythia");
-  return {"cpu", "reference"};
-}
+
+  bool on_gpu() const {
+    return on_gpu_;
+  }
+  double tolerance() const {
+    return on_gpu_ ? kGpuTolerance : kCpuTolerance;
+  }
+  RunPlace names() const {
+#ifdef WEFT_CUDA
+    if (on_gpu_) return {"cuda", cuda::decode_mode_name(neox_.mode)};
+#endif
+    return {"cpu", "reference"};
+  }
+  // GB/s of a plain read on the GPU; 0: nobody has measured.
+  double read_ceiling() const {
+#ifdef WEFT_CUDA
+    if (on_gpu_) return cuda::measure_read_bandwidth();
+#endif
+    return 0;
+  }
+
+  std::unique_ptr<DecodeModel> load(const ModelFile& file, std::int64_t capacity) {
+#ifdef WEFT_CUDA
+    if (on_gpu_) {
+      announce(file.config(), capacity);
+      return load_on_gpu(file);
+    }
+#endif
+    return cpu::load_neox(file, capacity);
+  }
+  std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) {
+#ifdef WEFT_CUDA
+    if (on_gpu_) {
+      announce(config, capacity);
+      return cuda::random_neox(config, static_cast<std::uint64_t>(options_.seed), neox_);
+    }
+#endif
+    (void)config;
+    (void)capacity;
+    fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+  }
+
+ private:
+  void use_cpu(const std::string& why) {
+    if (options_.device == "cuda") fail(Exit::environment, "--device cuda: %s", why.c_str());
+    on_gpu_ = false;
+    if (options_.decode == "fused" || options_.decode == "graph") {
+      fail(Exit::environment, "--decode %s: needs a GPU%s%s. On the CPU there is --decode reference",
+           options_.decode.c_str(), why.empty() ? "" : ": ", why.c_str());
+    }
+    if (options_.dtype == "fp16" || options_.dtype == "bf16") {
+      fail(Exit::usage, "--dtype: got %s, the CPU computes in fp32 only", options_.dtype.c_str());
+    }
+    if (options_.device == "auto") log_info("running on the CPU: %s", why.c_str());
+  }
+
+#ifdef WEFT_CUDA
+  // Refuses a plan that cannot fit before anything is allocated, with what would fit.
+  void announce(const ModelConfig& config, std::int64_t capacity) {
+    neox_.capacity = capacity;
+    const auto planned = [&](std::int64_t positions, DType dtype) {
+      cuda::NeoxOptions options = neox_;
+      options.capacity = positions;
+      options.dtype = dtype;
+      return total_bytes(cuda::plan_neox(config, options));
+    };
+    log_info("running on %s in %s, decode %s", gpu_.name.c_str(), dtype_name(neox_.dtype),
+             cuda::decode_mode_name(neox_.mode));
+    const std::uint64_t needed = planned(capacity, neox_.dtype);
+    if (needed <= gpu_.free_bytes) return;
+    std::int64_t fitting = capacity;
+    while (fitting > 1 && planned(fitting, neox_.dtype) > gpu_.free_bytes) fitting /= 2;
+    std::string advice = "Use --device cpu";
+    if (planned(fitting, neox_.dtype) <= gpu_.free_bytes) {
+      advice = format("--context %lld would fit", static_cast<long long>(fitting));
+    } else if (neox_.dtype == DType::f32 && planned(capacity, DType::f16) <= gpu_.free_bytes) {
+      advice = "--dtype fp16 would fit";
+    }
+    fail(Exit::resources, "the plan needs %s of memory, %s has %s free. %s",
+         human_bytes(static_cast<double>(needed)).c_str(), gpu_.name.c_str(),
+         human_bytes(static_cast<double>(gpu_.free_bytes)).c_str(), advice.c_str());
+  }
+
+  std::unique_ptr<DecodeModel> load_on_gpu(const ModelFile& file) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point begin = Clock::now();
+    const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+    std::uint64_t all = 0;
+    for (const TensorSpec& spec : file.table().specs()) all += file.file().at(spec.name).bytes;
+    ProgressLine line;
+    neox_.progress = [&](std::uint64_t done, std::uint64_t) {
+      line.show(format("reading %s: %s of %s, %.1f GB/s", escaped(file.file().path()).c_str(),
+                       human_bytes(static_cast<double>(done)).c_str(), human_bytes(static_cast<double>(all)).c_str(),
+                       static_cast<double>(done) / seconds() / 1e9));
+    };
+    std::unique_ptr<DecodeModel> model = cuda::load_neox(file, neox_);
+    line.clear();
+    log_info("read %s in %.2f s, %.1f GB/s, every hash right", human_bytes(static_cast<double>(all)).c_str(), seconds(),
+             static_cast<double>(all) / seconds() / 1e9);
+    return model;
+  }
+
+  cuda::Device gpu_;
+  cuda::NeoxOptions neox_;
+#endif
+  const Options& options_;
+  bool on_gpu_ = false;
+};
 
 // The tokenizer in the model file; nothing if it has none.
 std::optional<Tokenizer> load_tokenizer(const ModelFile& file) {
@@ -151,8 +309,9 @@ const Tokenizer& need_tokenizer(const std::optional<Tokenizer>& tokenizer, const
        escaped(o.model).c_str(), kTokenizerTensor);
 }
 
-std::int64_t choose_capacity(const Options& o, const ModelConfig& config) {
-  if (o.context == 0) return config.max_positions;
+// Positions of the K/V cache: those asked for, or `needed` as far as the model was made for so many.
+std::int64_t choose_capacity(const Options& o, const ModelConfig& config, std::int64_t needed) {
+  if (o.context == 0) return std::clamp<std::int64_t>(needed, 1, config.max_positions);
   if (o.context <= config.max_positions) return o.context;
   fail(Exit::usage, "--context: got %lld, expected at most the %lld positions that the model was made for",
        static_cast<long long>(o.context), static_cast<long long>(config.max_positions));
@@ -178,22 +337,23 @@ struct Session {
   const Options& options;
   const ModelFile& file;
   const std::optional<Tokenizer>& tokenizer;
-  RunPlace place;
-  std::int64_t capacity;
+  Place& place;
 
   Tokenizer::Special special() const { return options.special ? Tokenizer::Special::allow : Tokenizer::Special::text; }
 };
 
-// The one place that knows which implementation runs. Until it is done a signal ends the program at once; from then on
-// there is a result to finish.
-std::unique_ptr<DecodeModel> load_model(const Session& s) {
-  std::unique_ptr<DecodeModel> model = cpu::load_neox(s.file, s.capacity);
-  const std::uint64_t bytes = total_bytes(model->memory());
-  log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for a context of %lld",
-           escaped(s.file.file().path()).c_str(), static_cast<long long>(s.file.config().num_layers),
-           static_cast<long long>(s.file.config().hidden_size), static_cast<double>(s.file.table().parameters()) / 1e6,
-           dtype_name(s.file.dtype()), human_bytes(static_cast<double>(bytes)).c_str(),
-           static_cast<long long>(s.capacity));
+void announce(const DecodeModel& model, const std::string& name, const char* dtype) {
+  log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for a context of %lld", name.c_str(),
+           static_cast<long long>(model.config().num_layers), static_cast<long long>(model.config().hidden_size),
+           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, dtype,
+           human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(),
+           static_cast<long long>(model.capacity()));
+}
+
+// Until it is done a signal ends the program at once; from then on there is a result to finish.
+std::unique_ptr<DecodeModel> load_model(const Session& s, std::int64_t capacity) {
+  std::unique_ptr<DecodeModel> model = s.place.load(s.file, capacity);
+  announce(*model, escaped(s.file.file().path()), dtype_name(s.file.dtype()));
   install_signal_handlers();
   return model;
 }
@@ -225,9 +385,12 @@ Exit run_prompt(const Session& s) {
       o.prompt_ids.empty()
           ? start_ids(need_tokenizer(s.tokenizer, o).encode(read_prompt_text(o), true, s.special()), s.file.config())
           : parse_ids(o.prompt_ids, s.file.config().vocab_size);
-  check_prompt_fits(prompt.size(), 0, s.capacity);
+  const std::int64_t positions = s.file.config().max_positions;
+  const std::int64_t capacity =
+      choose_capacity(o, s.file.config(), static_cast<std::int64_t>(prompt.size()) + std::min(o.max_tokens, positions));
+  check_prompt_fits(prompt.size(), 0, capacity);
   if (!s.tokenizer.has_value()) log_info("the model file has no tokenizer: ids in the place of text");
-  const std::unique_ptr<DecodeModel> model = load_model(s);
+  const std::unique_ptr<DecodeModel> model = load_model(s, capacity);
 
   TextOutput output;
   GenerateHooks hooks;
@@ -236,7 +399,7 @@ Exit run_prompt(const Session& s) {
   const Tokenizer* tokenizer = s.tokenizer.has_value() ? &*s.tokenizer : nullptr;
   const GenerateResult result = generate(*model, tokenizer, prompt, generate_options(s), hooks);
   if (o.json) {
-    write_stdout(json_line(generation_json(*model, prompt, result, s.place)));
+    write_stdout(json_line(generation_json(*model, prompt, result, s.place.names())));
   } else {
     if (tokenizer == nullptr) output.write(ids_text(result.ids));
     output.end_line();
@@ -252,9 +415,12 @@ Exit run_perplexity(const Session& s) {
   std::vector<std::int32_t> ids = tokenizer.encode(text, false, s.special());
   const std::optional<std::int32_t> start = document_start(s.file.config());
   if (start.has_value()) ids.insert(ids.begin(), *start);
-  const std::int64_t stride = s.options.stride > 0 ? s.options.stride : std::max<std::int64_t>(s.capacity / 2, 1);
-  perplexity_windows(static_cast<std::int64_t>(ids.size()), s.capacity, stride);
-  const std::unique_ptr<DecodeModel> model = load_model(s);
+  const std::int64_t window = choose_capacity(s.options, s.file.config(), kDefaultWindow);
+  const std::int64_t stride = s.options.stride > 0 ? s.options.stride : std::max<std::int64_t>(window / 2, 1);
+  perplexity_windows(static_cast<std::int64_t>(ids.size()), window, stride);
+  // A text that is shorter than the window is one window.
+  const std::int64_t capacity = std::min(window, std::max<std::int64_t>(static_cast<std::int64_t>(ids.size()), 2));
+  const std::unique_ptr<DecodeModel> model = load_model(s, capacity);
 
   ProgressLine progress;
   PerplexityHooks hooks;
@@ -263,24 +429,48 @@ Exit run_perplexity(const Session& s) {
     progress.show(format("window %lld of %lld, perplexity %.3f", static_cast<long long>(done),
                          static_cast<long long>(all), so_far));
   };
-  const PerplexityResult result = perplexity(*model, ids, static_cast<std::int64_t>(text.size()), stride, hooks);
+  const PerplexityResult result =
+      perplexity(*model, ids, static_cast<std::int64_t>(text.size()), std::min(stride, capacity - 1), hooks);
   progress.clear();
-  write_stdout(s.options.json ? json_line(perplexity_json(result, s.capacity, stride, s.place))
-                              : perplexity_text(result, s.capacity, stride));
+  write_stdout(s.options.json ? json_line(perplexity_json(result, window, stride, s.place.names()))
+                              : perplexity_text(result, window, stride));
   return exit_after(result.interrupted);
 }
 
-Exit run_benchmark(const Session& s) {
-  const std::unique_ptr<DecodeModel> model = load_model(s);
-  const BenchResult result =
-      run_bench(*model, s.options.max_tokens, static_cast<std::uint64_t>(s.options.seed), stop_requested);
-  write_stdout(s.options.json ? json_line(bench_json(result, s.place)) : bench_text(result));
+Exit run_benchmark(const Options& o, const ModelConfig& config, Place& place,
+                   const std::function<std::unique_ptr<DecodeModel>(std::int64_t capacity)>& load) {
+  BenchOptions bench{o.max_tokens, {}, static_cast<std::uint64_t>(o.seed), 0};
+  const std::int64_t limit = choose_capacity(o, config, config.max_positions);
+  if (!o.bench_contexts.empty()) {
+    bench.contexts = parse_contexts(o.bench_contexts, limit);
+  } else if (place.on_gpu()) {
+    for (const std::int64_t context : {64, 1024, 2000}) {
+      if (context < limit) bench.contexts.push_back(context);
+    }
+  }
+  bench.read_ceiling = place.read_ceiling();
+  const std::unique_ptr<DecodeModel> model = load(bench_capacity(bench, limit));
+  const BenchResult result = run_bench(*model, bench, stop_requested);
+  write_stdout(o.json ? json_line(bench_json(result, place.names())) : bench_text(result));
   return exit_after(result.interrupted);
+}
+
+Exit run_random_benchmark(const Options& o) {
+  const ModelConfig config = pythia_config(o.random_model);
+  Place place(o);
+  place.choose(config, DType::f16);
+  return run_benchmark(o, config, place, [&](std::int64_t capacity) {
+    std::unique_ptr<DecodeModel> model = place.make_random(config, capacity);
+    announce(*model, o.random_model, "a random generator");
+    install_signal_handlers();
+    return model;
+  });
 }
 
 Exit run_compare(const Session& s) {
   const TensorFile dump = TensorFile::open(s.options.compare_file, FileKind::reference_dump);
-  const Comparison comparison = compare_decoding(dump, kCompareTolerance, *load_model(s));
+  const std::int64_t capacity = choose_capacity(s.options, s.file.config(), decoding_positions(dump));
+  const Comparison comparison = compare_decoding(dump, s.place.tolerance(), *load_model(s, capacity));
   for (const std::string& line : comparison.table()) write_stdout(line + "\n");
   return comparison.passed() ? Exit::ok : Exit::internal;
 }
@@ -295,16 +485,22 @@ Exit run(int argc, const char* const* argv) {
                                             : ColorMode::automatic);
   check(table, options);
 
-  const RunPlace place = choose_place(options);
+  if (table.given("random-model")) return run_random_benchmark(options);
+  Place place(options);
   const ModelFile file = ModelFile::open(options.model, Family::gpt_neox);
   const std::optional<Tokenizer> tokenizer = load_tokenizer(file);
-  const Session session{options, file, tokenizer, place, choose_capacity(options, file.config())};
+  place.choose(file.config(), file.dtype());
+  const Session session{options, file, tokenizer, place};
 
   if (options.interactive) {
     const Tokenizer& text = need_tokenizer(tokenizer, options);
-    return run_interactive(*load_model(session), text, session.special(), generate_options(session));
+    const std::int64_t capacity = choose_capacity(options, file.config(), kDefaultWindow);
+    return run_interactive(*load_model(session, capacity), text, session.special(), generate_options(session));
   }
-  if (options.bench) return run_benchmark(session);
+  if (options.bench) {
+    return run_benchmark(options, file.config(), place,
+                         [&](std::int64_t capacity) { return load_model(session, capacity); });
+  }
   if (table.given("perplexity")) return run_perplexity(session);
   if (table.given("compare")) return run_compare(session);
   return run_prompt(session);

@@ -2,17 +2,24 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <chrono>
-#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/base/philox.h"
+#include "llmc/infer/prompt.h"
 
 namespace weft {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr std::int64_t kWarmUpSteps = 4;
+
+double milliseconds(Clock::duration duration) {
+  return std::chrono::duration<double, std::milli>(duration).count();
+}
 
 std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size, std::uint64_t seed) {
   std::vector<std::int32_t> ids;
@@ -24,77 +31,157 @@ std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size
   return ids;
 }
 
-template <typename Work>
-double time_ms(const Work& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+// A prompt from an empty cache, then decode steps until `steps` are done or `go_on` says no; the time of each.
+struct Run {
+  double first_token_ms = 0;
+  std::vector<double> step_ms;
+};
+Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span<const std::int32_t> rest,
+             const std::function<bool()>& go_on) {
+  Run run;
+  model.reset();
+  Clock::time_point before = Clock::now();
+  const auto lap = [&before] {
+    const Clock::time_point now = Clock::now();
+    return milliseconds(now - std::exchange(before, now));
+  };
+  if (model.samples()) {
+    GenerationRequest request;
+    request.sampling = sampling_plan({});
+    request.max_ids = static_cast<std::int64_t>(rest.size()) + 1;
+    bool first = true;
+    model.generate_ids(prompt, request, [&](std::int32_t) {
+      if (std::exchange(first, false)) {
+        run.first_token_ms = lap();
+        return true;
+      }
+      run.step_ms.push_back(lap());
+      return go_on();
+    });
+    return run;
+  }
+  model.prefill(prompt);
+  run.first_token_ms = lap();
+  for (const std::int32_t id : rest) {
+    model.decode(id);
+    run.step_ms.push_back(lap());
+    if (!go_on()) break;
+  }
+  return run;
+}
+
+BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t tokens, std::uint64_t seed,
+                   const std::function<bool()>& go_on) {
+  const std::vector<std::int32_t> ids =
+      random_ids(prompt_tokens + std::max(tokens, kWarmUpSteps), model.config().vocab_size, seed);
+  const std::span<const std::int32_t> prompt = std::span(ids).first(static_cast<std::size_t>(prompt_tokens));
+  const std::span<const std::int32_t> rest = std::span(ids).subspan(prompt.size());
+  const auto always = [] { return true; };
+
+  const std::int64_t fitting = std::min(kWarmUpSteps, model.capacity() - prompt_tokens - 1);
+  run_once(model, prompt, rest.first(static_cast<std::size_t>(std::max<std::int64_t>(fitting, 0))), always);
+  std::array<double, 3> first{};
+  for (double& ms : first) ms = run_once(model, prompt, {}, always).first_token_ms;
+  std::sort(first.begin(), first.end());
+
+  BenchPoint point;
+  point.prompt = prompt_tokens;
+  point.first_token_ms = first[1];
+  point.decode.inter_token_ms = run_once(model, prompt, rest.first(static_cast<std::size_t>(tokens)), go_on).step_ms;
+  point.tokens = static_cast<std::int64_t>(point.decode.inter_token_ms.size());
+  point.traffic = memory_traffic(model, point.prompt + point.tokens / 2, point.decode.tokens_per_second());
+  return point;
+}
+
+std::string row(const BenchPoint& point, double ceiling) {
+  const std::string name = format("prompt %lld, decode %lld tokens", static_cast<long long>(point.prompt),
+                                  static_cast<long long>(point.tokens));
+  return format("%-30s %10.3f %10.3f %10.3f %12.1f %8.1f %8s\n", name.c_str(), point.first_token_ms,
+                point.decode.inter_token_percentile(50), point.decode.inter_token_percentile(99),
+                point.decode.tokens_per_second(), point.traffic.gb_per_second,
+                ceiling > 0 ? format("%.1f %%", 100 * point.traffic.gb_per_second / ceiling).c_str() : "-");
+}
+
+Json point_json(const BenchPoint& point, double ceiling) {
+  Json object = {
+      {"prompt_tokens", point.prompt},
+      {"tokens", point.tokens},
+      {"ttft_ms", point.first_token_ms},
+      {"itl_ms_p50", point.decode.inter_token_percentile(50)},
+      {"itl_ms_p99", point.decode.inter_token_percentile(99)},
+      {"tokens_per_s", point.decode.tokens_per_second()},
+      {"bytes_per_token", point.traffic.bytes_per_token},
+      {"gb_per_s", point.traffic.gb_per_second},
+  };
+  if (ceiling > 0) object["share_of_read_ceiling"] = point.traffic.gb_per_second / ceiling;
+  return object;
 }
 
 }  // namespace
 
-BenchResult run_bench(DecodeModel& model, std::int64_t tokens, std::uint64_t seed,
-                      const std::function<bool()>& interrupted) {
-  if (tokens > model.capacity() - kBenchPrompt || kWarmUpSteps > model.capacity() - kBenchPrompt) {
+std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit) {
+  std::int64_t needed = kBenchPrompt + std::min(std::max(options.tokens, kWarmUpSteps), limit) + 1;
+  for (const std::int64_t context : options.contexts) needed = std::max(needed, context + kBenchContextTokens + 1);
+  return std::min(needed, limit);
+}
+
+std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t limit) {
+  std::vector<std::int64_t> contexts;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    std::int64_t context = 0;
+    const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, context);
+    if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || context < 1 || context >= limit) {
+      fail(Exit::usage, "--bench-contexts: got %s, expected integers from 1 to %lld, separated by commas",
+           escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(limit - 1));
+    }
+    contexts.push_back(context);
+    begin = end + 1;
+  }
+  return contexts;
+}
+
+BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std::function<bool()>& interrupted) {
+  const std::int64_t room = model.capacity() - kBenchPrompt;
+  if (options.tokens > room || kWarmUpSteps > room) {
     fail(Exit::usage, "--bench: %lld prompt and %lld generated tokens do not fit in the context of %lld",
-         static_cast<long long>(kBenchPrompt), static_cast<long long>(tokens),
+         static_cast<long long>(kBenchPrompt), static_cast<long long>(options.tokens),
          static_cast<long long>(model.capacity()));
   }
-  const std::vector<std::int32_t> ids =
-      random_ids(kBenchPrompt + std::max(tokens, kWarmUpSteps), model.config().vocab_size, seed);
-  const std::span<const std::int32_t> prompt = std::span(ids).first(kBenchPrompt);
-  const std::span<const std::int32_t> rest = std::span(ids).subspan(kBenchPrompt);
-
   BenchResult result;
-  result.prompt = kBenchPrompt;
-  model.reset();
-  model.prefill(prompt);
-  for (std::int64_t i = 0; i < kWarmUpSteps; ++i) model.decode(rest[static_cast<std::size_t>(i)]);
-
-  std::array<double, 3> prefills{};
-  for (double& milliseconds : prefills) {
-    model.reset();
-    milliseconds = time_ms([&] { model.prefill(prompt); });
+  result.read_ceiling = options.read_ceiling;
+  const auto go_on = [&] {
+    result.interrupted = result.interrupted || (interrupted && interrupted());
+    return !result.interrupted;
+  };
+  // The last id that is sampled needs a position, too.
+  const std::int64_t steps = model.samples() ? std::min(options.tokens, room - 1) : options.tokens;
+  result.main = measure(model, kBenchPrompt, steps, options.seed, go_on);
+  for (const std::int64_t context : options.contexts) {
+    const std::int64_t tokens = std::min(kBenchContextTokens, model.capacity() - context - 1);
+    if (!go_on() || tokens < 1) break;
+    result.contexts.push_back(measure(model, context, tokens, options.seed, go_on));
   }
-  std::sort(prefills.begin(), prefills.end());
-  result.prefill_ms = prefills[1];
-
-  for (std::int64_t i = 0; i < tokens && !result.interrupted; ++i) {
-    const std::int32_t id = rest[static_cast<std::size_t>(i)];
-    result.decode.inter_token_ms.push_back(time_ms([&] { model.decode(id); }));
-    result.interrupted = interrupted && interrupted();
-  }
-  result.tokens = static_cast<std::int64_t>(result.decode.inter_token_ms.size());
-  result.traffic = memory_traffic(model, result.prompt + result.tokens / 2, result.decode.tokens_per_second());
   return result;
 }
 
 std::string bench_text(const BenchResult& result) {
-  const double prompt = static_cast<double>(result.prompt);
-  std::string text = format("%-22s %10s %10s %12s %8s\n", "", "median ms", "p99 ms", "tokens/s", "GB/s");
-  text += format("%-22s %10.3f %10s %12.1f %8s\n",
-                 format("prefill, %lld tokens", static_cast<long long>(result.prompt)).c_str(), result.prefill_ms, "-",
-                 prompt / result.prefill_ms * 1e3, "-");
-  text += format("%-22s %10.3f %10.3f %12.1f %8.2f\n",
-                 format("decode, %lld tokens", static_cast<long long>(result.tokens)).c_str(),
-                 result.decode.inter_token_percentile(50), result.decode.inter_token_percentile(99),
-                 result.decode.tokens_per_second(), result.traffic.gb_per_second);
+  std::string text = format("%-30s %10s %10s %10s %12s %8s %8s\n", "", "TTFT ms", "median ms", "p99 ms", "tokens/s",
+                            "GB/s", "of read");
+  text += row(result.main, result.read_ceiling);
+  for (const BenchPoint& point : result.contexts) text += row(point, result.read_ceiling);
+  if (result.read_ceiling > 0) text += format("a plain read reaches %.0f GB/s here\n", result.read_ceiling);
   return text;
 }
 
 Json bench_json(const BenchResult& result, const RunPlace& place) {
-  return {
-      {"prompt_tokens", result.prompt},
-      {"tokens", result.tokens},
-      {"prefill_ms", result.prefill_ms},
-      {"itl_ms_p50", result.decode.inter_token_percentile(50)},
-      {"itl_ms_p99", result.decode.inter_token_percentile(99)},
-      {"tokens_per_s", result.decode.tokens_per_second()},
-      {"bytes_per_token", result.traffic.bytes_per_token},
-      {"gb_per_s", result.traffic.gb_per_second},
-      {"device", place.device},
-      {"decode", place.decode},
-  };
+  Json object = point_json(result.main, result.read_ceiling);
+  object["contexts"] = Json::array();
+  for (const BenchPoint& point : result.contexts) object["contexts"].push_back(point_json(point, result.read_ceiling));
+  if (result.read_ceiling > 0) object["read_ceiling_gb_per_s"] = result.read_ceiling;
+  object["device"] = place.device;
+  object["decode"] = place.decode;
+  return object;
 }
 
 }  // namespace weft

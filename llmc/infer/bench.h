@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "llmc/infer/report.h"
 #include "llmc/model/decode_model.h"
@@ -11,19 +12,38 @@
 namespace weft {
 
 inline constexpr std::int64_t kBenchPrompt = 32;
+inline constexpr std::int64_t kBenchContextTokens = 64;  // decoded at each of --bench-contexts, or as many as fit
+
+struct BenchOptions {
+  std::int64_t tokens = 128;                // decoded after a prompt of kBenchPrompt
+  std::vector<std::int64_t> contexts = {};  // and these lengths of the prompt
+  std::uint64_t seed = 0;
+  double read_ceiling = 0;  // GB/s that a plain read reaches on this device; 0: not measured
+};
+
+// Positions that the cache needs for these options, at most `limit`.
+std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit);
+// "64,1024,2000" as lengths from 1 to limit - 1. Anything else is Exit::usage.
+std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t limit);
+
+// One length of the prompt. A model that samples is timed with its sampling, from id to id as the host gets them; another
+// one without.
+struct BenchPoint {
+  std::int64_t prompt = 0, tokens = 0;
+  double first_token_ms = 0;  // the whole prompt, median of three
+  GenerateTimes decode;       // one value a decode step; first_token_ms unused
+  MemoryTraffic traffic;
+};
 
 struct BenchResult {
-  std::int64_t prompt = 0, tokens = 0;
-  double prefill_ms = 0;  // of the whole prompt, median of three
-  GenerateTimes decode;   // one value a decode step; first_token_ms unused
-  MemoryTraffic traffic;
+  BenchPoint main;
+  std::vector<BenchPoint> contexts;
+  double read_ceiling = 0;
   bool interrupted = false;
 };
 
-// A prompt of kBenchPrompt random ids, then `tokens` decode steps, after a warm-up. Exit::usage if the
-// context is too short.
-BenchResult run_bench(DecodeModel& model, std::int64_t tokens, std::uint64_t seed,
-                      const std::function<bool()>& interrupted);
+// After a warm-up. Exit::usage if the context is too short.
+BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std::function<bool()>& interrupted);
 
 std::string bench_text(const BenchResult& result);
 Json bench_json(const BenchResult& result, const RunPlace& place);

@@ -284,6 +284,15 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   return checker.finish();
 }
 
+std::int64_t decoding_positions(const TensorFile& dump) {
+  std::int64_t positions = batch_inputs(dump).shape[1];
+  const TensorInfo *prompt = dump.find("greedy.prompt_ids"), *ids = dump.find("greedy.ids");
+  if (prompt != nullptr && ids != nullptr) {
+    positions = std::max(positions, static_cast<std::int64_t>(prompt->elements() + ids->elements()));
+  }
+  return positions;
+}
+
 Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model) {
   const DumpBatch batch = read_batch(dump, model.config().vocab_size);
   check_positions(dump, batch.T, model.capacity());

@@ -46,6 +46,8 @@ struct Comparison {
 Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
                             const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make);
 
+// Positions of the K/V cache that compare_decoding() needs for the dump.
+std::int64_t decoding_positions(const TensorFile& dump);
 // Activations, loss and the greedy continuation, whichever the dump holds.
 Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model);
 

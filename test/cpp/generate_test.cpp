@@ -451,13 +451,13 @@ TEST(Perplexity, EdgesAndFailures) {
 
 TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel model({}, 64);
-  EXPECT_EQ(run_bench(model, 32, 0, nullptr).decode.inter_token_ms.size(), 32u);
-  EXPECT_EQ(code_of([&] { run_bench(model, 33, 0, nullptr); }), Exit::usage);
-  EXPECT_EQ(code_of([&] { run_bench(model, std::numeric_limits<std::int64_t>::max(), 0, nullptr); }), Exit::usage);
+  EXPECT_EQ(run_bench(model, {32}, nullptr).main.decode.inter_token_ms.size(), 32u);
+  EXPECT_EQ(code_of([&] { run_bench(model, {33}, nullptr); }), Exit::usage);
+  EXPECT_EQ(code_of([&] { run_bench(model, {std::numeric_limits<std::int64_t>::max()}, nullptr); }), Exit::usage);
   ScriptedModel tiny({}, 20);
-  EXPECT_EQ(code_of([&] { run_bench(tiny, 1, 0, nullptr); }), Exit::usage);
-  const BenchResult cut = run_bench(model, 10, 0, [] { return true; });
-  EXPECT_EQ(cut.tokens, 1);
+  EXPECT_EQ(code_of([&] { run_bench(tiny, {1}, nullptr); }), Exit::usage);
+  const BenchResult cut = run_bench(model, {10}, [] { return true; });
+  EXPECT_EQ(cut.main.tokens, 1);
   EXPECT_TRUE(cut.interrupted);
 }
 

@@ -314,9 +314,15 @@ def test_perplexity_refuses(model, tmp_path):
 def test_bench(model):
     result = object_of("--model", model, "--bench", "--max-tokens", 20)
     assert result["tokens"] == 20 and result["prompt_tokens"] == 32
-    assert all(result[field] > 0 for field in ["prefill_ms", "itl_ms_p50", "itl_ms_p99", "tokens_per_s", "gb_per_s"])
+    assert all(result[field] > 0 for field in ["ttft_ms", "itl_ms_p50", "itl_ms_p99", "tokens_per_s", "gb_per_s"])
     table = run_ok("--model", model, "--bench", "--max-tokens", 20).decode().splitlines()
-    assert len(table) == 3 and "median ms" in table[0] and "decode, 20 tokens" in table[2]
+    assert len(table) == 2 and "median ms" in table[0] and "decode 20 tokens" in table[1]
+    deep = object_of("--model", model, "--bench", "--max-tokens", 20, "--bench-contexts", "5,60")["contexts"]
+    assert [(point["prompt_tokens"], point["tokens"]) for point in deep] == [(5, 64), (60, 35)]
+    assert all(point["itl_ms_p50"] > 0 for point in deep)
+    for wrong in ("0", "96", "1,,2", "x", "5,"):
+        assert "--bench-contexts" in refused(USAGE, "--model", model, "--bench", "--bench-contexts", wrong)
+    assert "--bench-contexts" in refused(USAGE, "--model", model, "--prompt", "x", "--bench-contexts", "5")
     assert "do not fit" in refused(USAGE, "--model", model, "--bench", "--max-tokens", 65)
 
 

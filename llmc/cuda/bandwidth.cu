@@ -1,0 +1,83 @@
+#include "llmc/cuda/bandwidth.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "llmc/cuda/arena.h"
+#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/stream.h"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr int kInFlight = 8;  // 16-byte loads of a thread
+
+__global__ void __launch_bounds__(1024) read_kernel(const int4* data, std::int64_t count, int* never) {
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  int4 seen = make_int4(0, 0, 0, 0);
+  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + (kInFlight - 1) * step < count; i += kInFlight * step) {
+    int4 value[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) value[j] = __ldcs(data + i + j * step);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      seen.x ^= value[j].x;
+      seen.y ^= value[j].y;
+      seen.z ^= value[j].z;
+      seen.w ^= value[j].w;
+    }
+  }
+  // The memory is zero, so nothing is written, but the compiler does not know.
+  if ((seen.x | seen.y | seen.z | seen.w) != 0) *never = 1;
+}
+
+float median_ms(const DeviceArena& data, std::int64_t count, int blocks, int threads, cudaStream_t stream, int* never) {
+  constexpr int kPasses = 7;
+  const Event start, stop;
+  std::vector<float> times;
+  for (int pass = 0; pass <= kPasses; ++pass) {
+    check(cudaEventRecord(start, stream), "event");
+    read_kernel<<<blocks, threads, 0, stream>>>(data.at<int4>(0), count, never);
+    check_launch("read_kernel");
+    check(cudaEventRecord(stop, stream), "event");
+    check(cudaEventSynchronize(stop), "reading memory");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, start, stop), "event");
+    if (pass > 0) times.push_back(ms);  // the first one warms up
+  }
+  std::nth_element(times.begin(), times.begin() + kPasses / 2, times.end());
+  return times[kPasses / 2];
+}
+
+}  // namespace
+
+double measure_read_bandwidth(double gigabytes) {
+  constexpr std::uint64_t kUnit = 64 << 20;
+  std::size_t free_bytes = 0, total_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for the free GPU memory");
+  const double wanted = std::min(gigabytes * 1e9, 0.5 * static_cast<double>(free_bytes));
+  MemoryPlan plan("bandwidth measurement");
+  plan.add(std::max<std::uint64_t>(static_cast<std::uint64_t>(wanted) / kUnit, 1) * kUnit);
+  plan.add(sizeof(int));
+  DeviceArena data(plan);
+  const Stream stream;
+  data.clear(stream);
+  int device = 0, multiprocessors = 0;
+  check(cudaGetDevice(&device), "GPU");
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "GPU");
+  const std::uint64_t bytes = data.bytes() / kUnit * kUnit;
+  double best = 0;
+  for (const auto& [per_multiprocessor, threads] : {std::pair(1, 1024), std::pair(2, 1024), std::pair(4, 512)}) {
+    const int blocks = multiprocessors * per_multiprocessor;
+    // Whole rounds of all threads, so that every load of the loop is in range.
+    const std::int64_t round = static_cast<std::int64_t>(blocks) * threads * kInFlight;
+    const std::int64_t count = static_cast<std::int64_t>(bytes / sizeof(int4)) / round * round;
+    const float ms = median_ms(data, count, blocks, threads, stream, data.at<int>(bytes));
+    best = std::max(best, static_cast<double>(count) * sizeof(int4) / ms * 1e-6);
+  }
+  return best;
+}
+
+}  // namespace weft::cuda

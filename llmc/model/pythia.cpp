@@ -1,0 +1,58 @@
+#include "llmc/model/pythia.h"
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+struct Size {
+  const char* name;
+  std::int64_t layers, hidden, heads, vocab;
+};
+constexpr Size kSizes[] = {
+    {"pythia-14m", 6, 128, 4, 50304},     {"pythia-31m", 6, 256, 8, 50304},     {"pythia-70m", 6, 512, 8, 50304},
+    {"pythia-160m", 12, 768, 12, 50304},  {"pythia-410m", 24, 1024, 16, 50304}, {"pythia-1b", 16, 2048, 8, 50304},
+    {"pythia-1.4b", 24, 2048, 16, 50304}, {"pythia-2.8b", 32, 2560, 32, 50304}, {"pythia-6.9b", 32, 4096, 32, 50432},
+    {"pythia-12b", 36, 5120, 40, 50688},
+};
+
+}  // namespace
+
+ModelConfig pythia_config(const std::string& name) {
+  for (const Size& size : kSizes) {
+    if (name != size.name) continue;
+    ModelConfig config;
+    config.family = Family::gpt_neox;
+    config.vocab_size = size.vocab;
+    config.hidden_size = size.hidden;
+    config.num_layers = size.layers;
+    config.num_heads = config.num_kv_heads = size.heads;
+    config.head_dim = size.hidden / size.heads;
+    config.ffn_size = 4 * size.hidden;
+    config.max_positions = 2048;
+    config.norm_eps = 1e-5;
+    config.norm = NormKind::layernorm;
+    config.rope.theta = 10000;
+    config.rope.rotary_dim = config.head_dim / 4;
+    config.parallel_residual = true;
+    config.attention_bias = true;
+    config.tokenizer_vocab = 50277;
+    config.eos_ids = {0};
+    return config;
+  }
+  std::string known;
+  for (const std::string& each : pythia_names()) known += (known.empty() ? "" : ", ") + each;
+  fail(Exit::usage, "model: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
+}
+
+const std::vector<std::string>& pythia_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> list;
+    for (const Size& size : kSizes) list.emplace_back(size.name);
+    return list;
+  }();
+  return names;
+}
+
+}  // namespace weft
