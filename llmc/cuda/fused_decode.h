@@ -48,13 +48,16 @@ enum class FusedEnd : std::int32_t {
   cancelled = 3,  // by cancel()
 };
 
-// How a launch spends its time: for measurements.
+// How a launch spends its time: for measurements and tests.
 struct FusedTuning {
-  int blocks = 0;           // 0: chosen by the model's size; at most one a multiprocessor
-  int window_bytes = 0;     // bulk copies in flight a block; 0: the default
-  int ring_bytes = 0;       // shared memory of the ring; 0: all there is
-  bool layer_only = false;  // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing
-                            // else: no MLP-down, no head, ids are 0. Logits are not written
+  int blocks = 0;        // 0: chosen by the model's size; at most one a multiprocessor
+  int window_bytes = 0;  // bulk copies in flight a block; 0: the default
+  int ring_bytes = 0;    // shared memory of the ring; 0: all there is
+  // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing else: no MLP-down, no head.
+  // Ids are 0, logits are not written.
+  bool layer_only = false;
+  double timeout_seconds = 10;   // a wait of the kernel that takes longer is an error
+  bool lose_an_arrival = false;  // for tests of that: the last token of a launch never completes
 };
 
 // One time line: stamps[(layer * kFusedStamps + event) * blocks + block] in ns of the GPU's global timer, of the last token
