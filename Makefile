@@ -53,7 +53,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests deps doctor venv demo test bench headers format install uninstall clean help FORCE
+.PHONY: all programs tests deps doctor venv demo test fuzz bench headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -119,6 +119,10 @@ test: deps venv
 	@$(MAKE) --no-print-directory headers
 	@GPU=$(GPU) .venv/bin/python test/run.py
 
+# libFuzzer with ASan and UBSan on everything that reads a file: FUZZ_S seconds each. Needs clang (scripts/deps.sh --fuzz).
+fuzz: deps
+	@$(PYTHON) test/fuzz/run.py --seconds $(or $(FUZZ_S),60) $(FUZZ_TARGETS)
+
 # Each header compiles alone: no hidden order of includes.
 headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h))
 $B/headers/llmc/cuda/%.ok: CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
@@ -165,6 +169,7 @@ help:
 	@echo "make            build train_llama and infer_pythia ($(BUILD_KIND))"
 	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (about 3 minutes)"
 	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
+	@echo "make fuzz       FUZZ_S=60 seconds for each fuzz target (clang's libFuzzer); FUZZ_TARGETS= some of them"
 	@echo "make bench      training steps on the GPU beside PyTorch, as a table"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"

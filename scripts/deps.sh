@@ -3,6 +3,7 @@
 # is missing.
 #   scripts/deps.sh --check     exit 0 if everything is there; otherwise name what is missing and exit 4
 #   scripts/deps.sh             install what is missing with the system's package manager
+#   scripts/deps.sh --fuzz      the same, and clang with libFuzzer, which only `make fuzz` needs
 set -euo pipefail
 
 # header or program : Debian package : Fedora package
@@ -20,7 +21,17 @@ has_header() { echo "#if !__has_include(<$1>)
 #error missing
 #endif" | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
 
+compiler=${CXX:-g++}
+if [ "${1:-}" = --check ] && ! command -v "${compiler%% *}" >/dev/null; then
+  echo "deps: no C++ compiler: $compiler is not there. Install g++, or name one with CXX=" >&2
+  exit 4
+fi
+
 has_venv() { "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; }
+
+# clang and its sanitizer runtimes: on some systems the second come as a package of their own.
+has_fuzzer() { echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+  "${FUZZ_CXX:-clang++}" -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2>/dev/null; }
 
 missing_debian=() missing_fedora=() missing_names=()
 for need in "${needs[@]}"; do
@@ -29,6 +40,10 @@ for need in "${needs[@]}"; do
 done
 has_venv || { missing_debian+=(python3-venv); missing_fedora+=(python3); missing_names+=("python3 venv"); }
 command -v curl >/dev/null || { missing_debian+=(curl); missing_fedora+=(curl); missing_names+=(curl); }
+
+if [ "${1:-}" = --fuzz ] && ! has_fuzzer; then
+  missing_debian+=(clang libclang-rt-dev); missing_fedora+=(clang compiler-rt); missing_names+=(clang++ with libFuzzer)
+fi
 
 if [ ${#missing_names[@]} -eq 0 ]; then
   [ "${1:-}" = --check ] || echo "deps: everything is installed"

@@ -30,6 +30,16 @@ check_libraries() {
   fi
 }
 
+# Only `make fuzz` needs it.
+check_fuzzer() {
+  if echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+      "${FUZZ_CXX:-clang++}" -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2>/dev/null; then
+    good fuzzing "${FUZZ_CXX:-clang++} with libFuzzer"
+  else
+    note fuzzing "no clang with libFuzzer: make fuzz needs it, nothing else does. scripts/deps.sh --fuzz installs it"
+  fi
+}
+
 check_cuda() {
   local nvcc=${NVCC:-$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)} version
   if [ -z "$nvcc" ]; then
@@ -85,6 +95,7 @@ check_disk() {
 
 check_compiler
 check_libraries
+check_fuzzer
 check_cuda
 check_python
 check_disk

@@ -6,6 +6,7 @@ Called by `make test`, which has built what it needs. Suites:
     unit asan   build/asan/unit_tests         the same under AddressSanitizer and UndefinedBehaviorSanitizer
     python      test/python                   scripts and whole programs (pytest)
     gpu         build/release/gpu_tests       kernels against the CPU reference; needs a GPU
+    fuzz        test/fuzz                     each target for FUZZ_S seconds, where FUZZ_S is in the environment
 
 GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or that runs no test, counts as a failure.
 """
@@ -106,6 +107,29 @@ def run_gpu(release: Path) -> Outcome:
     return outcome
 
 
+def run_fuzz(seconds: str) -> Outcome:
+    """One test a target. Without clang's libFuzzer they are skipped, aloud."""
+    outcome = Outcome("fuzz")
+    report = RESULTS / "fuzz.json"
+    report.unlink(missing_ok=True)
+    start = time.monotonic()
+    command = [sys.executable, "test/fuzz/run.py", "--seconds", seconds, "--report", str(report)]
+    code = run(command, report.with_suffix(".log"))
+    outcome.seconds = time.monotonic() - start
+    if code == 77:
+        outcome.skipped = len(list((ROOT / "test" / "fuzz").glob("*_fuzz.cpp")))
+        print(f"FUZZING SKIPPED: {outcome.skipped} targets were not run, because clang's libFuzzer is not there")
+    elif not report.exists():
+        outcome.fail(f"test/fuzz/run.py ended with exit code {code}")
+    else:
+        for result in json.loads(report.read_text()):
+            if result["problem"]:
+                outcome.fail(f"{result['target']}: {result['problem']}")
+            else:
+                outcome.passed += 1
+    return outcome
+
+
 def main() -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     release, asan = ROOT / "build" / "release", ROOT / "build" / "asan"
@@ -116,8 +140,10 @@ def main() -> int:
         run_pytest(),
         run_gpu(release),
     ]
+    if os.environ.get("FUZZ_S", "0") != "0":
+        outcomes.append(run_fuzz(os.environ["FUZZ_S"]))
     for outcome in outcomes:
-        if outcome.name != "gpu" and outcome.passed + outcome.failed == 0:
+        if outcome.name not in ("gpu", "fuzz") and outcome.passed + outcome.failed == 0:
             outcome.fail("no test ran")
     print(f"\n{'suite':<10} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for outcome in outcomes:

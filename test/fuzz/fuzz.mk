@@ -1,0 +1,38 @@
+# The fuzz targets (make fuzz): clang's libFuzzer with AddressSanitizer and UndefinedBehaviorSanitizer.
+# Run from the root of the repository; what it needs and what the targets read is in doc/robustness.md.
+FUZZ_CXX ?= clang++
+F := build/fuzz
+
+TARGETS := $(patsubst test/fuzz/%_fuzz.cpp,%,$(wildcard test/fuzz/*_fuzz.cpp))
+# Everything that a target may reach.
+SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp) \
+       $(addprefix llmc/train/,checkpoint.cpp fault_injection.cpp guard.cpp options.cpp schedule.cpp) \
+       llmc/infer/prompt.cpp test/fuzz/tensor_bytes.cpp
+OBJ := $(SRC:%.cpp=$F/%.o)
+
+CHECKS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# No -march=native: a corpus and its figures are then the same on every machine.
+FLAGS := -std=c++20 -O2 -gline-tables-only $(CHECKS) -fsanitize=fuzzer-no-link \
+         -fno-sanitize-coverage=trace-cmp -Wall -Wextra -Werror -Wno-unknown-pragmas \
+         -Wno-unused-private-field -I. -MMD -MP
+
+.PHONY: all
+all: $(TARGETS:%=$F/%)
+
+# Without trace-cmp twice as many executions a second; what it would find, constants to compare with, is in the seeds and
+# dictionaries. The targets have the same flags as weft: inline functions that both have must not lose their checks.
+$F/%.o: %.cpp test/fuzz/fuzz.mk
+	@mkdir -p $(@D); echo "  FUZZ  $<"
+	@$(FUZZ_CXX) $(FLAGS) -c $< -o $@
+
+# memory_files.o has its own MappedFile and read_text_file: those of file.o give way.
+$F/libweft.a: $(OBJ)
+	@objcopy --wildcard --weaken-symbol='_ZN*4weft10MappedFile*' --weaken-symbol='_ZN4weft14read_text_file*' \
+	  $F/llmc/base/file.o
+	@rm -f $@; ar rcs $@ $^
+
+$(TARGETS:%=$F/%): $F/%: $F/test/fuzz/%_fuzz.o $F/test/fuzz/memory_files.o $F/libweft.a
+	@$(FUZZ_CXX) $(CHECKS) -fsanitize=fuzzer $^ -lxxhash -lpcre2-8 -lutf8proc -lpthread -o $@
+
+.SECONDARY:
+-include $F/test/fuzz/memory_files.d $(OBJ:.o=.d) $(TARGETS:%=$F/test/fuzz/%_fuzz.d)
