@@ -53,7 +53,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests deps doctor venv demo test fuzz bench headers format install uninstall clean help FORCE
+.PHONY: all programs tests deps doctor venv demo test fuzz bench profile headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -151,6 +151,10 @@ demo: deps venv
 bench: all
 	@$(PYTHON) dev/bench/training.py
 
+# One training step under Nsight Compute, as a table by operator.
+profile: all
+	@$(PYTHON) dev/bench/profile_step.py
+
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
 	clang-format -i $(wildcard *.cu llmc/*/*.h llmc/*/*.cpp llmc/*/*.cu llmc/*/*.cuh llmc/*/*/*.h llmc/*/*/*.cu llmc/*/*/*.cuh test/*/*.cpp test/*/*.h)
@@ -171,6 +175,7 @@ help:
 	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
 	@echo "make fuzz       FUZZ_S=60 seconds for each fuzz target (clang's libFuzzer); FUZZ_TARGETS= some of them"
 	@echo "make bench      training steps on the GPU beside PyTorch, as a table"
+	@echo "make profile    one training step on the GPU under Nsight Compute, by operator"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
 	@echo "make venv       Python packages of the scripts, into .venv"

@@ -73,18 +73,18 @@ struct Operand {
   std::uint32_t seed;
 };
 
-// Data for two purposes.
+// uniform: in [-1, 1), for timing, because the power a product draws, and with it the clock, depends on its data.
 //
-// For timing: uniform in [-1, 1), because the power a product draws, and with it the clock, depends on its data.
-//
-// For comparing algorithms: numbers of very different sizes whose products cancel, the second half of every sum being
-// minus the first. The exact result is 0, so what comes out is rounding noise alone, and it differs as soon as the order
-// of the additions does. On ordinary data a 16-bit result hides another order almost always.
+// The others are for comparing algorithms. wide: numbers of very different sizes, so that even short sums are rounded.
+// cancelling: such numbers, the second half of every sum being minus the first. The exact result is 0, so what comes out
+// is rounding noise alone, and it differs as soon as the order of the additions does. On ordinary data a 16-bit result
+// hides another order almost always.
+enum class Data { uniform, wide, cancelling };
 template <typename T>
-__global__ void fill_kernel(T* out, Operand operand, bool cancelling) {
+__global__ void fill_kernel(T* out, Operand operand, Data data) {
   const std::int64_t count = operand.rows * operand.columns, stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    if (!cancelling) {
+    if (data == Data::uniform) {
       const std::uint32_t bits = hash(static_cast<std::uint32_t>(i) + operand.seed);
       out[i] = from_float<T>(static_cast<float>(static_cast<int>(bits >> 16) - 32768) / 32768.0f);
       continue;
@@ -92,19 +92,19 @@ __global__ void fill_kernel(T* out, Operand operand, bool cancelling) {
     const std::int64_t row = i % operand.rows, column = i / operand.rows, half = operand.K / 2;
     const std::int64_t k = operand.k_is_row ? row : column, other = operand.k_is_row ? column : row;
     const bool second = k >= half;
-    const std::uint32_t pair = static_cast<std::uint32_t>(second ? k - half : k);
+    const std::uint32_t pair = static_cast<std::uint32_t>(data == Data::cancelling && second ? k - half : k);
     const std::uint32_t bits = hash(pair * 2654435761u + hash(static_cast<std::uint32_t>(other) + operand.seed));
     const float magnitude = ldexpf(1.0f + static_cast<float>(bits & 127) / 128.0f, -static_cast<int>((bits >> 7) % 12));
-    const bool negative = ((bits >> 31) != 0) != (second && operand.second_half_negated);
-    out[i] = from_float<T>(k >= 2 * half ? 0.0f : negative ? -magnitude : magnitude);
+    const bool negative = ((bits >> 31) != 0) != (data == Data::cancelling && second && operand.second_half_negated);
+    out[i] = from_float<T>(data == Data::cancelling && k >= 2 * half ? 0.0f : negative ? -magnitude : magnitude);
   }
 }
 
-void fill(void* out, cudaDataType_t type, const Operand& operand, bool cancelling, cudaStream_t stream) {
+void fill(void* out, cudaDataType_t type, const Operand& operand, Data kind, cudaStream_t stream) {
   constexpr int kBlocks = 1024, kThreads = 256;
-  if (type == CUDA_R_32F) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<float*>(out), operand, cancelling);
-  if (type == CUDA_R_16BF) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<bf16*>(out), operand, cancelling);
-  if (type == CUDA_R_16F) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<fp16*>(out), operand, cancelling);
+  if (type == CUDA_R_32F) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<float*>(out), operand, kind);
+  if (type == CUDA_R_16BF) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<bf16*>(out), operand, kind);
+  if (type == CUDA_R_16F) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<fp16*>(out), operand, kind);
   check_launch("fill");
 }
 
@@ -301,7 +301,7 @@ void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const v
 }
 
 void Matmul::fill_random(bf16* data, std::int64_t count) const {
-  fill(data, CUDA_R_16BF, {count, 1, count, true, false, static_cast<std::uint32_t>(count)}, false, stream_);
+  fill(data, CUDA_R_16BF, {count, 1, count, true, false, static_cast<std::uint32_t>(count)}, Data::uniform, stream_);
 }
 
 // Operands and results of one shape, for the time of its measurement.
@@ -343,11 +343,11 @@ struct Matmul::Trial {
 
   // The algorithm that the next run takes.
   void take(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
-  void fill_operands(bool cancelling) const {
-    fill(a.data(), shape.type, a_operand, cancelling, matmul.stream_);
-    fill(b.data(), shape.type, b_operand, cancelling, matmul.stream_);
-    fill(bias.data(), shape.type, bias_operand, false, matmul.stream_);
-    if (cancelling) clear(bias);  // it would hide the noise
+  void fill_operands(Data data) const {
+    fill(a.data(), shape.type, a_operand, data, matmul.stream_);
+    fill(b.data(), shape.type, b_operand, data, matmul.stream_);
+    fill(bias.data(), shape.type, bias_operand, Data::uniform, matmul.stream_);
+    if (data == Data::cancelling) clear(bias);  // it would hide the noise
   }
   void clear(const Scratch& scratch) const {
     check(cudaMemsetAsync(scratch.data(), 0, scratch.bytes(), matmul.stream_), "matmul: clear");
@@ -418,15 +418,17 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
   std::vector<Candidate> list = candidates(chosen);
   const Trial trial(*this, shape, columns(shape));
   if (!remembered_.remembers()) {
-    trial.fill_operands(true);
-    trial.take(list[0].algorithm);
-    trial.expect();
-    std::erase_if(list, [&](const Candidate& candidate) {
-      trial.take(candidate.algorithm);
-      return !trial.agrees();
-    });
+    for (const Data data : {Data::cancelling, Data::wide, Data::uniform}) {
+      trial.fill_operands(data);
+      trial.take(list[0].algorithm);
+      trial.expect();
+      std::erase_if(list, [&](const Candidate& candidate) {
+        trial.take(candidate.algorithm);
+        return !trial.agrees();
+      });
+    }
   }
-  trial.fill_operands(false);
+  trial.fill_operands(Data::uniform);
   struct Timing {
     std::size_t index;
     std::vector<float> ms;
@@ -462,7 +464,7 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
     return !trial.correct();
   });
   if (timings.empty()) fail(Exit::environment, "matmul %s: cuBLASLt contradicts itself", product_key(shape).c_str());
-  trial.fill_operands(true);
+  trial.fill_operands(Data::cancelling);
   const float first_ms = timings[0].median();
   float best_ms = first_ms;
   std::size_t best = 0;

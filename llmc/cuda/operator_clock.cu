@@ -1,6 +1,8 @@
 #include "llmc/cuda/operator_clock.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "llmc/cuda/arena.h"
 #include "llmc/cuda/common.cuh"
@@ -42,7 +44,10 @@ namespace {
 // The shortest of a few runs, in seconds.
 template <typename Launch>
 double shortest(cudaStream_t stream, const Launch& launch) {
-  constexpr int kRuns = 8;
+  constexpr int kRuns = 12;
+  // The GPU rests first: after a minute of training its power limit lets it compute at a lower clock than a lone product.
+  check(cudaStreamSynchronize(stream), "ceilings");
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
   const Event start, stop;
   float best = 0;
   for (int i = 0; i < kRuns; ++i) {
