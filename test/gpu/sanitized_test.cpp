@@ -65,6 +65,10 @@ TEST(Sanitized, Bf16HeadsOf64) {
 TEST(Sanitized, Bf16HeadsOf128) {
   train_with(Precision::bf16, 128, 150, 0, NormKind::rmsnorm);
 }
+// Two warps share a block of keys and exchange probabilities: the portable kernels' backward of wide heads.
+TEST(Sanitized, Bf16HeadsOf96) {
+  train_with(Precision::bf16, 96, 150, 0, NormKind::rmsnorm);
+}
 TEST(Sanitized, Bf16HeadsOf80WithDropoutAndLayerNorm) {
   train_with(Precision::bf16, 80, 70, 0.1f, NormKind::layernorm);
 }
