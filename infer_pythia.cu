@@ -175,7 +175,7 @@ class Place {
                   : options_.dtype == "bf16"                                   ? DType::bf16
                   : options_.dtype == "fp32" || !options_.compare_file.empty() ? DType::f32
                                                                                : stored;
-    neox_.mode = options_.decode == "reference" ? cuda::DecodeMode::reference : cuda::DecodeMode::graph;
+    choose_mode(config);
 #endif
     (void)config;
     (void)stored;
@@ -237,6 +237,21 @@ class Place {
   }
 
 #ifdef WEFT_CUDA
+  // auto: fused where it exists, else graph, and it says why.
+  void choose_mode(const ModelConfig& config) {
+    neox_.mode = options_.decode == "reference" ? cuda::DecodeMode::reference
+                 : options_.decode == "graph"   ? cuda::DecodeMode::graph
+                                                : cuda::DecodeMode::fused;
+    if (neox_.mode != cuda::DecodeMode::fused) return;
+    const std::string refusal = cuda::fused_refusal(config, neox_.dtype);
+    if (refusal.empty()) return;
+    if (options_.decode == "fused") {
+      fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
+    }
+    neox_.mode = cuda::DecodeMode::graph;
+    log_info("decode graph, not fused: %s", refusal.c_str());
+  }
+
   // Refuses a plan that cannot fit before anything is allocated, with what would fit.
   void announce(const ModelConfig& config, std::int64_t capacity) {
     neox_.capacity = capacity;

@@ -23,7 +23,9 @@
 #include "llmc/cuda/classifier.h"
 #include "llmc/cuda/common.cuh"
 #include "llmc/cuda/decode_attention.h"
+#include "llmc/cuda/device.h"
 #include "llmc/cuda/embedding.h"
+#include "llmc/cuda/fused_decode.h"
 #include "llmc/cuda/gelu.h"
 #include "llmc/cuda/gemv.h"
 #include "llmc/cuda/launch.cuh"
@@ -217,15 +219,25 @@ MemoryPlan plan_cache(const ModelConfig& c, std::int64_t capacity, std::size_t e
   return plan;
 }
 
+template <typename S>
 std::vector<MemoryLine> memory_lines(const ModelConfig& config, const NeoxOptions& options, std::uint64_t parameters,
                                      std::uint64_t cache, std::uint64_t workspace) {
   const std::string type = std::string(" (") + dtype_name(options.dtype) + ")";
   std::vector<MemoryLine> lines = {{"parameters" + type, parameters},
                                    {"K/V cache" + type, cache},
                                    {"workspace", workspace + Matmul::kWorkspaceBytes}};
-  (void)config;
+  if constexpr (!std::is_same_v<S, float>) {
+    if (options.mode == DecodeMode::fused) {
+      for (const MemoryLine& line : FusedDecode<S>::memory(config)) lines.push_back(line);
+    }
+  }
   return lines;
 }
+
+// There is no fused kernel in fp32.
+struct NoFusedDecode {};
+template <typename S>
+using FusedOf = std::conditional_t<std::is_same_v<S, float>, NoFusedDecode, FusedDecode<S>>;
 
 template <typename S>
 class NeoxDecoder final : public DecodeModel {
@@ -235,7 +247,7 @@ class NeoxDecoder final : public DecodeModel {
 
   const ModelConfig& config() const override { return config_; }
   std::vector<MemoryLine> memory() const override {
-    return memory_lines(config_, options_, parameters_.bytes(), cache_arena_.bytes(), workspace_.bytes());
+    return memory_lines<S>(config_, options_, parameters_.bytes(), cache_arena_.bytes(), workspace_.bytes());
   }
   std::uint64_t bytes_per_token(std::int64_t context) const override {
     const std::int64_t C = config_.hidden_size, weights = table_.parameters() - config_.vocab_size * C + C;
@@ -289,7 +301,10 @@ class NeoxDecoder final : public DecodeModel {
     set_state_kernel<<<1, 1, 0, stream_>>>(b_.state, state);
     check_launch("decode state");
   }
-  std::span<const float> fetch_logits();
+  std::span<const float> fetch_logits(const float* logits);
+  // Decodes from `id`, which on_id has got already, in launches of many tokens; `left` ids may follow it.
+  void generate_fused(std::int32_t id, std::int64_t left, const GenerationRequest& request,
+                      const std::function<bool(std::int32_t)>& on_id);
   std::int32_t wait_for(std::uint32_t sequence);
 
   S* keys(std::int64_t l) const { return cache_.keys + l * config_.hidden_size * options_.capacity; }
@@ -323,6 +338,7 @@ class NeoxDecoder final : public DecodeModel {
   DeviceRopeTable rope_;
   PinnedBuffer ring_, host_logits_;
   GraphOwner step_graph_, sampling_graph_;
+  std::unique_ptr<FusedOf<S>> fused_;  // in fused mode
   std::int64_t length_ = 0;
   std::uint32_t sequence_ = 1;  // of the next generation's first id
   bool keep_ = false;
@@ -356,6 +372,11 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
   check(cudaMemcpy(b_.sin, table.sin.data(), bytes, cudaMemcpyHostToDevice), "RoPE table");
   rope_ = {b_.cos, b_.sin, table.positions, table.half};
   std::fill_n(ring_.at<std::uint64_t>(0), kRing, 0);
+  if constexpr (!std::is_same_v<S, float>) {
+    if (options.mode == DecodeMode::fused) {
+      fused_ = std::make_unique<FusedDecode<S>>(config, weights_, cache_, rope_, stream_);
+    }
+  }
 }
 
 // ---- many tokens ------------------------------------------------------------------------------------------------------
@@ -464,7 +485,7 @@ template <typename S>
 std::span<const float> NeoxDecoder<S>::prefill(std::span<const std::int32_t> ids) {
   const std::int64_t rows = run_prompt(ids);
   run_head(b_.residual + (rows - 1) * config_.hidden_size);
-  return fetch_logits();
+  return fetch_logits(b_.logits);
 }
 
 template <typename S>
@@ -565,8 +586,8 @@ void NeoxDecoder<S>::launch_step(bool sampling) {
 }
 
 template <typename S>
-std::span<const float> NeoxDecoder<S>::fetch_logits() {
-  check(cudaMemcpyAsync(host_logits_.at<float>(0), b_.logits, host_logits_.bytes(), cudaMemcpyDeviceToHost, stream_),
+std::span<const float> NeoxDecoder<S>::fetch_logits(const float* logits) {
+  check(cudaMemcpyAsync(host_logits_.at<float>(0), logits, host_logits_.bytes(), cudaMemcpyDeviceToHost, stream_),
         "logits");
   stream_.synchronize("decoding");
   return {host_logits_.at<float>(0), static_cast<std::size_t>(config_.vocab_size)};
@@ -575,13 +596,25 @@ std::span<const float> NeoxDecoder<S>::fetch_logits() {
 template <typename S>
 std::span<const float> NeoxDecoder<S>::decode(std::int32_t id) {
   check_room(1);
+  if constexpr (!std::is_same_v<S, float>) {
+    if (fused_ != nullptr) {
+      FusedRequest request;
+      request.first_id = id;
+      request.position = length_;
+      request.count = 1;
+      fused_->launch(request);
+      fused_->finish();
+      ++length_;
+      return fetch_logits(fused_->logits());
+    }
+  }
   DecodeState state;
   state.token = id;
   state.position = length_;
   start(state);
   launch_step(false);
   ++length_;
-  return fetch_logits();
+  return fetch_logits(b_.logits);
 }
 
 // The id of this sequence number, as soon as the GPU has published it.
@@ -635,12 +668,55 @@ void NeoxDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const Ge
     }
   } drain{*this};
   const std::uint32_t sequence = sequence_;
+  const bool fused = options_.mode == DecodeMode::fused;
+  const auto is_stop = [&](std::int32_t id) {
+    return std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
+  };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
-    for (; drain.queued < std::min(request.max_ids, seen + 1 + kAhead); ++drain.queued) launch_step(true);
+    const std::int64_t wanted = fused ? 1 : std::min(request.max_ids, seen + 1 + kAhead);
+    for (; drain.queued < wanted; ++drain.queued) launch_step(true);
     const std::int32_t id = wait_for(sequence + static_cast<std::uint32_t>(seen));
     length_ = first + seen++;
-    if (!on_id(id)) break;
-    if (std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end()) break;
+    if (!on_id(id) || is_stop(id)) break;
+    if (fused) return generate_fused(id, request.max_ids - 1, request, on_id);
+  }
+}
+
+template <typename S>
+void NeoxDecoder<S>::generate_fused(std::int32_t id, std::int64_t left, const GenerationRequest& request,
+                                    const std::function<bool(std::int32_t)>& on_id) {
+  if constexpr (!std::is_same_v<S, float>) {
+    struct Drain {
+      FusedDecode<S>& fused;
+      ~Drain() {
+        fused.cancel();
+        try {
+          fused.finish();
+        } catch (const Error&) {  // who ends a launch early has no use for its errors
+        }
+      }
+    } drain{*fused_};
+    while (left > 0) {
+      FusedRequest fused;
+      fused.first_id = id;
+      fused.position = length_;
+      fused.count = std::min(left, kFusedTokens);
+      fused.sampling = request.sampling;
+      fused.stop_ids = request.stop_ids;
+      if (fused.stop_ids.size() > kFusedStopIds) fused.stop_ids.resize(kFusedStopIds);  // the host knows the others
+      fused_->launch(fused);
+      for (std::int64_t i = 0; i < fused.count; ++i, --left) {
+        const std::optional<std::int32_t> next = fused_->wait(i);
+        if (!next.has_value()) fail(Exit::internal, "fused decoding: ended before its last token");
+        id = *next;
+        length_ = fused.position + i + 1;
+        const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
+        if (!on_id(id) || stop) return;
+      }
+      fused_->finish();
+    }
+  } else {
+    (void)id, (void)left, (void)request, (void)on_id;
   }
 }
 
@@ -717,15 +793,20 @@ std::string neox_refusal(const ModelConfig& c) {
   return "";
 }
 
+std::string fused_refusal(const ModelConfig& config, DType dtype) {
+  if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
+  return fused_decode_refusal(config, probe_device());
+}
+
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {
   check_model(config);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     Buffers<S> buffers;
     const TensorTable table(config);
-    return memory_lines(config, options, plan_parameters(table, sizeof(S)).bytes(),
-                        plan_cache(config, options.capacity, sizeof(S)).bytes(),
-                        plan_workspace<S>(config, options.capacity, launch_device(), buffers).plan().bytes());
+    return memory_lines<S>(config, options, plan_parameters(table, sizeof(S)).bytes(),
+                           plan_cache(config, options.capacity, sizeof(S)).bytes(),
+                           plan_workspace<S>(config, options.capacity, launch_device(), buffers).plan().bytes());
   });
 }
 

@@ -30,6 +30,9 @@ struct NeoxOptions {
 // Why no mode can run this model, in one line for the user; empty where it can be run.
 std::string neox_refusal(const ModelConfig& config);
 
+// Why this GPU cannot run it in fused mode; empty where it can.
+std::string fused_refusal(const ModelConfig& config, DType dtype);
+
 // What the model will allocate on the current GPU, as memory() reports it afterwards.
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options);
 

@@ -1,0 +1,133 @@
+// The products of one token against sums in double, for every row length of the Pythia suite and some that are odd.
+#include "llmc/cuda/gemv.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "test/gpu/operator_tools.h"
+
+namespace weft::test {
+namespace {
+
+using cuda::JoinedGemv;
+using cuda::NormedGemv;
+
+// Rounding of fp32 sums of K products around their size.
+constexpr double kSumTolerance = 1e-5;
+
+template <typename T>
+class CudaGemv : public testing::Test {};
+using Types = testing::Types<float, bf16, fp16>;
+TYPED_TEST_SUITE(CudaGemv, Types);
+
+std::vector<double> product(const Floats& weight, const std::vector<double>& x, std::int64_t rows) {
+  std::vector<double> out(static_cast<std::size_t>(rows));
+  for (std::size_t r = 0; r < out.size(); ++r) {
+    for (std::size_t k = 0; k < x.size(); ++k) out[r] += weight[r * x.size() + k] * x[k];
+  }
+  return out;
+}
+
+std::vector<double> layer_norm(const Floats& residual, const Floats& weight, const Floats& bias, double eps) {
+  double mean = 0, variance = 0;
+  for (const float value : residual) mean += value / static_cast<double>(residual.size());
+  for (const float value : residual) variance += (value - mean) * (value - mean) / static_cast<double>(residual.size());
+  std::vector<double> out(residual.size());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    out[i] = (residual[i] - mean) / std::sqrt(variance + eps) * weight[i] + bias[i];
+  }
+  return out;
+}
+
+double gelu(double x) {
+  return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+}
+
+Floats narrowed(const std::vector<double>& values) {
+  return {values.begin(), values.end()};
+}
+
+TYPED_TEST(CudaGemv, NormedMatchesDouble) {
+  using T = TypeParam;
+  const cuda::LaunchDevice device = cuda::launch_device();
+  struct Case {
+    std::int64_t K, first, second;
+  };
+  for (const Case& c : {Case{8, 1, 0}, Case{128, 384, 512}, Case{768, 5, 3}, Case{2560, 333, 1111}, Case{4096, 40, 7},
+                        Case{5120, 9, 2000}, Case{8192, 50, 0}, Case{16384, 21, 10}}) {
+    SCOPED_TRACE(testing::Message() << "K " << c.K << " rows " << c.first << " + " << c.second);
+    const float deviation = 1.0f / std::sqrt(static_cast<float>(c.K));
+    const Floats residual = random_floats(c.K, 1, 3.0f, 2.0f);
+    const Floats norm1 = random_stored<T>(c.K, 2, 0.3f, 1.0f), shift1 = random_stored<T>(c.K, 3, 0.3f);
+    const Floats norm2 = random_stored<T>(c.K, 4, 0.3f, 1.0f), shift2 = random_stored<T>(c.K, 5, 0.3f);
+    const Floats weight1 = random_stored<T>(c.first * c.K, 6, deviation), bias1 = random_stored<T>(c.first, 7);
+    const Floats weight2 = random_stored<T>(c.second * c.K, 8, deviation);
+    const auto d_norm1 = on_device<T>(norm1), d_shift1 = on_device<T>(shift1), d_norm2 = on_device<T>(norm2),
+               d_shift2 = on_device<T>(shift2), d_weight1 = on_device<T>(weight1), d_bias1 = on_device<T>(bias1),
+               d_weight2 = on_device<T>(weight2);
+    const DeviceBuffer<float> d_residual(residual);
+    DeviceBuffer<T> out1(static_cast<std::size_t>(c.first)), out2(static_cast<std::size_t>(c.second));
+    DeviceBuffer<float> wide(static_cast<std::size_t>(c.first));
+    NormedGemv<T> io;
+    io.residual = d_residual.data();
+    io.K = c.K;
+    io.eps = 1e-5f;
+    io.outputs[0] = {
+        {d_norm1.data(), d_shift1.data()}, {d_weight1.data(), d_bias1.data()}, c.first, true, out1.data(), nullptr};
+    io.outputs[1] = {
+        {d_norm2.data(), d_shift2.data()}, {d_weight2.data(), nullptr}, c.second, false, out2.data(), nullptr};
+    cuda::normed_gemv(io, device, nullptr);
+    io.outputs[0].wide_out = wide.data();
+    io.outputs[0].gelu = false;
+    io.outputs[1] = {};
+    cuda::normed_gemv(io, device, nullptr);
+
+    std::vector<double> want = product(weight1, layer_norm(residual, norm1, shift1, 1e-5), c.first);
+    for (std::size_t r = 0; r < want.size(); ++r) want[r] += bias1[r];
+    expect_near<float>(wide.download(), narrowed(want), "wide", kSumTolerance);
+    for (double& value : want) value = gelu(value);
+    expect_near<T>(on_host(out1), narrowed(want), "out1", kSumTolerance);
+    expect_near<T>(on_host(out2), narrowed(product(weight2, layer_norm(residual, norm2, shift2, 1e-5), c.second)),
+                   "out2", kSumTolerance);
+  }
+}
+
+TYPED_TEST(CudaGemv, JoinedMatchesDouble) {
+  using T = TypeParam;
+  const cuda::LaunchDevice device = cuda::launch_device();
+  struct Case {
+    std::int64_t first, second, rows;
+  };
+  for (const Case& c : {Case{8, 0, 1}, Case{128, 512, 128}, Case{96, 264, 7}, Case{0, 3072, 300}, Case{768, 3072, 768},
+                        Case{2560, 10240, 277}, Case{4096, 16384, 133}, Case{5120, 20480, 50}}) {
+    SCOPED_TRACE(testing::Message() << "K " << c.first << " + " << c.second << " rows " << c.rows);
+    const float deviation = 1.0f / std::sqrt(static_cast<float>(c.first + c.second));
+    const Floats x1 = random_stored<T>(c.first, 1), x2 = random_stored<T>(c.second, 2);
+    const Floats weight1 = random_stored<T>(c.first * c.rows, 3, deviation), bias1 = random_stored<T>(c.rows, 4);
+    const Floats weight2 = random_stored<T>(c.second * c.rows, 5, deviation), bias2 = random_stored<T>(c.rows, 6);
+    const Floats residual = random_floats(c.rows, 7, 2.0f);
+    const auto d_x1 = on_device<T>(x1), d_x2 = on_device<T>(x2), d_weight1 = on_device<T>(weight1),
+               d_weight2 = on_device<T>(weight2), d_bias1 = on_device<T>(bias1), d_bias2 = on_device<T>(bias2);
+    const DeviceBuffer<float> d_residual(residual);
+    JoinedGemv<T> io;
+    io.inputs[0] = {d_x1.data(), {d_weight1.data(), d_bias1.data()}, c.first};
+    io.inputs[1] = {d_x2.data(), {d_weight2.data(), c.rows % 2 == 0 ? nullptr : d_bias2.data()}, c.second};
+    io.residual = d_residual.data();
+    io.rows = c.rows;
+    cuda::joined_gemv(io, device, nullptr);
+
+    const std::vector<double> product1 = product(weight1, {x1.begin(), x1.end()}, c.rows),
+                              product2 = product(weight2, {x2.begin(), x2.end()}, c.rows);
+    std::vector<double> want(static_cast<std::size_t>(c.rows));
+    for (std::size_t r = 0; r < want.size(); ++r) {
+      want[r] = residual[r] + product1[r] + product2[r];
+      if (c.first > 0) want[r] += bias1[r];
+      if (c.second > 0 && c.rows % 2 != 0) want[r] += bias2[r];
+    }
+    expect_near<float>(d_residual.download(), narrowed(want), "residual", kSumTolerance);
+  }
+}
+
+}  // namespace
+}  // namespace weft::test

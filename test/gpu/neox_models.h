@@ -1,0 +1,97 @@
+// Random GPT-NeoX models for the tests of decoding: a configuration of any shape, its file, and the CPU's answer.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "llmc/file/tensor_file.h"
+#include "llmc/model/model_file.h"
+#include "test/cpp/test_files.h"
+
+namespace weft::test {
+
+struct NeoxShape {
+  std::string name;
+  std::int64_t heads, head_dim, layers, ffn;
+  bool parallel = true, bias = true;
+  std::int64_t vocab = 515, positions = 2048;  // odd on purpose
+};
+
+inline ModelConfig neox_config(const NeoxShape& shape) {
+  ModelConfig config;
+  config.family = Family::gpt_neox;
+  config.vocab_size = shape.vocab;
+  config.hidden_size = shape.heads * shape.head_dim;
+  config.num_layers = shape.layers;
+  config.num_heads = config.num_kv_heads = shape.heads;
+  config.head_dim = shape.head_dim;
+  config.ffn_size = shape.ffn;
+  config.max_positions = shape.positions;
+  config.norm_eps = 1e-5;
+  config.norm = NormKind::layernorm;
+  config.rope.theta = 10000;
+  config.rope.rotary_dim = shape.head_dim / 4;
+  config.parallel_residual = shape.parallel;
+  config.attention_bias = shape.bias;
+  config.tokenizer_vocab = shape.vocab - 13;  // 13 rows of padding
+  config.eos_ids = {0};
+  return config;
+}
+
+// Small shapes of every head dimension, both residuals, with and without biases.
+inline std::vector<NeoxShape> small_shapes() {
+  return {{"hs32", 5, 32, 3, 640},
+          {"hs32 sequential", 4, 32, 2, 264, false},
+          {"hs64 nobias", 3, 64, 2, 768, true, false},
+          {"hs80", 2, 80, 2, 640},
+          {"hs128 sequential nobias", 2, 128, 2, 1024, false, false},
+          {"hs256", 2, 256, 2, 2048}};
+}
+// A layer of Pythia-2.8B, twice.
+inline NeoxShape shape_2_8b() {
+  return {"2.8B x 2", 32, 80, 2, 10240, true, true, 1003};
+}
+
+// Changes the values of one tensor before they are written.
+using Edit = std::function<void(const TensorSpec& spec, std::vector<float>& values)>;
+
+// Weights as large as those of trained models: activations of order 1 in every layer, so that attention is not uniform and
+// a wrong operator shows in the logits. The rows of padding in the head are far ahead of every token.
+inline void write_random_model(const std::string& path, const ModelConfig& config, DType dtype, unsigned seed,
+                               const Edit& edit = nullptr) {
+  TensorFileWriter writer(path, FileKind::model, Json{{"model", config_to_json(config)}});
+  const TensorTable table(config);
+  for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, dtype, spec.shape);
+  std::mt19937 generator(seed);
+  for (const TensorSpec& spec : table.specs()) {
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    // Uniform numbers: many times faster than normal ones, and the sums are normal anyway.
+    const bool matrix = spec.shape.size() == 2, embedding = spec.name == "gpt_neox.embed_in.weight";
+    const float width = matrix && !embedding ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1])) : 0.5f;
+    for (float& value : values) {
+      value = width * (static_cast<float>(generator()) * 0x1p-31f - 1.0f);
+      if (!matrix && spec.init == Init::ones) value += 1.0f;
+    }
+    if (spec.name == "embed_out.weight") {
+      const auto padding = static_cast<std::ptrdiff_t>(config.tokenizer_vocab * config.hidden_size);
+      for (auto value = values.begin() + padding; value != values.end(); ++value) *value *= 8;
+    }
+    if (edit) edit(spec, values);
+    writer.write_f32(values.data(), values.size());
+  }
+  writer.publish();
+}
+
+inline std::vector<std::int32_t> random_tokens(std::size_t count, std::int64_t vocab, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::vector<std::int32_t> ids(count);
+  for (std::int32_t& id : ids) id = static_cast<std::int32_t>(generator() % static_cast<unsigned>(vocab));
+  return ids;
+}
+
+}  // namespace weft::test
