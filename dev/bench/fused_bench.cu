@@ -1,0 +1,266 @@
+// Times the fused decode kernel on models of Pythia's shapes with random fp16 weights, beside a plain read of memory in the
+// same run.
+//
+//   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/fused_bench.cu build/release/libweft.a ...
+//   ./a.out 2.8b 410m ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--layer] [--timeline]
+//
+// A row: milliseconds a token (median of 7 launches of 32 tokens around the context), bytes that a token must read over
+// that time, and its share of the plain read. --layer times attention + MLP-up + GELU of one layer, the benchmark of
+// ClusterFusion, rotating over the model's layers. --timeline prints when each phase of a layer ends, in us after the
+// first block has the layer's input: least, mean and greatest over blocks, averaged over layers.
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llmc/cuda/arena.h"
+#include "llmc/cuda/error.h"
+#include "llmc/cuda/fused_decode.h"
+#include "llmc/cuda/stream.h"
+#include "llmc/model/tensor_table.h"
+
+namespace {
+
+using namespace weft;
+using namespace weft::cuda;
+using S = __half;
+
+constexpr std::int64_t kCapacity = 2048, kTokens = 32;
+constexpr int kLaunches = 7;
+
+// fp16 numbers of +-2^-6 .. +-2^-5.
+__global__ void fill_kernel(unsigned* words, std::size_t count) {
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::size_t{gridDim.x} * blockDim.x) {
+    unsigned x = static_cast<unsigned>(i * 2654435761u);
+    x ^= x >> 15;
+    x *= 2246822519u;
+    x ^= x >> 13;
+    words[i] = (x & 0x83FF83FFu) | 0x24002400u;
+  }
+}
+
+__global__ void __launch_bounds__(1024) read_kernel(const uint4* data, std::size_t count, unsigned* out) {
+  unsigned x = 0;
+  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
+  std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x;
+  for (; i + 7 * stride < count; i += 8 * stride) {
+    uint4 v[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u) v[u] = __ldcs(data + i + u * stride);
+#pragma unroll
+    for (int u = 0; u < 8; ++u) x ^= v[u].x ^ v[u].y ^ v[u].z ^ v[u].w;
+  }
+  for (; i < count; i += stride) x ^= data[i].x;
+  if (x == 0x12345678u) *out = x;
+}
+
+struct Shape {
+  const char* name;
+  std::int64_t layers, heads, head_dim, vocab;
+};
+constexpr Shape kShapes[] = {{"14m", 6, 4, 32, 50304},     {"31m", 6, 8, 32, 50304},    {"70m", 6, 8, 64, 50304},
+                             {"160m", 12, 12, 64, 50304},  {"410m", 24, 16, 64, 50304}, {"1b", 16, 8, 256, 50304},
+                             {"1.4b", 24, 16, 128, 50304}, {"2.8b", 32, 32, 80, 50304}, {"6.9b", 32, 32, 128, 50432},
+                             {"12b", 36, 40, 128, 50688}};
+
+ModelConfig config_of(const Shape& shape) {
+  ModelConfig config;
+  config.family = Family::gpt_neox;
+  config.vocab_size = config.tokenizer_vocab = shape.vocab;
+  config.num_heads = config.num_kv_heads = shape.heads;
+  config.head_dim = shape.head_dim;
+  config.hidden_size = shape.heads * shape.head_dim;
+  config.ffn_size = 4 * config.hidden_size;
+  config.num_layers = shape.layers;
+  config.max_positions = kCapacity;
+  config.norm_eps = 1e-5;
+  config.norm = NormKind::layernorm;
+  config.rope.theta = 10000;
+  config.rope.rotary_dim = shape.head_dim / 4;
+  config.parallel_residual = config.attention_bias = true;
+  return config;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+template <typename Work>
+double milliseconds(cudaStream_t stream, const Work& work) {
+  const Event begin, end;
+  check(cudaEventRecord(begin, stream), "event");
+  work();
+  check(cudaEventRecord(end, stream), "event");
+  check(cudaEventSynchronize(end), "event");
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, begin, end), "event");
+  return ms;
+}
+
+DeviceArena allocate(std::uint64_t bytes) {
+  MemoryPlan plan("benchmark");
+  plan.add(bytes);
+  return DeviceArena(plan);
+}
+
+// GB/s of a plain read.
+double read_ceiling(const DeviceArena& memory, cudaStream_t stream) {
+  const std::size_t bytes = std::min<std::size_t>(memory.bytes(), 5600000000ull) / 16 * 16;
+  std::vector<double> times;
+  for (int i = 0; i < 7; ++i) {
+    times.push_back(milliseconds(stream, [&] {
+      read_kernel<<<264, 1024, 0, stream>>>(memory.at<uint4>(0), bytes / 16, memory.at<unsigned>(0));
+    }));
+  }
+  return static_cast<double>(bytes) / median(times) * 1e-6;
+}
+
+struct Options {
+  std::vector<std::string> models;
+  std::vector<std::int64_t> contexts = {64, 1024, 2000};
+  FusedTuning tuning;
+  bool timeline = false;
+};
+
+void print_timeline(const FusedTimeline& line) {
+  const auto at = [&](std::int64_t layer, int event, int block) {
+    return line.stamps[static_cast<std::size_t>((layer * kFusedStamps + event) * line.blocks + block)];
+  };
+  std::printf("  phase of a layer ends, us: least, mean, greatest over blocks\n");
+  for (int event = 0; event < kFusedStamps; ++event) {
+    double least = 0, mean = 0, greatest = 0;
+    int layers = 0;
+    for (std::int64_t l = 1; l < line.layers; ++l) {
+      std::uint64_t start = ~0ull;
+      for (int b = 0; b < line.blocks; ++b) start = std::min(start, at(l, 0, b));
+      double low = 1e9, high = -1e9, sum = 0;
+      int blocks = 0;
+      for (int b = 0; b < line.blocks; ++b) {
+        if (at(l, event, b) == 0) continue;
+        const double t = (static_cast<double>(at(l, event, b)) - static_cast<double>(start)) * 1e-3;
+        low = std::min(low, t), high = std::max(high, t), sum += t, ++blocks;
+      }
+      if (blocks == 0) continue;
+      least += low, greatest += high, mean += sum / blocks, ++layers;
+    }
+    if (layers == 0) continue;
+    std::printf("  %-24s %7.2f %7.2f %7.2f\n", fused_stamp_name(event), least / layers, mean / layers,
+                greatest / layers);
+  }
+}
+
+void run(const Shape& shape, const Options& options) {
+  const ModelConfig config = config_of(shape);
+  const TensorTable table(config);
+  Stream stream;
+  const DeviceArena memory = allocate(static_cast<std::uint64_t>(table.arena_elements()) * sizeof(S));
+  const std::int64_t cached = config.num_layers * config.hidden_size * kCapacity;
+  const DeviceArena cache_memory = allocate(static_cast<std::uint64_t>(2 * cached) * sizeof(S));
+  const DeviceArena scratch = allocate(5600000000ull);
+  for (const DeviceArena* arena : {&memory, &cache_memory, &scratch}) {
+    fill_kernel<<<1056, 512, 0, stream>>>(arena->at<unsigned>(0), arena->bytes() / 4);
+  }
+  const RopeTable rope = rope_table(config.rope, kCapacity);
+  const DeviceArena rope_memory = allocate(2 * rope.cos.size() * sizeof(float));
+  check(cudaMemcpy(rope_memory.at<float>(0), rope.cos.data(), rope.cos.size() * 4, cudaMemcpyHostToDevice), "rope");
+  check(cudaMemcpy(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
+                   cudaMemcpyHostToDevice),
+        "rope");
+  const auto at = [&](const std::string& name) { return memory.at<S>(0) + table.at(name).offset; };
+  const auto norm = [&](const std::string& name) { return NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")}; };
+  const auto linear = [&](const std::string& name) { return NeoxLinear<S>{at(name + ".weight"), at(name + ".bias")}; };
+  NeoxWeights<S> w;
+  w.embedding = at("gpt_neox.embed_in.weight");
+  w.head = at("embed_out.weight");
+  w.final_norm = norm("gpt_neox.final_layer_norm");
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const std::string prefix = "gpt_neox.layers." + std::to_string(l) + ".";
+    w.layers.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
+                        linear(prefix + "attention.query_key_value"), linear(prefix + "attention.dense"),
+                        linear(prefix + "mlp.dense_h_to_4h"), linear(prefix + "mlp.dense_4h_to_h")});
+  }
+  const NeoxCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
+  const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
+                                    rope.positions, rope.half};
+  stream.synchronize("benchmark");
+  const double ceiling = read_ceiling(scratch, stream);
+  FusedDecode<S> fused(config, w, cache, device_rope, stream, options.tuning);
+  for (const std::int64_t context : options.contexts) {
+    FusedRequest request;
+    request.first_id = 17;
+    request.position = std::max<std::int64_t>(0, context - kTokens / 2);
+    request.count = kTokens;
+    std::vector<double> times;
+    for (int i = 0; i <= kLaunches; ++i) {
+      const double ms = milliseconds(stream, [&] { fused.launch(request); });
+      fused.finish();
+      if (i > 0) times.push_back(ms / static_cast<double>(kTokens));
+    }
+    double ms = median(times), bytes = static_cast<double>(fused.bytes_per_token(context));
+    if (options.tuning.layer_only) ms /= static_cast<double>(shape.layers), bytes /= static_cast<double>(shape.layers);
+    const double rate = bytes / ms * 1e-6;
+    std::printf("%-5s %s context %4lld blocks %3d window %3d KB: %8.4f ms  %5.0f GB/s  %5.1f %% of %4.0f\n", shape.name,
+                options.tuning.layer_only ? "layer" : "token", static_cast<long long>(context), fused.blocks(),
+                options.tuning.window_bytes >> 10, ms, rate, 100 * rate / ceiling, ceiling);
+    if (options.timeline) {
+      fused.record_timeline(true);
+      fused.launch(request);
+      fused.finish();
+      print_timeline(fused.timeline());
+      fused.record_timeline(false);
+    }
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const char* value = i + 1 < argc ? argv[i + 1] : "";
+    if (argument == "--window") {
+      options.tuning.window_bytes = std::atoi(value) << 10, ++i;
+    } else if (argument == "--ring") {
+      options.tuning.ring_bytes = std::atoi(value) << 10, ++i;
+    } else if (argument == "--blocks") {
+      options.tuning.blocks = std::atoi(value), ++i;
+    } else if (argument == "--layer") {
+      options.tuning.layer_only = true;
+    } else if (argument == "--timeline") {
+      options.timeline = true;
+    } else if (argument == "--contexts") {
+      options.contexts.clear();
+      for (const char* text = value; *text != 0; text += *text == ',') {
+        char* end = nullptr;
+        options.contexts.push_back(std::strtoll(text, &end, 10));
+        if (end == text) break;
+        text = end;
+      }
+      ++i;
+    } else {
+      options.models.push_back(argument);
+    }
+  }
+  try {
+    for (const std::string& name : options.models) {
+      const auto found =
+          std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == name; });
+      if (found == std::end(kShapes)) fail(Exit::usage, "no model %s", name.c_str());
+      run(*found, options);
+    }
+  } catch (const Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return static_cast<int>(error.code());
+  }
+  return 0;
+}

@@ -1,0 +1,453 @@
+// The fused decode kernel against the CPU reference, against the host's sampler, and against itself.
+//
+// Tolerance. Kernel and reference start from the same values, weights that the storage type holds exactly. The kernel
+// computes in fp32 and rounds keys and values to the storage type on their way into the cache, which the reference keeps in
+// fp32: an error of at most the unit roundoff u of each of them. Scores err by u relative to their size, outputs by u
+// relative to the values, at every layer; so the logits are held to 2 u of the largest logit (fp16 1e-3, bf16 8e-3).
+#include "llmc/cuda/fused_decode.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <set>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/neox.h"
+#include "llmc/cuda/stream.h"
+#include "llmc/file/tensor_file.h"
+#include "llmc/infer/sampler.h"
+#include "llmc/model/model_file.h"
+#include "test/cpp/test_files.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft {
+namespace {
+
+using test::bf16;
+using test::DeviceBuffer;
+using test::Floats;
+using test::fp16;
+
+ModelConfig neox_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers, std::int64_t vocab) {
+  ModelConfig config;
+  config.family = Family::gpt_neox;
+  config.vocab_size = config.tokenizer_vocab = vocab;
+  config.num_heads = config.num_kv_heads = heads;
+  config.head_dim = head_dim;
+  config.hidden_size = heads * head_dim;
+  config.ffn_size = 4 * config.hidden_size;
+  config.num_layers = layers;
+  config.max_positions = 2048;
+  config.norm_eps = 1e-5;
+  config.norm = NormKind::layernorm;
+  config.rope.theta = 10000;
+  config.rope.rotary_dim = head_dim / 4 / 2 * 2;
+  config.parallel_residual = true;
+  config.attention_bias = true;
+  return config;
+}
+
+// A model with random parameters, on the CPU and on the GPU. Matrices are scaled so that activations and attention scores
+// are of order one at every width.
+template <typename S>
+class Model {
+ public:
+  Model(const ModelConfig& config, std::int64_t capacity, unsigned seed = 1)
+      : config_(config),
+        capacity_(capacity),
+        arena_(static_cast<std::size_t>(TensorTable(config).arena_elements())),
+        keys_(cache_elements()),
+        values_(cache_elements()) {
+    const TensorTable table(config);
+    Floats all(arena_.size(), 0.0f);
+    for (const TensorSpec& spec : table.specs()) {
+      const bool matrix = spec.shape.size() == 2;
+      const float scale = matrix ? std::sqrt(1.0f / static_cast<float>(spec.shape[1])) : 0.1f;
+      // A prime number of values, over and over: rows differ, and large models are made fast.
+      const std::int64_t period = std::min<std::int64_t>(spec.elements, 1000003);
+      const Floats values = test::random_stored<S>(period, seed++, scale, spec.init == Init::ones ? 1.0f : 0.0f);
+      for (std::int64_t i = 0; i < spec.elements; ++i) {
+        all[static_cast<std::size_t>(spec.offset + i)] = values[static_cast<std::size_t>(i % period)];
+      }
+    }
+    parameters_ = all;
+    upload();
+    const RopeTable rope = rope_table(config.rope, capacity);
+    cos_ = std::make_unique<DeviceBuffer<float>>(rope.cos);
+    sin_ = std::make_unique<DeviceBuffer<float>>(rope.sin);
+    rope_ = {cos_->data(), sin_->data(), rope.positions, rope.half};
+  }
+
+  const ModelConfig& config() const { return config_; }
+  Floats& parameters() { return parameters_; }
+  float* parameter(const std::string& name) { return parameters_.data() + TensorTable(config_).at(name).offset; }
+  void upload() { arena_.upload(test::stored<S>(parameters_)); }
+
+  std::unique_ptr<DecodeModel> on_cpu() {
+    const TensorTable table(config_);
+    const std::string path = directory_.file("model.bin");
+    Json model_config = Json::object();
+    model_config["model"] = config_to_json(config_);
+    TensorFileWriter writer(path, FileKind::model, model_config);
+    for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+    for (const TensorSpec& spec : table.specs()) {
+      writer.write_f32(parameters_.data() + spec.offset, static_cast<std::size_t>(spec.elements));
+    }
+    writer.publish();
+    return cpu::load_neox(ModelFile::open(path, Family::gpt_neox), capacity_);
+  }
+
+  std::unique_ptr<cuda::FusedDecode<S>> fused(const cuda::FusedTuning& tuning = {}) {
+    keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
+    values_.fill_bytes(0xff);
+    return std::make_unique<cuda::FusedDecode<S>>(
+        config_, weights(), cuda::NeoxCache<S>{keys_.data(), values_.data(), capacity_}, rope_, stream_, tuning);
+  }
+
+ private:
+  std::size_t cache_elements() const {
+    return static_cast<std::size_t>(config_.num_layers * config_.hidden_size * capacity_);
+  }
+  cuda::NeoxWeights<S> weights() const {
+    const TensorTable table(config_);
+    const auto at = [&](const std::string& name) { return arena_.data() + table.at(name).offset; };
+    const auto norm = [&](const std::string& name) {
+      return cuda::NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")};
+    };
+    const auto linear = [&](const std::string& name) {
+      const bool bias = table.find(name + ".bias") != nullptr;
+      return cuda::NeoxLinear<S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
+    };
+    cuda::NeoxWeights<S> w;
+    w.embedding = at("gpt_neox.embed_in.weight");
+    w.head = at("embed_out.weight");
+    w.final_norm = norm("gpt_neox.final_layer_norm");
+    for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+      const std::string prefix = "gpt_neox.layers." + std::to_string(l) + ".";
+      w.layers.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
+                          linear(prefix + "attention.query_key_value"), linear(prefix + "attention.dense"),
+                          linear(prefix + "mlp.dense_h_to_4h"), linear(prefix + "mlp.dense_4h_to_h")});
+    }
+    return w;
+  }
+
+  ModelConfig config_;
+  std::int64_t capacity_;
+  TemporaryDirectory directory_;
+  Floats parameters_;
+  cuda::Stream stream_;
+  DeviceBuffer<S> arena_, keys_, values_;
+  std::unique_ptr<DeviceBuffer<float>> cos_, sin_;
+  cuda::DeviceRopeTable rope_;
+};
+
+template <typename S>
+Floats logits_of(const cuda::FusedDecode<S>& fused, const ModelConfig& config) {
+  Floats logits(static_cast<std::size_t>(config.vocab_size));
+  cuda::check(cudaMemcpy(logits.data(), fused.logits(), logits.size() * sizeof(float), cudaMemcpyDeviceToHost),
+              "logits");
+  return logits;
+}
+
+// Feeds one id and returns the one that is sampled.
+template <typename S>
+std::int32_t step(cuda::FusedDecode<S>& fused, std::int32_t id, std::int64_t position,
+                  const SamplerOptions& options = {}) {
+  cuda::FusedRequest request;
+  request.first_id = id;
+  request.position = position;
+  request.count = 1;
+  request.sampling = sampling_plan(options);
+  fused.launch(request);
+  const std::optional<std::int32_t> next = fused.wait(0);
+  const auto result = fused.finish();
+  EXPECT_EQ(result.end, cuda::FusedEnd::length);
+  EXPECT_EQ(result.tokens, 1);
+  return next.value_or(-1);
+}
+
+std::int32_t id_at(std::int64_t i, const ModelConfig& config) {
+  return static_cast<std::int32_t>((i * 7919 + 13) % config.vocab_size);
+}
+
+template <typename S>
+void expect_logits(const Floats& got, std::span<const float> want, const std::string& what) {
+  double largest = 0, worst = 0;
+  for (const float value : want) largest = std::max(largest, std::abs(static_cast<double>(value)));
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double error = std::abs(static_cast<double>(got[i]) - want[i]);
+    if (!(error <= worst)) worst = error;  // a NaN is the worst
+    if (std::isnan(error)) break;
+  }
+  const double share = worst / (2 * test::unit_roundoff<S>() * largest);
+  test::record_worst("logits_" + test::type_name<S>(), share);
+  EXPECT_LE(share, 1.0) << what << ": error " << worst << " of largest logit " << largest;
+}
+
+template <typename S>
+void check_steps(const ModelConfig& config, int steps, const cuda::FusedTuning& tuning = {}) {
+  SCOPED_TRACE(test::type_name<S>() + ", " + std::to_string(config.num_heads) + " heads of " +
+               std::to_string(config.head_dim));
+  Model<S> model(config, steps);
+  const auto cpu = model.on_cpu();
+  const auto fused = model.fused(tuning);
+  for (int i = 0; i < steps; ++i) {
+    step(*fused, id_at(i, config), i);
+    expect_logits<S>(logits_of(*fused, config), cpu->decode(id_at(i, config)), "step " + std::to_string(i));
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+// Every head_dim of Pythia, and every width: the ways in which warps share a row differ.
+TEST(FusedDecode, MatchesTheCpuAtEveryShape) {
+  const std::pair<int, int> shapes[] = {{4, 32},  {4, 64},  {4, 80},  {2, 128},  {2, 256}, {8, 32}, {8, 64},
+                                        {12, 64}, {16, 64}, {8, 256}, {16, 128}, {3, 16},  {11, 64}};
+  for (const auto& [heads, head_dim] : shapes) {
+    check_steps<fp16>(neox_config(heads, head_dim, 3, 1003), 6);
+    check_steps<bf16>(neox_config(heads, head_dim, 3, 1003), 4);
+  }
+}
+
+TEST(FusedDecode, MatchesTheCpuAtTheLayersOf2_8B) {
+  check_steps<fp16>(neox_config(32, 80, 2, 1003), 5);
+  check_steps<bf16>(neox_config(32, 80, 2, 1003), 3);
+}
+
+TEST(FusedDecode, MatchesTheCpuAtTheLayersOf6_9BAnd12B) {
+  check_steps<fp16>(neox_config(32, 128, 1, 301), 4);
+  check_steps<fp16>(neox_config(40, 128, 1, 301), 4);
+  check_steps<bf16>(neox_config(32, 128, 1, 301), 2);
+}
+
+TEST(FusedDecode, MatchesTheCpuWithoutAttentionBiasAndWithFewBlocks) {
+  ModelConfig config = neox_config(4, 64, 2, 507);
+  config.attention_bias = false;
+  config.rope.rotary_dim = 64;
+  check_steps<fp16>(config, 5);
+  cuda::FusedTuning tuning;
+  tuning.blocks = 24;
+  check_steps<fp16>(config, 5, tuning);
+  tuning.blocks = 3;      // fewer than heads
+  tuning.ring_bytes = 1;  // the smallest ring
+  tuning.window_bytes = 1;
+  check_steps<fp16>(neox_config(4, 32, 2, 507), 5, tuning);
+}
+
+template <typename S>
+void check_contexts(const ModelConfig& config) {
+  constexpr std::int64_t kCapacity = 2048;
+  SCOPED_TRACE(test::type_name<S>() + ", head_dim " + std::to_string(config.head_dim));
+  Model<S> model(config, kCapacity);
+  const auto cpu = model.on_cpu();
+  const auto fused = model.fused();
+  std::int64_t fed = 0;
+  for (const std::int64_t context : {0, 1, 31, 32, 33, 1000, 2047}) {
+    std::vector<std::int32_t> ids;
+    for (std::int64_t i = fed; i <= context; ++i) ids.push_back(id_at(i, config));
+    for (; fed < context; ++fed) step(*fused, id_at(fed, config), fed);
+    step(*fused, id_at(fed, config), fed);
+    ++fed;
+    expect_logits<S>(logits_of(*fused, config), cpu->prefill(ids), "context " + std::to_string(context));
+    if (testing::Test::HasFailure()) return;
+  }
+  EXPECT_NE(error_of(Exit::internal, [&] { step(*fused, 0, kCapacity); }), "");
+}
+
+TEST(FusedDecode, EveryContextUpToTheLimit) {
+  for (const int head_dim : {32, 64, 80, 128, 256}) check_contexts<fp16>(neox_config(2, head_dim, 2, 307));
+  check_contexts<bf16>(neox_config(4, 64, 2, 307));
+  check_contexts<fp16>(neox_config(32, 80, 1, 307));
+}
+
+// Many tokens in one launch: the same ids and the same bits as one launch a token.
+TEST(FusedDecode, ManyTokensInOneLaunch) {
+  for (const auto& [heads, head_dim] : {std::pair{4, 32}, {16, 64}, {32, 80}}) {
+    const ModelConfig config = neox_config(heads, head_dim, 2, 1003);
+    constexpr int kTokens = 90;
+    Model<fp16> model(config, kTokens);
+    std::vector<std::int32_t> singly = {5};
+    std::uint64_t hash = 0;
+    {
+      const auto fused = model.fused();
+      for (int i = 0; i < kTokens; ++i) singly.push_back(step(*fused, singly.back(), i));
+      hash = fused->logits_hash();
+    }
+    const auto fused = model.fused();
+    cuda::FusedRequest request;
+    request.first_id = 5;
+    request.count = kTokens;
+    fused->launch(request);
+    std::vector<std::int32_t> together = {5};
+    for (int i = 0; i < kTokens; ++i) together.push_back(fused->wait(i).value_or(-1));
+    EXPECT_FALSE(fused->wait(kTokens).has_value());
+    EXPECT_EQ(fused->finish().tokens, kTokens);
+    EXPECT_EQ(singly, together);
+    EXPECT_EQ(fused->logits_hash(), hash);
+    EXPECT_GT(std::set<std::int32_t>(singly.begin(), singly.end()).size(), 3u) << "the test says nothing";
+  }
+}
+
+TEST(FusedDecode, SameBitsEveryRun) {
+  const ModelConfig config = neox_config(32, 80, 2, 1003);
+  Model<fp16> model(config, 64);
+  const auto fused = model.fused();
+  std::uint64_t hash = 0;
+  for (int run = 0; run < 100; ++run) {
+    cuda::FusedRequest request;
+    request.first_id = 7;
+    request.count = 24;
+    fused->launch(request);
+    fused->finish();
+    if (run == 0) hash = fused->logits_hash();
+    ASSERT_EQ(fused->logits_hash(), hash) << "run " << run;
+  }
+}
+
+// The choice is the host sampler's, bit for bit, for the same logits and the position in the sequence.
+TEST(FusedDecode, SamplesWhatTheHostWouldSample) {
+  const ModelConfig config = neox_config(4, 64, 2, 5003);
+  Model<fp16> model(config, 64);
+  const auto fused = model.fused();
+  SamplerOptions choices[5];
+  choices[0].temperature = 1;
+  choices[1].temperature = 0.7, choices[1].top_k = 40;
+  choices[2].temperature = 1.3, choices[2].top_p = 0.9;
+  choices[3].temperature = 2, choices[3].min_p = 0.05;
+  choices[4].temperature = 0.9, choices[4].top_k = 100, choices[4].top_p = 0.8, choices[4].min_p = 0.01;
+  std::int64_t position = 0;
+  std::set<std::int32_t> seen;
+  for (SamplerOptions& options : choices) {
+    options.seed = 99;
+    options.vocab_limit = 4900;
+    std::int32_t id = 3;
+    for (int i = 0; i < 10; ++i, ++position) {
+      id = step(*fused, id, position, options);
+      const Floats logits = logits_of(*fused, config);
+      EXPECT_EQ(id, Sampler(options).sample(logits, position + 1)) << "position " << position;
+      seen.insert(id);
+    }
+  }
+  EXPECT_GT(seen.size(), 20u);
+}
+
+TEST(FusedDecode, NeverSamplesPaddedIds) {
+  const ModelConfig config = neox_config(4, 32, 1, 1003);
+  Model<fp16> model(config, 32);
+  float* head = model.parameter("embed_out.weight");
+  for (std::int64_t i = 900 * config.hidden_size; i < 1003 * config.hidden_size; ++i) head[i] *= 50;
+  model.upload();
+  const auto fused = model.fused();
+  SamplerOptions options;
+  bool padded_would_win = false;
+  for (const double temperature : {0.0, 1.0}) {
+    options.temperature = temperature;
+    for (int i = 0; i < 8; ++i) {
+      options.vocab_limit = 900;
+      EXPECT_LT(step(*fused, i, i, options), 900);
+      options.vocab_limit = 0;
+      padded_would_win = padded_would_win || step(*fused, i, i, options) >= 900;
+    }
+  }
+  EXPECT_TRUE(padded_would_win) << "the test says nothing";
+}
+
+TEST(FusedDecode, EqualLogitsGoToTheLowestId) {
+  const ModelConfig config = neox_config(4, 32, 1, 1003);
+  Model<fp16> model(config, 8);
+  float* head = model.parameter("embed_out.weight");
+  std::fill_n(head, config.vocab_size * config.hidden_size, 0.0f);
+  model.upload();
+  const auto fused = model.fused();
+  EXPECT_EQ(step(*fused, 3, 0), 0);
+}
+
+TEST(FusedDecode, StopsAtAStopId) {
+  const ModelConfig config = neox_config(16, 64, 2, 1003);
+  Model<fp16> model(config, 128);
+  const auto fused = model.fused();
+  cuda::FusedRequest request;
+  request.first_id = 11;
+  request.count = 100;
+  fused->launch(request);
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < 100; ++i) ids.push_back(fused->wait(i).value_or(-1));
+  EXPECT_EQ(fused->finish().end, cuda::FusedEnd::length);
+  const std::size_t place = static_cast<std::size_t>(std::find(ids.begin(), ids.end(), ids[20]) - ids.begin());
+  request.stop_ids = {2000000, ids[20]};
+  fused->launch(request);
+  for (std::size_t i = 0; i <= place; ++i) EXPECT_EQ(fused->wait(static_cast<std::int64_t>(i)).value_or(-1), ids[i]);
+  EXPECT_FALSE(fused->wait(static_cast<std::int64_t>(place) + 1).has_value());
+  const auto result = fused->finish();
+  EXPECT_EQ(result.end, cuda::FusedEnd::stop_id);
+  EXPECT_EQ(result.tokens, static_cast<std::int64_t>(place) + 1);
+}
+
+TEST(FusedDecode, CancelEndsTheLaunch) {
+  const ModelConfig config = neox_config(16, 64, 4, 1003);
+  Model<fp16> model(config, 4096);
+  const auto fused = model.fused();
+  cuda::FusedRequest request;
+  request.count = 4000;
+  fused->launch(request);
+  ASSERT_TRUE(fused->wait(3).has_value());
+  fused->cancel();
+  const auto result = fused->finish();
+  EXPECT_EQ(result.end, cuda::FusedEnd::cancelled);
+  EXPECT_GE(result.tokens, 4);
+  EXPECT_LT(result.tokens, 4000);
+  // The next launch runs as if nothing had been.
+  EXPECT_GE(step(*fused, 1, 0), 0);
+}
+
+TEST(FusedDecode, DamagedLogitsAreAnError) {
+  const ModelConfig config = neox_config(4, 32, 1, 1003);
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    Model<fp16> model(config, 8);
+    model.parameter("embed_out.weight")[501 * config.hidden_size + 3] = bad;
+    model.parameter("embed_out.weight")[502 * config.hidden_size + 3] = -bad;  // one of them gives +infinity
+    model.upload();
+    const auto fused = model.fused();
+    EXPECT_NE(error_of(Exit::numeric, [&] { step(*fused, 3, 0); }), "");
+    SamplerOptions options;
+    options.vocab_limit = 500;
+    EXPECT_GE(step(*fused, 3, 0, options), 0);
+  }
+}
+
+// A wait that never ends is an error of the machine, in all blocks, after the time limit, and the GPU is free afterwards.
+TEST(FusedDecode, TheWatchdogEndsAHang) {
+  const ModelConfig config = neox_config(4, 32, 2, 1003);
+  Model<fp16> model(config, 64);
+  cuda::FusedTuning tuning;
+  tuning.timeout_seconds = 0.2;
+  tuning.lose_an_arrival = true;
+  const auto broken = model.fused(tuning);
+  cuda::FusedRequest request;
+  request.count = 5;
+  broken->launch(request);
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(broken->wait(i).has_value());
+  EXPECT_NE(error_of(Exit::environment, [&] { broken->wait(4); }).find("no progress"), std::string::npos);
+  const auto sound = model.fused();
+  EXPECT_GE(step(*sound, 1, 0), 0);
+}
+
+TEST(FusedDecode, RefusesWhatItCannotRun) {
+  cuda::Device device;
+  device.arch = 90;
+  ModelConfig config = neox_config(32, 80, 2, 1003);
+  EXPECT_EQ(cuda::fused_decode_refusal(config, device), "");
+  device.arch = 89;
+  EXPECT_NE(cuda::fused_decode_refusal(config, device).find("9.0"), std::string::npos);
+  device.arch = 90;
+  config.parallel_residual = false;
+  EXPECT_NE(cuda::fused_decode_refusal(config, device), "");
+  config = neox_config(32, 80, 2, 1003);
+  config.ffn_size = 1000;
+  EXPECT_NE(cuda::fused_decode_refusal(config, device), "");
+  EXPECT_NE(cuda::fused_decode_refusal(neox_config(24, 128, 2, 1003), device), "");
+}
+
+}  // namespace
+}  // namespace weft
