@@ -55,7 +55,10 @@ void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* ls
   check_shape(shape);
   const ForwardArguments<T> arguments = {shape, out, lse, q, k, v};
   if constexpr (!std::is_same_v<T, float>) {
-    if (aligned(out) && aligned(q) && aligned(k) && aligned(v)) return portable_forward(arguments, stream);
+    if (aligned(out) && aligned(q) && aligned(k) && aligned(v)) {
+      if (hopper_forward_computes(shape) && hopper_multiprocessors() > 0) return hopper_forward(arguments, stream);
+      return portable_forward(arguments, stream);
+    }
   }
   plain_forward(arguments, stream);
 }

@@ -26,6 +26,10 @@
 #include "llmc/cuda/hopper.cuh"
 #include "llmc/cuda/tensor_map.h"
 
+#if !WEFT_WGMMA
+#pragma nv_diag_suppress 177  // without the kernel's body nobody uses what only it needs
+#endif
+
 namespace weft::cuda {
 
 namespace {
@@ -219,8 +223,8 @@ struct RunningSoftmax {
   }
 };
 
-// A store that never happens: it keeps the assembler from putting what follows in front of the exponentials, which are to
-// run beside the products. (Sums of exponentials are not negative, but only we know.)
+// A store that never happens: it keeps the assembler from putting what follows in front of the exponentials, which are
+// to run beside the products. (Sums of exponentials are not negative, but only we know.)
 __device__ inline void hold_back(float sum, unsigned shared) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(sum), "r"(shared)
                : "memory");
