@@ -496,7 +496,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
   const Work work = take_work<Tiling>(a, *ticket);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
   if (warpgroup == 0) {
-    decrease_registers<32>();
+    decrease_registers<24>();
     if (threadIdx.x == 0) load_role<Tiling>(a, work, shared, at);
     if (threadIdx.x == kWarpSize) add_role<Tiling>(a, work, shared, at);
   } else {
@@ -550,6 +550,10 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
 }
 
 }  // namespace
+
+bool hopper_backward_computes(const AttentionShape& shape) {
+  return (shape.HS == 64 || shape.HS == 128) && shape.causal && shape.TQ == shape.TK;
+}
 
 HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* memory) {
   const std::int64_t queries = shape.B * shape.NH * padded_queries(shape.TQ);

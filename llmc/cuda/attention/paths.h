@@ -74,8 +74,9 @@ struct HopperWorkspace {
 };
 HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* memory);
 
-// The asynchronous units of compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, head dimension 64 or 128,
-// causal, as many queries as keys.
+// wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
+// hopper_backward_computes(): head dimension 64 or 128, causal, as many queries as keys.
+bool hopper_backward_computes(const AttentionShape& shape);
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
 
