@@ -1,0 +1,62 @@
+// A library that the CUDA driver loads into a program (CUDA_INJECTION64_PATH) and that writes down when the GPU worked: one
+// line "begin end name" in nanoseconds for each kernel, copy and fill, to the file TIMELINE_OUT. dev/bench/timeline.py
+// builds it, finds libcupti, and reads the lines.
+#include <cupti.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+namespace {
+
+constexpr std::size_t kBufferBytes = 8 << 20;
+
+std::FILE* output() {
+  static std::FILE* file = std::fopen(std::getenv("TIMELINE_OUT"), "w");
+  return file;
+}
+
+void on_request(std::uint8_t** buffer, std::size_t* size, std::size_t* most_records) {
+  *buffer = static_cast<std::uint8_t*>(std::aligned_alloc(8, kBufferBytes));
+  *size = kBufferBytes;
+  *most_records = 0;  // as many as fit
+}
+
+void write_line(std::uint64_t begin, std::uint64_t end, const char* name) {
+  std::fprintf(output(), "%llu %llu %s\n", static_cast<unsigned long long>(begin), static_cast<unsigned long long>(end),
+               name);
+}
+
+void on_complete(CUcontext, std::uint32_t, std::uint8_t* buffer, std::size_t, std::size_t valid_bytes) {
+  CUpti_Activity* record = nullptr;
+  while (cuptiActivityGetNextRecord(buffer, valid_bytes, &record) == CUPTI_SUCCESS) {
+    if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
+      const auto* kernel = reinterpret_cast<CUpti_ActivityKernel9*>(record);
+      write_line(kernel->start, kernel->end, kernel->name);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
+      const auto* copy = reinterpret_cast<CUpti_ActivityMemcpy5*>(record);
+      write_line(copy->start, copy->end, "copy");
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
+      const auto* fill = reinterpret_cast<CUpti_ActivityMemset4*>(record);
+      write_line(fill->start, fill->end, "fill");
+    }
+  }
+  std::free(buffer);
+}
+
+void at_end() {
+  cuptiActivityFlushAll(1);
+  std::fclose(output());
+}
+
+}  // namespace
+
+extern "C" int InitializeInjection() {
+  if (output() == nullptr) return 0;
+  cuptiActivityRegisterCallbacks(on_request, on_complete);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMCPY);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMSET);
+  std::atexit(at_end);
+  return 1;
+}

@@ -1,0 +1,108 @@
+"""How much of a training step the GPU works: the time line of the kernels, as CUPTI records it.
+
+    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--no-graph]
+
+Runs train_llama --bench, takes its last steps (each ends with the kernel of AdamW) and prints the share of their time in
+which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them, and the kernels by
+time. Kernels keep their lengths while they are recorded; the host gets slower, so that gaps it causes look longer, not
+shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STEPS = 10
+
+
+def fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(4)
+
+
+def find_cupti() -> Path:
+    """libcupti of the toolkit, or the one that PyTorch brings."""
+    places = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/extras/CUPTI/lib64", "/usr/local/cuda/lib64",
+              "/usr/local/cuda/targets/*/lib"]
+    for package in ("nvidia", "torch"):
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or []) if spec else []:
+            places += [place + "/cuda_cupti/lib", place + "/cu13/lib", place + "/lib"]
+    for place in places:
+        for found in sorted(glob.glob(place + "/libcupti.so*")):
+            return Path(found)
+    fail("libcupti: not found in the CUDA toolkit (extras/CUPTI) nor beside PyTorch")
+
+
+def record(options: argparse.Namespace) -> list[tuple[int, int, str]]:
+    cupti = find_cupti()
+    with tempfile.TemporaryDirectory() as scratch:
+        library, lines = Path(scratch) / "timeline.so", Path(scratch) / "timeline.txt"
+        home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        subprocess.run(["g++", "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{home}/include", f"-I{home}/extras/CUPTI/include",
+                        str(ROOT / "dev/bench/timeline.cpp"), str(cupti), f"-Wl,-rpath,{cupti.parent}", "-o", str(library)],
+                       check=True)
+        command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
+                   str(options.seq_len), "--micro-batch", str(options.micro_batch)]
+        result = subprocess.run(command + (["--no-graph"] if options.no_graph else []), text=True, cwd=ROOT,
+                                env={**os.environ, "CUDA_INJECTION64_PATH": str(library), "TIMELINE_OUT": str(lines)})
+        if result.returncode or not lines.exists():
+            fail("train_llama failed, or CUPTI was refused the GPU")
+        rows = (line.split(" ", 2) for line in lines.read_text().splitlines())
+        return sorted((int(begin), int(end), name) for begin, end, name in rows)
+
+
+def short(name: str) -> str:
+    """A mangled name by its longest word."""
+    words = re.findall(r"[A-Za-z][A-Za-z0-9_]{3,}", re.sub(r"\d+", lambda n: " " if len(n.group()) < 3 else n.group(), name))
+    return max(words, key=len, default=name)[:44]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="d12")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--no-graph", action="store_true")
+    options = parser.parse_args()
+    work = record(options)
+    ends = [end for _, end, name in work if "adamw_kernel" in name][-STEPS - 1:]
+    if len(ends) < STEPS + 1:
+        fail("the time line holds fewer steps than expected")
+    work = [row for row in work if ends[0] <= row[0] and row[1] <= ends[-1]]
+
+    busy, at, before, gaps = 0, ends[0], "the last step", []
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0])
+    for begin, end, name in work:
+        if begin > at:
+            gaps.append((begin - at, before, name))
+        busy += max(0, end - max(begin, at))
+        if end > at:
+            at, before = end, name
+        sums[name][0] += 1
+        sums[name][1] += end - begin
+    span = ends[-1] - ends[0]
+    print(f"{options.config}, {options.micro_batch} x {options.seq_len}{', single launches' if options.no_graph else ''}: "
+          f"{span / STEPS * 1e-6:.3f} ms a step, {len(work) / STEPS:.0f} launches, GPU busy {100 * busy / span:.2f} %")
+    gaps.sort(reverse=True)
+    for length, before, behind in gaps[:2 * STEPS:STEPS // 2]:
+        print(f"  gap of {length * 1e-3:.1f} us between {short(before)} and {short(behind)}")
+    small = [gap[0] for gap in gaps if gap[0] < 5000]
+    print(f"  gaps below 5 us: {len(small) / STEPS:.0f} a step, {sum(small) / STEPS * 1e-3:.0f} us together")
+    for name, (count, time) in sorted(sums.items(), key=lambda item: -item[1][1])[:12]:
+        print(f"  {100 * time / span:5.2f} %  {count / STEPS:5.1f} x {time / count * 1e-3:8.1f} us  {short(name)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
