@@ -53,7 +53,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests deps doctor venv demo test fuzz bench profile headers format install uninstall clean help FORCE
+.PHONY: all programs tests deps doctor venv demo test fuzz mutants bench profile headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -123,6 +123,10 @@ test: deps venv
 fuzz: deps
 	@$(PYTHON) test/fuzz/run.py --seconds $(or $(FUZZ_S),60) $(FUZZ_TARGETS)
 
+# Proof that the tests can fail: plants bugs in a copy of the tree, and wants each to turn a test red (half an hour).
+mutants: deps venv
+	@.venv/bin/python dev/mutants/run.py $(MUTANTS)
+
 # Each header compiles alone: no hidden order of includes.
 headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h))
 $B/headers/llmc/cuda/%.ok: CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
@@ -174,6 +178,7 @@ help:
 	@echo "make demo       build, train a tiny Llama on generated stories, sample, plot, run the tiny Pythia (about 3 minutes)"
 	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
 	@echo "make fuzz       FUZZ_S=60 seconds for each fuzz target (clang's libFuzzer); FUZZ_TARGETS= some of them"
+	@echo "make mutants    plant bugs in a copy of the tree, one at a time: does a test find each?"
 	@echo "make bench      training steps on the GPU beside PyTorch, as a table"
 	@echo "make profile    one training step on the GPU under Nsight Compute, by operator"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Proof that the tests can fail: plants the bugs of table.py, one at a time, and wants at least one test red for each.
+
+    make mutants                       all of them
+    python3 dev/mutants/run.py [--commit REV] [--only TEXT]... [--report FILE] [--narrow]
+
+Works in a copy of the tree in build/mutants, never in the tree itself; --commit takes a revision instead of the working
+tree. A bug is first tried with the tests that its row names; if they stay green, with the whole unit suite and then with
+test/python (not with --narrow). Bugs in GPU code are skipped, and counted, where there is no GPU.
+
+Exit codes: 0 each was found; 1 some survived; 2 a row that does not apply or does not compile, or tests that are red
+without any bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from table import MUTANTS, Mutant  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = ROOT / "build" / "mutants"
+TREE = HOME / "tree"
+OUT = TREE / "build" / "release"
+TIME_LIMIT = 1800  # seconds for one run of tests: a bug may make them hang, and that is red too
+LINKED = ("libweft.a", "unit_tests", "gpu_tests", "train_llama", "infer_pythia")
+
+
+class Unusable(Exception):
+    """The run cannot say anything: exit code 2."""
+
+
+# ---- the copy --------------------------------------------------------------------------------------------------------
+
+
+def copy_tree(commit: str | None) -> None:
+    """Brings the copy to the state of the working tree, or of `commit`. Files that are equal keep their time, so that the
+    objects of an earlier run stand."""
+    new = HOME / "new"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    if commit is None:
+        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        for name in names.decode().rstrip("\0").split("\0"):
+            if (ROOT / name).is_file():
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, new / name)
+    else:
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", str(new)], input=archive, check=True)
+    TREE.mkdir(exist_ok=True)
+    for old in [path for path in TREE.rglob("*") if path.is_file() and "build" not in path.relative_to(TREE).parts[:1]]:
+        if not (new / old.relative_to(TREE)).exists():
+            old.unlink()
+    for path in [path for path in new.rglob("*") if path.is_file()]:
+        target = TREE / path.relative_to(new)
+        if not target.exists() or target.read_bytes() != path.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)  # with the time of now
+    shutil.rmtree(new)
+
+
+# ---- building and testing --------------------------------------------------------------------------------------------
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None and subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+
+
+def make(targets: list[str], gpu: bool) -> subprocess.CompletedProcess:
+    command = ["make", f"-j{os.cpu_count()}", *([] if gpu else ["NVCC="]), *(f"build/release/{name}" for name in targets)]
+    return subprocess.run(command, cwd=TREE, capture_output=True, text=True, errors="replace")
+
+
+def targets_of(tests: tuple[str, ...]) -> list[str]:
+    kinds = {test.split(":")[0] for test in tests}
+    return [name for kind, names in (("unit", ["unit_tests"]), ("gpu", ["gpu_tests"]),
+                                     ("py", ["train_llama", "infer_pythia", "tokenize", "data_order"])) if kind in kinds
+            for name in names]
+
+
+def run_googletest(program: str, selection: str) -> tuple[int, list[str]]:
+    """How many tests ran, and what is red."""
+    report = HOME / "report.json"
+    report.unlink(missing_ok=True)
+    command = [str(OUT / program), f"--gtest_filter={selection}", "--gtest_brief=1", f"--gtest_output=json:{report}"]
+    try:
+        done = subprocess.run(command, cwd=TREE, capture_output=True, timeout=TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        return 1, [f"{program} {selection}: does not end"]
+    if not report.exists():
+        return 1, [f"{program} {selection}: ends with {done.returncode}"]
+    tests = [(f"{suite['name']}.{test['name']}", test) for suite in json.loads(report.read_text())["testsuites"]
+             for test in suite["testsuite"]]
+    ran = [name for name, test in tests if test.get("result") == "COMPLETED"]
+    return len(ran), [name for name, test in tests if test.get("failures")]
+
+
+def run_pytest(selections: list[str]) -> tuple[int, list[str]]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no",
+               *(f"test/python/{selection}" for selection in selections)]
+    try:
+        done = subprocess.run(command, cwd=TREE, capture_output=True, timeout=TIME_LIMIT, text=True, errors="replace")
+    except subprocess.TimeoutExpired:
+        return 1, [f"{' '.join(selections)}: does not end"]
+    red = re.findall(r"^(?:FAILED|ERROR) test/python/(\S+)", done.stdout, re.M)
+    passed = sum(int(number) for number in re.findall(r"(\d+) passed", done.stdout))
+    if done.returncode not in (0, 1, 5):
+        red = red or [f"pytest ends with {done.returncode}"]
+    return passed + len(red), red
+
+
+def red_tests(tests: tuple[str, ...]) -> tuple[int, list[str]]:
+    """Runs what the row names until something is red; how many tests ran, and what is red."""
+    count, by_kind = 0, {}
+    for test in tests:
+        kind, selection = test.split(":", 1)
+        by_kind.setdefault(kind, []).append(selection)
+    for kind, selections in by_kind.items():
+        if kind == "py":
+            ran, red = run_pytest(selections)
+        else:
+            ran, red = run_googletest("gpu_tests" if kind == "gpu" else "unit_tests", ":".join(selections))
+        count += ran
+        if red:
+            return count, red
+    return count, []
+
+
+def require_green(mutants: list[Mutant], gpu: bool) -> None:
+    """Without a bug every named test is green, and every name is that of at least one test."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    built = make(targets_of(tuple(tests)), gpu)
+    if built.returncode != 0:
+        raise Unusable(f"the tree does not build:\n{built.stdout[-3000:]}{built.stderr[-3000:]}")
+    for test in tests:
+        ran, red = red_tests((test,))
+        if red:
+            raise Unusable(f"{test} is red without any bug: {', '.join(red[:5])}")
+        if ran == 0:
+            raise Unusable(f"{test} names no test")
+
+
+# ---- one bug ---------------------------------------------------------------------------------------------------------
+
+
+def require_applicable(mutants: list[Mutant]) -> None:
+    problems = []
+    for mutant in mutants:
+        path = TREE / mutant.file
+        count = path.read_text().count(mutant.old) if path.is_file() else 0
+        if count != 1:
+            problems.append(f"{mutant.name}: its text occurs {count} times in {mutant.file}, expected once")
+    if problems:
+        raise Unusable("\n".join(problems))
+
+
+class Planted:
+    """A bug in the copy, with its object file, for the time of a `with`."""
+
+    def __init__(self, mutant: Mutant):
+        self.source = TREE / mutant.file
+        self.object = OUT / Path(mutant.file).with_suffix(".o")
+        self.mutant = mutant
+
+    def __enter__(self) -> None:
+        self.text = self.source.read_text()
+        self.time = self.source.stat().st_mtime
+        if self.object.exists():
+            self.object.rename(self.object.with_suffix(".kept"))
+        self.source.write_text(self.text.replace(self.mutant.old, self.mutant.new))
+
+    def __exit__(self, *_: object) -> None:
+        """As it was: the object with its time, and nothing linked from the one with the bug."""
+        self.source.write_text(self.text)
+        os.utime(self.source, (self.time, self.time))
+        kept = self.object.with_suffix(".kept")
+        if not kept.exists():
+            return
+        kept.replace(self.object)
+        for name in LINKED:
+            (OUT / name).unlink(missing_ok=True)
+
+
+EVERYTHING = (("unit:*",), ("py:",))  # the last resort, in this order
+
+
+def verdict(mutant: Mutant, gpu: bool, narrow: bool) -> str:
+    """What found the bug; empty if nothing did."""
+    for tests in (mutant.tests, *(() if narrow or mutant.needs_gpu else EVERYTHING)):
+        built = make(targets_of(tests), gpu)
+        if built.returncode != 0:
+            raise Unusable(f"{mutant.name}: does not compile:\n{built.stderr[-3000:]}")
+        _, red = red_tests(tests)
+        if red:
+            return red[0] + (f" and {len(red) - 1} more" if len(red) > 1 else "")
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plants bugs and wants each to turn a test red.")
+    parser.add_argument("--commit", help="take this revision instead of the working tree")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="bugs whose name or file holds TEXT")
+    parser.add_argument("--report", type=Path, help="write the table as JSON, after each bug")
+    parser.add_argument("--narrow", action="store_true", help="only the tests that the rows name")
+    parser.add_argument("--resume", action="store_true", help="leave out what --report already holds")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(text in m.name or text in m.file for text in options.only)]
+    results: list[dict] = json.loads(options.report.read_text()) if options.resume and options.report.exists() else []
+    done = {result["name"] for result in results}
+    gpu = has_gpu()
+    try:
+        HOME.mkdir(parents=True, exist_ok=True)
+        copy_tree(options.commit)
+        require_applicable(chosen)
+        runnable = [m for m in chosen if (gpu or not m.needs_gpu) and m.name not in done]
+        require_green(runnable, gpu)
+        for mutant in runnable:
+            start = time.monotonic()
+            with Planted(mutant):
+                found = verdict(mutant, gpu, options.narrow)
+            results.append({"name": mutant.name, "file": mutant.file, "found_by": found,
+                            "seconds": round(time.monotonic() - start, 1)})
+            print(f"{'found   ' if found else 'SURVIVED'}  {mutant.name}  ({mutant.file})  {found}", flush=True)
+            if options.report:
+                options.report.write_text(json.dumps(results, indent=1) + "\n")
+    except Unusable as problem:
+        print(f"mutants: {problem}", file=sys.stderr)
+        return 2
+    skipped = 0 if gpu else sum(mutant.needs_gpu for mutant in chosen)
+    survived = sum(not result["found_by"] for result in results)
+    if skipped:
+        print(f"{skipped} bugs in GPU code were skipped: there is no GPU here")
+    print(f"{len(results) - survived} found, {survived} survived, {skipped} skipped")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The planted bugs of run.py: one row each, a replacement of text that must occur exactly once in its file.
+
+`tests` are the narrowest tests that should turn red:
+    unit:FILTER   build/<mode>/unit_tests with this GoogleTest filter
+    py:SELECTION  pytest on this file or test of test/python (with the programs built)
+    gpu:FILTER    build/<mode>/gpu_tests; only where there is a GPU
+A bug that changes nothing that anyone can observe has no place here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def needs_gpu(self) -> bool:
+        return any(test.startswith("gpu:") for test in self.tests)
+
+
+def unit(*filters: str) -> tuple[str, ...]:
+    return tuple(f"unit:{one}" for one in filters)
+
+
+CPU = [
+    # ---- operators ---------------------------------------------------------------------------------------------------
+    Mutant("RoPE turns neighbours instead of halves", "llmc/cpu/rope.cpp", """\
+        float* high = low + half;
+#pragma omp simd
+        for (std::int64_t i = 0; i < half; ++i) {
+          const float c = cosine[i], s = direction * sine[i];
+          const float a = low[i], z = high[i];
+          low[i] = a * c - z * s;
+          high[i] = z * c + a * s;
+""", """\
+        for (std::int64_t i = 0; i < half; ++i) {
+          const float c = cosine[i], s = direction * sine[i];
+          const float a = low[2 * i], z = low[2 * i + 1];
+          low[2 * i] = a * c - z * s;
+          low[2 * i + 1] = z * c + a * s;
+""", unit("Rope.*")),
+    Mutant("RoPE backward turns the same way", "llmc/cpu/rope.cpp", "first_position, -1.0f);", "first_position, 1.0f);",
+           unit("Rope.*")),
+    Mutant("attention of decoding without 1/sqrt(d)", "llmc/cpu/decoder.cpp",
+           "shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));", "shape.scale = 1.0f;", unit("Golden.*Decoding*")),
+    Mutant("attention of training without 1/sqrt(d)", "llmc/cpu/llama.cpp",
+           "1.0f / std::sqrt(static_cast<float>(config_.head_dim))};", "1.0f};", unit("Golden.LlamaTraining*")),
+    Mutant("K/V heads tiled, few queries", "llmc/cpu/attention.cpp",
+           "kv = h / (shape.NH / shape.NKV), keys", "kv = h % shape.NKV, keys", unit("*Attention*")),
+    Mutant("K/V heads tiled, blocks of queries", "llmc/cpu/attention.cpp",
+           "HP = padded(HS), kv = h / (shape.NH / shape.NKV);", "HP = padded(HS), kv = h % shape.NKV;",
+           unit("*Attention*")),
+    Mutant("causal mask shows one key too many", "llmc/cpu/attention.cpp",
+           "return shape.causal ? shape.TK - shape.TQ + t + 1 : shape.TK;",
+           "return shape.causal ? std::min(shape.TK, shape.TK - shape.TQ + t + 2) : shape.TK;",
+           unit("OperatorVectors.Attention*")),
+    Mutant("norm backward without the skip gradient", "llmc/cpu/residual_norm.cpp", "dh[c] += skip[c];",
+           "dh[c] += 0.0f * skip[c];", unit("OperatorVectors.ResidualNorm*")),
+    Mutant("norm ignores eps", "llmc/cpu/residual_norm.cpp", "std::sqrt(variance + shape.eps)",
+           "std::sqrt(variance + 1e-5)", unit("OperatorVectors.ResidualNorm*")),
+    Mutant("dropout does not rescale what it keeps", "llmc/cpu/residual_norm.cpp",
+           "const float kept = scale / (1.0f - shape.dropout);", "const float kept = scale;", unit("*ResidualNorm*")),
+    Mutant("SwiGLU with its branches swapped", "llmc/cpu/swiglu.cpp", """\
+    const float* gate = gate_up + n * 2 * F;
+    const float* up = gate + F;
+    float* row""", """\
+    const float* up = gate_up + n * 2 * F;
+    const float* gate = up + F;
+    float* row""", unit("Swiglu.*")),
+    Mutant("GELU by tanh", "llmc/cpu/gelu.cpp", "out[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * kInvSqrt2));",
+           "out[i] = 0.5f * x[i] * (1.0f + std::tanh(0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));",
+           unit("Gelu.*")),
+    Mutant("classifier counts ignored labels", "llmc/cpu/llama.cpp",
+           "*label_count += labels[n] != kIgnoredLabel ? 1 : 0;", "*label_count += 1;", unit("Golden.LlamaTraining*")),
+    Mutant("embedding gradient overwritten by a token's last place", "llmc/cpu/embedding.cpp",
+           "row[c] += gradient[c];", "row[c] = gradient[c];", unit("Embedding.*")),
+    # ---- models ------------------------------------------------------------------------------------------------------
+    Mutant("query_key_value read as three blocks", "llmc/cpu/neox.cpp",
+           "HeadView{qkv_.data() + part * HS, 0, 3 * C, 3 * HS}", "HeadView{qkv_.data() + part * C, 0, 3 * C, HS}",
+           unit("Golden.NeoxDecoding*")),
+    Mutant("parallel residual loses attention", "llmc/cpu/neox.cpp",
+           "c.parallel_residual ? Accumulate::yes : Accumulate::no", "Accumulate::no", unit("Golden.NeoxDecoding*")),
+    Mutant("cached keys turned from position 0", "llmc/cpu/decoder.cpp", "rope_forward(k, rope_, 1, rows, NKV, length_);",
+           "rope_forward(k, rope_, 1, rows, NKV, 0);", unit("Golden.*Decoding*", "Generate.*")),
+    Mutant("llama3 scaling divides what it should keep", "llmc/model/config.cpp",
+           "if (wavelength < original / high) continue;", "if (wavelength < original / high / 2) continue;",
+           unit("Rope.Llama3*")),
+    Mutant("theta has a default", "llmc/model/config.cpp", 'rope.theta = positive_number(object, "theta", source);',
+           'rope.theta = object.contains("theta") ? positive_number(object, "theta", source) : 10000.0;',
+           unit("ModelConfig.*")),
+    Mutant("weight decay on norms", "llmc/model/tensor_table.cpp",
+           'add(name + ".weight", {C}, Init::ones, false);\n    if', 'add(name + ".weight", {C}, Init::ones, true);\n    if',
+           unit("TensorTable.OnlyMatricesDecay")),
+    Mutant("residual branches start too large", "llmc/train/initialize.cpp",
+           "kStandardDeviation / std::sqrt(2.0 * static_cast<double>(num_layers))",
+           "kStandardDeviation / std::sqrt(1.0 * static_cast<double>(num_layers))", unit("Initialize.*")),
+    # ---- training ----------------------------------------------------------------------------------------------------
+    Mutant("AdamW bias correction off by one", "llmc/cpu/adamw.cpp", "static_cast<double>(step.step);",
+           "static_cast<double>(step.step + 1);", unit("AdamW.*")),
+    Mutant("AdamW ignores eps", "llmc/cpu/adamw.cpp", "inv_sqrt_correction2 + eps);",
+           "inv_sqrt_correction2 + 1e-8f + 0 * eps);", unit("AdamW.*", "OperatorVectors.AdamW")),
+    Mutant("updates counted as steps", "llmc/train/loop.cpp", "update.step = state_.updates + 1;",
+           "update.step = state_.step + 1;", unit("TrainLoopTest.Skip*")),
+    Mutant("gradients not zeroed", "llmc/cpu/llama.cpp", "    gradient_arena_.clear();\n", "",
+           unit("TrainLoopTest.AccumulationEqualsOneBigBatch", "Golden.LlamaTraining*")),
+    Mutant("accumulated batches weigh as if alone", "llmc/train/loop.cpp", "1.0f / static_cast<float>(labels)",
+           "1.0f / static_cast<float>(batch.labels.size())", unit("TrainLoopTest.AccumulationEqualsOneBigBatch")),
+    Mutant("clipping that never clips", "llmc/model/compare.cpp", "std::min(1.0, limit / (gradient_norm + 1e-6))",
+           "std::max(1.0, limit / (gradient_norm + 1e-6))", unit("TrainLoopTest.*", "Golden.LlamaTraining*")),
+    Mutant("warm-up begins at zero", "llmc/train/schedule.cpp",
+           "return peak * static_cast<double>(step) /", "return peak * static_cast<double>(step - 1) /", unit("Schedule.*")),
+    Mutant("decay one step late", "llmc/train/schedule.cpp", "static_cast<double>(step - 1 - decay_begin)",
+           "static_cast<double>(step - 2 - decay_begin)", unit("Schedule.*")),
+    Mutant("an infinite loss passes the guard", "llmc/train/guard.cpp",
+           "return std::isfinite(statistics.loss_sum) && std::isfinite(statistics.gradient_norm);",
+           "return std::isfinite(statistics.gradient_norm);", unit("TrainLoopTest.InfiniteLossAloneStopsToo")),
+    Mutant("every epoch in the same order", "llmc/train/data_order.cpp", "const std::uint64_t epoch = position / count_;",
+           "const std::uint64_t epoch = 0 * position;", unit("DataOrder.*")),
+    Mutant("labels are the tokens themselves", "llmc/train/data_loader.cpp", "shards_[shard].read(begin + 1, labels);",
+           "shards_[shard].read(begin, labels);", unit("Loader.*")),
+    Mutant("a window past the end of its shard", "llmc/train/data_loader.cpp",
+           "static_cast<std::uint64_t>((shard.count() - 1) / seq_len)", "static_cast<std::uint64_t>(shard.count() / seq_len)",
+           unit("Loader.*")),
+    # ---- checkpoints and files ---------------------------------------------------------------------------------------
+    Mutant("resumed with the first dropout mask", "llmc/train/checkpoint.cpp",
+           'state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kFarFuture, source));',
+           'state.micro_steps = 0 * static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kFarFuture, source));',
+           unit("TrainLoopTest.*", "CheckpointTest.*")),
+    Mutant("resumed at the first window of data", "llmc/train/checkpoint.cpp",
+           'state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kFarFuture, source));',
+           'state.windows = 0 * static_cast<std::uint64_t>(json_int(object, "windows", 0, kFarFuture, source));',
+           unit("CheckpointTest.*", "TrainLoopTest.HalfAndHalf*")),
+    Mutant("manifest not compared with the tensors", "llmc/train/checkpoint.cpp", "if ((*tensors)[i] != expected) {",
+           "if (tensors->empty() && (*tensors)[i] != expected) {", unit("CheckpointTest.*")),
+    Mutant("one checkpoint fewer kept", "llmc/train/checkpoint.cpp", "entry.step >= oldest_kept",
+           "entry.step > oldest_kept", unit("CheckpointTest.*")),
+    Mutant("a lock that two can hold", "llmc/file/run_dir.cpp", "::flock(lock_, LOCK_EX | LOCK_NB)",
+           "::flock(lock_, LOCK_SH | LOCK_NB)", unit("RunDirectoryTest.*")),
+    Mutant("renamed before it is synced", "llmc/base/file.cpp",
+           'if (!call_allowed("sync", path_) || ::fsync(fd_) != 0) fail_writing(path_, "sync");\n', "",
+           ("py:test_train_cli.py::test_a_save_syncs_before_it_renames",)),
+    Mutant("checkpoint named before its directory is synced", "llmc/file/run_dir.cpp", "  sync_directory(temporary);\n", "",
+           ("py:test_train_cli.py::test_a_save_syncs_before_it_renames",)),
+    Mutant("tensor hash not checked", "llmc/file/tensor_file.cpp", "if (got != tensor.hash) {",
+           "if (got != tensor.hash && tensor.bytes == 0) {", unit("TensorFile.*")),
+    Mutant("header hash not checked", "llmc/file/tensor_file.cpp", "if (hash != header.header_hash) {",
+           "if (hash != header.header_hash && hash == 0) {", unit("TensorFile.*")),
+    Mutant("a file may be longer than it says", "llmc/file/tensor_file.cpp", "if (header.file_bytes < file_.size()) {",
+           "if (header.file_bytes + 1 < file_.size()) {", unit("TensorFile.*")),
+    Mutant("a shard may be longer than it says", "llmc/file/token_shard.cpp", "if (expected < file_.size()) {",
+           "if (expected + 1 < file_.size()) {", unit("TokenShard.*")),
+    Mutant("shard data hash not checked", "llmc/file/token_shard.cpp", "if (stream.digest() != data_hash_) {",
+           "if (stream.digest() != data_hash_ && data_hash_ == 0) {", unit("TokenShard.*")),
+    Mutant("an id one past the vocabulary", "llmc/file/token_shard.cpp",
+           "if (largest < static_cast<std::uint64_t>(vocab_size_)) return;",
+           "if (largest <= static_cast<std::uint64_t>(vocab_size_)) return;", unit("TokenShard.*")),
+    Mutant("JSON one level deeper than the limit", "llmc/base/json.cpp",
+           "if (static_cast<int>(keys_.size()) >= max_depth_) {", "if (static_cast<int>(keys_.size()) > max_depth_) {",
+           unit("Json.*")),
+    Mutant("JSON keys may occur twice", "llmc/base/json.cpp", "if (!keys_.back().insert(key).second) {",
+           "if (!keys_.back().insert(key).second && key.empty()) {", unit("Json.*")),
+    Mutant("an option may be given twice", "llmc/base/options.cpp", "if (given.size() > 1 && !entry.repeatable) {",
+           "if (given.size() > 2 && !entry.repeatable) {", unit("Options.*")),
+    # ---- text --------------------------------------------------------------------------------------------------------
+    Mutant("BOS forgotten", "llmc/text/tokenizer.cpp", "if (add_bos && bos_) ids.push_back(*bos_);",
+           "if (add_bos && bos_ && text.empty()) ids.push_back(*bos_);", unit("Tokenizer.*")),
+    Mutant("an empty prompt gets no first token", "llmc/infer/prompt.cpp",
+           "if (start.has_value()) return {*start};", "if (start.has_value()) return {};", unit("Prompt.*")),
+    Mutant("BPE merges a pair at another pair's rank", "llmc/text/bpe.cpp",
+           "if (merge != nullptr && merge->rank == candidate >> 32)", "if (merge != nullptr)",
+           unit("*TokenizerVectors*")),
+    Mutant("numbers in groups of four", "llmc/text/pretokenize.cpp", "|[N]{1,3}| ?[^SLN]+", "|[N]{1,4}| ?[^SLN]+",
+           unit("*TokenizerVectors*")),
+    Mutant("special tokens in user text", "llmc/text/added_tokens.cpp",
+           "if (token->special && !allow_special) continue;", "if (token->special && !allow_special && token->lstrip) continue;",
+           unit("Tokenizer.*")),
+    Mutant("a long path loses its file name", "llmc/base/error.cpp", "text.size() - (limit - limit / 3)", "text.size()",
+           unit("Escaped.*")),
+    # ---- generation --------------------------------------------------------------------------------------------------
+    Mutant("padded ids sampled", "llmc/infer/sampler.cpp", "if (plan_.vocab_limit > 0) {",
+           "if (plan_.vocab_limit > 0 && plan_.greedy) {", unit("Sampler.*", "Generate.*")),
+    Mutant("top-p takes a token too many", "llmc/infer/sampler.cpp", "for (std::uint64_t mass = 0; mass < share;) {",
+           "for (std::uint64_t mass = 0; mass <= share && rest != ids.begin();) {", unit("Sampler.*")),
+    Mutant("min-p drops the boundary", "llmc/infer/sampler.cpp", "return weight(id) < plan_.least_weight;",
+           "return weight(id) <= plan_.least_weight;", unit("Sampler.*")),
+    Mutant("equal logits rank backwards", "llmc/infer/sampler.cpp", "return x != y ? x > y : a < b;",
+           "return x != y ? x > y : a > b;", unit("Sampler.*")),
+    Mutant("the beginning of a stop text is shown", "llmc/infer/stop_text.cpp",
+           "const std::size_t keep = complete > 0 ? complete : begun;",
+           "const std::size_t keep = complete > 0 ? complete : begun / 2;", unit("StopText.*", "Generate.*")),
+    Mutant("perplexity scores the overlap twice", "llmc/infer/perplexity.cpp", "windows.push_back({begin, end, scored});",
+           "windows.push_back({begin, end, begin + 1});", unit("Perplexity.*")),
+    # ---- scripts -----------------------------------------------------------------------------------------------------
+    Mutant("converter: theta has a default", "scripts/hf_config.py",
+           '        if user_theta is None:\n            reader.fail("rope_theta", "got nothing',
+           '        if user_theta is None:\n            return 10000.0\n            reader.fail("rope_theta", "got nothing',
+           ("py:test_hf_config.py", "py:test_convert.py")),
+    Mutant("converter: transposed weights pass", "scripts/convert_hf.py", "    if entry.shape != shape:\n",
+           "    if sorted(entry.shape) != sorted(shape):\n", ("py:test_convert.py",)),
+    Mutant("converter: bf16 cut instead of rounded", "scripts/tensor_file.py", "        rounded += 0x7FFF\n",
+           "        rounded *= 0\n", ("py:test_tensor_file.py", "py:test_convert.py")),
+    Mutant("converter: a head that differs is dropped", "scripts/convert_hf.py", "    if not same:\n", "    if False:\n",
+           ("py:test_convert.py",)),
+    Mutant("converter: offsets may leave a hole", "scripts/safetensors_reader.py", "if entry.begin != position:",
+           "if entry.begin < position:", ("py:test_convert.py",)),
+]
+
+# Where a GPU is. They need a build with nvcc.
+GPU = [
+    Mutant("GPU: AdamW bias correction off by one", "llmc/cuda/adamw.cu", "static_cast<double>(step.step);",
+           "static_cast<double>(step.step + 1);", ("gpu:AdamW*",)),
+    Mutant("GPU: AdamW ignores eps", "llmc/cuda/adamw.cu", "s.inv_sqrt_correction2 + s.eps)",
+           "s.inv_sqrt_correction2 + 1e-8f)", ("gpu:AdamW*",)),
+    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/rope.cu", "turned_low[j] = a * c - z * s;",
+           "turned_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
+    Mutant("GPU: SwiGLU with its branches swapped", "llmc/cuda/swiglu.cu", """\
+  gate.load(gate_up + row * 2 * F + column);
+  up.load(gate_up + row * 2 * F + F + column);
+  float values""", """\
+  up.load(gate_up + row * 2 * F + column);
+  gate.load(gate_up + row * 2 * F + F + column);
+  float values""", ("gpu:SwiGlu*",)),
+    Mutant("GPU: SwiGLU backward without the derivative of silu", "llmc/cuda/swiglu.cu",
+           "dgate[i] = d * u * s * (1.0f + g * (1.0f - s));", "dgate[i] = d * u * s;", ("gpu:SwiGlu*",)),
+    Mutant("GPU: K/V heads tiled", "llmc/cuda/attention/portable_forward.cu",
+           "h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);",
+           "h = blockIdx.x % shape.NH, kv = h % shape.NKV;", ("gpu:*Attention*",)),
+    Mutant("GPU: attention without its scale", "llmc/cuda/attention/portable_forward.cu",
+           "OnlineSoftmax<M> softmax(shape.scale);", "OnlineSoftmax<M> softmax(1.0f);", ("gpu:*Attention*",)),
+    Mutant("GPU: a token's rows in the gradient split at the wrong place", "llmc/cuda/embedding.cu",
+           "return i == N - 1 || token[i] != token[i + 1];", "return i == N - 1 || token[i] == token[i + 1];",
+           ("gpu:*Embedding*",)),
+]
+
+MUTANTS = CPU + GPU
