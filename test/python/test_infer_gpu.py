@@ -1,0 +1,234 @@
+"""infer_pythia on a GPU: the trained tiny Pythia against transformers in every way of decoding and every storage type,
+refusals, signals. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
+GOLDEN = ROOT / "test" / "fixtures" / "golden" / "tiny-pythia.dump.bin"
+sys.path.insert(0, str(ROOT / "scripts"))
+import tensor_file  # noqa: E402
+
+OK, INTERNAL, USAGE, BAD_FILE, ENVIRONMENT, RESOURCES = range(6)
+
+TEXT = ("Once upon a time, on a farm at the end of a long road, there lived a stubborn young boy named Robin. His best "
+        "friend was a helpful girl named Carla. One windy day, Robin lost his golden bell. \"Let us look for it,\" said "
+        "Carla. They looked behind the barn, under the old oak tree, and in the pumpkin field. At last they found it in "
+        "the milkmaid's basket.\n") * 4
+# transformers in fp32: exp of the mean loss of TEXT behind <|endoftext|>, one window.
+TEXT_PERPLEXITY = 79.770388
+
+
+def run(*arguments, timeout: float = 120, **env) -> subprocess.CompletedProcess:
+    return subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, timeout=timeout, env={**os.environ, **env})
+
+
+def usable() -> str:
+    """Why these tests cannot run; empty if they can."""
+    if not PROGRAM.exists():
+        return "infer_pythia is not built"
+    if not Path("/dev/nvidia0").exists():
+        return "no GPU"
+    done = run("--device", "cuda", "--random-model", "pythia-14m", "--bench", "--max-tokens", 4)
+    return "" if done.returncode == OK else done.stderr.decode().strip().splitlines()[-1]
+
+
+if reason := usable():
+    pytest.skip(reason, allow_module_level=True)
+
+
+def modes(dtype: str) -> list[str]:
+    """The ways of decoding that this GPU has."""
+    done = run("--device", "cuda", "--random-model", "pythia-14m", "--bench", "--max-tokens", 4, "--dtype", dtype,
+               "--decode", "fused")
+    return ["reference", "graph"] + (["fused"] if done.returncode == OK else [])
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("models") / "tiny.bin"
+    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-pythia", "-o", target], check=True,
+                   capture_output=True)
+    return target
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, list[int]]:
+    content = tensor_file.read(GOLDEN)
+    return {name: content.array(name).ravel().tolist() for name in ("greedy.prompt_ids", "greedy.ids")}
+
+
+def object_of(*arguments, **keywords) -> dict:
+    done = run("--device", "cuda", *arguments, "--json", **keywords)
+    assert done.returncode == OK, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def refused(code: int, *arguments, **keywords) -> str:
+    done = run(*arguments, **keywords)
+    assert done.returncode == code and done.stdout == b"", done.stderr.decode()
+    errors = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    return errors[0]
+
+
+# ---- against transformers --------------------------------------------------------------------------------------------
+
+def test_every_tensor_of_a_prompt_is_that_of_pytorch(tiny):
+    for decode in ("reference", "graph"):
+        done = run("--device", "cuda", "--decode", decode, "--model", tiny, "--compare", GOLDEN)
+        assert done.returncode == OK, done.stdout.decode()
+        assert b"0 failed" in done.stdout and b"act.layers.5.residual" in done.stdout and b"greedy.ids" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_greedy_text_is_that_of_transformers(tiny, golden, dtype):
+    prompt = ",".join(map(str, golden["greedy.prompt_ids"]))
+    want = golden["greedy.ids"]
+    for decode in modes(dtype):
+        result = object_of("--model", tiny, "--prompt-ids", prompt, "--max-tokens", len(want), "--ignore-eos", "--dtype",
+                           dtype, "--decode", decode)
+        assert (result["device"], result["decode"]) == ("cuda", decode)
+        assert result["ids"] == want, decode
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_perplexity_is_that_of_pytorch(tiny, tmp_path, dtype):
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = object_of("--model", tiny, "--perplexity", tmp_path / "text.txt", "--dtype", dtype)
+    # bf16 rounds a logit to 2^-9 of itself.
+    assert abs(result["perplexity"] / TEXT_PERPLEXITY - 1) < (1e-2 if dtype == "bf16" else 1e-3)
+
+
+# ---- one text, many ways ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.8, "--seed", 3],
+                                      ["--temperature", 1.1, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.02, "--seed", 4]])
+def test_the_text_does_not_depend_on_the_way_of_decoding(tiny, sampling):
+    common = ["--model", tiny, "--prompt", "Once upon a time", "--max-tokens", 200, *sampling]
+    texts = {decode: object_of(*common, "--decode", decode)["text"] for decode in modes("fp16")}
+    assert texts["graph"] == texts["reference"]
+    if "fused" in texts and not sampling:
+        assert texts["fused"] == texts["graph"]
+    for decode, text in texts.items():
+        assert object_of(*common, "--decode", decode)["text"] == text, "not reproducible"
+        done = run("--device", "cuda", *common, "--decode", decode)
+        assert done.returncode == OK and done.stdout.decode() == text
+
+
+def test_auto_takes_the_gpu_and_says_how(tiny):
+    done = run("--model", tiny, "--prompt", "Once", "--max-tokens", 2)
+    assert done.returncode == OK
+    stderr = done.stderr.decode()
+    assert "running on " in stderr and "in f16, decode " in stderr and "every hash right" in stderr
+    automatic = object_of("--model", tiny, "--prompt", "Once", "--max-tokens", 2)["decode"]
+    assert automatic == modes("fp16")[-1]
+    if automatic == "graph":
+        assert "not fused: " in stderr
+    fp32 = run("--model", tiny, "--prompt", "Once", "--max-tokens", 2, "--dtype", "fp32").stderr.decode()
+    assert "decode graph, not fused: " in fp32 and "fp32" in fp32
+
+
+def test_bench_has_every_figure(tiny):
+    result = object_of("--model", tiny, "--bench", "--max-tokens", 16)
+    assert result["read_ceiling_gb_per_s"] > 100
+    assert [point["prompt_tokens"] for point in result["contexts"]] == [64]
+    for point in [result, *result["contexts"]]:
+        assert 0 < point["ttft_ms"] and 0 < point["itl_ms_p50"] <= point["itl_ms_p99"]
+        assert point["share_of_read_ceiling"] == pytest.approx(point["gb_per_s"] / result["read_ceiling_gb_per_s"])
+    table = run("--device", "cuda", "--model", tiny, "--bench", "--max-tokens", 16).stdout.decode().splitlines()
+    assert len(table) == 4 and "a plain read reaches" in table[-1]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+def test_no_visible_gpu(tiny):
+    common = ["--model", tiny, "--prompt", "Once", "--max-tokens", 2]
+    assert "no GPU" in refused(ENVIRONMENT, "--device", "cuda", *common, CUDA_VISIBLE_DEVICES="")
+    for decode in ("fused", "graph"):
+        assert decode in refused(ENVIRONMENT, "--decode", decode, *common, CUDA_VISIBLE_DEVICES="")
+    done = run(*common, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == OK and b"running on the CPU: " in done.stderr
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_what_would(tmp_path, tiny):
+    """The tiny Pythia with its layers repeated to 96, made for 16 million positions: a cache of 1.6 TB in fp32."""
+    content = tensor_file.read(tiny)
+    layers = content.config["model"]["num_layers"]
+    config = content.config | {"model": content.config["model"] | {"max_positions": 1 << 24, "num_layers": 96}}
+    prefix = "gpt_neox.layers."
+    names = [(name, name) for name in content.tensors if not name.startswith(prefix)]
+    for i in range(96):
+        own = f"{prefix}{i % layers}."
+        names += [(f"{prefix}{i}." + name.removeprefix(own), name) for name in content.tensors if name.startswith(own)]
+    path = tmp_path / "endless.bin"
+    with tensor_file.Writer(path, "model", config) as writer:
+        for name, source in names:
+            writer.declare(name, content.tensors[source].dtype, content.tensors[source].shape)
+        for name, source in names:
+            writer.write(name, content.bytes(source))
+    done = run("--device", "cuda", "--model", path, "--prompt", "Once", "--max-tokens", 2)
+    assert done.returncode == OK, "the cache is as long as needed, not as the file says: " + done.stderr.decode()
+    message = refused(RESOURCES, "--device", "cuda", "--model", path, "--prompt", "Once", "--context", 1 << 24,
+                      "--dtype", "fp32")
+    assert "the plan needs" in message and "--context " in message and "would fit" in message
+
+
+def test_a_flipped_bit_names_the_tensor(tiny, tmp_path):
+    data = bytearray(tiny.read_bytes())
+    name = "gpt_neox.layers.3.mlp.dense_h_to_4h.weight"
+    data[tensor_file.read(tiny).tensors[name].offset + 1000] ^= 1
+    (tmp_path / "flipped.bin").write_bytes(data)
+    assert name in refused(BAD_FILE, "--device", "cuda", "--model", tmp_path / "flipped.bin", "--prompt", "x")
+
+
+def test_usage(tiny):
+    assert "--compare is for fp32" in refused(USAGE, "--device", "cuda", "--model", tiny, "--compare", GOLDEN, "--dtype",
+                                              "fp16")
+    assert "fp32" in refused(ENVIRONMENT, "--device", "cuda", "--model", tiny, "--prompt", "x", "--decode", "fused",
+                             "--dtype", "fp32")
+    assert "pythia-12b" in refused(USAGE, "--device", "cuda", "--bench", "--random-model", "pythia-13b")
+    assert "context of 8" in refused(USAGE, "--device", "cuda", "--model", tiny, "--prompt-ids", "1,2,3,4,5,6,7,8",
+                                     "--context", 8)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_text(tiny, number, code):
+    for decode in modes("fp16"):
+        process = subprocess.Popen([PROGRAM, "--device", "cuda", "--model", tiny, "--prompt", "Once", "--max-tokens", "500",
+                                    "--ignore-eos", "--json", "--decode", decode], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        while b"context of" not in process.stderr.readline():
+            pass
+        time.sleep(0.01)
+        process.send_signal(number)
+        stdout, _ = process.communicate(timeout=60)
+        result = json.loads(stdout)
+        if result["finish_reason"] == "length":
+            continue  # it was faster than the signal
+        assert process.returncode == code and result["finish_reason"] == "interrupted" and len(result["ids"]) < 500
+
+
+def test_interactive_goes_on_from_its_own_text(tiny):
+    for decode in modes("fp16"):
+        done = subprocess.run([PROGRAM, "--device", "cuda", "--model", tiny, "--interactive", "--max-tokens", "12",
+                               "--ignore-eos", "--decode", decode], input=b"Once upon\na time\n", capture_output=True,
+                              timeout=120)
+        assert done.returncode == OK, done.stderr
+        first = object_of("--model", tiny, "--prompt", "Once upon", "--max-tokens", 12, "--ignore-eos", "--decode", decode)
+        assert done.stdout.decode().startswith(first["text"] + "\n")
+        assert done.stderr.count(b"first token") == 2
