@@ -50,7 +50,7 @@ struct Options {
   std::string model, random_model, device = "auto", decode = "auto", dtype = "auto", color = "auto";
   std::int64_t context = 0;
   std::string prompt, prompt_file, prompt_ids, perplexity_file, compare_file, bench_contexts;
-  bool interactive = false, bench = false;
+  bool interactive = false, bench = false, bench_layer = false;
   bool special = false, ignore_eos = false, json = false;
   std::int64_t max_tokens = 128, top_k = 0, seed = 0, stride = 0;
   double temperature = 0, top_p = 1, min_p = 0;
@@ -107,6 +107,8 @@ void define(OptionTable& table, Options& o) {
   table.group("Benchmark");
   table.text("bench-contexts", o.bench_contexts, "64,1024",
              "also decode after prompts of these lengths; default: none on the CPU, 64,1024,2000 on the GPU");
+  table.flag("bench-layer", o.bench_layer,
+             "instead: attention, MLP-up and GELU of one layer at context 64; needs a GPU");
   table.text("random-model", o.random_model, "NAME",
              "instead of --model: random weights of this size, pythia-14m to pythia-12b; needs a GPU");
 
@@ -125,6 +127,9 @@ void check(const OptionTable& table, const Options& o) {
     fail(Exit::usage, "--model: missing, expected a model file");
   }
   if (table.given("bench-contexts") && !o.bench) fail(Exit::usage, "--bench-contexts: only for --bench");
+  if (o.bench_layer && (!o.bench || table.given("bench-contexts"))) {
+    fail(Exit::usage, "--bench-layer: only for --bench, without --bench-contexts");
+  }
   std::string modes, given;
   for (const char* mode : {"prompt", "prompt-file", "prompt-ids", "interactive", "perplexity", "bench", "compare"}) {
     modes += std::string(modes.empty() ? "--" : ", --") + mode;
@@ -175,6 +180,7 @@ class Place {
                   : options_.dtype == "bf16"                                   ? DType::bf16
                   : options_.dtype == "fp32" || !options_.compare_file.empty() ? DType::f32
                                                                                : stored;
+    neox_.layer_only = options_.bench_layer;
     choose_mode(config);
 #endif
     (void)config;
@@ -462,6 +468,12 @@ Exit run_benchmark(const Options& o, const ModelConfig& config, Place& place,
     for (const std::int64_t context : {64, 1024, 2000}) {
       if (context < limit) bench.contexts.push_back(context);
     }
+  }
+  if (o.bench_layer) {
+    if (!place.on_gpu()) fail(Exit::environment, "--bench-layer: needs a GPU");
+    const LayerBenchResult result = run_layer_bench(*load(2 * kLayerContext), static_cast<std::uint64_t>(o.seed));
+    write_stdout(o.json ? json_line(layer_bench_json(result, place.names())) : layer_bench_text(result, place.names()));
+    return Exit::ok;
   }
   bench.read_ceiling = place.read_ceiling();
   const std::unique_ptr<DecodeModel> model = load(bench_capacity(bench, limit));

@@ -374,7 +374,9 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
   std::fill_n(ring_.at<std::uint64_t>(0), kRing, 0);
   if constexpr (!std::is_same_v<S, float>) {
     if (options.mode == DecodeMode::fused) {
-      fused_ = std::make_unique<FusedDecode<S>>(config, weights_, cache_, rope_, stream_);
+      FusedTuning tuning;
+      tuning.layer_only = options.layer_only;
+      fused_ = std::make_unique<FusedDecode<S>>(config, weights_, cache_, rope_, stream_, tuning);
     }
   }
 }
@@ -540,7 +542,9 @@ void NeoxDecoder<S>::run_token() {
                            b_.attention, b_.partials},
                           device_, stream_);
     }
-    if (config_.parallel_residual) {
+    if (options_.layer_only) {
+      joined_gemv<S>({{dense, {}}, b_.residual, C}, device_, stream_);
+    } else if (config_.parallel_residual) {
       const MaybeRange range(profiling(), "output projection, MLP down");
       joined_gemv<S>({{dense, down}, b_.residual, C}, device_, stream_);
     } else {
@@ -550,7 +554,7 @@ void NeoxDecoder<S>::run_token() {
       joined_gemv<S>({{down, {}}, b_.residual, C}, device_, stream_);
     }
   }
-  run_head(b_.residual);
+  if (!options_.layer_only) run_head(b_.residual);
 }
 
 template <typename S>

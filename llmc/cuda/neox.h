@@ -25,6 +25,9 @@ struct NeoxOptions {
   DecodeMode mode = DecodeMode::graph;
   std::int64_t capacity = 0;  // positions of the K/V cache
   LoadProgress progress = nullptr;
+  // For a measurement: a token is norms, QKV, attention, output projection, MLP-up and GELU of every layer, and nothing
+  // else. Its ids mean nothing.
+  bool layer_only = false;
 };
 
 // Why no mode can run this model, in one line for the user; empty where it can be run.

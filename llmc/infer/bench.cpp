@@ -165,6 +165,27 @@ BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std
   return result;
 }
 
+LayerBenchResult run_layer_bench(DecodeModel& model, std::uint64_t seed) {
+  constexpr std::int64_t kTokens = 64;
+  const BenchPoint point = measure(model, kLayerContext - kTokens / 2, kTokens, seed, [] { return true; });
+  const std::int64_t layers = model.config().num_layers;
+  return {layers, point.decode.inter_token_percentile(50) / static_cast<double>(layers)};
+}
+
+std::string layer_bench_text(const LayerBenchResult& result, const RunPlace& place) {
+  return format("attention, MLP-up and GELU of one layer of %lld in turn, context %lld, decode %s: %.4f ms\n",
+                static_cast<long long>(result.layers), static_cast<long long>(kLayerContext), place.decode.c_str(),
+                result.layer_ms);
+}
+
+Json layer_bench_json(const LayerBenchResult& result, const RunPlace& place) {
+  return {{"layers", result.layers},
+          {"context", kLayerContext},
+          {"layer_ms", result.layer_ms},
+          {"device", place.device},
+          {"decode", place.decode}};
+}
+
 std::string bench_text(const BenchResult& result) {
   std::string text = format("%-30s %10s %10s %10s %12s %8s %8s\n", "", "TTFT ms", "median ms", "p99 ms", "tokens/s",
                             "GB/s", "of read");

@@ -45,6 +45,17 @@ struct BenchResult {
 // After a warm-up. Exit::usage if the context is too short.
 BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std::function<bool()>& interrupted);
 
+// A model whose tokens are attention, output projection, MLP-up and GELU of every layer, and nothing else: the time of one
+// layer at a context of kLayerContext, as the tables of ClusterFusion have it (arXiv 2508.18850 and 2604.23553).
+inline constexpr std::int64_t kLayerContext = 64;
+struct LayerBenchResult {
+  std::int64_t layers = 0;
+  double layer_ms = 0;  // median over tokens, divided by the layers
+};
+LayerBenchResult run_layer_bench(DecodeModel& model, std::uint64_t seed);
+std::string layer_bench_text(const LayerBenchResult& result, const RunPlace& place);
+Json layer_bench_json(const LayerBenchResult& result, const RunPlace& place);
+
 std::string bench_text(const BenchResult& result);
 Json bench_json(const BenchResult& result, const RunPlace& place);
 
