@@ -60,6 +60,11 @@ class FileError(Exception):
         self.code = code
 
 
+# Controls, and characters that change the order or the look of the text around them without being seen (error.cpp).
+STEERING = ((0x00, 0x1F), (0x7F, 0x9F), (0xAD, 0xAD), (0x61C, 0x61C), (0x180E, 0x180E), (0x200B, 0x200F), (0x2028, 0x202E),
+            (0x2060, 0x206F), (0xFEFF, 0xFEFF), (0xFFF9, 0xFFFB), (0xE0000, 0xE007F))
+
+
 def escaped(text: str | bytes, limit: int = 120) -> str:
     """`text` in quotes with everything that could steer a terminal escaped.
 
@@ -80,9 +85,7 @@ def escaped(text: str | bytes, limit: int = 120) -> str:
             cut = True
         elif bad:
             out.append(f"\\x{code - 0xDC00:02x}")
-        elif code < 0x20 or code == 0x7F:
-            out.append(f"\\x{code:02x}")
-        elif 0x80 <= code < 0xA0:
+        elif any(first <= code <= last for first, last in STEERING):
             out.append("".join(f"\\x{byte:02x}" for byte in encoded))
         else:
             out.append("\\" + char if char in "'\\" else char)

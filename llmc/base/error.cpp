@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <iterator>
 
 #include "llmc/base/utf8.h"
 
@@ -18,6 +19,27 @@ std::string vformat(const char* fmt, std::va_list args) {
   if (length > 0) std::vsnprintf(text.data(), text.size() + 1, fmt, again);
   va_end(again);
   return text;
+}
+
+// The code point of a well-formed sequence.
+char32_t code_point(std::string_view sequence) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(sequence[i]); };
+  if (sequence.size() == 1) return byte(0);
+  char32_t value = byte(0) & (0xFF >> (sequence.size() + 1));
+  for (std::size_t i = 1; i < sequence.size(); ++i) value = value << 6 | (byte(i) & 0x3F);
+  return value;
+}
+
+// C0 and C1 controls, and what changes the order or the look of the text around it without being seen itself: the
+// format characters (category Cf) that are not part of a script's own numbering, and the line separators.
+bool steers_terminals(char32_t c) {
+  constexpr struct {
+    char32_t first, last;
+  } kRanges[] = {{0x00, 0x1F},     {0x7F, 0x9F},     {0xAD, 0xAD},      {0x61C, 0x61C},
+                 {0x180E, 0x180E}, {0x200B, 0x200F}, {0x2028, 0x202E},  {0x2060, 0x206F},
+                 {0xFEFF, 0xFEFF}, {0xFFF9, 0xFFFB}, {0xE0000, 0xE007F}};
+  return std::any_of(std::begin(kRanges), std::end(kRanges),
+                     [c](const auto& range) { return c >= range.first && c <= range.last; });
 }
 
 }  // namespace
@@ -53,16 +75,19 @@ std::string escaped(std::string_view text, std::size_t limit) {
       i += std::max<std::size_t>(length, 1);
       continue;
     }
-    // C1 controls (U+0080..U+009F, encoded C2 80..C2 9F) steer terminals just as C0 controls do.
-    const bool c1_control = length == 2 && byte == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0;
-    if (length == 0 || byte < 0x20 || byte == 0x7F || c1_control) {
+    if (length == 0) {
       out += format("\\x%02x", byte);
       i += 1;
+      continue;
+    }
+    const std::string_view character = text.substr(i, length);
+    if (steers_terminals(code_point(character))) {
+      for (const char part : character) out += format("\\x%02x", static_cast<unsigned char>(part));
     } else {
       if (byte == '\'' || byte == '\\') out += '\\';
-      out += text.substr(i, length);
-      i += length;
+      out += character;
     }
+    i += length;
   }
   return out + "'";
 }

@@ -201,6 +201,7 @@ def test_escaped_agrees_with_the_cpp_one():  # the same cases are in test/cpp/ba
     assert escaped(b"\xc2\x9b1m") == "'\\xc2\\x9b1m'"
     assert escaped(b"\xff\xc0\xaf") == "'\\xff\\xc0\\xaf'"
     assert escaped("it's \\ here") == "'it\\'s \\\\ here'"
+    assert escaped("a\u202eb\ufeff\U000e0041") == "'a\\xe2\\x80\\xaeb\\xef\\xbb\\xbf\\xf3\\xa0\\x81\\x81'"
     assert escaped("a\0b") == "'a\\x00b'"
     assert escaped("abcdef", 3) == "'a...ef'"
     assert escaped("abcdef", 6) == "'abcdef'"
