@@ -79,6 +79,9 @@ Place choose_place(TrainSettings& s) {
   }
   const std::string precision = s.precision != "auto" ? s.precision : place.gpu ? "bf16" : "fp32";
   s.set_device(place.gpu ? "cuda" : "cpu", precision);
+  if (s.moments == "bf16" && (!place.gpu || precision != "bf16")) {
+    fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
+  }
   return place;
 }
 

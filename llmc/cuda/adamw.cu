@@ -5,7 +5,7 @@
 //   p = p keep - step_size m / (sqrt(v) / sqrt(1 - beta2^t) + eps)      keep = 1 - lr decay, step_size = lr / (1 - beta1^t)
 //
 // Bytes moved an element: g is read, p, m and v are read and written, 28 bytes, in fp32 and with split masters alike (p
-// is 4 bytes in both). The norm reads 4 bytes an element.
+// is 4 bytes in both); 20 with moments in bf16. The norm reads 4 bytes an element.
 //
 // A launch runs over a list of blocks of up to kBlockElements neighbours that all decay or all do not, so a kernel block
 // finds its elements by its index, whatever the number of tensors. Everything is used once a step, so it is read and
@@ -94,35 +94,95 @@ struct SplitMasters {
   }
 };
 
-template <typename Masters>
-__device__ void update_quad(const Masters& masters, const float* gradients, float* moment1, float* moment2,
-                            std::int64_t i, const Scalars& s) {
+// ---- where the moments are --------------------------------------------------------------------------------------------
+struct WholeMoments {
+  float *m, *v;
+
+  __device__ void get(std::int64_t i, float& first, float& second) const {
+    first = m[i];
+    second = v[i];
+  }
+  __device__ void set(std::int64_t i, float first, float second) const {
+    m[i] = first;
+    v[i] = second;
+  }
+  __device__ void get_quad(std::int64_t i, float4& first, float4& second) const {
+    first = __ldcs(reinterpret_cast<const float4*>(m + i));
+    second = __ldcs(reinterpret_cast<const float4*>(v + i));
+  }
+  __device__ void set_quad(std::int64_t i, float4 first, float4 second) const {
+    __stcs(reinterpret_cast<float4*>(m + i), first);
+    __stcs(reinterpret_cast<float4*>(v + i), second);
+  }
+};
+
+struct RoundedMoments {
+  std::uint16_t *m, *v;  // the bits of bf16
+  std::uint64_t seed;
+  std::int64_t step;
+
+  static __device__ float wide(unsigned bits) { return __uint_as_float(bits << 16); }
+  static __device__ unsigned rounded(float value, unsigned random) {
+    return round_at_random(__float_as_uint(value), random);
+  }
+  static __device__ float4 wide(uint2 bits) {
+    return {wide(bits.x & 0xffffu), wide(bits.x >> 16), wide(bits.y & 0xffffu), wide(bits.y >> 16)};
+  }
+  __device__ void get(std::int64_t i, float& first, float& second) const {
+    first = wide(m[i]);
+    second = wide(v[i]);
+  }
+  __device__ void set(std::int64_t i, float first, float second) const {
+    const PhiloxWords random = rounding_words(seed, step, i / kQuad);
+    unsigned word = 0;
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) word = i % kQuad == k ? random.word[k] : word;
+    m[i] = static_cast<std::uint16_t>(rounded(first, word & 0xffffu));
+    v[i] = static_cast<std::uint16_t>(rounded(second, word >> 16));
+  }
+  __device__ void get_quad(std::int64_t i, float4& first, float4& second) const {
+    first = wide(__ldcs(reinterpret_cast<const uint2*>(m + i)));
+    second = wide(__ldcs(reinterpret_cast<const uint2*>(v + i)));
+  }
+  __device__ void set_quad(std::int64_t i, float4 first, float4 second) const {
+    const PhiloxWords random = rounding_words(seed, step, i / kQuad);
+    const auto low = [&](int k) { return random.word[k] & 0xffffu; };
+    const auto high = [&](int k) { return random.word[k] >> 16; };
+    __stcs(reinterpret_cast<uint2*>(m + i), uint2{rounded(first.x, low(0)) | rounded(first.y, low(1)) << 16,
+                                                  rounded(first.z, low(2)) | rounded(first.w, low(3)) << 16});
+    __stcs(reinterpret_cast<uint2*>(v + i), uint2{rounded(second.x, high(0)) | rounded(second.y, high(1)) << 16,
+                                                  rounded(second.z, high(2)) | rounded(second.w, high(3)) << 16});
+  }
+};
+
+template <typename Masters, typename Moments>
+__device__ void update_quad(const Masters& masters, const float* gradients, const Moments& moments, std::int64_t i,
+                            const Scalars& s) {
   const float4 g = __ldcs(reinterpret_cast<const float4*>(gradients + i));
-  float4 m = __ldcs(reinterpret_cast<const float4*>(moment1 + i));
-  float4 v = __ldcs(reinterpret_cast<const float4*>(moment2 + i));
+  float4 m, v;
+  moments.get_quad(i, m, v);
   float4 p = masters.get_quad(i);
   p.x = updated(p.x, g.x, m.x, v.x, s);
   p.y = updated(p.y, g.y, m.y, v.y, s);
   p.z = updated(p.z, g.z, m.z, v.z, s);
   p.w = updated(p.w, g.w, m.w, v.w, s);
   masters.set_quad(i, p);
-  __stcs(reinterpret_cast<float4*>(moment1 + i), m);
-  __stcs(reinterpret_cast<float4*>(moment2 + i), v);
+  moments.set_quad(i, m, v);
 }
 
-template <typename Masters>
-__device__ void update_one(const Masters& masters, const float* gradients, float* moment1, float* moment2,
-                           std::int64_t i, const Scalars& s) {
-  float m = moment1[i], v = moment2[i];
+template <typename Masters, typename Moments>
+__device__ void update_one(const Masters& masters, const float* gradients, const Moments& moments, std::int64_t i,
+                           const Scalars& s) {
+  float m, v;
+  moments.get(i, m, v);
   masters.set(i, updated(masters.get(i), gradients[i], m, v, s));
-  moment1[i] = m;
-  moment2[i] = v;
+  moments.set(i, m, v);
 }
 
-template <typename Masters>
+template <typename Masters, typename Moments>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(Masters masters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
-                 Scalars scalars, const GradientNorm* norm) {
+    adamw_kernel(Masters masters, const float* gradients, Moments moments, const AdamWBlock* blocks, Scalars scalars,
+                 const GradientNorm* norm) {
   if (norm != nullptr) {
     if (norm->non_finite != 0) return;
     scalars.gradient_scale = norm->gradient_scale;
@@ -135,19 +195,18 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
 #pragma unroll 2
   for (std::int64_t i = first_quad + threadIdx.x * kQuad; i < last_quad; i += kThreads * kQuad)
-    update_quad(masters, gradients, moment1, moment2, i, scalars);
+    update_quad(masters, gradients, moments, i, scalars);
   if (const std::int64_t i = block.begin + threadIdx.x; i < first_quad)
-    update_one(masters, gradients, moment1, moment2, i, scalars);
-  if (const std::int64_t i = last_quad + threadIdx.x; i < end)
-    update_one(masters, gradients, moment1, moment2, i, scalars);
+    update_one(masters, gradients, moments, i, scalars);
+  if (const std::int64_t i = last_quad + threadIdx.x; i < end) update_one(masters, gradients, moments, i, scalars);
 }
 
-template <typename Masters>
-void launch(const Masters& masters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
+template <typename Masters, typename Moments>
+void launch(const Masters& masters, const float* gradients, const Moments& moments, const AdamWBlock* blocks,
             std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream) {
   if (block_count == 0) return;
-  adamw_kernel<<<static_cast<unsigned>(block_count), kThreads, 0, stream>>>(masters, gradients, moment1, moment2,
-                                                                            blocks, scalars_of(step), norm);
+  adamw_kernel<<<static_cast<unsigned>(block_count), kThreads, 0, stream>>>(masters, gradients, moments, blocks,
+                                                                            scalars_of(step), norm);
   check_launch("adamw");
 }
 
@@ -254,13 +313,22 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
 
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
            std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream) {
-  launch(WholeMasters{parameters}, gradients, moment1, moment2, blocks, block_count, step, norm, stream);
+  launch(WholeMasters{parameters}, gradients, WholeMoments{moment1, moment2}, blocks, block_count, step, norm, stream);
 }
 
 void adamw(bf16* parameters, std::int16_t* low, const float* gradients, float* moment1, float* moment2,
            const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm,
            cudaStream_t stream) {
-  launch(split_arrays(parameters, low), gradients, moment1, moment2, blocks, block_count, step, norm, stream);
+  launch(split_arrays(parameters, low), gradients, WholeMoments{moment1, moment2}, blocks, block_count, step, norm,
+         stream);
+}
+
+void adamw(bf16* parameters, std::int16_t* low, const float* gradients, bf16* moment1, bf16* moment2,
+           const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm,
+           std::uint64_t seed, cudaStream_t stream) {
+  const RoundedMoments moments{reinterpret_cast<std::uint16_t*>(moment1), reinterpret_cast<std::uint16_t*>(moment2),
+                               seed, step.step};
+  launch(split_arrays(parameters, low), gradients, moments, blocks, block_count, step, norm, stream);
 }
 
 void split_masters(bf16* parameters, std::int16_t* low, const float* masters, std::int64_t count, cudaStream_t stream) {

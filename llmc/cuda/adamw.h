@@ -76,6 +76,24 @@ void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients,
            float* moment2, const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
            const GradientNorm* norm, cudaStream_t stream);
 
+// The same with moments in bf16: each is rounded up or down at random, with the probabilities that make the rounding
+// right on average, so that increments far below half a unit of bf16 are not lost. The random bits are a function of
+// (seed, step.step, element): a resumed run rounds as the whole one would have.
+void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, __nv_bfloat16* moment1,
+           __nv_bfloat16* moment2, const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
+           const GradientNorm* norm, std::uint64_t seed, cudaStream_t stream);
+// The bits of bf16 for the bits of a finite fp32 number and 16 random bits.
+WEFT_HOST_DEVICE inline std::uint16_t round_at_random(std::uint32_t bits, std::uint32_t random16) {
+  const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+  return static_cast<std::uint16_t>((finite ? bits + random16 : bits) >> 16);
+}
+// The random words of elements 4 quad ... 4 quad + 3 in update `step`: of each word the low half rounds the first moment,
+// the high half the second.
+WEFT_HOST_DEVICE inline PhiloxWords rounding_words(std::uint64_t seed, std::int64_t step, std::int64_t quad) {
+  return philox(seed, (static_cast<std::uint64_t>(step) << 38) + static_cast<std::uint64_t>(quad),
+                static_cast<std::uint64_t>(RandomStream::stochastic_rounding));
+}
+
 // fp32 masters to bf16 parameters and low parts, and back: for loading and saving. [count] each.
 void split_masters(__nv_bfloat16* parameters, std::int16_t* low, const float* masters, std::int64_t count,
                    cudaStream_t stream);

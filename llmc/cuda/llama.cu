@@ -48,6 +48,10 @@ std::int64_t classifier_rows(std::int64_t N) {
 template <typename S>
 constexpr bool kSplitMaster = std::is_same_v<S, bf16>;
 
+std::size_t moment_bytes(const TrainOptions& options) {
+  return options.moments == Precision::bf16 ? sizeof(bf16) : sizeof(float);
+}
+
 MemoryPlan arena_plan(const char* name, const TensorTable& table, std::size_t element_bytes) {
   MemoryPlan plan(name);
   plan.add(static_cast<std::uint64_t>(table.arena_elements()) * element_bytes);
@@ -108,7 +112,8 @@ std::vector<MemoryLine> plan_of(const ModelConfig& config, const TrainOptions& o
   lines.push_back({kSplitMaster<S> ? "parameters (bf16)" : "parameters (fp32)", elements * sizeof(S)});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", elements * sizeof(std::int16_t)});
   lines.push_back({"gradients (fp32)", elements * sizeof(float)});
-  lines.push_back({"AdamW moments (fp32)", 2 * elements * sizeof(float)});
+  lines.push_back({options.moments == Precision::bf16 ? "AdamW moments (bf16)" : "AdamW moments (fp32)",
+                   2 * elements * moment_bytes(options)});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
   lines.push_back({"workspace", workspace.plan.bytes() + Matmul::kWorkspaceBytes});
   return lines;
@@ -157,9 +162,10 @@ class TokenUpload {
 // backward passes, which change none of it; the update waits for the event `copied`.
 class PinnedStateCopy final : public StateCopy {
  public:
-  // Parameters, their low halves (null without), both moments. Stream and event belong to the model.
+  // Parameters, their low halves (null without), both moments in fp32 or bf16. Stream and event belong to the model.
   struct Source {
     const std::byte *parameters, *low, *moment1, *moment2;
+    std::uint64_t moment_bytes;
   };
   PinnedStateCopy(const TensorTable& table, const Source& source, cudaStream_t training, cudaEvent_t copied)
       : count_(static_cast<std::uint64_t>(table.arena_elements())),
@@ -175,8 +181,8 @@ class PinnedStateCopy final : public StateCopy {
     const std::uint64_t quarter = 2 * count_, half = 4 * count_;  // bytes of an array of 16 and of 32 bits
     copy(0, source_.parameters, source_.low != nullptr ? quarter : half);
     if (source_.low != nullptr) copy(quarter, source_.low, quarter);
-    copy(half, source_.moment1, half);
-    copy(2 * half, source_.moment2, half);
+    copy(half, source_.moment1, source_.moment_bytes * count_);
+    copy(2 * half, source_.moment2, source_.moment_bytes * count_);
     check(cudaEventRecord(copied_, stream_), "copying the state");
   }
 
@@ -185,6 +191,10 @@ class PinnedStateCopy final : public StateCopy {
     const auto offset = static_cast<std::uint64_t>(spec.offset), count = static_cast<std::uint64_t>(spec.elements);
     if (role != TensorRole::parameter || source_.low == nullptr) {
       const std::uint64_t part = role == TensorRole::parameter ? 0 : role == TensorRole::moment1 ? 1 : 2;
+      if (part > 0 && source_.moment_bytes == sizeof(bf16)) {
+        convert_to_f32(buffer_.at<std::byte>(4 * part * count_ + 2 * offset), DType::bf16, values, count);
+        return;
+      }
       std::memcpy(values, buffer_.at<float>(4 * (part * count_ + offset)), count * sizeof(float));
       return;
     }
@@ -235,6 +245,7 @@ class Llama final : public TrainModel {
     if (kSplitMaster<S>) source.low = low_arena_.template at<std::byte>(0);
     source.moment1 = moment1_arena_.template at<std::byte>(0);
     source.moment2 = moment2_arena_.template at<std::byte>(0);
+    source.moment_bytes = moment_bytes(options_);
     return std::make_unique<PinnedStateCopy>(table_, source, stream_, state_copied_);
   }
   std::vector<float> activation(const std::string& name) override;
@@ -255,6 +266,9 @@ class Llama final : public TrainModel {
   }
   // Without dropout a branch joins the residual in the epilogue of the product that makes it.
   bool joins_in_product() const { return options_.dropout == 0; }
+  bool short_moments(TensorRole role) const {
+    return options_.moments == Precision::bf16 && (role == TensorRole::moment1 || role == TensorRole::moment2);
+  }
   // Gradients to which backward adds even in the first micro-batch: norms, and an embedding that is not the head.
   bool added_to(const TensorSpec& spec) const {
     return spec.shape.size() == 1 ||
@@ -375,8 +389,8 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options)
       parameter_arena_((prepare_matmuls(), arena_plan("parameters", table_, sizeof(S)))),
       low_arena_(arena_plan("low halves of fp32 masters", table_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
       gradient_arena_(arena_plan("gradients", table_, sizeof(float))),
-      moment1_arena_(arena_plan("first moments", table_, sizeof(float))),
-      moment2_arena_(arena_plan("second moments", table_, sizeof(float))),
+      moment1_arena_(arena_plan("first moments", table_, moment_bytes(options))),
+      moment2_arena_(arena_plan("second moments", table_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(plan_.plan),
       weights_(config, table_, parameter_arena_.at<S>(0)),
@@ -782,11 +796,17 @@ void Llama<S>::update(const AdamWStep& step) {
   const AdamWBlock* blocks = workspace<AdamWBlock>(plan_.blocks);
   float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);
   const float* gradients = gradient_arena_.at<float>(0);
-  const double bytes = 7.0 * sizeof(float) * static_cast<double>(table_.parameters());
+  const double bytes = static_cast<double>(table_.parameters()) * (3 * sizeof(float) + 4.0 * moment_bytes(options_));
   clock_.run("adamw", 0, bytes, [&] {
     if constexpr (kSplitMaster<S>) {
-      adamw(parameter_arena_.at<bf16>(0), low_arena_.at<std::int16_t>(0), gradients, moment1, moment2, blocks, count,
-            step, nullptr, stream_);
+      bf16* parameters = parameter_arena_.at<bf16>(0);
+      std::int16_t* low = low_arena_.at<std::int16_t>(0);
+      if (options_.moments == Precision::bf16) {
+        adamw(parameters, low, gradients, moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), blocks, count, step,
+              nullptr, options_.seed, stream_);
+        return;
+      }
+      adamw(parameters, low, gradients, moment1, moment2, blocks, count, step, nullptr, stream_);
     } else {
       adamw(parameter_arena_.at<float>(0), gradients, moment1, moment2, blocks, count, step, nullptr, stream_);
     }
@@ -830,6 +850,13 @@ void Llama<S>::read_tensor(TensorRole role, const TensorSpec& spec, float* value
   if (role == TensorRole::gradient) settle_gradients();
   stream_.synchronize("reading a tensor");
   const auto count = static_cast<std::size_t>(spec.elements);
+  if (short_moments(role)) {
+    std::vector<std::uint16_t> stored(count);
+    check(cudaMemcpy(stored.data(), element<std::uint16_t>(role, spec), count * 2, cudaMemcpyDeviceToHost),
+          "reading a tensor");
+    convert_to_f32(stored.data(), DType::bf16, values, count);
+    return;
+  }
   if (role != TensorRole::parameter || !kSplitMaster<S>) {
     check(cudaMemcpy(values, element<float>(role, spec), count * sizeof(float), cudaMemcpyDeviceToHost),
           "reading a tensor");
@@ -853,6 +880,13 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& spec, const float
   stream_.synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
   const auto count = static_cast<std::size_t>(spec.elements);
+  if (short_moments(role)) {  // exact for what read_tensor() gave
+    std::vector<std::uint16_t> stored(count);
+    convert_from_f32(values, DType::bf16, stored.data(), count);
+    check(cudaMemcpy(element<std::uint16_t>(role, spec), stored.data(), count * 2, cudaMemcpyHostToDevice),
+          "writing a tensor");
+    return;
+  }
   if (role != TensorRole::parameter || !kSplitMaster<S>) {
     check(cudaMemcpy(element<float>(role, spec), values, count * sizeof(float), cudaMemcpyHostToDevice),
           "writing a tensor");
@@ -932,6 +966,9 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
   check_sizes(config);
+  if (options.moments == Precision::bf16 && options.precision != Precision::bf16) {
+    fail(Exit::internal, "moments in bf16 beside parameters in fp32");
+  }
   if (options.precision == Precision::bf16) return std::make_unique<Llama<bf16>>(config, options);
   return std::make_unique<Llama<float>>(config, options);
 }

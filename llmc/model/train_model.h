@@ -27,8 +27,9 @@ struct TrainOptions {
   std::int64_t seq_len = 0;      // T
   Precision precision = Precision::fp32;
   Recompute recompute = Recompute::none;
-  float dropout = 0;       // probability; applied to each branch before it joins the residual
-  std::uint64_t seed = 0;  // of the dropout masks
+  float dropout = 0;                    // probability; applied to each branch before it joins the residual
+  std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
+  Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: with Precision::bf16 on a GPU
 
   // How the work is done, never what comes out. On the GPU only.
   bool accumulates = true;   // a step may have several micro-batches

@@ -33,7 +33,7 @@ struct TrainSettings {
   double dropout = 0;
   std::int64_t seed = 1;
 
-  std::string device = "auto", precision = "auto", recompute = "none";
+  std::string device = "auto", precision = "auto", recompute = "none", moments = "fp32";
   bool no_graph = false;
   double max_minutes = 0;
   std::string on_nan = "abort";

@@ -341,6 +341,44 @@ TEST(CudaLlama, StateMovedToANewModelGoesOnBitForBit) {
   }
 }
 
+// Moments in bf16: half the memory, a state that moves exactly, and learning as before.
+TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
+  const ModelConfig config = odd_config();
+  TrainOptions options = odd_options(Precision::bf16);
+  const Text text = random_text(config, options, 31);
+  const auto exact = cuda::make_llama(config, options);
+  randomize(*exact);
+  const std::vector<double> exact_losses = run_steps(*exact, text, 1, 40);
+
+  options.moments = Precision::bf16;
+  options.seed = 5;
+  const auto whole = cuda::make_llama(config, options), first = cuda::make_llama(config, options),
+             second = cuda::make_llama(config, options);
+  randomize(*whole);
+  randomize(*first);
+  const std::vector<double> losses = run_steps(*whole, text, 1, 40);
+  run_steps(*first, text, 1, 20);
+  const auto copy = first->make_state_copy();
+  copy->take();
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorSpec& spec : first->table().specs()) {
+      std::vector<float> values(static_cast<std::size_t>(spec.elements)), copied(values.size());
+      first->read_tensor(role, spec, values.data());
+      copy->read_tensor(role, spec, copied.data());
+      EXPECT_TRUE(same_bits(values, copied)) << spec.name;
+      second->write_tensor(role, spec, copied.data());
+    }
+  }
+  run_steps(*second, text, 21, 40);
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    EXPECT_TRUE(same_bits(read_all(*whole, role), read_all(*second, role)));
+  }
+  EXPECT_LT(exact_losses.back(), 0.7 * exact_losses.front());
+  EXPECT_NEAR(losses.back(), exact_losses.back(), 0.02 * exact_losses.back());
+  EXPECT_EQ(total_bytes(exact->memory()) - total_bytes(whole->memory()),
+            4u * static_cast<std::uint64_t>(whole->table().arena_elements()));
+}
+
 TEST(CudaLlama, TrainingLowersTheLossAndEvaluationAgrees) {
   const ModelConfig config = odd_config();
   const TrainOptions options = odd_options(Precision::bf16);
