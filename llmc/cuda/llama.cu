@@ -337,6 +337,8 @@ class Llama final : public TrainModel {
   void backward_layer(std::int64_t l, Accumulate accumulate);
   void backward_layers(Accumulate accumulate);
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
+  // Without dropout a branch and the residual it joins have one gradient.
+  S* branch_gradient() const { return options_.dropout > 0 ? acts_.branch : acts_.d_residual; }
   void join_backward(std::int64_t branch, const NormParameters<S>& weights, const NormParameters<float>& d_weights,
                      const S* dout, const S* residual, const float* mean, const float* rstd, bool has_skip);
   template <typename U>
@@ -655,7 +657,7 @@ void Llama<S>::recompute_layer(std::int64_t l) {
 }
 
 // Backward of one residual_norm: from the gradient of its output and, with a skip, of its new residual, to the gradient
-// of the branch that joined there (acts_.branch) and of the residual before it (acts_.d_residual).
+// of the branch that joined there (branch_gradient()) and of the residual before it (acts_.d_residual).
 template <typename S>
 void Llama<S>::join_backward(std::int64_t branch, const NormParameters<S>& weights,
                              const NormParameters<float>& d_weights, const S* dout, const S* residual,
@@ -667,12 +669,13 @@ void Llama<S>::join_backward(std::int64_t branch, const NormParameters<S>& weigh
   join.weight = weights.weight;
   join.mean = mean;
   join.rstd = rstd;
-  join.dx = acts_.branch;
+  const bool one = branch_gradient() == acts_.d_residual;
+  join.dx = one ? nullptr : branch_gradient();
   join.dresidual = acts_.d_residual;
   join.dweight = d_weights.weight;
   join.dbias = d_weights.bias;
   join.workspace = workspace<void>(plan_.scratch);
-  clock_.run("norm backward", 0, (has_skip ? 5 : 4) * row_bytes(config_.hidden_size),
+  clock_.run("norm backward", 0, ((has_skip ? 4 : 3) + (one ? 0 : 1)) * row_bytes(config_.hidden_size),
              [&] { residual_norm_backward(norm_shape(branch), join, stream_); });
 }
 
@@ -702,13 +705,13 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
   }
   const std::int64_t touched = std::min(N, config_.vocab_size);
   clock_.run("embedding backward", 0, row_bytes(C) + 2.0 * static_cast<double>(touched * C) * sizeof(float), [&] {
-    embedding_backward(d_weights_.embedding, acts_.branch, workspace<std::int32_t>(plan_.tokens), N, C,
+    embedding_backward(d_weights_.embedding, branch_gradient(), workspace<std::int32_t>(plan_.tokens), N, C,
                        config_.vocab_size, workspace<void>(plan_.scratch), stream_);
   });
 }
 
-// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
-// Out: branch holds the gradient of the branch below (the MLP of layer l - 1, or the embedding).
+// In: branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
+// Out: branch_gradient() is the gradient of the branch below (the MLP of layer l - 1, or the embedding).
 template <typename S>
 void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const Range range("layer");
@@ -717,16 +720,16 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
-  weight_grad(down_, dw.down, acts_.branch, a.mlp_product, N, accumulate);
-  input_grad(down_, acts_.d_mlp_product, acts_.branch, w.down, N);
+  weight_grad(down_, dw.down, branch_gradient(), a.mlp_product, N, accumulate);
+  input_grad(down_, acts_.d_mlp_product, branch_gradient(), w.down, N);
   clock_.run("swiglu backward", 0, 5 * row_bytes(F),
              [&] { swiglu_backward<S>(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F, nullptr, stream_); });
   weight_grad(gate_up_, dw.gate_up, acts_.d_gate_up, a.post_norm, N, accumulate);
   input_grad(gate_up_, acts_.d_norm, acts_.d_gate_up, w.gate_up, N);
   join_backward(2 * l, w.post_norm, dw.post_norm, acts_.d_norm, a.residual_mid, a.mean2, a.rstd2, true);
 
-  weight_grad(output_, dw.output, acts_.branch, a.attention, N, accumulate);
-  input_grad(output_, acts_.d_attention, acts_.branch, w.output, N);
+  weight_grad(output_, dw.output, branch_gradient(), a.attention, N, accumulate);
+  input_grad(output_, acts_.d_attention, branch_gradient(), w.output, N);
   clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
     attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
