@@ -171,15 +171,15 @@ class Place {
   void choose(const ModelConfig& config, DType stored) {
 #ifdef WEFT_CUDA
     if (!on_gpu_) return;
-    const std::string refusal = cuda::neox_refusal(config);
-    if (!refusal.empty()) {
-      if (options_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
-      return use_cpu(refusal);
-    }
     neox_.dtype = options_.dtype == "fp16"                                     ? DType::f16
                   : options_.dtype == "bf16"                                   ? DType::bf16
                   : options_.dtype == "fp32" || !options_.compare_file.empty() ? DType::f32
                                                                                : stored;
+    const std::string refusal = cuda::neox_refusal(config, neox_.dtype);
+    if (!refusal.empty()) {
+      if (options_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
+      return use_cpu(refusal);
+    }
     neox_.layer_only = options_.bench_layer;
     choose_mode(config);
 #endif

@@ -324,10 +324,11 @@ void launch_joined(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStre
                  device.overlapping, "joined_gemv", io);
 }
 
+template <typename S>
 void check_size(std::int64_t size, std::int64_t most, const char* what) {
-  if (size % 8 != 0 || size > most) {
-    fail(Exit::usage, "%s: got an inner size of %lld, expected a multiple of 8 up to %lld", what,
-         static_cast<long long>(size), static_cast<long long>(most));
+  if (size % Pack<S>::size != 0 || size > most) {
+    fail(Exit::usage, "%s: got an inner size of %lld, expected a multiple of %d up to %lld", what,
+         static_cast<long long>(size), Pack<S>::size, static_cast<long long>(most));
   }
 }
 
@@ -345,7 +346,7 @@ LaunchDevice launch_device() {
 
 template <typename S>
 void normed_gemv(const NormedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  check_size(io.K, kMaxNormedWidth, "normed_gemv");
+  check_size<S>(io.K, kMaxNormedWidth, "normed_gemv");
   const std::int64_t chunks = io.K / Pack<S>::size;
   if (chunks <= 640) return launch_normed<S, 1, 8, 640>(io, device, stream);
   if (chunks <= 2 * 832) return launch_normed<S, 2, 4, 832>(io, device, stream);
@@ -355,8 +356,8 @@ void normed_gemv(const NormedGemv<S>& io, const LaunchDevice& device, cudaStream
 template <typename S>
 void joined_gemv(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   const std::int64_t K = io.inputs[0].K + io.inputs[1].K, most = kMaxJoinedBytes / static_cast<std::int64_t>(sizeof(S));
-  check_size(io.inputs[0].K, most, "joined_gemv");
-  check_size(K, most, "joined_gemv");
+  check_size<S>(io.inputs[0].K, most, "joined_gemv");
+  check_size<S>(K, most, "joined_gemv");
   const std::int64_t chunks = K / Pack<S>::size;
   if (chunks <= 640) return launch_joined<S, 1, 8, 640>(io, device, stream);
   if (chunks <= 2 * 832) return launch_joined<S, 2, 4, 832>(io, device, stream);

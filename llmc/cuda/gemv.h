@@ -1,8 +1,8 @@
 // Linear layers of one token: matrix times vector, bound by the memory that the matrix lies in. Each reads its matrices
 // once, adds in fp32 in an order that does not depend on timing, and joins what stands before and after the product.
 //
-// S is the storage type of weights and activations (float, bf16, fp16); the residual stream is fp32. Every inner size is
-// a multiple of 8 and every pointer aligned to 16 bytes.
+// S is the storage type of weights and activations (float, bf16, fp16); the residual stream is fp32. A row of every
+// matrix is a multiple of 16 bytes and every pointer aligned to 16 bytes.
 //
 // Launched as part of a chain (launch.cuh): a kernel fetches its first weights while its predecessor still runs.
 #pragma once

@@ -30,6 +30,7 @@
 #include "llmc/cuda/gemv.h"
 #include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/matmul.h"
+#include "llmc/cuda/neox_parameters.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
 #include "llmc/cuda/sampler.h"
@@ -772,8 +773,8 @@ auto with_storage(DType dtype, const Function& function) {
   }
 }
 
-void check_model(const ModelConfig& config) {
-  const std::string refusal = neox_refusal(config);
+void check_model(const ModelConfig& config, DType dtype) {
+  const std::string refusal = neox_refusal(config, dtype);
   if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
 }
 
@@ -783,16 +784,18 @@ const char* decode_mode_name(DecodeMode mode) {
   return mode == DecodeMode::reference ? "reference" : mode == DecodeMode::graph ? "graph" : "fused";
 }
 
-std::string neox_refusal(const ModelConfig& c) {
+std::string neox_refusal(const ModelConfig& c, DType dtype) {
   if (!attention_supports(c.head_dim)) {
     return format("head_dim: got %lld, the GPU has kernels for 32, 64, 80, 96, 128 and 256",
                   static_cast<long long>(c.head_dim));
   }
-  const std::int64_t widest = kMaxJoinedBytes / 4;  // of a row of both output matrices, in fp32
-  if (c.ffn_size % 8 != 0 || c.hidden_size > kMaxNormWidth || c.hidden_size + c.ffn_size > widest) {
-    return format("hidden_size %lld, ffn_size %lld: the GPU has kernels for multiples of 8, together at most %lld",
-                  static_cast<long long>(c.hidden_size), static_cast<long long>(c.ffn_size),
-                  static_cast<long long>(widest));
+  const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
+  const std::int64_t unit = 16 / element, widest = kMaxJoinedBytes / element;  // of a row of both output matrices
+  if (c.ffn_size % unit != 0 || c.hidden_size > kMaxNormWidth || c.hidden_size + c.ffn_size > widest) {
+    return format(
+        "hidden_size %lld, ffn_size %lld: in %s the GPU has kernels for multiples of %lld, together at most %lld",
+        static_cast<long long>(c.hidden_size), static_cast<long long>(c.ffn_size), dtype_name(dtype),
+        static_cast<long long>(unit), static_cast<long long>(widest));
   }
   return "";
 }
@@ -803,7 +806,7 @@ std::string fused_refusal(const ModelConfig& config, DType dtype) {
 }
 
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {
-  check_model(config);
+  check_model(config, options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
     Buffers<S> buffers;
@@ -815,7 +818,7 @@ std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& 
 }
 
 std::unique_ptr<DecodeModel> load_neox(const ModelFile& file, const NeoxOptions& options) {
-  check_model(file.config());
+  check_model(file.config(), options.dtype);
   return with_storage(options.dtype, [&](auto storage) -> std::unique_ptr<DecodeModel> {
     using S = decltype(storage);
     return std::make_unique<NeoxDecoder<S>>(
@@ -824,7 +827,7 @@ std::unique_ptr<DecodeModel> load_neox(const ModelFile& file, const NeoxOptions&
 }
 
 std::unique_ptr<DecodeModel> random_neox(const ModelConfig& config, std::uint64_t seed, const NeoxOptions& options) {
-  check_model(config);
+  check_model(config, options.dtype);
   return with_storage(options.dtype, [&](auto storage) -> std::unique_ptr<DecodeModel> {
     using S = decltype(storage);
     return std::make_unique<NeoxDecoder<S>>(

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/neox_parameters.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/model_file.h"
 
@@ -20,6 +20,9 @@ namespace weft::cuda {
 enum class DecodeMode { reference, graph, fused };
 const char* decode_mode_name(DecodeMode mode);
 
+// Told a few times a second while a file is read, from the calling thread.
+using LoadProgress = std::function<void(std::uint64_t bytes_done, std::uint64_t bytes_all)>;
+
 struct NeoxOptions {
   DType dtype = DType::f16;  // f16, bf16 or f32: of weights, activations and cache; sums and the residual are fp32
   DecodeMode mode = DecodeMode::graph;
@@ -30,8 +33,8 @@ struct NeoxOptions {
   bool layer_only = false;
 };
 
-// Why no mode can run this model, in one line for the user; empty where it can be run.
-std::string neox_refusal(const ModelConfig& config);
+// Why no mode can run this model with this storage type, in one line for the user; empty where it can be run.
+std::string neox_refusal(const ModelConfig& config, DType dtype);
 
 // Why this GPU cannot run it in fused mode; empty where it can.
 std::string fused_refusal(const ModelConfig& config, DType dtype);

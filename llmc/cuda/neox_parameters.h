@@ -6,10 +6,10 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <functional>
 #include <type_traits>
 
 #include "llmc/base/dtype.h"
+#include "llmc/cuda/neox.h"
 #include "llmc/cuda/neox_weights.h"
 #include "llmc/model/model_file.h"
 
@@ -21,9 +21,6 @@ constexpr DType storage_dtype() {
   if constexpr (std::is_same_v<S, __nv_bfloat16>) return DType::bf16;
   return DType::f32;
 }
-
-// Asked for after every few megabytes, from the calling thread.
-using LoadProgress = std::function<void(std::uint64_t bytes_done, std::uint64_t bytes_all)>;
 
 // Copies every parameter of the file to `parameters`, table().arena_elements() elements of S, and converts it where the
 // file has another dtype. Several threads read, hash and copy at once, each through two page-locked pieces, so that disk,

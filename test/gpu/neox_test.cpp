@@ -375,16 +375,17 @@ TEST(CudaNeox, DamagedFilesAreRefusedByName) {
 
 TEST(CudaNeox, SizesWithoutKernelsAreRefused) {
   ModelConfig config = test::neox_config(test::small_shapes()[0]);
-  EXPECT_EQ(cuda::neox_refusal(config), "");
+  EXPECT_EQ(cuda::neox_refusal(config, DType::f16), "");
   config.head_dim = 48;
   config.hidden_size = 48 * config.num_heads;
-  expect_contains(cuda::neox_refusal(config), "head_dim: got 48");
+  expect_contains(cuda::neox_refusal(config, DType::f16), "head_dim: got 48");
   expect_contains(
       error_of(Exit::usage, [&] { cuda::random_neox(config, 1, options_of(DType::f16, DecodeMode::graph, 8)); }),
       "head_dim");
   config = test::neox_config(test::small_shapes()[0]);
   config.ffn_size = 100;
-  expect_contains(cuda::neox_refusal(config), "ffn_size 100");
+  expect_contains(cuda::neox_refusal(config, DType::f16), "ffn_size 100");
+  EXPECT_EQ(cuda::neox_refusal(config, DType::f32), "");
 }
 
 TEST(CudaNeox, ThePlanIsWhatIsAllocated) {
