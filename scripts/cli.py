@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -129,6 +130,9 @@ def _depth(value: Any) -> int:
     return deepest - 1
 
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that may be half of a pair
+
+
 def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000) -> Any:
     """Strict JSON: UTF-8, unique keys, finite numbers, depth <= MAX_JSON_DEPTH. FileError BAD_FILE otherwise.
 
@@ -138,6 +142,10 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object_hook(max_objects), parse_constant=_no_constant,
                            parse_float=_finite_number)
+        if SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        bad_file(source, field, "not valid JSON: got half of a surrogate pair, expected Unicode text")
     except UnicodeDecodeError as error:
         bad_file(source, field, f"not UTF-8 (byte {error.start})", AGAIN)
     except RecursionError:

@@ -100,7 +100,7 @@ HOSTILE_FILES = {
     "header is an array of objects": (ck.safetensors_bytes({"__metadata__": {"a": 1}}), ["__metadata__"]),
     "escape sequence in a name": (ck.safetensors_bytes({"\x1b[31m": ENTRY}, bytes(8)), ["\\x1b"]),
     "lone surrogate in a name": (ck.safetensors_bytes(b'{"\\ud800":%s}' % json.dumps(ENTRY).encode(), bytes(8)),
-                                 ["name"]),
+                                 ["header", "surrogate pair"]),
     "long name": (ck.safetensors_bytes({"n" * 300: ENTRY}, bytes(8)), ["255 bytes"]),
     "PyTorch pickle": (b"PK\x03\x04" + bytes(60), ["PyTorch", "save_pretrained"]),
     "GGUF": (b"GGUF" + bytes(60), ["GGUF"]),
@@ -145,6 +145,20 @@ def test_random_damage_never_crashes(llama):
             assert failure.code == cli.BAD_FILE
             refused += 1
     assert refused > 200
+
+
+def test_half_of_a_surrogate_pair_anywhere_in_the_config_is_refused(llama):
+    """Found by fuzz_convert.py: the text went through to the model file, which is UTF-8."""
+    path = llama / "config.json"
+    path.write_text(path.read_text().replace('"silu"', '"silu", "unused": ["\\ud800"]'))
+    refuse(llama, "config.json", "surrogate pair")
+
+
+def test_what_turns_the_direction_of_text_is_escaped(llama):
+    """Found by fuzz_convert.py, as an unknown value that a message quotes."""
+    path = llama / "config.json"
+    path.write_text(path.read_text().replace('"silu"', '"\u202e\ufeff"'))
+    refuse(llama, "hidden_act", r"\xe2\x80\xae\xef\xbb\xbf")
 
 
 # ---- weights that do not fit the configuration -----------------------------------------------------------------------
