@@ -53,7 +53,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests deps doctor venv demo test fuzz mutants bench profile headers format install uninstall clean help FORCE
+.PHONY: all programs tests deps doctor venv demo test fuzz mutants bench profile profile-infer headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -151,13 +151,17 @@ demo: deps venv
 	@$(MAKE) --no-print-directory all
 	@scripts/run_demo.sh
 
-# Training steps beside PyTorch, on the GPU of this machine.
+# Training steps and decoding beside PyTorch, on the GPU of this machine.
 bench: all
 	@$(PYTHON) dev/bench/training.py
+	@$(PYTHON) dev/bench/decode.py
 
 # One training step under Nsight Compute, as a table by operator.
 profile: all
 	@$(PYTHON) dev/bench/profile_step.py
+# The same for one decoded token.
+profile-infer: all
+	@$(PYTHON) dev/bench/profile_decode.py
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
@@ -179,8 +183,8 @@ help:
 	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
 	@echo "make fuzz       FUZZ_S=60 seconds for each fuzz target (clang's libFuzzer); FUZZ_TARGETS= some of them"
 	@echo "make mutants    plant bugs in a copy of the tree, one at a time: does a test find each?"
-	@echo "make bench      training steps on the GPU beside PyTorch, as a table"
-	@echo "make profile    one training step on the GPU under Nsight Compute, by operator"
+	@echo "make bench      training steps and decoding on the GPU beside PyTorch, as tables"
+	@echo "make profile    one training step on the GPU under Nsight Compute, by operator; profile-infer: one decoded token"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
 	@echo "make venv       Python packages of the scripts, into .venv"

@@ -297,7 +297,9 @@ class NeoxDecoder final : public DecodeModel {
   void run_token();                      // from the state's token to the logits
   void run_head(const float* residual);  // logits of one row of the residual stream
   void sample_and_publish();
-  void launch_step(bool sampling);  // run_token(), then sample_and_publish() if asked for, in the mode chosen
+  // `position` is for the profiler alone.
+  void launch_step(bool sampling,
+                   std::int64_t position);  // run_token(), then sample_and_publish() if asked for, in the mode chosen
   void start(const DecodeState& state) {
     set_state_kernel<<<1, 1, 0, stream_>>>(b_.state, state);
     check_launch("decode state");
@@ -311,6 +313,12 @@ class NeoxDecoder final : public DecodeModel {
   S* keys(std::int64_t l) const { return cache_.keys + l * config_.hidden_size * options_.capacity; }
   S* values(std::int64_t l) const { return cache_.values + l * config_.hidden_size * options_.capacity; }
   NeoxHeads heads() const { return {config_.num_heads, config_.head_dim}; }
+  // Runs `work` under a name for the profiler.
+  template <typename Work>
+  void named(const char* name, const Work& work) {
+    const MaybeRange range(profiling(), name);
+    work();
+  }
   bool profiling() const { return options_.mode == DecodeMode::reference; }
 
   // ---- activations for comparison
@@ -418,7 +426,9 @@ void NeoxDecoder<S>::normalize_input(std::int64_t l, std::int64_t rows, const S*
 template <typename S>
 void NeoxDecoder<S>::attend(std::int64_t l, std::int64_t rows) {
   const std::int64_t C = config_.hidden_size, NH = config_.num_heads, HS = config_.head_dim;
-  rope_and_append(b_.qkv, keys(l), values(l), heads(), rows, options_.capacity, length_, rope_, stream_);
+  named("RoPE, cache", [&] {
+    rope_and_append(b_.qkv, keys(l), values(l), heads(), rows, options_.capacity, length_, rope_, stream_);
+  });
   AttentionShape shape;
   shape.B = 1;
   shape.TQ = rows;
@@ -428,7 +438,9 @@ void NeoxDecoder<S>::attend(std::int64_t l, std::int64_t rows) {
   shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));
   const HeadViewOf<const S> q{b_.qkv, 0, 3 * C, 3 * HS};
   const HeadViewOf<const S> k{keys(l), 0, HS, options_.capacity * HS}, v{values(l), 0, HS, options_.capacity * HS};
-  attention_forward<S>(shape, HeadViewOf<S>{b_.attention, 0, C, HS}, nullptr, q, k, v, stream_);
+  named("attention", [&] {
+    attention_forward<S>(shape, HeadViewOf<S>{b_.attention, 0, C, HS}, nullptr, q, k, v, stream_);
+  });
   if (keep_) keep_heads(l, rows);
 }
 
@@ -440,24 +452,26 @@ void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows) {
   const MaybeRange range(profiling(), "layer", l);
 
   keep(prefix + "input_norm", b_.norm1, rows * C);
-  linear(b_.qkv, b_.norm1, w.qkv, rows, C, 3 * C);
+  named("QKV", [&] { linear(b_.qkv, b_.norm1, w.qkv, rows, C, 3 * C); });
   attend(l, rows);
-  linear(b_.branch, b_.attention, w.dense, rows, C, C);
-  if (!config_.parallel_residual) normalize(rows, b_.branch, w.post_norm, b_.norm2);
+  named("output projection", [&] { linear(b_.branch, b_.attention, w.dense, rows, C, C); });
+  if (!config_.parallel_residual) named("norms", [&] { normalize(rows, b_.branch, w.post_norm, b_.norm2); });
   keep(prefix + "post_attention_norm", b_.norm2, rows * C);
-  linear(b_.up, b_.norm2, w.up, rows, C, F);
-  gelu_forward(b_.up, b_.up, rows * F, stream_);
+  named("MLP up", [&] { linear(b_.up, b_.norm2, w.up, rows, C, F); });
+  named("GELU", [&] { gelu_forward(b_.up, b_.up, rows * F, stream_); });
   keep(prefix + "mlp_product", b_.up, rows * F);
   // Parallel residual: both branches join at once, so the MLP adds to what attention left.
-  linear(b_.branch, b_.up, w.down, rows, F, C, config_.parallel_residual ? Accumulate::yes : Accumulate::no);
-  normalize_input(l + 1, rows, b_.branch);
+  named("MLP down", [&] {
+    linear(b_.branch, b_.up, w.down, rows, F, C, config_.parallel_residual ? Accumulate::yes : Accumulate::no);
+  });
+  named("norms", [&] { normalize_input(l + 1, rows, b_.branch); });
   keep(prefix + "residual", b_.residual, rows * C);
 }
 
 template <typename S>
 void NeoxDecoder<S>::run_chunk(std::span<const std::int32_t> ids) {
   const std::int64_t rows = static_cast<std::int64_t>(ids.size()), C = config_.hidden_size;
-  const MaybeRange range(profiling(), "prompt");
+  const MaybeRange range(profiling(), "prompt of", rows);
   check(cudaMemcpyAsync(b_.ids, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, stream_), "prompt");
   embedding_forward<S, float>(b_.residual, b_.ids, weights_.embedding, rows, C, stream_);
   keep("embedding", b_.residual, rows * C);
@@ -532,38 +546,35 @@ void NeoxDecoder<S>::run_token() {
     const typename NormedGemv<S>::Output qkv{w.input_norm, w.qkv, 3 * C, false, b_.qkv, nullptr};
     const typename NormedGemv<S>::Output up{w.post_norm, w.up, F, true, b_.up, nullptr};
     const typename JoinedGemv<S>::Input dense{b_.attention, w.dense, C}, down{b_.up, w.down, F};
-    {
-      const MaybeRange range(profiling(), config_.parallel_residual ? "norms, QKV, MLP up" : "norm, QKV");
-      normed_gemv<S>({b_.residual, C, eps, {qkv, config_.parallel_residual ? up : typename NormedGemv<S>::Output{}}},
-                     device_, stream_);
-    }
-    {
-      const MaybeRange range(profiling(), "RoPE, cache, attention");
+    const bool parallel = config_.parallel_residual;
+    named(parallel ? "norms, QKV, MLP up" : "norm, QKV", [&] {
+      normed_gemv<S>({b_.residual, C, eps, {qkv, parallel ? up : typename NormedGemv<S>::Output{}}}, device_, stream_);
+    });
+    named("RoPE, cache, attention", [&] {
       decode_attention<S>({heads(), b_.qkv, keys(l), values(l), options_.capacity, &b_.state->position, rope_,
                            b_.attention, b_.partials},
                           device_, stream_);
+    });
+    if (parallel && !options_.layer_only) {
+      named("output projection, MLP down", [&] { joined_gemv<S>({{dense, down}, b_.residual, C}, device_, stream_); });
+      continue;
     }
-    if (options_.layer_only) {
-      joined_gemv<S>({{dense, {}}, b_.residual, C}, device_, stream_);
-    } else if (config_.parallel_residual) {
-      const MaybeRange range(profiling(), "output projection, MLP down");
-      joined_gemv<S>({{dense, down}, b_.residual, C}, device_, stream_);
-    } else {
-      const MaybeRange range(profiling(), "output projection, norm, MLP");
-      joined_gemv<S>({{dense, {}}, b_.residual, C}, device_, stream_);
-      normed_gemv<S>({b_.residual, C, eps, {up, {}}}, device_, stream_);
-      joined_gemv<S>({{down, {}}, b_.residual, C}, device_, stream_);
-    }
+    named("output projection", [&] { joined_gemv<S>({{dense, {}}, b_.residual, C}, device_, stream_); });
+    if (parallel) continue;
+    named("norm, MLP up", [&] { normed_gemv<S>({b_.residual, C, eps, {up, {}}}, device_, stream_); });
+    if (options_.layer_only) continue;
+    named("MLP down", [&] { joined_gemv<S>({{down, {}}, b_.residual, C}, device_, stream_); });
   }
   if (!options_.layer_only) run_head(b_.residual);
 }
 
 template <typename S>
 void NeoxDecoder<S>::run_head(const float* residual) {
-  const MaybeRange range(profiling(), "final norm, head");
   const typename NormedGemv<S>::Output head{
       weights_.final_norm, {weights_.head, nullptr}, config_.vocab_size, false, nullptr, b_.logits};
-  normed_gemv<S>({residual, config_.hidden_size, static_cast<float>(config_.norm_eps), {head, {}}}, device_, stream_);
+  named("final norm, head", [&] {
+    normed_gemv<S>({residual, config_.hidden_size, static_cast<float>(config_.norm_eps), {head, {}}}, device_, stream_);
+  });
 }
 
 template <typename S>
@@ -576,13 +587,13 @@ void NeoxDecoder<S>::sample_and_publish() {
 }
 
 template <typename S>
-void NeoxDecoder<S>::launch_step(bool sampling) {
+void NeoxDecoder<S>::launch_step(bool sampling, std::int64_t position) {
   const auto launches = [this, sampling] {
     run_token();
     if (sampling) sample_and_publish();
   };
   if (options_.mode == DecodeMode::reference) {
-    const MaybeRange range(true, "token");
+    const MaybeRange range(true, "token", position);
     return launches();
   }
   GraphOwner& graph = sampling ? sampling_graph_ : step_graph_;
@@ -617,7 +628,7 @@ std::span<const float> NeoxDecoder<S>::decode(std::int32_t id) {
   state.token = id;
   state.position = length_;
   start(state);
-  launch_step(false);
+  launch_step(false, length_);
   ++length_;
   return fetch_logits(b_.logits);
 }
@@ -679,7 +690,9 @@ void NeoxDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const Ge
   };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
     const std::int64_t wanted = fused ? 1 : std::min(request.max_ids, seen + 1 + kAhead);
-    for (; drain.queued < wanted; ++drain.queued) launch_step(true);
+    for (; drain.queued < wanted; ++drain.queued) {
+      launch_step(true, first + drain.queued - 1);
+    }
     const std::int32_t id = wait_for(sequence + static_cast<std::uint32_t>(seen));
     length_ = first + seen++;
     if (!on_id(id) || is_stop(id)) break;
