@@ -64,6 +64,8 @@ void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* ls
 }
 
 std::size_t attention_backward_workspace(const AttentionShape& shape) {
+  // Of the path that needs most: a plan may be made on another machine than the one that computes.
+  if (hopper_backward_computes(shape)) return hopper_workspace(shape, nullptr).bytes;
   return static_cast<std::size_t>(shape.B * shape.NH * padded_queries(shape.TQ)) * sizeof(RowStatistics);
 }
 
@@ -76,7 +78,10 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
       shape, dq, dk, dv, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace)};
   if constexpr (!std::is_same_v<T, float>) {
     const bool inputs = aligned(dout) && aligned(out) && aligned(q) && aligned(k) && aligned(v);
-    if (inputs && aligned(dq) && aligned(dk) && aligned(dv)) return portable_backward(arguments, stream);
+    if (inputs && aligned(dq) && aligned(dk) && aligned(dv)) {
+      if (hopper_backward_computes(shape) && hopper_multiprocessors() > 0) return hopper_backward(arguments, stream);
+      return portable_backward(arguments, stream);
+    }
   }
   plain_backward(arguments, stream);
 }

@@ -28,7 +28,8 @@ template <typename T>
 void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* lse, HeadViewOf<const T> q,
                        HeadViewOf<const T> k, HeadViewOf<const T> v, cudaStream_t stream);
 
-// Bytes of workspace that attention_backward() needs: 8 a query and head. Any 16-byte aligned address.
+// Bytes of workspace that attention_backward() needs: 8 a query and head, and 4 HS more (dQ in fp32) for the shapes that
+// have a Hopper kernel. Any 16-byte aligned address.
 std::size_t attention_backward_workspace(const AttentionShape& shape);
 
 // dq, dk, dv are written (=), every element of the B x T x heads x HS they cover; they may not overlap the inputs. `out`

@@ -63,7 +63,7 @@ struct Tiling {
   static constexpr int kScoreBytes = kQueries / 64 * kKeyTile;   // dS^T [128 keys, queries], two of them
   static constexpr int kStatisticsBytes = kQueries * static_cast<int>(sizeof(RowStatistics));
   // Shared memory
-  static constexpr int kValuesAt = kKeyBytes, kQueriesAt = 2 * kKeyBytes;
+  static constexpr int kValuesAt = kKeyBytes, kQueriesAt = kValuesAt + kKeyBytes;
   static constexpr int kOutputsAt = kQueriesAt + kStages * kQueryBytes;
   static constexpr int kScoresAt = kOutputsAt + kStages * kQueryBytes;
   static constexpr int kSumsAt = kScoresAt + kStages * kScoreBytes;
@@ -87,36 +87,6 @@ struct Arguments {
   int key_blocks, section;
   float scale;
 };
-
-// Where step `step` finds its buffers in the rings, and the parity of the phase that they are in.
-__device__ inline int stage_of(int step) {
-  return step % kStages;
-}
-__device__ inline unsigned parity_of(int step) {
-  return step / kStages % 2;
-}
-
-__device__ inline int load_acquire(const int* address) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ inline void store_release(int* address, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-// Between ordinary accesses to global memory and those of bulk copies.
-__device__ inline void fence_global_proxies() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// Never hangs, as mbarrier_wait().
-__device__ inline void wait_for_turn(const int* turn, int block) {
-  constexpr long long kWatchdog = 5LL << 32;
-  const long long start = clock64();
-  while (load_acquire(turn) != block)
-    if (clock64() - start > kWatchdog) __trap();
-  fence_global_proxies();
-}
 
 // ---- statistics -------------------------------------------------------------------------------------------------------
 
@@ -185,6 +155,36 @@ __global__ void __launch_bounds__(256)
 // ---- the pass over the blocks -----------------------------------------------------------------------------------------
 
 #if WEFT_WGMMA
+
+// Where step `step` finds its buffers in the rings, and the parity of the phase that they are in.
+__device__ inline int stage_of(int step) {
+  return step % kStages;
+}
+__device__ inline unsigned parity_of(int step) {
+  return step / kStages % 2;
+}
+
+__device__ inline int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline void store_release(int* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+// Between ordinary accesses to global memory and those of bulk copies.
+__device__ inline void fence_global_proxies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Never hangs, as mbarrier_wait().
+__device__ inline void wait_for_turn(const int* turn, int block) {
+  constexpr long long kWatchdog = 5LL << 32;
+  const long long start = clock64();
+  while (load_acquire(turn) != block)
+    if (clock64() - start > kWatchdog) __trap();
+  fence_global_proxies();
+}
 
 // A block's work: 128 keys of one K/V head, and the steps over tiles of queries and heads of the group.
 struct Work {
@@ -570,7 +570,8 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  const int section = static_cast<int>(std::max<std::int64_t>(1, 512 / ceil_div(shape.TK, kKeys)));
+  // Measured: 8 to 16 K/V heads a section at T 8192 and 2048.
+  const int section = ceil_div(shape.TK, kKeys) > 32 ? 8 : 16;
   if (shape.HS == 64) return launch<T, Tiling<64>>(arguments, section, stream);
   if (shape.HS == 128) return launch<T, Tiling<128>>(arguments, section, stream);
   fail(Exit::internal, "attention backward: no Hopper kernel for head dimension %d", static_cast<int>(shape.HS));
