@@ -17,7 +17,7 @@
 //
 //   residual x of all rows       needed at once: each word carries the number of its layer, so the data is its own flag
 //   LayerNorms, both             every block does them for itself: cheaper than sharing the result
-//   QKV rows                     announced by a counter
+//   QKV rows                     words with the number of the layer, too
 //   MLP-up rows, GELU            announced by a counter
 //   attention                    needs all QKV rows, finished while MLP-up was computed; an item is a head and a part of
 //                                the context; appends the token's key and value; announced by a counter
@@ -127,7 +127,7 @@ int max_splits_of(const ModelConfig& config, int blocks) {
 // Regions of the workspace; `blocks` bounds what depends on it.
 struct Regions {
   MemoryPlan plan{"fused decoding: workspace"};
-  std::uint64_t control, x, cleared, qkv, h, part_out, part_sum, head_best, shares, layers, logits;
+  std::uint64_t control, x, qkv, cleared, h, part_out, part_sum, head_best, shares, layers, logits;
 };
 Regions plan_workspace(const ModelConfig& config, int blocks) {
   const auto n = [](std::int64_t count, std::size_t size) { return static_cast<std::uint64_t>(count) * size; };
@@ -135,8 +135,8 @@ Regions plan_workspace(const ModelConfig& config, int blocks) {
   Regions r;
   r.control = r.plan.add(sizeof(Control));
   r.x = r.plan.add(n(config.hidden_size, 8));
+  r.qkv = r.plan.add(n(3 * config.hidden_size, 8));
   r.cleared = r.plan.bytes();
-  r.qkv = r.plan.add(n(3 * config.hidden_size, 4));
   r.h = r.plan.add(n(config.ffn_size, 4));
   r.part_out = r.plan.add(n(parts * config.head_dim, 4));
   r.part_sum = r.plan.add(n(parts, sizeof(float2)));
@@ -275,7 +275,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.max_splits = max_splits_of(config, s.blocks);
   p.control = memory.at<Control>(r.control);
   p.x = memory.at<std::uint64_t>(r.x);
-  p.qkv = memory.at<float>(r.qkv);
+  p.qkv = memory.at<std::uint64_t>(r.qkv);
   p.h = memory.at<float>(r.h);
   p.part_out = memory.at<float>(r.part_out);
   p.part_sum = memory.at<float2>(r.part_sum);
@@ -356,7 +356,8 @@ void FusedDecode<S>::launch(const FusedRequest& request) {
   p.num_stop_ids = static_cast<int>(request.stop_ids.size());
   std::copy(request.stop_ids.begin(), request.stop_ids.end(), p.stop_ids);
   p.stamps = s.stamps != nullptr ? s.stamps->template at<std::uint64_t>(0) : nullptr;
-  check(cudaMemsetAsync(s.workspace.template at<char>(s.regions.control), 0, s.regions.cleared - s.regions.control, s.stream),
+  check(cudaMemsetAsync(s.workspace.template at<char>(s.regions.control), 0, s.regions.cleared - s.regions.control,
+                        s.stream),
         "fused decoding");
   if (s.stamps != nullptr) s.stamps->clear(s.stream);
   // Cooperative: all blocks run at once, or the launch is refused.

@@ -51,7 +51,7 @@ struct alignas(128) Counter {
   unsigned value;
 };
 struct Control {
-  Counter qkv, up, attention, head, abort;
+  Counter up, attention, head, abort;
   alignas(128) std::uint64_t next;  // (token + 1) << 32 | stop << 31 | id
 };
 
@@ -72,8 +72,8 @@ struct Parameters {
   int max_splits;
   // workspace
   Control* control;
-  std::uint64_t* x;       // [C]: epoch << 32 | fp32 bits
-  float* qkv;             // [3 C]
+  std::uint64_t* x;       // [C]: layers done << 32 | fp32 bits
+  std::uint64_t* qkv;     // [3 C], the same
   float* h;               // [F]
   float* part_out;        // [NH, max_splits, HS], not divided by the sum
   float2* part_sum;       // [NH, max_splits]: largest score, sum
@@ -212,25 +212,22 @@ __device__ inline void dot(float& sum, const uint4& packed, const float* activat
   for (int j = 0; j < kLane; ++j) sum = fmaf(w[j], activation[j], sum);
 }
 
-// Sums N values over the warp at once: afterwards a lane with lane % (32 / N) == 0 holds value lane / (32 / N).
-__device__ inline float fold(float (&v)[4], int lane) {
-  const bool upper = (lane & 16) != 0;
-  float a = upper ? v[2] : v[0], b = upper ? v[3] : v[1];
-  a += __shfl_xor_sync(~0u, upper ? v[0] : v[2], 16);
-  b += __shfl_xor_sync(~0u, upper ? v[1] : v[3], 16);
-  const bool odd = (lane & 8) != 0;
-  float sum = odd ? b : a;
-  sum += __shfl_xor_sync(~0u, odd ? a : b, 8);
+// Sums N values (a power of 2) over the warp at once: afterwards lane l holds the sum of value l / (32 / N).
+template <int N>
+__device__ __forceinline__ float fold(float (&v)[N], int lane) {
+  int offset = kWarpSize / 2;
 #pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-  return sum;
-}
-__device__ inline float fold(float (&v)[2], int lane) {
-  const bool upper = (lane & 16) != 0;
-  float sum = upper ? v[1] : v[0];
-  sum += __shfl_xor_sync(~0u, upper ? v[0] : v[1], 16);
+  for (int n = N / 2; n > 0; n /= 2, offset /= 2) {
+    const bool upper = (lane & offset) != 0;
 #pragma unroll
-  for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    for (int j = 0; j < n; ++j) {
+      const float keep = upper ? v[j + n] : v[j], give = upper ? v[j] : v[j + n];
+      v[j] = keep + __shfl_xor_sync(~0u, give, offset);
+    }
+  }
+  float sum = v[0];
+#pragma unroll
+  for (; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
   return sum;
 }
 
@@ -492,6 +489,8 @@ struct Consumer {
     turn ^= 1;
   }
 
+  // Two chunks at a time, so that the latencies of one hide behind the other: what is in registers is released at once.
+
   // `count` rows of C elements, times the inputs; at most partial_rows.
   __device__ __forceinline__ void narrow_rows(int count, const float (&input)[kInputs]) {
     const Parameters<S>& p = c.p;
@@ -500,57 +499,80 @@ struct Consumer {
     bool inside[QC];
 #pragma unroll
     for (int i = 0; i < QC; ++i) inside[i] = piece(i) * kLane < p.C;
-    for (int first = 0; first < count; first += chunk_rows) {
+    for (int first = 0; first < count; first += 2 * chunk_rows) {
       const int row = first + warp_r * kRows;  // this warp's first
-      const unsigned from = begin_chunk() + warp_r * kRows * row_bytes + (warp_k * kWarpSize + lane) * 16;
-      uint4 w[kRows][QC];
+      uint4 w[2][kRows][QC];
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
+      for (int half = 0; half < 2; ++half) {
+        const int left = count - row - half * chunk_rows;
+        const bool exists = first + half * chunk_rows < count;
+        const unsigned from =
+            exists ? begin_chunk() + warp_r * kRows * row_bytes + (warp_k * kWarpSize + lane) * 16 : 0;
 #pragma unroll
-        for (int i = 0; i < QC; ++i) {
-          w[j][i] = make_uint4(0, 0, 0, 0);
-          if (inside[i] && row + j < count) w[j][i] = load_shared(from + j * row_bytes + i * p.warps_k * 512);
+        for (int j = 0; j < kRows; ++j) {
+#pragma unroll
+          for (int i = 0; i < QC; ++i) {
+            w[half][j][i] = make_uint4(0, 0, 0, 0);
+            if (inside[i] && j < left) w[half][j][i] = load_shared(from + j * row_bytes + i * p.warps_k * 512);
+          }
         }
+        if (exists) end_chunk();
       }
-      float sums[kRows] = {};
+      float sums[2 * kRows] = {};
 #pragma unroll
       for (int i = 0; i < QC; ++i) {
 #pragma unroll
-        for (int j = 0; j < kRows; ++j) dot<S>(sums[j], w[j][i], input + i * kLane);
+        for (int j = 0; j < 2 * kRows; ++j) dot<S>(sums[j], w[j / kRows][j % kRows][i], input + i * kLane);
       }
-      end_chunk();
       const float sum = fold(sums, lane);
-      constexpr int kSpan = kWarpSize / kRows;
-      const int target = row + lane / kSpan;
+      constexpr int kSpan = kWarpSize / (2 * kRows);
+      const int j = lane / kSpan, target = row + (j < kRows ? j : chunk_rows + j - kRows);
       if (lane % kSpan == 0 && target < count) partial[target] = sum;
     }
   }
 
   // `count` rows of F = 4 C elements, times the inputs. A chunk holds a row for each group of warps, or half a row.
   __device__ __forceinline__ void wide_rows(int count, const float (&input)[kHidden]) {
+    constexpr int kTogether = 2 / QC;  // rows of this warp in two chunks
     const Parameters<S>& p = c.p;
     float* partial = partials() + warp_k * p.partial_rows;
     bool inside[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) inside[i] = QC > 1 || piece(i) * kLane < p.F;
-    for (int first = 0; first < count; first += p.warps_r) {
-      const int row = first + warp_r;
-      float sums[4] = {};
+    for (int first = 0; first < count; first += kTogether * p.warps_r) {
+      uint4 w[2][4];
 #pragma unroll
-      for (int part = 0; part < QC; ++part) {
-        const unsigned from = begin_chunk() + warp_r * 2 * p.F + (warp_k * kWarpSize + lane) * 16;
-        uint4 w[4];
+      for (int half = 0; half < 2; ++half) {
+        const int begin = first + (QC == 1 ? half * p.warps_r : 0);  // rows of the chunk
+        const bool exists = begin < count, mine = begin + warp_r < count;
+        const unsigned from = exists ? begin_chunk() + warp_r * 2 * p.F + (warp_k * kWarpSize + lane) * 16 : 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          w[i] = make_uint4(0, 0, 0, 0);
-          if (inside[i] && row < count) w[i] = load_shared(from + i * p.warps_k * 512);
+          w[half][i] = make_uint4(0, 0, 0, 0);
+          if (inside[i] && mine) w[half][i] = load_shared(from + i * p.warps_k * 512);
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dot<S>(sums[i], w[i], input + (part * 4 + i) * kLane);
-        end_chunk();
+        if (exists) end_chunk();
       }
-      const float sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-      if (lane == 0 && row < count) partial[row] = sum;
+      float sums[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          dot<S>(sums[half][i], w[half][i], input + ((QC == 1 ? 0 : half * 4) + i) * kLane);
+        }
+      }
+      float rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        rows[half] = (sums[half][0] + sums[half][1]) + (sums[half][2] + sums[half][3]);
+      if constexpr (QC == 1) {
+        const float sum = fold(rows, lane);
+        const int target = first + (lane / 16) * p.warps_r + warp_r;
+        if (lane % 16 == 0 && target < count) partial[target] = sum;
+      } else {
+        const float sum = warp_sum(rows[0] + rows[1]);
+        if (lane == 0 && first + warp_r < count) partial[first + warp_r] = sum;
+      }
     }
   }
 
@@ -666,6 +688,16 @@ struct Consumer {
 
   // ---- attention ----
 
+  // The row of the table for this token, for all its layers; barriers enough lie between this and its use.
+  __device__ __forceinline__ void load_rope(int position) const {
+    const int half = c.p.rope_half;
+    float* to = reinterpret_cast<float*>(shared + at.attention_raw) + 3 * c.p.HS;
+    for (int e = thread; e < 2 * half; e += threads) {
+      const float* table = e < half ? c.p.rope_cos : c.p.rope_sin;
+      to[e] = __ldg(table + static_cast<std::int64_t>(position) * half + (e < half ? e : e - half));
+    }
+  }
+
   // One token more in a group's running softmax.
   struct Running {
     float largest = -INFINITY, sum = 0, out[kLane] = {};
@@ -733,12 +765,16 @@ struct Consumer {
     S* added = reinterpret_cast<S*>(shared + at.attention_new);        // key and value of the token
     float* states = reinterpret_cast<float*>(shared + at.attention_states);
 
-    for (int e = thread; e < 3 * HS; e += threads) raw[e] = __ldcg(p.qkv + head * 3 * HS + e);
-    for (int e = thread; e < 2 * half; e += threads) {
-      const float* table = e < half ? p.rope_cos : p.rope_sin;
-      raw[3 * HS + e] = __ldg(table + static_cast<std::int64_t>(position) * half + (e < half ? e : e - half));
+    for (int e = thread; e < 3 * HS; e += threads) {
+      std::uint64_t word = 0;
+      c.wait_for([&] {
+        word = load_word(p.qkv + head * 3 * HS + e);
+        return static_cast<unsigned>(word >> 32) == step + 1;
+      });
+      raw[e] = __uint_as_float(static_cast<unsigned>(word));
     }
     sync();
+    stamp(layer, 4);
     const float *cosine = raw + 3 * HS, *sine = cosine + half;
     const auto rotated = [&](const float* from, int d) {
       if (d >= 2 * half) return from[d];
@@ -819,8 +855,6 @@ struct Consumer {
     int item = c.first_item(layer);
     attention_items += static_cast<unsigned>(items);
     if (item >= items) return;
-    await(p.control->qkv, static_cast<unsigned>(c.blocks) * (step + 1));
-    stamp(layer, 4);
     for (; item < items; item += c.blocks) {
       if (p.HS <= 32)
         attend_item<4>(layer, position, item, splits);
@@ -833,33 +867,51 @@ struct Consumer {
     }
   }
 
-  // This thread's inputs of the output projection, from the parts of all splits.
+  // This thread's inputs of the output projection, from the parts of all splits: as many loads as possible at once.
   __device__ __forceinline__ void load_attention(int splits, float (&input)[kInputs]) const {
+    constexpr int kAhead = 8 / QC;
     const Parameters<S>& p = c.p;
 #pragma unroll
     for (int i = 0; i < QC; ++i) {
       const int element = piece(i) * kLane;
-      float out[kLane] = {}, sum = 0;
+      float out[kLane] = {}, sum = 0, largest = -INFINITY;
       if (element < p.C) {
         const int head = element / p.HS, d = element % p.HS;
         const std::int64_t slot = static_cast<std::int64_t>(head) * p.max_splits;
-        float largest = -INFINITY;
-        for (int s = 0; s < splits; ++s) largest = fmaxf(largest, __ldcg(p.part_sum + slot + s).x);
-#pragma unroll 4
-        for (int s = 0; s < splits; ++s) {
-          const float2 state = __ldcg(p.part_sum + slot + s);
-          const float4* from = reinterpret_cast<const float4*>(p.part_out + (slot + s) * p.HS + d);
-          const float4 a = __ldcg(from), b = __ldcg(from + 1);
-          const float share = exp2f(state.x - largest);
-          sum = fmaf(state.y, share, sum);
-          out[0] = fmaf(a.x, share, out[0]);
-          out[1] = fmaf(a.y, share, out[1]);
-          out[2] = fmaf(a.z, share, out[2]);
-          out[3] = fmaf(a.w, share, out[3]);
-          out[4] = fmaf(b.x, share, out[4]);
-          out[5] = fmaf(b.y, share, out[5]);
-          out[6] = fmaf(b.z, share, out[6]);
-          out[7] = fmaf(b.w, share, out[7]);
+        for (int first = 0; first < splits; first += kAhead) {
+          float2 state[kAhead];
+          float4 part[kAhead][2];
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) {
+            state[u] = make_float2(-INFINITY, 0);
+            part[u][0] = part[u][1] = make_float4(0, 0, 0, 0);
+            if (first + u < splits) {
+              const float4* from = reinterpret_cast<const float4*>(p.part_out + (slot + first + u) * p.HS + d);
+              state[u] = __ldcg(p.part_sum + slot + first + u);
+              part[u][0] = __ldcg(from);
+              part[u][1] = __ldcg(from + 1);
+            }
+          }
+          float next = largest;
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) next = fmaxf(next, state[u].x);
+          const float base = next == -INFINITY ? 0.0f : next, keep = exp2f(largest - base);
+          largest = next;
+          sum *= keep;
+#pragma unroll
+          for (int j = 0; j < kLane; ++j) out[j] *= keep;
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) {
+            const float share = exp2f(state[u].x - base);
+            sum = fmaf(state[u].y, share, sum);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              out[half * 4] = fmaf(part[u][half].x, share, out[half * 4]);
+              out[half * 4 + 1] = fmaf(part[u][half].y, share, out[half * 4 + 1]);
+              out[half * 4 + 2] = fmaf(part[u][half].z, share, out[half * 4 + 2]);
+              out[half * 4 + 3] = fmaf(part[u][half].w, share, out[half * 4 + 3]);
+            }
+          }
         }
       }
 #pragma unroll
@@ -892,8 +944,10 @@ struct Consumer {
       const float bias = bias_of(w.qkv_bias, own.qkv);
       const int rows = own.qkv.end - own.qkv.begin;
       narrow_rows(rows, input);
-      finish_rows(rows, [&](int row, float sum) { p.qkv[own.qkv.begin + row] = sum + bias; });
-      announce(p.control->qkv);
+      finish_rows(rows, [&](int row, float sum) {
+        store_word(p.qkv + own.qkv.begin + row,
+                   static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(sum + bias));
+      });
       stamp(l, 2);
     }
     {
@@ -1071,6 +1125,7 @@ struct Consumer {
     std::int32_t id = p.first_id;
     for (int token = 0; token < p.count && id >= 0; ++token) {
       stamping = p.stamps != nullptr && token == p.count - 1;
+      load_rope(p.position + token);
       for (int l = 0; l < p.L; ++l) run_layer(l, token, id);
       if (p.layer_only) {
         if (c.block == 0 && thread == 0) {
