@@ -51,6 +51,8 @@ Columns columns(const MatmulShape& s) {
   switch (s.product) {
     case Product::forward:
       return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type};
+    case Product::wide:
+      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F};
     case Product::input_grad:
       return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type};
     case Product::weight_grad:
@@ -180,7 +182,10 @@ class Scratch {
 }  // namespace
 
 const char* product_name(Product product) {
-  return product == Product::forward ? "forward" : product == Product::input_grad ? "input grad" : "weight grad";
+  return product == Product::forward      ? "forward"
+         : product == Product::wide       ? "wide forward"
+         : product == Product::input_grad ? "input grad"
+                                          : "weight grad";
 }
 
 Matmul::Matmul(cudaStream_t stream, const std::string& run_plans)
@@ -507,6 +512,11 @@ void Matmul::forward(T* out, const T* x, const T* weight, const T* bias, std::in
 }
 
 template <typename T>
+void Matmul::wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC) {
+  run({Product::wide, N, C, OC, data_type<T>(), Accumulate::no, false, false}, weight, x, nullptr, nullptr, out);
+}
+
+template <typename T>
 void Matmul::input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                         Accumulate accumulate) {
   run({Product::input_grad, N, C, OC, data_type<T>(), accumulate, false}, weight, dout, nullptr, nullptr, dx);
@@ -521,6 +531,7 @@ void Matmul::weight_grad(float* dweight, const T* dout, const T* x, std::int64_t
 #define WEFT_INSTANTIATE(T)                                                                                          \
   template void Matmul::forward<T>(T*, const T*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t,       \
                                    Accumulate, const T*);                                                            \
+  template void Matmul::wide<T>(float*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t);               \
   template void Matmul::input_grad<T>(T*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t, Accumulate); \
   template void Matmul::weight_grad<T>(float*, const T*, const T*, std::int64_t, std::int64_t, std::int64_t,         \
                                        Accumulate);

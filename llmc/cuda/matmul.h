@@ -28,9 +28,10 @@ namespace weft::cuda {
 
 enum class Accumulate { no, yes };  // = or +=
 
-// The three products of a linear layer with N rows, C inputs and OC outputs.
+// The products of a linear layer with N rows, C inputs and OC outputs.
 enum class Product {
   forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC], plus addend [N, OC]
+  wide,         // out [N, OC] = x W^T, written in fp32: logits that are scored
   input_grad,   // dx [N, C] (+)= dout [N, OC] W
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
 };
@@ -67,6 +68,8 @@ class Matmul {
   template <typename T>
   void forward(T* out, const T* x, const T* weight, const T* bias, std::int64_t N, std::int64_t C, std::int64_t OC,
                Accumulate accumulate = Accumulate::no, const T* addend = nullptr);
+  template <typename T>
+  void wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC);
   template <typename T>
   void input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                   Accumulate accumulate = Accumulate::no);

@@ -172,8 +172,8 @@ class Regions {
 // Pointers into the workspace.
 template <typename S>
 struct Buffers {
-  float *residual, *logits, *losses, *partials, *cos, *sin;
-  S *norm1, *norm2, *branch, *attention, *qkv, *up, *score_logits;
+  float *residual, *logits, *score_logits, *losses, *partials, *cos, *sin;
+  S *norm1, *norm2, *branch, *attention, *qkv, *up;
   std::int32_t* ids;
   DecodeState* state;
 };
@@ -491,7 +491,7 @@ std::int64_t NeoxDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
     run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)));
     for (std::int64_t first = 0; keep_ && first < rows; first += kScoreChunk) {
       const std::int64_t count = std::min(kScoreChunk, rows - first), C = config_.hidden_size;
-      matmul_.forward<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, nullptr, count, C, config_.vocab_size);
+      matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, count, C, config_.vocab_size);
       keep("logits", b_.score_logits, count * config_.vocab_size);
     }
   }
@@ -519,7 +519,7 @@ std::vector<double> NeoxDecoder<S>::score(std::span<const std::int32_t> ids) {
     for (std::int64_t first = 0; first < rows; first += kScoreChunk) {
       const std::int64_t count = std::min(kScoreChunk, rows - first);
       const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
-      matmul_.forward<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, nullptr, count, C, V);
+      matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, count, C, V);
       check(cudaMemcpyAsync(b_.ids, ids.data() + begin + static_cast<std::size_t>(first) + 1, bytes,
                             cudaMemcpyHostToDevice, stream_),
             "scoring");
