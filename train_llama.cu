@@ -115,7 +115,11 @@ Exit compare(const Place& place, const TrainSettings& settings, const TrainInput
 Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs& inputs) {
   check_memory(place, inputs.config, settings.model_options());
   const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
-  load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
+  if (inputs.weights) {
+    load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
+  } else {
+    bench_parameters(*model);
+  }
   if (settings.operators) {
     const OperatorTable table = bench_operators(*model, settings);
     if (settings.json) {

@@ -895,19 +895,20 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& spec, const float
           "writing a tensor");
     return;
   }
-  std::vector<std::uint16_t> high(count);
-  std::vector<std::int16_t> low(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    std::uint32_t bits = 0;
-    std::memcpy(&bits, &values[i], sizeof bits);
-    const SplitMaster split = split_master(bits);
-    high[i] = split.high;
-    low[i] = split.low;
+  // Split on the GPU, a piece at a time.
+  constexpr std::size_t kPiece = 4 << 20;
+  MemoryPlan plan("masters on their way to the GPU");
+  plan.add(std::min(count, kPiece) * sizeof(float));
+  const DeviceArena staging(plan);
+  for (std::size_t begin = 0; begin < count; begin += kPiece) {
+    const std::size_t piece = std::min(kPiece, count - begin);
+    const std::int64_t offset = spec.offset + static_cast<std::int64_t>(begin);
+    check(cudaMemcpyAsync(staging.at<float>(0), values + begin, piece * sizeof(float), cudaMemcpyHostToDevice, stream_),
+          "writing a tensor");
+    split_masters(parameter_arena_.at<bf16>(0) + offset, low_arena_.at<std::int16_t>(0) + offset, staging.at<float>(0),
+                  static_cast<std::int64_t>(piece), stream_);
+    stream_.synchronize("writing a tensor");
   }
-  check(cudaMemcpy(element<std::uint16_t>(role, spec), high.data(), count * 2, cudaMemcpyHostToDevice),
-        "writing a tensor");
-  check(cudaMemcpy(low_arena_.at<std::int16_t>(0) + spec.offset, low.data(), count * 2, cudaMemcpyHostToDevice),
-        "writing a tensor");
 }
 
 // `columns` of each of N rows that are `stride` apart, as fp32 on the host.

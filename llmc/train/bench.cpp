@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 #include "llmc/base/error.h"
 #include "llmc/base/philox.h"
@@ -44,6 +45,18 @@ void random_ids(std::vector<std::int32_t>& ids, std::int64_t vocab, std::uint64_
 
 namespace {
 
+// Nearly normal, with the deviation of an initial model: sums of four uniform numbers.
+std::vector<float> noise_table() {
+  std::vector<float> table(1'048'573);  // a prime: rows of no width repeat within a matrix of a million elements
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    const PhiloxWords words = philox(3, i, static_cast<std::uint64_t>(RandomStream::init));
+    float sum = -2;
+    for (const std::uint32_t word : words.word) sum += uniform01(word);
+    table[i] = 0.02f * std::sqrt(3.0f) * sum;
+  }
+  return table;
+}
+
 // Steps on one random micro-batch, as the loop would take them.
 class BenchSteps {
  public:
@@ -84,6 +97,20 @@ double median(std::vector<double> values) {
 }
 
 }  // namespace
+
+void bench_parameters(TrainModel& model) {
+  const std::vector<float> table = noise_table();
+  std::vector<float> values;
+  for (const TensorSpec& spec : model.table().specs()) {
+    values.resize(static_cast<std::size_t>(spec.elements));
+    const bool normal = spec.init == Init::normal || spec.init == Init::normal_residual;
+    const float other = spec.init == Init::ones ? 1.0f : 0.0f;
+    const std::size_t shift = static_cast<std::size_t>(spec.offset) % table.size();
+#pragma omp parallel for schedule(static)
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = normal ? table[(i + shift) % table.size()] : other;
+    model.write_tensor(TensorRole::parameter, spec, values.data());
+  }
+}
 
 TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name) {
   TrainBenchResult result;

@@ -22,6 +22,9 @@ struct TrainBenchResult {
   double mfu() const { return peak_flops > 0 ? tokens_per_s() * flops_per_token / peak_flops : 0; }
 };
 
+// Random parameters of a new model's size and spread, in a fraction of the time that initialize_parameters() takes.
+void bench_parameters(TrainModel& model);
+
 // Warm-up steps, then timed ones, each with data, accumulation, gradient norm and update as in training. The parameters
 // must hold real values: the power a GPU draws, and with it its clock, depends on the numbers.
 TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name);
