@@ -19,6 +19,7 @@
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/philox.h"
+#include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
 #include "test_files.h"
 
@@ -98,6 +99,8 @@ TEST(Escaped, LeavesNothingThatSteersATerminal) {
   EXPECT_EQ(escaped("\xFF\xC0\xAF"), "'\\xff\\xc0\\xaf'");
   EXPECT_EQ(escaped("it's \\ here"), "'it\\'s \\\\ here'");
   EXPECT_EQ(escaped(std::string("a\0b", 3)), "'a\\x00b'");
+  // What turns the direction of text, or cannot be seen.
+  EXPECT_EQ(escaped("a\u202eb\ufeff\U000e0041"), "'a\\xe2\\x80\\xaeb\\xef\\xbb\\xbf\\xf3\\xa0\\x81\\x81'");
   EXPECT_EQ(escaped("abcdef", 3), "'a...ef'");
   EXPECT_EQ(escaped("abcdef", 6), "'abcdef'");
   EXPECT_EQ(escaped("ab\u00e9f", 3), "'a...f'");  // never cuts a character in two
@@ -378,6 +381,47 @@ TEST(AtomicFile, TheFaultHookRunsBeforeEachWrite) {
             "injected");
   set_write_fault(nullptr);
   EXPECT_EQ(directory.entries(), 0u);
+}
+
+// Less than was asked for: the hook tears a write at an exact byte.
+TEST(AtomicFile, TheFaultHookMayCutAWriteIntoPieces) {
+  const TemporaryDirectory directory;
+  set_write_fault([](const std::string&, std::uint64_t offset, std::size_t bytes) -> std::size_t {
+    return offset < 6 ? std::min<std::size_t>(bytes, 6 - offset) : bytes;
+  });
+  write_file_atomically(directory.file("x"), "abcdefghij");
+  set_write_fault(nullptr);
+  EXPECT_EQ(read_bytes(directory.file("x")), "abcdefghij");
+}
+
+TEST(AtomicFile, ACallThatFailsLeavesTheOldFile) {
+  const TemporaryDirectory directory;
+  write_file_atomically(directory.file("x"), "old");
+  for (const char* call : {"sync", "rename"}) {
+    static const char* failing;
+    failing = call;
+    set_call_fault([](const char* now, const std::string&) { return std::strcmp(now, failing) != 0; });
+    expect_contains(error_of(Exit::environment, [&] { write_file_atomically(directory.file("x"), "new"); }),
+                    "Input/output error");
+    set_call_fault(nullptr);
+    EXPECT_EQ(read_bytes(directory.file("x")), "old");
+    EXPECT_EQ(directory.entries(), 1u);
+  }
+}
+
+// A file that is cut while it is read: the page is gone, and the kernel has no other way to say so.
+TEST(MappedFileDeathTest, APageThatIsGoneIsABadFile) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto read_cut_file = [] {
+    const TemporaryDirectory directory;
+    write_bytes(directory.file("x"), std::string(100000, 'x'));
+    const MappedFile file(directory.file("x"));
+    install_bus_error_handler();
+    std::filesystem::resize_file(directory.file("x"), 10);
+    const volatile std::byte* last = file.data() + 99999;
+    [[maybe_unused]] const std::byte gone = *last;
+  };
+  EXPECT_EXIT(read_cut_file(), testing::ExitedWithCode(3), "error: a file in use cannot be read any more");
 }
 
 TEST(MappedFile, AcceptsOnlyRegularFiles) {

@@ -6,10 +6,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <limits>
+#include <new>
+#include <thread>
 
 #include "llmc/base/log.h"
+#include "llmc/train/background_save.h"
 #include "llmc/train/run_log.h"
 #include "test/cpp/train_tools.h"
 
@@ -163,6 +168,38 @@ TEST_F(CheckpointTest, FailingAtAnyWriteRemovesTheAttempt) {
   }
   EXPECT_GT(write, 10);
   EXPECT_EQ(resumed_step(), 6);
+}
+
+// At every sync, rename and removal of a save that replaces a checkpoint and removes another one: at no moment is there
+// none.
+TEST_F(CheckpointTest, DyingAtAnyCallLeavesACheckpoint) {
+  int call = 0;
+  for (bool died = true; died; ++call) {
+    ASSERT_LT(call, 100);
+    fs::remove_all(run_path());
+    for (const int step : {2, 4, 6}) save(step);
+    fs::resize_file(step_path(6) + "/state.bin", 5000);  // the run reaches its step again and replaces it
+    const pid_t child = ::fork();
+    if (child == 0) {
+      writes_until_fault = call;
+      set_call_fault([](const char*, const std::string&) {
+        if (writes_until_fault-- == 0) ::_exit(99);
+        return true;
+      });
+      const RunDirectory run(run_path());
+      CheckpointKeeper keeper(run, identity(), 2);
+      keeper.resume(ResumeMode::automatic, *model_);
+      keeper.save(make_state(6), *model_);
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    died = WEXITSTATUS(status) == 99;
+    const std::int64_t step = resumed_step();
+    ASSERT_TRUE(step == 6 || (died && step == 4)) << "call " << call << " left " << step;
+  }
+  EXPECT_EQ(call - 1, 3 * 3 + 5 + 3)
+      << "three files; old name away, new name, their syncs, removal; one old checkpoint";
 }
 
 // Every file of the newest checkpoint cut at many lengths, and with single bits flipped all over.
@@ -347,6 +384,166 @@ TEST_F(CheckpointTest, OtherModelIsRefused) {
   other.model.num_layers = 2;
   CheckpointKeeper keeper(run, other, 2);
   expect_contains(error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); }), "num_layers");
+}
+
+// ---- saving in the background ----
+
+// A hook that holds the writing thread up until the test lets it go.
+std::atomic<bool> writer_may_go{true};
+std::atomic<int> writes_seen{0};
+std::size_t wait_at_write(const std::string&, std::uint64_t, std::size_t bytes) {
+  ++writes_seen;
+  while (!writer_may_go) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return bytes;
+}
+
+class BackgroundSaveTest : public CheckpointTest {
+ protected:
+  void SetUp() override {
+    CheckpointTest::SetUp();
+    writer_may_go = true;
+    writes_seen = 0;
+  }
+  void TearDown() override {
+    writer_may_go = true;
+    set_write_fault(nullptr);
+    set_call_fault(nullptr);
+  }
+};
+
+TEST_F(BackgroundSaveTest, WritesTheStateOfItsBeginningWhateverComesAfter) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  BackgroundSave saves(keeper, model_->make_state_copy());
+  EXPECT_FALSE(saves.poll().has_value());
+  EXPECT_FALSE(saves.wait().has_value());
+  const TrainState state = make_state(3);
+  const std::vector<float> expected = whole_state(*model_);
+  writer_may_go = false;
+  set_write_fault(wait_at_write);
+  saves.start(state, *model_);
+  make_state(9);  // training goes on
+  EXPECT_FALSE(saves.poll().has_value());
+  error_of(Exit::internal, [&] { saves.start(state, *model_); });
+  writer_may_go = true;
+  const std::optional<BackgroundSave::Result> result = saves.wait();
+  ASSERT_TRUE(result.has_value());
+  EXPECT_FALSE(result->error.has_value());
+  EXPECT_EQ(result->step, 3);
+  EXPECT_EQ(result->path, step_path(3));
+  EXPECT_GE(result->seconds, result->stalled_seconds);
+  EXPECT_FALSE(saves.wait().has_value()) << "a result is given once";
+  EXPECT_EQ(keeper.last_saved(), 3);
+  EXPECT_TRUE(*keeper.resume(ResumeMode::must, *model_) == state);
+  EXPECT_EQ(whole_state(*model_), expected);
+}
+
+TEST_F(BackgroundSaveTest, TheSameBytesAsASaveThatWaits) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 10);
+  BackgroundSave with_copy(keeper, model_->make_state_copy()), without(keeper, nullptr);
+  const auto files = [&](std::int64_t step) {
+    std::string bytes;
+    for (const char* name : {"/model.bin", "/state.bin", "/manifest.json"}) bytes += read_bytes(step_path(step) + name);
+    std::filesystem::remove_all(step_path(step));
+    return bytes;
+  };
+  const TrainState state = make_state(3);
+  with_copy.start(state, *model_);
+  ASSERT_FALSE(with_copy.wait()->error.has_value());
+  const std::string background = files(3);
+  without.start(state, *model_);
+  const std::optional<BackgroundSave::Result> at_once = without.poll();
+  ASSERT_TRUE(at_once.has_value()) << "without a copy start() is the save";
+  EXPECT_EQ(at_once->stalled_seconds, at_once->seconds);
+  EXPECT_EQ(files(3), background);
+  EXPECT_FALSE(without.save_now(state, *model_).error.has_value());
+  EXPECT_EQ(files(3), background);
+}
+
+TEST_F(BackgroundSaveTest, ErrorsAreResultsAndTheNextSaveWorks) {
+  save(1);
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  BackgroundSave saves(keeper, model_->make_state_copy());
+  const auto failing = [&](void (*arm)()) {
+    arm();
+    saves.start(make_state(3), *model_);
+    const std::optional<BackgroundSave::Result> result = saves.wait();
+    set_write_fault(nullptr);
+    set_call_fault(nullptr);
+    EXPECT_TRUE(result && result->error && result->path.empty());
+    EXPECT_FALSE(fs::exists(step_path(3)));
+    EXPECT_FALSE(fs::exists(step_path(3) + ".tmp"));
+    return *result->error;
+  };
+  const Error full = failing([] {
+    set_write_fault(
+        [](const std::string&, std::uint64_t, std::size_t) -> std::size_t { fail(Exit::resources, "no space left"); });
+  });
+  EXPECT_EQ(full.code(), Exit::resources);
+  EXPECT_STREQ(full.what(), "no space left");
+  EXPECT_EQ(
+      failing([] {
+        set_write_fault([](const std::string&, std::uint64_t, std::size_t) -> std::size_t { throw std::bad_alloc(); });
+      }).code(),
+      Exit::resources);
+  expect_contains(failing([] { set_call_fault([](const char*, const std::string&) { return false; }); }).what(),
+                  "Input/output error");
+  EXPECT_EQ(keeper.last_saved(), -1);
+  saves.start(make_state(3), *model_);
+  EXPECT_FALSE(saves.wait()->error.has_value());
+  EXPECT_EQ(keeper.last_saved(), 3);
+}
+
+TEST_F(BackgroundSaveTest, TheEndWaitsForTheWriter) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  std::thread release;
+  {
+    BackgroundSave saves(keeper, model_->make_state_copy());
+    writer_may_go = false;
+    set_write_fault(wait_at_write);
+    saves.start(make_state(3), *model_);
+    release = std::thread([] {
+      while (writes_seen == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      writer_may_go = true;
+    });
+  }
+  release.join();
+  set_write_fault(nullptr);
+  EXPECT_EQ(keeper.resume(ResumeMode::must, *model_)->step, 3);
+}
+
+TEST_F(BackgroundSaveTest, TheNewestOnesStayAndOldOnesGoAsWithSavesThatWait) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  BackgroundSave saves(keeper, model_->make_state_copy());
+  for (const int step : {2, 4, 6, 8}) {
+    saves.start(make_state(step), *model_);
+    ASSERT_FALSE(saves.wait()->error.has_value());
+  }
+  EXPECT_EQ(run.checkpoints().size(), 2u);
+}
+
+TEST(SavePlanTest, ACopyHasToLeaveMemoryToOthers) {
+  TrainSettings settings = micro_settings();
+  EXPECT_EQ(plan_saves(settings, micro_config(), 0).line, "") << "saves only at the end";
+  settings.save_every = 5;
+  const SavePlan fits = plan_saves(settings, micro_config(), 0);
+  EXPECT_TRUE(fits.in_background);
+  expect_contains(fits.line, "in the background");
+  const SavePlan too_large = plan_saves(settings, micro_config(), available_host_memory());
+  EXPECT_FALSE(too_large.in_background);
+  expect_contains(too_large.line, "training waits for each");
+  settings.save_every = settings.steps;
+  EXPECT_FALSE(plan_saves(settings, micro_config(), 0).in_background);
+}
+
+TEST(FreeMemory, IsPartOfWhatThereIs) {
+  const std::uint64_t before = free_host_memory();
+  EXPECT_GT(before, 0u);
+  EXPECT_LE(before, available_host_memory());
 }
 
 TEST(RunDirectoryTest, OneRunAtATime) {

@@ -364,6 +364,30 @@ TEST_F(TrainLoopTest, AFullDiskCostsACheckpointNotTheRun) {
   EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000002.tmp"));
 }
 
+// The fallback where host memory has no room for a copy of the state.
+TEST_F(TrainLoopTest, SavesThatHoldTrainingUpGiveTheSameBits) {
+  settings_.save_every = 2;
+  const Result background = run("background");
+  in_background_ = false;
+  const Result waiting = run("waiting");
+  EXPECT_EQ(waiting.tensors, background.tensors);
+  for (const char* name : {"model.bin", "state.bin"}) {
+    const std::string file = std::string("/step_00000008/") + name;
+    EXPECT_EQ(read_bytes(temporary_.file("waiting") + file), read_bytes(temporary_.file("background") + file));
+  }
+}
+
+// A save that was begun before an error ends the run is finished, and said to be.
+TEST_F(TrainLoopTest, AnErrorOfTheDeviceDoesNotLoseTheSaveInProgress) {
+  settings_.save_every = 4;
+  testing::internal::CaptureStderr();
+  const Result result = run("run", at_forward(5, [] { fail(Exit::environment, "the GPU has fallen off the bus"); }));
+  expect_contains(testing::internal::GetCapturedStderr(), "step_00000004' (");
+  EXPECT_EQ(result.error_code, Exit::environment);
+  EXPECT_TRUE(has_checkpoint("run", 4));
+  EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000004.tmp"));
+}
+
 TEST_F(TrainLoopTest, AFailedLastSaveIsExit5AndLeavesTheOlderOne) {
   settings_.steps = 4;
   run("run");
