@@ -46,12 +46,26 @@ struct Elements {
     }
   }
   __device__ void clear() {
+    if constexpr (kPacked) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) value[i] = from_float<T>(0.0f);
+      for (int i = 0; i < kBytes / 16; ++i) reinterpret_cast<int4*>(value)[i] = make_int4(0, 0, 0, 0);  // +0 in every type
+    } else {
+      value[0] = from_float<T>(0.0f);
+    }
   }
 
+  // 16-bit values are taken out of whole registers: asked for one by one, the compiler gives each a register of its own.
   __device__ float get(int i) const {
-    return to_float(value[i]);
+    if constexpr (kPacked && sizeof(T) == 2) {
+      const unsigned word = reinterpret_cast<const unsigned*>(value)[i / 2];
+      if constexpr (std::is_same_v<T, bf16>) {
+        return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
+      } else {
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 == 0 ? word & 0xFFFFu : word >> 16)));
+      }
+    } else {
+      return to_float(value[i]);
+    }
   }
   // 16-bit values are rounded two at a time: one instruction makes both halves of a register.
   __device__ void set(const float (&from)[kCount]) {
@@ -63,9 +77,11 @@ struct Elements {
  private:
   __device__ void set_pair(int i, float a, float b) {
     if constexpr (std::is_same_v<T, bf16>) {
-      *reinterpret_cast<__nv_bfloat162*>(value + i) = __floats2bfloat162_rn(a, b);
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+      reinterpret_cast<unsigned*>(value)[i / 2] = *reinterpret_cast<const unsigned*>(&pair);
     } else if constexpr (std::is_same_v<T, fp16>) {
-      *reinterpret_cast<__half2*>(value + i) = __floats2half2_rn(a, b);
+      const __half2 pair = __floats2half2_rn(a, b);
+      reinterpret_cast<unsigned*>(value)[i / 2] = *reinterpret_cast<const unsigned*>(&pair);
     } else {
       value[i] = a;
       value[i + 1] = b;

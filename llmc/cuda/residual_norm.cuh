@@ -1,0 +1,236 @@
+// What forward and backward of the fused norm share: how a row lies in the registers of its threads, sums over a row, rows
+// on their way to shared memory, and the branch that joins the residual.
+//
+//  - A row lies in the registers of one warp (C <= 1024) or of one block, so memory is passed once and statistics are
+//    taken in two passes over registers. A thread owns groups of 8 columns.
+//  - Blocks stay on their multiprocessor and walk over the rows. While a thread works on one row its part of the next is
+//    copied to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
+//  - "Plain" kernels know x, residual, weight and bias. Everything else (dropout, scales, a second output, h recomputed
+//    in backward) is in the "full" kernels, which do without the copying ahead.
+//  - Bounds cost as many instructions as the arithmetic does. Spreads that fill a row exactly ("whole") have none; they
+//    exist for bf16, the storage type of training.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+
+#include "llmc/base/philox.h"
+#include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/residual_norm.h"
+
+namespace weft::cuda::norm_detail {
+
+constexpr int kGroup = 8;  // neighbouring columns of one thread
+
+template <typename T>
+using Group = Elements<T, kGroup>;
+
+// How a row is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ...
+template <int kRowThreads_, int kGroups_, bool kWhole_ = false>
+struct Spread {
+  static constexpr int kRowThreads = kRowThreads_;
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kWhole = kWhole_;  // C is kColumns
+  static constexpr int kColumns = kRowThreads * kGroups * kGroup;
+  static constexpr int kRows = kRowThreads == kWarpSize ? 8 : 1;  // rows that a block works on at once
+  static constexpr int kThreads = kRowThreads * kRows;
+
+  static __device__ int lane() { return threadIdx.x % kRowThreads; }
+  static __device__ int slot() { return threadIdx.x / kRowThreads; }
+  static __device__ int column(int g) { return (g * kRowThreads + lane()) * kGroup; }
+  static __device__ bool outside(int g, std::int64_t C) { return !kWhole && column(g) >= C; }
+};
+
+// ---- sums over a row --------------------------------------------------------------------------------------------------
+// Adds kValues numbers over the threads of a row, in an order that does not depend on timing. One barrier a sum: two
+// scratch areas take turns, and who writes one has passed the barrier after which the other was read.
+template <typename S>
+struct RowSum {
+  static constexpr int kWarps = S::kRowThreads / kWarpSize;
+  float (*scratch)[kWarps][2];
+  int turn = 0;
+
+  template <int kValues>
+  __device__ void add(float (&value)[kValues]) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) value[i] = warp_sum(value[i]);
+    if constexpr (kWarps > 1) {
+      if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) scratch[turn][threadIdx.x / kWarpSize][i] = value[i];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        value[i] = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) value[i] += scratch[turn][w][i];
+      }
+      turn ^= 1;
+    }
+  }
+};
+
+// ---- a thread's part of the next row, on its way to shared memory -----------------------------------------------------
+template <typename T, typename S>
+struct StagedRow {
+  static constexpr int kChunks = kGroup * static_cast<int>(sizeof(T)) / 16;
+  static constexpr int kBytes = S::kGroups * kChunks * S::kRowThreads * 16;
+
+  // Chunks of neighbouring threads lie side by side: no bank conflicts.
+  static __device__ int offset(int g, int chunk) { return ((g * kChunks + chunk) * S::kRowThreads + S::lane()) * 16; }
+  static __device__ void fetch(char* stage, const T* row, std::int64_t C) {
+    if (row == nullptr) return;
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (S::outside(g, C)) continue;
+      const char* source = reinterpret_cast<const char*>(row + S::column(g));
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        __pipeline_memcpy_async(stage + offset(g, chunk), source + 16 * chunk, 16);
+    }
+  }
+  // The group from the stage, or from memory where nothing is staged; zeros where the operand is absent.
+  static __device__ void read(Group<T>& into, const char* stage, const T* row, int g, std::int64_t C) {
+    if (row == nullptr || S::outside(g, C)) {
+      into.clear();
+    } else if (stage == nullptr) {
+      into.load(row + S::column(g));
+    } else {
+      unpack(into, stage, g);
+    }
+  }
+  // All groups of a row. A whole spread is always staged: nothing to ask but whether the operand is there at all.
+  static __device__ void read_row(Group<T> (&into)[S::kGroups], const char* stage, const T* row, std::int64_t C,
+                                  bool present = true) {
+    if constexpr (S::kWhole) {
+#pragma unroll
+      for (int g = 0; g < S::kGroups; ++g) {
+        if (present) {
+          unpack(into[g], stage, g);
+        } else {
+          into[g].clear();
+        }
+      }
+    } else {
+#pragma unroll
+      for (int g = 0; g < S::kGroups; ++g) read(into[g], stage, present ? row : nullptr, g, C);
+    }
+  }
+
+ private:
+  static __device__ void unpack(Group<T>& into, const char* stage, int g) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      reinterpret_cast<int4*>(into.value)[chunk] = *reinterpret_cast<const int4*>(stage + offset(g, chunk));
+  }
+};
+
+template <typename T>
+__device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
+  return matrix != nullptr ? matrix + row * C : nullptr;
+}
+
+// ---- the branch -------------------------------------------------------------------------------------------------------
+// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the 8 elements from `element` on: two
+// Philox counters.
+__device__ inline void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
+                               std::int64_t element) {
+  if (shape.dropout == 0) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) factors[i] = scale;
+    return;
+  }
+  const float kept = scale / (1.0f - shape.dropout);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const PhiloxWords random = philox(shape.seed, shape.offset + static_cast<std::uint64_t>(element / 4 + half),
+                                      static_cast<std::uint64_t>(RandomStream::dropout));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factors[4 * half + i] = uniform01(random.word[i]) >= shape.dropout ? kept : 0.0f;
+  }
+}
+
+// h = x factors colscale + skip, rounded to R; factors null: 1.
+template <typename T, typename R>
+__device__ void join(Group<R>& h, const Group<T>& x, const Group<R>& skip, const float* factors, const T* colscale) {
+  float values[kGroup];
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    values[i] = x.get(i);
+    if (factors != nullptr) values[i] *= factors[i];
+    if (colscale != nullptr) values[i] *= to_float(colscale[i]);
+    values[i] += skip.get(i);
+  }
+  h.set(values);
+}
+
+// ---- launchers --------------------------------------------------------------------------------------------------------
+inline void check_shape(const ResidualNormShape& shape) {
+  if (shape.C % kGroup != 0 || shape.C <= 0 || shape.C > kMaxNormWidth) {
+    fail(Exit::internal, "residual_norm: C = %lld is not a multiple of %d up to %lld", static_cast<long long>(shape.C),
+         kGroup, static_cast<long long>(kMaxNormWidth));
+  }
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "residual_norm");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "residual_norm");
+  return value;
+}
+
+// The dynamic shared memory that a block may ask for, less what the kernels declare themselves.
+inline int shared_memory_limit() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024;
+}
+
+// As many blocks as fit on the GPU at once, but not more than there is work for.
+template <typename Kernel>
+unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t work) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "residual_norm");
+  int per_multiprocessor = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, shared_bytes),
+        "residual_norm");
+  const std::int64_t resident =
+      static_cast<std::int64_t>(std::max(per_multiprocessor, 1)) * device_attribute(cudaDevAttrMultiProcessorCount);
+  return static_cast<unsigned>(std::min(resident, work));
+}
+
+// Calls launch(Spread) with the spread of a row of C columns, a whole one if there may be and it fits. Which spread is
+// fastest was measured on an H200; backward holds three rows where forward holds two, and at 4096 columns takes more threads
+// with fewer groups each.
+template <int kRowThreads, int kGroups, bool kMayBeWhole, typename Launch>
+void launch_spread(std::int64_t C, const Launch& launch) {
+  if constexpr (kMayBeWhole) {
+    using Whole = Spread<kRowThreads, kGroups, true>;
+    if (C == Whole::kColumns) return launch(Whole{});
+  }
+  launch(Spread<kRowThreads, kGroups>{});
+}
+template <bool kMayBeWhole, typename Launch>
+void for_plain_spread(std::int64_t C, const Launch& launch) {
+  if (C <= 256) return launch_spread<32, 1, false>(C, launch);
+  if (C <= 512) return launch_spread<32, 2, false>(C, launch);
+  if (C <= 1024) return launch_spread<32, 4, kMayBeWhole>(C, launch);
+  if (C <= 2048) return launch_spread<128, 2, kMayBeWhole>(C, launch);
+  if (C <= 4096) return launch_spread<128, 4, kMayBeWhole>(C, launch);
+  if (C <= 8192) return launch_spread<256, 4, kMayBeWhole>(C, launch);
+  launch_spread<512, 4, kMayBeWhole>(C, launch);
+}
+template <bool kMayBeWhole, typename Launch>
+void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
+  if (C > 2048 && C <= 4096) return launch_spread<256, 2, kMayBeWhole>(C, launch);
+  for_plain_spread<kMayBeWhole>(C, launch);
+}
+template <typename Launch>
+void for_full_spread(std::int64_t C, const Launch& launch) {
+  if (C <= 1024) return launch(Spread<128, 1>{});
+  if (C <= 4096) return launch(Spread<128, 4>{});
+  launch(Spread<512, 4>{});
+}
+template <typename T, typename R>
+constexpr bool kMayBeWhole = std::is_same_v<T, bf16> && std::is_same_v<R, bf16>;
+
+}  // namespace weft::cuda::norm_detail

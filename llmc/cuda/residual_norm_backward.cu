@@ -1,0 +1,484 @@
+// Fused dropout + residual + norm, backward, arithmetic in fp32. For g = dout w + dout2 w2 (the formulas of
+// llmc/cpu/residual_norm.cpp):
+//
+//   dh = rstd (g - [mean(g)] - xhat mean(g xhat)) + dresidual_out      [mean(g)] for LayerNorm only
+//   dresidual = dh,   dx = dh colscale f,   dcolscale += dh x f        f = rowscale * dropout factor
+//   dweight += dout xhat,   dbias += dout
+//
+// Bytes moved a row for the form of Llama, T and R of E bytes: dout, h and dresidual_out are read and dresidual written,
+// 4 C E, or 5 C E where dx is written as well.
+//
+// Column sums (dweight, ...) grow in shared memory, each thread adding to its own columns; at the end a block writes them
+// to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where shared
+// memory is too small for the sums, they grow in the workspace itself. llmc/cuda/residual_norm.cuh has the rest.
+
+#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/residual_norm.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+using namespace norm_detail;
+
+constexpr int kMaxBackwardBlocks = 640;
+constexpr int kColumnSums = 5;  // dweight, dbias, dweight2, dbias2, dcolscale
+
+// ---- column sums ------------------------------------------------------------------------------------------------------
+// `slot` numbers the sums that are asked for; -1: not. Each takes `capacity` floats: C rounded up to whole groups of all
+// threads of a row.
+struct ColumnSums {
+  float* target[kColumnSums];
+  int slot[kColumnSums];
+  int count;
+  int capacity;
+};
+
+// Where column c of a sum lies: a thread's 8 columns are two chunks of 4, and chunks of neighbouring threads lie side by
+// side, so that a warp's 16-byte accesses meet no bank twice.
+template <int kRowThreads>
+__host__ __device__ constexpr int sum_position(int c) {
+  const int group = c / kGroup, chunk = c % kGroup / 4;
+  return ((group / kRowThreads * 2 + chunk) * kRowThreads + group % kRowThreads) * 4 + c % 4;
+}
+template <int kRowThreads>
+__device__ constexpr int column_at(int position) {
+  const int piece = position / 4, rest = piece / kRowThreads;
+  return (rest / 2 * kRowThreads + piece % kRowThreads) * kGroup + rest % 2 * 4 + position % 4;
+}
+
+template <typename S>
+__device__ void add_columns(float* sums, const ColumnSums& columns, int which, int g, const float (&values)[kGroup]) {
+  if (columns.slot[which] < 0) return;
+  float* first = sums + columns.slot[which] * columns.capacity + sum_position<S::kRowThreads>(S::column(g));
+#pragma unroll
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    float4* sum = reinterpret_cast<float4*>(first + chunk * S::kRowThreads * 4);
+    float4 s = *sum;
+    s.x += values[4 * chunk];
+    s.y += values[4 * chunk + 1];
+    s.z += values[4 * chunk + 2];
+    s.w += values[4 * chunk + 3];
+    *sum = s;
+  }
+}
+
+// Each thread clears its own columns, so no barrier is needed before it adds to them.
+template <typename S>
+__device__ void clear_columns(float* sums, const ColumnSums& columns, std::int64_t C) {
+  for (int k = 0; k < columns.count; ++k) {
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (S::outside(g, C)) continue;
+      float* first = sums + k * columns.capacity + sum_position<S::kRowThreads>(S::column(g));
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk)
+        *reinterpret_cast<float4*>(first + chunk * S::kRowThreads * 4) = make_float4(0, 0, 0, 0);
+    }
+  }
+}
+
+// The block's sums, added over its rows in work, to its part of the workspace.
+template <typename S>
+__device__ void write_columns(float* partial, const float* sums, const ColumnSums& columns) {
+  __syncthreads();
+  const int size = columns.count * columns.capacity;
+  for (int i = threadIdx.x; i < size; i += S::kThreads) {
+    float sum = sums[i];
+#pragma unroll
+    for (int slot = 1; slot < S::kRows; ++slot) sum += sums[slot * size + i];
+    partial[i] = sum;
+  }
+}
+
+constexpr int kFinishPositions = 8, kFinishLanes = kWarpSize;  // a sector of memory, a warp for each of its sums
+
+// target[c] += sum of partial[block][k][c] over the blocks: 32 lanes take every 32nd block, then are added as a tree. It
+// may start before the kernel that makes the partial sums has ended.
+template <int kRowThreads>
+__global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
+    finish_columns_kernel(ColumnSums columns, const float* partial, int blocks, int C) {
+  __shared__ float lane_sum[kFinishLanes][kFinishPositions + 1];
+  float* target = nullptr;  // picked by constant indices: a run-time index would move the struct to local memory
+  int slot = 0;
+#pragma unroll
+  for (int k = 0; k < kColumnSums; ++k) {
+    if (columns.slot[k] == static_cast<int>(blockIdx.y)) target = columns.target[k], slot = columns.slot[k];
+  }
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int c = column_at<kRowThreads>(blockIdx.x * kFinishPositions + warp);
+  float old = 0;
+  if (lane == 0 && c < C) old = target[c];  // nothing of this kernel's chain writes it
+  wait_for_predecessors();
+  const int x = threadIdx.x % kFinishPositions, y = threadIdx.x / kFinishPositions;
+  const std::int64_t size = static_cast<std::int64_t>(columns.count) * columns.capacity;
+  const float* first = partial + slot * columns.capacity + blockIdx.x * kFinishPositions + x;
+  float sum = 0;
+#pragma unroll 8
+  for (int block = y; block < blocks; block += kFinishLanes) sum += first[block * size];
+  lane_sum[y][x] = sum;
+  __syncthreads();
+  sum = warp_sum(lane_sum[lane][warp]);
+  if (lane == 0 && c < C) target[c] = old + sum;
+}
+
+// ---- backward ---------------------------------------------------------------------------------------------------------
+template <typename T, typename R, typename S>
+struct BackwardStage {
+  char* memory;  // null: rows are read when they are needed; never for a whole spread
+  __device__ bool used() const { return S::kWhole || memory != nullptr; }
+  __device__ char* dout() const { return memory; }
+  __device__ char* h() const { return used() ? memory + StagedRow<T, S>::kBytes : nullptr; }
+  __device__ char* skip() const { return used() ? h() + StagedRow<R, S>::kBytes : nullptr; }
+  static constexpr int kBytes = StagedRow<T, S>::kBytes + 2 * StagedRow<R, S>::kBytes;
+
+  __device__ void fetch(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, std::int64_t row) const {
+    if (!used() || row >= shape.rows) return;
+    StagedRow<T, S>::fetch(dout(), at_row(io.dout, row, shape.C), shape.C);
+    StagedRow<R, S>::fetch(h(), at_row(io.residual_out, row, shape.C), shape.C);
+    StagedRow<R, S>::fetch(skip(), at_row(io.dresidual_out, row, shape.C), shape.C);
+    __pipeline_commit();
+  }
+};
+
+template <typename S, typename T>
+__device__ void store_row(T* matrix, const Group<T> (&groups)[S::kGroups], std::int64_t row, std::int64_t C) {
+  if (matrix == nullptr) return;
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (!S::outside(g, C)) groups[g].store_streaming(matrix + row * C + S::column(g));
+  }
+}
+
+// Plain: x, residual, weight (with its gradient), bias. A thread's part of dout, h and the skip gradient stays in registers in its storage
+// type between the two passes over the row.
+// Makes the compiler forget what it knows of the group: else it keeps the fp32 values of the first pass for the second,
+// twice the registers.
+template <typename T>
+__device__ void forget(Group<T>& group) {
+  auto* words = reinterpret_cast<unsigned*>(group.value);
+#pragma unroll
+  for (int i = 0; i < Group<T>::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
+}
+
+// Threads of a multiprocessor that share its registers: whole spreads unroll so far that they would take them all.
+template <typename S>
+constexpr int kResidentThreads = S::kGroups > 2 ? 512 : 640;
+
+template <typename T, typename R, typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> / S::kThreads : 1)
+    plain_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool staged) {
+  extern __shared__ char4 dynamic_memory[];
+  __shared__ float scratch[2][RowSum<S>::kWarps][2];
+  using Stage = BackwardStage<T, R, S>;
+  float* sums = reinterpret_cast<float*>(dynamic_memory);
+  float* own_sums = sums + S::slot() * columns.count * columns.capacity;
+  char* stages = reinterpret_cast<char*>(sums + S::kRows * columns.count * columns.capacity);
+  const Stage stage{staged ? stages + S::slot() * Stage::kBytes : nullptr};
+  RowSum<S> row_sum{scratch};
+  const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
+  const bool layernorm = shape.kind == NormKind::layernorm;
+  // fp32 rows are twice as wide: there the skip gradient is read late and the weight again for each row, from L1. The
+  // latter too where a whole spread is to leave registers for the unrolled arithmetic.
+  constexpr bool kLateSkip = sizeof(T) == 4;
+  constexpr bool kKeepWeight = sizeof(T) + sizeof(R) == 4 && !(S::kWhole && S::kGroups > 2);
+  Group<T> kept_weight[kKeepWeight ? S::kGroups : 1];
+  if constexpr (kKeepWeight) {
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) StagedRow<T, S>::read(kept_weight[g], nullptr, io.weight, g, C);
+  }
+  const auto weight_group = [&](int g) {
+    if constexpr (kKeepWeight) {
+      return kept_weight[g];
+    } else {
+      Group<T> w;
+      StagedRow<T, S>::read(w, nullptr, io.weight, g, C);
+      return w;
+    }
+  };
+  let_successor_start();  // it waits for the end of this kernel and only saves the time of its start
+  clear_columns<S>(own_sums, columns, C);
+  std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
+  stage.fetch(shape, io, row);
+  float next_mean = 0, next_rstd = 0;
+  const auto read_statistics = [&](std::int64_t of) {
+    if (of >= shape.rows) return;
+    if (layernorm) next_mean = io.mean[of];
+    next_rstd = io.rstd[of];
+  };
+  read_statistics(row);
+  for (; row < shape.rows; row += step) {
+    const float mean = next_mean, rstd = next_rstd;
+    read_statistics(row + step);
+    if (stage.used()) __pipeline_wait_prior(0);
+    Group<T> dout[S::kGroups];
+    Group<R> h[S::kGroups], skip[kLateSkip ? 1 : S::kGroups];
+    StagedRow<T, S>::read_row(dout, stage.dout(), io.dout + row * C, C);
+    StagedRow<R, S>::read_row(h, stage.h(), io.residual_out + row * C, C);
+    if constexpr (!kLateSkip) {
+      StagedRow<R, S>::read_row(skip, stage.skip(), io.dresidual_out + row * C, C, io.dresidual_out != nullptr);
+    }
+    if constexpr (!kLateSkip) stage.fetch(shape, io, row + step);
+
+    float sum[2] = {0, 0};  // of g and of g (h - mean)
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (S::outside(g, C)) continue;
+      const Group<T> w = weight_group(g);
+      float column_sum[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const float centred = h[g].get(i) - mean, d = dout[g].get(i), gradient = d * w.get(i);
+        sum[0] += gradient;
+        sum[1] += gradient * centred;
+        column_sum[i] = d * rstd * centred;
+      }
+      add_columns<S>(own_sums, columns, 0, g, column_sum);
+    }
+    if (columns.slot[1] >= 0) {
+#pragma unroll
+      for (int g = 0; g < S::kGroups; ++g) {
+        if (S::outside(g, C)) continue;
+        float d[kGroup];
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) d[i] = dout[g].get(i);
+        add_columns<S>(own_sums, columns, 1, g, d);
+      }
+    }
+    row_sum.add(sum);
+    // dh = rstd g + (h - mean) slope + offset + skip
+    const float per_column = 1.0f / static_cast<float>(C);
+    const float offset = layernorm ? -rstd * sum[0] * per_column : 0.0f;
+    const float slope = -rstd * rstd * rstd * sum[1] * per_column;
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (S::outside(g, C)) continue;
+      forget(dout[g]);
+      forget(h[g]);
+      if constexpr (kKeepWeight) forget(kept_weight[g]);
+      const Group<T> w = weight_group(g);
+      Group<R>& skip_g = skip[kLateSkip ? 0 : g];
+      if constexpr (kLateSkip) StagedRow<R, S>::read(skip_g, stage.skip(), at_row(io.dresidual_out, row, C), g, C);
+      float dh[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const float rest = (h[g].get(i) - mean) * slope + (skip_g.get(i) + offset);
+        dh[i] = rstd * (dout[g].get(i) * w.get(i)) + rest;
+      }
+      skip_g.set(dh);
+      if constexpr (kLateSkip) {
+        if (io.dresidual != nullptr) skip_g.store_streaming(io.dresidual + row * C + S::column(g));
+      }
+      dout[g].set(dh);
+    }
+    if constexpr (!kLateSkip) store_row<S>(io.dresidual, skip, row, C);
+    store_row<S>(io.dx, dout, row, C);
+    if constexpr (kLateSkip) stage.fetch(shape, io, row + step);
+  }
+  write_columns<S>(
+      static_cast<float*>(io.workspace) + static_cast<std::int64_t>(blockIdx.x) * columns.count * columns.capacity,
+      sums, columns);
+}
+
+// The gradient of one group of xhat, g = dout w + dout2 w2, and both outputs' column sums if `add`.
+template <typename T, typename R, typename S>
+__device__ void full_gradient(float (&g_values)[kGroup], const ResidualNormBackward<T, R>& io, std::int64_t row,
+                              std::int64_t C, int g, const float (&xhat)[kGroup], float* sums,
+                              const ColumnSums& columns, bool add) {
+  const T* const douts[2] = {io.dout, io.dout2};
+  const T* const weights[2] = {io.weight, io.weight2};
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) g_values[i] = 0;
+#pragma unroll
+  for (int output = 0; output < 2; ++output) {
+    if (weights[output] == nullptr) continue;
+    Group<T> dout, w;
+    dout.load(douts[output] + row * C + S::column(g));
+    w.load(weights[output] + S::column(g));
+    float d[kGroup], dx_hat[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      d[i] = dout.get(i);
+      dx_hat[i] = d[i] * xhat[i];
+      g_values[i] += d[i] * w.get(i);
+    }
+    if (add) {
+      add_columns<S>(sums, columns, 2 * output, g, dx_hat);
+      add_columns<S>(sums, columns, 2 * output + 1, g, d);
+    }
+  }
+}
+
+// Full: every operand. Only h stays in registers; the rest is read again in the second pass, from L1 or L2.
+template <typename T, typename R, typename S>
+__global__ void __launch_bounds__(S::kThreads)
+    full_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool sums_shared) {
+  extern __shared__ char4 dynamic_memory[];
+  __shared__ float scratch[2][RowSum<S>::kWarps][2];
+  float* partial =
+      static_cast<float*>(io.workspace) + static_cast<std::int64_t>(blockIdx.x) * columns.count * columns.capacity;
+  float* sums = sums_shared ? reinterpret_cast<float*>(dynamic_memory) : partial;
+  RowSum<S> row_sum{scratch};
+  const std::int64_t C = shape.C;
+  const bool layernorm = shape.kind == NormKind::layernorm;
+  clear_columns<S>(sums, columns, C);
+  for (std::int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
+    const float mean = layernorm ? io.mean[row] : 0.0f, rstd = io.rstd[row];
+    const float rowscale = io.rowscale != nullptr ? io.rowscale[row] : 1.0f;
+    Group<R> h[S::kGroups];
+    float xhat[kGroup], gradient[kGroup], factors[kGroup], sum[2] = {0, 0};  // of g and of g xhat
+    const auto normalise = [&](const Group<R>& group) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) xhat[i] = (group.get(i) - mean) * rstd;
+    };
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const int column = S::column(g);
+      if (S::outside(g, C)) continue;
+      if (io.residual_out != nullptr) {
+        h[g].load(io.residual_out + row * C + column);
+      } else {
+        Group<T> x;
+        StagedRow<T, S>::read(x, nullptr, at_row(io.x, row, C), g, C);
+        StagedRow<R, S>::read(h[g], nullptr, at_row(io.residual, row, C), g, C);
+        branch_factors(factors, shape, rowscale, row * C + column);
+        join<T, R>(h[g], x, h[g], factors, io.colscale != nullptr ? io.colscale + column : nullptr);
+      }
+      normalise(h[g]);
+      full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, true);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        sum[0] += gradient[i];
+        sum[1] += gradient[i] * xhat[i];
+      }
+    }
+    row_sum.add(sum);
+    const float mean_g = layernorm ? sum[0] / static_cast<float>(C) : 0.0f;
+    const float mean_gx = sum[1] / static_cast<float>(C);
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const int column = S::column(g);
+      if (S::outside(g, C)) continue;
+      normalise(h[g]);
+      full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, false);
+      Group<R> skip;
+      Group<T> x;
+      StagedRow<R, S>::read(skip, nullptr, at_row(io.dresidual_out, row, C), g, C);
+      StagedRow<T, S>::read(x, nullptr, at_row(io.x, row, C), g, C);
+      branch_factors(factors, shape, rowscale, row * C + column);
+      float dx[kGroup], dscale[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const float dh = rstd * (gradient[i] - mean_g - xhat[i] * mean_gx) + skip.get(i);
+        gradient[i] = dh;
+        dscale[i] = dh * x.get(i) * factors[i];
+        dx[i] = dh * factors[i];
+        if (io.colscale != nullptr) dx[i] *= to_float(io.colscale[column + i]);
+      }
+      add_columns<S>(sums, columns, 4, g, dscale);
+      if (io.dresidual != nullptr) {
+        skip.set(gradient);
+        skip.store(io.dresidual + row * C + column);
+      }
+      if (io.dx != nullptr) {
+        x.set(dx);
+        x.store(io.dx + row * C + column);
+      }
+    }
+  }
+  if (sums_shared) write_columns<S>(partial, sums, columns);
+}
+
+// ---- launchers --------------------------------------------------------------------------------------------------------
+template <typename S>
+std::int64_t columns_capacity(std::int64_t C) {
+  return ceil_div(C, S::kRowThreads * kGroup) * S::kRowThreads * kGroup;
+}
+
+template <typename T, typename R>
+ColumnSums column_sums(const ResidualNormBackward<T, R>& io, std::int64_t capacity) {
+  ColumnSums columns{{io.dweight, io.dbias, io.dweight2, io.dbias2, io.dcolscale}, {}, 0, static_cast<int>(capacity)};
+  for (int k = 0; k < kColumnSums; ++k) columns.slot[k] = columns.target[k] != nullptr ? columns.count++ : -1;
+  return columns;
+}
+
+template <typename S>
+void finish_columns(const ColumnSums& columns, const void* workspace, unsigned blocks, std::int64_t C,
+                    cudaStream_t stream) {
+  if (columns.count == 0) return;
+  const dim3 grid(static_cast<unsigned>(columns.capacity / kFinishPositions), static_cast<unsigned>(columns.count));
+  const bool overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  launch_chained(finish_columns_kernel<S::kRowThreads>, grid, dim3(kFinishPositions * kFinishLanes), 0, stream, overlapping,
+                 "residual_norm_backward: column sums", columns, static_cast<const float*>(workspace),
+                 static_cast<int>(blocks), static_cast<int>(C));
+}
+
+template <typename T, typename R, typename S>
+void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream) {
+  const ColumnSums columns = column_sums(io, columns_capacity<S>(shape.C));
+  const int sum_bytes = S::kRows * columns.count * columns.capacity * static_cast<int>(sizeof(float));
+  const int stage_bytes = S::kRows * BackwardStage<T, R, S>::kBytes;
+  const bool staged = sum_bytes + stage_bytes <= shared_memory_limit();
+  if constexpr (S::kWhole) {
+    if (!staged) return launch_plain_backward<T, R, Spread<S::kRowThreads, S::kGroups>>(shape, io, stream);
+  }
+  const int shared_bytes = sum_bytes + (staged ? stage_bytes : 0);
+  const auto kernel = plain_backward_kernel<T, R, S>;
+  const std::int64_t work = std::min<std::int64_t>(ceil_div(shape.rows, S::kRows), kMaxBackwardBlocks);
+  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work);
+  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, staged);
+  check_launch("residual_norm_backward");
+  finish_columns<S>(columns, io.workspace, blocks, shape.C, stream);
+}
+
+template <typename T, typename R, typename S>
+void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream) {
+  const ColumnSums columns = column_sums(io, columns_capacity<S>(shape.C));
+  const int sum_bytes = columns.count * columns.capacity * static_cast<int>(sizeof(float));
+  const bool sums_shared = sum_bytes <= shared_memory_limit();
+  const int shared_bytes = sums_shared ? sum_bytes : 0;
+  const auto kernel = full_backward_kernel<T, R, S>;
+  const std::int64_t work = std::min<std::int64_t>(shape.rows, kMaxBackwardBlocks);
+  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work);
+  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, sums_shared);
+  check_launch("residual_norm_backward");
+  finish_columns<S>(columns, io.workspace, blocks, shape.C, stream);
+}
+
+}  // namespace
+
+template <typename T, typename R>
+void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream) {
+  check_shape(shape);
+  if (shape.rows == 0) return;
+  ResidualNormBackward<T, R> operands = io;
+  if (io.x == nullptr && io.residual_out == nullptr) operands.residual_out = io.residual;  // h is the stream alone
+  const bool plain = shape.dropout == 0 && io.rowscale == nullptr && io.colscale == nullptr && io.weight2 == nullptr &&
+                     io.dcolscale == nullptr && io.dweight != nullptr && operands.residual_out != nullptr;
+  if (plain) {
+    for_plain_backward_spread<kMayBeWhole<T, R>>(
+        shape.C, [&](auto spread) { launch_plain_backward<T, R, decltype(spread)>(shape, operands, stream); });
+  } else {
+    for_full_spread(shape.C,
+                    [&](auto spread) { launch_full_backward<T, R, decltype(spread)>(shape, operands, stream); });
+  }
+}
+
+std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums) {
+  std::int64_t capacity = 0;
+  const auto widest = [&](auto spread) { capacity = std::max(capacity, columns_capacity<decltype(spread)>(C)); };
+  for_plain_backward_spread<false>(C, widest);
+  for_full_spread(C, widest);
+  return static_cast<std::size_t>(kMaxBackwardBlocks * column_sums * capacity) * sizeof(float);
+}
+
+#define WEFT_INSTANTIATE(T, R) \
+  template void residual_norm_backward<T, R>(const ResidualNormShape&, const ResidualNormBackward<T, R>&, cudaStream_t);
+WEFT_INSTANTIATE(float, float)
+WEFT_INSTANTIATE(bf16, bf16)
+WEFT_INSTANTIATE(bf16, float)
+WEFT_INSTANTIATE(fp16, fp16)
+WEFT_INSTANTIATE(fp16, float)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda
