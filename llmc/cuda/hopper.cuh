@@ -107,7 +107,7 @@ __device__ inline unsigned cluster_rank() {
 }
 // All threads of all blocks of the cluster; what they wrote before is visible after.
 __device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // Arrives at the barrier that has this address in block `rank` of the cluster, which may be the caller's own.
 __device__ inline void mbarrier_arrive_in(unsigned barrier, unsigned rank) {
