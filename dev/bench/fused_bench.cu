@@ -2,12 +2,13 @@
 // same run.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/fused_bench.cu build/release/libweft.a ...
-//   ./a.out 2.8b 410m ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--layer] [--timeline]
+//   ./a.out 2.8b 410m ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--layer] [--timeline] [--sample]
 //
 // A row: milliseconds a token (median of 7 launches of 32 tokens around the context), bytes that a token must read over
 // that time, and its share of the plain read. --layer times attention + MLP-up + GELU of one layer, the benchmark of
-// ClusterFusion, rotating over the model's layers. --timeline prints when each phase of a layer ends, in us after the
-// first block has the layer's input: least, mean and greatest over blocks, averaged over layers.
+// ClusterFusion, rotating over the model's layers. --sample draws at temperature 0.8, top-k 50, top-p 0.95. --timeline
+// prints when each phase of a layer ends, in us after the first block has the layer's input: least, mean and greatest over
+// blocks, averaged over layers.
 
 #include <cuda_fp16.h>
 
@@ -127,7 +128,7 @@ struct Options {
   std::vector<std::string> models;
   std::vector<std::int64_t> contexts = {64, 1024, 2000};
   FusedTuning tuning;
-  bool timeline = false;
+  bool timeline = false, sample = false;
 };
 
 void print_timeline(const FusedTimeline& line) {
@@ -198,6 +199,11 @@ void run(const Shape& shape, const Options& options) {
     request.first_id = 17;
     request.position = std::max<std::int64_t>(0, context - kTokens / 2);
     request.count = kTokens;
+    if (options.sample) {
+      SamplerOptions sampler;
+      sampler.temperature = 0.8, sampler.top_k = 50, sampler.top_p = 0.95;
+      request.sampling = sampling_plan(sampler);
+    }
     std::vector<double> times;
     for (int i = 0; i <= kLaunches; ++i) {
       const double ms = milliseconds(stream, [&] { fused.launch(request); });
@@ -238,6 +244,8 @@ int main(int argc, char** argv) {
       options.tuning.layer_only = true;
     } else if (argument == "--timeline") {
       options.timeline = true;
+    } else if (argument == "--sample") {
+      options.sample = true;
     } else if (argument == "--contexts") {
       options.contexts.clear();
       for (const char* text = value; *text != 0; text += *text == ',') {
