@@ -116,7 +116,8 @@ def tensor_file() -> dict[str, bytes]:
         "gguf": b"\3GGUF" + bytes(20),
         "safetensors": b"\3" + struct.pack("<Q", 2) + b"{}",
     }
-    asked = {"neox": 3, "state": 1} | dict.fromkeys(("dump", "none", "rank-9", "past-end", "cut", "bad-hash", "whole-file"), 2)
+    dumps = ("dump", "none", "rank-9", "past-end", "cut", "bad-hash", "whole-file")
+    asked = {"neox": 3, "state": 1} | dict.fromkeys(dumps, 2)
     return {name: bytes([asked.get(name, 0)]) + seed for name, seed in seeds.items()}
 
 
@@ -145,8 +146,9 @@ def model_config_seeds() -> dict[str, bytes]:
                                        ffn_size=2**20, num_layers=1024, num_heads=1024, head_dim=1024,
                                        max_positions=2**24)}
     seeds = {name: json.dumps(config).encode() for name, config in configs.items()}
-    return seeds | {"nested": b"[" * 70 + b"]" * 70, "twice": b'{"a":1,"a":2}', "numbers": b"[1e400,-0,1E5,0.1,-7,18446744073709551615]",
-                    "escapes": rb'{"\u00e9\ud83d\ude00":"\n\\\""}', "half-pair": rb'["\ud83d"]', "not-utf8": b'["\xff"]'}
+    return seeds | {"nested": b"[" * 70 + b"]" * 70, "twice": b'{"a":1,"a":2}',
+                    "numbers": b"[1e400,-0,1E5,0.1,-7,18446744073709551615]", "not-utf8": b'["\xff"]',
+                    "escapes": rb'{"\u00e9\ud83d\ude00":"\n\\\""}', "half-pair": rb'["\ud83d"]'}
 
 
 def tokenizer_json() -> dict[str, bytes]:

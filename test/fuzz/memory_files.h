@@ -1,8 +1,8 @@
 // Files for fuzz targets: they live in memory, and the readers of weft find them under their names.
 //
-// memory_files.cpp takes the place of MappedFile and read_text_file of llmc/base/file.cpp at link time (fuzz.mk makes those
-// weak), so the readers run as they are, with two gains: tens of thousands of files a second, and each file in a heap block of exactly its size, where
-// AddressSanitizer sees a read of one byte too many (a mapped file ends with its page).
+// memory_files.cpp takes the place of MappedFile and read_text_file of llmc/base/file.cpp at link time (fuzz.mk makes
+// those weak), so the readers run as they are, with two gains: thousands of files a second, and each file in a heap
+// block of exactly its size, where AddressSanitizer sees a read of one byte too many (a mapped file ends with its page).
 #pragma once
 
 #include <cstddef>

@@ -36,7 +36,7 @@ void define(OptionTable& table, Values& values) {
 }
 
 void parse_all_kinds(const std::vector<const char*>& arguments) {
-  // A program parses once. CLI11 remembers the order of all options it ever saw, so the table is made anew now and then.
+  // A program parses once. CLI11 remembers the order of all options it ever saw: the table is made anew now and then.
   static Values& values = *new Values;
   static std::unique_ptr<OptionTable> table;
   static int parsed = 0;

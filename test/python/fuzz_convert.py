@@ -157,7 +157,8 @@ def mutate_file(rng: random.Random, name: str, data: bytes) -> bytes:
     header, values = data[8:8 + length], data[8 + length:]
     action = rng.randrange(10)
     if action == 0:
-        return struct.pack("<Q", rng.choice((0, 1, 7, length - 1, length + 1, len(data), 2**31, 2**63, 2**64 - 1))) + data[8:]
+        claimed = rng.choice((0, 1, 7, length - 1, length + 1, len(data), 2**31, 2**63, 2**64 - 1))
+        return struct.pack("<Q", claimed) + data[8:]
     if action == 1:
         return mutate_bytes(rng, data)
     if action == 2:
@@ -243,7 +244,8 @@ def main() -> int:
                 break
     if options.keep is None:
         shutil.rmtree(place)
-    print(f"{sum(fuzzer.outcomes.values())} inputs of seeds from {options.seed}: {dict(fuzzer.outcomes)}, {findings} findings")
+    print(f"{sum(fuzzer.outcomes.values())} inputs of seeds from {options.seed}: {dict(fuzzer.outcomes)}, "
+          f"{findings} findings")
     return 1 if findings else 0
 
 
