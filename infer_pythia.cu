@@ -22,6 +22,7 @@
 #include "llmc/cuda/neox.h"
 #endif
 #include "llmc/infer/bench.h"
+#include "llmc/infer/fault_injection.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/interactive.h"
 #include "llmc/infer/perplexity.h"
@@ -54,7 +55,7 @@ struct Options {
   bool special = false, ignore_eos = false, json = false;
   std::int64_t max_tokens = 128, top_k = 0, seed = 0, stride = 0;
   double temperature = 0, top_p = 1, min_p = 0;
-  std::vector<std::string> stop;
+  std::vector<std::string> stop, debug_inject;
 };
 
 constexpr const char* kFooter =
@@ -115,6 +116,7 @@ void define(OptionTable& table, Options& o) {
   table.group("Output");
   table.flag("json", o.json, "one JSON object instead of text");
   table.choice("color", o.color, {"auto", "always", "never"}, "colour of messages");
+  table.repeated("debug-inject", o.debug_inject, "SPEC", decode_fault_help());
 }
 
 // What is wrong with the combination, found before any file is opened.
@@ -373,7 +375,9 @@ void announce(const DecodeModel& model, const std::string& name, const char* dty
 
 // Until it is done a signal ends the program at once; from then on there is a result to finish.
 std::unique_ptr<DecodeModel> load_model(const Session& s, std::int64_t capacity) {
-  std::unique_ptr<DecodeModel> model = s.place.load(s.file, capacity);
+  const DecodeFaults faults = parse_decode_faults(s.options.debug_inject);
+  inject_before_load(faults);
+  std::unique_ptr<DecodeModel> model = with_faults(s.place.load(s.file, capacity), faults);
   announce(*model, escaped(s.file.file().path()), dtype_name(s.file.dtype()));
   install_signal_handlers();
   return model;
@@ -511,6 +515,7 @@ Exit run(int argc, const char* const* argv) {
                  : options.color == "never" ? ColorMode::never
                                             : ColorMode::automatic);
   check(table, options);
+  parse_decode_faults(options.debug_inject);  // refused before any file is opened
 
   if (table.given("random-model")) return run_random_benchmark(options);
   Place place(options);

@@ -1,0 +1,131 @@
+#include "llmc/infer/fault_injection.h"
+
+#include <unistd.h>
+
+#include <charconv>
+#include <csignal>
+#include <limits>
+#include <utility>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+
+namespace weft {
+
+namespace {
+
+constexpr const char* kForms = "nan@token=N, kill@token=N, term@token=N, hang@token=N or io-error@load";
+
+[[noreturn]] void refuse(const std::string& spec) {
+  fail(Exit::usage, "--debug-inject: got %s, expected one of %s", escaped(spec).c_str(), kForms);
+}
+
+void parse_fault(const std::string& spec, DecodeFaults& faults) {
+  if (spec == "io-error@load") {
+    faults.io_error_at_load = true;
+    return;
+  }
+  const std::size_t equals = spec.find('=');
+  if (equals == std::string::npos) refuse(spec);
+  const std::string place = spec.substr(0, equals), digits = spec.substr(equals + 1);
+  std::int64_t number = 0;
+  const auto end = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  if (end.ec != std::errc{} || end.ptr != digits.data() + digits.size() || number < 1) refuse(spec);
+  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {{"nan@token", &faults.nan_token},
+                                                                         {"kill@token", &faults.kill_token},
+                                                                         {"term@token", &faults.term_token},
+                                                                         {"hang@token", &faults.hang_token}};
+  for (const auto& [name, field] : places) {
+    if (place != name) continue;
+    *field = number;
+    return;
+  }
+  refuse(spec);
+}
+
+class FaultyModel final : public DecodeModel {
+ public:
+  FaultyModel(std::unique_ptr<DecodeModel> inner, const DecodeFaults& faults)
+      : inner_(std::move(inner)), faults_(faults) {}
+
+  const ModelConfig& config() const override { return inner_->config(); }
+  std::vector<MemoryLine> memory() const override { return inner_->memory(); }
+  std::uint64_t bytes_per_token(std::int64_t context) const override { return inner_->bytes_per_token(context); }
+  std::int64_t capacity() const override { return inner_->capacity(); }
+  std::int64_t length() const override { return inner_->length(); }
+  void reset() override { inner_->reset(); }
+  std::span<const float> prefill(std::span<const std::int32_t> ids) override {
+    strike();
+    return damaged(inner_->prefill(ids));
+  }
+  std::span<const float> decode(std::int32_t id) override {
+    strike();
+    return damaged(inner_->decode(id));
+  }
+  // Logits that never leave their device cannot be damaged here: the host samples where one has to be.
+  bool samples() const override { return inner_->samples() && !faults_.nan_token; }
+  void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
+                    const std::function<bool(std::int32_t)>& on_id) override {
+    inner_->generate_ids(prompt, request, [&](std::int32_t id) {
+      strike();
+      return on_id(id);
+    });
+  }
+  std::vector<double> score(std::span<const std::int32_t> ids) override {
+    std::vector<double> losses = inner_->score(ids);
+    for (double& loss : losses) {
+      strike();
+      if (faults_.nan_token == token_) loss = std::numeric_limits<double>::quiet_NaN();
+    }
+    return losses;
+  }
+  void keep_activations(bool keep) override { inner_->keep_activations(keep); }
+  std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
+
+ private:
+  void strike() {
+    ++token_;
+    if (faults_.kill_token == token_) ::raise(SIGKILL);
+    if (faults_.term_token == token_) ::raise(SIGTERM);
+    if (faults_.hang_token == token_) {
+      log_warning("token %lld never comes (injected)", static_cast<long long>(token_));
+      while (true) ::pause();
+    }
+  }
+  std::span<const float> damaged(std::span<const float> logits) {
+    if (faults_.nan_token != token_) return logits;
+    logits_.assign(logits.begin(), logits.end());
+    logits_[logits_.size() / 2] = std::numeric_limits<float>::quiet_NaN();
+    return logits_;
+  }
+
+  std::unique_ptr<DecodeModel> inner_;
+  DecodeFaults faults_;
+  std::int64_t token_ = 0;
+  std::vector<float> logits_;
+};
+
+}  // namespace
+
+const char* decode_fault_help() {
+  static const std::string text = std::string("test tool: fail on purpose at ") + kForms;
+  return text.c_str();
+}
+
+DecodeFaults parse_decode_faults(const std::vector<std::string>& specs) {
+  DecodeFaults faults;
+  for (const std::string& spec : specs) parse_fault(spec, faults);
+  return faults;
+}
+
+void inject_before_load(const DecodeFaults& faults) {
+  if (faults.io_error_at_load) ::raise(SIGBUS);
+}
+
+std::unique_ptr<DecodeModel> with_faults(std::unique_ptr<DecodeModel> model, const DecodeFaults& faults) {
+  const bool planned = faults.nan_token || faults.kill_token || faults.term_token || faults.hang_token;
+  if (!planned) return model;
+  return std::make_unique<FaultyModel>(std::move(model), faults);
+}
+
+}  // namespace weft
