@@ -71,25 +71,30 @@ def escaped(text: str | bytes, limit: int = 120) -> str:
     Of more than `limit` bytes the first third of `limit` and the last two thirds are shown, with "..." between them.
     """
     raw = text if isinstance(text, bytes) else os.fsencode(text)
-    long = len(raw) > limit
-    head, tail = (limit // 3, len(raw) - (limit - limit // 3)) if long else (len(raw), len(raw))
-    out, at, cut = [], 0, False
-    for char in raw.decode("utf-8", "surrogateescape"):
+    if len(raw) <= limit:
+        return f"'{_escaped_part(raw, len(raw))[0]}'"
+    head, end = _escaped_part(raw, limit // 3)
+    aim = begin = len(raw) - (limit - limit // 3)
+    while begin < len(raw) and begin < aim + 3 and raw[begin] & 0xC0 == 0x80:  # not in the middle of a character
+        begin += 1
+    return f"'{head}...{_escaped_part(raw[max(begin, end):], limit)[0]}'"
+
+
+def _escaped_part(raw: bytes, limit: int) -> tuple[str, int]:
+    """The characters that begin before byte `limit`, and where the last one ends."""
+    out, at = [], 0
+    for char in raw[:limit + 4].decode("utf-8", "surrogateescape"):
+        if at >= limit:
+            break
         code = ord(char)
         bad = 0xDC80 <= code <= 0xDCFF
-        encoded = b"?" if bad else char.encode("utf-8")
-        begin, at = at, at + len(encoded)
-        if head <= begin < tail:
-            if not cut:
-                out.append("...")
-            cut = True
-        elif bad:
-            out.append(f"\\x{code - 0xDC00:02x}")
-        elif any(first <= code <= last for first, last in STEERING):
+        encoded = bytes([code - 0xDC00]) if bad else char.encode("utf-8")
+        at += len(encoded)
+        if bad or any(first <= code <= last for first, last in STEERING):
             out.append("".join(f"\\x{byte:02x}" for byte in encoded))
         else:
             out.append("\\" + char if char in "'\\" else char)
-    return "'" + "".join(out) + "'"
+    return "".join(out), at
 
 
 def fail(path: str, message: str) -> None:

@@ -42,6 +42,23 @@ bool steers_terminals(char32_t c) {
                      [c](const auto& range) { return c >= range.first && c <= range.last; });
 }
 
+// Appends the characters of `text` that begin before byte `limit`; returns where the last one ends.
+std::size_t append_escaped(std::string& out, std::string_view text, std::size_t limit) {
+  std::size_t i = 0;
+  while (i < limit) {
+    const std::size_t length = utf8_sequence_length(text.substr(i));
+    const std::string_view character = text.substr(i, std::max<std::size_t>(length, 1));
+    if (length == 0 || steers_terminals(code_point(character))) {
+      for (const char part : character) out += format("\\x%02x", static_cast<unsigned char>(part));
+    } else {
+      if (character == "'" || character == "\\") out += '\\';
+      out += character;
+    }
+    i += character.size();
+  }
+  return i;
+}
+
 }  // namespace
 
 std::string format(const char* fmt, ...) {
@@ -61,34 +78,19 @@ void fail(Exit code, const char* fmt, ...) {
 }
 
 std::string escaped(std::string_view text, std::size_t limit) {
-  // [head, tail) is left out: the end of a path, its file name, says more than the middle.
-  const std::size_t head = text.size() > limit ? limit / 3 : text.size();
-  const std::size_t tail = text.size() > limit ? text.size() - (limit - limit / 3) : text.size();
-  bool cut = false;
   std::string out = "'";
-  for (std::size_t i = 0; i < text.size();) {
-    const unsigned char byte = static_cast<unsigned char>(text[i]);
-    const std::size_t length = utf8_sequence_length(text.substr(i));
-    if (i >= head && i < tail) {
-      if (!cut) out += "...";
-      cut = true;
-      i += std::max<std::size_t>(length, 1);
-      continue;
-    }
-    if (length == 0) {
-      out += format("\\x%02x", byte);
-      i += 1;
-      continue;
-    }
-    const std::string_view character = text.substr(i, length);
-    if (steers_terminals(code_point(character))) {
-      for (const char part : character) out += format("\\x%02x", static_cast<unsigned char>(part));
-    } else {
-      if (byte == '\'' || byte == '\\') out += '\\';
-      out += character;
-    }
-    i += length;
+  if (text.size() <= limit) {
+    append_escaped(out, text, text.size());
+    return out + "'";
   }
+  const std::size_t end = append_escaped(out, text, limit / 3);
+  // The rest begins with a character: up to three bytes that go on with one are passed over.
+  const std::size_t aim = text.size() - (limit - limit / 3);
+  std::size_t begin = aim;
+  while (begin < text.size() && begin < aim + 3 && (static_cast<unsigned char>(text[begin]) & 0xC0) == 0x80) ++begin;
+  out += "...";
+  const std::string_view rest = text.substr(std::max(begin, end));
+  append_escaped(out, rest, rest.size());
   return out + "'";
 }
 
