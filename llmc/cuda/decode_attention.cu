@@ -36,14 +36,21 @@ struct Layout {
   static constexpr int kGroups = kThreads / kLanes;
 };
 
-// x[d] after RoPE, for one head in shared memory.
-__device__ float rotated(const float* x, int d, const DeviceRopeTable& rope, std::int64_t position) {
-  const int half = static_cast<int>(rope.half);
-  if (d >= 2 * half) return x[d];
-  const int i = d < half ? d : d - half;
-  const float c = rope.cos[position * rope.half + i], s = rope.sin[position * rope.half + i];
-  return d < half ? x[d] * c - x[d + half] * s : x[d] * c + x[d - half] * s;
-}
+// One dimension's part in RoPE, read before the head is there.
+struct Turn {
+  int partner = -1;  // none: the dimension does not turn
+  float cosine = 1, sine = 0;
+
+  __device__ Turn(int d, const DeviceRopeTable& rope, std::int64_t position) {
+    const int half = static_cast<int>(rope.half);
+    if (d >= 2 * half) return;
+    const int i = d < half ? d : d - half;
+    partner = d < half ? d + half : d - half;
+    cosine = rope.cos[position * half + i];
+    sine = rope.sin[position * half + i] * (d < half ? -1.0f : 1.0f);
+  }
+  __device__ float of(const float* x, int d) const { return partner < 0 ? x[d] : x[d] * cosine + x[partner] * sine; }
+};
 
 // The part of a head's result that one group of lanes, one block, or the whole context makes: o = sum of 2^(score - m) v,
 // l = sum of 2^(score - m).
@@ -94,6 +101,16 @@ struct GroupState {
   }
 };
 
+// From the cache, asm volatile so that no compiler moves the load behind the wait for the predecessor.
+template <typename S>
+__device__ Pack<S> load_cached(const S* address) {
+  int4 v;
+  asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return *reinterpret_cast<const Pack<S>*>(&v);
+}
+
 template <typename S>
 __device__ Pack<S> zero_pack() {
   Pack<S> pack;
@@ -114,32 +131,58 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float group_o[L::kGroups][HS + 1];
   __shared__ bool is_last;
   let_successor_start();
-  wait_for_predecessors();
 
-  const std::int64_t position = *io.position;
+  // The position, and every key and value before it, were written by the token before: whoever launches this lets that
+  // token end before it starts this one (llmc/cuda/neox.cu: the embedding waits). So the first keys and values come in
+  // while the predecessor still computes the query.
+  const std::int64_t position = __ldcg(io.position);
   const int split = blockIdx.x, head = blockIdx.y, splits = gridDim.x;
   const int cached = static_cast<int>(position);
   const int length = max(kMinSplit, static_cast<int>(ceil_div(ceil_div(cached + 1, splits), kSplitUnit)) * kSplitUnit);
   const int used = static_cast<int>(ceil_div(cached + 1, length));
   if (split >= used) return;
 
+  S* keys = io.keys + head * io.capacity * HS;
+  S* values = io.values + head * io.capacity * HS;
+  const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
+  const int begin = split * length, end = min(begin + length, cached);
+  Pack<S> k[kUnroll][L::kPerLane], v[kUnroll][L::kPerLane];
+  bool valid[kUnroll];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int t = first + u * L::kGroups + group;
+      valid[u] = t < end;
+#pragma unroll
+      for (int j = 0; j < L::kPerLane; ++j) {
+        const int chunk = j * L::kLanes + lane;
+        k[u][j] = v[u][j] = zero_pack<S>();
+        if (!valid[u] || chunk >= L::kChunks) continue;
+        k[u][j] = load_cached(keys + static_cast<std::int64_t>(t) * HS + chunk * kElements);
+        v[u][j] = load_cached(values + static_cast<std::int64_t>(t) * HS + chunk * kElements);
+      }
+    }
+  };
+  load(begin);
+  static_assert(HS <= kThreads);
+  const int d_own = static_cast<int>(threadIdx.x);  // a thread prepares one dimension
+  const Turn turn(d_own < HS ? d_own : 2 * static_cast<int>(io.rope.half), io.rope, position);
+  wait_for_predecessors();
+
   const S* from = io.qkv + static_cast<std::int64_t>(head) * 3 * HS;
   for (int i = threadIdx.x; i < 3 * HS; i += kThreads) raw[i / HS][i % HS] = to_float(from[i]);
   __syncthreads();
-  S* keys = io.keys + head * io.capacity * HS;
-  S* values = io.values + head * io.capacity * HS;
-  for (int d = threadIdx.x; d < HS; d += kThreads) {
-    query[d] = rotated(raw[0], d, io.rope, position) * scale_log2e;
-    fresh[0][d] = from_float<S>(rotated(raw[1], d, io.rope, position));
-    fresh[1][d] = from_float<S>(raw[2][d]);
+  if (d_own < HS) {
+    query[d_own] = turn.of(raw[0], d_own) * scale_log2e;
+    fresh[0][d_own] = from_float<S>(turn.of(raw[1], d_own));
+    fresh[1][d_own] = from_float<S>(raw[2][d_own]);
     if (split == used - 1) {
-      keys[position * HS + d] = fresh[0][d];
-      values[position * HS + d] = fresh[1][d];
+      keys[position * HS + d_own] = fresh[0][d_own];
+      values[position * HS + d_own] = fresh[1][d_own];
     }
   }
   __syncthreads();
 
-  const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
   float q[L::kPerLane][kElements];
 #pragma unroll
   for (int j = 0; j < L::kPerLane; ++j) {
@@ -150,37 +193,22 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   GroupState<S, HS> state;
-  const int begin = split * length, end = min(begin + length, cached);
   for (int first = begin; first < end; first += kUnroll * L::kGroups) {
-    Pack<S> k[kUnroll][L::kPerLane], v[kUnroll][L::kPerLane];
-    bool valid[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int t = first + u * L::kGroups + group;
-      valid[u] = t < end;
-#pragma unroll
-      for (int j = 0; j < L::kPerLane; ++j) {
-        const int chunk = j * L::kLanes + lane;
-        k[u][j] = v[u][j] = zero_pack<S>();
-        if (!valid[u] || chunk >= L::kChunks) continue;
-        k[u][j] = load_pack(keys + static_cast<std::int64_t>(t) * HS + chunk * kElements);
-        v[u][j] = load_pack(values + static_cast<std::int64_t>(t) * HS + chunk * kElements);
-      }
-    }
     state.join(k, v, q, valid);
+    if (first + kUnroll * L::kGroups < end) load(first + kUnroll * L::kGroups);
   }
   if (split == used - 1) {  // the new token itself, by the first group
-    Pack<S> k[1][L::kPerLane], v[1][L::kPerLane];
-    const bool valid[1] = {group == 0};
+    Pack<S> own_k[1][L::kPerLane], own_v[1][L::kPerLane];
+    const bool first_group[1] = {group == 0};
 #pragma unroll
     for (int j = 0; j < L::kPerLane; ++j) {
       const int chunk = j * L::kLanes + lane;
-      k[0][j] = v[0][j] = zero_pack<S>();
+      own_k[0][j] = own_v[0][j] = zero_pack<S>();
       if (chunk >= L::kChunks) continue;
-      k[0][j] = load_pack(fresh[0] + chunk * kElements);
-      v[0][j] = load_pack(fresh[1] + chunk * kElements);
+      own_k[0][j] = load_pack(fresh[0] + chunk * kElements);
+      own_v[0][j] = load_pack(fresh[1] + chunk * kElements);
     }
-    state.join(k, v, q, valid);
+    state.join(own_k, own_v, q, first_group);
   }
 
   // The groups of the block, in their order.
@@ -251,42 +279,68 @@ void launch_decode(const DecodeAttention<S>& io, const LaunchDevice& device, cud
 }
 
 // ---- a prompt ---------------------------------------------------------------------------------------------------------
-// A warp takes one head of one token: 3 HS neighbours come in, and go out where they belong.
-constexpr int kAppendWarps = 4;
+// A block takes one token, a warp a few of its heads: they are neighbours, so it reads one contiguous piece, all of it
+// before anything is written. What turns goes through shared memory, where a chunk finds its partners; the rest goes from
+// register to where it belongs.
+constexpr int kAppendWarps = 4, kAppendThreads = kAppendWarps * kWarpSize;
 
 template <typename S, int HS>
-__global__ void __launch_bounds__(kAppendWarps* kWarpSize)
-    append_kernel(S* qkv, S* keys, S* values, int NH, std::int64_t items, std::int64_t capacity,
-                  std::int64_t first_position, DeviceRopeTable rope) {
-  constexpr int kElements = Pack<S>::size, kChunks = HS / kElements;
-  __shared__ float staged[kAppendWarps][2][HS];  // q and k
+struct AppendLayout {
+  static constexpr int kElements = Pack<S>::size, kChunks = HS / kElements;
+  static constexpr int kHeads = 12 * kChunks <= 128 ? 4 : 6 * kChunks <= 128 ? 2 : 1;  // of a warp
+  static constexpr int kItems = kHeads * 3 * kChunks, kPerLane = (kItems + kWarpSize - 1) / kWarpSize;
+};
+
+template <typename S, int HS>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_kernel(S* qkv, S* keys, S* values, int NH, std::int64_t capacity, std::int64_t first_position,
+                  DeviceRopeTable rope) {
+  using L = AppendLayout<S, HS>;
+  constexpr int kElements = L::kElements, kChunks = L::kChunks;
+  __shared__ float cosine[HS / 2], sine[HS / 2];
+  alignas(16) __shared__ S turning[kAppendWarps][L::kHeads][2][HS];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kAppendWarps + warp;
-  if (item >= items) return;
-  const std::int64_t row = item / NH, head = item % NH, position = first_position + row;
-  S* from = qkv + item * 3 * HS;
-  S* key = keys + (head * capacity + position) * HS;
-  S* value = values + (head * capacity + position) * HS;
-  for (int i = lane; i < 3 * kChunks; i += kWarpSize) {
-    const Pack<S> pack = load_pack(from + i * kElements);
-    const int part = i / kChunks, d = i % kChunks * kElements;
-    if (part == 2) {
-      store_pack(value + d, pack);
-    } else {
+  const int half = static_cast<int>(rope.half), turned = 2 * half;
+  const std::int64_t row = blockIdx.x, position = first_position + row;
+  const int first_head = (blockIdx.y * kAppendWarps + warp) * L::kHeads;
+  const int heads = min(L::kHeads, NH - first_head);  // not positive: only the barrier is left to do
+  S* from = qkv + (row * NH + first_head) * 3 * HS;
+
+  Pack<S> pack[L::kPerLane];
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) staged[warp][part][d + e] = to_float(pack.value[e]);
-    }
+  for (int j = 0; j < L::kPerLane; ++j) {
+    const int i = j * kWarpSize + lane;
+    if (i < heads * 3 * kChunks) pack[j] = load_pack(from + i * kElements);
   }
-  __syncwarp();
-  for (int i = lane; i < 2 * kChunks; i += kWarpSize) {
-    const int part = i / kChunks, d = i % kChunks * kElements;
-    if (part == 0 && d >= 2 * rope.half) continue;  // a query that does not turn stays where it is
-    Pack<S> pack;
+  for (int i = threadIdx.x; i < half; i += kAppendThreads) {
+    cosine[i] = rope.cos[position * half + i];
+    sine[i] = rope.sin[position * half + i];
+  }
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      pack.value[e] = from_float<S>(rotated(staged[warp][part], d + e, rope, position));
+  for (int j = 0; j < L::kPerLane; ++j) {
+    const int i = j * kWarpSize + lane, head = i / (3 * kChunks), part = i / kChunks % 3, d = i % kChunks * kElements;
+    if (i < heads * 3 * kChunks && part < 2 && d < turned) store_pack(&turning[warp][head][part][d], pack[j]);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < L::kPerLane; ++j) {
+    const int i = j * kWarpSize + lane, head = i / (3 * kChunks), part = i / kChunks % 3, d = i % kChunks * kElements;
+    if (i >= heads * 3 * kChunks) continue;
+    if (part < 2 && d < turned) {
+      const S* x = turning[warp][head][part];
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const int at = d + e, angle = at < half ? at : at - half;
+        if (at >= turned) continue;
+        const float c = cosine[angle], s = sine[angle], own = to_float(x[at]);
+        const float partner = to_float(x[at < half ? at + half : at - half]);
+        pack[j].value[e] = from_float<S>(at < half ? own * c - partner * s : own * c + partner * s);
+      }
+    } else if (part == 0) {
+      continue;  // a query that does not turn stays where it is
     }
-    store_pack((part == 0 ? from : key) + d, pack);
+    S* cache = (part == 1 ? keys : values) + ((first_head + head) * capacity + position) * HS + d;
+    store_pack(part == 0 ? from + i * kElements : cache, pack[j]);
   }
 }
 
@@ -328,12 +382,12 @@ std::size_t decode_attention_workspace(const NeoxHeads& heads, const LaunchDevic
 template <typename S>
 void rope_and_append(S* qkv, S* keys, S* values, const NeoxHeads& heads, std::int64_t rows, std::int64_t capacity,
                      std::int64_t first_position, const DeviceRopeTable& rope, cudaStream_t stream) {
-  const std::int64_t items = rows * heads.NH;
-  if (items == 0) return;
+  if (rows == 0) return;
   with_head_dim(heads.HS, [&](auto head_dim) {
-    append_kernel<S, decltype(head_dim)::value>
-        <<<static_cast<unsigned>(ceil_div(items, kAppendWarps)), kAppendWarps * kWarpSize, 0, stream>>>(
-            qkv, keys, values, static_cast<int>(heads.NH), items, capacity, first_position, rope);
+    using L = AppendLayout<S, decltype(head_dim)::value>;
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(heads.NH, kAppendWarps * L::kHeads)));
+    append_kernel<S, decltype(head_dim)::value><<<grid, kAppendThreads, 0, stream>>>(
+        qkv, keys, values, static_cast<int>(heads.NH), capacity, first_position, rope);
     check_launch("rope_and_append");
   });
 }

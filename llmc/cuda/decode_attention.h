@@ -31,7 +31,9 @@ struct DecodeAttention {
   S* out = nullptr;           // [NH HS]
   float* partials = nullptr;  // decode_attention_workspace() bytes, zero before the first call
 };
-// Writes key and value of the new token to the cache at *position, which is below the capacity.
+// Writes key and value of the new token to the cache at *position, which is below the capacity. Reads *position and the
+// cache before its predecessor in the stream has finished: between whoever wrote them and this launch stands one that was
+// not launched by launch_chained().
 template <typename S>
 void decode_attention(const DecodeAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
 std::size_t decode_attention_workspace(const NeoxHeads& heads, const LaunchDevice& device);

@@ -293,6 +293,23 @@ class NeoxDecoder final : public DecodeModel {
     matmul_.forward<S>(out, x, w.weight, w.bias, padded_rows(rows), in, out_size, accumulate);
   }
 
+  // Plans for whole chunks: who has a cache for long prompts will have them. Shorter ones run on first suggestions.
+  bool prepare_matmuls() {
+    if (options_.capacity < kChunk) return false;
+    const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+    const cudaDataType_t type = std::is_same_v<S, float>  ? CUDA_R_32F
+                                : std::is_same_v<S, bf16> ? CUDA_R_16BF
+                                                          : CUDA_R_16F;
+    const bool bias = config_.attention_bias;
+    const Accumulate joined = config_.parallel_residual ? Accumulate::yes : Accumulate::no;
+    const MatmulShape shapes[] = {{Product::forward, kChunk, C, 3 * C, type, Accumulate::no, bias},
+                                  {Product::forward, kChunk, C, C, type, Accumulate::no, bias},
+                                  {Product::forward, kChunk, C, F, type, Accumulate::no, true},
+                                  {Product::forward, kChunk, F, C, type, joined, true}};
+    matmul_.prepare(shapes);
+    return true;
+  }
+
   // ---- one token
   void run_token();                      // from the state's token to the logits
   void run_head(const float* residual);  // logits of one row of the residual stream
@@ -340,8 +357,9 @@ class NeoxDecoder final : public DecodeModel {
   Stream stream_;
   Buffers<S> b_{};
   Regions regions_;
-  DeviceArena parameters_, cache_arena_, workspace_;  // in this order: what is largest is refused first
   Matmul matmul_;
+  const bool prepared_ = prepare_matmuls();           // while there is memory for it
+  DeviceArena parameters_, cache_arena_, workspace_;  // in this order: what is largest is refused first
   NeoxWeights<S> weights_;
   NeoxCache<S> cache_;
   DeviceRopeTable rope_;
@@ -361,10 +379,10 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
       table_(config),
       device_(launch_device()),
       regions_(plan_workspace<S>(config, options.capacity, device_, b_)),
+      matmul_(stream_),
       parameters_(plan_parameters(table_, sizeof(S))),
       cache_arena_(plan_cache(config, options.capacity, sizeof(S))),
       workspace_(regions_.plan()),
-      matmul_(stream_),
       ring_(kRing * sizeof(std::uint64_t)),
       host_logits_(static_cast<std::uint64_t>(config.vocab_size) * sizeof(float)) {
   regions_.bind(workspace_);
