@@ -210,6 +210,7 @@ def verdict(mutant: Mutant, gpu: bool, narrow: bool) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plants bugs and wants each to turn a test red.")
     parser.add_argument("--commit", help="take this revision instead of the working tree")
+    parser.add_argument("--as-is", action="store_true", help="take the copy as an earlier run left it")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="bugs whose name or file holds TEXT")
     parser.add_argument("--report", type=Path, help="write the table as JSON, after each bug")
     parser.add_argument("--narrow", action="store_true", help="only the tests that the rows name")
@@ -221,7 +222,8 @@ def main() -> int:
     gpu = has_gpu()
     try:
         HOME.mkdir(parents=True, exist_ok=True)
-        copy_tree(options.commit)
+        if not options.as_is:
+            copy_tree(options.commit)
         require_applicable(chosen)
         runnable = [m for m in chosen if (gpu or not m.needs_gpu) and m.name not in done]
         require_green(runnable, gpu)

@@ -201,15 +201,17 @@ CPU = [
     Mutant("converter: theta has a default", "scripts/hf_config.py",
            '        if user_theta is None:\n            reader.fail("rope_theta", "got nothing',
            '        if user_theta is None:\n            return 10000.0\n            reader.fail("rope_theta", "got nothing',
-           ("py:test_hf_config.py", "py:test_convert.py")),
+           ("py:test_hf_config.py::test_theta_has_no_default",)),
     Mutant("converter: transposed weights pass", "scripts/convert_hf.py", "    if entry.shape != shape:\n",
-           "    if sorted(entry.shape) != sorted(shape):\n", ("py:test_convert.py",)),
+           "    if sorted(entry.shape) != sorted(shape):\n",
+           ("py:test_convert.py::test_every_wrong_shape_is_refused", "py:test_convert.py::test_wrong_shape_as_a_user_sees_it")),
     Mutant("converter: bf16 cut instead of rounded", "scripts/tensor_file.py", "        rounded += 0x7FFF\n",
-           "        rounded *= 0\n", ("py:test_tensor_file.py", "py:test_convert.py")),
+           "        rounded *= 0\n", ("py:test_tensor_file.py",)),
     Mutant("converter: a head that differs is dropped", "scripts/convert_hf.py", "    if not same:\n", "    if False:\n",
-           ("py:test_convert.py",)),
+           ("py:test_convert.py::test_tied_llama",)),
     Mutant("converter: offsets may leave a hole", "scripts/safetensors_reader.py", "if entry.begin != position:",
-           "if entry.begin < position:", ("py:test_convert.py",)),
+           "if entry.begin < position:",
+           ("py:test_convert.py::test_hostile_weight_file",)),
 ]
 
 # Where a GPU is. They need a build with nvcc.

@@ -22,6 +22,7 @@ import xxhash
 import checkpoints
 import tensor_file
 import token_shard
+from hostile_weights import HOSTILE_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "test" / "fixtures" / "golden"
@@ -37,7 +38,8 @@ Edit = Callable[[bytearray], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """`make` fills the directory it is given and returns the command line. Every word must be in the error line."""
+    """`make` fills the directory it is given and returns the command line. Every word must be in the error line; where the
+    code is OK, in what stderr says."""
 
     name: str
     make: Make
@@ -809,7 +811,13 @@ CHECKPOINTS = [
     checkpoint("B92 other settings", lambda step: None, "--lr", code=USAGE, lr=0.5),
     checkpoint("B92 fewer steps", lambda step: None, "--steps", code=USAGE, steps=STEPS - 1),
     checkpoint("B92 another model", lambda step: None, "--config or --model", code=USAGE, model=None, config="tiny"),
-    checkpoint("B72 other shards", lambda step: None, "--train", "shards", train=BASE / "data" / "train_0.bin"),
+    checkpoint("B71 one of the shards is missing", lambda step: None, "--train", "1 shards", "with 2",
+               train=BASE / "data" / "train_0.bin"),
+    checkpoint("B72 shards of other content", lambda step: [
+        write_shard(step.parents[1] / f"train_{i}.bin", np.arange(count) * 5 % 64) for i, count in ((0, 400), (1, 200))],
+        "--train", "shard 1", "other content", train="./train_*.bin"),
+    checkpoint("B93 a save that was interrupted", lambda step: (step.parent / "step_00000009.tmp").mkdir(), "removing",
+               "step_00000009.tmp", code=OK),
     checkpoint("B94 NaN in the optimizer", set_state(MOMENT, with_nan), MOMENT, "not finite"),
     checkpoint("moment of another shape", set_state(MOMENT, lambda values: values[:5]), MOMENT, "shape"),
     checkpoint("moment missing", lambda step: forge(step, lambda _, tensors: tensors.pop(MOMENT)), MOMENT, "missing"),
@@ -1002,4 +1010,143 @@ SCRIPTS = [
          ("fifo", "not a regular file")),
 ]
 
-CASES = [*MODEL_FILES, *CROSS_PAIRS, *NO_FILES, *SHARDS, *TOKENIZERS, *DUMPS, *CHECKPOINTS, *COMMAND_LINES, *TEXTS, *SCRIPTS]
+
+# ---- Hugging Face directories ----------------------------------------------------------------------------------------
+
+
+def weights_file(name: str) -> Case:
+    content, words = HOSTILE_FILES[name]
+    number, what = name.split(" ", 1) if name.startswith("B") else ("", name)
+    return convert(f"{number} convert_hf.py: {what}".strip(),
+                   lambda folder: (folder / "model.safetensors").write_bytes(content), "model.safetensors", *words)
+
+
+def weights(name: str, change: Callable[[dict[str, Any]], Any], *words: str, code: int = BAD_FILE) -> Case:
+    """Other tensors than the configuration asks for."""
+    def spoil(folder: Path) -> None:
+        tensors = checkpoints.weights_of(checkpoints.LLAMA)
+        change(tensors)
+        checkpoints.write_safetensors(folder / "model.safetensors", tensors)
+    return convert(name, spoil, *words, code=code)
+
+
+def shards(name: str, change: Callable[[Path, dict[str, Any]], Any], *words: str) -> Case:
+    """The weights in two files with an index that `change` edits, or the files beside it."""
+    def spoil(folder: Path) -> None:
+        tensors = checkpoints.weights_of(checkpoints.LLAMA)
+        names = list(tensors)
+        parts = {f"model-{i}.safetensors": {key: tensors[key] for key in names[i::2]} for i in (0, 1)}
+        checkpoints.write_shards(folder, parts)
+        index = folder / "model.safetensors.index.json"
+        value = json.loads(index.read_text())
+        change(folder, value["weight_map"])
+        index.write_text(json.dumps(value))
+    return convert(name, spoil, *words)
+
+
+def config(name: str, changes: dict[str, Any], *words: str, base: dict[str, Any] = checkpoints.LLAMA,
+           without_keys: tuple[str, ...] = (), code: int = BAD_FILE) -> Case:
+    def spoil(folder: Path) -> None:
+        value = {key: member for key, member in (base | changes).items() if key not in without_keys}
+        checkpoints.write_checkpoint(folder, base)
+        (folder / "config.json").write_text(json.dumps(value))
+    return convert(name, spoil, *(("config.json", *words) if code == BAD_FILE else words), code=code)
+
+
+def hub_tokenizer(name: str, change: Callable[[dict], Any], *words: str, code: int = BAD_FILE) -> Case:
+    def spoil(folder: Path) -> None:
+        value = checkpoints.tokenizer_of(20)
+        change(value)
+        (folder / "tokenizer.json").write_text(json.dumps(value))
+    return convert(name, spoil, *words, code=code)
+
+
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+NEOX_HF = checkpoints.GPT_NEOX
+
+HUB = [
+    *map(weights_file, HOSTILE_FILES),
+    weights("B24 convert_hf.py: F64 weights", lambda w: w.update({NORM: ("F64", w[NORM])}), NORM, "F64", "BF16"),
+    weights("B24 convert_hf.py: I8 weights", lambda w: w.update({NORM: ("I8", w[NORM])}), NORM, "I8", "BF16"),
+    weights("B25 convert_hf.py: tensor missing", lambda w: w.pop(UP), UP, "missing"),
+    weights("B26 convert_hf.py: unknown tensor", lambda w: w.update(extra=np.ones(3, "<f4")), "'extra'", "left out", code=OK),
+    weights("B26 convert_hf.py: known buffer", lambda w: w.update(
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, "<f4")}), code=OK),
+    weights("B27 convert_hf.py: wrong shape", lambda w: w.update({NORM: np.ones(17, "<f4")}), NORM, "[17]", "[16]"),
+    weights("B28 convert_hf.py: transposed", lambda w: w.update({UP: w[UP].T.copy()}), UP, "transposed"),
+    weights("B34 convert_hf.py: not a number", lambda w: w.update({NORM: with_nan(w[NORM])}), NORM, "NaN", code=OK),
+    weights("B34 convert_hf.py: all zero", lambda w: w.update({NORM: w[NORM] * 0}), NORM, "zero", code=OK),
+    shards("B14 convert_hf.py: a tensor in two files", lambda folder, names: checkpoints.write_safetensors(
+        folder / "model-0.safetensors", checkpoints.weights_of(checkpoints.LLAMA)), "model-1.safetensors", "is also in"),
+    shards("B31 convert_hf.py: a file missing", lambda folder, names: (folder / "model-1.safetensors").unlink(),
+           "index.json", "model-1.safetensors", "not there"),
+    shards("B32 convert_hf.py: a path upwards", lambda folder, names: names.update({NORM: "../model-1.safetensors"}),
+           "weight_map", NORM, "../model-1"),
+    shards("B32 convert_hf.py: an absolute path", lambda folder, names: names.update({NORM: "/dev/zero.safetensors"}),
+           "weight_map", "/dev/zero"),
+    shards("B33 convert_hf.py: a name that is an object", lambda folder, names: names.update({NORM: {"a": 1}}),
+           "weight_map", NORM, "object"),
+    config("B35 convert_hf.py: hidden_size missing", {}, "hidden_size", "nothing", without_keys=("hidden_size",)),
+    config("B36 convert_hf.py: hidden_size is text", {"hidden_size": "4096"}, "hidden_size", "'4096'"),
+    config("B37 convert_hf.py: no heads", {"num_attention_heads": 0}, "num_attention_heads"),
+    config("B38 convert_hf.py: heads do not divide", {"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size",
+           "multiple"),
+    config("B39 convert_hf.py: K/V heads do not divide", {"num_key_value_heads": 3}, "num_key_value_heads", "divisor"),
+    config("B40 convert_hf.py: gpt2", {"model_type": "gpt2"}, "model_type", "'gpt2'", "gpt_neox"),
+    config("B40 convert_hf.py: qwen2", {"model_type": "qwen2"}, "model_type", "'qwen2'", "llama"),
+    config("B41 convert_hf.py: tanh GELU", {"hidden_act": "gelu_new"}, "hidden_act", "'gelu_new'", "'gelu'", base=NEOX_HF),
+    *(config(f"B42 convert_hf.py: {kind}", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}, "rope_scaling", kind,
+             "llama3") for kind in ("yarn", "dynamic", "longrope", "linear")),
+    *(config(f"B43 convert_hf.py: llama3 without {key}", {"rope_scaling": {k: LLAMA3[k] for k in LLAMA3 if k != key}}, key)
+      for key in LLAMA3 if key != "rope_type" and key != "original_max_position_embeddings"),
+    config("B44 convert_hf.py: no theta", {}, "rope_theta", "--rope-theta", without_keys=("rope_theta",)),
+    config("B45 convert_hf.py: newer keys alone", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+           without_keys=("rope_theta",), code=OK),
+    config("B46 convert_hf.py: old and new theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "10000",
+           "500000", "disagree"),
+    config("B47 convert_hf.py: odd rotary dimensions", {"rotary_pct": 0.4}, "rotary_pct", "even", base=NEOX_HF),
+    config("B47 convert_hf.py: more than a head", {"rotary_pct": 1.5}, "rotary_pct", "at most 1", base=NEOX_HF),
+    config("B48 convert_hf.py: 2^31 layers", {"num_hidden_layers": 2**31}, "num_hidden_layers", "1024"),
+    config("B49 convert_hf.py: no vocabulary", {"vocab_size": 0}, "vocab_size"),
+    config("B49 convert_hf.py: 10^9 tokens", {"vocab_size": 10**9}, "vocab_size", "1000000"),
+    convert("B50 convert_hf.py: tied, but a head that differs", lambda folder: edit_json(
+        folder / "config.json", lambda value: value.update(tie_word_embeddings=True)), "lm_head.weight", "differs"),
+    weights("B50 convert_hf.py: untied, but no head", lambda w: w.pop("lm_head.weight"), "lm_head.weight", "missing",
+            "tie_word_embeddings"),
+    config("B51 convert_hf.py: a list of end ids", {"eos_token_id": [2, 3]}, code=OK),
+    config("half of a surrogate pair in config.json", {"unused": ["\ud800"]}, "surrogate pair"),
+    config("a message with turned text", {"hidden_act": "\u202egelu"}, "hidden_act", "\\xe2\\x80\\xae"),
+    hub_tokenizer("B74 convert_hf.py: merges as pairs", lambda doc: [doc["model"]["vocab"].update(t0t1=20),
+                  doc["model"].update(merges=[["t0", "t1"]])], code=OK),
+    hub_tokenizer("B75 convert_hf.py: merge of an unknown token", lambda doc: doc["model"].update(merges=["t0 t1"]),
+                  "tokenizer.json", "merges", "'t0t1'"),
+    hub_tokenizer("B76 convert_hf.py: id twice", lambda doc: doc["model"]["vocab"].update(x=5), "tokenizer.json", "'x'"),
+    hub_tokenizer("B77 convert_hf.py: hole in the ids", lambda doc: doc["model"]["vocab"].update(x=25), "without holes"),
+    hub_tokenizer("B78 convert_hf.py: id of 2^31", lambda doc: doc["model"]["vocab"].update(x=2**31), str(2**31)),
+    hub_tokenizer("B82 convert_hf.py: more tokens than the model", lambda doc: doc["model"]["vocab"].update(
+        {f"t{i}": i for i in range(20, 40)}), "tokenizer.json", "40", "37"),
+]
+
+
+# ---- what may be said, and what must work -----------------------------------------------------------------------------
+
+OTHERS = [
+    Case("B87 an empty prompt, for a model without an end token",
+         lambda here: infer_options(MODEL, "--prompt=", "--max-tokens=1"), USAGE, ("the prompt is empty",)),
+    Case("B86 names of special tokens in a prompt",
+         lambda here: infer_options(MODEL, "--prompt=<|endoftext|>", "--special", "--max-tokens=1"), OK, ()),
+    Case("B97 a path with spaces and a line end",
+         lambda here: [shutil.copy(here / MODEL, here / "my model\n.bin"), infer_options("my model\n.bin")][1], OK, ()),
+    Case("B82 fewer tokens than the model", lambda here: infer_options(MODEL, "--prompt=Hello", "--max-tokens=1"), OK, ()),
+]
+
+CASES = [*MODEL_FILES, *CROSS_PAIRS, *NO_FILES, *SHARDS, *TOKENIZERS, *DUMPS, *CHECKPOINTS, *COMMAND_LINES, *TEXTS, *SCRIPTS,
+         *HUB, *OTHERS]
+# Numbers without a row here, and why.
+ELSEWHERE = {
+    "B56": "every byte of a header: the loop of test_hostile.py, and tensor_file_test.cpp",
+    "B73": "a shard that is replaced while a run reads it: test_train_cli.py, data_loader_test.cpp",
+    "B98": "the downloader, which needs a server: test_download.py",
+}
