@@ -95,8 +95,10 @@ void check_memory(const Place& place, const ModelConfig& config, TrainOptions op
   fail(Exit::resources, "the plan needs %s of memory, %s has %s available. %s",
        human_bytes(static_cast<double>(planned)).c_str(), place.name.c_str(),
        human_bytes(static_cast<double>(available)).c_str(),
-       fits ? format("--micro-batch %lld would fit", static_cast<long long>(options.micro_batch)).c_str()
-            : "Not even --micro-batch 1 fits: try --recompute block, a shorter --seq-len or a smaller model");
+       fits        ? format("--micro-batch %lld would fit", static_cast<long long>(options.micro_batch)).c_str()
+       : place.gpu ? "Not even --micro-batch 1 fits: try --recompute block, --moments bf16, a shorter --seq-len or a "
+                     "smaller model"
+                   : "Not even --micro-batch 1 fits: try --recompute block, a shorter --seq-len or a smaller model");
 }
 
 Exit compare(const Place& place, const TrainSettings& settings, const TrainInputs& inputs) {
