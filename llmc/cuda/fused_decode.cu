@@ -55,7 +55,7 @@ namespace {
 
 using namespace fused;
 
-constexpr int kDefaultWindow = 64 << 10;
+constexpr int kDefaultWindow = 48 << 10;
 constexpr int kMinStages = 3;
 constexpr int kMaxStages = 64;
 constexpr int kMaxLayers = 256;

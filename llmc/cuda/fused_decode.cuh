@@ -175,6 +175,21 @@ __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Loads that stay where they are written: the compiler would move an ordinary one to its first use, behind the wait that is
+// meant to hide its latency.
+__device__ inline uint4 load_early(const uint4* address) {
+  uint4 value;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+__device__ inline unsigned short load_early(const unsigned short* address) {
+  unsigned short value;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(address));
+  return value;
+}
+
 // ---- 16-bit values --------------------------------------------------------------------------------------------------
 
 __device__ inline uint4 load_shared(unsigned address) {
@@ -598,7 +613,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < QC; ++i) {
       const bool inside = piece(i) * kLane < c.p.C;
-      const auto get = [&](const S* from) { return __ldg(reinterpret_cast<const uint4*>(from) + piece(i)); };
+      const auto get = [&](const S* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
       n.weight1[i] = inside ? get(layer.norm1_weight) : zero;
       n.bias1[i] = inside ? get(layer.norm1_bias) : zero;
       n.weight2[i] = inside && both ? get(layer.norm2_weight) : zero;
@@ -682,8 +697,15 @@ struct Consumer {
     sync();
   }
 
-  __device__ __forceinline__ float bias_of(const S* bias, Rows rows) const {
-    return bias != nullptr && thread < rows.end - rows.begin ? to_float(bias[rows.begin + thread]) : 0.0f;
+  // The bias of the row whose sum this thread will finish: its bits, so that nothing waits for them before that.
+  __device__ __forceinline__ unsigned short load_bias(const S* bias, Rows rows) const {
+    const bool mine = bias != nullptr && thread < rows.end - rows.begin;
+    return mine ? load_early(reinterpret_cast<const unsigned short*>(bias) + rows.begin + thread) : 0;
+  }
+  __device__ __forceinline__ static float bias_value(unsigned short bits) {
+    float low, high;
+    widen<S>(bits, low, high);
+    return low;
   }
 
   // ---- attention ----
@@ -941,20 +963,20 @@ struct Consumer {
       stamp(l, 1);
     }
     {
-      const float bias = bias_of(w.qkv_bias, own.qkv);
+      const unsigned short bias = load_bias(w.qkv_bias, own.qkv);
       const int rows = own.qkv.end - own.qkv.begin;
       narrow_rows(rows, input);
       finish_rows(rows, [&](int row, float sum) {
         store_word(p.qkv + own.qkv.begin + row,
-                   static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(sum + bias));
+                   static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(sum + bias_value(bias)));
       });
       stamp(l, 2);
     }
     {
-      const float bias = bias_of(w.up_bias, own.up);
+      const unsigned short bias = load_bias(w.up_bias, own.up);
       const int rows = own.up.end - own.up.begin;
       narrow_rows(rows, other);
-      finish_rows(rows, [&](int row, float sum) { p.h[own.up.begin + row] = gelu(sum + bias); });
+      finish_rows(rows, [&](int row, float sum) { p.h[own.up.begin + row] = gelu(sum + bias_value(bias)); });
       if (!(p.lose_an_arrival && c.block == 0 && token == p.count - 1)) announce(p.control->up);
       stamp(l, 3);
     }
@@ -962,7 +984,7 @@ struct Consumer {
     stamp(l, 5);
     const int rows = own.out.end - own.out.begin;
     float below = 0;  // what MLP-down adds to this thread's row
-    const float down_bias = bias_of(w.down_bias, own.out), dense_bias = bias_of(w.dense_bias, own.out);
+    const unsigned short down_bias = load_bias(w.down_bias, own.out), dense_bias = load_bias(w.dense_bias, own.out);
     if (rows > 0 && !p.layer_only) {
       await(p.control->up, target);
       stamp(l, 6);
@@ -981,7 +1003,7 @@ struct Consumer {
       }
       stamp(l, 7);
       wide_rows(rows, hidden);
-      finish_rows(rows, [&](int, float sum) { below = sum + down_bias; });
+      finish_rows(rows, [&](int, float sum) { below = sum + bias_value(down_bias); });
       stamp(l, 8);
     }
     await(p.control->attention, attention_items);
@@ -993,7 +1015,7 @@ struct Consumer {
       stamp(l, 10);
       narrow_rows(rows, input);
       finish_rows(rows, [&](int row, float sum) {
-        x_own += (sum + dense_bias) + below;
+        x_own += (sum + bias_value(dense_bias)) + below;
         store_word(p.x + own.out.begin + row, static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(x_own));
       });
       stamp(l, 11);
