@@ -51,7 +51,7 @@ struct Options {
   std::string model, random_model, device = "auto", decode = "auto", dtype = "auto", color = "auto";
   std::int64_t context = 0;
   std::string prompt, prompt_file, prompt_ids, perplexity_file, compare_file, bench_contexts;
-  bool interactive = false, bench = false, bench_layer = false;
+  bool interactive = false, bench = false, bench_layer = false, bench_timeline = false;
   bool special = false, ignore_eos = false, json = false;
   std::int64_t max_tokens = 128, top_k = 0, seed = 0, stride = 0;
   double temperature = 0, top_p = 1, min_p = 0;
@@ -110,6 +110,8 @@ void define(OptionTable& table, Options& o) {
              "also decode after prompts of these lengths; default: none on the CPU, 64,1024,2000 on the GPU");
   table.flag("bench-layer", o.bench_layer,
              "instead: attention, MLP-up and GELU of one layer at context 64; needs a GPU");
+  table.flag("bench-timeline", o.bench_timeline,
+             "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", o.random_model, "NAME",
              "instead of --model: random weights of this size, pythia-14m to pythia-12b; needs a GPU");
 
@@ -131,6 +133,9 @@ void check(const OptionTable& table, const Options& o) {
   if (table.given("bench-contexts") && !o.bench) fail(Exit::usage, "--bench-contexts: only for --bench");
   if (o.bench_layer && (!o.bench || table.given("bench-contexts"))) {
     fail(Exit::usage, "--bench-layer: only for --bench, without --bench-contexts");
+  }
+  if (o.bench_timeline && (!o.bench || o.bench_layer || o.json)) {
+    fail(Exit::usage, "--bench-timeline: only for --bench, without --bench-layer and --json");
   }
   std::string modes, given;
   for (const char* mode : {"prompt", "prompt-file", "prompt-ids", "interactive", "perplexity", "bench", "compare"}) {
@@ -479,10 +484,19 @@ Exit run_benchmark(const Options& o, const ModelConfig& config, Place& place,
     write_stdout(o.json ? json_line(layer_bench_json(result, place.names())) : layer_bench_text(result, place.names()));
     return Exit::ok;
   }
+  if (o.bench_timeline && place.names().decode != "fused") {
+    fail(Exit::environment, "--bench-timeline: only the fused kernel records one, and this is --decode %s",
+         place.names().decode.c_str());
+  }
   bench.read_ceiling = place.read_ceiling();
   const std::unique_ptr<DecodeModel> model = load(bench_capacity(bench, limit));
   const BenchResult result = run_bench(*model, bench, stop_requested);
   write_stdout(o.json ? json_line(bench_json(result, place.names())) : bench_text(result));
+  if (o.bench_timeline && !result.interrupted) {
+    model->reset();
+    model->prefill(std::vector<std::int32_t>(static_cast<std::size_t>(kLayerContext), 1));
+    write_stdout(model->decode_timeline(1));
+  }
   return exit_after(result.interrupted);
 }
 

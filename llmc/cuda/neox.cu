@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <optional>
 #include <thread>
@@ -259,6 +260,7 @@ class NeoxDecoder final : public DecodeModel {
   void reset() override { length_ = 0; }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override;
+  std::string decode_timeline(std::int32_t id) override;
   bool samples() const override { return true; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
@@ -664,6 +666,54 @@ std::span<const float> NeoxDecoder<S>::decode(std::int32_t id) {
   launch_step(false, length_);
   ++length_;
   return fetch_logits(b_.logits);
+}
+
+// When each phase of a layer ends, in microseconds after the first block has the layer's input: means over layers.
+std::string timeline_text(const FusedTimeline& line) {
+  const auto at = [&](std::int64_t layer, int event, int block) {
+    return static_cast<double>(
+        line.stamps[static_cast<std::size_t>((layer * kFusedStamps + event) * line.blocks + block)]);
+  };
+  std::string text = format("%-24s %8s %8s %8s\n", "end of a phase, us", "first", "mean", "last block");
+  for (int event = 0; event < kFusedStamps; ++event) {
+    double first = 0, mean = 0, last = 0;
+    int layers = 0;
+    for (std::int64_t l = 1; l < line.layers; ++l) {  // layer 0 waits for nobody
+      double begin = std::numeric_limits<double>::max(), low = begin, high = 0, sum = 0;
+      int blocks = 0;
+      for (int b = 0; b < line.blocks; ++b) {
+        if (at(l, 0, b) > 0) begin = std::min(begin, at(l, 0, b));
+        if (at(l, event, b) == 0) continue;  // the block has no part in it
+        low = std::min(low, at(l, event, b));
+        high = std::max(high, at(l, event, b));
+        sum += at(l, event, b);
+        ++blocks;
+      }
+      if (blocks == 0) continue;
+      first += low - begin;
+      mean += sum / blocks - begin;
+      last += high - begin;
+      ++layers;
+    }
+    if (layers == 0) continue;
+    const double scale = 1e-3 / layers;
+    text += format("%-24s %8.2f %8.2f %8.2f\n", fused_stamp_name(event), first * scale, mean * scale, last * scale);
+  }
+  return text;
+}
+
+template <typename S>
+std::string NeoxDecoder<S>::decode_timeline(std::int32_t id) {
+  if constexpr (!std::is_same_v<S, float>) {
+    if (fused_ != nullptr) {
+      fused_->record_timeline(true);
+      decode(id);
+      fused_->record_timeline(false);
+      return timeline_text(fused_->timeline());
+    }
+  }
+  (void)id;
+  return {};
 }
 
 // The id of this sequence number, as soon as the GPU has published it.

@@ -121,6 +121,7 @@ Json point_json(const BenchPoint& point, double ceiling) {
 
 std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit) {
   std::int64_t needed = kBenchPrompt + std::min(std::max(options.tokens, kWarmUpSteps), limit) + 1;
+  needed = std::max(needed, kLayerContext + 1);
   for (const std::int64_t context : options.contexts) needed = std::max(needed, context + kBenchContextTokens + 1);
   return std::min(needed, limit);
 }

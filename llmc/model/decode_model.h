@@ -53,6 +53,10 @@ class DecodeModel {
     fail(Exit::internal, "this model does not sample");
   }
 
+  // decode(id) once more, as a table of when its phases end: for measurements. Empty where the model cannot tell; nothing
+  // is decoded then.
+  virtual std::string decode_timeline(std::int32_t /*id*/) { return {}; }
+
   // reset(), then nll[i] = -log p(ids[i + 1] | ids[0..i]) for i < ids.size() - 1: perplexity.
   virtual std::vector<double> score(std::span<const std::int32_t> ids) = 0;
 
