@@ -46,7 +46,10 @@ WEFT_HOST_DEVICE inline std::uint64_t round_scaled(double value, int power) {  /
 WEFT_HOST_DEVICE inline std::uint64_t sampling_weight(float logit, float greatest, double scale) {
   const double below = static_cast<double>(logit) - static_cast<double>(greatest);
   const double exponent = below * scale;
-  if (!(exponent > -(kWeightBits + 1.0))) return 0;  // -infinity too
+  const bool weighs = exponent > -(kWeightBits + 1.0);  // -infinity does not
+#if !defined(__CUDA_ARCH__)
+  if (!weighs) return 0;  // the device computes on, without a branch, and drops what comes out
+#endif
   int power = 0;
   const double whole = round_exponent(exponent, &power);
   const double x = std::fma(below, scale, -whole) * 0.6931471805599453;  // |x| <= ln(2) / 2
@@ -63,7 +66,7 @@ WEFT_HOST_DEVICE inline std::uint64_t sampling_weight(float logit, float greates
   sum = std::fma(sum, x, 0.5);
   sum = std::fma(sum, x, 1.0);
   sum = std::fma(sum, x, 1.0);
-  return round_scaled(sum, power + kWeightBits);
+  return weighs ? round_scaled(sum, power + kWeightBits) : 0;
 }
 
 // The 64 random bits of one position of a sequence: addressed, not drawn, so that a token depends on its

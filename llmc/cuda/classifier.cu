@@ -2,17 +2,23 @@
 //
 //   loss = log sum e^(x - max) + max - x[label]        dlogits = loss_scale (softmax(x) - onehot(label))
 //
-// One block a row. The first pass reads the row and keeps maximum and sum of exponentials together ("online softmax",
-// Milakov & Gimelshein, 2018): a thread that meets a larger maximum rescales its sum. The second pass writes the
-// gradient. Bytes moved: a row of V elements of E bytes is read once and written once, 2 V E. The second pass finds the
-// beginning of the row in shared memory, where the first left it, and the rest in L2: a row of V = 128,256 in bf16 is
-// 256 KB, and with one block a multiprocessor all rows in work leave 7 MB to L2. With more blocks at once the rows
-// would push each other out.
+// Bytes moved: a row of V elements of E bytes is read once and written once, 2 V E. The first pass keeps maximum and sum
+// of exponentials together ("online softmax", Milakov & Gimelshein, 2018): a thread that meets a larger maximum rescales
+// its sum. The second writes the gradient.
 //
-// In place is safe: an element is read and overwritten by the same thread, and x[label] is read before the barrier that
-// the second pass waits for.
+// In both kernels a thread overwrites only what it has read itself, and x[label] is read before the barrier that the
+// second pass waits for: in place is safe.
+//
+//  - Split rows (sm_90 and later, aligned rows): the blocks of a cluster take a part of the row each and keep it in shared
+//    memory; they exchange their maxima and sums through distributed shared memory. Parts are so small that three blocks
+//    fit on a multiprocessor: while one waits for its row or reduces, another writes.
+//  - One block a row, for the rest. The second pass finds the beginning of the row in shared memory, where the first left
+//    it, and the rest in L2.
 
 #include "llmc/cuda/classifier.h"
+
+#include <cooperative_groups.h>
+#include <cuda_pipeline.h>
 
 #include <algorithm>
 
@@ -40,25 +46,32 @@ struct SoftmaxSum {
     }
   }
   __device__ float reference() const { return maximum == -INFINITY ? 0.0f : maximum; }
+  // The sum as if `larger` were the maximum.
+  __device__ float sum_at(float larger) const { return maximum == -INFINITY ? sum : sum * expf(maximum - larger); }
 };
 
 template <typename T, int kCount>
-__device__ void add_values(SoftmaxSum& total, const Elements<T, kCount> (&values)[kInFlight], int used) {
-  float larger = -INFINITY;
+__device__ float largest_of(const Elements<T, kCount>& values) {  // NaN counts as the smallest
+  if constexpr (std::is_same_v<T, bf16> && kCount % 8 == 0) {  // two at a time
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(values.value);
+    const __nv_bfloat162 larger = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(__low2float(larger), __high2float(larger));
+  } else {
+    float larger = values.get(0);
 #pragma unroll
-  for (int u = 0; u < kInFlight; ++u) {
-    if (u >= used) break;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) larger = fmaxf(larger, values[u].get(i));
+    for (int i = 1; i < kCount; ++i) larger = fmaxf(larger, values.get(i));
+    return larger;
   }
-  total.raise(larger);
+}
+
+template <typename T, int kCount>
+__device__ void add_values(SoftmaxSum& total, const Elements<T, kCount>& values) {
+  total.raise(largest_of(values));
   const float reference = total.reference();
+  float sums[2] = {0, 0};  // two chains of additions
 #pragma unroll
-  for (int u = 0; u < kInFlight; ++u) {
-    if (u >= used) break;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) total.sum += exp_for<T>(values[u].get(i) - reference);
-  }
+  for (int i = 0; i < kCount; ++i) sums[i % 2] += exp_for<T>(values.get(i) - reference);
+  total.sum += sums[0] + sums[1];
 }
 
 // The sum over columns [0, V); the first `stashed` units of kCount columns are left in `stash`.
@@ -82,7 +95,10 @@ __device__ SoftmaxSum read_row(const T* row, std::int64_t V, Elements<T, kCount>
       const std::int64_t unit = first + static_cast<std::int64_t>(u) * blockDim.x;
       if (u < used && unit < stashed) stash[unit] = values[u];
     }
-    add_values(total, values, used);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (u < used) add_values(total, values[u]);
+    }
   }
   const std::int64_t rest = units * kCount + threadIdx.x;
   if (rest < V) {
@@ -96,16 +112,17 @@ __device__ SoftmaxSum read_row(const T* row, std::int64_t V, Elements<T, kCount>
 template <typename T>
 struct RowGradient {
   float maximum, scale, loss_scale;
-  std::int64_t label;
+  std::int32_t label;
 
   template <int kCount>
   __device__ void apply(Elements<T, kCount>& values, std::int64_t column) const {
     float gradient[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) gradient[i] = exp_for<T>(values.get(i) - maximum) * scale;
-    if (label >= column && label < column + kCount) {
+    const int at = label - static_cast<int>(column);
+    if (at >= 0 && at < kCount) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) gradient[i] -= column + i == label ? loss_scale : 0.0f;
+      for (int i = 0; i < kCount; ++i) gradient[i] -= i == at ? loss_scale : 0.0f;
     }
     values.set(gradient);
   }
@@ -158,21 +175,165 @@ __global__ void __launch_bounds__(kThreads)
   const float label_logit = to_float(row[label]);
   const SoftmaxSum own = read_row<T, kCount>(row, V, stash, stashed);
   const float maximum = block_max(own.maximum, scratch);
-  const float sum = block_sum(own.sum * expf(own.maximum - maximum), scratch);
+  const float sum = block_sum(own.sum_at(maximum), scratch);
   if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + (maximum - label_logit);
   if (!write_gradient) return;
   const RowGradient<T> gradient{maximum, loss_scale / sum, loss_scale, label};
   write_row<T, kCount>(row, V, row_stride, gradient, stash, stashed);
 }
 
+// ---- split rows -------------------------------------------------------------------------------------------------------
+constexpr int kPartThreads = 512;
+[[maybe_unused]] constexpr int kStages = 4;  // steps in which a part arrives; older GPUs have no such kernel
+constexpr int kMaxCluster = 8;
+
+// Stage s of a part are its units [s * depth, (s + 1) * depth); a thread takes every kPartThreads-th of them. It reads back
+// only what it copied itself, so waiting needs no barrier.
+template <typename T>
+__global__ void __launch_bounds__(kPartThreads)
+    split_row_kernel(T* logits, float* losses, const std::int32_t* labels, std::int64_t V, std::int64_t row_stride,
+                     float loss_scale, bool write_gradient, int part) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kCount = Pack<T>::size;
+  extern __shared__ int4 dynamic_memory[];
+  __shared__ float scratch[kWarpSize];
+  __shared__ SoftmaxSum block_total;
+  auto* stash = reinterpret_cast<Elements<T, kCount>*>(dynamic_memory);
+  namespace cg = cooperative_groups;
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
+  const std::int64_t n = blockIdx.x / blocks;
+  T* row = logits + n * row_stride;
+  const std::int32_t label = labels[n];
+  const int all = static_cast<int>(ceil_div(V, kCount)), stride_units = static_cast<int>(row_stride / kCount);
+  const int first = rank * part, mine = max(0, min(part, all - first));
+  if (label == kIgnoredLabel) {  // the same for the whole cluster
+    if (rank == 0 && threadIdx.x == 0) losses[n] = 0;
+    Elements<T, kCount> zeros;
+    zeros.clear();
+    for (int unit = rank * kPartThreads + threadIdx.x; write_gradient && unit < stride_units;
+         unit += blocks * kPartThreads)
+      zeros.store_streaming(row + static_cast<std::int64_t>(unit) * kCount);
+    return;
+  }
+  T* own_part = row + static_cast<std::int64_t>(first) * kCount;
+  const int depth = static_cast<int>(ceil_div(mine, kPartThreads * kStages)) * kPartThreads;
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    const int end = min((s + 1) * depth, mine);
+    for (int unit = s * depth + threadIdx.x; unit < end; unit += kPartThreads)
+      __pipeline_memcpy_async(&stash[unit], own_part + unit * kCount, 16);
+    __pipeline_commit();
+  }
+  float label_logit = 0;
+  if (rank == 0 && threadIdx.x == 0) label_logit = to_float(row[label]);
+
+  const int last = all - 1 - first, left = static_cast<int>(V % kCount);  // where the row ends inside of a unit
+  SoftmaxSum own;
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    __pipeline_wait_prior(kStages - 1 - s);
+    const int end = min((s + 1) * depth, mine);
+    for (int unit = s * depth + threadIdx.x; unit < end; unit += kPartThreads) {
+      if (unit == last && left != 0) {  // nothing there for either pass
+        for (int i = left; i < kCount; ++i) stash[unit].value[i] = from_float<T>(-INFINITY);
+      }
+      const Elements<T, kCount> values = stash[unit];
+      add_values(own, values);
+    }
+  }
+  SoftmaxSum total;
+  total.maximum = block_max(own.maximum, scratch);
+  total.sum = block_sum(own.sum_at(total.maximum), scratch);
+  if (blocks > 1) {
+    if (threadIdx.x == 0) block_total = total;
+    cluster.sync();
+    SoftmaxSum parts[kMaxCluster];
+    float maximum = -INFINITY, sum = 0;
+#pragma unroll
+    for (int b = 0; b < kMaxCluster; ++b) {
+      if (b < blocks) parts[b] = *cluster.map_shared_rank(&block_total, b);
+      maximum = fmaxf(maximum, parts[b].maximum);
+    }
+#pragma unroll
+    for (int b = 0; b < kMaxCluster; ++b) sum += parts[b].sum_at(maximum);
+    total.maximum = maximum;
+    total.sum = sum;
+    cluster.barrier_arrive();
+  }
+  if (rank == 0 && threadIdx.x == 0) losses[n] = logf(total.sum) + (total.maximum - label_logit);
+  if (write_gradient) {
+    const RowGradient<T> gradient{total.maximum, loss_scale / total.sum, loss_scale, label};
+#pragma unroll kInFlight
+    for (int unit = threadIdx.x; unit < mine; unit += kPartThreads) {
+      Elements<T, kCount> values = stash[unit];
+      gradient.apply(values, static_cast<std::int64_t>(first + unit) * kCount);
+      values.store_streaming(own_part + static_cast<std::int64_t>(unit) * kCount);
+    }
+    Elements<T, kCount> zeros;
+    zeros.clear();
+    for (int unit = all + rank * kPartThreads + threadIdx.x; unit < stride_units; unit += blocks * kPartThreads)
+      zeros.store(row + static_cast<std::int64_t>(unit) * kCount);
+  }
+  if (blocks > 1) cluster.barrier_wait();  // nobody leaves while another reads its total
+#endif
+}
+
+struct DeviceLimits {
+  int major = 0, shared_of_block = 0, shared_of_multiprocessor = 0;
+};
+DeviceLimits device_limits() {
+  DeviceLimits limits;
+  int device = 0;
+  check(cudaGetDevice(&device), "classifier");
+  check(cudaDeviceGetAttribute(&limits.major, cudaDevAttrComputeCapabilityMajor, device), "classifier");
+  check(cudaDeviceGetAttribute(&limits.shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "classifier");
+  check(cudaDeviceGetAttribute(&limits.shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+        "classifier");
+  return limits;
+}
+
+// The blocks that a row of `units` is split over: as few as leave room for three parts on a multiprocessor, or what makes
+// a part fit at all. 0: such a row is not split.
+int blocks_of_row(std::int64_t units, const DeviceLimits& limits) {
+  constexpr int kReserved = 2048;  // of each block, by the driver and by the kernel's own variables
+  if (limits.major < 9) return 0;
+  const int good = limits.shared_of_multiprocessor / 3 - kReserved, most = limits.shared_of_block - kReserved;
+  for (const int room : {good, most}) {
+    for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
+      if (ceil_div(units, blocks) * 16 <= room) return blocks;
+    }
+  }
+  return 0;
+}
+
+template <typename T>
+void launch_split(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
+                  std::int64_t row_stride, float loss_scale, bool write_gradient, int blocks, cudaStream_t stream) {
+  const int part = static_cast<int>(ceil_div(ceil_div(V, Pack<T>::size), blocks));
+  const auto kernel = split_row_kernel<T>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, part * 16), "classifier");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(N * blocks));
+  config.blockDim = dim3(kPartThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(part) * 16;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, logits, losses, labels, V, row_stride, loss_scale, write_gradient, part),
+        "classifier");
+}
+
 template <typename T, int kCount>
 void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-            std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream) {
-  int device = 0, limit = 0;
-  check(cudaGetDevice(&device), "classifier");
-  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "classifier");
+            std::int64_t row_stride, float loss_scale, bool write_gradient, const DeviceLimits& limits,
+            cudaStream_t stream) {
   constexpr int kUnitBytes = static_cast<int>(sizeof(Elements<T, kCount>));
-  const std::int64_t room = (limit - 1024) / kUnitBytes;  // less what the kernel declares itself
+  const std::int64_t room = (limits.shared_of_block - 1024) / kUnitBytes;  // less what the kernel declares itself
   const std::int64_t stashed = write_gradient && kCount > 1 ? std::min(room, V / kCount) : 0;
   const int shared_bytes = static_cast<int>(stashed) * kUnitBytes;
   const auto kernel = classifier_kernel<T, kCount>;
@@ -216,10 +377,15 @@ void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64
                 std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream) {
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
-  if (row_stride % kPack == 0 && aligned_to_16(logits)) {
-    launch<T, kPack>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, stream);
+  const DeviceLimits limits = device_limits();
+  const bool aligned = row_stride % kPack == 0 && aligned_to_16(logits);
+  const int blocks = aligned ? blocks_of_row(ceil_div(V, kPack), limits) : 0;
+  if (blocks > 0) {
+    launch_split(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, blocks, stream);
+  } else if (aligned) {
+    launch<T, kPack>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
   } else {
-    launch<T, 1>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, stream);
+    launch<T, 1>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
   }
 }
 

@@ -6,17 +6,23 @@
 // Backward without atomics, the same bits every time:
 //  1. The pairs (token, n) are sorted by token with a stable radix sort of our own, so the rows of one token become
 //     neighbours in the order of n. A pass moves kDigitBits bits: count the digits of each tile, scan the counts, then
-//     move each pair to its place. 18 bits, two passes, hold every vocabulary here.
+//     move each pair to its place. 18 bits, two passes, hold every vocabulary here. Where there are clusters (sm_90 and
+//     later) one of them sorts in its distributed shared memory, in one launch; else, or if the pairs do not fit there,
+//     each step is a launch.
 //  2. A block takes kRun neighbours of the sorted order and adds up the rows of each token in registers. A token whose
 //     rows all lie there goes straight into dweight: nobody else has it. The sums of a token that goes on across the
 //     edges of the run are written down instead.
 //  3. The block in whose run such a token begins adds its sums in the order of the runs.
+// Each of these kernels is there when the one before it ends.
 
 #include "llmc/cuda/embedding.h"
+
+#include <cooperative_groups.h>
 
 #include <algorithm>
 
 #include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/launch.cuh"
 
 namespace weft::cuda {
 
@@ -138,6 +144,104 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
+// ---- the sort of one cluster ----------------------------------------------------------------------------------------------
+constexpr int kSortCluster = 8;
+constexpr int kClusterThreads = kDigits;  // a thread a digit
+constexpr int kClusterWarps = kClusterThreads / kWarpSize;
+
+struct ClusterSortMemory {
+  int next[kClusterWarps][kDigits];  // first how many pairs of the digit a warp has, then where its next one goes
+  int total[kDigits];                // of the block
+  int warp_sums[kClusterWarps];
+};
+// Two arrays of `capacity` pairs follow: a block's part before and after a pass.
+struct alignas(8) Pair {
+  std::int32_t token, n;
+};
+constexpr std::size_t cluster_sort_bytes(std::int64_t capacity) {
+  return sizeof(ClusterSortMemory) + 2 * static_cast<std::size_t>(capacity) * sizeof(Pair);
+}
+
+// Block r of the cluster holds the pairs [r capacity, (r + 1) capacity) of the order so far; a warp owns neighbours and
+// takes them 32 at a time, in order: the sort is stable.
+__global__ void __launch_bounds__(kClusterThreads)
+    cluster_sort_kernel(Pairs sorted, const std::int32_t* tokens, int N, int V, int capacity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ int4 dynamic_memory[];
+  namespace cg = cooperative_groups;
+  const cg::cluster_group cluster = cg::this_cluster();
+  auto& memory = *reinterpret_cast<ClusterSortMemory*>(dynamic_memory);
+  Pair* pairs = reinterpret_cast<Pair*>(&memory + 1);
+  Pair* other = pairs + capacity;
+  const int rank = static_cast<int>(cluster.block_rank());
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, digit_of_thread = threadIdx.x;
+  const int first = rank * capacity, mine = max(0, min(capacity, N - first));
+  const int share = static_cast<int>(ceil_div(ceil_div(capacity, kClusterWarps), kWarpSize)) * kWarpSize;
+  const int begin = min(warp * share, mine), end = min(begin + share, mine);
+  for (int i = threadIdx.x; i < mine; i += kClusterThreads) pairs[i] = {tokens[first + i], first + i};
+  for (int shift = 0; shift == 0 || (V - 1) >> shift > 0; shift += kDigitBits) {
+    const bool last = (V - 1) >> shift >> kDigitBits == 0;
+    for (int i = threadIdx.x; i < kClusterWarps * kDigits; i += kClusterThreads)
+      memory.next[i / kDigits][i % kDigits] = 0;
+    __syncthreads();
+    for (int i = begin + lane; i < end; i += kWarpSize) atomicAdd(&memory.next[warp][digit_of(pairs[i].token, shift)], 1);
+    __syncthreads();
+    int total = 0;
+#pragma unroll
+    for (int w = 0; w < kClusterWarps; ++w) total += memory.next[w][digit_of_thread];
+    memory.total[digit_of_thread] = total;
+    cluster.sync();
+    // Where the digit's pairs begin: after those of smaller digits, then after those of the blocks before this one.
+    int everywhere = 0, before = 0;
+#pragma unroll
+    for (int r = 0; r < kSortCluster; ++r) {
+      const int there = *cluster.map_shared_rank(&memory.total[digit_of_thread], r);
+      everywhere += there;
+      if (r < rank) before += there;
+    }
+    int running = everywhere;
+#pragma unroll
+    for (int offset = 1; offset < kWarpSize; offset *= 2) {
+      const int left = __shfl_up_sync(~0u, running, offset);
+      if (lane >= offset) running += left;
+    }
+    if (lane == kWarpSize - 1) memory.warp_sums[warp] = running;
+    __syncthreads();
+    int place = running - everywhere + before;
+    for (int w = 0; w < warp; ++w) place += memory.warp_sums[w];
+#pragma unroll
+    for (int w = 0; w < kClusterWarps; ++w) {
+      const int count = memory.next[w][digit_of_thread];
+      memory.next[w][digit_of_thread] = place;
+      place += count;
+    }
+    __syncthreads();
+    for (int i = begin + lane; i - lane < end; i += kWarpSize) {
+      const bool valid = i < end;
+      const Pair pair = valid ? pairs[i] : Pair{0, 0};
+      const int digit = digit_of(pair.token, shift);
+      const unsigned same = lanes_with(digit, valid);
+      const int rank_of_lane = __popc(same & ((1u << lane) - 1));
+      const int to = (valid ? memory.next[warp][digit] : 0) + rank_of_lane;
+      __syncwarp();
+      if (valid && rank_of_lane == 0) memory.next[warp][digit] = to + __popc(same);
+      __syncwarp();
+      if (!valid) continue;
+      if (last) {
+        sorted.token[to] = pair.token;
+        sorted.n[to] = pair.n;
+      } else {
+        *cluster.map_shared_rank(other + to % capacity, to / capacity) = pair;
+      }
+    }
+    cluster.sync();
+    Pair* const moved = other;
+    other = pairs;
+    pairs = moved;
+  }
+#endif
+}
+
 // ---- the sums ---------------------------------------------------------------------------------------------------------
 constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
 constexpr int kInFlight = 4;  // rows on their way before the first is added
@@ -157,43 +261,56 @@ __device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_
   return edges + (run * 2 + which) * C;
 }
 
-template <int kCount>
-__device__ void put_sum(float* to, const float (&sum)[kCount], bool add) {
-  Elements<float, kCount> total;
-  total.clear();
-  if (add) total.load(to);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) total.value[i] += sum[i];
-  total.store(to);
-}
-
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kSumThreads)
     sum_runs_kernel(float* dweight, float* edges, const T* dout, Sorted sorted, std::int64_t C) {
-  const int begin = blockIdx.x * kRun, end = min(begin + kRun, sorted.N);
+  __shared__ std::int32_t tokens[kRun], ns[kRun];
+  __shared__ bool ends[kRun];
+  __shared__ bool begins;
+  const int begin = blockIdx.x * kRun, count = min(kRun, sorted.N - begin);
+  let_successor_start();
+  wait_for_predecessors();
+  if (static_cast<int>(threadIdx.x) < count) {
+    const int i = begin + threadIdx.x;
+    tokens[threadIdx.x] = sorted.token[i];
+    ns[threadIdx.x] = sorted.n[i];
+    ends[threadIdx.x] = sorted.ends(i);
+    if (threadIdx.x == 0) begins = sorted.begins(i);
+  }
+  __syncthreads();
   const std::int64_t c = (static_cast<std::int64_t>(blockIdx.y) * kSumThreads + threadIdx.x) * kCount;
   if (c >= C) return;
   float sum[kCount] = {};
-  bool came_in = !sorted.begins(begin);
-  for (int i = begin; i < end; i += kInFlight) {
+  bool came_in = !begins;
+  for (int i = 0; i < count; i += kInFlight) {
     Elements<T, kCount> row[kInFlight];
+    Elements<float, kCount> old[kInFlight];  // what a token that ends here finds in dweight
+    bool first = came_in;
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      if (i + j < end) row[j].load(dout + sorted.n[i + j] * C + c);
+      if (i + j >= count) break;
+      row[j].load(dout + ns[i + j] * C + c);
+      if (ends[i + j]) {
+        if (!first) old[j].load(dweight + tokens[i + j] * C + c);
+        first = false;
+      }
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      if (i + j >= end) break;
+      if (i + j >= count) break;
 #pragma unroll
       for (int k = 0; k < kCount; ++k) sum[k] += row[j].get(k);
-      const bool ends = sorted.ends(i + j);
-      if (!ends && i + j + 1 < end) continue;
+      if (!ends[i + j] && i + j + 1 < count) continue;
+      Elements<float, kCount> total;
+      total.set(sum);
       if (came_in) {
-        put_sum(edge_of(edges, blockIdx.x, 0, C) + c, sum, false);
-      } else if (!ends) {
-        put_sum(edge_of(edges, blockIdx.x, 1, C) + c, sum, false);
+        total.store(edge_of(edges, blockIdx.x, 0, C) + c);
+      } else if (!ends[i + j]) {
+        total.store(edge_of(edges, blockIdx.x, 1, C) + c);
       } else {
-        put_sum(dweight + sorted.token[i + j] * C + c, sum, true);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) old[j].value[k] += sum[k];
+        old[j].store(dweight + tokens[i + j] * C + c);
       }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) sum[k] = 0;
@@ -205,19 +322,23 @@ __global__ void __launch_bounds__(kSumThreads)
 // The token that begins in run blockIdx.x and goes on: its sums of all runs, in order.
 __global__ void __launch_bounds__(kSumThreads)
     join_edges_kernel(float* dweight, float* edges, Sorted sorted, std::int64_t C) {
-  const int last = min((static_cast<int>(blockIdx.x) + 1) * kRun, sorted.N) - 1;
+  wait_for_predecessors();
+  const int begin = blockIdx.x * kRun, last = min(begin + kRun, sorted.N) - 1;
   if (sorted.ends(last)) return;
   const std::int32_t token = sorted.token[last];
-  int first = last;  // where the token's rows of this run begin
-  while (first > static_cast<int>(blockIdx.x) * kRun && !sorted.begins(first)) --first;
-  if (!sorted.begins(first)) return;  // it came in from the run before, whose block adds it
+  if (sorted.token[begin] == token && !sorted.begins(begin)) return;  // the run before has it, or one before that
+  int runs = 0;  // that it comes into: those whose first row is its own. Every warp looks at 32 at a time
+  for (int found = kWarpSize; found == kWarpSize; runs += found) {
+    const std::int64_t row = (static_cast<std::int64_t>(blockIdx.x) + 1 + runs + threadIdx.x % kWarpSize) * kRun;
+    found = __popc(__ballot_sync(~0u, row < sorted.N && sorted.token[min(row, sorted.N - std::int64_t{1})] == token));
+  }
   const std::int64_t c = static_cast<std::int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
   if (c >= C) return;
   float sum = *(edge_of(edges, blockIdx.x, 1, C) + c);
-  int run = blockIdx.x + 1;
-#pragma unroll 4
-  for (; run * kRun < sorted.N && sorted.token[run * kRun] == token; ++run) sum += *(edge_of(edges, run, 0, C) + c);
-  dweight[token * C + c] += sum;
+  const float old = dweight[token * C + c];
+#pragma unroll 8
+  for (int run = 1; run <= runs; ++run) sum += *(edge_of(edges, blockIdx.x + run, 0, C) + c);
+  dweight[token * C + c] = old + sum;
 }
 
 // ---- workspace --------------------------------------------------------------------------------------------------------
@@ -246,7 +367,14 @@ Workspace carve(void* memory, std::int64_t N, std::int64_t C) {
   return w;
 }
 
-Sorted sort_tokens(const Workspace& w, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "embedding_backward");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "embedding_backward");
+  return value;
+}
+
+Sorted sort_by_launches(const Workspace& w, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
   const int tiles = static_cast<int>(ceil_div(N, kTile));
   Pairs from{const_cast<std::int32_t*>(tokens), nullptr};
   int pass = 0;
@@ -263,15 +391,41 @@ Sorted sort_tokens(const Workspace& w, const std::int32_t* tokens, int N, std::i
   return {from.token, from.n, N};
 }
 
+Sorted sort_tokens(const Workspace& w, const std::int32_t* tokens, int N, std::int64_t V, bool clusters,
+                   cudaStream_t stream) {
+  const int capacity = static_cast<int>(ceil_div(N, kSortCluster));
+  const std::size_t bytes = cluster_sort_bytes(capacity);
+  if (!clusters || bytes > static_cast<std::size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))) {
+    return sort_by_launches(w, tokens, N, V, stream);
+  }
+  check(cudaFuncSetAttribute(cluster_sort_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        "embedding_backward: sort");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kSortCluster);
+  config.blockDim = dim3(kClusterThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kSortCluster;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, cluster_sort_kernel, w.pairs[0], tokens, N, static_cast<int>(V), capacity),
+        "embedding_backward: sort");
+  return {w.pairs[0].token, w.pairs[0].n, N};
+}
+
 template <typename T, int kCount>
-void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges, std::int64_t C, cudaStream_t stream) {
+void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges, std::int64_t C, bool overlapping,
+              cudaStream_t stream) {
   const unsigned runs = static_cast<unsigned>(ceil_div(sorted.N, kRun));
   const dim3 grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads * kCount)));
-  sum_runs_kernel<T, kCount><<<grid, kSumThreads, 0, stream>>>(dweight, edges, dout, sorted, C);
-  check_launch("embedding_backward: sums");
+  launch_chained(sum_runs_kernel<T, kCount>, grid, dim3(kSumThreads), 0, stream, overlapping, "embedding_backward: sums",
+                 dweight, edges, dout, sorted, C);
   const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads)));
-  join_edges_kernel<<<edge_grid, kSumThreads, 0, stream>>>(dweight, edges, sorted, C);
-  check_launch("embedding_backward: edges");
+  launch_chained(join_edges_kernel, edge_grid, dim3(kSumThreads), 0, stream, overlapping, "embedding_backward: edges",
+                 dweight, edges, sorted, C);
 }
 
 }  // namespace
@@ -296,11 +450,12 @@ void embedding_backward(float* dweight, const T* dout, const std::int32_t* token
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   const Workspace w = carve(workspace, N, C);
-  const Sorted sorted = sort_tokens(w, tokens, static_cast<int>(N), V, stream);
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  const Sorted sorted = sort_tokens(w, tokens, static_cast<int>(N), V, hopper, stream);
   if (C % kPack == 0 && aligned_to_16(dweight, dout)) {
-    sum_rows<T, kPack>(dweight, dout, sorted, w.edges, C, stream);
+    sum_rows<T, kPack>(dweight, dout, sorted, w.edges, C, hopper, stream);
   } else {
-    sum_rows<T, 1>(dweight, dout, sorted, w.edges, C, stream);
+    sum_rows<T, 1>(dweight, dout, sorted, w.edges, C, hopper, stream);
   }
 }
 

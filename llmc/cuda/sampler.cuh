@@ -6,6 +6,7 @@
 //  - A pass over the logits measures (by count for top-k, by weight for top-p) what lies above each of eight pivots between
 //    the bracket's ends, and the bracket closes around the bound. Seven pivots divide the range of logit values, which
 //    suits the logits of a model; one divides the range of ranks, so that 64 passes are enough whatever the logits are.
+//    As long as all eight are values a comparison of two floats decides; ids only count once the values are equal.
 //  - As soon as few enough ids lie in the bracket, their order is found by comparing all pairs.
 // Then the weights of the kept ids are summed range by range, the range that holds the target is divided again, and so on
 // down to one id.
@@ -187,10 +188,16 @@ struct SampleBlock {
     return {id_of(best), SampleError::none};
   }
 
-  // Pivots strictly between lo and hi; needs hi - lo >= 2.
-  __device__ void choose_pivots(std::uint64_t (&pivots)[kPivots], std::uint64_t lo, std::uint64_t hi) const {
+  // Pivots strictly between lo and hi; needs hi - lo >= 2. True if all of them are values: ranks of no id, above which lie
+  // the logits that are at least values[j].
+  __device__ bool choose_pivots(std::uint64_t (&pivots)[kPivots], float (&values)[kPivots], std::uint64_t lo,
+                                std::uint64_t hi) const {
     const std::uint64_t middle = lo + (hi - lo) / 2;
-    pivots[0] = middle;
+    const auto between = [&](std::uint64_t pivot) { return pivot > lo && pivot < hi; };
+    pivots[0] = middle >> 32 << 32;
+    values[0] = logit_of(static_cast<std::uint32_t>(middle >> 32));
+    bool by_value = between(pivots[0]) && middle >> 32 > ordered_key(-INFINITY);
+    if (!by_value) pivots[0] = middle;
     // The bracket's ends as logits, where they are logits at all: ids that weigh something are above `lightest`.
     const double lightest = fmax(static_cast<double>(least_finite),
                                  static_cast<double>(greatest) - (kWeightBits + 1.0) / plan.scale);
@@ -199,11 +206,26 @@ struct SampleBlock {
                              static_cast<double>(greatest));
 #pragma unroll
     for (int j = 1; j < kPivots; ++j) {
-      const float value = static_cast<float>(low + (high - low) * (static_cast<double>(j) / kPivots));
-      std::uint64_t pivot = static_cast<std::uint64_t>(ordered_key(value)) << 32;
-      if (!(pivot > lo && pivot < hi)) pivot = lo + (hi - lo) / kPivots * static_cast<unsigned>(j);
-      if (!(pivot > lo && pivot < hi)) pivot = middle;
+      values[j] = static_cast<float>(low + (high - low) * (static_cast<double>(j) / kPivots));
+      std::uint64_t pivot = static_cast<std::uint64_t>(ordered_key(values[j])) << 32;
+      by_value &= between(pivot);
+      if (!between(pivot)) pivot = lo + (hi - lo) / kPivots * static_cast<unsigned>(j);
+      if (!between(pivot)) pivot = middle;
       pivots[j] = pivot;
+    }
+    return by_value;
+  }
+
+  // One batch of a first pass: everything is in the bracket, and nothing is gathered.
+  template <typename Measure>
+  __device__ void measure_all(std::uint64_t (&sums)[kSums], const float (&logits_)[kBatch], const Measure& measure,
+                              const float (&values)[kPivots]) const {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const std::uint64_t size = measure(logits_[i]);
+#pragma unroll
+      for (int j = 0; j < kPivots; ++j) sums[j] += logits_[i] >= values[j] ? size : 0;
+      sums[kPivots] += size;
     }
   }
 
@@ -233,12 +255,15 @@ struct SampleBlock {
     bool first_pass = true;
     while (hi - lo > 1) {
       std::uint64_t pivots[kPivots], sums[kSums] = {};
-      choose_pivots(pivots, lo, hi);
+      float values_of_pivots[kPivots];
+      const bool by_value = choose_pivots(pivots, values_of_pivots, lo, hi);
+      const bool all = first_pass && bound == 0 && by_value && V > Scratch::kCandidates;
       // Most logits of a later pass lie outside of the bracket's values and need no more than a look.
       const auto low_key = static_cast<std::uint32_t>(lo >> 32), high_key = static_cast<std::uint32_t>(hi >> 32);
       const float low = low_key > ordered_key(-INFINITY) ? logit_of(low_key) : -INFINITY;
       const float high = fminf(logit_of(high_key), greatest);
       for_each_batch([&](const float (&values)[kBatch], std::int32_t place) {
+        if (all) return measure_all(sums, values, measure, values_of_pivots);
         bool any = false;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) any |= values[i] >= low && values[i] <= high;
@@ -257,12 +282,15 @@ struct SampleBlock {
           if (size == 0) continue;
           if (slot < Scratch::kCandidates) scratch.candidates[slot] = {rank, size};
 #pragma unroll
-          for (int j = 0; j < kPivots; ++j) sums[j] += rank >= pivots[j] ? size : 0;
+          for (int j = 0; j < kPivots; ++j) {
+            const bool above_pivot = by_value ? values[i] >= values_of_pivots[j] : rank >= pivots[j];
+            sums[j] += above_pivot ? size : 0;
+          }
           sums[kPivots] += size;
         }
       });
       add_up(sums);
-      const int count = scratch.counts[turn];
+      const int count = all ? V : scratch.counts[turn];
       turn ^= 1;
       if (first_pass) {
         const std::uint64_t total = scratch.sums[kPivots];
@@ -305,9 +333,8 @@ struct SampleBlock {
   }
 
   __device__ std::uint64_t kept_weight(float logit, std::int32_t id) const {
-    if (rank_of(logit, id) < bound) return 0;
     const std::uint64_t w = weight(logit);
-    return w >= plan.least_weight ? w : 0;
+    return rank_of(logit, id) >= bound && w >= plan.least_weight ? w : 0;
   }
 
   // The sum over the lanes up to this one.
@@ -331,6 +358,10 @@ struct SampleBlock {
       for (std::int32_t place = from; place < end; place += kWarpBatch) {
         float values[kBatch];
         load_batch(values, place, end);
+        bool any = bound == 0;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) any |= rank_of(values[i], id_in_batch(place, i)) >= bound;
+        if (!__any_sync(~0u, any)) continue;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) sum += kept_weight(values[i], id_in_batch(place, i));
       }

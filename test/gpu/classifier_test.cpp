@@ -67,6 +67,9 @@ void check_shapes() {
   check_classifier<T>(5, 50'257, 50'264);
   check_classifier<T>(9, 128'256, 128'256);
   check_classifier<T>(1000, 515, 520);
+  check_classifier<T>(3, 78'001, 78'008);  // rows split in two, four or eight
+  check_classifier<T>(3, 150'003, 150'016);
+  check_classifier<T>(2, 1'000'003, 1'000'008);  // more than a cluster holds
 }
 TEST(Classifier, Fp32) {
   check_shapes<float>();
@@ -80,16 +83,17 @@ TEST(Classifier, Fp16) {
 
 // -inf logits (masked tokens), far-off logits, and a row whose threads hold nothing but -inf.
 TEST(Classifier, ExtremeLogits) {
-  const std::int64_t N = 3, V = 20'000;
+  const std::int64_t N = 4, V = 100'000;
   Floats logits(static_cast<std::size_t>(N * V), -INFINITY);
-  logits[5] = 3, logits[19'999] = 2;                          // row 0: two tokens allowed
+  logits[5] = 3, logits[99'999] = 2;                          // row 0: two tokens allowed
   for (std::int64_t v = 0; v < V; ++v) logits[V + v] = 1000;  // row 1: e^1000 overflows without the maximum
   for (std::int64_t v = 0; v < V; ++v) logits[2 * V + v] = v == 7 ? 0.0f : -1000.0f - static_cast<float>(v % 3);
-  const Labels labels = {5, 4, 7};
-  Floats gradient = logits, losses(3);
+  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: whole blocks see nothing but -inf
+  const Labels labels = {5, 4, 7, 3};
+  Floats gradient = logits, losses(N);
   cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, 1, true);
   const DeviceBuffer<std::int32_t> gpu_labels(labels);
-  const DeviceBuffer<float> gpu_logits(logits), gpu_losses(3);
+  const DeviceBuffer<float> gpu_logits(logits), gpu_losses(N);
   classifier(gpu_logits.data(), gpu_losses.data(), gpu_labels.data(), N, V, V, 1, true, nullptr);
   expect_near<float>(on_host(gpu_losses), losses, "losses");
   expect_near<float>(on_host(gpu_logits), gradient, "dlogits");

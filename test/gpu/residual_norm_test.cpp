@@ -391,6 +391,53 @@ TEST(ResidualNorm, DropoutKeepsWhatTheCpuKeeps) {
   }
 }
 
+// More rows than the GPU works on at once: each thread goes on to rows that were copied ahead.
+TEST(ResidualNorm, ManyRows) {
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+    for (const auto& [rows, C] :
+         {std::pair{7001, 1024}, {2503, 2048}, {1501, 4096}, {801, 8192}, {401, 16384}, {7001, 520}}) {
+      check_form<bf16, bf16>({kind, rows, C, true, kind == NormKind::layernorm});
+    }
+  }
+}
+
+// Each gradient alone has the bits that it has beside the others. Without dweight another kernel computes the rest.
+TEST(ResidualNorm, AnyOneOfTheGradients) {
+  for (const std::int64_t C : {520, 1024, 2048, 4096}) {
+    const Form f{NormKind::rmsnorm, 700, C, true};
+    const Inputs<bf16, bf16> in(f);
+    Outputs<bf16, bf16> o(f);
+    gpu_forward(f, in, o);
+    Gradients<bf16, bf16> all(f), alone(f);
+    gpu_backward(f, in, o, all, true);
+    const DeviceBuffer<char> workspace(residual_norm_backward_workspace(C, 1));
+    ResidualNormBackward<bf16, bf16> io;
+    io.dout = in.dout.gpu();
+    io.dresidual_out = in.dresidual_out.gpu();
+    io.residual_out = o.h.data();
+    io.weight = in.weight.gpu();
+    io.rstd = o.rstd.data();
+    io.workspace = workspace.data();
+    const auto run = [&](bf16* dx, bf16* dresidual, float* dweight) {
+      io.dx = dx;
+      io.dresidual = dresidual;
+      io.dweight = dweight;
+      residual_norm_backward(shape_of<ResidualNormShape>(f), io, nullptr);
+    };
+    run(alone.dx.data(), nullptr, alone.columns[0].data());
+    expect_same_bits(all.dx, alone.dx, "dx");
+    expect_same_bits(all.columns[0], alone.columns[0], "dweight");
+    run(nullptr, alone.dresidual.data(), alone.columns[1].data());
+    expect_same_bits(all.dresidual, alone.dresidual, "dresidual");
+    expect_same_bits(all.dresidual, alone.dx, "dx and dresidual are equal here");
+    const Gradients<bf16, bf16> no_weight(f);
+    run(no_weight.dx.data(), no_weight.dresidual.data(), nullptr);
+    // Two roundings to bf16 may fall on either side: one unit of an element, two roundoffs.
+    expect_near<bf16>(on_host(no_weight.dx), on_host(all.dx), "dx", 2 * unit_roundoff<bf16>());
+    expect_same_bits(no_weight.dx, no_weight.dresidual, "dx and dresidual without dweight");
+  }
+}
+
 TEST(ResidualNorm, RefusesWidthsItCannotHold) {
   for (const std::int64_t C : {0, 12, 16392}) {
     ResidualNormShape shape;
