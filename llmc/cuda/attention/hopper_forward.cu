@@ -476,7 +476,7 @@ template <typename T>
 void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   const int multiprocessors = hopper_multiprocessors();
   if (arguments.shape.HS == 64)
-    return launch<T, HopperForwardTiling<64, 3, 128, 2>>(arguments, multiprocessors, stream);
+    return launch<T, HopperForwardTiling<64, 3, 128, 4>>(arguments, multiprocessors, stream);
   launch<T, HopperForwardTiling<128, 2, 128, 2>>(arguments, multiprocessors, stream);
 }
 
