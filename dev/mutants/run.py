@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -78,7 +79,8 @@ def has_gpu() -> bool:
 
 
 def make(targets: list[str], gpu: bool) -> subprocess.CompletedProcess:
-    command = ["make", f"-j{os.cpu_count()}", *([] if gpu else ["NVCC="]), *(f"build/release/{name}" for name in targets)]
+    command = ["make", f"-j{os.cpu_count()}", *([] if gpu else ["NVCC="]),
+               *(f"build/release/{name}" for name in targets)]
     return subprocess.run(command, cwd=TREE, capture_output=True, text=True, errors="replace")
 
 
@@ -143,12 +145,20 @@ def require_green(mutants: list[Mutant], gpu: bool) -> None:
     built = make(targets_of(tuple(tests)), gpu)
     if built.returncode != 0:
         raise Unusable(f"the tree does not build:\n{built.stdout[-3000:]}{built.stderr[-3000:]}")
-    for test in tests:
-        ran, red = red_tests((test,))
+    for kind, program in (("unit", "unit_tests"), ("gpu", "gpu_tests")):
+        filters = [test.split(":", 1)[1] for test in tests if test.startswith(f"{kind}:")]
+        for one in filters:
+            listed = subprocess.run([str(OUT / program), f"--gtest_filter={one}", "--gtest_list_tests"], cwd=TREE,
+                                    capture_output=True, text=True).stdout
+            if "\n  " not in listed:
+                raise Unusable(f"{kind}:{one} names no test")
+        _, red = run_googletest(program, ":".join(filters)) if filters else (0, [])
         if red:
-            raise Unusable(f"{test} is red without any bug: {', '.join(red[:5])}")
-        if ran == 0:
-            raise Unusable(f"{test} names no test")
+            raise Unusable(f"red without any bug: {', '.join(red[:5])}")
+    for selection in [test.removeprefix("py:") for test in tests if test.startswith("py:")]:
+        ran, red = run_pytest([selection])
+        if red or ran == 0:
+            raise Unusable(f"py:{selection}: {'red without any bug: ' + red[0] if red else 'names no test'}")
 
 
 # ---- one bug ---------------------------------------------------------------------------------------------------------
@@ -220,6 +230,7 @@ def main() -> int:
     results: list[dict] = json.loads(options.report.read_text()) if options.resume and options.report.exists() else []
     done = {result["name"] for result in results}
     gpu = has_gpu()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `with` that takes the bug out again
     try:
         HOME.mkdir(parents=True, exist_ok=True)
         if not options.as_is:

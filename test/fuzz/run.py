@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds the fuzz targets and runs each for a while: make fuzz FUZZ_S=60.
 
-    python3 test/fuzz/run.py [--seconds N] [--report FILE] [TARGET...]
+    python3 test/fuzz/run.py [--seconds N | --runs N] [--report FILE] [TARGET...]
 
 What a target has learnt stays in build/fuzz/corpus/<target>, so that the next run goes on from there. An input that makes
 a target fail is left in build/fuzz/findings. Exit codes: 0 no finding, 1 a finding or a target that does not build, 77 no
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,17 +39,19 @@ def fuzzer_works(compiler: str) -> bool:
             return False
 
 
-def run(target: str, seconds: int) -> dict:
-    """One target; what it did, with "problem" empty if it found nothing."""
+def run(target: str, length: str) -> dict:
+    """One target for the time or number of executions that `length` says; "problem" is empty if it found nothing."""
     corpus, findings = BUILD / "corpus" / target, BUILD / "findings"
     corpus.mkdir(parents=True, exist_ok=True)
     findings.mkdir(exist_ok=True)
-    command = [BUILD / target, f"-max_total_time={seconds}", *LIMITS, "-entropic=0", "-close_fd_mask=1",
+    command = [BUILD / target, length, *LIMITS, "-entropic=0", "-close_fd_mask=1",
                "-print_final_stats=1", "-verbosity=1", f"-artifact_prefix={findings}/{target}-",
                f"-dict={SEEDS / target}.dict", corpus, SEEDS / target]
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1:quarantine_size_mb=8:malloc_context_size=5"}
+    start = time.monotonic()
     done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, stderr=subprocess.PIPE,
                           stdout=subprocess.DEVNULL)
+    seconds = time.monotonic() - start
     text = done.stderr.decode("utf-8", "replace")
     executions = re.findall(r"number_of_executed_units: (\d+)", text) or re.findall(r"^#(\d+)", text, re.M) or ["0"]
     coverage = re.findall(r" cov: (\d+)", text) or ["0"]
@@ -56,13 +59,14 @@ def run(target: str, seconds: int) -> dict:
     if done.returncode != 0 or int(executions[-1]) == 0:
         lines = [line for line in text.splitlines() if re.search(r"ERROR|SUMMARY|not true|runtime error|Test unit", line)]
         problem = "; ".join(lines[:4]) or f"exit code {done.returncode}: {text[-500:]}"
-    return {"target": target, "executions": int(executions[-1]), "coverage": int(coverage[-1]), "seconds": seconds,
-            "problem": problem}
+    return {"target": target, "executions": int(executions[-1]), "coverage": int(coverage[-1]),
+            "seconds": round(seconds, 1), "problem": problem}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Builds and runs the fuzz targets.")
-    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seconds", type=int, default=60, help="for each target (default 60)")
+    parser.add_argument("--runs", type=int, help="executions of each target, instead of --seconds")
     parser.add_argument("--report", type=Path, help="write the results as JSON")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     options = parser.parse_args()
@@ -81,9 +85,9 @@ def main() -> int:
     print(f"{'target':<16} {'executions':>12} {'per second':>11} {'coverage':>9}  finding", flush=True)
     results = []
     for target in chosen:
-        result = run(target, options.seconds)
+        result = run(target, f"-runs={options.runs}" if options.runs else f"-max_total_time={options.seconds}")
         results.append(result)
-        print(f"{target:<16} {result['executions']:>12,} {result['executions'] // max(options.seconds, 1):>11,} "
+        print(f"{target:<16} {result['executions']:>12,} {result['executions'] / result['seconds']:>11,.0f} "
               f"{result['coverage']:>9,}  {result['problem'] or 'none'}", flush=True)
     if options.report:
         options.report.write_text(json.dumps(results, indent=1) + "\n")
