@@ -388,7 +388,7 @@ TYPED_TEST(AttentionHopperBackward, Layouts) {
 TYPED_TEST(AttentionHopperBackward, LongSequencesAgreeWithThePlainKernel) {
   using T = TypeParam;
   for (const std::int64_t HS : kHeadDims)
-    for (const auto& [B, length, NH, NKV] : {std::array{1, 1000, 4, 2}, {2, 2049, 4, 1}, {5, 1111, 24, 8}}) {
+    for (const auto& [B, length, NH, NKV] : {std::array{1, 1000, 4, 2}, {2, 2049, 4, 1}, {2, 1111, 24, 8}}) {
       const Case c = square(B, length, NH, NKV, HS);
       SCOPED_TRACE(name(c));
       const Tensors x = this->large(c);
@@ -434,9 +434,9 @@ TYPED_TEST(AttentionHopperBackward, EveryRunGivesTheSameBits) {
   using T = TypeParam;
   for (const std::int64_t HS : kHeadDims) {
     const Case c = square(3, 1500, 16, 4, HS);
-    OnDevice<T> device(c, this->large(c));
+    const Tensors x = this->large(c);
+    OnDevice<T> device(c, x), other(c, x);
     const Results<T> first = device.run(hopper_backward<T>);
-    OnDevice<T> other(c, this->large(square(3, 1500, 16, 4, HS)));
     cudaStream_t stream;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "test: stream");
     for (int run = 0; run < 10; ++run) {

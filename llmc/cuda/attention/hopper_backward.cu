@@ -1,35 +1,39 @@
-// Backward on Hopper's asynchronous units, sm_90a: tensor copies, warpgroup products, one pass over the blocks. With D =
-// rowsum(dO * O), c = scale log2 e and lse2 = lse log2 e:
+// Backward on Hopper's asynchronous units, sm_90a: tensor copies, warpgroup products, one pass over the blocks. With D
+// = rowsum(dO * O), c = scale log2 e and lse2 = lse log2 e:
 //
 //   P = 2^(c S - lse2);  dV = P^T dO;  dP = dO V^T;  dS = P * (dP - D);  dQ = scale dS K;  dK = scale dS^T Q
 //
-// (Dao et al., 2022, algorithm 4; the division of labour is that of FlashAttention-3, Shah et al., 2024, section 3.) Three
-// kernels in a row:
+// (Dao et al., 2022, algorithm 4; the division of labour is that of FlashAttention-3, Shah et al., 2024, section 3.)
+// Two kernels in a row:
 //
 //   row_statistics_kernel  (lse2, D) of every query; sets the counters to zero
 //   key_block_kernel       a block has 128 keys in shared memory and walks the queries that see them: 5 products
-//   convert_kernel         dQ from fp32 sums in global memory to T
 //
-// Shapes of the products, K-rows first (S^T = K Q^T and dP^T = V dO^T), so that P^T and dS^T lie in registers as the left
-// operands of dV += P^T dO and dK += dS^T Q, whose sums never leave registers: a block walks the query heads of its group
-// one after the other. dS^T also goes through shared memory for dQ = dS K, where keys are the inner dimension.
+// Shapes of the products, keys first (S^T = K Q^T and dP^T = V dO^T), so that P^T and dS^T lie in registers as the left
+// operands of dV += P^T dO and dK += dS^T Q, whose sums never leave registers: a block walks the query heads of its
+// group one after the other. dS^T also goes through shared memory for dQ = dS K, where keys are the inner dimension.
 //
 // Two warpgroups have 64 keys each; a third has the two threads that move data: one loads Q, dO and the statistics into
-// rings, the other adds dQ to global memory. A warpgroup's products of one step, in the order of issue:
+// rings, the other adds dQ to global memory. A warpgroup's step i, in the order of issue; products run on behind it:
 //
-//   dP(i) | P = exp(S(i)) | dV(i) | dS = P (dP - D), to shared memory | dQ(i), dK(i), S(i+1) | dQ(i) to shared memory | ...
+//   P = exp(S) | dP is there | dV += | dS = P (dP - D), to shared memory | dQ of step i - 1 =, dK += | dV is there |
+//   S of step i + 1 = | dQ is there, to shared memory | dK is there | dP of step i + 1 = | S is there
 //
-// so that the tensor cores have dP(i) while exponentials are taken, dV(i) while dS is made, dK(i) and S(i+1) while dQ
-// leaves the registers.
+// so that the tensor cores have dP while exponentials are taken, dV while dS is made, dK and the next S while dQ leaves
+// the registers. dQ needs dS of both warpgroups; because it is a step late, they need not be at the same place, and by
+// turns at the exponentials they are not: one takes them while the products of the other run. What is waited for where
+// is chosen so that the accumulators fit into the 240 registers that a thread has.
 //
-// dQ of a query tile is the sum over all blocks of keys that it sees. Those are added in fp32 by bulk copies that add in
-// L2, in a fixed order: a counter per tile says whose turn it is, keys first to last. The order costs little waiting
-// because everything runs in the same direction: blocks take their work from a counter, those with the first keys (and the
-// most queries) first; each walks its queries from the last to the first, all heads of the group at one tile before the next
-// tile. So blocks of the same head that start together meet a tile one step after each other, and a block that starts
-// later is behind. No block waits for one that took its work later: one that waits always waits for a block that runs.
+// dQ of a query tile is the sum over all blocks of keys that it sees. Those are added in fp32 by bulk copies that add
+// in L2, in a fixed order: a counter per tile says whose turn it is, keys first to last. The order costs little waiting
+// because everything runs in the same direction: blocks take their work from a counter, those with the first keys (and
+// the most queries) first; each walks its queries from the last to the first, all heads of the group at one tile before
+// the next tile. So blocks of the same head that start together meet a tile one step after each other, and a block that
+// starts later is behind. No block waits for one that took its work later: one that waits always waits for a block that
+// runs. The first block of keys sees every tile and stores instead of adding; the last block of a tile rounds the sum
+// to T.
 //
-// dQ's fp32 sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
+// The sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
 
 #include <algorithm>
 #include <cstdint>
@@ -69,52 +73,60 @@ struct Tiling {
   static constexpr int kSumsAt = kScoresAt + kStages * kScoreBytes;
   static constexpr int kStatisticsAt = kSumsAt + kStages * kConsumers * kSumBytes;
   static constexpr int kBarriersAt = kStatisticsAt + kStages * kStatisticsBytes;
-  static constexpr int kBarriers = 2 + 6 * kStages;
+  static constexpr int kBarriers = 3 + 8 * kStages;
   static constexpr int kSharedBytes = kBarriersAt + (kBarriers + 1) * 8;
   static_assert(kSharedBytes <= 227 * 1024);
   static_assert(kQueries * HS == kConsumers * 64 * 64, "dQ of a step is 64 x 64 a warpgroup");
 };
 
 // All that the kernels know; sizes in 32 bits as attention.cu bounds them.
+template <typename T>
 struct Arguments {
   CUtensorMap q, dout, k, v, dk, dv;
-  const float* statistics;  // [B * NH, tiles, 2, queries of a tile]: lse2, then D
-  float* sums;              // dQ, see above
-  int* turns;               // [B * NH, tiles]: how many blocks of keys have been added
-  int* ticket;              // next piece of work
-  int T, tiles, stored_tiles;  // tiles of queries that exist; that the arrays above have a head
+  HeadViewOf<T> dq;
+  const float* statistics;          // [B * NH, tiles, 2, queries of a tile]: lse2, then D
+  float* sums;                      // dQ, see above
+  int* turns;                       // [B * NH, tiles]: how many blocks of keys have been added
+  int* ticket;                      // next piece of work
+  int tokens, tiles, stored_tiles;  // tiles of queries that exist; that the arrays above have a head
   int heads, kv_heads, batch_kv_heads;
   int key_blocks, section;
   float scale;
 };
 
-// ---- statistics -------------------------------------------------------------------------------------------------------
+// ---- statistics -----------------------------------------------------------------------------------------------------
 
-// Grid: x = batch and head, y = kStatisticsBlock queries; 256 threads. Queries past the last get lse2 = infinity, so P = 0.
+// Grid: x = batch and head, y = kStatisticsBlock queries; 256 threads. Queries past the last get lse2 = infinity, so P
+// = 0.
 template <typename T, typename Tiling>
-__global__ void __launch_bounds__(256) row_statistics_kernel(HeadViewOf<const T> dout, HeadViewOf<const T> out,
-                                                             const float* lse, float* statistics, int* turns,
-                                                             int* ticket, int heads, int tokens) {
-  constexpr int kLanes = Tiling::HS / 8, kRows = 256 / kLanes, kQueries = Tiling::kQueries;
+__global__ void __launch_bounds__(256)
+    row_statistics_kernel(HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, float* statistics,
+                          int* turns, int* ticket, int heads, int tokens) {
+  constexpr int kLanes = Tiling::HS / 8, kRows = 256 / kLanes, kRounds = kStatisticsBlock / kRows;
+  constexpr int kQueries = Tiling::kQueries;
   const std::int64_t b = blockIdx.x / heads, h = blockIdx.x % heads;
   const int first = static_cast<int>(blockIdx.y * kStatisticsBlock), lane = threadIdx.x % kLanes;
   statistics += (static_cast<std::int64_t>(blockIdx.x) * gridDim.y + blockIdx.y) * kStatisticsBlock * 2;
+  Pack<T> left[kRounds], right[kRounds];
 #pragma unroll
-  for (int row = threadIdx.x / kLanes; row < kStatisticsBlock; row += kRows) {
-    float D = 0;
+  for (int i = 0; i < kRounds; ++i) {  // all loads first; rows past the end read the last one
+    const int token = min(first + i * kRows + static_cast<int>(threadIdx.x) / kLanes, tokens - 1);
+    left[i] = load_pack(dout.at(b, token, h) + lane * 8);
+    right[i] = load_pack_streaming(out.at(b, token, h) + lane * 8);
+  }
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int row = i * kRows + static_cast<int>(threadIdx.x) / kLanes;
     const bool valid = first + row < tokens;
-    if (valid) {
-      const Pack<T> left = load_pack(dout.at(b, first + row, h) + lane * 8);
-      const Pack<T> right = load_pack(out.at(b, first + row, h) + lane * 8);
+    float D = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) D = fmaf(to_float(left.value[i]), to_float(right.value[i]), D);
-    }
+    for (int j = 0; j < 8; ++j) D = fmaf(to_float(left[i].value[j]), to_float(right[i].value[j]), D);
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) D += __shfl_xor_sync(~0u, D, offset);
     if (lane == 0) {
       float* tile = statistics + row / kQueries * kQueries * 2 + row % kQueries;
       tile[0] = valid ? lse[static_cast<std::int64_t>(blockIdx.x) * tokens + first + row] * kLog2E : INFINITY;
-      tile[kQueries] = D;
+      tile[kQueries] = valid ? D : 0;
     }
   }
   constexpr int kTiles = kStatisticsBlock / kQueries;
@@ -123,38 +135,12 @@ __global__ void __launch_bounds__(256) row_statistics_kernel(HeadViewOf<const T>
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *ticket = 0;
 }
 
-// ---- dQ ---------------------------------------------------------------------------------------------------------------
-
-// Grid: x = batch and head, y = tile and its 64 x 64 piece; 256 threads, each has 8 columns of two rows.
-template <typename T, typename Tiling>
-__global__ void __launch_bounds__(256)
-    convert_kernel(HeadViewOf<T> dq, const float* sums, int heads, int tokens, int stored_tiles, float scale) {
-  const int tile = blockIdx.y / 2, piece = blockIdx.y % 2;
-  const std::int64_t b = blockIdx.x / heads, h = blockIdx.x % heads;
-  const int columns = threadIdx.x % 8, g = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-  sums += ((static_cast<std::int64_t>(blockIdx.x) * stored_tiles + tile) * 2 + piece) * (kSumBytes / 4);
-  const float4* from = reinterpret_cast<const float4*>(sums) + columns * 128 + warp * 32 + g * 4;
-  float upper[8], lower[8];
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const float4 values = __ldcs(from + t);
-    upper[t * 2] = values.x * scale, upper[t * 2 + 1] = values.y * scale;
-    lower[t * 2] = values.z * scale, lower[t * 2 + 1] = values.w * scale;
-  }
-  const int row = tile * Tiling::kQueries + (Tiling::HS == 64 ? piece * 64 : 0) + warp * 16 + g;
-  const int column = (Tiling::HS == 64 ? 0 : piece * 64) + columns * 8;
-  const auto store = [&](int row, const float(&values)[8]) {
-    if (row >= tokens) return;
-    *reinterpret_cast<uint4*>(dq.at(b, row, h) + column) = {pack<T>(values[0], values[1]), pack<T>(values[2], values[3]),
-                                                             pack<T>(values[4], values[5]), pack<T>(values[6], values[7])};
-  };
-  store(row, upper);
-  store(row + 8, lower);
-}
-
-// ---- the pass over the blocks -----------------------------------------------------------------------------------------
+// ---- the pass over the blocks ---------------------------------------------------------------------------------------
 
 #if WEFT_WGMMA
+
+// Named barriers: of all consumers; of one, from here on; a consumer's turn at the exponentials, from here on.
+constexpr int kAllConsumers = 1, kOneConsumer = 2, kTurn = 4;
 
 // Where step `step` finds its buffers in the rings, and the parity of the phase that they are in.
 __device__ inline int stage_of(int step) {
@@ -192,10 +178,10 @@ struct Work {
   int first_tile;    // of queries that see the keys
 };
 
-// Work in the order in which it is given out. Sections of some K/V heads follow each other, so that what they read stays
-// in L2; in a section first blocks of all heads first.
-template <typename Tiling>
-__device__ Work take_work(const Arguments& a, int ticket) {
+// Work in the order in which it is given out. Sections of some K/V heads follow each other, so that what they read
+// stays in L2; in a section first blocks of all heads first.
+template <typename Tiling, typename T>
+__device__ Work take_work(const Arguments<T>& a, int ticket) {
   const int first = ticket / (a.section * a.key_blocks) * a.section;
   const int width = min(a.section, a.batch_kv_heads - first), rest = ticket - first * a.key_blocks;
   const int head = first + rest % width, block = rest / width;
@@ -203,11 +189,11 @@ __device__ Work take_work(const Arguments& a, int ticket) {
 }
 
 struct Barriers {
-  unsigned keys, values, q_full, q_empty, do_full, do_empty, sum_full, sum_empty;
+  unsigned keys, values, sums, scores_full, scores_empty, q_full, q_empty, do_full, do_empty, sum_full, sum_empty;
 };
 
-template <typename Tiling>
-__device__ void load_role(const Arguments& a, const Work& work, unsigned shared, const Barriers& at) {
+template <typename Tiling, typename T>
+__device__ void load_role(const Arguments<T>& a, const Work& work, unsigned shared, const Barriers& at) {
   const int group = a.heads / a.kv_heads;
   const auto load_tiles = [&](unsigned to, int tile_bytes, const CUtensorMap& map, unsigned barrier, int token, int h) {
 #pragma unroll
@@ -243,8 +229,8 @@ __device__ void load_role(const Arguments& a, const Work& work, unsigned shared,
 }
 
 // Adds what the consumers leave in shared memory to dQ, when it is this block's turn.
-template <typename Tiling>
-__device__ void add_role(const Arguments& a, const Work& work, unsigned shared, const Barriers& at) {
+template <typename Tiling, typename T>
+__device__ void add_role(const Arguments<T>& a, const Work& work, unsigned shared, const Barriers& at) {
   const int group = a.heads / a.kv_heads;
   constexpr unsigned kBytes = Tiling::kConsumers * kSumBytes;
   int step = 0;
@@ -269,6 +255,7 @@ __device__ void add_role(const Arguments& a, const Work& work, unsigned shared, 
       store_release(a.turns + row, work.block + 1);
     }
   }
+  mbarrier_arrive(at.sums);
 }
 
 // The values are overwritten next: the compiler need not keep registers for the old ones.
@@ -285,8 +272,8 @@ __device__ void round_to_operand(unsigned (&words)[R / 2], const float (&d)[R]) 
   for (int i = 0; i < R / 2; ++i) words[i] = pack<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Writes a warpgroup's 64 rows to swizzled tiles of `tile_bytes` that follow each other. `place` is where lane l's address
-// begins: row l % 16 of the warp's 16 in the first tile, chunk l / 16 of it.
+// Writes a warpgroup's 64 rows to swizzled tiles of `tile_bytes` that follow each other. `place` is where lane l's
+// address begins: row l % 16 of the warp's 16 in the first tile, chunk l / 16 of it.
 __device__ inline unsigned lane_place(int first_row) {
   const int lane = threadIdx.x % kWarpSize;
   return (first_row + lane % 16) * kRowBytes + (lane / 16 ^ lane % 8) * 16;
@@ -299,13 +286,60 @@ __device__ void store_tiles(unsigned place, int tile_bytes, const unsigned (&wor
                    words[4 * i + 3]);
 }
 
+// The tiles that no later block adds to, from their sums to T; `thread` of all consumers' threads. Each has 8 columns
+// of two rows of the 64 x 64 that a warpgroup added. Four tiles are read at a time, so that one wait for L2 serves them
+// all.
 template <typename T, typename Tiling>
-__device__ void product_role(const Arguments& a, const Work& work, unsigned shared, const Barriers& at, int consumer) {
+__device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread) {
+  constexpr int kPieces = Tiling::kConsumers, kBatch = 4;
+  static_assert(kPieces * kWarpgroupSize == 256);
+  const int columns = thread % 8, g = thread / 8 % 8, warp = thread / 64, group = a.heads / a.kv_heads;
+  const int count = min(a.tiles - work.first_tile, kKeys / Tiling::kQueries) * group;
+  const auto store = [&](T* to, int row, float a0, float a1, float b0, float b1, float c0, float c1, float d0,
+                         float d1) {
+    if (row < a.tokens)
+      *reinterpret_cast<uint4*>(to) = {pack<T>(a0 * a.scale, a1 * a.scale), pack<T>(b0 * a.scale, b1 * a.scale),
+                                       pack<T>(c0 * a.scale, c1 * a.scale), pack<T>(d0 * a.scale, d1 * a.scale)};
+  };
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+    float4 sums[kBatch][kPieces][4];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int index = min(first + i, count - 1), tile = work.first_tile + index / group;
+      const std::int64_t head = static_cast<std::int64_t>(work.b) * a.heads + work.kv * group + index % group;
+      const float4* from = reinterpret_cast<const float4*>(a.sums) +
+                           (head * a.stored_tiles + tile) * (kPieces * kSumBytes / 16) + columns * 128 + warp * 32 +
+                           g * 4;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+        for (int t = 0; t < 4; ++t) sums[i][piece][t] = __ldcg(from + piece * (kSumBytes / 16) + t);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= count) break;
+      const int tile = work.first_tile + (first + i) / group, h = work.kv * group + (first + i) % group;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int row = tile * Tiling::kQueries + (Tiling::HS == 64 ? piece * 64 : 0) + warp * 16 + g;
+        T* to = a.dq.at(work.b, row, h) + (Tiling::HS == 64 ? 0 : piece * 64) + columns * 8;
+        const float4(&s)[4] = sums[i][piece];
+        store(to, row, s[0].x, s[0].y, s[1].x, s[1].y, s[2].x, s[2].y, s[3].x, s[3].y);
+        store(to + 8 * a.dq.token_stride, row + 8, s[0].z, s[0].w, s[1].z, s[1].w, s[2].z, s[2].w, s[3].z, s[3].w);
+      }
+    }
+  }
+}
+
+template <typename T, typename Tiling>
+__device__ void product_role(const Arguments<T>& a, const Work& work, unsigned shared, const Barriers& at,
+                             int consumer) {
   constexpr int HS = Tiling::HS, kQueries = Tiling::kQueries, kR = kQueries / 2;
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % kWarpSize, warp = thread / kWarpSize;
   const int g = lane / 4, t = lane % 4;
   const int warp_row = consumer * kGroupKeys + warp * 16;  // the first of the warp's keys
-  const unsigned place = shared + lane_place(warp_row);  // in a tile of 128 keys
+  const unsigned place = shared + lane_place(warp_row);    // in a tile of 128 keys
   const std::uint64_t keys = operand(shared + consumer * kGroupKeys * kRowBytes);
   const std::uint64_t values = advance(keys, Tiling::kValuesAt);
   // dQ: at head dimension 64 a warpgroup has 64 of the queries, at 128 it has 64 of the columns.
@@ -335,11 +369,32 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
                                    advance(b, k * 16 * kRowBytes));
     products_commit();
   };
+  const auto multiply_scores = [&](float(&d)[32], int stage) {
+    const std::uint64_t scores = advance(dq_scores, stage * Tiling::kScoreBytes);
+    forget(d);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k)
+      multiply_async<T, Major::mn, Major::mn>(d, advance(scores, k * 16 * kRowBytes),
+                                              advance(dq_keys, k * 16 * kRowBytes), k != 0);
+    products_commit();
+  };
   const auto q_tile = [&](int stage) { return shared + Tiling::kQueriesAt + stage * Tiling::kQueryBytes; };
   const auto do_tile = [&](int stage) { return shared + Tiling::kOutputsAt + stage * Tiling::kQueryBytes; };
   const auto release = [&](unsigned barrier) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
+  };
+
+  const auto store_sums = [&](const float(&dQ)[32], int step) {
+    const int stage = stage_of(step);
+    mbarrier_wait(at.sum_empty + stage * 8, parity_of(step) ^ 1);
+    float4* sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(shared + Tiling::kSumsAt)) +
+                   (stage * Tiling::kConsumers + consumer) * (kSumBytes / 16) + thread;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      sums[i * kWarpgroupSize] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+    fence_async_proxy();
+    release(at.sum_full + stage * 8);
   };
 
   const int group = a.heads / a.kv_heads, steps = (a.tiles - work.first_tile) * group;
@@ -348,6 +403,7 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
   // The warp's first key less the tile's first query.
   int ahead = work.block * kKeys + warp_row - (a.tiles - 1) * kQueries;
 
+  if (consumer == 1) named_barrier_arrive(kTurn, Tiling::kConsumers * kWarpgroupSize);
   mbarrier_wait(at.keys, 0);
   mbarrier_wait(at.q_full, 0);
   products_begin();
@@ -363,9 +419,9 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
     // S is there, dP on its way.
     const int stage = stage_of(step), next = stage_of(step + 1);
 
-    const float* lse2 =
-        reinterpret_cast<const float*>(__cvta_shared_to_generic(shared + Tiling::kStatisticsAt)) +
-        stage * kQueries * 2 + t * 2;
+    const float* lse2 = reinterpret_cast<const float*>(__cvta_shared_to_generic(shared + Tiling::kStatisticsAt)) +
+                        stage * kQueries * 2 + t * 2;
+    named_barrier_wait(kTurn + consumer, Tiling::kConsumers * kWarpgroupSize);
     unsigned words[kR / 2];
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
@@ -383,6 +439,8 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
     }
     round_to_operand<T>(words, S);
     pin(words);  // exponentials before the wait
+    if (consumer == 0 || step + 1 < steps)
+      named_barrier_arrive(kTurn + 1 - consumer, Tiling::kConsumers * kWarpgroupSize);
     products_wait<0>();
     pin(dP);
     products_begin();
@@ -396,35 +454,30 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
     }
     unsigned score_words[kR / 2];
     round_to_operand<T>(score_words, dP);
+    mbarrier_wait(at.scores_empty + stage * 8, parity_of(step) ^ 1);
     store_tiles(place + Tiling::kScoresAt + stage * Tiling::kScoreBytes, kKeyTile, score_words);
     fence_async_proxy();
-    products_wait<0>();  // dV: its operands' registers are free
-    pin(dV);
-    release(at.do_empty + stage * 8);
-    named_barrier_wait(1, Tiling::kConsumers * kWarpgroupSize);
+    release(at.scores_full + stage * 8);
 
+    // dQ of the step before: the other warpgroup has had time for its dS. In the first step of whatever lies there, for
+    // nobody: a branch around products would make the compiler wait for those in flight.
+    if (step > 0) mbarrier_wait(at.scores_full + next * 8, parity_of(step - 1));
     float dQ[32];
     products_begin();
-    const std::uint64_t scores = advance(dq_scores, stage * Tiling::kScoreBytes);
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k)
-      multiply_async<T, Major::mn, Major::mn>(dQ, advance(scores, k * 16 * kRowBytes),
-                                              advance(dq_keys, k * 16 * kRowBytes), k != 0);
-    products_commit();
+    multiply_scores(dQ, next);
     add_to_gradient(dK, score_words, q_tile(stage));
+    products_wait<2>();  // dV: the registers of its operand are free for S
+    pin(dV);
+    release(at.do_empty + stage * 8);
     if (step + 1 < steps) mbarrier_wait(at.q_full + next * 8, parity_of(step + 1));
     products_begin();
     multiply_by_queries(S, keys, q_tile(next));  // after the last step of whatever lies there, for nobody
-    products_wait<2>();  // dQ
+    products_wait<2>();                          // dQ
     pin(dQ);
-    mbarrier_wait(at.sum_empty + stage * 8, parity_of(step) ^ 1);
-    float4* sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(shared + Tiling::kSumsAt)) +
-                   (stage * Tiling::kConsumers + consumer) * (kSumBytes / 16) + thread;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      sums[i * kWarpgroupSize] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
-    fence_async_proxy();
-    release(at.sum_full + stage * 8);
+    if (step > 0) {
+      release(at.scores_empty + next * 8);
+      store_sums(dQ, step - 1);
+    }
     products_wait<1>();  // dK
     pin(dK);
     release(at.q_empty + stage * 8);
@@ -438,18 +491,27 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
   }
 
   products_wait<0>();
+  pin(S);
+  pin(dP);
+  float dQ[32];
+  mbarrier_wait(at.scores_full + stage_of(steps - 1) * 8, parity_of(steps - 1));
+  products_begin();
+  multiply_scores(dQ, stage_of(steps - 1));
+  products_wait<0>();
   pin(dK);
   pin(dV);
+  pin(dQ);
+  store_sums(dQ, steps - 1);
 #pragma unroll
   for (int i = 0; i < HS / 2; ++i) dK[i] *= a.scale;
   unsigned words[HS / 4];
-  named_barrier_wait(1, Tiling::kConsumers * kWarpgroupSize);  // nobody reads K and V any more
+  named_barrier_wait(kAllConsumers, Tiling::kConsumers * kWarpgroupSize);  // nobody reads K and V any more
   round_to_operand<T>(words, dV);
   store_tiles(place + Tiling::kValuesAt, kKeyTile, words);
   round_to_operand<T>(words, dK);
   store_tiles(place, kKeyTile, words);
   fence_async_proxy();
-  named_barrier_wait(2 + consumer, kWarpgroupSize);
+  named_barrier_wait(kOneConsumer + consumer, kWarpgroupSize);
   if (thread == 0) {
     const unsigned rows = shared + consumer * kGroupKeys * kRowBytes;
     const int first_key = work.block * kKeys + consumer * kGroupKeys;
@@ -459,21 +521,25 @@ __device__ void product_role(const Arguments& a, const Work& work, unsigned shar
       tensor_store(&a.dk, rows + i * kKeyTile, i * 64, first_key, work.kv, work.b);
     }
     bulk_commit();
-    bulk_wait_read();
   }
+  mbarrier_wait(at.sums, 0);
+  convert_sums<T, Tiling>(a, work, consumer * kWarpgroupSize + thread);
+  if (thread == 0) bulk_wait_read();
 }
 
 #endif  // WEFT_WGMMA
 
 // Grid: as many blocks as there are pieces of work.
 template <typename T, typename Tiling>
-__global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __grid_constant__ Arguments<T> a) {
 #if WEFT_WGMMA
   extern __shared__ __align__(1024) unsigned char memory[];
   const unsigned shared = hopper::shared_address(memory);
   const unsigned barriers = shared + Tiling::kBarriersAt;
   Barriers at;
-  at.keys = barriers, at.values = barriers + 8, at.q_full = barriers + 16;
+  at.keys = barriers, at.values = barriers + 8, at.sums = barriers + 16;
+  at.scores_full = barriers + 24, at.scores_empty = at.scores_full + kStages * 8;
+  at.q_full = at.scores_empty + kStages * 8;
   at.q_empty = at.q_full + kStages * 8, at.do_full = at.q_empty + kStages * 8;
   at.do_empty = at.do_full + kStages * 8, at.sum_full = at.do_empty + kStages * 8;
   at.sum_empty = at.sum_full + kStages * 8;
@@ -483,6 +549,9 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
     constexpr int kConsumerWarps = Tiling::kConsumers * kWarpgroupSize / kWarpSize;
     mbarrier_init(at.keys, 1);
     mbarrier_init(at.values, 1);
+    mbarrier_init(at.sums, 1);
+    for (int i = 0; i < kStages; ++i)
+      mbarrier_init(at.scores_full + i * 8, kConsumerWarps), mbarrier_init(at.scores_empty + i * 8, kConsumerWarps);
     for (int i = 0; i < kStages; ++i)
       mbarrier_init(at.q_full + i * 8, 1), mbarrier_init(at.q_empty + i * 8, kConsumerWarps);
     for (int i = 0; i < kStages; ++i)
@@ -509,14 +578,15 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
 #endif
 }
 
-// ---- launch -----------------------------------------------------------------------------------------------------------
+// ---- launch ---------------------------------------------------------------------------------------------------------
 
 template <typename T, typename Tiling>
 void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t stream) {
   constexpr int kQueries = Tiling::kQueries;
   const AttentionShape& shape = arguments.shape;
   const HopperWorkspace workspace = hopper_workspace(shape, arguments.statistics);
-  Arguments a;
+  Arguments<T> a;
+  a.dq = arguments.dq;
   a.q = encode_head_map(arguments.q, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.dout = encode_head_map(arguments.dout, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.k = encode_head_map(arguments.k, shape.B, shape.TK, shape.NKV, shape.HS, kKeys);
@@ -524,7 +594,7 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
   a.dk = encode_head_map(arguments.dk, shape.B, shape.TK, shape.NKV, shape.HS, kGroupKeys);
   a.dv = encode_head_map(arguments.dv, shape.B, shape.TK, shape.NKV, shape.HS, kGroupKeys);
   a.statistics = workspace.statistics, a.sums = workspace.sums, a.turns = workspace.turns, a.ticket = workspace.ticket;
-  a.T = static_cast<int>(shape.TQ), a.tiles = static_cast<int>(ceil_div(shape.TQ, kQueries));
+  a.tokens = static_cast<int>(shape.TQ), a.tiles = static_cast<int>(ceil_div(shape.TQ, kQueries));
   a.stored_tiles = static_cast<int>(padded_queries(shape.TQ) / kQueries);
   a.heads = static_cast<int>(shape.NH), a.kv_heads = static_cast<int>(shape.NKV);
   a.batch_kv_heads = static_cast<int>(shape.B * shape.NKV);
@@ -533,8 +603,8 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
 
   const unsigned batch_heads = static_cast<unsigned>(shape.B * shape.NH);
   const dim3 blocks(batch_heads, static_cast<unsigned>(padded_queries(shape.TQ) / kStatisticsBlock));
-  row_statistics_kernel<T, Tiling><<<blocks, 256, 0, stream>>>(arguments.dout, arguments.out, arguments.lse,
-                                                               workspace.statistics, a.turns, a.ticket, a.heads, a.T);
+  row_statistics_kernel<T, Tiling><<<blocks, 256, 0, stream>>>(
+      arguments.dout, arguments.out, arguments.lse, workspace.statistics, a.turns, a.ticket, a.heads, a.tokens);
   check_launch("attention backward, statistics");
 
   const auto kernel = key_block_kernel<T, Tiling>;
@@ -542,11 +612,6 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
         "attention backward, blocks of keys: shared memory");
   kernel<<<static_cast<unsigned>(a.key_blocks * a.batch_kv_heads), Tiling::kThreads, Tiling::kSharedBytes, stream>>>(a);
   check_launch("attention backward, blocks of keys");
-
-  const dim3 pieces(batch_heads, static_cast<unsigned>(2 * a.tiles));
-  convert_kernel<T, Tiling><<<pieces, 256, 0, stream>>>(arguments.dq, workspace.sums, a.heads, a.T, a.stored_tiles,
-                                                        a.scale);
-  check_launch("attention backward, dq");
 }
 
 }  // namespace
