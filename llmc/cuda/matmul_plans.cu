@@ -4,6 +4,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
@@ -75,13 +76,16 @@ bool can_write(const std::string& directory) {
 bool parse_line(const std::string& line, StoredPlans& plans) {
   const std::size_t colon = line.find(": ");
   if (colon == std::string::npos || colon == 0) return false;
-  std::istringstream words(line.substr(colon + 2));
+  const std::string words = line.substr(colon + 2);
   StoredAlgorithm algorithm{};
-  for (std::uint64_t& word : algorithm) {
-    if (!(words >> std::hex >> word)) return false;
+  constexpr std::size_t kDigits = 16;
+  if (words.size() != algorithm.size() * (kDigits + 1) - 1) return false;
+  for (std::size_t i = 0; i < algorithm.size(); ++i) {
+    const char* begin = words.data() + i * (kDigits + 1);
+    const auto read = std::from_chars(begin, begin + kDigits, algorithm[i], 16);
+    if (read.ec != std::errc{} || read.ptr != begin + kDigits) return false;
+    if (i + 1 < algorithm.size() && begin[kDigits] != ' ') return false;
   }
-  std::string rest;
-  if (words >> rest) return false;
   plans[line.substr(0, colon)] = algorithm;
   return true;
 }
