@@ -295,9 +295,10 @@ class NeoxDecoder final : public DecodeModel {
     matmul_.forward<S>(out, x, w.weight, w.bias, padded_rows(rows), in, out_size, accumulate);
   }
 
-  // Plans for whole chunks: who has a cache for long prompts will have them. Shorter ones run on first suggestions.
+  // Plans for whole chunks: who has a cache for long prompts will have them. Shorter ones run on first suggestions, and
+  // so do small models, where plans differ by less than their choice takes.
   bool prepare_matmuls() {
-    if (options_.capacity < kChunk) return false;
+    if (options_.capacity < kChunk || config_.hidden_size < 1024) return false;
     const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
     const cudaDataType_t type = std::is_same_v<S, float>  ? CUDA_R_32F
                                 : std::is_same_v<S, bf16> ? CUDA_R_16BF
