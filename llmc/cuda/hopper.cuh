@@ -97,27 +97,6 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   }
 }
 
-// ---- clusters of blocks ---------------------------------------------------------------------------------------------
-// Blocks of a cluster may arrive at each other's mbarriers and copy into each other's shared memory, at the addresses
-// that their own have. No block may end while another still does so.
-__device__ inline unsigned cluster_rank() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// All threads of all blocks of the cluster; what they wrote before is visible after.
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// Arrives at the barrier that has this address in block `rank` of the cluster, which may be the caller's own.
-__device__ inline void mbarrier_arrive_in(unsigned barrier, unsigned rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 // ---- named barriers -------------------------------------------------------------------------------------------------
 // Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads have come, a multiple of 32.
 __device__ inline void named_barrier_arrive(int id, int threads) {
@@ -188,17 +167,6 @@ __device__ inline void tensor_load(unsigned shared, const CUtensorMap* map, unsi
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
       "%5, %6}], [%2], %7;" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(static_cast<std::uint64_t>(keep))
-      : "memory");
-}
-// The same box into all blocks of the cluster whose bits are in `blocks`, at the address and on the barrier that have
-// these addresses in each.
-__device__ inline void tensor_load_multicast(unsigned shared, const CUtensorMap* map, unsigned barrier, int x, int y,
-                                             int z, int w, unsigned blocks, L2 keep = L2::normal) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<std::uint16_t>(blocks)),
-      "l"(static_cast<std::uint64_t>(keep))
       : "memory");
 }
 __device__ inline void tensor_store(const CUtensorMap* map, unsigned shared, int x, int y, int z) {

@@ -38,9 +38,8 @@ using namespace hopper;
 
 constexpr int kRows = 64;  // queries of a warpgroup: the M of its products
 
-template <int HeadDim, int Consumers, int Keys, int Stages, bool Turns = true>
+template <int HeadDim, int Consumers, int Keys, int Stages>
 struct HopperForwardTiling {
-  static constexpr bool kTurns = Turns;  // consumers start products in turns
   static constexpr int HS = HeadDim, kConsumers = Consumers, kKeys = Keys, kStages = Stages;
   static constexpr int kQueries = kConsumers * kRows, kThreads = (kConsumers + 1) * kWarpgroupSize;
   // 64K registers: what the producer gives back goes to the consumers.
@@ -256,12 +255,8 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedLay
   const auto release = [&](unsigned barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  const auto take_turn = [&] {
-    if constexpr (Tiling::kTurns) named_barrier_wait(turn_barrier, 2 * kWarpgroupSize);
-  };
-  const auto pass_turn = [&] {
-    if constexpr (Tiling::kTurns) named_barrier_arrive(next_turn_barrier, 2 * kWarpgroupSize);
-  };
+  const auto take_turn = [&] { named_barrier_wait(turn_barrier, 2 * kWarpgroupSize); };
+  const auto pass_turn = [&] { named_barrier_arrive(next_turn_barrier, 2 * kWarpgroupSize); };
   const auto start_scores = [&](unsigned q_tile, unsigned k_tile) {
     const std::uint64_t rows = operand(q_tile), columns = operand(k_tile);
     products_begin();
