@@ -6,9 +6,12 @@
 #include <cstddef>
 #include <cstring>
 #include <optional>
+#include <system_error>
+#include <thread>
 
 #include "llmc/base/checked.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
 #include "llmc/file/signature.h"
 
@@ -39,7 +42,8 @@ static_assert(sizeof(Record) == 352 && sizeof(Record::name) == kMaxTensorName + 
 constexpr std::uint32_t kByteOrder = 0x01020304;
 constexpr std::uint32_t kSwappedByteOrder = 0x04030201;
 constexpr std::uint64_t kTableAlignment = 8;
-constexpr std::size_t kPiece = 1 << 20;  // hash, convert and write in pieces that stay in the cache
+constexpr std::size_t kPiece = 1 << 20;         // hash, convert and write in pieces that stay in the cache
+constexpr std::size_t kWorthAThread = 4 << 20;  // converting so much takes a hundred times as long as starting one
 constexpr const char* kDamaged = "The file is damaged: get or make it again";
 constexpr const char* kAgain = "Get or make the file again";
 
@@ -103,6 +107,54 @@ std::uint64_t hash_header(const std::byte* bytes, std::uint64_t data_offset) {
   stream.update(bytes + sizeof(Header), data_offset - sizeof(Header));
   return stream.digest();
 }
+
+// The hash of a tensor's data and, if asked for, its first value that is not finite, in one pass over each piece while
+// it is in the cache.
+class DataCheck {
+ public:
+  DataCheck(std::span<const std::byte> data, DType dtype, bool finite) : data_(data), dtype_(dtype), finite_(finite) {}
+
+  // Bytes [begin, end); calls come in order and leave nothing out.
+  void pieces(std::size_t begin, std::size_t end) {
+    for (; begin < end; begin += kCachePiece) {
+      const std::size_t size = std::min(kCachePiece, end - begin);
+      stream_.update(data_.data() + begin, size);
+      if (finite_ && !first_) find_not_finite(begin, size);
+    }
+  }
+  std::uint64_t hash() const { return stream_.digest(); }
+  std::optional<std::size_t> first_not_finite() const { return first_; }
+
+ private:
+  static constexpr std::size_t kCachePiece = 1 << 17;
+
+  // A float is not finite when all bits of its exponent are set.
+  template <typename Word>
+  void find(std::size_t begin, std::size_t size, Word exponent) {
+    const std::size_t count = size / sizeof(Word);
+    const auto at = [&](std::size_t i) {
+      Word word;
+      std::memcpy(&word, data_.data() + begin + i * sizeof word, sizeof word);
+      return word;
+    };
+    bool any = false;
+    for (std::size_t i = 0; i < count; ++i) any |= (at(i) & exponent) == exponent;
+    for (std::size_t i = 0; any && !first_; ++i) {
+      if ((at(i) & exponent) == exponent) first_ = begin / sizeof(Word) + i;
+    }
+  }
+  void find_not_finite(std::size_t begin, std::size_t size) {
+    if (dtype_ == DType::f32) find<std::uint32_t>(begin, size, 0x7F800000);
+    if (dtype_ == DType::bf16) find<std::uint16_t>(begin, size, 0x7F80);
+    if (dtype_ == DType::f16) find<std::uint16_t>(begin, size, 0x7C00);
+  }
+
+  std::span<const std::byte> data_;
+  DType dtype_;
+  bool finite_;
+  Xxh3Stream stream_;
+  std::optional<std::size_t> first_;
+};
 
 // The checks of TensorFile::open up to the tensor table, in the order that gives the most telling message.
 class Validator {
@@ -401,20 +453,49 @@ void TensorFile::verify_all() const {
   }
 }
 
+void TensorFile::require_float(const TensorInfo& tensor) const {
+  if (tensor.dtype == DType::f32 || tensor.dtype == DType::f16 || tensor.dtype == DType::bf16) return;
+  fail(Exit::bad_file, "%s: tensor %s: dtype: got %s, expected f32, f16 or bf16", escaped(path()).c_str(),
+       escaped(tensor.name).c_str(), dtype_name(tensor.dtype));
+}
+
+void TensorFile::verify_finite(const TensorInfo& tensor) const {
+  read(tensor, nullptr, true);
+}
+
 void TensorFile::read_f32(const TensorInfo& tensor, float* out) const {
-  if (tensor.dtype != DType::f32 && tensor.dtype != DType::f16 && tensor.dtype != DType::bf16) {
-    fail(Exit::bad_file, "%s: tensor %s: dtype: got %s, expected f32, f16 or bf16", escaped(path()).c_str(),
-         escaped(tensor.name).c_str(), dtype_name(tensor.dtype));
+  read(tensor, out, false);
+}
+
+void TensorFile::read_finite_f32(const TensorInfo& tensor, float* out) const {
+  read(tensor, out, true);
+}
+
+// Checking reads the same pages as converting, and does not need its result: on a second core it costs no time.
+void TensorFile::read(const TensorInfo& tensor, float* out, bool finite) const {
+  require_float(tensor);
+  const std::span<const std::byte> data = bytes(tensor);
+  DataCheck check(data, tensor.dtype, finite);
+  std::thread checker;
+  if (out != nullptr && data.size() >= kWorthAThread) {
+    try {
+      const SignalsElsewhere signals;
+      checker = std::thread([&check, &data] { check.pieces(0, data.size()); });
+    } catch (const std::system_error&) {  // no more threads for this user
+    }
   }
   const std::size_t element = dtype_bytes(tensor.dtype);
-  const std::span<const std::byte> data = bytes(tensor);
-  Xxh3Stream stream;
   for (std::size_t done = 0; done < data.size(); done += kPiece) {
-    const std::span<const std::byte> piece = data.subspan(done, std::min(kPiece, data.size() - done));
-    stream.update(piece.data(), piece.size());
-    convert_to_f32(piece.data(), tensor.dtype, out + done / element, piece.size() / element);
+    const std::size_t piece = std::min(kPiece, data.size() - done);
+    if (!checker.joinable()) check.pieces(done, done + piece);
+    if (out != nullptr) convert_to_f32(data.data() + done, tensor.dtype, out + done / element, piece / element);
   }
-  compare_hash(tensor, stream.digest());
+  if (checker.joinable()) checker.join();
+  compare_hash(tensor, check.hash());
+  if (const std::optional<std::size_t> bad = check.first_not_finite()) {
+    fail(Exit::bad_file, "%s: %s: element %zu is not finite", escaped(path()).c_str(), escaped(tensor.name).c_str(),
+         *bad);
+  }
 }
 
 // ---- writing

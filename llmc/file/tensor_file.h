@@ -71,13 +71,20 @@ class TensorFile {
   void compare_hash(const TensorInfo& tensor, std::uint64_t got) const;
   // Every tensor, and that the gaps between them are zero: afterwards every byte of the file is known good.
   void verify_all() const;
-  // A float tensor (f32, f16, bf16) as fp32; verifies its hash. `out` holds tensor.elements() values.
+  // A float tensor (f32, f16, bf16) as fp32; verifies its hash, of a large tensor on a thread beside the conversion.
+  // `out` holds tensor.elements() values.
   void read_f32(const TensorInfo& tensor, float* out) const;
+  // The same, and a value that is not finite is Exit::bad_file naming it.
+  void read_finite_f32(const TensorInfo& tensor, float* out) const;
+  // What read_finite_f32() checks, without the values.
+  void verify_finite(const TensorInfo& tensor) const;
   std::uint64_t file_bytes() const { return file_.size(); }
   bool unchanged() const { return file_.unchanged(); }
 
  private:
   explicit TensorFile(MappedFile file) : file_(std::move(file)) {}
+  void require_float(const TensorInfo& tensor) const;
+  void read(const TensorInfo& tensor, float* out, bool finite) const;
 
   MappedFile file_;
   FileKind kind_ = FileKind::model;

@@ -1,7 +1,5 @@
 #include "llmc/model/model_file.h"
 
-#include <cmath>
-
 #include "llmc/base/error.h"
 
 namespace weft {
@@ -89,13 +87,7 @@ std::string ModelFile::tokenizer_json() const {
 }
 
 void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
-  file_.read_f32(file_.at(spec.name), out);
-  for (std::int64_t i = 0; i < spec.elements; ++i) {
-    if (!std::isfinite(out[i])) {
-      fail(Exit::bad_file, "%s: %s: element %lld is not finite", escaped(file_.path()).c_str(), spec.name.c_str(),
-           static_cast<long long>(i));
-    }
-  }
+  file_.read_finite_f32(file_.at(spec.name), out);
 }
 
 }  // namespace weft

@@ -1,6 +1,5 @@
 #include "llmc/train/checkpoint.h"
 
-#include <cmath>
 #include <filesystem>
 #include <limits>
 #include <vector>
@@ -141,19 +140,13 @@ void check_against_manifest(const Json& entry, const TensorFile& file, const std
 }
 
 // Reading verifies the hash; a NaN that was saved with a correct hash is no state to go on from either.
-void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec, std::vector<float>& values) {
+void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec) {
   const TensorInfo& tensor = file.at(name);
   if (tensor.shape != spec.shape) {
     fail(Exit::bad_file, "%s: %s: got shape %s, expected %s", escaped(file.path()).c_str(), name.c_str(),
          shape_text(tensor.shape).c_str(), shape_text(spec.shape).c_str());
   }
-  values.resize(static_cast<std::size_t>(spec.elements));
-  file.read_f32(tensor, values.data());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (!std::isfinite(values[i])) {
-      fail(Exit::bad_file, "%s: %s: element %zu is not finite", escaped(file.path()).c_str(), name.c_str(), i);
-    }
-  }
+  file.verify_finite(tensor);
 }
 
 void require_same_data(const Json& saved, const Json& now, const std::string& source) {
@@ -252,11 +245,10 @@ void Checkpoint::read_state(const Json& manifest, std::int64_t step) {
 }
 
 void Checkpoint::check_tensors() const {
-  std::vector<float> values;
   for (const TensorSpec& spec : model_.table().specs()) {
-    check_values(model_.file(), spec.name, spec, values);
-    check_values(training_, moment_name(TensorRole::moment1, spec), spec, values);
-    check_values(training_, moment_name(TensorRole::moment2, spec), spec, values);
+    check_values(model_.file(), spec.name, spec);
+    check_values(training_, moment_name(TensorRole::moment1, spec), spec);
+    check_values(training_, moment_name(TensorRole::moment2, spec), spec);
   }
   if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
 }

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "llmc/base/hash.h"
 #include "test_files.h"
@@ -188,6 +189,36 @@ TEST(TensorFile, RefusesOneFlippedBitAnywhere) {
     put_byte(i, bytes[i]);
   }
   TensorFile::open(path, FileKind::reference_dump).verify_all();
+}
+
+// Large tensors are checked on a second thread, small ones on the same: both find both kinds of damage, at its place.
+TEST(TensorFile, ReadingFindsAFlippedBitAndAValueThatIsNotFinite) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("values.bin");
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const std::size_t count : {std::size_t{1000}, std::size_t{1} << 22}) {
+      std::vector<float> values(count, 0.5f), out(count);
+      values[count - 7] = std::numeric_limits<float>::infinity();
+      TensorFileWriter writer(path, FileKind::training_state, Json::object());
+      writer.declare("t", dtype, {static_cast<std::int64_t>(count)});
+      writer.write_f32(values.data(), count);
+      writer.publish();
+      {
+        const TensorFile file = TensorFile::open(path, FileKind::training_state);
+        const std::string where = "'t': element " + std::to_string(count - 7) + " is not finite";
+        file.read_f32(file.at("t"), out.data());
+        EXPECT_EQ(out, values);
+        expect_contains(error_of(Exit::bad_file, [&] { file.read_finite_f32(file.at("t"), out.data()); }), where);
+        expect_contains(error_of(Exit::bad_file, [&] { file.verify_finite(file.at("t")); }), where);
+      }
+      std::string bytes = read_bytes(path);
+      bytes[bytes.size() - 100] ^= 1;
+      write_bytes(path, bytes);
+      const TensorFile file = TensorFile::open(path, FileKind::training_state);
+      expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("t"), out.data()); }), "XXH3-64: got");
+      expect_contains(error_of(Exit::bad_file, [&] { file.verify_finite(file.at("t")); }), "XXH3-64: got");
+    }
+  }
 }
 
 TEST(TensorFile, AWrongHashNamesTheTensor) {
