@@ -464,3 +464,43 @@ def test_ten_thousand_steps_leak_nothing(data, tmp_path):
     assert max(f for _, f, _ in late) <= max(f for _, f, _ in early) + 1 and max(files) < 20, files
     assert max(threads) <= 3, "training, reading ahead, saving"
     assert len(losses(out)) == 10_000
+
+
+# ---- infer_pythia ----------------------------------------------------------------------------------------------------
+
+INFER = PROGRAM.with_name("infer_pythia")
+NEOX = next((ROOT / "test" / "fixtures" / "golden").glob("neox-*.model.bin"))
+
+
+def generate(*more):
+    return [str(INFER), "--model", str(NEOX), "--device", "cpu", "--prompt-ids", "1,2,3", "--max-tokens", "8", "--ignore-eos",
+            *map(str, more)]
+
+
+@pytest.mark.parametrize("spec, code, words", [
+    ("nan@token=1", 6, "not"), ("nan@token=5", 6, "not"), ("io-error@load", 3, "bus error"),
+    ("kill@token=3", -signal.SIGKILL, ""), ("term@token=3", 143, ""), ("boom@token=3", 2, "nan@token=N"),
+    ("nan@token=0", 2, "nan@token=N"), ("nan@token", 2, "nan@token=N"),
+])
+def test_inference_fails_in_one_line(spec, code, words):
+    done = subprocess.run(generate("--debug-inject", spec), capture_output=True, text=True, timeout=SECONDS,
+                          env=environment())
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (code in (2, 3, 6)) and all(words in line for line in errors), done.stderr
+
+
+def test_an_answer_that_hangs_is_interrupted():
+    process = subprocess.Popen(generate("--debug-inject", "hang@token=4"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=environment())
+    try:
+        for line in process.stderr:
+            if "token 4 never comes" in line:
+                break
+        for _ in range(2):
+            time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 130
