@@ -19,15 +19,16 @@
 //   LayerNorms, both             every block does them for itself: cheaper than sharing the result
 //   QKV rows                     words with the number of the layer, too
 //   MLP-up rows, GELU            announced by a counter
-//   attention                    needs all QKV rows, finished while MLP-up was computed; an item is a head and a part of
-//                                the context; appends the token's key and value; announced by a counter
-//   MLP-down rows                needs all MLP-up rows, finished while attention was computed
-//   output projection rows       needs all items of attention, finished while MLP-down was computed; merges the parts of a
-//                                head; adds both to the residual that the row's owner keeps in a register
+//   attention                    an item is a head and a part of the context; its query has come during MLP-up
+//   MLP-down rows                need all MLP-up rows, finished while attention was computed
+//   output projection rows       need all of attention, finished during MLP-down: words with the number of the layer; adds
+//                                both to the residual that the row's owner keeps in a register
 //
-// So one synchronisation of four is not hidden, and the ring's slack covers it. After the last layer the head's rows, the
-// greatest logit of each block, and block 0 picks the id, tells the host through page-locked memory and the others through
-// one word.
+// A global access takes a microsecond or two behind the copies in flight. What attention reads and writes there is done by
+// a helper warp beside the consumers: it waits for q, k and v of its item, turns q and k, appends to the cache, and merges
+// the parts of a head. So one synchronisation of four is not hidden (x), one half (MLP-up), and the ring's slack covers
+// them. After the last layer the head's rows, the greatest logit of each block, and block 0 picks the id, tells the host
+// through page-locked memory and the others through one word.
 //
 // Reuse of global buffers needs no further synchronisation: a block writes a buffer again only after it has seen results
 // that every reader of the old contents could only make after reading them.
@@ -127,7 +128,8 @@ int max_splits_of(const ModelConfig& config, int blocks) {
 // Regions of the workspace; `blocks` bounds what depends on it.
 struct Regions {
   MemoryPlan plan{"fused decoding: workspace"};
-  std::uint64_t control, x, qkv, cleared, h, part_out, part_sum, head_best, shares, layers, logits;
+  std::uint64_t control, x, qkv, attention, head_parts, cleared, h, part_out, part_sum, head_best, shares, layers,
+      logits;
 };
 Regions plan_workspace(const ModelConfig& config, int blocks) {
   const auto n = [](std::int64_t count, std::size_t size) { return static_cast<std::uint64_t>(count) * size; };
@@ -136,6 +138,8 @@ Regions plan_workspace(const ModelConfig& config, int blocks) {
   r.control = r.plan.add(sizeof(Control));
   r.x = r.plan.add(n(config.hidden_size, 8));
   r.qkv = r.plan.add(n(3 * config.hidden_size, 8));
+  r.attention = r.plan.add(n(config.hidden_size, 8));
+  r.head_parts = r.plan.add(n(config.num_heads, 4));
   r.cleared = r.plan.bytes();
   r.h = r.plan.add(n(config.ffn_size, 4));
   r.part_out = r.plan.add(n(parts * config.head_dim, 4));
@@ -180,10 +184,9 @@ std::string fused_decode_refusal(const ModelConfig& config, const Device& device
 }
 
 const char* fused_stamp_name(int event) {
-  static const char* const names[kFusedStamps] = {
-      "x here",           "norms done",     "QKV done", "up done",   "QKV of all here",
-      "attention done",   "up of all here", "h loaded", "down done", "attention of all here",
-      "attention loaded", "x written"};
+  static const char* const names[kFusedStamps] = {"x here",     "norms done",       "QKV done",  "up done",
+                                                  "query here", "attention done",   "up of all", "h requested",
+                                                  "down done",  "attention of all", "x written"};
   return event >= 0 && event < kFusedStamps ? names[event] : "?";
 }
 
@@ -231,8 +234,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   State& s = *state_;
   s.stream = stream;
   const WarpShape shape = warp_shape(config);
-  s.threads = (shape.warps_k * shape.warps_r + 1) * kWarpSize;
-  const int consumers = s.threads - kWarpSize;
+  s.threads = (shape.warps_k * shape.warps_r + 2) * kWarpSize;
+  const int consumers = s.threads - 2 * kWarpSize;
   s.kernel = shape.lines == 1 ? reinterpret_cast<const void*>(fused_decode_kernel<S, 1>)
                               : reinterpret_cast<const void*>(fused_decode_kernel<S, 2>);
   const std::vector<Shares> shares = make_shares(config, s.blocks, tuning.layer_only);
@@ -276,6 +279,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.control = memory.at<Control>(r.control);
   p.x = memory.at<std::uint64_t>(r.x);
   p.qkv = memory.at<std::uint64_t>(r.qkv);
+  p.attention = memory.at<std::uint64_t>(r.attention);
+  p.head_parts = memory.at<unsigned>(r.head_parts);
   p.h = memory.at<float>(r.h);
   p.part_out = memory.at<float>(r.part_out);
   p.part_sum = memory.at<float2>(r.part_sum);

@@ -15,8 +15,8 @@ constexpr int kLinesAtOnce = 4;     // lines of 512 bytes that a warp takes from
 constexpr int kLineElements = 256;  // 16-bit elements of a line; a lane holds 8 of them
 constexpr int kLane = 8;
 constexpr int kSamplerThreads = 256;
-constexpr int kMaxWarps = 11;              // consumers; with the producer 3 on each quarter of the multiprocessor
-constexpr int kAttentionSplitTokens = 16;  // a split of the context has at least so many tokens, but for the last
+constexpr int kMaxWarps = 10;  // consumers; with producer and helper 3 on each quarter of the multiprocessor
+constexpr int kAttentionSplitTokens = 64;  // a split of the context has at least so many tokens, but for the last
 
 // ---- what host and device share -------------------------------------------------------------------------------------
 
@@ -72,13 +72,15 @@ struct Parameters {
   int max_splits;
   // workspace
   Control* control;
-  std::uint64_t* x;       // [C]: layers done << 32 | fp32 bits
-  std::uint64_t* qkv;     // [3 C], the same
-  float* h;               // [F]
-  float* part_out;        // [NH, max_splits, HS], not divided by the sum
-  float2* part_sum;       // [NH, max_splits]: largest score, sum
-  float* logits;          // [V]
-  ulonglong2* head_best;  // [blocks]: rank of the greatest logit, flags
+  std::uint64_t* x;          // [C]: layers done << 32 | fp32 bits
+  std::uint64_t* qkv;        // [3 C], the same
+  std::uint64_t* attention;  // [C], the same: attention's output
+  float* h;                  // [F]
+  float* part_out;           // [NH, max_splits, HS], not divided by the sum
+  float2* part_sum;          // [NH, max_splits]: largest score, sum
+  unsigned* head_parts;      // [NH]: parts of a head that are ready, modulo their number
+  float* logits;             // [V]
+  ulonglong2* head_best;     // [blocks]: rank of the greatest logit, flags
   // the launch
   Mailbox* mailbox;
   unsigned serial;
@@ -94,7 +96,7 @@ struct Parameters {
 
 // Where everything lies in dynamic shared memory; host and device compute it alike.
 struct SharedLayout {
-  int layers, partials, attention_raw, attention_new, attention_states, sampler, barriers, bytes;
+  int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
 };
 template <typename S>
 __host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
@@ -109,15 +111,13 @@ __host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
   };
   at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<S>)));
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
-  const int overlap = end;  // attention and sampling never run at the same time
-  at.attention_raw = take((3 * p.HS + 2 * p.rope_half) * 4);
-  at.attention_new = take(2 * p.HS * static_cast<int>(sizeof(S)));
-  at.attention_states = take(warps * (p.HS + 2) * 4);
-  const int after = end;
-  end = overlap;
+  at.rope = take(2 * p.rope_half * 4);
+  at.raw = take(3 * p.HS * 4);
+  at.query = take(p.HS * 4);
+  at.added = take(2 * p.HS * static_cast<int>(sizeof(S)));
+  at.states = take(warps * (p.HS + 2) * 4);
   at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
-  end = end > after ? end : after;
-  at.barriers = take(2 * p.stages * 8);
+  at.barriers = take((2 * p.stages + 2) * 8);
   at.bytes = end;
   return at;
 }
@@ -149,6 +149,12 @@ __device__ inline unsigned load_relaxed(const unsigned* address) {
 }
 __device__ inline void add_release(unsigned* address, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+// The value before; after `last` comes 0.
+__device__ inline unsigned increase_modulo(unsigned* address, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(last) : "memory");
+  return before;
 }
 __device__ inline void store_word(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
@@ -282,7 +288,8 @@ template <typename S>
 struct Common {
   const Parameters<S>& p;
   Flags& flags;
-  unsigned ring, full, empty;  // shared addresses
+  unsigned ring, full, empty;      // shared addresses
+  unsigned query_here, item_done;  // of mbarriers between helper and consumers
   int blocks, block;
 
   // Repeats try_once() until it is true. False if the launch is aborted.
@@ -433,6 +440,198 @@ struct Producer {
   }
 };
 
+// ---- the helper: one warp -------------------------------------------------------------------------------------------
+
+// What attention needs and leaves behind, while consumers work through MLP rows: a global memory access takes as long as
+// what is in flight in front of it, a microsecond or two, and here nobody waits for it.
+template <typename S>
+struct Helper {
+  const Common<S>& c;
+  char* shared;
+  SharedLayout at;
+  int lane, warps;  // warps: consumers
+  unsigned parity = 0;
+
+  // In all lanes; false if nothing follows or the launch is aborted.
+  template <typename Try>
+  __device__ bool wait(const Try& try_once) const {
+    const volatile int* stop = &c.flags.stop;
+    bool stopped = false;
+    const bool came = c.wait_for([&] {
+      if (try_once()) return true;
+      return stopped = *stop != 0;
+    });
+    return __all_sync(~0u, came && !stopped) != 0;
+  }
+
+  __device__ void load_rope(int position) const {
+    const int half = c.p.rope_half;
+    float* to = reinterpret_cast<float*>(shared + at.rope);
+    for (int e = lane; e < 2 * half; e += kWarpSize) {
+      const float* table = e < half ? c.p.rope_cos : c.p.rope_sin;
+      to[e] = __ldg(table + static_cast<std::int64_t>(position) * half + (e < half ? e : e - half));
+    }
+    __syncwarp();
+  }
+
+  // q, k and v of the item's head: the query for the consumers, and with the last split the token's key and value for
+  // them and for the cache.
+  __device__ bool prepare(int layer, int position, int head, bool newest, unsigned epoch) {
+    constexpr int kAhead = 8;
+    const Parameters<S>& p = c.p;
+    const int HS = p.HS, half = p.rope_half;
+    float* raw = reinterpret_cast<float*>(shared + at.raw);
+    float* query = reinterpret_cast<float*>(shared + at.query);
+    S* added = reinterpret_cast<S*>(shared + at.added);
+    const std::uint64_t* from = p.qkv + head * 3 * HS;
+    for (int first = lane; first - lane < 3 * HS; first += kAhead * kWarpSize) {
+      std::uint64_t words[kAhead];
+      const bool came = wait([&] {
+        bool good = true;
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const int e = first + u * kWarpSize;
+          words[u] = load_word(from + (e < 3 * HS ? e : 3 * HS - 1));
+        }
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) good = good && static_cast<unsigned>(words[u] >> 32) == epoch;
+        return good;
+      });
+      if (!came) return false;
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const int e = first + u * kWarpSize;
+        if (e < 3 * HS) raw[e] = __uint_as_float(static_cast<unsigned>(words[u]));
+      }
+    }
+    __syncwarp();
+    const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
+    const auto rotated = [&](const float* of, int d) {
+      if (d >= 2 * half) return of[d];
+      return d < half ? of[d] * cosine[d] - of[d + half] * sine[d]
+                      : of[d] * cosine[d - half] + of[d - half] * sine[d - half];
+    };
+    const std::int64_t row = ((static_cast<std::int64_t>(layer) * p.NH + head) * p.capacity + position) * HS;
+    for (int d = lane; d < HS; d += kWarpSize) {
+      query[d] = rotated(raw, d) * p.scale;
+      if (newest) {
+        const S key = from_float<S>(rotated(raw + HS, d)), value = from_float<S>(raw[2 * HS + d]);
+        added[d] = key;
+        added[HS + d] = value;
+        p.keys[row + d] = key;
+        p.values[row + d] = value;
+      }
+    }
+    if (newest) fence_async_proxy_global();
+    __syncwarp();
+    if (lane == 0) {
+      hopper::mbarrier_arrive(c.query_here);
+      if (newest) add_release(&p.control->attention.value, 1);
+    }
+    return true;
+  }
+
+  __device__ void store_output(int element, const float (&out)[4], float sum, unsigned epoch) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      store_word(c.p.attention + element + j, static_cast<std::uint64_t>(epoch) << 32 | __float_as_uint(out[j] / sum));
+    }
+  }
+
+  // Merges the consumers' states; the block that is the last of a head merges the parts of the head.
+  __device__ bool collect(int head, int split, int splits, unsigned epoch) {
+    constexpr int kAhead = 8;
+    const Parameters<S>& p = c.p;
+    const int HS = p.HS;
+    if (!wait([&] { return hopper::mbarrier_try(c.item_done, parity); })) return false;
+    parity ^= 1;
+    const float* states = reinterpret_cast<const float*>(shared + at.states);
+    const std::int64_t slot = static_cast<std::int64_t>(head) * p.max_splits;
+    // Lane w holds the share of warp w.
+    const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
+    const float own_share = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
+    const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_share : 0.0f);
+    for (int first = 0; first < HS; first += kWarpSize * 4) {
+      const int d = first + lane * 4;
+      float out[4] = {};
+#pragma unroll
+      for (int w = 0; w < kMaxWarps; ++w) {
+        const float share = __shfl_sync(~0u, own_share, w);
+        if (w >= warps || d >= HS) continue;
+        const float* state = states + w * (HS + 2) + 2 + d;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[j] = fmaf(state[j], share, out[j]);
+      }
+      if (d >= HS) continue;
+      if (splits == 1) {
+        store_output(head * HS + d, out, sum, epoch);
+      } else {
+        *reinterpret_cast<float4*>(p.part_out + (slot + split) * HS + d) = make_float4(out[0], out[1], out[2], out[3]);
+      }
+    }
+    if (splits == 1) return true;
+    if (lane == 0) p.part_sum[slot + split] = make_float2(largest, sum);
+    __syncwarp();
+    unsigned before = 0;
+    if (lane == 0) before = increase_modulo(p.head_parts + head, static_cast<unsigned>(splits - 1));
+    if (__shfl_sync(~0u, before, 0) + 1 != static_cast<unsigned>(splits)) return true;
+    for (int d = lane * 4; d < HS; d += kWarpSize * 4) {
+      float out[4] = {}, total = 0, most = -INFINITY;
+      for (int first = 0; first < splits; first += kAhead) {
+        float2 state[kAhead];
+        float4 part[kAhead];
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const int s = min(first + u, splits - 1);
+          state[u] = __ldcg(p.part_sum + slot + s);
+          part[u] = __ldcg(reinterpret_cast<const float4*>(p.part_out + (slot + s) * HS + d));
+        }
+        float next = most;
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) next = fmaxf(next, state[u].x);
+        const float zero = next == -INFINITY ? 0.0f : next, keep = exp2f(most - zero);
+        most = next;
+        total *= keep;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[j] *= keep;
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const float share = first + u < splits ? exp2f(state[u].x - zero) : 0.0f;
+          total = fmaf(state[u].y, share, total);
+          out[0] = fmaf(part[u].x, share, out[0]);
+          out[1] = fmaf(part[u].y, share, out[1]);
+          out[2] = fmaf(part[u].z, share, out[2]);
+          out[3] = fmaf(part[u].w, share, out[3]);
+        }
+      }
+      store_output(head * HS + d, out, total, epoch);
+    }
+    return true;
+  }
+
+  __device__ void run() {
+    const Parameters<S>& p = c.p;
+    unsigned step = 0;
+    for (int token = 0; token < p.count; ++token) {
+      const int position = p.position + token, splits = splits_at(position, p.max_splits);
+      load_rope(position);
+      for (int l = 0; l < p.L; ++l) {
+        for (int item = c.first_item(l); item < p.NH * splits; item += c.blocks) {
+          const int head = item / splits, split = item % splits;
+          if (!prepare(l, position, head, split == splits - 1, step + 1)) return;
+          if (!collect(head, split, splits, step + 1)) return;
+        }
+        ++step;
+        // Every key and value of this layer's token is in the cache: the producer may read them at the next token.
+        const unsigned target = static_cast<unsigned>(p.NH) * step;
+        if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) return;
+        __threadfence_block();
+        if (lane == 0) *const_cast<volatile unsigned*>(&c.flags.cache_steps) = step;
+      }
+    }
+  }
+};
+
 // ---- the consumers --------------------------------------------------------------------------------------------------
 
 // QC: lines of a row of C elements that one warp owns.
@@ -450,9 +649,9 @@ struct Consumer {
   int thread, warp, lane, threads, warp_k, warp_r;
   Cursor cursor;
   int turn = 0, reduction_turn = 0;
-  unsigned step = 0;             // layers done in this launch
-  unsigned attention_items = 0;  // items of attention in this launch up to the layer in work
-  float x_own = 0;               // residual of row own.out.begin + thread
+  unsigned step = 0;         // layers done in this launch
+  unsigned item_parity = 0;  // of the next item of attention
+  float x_own = 0;           // residual of row own.out.begin + thread
   bool stamping = false;
 
   __device__ __forceinline__ Consumer(const Common<S>& common, char* shared_memory, const SharedLayout& layout)
@@ -621,13 +820,13 @@ struct Consumer {
     }
     return n;
   }
-  // This thread's part of the residual as the rows' owners wrote it: each word carries the step that it belongs to.
-  __device__ __forceinline__ void load_residual(unsigned epoch, float (&x)[kInputs]) const {
+  // This thread's part of a vector [C] whose words carry the number of layers done when they were written.
+  __device__ __forceinline__ void load_vector(const std::uint64_t* vector, unsigned epoch, float (&x)[kInputs]) const {
 #pragma unroll
     for (int i = 0; i < QC; ++i) {
       const bool inside = piece(i) * kLane < c.p.C;
       std::uint64_t words[kLane];
-      const std::uint64_t* from = c.p.x + piece(i) * kLane;
+      const std::uint64_t* from = vector + piece(i) * kLane;
       const auto complete = [&] {
         bool good = true;
 #pragma unroll
@@ -710,16 +909,6 @@ struct Consumer {
 
   // ---- attention ----
 
-  // The row of the table for this token, for all its layers; barriers enough lie between this and its use.
-  __device__ __forceinline__ void load_rope(int position) const {
-    const int half = c.p.rope_half;
-    float* to = reinterpret_cast<float*>(shared + at.attention_raw) + 3 * c.p.HS;
-    for (int e = thread; e < 2 * half; e += threads) {
-      const float* table = e < half ? c.p.rope_cos : c.p.rope_sin;
-      to[e] = __ldg(table + static_cast<std::int64_t>(position) * half + (e < half ? e : e - half));
-    }
-  }
-
   // One token more in a group's running softmax.
   struct Running {
     float largest = -INFINITY, sum = 0, out[kLane] = {};
@@ -776,54 +965,27 @@ struct Consumer {
     for (int j = 0; j < kLane; ++j) r.out[j] = fmaf(r.out[j], keep, fmaf(p0, a[j], p1 * b[j]));
   }
 
+  // An item: from the query that the helper left in shared memory to a softmax state a warp, which the helper merges.
   template <int LT>
   __device__ __forceinline__ void attend_item(int layer, int position, int item, int splits) {
     const Parameters<S>& p = c.p;
-    const int HS = p.HS, head = item / splits, split = item % splits, half = p.rope_half;
-    const int part = lane % LT, warps = threads / kWarpSize;
+    const int HS = p.HS, split = item % splits, part = lane % LT;
+    const bool active = part * kLane < HS;
     const Tokens tokens = split_tokens(position, splits, split);
-    const bool newest = split == splits - 1;                           // this item adds the token itself
-    float* raw = reinterpret_cast<float*>(shared + at.attention_raw);  // q, k, v, then cos, sin
-    S* added = reinterpret_cast<S*>(shared + at.attention_new);        // key and value of the token
-    float* states = reinterpret_cast<float*>(shared + at.attention_states);
-
-    for (int e = thread; e < 3 * HS; e += threads) {
-      std::uint64_t word = 0;
-      c.wait_for([&] {
-        word = load_word(p.qkv + head * 3 * HS + e);
-        return static_cast<unsigned>(word >> 32) == step + 1;
-      });
-      raw[e] = __uint_as_float(static_cast<unsigned>(word));
-    }
-    sync();
+    const S* added = reinterpret_cast<const S*>(shared + at.added);
+    const float* query = reinterpret_cast<const float*>(shared + at.query);
+    c.wait_barrier(c.query_here, item_parity);
+    item_parity ^= 1;
     stamp(layer, 4);
-    const float *cosine = raw + 3 * HS, *sine = cosine + half;
-    const auto rotated = [&](const float* from, int d) {
-      if (d >= 2 * half) return from[d];
-      return d < half ? from[d] * cosine[d] - from[d + half] * sine[d]
-                      : from[d] * cosine[d - half] + from[d - half] * sine[d - half];
-    };
-    if (newest) {
-      const std::int64_t row = ((static_cast<std::int64_t>(layer) * p.NH + head) * p.capacity + position) * HS;
-      for (int e = thread; e < 2 * HS; e += threads) {
-        const int d = e < HS ? e : e - HS;
-        const S value = from_float<S>(e < HS ? rotated(raw + HS, d) : raw[2 * HS + d]);
-        added[e] = value;
-        (e < HS ? p.keys : p.values)[row + d] = value;
-      }
-      fence_async_proxy_global();
-    }
     float q[kLane];
 #pragma unroll
-    for (int j = 0; j < kLane; ++j) q[j] = part * kLane < HS ? rotated(raw, part * kLane + j) * p.scale : 0.0f;
-    sync();
+    for (int j = 0; j < kLane; ++j) q[j] = active ? query[part * kLane + j] : 0.0f;
 
     Running r;
     attend_cached<LT>(r, q, tokens.end - tokens.begin);
-    if (newest && warp == 0) {
-      const bool mine = part * kLane < HS && lane < LT;
+    if (split == splits - 1 && warp == 0) {  // the token itself
       uint4 k = make_uint4(0, 0, 0, 0), v = k;
-      if (mine) {
+      if (active && lane < LT) {
         k = *reinterpret_cast<const uint4*>(added + part * kLane);
         v = *reinterpret_cast<const uint4*>(added + HS + part * kLane);
       }
@@ -833,7 +995,7 @@ struct Consumer {
       for (int offset = LT / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
       add_tokens(r, lane < LT ? score : -INFINITY, -INFINITY, v, make_uint4(0, 0, 0, 0));
     }
-    // The groups of a warp, then the warps.
+    // The groups of the warp.
 #pragma unroll
     for (int offset = LT; offset < kWarpSize; offset *= 2) {
       const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
@@ -847,97 +1009,28 @@ struct Consumer {
       }
       r.largest = largest;
     }
-    float* state = states + warp * (HS + 2);
-    if (lane < LT && part * kLane < HS) {
+    float* state = reinterpret_cast<float*>(shared + at.states) + warp * (HS + 2);
+    if (lane < LT && active) {
 #pragma unroll
       for (int j = 0; j < kLane; ++j) state[2 + part * kLane + j] = r.out[j];
     }
     if (lane == 0) state[0] = r.largest, state[1] = r.sum;
-    sync();
-    const std::int64_t slot = static_cast<std::int64_t>(head) * p.max_splits + split;
-    for (int d = thread; d < HS; d += threads) {
-      float largest = -INFINITY, sum = 0, out = 0;
-      for (int w = 0; w < warps; ++w) largest = fmaxf(largest, states[w * (HS + 2)]);
-      const float base = largest == -INFINITY ? 0.0f : largest;
-      for (int w = 0; w < warps; ++w) {
-        const float* from = states + w * (HS + 2);
-        const float share = exp2f(from[0] - base);
-        sum = fmaf(from[1], share, sum);
-        out = fmaf(from[2 + d], share, out);
-      }
-      p.part_out[slot * HS + d] = out;
-      if (d == 0) p.part_sum[slot] = make_float2(largest, sum);
-    }
-    announce(p.control->attention);
+    __syncwarp();
+    if (lane == 0) hopper::mbarrier_arrive(c.item_done);
   }
 
   __device__ __forceinline__ void attend(int layer, int position, int splits) {
     const Parameters<S>& p = c.p;
-    const int items = p.NH * splits;
-    int item = c.first_item(layer);
-    attention_items += static_cast<unsigned>(items);
-    if (item >= items) return;
-    for (; item < items; item += c.blocks) {
-      if (p.HS <= 32)
+    for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
+      if (p.HS <= 32) {
         attend_item<4>(layer, position, item, splits);
-      else if (p.HS <= 64)
+      } else if (p.HS <= 64) {
         attend_item<8>(layer, position, item, splits);
-      else if (p.HS <= 128)
+      } else if (p.HS <= 128) {
         attend_item<16>(layer, position, item, splits);
-      else
+      } else {
         attend_item<32>(layer, position, item, splits);
-    }
-  }
-
-  // This thread's inputs of the output projection, from the parts of all splits: as many loads as possible at once.
-  __device__ __forceinline__ void load_attention(int splits, float (&input)[kInputs]) const {
-    constexpr int kAhead = 8 / QC;
-    const Parameters<S>& p = c.p;
-#pragma unroll
-    for (int i = 0; i < QC; ++i) {
-      const int element = piece(i) * kLane;
-      float out[kLane] = {}, sum = 0, largest = -INFINITY;
-      if (element < p.C) {
-        const int head = element / p.HS, d = element % p.HS;
-        const std::int64_t slot = static_cast<std::int64_t>(head) * p.max_splits;
-        for (int first = 0; first < splits; first += kAhead) {
-          float2 state[kAhead];
-          float4 part[kAhead][2];
-#pragma unroll
-          for (int u = 0; u < kAhead; ++u) {
-            state[u] = make_float2(-INFINITY, 0);
-            part[u][0] = part[u][1] = make_float4(0, 0, 0, 0);
-            if (first + u < splits) {
-              const float4* from = reinterpret_cast<const float4*>(p.part_out + (slot + first + u) * p.HS + d);
-              state[u] = __ldcg(p.part_sum + slot + first + u);
-              part[u][0] = __ldcg(from);
-              part[u][1] = __ldcg(from + 1);
-            }
-          }
-          float next = largest;
-#pragma unroll
-          for (int u = 0; u < kAhead; ++u) next = fmaxf(next, state[u].x);
-          const float base = next == -INFINITY ? 0.0f : next, keep = exp2f(largest - base);
-          largest = next;
-          sum *= keep;
-#pragma unroll
-          for (int j = 0; j < kLane; ++j) out[j] *= keep;
-#pragma unroll
-          for (int u = 0; u < kAhead; ++u) {
-            const float share = exp2f(state[u].x - base);
-            sum = fmaf(state[u].y, share, sum);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              out[half * 4] = fmaf(part[u][half].x, share, out[half * 4]);
-              out[half * 4 + 1] = fmaf(part[u][half].y, share, out[half * 4 + 1]);
-              out[half * 4 + 2] = fmaf(part[u][half].z, share, out[half * 4 + 2]);
-              out[half * 4 + 3] = fmaf(part[u][half].w, share, out[half * 4 + 3]);
-            }
-          }
-        }
       }
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) input[i * kLane + j] = element < p.C ? out[j] / sum : 0.0f;
     }
   }
 
@@ -951,12 +1044,12 @@ struct Consumer {
     float input[kInputs], other[kInputs];
     {
       const NormWeights norms = load_norms(w, true);
-      if (l == 0) {
+      if (l == 0 && !(p.layer_only && token > 0)) {
         load_embedding(id, input);
         const int row = own.out.begin + thread;
         if (row < own.out.end) x_own = to_float(p.embedding[static_cast<std::int64_t>(id) * p.C + row]);
       } else {
-        load_residual(step, input);
+        load_vector(p.x, step, input);
       }
       stamp(l, 0);
       normalize(norms, input, other);
@@ -1006,19 +1099,15 @@ struct Consumer {
       finish_rows(rows, [&](int, float sum) { below = sum + bias_value(down_bias); });
       stamp(l, 8);
     }
-    await(p.control->attention, attention_items);
-    // Every key and value of this layer's new token is in the cache: the producer may read them at the next token.
-    if (thread == 0) *const_cast<volatile unsigned*>(&c.flags.cache_steps) = step + 1;
-    stamp(l, 9);
     if (rows > 0) {
-      load_attention(splits, input);
-      stamp(l, 10);
+      load_vector(p.attention, step + 1, input);
+      stamp(l, 9);
       narrow_rows(rows, input);
       finish_rows(rows, [&](int row, float sum) {
         x_own += (sum + bias_value(dense_bias)) + below;
         store_word(p.x + own.out.begin + row, static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(x_own));
       });
-      stamp(l, 11);
+      stamp(l, 10);
     }
     ++step;
   }
@@ -1030,7 +1119,7 @@ struct Consumer {
     const Parameters<S>& p = c.p;
     float input[kInputs], unused[kInputs];
     const NormWeights norms = load_norms(layers[p.L], false);
-    load_residual(step, input);
+    load_vector(p.x, step, input);
     stamp(p.L, 0);
     normalize(norms, input, unused);
     stamp(p.L, 1);
@@ -1057,7 +1146,7 @@ struct Consumer {
       best = other > best ? other : best;
       bad |= __shfl_xor_sync(~0u, bad, offset);
     }
-    ulonglong2* words = reinterpret_cast<ulonglong2*>(shared + at.attention_states);
+    ulonglong2* words = reinterpret_cast<ulonglong2*>(shared + at.sampler);
     if (lane == 0) words[warp] = make_ulonglong2(best, bad);
     sync();
     if (thread == 0) {
@@ -1147,7 +1236,6 @@ struct Consumer {
     std::int32_t id = p.first_id;
     for (int token = 0; token < p.count && id >= 0; ++token) {
       stamping = p.stamps != nullptr && token == p.count - 1;
-      load_rope(p.position + token);
       for (int l = 0; l < p.L; ++l) run_layer(l, token, id);
       if (p.layer_only) {
         if (c.block == 0 && thread == 0) {
@@ -1170,9 +1258,9 @@ struct Consumer {
 
 #endif  // WEFT_BULK_COPY
 
-// One block on each multiprocessor, all of them resident at once; the last warp is the producer.
+// One block on each multiprocessor, all of them resident at once; the last two warps are producer and helper.
 template <typename S, int QC>
-__global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
+__global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     fused_decode_kernel(const __grid_constant__ Parameters<S> p) {
 #if WEFT_BULK_COPY
   extern __shared__ __align__(128) char shared[];
@@ -1185,6 +1273,8 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
                          base,
                          base + at.barriers,
                          base + at.barriers + 8 * p.stages,
+                         base + at.barriers + 16 * p.stages,
+                         base + at.barriers + 16 * p.stages + 8,
                          static_cast<int>(gridDim.x),
                          static_cast<int>(blockIdx.x)};
   const int words = (p.L + 1) * static_cast<int>(sizeof(Layer<S>) / 8);
@@ -1200,9 +1290,16 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
       hopper::mbarrier_init(common.full + 8 * s, 1);
       hopper::mbarrier_init(common.empty + 8 * s, static_cast<unsigned>(consumers / kWarpSize));
     }
+    hopper::mbarrier_init(common.query_here, 1);
+    hopper::mbarrier_init(common.item_done, static_cast<unsigned>(consumers / kWarpSize));
     hopper::fence_barrier_init();
   }
   __syncthreads();
+  if (static_cast<int>(threadIdx.x) >= consumers + kWarpSize) {
+    Helper<S> helper{common, shared, at, static_cast<int>(threadIdx.x) % kWarpSize, consumers / kWarpSize};
+    helper.run();
+    return;
+  }
   if (static_cast<int>(threadIdx.x) >= consumers) {
     if (static_cast<int>(threadIdx.x) == consumers) {
       Producer<S> producer{common, reinterpret_cast<const Layer<S>*>(shared + at.layers), {}, {}, 0, false};
