@@ -33,10 +33,12 @@ class Run:
     peer_micro_batch: int
     peer_precision: str
     recompute: str = "none"
+    moments: str = "fp32"
 
     @property
     def name(self) -> str:
-        return f"{self.config}, T {self.seq_len}"
+        note = ", bf16 moments" if self.moments == "bf16" else ""
+        return f"{self.config}, T {self.seq_len}, B {self.micro_batch}{note}"
 
 
 RUNS = [
@@ -44,13 +46,13 @@ RUNS = [
     Run("llama3.2-1b", 2048, 8, 8, "master"),
     Run("llama3.2-1b", 8192, 2, 2, "bf16"),
     Run("llama3.2-3b", 2048, 8, 4, "bf16"),
-    Run("llama3.1-8b", 4096, 1, 1, "bf16", recompute="norm"),
+    Run("llama3.1-8b", 4096, 3, 1, "bf16", recompute="norm", moments="bf16"),
 ]
 
 
 def weft(run: Run) -> dict[str, Any] | str:
     command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--json", "--config", run.config, "--seq-len",
-               str(run.seq_len), "--micro-batch", str(run.micro_batch), "--recompute", run.recompute]
+               str(run.seq_len), "--micro-batch", str(run.micro_batch), "--recompute", run.recompute, "--moments", run.moments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return json.loads(result.stdout) if result.returncode == 0 else result.stderr.strip().splitlines()[-1]
 

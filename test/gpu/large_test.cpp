@@ -180,6 +180,11 @@ TEST(Large, ResidualNorm) {
   back.weight = weight.data();
   back.rstd = rstd.data();
   back.dresidual = out.data();
+  DeviceBuffer<float> dweight(static_cast<std::size_t>(C));
+  dweight.fill_bytes(0);
+  const DeviceBuffer<char> workspace(residual_norm_backward_workspace(C, 1));
+  back.dweight = dweight.data();
+  back.workspace = workspace.data();
   residual_norm_backward(shape, back, nullptr);
   ResidualNormBackward<bf16, bf16> back_end = back;
   back_end.dout = x_end.data();
@@ -202,8 +207,10 @@ TEST(Large, Classifier) {
   const DeviceBuffer<float> losses(ids.size()), losses_end(static_cast<std::size_t>(R));
   classifier(logits.data(), losses.data(), labels.data(), N, V, row, 0.5f, true, nullptr);
   classifier(end.data(), losses_end.data(), labels_end.data(), R, V, row, 0.5f, true, nullptr);
-  expect_same_end(losses, losses_end, "classifier: losses");
-  expect_same_end(logits, end, "classifier: gradient");
+  check(cudaDeviceSynchronize(), "classifier");
+  // How many blocks share a row may depend on how many rows there are.
+  test::expect_near<float>(last(losses, losses_end.size()), losses_end.download(), "losses");
+  test::expect_near<bf16>(test::widened(last(logits, end.size())), test::on_host(end), "gradient", 1e-2);
 }
 
 TEST(Large, Attention) {
@@ -258,7 +265,7 @@ TEST(Large, Matmul) {
   matmul.input_grad<bf16>(dx_end.data(), out_end.data(), weight.data(), R, C, OC);
   stream.synchronize("test");
   // Two shapes may have two algorithms: the last bit may differ.
-  test::expect_near<bf16>(test::widened(last(out, out_end.size())), test::on_host(out_end), "out", 1e-3);
+  test::expect_near<bf16>(test::widened(last(out, out_end.size())), test::on_host(out_end), "out", 1e-2);
   test::expect_near<bf16>(test::widened(last(dx, dx_end.size())), test::on_host(dx_end), "dx", 1e-2);
 }
 

@@ -348,7 +348,7 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
   const Text text = random_text(config, options, 31);
   const auto exact = cuda::make_llama(config, options);
   randomize(*exact);
-  const std::vector<double> exact_losses = run_steps(*exact, text, 1, 40);
+  const std::vector<double> exact_losses = run_steps(*exact, text, 1, 60);
 
   options.moments = Precision::bf16;
   options.seed = 5;
@@ -356,8 +356,8 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
              second = cuda::make_llama(config, options);
   randomize(*whole);
   randomize(*first);
-  const std::vector<double> losses = run_steps(*whole, text, 1, 40);
-  run_steps(*first, text, 1, 20);
+  const std::vector<double> losses = run_steps(*whole, text, 1, 60);
+  run_steps(*first, text, 1, 30);
   const auto copy = first->make_state_copy();
   copy->take();
   for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
@@ -369,12 +369,13 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
       second->write_tensor(role, spec, copied.data());
     }
   }
-  run_steps(*second, text, 21, 40);
+  run_steps(*second, text, 31, 60);
   for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
     EXPECT_TRUE(same_bits(read_all(*whole, role), read_all(*second, role)));
   }
-  EXPECT_LT(exact_losses.back(), 0.7 * exact_losses.front());
-  EXPECT_NEAR(losses.back(), exact_losses.back(), 0.02 * exact_losses.back());
+  EXPECT_LT(exact_losses.back(), 0.6 * exact_losses.front());
+  // Learning by heart is steep: a twentieth of the loss is a step or two.
+  EXPECT_NEAR(losses.back(), exact_losses.back(), 0.05 * exact_losses.front());
   EXPECT_EQ(total_bytes(exact->memory()) - total_bytes(whole->memory()),
             4u * static_cast<std::uint64_t>(whole->table().arena_elements()));
 }

@@ -311,7 +311,8 @@ TEST_F(MatmulPlansTest, DamagedFilesAreLeftAside) {
   const std::string path = cache_file(), whole = read_text_file(path, 10000);
   for (const std::string& damaged :
        {std::string(), whole.substr(0, whole.size() - 5), whole + "rubbish\n", whole + "p: 1 2 3 4 5 6 7 8 9\n",
-        "weft matmul plans 2" + whole.substr(19), std::string("\0\xff", 2)}) {
+        whole.substr(0, whole.size() - 1) + " 0000000000000009\n", "weft matmul plans 2" + whole.substr(19),
+        std::string("\0\xff", 2)}) {
     // As the file of a run that this process knows nothing of.
     std::string stranger = damaged;
     if (const std::size_t at = stranger.find("identity E"); at != std::string::npos) stranger[at + 9] = 'X';
