@@ -117,8 +117,10 @@ std::vector<Shares> make_shares(const ModelConfig& config, int blocks, bool laye
   return shares;
 }
 
-int default_blocks(const ModelConfig&) {
-  return attribute(cudaDevAttrMultiProcessorCount);
+// The smallest models spend their time on telling each other; fewer blocks have less to tell.
+int default_blocks(const ModelConfig& config) {
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  return config.hidden_size <= 256 ? (multiprocessors + 1) / 2 : multiprocessors;
 }
 
 int max_splits_of(const ModelConfig& config, int blocks) {
