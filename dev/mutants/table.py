@@ -64,7 +64,7 @@ CPU = [
     Mutant("norm backward without the skip gradient", "llmc/cpu/residual_norm.cpp", "dh[c] += skip[c];",
            "dh[c] += 0.0f * skip[c];", unit("OperatorVectors.ResidualNorm*")),
     Mutant("norm ignores eps", "llmc/cpu/residual_norm.cpp", "std::sqrt(variance + shape.eps)",
-           "std::sqrt(variance + 1e-5)", unit("OperatorVectors.ResidualNorm*")),
+           "std::sqrt(variance + 1e-5)", unit("*ResidualNorm*")),
     Mutant("dropout does not rescale what it keeps", "llmc/cpu/residual_norm.cpp",
            "const float kept = scale / (1.0f - shape.dropout);", "const float kept = scale;", unit("*ResidualNorm*")),
     Mutant("SwiGLU with its branches swapped", "llmc/cpu/swiglu.cpp", """\

@@ -52,6 +52,20 @@ TEST(AdamW, FirstStepMovesByTheLearningRate) {
   EXPECT_EQ(p[2], 1.0f);
 }
 
+// In the first step both corrected moments are those of the gradient: the step is lr g / (|g| + eps).
+TEST(AdamW, EpsIsThatOfTheStep) {
+  for (const float eps : {0.5f, 1e-3f}) {
+    Floats p = {1.0f, 1.0f}, m(2), v(2);
+    const Floats g = {0.25f, -2.0f};
+    AdamWStep step;
+    step.learning_rate = 0.125f;
+    step.eps = eps;
+    adamw(p.data(), g.data(), m.data(), v.data(), 2, false, step);
+    EXPECT_NEAR(p[0], 1.0f - 0.125f * 0.25f / (0.25f + eps), 1e-6);
+    EXPECT_NEAR(p[1], 1.0f + 0.125f * 2.0f / (2.0f + eps), 1e-6);
+  }
+}
+
 TEST(AdamW, SameBitsForAnyThreads) {
   const std::int64_t count = 20011;
   const Floats g = random_floats(count, 2);

@@ -72,8 +72,12 @@ TEST(TensorTable, TensorsDoNotOverlapAndGroupsAreAligned) {
 }
 
 TEST(TensorTable, OnlyMatricesDecay) {
-  const TensorTable table(pythia(2, 64, 2, 100));
-  for (const TensorSpec& spec : table.specs()) EXPECT_EQ(spec.decay, spec.shape.size() == 2) << spec.name;
+  ModelConfig layernorm = preset_config("tiny");
+  layernorm.norm = NormKind::layernorm;
+  for (const ModelConfig& config : {pythia(2, 64, 2, 100), preset_config("tiny"), layernorm}) {
+    const TensorTable table(config);
+    for (const TensorSpec& spec : table.specs()) EXPECT_EQ(spec.decay, spec.shape.size() == 2) << spec.name;
+  }
 }
 
 TEST(ModelConfig, JsonRoundTrip) {
@@ -85,6 +89,30 @@ TEST(ModelConfig, JsonRoundTrip) {
   }
   const ModelConfig config = pythia(6, 512, 8, 50304);
   EXPECT_EQ(config_from_json(config_to_json(config), "test"), config);
+}
+
+// No key has a default but bos_id, whose absence means that there is none.
+TEST(ModelConfig, EveryKeyIsNeeded) {
+  const Json good = config_to_json(preset_config("llama3.2-1b"));
+  const auto expect_missed = [](const Json& config, const std::string& key) {
+    try {
+      config_from_json(config, "file.bin");
+      ADD_FAILURE() << "a configuration without " << key << " was accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file);
+      EXPECT_NE(std::string(error.what()).find(key + ": "), std::string::npos) << error.what();
+    }
+  };
+  for (const auto& [key, value] : good.items()) {
+    Json without = good;
+    without.erase(key);
+    if (key != "bos_id") expect_missed(without, key);
+  }
+  for (const auto& [key, value] : good["rope"].items()) {
+    Json without = good;
+    without["rope"].erase(key);
+    expect_missed(without, key);
+  }
 }
 
 // Each damaged key is refused with exit code 3 and its name.
