@@ -25,7 +25,7 @@ Q := $(if $(V),,@)
 # ---- host code -------------------------------------------------------------------------------------------------------
 MODE_FLAGS_release := -O3
 MODE_FLAGS_asan    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-MODE_FLAGS_tsan    := -O1 -g -fsanitize=thread
+MODE_FLAGS_tsan    := -O1 -fsanitize=thread
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
 CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
@@ -53,7 +53,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests deps doctor venv demo test fuzz mutants bench profile profile-infer headers format install uninstall clean help FORCE
+.PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench profile profile-infer headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -116,6 +116,7 @@ $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $B/libweft.a
 test: deps venv
 	@$(MAKE) --no-print-directory tests
 	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
+	@$(MAKE) --no-print-directory tsan
 	@$(MAKE) --no-print-directory headers
 	@GPU=$(GPU) .venv/bin/python test/run.py
 
@@ -126,6 +127,16 @@ fuzz: deps
 # Proof that the tests can fail: plants bugs in a copy of the tree, and wants each to turn a test red (half an hour).
 mutants: deps venv
 	@.venv/bin/python dev/mutants/run.py $(MUTANTS)
+
+# The threads that read ahead and that write checkpoints, under ThreadSanitizer: their tests, and train_llama for
+# test/run.py. libgomp is not built for it: everything runs with one OpenMP thread.
+THREAD_TESTS := checkpoint data_loader train_loop
+tsan:
+	@$(MAKE) --no-print-directory MODE=tsan NVCC= thread_tests
+thread_tests: $B/thread_tests $B/train_llama
+$B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $B/libweft.a
+	@echo "  LINK  $@"
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 
 # Each header compiles alone: no hidden order of includes.
 headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h))
@@ -183,6 +194,7 @@ help:
 	@echo "make test       run every test this machine can run; GPU=must refuses to skip those that need a GPU"
 	@echo "make fuzz       FUZZ_S=60 seconds for each fuzz target (clang's libFuzzer); FUZZ_TARGETS= some of them"
 	@echo "make mutants    plant bugs in a copy of the tree, one at a time: does a test find each?"
+	@echo "make tsan       build the tests of weft's own threads under ThreadSanitizer; make test runs them"
 	@echo "make bench      training steps and decoding on the GPU beside PyTorch, as tables"
 	@echo "make profile    one training step on the GPU under Nsight Compute, by operator; profile-infer: one decoded token"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
