@@ -170,7 +170,8 @@ CPU = [
            "if (given.size() > 2 && !entry.repeatable) {", unit("Options.*")),
     # ---- text --------------------------------------------------------------------------------------------------------
     Mutant("BOS forgotten", "llmc/text/tokenizer.cpp", "if (add_bos && bos_) ids.push_back(*bos_);",
-           "if (add_bos && bos_ && text.empty()) ids.push_back(*bos_);", unit("Tokenizer.*")),
+           "if (add_bos && bos_ && text.empty()) ids.push_back(*bos_);",
+           unit("Tokenizer.*", "*TokenizerVectors.EncodesEveryString*")),
     Mutant("an empty prompt gets no first token", "llmc/infer/prompt.cpp",
            "if (start.has_value()) return {*start};", "if (start.has_value()) return {};", unit("Prompt.*")),
     Mutant("BPE merges a pair at another pair's rank", "llmc/text/bpe.cpp",

@@ -229,6 +229,11 @@ TEST(Tokenizer, AddBosFollowsThePostProcessor) {
   EXPECT_EQ(llama.bos_id(), llama.id_of("<|begin_of_text|>"));
   EXPECT_EQ(llama.encode("", true), Ids{llama.bos_id().value()});
   EXPECT_EQ(llama.encode("", false), Ids{});
+  Ids with_bos = llama.encode("in front of a text", true);
+  ASSERT_FALSE(with_bos.empty());
+  EXPECT_EQ(with_bos.front(), llama.bos_id());
+  with_bos.erase(with_bos.begin());
+  EXPECT_EQ(with_bos, llama.encode("in front of a text", false));
 }
 
 TEST(Tokenizer, IdsOutOfRangeAreRefused) {
