@@ -478,7 +478,7 @@ def generate(*more):
 
 
 @pytest.mark.parametrize("spec, code, words", [
-    ("nan@token=1", 6, "not"), ("nan@token=5", 6, "not"), ("io-error@load", 3, "bus error"),
+    ("nan@token=1", 6, "is NaN"), ("nan@token=5", 6, "is NaN"), ("io-error@load", 3, "bus error"),
     ("kill@token=3", -signal.SIGKILL, ""), ("term@token=3", 143, ""), ("boom@token=3", 2, "nan@token=N"),
     ("nan@token=0", 2, "nan@token=N"), ("nan@token", 2, "nan@token=N"),
 ])
