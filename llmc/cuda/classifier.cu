@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
   write_row<T, kCount>(row, V, row_stride, gradient, stash, stashed);
 }
 
-// ---- split rows -----------------------------------------------------------------------------------------------------
+// ---- split rows -------------------------------------------------------------------------------------------------------
 constexpr int kPartThreads = 512;
 [[maybe_unused]] constexpr int kStages = 4;  // steps in which a part arrives; older GPUs have no such kernel
 constexpr int kMaxCluster = 8;

@@ -28,7 +28,7 @@ namespace weft::cuda {
 
 namespace {
 
-// ---- forward --------------------------------------------------------------------------------------------------------
+// ---- forward ----------------------------------------------------------------------------------------------------------
 constexpr int kCopyThreads = 256;
 
 template <typename T, typename R, int kCount>
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   }
 }
 
-// ---- the sort -------------------------------------------------------------------------------------------------------
+// ---- the sort ---------------------------------------------------------------------------------------------------------
 constexpr int kDigitBits = 9, kDigits = 1 << kDigitBits;
 constexpr int kSortThreads = 256, kSortWarps = kSortThreads / kWarpSize;
 constexpr int kTile = 2048;  // pairs a block counts and moves
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-// ---- the sort of one cluster ----------------------------------------------------------------------------------------
+// ---- the sort of one cluster ----------------------------------------------------------------------------------------------
 constexpr int kSortCluster = 8;
 constexpr int kClusterThreads = kDigits;  // a thread a digit
 constexpr int kClusterWarps = kClusterThreads / kWarpSize;
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kClusterThreads)
 #endif
 }
 
-// ---- the sums -------------------------------------------------------------------------------------------------------
+// ---- the sums ---------------------------------------------------------------------------------------------------------
 constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
 constexpr int kInFlight = 4;  // rows on their way before the first is added
 constexpr int kSumThreads = 256;
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kSumThreads)
   dweight[token * C + c] = old + sum;
 }
 
-// ---- workspace ------------------------------------------------------------------------------------------------------
+// ---- workspace --------------------------------------------------------------------------------------------------------
 struct Workspace {
   Pairs pairs[2];
   int* counts;  // [kDigits][tiles]

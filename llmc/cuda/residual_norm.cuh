@@ -42,7 +42,7 @@ struct Spread {
   static __device__ bool outside(int g, std::int64_t C) { return !kWhole && column(g) >= C; }
 };
 
-// ---- sums over a row ------------------------------------------------------------------------------------------------
+// ---- sums over a row --------------------------------------------------------------------------------------------------
 // Adds kValues numbers over the threads of a row, in an order that does not depend on timing. One barrier a sum: two
 // scratch areas take turns, and who writes one has passed the barrier after which the other was read.
 template <typename S>
@@ -72,7 +72,7 @@ struct RowSum {
   }
 };
 
-// ---- a thread's part of the next row, on its way to shared memory ---------------------------------------------------
+// ---- a thread's part of the next row, on its way to shared memory -----------------------------------------------------
 template <typename T, typename S>
 struct StagedRow {
   static constexpr int kChunks = kGroup * static_cast<int>(sizeof(T)) / 16;
@@ -132,7 +132,7 @@ __device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
   return matrix != nullptr ? matrix + row * C : nullptr;
 }
 
-// ---- the branch -----------------------------------------------------------------------------------------------------
+// ---- the branch -------------------------------------------------------------------------------------------------------
 // factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the 8 elements from `element` on: two
 // Philox counters.
 __device__ inline void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
@@ -166,7 +166,7 @@ __device__ void join(Group<R>& h, const Group<T>& x, const Group<R>& skip, const
   h.set(values);
 }
 
-// ---- launchers ------------------------------------------------------------------------------------------------------
+// ---- launchers --------------------------------------------------------------------------------------------------------
 inline void check_shape(const ResidualNormShape& shape) {
   if (shape.C % kGroup != 0 || shape.C <= 0 || shape.C > kMaxNormWidth) {
     fail(Exit::internal, "residual_norm: C = %lld is not a multiple of %d up to %lld", static_cast<long long>(shape.C),

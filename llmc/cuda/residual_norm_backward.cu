@@ -24,7 +24,7 @@ using namespace norm_detail;
 constexpr int kMaxBackwardBlocks = 640;
 constexpr int kColumnSums = 5;  // dweight, dbias, dweight2, dbias2, dcolscale
 
-// ---- column sums ----------------------------------------------------------------------------------------------------
+// ---- column sums ------------------------------------------------------------------------------------------------------
 // `slot` numbers the sums that are asked for; -1: not. Each takes `capacity` floats: C rounded up to whole groups of all
 // threads of a row.
 struct ColumnSums {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
   if (lane == 0 && c < C) target[c] = old + sum;
 }
 
-// ---- backward -------------------------------------------------------------------------------------------------------
+// ---- backward ---------------------------------------------------------------------------------------------------------
 template <typename T, typename R, typename S>
 struct BackwardStage {
   char* memory;  // null: rows are read when they are needed; never for a whole spread
@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(S::kThreads)
   if (sums_shared) write_columns<S>(partial, sums, columns);
 }
 
-// ---- launchers ------------------------------------------------------------------------------------------------------
+// ---- launchers --------------------------------------------------------------------------------------------------------
 template <typename S>
 std::int64_t columns_capacity(std::int64_t C) {
   return ceil_div(C, S::kRowThreads * kGroup) * S::kRowThreads * kGroup;

@@ -13,7 +13,7 @@ namespace {
 
 using namespace norm_detail;
 
-// ---- forward --------------------------------------------------------------------------------------------------------
+// ---- forward ----------------------------------------------------------------------------------------------------------
 template <typename T, typename S>
 __device__ void write_output(T* out, const float (&h)[S::kGroups][kGroup], float mean, float rstd, const T* weight,
                              const T* bias, std::int64_t C) {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(S::kThreads)
   }
 }
 
-// ---- launchers ------------------------------------------------------------------------------------------------------
+// ---- launchers --------------------------------------------------------------------------------------------------------
 template <typename T, typename R, typename S, bool kFull>
 void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream) {
   const int stage_bytes = S::kRows * ForwardStage<T, R, S>::kBytes;
