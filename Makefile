@@ -18,6 +18,9 @@ PYTHON    ?= python3
 NVCC ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | sort -u | sed 's/^90$$/90a/' | tr '\n' ' ')
 GPU_ARCH ?= $(if $(strip $(FOUND_ARCH)),$(strip $(FOUND_ARCH)),80 90a 120)
+ifneq ($(filter 90,$(GPU_ARCH)),)
+$(error GPU_ARCH: got 90, which lacks the instructions of the Hopper kernels. Use 90a)
+endif
 
 B := build/$(MODE)
 Q := $(if $(V),,@)
