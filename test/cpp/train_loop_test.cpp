@@ -307,6 +307,17 @@ TEST_F(TrainLoopTest, SkipLeavesEverythingAloneAndGoesOn) {
   for (const float value : after.tensors) ASSERT_TRUE(std::isfinite(value));
 }
 
+TEST_F(TrainLoopTest, SkippedStepsAreNoUpdatesOfAdamW) {
+  settings_.on_nan = "skip";
+  settings_.steps = 4;
+  settings_.debug_inject = {"nan@step=2"};
+  std::vector<std::int64_t> numbers;
+  run("run", [&](HookedModel& model) {
+    model.before_update = [&](const AdamWStep& update) { numbers.push_back(update.step); };
+  });
+  EXPECT_EQ(numbers, (std::vector<std::int64_t>{1, 2, 3})) << "the bias correction counts what the moments have seen";
+}
+
 TEST_F(TrainLoopTest, RerunRepairsATransientFault) {
   const Result clean = run("clean");
   settings_.on_nan = "rerun";

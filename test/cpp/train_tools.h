@@ -117,6 +117,7 @@ class HookedModel : public TrainModel {
   explicit HookedModel(TrainModel& inner) : inner_(inner) {}
   std::function<void(std::uint64_t micro_step)> before_forward;
   std::function<void(StepStatistics&)> after_statistics;
+  std::function<void(const AdamWStep&)> before_update;
 
   const ModelConfig& config() const override { return inner_.config(); }
   const TensorTable& table() const override { return inner_.table(); }
@@ -132,7 +133,10 @@ class HookedModel : public TrainModel {
     if (after_statistics) after_statistics(statistics);
     return statistics;
   }
-  void update(const AdamWStep& step) override { inner_.update(step); }
+  void update(const AdamWStep& step) override {
+    if (before_update) before_update(step);
+    inner_.update(step);
+  }
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
     return inner_.evaluate(batch, label_count);
   }

@@ -51,9 +51,12 @@ def preload(tmp_path, source):
 def test_fifty_runs_killed_at_random_moments(data, tmp_path):
     """kill -9 at a moment that nobody chose, anywhere between the first instruction and the last; then the same command."""
     options = ["--save-every", 3, "--val-every", 0, "--dropout", 0.1]
-    begin = time.monotonic()
-    assert train(data, tmp_path / "whole", *options, steps=24).returncode == 0
-    length = time.monotonic() - begin
+    lengths = []  # the first start reads the program from disk: its length would place kills behind the end
+    for name in ("whole", "again", "once more"):
+        begin = time.monotonic()
+        assert train(data, tmp_path / name, *options, steps=24).returncode == 0
+        lengths.append(time.monotonic() - begin)
+    length = min(lengths)
     moments, killed = random.Random(20261120), 0
     for attempt in range(150):
         out = tmp_path / "run"
@@ -264,6 +267,8 @@ def test_a_shard_that_goes_away(data, tmp_path, what):
 
 def test_address_space_limits(data, tmp_path):
     """ulimit -v: the run works, or one line says what there is too little of; never a signal, never a half-written file."""
+    if "libcublasLt" in subprocess.run(["ldd", str(PROGRAM)], capture_output=True, text=True).stdout:
+        pytest.skip("a build with the GPU: its libraries alone map more than such limits, before the program starts")
     codes = set()
     for megabytes in (220, 260, 300, 400, 500, 1000):  # below, OpenBLAS waits for ever while it is loaded
         out = tmp_path / f"run{megabytes}"
@@ -322,7 +327,9 @@ def test_terminated_while_it_starts(data, tmp_path):
     """Before there is anything to lose it just ends; from the first handler on it saves. Resuming works in both cases."""
     codes = set()
     assert train(data, tmp_path / "whole", "--val=").returncode == 0
-    for attempt in range(16):
+    for attempt in range(100):
+        if codes >= {143, -signal.SIGTERM} and attempt >= 16:
+            break
         out = tmp_path / "run"
         process = start(data, out, "--val=")
         time.sleep(0.004 * attempt)
@@ -441,8 +448,8 @@ def test_ten_thousand_steps_leak_nothing(data, tmp_path):
     proc = Path(f"/proc/{process.pid}")
 
     def look():
-        pages = int((proc / "statm").read_text().split()[1])
-        return pages * 4096, len(os.listdir(proc / "fd")), len(os.listdir(proc / "task"))
+        resident, shared = map(int, (proc / "statm").read_text().split()[1:3])  # shared: pages of libraries come and go
+        return (resident - shared) * 4096, len(os.listdir(proc / "fd")), len(os.listdir(proc / "task"))
 
     looks = []
     try:
