@@ -183,6 +183,17 @@ std::vector<std::string> operator_table_text(const OperatorTable& table, const s
   return lines;
 }
 
+namespace {
+
+// What was measured, and where: the same words in front of every result.
+Json measured_json(const TrainSettings& s, const std::string& device_name) {
+  return {{"device", device_name},        {"config", s.config.empty() ? s.model : s.config},
+          {"precision", s.precision},     {"recompute", s.recompute},
+          {"micro_batch", s.micro_batch}, {"seq_len", s.seq_len}};
+}
+
+}  // namespace
+
 Json operator_table_json(const OperatorTable& table, const TrainSettings& s, const std::string& device_name) {
   Json operators = Json::array();
   for (const OperatorTime& time : table.operators) {
@@ -193,16 +204,12 @@ Json operator_table_json(const OperatorTable& table, const TrainSettings& s, con
                          {"bytes", time.bytes},
                          {"floor_ms", table.floor_milliseconds(time)}});
   }
-  return {{"device", device_name},
-          {"config", s.config.empty() ? s.model : s.config},
-          {"precision", s.precision},
-          {"recompute", s.recompute},
-          {"micro_batch", s.micro_batch},
-          {"seq_len", s.seq_len},
-          {"step_ms", table.milliseconds},
-          {"copy_bytes_per_s", table.bytes_per_s},
-          {"square_flops_per_s", table.flops_per_s},
-          {"operators", operators}};
+  Json json = measured_json(s, device_name);
+  json.update({{"step_ms", table.milliseconds},
+               {"copy_bytes_per_s", table.bytes_per_s},
+               {"square_flops_per_s", table.flops_per_s},
+               {"operators", operators}});
+  return json;
 }
 
 std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::string& device_name) {
@@ -221,19 +228,15 @@ std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::
 }
 
 Json train_bench_json(const TrainBenchResult& r, const TrainSettings& s, const std::string& device_name) {
-  return {{"device", device_name},
-          {"config", s.config.empty() ? s.model : s.config},
-          {"precision", s.precision},
-          {"recompute", s.recompute},
-          {"micro_batch", s.micro_batch},
-          {"seq_len", s.seq_len},
-          {"tokens", r.tokens},
-          {"median_ms", r.median_ms},
-          {"tokens_per_s", r.tokens_per_s()},
-          {"flops_per_token", r.flops_per_token},
-          {"mfu", r.peak_flops > 0 ? Json(r.mfu()) : Json(nullptr)},
-          {"first_loss", r.first_loss},
-          {"last_loss", r.last_loss}};
+  Json json = measured_json(s, device_name);
+  json.update({{"tokens", r.tokens},
+               {"median_ms", r.median_ms},
+               {"tokens_per_s", r.tokens_per_s()},
+               {"flops_per_token", r.flops_per_token},
+               {"mfu", r.peak_flops > 0 ? Json(r.mfu()) : Json(nullptr)},
+               {"first_loss", r.first_loss},
+               {"last_loss", r.last_loss}});
+  return json;
 }
 
 }  // namespace weft
