@@ -384,6 +384,14 @@ def test_a_failed_last_save_is_exit_5(data, tmp_path):
     assert checkpoints(out) == ["step_00000004"]
 
 
+def test_memory_that_runs_out_in_a_step_is_exit_5(data, tmp_path, whole):
+    out = tmp_path / "run"
+    assert_refused(train(data, out, "--debug-inject", "memory@step=7"), 5, "memory")
+    assert checkpoints(out) == ["step_00000004"]
+    assert train(data, out).returncode == 0
+    assert_same_run(out, whole)
+
+
 def test_a_log_that_cannot_be_written_is_one_warning(data, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
