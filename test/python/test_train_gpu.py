@@ -262,13 +262,8 @@ def test_a_plan_that_says_what_would_fit():
 # ---- a GPU that fails ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [2, 7, 12])
-@pytest.mark.parametrize("fault, code, words", [
-    ("gpu", 4, ("illegal memory access", "the last checkpoint stands")),  # an error that stays: no CUDA call works after it
-    ("memory", 5, ("of GPU memory planned", "are free")),
-])
-def test_a_step_that_fails_ends_the_run_and_nothing_else(data, tmp_path, whole, step, fault, code, words):
-    out = tmp_path / "run"
+def assert_a_step_fails_alone(data, out, whole, step, fault, code, *words):
+    """One line; no step after the one before it, no checkpoint lost; the same command ends as if nothing had been."""
     done = train(data, out, "--debug-inject", f"{fault}@step={step}")
     assert_refused(done, code, *words)
     assert max((r["step"] for r in records(out) if r["type"] == "step"), default=0) == step - 1
@@ -278,6 +273,18 @@ def test_a_step_that_fails_ends_the_run_and_nothing_else(data, tmp_path, whole, 
     assert done.returncode == 0, done.stderr
     assert ("resuming after step" in done.stderr) == bool(left)
     assert_same_run(out, whole)
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_a_kernel_that_faults_ends_the_run_and_nothing_else(data, tmp_path, whole, step):
+    """An error that stays: no CUDA call of the process succeeds after it."""
+    assert_a_step_fails_alone(data, tmp_path / "run", whole, step, "gpu", 4, "illegal memory access",
+                              "the last checkpoint stands")
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_memory_that_runs_out_ends_the_run_and_nothing_else(data, tmp_path, whole, step):
+    assert_a_step_fails_alone(data, tmp_path / "run", whole, step, "memory", 5, "of GPU memory planned", "are free")
 
 
 def test_a_fault_for_a_gpu_needs_one(data, tmp_path):
