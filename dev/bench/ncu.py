@@ -1,7 +1,7 @@
 """Nsight Compute as the profiling scripts use it: the kernels of one NVTX range, measured and added up by operator.
 
-The programs name each operator by an NVTX range of its own, and ncu gives a kernel the name of the innermost one. Clocks are
-left as they are: with ncu's own fixed clock the times would be those of another GPU.
+The programs name each operator by an NVTX range of its own, and ncu puts the innermost one in front of a kernel's name. Clocks
+are left as they are: with ncu's own fixed clock the times would be those of another GPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def find_ncu() -> str:
 
 
 def measure(program: list[str], nvtx_range: str, kernels: int, timeout: int) -> list[dict[str, str]]:
-    """One row a kernel and metric, of the first `kernels` kernels that `program` launches within the range."""
-    # The program runs again for each pass: saving and restoring gigabytes between two passes of a kernel takes far longer.
+    """One row a kernel and metric, of the first `kernels` kernels that `program` launches within the range. A kernel's name is
+    "operator/function"."""
+    # If these metrics need several passes the program runs again for each (on an H200 they need one): saving and restoring
+    # gigabytes between two passes of a kernel takes far longer.
     command = [find_ncu(), "--clock-control", "none", "--cache-control", "none", "--replay-mode", "application", "--nvtx",
                "--nvtx-include", nvtx_range + "/", "--print-nvtx-rename", "kernel", "--metrics", ",".join(METRICS), "--csv",
                "--launch-count", str(kernels), *program]
@@ -72,7 +74,7 @@ def by_operator(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
     for row in rows:
         if metric := METRICS.get(row["Metric Name"]):
             kernels[row["ID"]][metric] = float(row["Metric Value"].replace(",", "") or "nan") * UNITS[row["Metric Unit"]]
-            names[row["ID"]] = row["Kernel Name"]
+            names[row["ID"]] = row["Kernel Name"].split("/", 1)[0]
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for identity, values in kernels.items():
         one = sums[names[identity]]

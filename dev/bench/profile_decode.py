@@ -18,12 +18,19 @@ import sys
 import ncu
 
 
+def first_pass(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """A prompt comes by several times: what stands before its first kernel comes again."""
+    first = rows[0]
+    again = [int(row["ID"]) for row in rows if row["Kernel Name"] == first["Kernel Name"] and row["ID"] != first["ID"]]
+    return [row for row in rows if not again or int(row["ID"]) < min(again)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pythia-2.8b")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
     parser.add_argument("--context", type=int, default=1000)
-    parser.add_argument("--prompt", action="store_true", help="the prompt of --context ids instead of a token after it")
+    parser.add_argument("--prompt", action="store_true", help="the prompt of --context ids, at most 2048, instead of a token after it")
     parser.add_argument("--kernels", type=int, default=1000, help="measure no more than these first ones")
     parser.add_argument("--timeout", type=int, default=300, help="seconds that ncu may take")
     options = parser.parse_args()
@@ -31,7 +38,7 @@ def main() -> int:
     place = f"prompt of {options.context}" if options.prompt else f"token {options.context + 5}"
     program = [str(ncu.ROOT / "infer_pythia"), "--device", "cuda", "--decode", "reference", "--dtype", options.dtype,
                "--random-model", options.model, "--bench", "--max-tokens", "4", "--bench-contexts", str(options.context)]
-    sums = ncu.by_operator(ncu.measure(program, place, options.kernels, options.timeout))
+    sums = ncu.by_operator(first_pass(ncu.measure(program, place, options.kernels, options.timeout)))
     total = sum(one["time"] for one in sums.values())
 
     what = f"a prompt of {options.context}" if options.prompt else f"a token at context {options.context + 5}"

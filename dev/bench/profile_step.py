@@ -16,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 
 import ncu
 
@@ -44,8 +45,10 @@ def main() -> int:
     options = parser.parse_args()
     table = operators(options)
     floors = {row["name"]: row["floor_ms"] for row in table["operators"]}
+    begin = time.monotonic()
     # ncu would launch the nodes of the warm-up's graphs one by one.
     sums = ncu.by_operator(ncu.measure(training(options) + ["--no-graph"], "timed step", options.kernels, options.timeout))
+    seconds = time.monotonic() - begin
     total = sum(one["time"] for one in sums.values())
 
     print(f"{table['device']}, {options.config}, {options.micro_batch} x {options.seq_len}, {table['precision']}; floor: copy "
@@ -57,7 +60,7 @@ def main() -> int:
         print(f"| {name} | {one['kernels']:.0f} | {one['time'] * 1e-3:.1f} | {100 * one['time'] / total:.1f} | "
               f"{one['dram']:.0f} | {one['tensor']:.0f} | {one['occupancy']:.0f} | {floor} |")
     print(f"{sum(one['kernels'] for one in sums.values()):.0f} kernels, {total * 1e-6:.2f} ms; the step by events "
-          f"{table['step_ms']:.2f} ms")
+          f"{table['step_ms']:.2f} ms; ncu took {seconds:.0f} s")
     return 0
 
 
