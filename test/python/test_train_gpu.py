@@ -229,7 +229,7 @@ def test_memory_that_another_process_holds_is_refused_at_plan_time(data, tmp_pat
 def test_memory_that_another_process_takes_after_the_plan(data, tmp_path):
     """The GPU says that there is room, and when the run wants it, it is gone."""
     out = tmp_path / "run"
-    options = ("--micro-batch", 32768, "--batch-tokens", 32768 * 16)
+    options = ("--micro-batch", 65536, "--batch-tokens", 65536 * 16)  # 3 GB of activations
     assert train(data, out, *options, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
     before = checkpoints(out), state_bytes(out, 4)
     with GPU.all_but(2 << 30):
