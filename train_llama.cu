@@ -53,8 +53,8 @@ struct Place {
 };
 
 // The GPU where it was asked for or, with `auto`, where there is one. `plan_only`: --dry-run and --print-config speak of
-// a GPU without having one.
-Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faults, bool plan_only) {
+// a GPU without having one, where the program knows GPUs.
+Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faults, [[maybe_unused]] bool plan_only) {
   if (device == "cpu") return {};
 #ifdef WEFT_CUDA
   const cuda::Device gpu = cuda::probe_device(static_cast<int>(faults.gpu_arch.value_or(0)));
@@ -68,7 +68,7 @@ Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faul
   const std::string problem = "this program was built without nvcc and has no GPU code";
   const Exit code = Exit::environment;
 #endif
-  if (device == "cuda" && !plan_only) fail(code, "--device cuda: %s. --device cpu needs no GPU", problem.c_str());
+  if (device == "cuda") fail(code, "--device cuda: %s. --device cpu needs no GPU", problem.c_str());
   log_info("running on the CPU: %s", problem.c_str());
   return {};
 }
