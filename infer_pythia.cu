@@ -164,10 +164,13 @@ class Place {
 #ifdef WEFT_CUDA
     if (o.device != "cpu") gpu_ = cuda::probe_device();
     const std::string problem = gpu_.problem;
+    const Exit code = gpu_.code;
     on_gpu_ = gpu_.usable;
 #else
     const std::string problem = "this program was built without nvcc and has no GPU code";
+    const Exit code = Exit::environment;
 #endif
+    if (o.device == "cuda" && !on_gpu_) fail(code, "--device cuda: %s. --device cpu needs no GPU", problem.c_str());
     if (!on_gpu_) use_cpu(problem);
     if (compare && (o.dtype == "fp16" || o.dtype == "bf16")) {
       fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", o.dtype.c_str());
@@ -237,7 +240,6 @@ class Place {
 
  private:
   void use_cpu(const std::string& why) {
-    if (options_.device == "cuda") fail(Exit::environment, "--device cuda: %s", why.c_str());
     on_gpu_ = false;
     if (options_.decode == "fused" || options_.decode == "graph") {
       fail(Exit::environment, "--decode %s: needs a GPU%s%s. On the CPU there is --decode reference",

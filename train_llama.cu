@@ -53,18 +53,22 @@ struct Place {
 };
 
 // The GPU where it was asked for or, with `auto`, where there is one. `plan_only`: --dry-run and --print-config speak of
-// a GPU without having one.
-Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faults, bool plan_only) {
+// a GPU without having one, where the program knows GPUs.
+Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faults, [[maybe_unused]] bool plan_only) {
   if (device == "cpu") return {};
 #ifdef WEFT_CUDA
   const cuda::Device gpu = cuda::probe_device(static_cast<int>(faults.gpu_arch.value_or(0)));
-  if (gpu.usable) return {true, gpu.name, gpu.free_bytes, 1e-4};
+  const auto free_bytes =
+      static_cast<std::uint64_t>(faults.gpu_free.value_or(static_cast<std::int64_t>(gpu.free_bytes)));
+  if (gpu.usable) return {true, gpu.name, free_bytes, 1e-4};
   if (device == "cuda" && plan_only) return {true, "a GPU that is not here", 0, 1e-4};
   const std::string problem = gpu.problem;
+  const Exit code = gpu.code;
 #else
   const std::string problem = "this program was built without nvcc and has no GPU code";
+  const Exit code = Exit::environment;
 #endif
-  if (device == "cuda" && !plan_only) fail(Exit::environment, "--device cuda: %s", problem.c_str());
+  if (device == "cuda") fail(code, "--device cuda: %s. --device cpu needs no GPU", problem.c_str());
   log_info("running on the CPU: %s", problem.c_str());
   return {};
 }

@@ -17,11 +17,12 @@ needs=(
   "gtest/gtest.h         libgtest-dev          gtest-devel"
 )
 
+compiler=${CXX:-g++}
+# Not quoted: a compiler may be two words, "ccache g++".
 has_header() { echo "#if !__has_include(<$1>)
 #error missing
-#endif" | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; }
+#endif" | $compiler -E -x c++ - >/dev/null 2>&1; }
 
-compiler=${CXX:-g++}
 if [ "${1:-}" = --check ] && ! command -v "${compiler%% *}" >/dev/null; then
   echo "deps: no C++ compiler: $compiler is not there. Install g++, or name one with CXX=" >&2
   exit 4

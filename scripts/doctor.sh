@@ -11,10 +11,10 @@ note() { row "$1" "-" "$2"; }
 bad() { row "$1" BAD "$2"; failures=$((failures + 1)); }
 
 check_compiler() {
-  local cxx=${CXX:-g++} version
-  command -v "$cxx" >/dev/null || { bad compiler "$cxx not found. Install g++ 12 or later (Debian: apt-get install g++)"; return; }
-  version=$("$cxx" -dumpfullversion 2>/dev/null || "$cxx" -dumpversion)
-  if echo 'int main(){}' | "$cxx" -std=c++20 -fopenmp -x c++ - -o /dev/null 2>/dev/null; then
+  local cxx=${CXX:-g++} version  # not quoted below: a compiler may be two words, "ccache g++"
+  command -v "${cxx%% *}" >/dev/null || { bad compiler "$cxx not found. Install g++ 12 or later (Debian: apt-get install g++)"; return; }
+  version=$($cxx -dumpfullversion 2>/dev/null || $cxx -dumpversion)
+  if echo 'int main(){}' | $cxx -std=c++20 -fopenmp -x c++ - -o /dev/null 2>/dev/null; then
     good compiler "$cxx $version, C++20 and OpenMP"
   else
     bad compiler "$cxx $version cannot compile C++20 with OpenMP. Install g++ 12 or later"
@@ -68,7 +68,6 @@ check_cuda() {
   else
     note driver "nvidia-smi finds no GPU. The programs run on the CPU"
   fi
-  ldconfig -p 2>/dev/null | grep -q libnccl.so && good NCCL "found" || note NCCL "not found: one GPU only"
 }
 
 check_python() {

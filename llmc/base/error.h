@@ -43,8 +43,8 @@ std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void fail(Exit code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
 
 // `text` in single quotes with control and format characters (those that turn the direction of text, too), invalid
-// UTF-8 and quotes escaped: the only way in which text from outside reaches the terminal. Of more than `limit` bytes the first third of `limit` and the last two thirds
-// are shown, with "..." between them: a long path keeps its file name.
+// UTF-8 and quotes escaped: the only way in which text from outside reaches the terminal. Of more than `limit` bytes the
+// first third of `limit` and the last two thirds are shown, with "..." between them: a long path keeps its file name.
 std::string escaped(std::string_view text, std::size_t limit = 120);
 
 }  // namespace weft

@@ -21,8 +21,7 @@ __host__ __device__ constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t
   return (a + b - 1) / b;
 }
 
-// ---- conversions: all arithmetic is fp32, only storage is 16-bit
-// ------------------------------------------------------
+// ---- conversions: all arithmetic is fp32, only storage is 16-bit ------------------------------------------------------
 __device__ inline float to_float(float value) {
   return value;
 }
@@ -48,9 +47,8 @@ __device__ inline fp16 from_float<fp16>(float value) {
   return __float2half_rn(value);
 }
 
-// ---- 16-byte accesses
-// ------------------------------------------------------------------------------------------------- One
-// LDG.128 / STG.128 a thread: a warp moves 512 contiguous bytes, four full sectors of 128.
+// ---- 16-byte accesses -------------------------------------------------------------------------------------------------
+// One LDG.128 / STG.128 a thread: a warp moves 512 contiguous bytes, four full sectors of 128.
 template <typename T>
 struct alignas(16) Pack {
   static constexpr int size = 16 / static_cast<int>(sizeof(T));
@@ -80,8 +78,7 @@ __device__ inline void store_pack_streaming(T* address, const Pack<T>& pack) {
   __stcs(reinterpret_cast<int4*>(address), *reinterpret_cast<const int4*>(&pack));
 }
 
-// ---- reductions
-// -------------------------------------------------------------------------------------------------------
+// ---- reductions -------------------------------------------------------------------------------------------------------
 // Butterfly over the warp: every lane gets the result, in an order that does not depend on timing.
 __device__ inline float warp_sum(float value) {
 #pragma unroll
@@ -90,8 +87,7 @@ __device__ inline float warp_sum(float value) {
 }
 __device__ inline float warp_max(float value) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
-    value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
   return value;
 }
 

@@ -23,8 +23,8 @@ void inspect(Device& device, int injected_arch) {
   device.arch = injected_arch != 0 ? injected_arch : 10 * properties.major + properties.minor;
   device.multiprocessors = properties.multiProcessorCount;
   if (device.arch < kOldestArch) {
-    fail(Exit::environment, "GPU 0 (%s) is sm_%d, weft needs sm_%d or later. Use --device cpu", device.name.c_str(),
-         device.arch, kOldestArch);
+    fail(Exit::environment, "GPU 0 (%s) is sm_%d, weft needs sm_%d or later", device.name.c_str(), device.arch,
+         kOldestArch);
   }
   check(cudaSetDevice(0), "GPU 0");
   std::size_t free_bytes = 0, total_bytes = 0;
@@ -47,6 +47,7 @@ Device probe_device(int injected_arch) {
     device.usable = true;
   } catch (const Error& error) {
     device.problem = error.what();
+    device.code = error.code();
   }
   return device;
 }

@@ -4,11 +4,15 @@
 #include <cstdint>
 #include <string>
 
+#include "llmc/base/error.h"
+
 namespace weft::cuda {
 
 struct Device {
   bool usable = false;
-  std::string problem;  // why not, in one line, where it is not usable
+  // Where it is not usable: why, in one line, and what --device cuda ends with.
+  std::string problem;
+  Exit code = Exit::ok;
   std::string name;
   int arch = 0;  // 90 for compute capability 9.0
   int multiprocessors = 0;
@@ -16,8 +20,9 @@ struct Device {
   int driver = 0, runtime = 0;  // CUDA versions; 13000 is 13.0
 };
 
-// Looks at GPU 0 of those CUDA_VISIBLE_DEVICES leaves. Never throws: what is wrong is in `problem`. Needs
-// sm_80 (bf16 tensor cores and asynchronous copies) or later, and code for that architecture in this program.
+// Looks at GPU 0 of those CUDA_VISIBLE_DEVICES leaves. Never throws: what is wrong is in `problem`, and `code` is
+// Exit::resources where the GPU's memory is full, otherwise Exit::environment. Needs sm_80 (bf16 tensor cores and
+// asynchronous copies) or later, and code for that architecture in this program.
 // injected_arch: what the GPU is made to say of itself by a test (--debug-inject arch@gpu=N); 0: nothing.
 Device probe_device(int injected_arch = 0);
 

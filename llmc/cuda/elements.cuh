@@ -48,7 +48,8 @@ struct Elements {
   __device__ void clear() {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i) reinterpret_cast<int4*>(value)[i] = make_int4(0, 0, 0, 0);  // +0 in every type
+      for (int i = 0; i < kBytes / 16; ++i)
+        reinterpret_cast<int4*>(value)[i] = make_int4(0, 0, 0, 0);  // +0 in every type
     } else {
       value[0] = from_float<T>(0.0f);
     }

@@ -10,6 +10,11 @@ std::string version_text(int version) {
   return format("%d.%d", version / 1000, version % 1000 / 10);
 }
 
+// What the Makefile calls the architecture: Hopper's own instructions exist under a name of their own.
+std::string build_architecture(int arch) {
+  return arch == 90 ? "90a" : format("%d", arch);
+}
+
 }  // namespace
 
 Error describe_error(cudaError_t error, const std::string& action, int driver, int runtime, int arch) {
@@ -18,26 +23,25 @@ Error describe_error(cudaError_t error, const std::string& action, int driver, i
     case cudaErrorMemoryAllocation:
       return Error(Exit::resources, what + ". Lower --micro-batch or --seq-len, or free the GPU");
     case cudaErrorInsufficientDriver:
-      if (driver == 0) return Error(Exit::environment, action + ": no NVIDIA driver found. Use --device cpu");
+      if (driver == 0) return Error(Exit::environment, action + ": no NVIDIA driver found");
       return Error(Exit::environment,
                    format("%s: the driver supports CUDA %s, this program was built with CUDA %s. Update the driver, or "
                           "build with an older toolkit",
                           action.c_str(), version_text(driver).c_str(), version_text(runtime).c_str()));
     case cudaErrorNoDevice:
-      return Error(Exit::environment,
-                   action + ": the driver sees no GPU. Check CUDA_VISIBLE_DEVICES, or use --device cpu");
+      return Error(Exit::environment, action + ": the driver sees no GPU. Check CUDA_VISIBLE_DEVICES");
     case cudaErrorInvalidDevice:
       return Error(Exit::environment, what + ". Check CUDA_VISIBLE_DEVICES");
     case cudaErrorNoKernelImageForDevice:
       return Error(Exit::environment, format("%s: this program holds no code for a GPU of architecture sm_%d. Rebuild "
-                                             "with GPU_ARCH=%d",
-                                             action.c_str(), arch, arch));
+                                             "with GPU_ARCH=%s",
+                                             action.c_str(), arch, build_architecture(arch).c_str()));
     case cudaErrorUnsupportedPtxVersion:
       return Error(
           Exit::environment,
           format("%s: the program's PTX is newer than the driver (CUDA %s). Update the driver, or rebuild with "
-                 "GPU_ARCH=%d",
-                 action.c_str(), version_text(driver).c_str(), arch));
+                 "GPU_ARCH=%s",
+                 action.c_str(), version_text(driver).c_str(), build_architecture(arch).c_str()));
     case cudaErrorDevicesUnavailable:
       return Error(Exit::environment, what + ". Another process may hold the GPU in exclusive mode");
     case cudaErrorECCUncorrectable:

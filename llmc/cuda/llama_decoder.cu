@@ -1,5 +1,5 @@
-// One launch an operator, the K/V cache [NKV, capacity, HS] a layer, logits to the host. A decode step is a prefill of
-// one token.
+// One launch an operator, the K/V cache [NKV, capacity, HS] a layer. A decode step is a prefill of one token. generate_ids()
+// picks on the GPU, and the host waits for each id: a sample of a training run is a look at the model, not a service.
 #include "llmc/cuda/llama_decoder.h"
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include "llmc/cuda/matmul.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
+#include "llmc/cuda/sampler.h"
 #include "llmc/cuda/stream.h"
 #include "llmc/cuda/swiglu.h"
 
@@ -36,6 +37,19 @@ void append_to_cache(S* cache, const S* heads, std::int64_t row_stride, std::int
   }
 }
 
+// The sampler takes fp32.
+template <typename S>
+__global__ void widen_kernel(float* out, const S* values, std::int64_t count) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = to_float(values[i]);
+}
+
+// What the sampler says of one token.
+struct Picked {
+  std::int32_t id;
+  SampleError error;
+};
+
 template <typename S>
 class LlamaDecoder final : public DecodeModel {
  public:
@@ -56,6 +70,9 @@ class LlamaDecoder final : public DecodeModel {
   void reset() override { length_ = 0; }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override { return prefill({&id, 1}); }
+  bool samples() const override { return true; }
+  void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
+                    const std::function<bool(std::int32_t)>& on_id) override;
   std::vector<double> score(std::span<const std::int32_t> ids) override;
   void keep_activations(bool) override {}
   std::vector<float> activation(const std::string&) override { return {}; }
@@ -74,6 +91,10 @@ class LlamaDecoder final : public DecodeModel {
     return cache_arena_.template at<S>(0) + (part * config_.num_layers + l) * config_.kv_size() * capacity_;
   }
 
+  // Appends `ids`; the final norm of the last piece stays in norm_. Returns its rows.
+  std::int64_t run_prompt(std::span<const std::int32_t> ids);
+  void run_head(std::int64_t row);      // logits_ of one row of norm_
+  std::int32_t pick(std::int64_t row);  // the id that follows it, by the plan in device memory
   void run_layers(std::span<const std::int32_t> ids);
   void run_layer(std::int64_t l, std::int64_t rows);
   void attend(std::int64_t l, std::int64_t rows);
@@ -88,6 +109,7 @@ class LlamaDecoder final : public DecodeModel {
   std::vector<std::pair<S**, std::uint64_t>> wanted_;
   S *residual_, *norm_, *branch_, *qkv_, *attention_, *gate_up_, *product_, *logits_;
   std::uint64_t ids_offset_ = 0, losses_offset_ = 0, cos_offset_ = 0, sin_offset_ = 0;
+  std::uint64_t scores_offset_ = 0, sampling_offset_ = 0, position_offset_ = 0, picked_offset_ = 0;
   DeviceArena scratch_arena_, cache_arena_;
   DeviceRopeTable rope_;
   std::vector<float> host_logits_;
@@ -109,6 +131,10 @@ MemoryPlan LlamaDecoder<S>::plan_scratch() {
   losses_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(rows) * sizeof(float));
   cos_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(table) * sizeof(float));
   sin_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(table) * sizeof(float));
+  scores_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(config_.vocab_size) * sizeof(float));
+  sampling_offset_ = scratch_plan_.add(sizeof(SamplingPlan));
+  position_offset_ = scratch_plan_.add(sizeof(std::int64_t));
+  picked_offset_ = scratch_plan_.add(sizeof(Picked));
   return scratch_plan_;
 }
 
@@ -132,7 +158,7 @@ LlamaDecoder<S>::LlamaDecoder(const ModelConfig& config, const LlamaParameters<S
 }
 
 template <typename S>
-std::span<const float> LlamaDecoder<S>::prefill(std::span<const std::int32_t> ids) {
+std::int64_t LlamaDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
   if (ids.empty() || static_cast<std::int64_t>(ids.size()) > capacity_ - length_) {
     fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids.size(),
          static_cast<long long>(length_), static_cast<long long>(capacity_));
@@ -142,14 +168,64 @@ std::span<const float> LlamaDecoder<S>::prefill(std::span<const std::int32_t> id
     rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - begin));
     run_layers(ids.subspan(begin, static_cast<std::size_t>(rows)));
   }
+  return rows;
+}
+
+template <typename S>
+void LlamaDecoder<S>::run_head(std::int64_t row) {
+  const std::int64_t C = config_.hidden_size;
+  matmul_.forward<S>(logits_, norm_ + row * C, weights_.head, nullptr, 1, C, config_.vocab_size);
+}
+
+template <typename S>
+std::span<const float> LlamaDecoder<S>::prefill(std::span<const std::int32_t> ids) {
+  run_head(run_prompt(ids) - 1);
   const std::size_t V = host_logits_.size();
-  matmul_.forward<S>(logits_, norm_ + (rows - 1) * config_.hidden_size, weights_.head, nullptr, 1, config_.hidden_size,
-                     config_.vocab_size);
   std::vector<S> raw(V);
   check(cudaMemcpyAsync(raw.data(), logits_, V * sizeof(S), cudaMemcpyDeviceToHost, stream_), "logits");
   stream_.synchronize("decoding");
   convert_to_f32(raw.data(), std::is_same_v<S, float> ? DType::f32 : DType::bf16, host_logits_.data(), V);
   return host_logits_;
+}
+
+template <typename S>
+std::int32_t LlamaDecoder<S>::pick(std::int64_t row) {
+  constexpr int kThreads = 256;
+  const std::int64_t V = config_.vocab_size;
+  run_head(row);
+  auto* scores = scratch_arena_.at<float>(scores_offset_);
+  widen_kernel<<<static_cast<unsigned>(ceil_div(V, kThreads)), kThreads, 0, stream_>>>(scores, logits_, V);
+  check_launch("sampling");
+  auto* position = scratch_arena_.at<std::int64_t>(position_offset_);
+  check(cudaMemcpyAsync(position, &length_, sizeof(length_), cudaMemcpyHostToDevice, stream_), "sampling");
+  auto* picked = scratch_arena_.at<Picked>(picked_offset_);
+  sample(&picked->id, &picked->error, scores, 1, V, V, scratch_arena_.at<SamplingPlan>(sampling_offset_), position,
+         stream_);
+  Picked host{};
+  check(cudaMemcpyAsync(&host, picked, sizeof(host), cudaMemcpyDeviceToHost, stream_), "sampling");
+  stream_.synchronize("sampling");
+  check_sample(host.error);
+  return host.id;
+}
+
+template <typename S>
+void LlamaDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
+                                   const std::function<bool(std::int32_t)>& on_id) {
+  std::int64_t rows = run_prompt(prompt);
+  if (request.max_ids < 1 || request.max_ids > capacity_ - length_) {
+    fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
+         static_cast<long long>(request.max_ids), static_cast<long long>(capacity_ - length_));
+  }
+  check(cudaMemcpyAsync(scratch_arena_.at<SamplingPlan>(sampling_offset_), &request.sampling, sizeof(SamplingPlan),
+                        cudaMemcpyHostToDevice, stream_),
+        "sampling");
+  check(cudaMemsetAsync(scratch_arena_.at<Picked>(picked_offset_), 0, sizeof(Picked), stream_), "sampling");
+  for (std::int64_t left = request.max_ids; left > 0; --left) {
+    const std::int32_t id = pick(rows - 1);
+    const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
+    if (!on_id(id) || stop || left == 1) return;
+    rows = run_prompt({&id, 1});
+  }
 }
 
 template <typename S>

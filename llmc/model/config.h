@@ -59,7 +59,7 @@ struct ModelConfig {
 };
 
 // From and to the "config" object of a tensor file. `source` names the file in errors. from_json validates:
-// every key present and in range (limits of robustness R9), heads divisible, rotary_dim even and <= head_dim;
+// every key present and in range (the limits of SECURITY.md), heads divisible, rotary_dim even and <= head_dim;
 // Exit::bad_file.
 ModelConfig config_from_json(const Json& object, const std::string& source);
 Json config_to_json(const ModelConfig& config);

@@ -62,23 +62,20 @@ bool on_call(const char* /*call*/, const std::string& /*path*/) {
 }
 
 constexpr const char* kForms =
-    "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, arch@gpu=N, term@step=N, term@validation=N, term@sample=N, "
-    "kill@save=BYTE, "
-    "term@save=BYTE, io-error@save=BYTE, enospc@save=BYTE, kill@call=K or io-error@call=K";
+    "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, memory@step=N, arch@gpu=N, free@gpu=N, term@step=N, "
+    "term@validation=N, term@sample=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, enospc@save=BYTE, "
+    "kill@call=K or io-error@call=K";
 
 [[noreturn]] void refuse(const std::string& spec) {
   fail(Exit::usage, "--debug-inject: got %s, expected one of %s", escaped(spec).c_str(), kForms);
 }
 
 bool set_step_fault(FaultPlan& plan, const std::string& place, std::int64_t step) {
-  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {{"nan@step", &plan.nan_step},
-                                                                         {"kill@step", &plan.kill_step},
-                                                                         {"hang@step", &plan.hang_step},
-                                                                         {"gpu@step", &plan.gpu_step},
-                                                                         {"arch@gpu", &plan.gpu_arch},
-                                                                         {"term@step", &plan.term_step},
-                                                                         {"term@validation", &plan.term_validation},
-                                                                         {"term@sample", &plan.term_sample}};
+  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {
+      {"nan@step", &plan.nan_step},      {"kill@step", &plan.kill_step},     {"hang@step", &plan.hang_step},
+      {"gpu@step", &plan.gpu_step},      {"memory@step", &plan.memory_step}, {"arch@gpu", &plan.gpu_arch},
+      {"free@gpu", &plan.gpu_free},      {"term@step", &plan.term_step},     {"term@validation", &plan.term_validation},
+      {"term@sample", &plan.term_sample}};
   for (const auto& [name, field] : places) {
     if (place == name) *field = step;
     if (place == name) return true;
@@ -157,6 +154,7 @@ void inject_before_step(const FaultPlan& plan, std::int64_t step) {
 
 void inject_gradient_fault(FaultPlan& plan, std::int64_t step, TrainModel& model) {
   if (plan.gpu_step == step) model.inject_device_fault();
+  if (plan.memory_step == step) model.decoder(std::int64_t{1} << 40);  // a K/V cache of hundreds of terabytes
   if (plan.nan_step != step) return;
   plan.nan_step.reset();
   const TensorSpec& spec = model.table().specs()[0];

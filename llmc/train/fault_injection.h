@@ -5,7 +5,9 @@
 //   kill@step=N       the process dies (SIGKILL) before step N
 //   hang@step=N       step N never ends
 //   gpu@step=N        a kernel of step N faults, which ends the process's use of its GPU
+//   memory@step=N     step N asks its device for more memory than there is
 //   arch@gpu=N        the GPU says that it is of architecture sm_N
+//   free@gpu=N        the GPU says that N bytes of its memory are free
 //   term@step=N, term@validation=N, term@sample=N   SIGTERM arrives during step N, or what follows it
 //   kill@save=BYTE    the process dies when a save has written so many bytes of the checkpoint
 //   term@save=BYTE    SIGTERM arrives then
@@ -27,8 +29,8 @@ enum class SaveFault { none, kill, term, io_error, enospc };
 enum class CallAction { none, kill, io_error };
 
 struct FaultPlan {
-  std::optional<std::int64_t> nan_step, kill_step, hang_step, gpu_step, gpu_arch, term_step, term_validation,
-      term_sample;
+  std::optional<std::int64_t> nan_step, kill_step, hang_step, gpu_step, memory_step, gpu_arch, gpu_free, term_step,
+      term_validation, term_sample;
   SaveFault save = SaveFault::none;
   std::uint64_t save_byte = 0;
   CallAction call = CallAction::none;
@@ -46,7 +48,7 @@ void arm_save_fault(const FaultPlan& plan);
 void inject_before_step(const FaultPlan& plan, std::int64_t step);
 // SIGTERM where `planned` is the step that was just finished.
 void inject_term(const std::optional<std::int64_t>& planned, std::int64_t step);
-// Called between the gradients and their check: nan, which it forgets when it has struck, and gpu.
+// Called between the gradients and their check: nan, which it forgets when it has struck, gpu and memory.
 void inject_gradient_fault(FaultPlan& plan, std::int64_t step, TrainModel& model);
 
 }  // namespace weft

@@ -382,7 +382,9 @@ def test_auto_says_what_it_took(model):
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("this machine has a GPU")
     done = run("--model", model, "--prompt", "x", "--max-tokens", 1)
-    assert done.returncode == OK and b"running on the CPU" in done.stderr
+    assert done.returncode == OK and b"running on the CPU: " in done.stderr
+    assert b"--device" not in done.stderr, "no advice to do what it does already"
+    assert "--device cpu needs no GPU" in refused(ENVIRONMENT, "--model", model, "--prompt", "x", "--device", "cuda")
 
 
 def test_files_that_are_no_model(models, model, tmp_path):

@@ -67,7 +67,7 @@ def test_help_and_version(tmp_path):
 
 
 def test_print_config_is_json():
-    done = run_program("--config", "tiny", "--lr", "0.5", "--print-config")
+    done = run_program("--config", "tiny", "--lr", "0.5", "--device", "cpu", "--print-config")
     assert done.returncode == 0
     config = json.loads(done.stdout)
     assert config["settings"]["lr"] == "0.5" and config["settings"]["device"] == "cpu"
@@ -77,7 +77,14 @@ def test_print_config_is_json():
 @pytest.mark.skipif("CUDA" in run_program("--version").stdout and shutil.which("nvidia-smi") is not None,
                     reason="this machine may have a GPU")
 def test_a_gpu_that_is_not_there_is_exit_4(data, tmp_path):
-    assert_refused(train(data, tmp_path / "run", "--device", "cuda"), 4, "--device cuda")
+    assert_refused(train(data, tmp_path / "run", "--device", "cuda"), 4, "--device cuda", "--device cpu needs no GPU")
+    planned = train(data, tmp_path / "run", "--device", "cuda", "--dry-run")
+    if "CUDA" in run_program("--version").stdout:
+        assert planned.returncode == 0 and "memory on cuda" in planned.stdout
+    else:
+        assert_refused(planned, 4, "--device cuda", "built without nvcc")
+    done = train(data, tmp_path / "run")
+    assert done.returncode == 0 and "running on the CPU: " in done.stderr and "--device" not in done.stderr
 
 
 def test_dry_run_checks_everything_and_writes_nothing(data, tmp_path):
@@ -382,6 +389,14 @@ def test_a_failed_last_save_is_exit_5(data, tmp_path):
     done = train(data, out, "--schedule", "constant", "--save-every", 0, "--debug-inject", "enospc@save=100", steps=6)
     assert_refused(done, 5, "last checkpoint")
     assert checkpoints(out) == ["step_00000004"]
+
+
+def test_memory_that_runs_out_in_a_step_is_exit_5(data, tmp_path, whole):
+    out = tmp_path / "run"
+    assert_refused(train(data, out, "--debug-inject", "memory@step=7"), 5, "memory")
+    assert checkpoints(out) == ["step_00000004"]
+    assert train(data, out).returncode == 0
+    assert_same_run(out, whole)
 
 
 def test_a_log_that_cannot_be_written_is_one_warning(data, tmp_path):

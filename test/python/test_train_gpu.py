@@ -203,7 +203,7 @@ def test_no_gpu(data, tmp_path):
     done = train(data, tmp_path / "run", env={"CUDA_VISIBLE_DEVICES": ""})
     assert_refused(done, 4, "no GPU", "CUDA_VISIBLE_DEVICES", "--device cpu")
     done = train_runs.train(data, tmp_path / "auto", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0 and "running on the CPU" in done.stderr
+    assert done.returncode == 0 and "running on the CPU: " in done.stderr and "--device" not in done.stderr
 
 
 def test_a_gpu_that_is_too_old(data, tmp_path):
@@ -226,6 +226,34 @@ def test_memory_that_another_process_holds_is_refused_at_plan_time(data, tmp_pat
         assert train(data, tmp_path / "run").returncode == 0, "a small run still fits"
 
 
+def test_memory_that_another_process_takes_after_the_plan(data, tmp_path):
+    """The GPU says that there is room, and when the run wants it, it is gone."""
+    out = tmp_path / "run"
+    options = ("--micro-batch", 65536, "--batch-tokens", 65536 * 16)  # 3 GB of activations
+    assert train(data, out, *options, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
+    before = checkpoints(out), state_bytes(out, 4)
+    with GPU.all_but(2 << 30):
+        assert_refused(train(data, out, *options), 5, "the plan needs", "available")
+        done = train(data, out, *options, "--debug-inject", f"free@gpu={1 << 40}")
+        assert_refused(done, 5, "of GPU memory planned", "are free")
+    assert (checkpoints(out), state_bytes(out, 4)) == before
+    done = train(data, out, *options, "--debug-inject", "term@step=6")
+    assert done.returncode == 143 and "resuming after step 4" in done.stderr, done.stderr
+
+
+def test_a_run_that_has_begun_needs_no_more_memory(data, tmp_path):
+    """Behind its first steps, its first validation and its first save another process takes what is left."""
+    out, steps = tmp_path / "run", 10_000
+    process = subprocess.Popen(arguments(data, out, "--device", "cuda", "--save-every", 50, "--val-every", 50, steps=steps),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
+    train_runs.wait_for(lambda: train_runs.has_checkpoint(out) or process.poll() is not None)
+    with GPU.all_but(4 << 20):
+        begun = max(losses(out))
+        _, errors = process.communicate(timeout=train_runs.SECONDS)
+    assert process.returncode == 0, errors
+    assert begun < steps / 2 and len(losses(out)) == steps
+
+
 def test_a_plan_that_says_what_would_fit():
     done = bench("--config", "llama3.1-8b", "--seq-len", 8192, "--micro-batch", 4)
     assert_refused(done, 5, "the plan needs", "--recompute block")
@@ -234,11 +262,10 @@ def test_a_plan_that_says_what_would_fit():
 # ---- a GPU that fails ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [2, 7, 12])
-def test_a_kernel_that_faults_ends_the_run_and_nothing_else(data, tmp_path, whole, step):
-    out = tmp_path / "run"
-    done = train(data, out, "--debug-inject", f"gpu@step={step}")
-    assert_refused(done, 4, "illegal memory access", "the last checkpoint stands")
+def assert_a_step_fails_alone(data, out, whole, step, fault, code, *words):
+    """One line; no step after the one before it, no checkpoint lost; the same command ends as if nothing had been."""
+    done = train(data, out, "--debug-inject", f"{fault}@step={step}")
+    assert_refused(done, code, *words)
     assert max((r["step"] for r in records(out) if r["type"] == "step"), default=0) == step - 1
     left = [name for name in checkpoints(out) if not name.endswith(".tmp")]
     assert all(int(name[5:]) < step for name in left)
@@ -246,6 +273,18 @@ def test_a_kernel_that_faults_ends_the_run_and_nothing_else(data, tmp_path, whol
     assert done.returncode == 0, done.stderr
     assert ("resuming after step" in done.stderr) == bool(left)
     assert_same_run(out, whole)
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_a_kernel_that_faults_ends_the_run_and_nothing_else(data, tmp_path, whole, step):
+    """An error that stays: no CUDA call of the process succeeds after it."""
+    assert_a_step_fails_alone(data, tmp_path / "run", whole, step, "gpu", 4, "illegal memory access",
+                              "the last checkpoint stands")
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_memory_that_runs_out_ends_the_run_and_nothing_else(data, tmp_path, whole, step):
+    assert_a_step_fails_alone(data, tmp_path / "run", whole, step, "memory", 5, "of GPU memory planned", "are free")
 
 
 def test_a_fault_for_a_gpu_needs_one(data, tmp_path):
@@ -286,8 +325,10 @@ def test_kernels_under_compute_sanitizer(tool, plans):
 
 def test_shared_memory_under_racecheck(plans):
     """Without heads of 64 and 128: on sm_90 their attention orders shared memory by mbarriers and asynchronous copies, whose
-    waiting under racecheck takes longer than a minute. One hand-over is left out, because it has an order that racecheck does not follow. In the portable backward of wide
-    heads one warp of a pair writes probabilities and then arrives at a named barrier (bar.arrive); the other one waits there
+    waiting under racecheck takes longer than a minute.
+
+    One hand-over is left out, because it has an order that racecheck does not follow. In the portable backward of wide heads
+    one warp of a pair writes probabilities and then arrives at a named barrier (bar.arrive); the other one waits there
     (bar.sync) and then reads them: PTX's producer and consumer. Before the place is written again all threads pass
     __syncthreads(). So exactly this is left out: in that kernel, a read after a write. A write that does not wait for a read
     (\"Read access ... and Write access\") would fail, there as everywhere."""
