@@ -33,7 +33,8 @@ HOME = ROOT / "build" / "mutants"
 TREE = HOME / "tree"
 OUT = TREE / "build" / "release"
 TIME_LIMIT = 1800  # seconds for one run of tests: a bug may make them hang, and that is red too
-LINKED = ("libweft.a", "unit_tests", "gpu_tests", "train_llama", "infer_pythia")
+PROGRAMS = ("train_llama", "infer_pythia")
+LINKED = ("libweft.a", "unit_tests", "gpu_tests", *PROGRAMS)
 
 
 class Unusable(Exception):
@@ -79,8 +80,9 @@ def has_gpu() -> bool:
 
 
 def make(targets: list[str], gpu: bool) -> subprocess.CompletedProcess:
+    # The programs by their links in the root, under which test/python looks for them.
     command = ["make", f"-j{os.cpu_count()}", *([] if gpu else ["NVCC="]),
-               *(f"build/release/{name}" for name in targets)]
+               *(name if name in PROGRAMS else f"build/release/{name}" for name in targets)]
     return subprocess.run(command, cwd=TREE, capture_output=True, text=True, errors="replace")
 
 

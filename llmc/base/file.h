@@ -62,6 +62,7 @@ class AtomicFile {
   std::string temporary_;
   int fd_ = -1;
   std::uint64_t size_ = 0;
+  std::uint64_t on_its_way_ = 0;  // of them, those that the disk was asked to take
 };
 
 // The whole text file; larger than `max_bytes` is Exit::bad_file.
@@ -86,6 +87,8 @@ std::vector<std::string> expand_glob(const std::string& pattern);
 // hook is asked again: fewer tear a write at an exact byte. May throw, or not return.
 using WriteFault = std::size_t (*)(const std::string& path, std::uint64_t offset, std::size_t bytes);
 void set_write_fault(WriteFault fault);
+// A fault counts the bytes of a save: with one armed its files are written one after the other.
+bool write_fault_armed();
 // Before each sync, rename and removal that a save consists of. False: the call fails with EIO. May not return.
 using CallFault = bool (*)(const char* call, const std::string& path);
 void set_call_fault(CallFault fault);

@@ -186,24 +186,23 @@ class PinnedStateCopy final : public StateCopy {
     check(cudaEventRecord(copied_, stream_), "copying the state");
   }
 
-  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) const override {
+  const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
+                    float* buffer) const override {
     check(cudaEventSynchronize(copied_), "copying the state");
-    const auto offset = static_cast<std::uint64_t>(spec.offset), count = static_cast<std::uint64_t>(spec.elements);
+    const std::uint64_t offset = static_cast<std::uint64_t>(spec.offset) + first;
     if (role != TensorRole::parameter || source_.low == nullptr) {
       const std::uint64_t part = role == TensorRole::parameter ? 0 : role == TensorRole::moment1 ? 1 : 2;
-      if (part > 0 && source_.moment_bytes == sizeof(bf16)) {
-        convert_to_f32(buffer_.at<std::byte>(4 * part * count_ + 2 * offset), DType::bf16, values, count);
-        return;
-      }
-      std::memcpy(values, buffer_.at<float>(4 * (part * count_ + offset)), count * sizeof(float));
-      return;
+      if (part == 0 || source_.moment_bytes == sizeof(float)) return buffer_.at<float>(4 * (part * count_ + offset));
+      convert_to_f32(buffer_.at<std::byte>(4 * part * count_ + 2 * offset), DType::bf16, buffer, count);
+      return buffer;
     }
     const auto* high = buffer_.at<std::uint16_t>(2 * offset);
     const auto* low = buffer_.at<std::int16_t>(2 * (count_ + offset));
-    for (std::uint64_t i = 0; i < count; ++i) {
+    for (std::size_t i = 0; i < count; ++i) {
       const std::uint32_t bits = join_master({high[i], low[i]});
-      std::memcpy(&values[i], &bits, sizeof bits);
+      std::memcpy(&buffer[i], &bits, sizeof bits);
     }
+    return buffer;
   }
 
  private:

@@ -555,8 +555,17 @@ void TensorFileWriter::begin() {
 
 void TensorFileWriter::pad_to(std::uint64_t offset) {
   static constexpr std::array<std::byte, kHeaderPage> zeros{};
-  while (file_->size() < offset)
-    file_->write(zeros.data(), std::min<std::uint64_t>(zeros.size(), offset - file_->size()));
+  while (written_ < offset) append(zeros.data(), std::min<std::uint64_t>(zeros.size(), offset - written_));
+}
+
+// The bytes stay as they are until publish(), or no thread writes.
+void TensorFileWriter::append(const void* data, std::size_t bytes) {
+  if (behind_ != nullptr) {
+    behind_->write(data, bytes);
+  } else {
+    file_->write(data, bytes);
+  }
+  written_ += bytes;
 }
 
 // Moves to the first tensor from current_ on that has bytes, finishing the empty ones on the way.
@@ -587,19 +596,46 @@ void TensorFileWriter::write(const void* data, std::size_t bytes) {
   const auto* cursor = static_cast<const std::byte*>(data);
   for (std::size_t done = 0; done < bytes; done += kPiece) {
     const std::size_t piece = std::min(kPiece, bytes - done);
-    hasher_->update(cursor + done, piece);
-    file_->write(cursor + done, piece);
+    const std::byte* from = cursor + done;
+    if (behind_ != nullptr) {  // the caller may change its bytes when this returns
+      std::byte* room = behind_->buffer();
+      std::memcpy(room, from, piece);
+      from = room;
+    }
+    hasher_->update(from, piece);
+    append(from, piece);
   }
   current_bytes_ += bytes;
   if (current_bytes_ == tensors_[current_].bytes) finish_tensor();
 }
 
-void TensorFileWriter::write_f32(const float* data, std::size_t count) {
-  begin();
-  if (count == 0) return;  // an empty tensor is already finished
+void TensorFileWriter::require_next(std::size_t count) const {
   if (current_ == tensors_.size() || current_bytes_ != 0 || tensors_[current_].elements() != count) {
     fail(Exit::internal, "%s: %zu values do not match the next declared tensor", escaped(path_).c_str(), count);
   }
+}
+
+void TensorFileWriter::write_parts(std::size_t count, const Part& part) {
+  begin();
+  if (count == 0) return;  // an empty tensor is already finished
+  require_next(count);
+  if (tensors_[current_].dtype != DType::f32) fail(Exit::internal, "%s: parts are of fp32", escaped(path_).c_str());
+  if (behind_ == nullptr) behind_ = std::make_unique<WriteBehind>(*file_);
+  constexpr std::size_t kValues = WriteBehind::kPiece / sizeof(float);
+  for (std::size_t first = 0; first < count; first += kValues) {
+    const std::size_t values = std::min(kValues, count - first);
+    const float* data = part(first, values, reinterpret_cast<float*>(behind_->buffer()));
+    hasher_->update(data, values * sizeof(float));
+    append(data, values * sizeof(float));
+  }
+  current_bytes_ = tensors_[current_].bytes;
+  finish_tensor();
+}
+
+void TensorFileWriter::write_f32(const float* data, std::size_t count) {
+  begin();
+  if (count == 0) return;  // an empty tensor is already finished
+  require_next(count);
   const DType dtype = tensors_[current_].dtype;
   if (dtype == DType::f32) return write(data, count * sizeof(float));
   std::vector<std::uint16_t> converted(std::min(count, kPiece / sizeof(std::uint16_t)));
@@ -616,6 +652,7 @@ void TensorFileWriter::publish() {
     fail(Exit::internal, "%s: tensor %s: %llu of %llu bytes written", escaped(path_).c_str(),
          escaped(tensors_[current_].name).c_str(), u64{current_bytes_}, u64{tensors_[current_].bytes});
   }
+  if (behind_ != nullptr) behind_->drain();
   const std::vector<std::byte> head = header_bytes();
   file_->rewrite(0, head.data(), head.size());
   file_->publish();

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -21,6 +22,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
+#include "llmc/file/write_behind.h"
 
 namespace weft {
 
@@ -108,6 +110,11 @@ class TensorFileWriter {
   void write(const void* data, std::size_t bytes);
   // The whole next tensor from fp32 values, rounded to its declared float dtype in bounded pieces.
   void write_f32(const float* data, std::size_t count);
+  // The whole next tensor, which is of fp32, piece by piece: part(first, count, buffer) returns `count` values from element
+  // `first` on, in `buffer` or anywhere where they stay as they are until publish(). From the first call on a thread writes
+  // what this one makes.
+  using Part = std::function<const float*(std::size_t first, std::size_t count, float* buffer)>;
+  void write_parts(std::size_t count, const Part& part);
   // Fails with Exit::internal if any tensor is not complete.
   void publish();
   // The finished table with offsets and hashes; valid after publish().
@@ -115,6 +122,8 @@ class TensorFileWriter {
 
  private:
   void begin();  // lays the file out at the first write
+  void append(const void* data, std::size_t bytes);
+  void require_next(std::size_t count) const;
   void pad_to(std::uint64_t offset);
   void start_tensor();
   void finish_tensor();
@@ -127,6 +136,8 @@ class TensorFileWriter {
   std::vector<TensorInfo> tensors_;
   std::unordered_set<std::string> names_;
   std::unique_ptr<AtomicFile> file_;
+  std::unique_ptr<WriteBehind> behind_;  // after file_: it ends first
+  std::uint64_t written_ = 0;            // handed to one of them
   std::uint64_t file_bytes_ = 0;
   std::uint64_t data_offset_ = 0;
   std::size_t current_ = 0;          // the tensor being written

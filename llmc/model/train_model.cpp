@@ -1,7 +1,5 @@
 #include "llmc/model/train_model.h"
 
-#include <algorithm>
-
 namespace weft {
 
 namespace {
@@ -23,8 +21,9 @@ class HostStateCopy final : public StateCopy {
       for (const TensorSpec& spec : model_.table().specs()) model_.read_tensor(role, spec, at(role, spec));
     }
   }
-  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) const override {
-    std::copy_n(at(role, spec), spec.elements, values);
+  const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t /*count*/,
+                    float* /*buffer*/) const override {
+    return at(role, spec) + first;
   }
 
  private:

@@ -67,9 +67,11 @@ class StateCopy {
   // The state of the model as it is now. May return while the device still copies; the next update waits for that. Not
   // while another thread reads the last copy.
   virtual void take() = 0;
-  // A tensor of the state taken last, exactly as TrainModel::read_tensor would have given it then. For any thread, beside
-  // a training step.
-  virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) const = 0;
+  // `count` values of a tensor of the state taken last, from its element `first` on, exactly as TrainModel::read_tensor
+  // would have given them then: where they lie, if they lie there as fp32, else in `buffer`. For any number of threads,
+  // beside a training step.
+  virtual const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
+                            float* buffer) const = 0;
 };
 // What a StateCopy keeps on the host: a parameter and its two moments, four bytes each on every device.
 inline std::uint64_t state_copy_bytes(const TensorTable& table) {

@@ -62,7 +62,8 @@ void BackgroundSave::write(const TrainState& state, const TensorTable& table, co
 BackgroundSave::Result BackgroundSave::save_now(const TrainState& state, TrainModel& model) {
   begin_ = Clock::now();
   Result result;
-  write(state, model.table(), tensors_of(model), result);
+  if (copy_ != nullptr) copy_->take();
+  write(state, model.table(), copy_ != nullptr ? tensors_of(*copy_) : tensors_of(model), result);
   result.stalled_seconds = result.seconds;
   return result;
 }
@@ -80,10 +81,7 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
   result_ = {};
   done_ = false;
   const auto body = [this, &table = model.table()] {
-    write(
-        state_, table,
-        [this](TensorRole role, const TensorSpec& spec, float* values) { copy_->read_tensor(role, spec, values); },
-        result_);
+    write(state_, table, tensors_of(*copy_), result_);
     const std::lock_guard<std::mutex> lock(mutex_);
     done_ = true;
     changed_.notify_all();

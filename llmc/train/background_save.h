@@ -51,7 +51,7 @@ class BackgroundSave {
   std::optional<Result> poll();  // the result of start(), once; empty: none, or not yet
   std::optional<Result> wait();  // the same, but it waits, and says so once a minute
 
-  // On this thread, from the model itself. Not between start() and its result.
+  // On this thread, which waits for all of it. Not between start() and its result.
   Result save_now(const TrainState& state, TrainModel& model);
 
  private:

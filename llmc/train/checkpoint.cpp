@@ -1,13 +1,16 @@
 #include "llmc/train/checkpoint.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/hash.h"
 #include "llmc/base/log.h"
+#include "llmc/base/parallel.h"
 
 namespace weft {
 
@@ -68,48 +71,48 @@ Json describe_file(const std::string& path, std::span<const TensorInfo> tensors)
           {"tensors", std::move(list)}};
 }
 
-void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSpec& spec, std::vector<float>& values,
-                     TensorFileWriter& writer) {
-  values.resize(static_cast<std::size_t>(spec.elements));
-  source(role, spec, values.data());
-  writer.write_f32(values.data(), values.size());
+void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSpec& spec, TensorFileWriter& writer) {
+  writer.write_parts(static_cast<std::size_t>(spec.elements), [&](std::size_t first, std::size_t count, float* buffer) {
+    return source.read(role, spec, first, count, buffer);
+  });
 }
 
-Json write_model(const std::string& path, const RunIdentity& run, const TensorTable& table,
-                 const TensorSource& source) {
+TensorFileWriter declare_model(const std::string& path, const RunIdentity& run, const TensorTable& table) {
   TensorFileWriter writer(path, FileKind::model,
                           {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
   for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
   if (!run.tokenizer.empty()) {
     writer.declare(kTokenizerTensor, DType::u8, {static_cast<std::int64_t>(run.tokenizer.size())});
   }
-  std::vector<float> values;
-  for (const TensorSpec& spec : table.specs()) {
-    write_tensor_of(source, TensorRole::parameter, spec, values, writer);
-  }
-  if (!run.tokenizer.empty()) writer.write(run.tokenizer.data(), run.tokenizer.size());
-  writer.publish();
-  return describe_file(path, writer.tensors());
+  return writer;
 }
 
-Json write_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
-                          const TensorTable& table, const TensorSource& source) {
+void fill_model(const RunIdentity& run, const TensorTable& table, const TensorSource& source,
+                TensorFileWriter& writer) {
+  for (const TensorSpec& spec : table.specs()) write_tensor_of(source, TensorRole::parameter, spec, writer);
+  if (!run.tokenizer.empty()) writer.write(run.tokenizer.data(), run.tokenizer.size());
+}
+
+constexpr TensorRole kMoments[] = {TensorRole::moment1, TensorRole::moment2};
+
+TensorFileWriter declare_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
+                                        const TensorTable& table) {
   const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
                          {"device", run.device},     {"version", run.version}, {"world_size", 1}};
   TensorFileWriter writer(path, FileKind::training_state,
                           {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
-  constexpr TensorRole kRoles[] = {TensorRole::moment1, TensorRole::moment2};
-  for (const TensorRole role : kRoles) {
+  for (const TensorRole role : kMoments) {
     for (const TensorSpec& spec : table.specs()) {
       writer.declare(moment_name(role, spec), DType::f32, spec.shape);
     }
   }
-  std::vector<float> values;
-  for (const TensorRole role : kRoles) {
-    for (const TensorSpec& spec : table.specs()) write_tensor_of(source, role, spec, values, writer);
+  return writer;
+}
+
+void fill_training_state(const TensorTable& table, const TensorSource& source, TensorFileWriter& writer) {
+  for (const TensorRole role : kMoments) {
+    for (const TensorSpec& spec : table.specs()) write_tensor_of(source, role, spec, writer);
   }
-  writer.publish();
-  return describe_file(path, writer.tensors());
 }
 
 // ---- reading ----
@@ -245,11 +248,15 @@ void Checkpoint::read_state(const Json& manifest, std::int64_t step) {
 }
 
 void Checkpoint::check_tensors() const {
-  for (const TensorSpec& spec : model_.table().specs()) {
-    check_values(model_.file(), spec.name, spec);
-    check_values(training_, moment_name(TensorRole::moment1, spec), spec);
-    check_values(training_, moment_name(TensorRole::moment2, spec), spec);
-  }
+  const auto specs = model_.table().specs();
+  in_parallel(3 * specs.size(), helper_threads(), [&](std::size_t i) {
+    const TensorSpec& spec = specs[i / 3];
+    if (i % 3 == 0) {
+      check_values(model_.file(), spec.name, spec);
+    } else {
+      check_values(training_, moment_name(kMoments[i % 3 - 1], spec), spec);
+    }
+  });
   if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
 }
 
@@ -346,15 +353,44 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
 }
 
 TensorSource tensors_of(TrainModel& model) {
-  return [&model](TensorRole role, const TensorSpec& spec, float* values) { model.read_tensor(role, spec, values); };
+  const auto whole = std::make_shared<std::vector<float>>();  // a model gives whole tensors
+  return {[&model, whole](TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
+                          float* buffer) -> const float* {
+            if (first == 0) {
+              whole->resize(static_cast<std::size_t>(spec.elements));
+              model.read_tensor(role, spec, whole->data());
+            }
+            std::copy_n(whole->data() + first, count, buffer);
+            return buffer;
+          },
+          false};
+}
+
+TensorSource tensors_of(const StateCopy& copy) {
+  return {[&copy](TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count, float* buffer) {
+            return copy.read(role, spec, first, count, buffer);
+          },
+          true};
 }
 
 void CheckpointKeeper::write(const std::string& path, const TrainState& state, const TensorTable& table,
                              const TensorSource& source) const {
   Json manifest = manifest_head(state, identity_.model, identity_.settings);
   manifest["made_by"] = "weft train_llama " + identity_.version;
-  manifest["files"] = {write_model(path + "/" + kModelName, identity_, table, source),
-                       write_training_state(path + "/" + kStateName, identity_, state, table, source)};
+  const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
+  TensorFileWriter model = declare_model(model_path, identity_, table);
+  TensorFileWriter training = declare_training_state(training_path, identity_, state, table);
+  // The files are filled beside each other, and synced and renamed in this order.
+  in_parallel(2, source.for_many_threads && !write_fault_armed() ? 2 : 1, [&](std::size_t file) {
+    if (file == 0) {
+      fill_model(identity_, table, source, model);
+      model.publish();
+    } else {
+      fill_training_state(table, source, training);
+    }
+  });
+  training.publish();
+  manifest["files"] = {describe_file(model_path, model.tensors()), describe_file(training_path, training.tensors())};
   write_file_atomically(path + "/" + kManifestName, manifest.dump(1) + "\n");
 }
 

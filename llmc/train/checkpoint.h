@@ -6,6 +6,7 @@
 // and renames it; a load trusts nothing whose sizes, hashes, step or values do not agree.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -74,8 +75,14 @@ class Checkpoint {
 };
 
 // Where a save gets its tensors from: a model, or a copy of its state.
-using TensorSource = std::function<void(TensorRole, const TensorSpec&, float* values)>;
+struct TensorSource {
+  // `count` values of a tensor from `first` on, in `buffer` or where they stay until the save has ended. The parts of a
+  // tensor are asked for in order, from 0 on.
+  std::function<const float*(TensorRole, const TensorSpec&, std::size_t first, std::size_t count, float* buffer)> read;
+  bool for_many_threads = false;  // two files are written at once
+};
 TensorSource tensors_of(TrainModel& model);
+TensorSource tensors_of(const StateCopy& copy);
 
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {

@@ -253,7 +253,7 @@ void TrainLoop::begin_save() {
   saves_.start(state_, parts_.model);
 }
 
-// From the model itself, which stands still. A save that fails costs a warning, unless nothing comes after it.
+// Training stands still for it. A save that fails costs a warning, unless nothing comes after it.
 void TrainLoop::save_now(bool last) {
   settle_save();
   if (parts_.checkpoints.last_saved() == state_.step) return;

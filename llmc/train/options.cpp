@@ -4,7 +4,6 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
-#include "llmc/base/options.h"
 #include "llmc/model/config.h"
 #include "llmc/train/fault_injection.h"
 
@@ -208,21 +207,28 @@ Json TrainSettings::numeric_settings() const {
   return fields;
 }
 
+TrainOptionParser::TrainOptionParser(const std::string& version)
+    : table_("train_llama", "Trains a Llama model on token shards.") {
+  table_.version(version);
+  table_.footer(kFooter);
+  add_model_and_data(table_, settings_);
+  add_optimization(table_, settings_);
+  add_execution(table_, settings_);
+  add_reports(table_, settings_);
+}
+
+std::optional<TrainSettings> TrainOptionParser::parse(int argc, const char* const* argv) {
+  settings_ = TrainSettings();
+  if (table_.parse(argc, argv) == OptionTable::Outcome::exit_ok) return std::nullopt;
+  apply_color(settings_.color);
+  settings_.norm_given = table_.given("norm");
+  check_together(settings_, table_);
+  settings_.effective = table_.effective();
+  return settings_;
+}
+
 std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version) {
-  TrainSettings settings;
-  OptionTable table("train_llama", "Trains a Llama model on token shards.");
-  table.version(version);
-  table.footer(kFooter);
-  add_model_and_data(table, settings);
-  add_optimization(table, settings);
-  add_execution(table, settings);
-  add_reports(table, settings);
-  if (table.parse(argc, argv) == OptionTable::Outcome::exit_ok) return std::nullopt;
-  apply_color(settings.color);
-  settings.norm_given = table.given("norm");
-  check_together(settings, table);
-  settings.effective = table.effective();
-  return settings;
+  return TrainOptionParser(version).parse(argc, argv);
 }
 
 }  // namespace weft

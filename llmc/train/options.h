@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "llmc/base/json.h"
+#include "llmc/base/options.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/guard.h"
 #include "llmc/train/schedule.h"
@@ -64,8 +65,20 @@ struct TrainSettings {
   Json numeric_settings() const;
 };
 
-// Empty: --help or --version was printed. What no single value can show (missing or conflicting options, a
-// batch that does not divide) is checked here too: Exit::usage.
+// The table of the options, bound to the settings that it fills.
+class TrainOptionParser {
+ public:
+  explicit TrainOptionParser(const std::string& version);
+  // Empty: --help or --version was printed. What no single value can show (missing or conflicting options, a batch that
+  // does not divide) is checked here too: Exit::usage. Each call starts from the defaults.
+  std::optional<TrainSettings> parse(int argc, const char* const* argv);
+
+ private:
+  TrainSettings settings_;
+  OptionTable table_;
+};
+
+// The same for the one command line of a program.
 std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version);
 
 }  // namespace weft

@@ -364,7 +364,8 @@ TEST(CudaLlama, RoundedMomentsMoveExactlyAndLearnAlike) {
     for (const TensorSpec& spec : first->table().specs()) {
       std::vector<float> values(static_cast<std::size_t>(spec.elements)), copied(values.size());
       first->read_tensor(role, spec, values.data());
-      copy->read_tensor(role, spec, copied.data());
+      const float* part = copy->read(role, spec, 0, copied.size(), copied.data());
+      if (part != copied.data()) std::copy_n(part, copied.size(), copied.data());
       EXPECT_TRUE(same_bits(values, copied)) << spec.name;
       second->write_tensor(role, spec, copied.data());
     }
