@@ -1,7 +1,8 @@
 """Runs the GPU tests and keeps the evidence; or says whether the evidence is older than the code it speaks of.
 
-    python3 test/gpu_report.py            run build/release/gpu_tests, write test/reports/gpu_<name>.json, exit 1 on failure
-    python3 test/gpu_report.py --check    compare the newest report's source hash with the tree (exit 0 either way)
+    python3 test/gpu_report.py               run build/release/gpu_tests, write test/reports/gpu_<name>.json; 1 on failure
+    python3 test/gpu_report.py --shards 4    the same in four processes at once: most of the time is the CPU reference's
+    python3 test/gpu_report.py --check       compare the newest report's source hash with the tree (exit 0 either way)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +36,26 @@ def gpu_facts() -> dict[str, str]:
     return {"gpu": name, "driver": driver}
 
 
-def run_tests() -> int:
+def run_shards(count: int) -> tuple[bool, list[dict]]:
+    """Whether every process ended well, and the suites of all of them."""
+    outputs = [ROOT / "build" / f"gpu_tests_{index}.json" for index in range(count)]
+    processes = []
+    for index, output in enumerate(outputs):
+        output.unlink(missing_ok=True)
+        share = {"GTEST_TOTAL_SHARDS": str(count), "GTEST_SHARD_INDEX": str(index)}
+        if count > 1:
+            share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
+        processes.append(subprocess.Popen([str(PROGRAM), "--gtest_brief=1", f"--gtest_output=json:{output}"], cwd=ROOT,
+                                          env={**os.environ, **share}))
+    codes = [process.wait() for process in processes]
+    suites = [suite for output in outputs if output.exists() for suite in json.loads(output.read_text())["testsuites"]]
+    return not any(codes) and all(output.exists() for output in outputs), suites
+
+
+def run_tests(shards: int) -> int:
     REPORTS.mkdir(exist_ok=True)
-    output = ROOT / "build" / "gpu_tests.json"
-    output.unlink(missing_ok=True)
-    code = subprocess.run([str(PROGRAM), "--gtest_brief=1", f"--gtest_output=json:{output}"], cwd=ROOT).returncode
-    results = json.loads(output.read_text()) if output.exists() else {"testsuites": []}
-    tests = [dict(test, suite=suite["name"]) for suite in results["testsuites"] for test in suite["testsuite"]]
+    ended_well, suites = run_shards(shards)
+    tests = [dict(test, suite=suite["name"]) for suite in suites for test in suite["testsuite"]]
     failed = [t for t in tests if t.get("failures")]
     skipped = [t for t in tests if t.get("result") == "SKIPPED"]
     facts = gpu_facts()
@@ -60,7 +75,7 @@ def run_tests() -> int:
     name = "".join(c if c.isalnum() else "_" for c in facts["gpu"].lower())
     (REPORTS / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"{report['passed']} passed, {report['failed']} failed, {report['skipped']} skipped")
-    return 1 if code or failed or not tests else 0
+    return 0 if ended_well and tests and not failed else 1
 
 
 def check() -> int:
@@ -78,4 +93,8 @@ def check() -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the newest report fits this tree")
-    sys.exit(check() if parser.parse_args().check else run_tests())
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="processes at once (default 1)")
+    options = parser.parse_args()
+    if options.shards < 1:
+        parser.error(f"--shards: got {options.shards}, expected 1 or more")
+    sys.exit(check() if options.check else run_tests(options.shards))
