@@ -716,7 +716,7 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
 template <typename S>
 void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const Range range("layer");
-  const std::int64_t N = rows(), F = config_.ffn_size, T = options_.seq_len, q = config_.q_size();
+  const std::int64_t N = rows(), F = config_.ffn_size, q = config_.q_size();
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
@@ -734,11 +734,8 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
     attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
-                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_);
-  });
-  clock_.run("rope backward", 0, 2 * row_bytes(q + config_.kv_size()), [&] {
-    rope_backward(q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads,
-                  config_.num_kv_heads, 0, stream_);
+                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_,
+                          rope_);  // of q and k before RoPE
   });
   weight_grad(qkv_, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
   input_grad(qkv_, acts_.d_norm, acts_.d_qkv, w.qkv, N);
