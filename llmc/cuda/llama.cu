@@ -724,10 +724,10 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   S* product = options_.recompute == Recompute::none ? nullptr : a.mlp_product;  // null: it is still there
   input_grad(down_, acts_.d_mlp_product, branch_gradient(), w.down, N);
   clock_.run("swiglu backward", 0, (product == nullptr ? 5 : 6) * row_bytes(F),
-             [&] { swiglu_backward(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F, product, stream_); });
+             [&] { swiglu_backward(a.gate_up, acts_.d_mlp_product, a.gate_up, N, F, product, stream_); });
   weight_grad(down_, dw.down, branch_gradient(), a.mlp_product, N, accumulate);
-  weight_grad(gate_up_, dw.gate_up, acts_.d_gate_up, a.post_norm, N, accumulate);
-  input_grad(gate_up_, acts_.d_norm, acts_.d_gate_up, w.gate_up, N);
+  weight_grad(gate_up_, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up is its gradient now
+  input_grad(gate_up_, acts_.d_norm, a.gate_up, w.gate_up, N);
   join_backward(2 * l, w.post_norm, dw.post_norm, acts_.d_norm, a.residual_mid, a.mean2, a.rstd2, true);
 
   weight_grad(output_, dw.output, branch_gradient(), a.attention, N, accumulate);
