@@ -46,7 +46,7 @@ RUNS = [
     Run("llama3.2-1b", 2048, 8, 8, "master"),
     Run("llama3.2-1b", 8192, 2, 2, "bf16"),
     Run("llama3.2-3b", 2048, 8, 4, "bf16"),
-    Run("llama3.1-8b", 4096, 3, 1, "bf16", recompute="norm", moments="bf16"),
+    Run("llama3.1-8b", 4096, 4, 1, "bf16", recompute="norm", moments="bf16"),
 ]
 
 

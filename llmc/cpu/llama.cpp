@@ -324,8 +324,8 @@ void Llama::backward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
 
   matmul_backward(acts_.d_mlp_product, dw.down, nullptr, acts_.branch, a.mlp_product, w.down, N, F, C);
-  swiglu_backward(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F);
-  matmul_backward(acts_.d_norm, dw.gate_up, nullptr, acts_.d_gate_up, a.post_norm, w.gate_up, N, C, 2 * F);
+  swiglu_backward(a.gate_up, acts_.d_mlp_product, a.gate_up, N, F);  // a.gate_up is its gradient from here on
+  matmul_backward(acts_.d_norm, dw.gate_up, nullptr, a.gate_up, a.post_norm, w.gate_up, N, C, 2 * F);
 
   ResidualNormBackward join;
   join.dout = acts_.d_norm;

@@ -530,11 +530,11 @@ void Llama<S>::forward_layers() {
   }
 }
 
-// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up -> SwiGLU.
+// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up.
 // `branch` [N, C]: with dropout, the attention branch on its way into the residual.
 template <typename S>
 void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch) {
-  const std::int64_t N = rows(), F = config_.ffn_size, T = options_.seq_len;
+  const std::int64_t N = rows(), T = options_.seq_len;
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const S* residual = acts_.residual[static_cast<std::size_t>(l)];
@@ -567,16 +567,17 @@ void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch) {
   forward_norm("norm", 2 * l, norm);
 
   forward(gate_up_, a.gate_up, a.post_norm, w.gate_up, N);
-  clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(a.mlp_product, a.gate_up, N, F, stream_); });
 }
 
-// down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
+// SwiGLU -> down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
 template <typename S>
 void Llama<S>::join_branch(std::int64_t l) {
   const auto i = static_cast<std::size_t>(l);
+  const std::int64_t F = config_.ffn_size;
   const LayerActivations<S>& a = acts_.layers[i];
   const S* down = weights_.layers[i].down;
   const NormSite next = norm_site(l + 1);
+  clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(a.mlp_product, a.gate_up, rows(), F, stream_); });
   ResidualNormForward<S, S> norm;
   if (joins_in_product()) {
     forward(down_, acts_.residual[i + 1], a.mlp_product, down, rows(), a.residual_mid);
@@ -634,7 +635,8 @@ void Llama<S>::normalize_input(std::int64_t l) {
   forward_norm("norm", -1, norm);
 }
 
-// Brings back what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
+// Brings back what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits. Only
+// the product of SwiGLU is left to its backward pass, which has all of it at hand.
 template <typename S>
 void Llama<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
@@ -652,8 +654,6 @@ void Llama<S>::recompute_layer(std::int64_t l) {
   norm.bias = weights_.layers[i].post_norm.bias;
   norm.out = a.post_norm;
   forward_norm("norm", -1, norm);
-  clock_.run("swiglu", 0, 3 * row_bytes(config_.ffn_size),
-             [&] { swiglu_forward(a.mlp_product, a.gate_up, rows(), config_.ffn_size, stream_); });
 }
 
 // Backward of one residual_norm: from the gradient of its output and, with a skip, of its new residual, to the gradient
@@ -715,17 +715,18 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
 template <typename S>
 void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const Range range("layer");
-  const std::int64_t N = rows(), F = config_.ffn_size, T = options_.seq_len, q = config_.q_size();
+  const std::int64_t N = rows(), F = config_.ffn_size, q = config_.q_size();
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
-  weight_grad(down_, dw.down, branch_gradient(), a.mlp_product, N, accumulate);
+  S* product = options_.recompute == Recompute::none ? nullptr : a.mlp_product;  // null: it is still there
   input_grad(down_, acts_.d_mlp_product, branch_gradient(), w.down, N);
-  clock_.run("swiglu backward", 0, 5 * row_bytes(F),
-             [&] { swiglu_backward<S>(acts_.d_gate_up, acts_.d_mlp_product, a.gate_up, N, F, nullptr, stream_); });
-  weight_grad(gate_up_, dw.gate_up, acts_.d_gate_up, a.post_norm, N, accumulate);
-  input_grad(gate_up_, acts_.d_norm, acts_.d_gate_up, w.gate_up, N);
+  clock_.run("swiglu backward", 0, (product == nullptr ? 5 : 6) * row_bytes(F),
+             [&] { swiglu_backward(a.gate_up, acts_.d_mlp_product, a.gate_up, N, F, product, stream_); });
+  weight_grad(down_, dw.down, branch_gradient(), a.mlp_product, N, accumulate);
+  weight_grad(gate_up_, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up is its gradient now
+  input_grad(gate_up_, acts_.d_norm, a.gate_up, w.gate_up, N);
   join_backward(2 * l, w.post_norm, dw.post_norm, acts_.d_norm, a.residual_mid, a.mean2, a.rstd2, true);
 
   weight_grad(output_, dw.output, branch_gradient(), a.attention, N, accumulate);
@@ -733,11 +734,8 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   clock_.run("attention backward", 2.5 * attention_flops(), row_bytes(2 * (q + qkv_size())), [&] {
     attention_backward<S>(attention_shape(config_, options_), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv),
                           v_heads(acts_.d_qkv), heads(acts_.d_attention, q), heads(a.attention, q), a.lse,
-                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_);
-  });
-  clock_.run("rope backward", 0, 2 * row_bytes(q + config_.kv_size()), [&] {
-    rope_backward(q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads,
-                  config_.num_kv_heads, 0, stream_);
+                          q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv), workspace<void>(plan_.scratch), stream_,
+                          rope_);  // of q and k before RoPE
   });
   weight_grad(qkv_, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
   input_grad(qkv_, acts_.d_norm, acts_.d_qkv, w.qkv, N);

@@ -68,7 +68,7 @@ struct LayerActivations {
   T* residual_mid = nullptr;                 // [N, C], after the attention branch has joined
   T* post_norm = nullptr;                    // [N, C]
   float *mean2 = nullptr, *rstd2 = nullptr;  // [N]
-  T* gate_up = nullptr;                      // [N, 2F]
+  T* gate_up = nullptr;                      // [N, 2F]; its gradient, once the backward pass has used it
   T* mlp_product = nullptr;                  // [N, F]
 };
 
@@ -91,9 +91,8 @@ class LlamaActivations {
   T* branch = nullptr;      // [N, C]: output of attention or MLP before it joins the residual, and its gradient
   T* logits = nullptr;      // [min(N, classifier_rows), V]
   float* losses = nullptr;  // [N]
-  T *d_final_norm = nullptr, *d_residual = nullptr, *d_norm = nullptr;  // [N, C] each
-  T *d_qkv = nullptr, *d_attention = nullptr;                           // [N, q + 2 kv], [N, q]
-  T *d_gate_up = nullptr, *d_mlp_product = nullptr;                     // [N, 2F], [N, F]
+  T *d_final_norm = nullptr, *d_residual = nullptr, *d_norm = nullptr;   // [N, C] each
+  T *d_qkv = nullptr, *d_attention = nullptr, *d_mlp_product = nullptr;  // [N, q + 2 kv], [N, q], [N, F]
 
  private:
   template <typename U>
@@ -141,15 +140,21 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
   want(&final_mean, N);
   want(&final_rstd, N);
   want(&branch, N * C);
-  want(&logits, std::min(N, classifier_rows) * V);
   want(&losses, N);
   want(&d_final_norm, N * C);
   want(&d_residual, N * C);
   want(&d_norm, N * C);
-  want(&d_qkv, N * qkv);
-  want(&d_attention, N * q);
-  want(&d_gate_up, N * 2 * F);
-  want(&d_mlp_product, N * F);
+
+  // The first gradient of a layer is written after the last logit has been read: they lie in one place.
+  const std::uint64_t place = plan_.add(0);
+  const std::pair<T**, std::int64_t> gradients[] = {{&d_qkv, N * qkv}, {&d_attention, N * q}, {&d_mlp_product, N * F}};
+  MemoryPlan of_a_layer("gradients of a layer's activations");
+  for (const auto& [pointer, elements] : gradients) {
+    const std::uint64_t offset = of_a_layer.add(static_cast<std::uint64_t>(elements) * sizeof(T));
+    wanted_.emplace_back(reinterpret_cast<void**>(pointer), place + offset);
+  }
+  wanted_.emplace_back(reinterpret_cast<void**>(&logits), place);
+  plan_.add(std::max(static_cast<std::uint64_t>(std::min(N, classifier_rows) * V) * sizeof(T), of_a_layer.bytes()));
 }
 
 template <typename T>

@@ -22,6 +22,7 @@
 #include "llmc/cuda/attention/attention.h"
 #include "llmc/cuda/attention/paths.h"
 #include "llmc/cuda/error.h"
+#include "llmc/model/config.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::cuda {
@@ -62,8 +63,9 @@ enum class Packing { separate, llama_rows, neox_rows, cache };
 struct Case {
   AttentionShape shape;
   Packing packing = Packing::llama_rows;
-  std::int64_t guard = 0;  // tokens after the last of each sequence, in every tensor
-  float magnitude = 1;     // standard deviation of q and k
+  std::int64_t guard = 0;   // tokens after the last of each sequence, in every tensor
+  float magnitude = 1;      // standard deviation of q and k
+  std::int64_t rotary = 0;  // dimensions of a head that RoPE has turned
 };
 struct Layouts {
   Layout q, k, v, out;  // dq, dk, dv lie as q, k, v do, dout as out
@@ -282,6 +284,33 @@ struct OnDevice {
   }
 };
 
+// Angles of every size; positions that no query has are NaN.
+RopeTable angles(const Case& c) {
+  RopeTable table;
+  table.half = c.rotary / 2, table.positions = c.shape.TQ + 3;
+  for (std::int64_t i = 0; i < table.positions * table.half; ++i) {
+    const double angle = 0.37 * static_cast<double>(i) + 0.11;
+    table.cos.push_back(i < c.shape.TQ * table.half ? static_cast<float>(std::cos(angle)) : NAN);
+    table.sin.push_back(i < c.shape.TQ * table.half ? static_cast<float>(std::sin(angle)) : NAN);
+  }
+  return table;
+}
+
+// The transpose of y = (x cos - z sin, z cos + x sin), the rotation of llmc/cpu/rope.h.
+void turn_back(const Case& c, const RopeTable& table, Doubles& gradient, std::int64_t heads) {
+  const auto half = static_cast<std::size_t>(table.half);
+  for (std::size_t row = 0; row < gradient.size() / static_cast<std::size_t>(c.shape.HS); ++row) {
+    const std::size_t t = row / static_cast<std::size_t>(heads) % static_cast<std::size_t>(c.shape.TQ);
+    for (std::size_t i = 0; i < half; ++i) {
+      const double cosine = table.cos[t * half + i], sine = table.sin[t * half + i];
+      double &x = gradient[row * static_cast<std::size_t>(c.shape.HS) + i], &z = (&x)[half];
+      const double turned = x * cosine + z * sine;
+      z = z * cosine - x * sine;
+      x = turned;
+    }
+  }
+}
+
 double norm(const Doubles& values) {
   double sum = 0;
   for (const double value : values) sum += value * value;
@@ -382,6 +411,36 @@ TYPED_TEST(AttentionHopperBackward, Layouts) {
   for (const std::int64_t HS : kHeadDims)
     for (const Packing packing : {Packing::separate, Packing::llama_rows, Packing::neox_rows, Packing::cache})
       this->compare(square(2, 200, 4, packing == Packing::neox_rows ? 4 : 2, HS, packing));
+}
+
+// Through attention_backward(): dq and dk of q and k before RoPE. A table of half a head is the kernel's own work; of a
+// quarter, or with rows that are not aligned, that of the kernel of rope.h.
+TYPED_TEST(AttentionHopperBackward, GradientsOfWhatWasBeforeRope) {
+  using T = TypeParam;
+  for (const std::int64_t HS : kHeadDims)
+    for (const std::int64_t part : {1, 2})
+      for (const auto& [length, group] : {std::array{1, 1}, {65, 3}, {127, 4}, {200, 5}, {300, 8}}) {
+        Case c = square(2, length, 2 * group, 2, HS);
+        c.rotary = HS / part;
+        SCOPED_TRACE(name(c));
+        Tensors x = random_tensors<T>(c);
+        const Exact exact{c.shape};
+        exact.forward(x);
+        for (double& value : x.out) value = widen(rounded<T>(static_cast<float>(value)));
+        Gradients want = exact.backward(x);
+        const RopeTable table = angles(c);
+        turn_back(c, table, want.dq, c.shape.NH);
+        turn_back(c, table, want.dk, c.shape.NKV);
+        const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
+        const DeviceRopeTable rope = {cosines.data(), sines.data(), table.positions, table.half};
+        OnDevice<T> device(c, x);
+        EXPECT_EQ(part == 1, hopper_backward_turns(c.shape, rope));
+        this->check_close(device.values(device.run([&](const BackwardArguments<T>& a, cudaStream_t stream) {
+          attention_backward<T>(a.shape, a.dq, a.dk, a.dv, a.dout, a.out, a.lse, a.q, a.k, a.v, a.statistics, stream,
+                                rope);
+        })),
+                          want);
+      }
 }
 
 // Several blocks of keys a head, more work than multiprocessors; the witness is the plain kernel in fp32.

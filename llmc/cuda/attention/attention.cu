@@ -72,18 +72,26 @@ std::size_t attention_backward_workspace(const AttentionShape& shape) {
 template <typename T>
 void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewOf<T> dk, HeadViewOf<T> dv,
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,
-                        HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream) {
+                        HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream,
+                        const DeviceRopeTable& rope) {
   check_shape(shape);
-  const BackwardArguments<T> arguments = {
-      shape, dq, dk, dv, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace)};
+  if (rope.half > 0 && (rope.positions < shape.TQ || shape.TQ != shape.TK))
+    fail(Exit::internal, "attention: a RoPE table of %lld positions for %lld queries and %lld keys",
+         static_cast<long long>(rope.positions), static_cast<long long>(shape.TQ), static_cast<long long>(shape.TK));
+  BackwardArguments<T> arguments = {shape, dq, dk, dv, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace)};
+  bool tensor_cores = false, turned = rope.half == 0;
   if constexpr (!std::is_same_v<T, float>) {
     const bool inputs = aligned(dout) && aligned(out) && aligned(q) && aligned(k) && aligned(v);
-    if (inputs && aligned(dq) && aligned(dk) && aligned(dv)) {
-      if (hopper_backward_computes(shape) && hopper_multiprocessors() > 0) return hopper_backward(arguments, stream);
-      return portable_backward(arguments, stream);
+    tensor_cores = inputs && aligned(dq) && aligned(dk) && aligned(dv);
+    if (tensor_cores && hopper_backward_computes(shape) && hopper_multiprocessors() > 0) {
+      if (hopper_backward_turns(shape, rope)) arguments.rope = rope, turned = true;
+      hopper_backward(arguments, stream);
+    } else if (tensor_cores) {
+      portable_backward(arguments, stream);
     }
   }
-  plain_backward(arguments, stream);
+  if (!tensor_cores) plain_backward(arguments, stream);
+  if (!turned) rope_backward(dq, dk, rope, shape.B, shape.TQ, shape.NH, shape.NKV, 0, stream);
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                        \
@@ -91,7 +99,8 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
                                      HeadViewOf<const T>, HeadViewOf<const T>, cudaStream_t);                      \
   template void attention_backward<T>(const AttentionShape&, HeadViewOf<T>, HeadViewOf<T>, HeadViewOf<T>,          \
                                       HeadViewOf<const T>, HeadViewOf<const T>, const float*, HeadViewOf<const T>, \
-                                      HeadViewOf<const T>, HeadViewOf<const T>, void*, cudaStream_t);
+                                      HeadViewOf<const T>, HeadViewOf<const T>, void*, cudaStream_t,               \
+                                      const DeviceRopeTable&);
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)
 WEFT_INSTANTIATE(float)

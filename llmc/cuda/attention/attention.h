@@ -15,6 +15,7 @@
 
 #include <cstddef>
 
+#include "llmc/cuda/rope.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {
@@ -33,10 +34,12 @@ void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* ls
 std::size_t attention_backward_workspace(const AttentionShape& shape);
 
 // dq, dk, dv are written (=), every element of the B x T x heads x HS they cover; they may not overlap the inputs. `out`
-// and `lse` are what attention_forward() gave for these inputs.
+// and `lse` are what attention_forward() gave for these inputs. `rope`: the table by which rope_forward() has turned q and
+// k, tokens from position 0 on; dq and dk are then the gradients of what they were before.
 template <typename T>
 void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewOf<T> dk, HeadViewOf<T> dv,
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,
-                        HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream);
+                        HeadViewOf<const T> k, HeadViewOf<const T> v, void* workspace, cudaStream_t stream,
+                        const DeviceRopeTable& rope = {});
 
 }  // namespace weft::cuda

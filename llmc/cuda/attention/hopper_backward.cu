@@ -33,6 +33,9 @@
 // runs. The first block of keys sees every tile and stores instead of adding; the last block of a tile rounds the sum
 // to T.
 //
+// Where q and k have been turned by RoPE, dQ and dK are turned back on their way out, in fp32: dK in the accumulators,
+// whose threads hold both halves of a head, dQ by the block that rounds it.
+//
 // The sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
 
 #include <algorithm>
@@ -84,6 +87,7 @@ template <typename T>
 struct Arguments {
   CUtensorMap q, dout, k, v, dk, dv;
   HeadViewOf<T> dq;
+  const float *cos, *sin;           // RoPE's, [tokens, HS / 2]; null: q and k have not been turned
   const float* statistics;          // [B * NH, tiles, 2, queries of a tile]: lse2, then D
   float* sums;                      // dQ, see above
   int* turns;                       // [B * NH, tiles]: how many blocks of keys have been added
@@ -286,47 +290,91 @@ __device__ void store_tiles(unsigned place, int tile_bytes, const unsigned (&wor
                    words[4 * i + 3]);
 }
 
-// The tiles that no later block adds to, from their sums to T; `thread` of all consumers' threads. Each has 8 columns
-// of two rows of the 64 x 64 that a warpgroup added. Four tiles are read at a time, so that one wait for L2 serves them
-// all.
+// The gradient of two dimensions that RoPE turned by an angle is turned back.
+__device__ inline void turn_back(float& low, float& high, float cosine, float sine) {
+  const float turned = low * cosine + high * sine;
+  high = high * cosine - low * sine;
+  low = turned;
+}
+
+// A warpgroup's dK: dimension i and i + HS / 2 of a key lie R / 2 apart. `first_key`: of the thread's two, 8 apart.
+template <typename T, int R>
+__device__ void turn_keys_back(const Arguments<T>& a, int first_key, float (&d)[R]) {
+  constexpr int kHalf = R;  // dimensions: R = HS / 2 accumulators are two keys of HS dimensions among four threads
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int key = 0; key < 2; ++key) {
+    const std::int64_t at = static_cast<std::int64_t>(min(first_key + key * 8, a.tokens - 1)) * kHalf + column;
+#pragma unroll
+    for (int i = 0; i < R / 8; ++i) {
+      const float2 cosine = __ldg(reinterpret_cast<const float2*>(a.cos + at + i * 8));
+      const float2 sine = __ldg(reinterpret_cast<const float2*>(a.sin + at + i * 8));
+      turn_back(d[4 * i + 2 * key], d[4 * i + 2 * key + R / 2], cosine.x, sine.x);
+      turn_back(d[4 * i + 2 * key + 1], d[4 * i + 2 * key + 1 + R / 2], cosine.y, sine.y);
+    }
+  }
+}
+
+// The tiles that no later block adds to, from their sums to T; `thread` of all consumers' threads. Each has two rows, and
+// of both halves of a head 8 columns, which are turned together. Four heads are read at a time, so that one wait for L2
+// serves them all.
 template <typename T, typename Tiling>
 __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread) {
-  constexpr int kPieces = Tiling::kConsumers, kBatch = 4;
-  static_assert(kPieces * kWarpgroupSize == 256);
-  const int columns = thread % 8, g = thread / 8 % 8, warp = thread / 64, group = a.heads / a.kv_heads;
-  const int count = min(a.tiles - work.first_tile, kKeys / Tiling::kQueries) * group;
-  const auto store = [&](T* to, int row, float a0, float a1, float b0, float b1, float c0, float c1, float d0,
-                         float d1) {
-    if (row < a.tokens)
-      *reinterpret_cast<uint4*>(to) = {pack<T>(a0 * a.scale, a1 * a.scale), pack<T>(b0 * a.scale, b1 * a.scale),
-                                       pack<T>(c0 * a.scale, c1 * a.scale), pack<T>(d0 * a.scale, d1 * a.scale)};
-  };
+  constexpr int HS = Tiling::HS, kBatch = 4, kPiece = kSumBytes / 16;
+  static_assert(Tiling::kConsumers * kWarpgroupSize == 256);
+  // At head dimension 64 a warpgroup's sums are 64 queries with both halves, at 128 they are one half of 64 queries.
+  constexpr int kColumns = HS == 64 ? 4 : 8, kOtherHalf = HS == 64 ? kColumns * kWarpgroupSize : kPiece;
+  const int column = thread % kColumns, piece = HS == 64 ? thread / 4 % 2 : 0, g = thread / 8 % 8, warp = thread / 64;
+  const int group = a.heads / a.kv_heads, tiles = min(a.tiles - work.first_tile, kKeys / Tiling::kQueries);
 #pragma unroll 1
-  for (int first = 0; first < count; first += kBatch) {
-    float4 sums[kBatch][kPieces][4];
+  for (int tile = work.first_tile; tile < work.first_tile + tiles; ++tile) {
+    const int first_row = tile * Tiling::kQueries + piece * 64 + warp * 16 + g;
+    float4 cosine[2][2], sine[2][2];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int index = min(first + i, count - 1), tile = work.first_tile + index / group;
-      const std::int64_t head = static_cast<std::int64_t>(work.b) * a.heads + work.kv * group + index % group;
-      const float4* from = reinterpret_cast<const float4*>(a.sums) +
-                           (head * a.stored_tiles + tile) * (kPieces * kSumBytes / 16) + columns * 128 + warp * 32 +
-                           g * 4;
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
-#pragma unroll
-        for (int t = 0; t < 4; ++t) sums[i][piece][t] = __ldcg(from + piece * (kSumBytes / 16) + t);
+    for (int i = 0; i < 4; ++i) {
+      const int row = min(first_row + i / 2 * 8, a.tokens - 1);
+      const std::int64_t at = static_cast<std::int64_t>(row) * (HS / 2) + column * 8 + i % 2 * 4;
+      cosine[i / 2][i % 2] = a.cos == nullptr ? make_float4(1, 1, 1, 1) : *reinterpret_cast<const float4*>(a.cos + at);
+      sine[i / 2][i % 2] = a.cos == nullptr ? make_float4(0, 0, 0, 0) : *reinterpret_cast<const float4*>(a.sin + at);
     }
+#pragma unroll 1
+    for (int first = 0; first < group; first += kBatch) {
+      float4 sums[kBatch][2][4];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= count) break;
-      const int tile = work.first_tile + (first + i) / group, h = work.kv * group + (first + i) % group;
+      for (int i = 0; i < kBatch; ++i) {
+        const std::int64_t head =
+            static_cast<std::int64_t>(work.b) * a.heads + work.kv * group + min(first + i, group - 1);
+        const float4* from = reinterpret_cast<const float4*>(a.sums) +
+                             ((head * a.stored_tiles + tile) * Tiling::kConsumers + piece) * kPiece +
+                             column * kWarpgroupSize + warp * 32 + g * 4;
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int row = tile * Tiling::kQueries + (Tiling::HS == 64 ? piece * 64 : 0) + warp * 16 + g;
-        T* to = a.dq.at(work.b, row, h) + (Tiling::HS == 64 ? 0 : piece * 64) + columns * 8;
-        const float4(&s)[4] = sums[i][piece];
-        store(to, row, s[0].x, s[0].y, s[1].x, s[1].y, s[2].x, s[2].y, s[3].x, s[3].y);
-        store(to + 8 * a.dq.token_stride, row + 8, s[0].z, s[0].w, s[1].z, s[1].w, s[2].z, s[2].w, s[3].z, s[3].w);
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int t = 0; t < 4; ++t) sums[i][half][t] = __ldcg(from + half * kOtherHalf + t);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= group) break;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          unsigned words[2][4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            const float4 low = sums[i][0][t], high = sums[i][1][t], c = cosine[row][t / 2], s = sine[row][t / 2];
+            float2 x = row == 0 ? make_float2(low.x, low.y) : make_float2(low.z, low.w);
+            float2 y = row == 0 ? make_float2(high.x, high.y) : make_float2(high.z, high.w);
+            turn_back(x.x, y.x, t % 2 == 0 ? c.x : c.z, t % 2 == 0 ? s.x : s.z);
+            turn_back(x.y, y.y, t % 2 == 0 ? c.y : c.w, t % 2 == 0 ? s.y : s.w);
+            words[0][t] = pack<T>(x.x * a.scale, x.y * a.scale);
+            words[1][t] = pack<T>(y.x * a.scale, y.y * a.scale);
+          }
+          if (first_row + row * 8 >= a.tokens) continue;
+          T* to = a.dq.at(work.b, first_row + row * 8, work.kv * group + first + i) + column * 8;
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<uint4*>(to + half * (HS / 2)) = {words[half][0], words[half][1], words[half][2],
+                                                               words[half][3]};
+        }
       }
     }
   }
@@ -504,6 +552,7 @@ __device__ void product_role(const Arguments<T>& a, const Work& work, unsigned s
   store_sums(dQ, steps - 1);
 #pragma unroll
   for (int i = 0; i < HS / 2; ++i) dK[i] *= a.scale;
+  if (a.cos != nullptr) turn_keys_back(a, work.block * kKeys + warp_row + g, dK);
   unsigned words[HS / 4];
   named_barrier_wait(kAllConsumers, Tiling::kConsumers * kWarpgroupSize);  // nobody reads K and V any more
   round_to_operand<T>(words, dV);
@@ -586,7 +635,7 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
   const AttentionShape& shape = arguments.shape;
   const HopperWorkspace workspace = hopper_workspace(shape, arguments.statistics);
   Arguments<T> a;
-  a.dq = arguments.dq;
+  a.dq = arguments.dq, a.cos = arguments.rope.cos, a.sin = arguments.rope.sin;
   a.q = encode_head_map(arguments.q, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.dout = encode_head_map(arguments.dout, shape.B, shape.TQ, shape.NH, shape.HS, kQueries);
   a.k = encode_head_map(arguments.k, shape.B, shape.TK, shape.NKV, shape.HS, kKeys);
@@ -618,6 +667,11 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
 
 bool hopper_backward_computes(const AttentionShape& shape) {
   return (shape.HS == 64 || shape.HS == 128) && shape.causal && shape.TQ == shape.TK;
+}
+
+bool hopper_backward_turns(const AttentionShape& shape, const DeviceRopeTable& rope) {
+  const auto addresses = reinterpret_cast<std::uintptr_t>(rope.cos) | reinterpret_cast<std::uintptr_t>(rope.sin);
+  return 2 * rope.half == shape.HS && addresses % 16 == 0;
 }
 
 HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* memory) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "llmc/cuda/rope.h"
 #include "llmc/model/head_view.h"
 
 #if defined(__CUDACC__)
@@ -37,6 +38,7 @@ struct BackwardArguments {
   const float* lse;  // [B, NH, TQ]
   HeadViewOf<const T> q, k, v;
   RowStatistics* statistics;  // workspace [B, NH, padded_queries(TQ)]
+  DeviceRopeTable rope = {};  // read by hopper_backward() alone: of half a head, or empty
 };
 
 constexpr float kLog2E = 1.4426950408889634f;
@@ -77,6 +79,8 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 // wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
 // hopper_backward_computes(): head dimension 64 or 128, causal, as many queries as keys.
 bool hopper_backward_computes(const AttentionShape& shape);
+// Whether hopper_backward() can turn dq and dk back by this table: the whole head is turned, rows are 16-byte aligned.
+bool hopper_backward_turns(const AttentionShape& shape, const DeviceRopeTable& rope);
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
 
