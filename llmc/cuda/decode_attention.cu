@@ -140,10 +140,7 @@ __global__ void __launch_bounds__(kThreads)
   const int cached = static_cast<int>(position);
   const int length = max(kMinSplit, static_cast<int>(ceil_div(ceil_div(cached + 1, splits), kSplitUnit)) * kSplitUnit);
   const int used = static_cast<int>(ceil_div(cached + 1, length));
-  if (split >= used) {  // nothing else to do
-    if (threadIdx.x == 0) prefetch_to_l2(io.next);
-    return;
-  }
+  if (split >= used) return;
 
   S* keys = io.keys + head * io.capacity * HS;
   S* values = io.values + head * io.capacity * HS;
@@ -167,7 +164,6 @@ __global__ void __launch_bounds__(kThreads)
     }
   };
   load(begin);
-  if (threadIdx.x == 0) prefetch_to_l2(io.next);
   static_assert(HS <= kThreads);
   const int d_own = static_cast<int>(threadIdx.x);  // a thread prepares one dimension
   const Turn turn(d_own < HS ? d_own : 2 * static_cast<int>(io.rope.half), io.rope, position);

@@ -30,7 +30,6 @@ struct DecodeAttention {
   DeviceRopeTable rope;
   S* out = nullptr;           // [NH HS]
   float* partials = nullptr;  // decode_attention_workspace() bytes, zero before the first call
-  L2Hint next;                // for the launch that follows
 };
 // Writes key and value of the new token to the cache at *position, which is below the capacity. Reads *position and the
 // cache before its predecessor in the stream has finished: between whoever wrote them and this launch stands one that was

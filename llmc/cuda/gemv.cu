@@ -101,12 +101,10 @@ __device__ float fold(float (&sum)[kRows]) {
 }
 
 // Rows [row, end) of the stream, whose first kRows rows are already on their way. For each row r, one thread calls
-// finish(r, sum, prepared), where prepared = prepare(r) was asked of the same thread before the loads of the batch. One
-// thread calls all_asked_for() when the last load is on its way.
-template <typename S, int kChunks, int kRows, typename Vector, typename Prepare, typename Finish, typename AllAskedFor>
+// finish(r, sum, prepared), where prepared = prepare(r) was asked of the same thread before the loads of the batch.
+template <typename S, int kChunks, int kRows, typename Vector, typename Prepare, typename Finish>
 __device__ void stream_rows(WeightStream<S, kChunks, kRows>& stream, const Vector& x, int row, int end,
-                            float (*partial)[kMaxWarps], const Prepare& prepare, const Finish& finish,
-                            const AllAskedFor& all_asked_for) {
+                            float (*partial)[kMaxWarps], const Prepare& prepare, const Finish& finish) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int batch = min(static_cast<int>(blockDim.x), kMaxBatch);
   for (int first = row; first < end; first += batch) {
@@ -134,7 +132,6 @@ __device__ void stream_rows(WeightStream<S, kChunks, kRows>& stream, const Vecto
       const int owned = row + lane / kLanesPerRow;
       if (lane % kLanesPerRow == 0 && owned < batch_end) partial[owned - first][warp] = total;
     }
-    if (batch_end == end && threadIdx.x == 0) all_asked_for();
     __syncthreads();
     if (finishing) {
       float total = 0;
@@ -249,8 +246,7 @@ __global__ void __launch_bounds__(kMaxThreads) normed_kernel(const __grid_consta
           } else {
             output.out[r] = from_float<S>(sum);
           }
-        },
-        [] {});
+        });
   }
 }
 
@@ -295,7 +291,7 @@ __global__ void __launch_bounds__(kMaxThreads) joined_kernel(const __grid_consta
         }
         return sum;
       },
-      [&](int r, float sum, float before) { io.residual[r] = before + sum; }, [&] { prefetch_to_l2(io.next); });
+      [&](int r, float sum, float before) { io.residual[r] = before + sum; });
 }
 
 // ---- launches ---------------------------------------------------------------------------------------------------------
@@ -312,49 +308,20 @@ Launch launch_of(std::int64_t chunks, int chunks_per_thread, std::int64_t rows, 
   return {dim3(static_cast<unsigned>(grid)), dim3(static_cast<unsigned>(threads))};
 }
 
-template <int kChunks_, int kRows_, int kMaxThreads_>
-struct Variant {
-  static constexpr int kChunks = kChunks_, kRows = kRows_, kMaxThreads = kMaxThreads_;
-};
-
-// Calls function(Variant) with the variant for rows of so many 16-byte chunks.
-template <typename Function>
-auto with_normed_variant(std::int64_t chunks, const Function& function) {
-  if (chunks <= 640) return function(Variant<1, 8, 640>());
-  if (chunks <= 2 * 832) return function(Variant<2, 4, 832>());
-  return function(Variant<4, 2, 1024>());
-}
-template <typename Function>
-auto with_joined_variant(std::int64_t chunks, const Function& function) {
-  if (chunks <= 640) return function(Variant<1, 8, 640>());
-  if (chunks <= 2 * 832) return function(Variant<2, 4, 832>());
-  if (chunks <= 4 * 640) return function(Variant<4, 2, 640>());
-  if (chunks <= 5 * 640) return function(Variant<5, 2, 640>());
-  return function(Variant<10, 1, 640>());
+template <typename S, int kChunks, int kRows, int kMaxThreads>
+void launch_normed(const NormedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const std::int64_t rows = io.outputs[0].rows + io.outputs[1].rows;
+  const Launch launch = launch_of(io.K / Pack<S>::size, kChunks, rows, kRows, kMaxThreads, device);
+  launch_chained(normed_kernel<S, kChunks, kRows, kMaxThreads>, launch.grid, launch.block, 0, stream,
+                 device.overlapping, "normed_gemv", io);
 }
 
-template <typename V, typename S>
-Launch launch_of(V, const NormedGemv<S>& io, const LaunchDevice& device) {
-  return launch_of(io.K / Pack<S>::size, V::kChunks, io.outputs[0].rows + io.outputs[1].rows, V::kRows, V::kMaxThreads,
-                   device);
-}
-template <typename V, typename S>
-Launch launch_of(V, const JoinedGemv<S>& io, const LaunchDevice& device) {
-  return launch_of((io.inputs[0].K + io.inputs[1].K) / Pack<S>::size, V::kChunks, io.rows, V::kRows, V::kMaxThreads,
-                   device);
-}
-
-// So many bytes are brought to L2 ahead at most: what memory gives in the microseconds that a hint is for.
-constexpr std::int64_t kHintBytes = 20 << 20;
-
-L2Hint::Rows rows_hint(const void* matrix, std::int64_t row_bytes, std::int64_t before, std::int64_t rows,
-                       std::int64_t total, const Launch& launch, std::int64_t bytes_of_all_rows) {
-  const std::int64_t readers = launch.grid.x;
-  const std::int64_t count = std::min(ceil_div(total, readers), kHintBytes / (readers * bytes_of_all_rows));
-  return {static_cast<const char*>(matrix), static_cast<std::uint32_t>(row_bytes),
-          static_cast<int>(before),         static_cast<int>(rows),
-          static_cast<int>(total),          static_cast<int>(readers),
-          static_cast<int>(count)};
+template <typename S, int kChunks, int kRows, int kMaxThreads>
+void launch_joined(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const std::int64_t chunks = (io.inputs[0].K + io.inputs[1].K) / Pack<S>::size;
+  const Launch launch = launch_of(chunks, kChunks, io.rows, kRows, kMaxThreads, device);
+  launch_chained(joined_kernel<S, kChunks, kRows, kMaxThreads>, launch.grid, launch.block, 0, stream,
+                 device.overlapping, "joined_gemv", io);
 }
 
 template <typename S>
@@ -380,12 +347,10 @@ LaunchDevice launch_device() {
 template <typename S>
 void normed_gemv(const NormedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   check_size<S>(io.K, kMaxNormedWidth, "normed_gemv");
-  with_normed_variant(io.K / Pack<S>::size, [&](auto variant) {
-    using V = decltype(variant);
-    const Launch launch = launch_of(variant, io, device);
-    launch_chained(normed_kernel<S, V::kChunks, V::kRows, V::kMaxThreads>, launch.grid, launch.block, 0, stream,
-                   device.overlapping, "normed_gemv", io);
-  });
+  const std::int64_t chunks = io.K / Pack<S>::size;
+  if (chunks <= 640) return launch_normed<S, 1, 8, 640>(io, device, stream);
+  if (chunks <= 2 * 832) return launch_normed<S, 2, 4, 832>(io, device, stream);
+  launch_normed<S, 4, 2, 1024>(io, device, stream);
 }
 
 template <typename S>
@@ -393,45 +358,15 @@ void joined_gemv(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStream
   const std::int64_t K = io.inputs[0].K + io.inputs[1].K, most = kMaxJoinedBytes / static_cast<std::int64_t>(sizeof(S));
   check_size<S>(io.inputs[0].K, most, "joined_gemv");
   check_size<S>(K, most, "joined_gemv");
-  with_joined_variant(K / Pack<S>::size, [&](auto variant) {
-    using V = decltype(variant);
-    const Launch launch = launch_of(variant, io, device);
-    launch_chained(joined_kernel<S, V::kChunks, V::kRows, V::kMaxThreads>, launch.grid, launch.block, 0, stream,
-                   device.overlapping, "joined_gemv", io);
-  });
-}
-
-template <typename S>
-L2Hint first_weights(const NormedGemv<S>& io, const LaunchDevice& device) {
-  const Launch launch =
-      with_normed_variant(io.K / Pack<S>::size, [&](auto variant) { return launch_of(variant, io, device); });
-  const std::int64_t bytes = io.K * static_cast<std::int64_t>(sizeof(S));
-  const std::int64_t first = io.outputs[0].rows, second = io.outputs[1].rows;
-  L2Hint hint;
-  hint.rows[0] = rows_hint(io.outputs[0].linear.weight, bytes, 0, first, first + second, launch, bytes);
-  if (second > 0) {
-    hint.rows[1] = rows_hint(io.outputs[1].linear.weight, bytes, first, second, first + second, launch, bytes);
-  }
-  return hint;
-}
-
-template <typename S>
-L2Hint first_weights(const JoinedGemv<S>& io, const LaunchDevice& device) {
-  const std::int64_t K = io.inputs[0].K + io.inputs[1].K, element = static_cast<std::int64_t>(sizeof(S));
-  const Launch launch =
-      with_joined_variant(K / Pack<S>::size, [&](auto variant) { return launch_of(variant, io, device); });
-  L2Hint hint;
-  for (int i = 0; i < 2; ++i) {
-    if (io.inputs[i].K == 0) continue;
-    hint.rows[i] =
-        rows_hint(io.inputs[i].linear.weight, io.inputs[i].K * element, 0, io.rows, io.rows, launch, K * element);
-  }
-  return hint;
+  const std::int64_t chunks = K / Pack<S>::size;
+  if (chunks <= 640) return launch_joined<S, 1, 8, 640>(io, device, stream);
+  if (chunks <= 2 * 832) return launch_joined<S, 2, 4, 832>(io, device, stream);
+  if (chunks <= 4 * 640) return launch_joined<S, 4, 2, 640>(io, device, stream);
+  if (chunks <= 5 * 640) return launch_joined<S, 5, 2, 640>(io, device, stream);
+  launch_joined<S, 10, 1, 640>(io, device, stream);
 }
 
 #define WEFT_INSTANTIATE(S)                                                              \
-  template L2Hint first_weights<S>(const NormedGemv<S>&, const LaunchDevice&);           \
-  template L2Hint first_weights<S>(const JoinedGemv<S>&, const LaunchDevice&);           \
   template void normed_gemv<S>(const NormedGemv<S>&, const LaunchDevice&, cudaStream_t); \
   template void joined_gemv<S>(const JoinedGemv<S>&, const LaunchDevice&, cudaStream_t);
 WEFT_INSTANTIATE(float)

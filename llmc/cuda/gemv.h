@@ -11,7 +11,6 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/l2_hint.h"
 #include "llmc/cuda/neox_weights.h"
 
 namespace weft::cuda {
@@ -57,17 +56,10 @@ struct JoinedGemv {
   Input inputs[2];
   float* residual = nullptr;  // [rows], in place
   std::int64_t rows = 0;
-  L2Hint next;  // for the launch that follows
 };
 // Bytes of one row over all inputs are at most kMaxJoinedBytes.
 inline constexpr std::int64_t kMaxJoinedBytes = 10 * 640 * 16;
 template <typename S>
 void joined_gemv(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream);
-
-// The first weights that these launches will read, for the `next` of the launch before.
-template <typename S>
-L2Hint first_weights(const NormedGemv<S>& io, const LaunchDevice& device);
-template <typename S>
-L2Hint first_weights(const JoinedGemv<S>& io, const LaunchDevice& device);
 
 }  // namespace weft::cuda

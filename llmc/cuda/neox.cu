@@ -314,10 +314,6 @@ class NeoxDecoder final : public DecodeModel {
   }
 
   // ---- one token
-  typename NormedGemv<S>::Output up_product(const Layer& w) const {
-    return {w.post_norm, w.up, config_.ffn_size, true, b_.up, nullptr};
-  }
-  NormedGemv<S> input_products(std::int64_t l) const;
   void run_token();                      // from the state's token to the logits
   void run_head(const float* residual);  // logits of one row of the residual stream
   void sample_and_publish();
@@ -559,58 +555,47 @@ std::vector<double> NeoxDecoder<S>::score(std::span<const std::int32_t> ids) {
 }
 
 // ---- one token --------------------------------------------------------------------------------------------------------
-// The products that read the residual stream at the beginning of layer l, or the head after the last layer.
-template <typename S>
-NormedGemv<S> NeoxDecoder<S>::input_products(std::int64_t l) const {
-  NormedGemv<S> io;
-  io.residual = b_.residual;
-  io.K = config_.hidden_size;
-  io.eps = static_cast<float>(config_.norm_eps);
-  if (l == config_.num_layers) {
-    io.outputs[0] = {weights_.final_norm, {weights_.head, nullptr}, config_.vocab_size, false, nullptr, b_.logits};
-    return io;
-  }
-  const Layer& w = weights_.layers[static_cast<std::size_t>(l)];
-  io.outputs[0] = {w.input_norm, w.qkv, 3 * config_.hidden_size, false, b_.qkv, nullptr};
-  if (config_.parallel_residual) io.outputs[1] = up_product(w);
-  return io;
-}
-
 template <typename S>
 void NeoxDecoder<S>::run_token() {
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  const float eps = static_cast<float>(config_.norm_eps);
   embed_kernel<<<1, 256, 0, stream_>>>(b_.residual, b_.state, weights_.embedding, C);
   check_launch("embedding of a token");
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     const MaybeRange layer(profiling(), "layer", l);
     const Layer& w = weights_.layers[static_cast<std::size_t>(l)];
-    const bool parallel = config_.parallel_residual, together = parallel && !options_.layer_only;
+    const typename NormedGemv<S>::Output qkv{w.input_norm, w.qkv, 3 * C, false, b_.qkv, nullptr};
+    const typename NormedGemv<S>::Output up{w.post_norm, w.up, F, true, b_.up, nullptr};
     const typename JoinedGemv<S>::Input dense{b_.attention, w.dense, C}, down{b_.up, w.down, F};
-    JoinedGemv<S> output{{dense, together ? down : typename JoinedGemv<S>::Input{}}, b_.residual, C, {}};
-    if (parallel) output.next = first_weights(input_products(l + 1), device_);
-
-    named(parallel ? "norms, QKV, MLP up" : "norm, QKV", [&] { normed_gemv<S>(input_products(l), device_, stream_); });
+    const bool parallel = config_.parallel_residual;
+    named(parallel ? "norms, QKV, MLP up" : "norm, QKV", [&] {
+      normed_gemv<S>({b_.residual, C, eps, {qkv, parallel ? up : typename NormedGemv<S>::Output{}}}, device_, stream_);
+    });
     named("RoPE, cache, attention", [&] {
       decode_attention<S>({heads(), b_.qkv, keys(l), values(l), options_.capacity, &b_.state->position, rope_,
-                           b_.attention, b_.partials, first_weights(output, device_)},
+                           b_.attention, b_.partials},
                           device_, stream_);
     });
-    named(together ? "output projection, MLP down" : "output projection",
-          [&] { joined_gemv<S>(output, device_, stream_); });
+    if (parallel && !options_.layer_only) {
+      named("output projection, MLP down", [&] { joined_gemv<S>({{dense, down}, b_.residual, C}, device_, stream_); });
+      continue;
+    }
+    named("output projection", [&] { joined_gemv<S>({{dense, {}}, b_.residual, C}, device_, stream_); });
     if (parallel) continue;
-    NormedGemv<S> up{b_.residual, C, static_cast<float>(config_.norm_eps), {up_product(w), {}}};
-    named("norm, MLP up", [&] { normed_gemv<S>(up, device_, stream_); });
+    named("norm, MLP up", [&] { normed_gemv<S>({b_.residual, C, eps, {up, {}}}, device_, stream_); });
     if (options_.layer_only) continue;
-    named("MLP down", [&] { joined_gemv<S>({{down, {}}, b_.residual, C, {}}, device_, stream_); });
+    named("MLP down", [&] { joined_gemv<S>({{down, {}}, b_.residual, C}, device_, stream_); });
   }
   if (!options_.layer_only) run_head(b_.residual);
 }
 
 template <typename S>
 void NeoxDecoder<S>::run_head(const float* residual) {
-  NormedGemv<S> head = input_products(config_.num_layers);
-  head.residual = residual;
-  named("final norm, head", [&] { normed_gemv<S>(head, device_, stream_); });
+  const typename NormedGemv<S>::Output head{
+      weights_.final_norm, {weights_.head, nullptr}, config_.vocab_size, false, nullptr, b_.logits};
+  named("final norm, head", [&] {
+    normed_gemv<S>({residual, config_.hidden_size, static_cast<float>(config_.norm_eps), {head, {}}}, device_, stream_);
+  });
 }
 
 template <typename S>

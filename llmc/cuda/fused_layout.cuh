@@ -1,0 +1,129 @@
+// What host and device share about the fused decode kernel: parameters, shares of rows, the mailbox, where everything lies
+// in shared memory. Private to fused_decode.cu, as the other fused_*.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/base/sampling.h"
+#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/fused_decode.h"
+#include "llmc/cuda/sampler.cuh"
+
+namespace weft::cuda::fused {
+
+constexpr int kLinesAtOnce = 4;     // lines of 512 bytes that a warp takes from a chunk
+constexpr int kLineElements = 256;  // 16-bit elements of a line; a lane holds 8 of them
+constexpr int kLane = 8;
+constexpr int kSamplerThreads = 256;
+constexpr int kMaxWarps = 10;  // consumers; with producer and helper 3 on each quarter of the multiprocessor
+constexpr int kAttentionSplitTokens = 64;  // a split of the context has at least so many tokens, but for the last
+
+template <typename S>
+struct Layer {
+  const S *qkv, *up, *down, *dense;                                // weights, [out, in]
+  const S *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
+  const S *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
+};
+
+// Rows that a block owns, [begin, end) of each matrix.
+struct Rows {
+  int begin, end;
+};
+struct Shares {
+  Rows qkv, up, out, head;  // out: of MLP-down and of the output projection
+};
+
+// Words in page-locked host memory. A word holds the launch's serial number in its upper half, so that nothing needs to
+// be cleared between launches.
+struct Mailbox {
+  std::uint64_t ids[kFusedTokens];
+  std::uint64_t end;     // (FusedEnd << 24) | tokens
+  std::uint64_t error;   // Fault, SampleError << 8
+  std::uint64_t cancel;  // serial of the launch to cancel, written by the host
+};
+
+enum class Fault : std::uint32_t { none = 0, sampling = 1, timeout = 2 };
+
+// Counters in global memory, each in a line of its own.
+struct alignas(128) Counter {
+  unsigned value;
+};
+struct Control {
+  Counter up, attention, head, abort;
+  alignas(128) std::uint64_t next;  // (token + 1) << 32 | stop << 31 | id
+};
+
+template <typename S>
+struct Parameters {
+  const Layer<S>* layers;  // [L + 1]: the last one holds the head in `qkv` and the final norm in norm1
+  const Shares* shares;    // [blocks]
+  const S* embedding;
+  S *keys, *values;
+  std::int64_t capacity;
+  const float *rope_cos, *rope_sin;
+  int rope_half;
+  float eps, scale;  // scale: log2(e) / sqrt(head_dim)
+  int L, C, F, V, NH, HS;
+  int warps_k, warps_r;  // consumer warps along a row, groups of them along rows
+  int stages, stage_bytes, window;
+  int partial_rows;  // rows whose partial sums fit in shared memory
+  int max_splits;
+  // workspace
+  Control* control;
+  std::uint64_t* x;          // [C]: layers done << 32 | fp32 bits
+  std::uint64_t* qkv;        // [3 C], the same
+  std::uint64_t* attention;  // [C], the same: attention's output
+  float* h;                  // [F]
+  float* part_out;           // [NH, max_splits, HS], not divided by the sum
+  float2* part_sum;          // [NH, max_splits]: largest score, sum
+  unsigned* head_parts;      // [NH]: parts of a head that are ready, modulo their number
+  float* logits;             // [V]
+  ulonglong2* head_best;     // [blocks]: rank of the greatest logit, flags
+  // the launch
+  Mailbox* mailbox;
+  unsigned serial;
+  std::int32_t first_id;
+  int position, count;
+  SamplingPlan sampling;
+  int num_stop_ids;
+  std::int32_t stop_ids[kFusedStopIds];
+  bool layer_only, lose_an_arrival;
+  std::uint64_t timeout_ns;
+  std::uint64_t* stamps;  // or null
+};
+
+// Where everything lies in dynamic shared memory; host and device compute it alike.
+struct SharedLayout {
+  int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
+};
+template <typename S>
+__host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
+  const int warps = p.warps_k * p.warps_r;
+  const auto up16 = [](int bytes) { return (bytes + 15) / 16 * 16; };
+  SharedLayout at{};
+  int end = p.stages * p.stage_bytes;
+  const auto take = [&](int bytes) {
+    const int start = end;
+    end += up16(bytes);
+    return start;
+  };
+  at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<S>)));
+  at.partials = take(2 * p.warps_k * p.partial_rows * 4);
+  at.rope = take(2 * p.rope_half * 4);
+  at.raw = take(3 * p.HS * 4);
+  at.query = take(p.HS * 4);
+  at.added = take(2 * p.HS * static_cast<int>(sizeof(S)));
+  at.states = take(warps * (p.HS + 2) * 4);
+  at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
+  at.barriers = take((2 * p.stages + 2) * 8);
+  at.bytes = end;
+  return at;
+}
+
+// Splits of the context of one head at `position`.
+__host__ __device__ inline int splits_at(int position, int max_splits) {
+  const int wanted = position / kAttentionSplitTokens;
+  return wanted < 1 ? 1 : wanted > max_splits ? max_splits : wanted;
+}
+
+}  // namespace weft::cuda::fused
