@@ -179,7 +179,7 @@ profile-infer: all
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
-	clang-format -i $(wildcard *.cu llmc/*/*.h llmc/*/*.cpp llmc/*/*.cu llmc/*/*.cuh llmc/*/*/*.h llmc/*/*/*.cu llmc/*/*/*.cuh test/*/*.cpp test/*/*.h)
+	clang-format -i $(wildcard *.cu llmc/*/*.h llmc/*/*.cpp llmc/*/*.cu llmc/*/*.cuh llmc/*/*/*.h llmc/*/*/*.cu llmc/*/*/*.cuh test/*/*.cpp test/*/*.h dev/bench/*.cu dev/bench/*.cpp)
 
 install: all
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -27,7 +27,7 @@ __device__ inline void let_successor_start() {
 #endif
 }
 
-// `overlapping`: the GPU knows such launches (device_overlaps()).
+// `overlapping`: the GPU knows such launches (launch_device()).
 template <typename... Parameters, typename... Arguments>
 void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                     bool overlapping, const char* name, Arguments... arguments) {

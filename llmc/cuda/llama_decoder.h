@@ -9,7 +9,8 @@
 namespace weft::cuda {
 
 // `weights` point into device memory and must stay valid as long as the decoder; S is float or bf16. Whoever changes
-// the weights synchronises first, and calls reset(), because the K/V cache does not know.
+// the weights synchronises first, and calls reset(), because the K/V cache does not know. It samples on the GPU. Device
+// memory for `capacity` positions is allocated here and nothing later: Exit::resources where it cannot be had.
 template <typename S>
 std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config, const LlamaParameters<S>& weights,
                                                 std::int64_t capacity);

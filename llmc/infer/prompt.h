@@ -12,8 +12,7 @@
 
 namespace weft {
 
-// The id that begins a document: bos_id or, for models that mark documents by their end, the first of eos_ids
-// (Pythia's
+// The id that begins a document: bos_id or, for models that mark documents by their end, the first of eos_ids (Pythia's
 // <|endoftext|>, id 0). Nothing if the model has neither.
 std::optional<std::int32_t> document_start(const ModelConfig& config);
 

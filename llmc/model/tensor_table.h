@@ -15,15 +15,11 @@ namespace weft {
 
 enum class Init { normal, normal_residual, ones, zeros };  // normal: N(0, 0.02^2); _residual: 0.02 / sqrt(2 L)
 
-// How a tensor may be split over GPUs. Replicated tensors are sharded by the optimizer only (ZeRO-1).
-enum class Shard { replicated };
-
 struct TensorSpec {
   std::string name;
   std::vector<std::int64_t> shape;
   Init init = Init::normal;
   bool decay = false;  // AdamW weight decay: matrices, not norms and biases
-  Shard shard = Shard::replicated;
   std::int64_t elements = 0;
   std::int64_t offset = 0;  // in elements, in the parameter (and gradient, and moment) arena
 };
