@@ -78,7 +78,7 @@ CPU = [
            "out[i] = 0.5f * x[i] * (1.0f + std::tanh(0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));",
            unit("Gelu.*")),
     Mutant("classifier counts ignored labels", "llmc/cpu/llama.cpp",
-           "*label_count += labels[n] != kIgnoredLabel ? 1 : 0;", "*label_count += 1;", unit("Golden.LlamaTraining*")),
+           "*label_count += labels[n] != kIgnoredLabel ? 1 : 0;", "*label_count += 1;", unit("CpuLlamaTest.*")),
     Mutant("embedding gradient overwritten by a token's last place", "llmc/cpu/embedding.cpp",
            "row[c] += gradient[c];", "row[c] = gradient[c];", unit("Embedding.*")),
     # ---- models ------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ CPU = [
            'if (!call_allowed("sync", path_) || ::fsync(fd_) != 0) fail_writing(path_, "sync");\n', "",
            ("py:test_train_cli.py::test_a_save_syncs_before_it_renames",)),
     Mutant("checkpoint named before its directory is synced", "llmc/file/run_dir.cpp", "  sync_directory(temporary);\n", "",
-           ("py:test_train_cli.py::test_a_save_syncs_before_it_renames",)),
+           unit("RunDirectoryTest.*")),
     Mutant("tensor hash not checked", "llmc/file/tensor_file.cpp", "if (got != tensor.hash) {",
            "if (got != tensor.hash && tensor.bytes == 0) {", unit("TensorFile.*")),
     Mutant("header hash not checked", "llmc/file/tensor_file.cpp", "if (hash != header.header_hash) {",
