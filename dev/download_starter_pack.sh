@@ -841,8 +841,10 @@ stop() { # stop CODE: a signal came
 }
 
 clean_up() {
-  if [[ -n $child ]]; then kill "$child" 2>/dev/null || true; fi
-  rm -rf -- "$scratch"
+  local running
+  mapfile -t running < <(jobs -p) # not $child: a signal may come before that is set
+  if ((${#running[@]})); then kill "${running[@]}" 2>/dev/null || true; fi
+  if [[ -n $scratch ]]; then rm -rf -- "$scratch"; fi
 }
 
 main() {
@@ -854,10 +856,11 @@ main() {
     [[ $name == tinyshakespeare ]] || resolve_name "$name"
   done
 
-  scratch=$(mktemp -d)
+  scratch=''
   trap clean_up EXIT
   trap 'stop 130' INT
   trap 'stop 143' TERM HUP
+  scratch=$(mktemp -d)
 
   model_dirs=() text_file='' planned_bytes=0
   for name in "${names[@]}"; do

@@ -1,30 +1,35 @@
 #include "llmc/base/hash.h"
 
+// The library as packaged is built for the oldest x86-64; compiled here its loops take the vector unit of this machine and
+// are twice as fast. Not AVX-512: g++ 12 warns falsely of its intrinsics.
+#define XXH_INLINE_ALL
+#ifdef __AVX2__
+#define XXH_VECTOR XXH_AVX2
+#endif
 #include <xxhash.h>
 
-#include <new>
-
 namespace weft {
+
+struct Xxh3Stream::State {
+  XXH3_state_t xxh;
+};
 
 std::uint64_t xxh3_64(const void* data, std::size_t bytes) {
   return XXH3_64bits(data, bytes);
 }
 
-Xxh3Stream::Xxh3Stream() : state_(XXH3_createState()) {
-  if (state_ == nullptr) throw std::bad_alloc();
-  XXH3_64bits_reset(state_);
+Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) {
+  reset();
 }
-Xxh3Stream::~Xxh3Stream() {
-  XXH3_freeState(state_);
-}
+Xxh3Stream::~Xxh3Stream() = default;
 void Xxh3Stream::reset() {
-  XXH3_64bits_reset(state_);
+  XXH3_64bits_reset(&state_->xxh);
 }
 void Xxh3Stream::update(const void* data, std::size_t bytes) {
-  XXH3_64bits_update(state_, data, bytes);
+  XXH3_64bits_update(&state_->xxh, data, bytes);
 }
 std::uint64_t Xxh3Stream::digest() const {
-  return XXH3_64bits_digest(state_);
+  return XXH3_64bits_digest(&state_->xxh);
 }
 
 }  // namespace weft

@@ -3,9 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
-
-struct XXH3_state_s;
 
 namespace weft {
 
@@ -25,7 +24,8 @@ class Xxh3Stream {
   std::uint64_t digest() const;
 
  private:
-  XXH3_state_s* state_;
+  struct State;
+  const std::unique_ptr<State> state_;
 };
 
 }  // namespace weft

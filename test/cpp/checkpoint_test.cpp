@@ -580,6 +580,23 @@ TEST(RunDirectoryTest, PathsThatCannotBeADirectory) {
   error_of(Exit::usage, [&] { RunDirectory run(temporary.file(std::string(5000, 'x'))); });
 }
 
+std::vector<std::string> calls_seen;
+
+// Whatever wrote the files, and whether or not that synced the directory: the name comes after the entries are safe.
+TEST(RunDirectoryTest, ACheckpointIsSyncedBeforeItHasItsNameAndItsNameAfter) {
+  const TemporaryDirectory temporary;
+  const RunDirectory run(temporary.file("run"));
+  write_bytes(run.begin_checkpoint(3) + "/model.bin", "x");
+  calls_seen.clear();
+  set_call_fault([](const char* call, const std::string& path) {
+    calls_seen.push_back(std::string(call) + " " + fs::path(path).filename().string());
+    return true;
+  });
+  run.commit_checkpoint(3);
+  set_call_fault(nullptr);
+  EXPECT_EQ(calls_seen, (std::vector<std::string>{"sync step_00000003.tmp", "rename step_00000003.tmp", "sync run"}));
+}
+
 TEST(RunLogTest, NumbersKeepEveryBitAndABrokenLastLineIsClosed) {
   const TemporaryDirectory temporary;
   const std::string path = temporary.file("log.jsonl");

@@ -3,10 +3,13 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <limits>
 #include <new>
 #include <stdexcept>
+
+#include "llmc/train/options.h"
 
 namespace weft {
 namespace {
@@ -233,6 +236,27 @@ int run_with_stdout(const char* path, bool buffered) {
     }
     return Exit::ok;
   });
+}
+
+TEST(TrainOptionParser, EachParseStartsFromTheDefaults) {
+  TrainOptionParser parser("a version");
+  const auto parse = [&](std::vector<const char*> words) {
+    words.insert(words.begin(), {"train_llama", "--config", "tiny", "--print-config"});
+    return parser.parse(static_cast<int>(words.size()), words.data()).value();
+  };
+  const TrainSettings first = parse({"--steps", "7", "--norm", "layernorm", "--debug-inject", "nan@step=3"});
+  EXPECT_EQ(first.steps, 7);
+  EXPECT_TRUE(first.norm_given);
+  EXPECT_EQ(first.debug_inject.size(), 1u);
+  EXPECT_THROW(parse({"--steps", "8", "--lr", "no number"}), Error);
+  const TrainSettings second = parse({"--seed", "9"});
+  EXPECT_EQ(second.steps, TrainSettings().steps);
+  EXPECT_EQ(second.seed, 9);
+  EXPECT_EQ(second.norm, "rmsnorm");
+  EXPECT_FALSE(second.norm_given);
+  EXPECT_TRUE(second.debug_inject.empty());
+  const std::pair<std::string, std::string> batch{"batch-tokens", std::to_string(second.micro_batch * second.seq_len)};
+  EXPECT_EQ(std::count(second.effective.begin(), second.effective.end(), batch), 1) << "what the checks filled in, too";
 }
 
 TEST(RunProgramDeathTest, AFullDiskIsAnError) {

@@ -123,6 +123,33 @@ std::function<void(HookedModel&)> bad_statistics(int n, int times, bool loss) {
   };
 }
 
+// Labels that are left out count nothing: two batches that share the labels of one add up to it.
+TEST(CpuLlamaTest, IgnoredLabelsAreNotCounted) {
+  const TrainSettings settings = micro_settings();
+  const std::unique_ptr<TrainModel> model = micro_model(settings);
+  const std::vector<std::uint16_t> text = patterned_tokens(17);
+  const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1), labels(text.begin() + 1, text.end());
+  std::vector<std::int32_t> some = labels, others = labels;
+  for (std::size_t i = 0; i < labels.size(); ++i) (i % 3 == 0 ? others : some)[i] = kIgnoredLabel;
+  const auto evaluated = [&](const std::vector<std::int32_t>& asked) {
+    std::int64_t count = -1;
+    const double sum = model->evaluate({tokens, asked}, &count);
+    model->zero_gradients();
+    model->forward({tokens, asked}, 0, 1);
+    const StepStatistics trained = model->statistics();
+    EXPECT_EQ(trained.label_count, count);
+    EXPECT_EQ(trained.loss_sum, sum);
+    return std::pair(sum, count);
+  };
+  const auto [all_sum, all_count] = evaluated(labels);
+  const auto [some_sum, some_count] = evaluated(some);
+  const auto [other_sum, other_count] = evaluated(others);
+  EXPECT_EQ(all_count, 16);
+  EXPECT_EQ(some_count, 6);
+  EXPECT_EQ(other_count, 10);
+  EXPECT_NEAR(some_sum + other_sum, all_sum, 1e-9 * all_sum);
+}
+
 TEST_F(TrainLoopTest, LearnsAndReports) {
   settings_.steps = 60;
   with_validation_ = true;

@@ -121,6 +121,7 @@ AdamWStep make_step(std::int64_t step, float scale) {
   s.step = step;
   s.learning_rate = 1e-2f;
   s.weight_decay = 0.1f;
+  s.eps = 3e-3f;  // beside square roots of about 0.1: one that is ignored shows
   s.gradient_scale = scale;
   return s;
 }
