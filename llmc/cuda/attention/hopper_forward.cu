@@ -486,7 +486,7 @@ void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   if (arguments.shape.HS == 64)
     return launch<T, HopperForwardTiling<64, 3, 128, 4>>(arguments, multiprocessors, stream);
   if (arguments.shape.HS == 80)
-    return launch<T, HopperForwardTiling<80, 3, 112, 4, 16>>(arguments, multiprocessors, stream);
+    return launch<T, HopperForwardTiling<80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
   launch<T, HopperForwardTiling<128, 2, 128, 2>>(arguments, multiprocessors, stream);
 }
 
