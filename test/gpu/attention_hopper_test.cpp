@@ -269,7 +269,7 @@ class AttentionHopper : public testing::Test {
 using Types = testing::Types<bf16, fp16>;
 TYPED_TEST_SUITE(AttentionHopper, Types);
 
-constexpr std::int64_t kHeadDims[] = {64, 80, 128};
+constexpr std::int64_t kHeadDims[] = {64, 80, 128, 256};
 
 TYPED_TEST(AttentionHopper, OddLengths) {
   for (const std::int64_t HS : kHeadDims)

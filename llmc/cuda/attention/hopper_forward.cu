@@ -12,8 +12,8 @@
 // - Each consumer stops at its own last visible key, and masks only blocks that the diagonal or the end of the keys
 //   crosses.
 // - Tiles are dealt out longest first, forth and back over the blocks, which evens out the sums; heads are side by
-//   side, so that a group's K and V are read from L2. Q has two buffers, so that a tile's first product waits for
-//   nothing; O leaves through the tile's own Q buffer.
+//   side, so that a group's K and V are read from L2. Q has two buffers where there is room (not at head
+//   dimension 256), so that a tile's first product waits for nothing; O leaves through the tile's own Q buffer.
 
 #include <cuda_runtime.h>
 
@@ -476,7 +476,7 @@ int hopper_multiprocessors() {
 
 bool hopper_forward_computes(const AttentionShape& shape) {
   constexpr std::int64_t kMostTiles = 0x7fffffff / 2;
-  return (shape.HS == 64 || shape.HS == 80 || shape.HS == 128) &&
+  return (shape.HS == 64 || shape.HS == 80 || shape.HS == 128 || shape.HS == 256) &&
          shape.B * shape.NH <= kMostTiles / ceil_div(shape.TQ, kRows);
 }
 
@@ -487,6 +487,8 @@ void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
     return launch<T, HopperForwardTiling<64, 3, 128, 4>>(arguments, multiprocessors, stream);
   if (arguments.shape.HS == 80)
     return launch<T, HopperForwardTiling<80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
+  if (arguments.shape.HS == 256)
+    return launch<T, HopperForwardTiling<256, 2, 80, 2, 64, 1>>(arguments, multiprocessors, stream);
   launch<T, HopperForwardTiling<128, 2, 128, 2>>(arguments, multiprocessors, stream);
 }
 
