@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
   std::printf("weft attention%s, bf16, causal, %d tokens, %d/%d heads, median of %d\n", portable ? " (portable)" : "",
               int(kTokens), int(kHeads), int(kKVHeads), repetitions);
   try {
-    std::vector<std::int64_t> head_dims = {64, 128};
+    std::vector<std::int64_t> head_dims = {64, 80, 128};
     if (argc > 2) head_dims.clear();
     for (int i = 2; i < argc; ++i) head_dims.push_back(std::atoi(argv[i]));
     for (const std::int64_t HS : head_dims)

@@ -52,7 +52,7 @@ def main() -> None:
     repetitions = parser.parse_args().repetitions
     print(f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}, median of {repetitions}")
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        for HS in (64, 128):
+        for HS in (64, 80, 128):
             for T in (1024, 2048, 4096, 8192, 16384):
                 try:
                     measure(name, backend, T, HS, repetitions)

@@ -11,6 +11,7 @@
 // - Tiles for products are made of 128-byte rows (64 elements of 16 bits) in the 128-byte swizzle: the 16-byte chunk c
 //   of row r lies at chunk c ^ (r % 8). Tensor copies write and read that form (CU_TENSOR_MAP_SWIZZLE_128B); a tile
 //   starts at a multiple of 1024 bytes. A matrix of more than 64 columns is several such tiles, one after the other.
+//   Rows of 64 and 32 bytes exist too, for widths that are no multiple of 64 columns: see swizzled_chunk().
 // Sources: PTX ISA 9.0, "mbarrier", "cp.async.bulk", "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -51,6 +52,13 @@ enum class L2 : std::uint64_t {
   evict_first = 0x12f0000000000000,
   evict_last = 0x14f0000000000000,
 };
+
+// Where chunk c (16 bytes) of a row lies in a tile of RowBytes a row that starts at a multiple of 8 rows: a swizzle of
+// 128, 64 or 32 bytes permutes the chunks of a row by the 128-byte lines that the rows before it fill.
+template <int RowBytes>
+__device__ constexpr int swizzled_chunk(int row, int chunk) {
+  return chunk ^ (row * RowBytes / 128 % (RowBytes / 16));
+}
 
 #if WEFT_BULK_COPY
 
@@ -209,15 +217,18 @@ __device__ inline void increase_registers() {
 }
 
 // ---- operands of products in shared memory --------------------------------------------------------------------------
-// For c [64, N] += a [64, K] b [K, N], in tiles of 128-byte rows, swizzled (above).
-// Describes the operand that starts at `tile`. For Major::mn with more than 64 columns `column_tile_bytes` is the
-// distance from one tile of 64 columns to the next; it means nothing otherwise.
+// For c [64, N] += a [64, K] b [K, N], in tiles of RowBytes (128, 64 or 32) a row, swizzled (above).
+// Describes the operand that starts at `tile`. For Major::mn with more columns than a tile has `column_tile_bytes` is the
+// distance from one tile to the next; it means nothing otherwise.
+template <int RowBytes = 128>
 __device__ inline std::uint64_t operand(unsigned tile, unsigned column_tile_bytes = 16) {
-  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62, kEightRows = std::uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | (std::uint64_t{column_tile_bytes >> 4} << 16) | ((tile & 0x3ffff) >> 4);
+  static_assert(RowBytes == 128 || RowBytes == 64 || RowBytes == 32);
+  constexpr std::uint64_t kSwizzle = std::uint64_t{RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3} << 62;
+  constexpr std::uint64_t kEightRows = std::uint64_t{8 * RowBytes >> 4} << 32;
+  return kSwizzle | kEightRows | (std::uint64_t{column_tile_bytes >> 4} << 16) | ((tile & 0x3ffff) >> 4);
 }
-// The operand `bytes` further on. K advances by 16 elements: 32 bytes where rows of the tile hold K (Major::k, up to 64
-// elements; then the next tile), 16 rows of 128 bytes for Major::mn.
+// The operand `bytes` further on. K advances by 16 elements: 32 bytes where rows of the tile hold K (Major::k, to the end
+// of the row; then the next tile), 16 rows for Major::mn.
 __device__ inline std::uint64_t advance(std::uint64_t operand, unsigned bytes) {
   return operand + (bytes >> 4);
 }

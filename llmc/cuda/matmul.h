@@ -20,6 +20,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/cuda/matmul_plans.h"
@@ -59,6 +60,28 @@ class Matmul {
   Matmul& operator=(const Matmul&) = delete;
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
+
+  // While it lives the products of `matmul` run in another stream, by the same plans, with a workspace (kWorkspaceBytes)
+  // that nobody else uses meanwhile.
+  class Elsewhere {
+   public:
+    Elsewhere(Matmul& matmul, cudaStream_t stream, void* workspace)
+        : matmul_(matmul), stream_(stream), workspace_(workspace) {
+      exchange();
+    }
+    ~Elsewhere() { exchange(); }
+    Elsewhere(const Elsewhere&) = delete;
+    Elsewhere& operator=(const Elsewhere&) = delete;
+
+   private:
+    void exchange() {
+      std::swap(matmul_.stream_, stream_);
+      std::swap(matmul_.workspace_, workspace_);
+    }
+    Matmul& matmul_;
+    cudaStream_t stream_;
+    void* workspace_;
+  };
 
   // Chooses the plans of these shapes: the remembered ones, or by timing on scratch memory that is freed again. Call it
   // once for all shapes and before the arenas are allocated; a shape that was not prepared runs on the first suggestion.

@@ -175,6 +175,7 @@ template <typename S>
 struct Buffers {
   float *residual, *logits, *score_logits, *losses, *partials, *cos, *sin;
   S *norm1, *norm2, *branch, *attention, *qkv, *up;
+  std::byte* side_workspace;  // of the products beside attention
   std::int32_t* ids;
   DecodeState* state;
 };
@@ -197,6 +198,7 @@ Regions plan_workspace(const ModelConfig& c, std::int64_t capacity, const Launch
   regions.want(&b.attention, rows * C);
   regions.want(&b.qkv, rows * 3 * C);
   regions.want(&b.up, rows * F);
+  regions.want(&b.side_workspace, Matmul::kWorkspaceBytes);
   regions.want(&b.score_logits, std::min(kScoreChunk, rows) * V);
   regions.want(&b.logits, V);
   regions.want(&b.losses, kScoreChunk);
@@ -281,19 +283,28 @@ class NeoxDecoder final : public DecodeModel {
   }
 
   // ---- many tokens
-  // Appends `ids`; the residual stream and the final norm of the last chunk stay in the buffers. Returns its rows.
+  // Appends `ids`; the last row of the residual stream stays in the buffers, in the last of the chunk's rows. Returns how
+  // many those are.
   std::int64_t run_prompt(std::span<const std::int32_t> ids);
-  void run_chunk(std::span<const std::int32_t> ids);
-  void run_layer(std::int64_t l, std::int64_t rows);
-  void attend(std::int64_t l, std::int64_t rows);
+  // Of a chunk, which rows' final norm somebody reads. What the last layer computes for others beyond the cache is left out.
+  enum class Wanted { none, last, all };
+  // Rows from `first` (a multiple of kRowUnit) to the end of a chunk.
+  struct Rows {
+    std::int64_t first, count;
+  };
+  void run_chunk(std::span<const std::int32_t> ids, Wanted wanted);
+  void run_layer(std::int64_t l, std::int64_t rows, Rows wanted);
+  void attend(std::int64_t l, std::int64_t rows, Rows wanted);
   // residual += branch (null: nothing); out = norm(residual), and out2 = norm2(residual) where there is one.
-  void normalize(std::int64_t rows, const S* branch, const NeoxNorm<S>& norm, S* out,
-                 const NeoxNorm<S>* norm2 = nullptr, S* out2 = nullptr);
-  void normalize_input(std::int64_t l, std::int64_t rows, const S* branch);
-  void linear(S* out, const S* x, const NeoxLinear<S>& w, std::int64_t rows, std::int64_t in, std::int64_t out_size,
+  void normalize(Rows rows, const S* branch, const NeoxNorm<S>& norm, S* out, const NeoxNorm<S>* norm2 = nullptr,
+                 S* out2 = nullptr);
+  void normalize_input(std::int64_t l, Rows rows, const S* branch);
+  void linear(S* out, const S* x, const NeoxLinear<S>& w, Rows rows, std::int64_t in, std::int64_t out_size,
               Accumulate accumulate = Accumulate::no) {
-    matmul_.forward<S>(out, x, w.weight, w.bias, padded_rows(rows), in, out_size, accumulate);
+    matmul_.forward<S>(out + rows.first * out_size, x + rows.first * in, w.weight, w.bias, padded_rows(rows.count), in,
+                       out_size, accumulate);
   }
+  void run_up(const Layer& w, Rows rows, cudaStream_t stream);  // MLP up and GELU; matmul_ runs in that stream
 
   // Plans for whole chunks: who has a cache for long prompts will have them. Shorter ones run on first suggestions, and
   // so do small models, where plans differ by less than their choice takes.
@@ -357,7 +368,8 @@ class NeoxDecoder final : public DecodeModel {
   NeoxOptions options_;
   TensorTable table_;
   LaunchDevice device_;
-  Stream stream_;
+  Stream stream_{-1}, side_stream_;
+  Event normed_{cudaEventDisableTiming}, up_done_{cudaEventDisableTiming};
   Buffers<S> b_{};
   Regions regions_;
   Matmul matmul_;
@@ -413,31 +425,32 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
 
 // ---- many tokens ------------------------------------------------------------------------------------------------------
 template <typename S>
-void NeoxDecoder<S>::normalize(std::int64_t rows, const S* branch, const NeoxNorm<S>& norm, S* out,
-                               const NeoxNorm<S>* norm2, S* out2) {
+void NeoxDecoder<S>::normalize(Rows rows, const S* branch, const NeoxNorm<S>& norm, S* out, const NeoxNorm<S>* norm2,
+                               S* out2) {
+  const std::int64_t C = config_.hidden_size, first = rows.first * C;
   ResidualNormShape shape;
-  shape.rows = rows;
-  shape.C = config_.hidden_size;
+  shape.rows = rows.count;
+  shape.C = C;
   shape.kind = NormKind::layernorm;
   shape.eps = static_cast<float>(config_.norm_eps);
   ResidualNormForward<S, float> io;
-  io.x = branch;
-  io.residual = b_.residual;
-  io.residual_out = branch != nullptr ? b_.residual : nullptr;
+  io.x = branch != nullptr ? branch + first : nullptr;
+  io.residual = b_.residual + first;
+  io.residual_out = branch != nullptr ? b_.residual + first : nullptr;
   io.weight = norm.weight;
   io.bias = norm.bias;
-  io.out = out;
+  io.out = out + first;
   if (norm2 != nullptr) {
     io.weight2 = norm2->weight;
     io.bias2 = norm2->bias;
-    io.out2 = out2;
+    io.out2 = out2 + first;
   }
   residual_norm_forward(shape, io, stream_);
 }
 
 // The norm or norms that read the input of layer l, or the final norm after the last layer.
 template <typename S>
-void NeoxDecoder<S>::normalize_input(std::int64_t l, std::int64_t rows, const S* branch) {
+void NeoxDecoder<S>::normalize_input(std::int64_t l, Rows rows, const S* branch) {
   if (l == config_.num_layers) return normalize(rows, branch, weights_.final_norm, b_.norm1);
   const Layer& layer = weights_.layers[static_cast<std::size_t>(l)];
   if (!config_.parallel_residual) return normalize(rows, branch, layer.input_norm, b_.norm1);
@@ -445,59 +458,87 @@ void NeoxDecoder<S>::normalize_input(std::int64_t l, std::int64_t rows, const S*
 }
 
 template <typename S>
-void NeoxDecoder<S>::attend(std::int64_t l, std::int64_t rows) {
+void NeoxDecoder<S>::attend(std::int64_t l, std::int64_t rows, Rows wanted) {
   const std::int64_t C = config_.hidden_size, NH = config_.num_heads, HS = config_.head_dim;
   named("RoPE, cache", [&] {
     rope_and_append(b_.qkv, keys(l), values(l), heads(), rows, options_.capacity, length_, rope_, stream_);
   });
+  if (wanted.count == 0) return;
   AttentionShape shape;
   shape.B = 1;
-  shape.TQ = rows;
+  shape.TQ = wanted.count;
   shape.TK = length_ + rows;
   shape.NH = shape.NKV = NH;
   shape.HS = HS;
   shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));
-  const HeadViewOf<const S> q{b_.qkv, 0, 3 * C, 3 * HS};
+  const HeadViewOf<const S> q{b_.qkv + wanted.first * 3 * C, 0, 3 * C, 3 * HS};
   const HeadViewOf<const S> k{keys(l), 0, HS, options_.capacity * HS}, v{values(l), 0, HS, options_.capacity * HS};
   named("attention", [&] {
-    attention_forward<S>(shape, HeadViewOf<S>{b_.attention, 0, C, HS}, nullptr, q, k, v, stream_);
+    attention_forward<S>(shape, HeadViewOf<S>{b_.attention + wanted.first * C, 0, C, HS}, nullptr, q, k, v, stream_);
   });
   if (keep_) keep_heads(l, rows);
 }
 
 template <typename S>
-void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows) {
+void NeoxDecoder<S>::run_up(const Layer& w, Rows rows, cudaStream_t stream) {
+  const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
+  named("MLP up", [&] { linear(b_.up, b_.norm2, w.up, rows, C, F); });
+  S* up = b_.up + rows.first * F;
+  named("GELU", [&] { gelu_forward(up, up, rows.count * F, stream); });
+}
+
+// With the parallel residual MLP up and GELU wait for the norm alone. They run beside QKV and attention, in a stream of
+// lower priority: where those leave multiprocessors idle, at the ends of kernels, blocks of the MLP fill them.
+template <typename S>
+void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows, Rows wanted) {
   const Layer& w = weights_.layers[static_cast<std::size_t>(l)];
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size;
   const std::string prefix = keep_ ? "layers." + std::to_string(l) + "." : "";
   const MaybeRange range(profiling(), "layer", l);
+  const bool parallel = config_.parallel_residual, beside = parallel && !profiling() && wanted.count == rows;
 
   keep(prefix + "input_norm", b_.norm1, rows * C);
-  named("QKV", [&] { linear(b_.qkv, b_.norm1, w.qkv, rows, C, 3 * C); });
-  attend(l, rows);
-  named("output projection", [&] { linear(b_.branch, b_.attention, w.dense, rows, C, C); });
-  if (!config_.parallel_residual) named("norms", [&] { normalize(rows, b_.branch, w.post_norm, b_.norm2); });
+  if (beside) check(cudaEventRecord(normed_, stream_), "prompt");
+  named("QKV", [&] { linear(b_.qkv, b_.norm1, w.qkv, {0, rows}, C, 3 * C); });
+  if (beside) {
+    check(cudaStreamWaitEvent(side_stream_, normed_), "prompt");
+    const Matmul::Elsewhere elsewhere(matmul_, side_stream_, b_.side_workspace);
+    run_up(w, wanted, side_stream_);
+    check(cudaEventRecord(up_done_, side_stream_), "prompt");
+  }
+  attend(l, rows, wanted);
+  if (wanted.count == 0) return;
+  named("output projection", [&] { linear(b_.branch, b_.attention, w.dense, wanted, C, C); });
+  if (!parallel) named("norms", [&] { normalize(wanted, b_.branch, w.post_norm, b_.norm2); });
   keep(prefix + "post_attention_norm", b_.norm2, rows * C);
-  named("MLP up", [&] { linear(b_.up, b_.norm2, w.up, rows, C, F); });
-  named("GELU", [&] { gelu_forward(b_.up, b_.up, rows * F, stream_); });
+  if (beside) {
+    check(cudaStreamWaitEvent(stream_, up_done_), "prompt");
+  } else {
+    run_up(w, wanted, stream_);
+  }
   keep(prefix + "mlp_product", b_.up, rows * F);
   // Parallel residual: both branches join at once, so the MLP adds to what attention left.
-  named("MLP down", [&] {
-    linear(b_.branch, b_.up, w.down, rows, F, C, config_.parallel_residual ? Accumulate::yes : Accumulate::no);
-  });
-  named("norms", [&] { normalize_input(l + 1, rows, b_.branch); });
+  named("MLP down",
+        [&] { linear(b_.branch, b_.up, w.down, wanted, F, C, parallel ? Accumulate::yes : Accumulate::no); });
+  named("norms", [&] { normalize_input(l + 1, wanted, b_.branch); });
   keep(prefix + "residual", b_.residual, rows * C);
 }
 
 template <typename S>
-void NeoxDecoder<S>::run_chunk(std::span<const std::int32_t> ids) {
+void NeoxDecoder<S>::run_chunk(std::span<const std::int32_t> ids, Wanted wanted) {
   const std::int64_t rows = static_cast<std::int64_t>(ids.size()), C = config_.hidden_size;
+  if (keep_) wanted = Wanted::all;
+  const Rows all{0, rows};
+  const std::int64_t last_unit = (rows - 1) / kRowUnit * kRowUnit;
+  const Rows at_end = wanted == Wanted::all    ? all
+                      : wanted == Wanted::last ? Rows{last_unit, rows - last_unit}
+                                               : Rows{rows, 0};
   const MaybeRange range(profiling(), "prompt of", rows);
   check(cudaMemcpyAsync(b_.ids, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, stream_), "prompt");
   embedding_forward<S, float>(b_.residual, b_.ids, weights_.embedding, rows, C, stream_);
   keep("embedding", b_.residual, rows * C);
-  normalize_input(0, rows, nullptr);
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, rows);
+  normalize_input(0, all, nullptr);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, rows, l + 1 == config_.num_layers ? at_end : all);
   keep("final_norm", b_.norm1, rows * C);
   length_ += rows;
 }
@@ -509,7 +550,8 @@ std::int64_t NeoxDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
   std::int64_t rows = 0;
   for (std::size_t begin = 0; begin < ids.size(); begin += static_cast<std::size_t>(rows)) {
     rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - begin));
-    run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)));
+    const bool last = begin + static_cast<std::size_t>(rows) == ids.size();
+    run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)), last ? Wanted::last : Wanted::none);
     for (std::int64_t first = 0; keep_ && first < rows; first += kScoreChunk) {
       const std::int64_t count = std::min(kScoreChunk, rows - first), C = config_.hidden_size;
       matmul_.wide<S>(b_.score_logits, b_.norm1 + first * C, weights_.head, count, C, config_.vocab_size);
@@ -536,7 +578,7 @@ std::vector<double> NeoxDecoder<S>::score(std::span<const std::int32_t> ids) {
   std::vector<float> losses(static_cast<std::size_t>(kScoreChunk));
   for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
     const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
-    run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)));
+    run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)), Wanted::all);
     for (std::int64_t first = 0; first < rows; first += kScoreChunk) {
       const std::int64_t count = std::min(kScoreChunk, rows - first);
       const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);

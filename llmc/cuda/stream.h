@@ -10,7 +10,10 @@ namespace weft::cuda {
 
 class Stream {
  public:
-  Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"); }
+  // Where two streams have blocks to run, those of the one with the lower number come first; 0 is the default and the last.
+  explicit Stream(int priority = 0) {
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority), "stream");
+  }
   ~Stream() { cudaStreamDestroy(stream_); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;

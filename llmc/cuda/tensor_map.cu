@@ -43,9 +43,15 @@ CUtensorMap encode_tensor_map(const void* data, CUtensorMapDataType type, std::i
     strides[i] = size.begin()[i + 1] == 1 ? 16 : static_cast<cuuint64_t>(stride.begin()[i]);
   cuuint64_t sizes[kMostDimensions];
   std::copy(size.begin(), size.end(), sizes);
+  const std::uint32_t columns = box.begin()[0];
+  const CUtensorMapSwizzle swizzle = columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                     : CU_TENSOR_MAP_SWIZZLE_32B;
+  if (columns != 64 && columns != 32 && columns != 16)
+    fail(Exit::internal, "tensor map: boxes of %u columns", static_cast<unsigned>(columns));
   CUtensorMap map;
   const CUresult result = encode(&map, type, static_cast<cuuint32_t>(dimensions), const_cast<void*>(data), sizes,
-                                 strides, box.begin(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 strides, box.begin(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     fail(Exit::internal, "tensor map: the driver refuses %zu dimensions of %llu x %llu at %p: error %d", dimensions,
@@ -56,7 +62,7 @@ CUtensorMap encode_tensor_map(const void* data, CUtensorMapDataType type, std::i
 
 template <typename T>
 CUtensorMap encode_head_map(const HeadViewOf<T>& view, std::int64_t B, std::int64_t tokens, std::int64_t heads,
-                            std::int64_t HS, int rows) {
+                            std::int64_t HS, int rows, int columns) {
   constexpr bool kBf16 = std::is_same_v<std::remove_const_t<T>, __nv_bfloat16>;
   static_assert(sizeof(T) == 2);
   constexpr std::int64_t bytes = sizeof(T);
@@ -64,14 +70,14 @@ CUtensorMap encode_head_map(const HeadViewOf<T>& view, std::int64_t B, std::int6
                            {static_cast<std::uint64_t>(HS), static_cast<std::uint64_t>(tokens),
                             static_cast<std::uint64_t>(heads), static_cast<std::uint64_t>(B)},
                            {view.token_stride * bytes, view.head_stride * bytes, view.batch_stride * bytes},
-                           {64, static_cast<std::uint32_t>(rows), 1, 1});
+                           {static_cast<std::uint32_t>(columns), static_cast<std::uint32_t>(rows), 1, 1});
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                           \
   template CUtensorMap encode_head_map<T>(const HeadViewOf<T>&, std::int64_t, std::int64_t, std::int64_t,             \
-                                          std::int64_t, int);                                                         \
+                                          std::int64_t, int, int);                                                    \
   template CUtensorMap encode_head_map<const T>(const HeadViewOf<const T>&, std::int64_t, std::int64_t, std::int64_t, \
-                                                std::int64_t, int);
+                                                std::int64_t, int, int);
 WEFT_INSTANTIATE(__nv_bfloat16)
 WEFT_INSTANTIATE(__half)
 #undef WEFT_INSTANTIATE

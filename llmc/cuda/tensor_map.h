@@ -13,16 +13,16 @@ namespace weft::cuda {
 
 // Outermost dimension last. `size` in elements; `stride` in bytes, of every dimension but the first, a multiple of 16
 // (that of a dimension of size 1 does not matter); `box` is what one copy moves. Rows of a box (its first dimension) are
-// 128 bytes of 16-bit elements, in the 128-byte swizzle that hopper.cuh describes. Elements outside of the tensor read
-// as zero and are not written. Fails with Exit::environment where the driver has no tensor maps, Exit::internal where it
-// refuses these.
+// 128, 64 or 32 bytes of 16-bit elements, in the swizzle of that many bytes, which hopper.cuh describes. Elements outside
+// of the tensor read as zero and are not written. Fails with Exit::environment where the driver has no tensor maps,
+// Exit::internal where it refuses these.
 CUtensorMap encode_tensor_map(const void* data, CUtensorMapDataType type, std::initializer_list<std::uint64_t> size,
                               std::initializer_list<std::int64_t> stride, std::initializer_list<std::uint32_t> box);
 
-// [B, T, heads, HS] of 16-bit elements; coordinates (dimension, token, head, batch), a box is 64 dimensions of `rows`
-// tokens. The view is 16-byte aligned in data and strides; HS is a multiple of 64.
+// [B, T, heads, HS] of 16-bit elements; coordinates (dimension, token, head, batch), a box is `columns` (64, 32 or 16)
+// dimensions of `rows` tokens. The view is 16-byte aligned in data and strides.
 template <typename T>
 CUtensorMap encode_head_map(const HeadViewOf<T>& view, std::int64_t B, std::int64_t tokens, std::int64_t heads,
-                            std::int64_t HS, int rows);
+                            std::int64_t HS, int rows, int columns = 64);
 
 }  // namespace weft::cuda

@@ -269,11 +269,11 @@ class AttentionHopper : public testing::Test {
 using Types = testing::Types<bf16, fp16>;
 TYPED_TEST_SUITE(AttentionHopper, Types);
 
-constexpr std::int64_t kHeadDims[] = {64, 128};
+constexpr std::int64_t kHeadDims[] = {64, 80, 128, 256};
 
 TYPED_TEST(AttentionHopper, OddLengths) {
   for (const std::int64_t HS : kHeadDims)
-    for (const std::int64_t T : {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 257, 384, 1000, 2049})
+    for (const std::int64_t T : {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 257, 384, 1000, 2047, 2049})
       this->compare({shape(T < 300 ? 2 : 1, T, T, 2, 1, HS)});
 }
 

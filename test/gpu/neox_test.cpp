@@ -158,6 +158,24 @@ TEST(CudaNeox, PromptsInPiecesMatchTheCpu) {
   expect_close("decode", model->decode(ids[4618]), reference->decode(ids[4618]), DType::f16);
 }
 
+// The reference launches one kernel after the other; the other modes compute the MLP of a prompt beside its attention, and
+// of the last layer all of them no more than somebody reads. Neither may show in a bit, in an empty cache nor on a full one.
+TEST(CudaNeox, PromptsAreTheSameBitsWhateverRunsAtOnce) {
+  const ModelConfig config = test::neox_config(test::shape_2_8b());
+  const auto serial = cuda::random_neox(config, 4, options_of(DType::f16, DecodeMode::reference, 2048));
+  const auto overlapped = cuda::random_neox(config, 4, options_of(DType::f16, DecodeMode::graph, 2048));
+  const std::vector<std::int32_t> ids = test::random_tokens(2048, config.vocab_size, 13);
+  for (const std::size_t first : {1, 7, 64, 129, 1000, 2000}) {
+    for (DecodeModel* model : {serial.get(), overlapped.get()}) model->reset();
+    for (const auto& piece : {std::span(ids).first(first), std::span(ids).subspan(first, 40)}) {
+      const std::vector<float> want = copy(serial->prefill(piece));
+      EXPECT_TRUE(same_bits(overlapped->prefill(piece), want)) << first << ", then " << piece.size();
+    }
+    const std::vector<float> want = copy(serial->decode(5));
+    EXPECT_TRUE(same_bits(overlapped->decode(5), want)) << first << ", then a token";
+  }
+}
+
 // ---- generation -------------------------------------------------------------------------------------------------------
 
 GenerateResult generated(DecodeModel& model, std::span<const std::int32_t> prompt, const GenerateOptions& options,

@@ -12,8 +12,8 @@
 // - Each consumer stops at its own last visible key, and masks only blocks that the diagonal or the end of the keys
 //   crosses.
 // - Tiles are dealt out longest first, forth and back over the blocks, which evens out the sums; heads are side by
-//   side, so that a group's K and V are read from L2. Q has two buffers, so that a tile's first product waits for
-//   nothing; O leaves through the tile's own Q buffer.
+//   side, so that a group's K and V are read from L2. Q has two buffers where there is room (not at head
+//   dimension 256), so that a tile's first product waits for nothing; O leaves through the tile's own Q buffer.
 
 #include <cuda_runtime.h>
 
@@ -38,19 +38,26 @@ using namespace hopper;
 
 constexpr int kRows = 64;  // queries of a warpgroup: the M of its products
 
-template <int HeadDim, int Consumers, int Keys, int Stages>
+// The columns of a head lie in shared memory as tiles of TileColumns: 64, 32 or 16, with the swizzle of that width. What
+// the last tile has beyond the head dimension is filled with zeros by the copy engine and never multiplied; a product is
+// one instruction a k16 step in any case.
+template <int HeadDim, int Consumers, int Keys, int Stages, int TileColumns = 64, int QueryBuffers = 2>
 struct HopperForwardTiling {
   static constexpr int HS = HeadDim, kConsumers = Consumers, kKeys = Keys, kStages = Stages;
   static constexpr int kQueries = kConsumers * kRows, kThreads = (kConsumers + 1) * kWarpgroupSize;
   // 64K registers: what the producer gives back goes to the consumers.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static constexpr int kHalves = HS / 64;             // tiles of 64 columns
-  static constexpr int kQueryBytes = kRows * HS * 2;  // of one consumer
-  static constexpr int kKeyBytes = kKeys * HS * 2;    // K or V of one stage
-  static constexpr int kBarriers = 4 * kConsumers + 4 * kStages;
+  static constexpr int kTileColumns = TileColumns, kColumnTiles = (HS + TileColumns - 1) / TileColumns;
+  static constexpr int kRowBytes = TileColumns * 2;                     // of a tile
+  static constexpr int kQueryBytes = kRows * kRowBytes * kColumnTiles;  // of one consumer
+  static constexpr int kKeyBytes = kKeys * kRowBytes * kColumnTiles;    // K or V of one stage
+  static constexpr int kQueryBuffers = QueryBuffers;
+  static constexpr int kAllQueryBytes = kQueryBuffers * kConsumers * kQueryBytes;
+  static constexpr int kBarriers = 2 * kQueryBuffers * kConsumers + 4 * kStages;
   // 1024 to align the tiles.
-  static constexpr int kSharedBytes = 1024 + 2 * kConsumers * kQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers;
+  static constexpr int kSharedBytes = 1024 + kAllQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers;
   static_assert(kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
+  static_assert(HS % 16 == 0);
 };
 
 struct HopperForwardArguments {
@@ -100,21 +107,21 @@ struct SharedLayout {
   unsigned tiles, barriers;
   __device__ explicit SharedLayout(const void* dynamic) {
     tiles = (hopper::shared_address(dynamic) + 1023) & ~1023u;
-    barriers = tiles + 2 * Tiling::kConsumers * Tiling::kQueryBytes + 2 * Tiling::kStages * Tiling::kKeyBytes;
+    barriers = tiles + Tiling::kAllQueryBytes + 2 * Tiling::kStages * Tiling::kKeyBytes;
   }
   __device__ unsigned q(int buffer, int consumer) const {
     return tiles + (buffer * Tiling::kConsumers + consumer) * Tiling::kQueryBytes;
   }
-  __device__ unsigned k(int stage) const {
-    return tiles + 2 * Tiling::kConsumers * Tiling::kQueryBytes + stage * Tiling::kKeyBytes;
-  }
+  __device__ unsigned k(int stage) const { return tiles + Tiling::kAllQueryBytes + stage * Tiling::kKeyBytes; }
   __device__ unsigned v(int stage) const { return k(Tiling::kStages + stage); }
 
   __device__ unsigned q_full(int buffer, int consumer) const {
     return barriers + 8 * (buffer * Tiling::kConsumers + consumer);
   }
-  __device__ unsigned q_empty(int buffer, int consumer) const { return q_full(2 + buffer, consumer); }
-  __device__ unsigned k_full(int stage) const { return q_full(4, 0) + 8 * stage; }
+  __device__ unsigned q_empty(int buffer, int consumer) const {
+    return q_full(Tiling::kQueryBuffers + buffer, consumer);
+  }
+  __device__ unsigned k_full(int stage) const { return q_full(2 * Tiling::kQueryBuffers, 0) + 8 * stage; }
   __device__ unsigned k_empty(int stage) const { return k_full(Tiling::kStages + stage); }
   __device__ unsigned v_full(int stage) const { return k_full(2 * Tiling::kStages + stage); }
   __device__ unsigned v_empty(int stage) const { return k_full(3 * Tiling::kStages + stage); }
@@ -126,13 +133,13 @@ __device__ void produce(const HopperForwardArguments& arguments, const SharedLay
   const AttentionShape& shape = arguments.shape;
   const int group = static_cast<int>(shape.NH / shape.NKV);
   Place<Tiling::kStages> k, v;
-  Place<2> q;
+  Place<Tiling::kQueryBuffers> q;
   const auto load = [&](const CUtensorMap& map, unsigned tile, int rows, unsigned barrier, int token, int h, int b,
                         L2 keep) {
-    mbarrier_arrive_expect(barrier, static_cast<unsigned>(rows * Tiling::HS * 2));
+    mbarrier_arrive_expect(barrier, static_cast<unsigned>(rows * Tiling::kRowBytes * Tiling::kColumnTiles));
 #pragma unroll
-    for (int half = 0; half < Tiling::kHalves; ++half)
-      tensor_load(tile + half * rows * 128, &map, barrier, half * 64, token, h, b, keep);
+    for (int i = 0; i < Tiling::kColumnTiles; ++i)
+      tensor_load(tile + i * rows * Tiling::kRowBytes, &map, barrier, i * Tiling::kTileColumns, token, h, b, keep);
   };
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
     const QueryTile<Tiling> tile(shape, tile_index(i));
@@ -239,13 +246,14 @@ __device__ void multiply_rows(float (&O)[R], const float (&factor)[2]) {
 template <typename T, typename Tiling>
 __device__ void consume(const HopperForwardArguments& arguments, const SharedLayout<Tiling>& shared, int consumer) {
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kConsumers = Tiling::kConsumers;
+  constexpr int kRowBytes = Tiling::kRowBytes, kTileColumns = Tiling::kTileColumns;
   const AttentionShape& shape = arguments.shape;
   const int TQ = static_cast<int>(shape.TQ);
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % kWarpSize, warp = thread / kWarpSize;
   const int turn_barrier = 1 + consumer, next_turn_barrier = 1 + (consumer + 1) % kConsumers;
   const int own_barrier = 1 + kConsumers + consumer;
   Place<Tiling::kStages> k, v;
-  Place<2> q;
+  Place<Tiling::kQueryBuffers> q;
   float S[kKeys / 2], O[HS / 2];
   unsigned P[kKeys / 4];
   RunningSoftmax softmax;
@@ -258,21 +266,23 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedLay
   const auto take_turn = [&] { named_barrier_wait(turn_barrier, 2 * kWarpgroupSize); };
   const auto pass_turn = [&] { named_barrier_arrive(next_turn_barrier, 2 * kWarpgroupSize); };
   const auto start_scores = [&](unsigned q_tile, unsigned k_tile) {
-    const std::uint64_t rows = operand(q_tile), columns = operand(k_tile);
+    const std::uint64_t rows = operand<kRowBytes>(q_tile), columns = operand<kRowBytes>(k_tile);
     products_begin();
 #pragma unroll
-    for (int s = 0; s < HS / 16; ++s)
-      multiply_async<T>(S, advance(rows, s / 4 * kRows * 128 + s % 4 * 32),
-                        advance(columns, s / 4 * kKeys * 128 + s % 4 * 32), s > 0);
+    for (int s = 0; s < HS / 16; ++s) {
+      const int tile = s * 16 / kTileColumns, within = s * 16 % kTileColumns * 2;
+      multiply_async<T>(S, advance(rows, tile * kRows * kRowBytes + within),
+                        advance(columns, tile * kKeys * kRowBytes + within), s > 0);
+    }
     products_commit();
   };
   const auto start_output = [&](unsigned v_tile, bool accumulate) {
-    const std::uint64_t columns = operand(v_tile, kKeys * 128);
+    const std::uint64_t columns = operand<kRowBytes>(v_tile, kKeys * kRowBytes);
     products_begin();
 #pragma unroll
     for (int s = 0; s < kKeys / 16; ++s)
       multiply_async<T, Major::mn>(O, P[4 * s], P[4 * s + 1], P[4 * s + 2], P[4 * s + 3],
-                                   advance(columns, s * 16 * 128), accumulate || s > 0);
+                                   advance(columns, s * 16 * kRowBytes), accumulate || s > 0);
     products_commit();
   };
   const auto round_weights = [&] {
@@ -375,8 +385,8 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedLay
       const int row = warp * 16 + lane % 16;
 #pragma unroll
       for (int n = 0; n < HS / 16; ++n) {
-        const int chunk = n % 4 * 2 + lane / 16;
-        store_matrices(q_tile + n / 4 * kRows * 128 + row * 128 + (chunk ^ (row % 8)) * 16,
+        const int tile = n * 16 / kTileColumns, chunk = n * 16 % kTileColumns / 8 + lane / 16;
+        store_matrices(q_tile + tile * kRows * kRowBytes + row * kRowBytes + swizzled_chunk<kRowBytes>(row, chunk) * 16,
                        pack<T>(O[8 * n], O[8 * n + 1]), pack<T>(O[8 * n + 2], O[8 * n + 3]),
                        pack<T>(O[8 * n + 4], O[8 * n + 5]), pack<T>(O[8 * n + 6], O[8 * n + 7]));
       }
@@ -384,12 +394,14 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedLay
       named_barrier_wait(own_barrier, kWarpgroupSize);
       if (thread == 0) {
 #pragma unroll
-        for (int half = 0; half < Tiling::kHalves; ++half)
-          tensor_store(&arguments.out, q_tile + half * kRows * 128, half * 64, first_row, tile.h, tile.b);
+        for (int part = 0; part < Tiling::kColumnTiles; ++part)
+          tensor_store(&arguments.out, q_tile + part * kRows * kRowBytes, part * kTileColumns, first_row, tile.h,
+                       tile.b);
         bulk_commit();
       }
     }
     q_to_release = q.stage;
+    if constexpr (Tiling::kQueryBuffers == 1) release_q();  // the next Q waits for it
     q.advance();
   }
   if (thread == 0) bulk_wait_read();
@@ -405,7 +417,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1)
   const SharedLayout<Tiling> shared(dynamic);
   if (threadIdx.x == 0) {
     for (int consumer = 0; consumer < Tiling::kConsumers; ++consumer) {
-      for (int buffer = 0; buffer < 2; ++buffer) {
+      for (int buffer = 0; buffer < Tiling::kQueryBuffers; ++buffer) {
         mbarrier_init(shared.q_full(buffer, consumer), 1);
         mbarrier_init(shared.q_empty(buffer, consumer), 1);
       }
@@ -436,10 +448,10 @@ void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t 
   const AttentionShape& shape = given.shape;
   HopperForwardArguments arguments;
   arguments.shape = shape;
-  arguments.q = encode_head_map(given.q, shape.B, shape.TQ, shape.NH, shape.HS, kRows);
-  arguments.k = encode_head_map(given.k, shape.B, shape.TK, shape.NKV, shape.HS, Tiling::kKeys);
-  arguments.v = encode_head_map(given.v, shape.B, shape.TK, shape.NKV, shape.HS, Tiling::kKeys);
-  arguments.out = encode_head_map(given.out, shape.B, shape.TQ, shape.NH, shape.HS, kRows);
+  arguments.q = encode_head_map(given.q, shape.B, shape.TQ, shape.NH, shape.HS, kRows, Tiling::kTileColumns);
+  arguments.k = encode_head_map(given.k, shape.B, shape.TK, shape.NKV, shape.HS, Tiling::kKeys, Tiling::kTileColumns);
+  arguments.v = encode_head_map(given.v, shape.B, shape.TK, shape.NKV, shape.HS, Tiling::kKeys, Tiling::kTileColumns);
+  arguments.out = encode_head_map(given.out, shape.B, shape.TQ, shape.NH, shape.HS, kRows, Tiling::kTileColumns);
   arguments.lse = given.lse;
   arguments.tiles = static_cast<int>(ceil_div(shape.TQ, Tiling::kQueries) * shape.B * shape.NH);
   const auto kernel = hopper_forward_kernel<T, Tiling>;
@@ -464,7 +476,8 @@ int hopper_multiprocessors() {
 
 bool hopper_forward_computes(const AttentionShape& shape) {
   constexpr std::int64_t kMostTiles = 0x7fffffff / 2;
-  return (shape.HS == 64 || shape.HS == 128) && shape.B * shape.NH <= kMostTiles / ceil_div(shape.TQ, kRows);
+  return (shape.HS == 64 || shape.HS == 80 || shape.HS == 128 || shape.HS == 256) &&
+         shape.B * shape.NH <= kMostTiles / ceil_div(shape.TQ, kRows);
 }
 
 template <typename T>
@@ -472,6 +485,10 @@ void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   const int multiprocessors = hopper_multiprocessors();
   if (arguments.shape.HS == 64)
     return launch<T, HopperForwardTiling<64, 3, 128, 4>>(arguments, multiprocessors, stream);
+  if (arguments.shape.HS == 80)
+    return launch<T, HopperForwardTiling<80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
+  if (arguments.shape.HS == 256)
+    return launch<T, HopperForwardTiling<256, 2, 80, 2, 64, 1>>(arguments, multiprocessors, stream);
   launch<T, HopperForwardTiling<128, 2, 128, 2>>(arguments, multiprocessors, stream);
 }
 
