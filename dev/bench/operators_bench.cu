@@ -263,17 +263,19 @@ void bench_activations(Bench& bench) {
 }
 
 void bench_classifier(Bench& bench) {
-  const std::int64_t rows = 2048;
   std::int32_t* labels = uploaded(std::vector<std::int32_t>(kRows, 5));
   float* losses = allocated<float>(kRows * 4);
   auto* total = allocated<LossTotal>(sizeof(LossTotal));
-  const std::size_t size = static_cast<std::size_t>(rows * kV) * 2;
-  bench.row("classifier, 2048 rows", 2.0 * size, "2 rows V 2", size, [&](Pool& pool) {
-    classifier(pool.take<bf16>(rows * kV), losses, labels, rows, kV, kV, 1e-4f, true, nullptr);
-  });
-  bench.row("classifier, 2048 rows, loss only", 1.0 * size, "rows V 2", size, [&](Pool& pool) {
-    classifier(pool.take<bf16>(rows * kV), losses, labels, rows, kV, kV, 1e-4f, false, nullptr);
-  });
+  for (const auto& [rows, V] : {std::pair<std::int64_t, std::int64_t>{2048, kV}, {4096, 50304}, {1024, 262144}}) {
+    const std::size_t size = static_cast<std::size_t>(rows * V) * 2;
+    const std::string shape = ", " + std::to_string(rows) + " x " + std::to_string(V);
+    for (const bool gradient : {true, false}) {
+      bench.row("classifier" + shape + (gradient ? "" : ", loss"), (gradient ? 2.0 : 1.0) * static_cast<double>(size),
+                gradient ? "2 rows V 2" : "rows V 2", size, [&, rows = rows, V = V](Pool& pool) {
+                  classifier(pool.take<bf16>(rows * V), losses, labels, rows, V, V, 1e-4f, gradient, nullptr);
+                });
+    }
+  }
   bench.row("add_losses", 8.0 * kRows, "8 N", 0, [&](Pool&) { add_losses(total, losses, labels, kRows, nullptr); });
 }
 
@@ -334,7 +336,7 @@ void bench_sampler(Bench&) {
 
 void bench_norms(Bench& bench) {
   for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<bf16>(bench, C, "");
-  bench_norm<float>(bench, 2048, " fp32 stream");
+  for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<float>(bench, C, " fp32 stream");
 }
 
 struct Section {

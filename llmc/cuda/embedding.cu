@@ -168,6 +168,7 @@ __global__ void __launch_bounds__(kClusterThreads)
     cluster_sort_kernel(Pairs sorted, const std::int32_t* tokens, int N, int V, int capacity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ int4 dynamic_memory[];
+  let_successor_start();  // it waits for the end of this kernel and only saves the time of its start
   namespace cg = cooperative_groups;
   const cg::cluster_group cluster = cg::this_cluster();
   auto& memory = *reinterpret_cast<ClusterSortMemory*>(dynamic_memory);
@@ -184,7 +185,8 @@ __global__ void __launch_bounds__(kClusterThreads)
     for (int i = threadIdx.x; i < kClusterWarps * kDigits; i += kClusterThreads)
       memory.next[i / kDigits][i % kDigits] = 0;
     __syncthreads();
-    for (int i = begin + lane; i < end; i += kWarpSize) atomicAdd(&memory.next[warp][digit_of(pairs[i].token, shift)], 1);
+    for (int i = begin + lane; i < end; i += kWarpSize)
+      atomicAdd(&memory.next[warp][digit_of(pairs[i].token, shift)], 1);
     __syncthreads();
     int total = 0;
 #pragma unroll
@@ -245,7 +247,9 @@ __global__ void __launch_bounds__(kClusterThreads)
 // ---- the sums ---------------------------------------------------------------------------------------------------------
 constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
 constexpr int kInFlight = 4;  // rows on their way before the first is added
-constexpr int kSumThreads = 256;
+// Small blocks, and nearly all of them at once: of 256 threads with 70 registers, a fourth waited for a second turn.
+constexpr int kSumThreads = 64, kSumBlocks = 14;
+constexpr int kJoinThreads = 128;
 
 struct Sorted {
   const std::int32_t *token, *n;
@@ -262,7 +266,7 @@ __device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_
 }
 
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kSumThreads, kSumBlocks)
     sum_runs_kernel(float* dweight, float* edges, const T* dout, Sorted sorted, std::int64_t C) {
   __shared__ std::int32_t tokens[kRun], ns[kRun];
   __shared__ bool ends[kRun];
@@ -320,25 +324,36 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 // The token that begins in run blockIdx.x and goes on: its sums of all runs, in order.
-__global__ void __launch_bounds__(kSumThreads)
+template <int kCount>
+__global__ void __launch_bounds__(kJoinThreads)
     join_edges_kernel(float* dweight, float* edges, Sorted sorted, std::int64_t C) {
   wait_for_predecessors();
   const int begin = blockIdx.x * kRun, last = min(begin + kRun, sorted.N) - 1;
-  if (sorted.ends(last)) return;
-  const std::int32_t token = sorted.token[last];
-  if (sorted.token[begin] == token && !sorted.begins(begin)) return;  // the run before has it, or one before that
+  if (last == sorted.N - 1) return;
+  const std::int32_t token = sorted.token[last], next = sorted.token[last + 1], first = sorted.token[begin],
+                     previous = sorted.token[max(begin - 1, 0)];
+  if (token != next) return;
+  if (first == token && begin > 0 && previous == token) return;  // the run before has it, or one before that
   int runs = 0;  // that it comes into: those whose first row is its own. Every warp looks at 32 at a time
   for (int found = kWarpSize; found == kWarpSize; runs += found) {
     const std::int64_t row = (static_cast<std::int64_t>(blockIdx.x) + 1 + runs + threadIdx.x % kWarpSize) * kRun;
     found = __popc(__ballot_sync(~0u, row < sorted.N && sorted.token[min(row, sorted.N - std::int64_t{1})] == token));
   }
-  const std::int64_t c = static_cast<std::int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
+  const std::int64_t c = (static_cast<std::int64_t>(blockIdx.y) * kJoinThreads + threadIdx.x) * kCount;
   if (c >= C) return;
-  float sum = *(edge_of(edges, blockIdx.x, 1, C) + c);
-  const float old = dweight[token * C + c];
+  Elements<float, kCount> sum, old;
+  sum.load(edge_of(edges, blockIdx.x, 1, C) + c);
+  old.load(dweight + token * C + c);
 #pragma unroll 8
-  for (int run = 1; run <= runs; ++run) sum += *(edge_of(edges, blockIdx.x + run, 0, C) + c);
-  dweight[token * C + c] = old + sum;
+  for (int run = 1; run <= runs; ++run) {
+    Elements<float, kCount> more;
+    more.load(edge_of(edges, blockIdx.x + run, 0, C) + c);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sum.value[k] += more.value[k];
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) old.value[k] += sum.value[k];
+  old.store(dweight + token * C + c);
 }
 
 // ---- workspace --------------------------------------------------------------------------------------------------------
@@ -421,11 +436,12 @@ void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges,
               cudaStream_t stream) {
   const unsigned runs = static_cast<unsigned>(ceil_div(sorted.N, kRun));
   const dim3 grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads * kCount)));
-  launch_chained(sum_runs_kernel<T, kCount>, grid, dim3(kSumThreads), 0, stream, overlapping, "embedding_backward: sums",
-                 dweight, edges, dout, sorted, C);
-  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads)));
-  launch_chained(join_edges_kernel, edge_grid, dim3(kSumThreads), 0, stream, overlapping, "embedding_backward: edges",
-                 dweight, edges, sorted, C);
+  launch_chained(sum_runs_kernel<T, kCount>, grid, dim3(kSumThreads), 0, stream, overlapping,
+                 "embedding_backward: sums", dweight, edges, dout, sorted, C);
+  constexpr int kJoined = kCount > 1 ? 4 : 1;
+  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kJoinThreads * kJoined)));
+  launch_chained(join_edges_kernel<kJoined>, edge_grid, dim3(kJoinThreads), 0, stream, overlapping,
+                 "embedding_backward: edges", dweight, edges, sorted, C);
 }
 
 }  // namespace

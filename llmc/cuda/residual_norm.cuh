@@ -1,7 +1,7 @@
 // What forward and backward of the fused norm share: how a row lies in the registers of its threads, sums over a row, rows
 // on their way to shared memory, and the branch that joins the residual.
 //
-//  - A row lies in the registers of one warp (C <= 1024) or of one block, so memory is passed once and statistics are
+//  - A row lies in the registers of one warp, of a few or of all of a block, so memory is passed once and statistics are
 //    taken in two passes over registers. A thread owns groups of 8 columns.
 //  - Blocks stay on their multiprocessor and walk over the rows. While a thread works on one row its part of the next is
 //    copied to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
@@ -26,14 +26,15 @@ constexpr int kGroup = 8;  // neighbouring columns of one thread
 template <typename T>
 using Group = Elements<T, kGroup>;
 
-// How a row is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ...
-template <int kRowThreads_, int kGroups_, bool kWhole_ = false>
+// How a row is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ... A block works on
+// kRows rows at once.
+template <int kRowThreads_, int kGroups_, bool kWhole_ = false, int kRows_ = kRowThreads_ == kWarpSize ? 8 : 1>
 struct Spread {
   static constexpr int kRowThreads = kRowThreads_;
   static constexpr int kGroups = kGroups_;
   static constexpr bool kWhole = kWhole_;  // C is kColumns
   static constexpr int kColumns = kRowThreads * kGroups * kGroup;
-  static constexpr int kRows = kRowThreads == kWarpSize ? 8 : 1;  // rows that a block works on at once
+  static constexpr int kRows = kRows_;
   static constexpr int kThreads = kRowThreads * kRows;
 
   static __device__ int lane() { return threadIdx.x % kRowThreads; }
@@ -48,8 +49,17 @@ struct Spread {
 template <typename S>
 struct RowSum {
   static constexpr int kWarps = S::kRowThreads / kWarpSize;
-  float (*scratch)[kWarps][2];
+  static constexpr int kBlockWarps = S::kThreads / kWarpSize;
+  float (*scratch)[kBlockWarps][2];
   int turn = 0;
+
+  static __device__ void barrier() {  // of the row's threads
+    if constexpr (S::kRows == 1) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(S::slot() + 1), "n"(S::kRowThreads) : "memory");
+    }
+  }
 
   template <int kValues>
   __device__ void add(float (&value)[kValues]) {
@@ -60,12 +70,13 @@ struct RowSum {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) scratch[turn][threadIdx.x / kWarpSize][i] = value[i];
       }
-      __syncthreads();
+      barrier();
+      const int first = S::slot() * kWarps;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         value[i] = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) value[i] += scratch[turn][w][i];
+        for (int w = 0; w < kWarps; ++w) value[i] += scratch[turn][first + w][i];
       }
       turn ^= 1;
     }
@@ -136,7 +147,7 @@ __device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
 // factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the 8 elements from `element` on: two
 // Philox counters.
 __device__ inline void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
-                               std::int64_t element) {
+                                      std::int64_t element) {
   if (shape.dropout == 0) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) factors[i] = scale;
@@ -221,8 +232,15 @@ void for_plain_spread(std::int64_t C, const Launch& launch) {
 }
 template <bool kMayBeWhole, typename Launch>
 void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
-  if (C > 2048 && C <= 4096) return launch_spread<256, 2, kMayBeWhole>(C, launch);
-  for_plain_spread<kMayBeWhole>(C, launch);
+  if constexpr (kMayBeWhole) {
+    // Several rows a block: fewer blocks write column sums, and a row's threads wait only for each other.
+    if (C == 1024) return launch(Spread<64, 2, true, 4>{});
+    if (C == 2048) return launch(Spread<128, 2, true, 2>{});
+  }
+  if (C <= 2048) return for_plain_spread<false>(C, launch);
+  if (C <= 4096) return launch_spread<256, 2, kMayBeWhole>(C, launch);
+  if (C <= 8192) return launch_spread<256, 4, kMayBeWhole>(C, launch);
+  launch_spread<512, 4, kMayBeWhole>(C, launch);
 }
 template <typename Launch>
 void for_full_spread(std::int64_t C, const Launch& launch) {
@@ -231,6 +249,6 @@ void for_full_spread(std::int64_t C, const Launch& launch) {
   launch(Spread<512, 4>{});
 }
 template <typename T, typename R>
-constexpr bool kMayBeWhole = std::is_same_v<T, bf16> && std::is_same_v<R, bf16>;
+constexpr bool kMayBeWhole = std::is_same_v<T, bf16>;
 
 }  // namespace weft::cuda::norm_detail

@@ -8,9 +8,9 @@
 // Bytes moved a row for the form of Llama, T and R of E bytes: dout, h and dresidual_out are read and dresidual written,
 // 4 C E, or 5 C E where dx is written as well.
 //
-// Column sums (dweight, ...) grow in shared memory, each thread adding to its own columns; at the end a block writes them
-// to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where shared
-// memory is too small for the sums, they grow in the workspace itself. llmc/cuda/residual_norm.cuh has the rest.
+// Column sums (dweight, ...) grow in registers or shared memory, each thread adding to its own columns; at the end a block
+// writes them to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where
+// shared memory is too small for the sums, they grow in the workspace itself. llmc/cuda/residual_norm.cuh has the rest.
 
 #include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/residual_norm.cuh"
@@ -165,11 +165,11 @@ __device__ void forget(Group<T>& group) {
 template <typename S>
 constexpr int kResidentThreads = S::kGroups > 2 ? 512 : 640;
 
-template <typename T, typename R, typename S>
+template <typename T, typename R, typename S, bool kLayerNorm>
 __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> / S::kThreads : 1)
     plain_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool staged) {
   extern __shared__ char4 dynamic_memory[];
-  __shared__ float scratch[2][RowSum<S>::kWarps][2];
+  __shared__ float scratch[2][RowSum<S>::kBlockWarps][2];
   using Stage = BackwardStage<T, R, S>;
   float* sums = reinterpret_cast<float*>(dynamic_memory);
   float* own_sums = sums + S::slot() * columns.count * columns.capacity;
@@ -177,7 +177,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
   const Stage stage{staged ? stages + S::slot() * Stage::kBytes : nullptr};
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
-  const bool layernorm = shape.kind == NormKind::layernorm;
   // fp32 rows are twice as wide: there the skip gradient is read late and the weight again for each row, from L1. The
   // latter too where a whole spread is to leave registers for the unrolled arithmetic.
   constexpr bool kLateSkip = sizeof(T) == 4;
@@ -196,6 +195,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
       return w;
     }
   };
+  // The column sums of a thread with few columns stay in registers until the end.
+  constexpr bool kRegisterSums = S::kGroups <= 2;
+  float weight_sum[kRegisterSums ? S::kGroups : 1][kGroup] = {};
   let_successor_start();  // it waits for the end of this kernel and only saves the time of its start
   clear_columns<S>(own_sums, columns, C);
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
   float next_mean = 0, next_rstd = 0;
   const auto read_statistics = [&](std::int64_t of) {
     if (of >= shape.rows) return;
-    if (layernorm) next_mean = io.mean[of];
+    if constexpr (kLayerNorm) next_mean = io.mean[of];
     next_rstd = io.rstd[of];
   };
   read_statistics(row);
@@ -228,12 +230,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
       float column_sum[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        const float centred = h[g].get(i) - mean, d = dout[g].get(i), gradient = d * w.get(i);
-        sum[0] += gradient;
+        const float centred = kLayerNorm ? h[g].get(i) - mean : h[g].get(i), d = dout[g].get(i);
+        const float gradient = d * w.get(i);
+        if constexpr (kLayerNorm) sum[0] += gradient;
         sum[1] += gradient * centred;
-        column_sum[i] = d * rstd * centred;
+        if constexpr (kRegisterSums) {
+          weight_sum[g][i] += d * (rstd * centred);
+        } else {
+          column_sum[i] = d * (rstd * centred);
+        }
       }
-      add_columns<S>(own_sums, columns, 0, g, column_sum);
+      if constexpr (!kRegisterSums) add_columns<S>(own_sums, columns, 0, g, column_sum);
     }
     if (columns.slot[1] >= 0) {
 #pragma unroll
@@ -245,10 +252,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
         add_columns<S>(own_sums, columns, 1, g, d);
       }
     }
-    row_sum.add(sum);
+    if constexpr (kLayerNorm) {
+      row_sum.add(sum);
+    } else {  // the mean of g is not asked for
+      float needed[1] = {sum[1]};
+      row_sum.add(needed);
+      sum[1] = needed[0];
+    }
     // dh = rstd g + (h - mean) slope + offset + skip
     const float per_column = 1.0f / static_cast<float>(C);
-    const float offset = layernorm ? -rstd * sum[0] * per_column : 0.0f;
+    const float offset = kLayerNorm ? -rstd * sum[0] * per_column : 0.0f;
     const float slope = -rstd * rstd * rstd * sum[1] * per_column;
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
@@ -262,7 +275,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
       float dh[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        const float rest = (h[g].get(i) - mean) * slope + (skip_g.get(i) + offset);
+        const float rest =
+            kLayerNorm ? (h[g].get(i) - mean) * slope + (skip_g.get(i) + offset) : h[g].get(i) * slope + skip_g.get(i);
         dh[i] = rstd * (dout[g].get(i) * w.get(i)) + rest;
       }
       skip_g.set(dh);
@@ -274,6 +288,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
     if constexpr (!kLateSkip) store_row<S>(io.dresidual, skip, row, C);
     store_row<S>(io.dx, dout, row, C);
     if constexpr (kLateSkip) stage.fetch(shape, io, row + step);
+  }
+  if constexpr (kRegisterSums) {
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (!S::outside(g, C)) add_columns<S>(own_sums, columns, 0, g, weight_sum[g]);
+    }
   }
   write_columns<S>(
       static_cast<float*>(io.workspace) + static_cast<std::int64_t>(blockIdx.x) * columns.count * columns.capacity,
@@ -314,7 +334,7 @@ template <typename T, typename R, typename S>
 __global__ void __launch_bounds__(S::kThreads)
     full_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool sums_shared) {
   extern __shared__ char4 dynamic_memory[];
-  __shared__ float scratch[2][RowSum<S>::kWarps][2];
+  __shared__ float scratch[2][RowSum<S>::kBlockWarps][2];
   float* partial =
       static_cast<float*>(io.workspace) + static_cast<std::int64_t>(blockIdx.x) * columns.count * columns.capacity;
   float* sums = sums_shared ? reinterpret_cast<float*>(dynamic_memory) : partial;
@@ -408,8 +428,8 @@ void finish_columns(const ColumnSums& columns, const void* workspace, unsigned b
   if (columns.count == 0) return;
   const dim3 grid(static_cast<unsigned>(columns.capacity / kFinishPositions), static_cast<unsigned>(columns.count));
   const bool overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  launch_chained(finish_columns_kernel<S::kRowThreads>, grid, dim3(kFinishPositions * kFinishLanes), 0, stream, overlapping,
-                 "residual_norm_backward: column sums", columns, static_cast<const float*>(workspace),
+  launch_chained(finish_columns_kernel<S::kRowThreads>, grid, dim3(kFinishPositions * kFinishLanes), 0, stream,
+                 overlapping, "residual_norm_backward: column sums", columns, static_cast<const float*>(workspace),
                  static_cast<int>(blocks), static_cast<int>(C));
 }
 
@@ -423,7 +443,8 @@ void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBac
     if (!staged) return launch_plain_backward<T, R, Spread<S::kRowThreads, S::kGroups>>(shape, io, stream);
   }
   const int shared_bytes = sum_bytes + (staged ? stage_bytes : 0);
-  const auto kernel = plain_backward_kernel<T, R, S>;
+  const auto kernel =
+      shape.kind == NormKind::layernorm ? plain_backward_kernel<T, R, S, true> : plain_backward_kernel<T, R, S, false>;
   const std::int64_t work = std::min<std::int64_t>(ceil_div(shape.rows, S::kRows), kMaxBackwardBlocks);
   const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, staged);

@@ -79,7 +79,7 @@ template <typename T, typename R, typename S, bool kFull>
 __global__ void __launch_bounds__(S::kThreads)
     forward_kernel(ResidualNormShape shape, ResidualNormForward<T, R> io, bool staged) {
   extern __shared__ char4 dynamic_memory[];
-  __shared__ float scratch[2][RowSum<S>::kWarps][2];
+  __shared__ float scratch[2][RowSum<S>::kBlockWarps][2];
   using Stage = ForwardStage<T, R, S>;
   const Stage stage{staged ? reinterpret_cast<char*>(dynamic_memory) + S::slot() * Stage::kBytes : nullptr};
   RowSum<S> row_sum{scratch};
