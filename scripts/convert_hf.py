@@ -26,6 +26,7 @@ from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import MAGIC, NUMPY_DTYPES, Writer, bf16_to_f32, escaped, f32_to_bf16, shape_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_NAME_BYTES = 255  # of a file: with a longer one Linux refuses even to ask whether it is there
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
@@ -93,7 +94,8 @@ def _check_shard_name(index_path: Path, name: str, shard: object) -> None:
     where = f"weight_map {shown(name)}"
     if not isinstance(shard, str):
         bad_file(index_path, where, f"got {json_type(shard)} {shown(shard)}, expected a file name")
-    if "/" in shard or "\\" in shard or not shard.endswith(".safetensors") or not shard.isprintable():
+    if ("/" in shard or "\\" in shard or not shard.endswith(".safetensors") or not shard.isprintable()
+            or len(shard.encode()) > MAX_NAME_BYTES):
         bad_file(index_path, where, f"got {shown(shard)}, expected the name of a .safetensors file in this directory")
 
 
@@ -181,7 +183,8 @@ class Conversion:
         for raw in source.chunks():
             values = to_f32(raw, source.dtype)
             chunk_finite = bool(np.isfinite(values).all())
-            finite, zero = finite and chunk_finite, zero and not values.any()
+            # Not any() of what is not finite: a signalling NaN makes numpy warn.
+            finite, zero = finite and chunk_finite, zero and chunk_finite and not values.any()
             if dtype == source.dtype:
                 yield raw
             else:

@@ -194,7 +194,7 @@ def test_bad_shards_are_refused(llama):
     refuse(llama, "index.json", second, "not there")  # B31
     true_map = {name: shard for shard, tensors in shards.items() for name in tensors}
     for bad in ("../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x.safetensors", "x.bin",
-                "\x1b[2J.safetensors"):
+                "\x1b[2J.safetensors", "9" * 300 + ".safetensors"):
         ck.write_shards(llama, shards, true_map | {"model.norm.weight": bad})
         refuse(llama, "weight_map 'model.norm.weight'")  # B32
     ck.write_shards(llama, shards, true_map | {"model.norm.weight": {"file": first}})
@@ -225,6 +225,19 @@ def test_non_finite_weights(tmp_path, value):  # B34
     assert done.returncode == 0 and "model.layers.1.mlp.down_proj.weight: holds NaN or infinity" in done.stderr
     done = refuse(directory, "--strict", options=["--strict"])
     assert "model.layers.1.mlp.down_proj.weight" in done.stderr
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bits", [0x7F800001, 0xFFBFFFFF])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_signalling_nan_is_weft_s_warning_alone(tmp_path, bits, dtype):  # numpy warned besides, found by fuzzing
+    weights = ck.weights_of(ck.LLAMA)
+    weights["model.layers.1.mlp.down_proj.weight"].view(np.uint32)[3, 4] = bits
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "loose.bin", "--dtype", dtype)
+    assert done.returncode == 0
+    assert all(line.startswith("warning: ") for line in done.stderr.splitlines()), done.stderr
+    assert "model.layers.1.mlp.down_proj.weight: holds NaN or infinity" in done.stderr
 
 
 def test_all_zero_weights(tmp_path):  # B34
