@@ -469,7 +469,8 @@ def test_ten_thousand_steps_leak_nothing(data, tmp_path):
     memory, files, threads = zip(*looks)
     assert max(m for m, *_ in late) <= max(m for m, *_ in early) + (2 << 20), memory
     assert max(f for _, f, _ in late) <= max(f for _, f, _ in early) + 1 and max(files) < 20, files
-    assert max(threads) <= 3, "training, reading ahead, saving"
+    saving = max(4, min(8, os.cpu_count() // 2))  # two files, each with a thread that writes; or those that read them back
+    assert max(threads) <= 2 + saving, "training, reading ahead, saving"
     assert len(losses(out)) == 10_000
 
 

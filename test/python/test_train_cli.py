@@ -272,13 +272,15 @@ def test_killed_while_saving_and_resumed_bit_for_bit(data, tmp_path, whole):
 
 def test_killed_from_outside_many_times(data, tmp_path):
     """kill -9 at moments that nobody chose, until the run is through."""
+    begin = time.monotonic()
     assert train(data, tmp_path / "whole", steps=60).returncode == 0
+    undisturbed = time.monotonic() - begin
     out = tmp_path / "run"
     for attempt in range(200):
         process = subprocess.Popen(arguments(data, out, steps=60), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    env=environment())
         try:
-            process.wait(timeout=0.1 + 0.013 * attempt)
+            process.wait(timeout=undisturbed * (0.3 + 0.03 * attempt))
             break
         except subprocess.TimeoutExpired:
             process.kill()
