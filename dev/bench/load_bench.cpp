@@ -1,7 +1,8 @@
 // What validation and hashing cost beside loading a model file: a file of GB gigabytes of fp32 tensors, read into memory
 // with and without its checks, in turn. Build with the library:
 //   g++ -std=c++20 -O3 -march=native -fopenmp -I. dev/bench/load_bench.cpp build/release/libweft.a -lxxhash -o load_bench
-//   ./load_bench FILE [GB]       makes FILE if it is not there; drop the page cache between runs for a cold disk
+//   ./load_bench FILE [GB [cold]]    makes FILE if it is not there; cold: the file leaves the page cache before each run
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -39,16 +40,25 @@ void make(const std::string& path, std::size_t tensors) {
   writer.publish();
 }
 
+// Its pages are clean: the writer has synced them.
+void leave_page_cache(const std::string& path) {
+  const int file = open(path.c_str(), O_RDONLY);
+  if (file < 0 || posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED) != 0) std::printf("the page cache keeps the file\n");
+  if (file >= 0) close(file);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string path = argc > 1 ? argv[1] : "load_bench.bin";
   const double gigabytes = argc > 2 ? std::atof(argv[2]) : 5;
   if (!std::filesystem::exists(path)) make(path, static_cast<std::size_t>(gigabytes * 1e9 / kTensorBytes));
+  const bool cold = argc > 3 && std::string(argv[3]) == "cold";
   const double open_seconds = seconds_of([&] { TensorFile::open(path, FileKind::training_state); });
   std::printf("open and validate: %.4f s\n", open_seconds);
   std::vector<double> plain, checked;
   for (int run = 0; run < 10; ++run) {
+    if (cold) leave_page_cache(path);
     const TensorFile file = TensorFile::open(path, FileKind::training_state);
     // A new destination each time, as a model's arena is.
     void* memory = mmap(nullptr, file.file_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
