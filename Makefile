@@ -32,7 +32,7 @@ MODE_FLAGS_tsan    := -O1 -fsanitize=thread
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
 CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
-LDLIBS   += -lopenblas -lxxhash -lpcre2-8 -lutf8proc
+LDLIBS   += -lopenblas -lpcre2-8 -lutf8proc
 LDFLAGS  += $(filter -fsanitize%,$(MODE_FLAGS_$(MODE))) -fopenmp
 
 HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp)

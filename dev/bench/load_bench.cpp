@@ -1,6 +1,6 @@
 // What validation and hashing cost beside loading a model file: a file of GB gigabytes of fp32 tensors, read into memory
 // with and without its checks, in turn. Build with the library:
-//   g++ -std=c++20 -O3 -march=native -fopenmp -I. dev/bench/load_bench.cpp build/release/libweft.a -lxxhash -o load_bench
+//   g++ -std=c++20 -O3 -march=native -fopenmp -I. dev/bench/load_bench.cpp build/release/libweft.a -o load_bench
 //   ./load_bench FILE [GB [cold]]    makes FILE if it is not there; cold: the file leaves the page cache before each run
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,6 +1,6 @@
 // What a save costs without a GPU: checkpoints of a model of that shape, from a copy of its state in host memory, beside
 // the floors of the same run: touching, hashing and writing as many bytes. Build with the library:
-//   g++ -std=c++20 -O3 -march=native -fopenmp -I. dev/bench/save_bench.cpp build/release/libweft.a -lopenblas -lxxhash
+//   g++ -std=c++20 -O3 -march=native -fopenmp -I. dev/bench/save_bench.cpp build/release/libweft.a -lopenblas
 //       -lpcre2-8 -lutf8proc -o save_bench
 //   ./save_bench CONFIG DIR [SAVES]       DIR must not exist; it is removed at the end
 #include <fcntl.h>

@@ -32,7 +32,7 @@ $F/libweft.a: $(OBJ)
 	@rm -f $@; ar rcs $@ $^
 
 $(TARGETS:%=$F/%): $F/%: $F/test/fuzz/%_fuzz.o $F/test/fuzz/memory_files.o $F/libweft.a
-	@$(FUZZ_CXX) $(CHECKS) -fsanitize=fuzzer $^ -lxxhash -lpcre2-8 -lutf8proc -lgomp -lpthread -o $@
+	@$(FUZZ_CXX) $(CHECKS) -fsanitize=fuzzer $^ -lpcre2-8 -lutf8proc -lgomp -lpthread -o $@
 
 .SECONDARY:
 -include $F/test/fuzz/memory_files.d $(OBJ:.o=.d) $(TARGETS:%=$F/test/fuzz/%_fuzz.d)
