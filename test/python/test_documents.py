@@ -169,10 +169,10 @@ SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py
            "scripts/train_reference.py", "scripts/tensor_file.py", "dev/prepare_data.py"]
 
 
-def refused(*command, **environment) -> str:
+def refused(*command, code=4, **environment) -> str:
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60, cwd=ROOT,
                           env={"PATH": "/usr/bin:/bin", **environment})
-    assert done.returncode == 4 and done.stdout == "", done
+    assert done.returncode == code and done.stdout == "", done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
@@ -187,3 +187,8 @@ def test_a_script_without_its_packages_says_what_to_do(script):
 def test_a_script_under_an_old_python_says_what_to_do(script, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 9, 18, 'final', 0)\n")
     assert "this is Python 3.9, expected 3.11 or later" in refused(script, "--help", PYTHONPATH=str(tmp_path))
+
+
+def test_an_interrupt_while_packages_load_is_one_line(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+    assert refused("scripts/convert_hf.py", "--help", code=130, PYTHONPATH=str(tmp_path)) == "error: interrupted\n"
