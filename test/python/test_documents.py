@@ -3,6 +3,7 @@ And what the scripts say to who starts them without reading."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -171,7 +172,7 @@ SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py
 
 def refused(*command, code=4, **environment) -> str:
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60, cwd=ROOT,
-                          env={"PATH": "/usr/bin:/bin", **environment})
+                          env={**os.environ, "PYTHONPATH": "", **environment})
     assert done.returncode == code and done.stdout == "", done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
