@@ -424,9 +424,9 @@ int clock_gettime(clockid_t clock, struct timespec* now) {
 # ---- F40, F41 --------------------------------------------------------------------------------------------------------
 
 
-def make(*words):
+def make(*words, **environment):
     return subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", *map(str, words)], capture_output=True,
-                          text=True, timeout=SECONDS)
+                          text=True, timeout=SECONDS, env={**os.environ, **environment})
 
 
 def test_builds_say_what_is_wrong(tmp_path):
@@ -439,6 +439,11 @@ def test_builds_say_what_is_wrong(tmp_path):
     old.chmod(0o755)
     done = make(f"PYTHON={old}", "-o", "deps", "-W", "scripts/requirements.txt", "venv")
     assert done.returncode != 0 and "is 3.9, the scripts need 3.11 to 3.13" in done.stderr, done.stderr
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '7.5\\n9.0\\n'\n")
+    smi.chmod(0o755)
+    done = make("help", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert 'GPU_ARCH="90a"' in done.stdout, "a GPU that is too old is no reason to build for it"
     done = make("GPU_ARCH=75 90a", f"B={tmp_path}/b", "-n", "programs")
     assert done.returncode != 0 and "GPU_ARCH: got 75 90a, weft's kernels need 80 or later" in done.stderr, done.stderr
     nvcc = shutil.which("nvcc") or next(iter(map(str, Path("/usr/local/cuda/bin").glob("nvcc"))), None)
