@@ -16,10 +16,14 @@ PREFIX    ?= /usr/local
 PYTHON    ?= python3
 
 NVCC ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
-FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | sort -u | sed 's/^90$$/90a/' | tr '\n' ' ')
+# A GPU older than 8.0 does not count: the kernels cannot be built for it.
+FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | awk '$$1 >= 80' | sort -u | sed 's/^90$$/90a/' | tr '\n' ' ')
 GPU_ARCH ?= $(if $(strip $(FOUND_ARCH)),$(strip $(FOUND_ARCH)),80 90a 120)
 ifneq ($(filter 90,$(GPU_ARCH)),)
 $(error GPU_ARCH: got 90, which lacks the instructions of the Hopper kernels. Use 90a)
+endif
+ifneq ($(filter 5% 6% 7%,$(GPU_ARCH)),)
+$(error GPU_ARCH: got $(GPU_ARCH), weft's kernels need 80 or later)
 endif
 
 B := build/$(MODE)
@@ -48,7 +52,7 @@ NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,
 MAIN_FLAGS := -DWEFT_CUDA
 LDLIBS    += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcublasLt -lcudart_static -lrt -ldl -lpthread
 endif
-BUILD_KIND := $(if $(strip $(NVCC)),CPU + CUDA for sm_$(subst $() , sm_,$(strip $(GPU_ARCH))),CPU only (no nvcc found))
+BUILD_KIND := $(if $(strip $(NVCC)),CPU + CUDA for sm_$(subst $() , sm_,$(strip $(GPU_ARCH))),CPU only (no nvcc))
 
 PROGRAMS   := train_llama infer_pythia
 TEST_SRC   := $(wildcard test/cpp/*_test.cpp)
@@ -157,6 +161,7 @@ doctor:
 
 venv: .venv/ready
 .venv/ready: scripts/requirements.txt | deps
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("venv: $(PYTHON) is %d.%d, the scripts need 3.11 to 3.13. PYTHON= names another" % v)'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@

@@ -35,11 +35,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-import tokenizers
-import xxhash
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import needs  # noqa: E402, F401, before the packages
+import numpy as np  # noqa: E402
+import tokenizers  # noqa: E402
+import xxhash  # noqa: E402
+
 import cli  # noqa: E402
 from cli import Progress, bad_file, shown  # noqa: E402
 from tensor_file import AtomicFile, FileError  # noqa: E402

@@ -205,7 +205,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {escaped(message, 400)[1:-1]}. See {self.prog} --help.", file=sys.stderr)
+        text = escaped(message, 400)[1:-1].replace("\\'", "'")  # argparse has quoted what was given
+        print(f"error: {text}. See {self.prog} --help.", file=sys.stderr)
         sys.exit(USAGE)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import needs  # noqa: F401, before the packages
 import numpy as np
 
 import cli

@@ -72,12 +72,12 @@ check_cuda() {
 
 check_python() {
   local python=${PYTHON:-python3} version
-  command -v "$python" >/dev/null || { bad python "$python not found. Install Python 3.11 or later"; return; }
+  command -v "$python" >/dev/null || { bad python "$python not found. Install Python 3.11 to 3.13"; return; }
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-  if [ "$(printf '%s\n3.11\n' "$version" | sort -V | head -1)" = 3.11 ]; then
+  if [ "$(printf '%s\n' 3.11 "$version" 3.13 | sort -V | sed -n 2p)" = "$version" ]; then
     good python "$python $version"
   else
-    bad python "$python is $version, the scripts need 3.11 or later"
+    bad python "$python is $version, the scripts need 3.11 to 3.13. PYTHON= names another"
   fi
   [ -e .venv/ready ] && good packages ".venv is made" || note packages ".venv is not made yet: make venv does it"
 }

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import needs  # noqa: F401, before the packages
 import numpy as np
 
 import cli

@@ -10,6 +10,7 @@ its sizes. test/cpp/operator_vectors_test.cpp reads them.
 
 from pathlib import Path
 
+import needs  # noqa: F401, before the packages
 import numpy as np
 import torch
 import torch.nn.functional as F

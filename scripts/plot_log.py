@@ -134,6 +134,9 @@ def draw(runs: list[Run], output: Path) -> None:
     try:
         figure.savefig(temporary, format=kind, dpi=110)
         os.replace(temporary, output)
+    except OSError as error:
+        error.filename = str(output)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
         pyplot.close(figure)

@@ -13,7 +13,7 @@ if [ ! -e data/stories/train_00000.bin ]; then
     --tokenizer models/tiny-llama/tokenizer.json -o data/stories
 fi
 
-say "training: a Llama of 1.9 million parameters, about a minute on 2 cores"
+say "training: a Llama of 2 million parameters, about a minute on 2 cores"
 rm -rf runs/demo
 ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo \
   --max-minutes "${DEMO_MINUTES:-3}" ${DEMO_TRAIN_OPTIONS:-}

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import needs  # noqa: F401, before the packages
 import numpy as np
 import xxhash
 
@@ -190,7 +191,7 @@ def map_file(path: str) -> mmap.mmap | bytes:
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            fail(path, "not a regular file")
+            fail(path, "this is a directory, not a regular file" if stat.S_ISDIR(info.st_mode) else "not a regular file")
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE) if info.st_size else b""
     finally:
         os.close(fd)

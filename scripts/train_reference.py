@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import needs  # noqa: F401, before the packages
 import numpy as np
 import xxhash
 

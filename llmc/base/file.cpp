@@ -41,7 +41,8 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
   struct stat info {};
   if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
     ::close(fd);
-    fail(Exit::bad_file, "%s: not a regular file", escaped(path).c_str());
+    fail(Exit::bad_file, "%s: %s", escaped(path).c_str(),
+         S_ISDIR(info.st_mode) ? "this is a directory, not a regular file" : "not a regular file");
   }
   size_ = static_cast<std::uint64_t>(info.st_size);
   inode_ = info.st_ino;
@@ -197,7 +198,10 @@ std::vector<std::string> expand_glob(const std::string& pattern) {
   if (paths.empty()) {
     char directory[4096];
     const char* here = ::getcwd(directory, sizeof directory) != nullptr ? directory : "?";
-    fail(Exit::bad_file, "%s: no file matches this pattern in %s", escaped(pattern).c_str(), escaped(here).c_str());
+    struct stat info {};
+    const bool directory_given = ::stat(pattern.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+    fail(Exit::bad_file, "%s: no file matches this pattern in %s%s", escaped(pattern).c_str(), escaped(here).c_str(),
+         directory_given ? ": it is a directory. Name the files in it, as in 'data/train_*.bin'" : "");
   }
   return paths;
 }

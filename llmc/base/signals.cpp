@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdint>
+#include <ctime>
 
 #include "llmc/base/error.h"
 
@@ -14,12 +16,22 @@ namespace {
 // Atomic, not sig_atomic_t: a handler may run on any thread.
 std::atomic<int> pending_stop{0};
 std::atomic<bool> pending_save{false};
-static_assert(std::atomic<int>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+std::atomic<std::int64_t> first_stop_ms{0};  // when, on the monotonic clock
+static_assert(std::atomic<int>::is_always_lock_free && std::atomic<bool>::is_always_lock_free &&
+              std::atomic<std::int64_t>::is_always_lock_free);
+
+// timeout(1) and batch systems signal the process and then its group: what comes so soon is the same request.
+constexpr std::int64_t kOneRequestMs = 100;
 
 extern "C" void on_stop(int signal_number) {
   // The second request means "now": nothing but async-signal-safe calls from here.
-  const bool second = pending_stop.exchange(signal_number) != 0;
-  if (second && signal_number != SIGHUP) ::_exit(128 + signal_number);
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const std::int64_t now_ms = now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+  std::int64_t first_ms = 0;
+  const bool first = first_stop_ms.compare_exchange_strong(first_ms, now_ms);
+  if (!first && signal_number != SIGHUP && now_ms - first_ms >= kOneRequestMs) ::_exit(128 + signal_number);
+  pending_stop = signal_number;
 }
 
 extern "C" void on_save(int) {

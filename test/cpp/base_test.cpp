@@ -427,7 +427,7 @@ TEST(MappedFileDeathTest, APageThatIsGoneIsABadFile) {
 TEST(MappedFile, AcceptsOnlyRegularFiles) {
   const TemporaryDirectory directory;
   expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("absent")); }), "cannot open");
-  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file(".")); }), "not a regular file");
+  expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file(".")); }), "this is a directory");
   ASSERT_EQ(::mkfifo(directory.file("fifo").c_str(), 0600), 0);
   expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("fifo")); }), "not a regular file");
   write_bytes(directory.file("empty"), "");
@@ -459,6 +459,7 @@ TEST(Files, TextLimitsGlobsAndParents) {
   const std::string message = error_of(Exit::bad_file, [&] { expand_glob(directory.file("c_*")); });
   expect_contains(message, "c_*");
   expect_contains(message, escaped(std::filesystem::current_path().string()));
+  expect_contains(error_of(Exit::bad_file, [&] { expand_glob(directory.file("b_0.bin")); }), "it is a directory");
   EXPECT_EQ(read_text_file(directory.file("b_1.bin"), 1), "1");
   EXPECT_NE(error_of(Exit::bad_file, [&] { read_text_file(directory.file("b_1.bin"), 0); }), "");
   EXPECT_EQ(parent_directory("a"), ".");

@@ -6,11 +6,13 @@
 #include <omp.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <limits>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "llmc/base/signals.h"
 #include "test/cpp/train_tools.h"
@@ -484,9 +486,19 @@ TEST_F(TrainSignalTest, InterruptHasItsOwnCode) {
 TEST_F(TrainSignalTest, ASecondInterruptDoesNotWait) {
   const auto twice = [] {
     ::raise(SIGINT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
     ::raise(SIGINT);
   };
   EXPECT_EXIT(leave_after(twice, {4}), testing::ExitedWithCode(130), "step 3/10");
+}
+
+// timeout(1) signals its child, then the group that the child is in, too.
+TEST_F(TrainSignalTest, TwoSignalsAtOnceAreOneRequest) {
+  const auto twice = [] {
+    ::raise(SIGTERM);
+    ::raise(SIGTERM);
+  };
+  EXPECT_EXIT(leave_after(twice, {4}), testing::ExitedWithCode(143), "after step 4");
 }
 
 TEST_F(TrainSignalTest, User1SavesAndGoesOn) {

@@ -445,7 +445,7 @@ def test_generation_config_names_the_stop_ids(tmp_path):  # B51
 
 def test_usage_errors(llama, tmp_path):
     for options, words in (
-            ([llama], ["-o"]), ([llama, "-o", tmp_path / "x", "--dtype", "fp8"], ["--dtype", "fp8", "bf16"]),
+            ([llama], ["-o"]), ([llama, "-o", tmp_path / "x", "--dtype", "fp8"], ["--dtype", "invalid choice: 'fp8'", "bf16"]),
             ([llama, "-o", tmp_path / "x", "--rope-theta", "-1"], ["--rope-theta", "-1"]),
             ([llama, "-o", tmp_path / "x", "--rope-theta", "nan"], ["--rope-theta"]),
             ([llama, "-o", tmp_path / "x", "--rope-theta", "1e400"], ["--rope-theta"]),

@@ -1,9 +1,15 @@
-"""What the documents say about messages, against the source: a message that nobody prints any more is a trap for readers."""
+"""What the documents say about messages, against the source: a message that nobody prints any more is a trap for readers.
+And what the scripts say to who starts them without reading."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,3 +164,32 @@ def test_every_test_that_the_table_names_exists():
         if not re.search(wanted, tests.get(file, ""), re.M):
             missing.append(f"{file}: {span}")
     assert named > 100 and not missing, missing
+
+
+SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py", "scripts/dump_reference.py",
+           "scripts/train_reference.py", "scripts/tensor_file.py", "dev/prepare_data.py"]
+
+
+def refused(*command, code=4, **environment) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": "", **environment})
+    assert done.returncode == code and done.stdout == "", done
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_without_its_packages_says_what_to_do(script):
+    message = refused("-S", script, "--help")  # -S: no package that was installed
+    assert re.match(rf"error: \w+: not installed. Run make venv, then .venv/bin/python {script}$", message), message
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_under_an_old_python_says_what_to_do(script, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 9, 18, 'final', 0)\n")
+    assert "this is Python 3.9, expected 3.11 or later" in refused(script, "--help", PYTHONPATH=str(tmp_path))
+
+
+def test_an_interrupt_while_packages_load_is_one_line(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+    assert refused("scripts/convert_hf.py", "--help", code=130, PYTHONPATH=str(tmp_path)) == "error: interrupted\n"

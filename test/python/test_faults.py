@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -372,7 +373,7 @@ int fsync(int fd) {
         pytest.skip("this build cannot be preloaded")
     wait_for(lambda: any(r.get("step") == 11 for r in records(out)))  # training goes on without the disk
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    time.sleep(0.5)
     assert process.poll() is None, "it waits for the save"
     process.send_signal(signal.SIGTERM)
     _, messages = process.communicate(timeout=SECONDS)
@@ -423,9 +424,9 @@ int clock_gettime(clockid_t clock, struct timespec* now) {
 # ---- F40, F41 --------------------------------------------------------------------------------------------------------
 
 
-def make(*words):
+def make(*words, **environment):
     return subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", *map(str, words)], capture_output=True,
-                          text=True, timeout=SECONDS)
+                          text=True, timeout=SECONDS, env={**os.environ, **environment})
 
 
 def test_builds_say_what_is_wrong(tmp_path):
@@ -433,6 +434,18 @@ def test_builds_say_what_is_wrong(tmp_path):
     assert done.returncode == 0 and "nvcc" not in done.stdout.replace("no nvcc", ""), done.stderr
     done = make("CXX=/nonexistent/g++", "NVCC=", f"B={tmp_path}/b", f"{tmp_path}/b/llmc/base/error.o")
     assert done.returncode != 0 and "no C++ compiler: /nonexistent/g++" in done.stderr, done.stderr
+    old = tmp_path / "python3"
+    old.write_text(f"#!/bin/sh\nshift\nexec {sys.executable} -c \"import sys; sys.version_info = (3, 9, 18); $1\"\n")
+    old.chmod(0o755)
+    done = make(f"PYTHON={old}", "-o", "deps", "-W", "scripts/requirements.txt", "venv")
+    assert done.returncode != 0 and "is 3.9, the scripts need 3.11 to 3.13" in done.stderr, done.stderr
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '7.5\\n9.0\\n'\n")
+    smi.chmod(0o755)
+    done = make("help", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert 'GPU_ARCH="90a"' in done.stdout, "a GPU that is too old is no reason to build for it"
+    done = make("GPU_ARCH=75 90a", f"B={tmp_path}/b", "-n", "programs")
+    assert done.returncode != 0 and "GPU_ARCH: got 75 90a, weft's kernels need 80 or later" in done.stderr, done.stderr
     nvcc = shutil.which("nvcc") or next(iter(map(str, Path("/usr/local/cuda/bin").glob("nvcc"))), None)
     if nvcc is None:
         pytest.skip("no nvcc: the rest needs one")

@@ -367,6 +367,7 @@ def test_usage_errors(model, arguments, parts):
 
 def test_no_model():
     assert "--model: missing" in refused(USAGE, "--prompt", "x")
+    assert "--random-model: got 'pythia-9b'" in refused(USAGE, "--device", "cpu", "--random-model", "pythia-9b", "--bench")
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cuda"], ["--device=cpu", "--decode=fused"],

@@ -102,4 +102,4 @@ def test_missing_files_and_options(tmp_path):
     done = run_script(log, "-o", tmp_path / "out.exe")
     assert done.returncode == 2 and ".png" in done.stderr and done.stderr.count("\n") == 1
     done = run_script(log, "-o", tmp_path / "absent" / "out.png")
-    assert done.returncode == 4 and done.stderr.count("\n") == 1
+    assert done.returncode == 4 and done.stderr.count("\n") == 1 and "absent/out.png'" in done.stderr

@@ -1,0 +1,34 @@
+"""Imported before any package by what users start: an old Python, a package that is not installed, or Ctrl-C while the
+packages load is one line and an exit code, not a traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+ENVIRONMENT, INTERRUPTED = 4, 130
+OLDEST_PYTHON = (3, 11)
+
+
+def stop(problem: str, code: int = ENVIRONMENT) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(code)
+
+
+def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The hook of uncaught exceptions; any other than these two is a bug and keeps its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        stop("interrupted", INTERRUPTED)
+    if not isinstance(error, ModuleNotFoundError):
+        return sys.__excepthook__(kind, error, trace)
+    in_venv = f"\n{error.name}==" in Path(__file__).with_name("requirements.txt").read_text()
+    stop(f"{error.name}: not installed. " + (f"Run make venv, then .venv/bin/python {sys.argv[0]}" if in_venv else
+                                             f"Run {sys.executable} -m pip install {error.name}"))
+
+
+sys.excepthook = in_one_line
+if sys.version_info < OLDEST_PYTHON:
+    stop(f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, expected 3.11 or later. Run make venv "
+         f"PYTHON=python3.11, then .venv/bin/python {sys.argv[0]}")
