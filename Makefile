@@ -17,7 +17,7 @@ PYTHON    ?= python3
 
 NVCC ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 # A GPU older than 8.0 does not count: the kernels cannot be built for it.
-FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | awk '$$1 >= 80' | sort -u | sed 's/^90$$/90a/' | tr '\n' ' ')
+FOUND_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | awk '/^[0-9]+$$/ && $$1 >= 80' | sort -u | sed 's/^90$$/90a/' | tr '\n' ' ')
 GPU_ARCH ?= $(if $(strip $(FOUND_ARCH)),$(strip $(FOUND_ARCH)),80 90a 120)
 ifneq ($(filter 90,$(GPU_ARCH)),)
 $(error GPU_ARCH: got 90, which lacks the instructions of the Hopper kernels. Use 90a)
