@@ -188,6 +188,21 @@ def test_a_checkpoint_is_a_model(data, tmp_path):
     assert losses(tmp_path / "two")[1][0] < losses(tmp_path / "one")[3][0], "it goes on from what was learned"
 
 
+def test_names_that_are_no_text(data, tmp_path):
+    """Names of files are bytes: what stands in JSON has U+FFFD in the place of those that are not UTF-8."""
+    odd = os.fsdecode(b"\xff")
+    (data / "train_0.bin").rename(data / f"train_{odd}.bin")
+    for steps in (12, 16):
+        done = train(data, tmp_path / f"run{odd}", "--sample-prompt", "two\nlines", steps=steps)
+        assert done.returncode == 0, done.stderr
+    assert "resuming after step 12" in done.stderr and "  sample-prompt        'two\\x0alines'\n" in done.stderr
+    model = shutil.copy(MODEL, tmp_path / f"model{odd}.bin")
+    done = run_program("--model", model, "--bench", "--json", "--seq-len", 16, "--micro-batch", 1)
+    assert json.loads(done.stdout)["config"].endswith("model\ufffd.bin"), done.stderr
+    done = run_program("--config", "tiny", "--out", f"run{odd}", "--print-config")
+    assert json.loads(done.stdout)["settings"]["out"] == "run\ufffd", done.stderr
+
+
 def test_from_scratch_with_a_sample(tmp_path):
     """--config, initial parameters, the tokenizer beside the shards, and a sample; the model file carries the tokenizer."""
     tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
