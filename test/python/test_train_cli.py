@@ -41,6 +41,7 @@ from train_runs import (MODEL, ROOT, SECONDS, arguments, assert_refused, assert_
     (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
     (["--debug-inject", "boom"], ["--debug-inject", "nan@step"]),
     (["--compare", "x"], ["--compare", "--model"]),
+    (["--bench", "--dry-run"], ["--bench", "--dry-run", "one of them"]),
     (["stray"], ["stray"]),
 ])
 def test_usage_errors_name_option_and_range(data, tmp_path, options, words):
@@ -111,6 +112,11 @@ def test_a_plan_beyond_memory_is_exit_5_before_anything_is_written(data, tmp_pat
                        16, "--micro-batch", 1_000_000)
     assert_refused(done, 5, "memory")
     assert not (tmp_path / "run").exists()
+    # The advice is one that can be followed: --batch-tokens is a multiple of it.
+    done = run_program("--config", "tiny", "--train", data / "train_*.bin", "--out", tmp_path / "run", "--seq-len", 64,
+                       "--micro-batch", 999_999, "--batch-tokens", 999_999 * 64)
+    assert_refused(done, 5, "would fit")
+    assert 999_999 % int(re.search(r"--micro-batch (\d+) would fit", done.stderr)[1]) == 0
 
 
 # ---- input files -----------------------------------------------------------------------------------------------------
