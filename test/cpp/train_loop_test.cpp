@@ -13,6 +13,7 @@
 #include <set>
 
 #include "llmc/base/signals.h"
+#include "llmc/train/bench.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -523,6 +524,16 @@ TEST(Faults, MalformedSpecsAreRefused) {
   EXPECT_EQ(plan.nan_step, 3);
   EXPECT_EQ(plan.save, SaveFault::kill);
   EXPECT_EQ(plan.save_byte, 100u);
+}
+
+// A name that contains another GPU's is not that GPU.
+TEST(TrainBench, GivesNoShareOfAPeakItDoesNotKnow) {
+  const TrainSettings settings = micro_settings();
+  const std::unique_ptr<TrainModel> model = micro_model(settings);
+  const auto peak = [&](const char* name) { return bench_training(*model, settings, name).peak_flops; };
+  EXPECT_EQ(peak("NVIDIA H200"), 989.4e12);
+  EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756.4e12);
+  for (const char* name : {"NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "CPU"}) EXPECT_EQ(peak(name), 0) << name;
 }
 
 // ---- initial parameters ----
