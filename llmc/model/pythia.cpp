@@ -43,7 +43,7 @@ ModelConfig pythia_config(const std::string& name) {
   }
   std::string known;
   for (const std::string& each : pythia_names()) known += (known.empty() ? "" : ", ") + each;
-  fail(Exit::usage, "model: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
+  fail(Exit::usage, "--random-model: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
 }
 
 const std::vector<std::string>& pythia_names() {
