@@ -527,10 +527,9 @@ TEST(Faults, MalformedSpecsAreRefused) {
 }
 
 // A name that contains another GPU's is not that GPU.
-TEST(TrainBench, GivesNoShareOfAPeakItDoesNotKnow) {
-  const TrainSettings settings = micro_settings();
-  const std::unique_ptr<TrainModel> model = micro_model(settings);
-  const auto peak = [&](const char* name) { return bench_training(*model, settings, name).peak_flops; };
+TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  const auto peak = [&](const char* name) { return bench_training(*model, settings_, name).peak_flops; };
   EXPECT_EQ(peak("NVIDIA H200"), 989.4e12);
   EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756.4e12);
   for (const char* name : {"NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "CPU"}) EXPECT_EQ(peak(name), 0) << name;
