@@ -95,7 +95,7 @@ void check_memory(const Place& place, const ModelConfig& config, const TrainSett
   const auto planned = [&] { return total_bytes(place.plan(config, options)); };
   const std::uint64_t available = place.available_bytes, needed = planned();
   if (needed <= available || available == 0) return;
-  const std::int64_t sequences = settings.batch_tokens / settings.seq_len;  // of a step: micro-batches have to divide it
+  const std::int64_t sequences = settings.batch_tokens / settings.seq_len;  // which micro-batches have to divide
   do --options.micro_batch;
   while (options.micro_batch > 1 && (sequences % options.micro_batch != 0 || planned() > available));
   const bool fits = options.micro_batch > 0 && planned() <= available;
