@@ -90,14 +90,17 @@ Place choose_place(TrainSettings& s) {
 }
 
 // A plan that cannot fit is refused before anything is allocated, with what would fit.
-void check_memory(const Place& place, const ModelConfig& config, TrainOptions options) {
-  const std::uint64_t available = place.available_bytes;
-  const std::uint64_t planned = total_bytes(place.plan(config, options));
-  if (planned <= available || available == 0) return;
-  while (options.micro_batch > 1 && total_bytes(place.plan(config, options)) > available) options.micro_batch /= 2;
-  const bool fits = total_bytes(place.plan(config, options)) <= available;
+void check_memory(const Place& place, const ModelConfig& config, const TrainSettings& settings) {
+  TrainOptions options = settings.model_options();
+  const auto planned = [&] { return total_bytes(place.plan(config, options)); };
+  const std::uint64_t available = place.available_bytes, needed = planned();
+  if (needed <= available || available == 0) return;
+  const std::int64_t sequences = settings.batch_tokens / settings.seq_len;  // which micro-batches have to divide
+  do --options.micro_batch;
+  while (options.micro_batch > 1 && (sequences % options.micro_batch != 0 || planned() > available));
+  const bool fits = options.micro_batch > 0 && planned() <= available;
   fail(Exit::resources, "the plan needs %s of memory, %s has %s available. %s",
-       human_bytes(static_cast<double>(planned)).c_str(), place.name.c_str(),
+       human_bytes(static_cast<double>(needed)).c_str(), place.name.c_str(),
        human_bytes(static_cast<double>(available)).c_str(),
        fits        ? format("--micro-batch %lld would fit", static_cast<long long>(options.micro_batch)).c_str()
        : place.gpu ? "Not even --micro-batch 1 fits: try --recompute block, --moments bf16, a shorter --seq-len or a "
@@ -119,7 +122,7 @@ Exit compare(const Place& place, const TrainSettings& settings, const TrainInput
 }
 
 Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs& inputs) {
-  check_memory(place, inputs.config, settings.model_options());
+  check_memory(place, inputs.config, settings);
   const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
   if (inputs.weights) {
     load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
@@ -190,7 +193,7 @@ std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
 
 Exit train(const Place& place, const TrainSettings& settings, const TrainInputs& inputs,
            const std::vector<MemoryLine>& memory, bool save_in_background) {
-  check_memory(place, inputs.config, settings.model_options());
+  check_memory(place, inputs.config, settings);
   const RunDirectory directory(settings.out);
   TrainOptions options = settings.model_options();
   options.matmul_plans = directory.file("matmul_plans.txt");

@@ -17,6 +17,7 @@
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
+#include "llmc/base/utf8.h"
 
 namespace weft {
 
@@ -251,7 +252,7 @@ void OptionTable::text(const std::string& name, std::string& variable, const std
     variable = value;
     return true;
   };
-  entry.value = [&variable] { return variable; };
+  entry.value = [&variable] { return utf8_replace_invalid(variable); };
   impl_->add(std::move(entry));
 }
 

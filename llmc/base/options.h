@@ -55,7 +55,8 @@ class OptionTable {
   // True if the option was given on the command line (not left at its default).
   bool given(const std::string& name) const;
   // Every option with its effective value, in table order: the start-up table and config.json. The values of
-  // a repeated option are one JSON array. Texts are as the user gave them: escape them before printing.
+  // a repeated option are one JSON array. Texts are as the user gave them, but for bytes that are not UTF-8, which JSON
+  // cannot hold and U+FFFD replaces: escape them before printing.
   std::vector<std::pair<std::string, std::string>> effective() const;
 
  private:

@@ -9,7 +9,7 @@ namespace weft {
 
 StopTextFilter::StopTextFilter(std::vector<std::string> stops) : stops_(std::move(stops)) {
   for (const std::string& stop : stops_) {
-    if (stop.empty()) fail(Exit::usage, "stop text: got '', expected at least one character");
+    if (stop.empty()) fail(Exit::usage, "--stop: got '', expected at least one character");
   }
 }
 

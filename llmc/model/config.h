@@ -65,8 +65,8 @@ ModelConfig config_from_json(const Json& object, const std::string& source);
 Json config_to_json(const ModelConfig& config);
 
 // The named configurations of train_llama (--config): tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b,
-// llama3.2-3b, llama3.1-8b. An unknown name is Exit::usage and lists them. `vocab_size` replaces the preset's
-// if > 0.
+// llama3.2-3b, llama3.1-8b. Without special ids: a run takes them from the tokenizer of its data. An unknown
+// name is Exit::usage and lists them.
 ModelConfig preset_config(const std::string& name);
 const std::vector<std::string>& preset_names();
 

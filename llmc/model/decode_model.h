@@ -34,9 +34,9 @@ class DecodeModel {
   virtual std::int64_t length() const = 0;    // positions it holds now
   virtual void reset() = 0;                   // length() becomes 0
 
-  // Appends `ids` (at least one; length() + ids.size() <= capacity(), every id in [0, vocab_size); otherwise
-  // Exit::internal, because callers check what users give) and returns the fp32 logits after the last one,
-  // [vocab_size]; valid until the next call.
+  // Appends `ids`: at least one, length() + ids.size() <= capacity(), otherwise Exit::internal; every id in
+  // [0, vocab_size), which is not looked at again, because callers check what users give. Returns the fp32
+  // logits after the last one, [vocab_size]; valid until the next call.
   virtual std::span<const float> prefill(std::span<const std::int32_t> ids) = 0;
   // The same for one id: the step that a decode kernel makes fast.
   virtual std::span<const float> decode(std::int32_t id) = 0;

@@ -180,8 +180,8 @@ void LlamaActivations<T>::bind(std::byte* base) {
 }
 
 // Where the dropout masks of a branch begin among the Philox counters: every micro-step and every branch (2 l is the
-// attention of layer l, 2 l + 1 its MLP) has a range of its own. A counter serves four elements, and 2^40 of them are
-// more than any branch has.
+// attention of layer l, 2 l + 1 its MLP) has the next range of 2^40 counters of four elements each. After 2^24 ranges,
+// 262,144 micro-steps of a model of 32 layers, the first comes again, for other tokens.
 inline std::uint64_t dropout_offset(std::uint64_t micro_step, std::int64_t branch, std::int64_t branches) {
   return (micro_step * static_cast<std::uint64_t>(branches) + static_cast<std::uint64_t>(branch)) << 40;
 }

@@ -6,6 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/philox.h"
+#include "llmc/base/utf8.h"
 #include "llmc/model/compare.h"
 
 namespace weft {
@@ -14,10 +15,12 @@ namespace {
 
 constexpr std::int64_t kWarmupSteps = 4, kTimedSteps = 15;
 
-// Dense bf16 rates of the datasheets. A GPU that is not here gets no share, never a wrong one.
+// Dense bf16 rates of the datasheets. A GPU that is not here gets no share, never a wrong one: the first two have the
+// names of others in theirs, but not their rates.
 double peak_bf16_flops(const std::string& device_name) {
-  const std::pair<const char*, double> known[] = {{"H100 PCIe", 756.4e12}, {"H100", 989.4e12}, {"H200", 989.4e12},
-                                                  {"A100", 311.9e12},      {"L40S", 362.0e12}, {"B200", 2250e12}};
+  const std::pair<const char*, double> known[] = {{"NVL", 0},         {"GB200", 0},       {"H100 PCIe", 756.4e12},
+                                                  {"H100", 989.4e12}, {"H200", 989.4e12}, {"A100", 311.9e12},
+                                                  {"L40S", 362.0e12}, {"B200", 2250e12}};
   for (const auto& [name, flops] : known) {
     if (device_name.find(name) != std::string::npos) return flops;
   }
@@ -187,7 +190,7 @@ namespace {
 
 // What was measured, and where: the same words in front of every result.
 Json measured_json(const TrainSettings& s, const std::string& device_name) {
-  return {{"device", device_name},        {"config", s.config.empty() ? s.model : s.config},
+  return {{"device", device_name},        {"config", s.config.empty() ? utf8_replace_invalid(s.model) : s.config},
           {"precision", s.precision},     {"recompute", s.recompute},
           {"micro_batch", s.micro_batch}, {"seq_len", s.seq_len}};
 }

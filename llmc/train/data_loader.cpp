@@ -5,6 +5,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/utf8.h"
 
 namespace weft {
 
@@ -67,7 +68,7 @@ void TokenDataset::verify() const {
 Json TokenDataset::fingerprint() const {
   Json list = Json::array();
   for (const TokenShard& shard : shards_) {
-    list.push_back({{"name", std::filesystem::path(shard.path()).filename().string()},
+    list.push_back({{"name", utf8_replace_invalid(std::filesystem::path(shard.path()).filename().string())},
                     {"tokens", shard.count()},
                     {"xxh3", header_hash(shard)}});
   }

@@ -35,7 +35,7 @@ std::string printable(std::string text) {
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                 std::int64_t batches) {
   const auto B = static_cast<std::uint64_t>(micro_batch);
-  const std::uint64_t whole = std::max<std::uint64_t>(1, data.windows() / B);
+  const std::uint64_t whole = (data.windows() + B - 1) / B;
   const std::uint64_t count = batches == 0 ? whole : std::min(static_cast<std::uint64_t>(batches), whole);
   const auto T = static_cast<std::size_t>(data.seq_len());
   MicroBatch batch{std::vector<std::int32_t>(B * T), std::vector<std::int32_t>(B * T)};
@@ -44,7 +44,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
   for (std::uint64_t i = 0; i < count; ++i) {
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
-      const bool exists = row < data.windows();  // fewer windows than one micro-batch: the other rows do not count
+      const bool exists = row < data.windows();  // the rows that fill up the last micro-batch do not count
       const std::uint64_t window = exists ? row * data.windows() / std::min(count * B, data.windows()) : 0;
       const auto row_labels = std::span(batch.labels).subspan(b * T, T);
       data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
@@ -70,9 +70,9 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
 
 Exit TrainLoop::run() {
   while (state_.step < parts_.settings.steps && !stop_requested()) {
-    Step step;
     try {
-      step = train_step();
+      Step step = train_step();
+      after_step(step);
     } catch (const Error& error) {
       // Neither error touched the parameters: the steps so far need not be lost. After errors of the device
       // or of memory nothing in the model can be trusted, and the last checkpoint stands.
@@ -80,7 +80,6 @@ Exit TrainLoop::run() {
       settle_save();
       throw;
     }
-    after_step(step);
     report_save(saves_.poll());
   }
   return finish();

@@ -20,8 +20,8 @@
 
 namespace weft {
 
-// Sum of -log p over `batches` micro-batches of B windows (0: all, and at least one), spread evenly over the
-// dataset and the same at every call, divided by the labels counted. Empty if a signal came meanwhile.
+// Sum of -log p over `batches` micro-batches of B windows, spread evenly over the dataset and the same at every call,
+// divided by the labels counted; 0, or more than there are: every window once. Empty if a signal came meanwhile.
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                 std::int64_t batches);
 

@@ -135,6 +135,9 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   parse_faults(s.debug_inject);
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
+  if (s.bench + !s.compare.empty() + s.dry_run + s.print_config > 1) {
+    fail(Exit::usage, "--bench, --compare, --dry-run, --print-config: only one of them at a time");
+  }
   if (s.json && !s.bench) fail(Exit::usage, "--json: only for --bench");
   if (s.operators && !s.bench) fail(Exit::usage, "--operators: only for --bench");
   if (s.print_config || s.bench || !s.compare.empty()) return;

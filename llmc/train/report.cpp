@@ -29,7 +29,10 @@ std::string data_line(const char* name, const TokenDataset& data) {
 std::vector<std::string> settings_table(const TrainSettings& settings) {
   std::vector<std::string> lines;
   for (const auto& [name, value] : settings.effective) {
-    if (!value.empty() && value != "[]") lines.push_back(format("  %-20s %s", name.c_str(), value.c_str()));
+    if (value.empty() || value == "[]") continue;
+    const std::string text = escaped(value, 4096);
+    const bool plain = text.size() == value.size() + 2;  // but for the quotes
+    lines.push_back(format("  %-20s %s", name.c_str(), plain ? value.c_str() : text.c_str()));
   }
   return lines;
 }

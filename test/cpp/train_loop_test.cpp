@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "llmc/base/signals.h"
+#include "llmc/train/bench.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -49,6 +50,7 @@ class TrainLoopTest : public testing::Test {
   // One start of the program on run directory `name`: resume or initialise, then the loop.
   Result run(const std::string& name, const std::function<void(HookedModel&)>& interfere = {}) {
     const TokenDataset data(temporary_.file("train_*.bin"), settings_.seq_len);
+    const TokenDataset validation(temporary_.file(val_pattern_), settings_.seq_len);
     const std::unique_ptr<TrainModel> inner = micro_model(settings_);
     HookedModel model(*inner);
     if (interfere) interfere(model);
@@ -57,7 +59,7 @@ class TrainLoopTest : public testing::Test {
     const TrainState start = checkpoints.resume(settings_.resume_mode(), model).value_or(TrainState{});
     RunLog log(directory.file("log.jsonl"));
     DataLoader loader(data, settings_.micro_batch, static_cast<std::uint64_t>(settings_.seed), start.windows);
-    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &data : nullptr, sample_,
+    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &validation : nullptr, sample_,
                     in_background_ ? model.make_state_copy() : nullptr},
                    start);
     Result result;
@@ -99,6 +101,7 @@ class TrainLoopTest : public testing::Test {
   TemporaryDirectory temporary_;
   TrainSettings settings_;
   bool with_validation_ = false, in_background_ = true;
+  std::string val_pattern_ = "train_*.bin";
   std::function<std::string(std::int64_t)> sample_;
   std::string result_line_;
 };
@@ -276,7 +279,13 @@ TEST_F(TrainLoopTest, ValidationIsTheSameEveryTime) {
   const std::unique_ptr<TrainModel> wide = micro_model(settings_);
   settings_.micro_batch = 5;
   const std::unique_ptr<TrainModel> narrow = micro_model(settings_);
-  EXPECT_NEAR(*mean_loss(*wide, data, 32, 0), *mean_loss(*narrow, data, 5, 0), 1e-6);
+  const double every_window = *mean_loss(*narrow, data, 5, 0);
+  EXPECT_NEAR(*mean_loss(*wide, data, 32, 0), every_window, 1e-6);
+
+  settings_.micro_batch = 13;  // the second one has a row too many
+  const std::unique_ptr<TrainModel> uneven = micro_model(settings_);
+  EXPECT_NEAR(*mean_loss(*uneven, data, 13, 0), every_window, 1e-6);
+  EXPECT_NEAR(*mean_loss(*uneven, data, 13, 9), every_window, 1e-6);
 }
 
 // ---- numeric guard ----
@@ -391,6 +400,19 @@ TEST_F(TrainLoopTest, AReplacedShardEndsTheRunAfterASave) {
   expect_contains(result.error, "train_0.bin");
   EXPECT_GE(result.state.step, 4);
   EXPECT_TRUE(has_checkpoint("run", result.state.step));
+}
+
+TEST_F(TrainLoopTest, AReplacedValidationShardEndsTheRunAfterASave) {
+  with_validation_ = true;
+  settings_.val_every = 5;
+  val_pattern_ = "val_*.bin";
+  const auto write = [&](std::size_t size) { write_shard(temporary_.file("val_0.bin"), patterned_tokens(size, 7)); };
+  write(90);
+  const Result result = run("run", at_forward(3, [&] { write(91); }));
+  EXPECT_EQ(result.error_code, Exit::bad_file);
+  expect_contains(result.error, "val_0.bin");
+  EXPECT_EQ(result.state.step, 5);
+  EXPECT_TRUE(has_checkpoint("run", 5));
 }
 
 TEST_F(TrainLoopTest, AFullDiskCostsACheckpointNotTheRun) {
@@ -514,6 +536,15 @@ TEST(Faults, MalformedSpecsAreRefused) {
   EXPECT_EQ(plan.nan_step, 3);
   EXPECT_EQ(plan.save, SaveFault::kill);
   EXPECT_EQ(plan.save_byte, 100u);
+}
+
+// A name that contains another GPU's is not that GPU.
+TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  const auto peak = [&](const char* name) { return bench_training(*model, settings_, name).peak_flops; };
+  EXPECT_EQ(peak("NVIDIA H200"), 989.4e12);
+  EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756.4e12);
+  for (const char* name : {"NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200"}) EXPECT_EQ(peak(name), 0) << name;
 }
 
 // ---- initial parameters ----

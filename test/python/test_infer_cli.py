@@ -348,7 +348,7 @@ def test_bench(model):
     (["--prompt", "x", "--bench"], ["--prompt, --bench"]),
     (["--interactive", "--json"], ["--json", "--interactive"]),
     (["--prompt-file="], ["--prompt-file: got ''"]),
-    (["--prompt", "x", "--stop="], ["stop text: got ''"]),
+    (["--prompt", "x", "--stop="], ["--stop: got ''"]),
     (["--prompt", "x", "--context", "97"], ["--context: got 97", "96"]),
     (["--prompt", "x", "file.bin"], ["unexpected argument 'file.bin'"]),
     (["--prompt-ids", "1,272"], ["--prompt-ids: id 2: got '272'", "from 0 to 271"]),
@@ -366,6 +366,7 @@ def test_usage_errors(model, arguments, parts):
 
 
 def test_no_model():
+    assert "--random-model: got 'pythia-3b'" in refused(USAGE, "--bench", "--random-model", "pythia-3b")
     assert "--model: missing" in refused(USAGE, "--prompt", "x")
     assert "--random-model: got 'pythia-9b'" in refused(USAGE, "--device", "cpu", "--random-model", "pythia-9b", "--bench")
 

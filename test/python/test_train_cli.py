@@ -41,6 +41,7 @@ from train_runs import (MODEL, ROOT, SECONDS, arguments, assert_refused, assert_
     (["--precision", "bf16", "--device", "cpu"], ["--precision"]),
     (["--debug-inject", "boom"], ["--debug-inject", "nan@step"]),
     (["--compare", "x"], ["--compare", "--model"]),
+    (["--bench", "--dry-run"], ["--bench", "--dry-run", "one of them"]),
     (["stray"], ["stray"]),
 ])
 def test_usage_errors_name_option_and_range(data, tmp_path, options, words):
@@ -111,6 +112,11 @@ def test_a_plan_beyond_memory_is_exit_5_before_anything_is_written(data, tmp_pat
                        16, "--micro-batch", 1_000_000)
     assert_refused(done, 5, "memory")
     assert not (tmp_path / "run").exists()
+    # The advice is one that can be followed: --batch-tokens is a multiple of it.
+    done = run_program("--config", "tiny", "--train", data / "train_*.bin", "--out", tmp_path / "run", "--seq-len", 64,
+                       "--micro-batch", 999_999, "--batch-tokens", 999_999 * 64)
+    assert_refused(done, 5, "would fit")
+    assert 999_999 % int(re.search(r"--micro-batch (\d+) would fit", done.stderr)[1]) == 0
 
 
 # ---- input files -----------------------------------------------------------------------------------------------------
@@ -186,6 +192,21 @@ def test_a_checkpoint_is_a_model(data, tmp_path):
     done = train(data, tmp_path / "two", "--model", model)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two")[1][0] < losses(tmp_path / "one")[3][0], "it goes on from what was learned"
+
+
+def test_names_that_are_no_text(data, tmp_path):
+    """Names of files are bytes: what stands in JSON has U+FFFD in the place of those that are not UTF-8."""
+    odd = os.fsdecode(b"\xff")
+    (data / "train_0.bin").rename(data / f"train_{odd}.bin")
+    for steps in (12, 16):
+        done = train(data, tmp_path / f"run{odd}", "--sample-prompt", "two\nlines", steps=steps)
+        assert done.returncode == 0, done.stderr
+    assert "resuming after step 12" in done.stderr and "  sample-prompt        'two\\x0alines'\n" in done.stderr
+    model = shutil.copy(MODEL, tmp_path / f"model{odd}.bin")
+    done = run_program("--model", model, "--bench", "--json", "--seq-len", 16, "--micro-batch", 1)
+    assert json.loads(done.stdout)["config"].endswith("model\ufffd.bin"), done.stderr
+    done = run_program("--config", "tiny", "--out", f"run{odd}", "--print-config")
+    assert json.loads(done.stdout)["settings"]["out"] == "run\ufffd", done.stderr
 
 
 def test_from_scratch_with_a_sample(tmp_path):
