@@ -21,6 +21,7 @@
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
+#include "colliding_names.h"
 #include "test_files.h"
 
 namespace weft {
@@ -129,6 +130,15 @@ TEST(Json, AcceptsWhatIsWithinTheLimits) {
   const std::string nested = std::string(64, '[') + std::string(64, ']');
   EXPECT_TRUE(parse_json(nested, "x.json").is_array());
   EXPECT_EQ(parse_json("7", "x.json", {.bytes = 1}), 7);
+}
+
+TEST(Json, KeysThatCollideCostNoMoreThanOthers) {
+  expect_no_collisions([](const std::vector<std::string>& names) {
+    Json object;
+    for (const std::string& name : names) object[name] = 0;
+    const std::string text = object.dump();
+    return processor_seconds([&] { parse_json(text, "text"); });
+  });
 }
 
 TEST(Json, RefusesWhatIsNot) {
