@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <bit>
 #include <cmath>
@@ -330,6 +331,19 @@ TEST(AtomicFile, AppearsOnlyWhenPublished) {
   file.publish();
   EXPECT_EQ(read_bytes(path), "Jello world");  // and not the 100 bytes that were reserved
   EXPECT_EQ(directory.entries(), 1u);
+}
+
+// Another user of /tmp may guess the name.
+TEST(AtomicFile, ALinkUnderItsTemporaryNameIsNotFollowed) {
+  const TemporaryDirectory directory;
+  write_bytes(directory.file("victim"), "precious");
+  const std::string temporary = format("%s.tmp.%d", directory.file("x").c_str(), static_cast<int>(::getpid()));
+  std::filesystem::create_symlink(directory.file("victim"), temporary);
+  write_file_atomically(directory.file("x"), "new");
+  EXPECT_EQ(read_bytes(directory.file("victim")), "precious");
+  EXPECT_EQ(read_bytes(directory.file("x")), "new");
+  EXPECT_FALSE(std::filesystem::is_symlink(directory.file("x")));
+  EXPECT_EQ(directory.entries(), 2u);
 }
 
 TEST(AtomicFile, AbandonedItLeavesTheOldFile) {
