@@ -448,6 +448,17 @@ TEST(MappedFileDeathTest, APageThatIsGoneIsABadFile) {
   EXPECT_EXIT(read_cut_file(), testing::ExitedWithCode(3), "error: a file in use cannot be read any more");
 }
 
+TEST(SignalsDeathTest, AHangupThatNohupIgnoresStaysIgnored) {
+  const auto hang_up = [](void (*inherited)(int)) {
+    ::signal(SIGHUP, inherited);
+    install_signal_handlers();
+    ::raise(SIGHUP);
+    ::_exit(stop_signal());
+  };
+  EXPECT_EXIT(hang_up(SIG_IGN), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(hang_up(SIG_DFL), testing::ExitedWithCode(SIGHUP), "");
+}
+
 TEST(MappedFile, AcceptsOnlyRegularFiles) {
   const TemporaryDirectory directory;
   expect_contains(error_of(Exit::bad_file, [&] { MappedFile(directory.file("absent")); }), "cannot open");
