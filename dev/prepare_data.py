@@ -43,11 +43,11 @@ import xxhash  # noqa: E402
 
 import cli  # noqa: E402
 from cli import Progress, bad_file, shown  # noqa: E402
+from hf_config import MAX_TOKENIZER_BYTES  # noqa: E402
 from tensor_file import AtomicFile, FileError  # noqa: E402
 from token_shard import MAX_VOCABULARY, ShardWriter  # noqa: E402
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-MAX_TOKENIZER_BYTES = 100_000_000
 PIECE_CHARACTERS = 1 << 16  # documents are encoded in pieces of about this length
 BATCH_CHARACTERS = 1 << 20  # pieces that are encoded together
 MIN_VALIDATION_DOCUMENTS = 10

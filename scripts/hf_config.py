@@ -21,7 +21,7 @@ ARCHITECTURES = {LLAMA: "LlamaForCausalLM", GPT_NEOX: "GPTNeoXForCausalLM"}
 ACTIVATIONS = {LLAMA: "silu", GPT_NEOX: "gelu"}
 
 MAX_CONFIG_BYTES = 8 << 20
-MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TOKENIZER_BYTES = 100_000_000  # what llmc/base/json.h reads
 
 # Upper limits, those of llmc/model/config.cpp.
 MAX_VOCAB, MAX_LAYERS, MAX_WIDTH = 1_000_000, 1024, 1 << 20

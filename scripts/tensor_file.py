@@ -11,6 +11,7 @@ same words about what is wrong with it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import math
@@ -207,10 +208,14 @@ class AtomicFile:
         self.path = os.fspath(path)
         self.size = 0
         self._temporary = f"{self.path}.tmp.{os.getpid()}"
-        self._fd = self._attempt("create", lambda: os.open(
-            self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
+        self._fd = self._attempt("create", self._create)
         if expected_bytes:
             self._attempt("reserve space", lambda: self._reserve(expected_bytes))
+
+    def _create(self) -> int:
+        with contextlib.suppress(FileNotFoundError):  # left by a dead process of our number, or another's link: not followed
+            os.unlink(self._temporary)
+        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def _reserve(self, expected_bytes: int) -> None:
         try:
@@ -240,8 +245,12 @@ class AtomicFile:
             view, offset = view[written:], offset + written
 
     def publish(self) -> None:
-        self._attempt("truncate", lambda: os.ftruncate(self._fd, self.size))
-        self._attempt("sync", lambda: os.fsync(self._fd))
+        try:
+            self._attempt("truncate", lambda: os.ftruncate(self._fd, self.size))
+            self._attempt("sync", lambda: os.fsync(self._fd))
+        except KeyboardInterrupt:  # the disk can be busy for minutes
+            self.discard()
+            raise
         fd, self._fd = self._fd, -1
         try:
             self._attempt("close", lambda: os.close(fd))
@@ -255,6 +264,9 @@ class AtomicFile:
         fd = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
+        except OSError as problem:  # some file systems cannot sync directories
+            if problem.errno != errno.EINVAL:
+                raise
         finally:
             os.close(fd)
 

@@ -89,7 +89,10 @@ bool MappedFile::unchanged() const {
 
 AtomicFile::AtomicFile(const std::string& path, std::uint64_t expected_bytes)
     : path_(path), temporary_(format("%s.tmp.%d", path.c_str(), static_cast<int>(::getpid()))) {
-  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  // What stands there was left by a process that died and had our number, or is a link that somebody else made in a
+  // directory for all. Nothing is ever written through it.
+  ::unlink(temporary_.c_str());
+  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (fd_ < 0) fail_writing(path_, "create");
   if (expected_bytes > 0) {
     // Reserving the blocks now reports a full disk before minutes of writing. Some file systems do not

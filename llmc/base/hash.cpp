@@ -8,7 +8,21 @@
 #endif
 #include <xxhash.h>
 
+#include <random>
+
 namespace weft {
+
+namespace {
+
+std::uint64_t process_seed() {
+  static const std::uint64_t seed = [] {
+    std::random_device random;
+    return static_cast<std::uint64_t>(random()) << 32 | random();
+  }();
+  return seed;
+}
+
+}  // namespace
 
 struct Xxh3Stream::State {
   XXH3_state_t xxh;
@@ -16,6 +30,13 @@ struct Xxh3Stream::State {
 
 std::uint64_t xxh3_64(const void* data, std::size_t bytes) {
   return XXH3_64bits(data, bytes);
+}
+
+std::size_t SeededHash::operator()(std::string_view text) const {
+  return XXH3_64bits_withSeed(text.data(), text.size(), process_seed());
+}
+std::size_t SeededHash::operator()(std::uint64_t key) const {
+  return XXH3_64bits_withSeed(&key, sizeof key, process_seed());
 }
 
 Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) {

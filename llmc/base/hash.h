@@ -13,6 +13,13 @@ inline std::uint64_t xxh3_64(std::string_view text) {
   return xxh3_64(text.data(), text.size());
 }
 
+// For hash tables whose keys come from outside. Each process hashes with a seed of its own: of std::hash anybody can compute
+// a hundred thousand names that all fall into one place, and a table of them takes minutes.
+struct SeededHash {
+  std::size_t operator()(std::string_view text) const;
+  std::size_t operator()(std::uint64_t key) const;
+};
+
 class Xxh3Stream {
  public:
   Xxh3Stream();

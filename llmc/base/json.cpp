@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "llmc/base/error.h"
+#include "llmc/base/hash.h"
 
 namespace weft {
 
@@ -52,7 +53,7 @@ class Guard : public nlohmann::json_sax<Json> {
 
   const std::string& source_;
   int max_depth_;
-  std::vector<std::unordered_set<std::string>> keys_;
+  std::vector<std::unordered_set<std::string, SeededHash>> keys_;
 };
 
 const Json& member(const Json& object, const std::string& key, const std::string& source) {

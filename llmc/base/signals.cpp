@@ -61,12 +61,17 @@ void install(int signal_number, void (*handler)(int)) {
   sigaction(signal_number, &action, nullptr);
 }
 
+bool is_ignored(int signal_number) {
+  struct sigaction action {};
+  return sigaction(signal_number, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
 }  // namespace
 
 void install_signal_handlers() {
   install(SIGINT, on_stop);
   install(SIGTERM, on_stop);
-  install(SIGHUP, on_stop);
+  if (!is_ignored(SIGHUP)) install(SIGHUP, on_stop);
   install(SIGUSR1, on_save);
   install(SIGPIPE, SIG_IGN);
 }

@@ -6,7 +6,8 @@
 namespace weft {
 
 // Installs the handlers. A second SIGINT or SIGTERM, more than 0.1 s after the first signal, exits at once with 128 + its
-// number. SIGPIPE is ignored, so that a closed log pipe is a write error, not a death.
+// number. SIGPIPE is ignored, so that a closed log pipe is a write error, not a death. A SIGHUP that was ignored stays so:
+// who starts a program with nohup wants it to outlive the terminal.
 void install_signal_handlers();
 
 // The signal that asks the program to save and stop: SIGINT, SIGTERM or SIGHUP; 0 if none came.

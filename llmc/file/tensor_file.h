@@ -21,6 +21,7 @@
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/file.h"
+#include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/file/write_behind.h"
 
@@ -93,7 +94,7 @@ class TensorFile {
   Json config_;
   std::uint64_t data_offset_ = 0;
   std::vector<TensorInfo> tensors_;
-  std::unordered_map<std::string_view, std::size_t> index_;  // keys are the names in tensors_
+  std::unordered_map<std::string_view, std::size_t, SeededHash> index_;  // keys are the names in tensors_
 };
 
 // Writes a tensor file: declare every tensor, then write each one's data in the order of declaration, then
@@ -134,7 +135,7 @@ class TensorFileWriter {
   std::uint32_t family_ = 0;
   std::string config_text_;
   std::vector<TensorInfo> tensors_;
-  std::unordered_set<std::string> names_;
+  std::unordered_set<std::string, SeededHash> names_;
   std::unique_ptr<AtomicFile> file_;
   std::unique_ptr<WriteBehind> behind_;  // after file_: it ends first
   std::uint64_t written_ = 0;            // handed to one of them

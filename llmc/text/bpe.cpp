@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "llmc/base/error.h"
+#include "llmc/base/hash.h"
 
 namespace weft {
 
@@ -17,21 +18,22 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
   return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 | static_cast<std::uint32_t>(right);
 }
 
-// Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the high bits of key * 2^64 / golden
-// ratio.
-std::size_t slot_of(std::uint64_t key, int shift) {
-  return (key * 0x9E3779B97F4A7C15u) >> shift;
-}
-
 }  // namespace
 
-Bpe::Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges) : byte_ids_(byte_ids) {
+// Multiply-shift hashing (Dietzfelbinger et al. 1997): the high bits of a product with an odd number, which nobody knows
+// who makes the merges.
+std::size_t Bpe::slot_of(std::uint64_t key) const {
+  return (key * multiplier_) >> shift_;
+}
+
+Bpe::Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges)
+    : byte_ids_(byte_ids), multiplier_(SeededHash()("merges") | 1) {
   const std::size_t slots = std::bit_ceil(2 * merges.size() + 2);
   shift_ = 64 - std::countr_zero(slots);
   entries_.assign(slots, Entry{kEmpty, 0, 0});
   for (std::size_t rank = 0; rank < merges.size(); ++rank) {
     const std::uint64_t key = pair_key(merges[rank].left, merges[rank].right);
-    std::size_t slot = slot_of(key, shift_);
+    std::size_t slot = slot_of(key);
     while (entries_[slot].pair != kEmpty) slot = (slot + 1) & (slots - 1);
     entries_[slot] = {key, static_cast<std::uint32_t>(rank), merges[rank].result};
   }
@@ -39,7 +41,7 @@ Bpe::Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMer
 
 const Bpe::Entry* Bpe::find(std::int32_t left, std::int32_t right) const {
   const std::uint64_t key = pair_key(left, right);
-  for (std::size_t slot = slot_of(key, shift_);; slot = (slot + 1) & (entries_.size() - 1)) {
+  for (std::size_t slot = slot_of(key);; slot = (slot + 1) & (entries_.size() - 1)) {
     if (entries_[slot].pair == key) return &entries_[slot];
     if (entries_[slot].pair == kEmpty) return nullptr;
   }

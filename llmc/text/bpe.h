@@ -49,12 +49,14 @@ class Bpe {
     std::uint32_t rank;
     std::int32_t result;
   };
+  std::size_t slot_of(std::uint64_t key) const;
   const Entry* find(std::int32_t left, std::int32_t right) const;
   void add_candidate(Scratch& scratch, std::uint32_t left, bool heapify) const;
   void merge_at(Scratch& scratch, std::uint32_t left, std::int32_t result) const;
 
   std::array<std::int32_t, 256> byte_ids_;
   std::vector<Entry> entries_;  // open addressing, at most half full, a power of two long
+  std::uint64_t multiplier_;    // odd; another one in each process
   int shift_;
 };
 

@@ -78,7 +78,7 @@ class Encoder {
   std::vector<std::int32_t>& ids_;
   PreTokenizer::Scratch split_scratch_;
   Bpe::Scratch bpe_scratch_;
-  std::unordered_map<std::string, Cached> cache_;
+  std::unordered_map<std::string, Cached, SeededHash> cache_;
   std::string key_;  // kept for its capacity
 };
 

@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "llmc/base/hash.h"
 #include "llmc/text/added_tokens.h"
 #include "llmc/text/bpe.h"
 #include "llmc/text/pretokenize.h"
@@ -61,8 +62,8 @@ class Tokenizer {
 
   std::vector<std::string> bytes_;     // by id
   std::vector<std::string> contents_;  // by id; id_by_content_ points into it
-  std::unordered_map<std::string_view, std::int32_t> id_by_content_;
-  std::unordered_map<std::string_view, std::int32_t> id_by_word_;  // empty unless the file says ignore_merges
+  std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_content_;
+  std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_word_;  // empty unless ignore_merges
   std::vector<bool> special_;
   AddedTokenMatcher raw_added_;
   AddedTokenMatcher normalized_added_;

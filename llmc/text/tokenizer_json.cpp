@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/text/byte_alphabet.h"
 
@@ -92,7 +93,7 @@ void require_off(const Node& node) {
   if (!off) node.refuse("null (this option is not supported)");
 }
 
-using Vocabulary = std::unordered_map<std::string_view, std::int32_t>;
+using Vocabulary = std::unordered_map<std::string_view, std::int32_t, SeededHash>;
 
 // Reads one document into one spec.
 class Reader {
@@ -205,7 +206,7 @@ void Reader::read_merges() {
   // Each merge makes a token that is in the vocabulary, and a token is rarely made in more than a few ways.
   if (count > 8 * static_cast<std::size_t>(kMaxVocabulary)) merges.problem(format("got %zu merges", count));
   spec_.merges.reserve(count);
-  std::unordered_set<std::uint64_t> pairs;
+  std::unordered_set<std::uint64_t, SeededHash> pairs;
   for (std::size_t i = 0; i < count; ++i) {
     const BpeMerge merge = merge_of(merges[i]);
     const auto pair = static_cast<std::uint64_t>(merge.left) << 32 | static_cast<std::uint32_t>(merge.right);
@@ -229,7 +230,7 @@ AddedToken Reader::added_token(const Node& node) const {
 void Reader::read_added_tokens() {
   const Node list = root_["added_tokens"];
   const std::size_t count = list.is_null() ? 0 : list.list_size();
-  std::unordered_set<std::string> seen;
+  std::unordered_set<std::string, SeededHash> seen;
   for (std::size_t i = 0; i < count; ++i) {
     const AddedToken token = added_token(list[i]);
     if (!seen.insert(token.content).second) list[i]["content"].refuse("each added token once");

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <bit>
 #include <cmath>
@@ -21,6 +22,7 @@
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
+#include "colliding_names.h"
 #include "test_files.h"
 
 namespace weft {
@@ -129,6 +131,15 @@ TEST(Json, AcceptsWhatIsWithinTheLimits) {
   const std::string nested = std::string(64, '[') + std::string(64, ']');
   EXPECT_TRUE(parse_json(nested, "x.json").is_array());
   EXPECT_EQ(parse_json("7", "x.json", {.bytes = 1}), 7);
+}
+
+TEST(Json, KeysThatCollideCostNoMoreThanOthers) {
+  expect_no_collisions([](const std::vector<std::string>& names) {
+    Json object;
+    for (const std::string& name : names) object[name] = 0;
+    const std::string text = object.dump();
+    return processor_seconds([&] { parse_json(text, "text"); });
+  });
 }
 
 TEST(Json, RefusesWhatIsNot) {
@@ -322,6 +333,19 @@ TEST(AtomicFile, AppearsOnlyWhenPublished) {
   EXPECT_EQ(directory.entries(), 1u);
 }
 
+// Another user of /tmp may guess the name.
+TEST(AtomicFile, ALinkUnderItsTemporaryNameIsNotFollowed) {
+  const TemporaryDirectory directory;
+  write_bytes(directory.file("victim"), "precious");
+  const std::string temporary = format("%s.tmp.%d", directory.file("x").c_str(), static_cast<int>(::getpid()));
+  std::filesystem::create_symlink(directory.file("victim"), temporary);
+  write_file_atomically(directory.file("x"), "new");
+  EXPECT_EQ(read_bytes(directory.file("victim")), "precious");
+  EXPECT_EQ(read_bytes(directory.file("x")), "new");
+  EXPECT_FALSE(std::filesystem::is_symlink(directory.file("x")));
+  EXPECT_EQ(directory.entries(), 2u);
+}
+
 TEST(AtomicFile, AbandonedItLeavesTheOldFile) {
   const TemporaryDirectory directory;
   const std::string path = directory.file("x");
@@ -422,6 +446,17 @@ TEST(MappedFileDeathTest, APageThatIsGoneIsABadFile) {
     [[maybe_unused]] const std::byte gone = *last;
   };
   EXPECT_EXIT(read_cut_file(), testing::ExitedWithCode(3), "error: a file in use cannot be read any more");
+}
+
+TEST(SignalsDeathTest, AHangupThatNohupIgnoresStaysIgnored) {
+  const auto hang_up = [](void (*inherited)(int)) {
+    ::signal(SIGHUP, inherited);
+    install_signal_handlers();
+    ::raise(SIGHUP);
+    ::_exit(stop_signal());
+  };
+  EXPECT_EXIT(hang_up(SIG_IGN), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(hang_up(SIG_DFL), testing::ExitedWithCode(SIGHUP), "");
 }
 
 TEST(MappedFile, AcceptsOnlyRegularFiles) {

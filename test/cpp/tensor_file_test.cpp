@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "llmc/base/hash.h"
+#include "colliding_names.h"
 #include "test_files.h"
 
 namespace weft {
@@ -274,6 +275,17 @@ TEST(TensorFile, HandlesTheLargestTable) {
   file.verify_all();
   EXPECT_EQ(file.tensors().size(), kMaxTensors);
   EXPECT_NE(file.find("t65535"), nullptr);
+}
+
+TEST(TensorFile, NamesThatCollideCostNoMoreThanOthers) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("x.bin");
+  expect_no_collisions([&](const std::vector<std::string>& names) {
+    TensorFileWriter writer(path, FileKind::model, Json::object());
+    for (const std::string& name : names) writer.declare(name, DType::u8, {0});
+    writer.publish();
+    return processor_seconds([&] { TensorFile::open(path, FileKind::model); });
+  });
 }
 
 TEST(TensorFileWriter, RefusesMisuse) {

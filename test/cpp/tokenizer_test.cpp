@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "colliding_names.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
@@ -365,6 +366,22 @@ TEST(TokenizerFile, RefusesBadMerges) {
   expect_refusal([](Json& j) { j["model"]["merges"].push_back({"a", 1}); }, {"a string"});
   expect_refusal([](Json& j) { j["model"]["merges"].push_back(j["model"]["merges"][0]); }, {"each merge once"});
   expect_refusal([](Json& j) { j["model"]["merges"] = nullptr; }, {"model.merges", "a list"});
+}
+
+TEST(TokenizerFile, TokensThatCollideCostNoMoreThanOthers) {
+  expect_no_collisions([](const std::vector<std::string>& names) {
+    Json json = document("neox_style");
+    Json& vocab = json["model"]["vocab"];
+    const std::int32_t first = static_cast<std::int32_t>(vocab.size());
+    std::int32_t next = first;
+    for (const std::string& name : names) vocab[name] = next++;
+    for (Json& token : json["added_tokens"]) {
+      const std::int32_t id = token["id"];
+      if (id >= first) token["id"] = id + next - first;
+    }
+    const std::string text = json.dump();
+    return processor_seconds([&] { Tokenizer::from_json(text, "t.json"); });
+  });
 }
 
 TEST(TokenizerFile, RefusesBadIds) {

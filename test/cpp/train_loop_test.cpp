@@ -482,6 +482,7 @@ class TrainSignalTest : public TrainLoopTest {
   // Runs with `raise_signals` in the middle of step 4, then leaves with the run's exit code, or with 1 unless
   // exactly the steps of `saved` among 4 and 10 have a checkpoint.
   [[noreturn]] void leave_after(const std::function<void()>& raise_signals, std::set<std::int64_t> saved) {
+    ::signal(SIGHUP, SIG_DFL);  // the tests may run under nohup
     install_signal_handlers();
     const Result result = run("run", at_forward(4, raise_signals));
     std::set<std::int64_t> found;

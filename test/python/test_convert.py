@@ -431,6 +431,13 @@ def test_tokenizer_larger_than_the_model(tmp_path):  # B82
     ck.convert(directory, tmp_path / "a.bin")
 
 
+def test_tokenizer_longer_than_the_programs_read(tmp_path):
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(37))
+    with open(directory / "tokenizer.json", "ab") as file:
+        file.write(b" " * 100_000_000)
+    refuse(directory, "tokenizer.json", "more than 100000000 bytes")
+
+
 def test_generation_config_names_the_stop_ids(tmp_path):  # B51
     directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, 5], "bos_token_id": None}))

@@ -547,7 +547,8 @@ def slow_model(tmp_path_factory) -> Path:
 
 def start(*arguments, stdin=subprocess.DEVNULL) -> subprocess.Popen:
     return subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=environment(), bufsize=0)
+                            stderr=subprocess.PIPE, env=environment(), bufsize=0,
+                            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # pytest under nohup, too
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])

@@ -1,9 +1,12 @@
 """scripts/tensor_file.py and scripts/token_shard.py: shared vectors with the C++ readers, damage, failing disks."""
 
+import errno
 import importlib.util
 import json
+import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +212,39 @@ def test_escaped_agrees_with_the_cpp_one():  # the same cases are in test/cpp/ba
     assert escaped("ab\u00e9f\n", 4) == "'a...f\\x0a'"
     assert escaped(b"a" * 9 + b"\xff\xff\xff", 6) == "'aa...a\\xff\\xff\\xff'"
     assert escaped("/dir" * 100 + "/file.bin").endswith("/dir/file.bin'")
+
+
+def test_a_link_under_the_temporary_name_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / f"x.tmp.{os.getpid()}").symlink_to(tmp_path / "victim")
+    with tensor_file.AtomicFile(tmp_path / "x") as file:
+        file.write(b"new")
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+    assert (tmp_path / "x").read_bytes() == b"new" and not (tmp_path / "x").is_symlink()
+
+
+def test_interrupted_while_it_syncs_it_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(fd):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "x.bin", "model", {}):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_cannot_sync_directories_will_do(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def only_files(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    with tensor_file.AtomicFile(tmp_path / "x") as file:
+        file.write(b"new")
+    assert (tmp_path / "x").read_bytes() == b"new"
 
 
 def run_tool(*arguments: object) -> subprocess.CompletedProcess:

@@ -251,7 +251,8 @@ def test_terminated_saves_and_resumes(data, tmp_path, whole):
 def test_signals_from_outside(data, tmp_path, sent, code):
     out = tmp_path / "run"
     process = subprocess.Popen(arguments(data, out, steps=1_000_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, env=environment())
+                               text=True, env=environment(),
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # under nohup, too
     try:
         wait_for(lambda: has_checkpoint(out))
         process.send_signal(sent)
