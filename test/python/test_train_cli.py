@@ -206,7 +206,8 @@ def test_from_scratch_with_a_sample(tmp_path):
 
 
 def test_numbers_do_not_follow_the_locale(data, tmp_path, comma_locale):
-    assert train(data, tmp_path / "de", "--lr", "0.0015", env=comma_locale).returncode == 0
+    done = train(data, tmp_path / "de", "--lr", "0.0015", env=comma_locale)
+    assert done.returncode == 0 and re.match(r"step 12  train loss \d\.\d{4}  val", done.stdout), done.stdout
     assert train(data, tmp_path / "c", "--lr", "0.0015").returncode == 0
     assert losses(tmp_path / "de") == losses(tmp_path / "c")
     assert_refused(train(data, tmp_path / "x", "--lr", "0,0015", env=comma_locale), 2, "--lr")
