@@ -385,8 +385,8 @@ std::unique_ptr<DecodeModel> load_model(const Session& s, std::int64_t capacity)
   const DecodeFaults faults = parse_decode_faults(s.options.debug_inject);
   inject_before_load(faults);
   std::unique_ptr<DecodeModel> model = with_faults(s.place.load(s.file, capacity), faults);
-  announce(*model, escaped(s.file.file().path()), dtype_name(s.file.dtype()));
   install_signal_handlers();
+  announce(*model, escaped(s.file.file().path()), dtype_name(s.file.dtype()));
   return model;
 }
 
@@ -508,8 +508,8 @@ Exit run_random_benchmark(const Options& o) {
   place.choose(config, DType::f16);
   return run_benchmark(o, config, place, [&](std::int64_t capacity) {
     std::unique_ptr<DecodeModel> model = place.make_random(config, capacity);
-    announce(*model, o.random_model, "a random generator");
     install_signal_handlers();
+    announce(*model, o.random_model, "a random generator");
     return model;
   });
 }

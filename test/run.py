@@ -106,9 +106,11 @@ def run_threads(tsan: Path) -> list[Outcome]:
     prefix = ("setarch", "--addr-no-randomize")
     if shutil.which("setarch") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
         prefix = ()
-    runs = "a_run_and or signals_from or terminated_saves or failed_save or skipped_or_run_again or replaced_meanwhile"
+    runs = ("test_a_run_and_what_it_leaves", "test_signals_from_outside", "test_terminated_saves_and_resumes",
+            "test_a_failed_save_costs_a_checkpoint", "test_not_finite_numbers_skipped_or_run_again",
+            "test_a_shard_replaced_meanwhile")
     return [run_googletest("threads", tsan / "thread_tests", environment, prefix),
-            run_pytest("runs tsan", ("test/python/test_train_cli.py", "-k", runs), environment, prefix)]
+            run_pytest("runs tsan", tuple(f"test/python/test_train_cli.py::{name}" for name in runs), environment, prefix)]
 
 
 def run_gpu(release: Path) -> Outcome:

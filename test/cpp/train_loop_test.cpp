@@ -394,8 +394,11 @@ TEST(Guard, SpikesAreFoundAgainAndAgain) {
 
 TEST_F(TrainLoopTest, AReplacedShardEndsTheRunAfterASave) {
   settings_.steps = 100;
-  const Result result =
-      run("run", at_forward(4, [&] { write_shard(temporary_.file("train_0.bin"), patterned_tokens(203, 7)); }));
+  const Result result = run("run", at_forward(4, [&] {
+                              const std::string shard = temporary_.file("train_0.bin");
+                              fs::remove(shard);  // another file: one that is cut would be a bus error, with luck
+                              write_shard(shard, patterned_tokens(203, 7));
+                            }));
   EXPECT_EQ(result.error_code, Exit::bad_file);
   expect_contains(result.error, "train_0.bin");
   EXPECT_GE(result.state.step, 4);
@@ -507,9 +510,10 @@ TEST_F(TrainSignalTest, InterruptHasItsOwnCode) {
 }
 
 TEST_F(TrainSignalTest, ASecondInterruptDoesNotWait) {
-  const auto twice = [] {
+  const auto twice = [this] {
     ::raise(SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    fs::remove_all(temporary_.file(""));  // nothing runs after the second one
     ::raise(SIGINT);
   };
   EXPECT_EXIT(leave_after(twice, {4}), testing::ExitedWithCode(130), "step 3/10");

@@ -87,7 +87,7 @@ def main() -> int:
     for target in chosen:
         result = run(target, f"-runs={options.runs}" if options.runs else f"-max_total_time={options.seconds}")
         results.append(result)
-        print(f"{target:<16} {result['executions']:>12,} {result['executions'] / result['seconds']:>11,.0f} "
+        print(f"{target:<16} {result['executions']:>12,} {result['executions'] / max(result['seconds'], 0.1):>11,.0f} "
               f"{result['coverage']:>9,}  {result['problem'] or 'none'}", flush=True)
     if options.report:
         options.report.write_text(json.dumps(results, indent=1) + "\n")

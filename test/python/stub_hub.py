@@ -77,6 +77,7 @@ class StubHub:
         self.requests: list[Request] = []
         self.lock = threading.Lock()
         self.sending = threading.Event()  # set when a "drip" has sent its first half
+        self.go_on = threading.Event()  # ends its wait
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         self.server.block_on_close = False
@@ -211,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         self.serve(file)
 
     def fault_drip(self, file: File, seconds: float) -> None:
-        """Sends one half, waits, sends the other: time to be interrupted in the middle."""
+        """Sends one half, waits so long or until it may go on, sends the other: time to be interrupted in the middle."""
         half = len(file.data) // 2
         self.send_response(200)
         for name, value in {"Content-Length": str(len(file.data)), **file.headers()}.items():
@@ -220,5 +221,5 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(file.data[:half])
         self.wfile.flush()
         self.hub.sending.set()
-        time.sleep(seconds)
+        self.hub.go_on.wait(seconds)
         self.wfile.write(file.data[half:])

@@ -212,8 +212,8 @@ def test_a_signal_ends_the_text(tiny, number, code):
         process = subprocess.Popen([PROGRAM, "--device", "cuda", "--model", tiny, "--prompt", "Once", "--max-tokens", "500",
                                     "--ignore-eos", "--json", "--decode", decode], stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE)
-        while b"context of" not in process.stderr.readline():
-            pass
+        while b"context of" not in (line := process.stderr.readline()):
+            assert line, "it ended before the first token"
         time.sleep(0.01)
         process.send_signal(number)
         stdout, _ = process.communicate(timeout=60)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,9 @@ xxhash = pytest.importorskip("xxhash")
 import token_shard  # noqa: E402
 
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama"
-MODEL = ROOT / "test" / "fixtures" / "golden" / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
+GOLDEN = ROOT / "test" / "fixtures" / "golden"
+MODEL = GOLDEN / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
+NEOX = GOLDEN / "neox-hs32-padded.model.bin"
 VOCABULARY, SEED = 64, 7
 SECONDS = 120
 
@@ -73,6 +77,28 @@ def train(data, out, *more, env=None, **keys):
                           env=environment(**(env or {})))
 
 
+_started = []
+
+
+def start(data, out, *more, env=None, **keys):
+    """A run beside the test; `end_started` ends it with the test."""
+    process = subprocess.Popen(arguments(data, out, *more, **keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=environment(**(env or {})),
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # under nohup, too
+    _started.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def end_started(tmp_path):
+    """What a failed test has started does not run on for hours beside the others."""
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+
+
 def run_program(*options, **keys):
     return subprocess.run([str(PROGRAM), *map(str, options)], capture_output=True, text=True, timeout=SECONDS,
                           env=environment(), **keys)
@@ -108,6 +134,27 @@ def state_bytes(out, step):
 def has_checkpoint(out):
     """Any one: --keep removes the first ones while the program still runs."""
     return any(out.glob("step_*/manifest.json"))
+
+
+def send(process, number):
+    """Sends a signal and waits until it has arrived: a second one before that would be one with it."""
+    process.send_signal(number)
+
+    def pending():
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in status.splitlines()
+                   if line.startswith(("SigPnd:", "ShdPnd:")))
+
+    wait_for(lambda: not pending())
+
+
+def preload(tmp_path, source):
+    """The environment that puts a library of C `source` in front of the system's; skips where there is no C compiler."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler for a library that takes calls over")
+    (tmp_path / "shim.c").write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "shim.so", tmp_path / "shim.c", "-ldl"], check=True)
+    return {"LD_PRELOAD": str(tmp_path / "shim.so")}
 
 
 def wait_for(condition):

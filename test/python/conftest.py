@@ -1,0 +1,22 @@
+"""What tests of several programs ask for."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def comma_locale(tmp_path_factory):
+    """The environment of a country that writes 0,5: made here, because a machine without it would prove nothing."""
+    folder = tmp_path_factory.mktemp("locales")
+    if shutil.which("localedef") is not None:
+        subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", folder / "de_DE.UTF-8"], capture_output=True)
+    chosen = {"LOCPATH": str(folder), "LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8"}
+    probe = "import locale; locale.setlocale(locale.LC_ALL, ''); print(locale.localeconv()['decimal_point'])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env={**os.environ, **chosen})
+    if done.stdout != ",\n":
+        pytest.skip("needs localedef and the locales' sources (package locales)")
+    return chosen
