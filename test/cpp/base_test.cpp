@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "colliding_names.h"
 #include "llmc/base/arena.h"
 #include "llmc/base/checked.h"
 #include "llmc/base/dtype.h"
@@ -22,7 +23,6 @@
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
-#include "colliding_names.h"
 #include "test_files.h"
 
 namespace weft {

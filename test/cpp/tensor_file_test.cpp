@@ -11,8 +11,8 @@
 #include <limits>
 #include <vector>
 
-#include "llmc/base/hash.h"
 #include "colliding_names.h"
+#include "llmc/base/hash.h"
 #include "test_files.h"
 
 namespace weft {
