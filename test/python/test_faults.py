@@ -409,8 +409,10 @@ int clock_gettime(clockid_t clock, struct timespec* now) {
 
 
 def make(*words, **environment):
-    return subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", *map(str, words)], capture_output=True,
-                          text=True, timeout=SECONDS, env={**os.environ, **environment})
+    """As from a shell: `make test GPU_ARCH=...` hands its settings down to every make below it."""
+    own = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MODE", "CPU_FLAGS", "GPU_ARCH", "NVCC", "CXX", "PYTHON"}
+    return subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", *map(str, words)], capture_output=True, text=True,
+                          timeout=SECONDS, env={**{k: v for k, v in os.environ.items() if k not in own}, **environment})
 
 
 def test_builds_say_what_is_wrong(tmp_path):
@@ -500,6 +502,7 @@ def test_an_answer_that_hangs_is_interrupted():
             if "token 4 never comes" in line:
                 break
         send(process, signal.SIGINT)
+        time.sleep(0.5)  # two within 0.1 s are one
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SECONDS)
     finally:
