@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from needs import INTERRUPTED
 from tensor_file import BAD_FILE, ENVIRONMENT, RESOURCES, FileError, describe, escaped
 
-OK, INTERNAL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes, beside those of tensor_file
+OK, INTERNAL, USAGE = 0, 1, 2  # exit codes, beside those of needs and tensor_file
 
 MAX_JSON_DEPTH = 64
 MAX_WARNINGS = 20

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import needs  # noqa: F401, before the packages
+from needs import ENVIRONMENT  # before the packages
 import numpy as np
 import xxhash
 
@@ -51,7 +51,7 @@ RECORD = struct.Struct("<256sII8QQQQ")
 HEADER_HASH_AT = 64
 CHUNK = 16 << 20
 
-BAD_FILE, ENVIRONMENT, RESOURCES = 3, 4, 5  # exit codes
+BAD_FILE, RESOURCES = 3, 5  # exit codes, beside those of needs
 
 
 class FileError(Exception):
