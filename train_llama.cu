@@ -132,7 +132,7 @@ Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs&
   if (settings.operators) {
     const OperatorTable table = bench_operators(*model, settings);
     if (settings.json) {
-      write_stdout(operator_table_json(table, settings, place.name).dump() + "\n");
+      write_stdout(json_text(operator_table_json(table, settings, place.name)) + "\n");
     } else {
       for (const std::string& line : operator_table_text(table, place.name)) write_stdout(line + "\n");
     }
@@ -140,7 +140,7 @@ Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs&
   }
   const TrainBenchResult result = bench_training(*model, settings, place.name);
   if (settings.json) {
-    write_stdout(train_bench_json(result, settings, place.name).dump() + "\n");
+    write_stdout(json_text(train_bench_json(result, settings, place.name)) + "\n");
   } else {
     for (const std::string& line : train_bench_text(result, place.name)) write_stdout(line + "\n");
   }
@@ -159,8 +159,7 @@ void print_lines(const std::vector<std::string>& lines, bool result) {
 // config.json is for people and tools; no run fails for want of it.
 void write_config(const RunDirectory& directory, const Json& header) {
   try {
-    write_file_atomically(directory.file("config.json"),
-                          header.dump(1, ' ', false, Json::error_handler_t::replace) + "\n");
+    write_file_atomically(directory.file("config.json"), json_text(header, 1) + "\n");
   } catch (const Error& error) {
     log_warning("%s", error.what());
   }
@@ -233,7 +232,7 @@ Exit run(int argc, const char* const* argv) {
 
   const TrainInputs inputs = open_inputs(settings);
   if (settings.print_config) {
-    write_stdout(config_record(settings, inputs.config).dump(1) + "\n");
+    write_stdout(json_text(config_record(settings, inputs.config), 1) + "\n");
     return Exit::ok;
   }
   if (!settings.compare.empty()) return compare(place, settings, inputs);

@@ -73,6 +73,10 @@ const Json& member(const Json& object, const std::string& key, const std::string
 
 }  // namespace
 
+std::string json_text(const Json& value, int indent) {
+  return value.dump(indent, ' ', false, Json::error_handler_t::replace);
+}
+
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits) {
   if (text.size() > limits.bytes) {
     fail(Exit::bad_file, "%s: %zu bytes of JSON, at most %zu are accepted", source.c_str(), text.size(), limits.bytes);

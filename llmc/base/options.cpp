@@ -330,8 +330,7 @@ void OptionTable::repeated(const std::string& name, std::vector<std::string>& va
     variable.push_back(value);
     return true;
   };
-  // A value that is not UTF-8 cannot stand in JSON: its bad bytes become U+FFFD here.
-  entry.value = [&variable] { return Json(variable).dump(-1, ' ', false, Json::error_handler_t::replace); };
+  entry.value = [&variable] { return json_text(variable); };
   impl_->add(std::move(entry));
 }
 

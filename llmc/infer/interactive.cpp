@@ -9,6 +9,7 @@
 #include <string>
 
 #include "llmc/base/log.h"
+#include "llmc/base/signals.h"
 #include "llmc/infer/prompt.h"
 #include "llmc/infer/report.h"
 #include "llmc/infer/text_output.h"
@@ -85,6 +86,10 @@ class Conversation {
 Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
                      const GenerateOptions& options) {
   install_handlers();
+  // What came while the model was loaded was caught by the handlers before these.
+  if (const int signal_number = stop_signal(); signal_number != 0) {
+    return signal_number == SIGINT ? Exit::interrupted : Exit::terminated;
+  }
   const bool prompting = ::isatty(STDIN_FILENO) == 1 && ::isatty(STDERR_FILENO) == 1;
   Conversation conversation(model, tokenizer, special, options);
   std::string line;

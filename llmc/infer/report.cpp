@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 
 namespace weft {
@@ -91,7 +92,7 @@ Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::i
 }
 
 std::string json_line(const Json& object) {
-  return object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  return json_text(object) + "\n";
 }
 
 }  // namespace weft

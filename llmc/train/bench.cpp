@@ -6,7 +6,6 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/philox.h"
-#include "llmc/base/utf8.h"
 #include "llmc/model/compare.h"
 
 namespace weft {
@@ -190,7 +189,7 @@ namespace {
 
 // What was measured, and where: the same words in front of every result.
 Json measured_json(const TrainSettings& s, const std::string& device_name) {
-  return {{"device", device_name},        {"config", s.config.empty() ? utf8_replace_invalid(s.model) : s.config},
+  return {{"device", device_name},        {"config", s.config.empty() ? s.model : s.config},
           {"precision", s.precision},     {"recompute", s.recompute},
           {"micro_batch", s.micro_batch}, {"seq_len", s.seq_len}};
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 
 namespace weft {
@@ -39,7 +40,7 @@ void RunLog::write(Json record) {
   if (fd_ < 0) return;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   record["time"] = std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1000.0;
-  const std::string line = record.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  const std::string line = json_text(record) + "\n";
   // One write for the whole line: a reader never sees half of it, and a killed run loses at most the last.
   const ssize_t written = ::write(fd_, line.data(), line.size());
   if (written == static_cast<ssize_t>(line.size())) return;

@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import tensor_file  # noqa: E402
 
+from train_runs import preload  # noqa: E402
+
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
 
@@ -642,6 +644,27 @@ def test_interactive_terminates_while_waiting(model):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
     process.communicate()
+
+
+# SIGTERM in the last moment before --interactive takes SIGINT over from the handlers of the start.
+LATE_TERMINATION = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+int sigaction(int number, const struct sigaction* action, struct sigaction* before) {
+  static int interrupts = 0;
+  if (number == SIGINT && action && ++interrupts == 2) raise(SIGTERM);
+  return ((int (*)(int, const struct sigaction*, struct sigaction*))dlsym(RTLD_NEXT, "sigaction"))(number, action, before);
+}
+"""
+
+
+def test_interactive_sees_a_signal_that_came_before_its_first_line(model, tmp_path):
+    done = run("--model", model, "--interactive", stdin=b"Hello\n", **preload(tmp_path, LATE_TERMINATION))
+    if b"LD_PRELOAD" in done.stderr:
+        pytest.skip("this build cannot be preloaded")
+    assert done.returncode == 143
+    assert done.stdout == b""
 
 
 def test_interactive_on_a_terminal(model):
