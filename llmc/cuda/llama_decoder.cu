@@ -91,6 +91,11 @@ class LlamaDecoder final : public DecodeModel {
     return cache_arena_.template at<S>(0) + (part * config_.num_layers + l) * config_.kv_size() * capacity_;
   }
 
+  void check_room(std::size_t ids) const {
+    if (ids > 0 && static_cast<std::int64_t>(ids) <= capacity_ - length_) return;
+    fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids,
+         static_cast<long long>(length_), static_cast<long long>(capacity_));
+  }
   // Appends `ids`; the final norm of the last piece stays in norm_. Returns its rows.
   std::int64_t run_prompt(std::span<const std::int32_t> ids);
   void run_head(std::int64_t row);      // logits_ of one row of norm_
@@ -159,10 +164,7 @@ LlamaDecoder<S>::LlamaDecoder(const ModelConfig& config, const LlamaParameters<S
 
 template <typename S>
 std::int64_t LlamaDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
-  if (ids.empty() || static_cast<std::int64_t>(ids.size()) > capacity_ - length_) {
-    fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids.size(),
-         static_cast<long long>(length_), static_cast<long long>(capacity_));
-  }
+  check_room(ids.size());
   std::int64_t rows = 0;
   for (std::size_t begin = 0; begin < ids.size(); begin += static_cast<std::size_t>(rows)) {
     rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - begin));
@@ -231,6 +233,7 @@ void LlamaDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const G
 template <typename S>
 std::vector<double> LlamaDecoder<S>::score(std::span<const std::int32_t> ids) {
   reset();
+  check_room(ids.size());
   std::vector<double> nll;
   for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
     const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
