@@ -32,6 +32,7 @@
 #include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/matmul.h"
 #include "llmc/cuda/neox_parameters.h"
+#include "llmc/cuda/regions.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
 #include "llmc/cuda/sampler.h"
@@ -149,25 +150,6 @@ class GraphOwner {
 
  private:
   cudaGraphExec_t executable_ = nullptr;
-};
-
-// Regions of one arena and the pointers that get their addresses.
-class Regions {
- public:
-  explicit Regions(const std::string& name) : plan_(name) {}
-  template <typename T>
-  void want(T** pointer, std::int64_t elements) {
-    wanted_.emplace_back(reinterpret_cast<void**>(pointer),
-                         plan_.add(static_cast<std::uint64_t>(elements) * sizeof(T)));
-  }
-  const MemoryPlan& plan() const { return plan_; }
-  void bind(const DeviceArena& arena) const {
-    for (const auto& [pointer, offset] : wanted_) *pointer = arena.at<std::byte>(offset);
-  }
-
- private:
-  MemoryPlan plan_;
-  std::vector<std::pair<void**, std::uint64_t>> wanted_;
 };
 
 // Pointers into the workspace.

@@ -8,6 +8,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/llama.h"
+#include "llmc/cuda/llama_decoder.h"
 #include "llmc/infer/generate.h"
 
 namespace weft {
@@ -137,6 +138,16 @@ TEST(CudaLlamaDecoder, ScoresFollowTheLogits) {
     ADD_FAILURE() << "more ids were scored than there is room for";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Exit::internal);
+  }
+}
+
+TEST(CudaLlamaDecoder, ThePlanIsWhatIsAllocated) {
+  for (const Precision precision : {Precision::bf16, Precision::fp32}) {
+    const auto model = random_llama(precision);
+    const auto planned = cuda::plan_llama_decoder(model->config(), precision, kCapacity),
+               reported = model->decoder(kCapacity)->memory();
+    ASSERT_EQ(planned.size(), reported.size());
+    for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
   }
 }
 
