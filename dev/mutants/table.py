@@ -251,8 +251,6 @@ GPU = [
     Mutant("GPU: steps behind a stop id write over the position before it", "llmc/cuda/neox.cu",
            "  state->sequence = sequence + 1;\n", "  state->sequence = sequence + 1;\n  if (stop) return;\n",
            ("gpu:CudaNeox.GenerationEndsWhereItShould",)),
-    Mutant("GPU: the second stream of a prompt is not waited for", "llmc/cuda/neox.cu",
-           '    check(cudaStreamWaitEvent(stream_, up_done_), "prompt");\n', "", ("gpu:CudaNeox.PromptsAreTheSameBits*",)),
     Mutant("GPU: keys and values of a prompt lie one position too far", "llmc/cuda/decode_attention.cu",
            "position = first_position + row;", "position = first_position + row + 1;",
            ("gpu:CudaDecodeAttention*.PromptsTurn*",)),
