@@ -287,7 +287,7 @@ constexpr int kAppendWarps = 4, kAppendThreads = kAppendWarps * kWarpSize;
 template <typename S, int HS>
 struct AppendLayout {
   static constexpr int kElements = Pack<S>::size;
-  static constexpr int kChunks = 2 * HS / kElements;  // of a key and a value
+  static constexpr int kChunks = 2 * HS / kElements;                                    // of a key and a value
   static constexpr int kHeads = kChunks < 2 * kWarpSize ? 2 * kWarpSize / kChunks : 1;  // of a warp
   static constexpr int kPerLane = (kHeads * kChunks + kWarpSize - 1) / kWarpSize;
 };
