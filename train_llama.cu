@@ -13,6 +13,7 @@
 #ifdef WEFT_CUDA
 #include "llmc/cuda/device.h"
 #include "llmc/cuda/llama.h"
+#include "llmc/cuda/llama_decoder.h"
 #endif
 #include "llmc/file/run_dir.h"
 #include "llmc/model/compare.h"
@@ -38,9 +39,18 @@ struct Place {
   std::uint64_t available_bytes = 0;  // for the plan; 0: unknown
   double compare_tolerance = 1e-5;    // fp32 against PyTorch in fp32, relative to a tensor's largest value
 
-  std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options) const {
+  // `sample_positions`: of the decoder that writes samples; 0: none. The CPU's plan leaves that one out.
+  std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options,
+                               [[maybe_unused]] std::int64_t sample_positions) const {
 #ifdef WEFT_CUDA
-    if (gpu) return cuda::plan_llama(config, options);
+    if (gpu) {
+      std::vector<MemoryLine> lines = cuda::plan_llama(config, options);
+      if (sample_positions == 0) return lines;
+      for (MemoryLine& line : cuda::plan_llama_decoder(config, options.precision, sample_positions)) {
+        lines.push_back(std::move(line));
+      }
+      return lines;
+    }
 #endif
     return cpu::plan_llama(config, options);
   }
@@ -90,9 +100,10 @@ Place choose_place(TrainSettings& s) {
 }
 
 // A plan that cannot fit is refused before anything is allocated, with what would fit.
-void check_memory(const Place& place, const ModelConfig& config, const TrainSettings& settings) {
+void check_memory(const Place& place, const ModelConfig& config, const TrainSettings& settings,
+                  std::int64_t sample_positions) {
   TrainOptions options = settings.model_options();
-  const auto planned = [&] { return total_bytes(place.plan(config, options)); };
+  const auto planned = [&] { return total_bytes(place.plan(config, options, sample_positions)); };
   const std::uint64_t available = place.available_bytes, needed = planned();
   if (needed <= available || available == 0) return;
   const std::int64_t sequences = settings.batch_tokens / settings.seq_len;  // which micro-batches have to divide
@@ -122,7 +133,7 @@ Exit compare(const Place& place, const TrainSettings& settings, const TrainInput
 }
 
 Exit bench(const Place& place, const TrainSettings& settings, const TrainInputs& inputs) {
-  check_memory(place, inputs.config, settings);
+  check_memory(place, inputs.config, settings, 0);
   const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
   if (inputs.weights) {
     load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
@@ -191,8 +202,8 @@ std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
 }
 
 Exit train(const Place& place, const TrainSettings& settings, const TrainInputs& inputs,
-           const std::vector<MemoryLine>& memory, bool save_in_background) {
-  check_memory(place, inputs.config, settings);
+           const std::vector<MemoryLine>& memory, bool save_in_background, SampleWriter* sample) {
+  check_memory(place, inputs.config, settings, sample != nullptr ? sample->positions() : 0);
   const RunDirectory directory(settings.out);
   TrainOptions options = settings.model_options();
   options.matmul_plans = directory.file("matmul_plans.txt");
@@ -214,10 +225,9 @@ Exit train(const Place& place, const TrainSettings& settings, const TrainInputs&
   TrainLoop::Parts parts{settings, *model, data, checkpoints, log, nullptr, nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
   if (save_in_background) parts.copy = state_copy(*model);
-  std::optional<SampleWriter> sample;
-  if (settings.sample_every > 0 && !inputs.tokenizer.empty()) {
-    sample.emplace(settings, inputs.tokenizer, *model);
-    parts.sample = [&sample](std::int64_t step) { return sample->write(step); };
+  if (sample != nullptr) {
+    sample->attach(*model);
+    parts.sample = [sample](std::int64_t step) { return sample->write(step); };
   }
   return TrainLoop(std::move(parts), state).run();
 }
@@ -237,11 +247,17 @@ Exit run(int argc, const char* const* argv) {
   }
   if (!settings.compare.empty()) return compare(place, settings, inputs);
   if (settings.bench) return bench(place, settings, inputs);
-  const std::vector<MemoryLine> memory = place.plan(inputs.config, settings.model_options());
+  std::optional<SampleWriter> sample;
+  if (settings.sample_every > 0 && !inputs.tokenizer.empty()) {
+    sample.emplace(settings, inputs.tokenizer, inputs.config);
+  }
+  const std::vector<MemoryLine> memory =
+      place.plan(inputs.config, settings.model_options(), sample ? sample->positions() : 0);
   print_lines(start_report(settings, inputs, memory), settings.dry_run);
   const SavePlan saves = plan_saves(settings, inputs.config, place.gpu ? 0 : total_bytes(memory));
   if (!saves.line.empty()) print_lines({saves.line}, settings.dry_run);
-  return settings.dry_run ? Exit::ok : train(place, settings, inputs, memory, saves.in_background);
+  if (settings.dry_run) return Exit::ok;
+  return train(place, settings, inputs, memory, saves.in_background, sample ? &*sample : nullptr);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 
 #include "llmc/cuda/adamw.h"
 #include "llmc/cuda/classifier.h"
+#include "llmc/cuda/decode_attention.h"
 #include "llmc/cuda/embedding.h"
 #include "llmc/cuda/error.h"
 #include "llmc/cuda/gelu.h"
@@ -234,6 +235,15 @@ void bench_rope(Bench& bench) {
     const HeadViewOf<bf16> q{qkv, T * row, row, HS}, k{qkv + NH * HS, T * row, row, HS};
     rope_forward(q, k, {table, table, T, HS / 2}, kRows / T, T, NH, NKV, 0, nullptr);
   });
+  // A prompt of Pythia-2.8B: a quarter of queries and keys turns; keys and values go to the cache.
+  const NeoxHeads heads{32, 80};
+  const std::int64_t C = heads.NH * heads.HS, turned = C / 4;
+  const std::size_t prompt = static_cast<std::size_t>(T * (3 + 2) * C) * 2;
+  bench.row("rope and cache of a prompt", 2.0 * T * (2 * C + turned) * 2, "2 T (k + v + q / 4) 2", prompt,
+            [&](Pool& pool) {
+              bf16 *qkv = pool.take<bf16>(T * 3 * C), *keys = pool.take<bf16>(T * C), *values = pool.take<bf16>(T * C);
+              rope_and_append(qkv, keys, values, heads, T, T, 0, {table, table, T, heads.HS / 8}, nullptr);
+            });
 }
 
 void bench_activations(Bench& bench) {

@@ -248,6 +248,19 @@ GPU = [
     Mutant("GPU: a token's rows in the gradient split at the wrong place", "llmc/cuda/embedding.cu",
            "return i == N - 1 || token[i] != token[i + 1];", "return i == N - 1 || token[i] == token[i + 1];",
            ("gpu:*Embedding*",)),
+    Mutant("GPU: steps behind a stop id write over the position before it", "llmc/cuda/neox.cu",
+           "  state->sequence = sequence + 1;\n", "  state->sequence = sequence + 1;\n  if (stop) return;\n",
+           ("gpu:CudaNeox.GenerationEndsWhereItShould",)),
+    Mutant("GPU: keys and values of a prompt lie one position too far", "llmc/cuda/decode_attention.cu",
+           "position = first_position + row;", "position = first_position + row + 1;",
+           ("gpu:CudaDecodeAttention*.PromptsTurn*",)),
+    Mutant("GPU: tickets of a token's attention stay used", "llmc/cuda/decode_attention.cu",
+           "  if (threadIdx.x == 0) *ticket = 0;  // for the next token\n", "", ("gpu:CudaDecodeAttention*.Tokens*",)),
+    Mutant("GPU: a captured step keeps its first values", "llmc/cuda/step_graph.cu",
+           "if (executable_ == nullptr || values != values_) {", "if (executable_ == nullptr) {",
+           ("gpu:CudaStepGraph.*",)),
+    Mutant("GPU: a Llama scores more ids than there is room for", "llmc/cuda/llama_decoder.cu",
+           "  reset();\n  check_room(ids.size());\n", "  reset();\n", ("gpu:CudaLlamaDecoder.Scores*",)),
 ]
 
 MUTANTS = CPU + GPU

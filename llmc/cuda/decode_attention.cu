@@ -279,68 +279,81 @@ void launch_decode(const DecodeAttention<S>& io, const LaunchDevice& device, cud
 }
 
 // ---- a prompt ---------------------------------------------------------------------------------------------------------
-// A block takes one token, a warp a few of its heads: they are neighbours, so it reads one contiguous piece, all of it
-// before anything is written. What turns goes through shared memory, where a chunk finds its partners; the rest goes from
-// register to where it belongs.
+// A warp takes a few neighbouring heads of one token. Keys and values go to the cache as they came, two pieces of 16 bytes a
+// lane; what turns goes by pairs, kWide neighbouring ones a lane, so that no lane needs what another one has: one round where
+// a quarter of a head turns. The copies are under way before the first pair turns. Queries that do not turn are not touched.
 constexpr int kAppendWarps = 4, kAppendThreads = kAppendWarps * kWarpSize;
 
 template <typename S, int HS>
 struct AppendLayout {
-  static constexpr int kElements = Pack<S>::size, kChunks = HS / kElements;
-  static constexpr int kHeads = 12 * kChunks <= 128 ? 4 : 6 * kChunks <= 128 ? 2 : 1;  // of a warp
-  static constexpr int kItems = kHeads * 3 * kChunks, kPerLane = (kItems + kWarpSize - 1) / kWarpSize;
+  static constexpr int kElements = Pack<S>::size;
+  static constexpr int kChunks = 2 * HS / kElements;                                    // of a key and a value
+  static constexpr int kHeads = kChunks < 2 * kWarpSize ? 2 * kWarpSize / kChunks : 1;  // of a warp
+  static constexpr int kPerLane = (kHeads * kChunks + kWarpSize - 1) / kWarpSize;
 };
 
-template <typename S, int HS>
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T)) Few {
+  T value[kCount];
+};
+
+template <typename S, int HS, int kWide>
 __global__ void __launch_bounds__(kAppendThreads)
-    append_kernel(S* qkv, S* keys, S* values, int NH, std::int64_t capacity, std::int64_t first_position,
-                  DeviceRopeTable rope) {
+    append_kernel(S* qkv, S* keys, S* values, int NH, std::int64_t rows, std::int64_t capacity,
+                  std::int64_t first_position, DeviceRopeTable rope) {
   using L = AppendLayout<S, HS>;
   constexpr int kElements = L::kElements, kChunks = L::kChunks;
-  __shared__ float cosine[HS / 2], sine[HS / 2];
-  alignas(16) __shared__ S turning[kAppendWarps][L::kHeads][2][HS];
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int half = static_cast<int>(rope.half), turned = 2 * half;
-  const std::int64_t row = blockIdx.x, position = first_position + row;
-  const int first_head = (blockIdx.y * kAppendWarps + warp) * L::kHeads;
-  const int heads = min(L::kHeads, NH - first_head);  // not positive: only the barrier is left to do
+  const int lane = threadIdx.x % kWarpSize, half = static_cast<int>(rope.half), turned = 2 * half;
+  const unsigned warp = blockIdx.x * kAppendWarps + threadIdx.x / kWarpSize, groups = (NH + L::kHeads - 1) / L::kHeads;
+  const std::int64_t row = warp / groups, position = first_position + row;
+  if (row >= rows) return;
+  const int first_head = static_cast<int>(warp % groups) * L::kHeads, heads = min(L::kHeads, NH - first_head);
   S* from = qkv + (row * NH + first_head) * 3 * HS;
+  const auto cached = [&](int head, int d) { return ((first_head + head) * capacity + position) * HS + d; };
 
   Pack<S> pack[L::kPerLane];
 #pragma unroll
   for (int j = 0; j < L::kPerLane; ++j) {
-    const int i = j * kWarpSize + lane;
-    if (i < heads * 3 * kChunks) pack[j] = load_pack(from + i * kElements);
+    const int i = j * kWarpSize + lane, head = i / kChunks, d = i % kChunks * kElements;  // value: d >= HS
+    if (head < heads && d + kElements > turned) pack[j] = load_pack(from + (3 * head + 1) * HS + d);
   }
-  for (int i = threadIdx.x; i < half; i += kAppendThreads) {
-    cosine[i] = rope.cos[position * half + i];
-    sine[i] = rope.sin[position * half + i];
-  }
+
+  using Pair = Few<S, kWide>;
+  using Angle = Few<float, kWide>;
+  const unsigned pieces = half / kWide;
+  for (unsigned i = lane; i < heads * 2 * pieces; i += kWarpSize) {
+    const int head = i / pieces / 2, part = i / pieces % 2, d = i % pieces * kWide;
+    S* x = from + (3 * head + part) * HS + d;
+    Pair low = *reinterpret_cast<const Pair*>(x), high = *reinterpret_cast<const Pair*>(x + half);
+    const Angle cosine = *reinterpret_cast<const Angle*>(rope.cos + position * half + d),
+                sine = *reinterpret_cast<const Angle*>(rope.sin + position * half + d);
 #pragma unroll
-  for (int j = 0; j < L::kPerLane; ++j) {
-    const int i = j * kWarpSize + lane, head = i / (3 * kChunks), part = i / kChunks % 3, d = i % kChunks * kElements;
-    if (i < heads * 3 * kChunks && part < 2 && d < turned) store_pack(&turning[warp][head][part][d], pack[j]);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < L::kPerLane; ++j) {
-    const int i = j * kWarpSize + lane, head = i / (3 * kChunks), part = i / kChunks % 3, d = i % kChunks * kElements;
-    if (i >= heads * 3 * kChunks) continue;
-    if (part < 2 && d < turned) {
-      const S* x = turning[warp][head][part];
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        const int at = d + e, angle = at < half ? at : at - half;
-        if (at >= turned) continue;
-        const float c = cosine[angle], s = sine[angle], own = to_float(x[at]);
-        const float partner = to_float(x[at < half ? at + half : at - half]);
-        pack[j].value[e] = from_float<S>(at < half ? own * c - partner * s : own * c + partner * s);
-      }
-    } else if (part == 0) {
-      continue;  // a query that does not turn stays where it is
+    for (int e = 0; e < kWide; ++e) {
+      const float a = to_float(low.value[e]), b = to_float(high.value[e]);
+      low.value[e] = from_float<S>(a * cosine.value[e] - b * sine.value[e]);
+      high.value[e] = from_float<S>(b * cosine.value[e] + a * sine.value[e]);
     }
-    S* cache = (part == 1 ? keys : values) + ((first_head + head) * capacity + position) * HS + d;
-    store_pack(part == 0 ? from + i * kElements : cache, pack[j]);
+    if (part == 1) x = keys + cached(head, d);
+    *reinterpret_cast<Pair*>(x) = low;
+    *reinterpret_cast<Pair*>(x + half) = high;
+  }
+
+#pragma unroll
+  for (int j = 0; j < L::kPerLane; ++j) {
+    const int i = j * kWarpSize + lane, head = i / kChunks, d = i % kChunks * kElements;
+    if (head >= heads || d + kElements <= turned) continue;
+    S* to = d < HS ? keys + cached(head, d) : values + cached(head, d - HS);
+    if (d >= turned) {
+      store_pack(to, pack[j]);
+      continue;
+    }
+    // Turning ends inside this chunk: what is behind it, word by word.
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(S));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (d + w * kPerWord < turned) continue;
+      reinterpret_cast<unsigned*>(to)[w] = reinterpret_cast<const unsigned*>(&pack[j])[w];
+    }
   }
 }
 
@@ -384,10 +397,12 @@ void rope_and_append(S* qkv, S* keys, S* values, const NeoxHeads& heads, std::in
                      std::int64_t first_position, const DeviceRopeTable& rope, cudaStream_t stream) {
   if (rows == 0) return;
   with_head_dim(heads.HS, [&](auto head_dim) {
-    using L = AppendLayout<S, decltype(head_dim)::value>;
-    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(heads.NH, kAppendWarps * L::kHeads)));
-    append_kernel<S, decltype(head_dim)::value><<<grid, kAppendThreads, 0, stream>>>(
-        qkv, keys, values, static_cast<int>(heads.NH), capacity, first_position, rope);
+    constexpr int HS = decltype(head_dim)::value;
+    using L = AppendLayout<S, HS>;
+    const std::int64_t warps = rows * ceil_div(heads.NH, L::kHeads);
+    const auto kernel = rope.half % 2 == 0 ? append_kernel<S, HS, 2> : append_kernel<S, HS, 1>;
+    kernel<<<static_cast<unsigned>(ceil_div(warps, kAppendWarps)), kAppendThreads, 0, stream>>>(
+        qkv, keys, values, static_cast<int>(heads.NH), rows, capacity, first_position, rope);
     check_launch("rope_and_append");
   });
 }

@@ -6,12 +6,12 @@
 #include <cmath>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/arena.h"
 #include "llmc/cuda/attention/attention.h"
 #include "llmc/cuda/classifier.h"
 #include "llmc/cuda/common.cuh"
 #include "llmc/cuda/embedding.h"
 #include "llmc/cuda/matmul.h"
+#include "llmc/cuda/regions.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
 #include "llmc/cuda/sampler.h"
@@ -50,15 +50,64 @@ struct Picked {
   SampleError error;
 };
 
+// Pointers into the workspace.
+template <typename S>
+struct Buffers {
+  S *residual, *norm, *branch, *qkv, *attention, *gate_up, *product, *logits;
+  std::int32_t* ids;
+  float *losses, *cos, *sin, *scores;
+  SamplingPlan* sampling;
+  std::int64_t* position;
+  Picked* picked;
+};
+
+template <typename S>
+Regions plan_workspace(const ModelConfig& c, std::int64_t capacity, Buffers<S>& b) {
+  const std::int64_t rows = std::min(kChunk, capacity), C = c.hidden_size, F = c.ffn_size, V = c.vocab_size;
+  Regions regions("decoder workspace");
+  regions.want(&b.residual, rows * C);
+  regions.want(&b.norm, rows * C);
+  regions.want(&b.branch, rows * C);
+  regions.want(&b.qkv, rows * (c.q_size() + 2 * c.kv_size()));
+  regions.want(&b.attention, rows * c.q_size());
+  regions.want(&b.gate_up, rows * 2 * F);
+  regions.want(&b.product, rows * F);
+  regions.want(&b.logits, rows * V);
+  regions.want(&b.ids, rows + 1);
+  regions.want(&b.losses, rows);
+  regions.want(&b.cos, capacity * (c.rope.rotary_dim / 2));
+  regions.want(&b.sin, capacity * (c.rope.rotary_dim / 2));
+  regions.want(&b.scores, V);
+  regions.want(&b.sampling, 1);
+  regions.want(&b.position, 1);
+  regions.want(&b.picked, 1);
+  return regions;
+}
+
+template <typename S>
+MemoryPlan plan_cache(const ModelConfig& config, std::int64_t capacity) {
+  MemoryPlan plan("K/V cache");
+  plan.add(2 * static_cast<std::uint64_t>(config.num_layers * config.kv_size() * capacity) * sizeof(S));
+  return plan;
+}
+
+std::vector<MemoryLine> memory_lines(std::uint64_t cache, std::uint64_t workspace) {
+  return {{"K/V cache of samples", cache}, {"workspace of samples", workspace + Matmul::kWorkspaceBytes}};
+}
+template <typename S>
+std::vector<MemoryLine> plan_of(const ModelConfig& config, std::int64_t capacity) {
+  Buffers<S> buffers;
+  return memory_lines(plan_cache<S>(config, capacity).bytes(),
+                      plan_workspace<S>(config, capacity, buffers).plan().bytes());
+}
+
 template <typename S>
 class LlamaDecoder final : public DecodeModel {
  public:
   LlamaDecoder(const ModelConfig& config, const LlamaParameters<S>& weights, std::int64_t capacity);
 
   const ModelConfig& config() const override { return config_; }
-  std::vector<MemoryLine> memory() const override {
-    return {{"K/V cache", cache_arena_.bytes()}, {"workspace", scratch_arena_.bytes() + Matmul::kWorkspaceBytes}};
-  }
+  std::vector<MemoryLine> memory() const override { return memory_lines(cache_arena_.bytes(), workspace_.bytes()); }
   std::uint64_t bytes_per_token(std::int64_t context) const override {
     const TensorTable table(config_);
     const std::int64_t embedding = config_.tied_embeddings ? 0 : config_.vocab_size * config_.hidden_size;
@@ -78,22 +127,18 @@ class LlamaDecoder final : public DecodeModel {
   std::vector<float> activation(const std::string&) override { return {}; }
 
  private:
-  void want(S** pointer, std::int64_t elements) {
-    wanted_.emplace_back(pointer, scratch_plan_.add(static_cast<std::uint64_t>(elements) * sizeof(S)));
-  }
-  MemoryPlan plan_scratch();
-  static MemoryPlan plan_cache(const ModelConfig& config, std::int64_t capacity) {
-    MemoryPlan plan("K/V cache");
-    plan.add(2 * static_cast<std::uint64_t>(config.num_layers * config.kv_size() * capacity) * sizeof(S));
-    return plan;
-  }
   S* cache(std::int64_t part, std::int64_t l) const {  // part 0: keys, 1: values
     return cache_arena_.template at<S>(0) + (part * config_.num_layers + l) * config_.kv_size() * capacity_;
   }
 
-  // Appends `ids`; the final norm of the last piece stays in norm_. Returns its rows.
+  void check_room(std::size_t ids) const {
+    if (ids > 0 && static_cast<std::int64_t>(ids) <= capacity_ - length_) return;
+    fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids,
+         static_cast<long long>(length_), static_cast<long long>(capacity_));
+  }
+  // Appends `ids`; the final norm of the last piece stays in the buffers. Returns its rows.
   std::int64_t run_prompt(std::span<const std::int32_t> ids);
-  void run_head(std::int64_t row);      // logits_ of one row of norm_
+  void run_head(std::int64_t row);      // logits of one row of the norm
   std::int32_t pick(std::int64_t row);  // the id that follows it, by the plan in device memory
   void run_layers(std::span<const std::int32_t> ids);
   void run_layer(std::int64_t l, std::int64_t rows);
@@ -105,38 +150,12 @@ class LlamaDecoder final : public DecodeModel {
   std::int64_t capacity_, length_ = 0;
   Stream stream_;
   Matmul matmul_;
-  MemoryPlan scratch_plan_{"decoder workspace"};
-  std::vector<std::pair<S**, std::uint64_t>> wanted_;
-  S *residual_, *norm_, *branch_, *qkv_, *attention_, *gate_up_, *product_, *logits_;
-  std::uint64_t ids_offset_ = 0, losses_offset_ = 0, cos_offset_ = 0, sin_offset_ = 0;
-  std::uint64_t scores_offset_ = 0, sampling_offset_ = 0, position_offset_ = 0, picked_offset_ = 0;
-  DeviceArena scratch_arena_, cache_arena_;
+  Buffers<S> b_{};
+  Regions regions_;
+  DeviceArena workspace_, cache_arena_;
   DeviceRopeTable rope_;
   std::vector<float> host_logits_;
 };
-
-template <typename S>
-MemoryPlan LlamaDecoder<S>::plan_scratch() {
-  const std::int64_t rows = std::min(kChunk, capacity_), C = config_.hidden_size, F = config_.ffn_size;
-  const std::int64_t q = config_.q_size(), table = capacity_ * (config_.rope.rotary_dim / 2);
-  want(&residual_, rows * C);
-  want(&norm_, rows * C);
-  want(&branch_, rows * C);
-  want(&qkv_, rows * (q + 2 * config_.kv_size()));
-  want(&attention_, rows * q);
-  want(&gate_up_, rows * 2 * F);
-  want(&product_, rows * F);
-  want(&logits_, rows * config_.vocab_size);
-  ids_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(rows + 1) * sizeof(std::int32_t));
-  losses_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(rows) * sizeof(float));
-  cos_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(table) * sizeof(float));
-  sin_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(table) * sizeof(float));
-  scores_offset_ = scratch_plan_.add(static_cast<std::uint64_t>(config_.vocab_size) * sizeof(float));
-  sampling_offset_ = scratch_plan_.add(sizeof(SamplingPlan));
-  position_offset_ = scratch_plan_.add(sizeof(std::int64_t));
-  picked_offset_ = scratch_plan_.add(sizeof(Picked));
-  return scratch_plan_;
-}
 
 template <typename S>
 LlamaDecoder<S>::LlamaDecoder(const ModelConfig& config, const LlamaParameters<S>& weights, std::int64_t capacity)
@@ -144,25 +163,21 @@ LlamaDecoder<S>::LlamaDecoder(const ModelConfig& config, const LlamaParameters<S
       weights_(weights),
       capacity_(capacity),
       matmul_(stream_),
-      scratch_arena_(plan_scratch()),
-      cache_arena_(plan_cache(config, capacity)) {
-  for (const auto& [pointer, offset] : wanted_) *pointer = scratch_arena_.at<S>(offset);
+      regions_(plan_workspace<S>(config, capacity, b_)),
+      workspace_(regions_.plan()),
+      cache_arena_(plan_cache<S>(config, capacity)) {
+  regions_.bind(workspace_);
   const RopeTable table = rope_table(config.rope, capacity);
-  rope_ = {scratch_arena_.at<float>(cos_offset_), scratch_arena_.at<float>(sin_offset_), table.positions, table.half};
+  rope_ = {b_.cos, b_.sin, table.positions, table.half};
   const std::size_t bytes = table.cos.size() * sizeof(float);
-  check(cudaMemcpy(scratch_arena_.at<float>(cos_offset_), table.cos.data(), bytes, cudaMemcpyHostToDevice),
-        "RoPE table");
-  check(cudaMemcpy(scratch_arena_.at<float>(sin_offset_), table.sin.data(), bytes, cudaMemcpyHostToDevice),
-        "RoPE table");
+  check(cudaMemcpy(b_.cos, table.cos.data(), bytes, cudaMemcpyHostToDevice), "RoPE table");
+  check(cudaMemcpy(b_.sin, table.sin.data(), bytes, cudaMemcpyHostToDevice), "RoPE table");
   host_logits_.resize(static_cast<std::size_t>(config.vocab_size));
 }
 
 template <typename S>
 std::int64_t LlamaDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
-  if (ids.empty() || static_cast<std::int64_t>(ids.size()) > capacity_ - length_) {
-    fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids.size(),
-         static_cast<long long>(length_), static_cast<long long>(capacity_));
-  }
+  check_room(ids.size());
   std::int64_t rows = 0;
   for (std::size_t begin = 0; begin < ids.size(); begin += static_cast<std::size_t>(rows)) {
     rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - begin));
@@ -174,7 +189,7 @@ std::int64_t LlamaDecoder<S>::run_prompt(std::span<const std::int32_t> ids) {
 template <typename S>
 void LlamaDecoder<S>::run_head(std::int64_t row) {
   const std::int64_t C = config_.hidden_size;
-  matmul_.forward<S>(logits_, norm_ + row * C, weights_.head, nullptr, 1, C, config_.vocab_size);
+  matmul_.forward<S>(b_.logits, b_.norm + row * C, weights_.head, nullptr, 1, C, config_.vocab_size);
 }
 
 template <typename S>
@@ -182,7 +197,7 @@ std::span<const float> LlamaDecoder<S>::prefill(std::span<const std::int32_t> id
   run_head(run_prompt(ids) - 1);
   const std::size_t V = host_logits_.size();
   std::vector<S> raw(V);
-  check(cudaMemcpyAsync(raw.data(), logits_, V * sizeof(S), cudaMemcpyDeviceToHost, stream_), "logits");
+  check(cudaMemcpyAsync(raw.data(), b_.logits, V * sizeof(S), cudaMemcpyDeviceToHost, stream_), "logits");
   stream_.synchronize("decoding");
   convert_to_f32(raw.data(), std::is_same_v<S, float> ? DType::f32 : DType::bf16, host_logits_.data(), V);
   return host_logits_;
@@ -193,16 +208,12 @@ std::int32_t LlamaDecoder<S>::pick(std::int64_t row) {
   constexpr int kThreads = 256;
   const std::int64_t V = config_.vocab_size;
   run_head(row);
-  auto* scores = scratch_arena_.at<float>(scores_offset_);
-  widen_kernel<<<static_cast<unsigned>(ceil_div(V, kThreads)), kThreads, 0, stream_>>>(scores, logits_, V);
+  widen_kernel<<<static_cast<unsigned>(ceil_div(V, kThreads)), kThreads, 0, stream_>>>(b_.scores, b_.logits, V);
   check_launch("sampling");
-  auto* position = scratch_arena_.at<std::int64_t>(position_offset_);
-  check(cudaMemcpyAsync(position, &length_, sizeof(length_), cudaMemcpyHostToDevice, stream_), "sampling");
-  auto* picked = scratch_arena_.at<Picked>(picked_offset_);
-  sample(&picked->id, &picked->error, scores, 1, V, V, scratch_arena_.at<SamplingPlan>(sampling_offset_), position,
-         stream_);
+  check(cudaMemcpyAsync(b_.position, &length_, sizeof(length_), cudaMemcpyHostToDevice, stream_), "sampling");
+  sample(&b_.picked->id, &b_.picked->error, b_.scores, 1, V, V, b_.sampling, b_.position, stream_);
   Picked host{};
-  check(cudaMemcpyAsync(&host, picked, sizeof(host), cudaMemcpyDeviceToHost, stream_), "sampling");
+  check(cudaMemcpyAsync(&host, b_.picked, sizeof(host), cudaMemcpyDeviceToHost, stream_), "sampling");
   stream_.synchronize("sampling");
   check_sample(host.error);
   return host.id;
@@ -216,10 +227,9 @@ void LlamaDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const G
     fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
          static_cast<long long>(request.max_ids), static_cast<long long>(capacity_ - length_));
   }
-  check(cudaMemcpyAsync(scratch_arena_.at<SamplingPlan>(sampling_offset_), &request.sampling, sizeof(SamplingPlan),
-                        cudaMemcpyHostToDevice, stream_),
+  check(cudaMemcpyAsync(b_.sampling, &request.sampling, sizeof(SamplingPlan), cudaMemcpyHostToDevice, stream_),
         "sampling");
-  check(cudaMemsetAsync(scratch_arena_.at<Picked>(picked_offset_), 0, sizeof(Picked), stream_), "sampling");
+  check(cudaMemsetAsync(b_.picked, 0, sizeof(Picked), stream_), "sampling");
   for (std::int64_t left = request.max_ids; left > 0; --left) {
     const std::int32_t id = pick(rows - 1);
     const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
@@ -231,20 +241,19 @@ void LlamaDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const G
 template <typename S>
 std::vector<double> LlamaDecoder<S>::score(std::span<const std::int32_t> ids) {
   reset();
+  check_room(ids.size());
   std::vector<double> nll;
   for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
     const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
     const auto count = static_cast<std::size_t>(rows);
     run_layers(ids.subspan(begin, count));
-    matmul_.forward<S>(logits_, norm_, weights_.head, nullptr, rows, config_.hidden_size, config_.vocab_size);
-    auto* labels = scratch_arena_.at<std::int32_t>(ids_offset_);
+    matmul_.forward<S>(b_.logits, b_.norm, weights_.head, nullptr, rows, config_.hidden_size, config_.vocab_size);
     check(
-        cudaMemcpyAsync(labels, ids.data() + begin + 1, count * sizeof(std::int32_t), cudaMemcpyHostToDevice, stream_),
+        cudaMemcpyAsync(b_.ids, ids.data() + begin + 1, count * sizeof(std::int32_t), cudaMemcpyHostToDevice, stream_),
         "scoring");
-    float* losses = scratch_arena_.at<float>(losses_offset_);
-    classifier(logits_, losses, labels, rows, config_.vocab_size, config_.vocab_size, 0, false, stream_);
+    classifier(b_.logits, b_.losses, b_.ids, rows, config_.vocab_size, config_.vocab_size, 0, false, stream_);
     std::vector<float> host(count);
-    check(cudaMemcpyAsync(host.data(), losses, count * sizeof(float), cudaMemcpyDeviceToHost, stream_), "scoring");
+    check(cudaMemcpyAsync(host.data(), b_.losses, count * sizeof(float), cudaMemcpyDeviceToHost, stream_), "scoring");
     stream_.synchronize("scoring");
     nll.insert(nll.end(), host.begin(), host.end());
   }
@@ -260,8 +269,8 @@ void LlamaDecoder<S>::normalize(const NormParameters<S>& norm, std::int64_t rows
   shape.eps = static_cast<float>(config_.norm_eps);
   ResidualNormForward<S, S> io;
   io.x = branch;
-  io.residual = residual_;
-  io.residual_out = branch != nullptr ? residual_ : nullptr;
+  io.residual = b_.residual;
+  io.residual_out = branch != nullptr ? b_.residual : nullptr;
   io.weight = norm.weight;
   io.bias = norm.bias;
   io.out = out;
@@ -271,10 +280,9 @@ void LlamaDecoder<S>::normalize(const NormParameters<S>& norm, std::int64_t rows
 template <typename S>
 void LlamaDecoder<S>::run_layers(std::span<const std::int32_t> ids) {
   const std::int64_t rows = static_cast<std::int64_t>(ids.size());
-  auto* tokens = scratch_arena_.at<std::int32_t>(ids_offset_);
-  check(cudaMemcpyAsync(tokens, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, stream_), "prompt");
-  embedding_forward(residual_, tokens, weights_.embedding, rows, config_.hidden_size, stream_);
-  normalize(weights_.layers[0].input_norm, rows, nullptr, norm_);
+  check(cudaMemcpyAsync(b_.ids, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, stream_), "prompt");
+  embedding_forward(b_.residual, b_.ids, weights_.embedding, rows, config_.hidden_size, stream_);
+  normalize(weights_.layers[0].input_norm, rows, nullptr, b_.norm);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, rows);
   length_ += rows;
 }
@@ -283,10 +291,10 @@ template <typename S>
 void LlamaDecoder<S>::attend(std::int64_t l, std::int64_t rows) {
   const std::int64_t NH = config_.num_heads, NKV = config_.num_kv_heads, HS = config_.head_dim;
   const std::int64_t q = config_.q_size(), kv = config_.kv_size(), row = q + 2 * kv;
-  const HeadViewOf<S> queries{qkv_, 0, row, HS}, keys{qkv_ + q, 0, row, HS};
+  const HeadViewOf<S> queries{b_.qkv, 0, row, HS}, keys{b_.qkv + q, 0, row, HS};
   rope_forward(queries, keys, rope_, 1, rows, NH, NKV, length_, stream_);
-  append_to_cache(cache(0, l), qkv_ + q, row, NKV, HS, capacity_, length_, rows, stream_);
-  append_to_cache(cache(1, l), qkv_ + q + kv, row, NKV, HS, capacity_, length_, rows, stream_);
+  append_to_cache(cache(0, l), b_.qkv + q, row, NKV, HS, capacity_, length_, rows, stream_);
+  append_to_cache(cache(1, l), b_.qkv + q + kv, row, NKV, HS, capacity_, length_, rows, stream_);
   AttentionShape shape;
   shape.B = 1;
   shape.TQ = rows;
@@ -297,7 +305,7 @@ void LlamaDecoder<S>::attend(std::int64_t l, std::int64_t rows) {
   shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));
   const HeadViewOf<S> cached_keys{cache(0, l), 0, HS, capacity_ * HS},
       cached_values{cache(1, l), 0, HS, capacity_ * HS};
-  attention_forward<S>(shape, HeadViewOf<S>{attention_, 0, q, HS}, nullptr, queries, cached_keys, cached_values,
+  attention_forward<S>(shape, HeadViewOf<S>{b_.attention, 0, q, HS}, nullptr, queries, cached_keys, cached_values,
                        stream_);
 }
 
@@ -306,18 +314,22 @@ void LlamaDecoder<S>::run_layer(std::int64_t l, std::int64_t rows) {
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const std::int64_t C = config_.hidden_size, F = config_.ffn_size, q = config_.q_size();
   const bool last = l + 1 == config_.num_layers;
-  matmul_.forward<S>(qkv_, norm_, w.qkv, nullptr, rows, C, q + 2 * config_.kv_size());
+  matmul_.forward<S>(b_.qkv, b_.norm, w.qkv, nullptr, rows, C, q + 2 * config_.kv_size());
   attend(l, rows);
-  matmul_.forward<S>(branch_, attention_, w.output, nullptr, rows, q, C);
-  normalize(w.post_norm, rows, branch_, norm_);
-  matmul_.forward<S>(gate_up_, norm_, w.gate_up, nullptr, rows, C, 2 * F);
-  swiglu_forward(product_, gate_up_, rows, F, stream_);
-  matmul_.forward<S>(branch_, product_, w.down, nullptr, rows, F, C);
-  normalize(last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm, rows, branch_,
-            norm_);
+  matmul_.forward<S>(b_.branch, b_.attention, w.output, nullptr, rows, q, C);
+  normalize(w.post_norm, rows, b_.branch, b_.norm);
+  matmul_.forward<S>(b_.gate_up, b_.norm, w.gate_up, nullptr, rows, C, 2 * F);
+  swiglu_forward(b_.product, b_.gate_up, rows, F, stream_);
+  matmul_.forward<S>(b_.branch, b_.product, w.down, nullptr, rows, F, C);
+  normalize(last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm, rows, b_.branch,
+            b_.norm);
 }
 
 }  // namespace
+
+std::vector<MemoryLine> plan_llama_decoder(const ModelConfig& config, Precision precision, std::int64_t capacity) {
+  return precision == Precision::bf16 ? plan_of<bf16>(config, capacity) : plan_of<float>(config, capacity);
+}
 
 template <typename S>
 std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config, const LlamaParameters<S>& weights,

@@ -2,11 +2,16 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "llmc/model/decode_model.h"
 #include "llmc/model/llama_layout.h"
+#include "llmc/model/train_model.h"
 
 namespace weft::cuda {
+
+// What a decoder will allocate, region by region. Needs no GPU.
+std::vector<MemoryLine> plan_llama_decoder(const ModelConfig& config, Precision precision, std::int64_t capacity);
 
 // `weights` point into device memory and must stay valid as long as the decoder; S is float or bf16. Whoever changes
 // the weights synchronises first, and calls reset(), because the K/V cache does not know. It samples on the GPU. Device

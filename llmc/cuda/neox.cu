@@ -6,7 +6,7 @@
 //
 // Generating, the host stays a few tokens behind the GPU: token id, position and sampling plan live in device memory, each
 // sampled id is published through page-locked memory, and the next steps are queued before the host has seen it. What the
-// GPU then did in vain (the host has stopped) lies in the cache behind length(), where nobody reads it.
+// GPU then does in vain (the host has stopped) lies in the cache at length() and behind, where nobody reads it.
 #include "llmc/cuda/neox.h"
 
 #include <algorithm>
@@ -32,6 +32,7 @@
 #include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/matmul.h"
 #include "llmc/cuda/neox_parameters.h"
+#include "llmc/cuda/regions.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
 #include "llmc/cuda/sampler.h"
@@ -56,7 +57,7 @@ struct DecodeState {
   std::int32_t token = 0;            // fed next; where the sampler puts its id
   SampleError error = SampleError::none;
   std::uint32_t sequence = 0;  // of the next publication
-  std::int32_t done = 0;       // a stop id or an error: nothing more is published, and the position stays
+  std::int32_t done = 0;       // a stop id or an error: nothing more is published, and from then on the position stays
   std::int32_t stop_count = 0;
   std::int32_t stop_ids[kMaxStopIds] = {};
   SamplingPlan plan;
@@ -98,7 +99,7 @@ __global__ void publish_kernel(DecodeState* state, volatile std::uint64_t* ring)
   for (int i = 0; i < state->stop_count; ++i) stop = stop || state->stop_ids[i] == state->token;
   state->done = stop ? 1 : 0;
   state->sequence = sequence + 1;
-  if (stop) return;
+  // After a stop, too: the steps that are queued already write where this id would, not over the one before it.
   state->position = state->sample_position;
   ++state->sample_position;
 }
@@ -149,25 +150,6 @@ class GraphOwner {
 
  private:
   cudaGraphExec_t executable_ = nullptr;
-};
-
-// Regions of one arena and the pointers that get their addresses.
-class Regions {
- public:
-  explicit Regions(const std::string& name) : plan_(name) {}
-  template <typename T>
-  void want(T** pointer, std::int64_t elements) {
-    wanted_.emplace_back(reinterpret_cast<void**>(pointer),
-                         plan_.add(static_cast<std::uint64_t>(elements) * sizeof(T)));
-  }
-  const MemoryPlan& plan() const { return plan_; }
-  void bind(const DeviceArena& arena) const {
-    for (const auto& [pointer, offset] : wanted_) *pointer = arena.at<std::byte>(offset);
-  }
-
- private:
-  MemoryPlan plan_;
-  std::vector<std::pair<void**, std::uint64_t>> wanted_;
 };
 
 // Pointers into the workspace.

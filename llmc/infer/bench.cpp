@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <chrono>
+#include <thread>
 
 #include "llmc/base/error.h"
 #include "llmc/base/philox.h"
@@ -16,6 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kWarmUpSteps = 4;
+// Before every timed run on a GPU, or it would time the ones before it: prompts in a row hold the GPU at its power limit, and
+// its clock stays down for about 70 ms after them (dev/PERFORMANCE.md).
+constexpr std::chrono::milliseconds kRest{200};
 
 double milliseconds(Clock::duration duration) {
   return std::chrono::duration<double, std::milli>(duration).count();
@@ -80,13 +84,20 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
 
   const std::int64_t fitting = std::min(kWarmUpSteps, model.capacity() - prompt_tokens - 1);
   run_once(model, prompt, rest.first(static_cast<std::size_t>(std::max<std::int64_t>(fitting, 0))), always);
+  const auto rest_a_while = [&model] {
+    if (model.samples()) std::this_thread::sleep_for(kRest);
+  };
   std::array<double, 3> first{};
-  for (double& ms : first) ms = run_once(model, prompt, {}, always).first_token_ms;
+  for (double& ms : first) {
+    rest_a_while();
+    ms = run_once(model, prompt, {}, always).first_token_ms;
+  }
   std::sort(first.begin(), first.end());
 
   BenchPoint point;
   point.prompt = prompt_tokens;
   point.first_token_ms = first[1];
+  rest_a_while();
   point.decode.inter_token_ms = run_once(model, prompt, rest.first(static_cast<std::size_t>(tokens)), go_on).step_ms;
   point.tokens = static_cast<std::int64_t>(point.decode.inter_token_ms.size());
   point.traffic = memory_traffic(model, point.prompt + point.tokens / 2, point.decode.tokens_per_second());

@@ -26,8 +26,8 @@ std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit);
 // "64,1024,2000" as lengths from 1 to limit - 1. Anything else is Exit::usage.
 std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t limit);
 
-// One length of the prompt. A model that samples is timed with its sampling, from id to id as the host gets them; another
-// one without.
+// One length of the prompt, as one request meets it: every run that is timed starts from a GPU that has rested. A model that
+// samples is timed with its sampling, from id to id as the host gets them; another one without.
 struct BenchPoint {
   std::int64_t prompt = 0, tokens = 0;
   double first_token_ms = 0;  // the whole prompt, median of three

@@ -10,16 +10,15 @@
 
 namespace weft {
 
-SampleWriter::SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json, TrainModel& model)
+SampleWriter::SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json, const ModelConfig& config)
     : settings_(settings), tokenizer_(Tokenizer::from_json(tokenizer_json, "tokenizer.json")) {
-  prompt_ = start_ids(tokenizer_.encode(settings.sample_prompt, true), model.config());
+  prompt_ = start_ids(tokenizer_.encode(settings.sample_prompt, true), config);
   const auto wanted = static_cast<std::int64_t>(prompt_.size()) + settings.sample_tokens;
-  const std::int64_t capacity = std::min(wanted, model.config().max_positions);
-  if (static_cast<std::int64_t>(prompt_.size()) >= capacity) {
+  positions_ = std::min(wanted, config.max_positions);
+  if (static_cast<std::int64_t>(prompt_.size()) >= positions_) {
     fail(Exit::usage, "--sample-prompt: %zu tokens leave no place in the model's %lld positions", prompt_.size(),
-         static_cast<long long>(model.config().max_positions));
+         static_cast<long long>(config.max_positions));
   }
-  decoder_ = model.decoder(capacity);
 }
 
 SampleWriter::~SampleWriter() = default;

@@ -13,9 +13,13 @@ namespace weft {
 
 class SampleWriter {
  public:
-  // `tokenizer_json` as in RunIdentity, not empty. The model must outlive the writer.
-  SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json, TrainModel& model);
+  // `tokenizer_json` as in RunIdentity, not empty. Exit::usage if the prompt leaves no room in the model's positions.
+  SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json, const ModelConfig& config);
   ~SampleWriter();
+
+  std::int64_t positions() const { return positions_; }  // of the decoder that it will ask the model for
+  // Once, before the first write(). The model must outlive the writer.
+  void attach(TrainModel& model) { decoder_ = model.decoder(positions_); }
 
   // Prompt and continuation after step `step`: the same for the same parameters, seed and step. Text of the
   // model, not escaped.
@@ -25,6 +29,7 @@ class SampleWriter {
   const TrainSettings& settings_;
   Tokenizer tokenizer_;
   std::vector<std::int32_t> prompt_;
+  std::int64_t positions_ = 0;
   std::unique_ptr<DecodeModel> decoder_;
 };
 

@@ -21,6 +21,14 @@ class CudaGemv : public testing::Test {};
 using Types = testing::Types<float, bf16, fp16>;
 TYPED_TEST_SUITE(CudaGemv, Types);
 
+// This GPU, with and without launches that overlap their predecessor: older GPUs know only the latter.
+std::vector<cuda::LaunchDevice> launch_devices() {
+  const cuda::LaunchDevice device = cuda::launch_device();
+  std::vector<cuda::LaunchDevice> devices = {{device.multiprocessors, false}};
+  if (device.overlapping) devices.push_back(device);
+  return devices;
+}
+
 std::vector<double> product(const Floats& weight, const std::vector<double>& x, std::int64_t rows) {
   std::vector<double> out(static_cast<std::size_t>(rows));
   for (std::size_t r = 0; r < out.size(); ++r) {
@@ -50,7 +58,6 @@ Floats narrowed(const std::vector<double>& values) {
 
 TYPED_TEST(CudaGemv, NormedMatchesDouble) {
   using T = TypeParam;
-  const cuda::LaunchDevice device = cuda::launch_device();
   struct Case {
     std::int64_t K, first, second;
   };
@@ -67,35 +74,39 @@ TYPED_TEST(CudaGemv, NormedMatchesDouble) {
                d_shift2 = on_device<T>(shift2), d_weight1 = on_device<T>(weight1), d_bias1 = on_device<T>(bias1),
                d_weight2 = on_device<T>(weight2);
     const DeviceBuffer<float> d_residual(residual);
-    DeviceBuffer<T> out1(static_cast<std::size_t>(c.first)), out2(static_cast<std::size_t>(c.second));
-    DeviceBuffer<float> wide(static_cast<std::size_t>(c.first));
-    NormedGemv<T> io;
-    io.residual = d_residual.data();
-    io.K = c.K;
-    io.eps = 1e-5f;
-    io.outputs[0] = {
-        {d_norm1.data(), d_shift1.data()}, {d_weight1.data(), d_bias1.data()}, c.first, true, out1.data(), nullptr};
-    io.outputs[1] = {
-        {d_norm2.data(), d_shift2.data()}, {d_weight2.data(), nullptr}, c.second, false, out2.data(), nullptr};
-    cuda::normed_gemv(io, device, nullptr);
-    io.outputs[0].wide_out = wide.data();
-    io.outputs[0].gelu = false;
-    io.outputs[1] = {};
-    cuda::normed_gemv(io, device, nullptr);
-
     std::vector<double> want = product(weight1, layer_norm(residual, norm1, shift1, 1e-5), c.first);
     for (std::size_t r = 0; r < want.size(); ++r) want[r] += bias1[r];
-    expect_near<float>(wide.download(), narrowed(want), "wide", kSumTolerance);
+    const Floats want_wide = narrowed(want);
     for (double& value : want) value = gelu(value);
-    expect_near<T>(on_host(out1), narrowed(want), "out1", kSumTolerance);
-    expect_near<T>(on_host(out2), narrowed(product(weight2, layer_norm(residual, norm2, shift2, 1e-5), c.second)),
-                   "out2", kSumTolerance);
+    const Floats want1 = narrowed(want),
+                 want2 = narrowed(product(weight2, layer_norm(residual, norm2, shift2, 1e-5), c.second));
+    for (const cuda::LaunchDevice& device : launch_devices()) {
+      SCOPED_TRACE(testing::Message() << "overlapping " << device.overlapping);
+      DeviceBuffer<T> out1(static_cast<std::size_t>(c.first)), out2(static_cast<std::size_t>(c.second));
+      DeviceBuffer<float> wide(static_cast<std::size_t>(c.first));
+      NormedGemv<T> io;
+      io.residual = d_residual.data();
+      io.K = c.K;
+      io.eps = 1e-5f;
+      io.outputs[0] = {
+          {d_norm1.data(), d_shift1.data()}, {d_weight1.data(), d_bias1.data()}, c.first, true, out1.data(), nullptr};
+      io.outputs[1] = {
+          {d_norm2.data(), d_shift2.data()}, {d_weight2.data(), nullptr}, c.second, false, out2.data(), nullptr};
+      cuda::normed_gemv(io, device, nullptr);
+      io.outputs[0].wide_out = wide.data();
+      io.outputs[0].gelu = false;
+      io.outputs[1] = {};
+      cuda::normed_gemv(io, device, nullptr);
+
+      expect_near<float>(wide.download(), want_wide, "wide", kSumTolerance);
+      expect_near<T>(on_host(out1), want1, "out1", kSumTolerance);
+      expect_near<T>(on_host(out2), want2, "out2", kSumTolerance);
+    }
   }
 }
 
 TYPED_TEST(CudaGemv, JoinedMatchesDouble) {
   using T = TypeParam;
-  const cuda::LaunchDevice device = cuda::launch_device();
   struct Case {
     std::int64_t first, second, rows;
   };
@@ -109,14 +120,6 @@ TYPED_TEST(CudaGemv, JoinedMatchesDouble) {
     const Floats residual = random_floats(c.rows, 7, 2.0f);
     const auto d_x1 = on_device<T>(x1), d_x2 = on_device<T>(x2), d_weight1 = on_device<T>(weight1),
                d_weight2 = on_device<T>(weight2), d_bias1 = on_device<T>(bias1), d_bias2 = on_device<T>(bias2);
-    const DeviceBuffer<float> d_residual(residual);
-    JoinedGemv<T> io;
-    io.inputs[0] = {d_x1.data(), {d_weight1.data(), d_bias1.data()}, c.first};
-    io.inputs[1] = {d_x2.data(), {d_weight2.data(), c.rows % 2 == 0 ? nullptr : d_bias2.data()}, c.second};
-    io.residual = d_residual.data();
-    io.rows = c.rows;
-    cuda::joined_gemv(io, device, nullptr);
-
     const std::vector<double> product1 = product(weight1, {x1.begin(), x1.end()}, c.rows),
                               product2 = product(weight2, {x2.begin(), x2.end()}, c.rows);
     std::vector<double> want(static_cast<std::size_t>(c.rows));
@@ -125,7 +128,17 @@ TYPED_TEST(CudaGemv, JoinedMatchesDouble) {
       if (c.first > 0) want[r] += bias1[r];
       if (c.second > 0 && c.rows % 2 != 0) want[r] += bias2[r];
     }
-    expect_near<float>(d_residual.download(), narrowed(want), "residual", kSumTolerance);
+    for (const cuda::LaunchDevice& device : launch_devices()) {
+      SCOPED_TRACE(testing::Message() << "overlapping " << device.overlapping);
+      const DeviceBuffer<float> d_residual(residual);
+      JoinedGemv<T> io;
+      io.inputs[0] = {d_x1.data(), {d_weight1.data(), d_bias1.data()}, c.first};
+      io.inputs[1] = {d_x2.data(), {d_weight2.data(), c.rows % 2 == 0 ? nullptr : d_bias2.data()}, c.second};
+      io.residual = d_residual.data();
+      io.rows = c.rows;
+      cuda::joined_gemv(io, device, nullptr);
+      expect_near<float>(d_residual.download(), narrowed(want), "residual", kSumTolerance);
+    }
   }
 }
 

@@ -2,11 +2,13 @@
 // The logits themselves: test/gpu/llama_test.cpp.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <random>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/llama.h"
+#include "llmc/cuda/llama_decoder.h"
 #include "llmc/infer/generate.h"
 
 namespace weft {
@@ -112,6 +114,41 @@ TEST(CudaLlamaDecoder, GenerationEndsWhereItShould) {
   EXPECT_EQ(stopped.ids, std::vector<std::int32_t>(whole.begin(), first + 1));
   EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
   EXPECT_EQ(stopped.context, kPrompt + (first - whole.begin()));
+}
+
+// -log p of every id, against the logits of the same decoder; and not one id more than there is room for.
+TEST(CudaLlamaDecoder, ScoresFollowTheLogits) {
+  const auto model = random_llama(Precision::fp32);
+  const auto decoder = model->decoder(kCapacity);
+  const std::vector<std::int32_t> prompt = prompt_ids();
+  std::vector<double> want;
+  for (std::size_t i = 0; i + 1 < prompt.size(); ++i) {
+    const std::span<const float> logits = decoder->decode(prompt[i]);
+    double sum = 0;
+    for (const float logit : logits) sum += std::exp(static_cast<double>(logit));
+    want.push_back(std::log(sum) - static_cast<double>(logits[static_cast<std::size_t>(prompt[i + 1])]));
+  }
+  const std::vector<double> got = decoder->score(prompt);
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-4 * std::abs(want[i]) + 1e-4) << i;
+
+  EXPECT_EQ(decoder->score(std::vector<std::int32_t>(kCapacity, 1)).size(), static_cast<std::size_t>(kCapacity) - 1);
+  try {
+    decoder->score(std::vector<std::int32_t>(kCapacity + 1, 1));
+    ADD_FAILURE() << "more ids were scored than there is room for";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::internal);
+  }
+}
+
+TEST(CudaLlamaDecoder, ThePlanIsWhatIsAllocated) {
+  for (const Precision precision : {Precision::bf16, Precision::fp32}) {
+    const auto model = random_llama(precision);
+    const auto planned = cuda::plan_llama_decoder(model->config(), precision, kCapacity),
+               reported = model->decoder(kCapacity)->memory();
+    ASSERT_EQ(planned.size(), reported.size());
+    for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
+  }
 }
 
 TEST(CudaLlamaDecoder, DamagedLogitsAreAnErrorOnce) {

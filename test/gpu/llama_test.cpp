@@ -10,8 +10,11 @@
 #include "llmc/base/error.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/cuda/llama.h"
+#include "llmc/cuda/step_graph.h"
+#include "llmc/cuda/stream.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
+#include "test/gpu/device_buffer.h"
 
 namespace weft {
 namespace {
@@ -248,10 +251,78 @@ TEST(CudaLlama, GraphsGiveTheBitsOfSingleLaunches) {
           }
           return all;
         };
-        EXPECT_TRUE(same_bits(state(true), state(false))) << "dropout " << dropout;
+        testing::internal::CaptureStderr();
+        const std::vector<float> with_graph = state(true);
+        EXPECT_EQ(testing::internal::GetCapturedStderr().find("no CUDA graph"), std::string::npos)
+            << "nothing to compare";
+        EXPECT_TRUE(same_bits(with_graph, state(false))) << "dropout " << dropout;
       }
     }
   }
+}
+
+// A list of two or three launches, counted: eager, captured, replayed, updated when a value changes, built anew when the list
+// has another shape.
+TEST(CudaStepGraph, ReplaysUntilAValueChanges) {
+  constexpr std::size_t kBytes = 64;
+  const test::DeviceBuffer<unsigned char> first(kBytes), second(kBytes);
+  const cuda::Stream stream;
+  cuda::StepGraph graph;
+  int listed = 0;
+  const auto run = [&](std::uint64_t value, std::uint64_t launches) {
+    graph.run(stream, {value, launches}, [&] {
+      ++listed;
+      for (std::uint64_t i = 0; i < launches; ++i) {
+        const auto& to = i % 2 == 0 ? first : second;
+        cuda::check(cudaMemsetAsync(to.data(), static_cast<int>(value + i), kBytes, stream), "test");
+      }
+    });
+    stream.synchronize("test");
+    // What the last two launches wrote; both buffers are spoilt for the next run.
+    for (std::uint64_t i = launches - 2; i < launches; ++i) {
+      const auto& from = i % 2 == 0 ? first : second;
+      EXPECT_EQ(from.download(), std::vector<unsigned char>(kBytes, static_cast<unsigned char>(value + i)));
+    }
+    cuda::check(cudaMemset(first.data(), 0xff, kBytes), "test");
+    cuda::check(cudaMemset(second.data(), 0xff, kBytes), "test");
+    cuda::check(cudaDeviceSynchronize(), "test");
+  };
+  run(1, 2);
+  EXPECT_FALSE(graph.replays()) << "the first run is eager";
+  run(1, 2);
+  EXPECT_TRUE(graph.replays());
+  EXPECT_EQ(listed, 2);
+  run(1, 2);
+  run(1, 2);
+  EXPECT_EQ(listed, 2) << "the same values were listed again";
+  run(7, 2);
+  run(7, 2);
+  EXPECT_EQ(listed, 3);
+  run(7, 3);  // another shape
+  EXPECT_EQ(listed, 4);
+  run(7, 3);
+  EXPECT_EQ(listed, 4);
+  EXPECT_TRUE(graph.replays());
+}
+
+// Launches that wait for the GPU cannot be captured: they run as they are, and one warning says so.
+TEST(CudaStepGraph, WhatCannotBeCapturedRunsEagerly) {
+  constexpr std::size_t kBytes = 64;
+  const test::DeviceBuffer<unsigned char> buffer(kBytes);
+  const cuda::Stream stream;
+  cuda::StepGraph graph;
+  testing::internal::CaptureStderr();
+  for (int value = 1; value < 6; ++value) {
+    graph.run(stream, {static_cast<std::uint64_t>(value), 0}, [&] {
+      cuda::check(cudaMemsetAsync(buffer.data(), value, kBytes, stream), "a launch");
+      cuda::check(cudaStreamSynchronize(stream), "a list that waits");
+    });
+    EXPECT_FALSE(graph.replays());
+    EXPECT_EQ(buffer.download(), std::vector<unsigned char>(kBytes, static_cast<unsigned char>(value)));
+  }
+  const std::string warning = testing::internal::GetCapturedStderr();
+  EXPECT_NE(warning.find("a list that waits"), std::string::npos) << warning;
+  EXPECT_EQ(warning.find("no CUDA graph"), warning.rfind("no CUDA graph")) << warning;
 }
 
 // zero_gradients() writes nothing by itself: whoever reads must see the same as if it had.

@@ -282,12 +282,29 @@ TEST(CudaNeox, GenerationEndsWhereItShould) {
     const std::vector<std::int32_t> all = generated(*model, prompt, options).ids;
     ASSERT_EQ(all.size(), 40u);
 
-    options.stop_ids = {all[7]};  // the first id that is equal to it ends the text
-    const std::size_t end = static_cast<std::size_t>(std::find(all.begin(), all.end(), all[7]) - all.begin()) + 1;
-    const GenerateResult stopped = generated(*model, prompt, options);
-    EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
-    EXPECT_EQ(stopped.ids, std::vector(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(end)));
-    EXPECT_EQ(model->length(), 10 + static_cast<std::int64_t>(end) - 1);
+    // Stopped by the id at 0 or at 7, and on from there: the cache is that of a model which was fed the same ids one by one,
+    // whatever was queued beyond the stop.
+    for (const std::size_t at : {std::size_t{0}, std::size_t{7}}) {
+      const std::size_t end = static_cast<std::size_t>(std::find(all.begin(), all.end(), all[at]) - all.begin()) + 1;
+      const auto begin = all.begin(), stop = begin + static_cast<std::ptrdiff_t>(end);
+      model->reset();
+      model->prefill(prompt);
+      std::vector<float> want;
+      for (auto id = begin; id != stop; ++id) want = copy(model->decode(*id));
+
+      options.stop_ids = {all[at]};  // the first id that is equal to it ends the text
+      const GenerateResult stopped = generated(*model, prompt, options);
+      EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
+      EXPECT_EQ(stopped.ids, std::vector(begin, stop));
+      EXPECT_EQ(model->length(), 10 + static_cast<std::int64_t>(end) - 1);
+      EXPECT_TRUE(same_bits(model->decode(all[end - 1]), want)) << "stopped at " << end - 1;
+
+      generated(*model, prompt, options);
+      GenerateOptions rest = options;
+      rest.stop_ids = {};
+      rest.max_tokens = 40 - static_cast<std::int64_t>(end);
+      EXPECT_EQ(generate(*model, nullptr, std::span(all).subspan(end - 1, 1), rest).ids, std::vector(stop, all.end()));
+    }
 
     options.stop_ids = {};
     int asked = 0;

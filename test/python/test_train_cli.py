@@ -224,6 +224,13 @@ def test_from_scratch_with_a_sample(tmp_path):
     assert [r["text"][:4] for r in log if r["type"] == "sample"] == ["Once"]
     assert abs(losses(tmp_path / "run")[1][0] - np.log(2048)) < 0.2
     assert tokenizer.read_bytes() in (tmp_path / "run" / "step_00000003" / "model.bin").read_bytes()
+    # The plan counts the decoder that writes samples.
+    if "CUDA" in run_program("--version").stdout:
+        for every in (3, 0):
+            planned = train(data, tmp_path / "no", "--config", "tiny", "--model=", "--val=", "--device", "cuda",
+                            "--sample-every", every, "--dry-run")
+            assert planned.returncode == 0, planned.stderr
+            assert ("workspace of samples" in planned.stdout) == (every > 0)
 
 
 def test_numbers_do_not_follow_the_locale(data, tmp_path, comma_locale):
