@@ -67,8 +67,7 @@ struct WarpShape {
   int warps_k = 0, warps_r = 0;
   int stage_bytes = 0;
 };
-WarpShape warp_shape(const ModelConfig& config) {
-  const std::int64_t C = config.hidden_size;
+constexpr WarpShape warp_shape(std::int64_t C) {
   WarpShape shape;
   if (C % 16 != 0 || C < 16) return {};
   if (C <= 2560) {
@@ -85,6 +84,16 @@ WarpShape warp_shape(const ModelConfig& config) {
   }
   return shape;
 }
+
+// Sampling takes the first threads of the consumers.
+static_assert([] {
+  for (std::int64_t C = 0; C <= 5120; C += 16) {
+    const WarpShape shape = warp_shape(C);
+    const int warps = shape.warps_k * shape.warps_r;
+    if (warps != 0 && (warps > kMaxWarps || warps * kWarpSize < kSamplerThreads)) return false;
+  }
+  return true;
+}());
 
 int attribute(cudaDeviceAttr which) {
   int device = 0, value = 0;
@@ -118,8 +127,7 @@ std::vector<Shares> make_shares(const ModelConfig& config, int blocks, bool laye
 }
 
 // The smallest models spend their time on telling each other; fewer blocks have less to tell.
-int default_blocks(const ModelConfig& config) {
-  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+int default_blocks(const ModelConfig& config, int multiprocessors) {
   return config.hidden_size <= 256 ? (multiprocessors + 1) / 2 : multiprocessors;
 }
 
@@ -153,6 +161,91 @@ Regions plan_workspace(const ModelConfig& config, int blocks) {
   return r;
 }
 
+// How a model runs on a device, or why it does not.
+struct Plan {
+  std::string refusal;
+  WarpShape shape;
+  int blocks = 0;
+  std::vector<Shares> shares;
+  Sizes sizes{};
+  SharedLayout layout{};
+};
+Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+  Plan plan;
+  const auto refuse = [&](std::string why) {
+    plan.refusal = std::move(why);
+    return plan;
+  };
+  const auto number = [](std::int64_t value) { return static_cast<long long>(value); };
+  if (device.arch < 90) {
+    return refuse(
+        format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch));
+  }
+  if (config.family != Family::gpt_neox) return refuse("fused decoding runs GPT-NeoX models only");
+  if (!config.parallel_residual) return refuse("fused decoding runs models with the parallel residual only");
+  if (config.ffn_size != 4 * config.hidden_size) {
+    return refuse(format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
+                         number(config.hidden_size)));
+  }
+  if (config.head_dim % kLane != 0 || config.head_dim > 256) {
+    return refuse(format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld",
+                         number(config.head_dim)));
+  }
+  const WarpShape shape = plan.shape = warp_shape(config.hidden_size);
+  if (shape.warps_k == 0) {
+    return refuse(format(
+        "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
+        number(config.hidden_size)));
+  }
+  if (config.num_layers > kMaxLayers || config.vocab_size >= std::int64_t{1} << 20) {
+    return refuse(format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers));
+  }
+
+  plan.blocks = tuning.blocks > 0 ? std::min(tuning.blocks, device.multiprocessors)
+                                  : default_blocks(config, device.multiprocessors);
+  plan.shares = make_shares(config, plan.blocks, tuning.layer_only);
+  const int chunk_rows = kLinesAtOnce / shape.lines * shape.warps_r;
+  const int consumers = shape.warps_k * shape.warps_r * kWarpSize;
+  int most_rows = chunk_rows;
+  for (const Shares& own : plan.shares) {
+    for (const Rows rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
+  }
+  if (plan.blocks < 1 || most_rows > consumers) {  // a thread finishes one row
+    return refuse(format(
+        "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at most %d are "
+        "possible",
+        plan.blocks, most_rows, consumers));
+  }
+
+  Sizes& p = plan.sizes;
+  p.rope_half = static_cast<int>(config.rope.rotary_dim / 2);
+  p.L = static_cast<int>(config.num_layers);
+  p.C = static_cast<int>(config.hidden_size);
+  p.F = static_cast<int>(config.ffn_size);
+  p.V = static_cast<int>(config.vocab_size);
+  p.NH = static_cast<int>(config.num_heads);
+  p.HS = static_cast<int>(config.head_dim);
+  p.warps_k = shape.warps_k;
+  p.warps_r = shape.warps_r;
+  p.stage_bytes = shape.stage_bytes;
+  p.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
+  p.max_splits = max_splits_of(config, plan.blocks);
+  // The ring takes the shared memory that nothing else needs.
+  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
+  const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
+  for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
+    if (shared_layout(p).bytes <= most) break;
+  }
+  plan.layout = shared_layout(p);
+  if (plan.layout.bytes > most) {
+    return refuse(format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes,
+                         most));
+  }
+  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
+  p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
+  return plan;
+}
+
 std::uint64_t read_word(std::uint64_t& word) {
   return std::atomic_ref<std::uint64_t>(word).load(std::memory_order_acquire);
 }
@@ -160,29 +253,7 @@ std::uint64_t read_word(std::uint64_t& word) {
 }  // namespace
 
 std::string fused_decode_refusal(const ModelConfig& config, const Device& device) {
-  const auto number = [](std::int64_t value) { return static_cast<long long>(value); };
-  if (device.arch < 90) {
-    return format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch);
-  }
-  if (config.family != Family::gpt_neox) return "fused decoding runs GPT-NeoX models only";
-  if (!config.parallel_residual) return "fused decoding runs models with the parallel residual only";
-  if (config.ffn_size != 4 * config.hidden_size) {
-    return format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
-                  number(config.hidden_size));
-  }
-  if (config.head_dim % kLane != 0 || config.head_dim > 256) {
-    return format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld",
-                  number(config.head_dim));
-  }
-  if (warp_shape(config).warps_k == 0) {
-    return format(
-        "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
-        number(config.hidden_size));
-  }
-  if (config.num_layers > kMaxLayers || config.vocab_size >= std::int64_t{1} << 20) {
-    return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
-  }
-  return {};
+  return plan_of(config, device, {}).refusal;
 }
 
 const char* fused_stamp_name(int event) {
@@ -198,7 +269,7 @@ struct FusedDecode<S>::State {
   cudaStream_t stream = nullptr;
   FusedTuning tuning;
   int blocks = 0, threads = 0;
-  SharedLayout layout{};
+  int shared_bytes = 0;
   const void* kernel = nullptr;
   Parameters<S> parameters{};
   Regions regions;
@@ -210,11 +281,12 @@ struct FusedDecode<S>::State {
   FusedRequest request;
   Result result;
 
-  State(const ModelConfig& model, const FusedTuning& chosen)
+  State(const ModelConfig& model, const FusedTuning& chosen, const Plan& plan)
       : config(model),
         tuning(chosen),
-        blocks(chosen.blocks > 0 ? std::min(chosen.blocks, attribute(cudaDevAttrMultiProcessorCount))
-                                 : default_blocks(model)),
+        blocks(plan.blocks),
+        threads((plan.shape.warps_k * plan.shape.warps_r + 2) * kWarpSize),
+        shared_bytes(plan.layout.bytes),
         regions(plan_workspace(model, blocks)),
         workspace(regions.plan),
         mailbox_memory(sizeof(Mailbox)) {}
@@ -230,32 +302,20 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
                             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
   device.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
-  const std::string refusal = fused_decode_refusal(config, device);
-  if (!refusal.empty()) fail(Exit::environment, "%s", refusal.c_str());
-  state_ = std::make_unique<State>(config, tuning);
+  device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const Plan plan = plan_of(config, device, tuning);
+  if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
+  state_ = std::make_unique<State>(config, tuning, plan);
   State& s = *state_;
   s.stream = stream;
-  const WarpShape shape = warp_shape(config);
-  s.threads = (shape.warps_k * shape.warps_r + 2) * kWarpSize;
-  const int consumers = s.threads - 2 * kWarpSize;
-  s.kernel = shape.lines == 1 ? reinterpret_cast<const void*>(fused_decode_kernel<S, 1>)
-                              : reinterpret_cast<const void*>(fused_decode_kernel<S, 2>);
-  const std::vector<Shares> shares = make_shares(config, s.blocks, tuning.layer_only);
-  const int chunk_rows = kLinesAtOnce / shape.lines * shape.warps_r;
-  int most_rows = chunk_rows;
-  for (const Shares& own : shares) {
-    for (const Rows rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
-  }
-  if (most_rows > consumers) {
-    fail(Exit::environment,
-         "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at "
-         "most %d are possible",
-         s.blocks, most_rows, consumers);
-  }
+  s.kernel = plan.shape.lines == 1 ? reinterpret_cast<const void*>(fused_decode_kernel<S, 1>)
+                                   : reinterpret_cast<const void*>(fused_decode_kernel<S, 2>);
 
   Parameters<S>& p = s.parameters;
   const Regions& r = s.regions;
   const DeviceArena& memory = s.workspace;
+  static_cast<Sizes&>(p) = plan.sizes;
   p.layers = memory.at<Layer<S>>(r.layers);
   p.shares = memory.at<Shares>(r.shares);
   p.embedding = weights.embedding;
@@ -264,20 +324,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.capacity = cache.capacity;
   p.rope_cos = rope.cos;
   p.rope_sin = rope.sin;
-  p.rope_half = static_cast<int>(rope.half);
   p.eps = static_cast<float>(config.norm_eps);
   p.scale = static_cast<float>(std::numbers::log2e / std::sqrt(static_cast<double>(config.head_dim)));
-  p.L = static_cast<int>(config.num_layers);
-  p.C = static_cast<int>(config.hidden_size);
-  p.F = static_cast<int>(config.ffn_size);
-  p.V = static_cast<int>(config.vocab_size);
-  p.NH = static_cast<int>(config.num_heads);
-  p.HS = static_cast<int>(config.head_dim);
-  p.warps_k = shape.warps_k;
-  p.warps_r = shape.warps_r;
-  p.stage_bytes = shape.stage_bytes;
-  p.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
-  p.max_splits = max_splits_of(config, s.blocks);
   p.control = memory.at<Control>(r.control);
   p.x = memory.at<std::uint64_t>(r.x);
   p.qkv = memory.at<std::uint64_t>(r.qkv);
@@ -294,22 +342,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
   std::memset(p.mailbox, 0, sizeof(Mailbox));
 
-  // The ring takes the shared memory that nothing else needs.
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, s.kernel), "fused decoding");
-  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - static_cast<int>(attributes.sharedSizeBytes);
-  const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
-  for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
-    if (shared_layout(p).bytes <= most) break;
-  }
-  s.layout = shared_layout(p);
-  if (s.layout.bytes > most) {
-    fail(Exit::environment, "fused decoding: needs %d bytes of shared memory a block, this GPU has %d", s.layout.bytes,
-         most);
-  }
-  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
-  p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
-  check(cudaFuncSetAttribute(s.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.layout.bytes), "fused decoding");
+  check(cudaFuncSetAttribute(s.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes), "fused decoding");
 
   std::vector<Layer<S>> layers;
   for (const NeoxLayerWeights<S>& w : weights.layers) {
@@ -325,7 +358,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
     check(cudaMemcpyAsync(memory.at<char>(offset), from, bytes, cudaMemcpyHostToDevice, stream), "fused decoding");
   };
   upload(r.layers, layers.data(), layers.size() * sizeof(Layer<S>));
-  upload(r.shares, shares.data(), shares.size() * sizeof(Shares));
+  upload(r.shares, plan.shares.data(), plan.shares.size() * sizeof(Shares));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
@@ -338,7 +371,7 @@ FusedDecode<S>::~FusedDecode() {
 
 template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
-  return {{"fused decoding: workspace", plan_workspace(config, default_blocks(config)).plan.bytes()}};
+  return {{"fused decoding: workspace", plan_workspace(config, default_blocks(config, attribute(cudaDevAttrMultiProcessorCount))).plan.bytes()}};
 }
 
 template <typename S>
@@ -371,7 +404,7 @@ void FusedDecode<S>::launch(const FusedRequest& request) {
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(static_cast<unsigned>(s.blocks));
   launch.blockDim = dim3(static_cast<unsigned>(s.threads));
-  launch.dynamicSmemBytes = static_cast<std::size_t>(s.layout.bytes);
+  launch.dynamicSmemBytes = static_cast<std::size_t>(s.shared_bytes);
   launch.stream = s.stream;
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;

@@ -53,21 +53,25 @@ struct Control {
   alignas(128) std::uint64_t next;  // (token + 1) << 32 | stop << 31 | id
 };
 
+// The model's sizes and how it is divided, which the storage type has no part in.
+struct Sizes {
+  int rope_half;
+  int L, C, F, V, NH, HS;
+  int warps_k, warps_r;  // consumer warps along a row, groups of them along rows
+  int stages, stage_bytes, window;
+  int partial_rows;  // rows whose partial sums fit in shared memory
+  int max_splits;
+};
+
 template <typename S>
-struct Parameters {
+struct Parameters : Sizes {
   const Layer<S>* layers;  // [L + 1]: the last one holds the head in `qkv` and the final norm in norm1
   const Shares* shares;    // [blocks]
   const S* embedding;
   S *keys, *values;
   std::int64_t capacity;
   const float *rope_cos, *rope_sin;
-  int rope_half;
   float eps, scale;  // scale: log2(e) / sqrt(head_dim)
-  int L, C, F, V, NH, HS;
-  int warps_k, warps_r;  // consumer warps along a row, groups of them along rows
-  int stages, stage_bytes, window;
-  int partial_rows;  // rows whose partial sums fit in shared memory
-  int max_splits;
   // workspace
   Control* control;
   std::uint64_t* x;          // [C]: layers done << 32 | fp32 bits
@@ -92,12 +96,11 @@ struct Parameters {
   std::uint64_t* stamps;  // or null
 };
 
-// Where everything lies in dynamic shared memory; host and device compute it alike.
+// Where everything lies in dynamic shared memory; host and device compute it alike. Storage types have 16 bits.
 struct SharedLayout {
   int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
 };
-template <typename S>
-__host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
+__host__ __device__ inline SharedLayout shared_layout(const Sizes& p) {
   const int warps = p.warps_k * p.warps_r;
   const auto up16 = [](int bytes) { return (bytes + 15) / 16 * 16; };
   SharedLayout at{};
@@ -107,12 +110,12 @@ __host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
     end += up16(bytes);
     return start;
   };
-  at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<S>)));
+  at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<fp16>)));
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
   at.rope = take(2 * p.rope_half * 4);
   at.raw = take(3 * p.HS * 4);
   at.query = take(p.HS * 4);
-  at.added = take(2 * p.HS * static_cast<int>(sizeof(S)));
+  at.added = take(2 * p.HS * static_cast<int>(sizeof(fp16)));
   at.states = take(warps * (p.HS + 2) * 4);
   at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
   at.barriers = take((2 * p.stages + 2) * 8);
