@@ -142,6 +142,7 @@ struct Helper {
     unsigned before = 0;
     if (lane == 0) before = increase_modulo(p.head_parts + head, static_cast<unsigned>(splits - 1));
     if (__shfl_sync(~0u, before, 0) + 1 != static_cast<unsigned>(splits)) return true;
+    __syncwarp();  // the lanes read what lane 0 has acquired
     for (int d = lane * 4; d < HS; d += kWarpSize * 4) {
       float out[4] = {}, total = 0, most = -INFINITY;
       for (int first = 0; first < splits; first += kAhead) {

@@ -279,6 +279,7 @@ struct Producer {
         if (!c.wait_for([&] { return *steps >= wanted || *const_cast<volatile int*>(&c.flags.stop) != 0; }))
           return false;
         if (*const_cast<volatile int*>(&c.flags.stop) != 0) return false;
+        __threadfence_block();  // the other half of the helper's, before the copies' own
         fence_async_proxy_global();
         checked = true;
       }
