@@ -96,6 +96,15 @@ struct Parameters : Sizes {
   std::uint64_t* stamps;  // or null
 };
 
+// Words of shared memory between the warps of a block.
+struct Flags {
+  int abort;             // something went wrong here or elsewhere: waits return at once
+  int stop;              // no token follows
+  unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
+  std::int32_t id;       // of the next token
+  float reduction[2][kMaxWarps];
+};
+
 // Where everything lies in dynamic shared memory; host and device compute it alike. Storage types have 16 bits.
 struct SharedLayout {
   int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;

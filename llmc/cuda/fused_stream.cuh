@@ -139,15 +139,6 @@ __device__ inline float gelu(float x) {
 
 // ---- what producer and consumers share ------------------------------------------------------------------------------
 
-// Words of shared memory between the warps of a block.
-struct Flags {
-  int abort;             // something went wrong here or elsewhere: waits return at once
-  int stop;              // no token follows
-  unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
-  std::int32_t id;       // of the next token
-  float reduction[2][kMaxWarps];
-};
-
 // Something did not arrive within the time limit: everybody ends.
 static __device__ __noinline__ void time_out(Control* control, Mailbox* mailbox, unsigned serial, volatile int* abort) {
   if (atomicExch(&control->abort.value, 1u) == 0) {
