@@ -78,82 +78,80 @@ struct Consumer {
     turn ^= 1;
   }
 
-  // Two chunks at a time, so that the latencies of one hide behind the other: what is in registers is released at once.
+  // Rows come two chunks at a time, because one butterfly then folds twice as many sums. A chunk is in registers, and its
+  // slot free, before the arithmetic on the chunk before it begins: neither waits for the other. What lies outside of a row
+  // stays 0; rows that do not exist are whatever the slot or the registers hold, and no sum of them is kept.
+
+  // kPieces pieces of each of kEach rows, from `own` bytes into the next chunk; an offset below 0 is outside.
+  template <int kEach, int kPieces>
+  __device__ __forceinline__ void load_chunk(uint4 (&w)[kEach][kPieces], unsigned own, int row_bytes,
+                                             const int (&offset)[kPieces]) {
+    const unsigned from = begin_chunk() + own;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        if (offset[i] >= 0) w[j][i] = load_shared(from + j * row_bytes + offset[i]);
+      }
+    }
+    end_chunk();
+  }
 
   // `count` rows of C elements, times the inputs; at most partial_rows.
   __device__ __forceinline__ void narrow_rows(int count, const float (&input)[kInputs]) {
     const Parameters<S>& p = c.p;
     const int row_bytes = 2 * p.C, chunk_rows = kRows * p.warps_r;
+    const unsigned own = warp_r * kRows * row_bytes;
     float* partial = partials() + warp_k * p.partial_rows;
-    bool inside[QC];
+    int offset[QC];
 #pragma unroll
-    for (int i = 0; i < QC; ++i) inside[i] = piece(i) * kLane < p.C;
+    for (int i = 0; i < QC; ++i) offset[i] = piece(i) * kLane < p.C ? piece(i) * 16 : -1;
+    uint4 w[2][kRows][QC] = {};
+    if (count > 0) load_chunk(w[0], own, row_bytes, offset);
     for (int first = 0; first < count; first += 2 * chunk_rows) {
-      const int row = first + warp_r * kRows;  // this warp's first
-      uint4 w[2][kRows][QC];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int left = count - row - half * chunk_rows;
-        const bool exists = first + half * chunk_rows < count;
-        const unsigned from =
-            exists ? begin_chunk() + warp_r * kRows * row_bytes + (warp_k * kWarpSize + lane) * 16 : 0;
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-#pragma unroll
-          for (int i = 0; i < QC; ++i) {
-            w[half][j][i] = make_uint4(0, 0, 0, 0);
-            if (inside[i] && j < left) w[half][j][i] = load_shared(from + j * row_bytes + i * p.warps_k * 512);
-          }
-        }
-        if (exists) end_chunk();
-      }
       float sums[2 * kRows] = {};
+      if (first + chunk_rows < count) load_chunk(w[1], own, row_bytes, offset);
 #pragma unroll
       for (int i = 0; i < QC; ++i) {
 #pragma unroll
-        for (int j = 0; j < 2 * kRows; ++j) dot<S>(sums[j], w[j / kRows][j % kRows][i], input + i * kLane);
+        for (int j = 0; j < kRows; ++j) dot<S>(sums[j], w[0][j][i], input + i * kLane);
+      }
+      if (first + 2 * chunk_rows < count) load_chunk(w[0], own, row_bytes, offset);
+#pragma unroll
+      for (int i = 0; i < QC; ++i) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) dot<S>(sums[kRows + j], w[1][j][i], input + i * kLane);
       }
       const float sum = fold(sums, lane);
       constexpr int kSpan = kWarpSize / (2 * kRows);
-      const int j = lane / kSpan, target = row + (j < kRows ? j : chunk_rows + j - kRows);
+      const int j = lane / kSpan, target = first + warp_r * kRows + (j < kRows ? j : chunk_rows + j - kRows);
       if (lane % kSpan == 0 && target < count) partial[target] = sum;
     }
   }
 
   // `count` rows of F = 4 C elements, times the inputs. A chunk holds a row for each group of warps, or half a row.
   __device__ __forceinline__ void wide_rows(int count, const float (&input)[kHidden]) {
-    constexpr int kTogether = 2 / QC;  // rows of this warp in two chunks
     const Parameters<S>& p = c.p;
+    const int together = 2 / QC * p.warps_r;  // rows in two chunks
+    const unsigned own = warp_r * 2 * p.F;
     float* partial = partials() + warp_k * p.partial_rows;
-    bool inside[4];
+    int offset[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) inside[i] = QC > 1 || piece(i) * kLane < p.F;
-    for (int first = 0; first < count; first += kTogether * p.warps_r) {
-      uint4 w[2][4];
+    for (int i = 0; i < 4; ++i) offset[i] = QC > 1 || piece(i) * kLane < p.F ? piece(i) * 16 : -1;
+    uint4 w[2][1][4] = {};
+    if (count > 0) load_chunk(w[0], own, 0, offset);
+    for (int first = 0; first < count; first += together) {
+      float sums[2][4] = {}, rows[2];
+      if (QC > 1 || first + p.warps_r < count) load_chunk(w[1], own, 0, offset);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dot<S>(sums[0][i], w[0][0][i], input + i * kLane);
+      if (first + together < count) load_chunk(w[0], own, 0, offset);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dot<S>(sums[1][i], w[1][0][i], input + ((QC == 1 ? 0 : 4) + i) * kLane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int begin = first + (QC == 1 ? half * p.warps_r : 0);  // rows of the chunk
-        const bool exists = begin < count, mine = begin + warp_r < count;
-        const unsigned from = exists ? begin_chunk() + warp_r * 2 * p.F + (warp_k * kWarpSize + lane) * 16 : 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          w[half][i] = make_uint4(0, 0, 0, 0);
-          if (inside[i] && mine) w[half][i] = load_shared(from + i * p.warps_k * 512);
-        }
-        if (exists) end_chunk();
-      }
-      float sums[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          dot<S>(sums[half][i], w[half][i], input + ((QC == 1 ? 0 : half * 4) + i) * kLane);
-        }
-      }
-      float rows[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
         rows[half] = (sums[half][0] + sums[half][1]) + (sums[half][2] + sums[half][3]);
+      }
       if constexpr (QC == 1) {
         const float sum = fold(rows, lane);
         const int target = first + (lane / 16) * p.warps_r + warp_r;
