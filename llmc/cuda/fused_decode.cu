@@ -15,20 +15,21 @@
 // Order of a layer, for each block, with what it waits for. Work that does not depend on a result stands between making
 // it and needing it:
 //
-//   residual x of all rows       needed at once: each word carries the number of its layer, so the data is its own flag
+//   residual x of all rows       needed at once: a bit of each word tells its layer, so the data is its own flag
 //   LayerNorms, both             every block does them for itself: cheaper than sharing the result
-//   QKV rows                     words with the number of the layer, too
-//   MLP-up rows, GELU            announced by a counter
+//   QKV rows                     such words, too
+//   MLP-up rows, GELU            such words
 //   attention                    an item is a head and a part of the context; its query has come during MLP-up
 //   MLP-down rows                need all MLP-up rows, finished while attention was computed
-//   output projection rows       need all of attention, finished during MLP-down: words with the number of the layer; adds
-//                                both to the residual that the row's owner keeps in a register
+//   output projection rows       need all of attention, finished during MLP-down; adds both to the residual that the
+//                                row's owner keeps in a register
 //
 // A global access takes a microsecond or two behind the copies in flight. What attention reads and writes there is done by
 // a helper warp beside the consumers: it waits for q, k and v of its item, turns q and k, appends to the cache, and merges
 // the parts of a head. So one synchronisation of four is not hidden (x), one half (MLP-up), and the ring's slack covers
-// them. After the last layer the head's rows, the greatest logit of each block, and block 0 picks the id, tells the host
-// through page-locked memory and the others through one word.
+// them. After the last layer the head's rows and the greatest logit of each block; every block finds the greatest of these
+// for itself. Where an id is drawn, block 0 draws it and tells the others through one word. Block 0 tells the host through
+// page-locked memory.
 //
 // Reuse of global buffers needs no further synchronisation: a block writes a buffer again only after it has seen results
 // that every reader of the old contents could only make after reading them.
@@ -126,9 +127,13 @@ std::vector<Shares> make_shares(const ModelConfig& config, int blocks, bool laye
   return shares;
 }
 
-// The smallest models spend their time on telling each other; fewer blocks have less to tell.
-int default_blocks(const ModelConfig& config, int multiprocessors) {
-  return config.hidden_size <= 256 ? (multiprocessors + 1) / 2 : multiprocessors;
+// The smallest models spend their time on telling each other; fewer blocks have less to tell. Every block has a QKV row: so
+// nobody writes the next layer's x before it has this one's.
+int blocks_for(const ModelConfig& config, int multiprocessors, int wanted) {
+  const int chosen = wanted > 0                  ? std::min(wanted, multiprocessors)
+                     : config.hidden_size <= 256 ? (multiprocessors + 1) / 2
+                                                 : multiprocessors;
+  return static_cast<int>(std::min<std::int64_t>(chosen, 3 * config.hidden_size));
 }
 
 int max_splits_of(const ModelConfig& config, int blocks) {
@@ -138,7 +143,7 @@ int max_splits_of(const ModelConfig& config, int blocks) {
 // Regions of the workspace; `blocks` bounds what depends on it.
 struct Regions {
   MemoryPlan plan{"fused decoding: workspace"};
-  std::uint64_t control, x, qkv, attention, head_parts, cleared, h, part_out, part_sum, head_best, shares, layers,
+  std::uint64_t control, x, qkv, attention, h, head_parts, head_best, cleared, part_out, part_sum, shares, layers,
       logits;
 };
 Regions plan_workspace(const ModelConfig& config, int blocks) {
@@ -146,15 +151,15 @@ Regions plan_workspace(const ModelConfig& config, int blocks) {
   const std::int64_t parts = config.num_heads * max_splits_of(config, blocks);
   Regions r;
   r.control = r.plan.add(sizeof(Control));
-  r.x = r.plan.add(n(config.hidden_size, 8));
-  r.qkv = r.plan.add(n(3 * config.hidden_size, 8));
-  r.attention = r.plan.add(n(config.hidden_size, 8));
+  r.x = r.plan.add(n(config.hidden_size, sizeof(Word)));
+  r.qkv = r.plan.add(n(3 * config.hidden_size, sizeof(Word)));
+  r.attention = r.plan.add(n(config.hidden_size, sizeof(Word)));
+  r.h = r.plan.add(n(config.ffn_size, sizeof(Word)));
   r.head_parts = r.plan.add(n(config.num_heads, 4));
+  r.head_best = r.plan.add(n(blocks, 8));
   r.cleared = r.plan.bytes();
-  r.h = r.plan.add(n(config.ffn_size, 4));
   r.part_out = r.plan.add(n(parts * config.head_dim, 4));
   r.part_sum = r.plan.add(n(parts, sizeof(float2)));
-  r.head_best = r.plan.add(n(blocks, sizeof(ulonglong2)));
   r.shares = r.plan.add(n(blocks, sizeof(Shares)));
   r.layers = r.plan.add(n(config.num_layers + 1, sizeof(Layer<fp16>)));
   r.logits = r.plan.add(n(config.vocab_size, 4));
@@ -201,8 +206,7 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
     return refuse(format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers));
   }
 
-  plan.blocks = tuning.blocks > 0 ? std::min(tuning.blocks, device.multiprocessors)
-                                  : default_blocks(config, device.multiprocessors);
+  plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   plan.shares = make_shares(config, plan.blocks, tuning.layer_only);
   const int chunk_rows = kLinesAtOnce / shape.lines * shape.warps_r;
   const int consumers = shape.warps_k * shape.warps_r * kWarpSize;
@@ -257,9 +261,9 @@ std::string fused_decode_refusal(const ModelConfig& config, const Device& device
 }
 
 const char* fused_stamp_name(int event) {
-  static const char* const names[kFusedStamps] = {"x here",     "norms done",       "QKV done",  "up done",
-                                                  "query here", "attention done",   "up of all", "h requested",
-                                                  "down done",  "attention of all", "x written"};
+  static const char* const names[kFusedStamps] = {"x here",           "norms done",     "QKV done",  "up done",
+                                                  "query here",       "attention done", "up of all", "down done",
+                                                  "attention of all", "x written"};
   return event >= 0 && event < kFusedStamps ? names[event] : "?";
 }
 
@@ -327,14 +331,14 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.eps = static_cast<float>(config.norm_eps);
   p.scale = static_cast<float>(std::numbers::log2e / std::sqrt(static_cast<double>(config.head_dim)));
   p.control = memory.at<Control>(r.control);
-  p.x = memory.at<std::uint64_t>(r.x);
-  p.qkv = memory.at<std::uint64_t>(r.qkv);
-  p.attention = memory.at<std::uint64_t>(r.attention);
+  p.x = memory.at<Word>(r.x);
+  p.qkv = memory.at<Word>(r.qkv);
+  p.attention = memory.at<Word>(r.attention);
   p.head_parts = memory.at<unsigned>(r.head_parts);
-  p.h = memory.at<float>(r.h);
+  p.h = memory.at<Word>(r.h);
   p.part_out = memory.at<float>(r.part_out);
   p.part_sum = memory.at<float2>(r.part_sum);
-  p.head_best = memory.at<ulonglong2>(r.head_best);
+  p.head_best = memory.at<std::uint64_t>(r.head_best);
   p.logits = memory.at<float>(r.logits);
   p.mailbox = s.mailbox_memory.template at<Mailbox>(0);
   p.layer_only = tuning.layer_only;
@@ -371,7 +375,8 @@ FusedDecode<S>::~FusedDecode() {
 
 template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
-  return {{"fused decoding: workspace", plan_workspace(config, default_blocks(config, attribute(cudaDevAttrMultiProcessorCount))).plan.bytes()}};
+  return {{"fused decoding: workspace",
+           plan_workspace(config, blocks_for(config, attribute(cudaDevAttrMultiProcessorCount), 0)).plan.bytes()}};
 }
 
 template <typename S>

@@ -63,7 +63,7 @@ struct FusedTuning {
 
 // One time line: stamps[(layer * kFusedStamps + event) * blocks + block] in ns of the GPU's global timer, of the last token
 // of a launch.
-inline constexpr int kFusedStamps = 11;
+inline constexpr int kFusedStamps = 10;
 const char* fused_stamp_name(int event);
 struct FusedTimeline {
   std::int64_t layers = 0;  // and one more: the head

@@ -43,32 +43,32 @@ struct Helper {
 
   // q, k and v of the item's head: the query for the consumers, and with the last split the token's key and value for
   // them and for the cache.
-  __device__ bool prepare(int layer, int position, int head, bool newest, unsigned epoch) {
+  __device__ bool prepare(int layer, int position, int head, bool newest, unsigned step) {
     constexpr int kAhead = 8;
     const Parameters<S>& p = c.p;
     const int HS = p.HS, half = p.rope_half;
     float* raw = reinterpret_cast<float*>(shared + at.raw);
     float* query = reinterpret_cast<float*>(shared + at.query);
     S* added = reinterpret_cast<S*>(shared + at.added);
-    const std::uint64_t* from = p.qkv + head * 3 * HS;
+    const Word* from = p.qkv + head * 3 * HS;
     for (int first = lane; first - lane < 3 * HS; first += kAhead * kWarpSize) {
-      std::uint64_t words[kAhead];
+      Word words[kAhead];
       const bool came = wait([&] {
         bool good = true;
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) {
           const int e = first + u * kWarpSize;
-          words[u] = load_word(from + (e < 3 * HS ? e : 3 * HS - 1));
+          words[u] = load_relaxed(from + (e < 3 * HS ? e : 3 * HS - 1));
         }
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) good = good && static_cast<unsigned>(words[u] >> 32) == epoch;
+        for (int u = 0; u < kAhead; ++u) good = good && is_of(words[u], step);
         return good;
       });
       if (!came) return false;
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
         const int e = first + u * kWarpSize;
-        if (e < 3 * HS) raw[e] = __uint_as_float(static_cast<unsigned>(words[u]));
+        if (e < 3 * HS) raw[e] = value_of(words[u]);
       }
     }
     __syncwarp();
@@ -98,15 +98,13 @@ struct Helper {
     return true;
   }
 
-  __device__ void store_output(int element, const float (&out)[4], float sum, unsigned epoch) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      store_word(c.p.attention + element + j, static_cast<std::uint64_t>(epoch) << 32 | __float_as_uint(out[j] / sum));
-    }
+  __device__ void store_output(int element, const float (&out)[4], float sum, unsigned step) const {
+    store_words(c.p.attention + element, make_uint4(word_of(out[0] / sum, step), word_of(out[1] / sum, step),
+                                                    word_of(out[2] / sum, step), word_of(out[3] / sum, step)));
   }
 
   // Merges the consumers' states; the block that is the last of a head merges the parts of the head.
-  __device__ bool collect(int head, int split, int splits, unsigned epoch) {
+  __device__ bool collect(int head, int split, int splits, unsigned step) {
     constexpr int kAhead = 8;
     const Parameters<S>& p = c.p;
     const int HS = p.HS;
@@ -131,7 +129,7 @@ struct Helper {
       }
       if (d >= HS) continue;
       if (splits == 1) {
-        store_output(head * HS + d, out, sum, epoch);
+        store_output(head * HS + d, out, sum, step);
       } else {
         *reinterpret_cast<float4*>(p.part_out + (slot + split) * HS + d) = make_float4(out[0], out[1], out[2], out[3]);
       }
@@ -172,7 +170,7 @@ struct Helper {
           out[3] = fmaf(part[u].w, share, out[3]);
         }
       }
-      store_output(head * HS + d, out, total, epoch);
+      store_output(head * HS + d, out, total, step);
     }
     return true;
   }

@@ -40,17 +40,43 @@ __device__ inline unsigned increase_modulo(unsigned* address, unsigned last) {
 __device__ inline void store_word(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
+__device__ inline void store_word(Word* address, Word value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ inline void store_words(Word* address, const uint4& value) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ inline uint4 load_words(const Word* address) {
+  uint4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+// What a word says: see Word.
+__device__ inline Word word_of(float value, unsigned step) {
+  return (__float_as_uint(value) & ~1u) | (step & 1);
+}
+__device__ inline bool is_of(Word word, unsigned step) {
+  return ((word ^ step) & 1) == 0;
+}
+__device__ inline float value_of(Word word) {
+  return __uint_as_float(word & ~1u);
+}
 __device__ inline std::uint64_t load_word(const std::uint64_t* address) {
   std::uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
-__device__ inline void load_words(std::uint64_t& a, std::uint64_t& b, const std::uint64_t* address) {
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(address) : "memory");
-}
 // To and from the host.
 __device__ inline void store_system(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline void store_system_relaxed(std::uint64_t* address, std::uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ inline std::uint64_t load_system(const std::uint64_t* address) {
   std::uint64_t value;
