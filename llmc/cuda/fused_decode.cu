@@ -143,8 +143,7 @@ int max_splits_of(const ModelConfig& config, int blocks) {
 // Regions of the workspace; `blocks` bounds what depends on it.
 struct Regions {
   MemoryPlan plan{"fused decoding: workspace"};
-  std::uint64_t control, x, qkv, attention, h, head_parts, head_best, cleared, part_out, part_sum, shares, layers,
-      logits;
+  std::uint64_t control, x, qkv, attention, h, parts, head_best, cleared, shares, layers, logits;
 };
 Regions plan_workspace(const ModelConfig& config, int blocks) {
   const auto n = [](std::int64_t count, std::size_t size) { return static_cast<std::uint64_t>(count) * size; };
@@ -155,11 +154,9 @@ Regions plan_workspace(const ModelConfig& config, int blocks) {
   r.qkv = r.plan.add(n(3 * config.hidden_size, sizeof(Word)));
   r.attention = r.plan.add(n(config.hidden_size, sizeof(Word)));
   r.h = r.plan.add(n(config.ffn_size, sizeof(Word)));
-  r.head_parts = r.plan.add(n(config.num_heads, 4));
+  r.parts = r.plan.add(n(parts * (config.head_dim + 2), 8));
   r.head_best = r.plan.add(n(blocks, 8));
   r.cleared = r.plan.bytes();
-  r.part_out = r.plan.add(n(parts * config.head_dim, 4));
-  r.part_sum = r.plan.add(n(parts, sizeof(float2)));
   r.shares = r.plan.add(n(blocks, sizeof(Shares)));
   r.layers = r.plan.add(n(config.num_layers + 1, sizeof(Layer<fp16>)));
   r.logits = r.plan.add(n(config.vocab_size, 4));
@@ -334,10 +331,8 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.x = memory.at<Word>(r.x);
   p.qkv = memory.at<Word>(r.qkv);
   p.attention = memory.at<Word>(r.attention);
-  p.head_parts = memory.at<unsigned>(r.head_parts);
+  p.parts = memory.at<std::uint64_t>(r.parts);
   p.h = memory.at<Word>(r.h);
-  p.part_out = memory.at<float>(r.part_out);
-  p.part_sum = memory.at<float2>(r.part_sum);
   p.head_best = memory.at<std::uint64_t>(r.head_best);
   p.logits = memory.at<float>(r.logits);
   p.mailbox = s.mailbox_memory.template at<Mailbox>(0);

@@ -98,9 +98,7 @@ struct Parameters : Sizes {
   // workspace
   Control* control;
   Word *x, *qkv, *attention, *h;  // [C], [3 C], [C] (its output), [F] (after GELU)
-  float* part_out;           // [NH, max_splits, HS], not divided by the sum
-  float2* part_sum;          // [NH, max_splits]: largest score, sum
-  unsigned* head_parts;      // [NH]: parts of a head that are ready, modulo their number
+  std::uint64_t* parts;      // [NH, max_splits, 2 + HS]: layers done << 32 | fp32: largest score, sum, output times sum
   float* logits;             // [V]
   std::uint64_t* head_best;  // [blocks]: BlockBest
   // the launch

@@ -31,22 +31,11 @@ __device__ inline unsigned load_relaxed(const unsigned* address) {
 __device__ inline void add_release(unsigned* address, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-// The value before; after `last` comes 0.
-__device__ inline unsigned increase_modulo(unsigned* address, unsigned last) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(last) : "memory");
-  return before;
-}
 __device__ inline void store_word(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ inline void store_word(Word* address, Word value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-__device__ inline void store_words(Word* address, const uint4& value) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
 }
 __device__ inline uint4 load_words(const Word* address) {
   uint4 value;
@@ -70,6 +59,11 @@ __device__ inline std::uint64_t load_word(const std::uint64_t* address) {
   std::uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
+}
+__device__ inline ulonglong2 load_pair(const std::uint64_t* address) {
+  ulonglong2 pair;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(pair.x), "=l"(pair.y) : "l"(address) : "memory");
+  return pair;
 }
 // To and from the host.
 __device__ inline void store_system(std::uint64_t* address, std::uint64_t value) {
