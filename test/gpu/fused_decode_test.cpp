@@ -207,8 +207,8 @@ void check_steps(const ModelConfig& config, int steps, const cuda::FusedTuning& 
 
 // Every head_dim of Pythia, and every width: the ways in which warps share a row differ.
 TEST(FusedDecode, MatchesTheCpuAtEveryShape) {
-  const std::pair<int, int> shapes[] = {{4, 32},  {4, 64},  {4, 80},  {2, 128},  {2, 256}, {8, 32}, {8, 64},
-                                        {12, 64}, {16, 64}, {8, 256}, {16, 128}, {3, 16},  {11, 64}};
+  const std::pair<int, int> shapes[] = {{4, 32},  {4, 64},  {4, 80},  {2, 128},  {2, 256}, {8, 32},  {8, 64},
+                                        {12, 64}, {16, 64}, {8, 256}, {16, 128}, {3, 16},  {11, 64}, {2, 8}};
   for (const auto& [heads, head_dim] : shapes) {
     const int layers = heads * head_dim > 700 ? 1 : 3;
     check_steps<fp16>(neox_config(heads, head_dim, layers, 1003), 6);
