@@ -39,6 +39,15 @@ __device__ inline unsigned cluster_address(unsigned shared, unsigned rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
+// What other blocks sent is visible to this thread, too: a wait acquires from its own block only. For a phase that this
+// thread has waited for.
+__device__ inline void cluster_acquire(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nwait_%=:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra wait_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
 // 16 bytes into the shared memory of a block of the cluster, counted by an mbarrier of the same block.
 __device__ inline void cluster_store(unsigned address, const float4& value, unsigned barrier) {
   asm volatile(
@@ -89,6 +98,7 @@ class ClusterExchange {
                     cluster_address(barrier, to));
     }
     hopper::mbarrier_wait(barrier, parity_);
+    cluster_acquire(barrier, parity_);
     if (turn_ == 1) parity_ ^= 1;
     turn_ ^= 1;
     return inbox;

@@ -22,6 +22,7 @@ void inspect(Device& device, int injected_arch) {
   device.name = properties.name;
   device.arch = injected_arch != 0 ? injected_arch : 10 * properties.major + properties.minor;
   device.multiprocessors = properties.multiProcessorCount;
+  device.shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
   if (device.arch < kOldestArch) {
     fail(Exit::environment, "GPU 0 (%s) is sm_%d, weft needs sm_%d or later", device.name.c_str(), device.arch,
          kOldestArch);

@@ -16,6 +16,7 @@ struct Device {
   std::string name;
   int arch = 0;  // 90 for compute capability 9.0
   int multiprocessors = 0;
+  int shared_bytes = 0;  // that a block can ask for
   std::uint64_t total_bytes = 0, free_bytes = 0;
   int driver = 0, runtime = 0;  // CUDA versions; 13000 is 13.0
 };

@@ -78,82 +78,80 @@ struct Consumer {
     turn ^= 1;
   }
 
-  // Two chunks at a time, so that the latencies of one hide behind the other: what is in registers is released at once.
+  // Rows come two chunks at a time, because one butterfly then folds twice as many sums. A chunk is in registers, and its
+  // slot free, before the arithmetic on the chunk before it begins: neither waits for the other. What lies outside of a row
+  // stays 0; rows that do not exist are whatever the slot or the registers hold, and no sum of them is kept.
+
+  // kPieces pieces of each of kEach rows, from `own` bytes into the next chunk; an offset below 0 is outside.
+  template <int kEach, int kPieces>
+  __device__ __forceinline__ void load_chunk(uint4 (&w)[kEach][kPieces], unsigned own, int row_bytes,
+                                             const int (&offset)[kPieces]) {
+    const unsigned from = begin_chunk() + own;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        if (offset[i] >= 0) w[j][i] = load_shared(from + j * row_bytes + offset[i]);
+      }
+    }
+    end_chunk();
+  }
 
   // `count` rows of C elements, times the inputs; at most partial_rows.
   __device__ __forceinline__ void narrow_rows(int count, const float (&input)[kInputs]) {
     const Parameters<S>& p = c.p;
     const int row_bytes = 2 * p.C, chunk_rows = kRows * p.warps_r;
+    const unsigned own = warp_r * kRows * row_bytes;
     float* partial = partials() + warp_k * p.partial_rows;
-    bool inside[QC];
+    int offset[QC];
 #pragma unroll
-    for (int i = 0; i < QC; ++i) inside[i] = piece(i) * kLane < p.C;
+    for (int i = 0; i < QC; ++i) offset[i] = piece(i) * kLane < p.C ? piece(i) * 16 : -1;
+    uint4 w[2][kRows][QC] = {};
+    if (count > 0) load_chunk(w[0], own, row_bytes, offset);
     for (int first = 0; first < count; first += 2 * chunk_rows) {
-      const int row = first + warp_r * kRows;  // this warp's first
-      uint4 w[2][kRows][QC];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int left = count - row - half * chunk_rows;
-        const bool exists = first + half * chunk_rows < count;
-        const unsigned from =
-            exists ? begin_chunk() + warp_r * kRows * row_bytes + (warp_k * kWarpSize + lane) * 16 : 0;
-#pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-#pragma unroll
-          for (int i = 0; i < QC; ++i) {
-            w[half][j][i] = make_uint4(0, 0, 0, 0);
-            if (inside[i] && j < left) w[half][j][i] = load_shared(from + j * row_bytes + i * p.warps_k * 512);
-          }
-        }
-        if (exists) end_chunk();
-      }
       float sums[2 * kRows] = {};
+      if (first + chunk_rows < count) load_chunk(w[1], own, row_bytes, offset);
 #pragma unroll
       for (int i = 0; i < QC; ++i) {
 #pragma unroll
-        for (int j = 0; j < 2 * kRows; ++j) dot<S>(sums[j], w[j / kRows][j % kRows][i], input + i * kLane);
+        for (int j = 0; j < kRows; ++j) dot<S>(sums[j], w[0][j][i], input + i * kLane);
+      }
+      if (first + 2 * chunk_rows < count) load_chunk(w[0], own, row_bytes, offset);
+#pragma unroll
+      for (int i = 0; i < QC; ++i) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) dot<S>(sums[kRows + j], w[1][j][i], input + i * kLane);
       }
       const float sum = fold(sums, lane);
       constexpr int kSpan = kWarpSize / (2 * kRows);
-      const int j = lane / kSpan, target = row + (j < kRows ? j : chunk_rows + j - kRows);
+      const int j = lane / kSpan, target = first + warp_r * kRows + (j < kRows ? j : chunk_rows + j - kRows);
       if (lane % kSpan == 0 && target < count) partial[target] = sum;
     }
   }
 
   // `count` rows of F = 4 C elements, times the inputs. A chunk holds a row for each group of warps, or half a row.
   __device__ __forceinline__ void wide_rows(int count, const float (&input)[kHidden]) {
-    constexpr int kTogether = 2 / QC;  // rows of this warp in two chunks
     const Parameters<S>& p = c.p;
+    const int together = 2 / QC * p.warps_r;  // rows in two chunks
+    const unsigned own = warp_r * 2 * p.F;
     float* partial = partials() + warp_k * p.partial_rows;
-    bool inside[4];
+    int offset[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) inside[i] = QC > 1 || piece(i) * kLane < p.F;
-    for (int first = 0; first < count; first += kTogether * p.warps_r) {
-      uint4 w[2][4];
+    for (int i = 0; i < 4; ++i) offset[i] = QC > 1 || piece(i) * kLane < p.F ? piece(i) * 16 : -1;
+    uint4 w[2][1][4] = {};
+    if (count > 0) load_chunk(w[0], own, 0, offset);
+    for (int first = 0; first < count; first += together) {
+      float sums[2][4] = {}, rows[2];
+      if (QC > 1 || first + p.warps_r < count) load_chunk(w[1], own, 0, offset);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dot<S>(sums[0][i], w[0][0][i], input + i * kLane);
+      if (first + together < count) load_chunk(w[0], own, 0, offset);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dot<S>(sums[1][i], w[1][0][i], input + ((QC == 1 ? 0 : 4) + i) * kLane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int begin = first + (QC == 1 ? half * p.warps_r : 0);  // rows of the chunk
-        const bool exists = begin < count, mine = begin + warp_r < count;
-        const unsigned from = exists ? begin_chunk() + warp_r * 2 * p.F + (warp_k * kWarpSize + lane) * 16 : 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          w[half][i] = make_uint4(0, 0, 0, 0);
-          if (inside[i] && mine) w[half][i] = load_shared(from + i * p.warps_k * 512);
-        }
-        if (exists) end_chunk();
-      }
-      float sums[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          dot<S>(sums[half][i], w[half][i], input + ((QC == 1 ? 0 : half * 4) + i) * kLane);
-        }
-      }
-      float rows[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
         rows[half] = (sums[half][0] + sums[half][1]) + (sums[half][2] + sums[half][3]);
+      }
       if constexpr (QC == 1) {
         const float sum = fold(rows, lane);
         const int target = first + (lane / 16) * p.warps_r + warp_r;
@@ -163,18 +161,6 @@ struct Consumer {
         if (lane == 0 && first + warp_r < count) partial[first + warp_r] = sum;
       }
     }
-  }
-
-  // The sum over all inputs of a row: over the warps of this thread's group.
-  __device__ __forceinline__ float group_sum(float value) {
-    float* sums = c.flags.reduction[reduction_turn];
-    reduction_turn ^= 1;
-    value = warp_sum(value);
-    if (lane == 0) sums[warp] = value;
-    sync();
-    float total = 0;
-    for (int k = 0; k < c.p.warps_k; ++k) total += sums[warp_r * c.p.warps_k + k];
-    return total;
   }
 
   struct NormWeights {
@@ -195,26 +181,33 @@ struct Consumer {
     }
     return n;
   }
-  // This thread's part of a vector [C] whose words carry the number of layers done when they were written.
-  __device__ __forceinline__ void load_vector(const std::uint64_t* vector, unsigned epoch, float (&x)[kInputs]) const {
+  // This thread's pieces of a vector of words, once they are those of `step`; asks again only for what is missing.
+  template <int kPieces>
+  __device__ __forceinline__ void load_vector(const Word* vector, int size, unsigned step_of,
+                                              float (&x)[kPieces * kLane]) const {
+    uint4 words[2 * kPieces] = {};
+    unsigned missing = 0;
 #pragma unroll
-    for (int i = 0; i < QC; ++i) {
-      const bool inside = piece(i) * kLane < c.p.C;
-      std::uint64_t words[kLane];
-      const std::uint64_t* from = vector + piece(i) * kLane;
-      const auto complete = [&] {
-        bool good = true;
+    for (int i = 0; i < kPieces; ++i) missing |= piece(i) * kLane < size ? 3u << 2 * i : 0;
+    c.wait_for([&] {
 #pragma unroll
-        for (int j = 0; j < kLane; j += 2) load_words(words[j], words[j + 1], from + j);
-#pragma unroll
-        for (int j = 0; j < kLane; ++j) good = good && static_cast<unsigned>(words[j] >> 32) == epoch;
-        return good;
-      };
-      if (inside) c.wait_for(complete);
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) {
-        x[i * kLane + j] = inside ? __uint_as_float(static_cast<unsigned>(words[j])) : 0.0f;
+      for (int k = 0; k < 2 * kPieces; ++k) {
+        if ((missing >> k & 1) != 0) words[k] = load_words(vector + piece(k / 2) * kLane + k % 2 * 4);
       }
+#pragma unroll
+      for (int k = 0; k < 2 * kPieces; ++k) {
+        const uint4 w = words[k];
+        const bool complete = is_of(w.x, step_of) && is_of(w.y, step_of) && is_of(w.z, step_of) && is_of(w.w, step_of);
+        if (complete) missing &= ~(1u << k);
+      }
+      return missing == 0;
+    });
+#pragma unroll
+    for (int k = 0; k < 2 * kPieces; ++k) {
+      x[4 * k] = value_of(words[k].x);
+      x[4 * k + 1] = value_of(words[k].y);
+      x[4 * k + 2] = value_of(words[k].z);
+      x[4 * k + 3] = value_of(words[k].w);
     }
   }
   __device__ __forceinline__ void load_embedding(std::int32_t id, float (&x)[kInputs]) const {
@@ -228,25 +221,38 @@ struct Consumer {
       widen<S>(packed, x + i * kLane);
     }
   }
-  // LayerNorm in two passes: x becomes norm1(x), other becomes norm2(x).
+  // LayerNorm: x becomes norm1(x), other becomes norm2(x). Each warp takes mean and squared distances from it of its own
+  // elements, and those of all warps are put together: as exact as two passes over all elements, with one barrier.
   __device__ __forceinline__ void normalize(const NormWeights& n, float (&x)[kInputs], float (&other)[kInputs]) {
     const float C = static_cast<float>(c.p.C);
-    float sum = 0;
+    float sum = 0, count = 0, squares = 0;
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];
-    const float mean = group_sum(sum) / C;
-    sum = 0;
+    for (int i = 0; i < QC; ++i) {
+      const int first = (i * c.p.warps_k + warp_k) * kLineElements;
+      count += static_cast<float>(max(0, min(kLineElements, c.p.C - first)));
+    }
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    const float own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
 #pragma unroll
     for (int i = 0; i < QC; ++i) {
       const bool inside = piece(i) * kLane < c.p.C;
 #pragma unroll
       for (int j = 0; j < kLane; ++j) {
-        const float d = inside ? x[i * kLane + j] - mean : 0.0f;
-        x[i * kLane + j] = d;
-        sum = fmaf(d, d, sum);
+        const float d = inside ? x[i * kLane + j] - own_mean : 0.0f;
+        squares = fmaf(d, d, squares);
       }
     }
-    const float rstd = rsqrtf(group_sum(sum) / C + c.p.eps);
+    squares = warp_sum(squares);
+    float4* states = c.flags.moments[reduction_turn];
+    reduction_turn ^= 1;
+    if (lane == 0) states[warp] = make_float4(own_mean, squares, count, 0);
+    sync();
+    const float4 part = lane < c.p.warps_k ? states[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);
+    const float mean = warp_sum(part.x * part.z) / C, off = part.x - mean;
+    const float rstd = rsqrtf(warp_sum(fmaf(off * off, part.z, part.y)) / C + c.p.eps);
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) x[j] -= mean;
 #pragma unroll
     for (int i = 0; i < QC; ++i) {
       float w[kLane], b[kLane];
@@ -414,7 +420,6 @@ struct Consumer {
   __device__ __forceinline__ void run_layer(int l, int token, std::int32_t id) {
     const Parameters<S>& p = c.p;
     const Layer<S>& w = layers[l];
-    const unsigned target = static_cast<unsigned>(c.blocks) * (step + 1);
     const int position = p.position + token, splits = splits_at(position, p.max_splits);
     float input[kInputs], other[kInputs];
     {
@@ -424,7 +429,7 @@ struct Consumer {
         const int row = own.out.begin + thread;
         if (row < own.out.end) x_own = to_float(p.embedding[static_cast<std::int64_t>(id) * p.C + row]);
       } else {
-        load_vector(p.x, step, input);
+        load_vector<QC>(p.x, p.C, step, input);
       }
       stamp(l, 0);
       normalize(norms, input, other);
@@ -435,8 +440,7 @@ struct Consumer {
       const int rows = own.qkv.end - own.qkv.begin;
       narrow_rows(rows, input);
       finish_rows(rows, [&](int row, float sum) {
-        store_word(p.qkv + own.qkv.begin + row,
-                   static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(sum + bias_value(bias)));
+        store_word(p.qkv + own.qkv.begin + row, word_of(sum + bias_value(bias), step + 1));
       });
       stamp(l, 2);
     }
@@ -444,8 +448,10 @@ struct Consumer {
       const unsigned short bias = load_bias(w.up_bias, own.up);
       const int rows = own.up.end - own.up.begin;
       narrow_rows(rows, other);
-      finish_rows(rows, [&](int row, float sum) { p.h[own.up.begin + row] = gelu(sum + bias_value(bias)); });
-      if (!(p.lose_an_arrival && c.block == 0 && token == p.count - 1)) announce(p.control->up);
+      const bool lost = p.lose_an_arrival && c.block == 0 && token == p.count - 1;
+      finish_rows(rows, [&](int row, float sum) {
+        if (!lost) store_word(p.h + own.up.begin + row, word_of(gelu(sum + bias_value(bias)), step + 1));
+      });
       stamp(l, 3);
     }
     attend(l, position, splits);
@@ -454,35 +460,22 @@ struct Consumer {
     float below = 0;  // what MLP-down adds to this thread's row
     const unsigned short down_bias = load_bias(w.down_bias, own.out), dense_bias = load_bias(w.dense_bias, own.out);
     if (rows > 0 && !p.layer_only) {
-      await(p.control->up, target);
-      stamp(l, 6);
       float hidden[kHidden];
-#pragma unroll
-      for (int i = 0; i < 4 * QC; ++i) {
-        float4 a = make_float4(0, 0, 0, 0), b = a;
-        if (piece(i) * kLane < p.F) {
-          const float4* from = reinterpret_cast<const float4*>(p.h + piece(i) * kLane);
-          a = __ldcg(from);
-          b = __ldcg(from + 1);
-        }
-        float* to = hidden + i * kLane;
-        to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
-        to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-      }
-      stamp(l, 7);
+      load_vector<4 * QC>(p.h, p.F, step + 1, hidden);
+      stamp(l, 6);
       wide_rows(rows, hidden);
       finish_rows(rows, [&](int, float sum) { below = sum + bias_value(down_bias); });
-      stamp(l, 8);
+      stamp(l, 7);
     }
     if (rows > 0) {
-      load_vector(p.attention, step + 1, input);
-      stamp(l, 9);
+      load_vector<QC>(p.attention, p.C, step + 1, input);
+      stamp(l, 8);
       narrow_rows(rows, input);
       finish_rows(rows, [&](int row, float sum) {
         x_own += (sum + bias_value(dense_bias)) + below;
-        store_word(p.x + own.out.begin + row, static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(x_own));
+        store_word(p.x + own.out.begin + row, word_of(x_own, step + 1));
       });
-      stamp(l, 10);
+      stamp(l, 9);
     }
     ++step;
   }
@@ -494,10 +487,12 @@ struct Consumer {
     const Parameters<S>& p = c.p;
     float input[kInputs], unused[kInputs];
     const NormWeights norms = load_norms(layers[p.L], false);
-    load_vector(p.x, step, input);
+    load_vector<QC>(p.x, p.C, step, input);
     stamp(p.L, 0);
     normalize(norms, input, unused);
     stamp(p.L, 1);
+    // Asked early: the answer comes from the host's memory. It may be a token late.
+    const bool cancelled = c.block == 0 && thread == 0 && load_system(&p.mailbox->cancel) == p.serial;
     std::uint64_t best = 0;
     unsigned bad = 0;
     const int chunk_rows = kRows * p.warps_r, batch = p.partial_rows / chunk_rows * chunk_rows;
@@ -511,7 +506,7 @@ struct Consumer {
         if (id >= limit) return;
         const std::uint64_t rank = sampler_detail::rank_of(logit, id);
         best = rank > best ? rank : best;
-        bad |= isnan(logit) ? 1u : logit == INFINITY ? 2u : 0u;
+        bad |= isnan(logit) ? BlockBest::kNotANumber : logit == INFINITY ? BlockBest::kInfinite : 0u;
       });
     }
     stamp(p.L, 2);
@@ -524,74 +519,110 @@ struct Consumer {
     ulonglong2* words = reinterpret_cast<ulonglong2*>(shared + at.sampler);
     if (lane == 0) words[warp] = make_ulonglong2(best, bad);
     sync();
-    if (thread == 0) {
+    if (thread == 0 && p.sampling.greedy) {
       for (int w = 1; w < threads / kWarpSize; ++w) {
         best = words[w].x > best ? words[w].x : best;
         bad |= static_cast<unsigned>(words[w].y);
       }
-      p.head_best[c.block] = make_ulonglong2(best, bad);
+      if (cancelled) bad |= BlockBest::kCancelled;
+      store_word(p.head_best + c.block, BlockBest::word(best, bad, token));
     }
-    announce(p.control->head);
-    if (c.block == 0) choose(token);
+    if (!p.sampling.greedy) {
+      announce(p.control->head);
+      if (c.block == 0) choose(token, cancelled);
+    }
     stamp(p.L, 3);
   }
 
-  // Block 0 picks the next id and tells the host and the other blocks.
-  __device__ __forceinline__ void choose(int token) {
+  // How the launch goes on after a token, for which no other thread needs to be asked.
+  __device__ __forceinline__ FusedEnd end_after(const SampledToken& chosen, int token, bool cancelled) const {
     const Parameters<S>& p = c.p;
-    await(p.control->head, static_cast<unsigned>(c.blocks) * static_cast<unsigned>(token + 1));
-    SampledToken chosen{0, SampleError::none};
-    if (p.sampling.greedy) {
-      if (warp == 0) {
-        std::uint64_t best = 0;
-        unsigned bad = 0;
-        for (int b = lane; b < c.blocks; b += kWarpSize) {
-          const ulonglong2 word = __ldcg(p.head_best + b);
-          best = word.x > best ? word.x : best;
-          bad |= static_cast<unsigned>(word.y);
-        }
-#pragma unroll
-        for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-          const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
-          best = other > best ? other : best;
-          bad |= __shfl_xor_sync(~0u, bad, offset);
-        }
-        chosen.id = sampler_detail::id_of(best);
-        if (best == 0 || sampler_detail::logit_of(static_cast<std::uint32_t>(best >> 32)) == -INFINITY) {
-          chosen = {0, SampleError::nothing_finite};
-        }
-        if ((bad & 2u) != 0) chosen = {0, SampleError::infinite};
-        if ((bad & 1u) != 0) chosen = {0, SampleError::not_a_number};
-      }
-    } else if (thread < kSamplerThreads) {
-      auto& scratch = *reinterpret_cast<SamplerScratch<kSamplerThreads>*>(shared + at.sampler);
-      chosen = sample_block<kSamplerThreads, 2>(p.logits, p.V, p.sampling, p.position + token + 1, thread, scratch);
-    }
-    if (thread != 0) return;
-    const std::uint64_t serial = static_cast<std::uint64_t>(p.serial) << 32;
     FusedEnd end = token + 1 == p.count ? FusedEnd::length : FusedEnd::running;
-    if (load_system(&p.mailbox->cancel) == p.serial) end = FusedEnd::cancelled;
+    if (cancelled || chosen.error != SampleError::none) end = FusedEnd::cancelled;
     for (int i = 0; i < p.num_stop_ids; ++i) {
-      if (p.stop_ids[i] == chosen.id) end = FusedEnd::stop_id;
+      if (p.stop_ids[i] == chosen.id && chosen.error == SampleError::none) end = FusedEnd::stop_id;
     }
+    return end;
+  }
+  __device__ __forceinline__ void tell_host(const SampledToken& chosen, int token, FusedEnd end) const {
+    const Parameters<S>& p = c.p;
+    const std::uint64_t serial = static_cast<std::uint64_t>(p.serial) << 32;
     int tokens = token + 1;
     if (chosen.error != SampleError::none) {
       store_system(&p.mailbox->error,
                    serial | static_cast<unsigned>(Fault::sampling) | static_cast<unsigned>(chosen.error) << 8);
-      end = FusedEnd::cancelled;
       --tokens;
     } else {
-      store_system(&p.mailbox->ids[token], serial | static_cast<unsigned>(chosen.id));
+      store_system_relaxed(&p.mailbox->ids[token], serial | static_cast<unsigned>(chosen.id));
     }
     if (end != FusedEnd::running) {
       store_system(&p.mailbox->end, serial | static_cast<unsigned>(end) << 24 | static_cast<unsigned>(tokens));
     }
-    const unsigned stop = end != FusedEnd::running ? 1u << 31 : 0u;
-    store_word(&p.control->next, static_cast<std::uint64_t>(token + 1) << 32 | stop | static_cast<unsigned>(chosen.id));
   }
 
-  // The id that follows, or -1 if there is none.
-  __device__ __forceinline__ std::int32_t next_id(int token) {
+  // The id that follows, or -1 if there is none. Greedy: every block looks at the best of all blocks for itself.
+  __device__ __forceinline__ std::int32_t greedy_id(int token) {
+    constexpr int kAhead = 8;
+    const Parameters<S>& p = c.p;
+    SampledToken chosen{0, SampleError::none};
+    FusedEnd end = FusedEnd::running;
+    bool came = true;
+    if (warp == 0) {
+      std::uint64_t best = 0;
+      unsigned flags = 0;
+      for (int first = lane; first - lane < c.blocks; first += kAhead * kWarpSize) {
+        std::uint64_t words[kAhead];
+        came = came && c.wait_for([&] {
+          bool good = true;
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) words[u] = load_word(p.head_best + min(first + u * kWarpSize, c.blocks - 1));
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) good = good && BlockBest::is_of(words[u], token);
+          return good;
+        });
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const std::uint64_t rank = BlockBest::rank(words[u]);
+          best = rank > best ? rank : best;
+          flags |= BlockBest::flags(words[u]);
+        }
+      }
+#pragma unroll
+      for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+        const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
+        best = other > best ? other : best;
+        flags |= __shfl_xor_sync(~0u, flags, offset);
+      }
+      came = __all_sync(~0u, came) != 0;
+      chosen.id = sampler_detail::id_of(best);
+      if (best <= ~0u || sampler_detail::logit_of(static_cast<std::uint32_t>(best >> 32)) == -INFINITY) {
+        chosen = {0, SampleError::nothing_finite};
+      }
+      if ((flags & BlockBest::kInfinite) != 0) chosen = {0, SampleError::infinite};
+      if ((flags & BlockBest::kNotANumber) != 0) chosen = {0, SampleError::not_a_number};
+      end = end_after(chosen, token, (flags & BlockBest::kCancelled) != 0);
+      if (lane == 0) c.flags.id = came && end == FusedEnd::running ? chosen.id : -1;
+    }
+    sync();
+    if (c.block == 0 && thread == 0 && came) tell_host(chosen, token, end);
+    return *const_cast<volatile std::int32_t*>(&c.flags.id);
+  }
+
+  // Else block 0 picks it and tells the others.
+  __device__ __forceinline__ void choose(int token, bool cancelled) {
+    const Parameters<S>& p = c.p;
+    await(p.control->head, static_cast<unsigned>(c.blocks) * static_cast<unsigned>(token + 1));
+    if (thread >= kSamplerThreads) return;
+    auto& scratch = *reinterpret_cast<SamplerScratch<kSamplerThreads>*>(shared + at.sampler);
+    const SampledToken chosen =
+        sample_block<kSamplerThreads, 2>(p.logits, p.V, p.sampling, p.position + token + 1, thread, scratch);
+    if (thread != 0) return;
+    const FusedEnd end = end_after(chosen, token, cancelled);
+    const unsigned stop = end != FusedEnd::running ? 1u << 31 : 0u;
+    store_word(&p.control->next, static_cast<std::uint64_t>(token + 1) << 32 | stop | static_cast<unsigned>(chosen.id));
+    tell_host(chosen, token, end);
+  }
+  __device__ __forceinline__ std::int32_t sampled_id(int token) {
     if (thread == 0) {
       std::uint64_t word = 0;
       const bool came = c.wait_for([&] {
@@ -602,8 +633,7 @@ struct Consumer {
       c.flags.id = !came || (word & 0x80000000u) != 0 ? -1 : id;
     }
     sync();
-    const std::int32_t id = *const_cast<volatile std::int32_t*>(&c.flags.id);
-    return id;
+    return *const_cast<volatile std::int32_t*>(&c.flags.id);
   }
 
   __device__ __forceinline__ void run() {
@@ -625,7 +655,7 @@ struct Consumer {
         continue;
       }
       run_head(token);
-      id = next_id(token);
+      id = p.sampling.greedy ? greedy_id(token) : sampled_id(token);
     }
     if (thread == 0) *const_cast<volatile int*>(&c.flags.stop) = 1;
   }

@@ -15,20 +15,21 @@
 // Order of a layer, for each block, with what it waits for. Work that does not depend on a result stands between making
 // it and needing it:
 //
-//   residual x of all rows       needed at once: each word carries the number of its layer, so the data is its own flag
+//   residual x of all rows       needed at once: a bit of each word tells its layer, so the data is its own flag
 //   LayerNorms, both             every block does them for itself: cheaper than sharing the result
-//   QKV rows                     words with the number of the layer, too
-//   MLP-up rows, GELU            announced by a counter
+//   QKV rows                     such words, too
+//   MLP-up rows, GELU            such words
 //   attention                    an item is a head and a part of the context; its query has come during MLP-up
 //   MLP-down rows                need all MLP-up rows, finished while attention was computed
-//   output projection rows       need all of attention, finished during MLP-down: words with the number of the layer; adds
-//                                both to the residual that the row's owner keeps in a register
+//   output projection rows       need all of attention, finished during MLP-down; adds both to the residual that the
+//                                row's owner keeps in a register
 //
 // A global access takes a microsecond or two behind the copies in flight. What attention reads and writes there is done by
 // a helper warp beside the consumers: it waits for q, k and v of its item, turns q and k, appends to the cache, and merges
 // the parts of a head. So one synchronisation of four is not hidden (x), one half (MLP-up), and the ring's slack covers
-// them. After the last layer the head's rows, the greatest logit of each block, and block 0 picks the id, tells the host
-// through page-locked memory and the others through one word.
+// them. After the last layer the head's rows and the greatest logit of each block; every block finds the greatest of these
+// for itself. Where an id is drawn, block 0 draws it and tells the others through one word. Block 0 tells the host through
+// page-locked memory.
 //
 // Reuse of global buffers needs no further synchronisation: a block writes a buffer again only after it has seen results
 // that every reader of the old contents could only make after reading them.
@@ -67,8 +68,7 @@ struct WarpShape {
   int warps_k = 0, warps_r = 0;
   int stage_bytes = 0;
 };
-WarpShape warp_shape(const ModelConfig& config) {
-  const std::int64_t C = config.hidden_size;
+constexpr WarpShape warp_shape(std::int64_t C) {
   WarpShape shape;
   if (C % 16 != 0 || C < 16) return {};
   if (C <= 2560) {
@@ -85,6 +85,16 @@ WarpShape warp_shape(const ModelConfig& config) {
   }
   return shape;
 }
+
+// Sampling takes the first threads of the consumers.
+static_assert([] {
+  for (std::int64_t C = 0; C <= 5120; C += 16) {
+    const WarpShape shape = warp_shape(C);
+    const int warps = shape.warps_k * shape.warps_r;
+    if (warps != 0 && (warps > kMaxWarps || warps * kWarpSize < kSamplerThreads)) return false;
+  }
+  return true;
+}());
 
 int attribute(cudaDeviceAttr which) {
   int device = 0, value = 0;
@@ -117,10 +127,13 @@ std::vector<Shares> make_shares(const ModelConfig& config, int blocks, bool laye
   return shares;
 }
 
-// The smallest models spend their time on telling each other; fewer blocks have less to tell.
-int default_blocks(const ModelConfig& config) {
-  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  return config.hidden_size <= 256 ? (multiprocessors + 1) / 2 : multiprocessors;
+// The smallest models spend their time on telling each other; fewer blocks have less to tell. Every block has a QKV row: so
+// nobody writes the next layer's x before it has this one's.
+int blocks_for(const ModelConfig& config, int multiprocessors, int wanted) {
+  const int chosen = wanted > 0                  ? std::min(wanted, multiprocessors)
+                     : config.hidden_size <= 256 ? (multiprocessors + 1) / 2
+                                                 : multiprocessors;
+  return static_cast<int>(std::min<std::int64_t>(chosen, 3 * config.hidden_size));
 }
 
 int max_splits_of(const ModelConfig& config, int blocks) {
@@ -130,27 +143,108 @@ int max_splits_of(const ModelConfig& config, int blocks) {
 // Regions of the workspace; `blocks` bounds what depends on it.
 struct Regions {
   MemoryPlan plan{"fused decoding: workspace"};
-  std::uint64_t control, x, qkv, attention, head_parts, cleared, h, part_out, part_sum, head_best, shares, layers,
-      logits;
+  std::uint64_t control, x, qkv, attention, h, parts, head_best, cleared, shares, layers, logits;
 };
 Regions plan_workspace(const ModelConfig& config, int blocks) {
   const auto n = [](std::int64_t count, std::size_t size) { return static_cast<std::uint64_t>(count) * size; };
   const std::int64_t parts = config.num_heads * max_splits_of(config, blocks);
   Regions r;
   r.control = r.plan.add(sizeof(Control));
-  r.x = r.plan.add(n(config.hidden_size, 8));
-  r.qkv = r.plan.add(n(3 * config.hidden_size, 8));
-  r.attention = r.plan.add(n(config.hidden_size, 8));
-  r.head_parts = r.plan.add(n(config.num_heads, 4));
+  r.x = r.plan.add(n(config.hidden_size, sizeof(Word)));
+  r.qkv = r.plan.add(n(3 * config.hidden_size, sizeof(Word)));
+  r.attention = r.plan.add(n(config.hidden_size, sizeof(Word)));
+  r.h = r.plan.add(n(config.ffn_size, sizeof(Word)));
+  r.parts = r.plan.add(n(parts * (config.head_dim + 2), 8));
+  r.head_best = r.plan.add(n(blocks, 8));
   r.cleared = r.plan.bytes();
-  r.h = r.plan.add(n(config.ffn_size, 4));
-  r.part_out = r.plan.add(n(parts * config.head_dim, 4));
-  r.part_sum = r.plan.add(n(parts, sizeof(float2)));
-  r.head_best = r.plan.add(n(blocks, sizeof(ulonglong2)));
   r.shares = r.plan.add(n(blocks, sizeof(Shares)));
   r.layers = r.plan.add(n(config.num_layers + 1, sizeof(Layer<fp16>)));
   r.logits = r.plan.add(n(config.vocab_size, 4));
   return r;
+}
+
+// How a model runs on a device, or why it does not.
+struct Plan {
+  std::string refusal;
+  WarpShape shape;
+  int blocks = 0;
+  std::vector<Shares> shares;
+  Sizes sizes{};
+  SharedLayout layout{};
+};
+Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+  Plan plan;
+  const auto refuse = [&](std::string why) {
+    plan.refusal = std::move(why);
+    return plan;
+  };
+  const auto number = [](std::int64_t value) { return static_cast<long long>(value); };
+  if (device.arch < 90) {
+    return refuse(
+        format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch));
+  }
+  if (config.family != Family::gpt_neox) return refuse("fused decoding runs GPT-NeoX models only");
+  if (!config.parallel_residual) return refuse("fused decoding runs models with the parallel residual only");
+  if (config.ffn_size != 4 * config.hidden_size) {
+    return refuse(format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
+                         number(config.hidden_size)));
+  }
+  if (config.head_dim % kLane != 0 || config.head_dim > 256) {
+    return refuse(format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld",
+                         number(config.head_dim)));
+  }
+  const WarpShape shape = plan.shape = warp_shape(config.hidden_size);
+  if (shape.warps_k == 0) {
+    return refuse(format(
+        "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
+        number(config.hidden_size)));
+  }
+  if (config.num_layers > kMaxLayers || config.vocab_size >= std::int64_t{1} << 20) {
+    return refuse(format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers));
+  }
+
+  plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
+  plan.shares = make_shares(config, plan.blocks, tuning.layer_only);
+  const int chunk_rows = kLinesAtOnce / shape.lines * shape.warps_r;
+  const int consumers = shape.warps_k * shape.warps_r * kWarpSize;
+  int most_rows = chunk_rows;
+  for (const Shares& own : plan.shares) {
+    for (const Rows rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
+  }
+  if (plan.blocks < 1 || most_rows > consumers) {  // a thread finishes one row
+    return refuse(format(
+        "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at most %d are "
+        "possible",
+        plan.blocks, most_rows, consumers));
+  }
+
+  Sizes& p = plan.sizes;
+  p.rope_half = static_cast<int>(config.rope.rotary_dim / 2);
+  p.L = static_cast<int>(config.num_layers);
+  p.C = static_cast<int>(config.hidden_size);
+  p.F = static_cast<int>(config.ffn_size);
+  p.V = static_cast<int>(config.vocab_size);
+  p.NH = static_cast<int>(config.num_heads);
+  p.HS = static_cast<int>(config.head_dim);
+  p.warps_k = shape.warps_k;
+  p.warps_r = shape.warps_r;
+  p.stage_bytes = shape.stage_bytes;
+  p.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
+  p.max_splits = max_splits_of(config, plan.blocks);
+  // The ring takes the shared memory that nothing else needs.
+  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
+  const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
+  for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
+    if (shared_layout(p).bytes <= most) break;
+  }
+  plan.layout = shared_layout(p);
+  if (plan.layout.bytes > most) {
+    return refuse(format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes,
+                         most));
+  }
+  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
+  p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
+  return plan;
 }
 
 std::uint64_t read_word(std::uint64_t& word) {
@@ -160,35 +254,13 @@ std::uint64_t read_word(std::uint64_t& word) {
 }  // namespace
 
 std::string fused_decode_refusal(const ModelConfig& config, const Device& device) {
-  const auto number = [](std::int64_t value) { return static_cast<long long>(value); };
-  if (device.arch < 90) {
-    return format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch);
-  }
-  if (config.family != Family::gpt_neox) return "fused decoding runs GPT-NeoX models only";
-  if (!config.parallel_residual) return "fused decoding runs models with the parallel residual only";
-  if (config.ffn_size != 4 * config.hidden_size) {
-    return format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
-                  number(config.hidden_size));
-  }
-  if (config.head_dim % kLane != 0 || config.head_dim > 256) {
-    return format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld",
-                  number(config.head_dim));
-  }
-  if (warp_shape(config).warps_k == 0) {
-    return format(
-        "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
-        number(config.hidden_size));
-  }
-  if (config.num_layers > kMaxLayers || config.vocab_size >= std::int64_t{1} << 20) {
-    return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
-  }
-  return {};
+  return plan_of(config, device, {}).refusal;
 }
 
 const char* fused_stamp_name(int event) {
-  static const char* const names[kFusedStamps] = {"x here",     "norms done",       "QKV done",  "up done",
-                                                  "query here", "attention done",   "up of all", "h requested",
-                                                  "down done",  "attention of all", "x written"};
+  static const char* const names[kFusedStamps] = {"x here",           "norms done",     "QKV done",  "up done",
+                                                  "query here",       "attention done", "up of all", "down done",
+                                                  "attention of all", "x written"};
   return event >= 0 && event < kFusedStamps ? names[event] : "?";
 }
 
@@ -198,7 +270,7 @@ struct FusedDecode<S>::State {
   cudaStream_t stream = nullptr;
   FusedTuning tuning;
   int blocks = 0, threads = 0;
-  SharedLayout layout{};
+  int shared_bytes = 0;
   const void* kernel = nullptr;
   Parameters<S> parameters{};
   Regions regions;
@@ -210,11 +282,12 @@ struct FusedDecode<S>::State {
   FusedRequest request;
   Result result;
 
-  State(const ModelConfig& model, const FusedTuning& chosen)
+  State(const ModelConfig& model, const FusedTuning& chosen, const Plan& plan)
       : config(model),
         tuning(chosen),
-        blocks(chosen.blocks > 0 ? std::min(chosen.blocks, attribute(cudaDevAttrMultiProcessorCount))
-                                 : default_blocks(model)),
+        blocks(plan.blocks),
+        threads((plan.shape.warps_k * plan.shape.warps_r + 2) * kWarpSize),
+        shared_bytes(plan.layout.bytes),
         regions(plan_workspace(model, blocks)),
         workspace(regions.plan),
         mailbox_memory(sizeof(Mailbox)) {}
@@ -230,32 +303,20 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
                             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
   device.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
-  const std::string refusal = fused_decode_refusal(config, device);
-  if (!refusal.empty()) fail(Exit::environment, "%s", refusal.c_str());
-  state_ = std::make_unique<State>(config, tuning);
+  device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const Plan plan = plan_of(config, device, tuning);
+  if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
+  state_ = std::make_unique<State>(config, tuning, plan);
   State& s = *state_;
   s.stream = stream;
-  const WarpShape shape = warp_shape(config);
-  s.threads = (shape.warps_k * shape.warps_r + 2) * kWarpSize;
-  const int consumers = s.threads - 2 * kWarpSize;
-  s.kernel = shape.lines == 1 ? reinterpret_cast<const void*>(fused_decode_kernel<S, 1>)
-                              : reinterpret_cast<const void*>(fused_decode_kernel<S, 2>);
-  const std::vector<Shares> shares = make_shares(config, s.blocks, tuning.layer_only);
-  const int chunk_rows = kLinesAtOnce / shape.lines * shape.warps_r;
-  int most_rows = chunk_rows;
-  for (const Shares& own : shares) {
-    for (const Rows rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
-  }
-  if (most_rows > consumers) {
-    fail(Exit::environment,
-         "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at "
-         "most %d are possible",
-         s.blocks, most_rows, consumers);
-  }
+  s.kernel = plan.shape.lines == 1 ? reinterpret_cast<const void*>(fused_decode_kernel<S, 1>)
+                                   : reinterpret_cast<const void*>(fused_decode_kernel<S, 2>);
 
   Parameters<S>& p = s.parameters;
   const Regions& r = s.regions;
   const DeviceArena& memory = s.workspace;
+  static_cast<Sizes&>(p) = plan.sizes;
   p.layers = memory.at<Layer<S>>(r.layers);
   p.shares = memory.at<Shares>(r.shares);
   p.embedding = weights.embedding;
@@ -264,29 +325,15 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.capacity = cache.capacity;
   p.rope_cos = rope.cos;
   p.rope_sin = rope.sin;
-  p.rope_half = static_cast<int>(rope.half);
   p.eps = static_cast<float>(config.norm_eps);
   p.scale = static_cast<float>(std::numbers::log2e / std::sqrt(static_cast<double>(config.head_dim)));
-  p.L = static_cast<int>(config.num_layers);
-  p.C = static_cast<int>(config.hidden_size);
-  p.F = static_cast<int>(config.ffn_size);
-  p.V = static_cast<int>(config.vocab_size);
-  p.NH = static_cast<int>(config.num_heads);
-  p.HS = static_cast<int>(config.head_dim);
-  p.warps_k = shape.warps_k;
-  p.warps_r = shape.warps_r;
-  p.stage_bytes = shape.stage_bytes;
-  p.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
-  p.max_splits = max_splits_of(config, s.blocks);
   p.control = memory.at<Control>(r.control);
-  p.x = memory.at<std::uint64_t>(r.x);
-  p.qkv = memory.at<std::uint64_t>(r.qkv);
-  p.attention = memory.at<std::uint64_t>(r.attention);
-  p.head_parts = memory.at<unsigned>(r.head_parts);
-  p.h = memory.at<float>(r.h);
-  p.part_out = memory.at<float>(r.part_out);
-  p.part_sum = memory.at<float2>(r.part_sum);
-  p.head_best = memory.at<ulonglong2>(r.head_best);
+  p.x = memory.at<Word>(r.x);
+  p.qkv = memory.at<Word>(r.qkv);
+  p.attention = memory.at<Word>(r.attention);
+  p.parts = memory.at<std::uint64_t>(r.parts);
+  p.h = memory.at<Word>(r.h);
+  p.head_best = memory.at<std::uint64_t>(r.head_best);
   p.logits = memory.at<float>(r.logits);
   p.mailbox = s.mailbox_memory.template at<Mailbox>(0);
   p.layer_only = tuning.layer_only;
@@ -294,22 +341,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
   std::memset(p.mailbox, 0, sizeof(Mailbox));
 
-  // The ring takes the shared memory that nothing else needs.
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, s.kernel), "fused decoding");
-  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - static_cast<int>(attributes.sharedSizeBytes);
-  const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
-  for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
-    if (shared_layout(p).bytes <= most) break;
-  }
-  s.layout = shared_layout(p);
-  if (s.layout.bytes > most) {
-    fail(Exit::environment, "fused decoding: needs %d bytes of shared memory a block, this GPU has %d", s.layout.bytes,
-         most);
-  }
-  const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
-  p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
-  check(cudaFuncSetAttribute(s.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.layout.bytes), "fused decoding");
+  check(cudaFuncSetAttribute(s.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes), "fused decoding");
 
   std::vector<Layer<S>> layers;
   for (const NeoxLayerWeights<S>& w : weights.layers) {
@@ -325,7 +357,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
     check(cudaMemcpyAsync(memory.at<char>(offset), from, bytes, cudaMemcpyHostToDevice, stream), "fused decoding");
   };
   upload(r.layers, layers.data(), layers.size() * sizeof(Layer<S>));
-  upload(r.shares, shares.data(), shares.size() * sizeof(Shares));
+  upload(r.shares, plan.shares.data(), plan.shares.size() * sizeof(Shares));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
@@ -338,7 +370,8 @@ FusedDecode<S>::~FusedDecode() {
 
 template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
-  return {{"fused decoding: workspace", plan_workspace(config, default_blocks(config)).plan.bytes()}};
+  return {{"fused decoding: workspace",
+           plan_workspace(config, blocks_for(config, attribute(cudaDevAttrMultiProcessorCount), 0)).plan.bytes()}};
 }
 
 template <typename S>
@@ -371,7 +404,7 @@ void FusedDecode<S>::launch(const FusedRequest& request) {
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(static_cast<unsigned>(s.blocks));
   launch.blockDim = dim3(static_cast<unsigned>(s.threads));
-  launch.dynamicSmemBytes = static_cast<std::size_t>(s.layout.bytes);
+  launch.dynamicSmemBytes = static_cast<std::size_t>(s.shared_bytes);
   launch.stream = s.stream;
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;

@@ -25,7 +25,8 @@
 namespace weft::cuda {
 
 // Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can. It needs compute
-// capability 9.0, the parallel residual, ffn_size = 4 hidden_size (all Pythia models) and head_dim 32, 64, 80, 128 or 256.
+// capability 9.0, the parallel residual, ffn_size = 4 hidden_size (all Pythia models), a head_dim that is a multiple of 8 up
+// to 256, and multiprocessors enough for the model's rows: 16 for Pythia-410M, 32 for 1B to 2.8B, 64 for 6.9B and 12B.
 std::string fused_decode_refusal(const ModelConfig& config, const Device& device);
 
 // Limits on the stop ids of a launch and on its tokens.
@@ -62,7 +63,7 @@ struct FusedTuning {
 
 // One time line: stamps[(layer * kFusedStamps + event) * blocks + block] in ns of the GPU's global timer, of the last token
 // of a launch.
-inline constexpr int kFusedStamps = 11;
+inline constexpr int kFusedStamps = 10;
 const char* fused_stamp_name(int event);
 struct FusedTimeline {
   std::int64_t layers = 0;  // and one more: the head

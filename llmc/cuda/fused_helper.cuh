@@ -43,32 +43,32 @@ struct Helper {
 
   // q, k and v of the item's head: the query for the consumers, and with the last split the token's key and value for
   // them and for the cache.
-  __device__ bool prepare(int layer, int position, int head, bool newest, unsigned epoch) {
+  __device__ bool prepare(int layer, int position, int head, bool newest, unsigned step) {
     constexpr int kAhead = 8;
     const Parameters<S>& p = c.p;
     const int HS = p.HS, half = p.rope_half;
     float* raw = reinterpret_cast<float*>(shared + at.raw);
     float* query = reinterpret_cast<float*>(shared + at.query);
     S* added = reinterpret_cast<S*>(shared + at.added);
-    const std::uint64_t* from = p.qkv + head * 3 * HS;
+    const Word* from = p.qkv + head * 3 * HS;
     for (int first = lane; first - lane < 3 * HS; first += kAhead * kWarpSize) {
-      std::uint64_t words[kAhead];
+      Word words[kAhead];
       const bool came = wait([&] {
         bool good = true;
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) {
           const int e = first + u * kWarpSize;
-          words[u] = load_word(from + (e < 3 * HS ? e : 3 * HS - 1));
+          words[u] = load_relaxed(from + (e < 3 * HS ? e : 3 * HS - 1));
         }
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) good = good && static_cast<unsigned>(words[u] >> 32) == epoch;
+        for (int u = 0; u < kAhead; ++u) good = good && is_of(words[u], step);
         return good;
       });
       if (!came) return false;
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
         const int e = first + u * kWarpSize;
-        if (e < 3 * HS) raw[e] = __uint_as_float(static_cast<unsigned>(words[u]));
+        if (e < 3 * HS) raw[e] = value_of(words[u]);
       }
     }
     __syncwarp();
@@ -98,80 +98,91 @@ struct Helper {
     return true;
   }
 
-  __device__ void store_output(int element, const float (&out)[4], float sum, unsigned epoch) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      store_word(c.p.attention + element + j, static_cast<std::uint64_t>(epoch) << 32 | __float_as_uint(out[j] / sum));
-    }
+  // Two values of a part of a head for the block that merges them, each with the number of the layer.
+  __device__ void store_pair(std::uint64_t* to, float first, float second, unsigned step) const {
+    const std::uint64_t number = static_cast<std::uint64_t>(step) << 32;
+    store_word(to, number | __float_as_uint(first));
+    store_word(to + 1, number | __float_as_uint(second));
   }
 
-  // Merges the consumers' states; the block that is the last of a head merges the parts of the head.
-  __device__ bool collect(int head, int split, int splits, unsigned epoch) {
+  // Merges the consumers' states. Of several parts of a head, the block of the last one merges all, in their order.
+  __device__ bool collect(int head, int split, int splits, unsigned step) {
     constexpr int kAhead = 8;
     const Parameters<S>& p = c.p;
     const int HS = p.HS;
     if (!wait([&] { return hopper::mbarrier_try(c.item_done, parity); })) return false;
     parity ^= 1;
     const float* states = reinterpret_cast<const float*>(shared + at.states);
-    const std::int64_t slot = static_cast<std::int64_t>(head) * p.max_splits;
+    std::uint64_t* parts = p.parts + static_cast<std::int64_t>(head) * p.max_splits * (HS + 2);
     // Lane w holds the share of warp w.
     const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
     const float own_share = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
     const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_share : 0.0f);
-    for (int first = 0; first < HS; first += kWarpSize * 4) {
-      const int d = first + lane * 4;
-      float out[4] = {};
+    for (int first = 0; first < HS; first += kWarpSize * 2) {
+      const bool inside = first + lane * 2 < HS;
+      const int d = inside ? first + lane * 2 : HS - 2;
+      float out[2] = {};
 #pragma unroll
       for (int w = 0; w < kMaxWarps; ++w) {
         const float share = __shfl_sync(~0u, own_share, w);
-        if (w >= warps || d >= HS) continue;
-        const float* state = states + w * (HS + 2) + 2 + d;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) out[j] = fmaf(state[j], share, out[j]);
+        if (w >= warps) continue;
+        const float2 state = *reinterpret_cast<const float2*>(states + w * (HS + 2) + 2 + d);
+        out[0] = fmaf(state.x, share, out[0]);
+        out[1] = fmaf(state.y, share, out[1]);
       }
-      if (d >= HS) continue;
-      if (splits == 1) {
-        store_output(head * HS + d, out, sum, epoch);
-      } else {
-        *reinterpret_cast<float4*>(p.part_out + (slot + split) * HS + d) = make_float4(out[0], out[1], out[2], out[3]);
+      if (split < splits - 1) {
+        std::uint64_t* to = parts + split * (HS + 2);
+        if (inside) store_pair(to + 2 + d, out[0], out[1], step);
+        if (first == 0 && lane == 0) store_pair(to, largest, sum, step);
+        continue;
       }
-    }
-    if (splits == 1) return true;
-    if (lane == 0) p.part_sum[slot + split] = make_float2(largest, sum);
-    __syncwarp();
-    unsigned before = 0;
-    if (lane == 0) before = increase_modulo(p.head_parts + head, static_cast<unsigned>(splits - 1));
-    if (__shfl_sync(~0u, before, 0) + 1 != static_cast<unsigned>(splits)) return true;
-    for (int d = lane * 4; d < HS; d += kWarpSize * 4) {
-      float out[4] = {}, total = 0, most = -INFINITY;
-      for (int first = 0; first < splits; first += kAhead) {
-        float2 state[kAhead];
-        float4 part[kAhead];
+      float merged[2] = {}, total = 0, most = -INFINITY;
+      const auto raise = [&](float to) {  // what shares are relative to
+        const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
+        most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
+        return zero;
+      };
+      const auto add = [&](float share, float part_sum, float x, float y) {
+        total = fmaf(part_sum, share, total);
+        merged[0] = fmaf(x, share, merged[0]);
+        merged[1] = fmaf(y, share, merged[1]);
+      };
+      const int others = splits - 1;
+      for (int begin = 0; begin < others; begin += kAhead) {
+        ulonglong2 state[kAhead], part[kAhead];
+        const bool came = wait([&] {
+          bool good = true;
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-          const int s = min(first + u, splits - 1);
-          state[u] = __ldcg(p.part_sum + slot + s);
-          part[u] = __ldcg(reinterpret_cast<const float4*>(p.part_out + (slot + s) * HS + d));
-        }
+          for (int u = 0; u < kAhead; ++u) {
+            const std::uint64_t* from = parts + min(begin + u, others - 1) * (HS + 2);
+            state[u] = load_pair(from);
+            part[u] = load_pair(from + 2 + d);
+          }
+          const auto is_here = [&](std::uint64_t word) { return static_cast<unsigned>(word >> 32) == step; };
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) {
+            good = good && is_here(state[u].x) && is_here(state[u].y) && is_here(part[u].x) && is_here(part[u].y);
+          }
+          return good;
+        });
+        if (!came) return false;
+        const auto value = [](std::uint64_t word) { return __uint_as_float(static_cast<unsigned>(word)); };
         float next = most;
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) next = fmaxf(next, state[u].x);
-        const float zero = next == -INFINITY ? 0.0f : next, keep = exp2f(most - zero);
-        most = next;
-        total *= keep;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) out[j] *= keep;
+        for (int u = 0; u < kAhead; ++u) next = fmaxf(next, value(state[u].x));
+        const float zero = raise(next);
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) {
-          const float share = first + u < splits ? exp2f(state[u].x - zero) : 0.0f;
-          total = fmaf(state[u].y, share, total);
-          out[0] = fmaf(part[u].x, share, out[0]);
-          out[1] = fmaf(part[u].y, share, out[1]);
-          out[2] = fmaf(part[u].z, share, out[2]);
-          out[3] = fmaf(part[u].w, share, out[3]);
+          const float share = begin + u < others ? exp2f(value(state[u].x) - zero) : 0.0f;
+          add(share, value(state[u].y), value(part[u].x), value(part[u].y));
         }
       }
-      store_output(head * HS + d, out, total, epoch);
+      const float zero = raise(fmaxf(most, largest));
+      add(exp2f(largest - zero), sum, out[0], out[1]);
+      if (inside) {
+        store_word(p.attention + head * HS + d, word_of(merged[0] / total, step));
+        store_word(p.attention + head * HS + d + 1, word_of(merged[1] / total, step));
+      }
     }
     return true;
   }

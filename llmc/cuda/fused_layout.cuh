@@ -44,41 +44,63 @@ struct Mailbox {
 
 enum class Fault : std::uint32_t { none = 0, sampling = 1, timeout = 2 };
 
+// A result of a layer for other blocks: fp32 whose last bit is that of the number of layers done since the launch began,
+// this one counted. Every word is written once a layer, and not before all of its readers have the previous layer's; so the
+// bit tells whether it is this layer's, and data is its own flag.
+using Word = unsigned;
+
+// The greatest logit of a block's rows and its lowest id, in one word that tells its token: key of the logit, flags, number
+// of the token modulo 512, id (fewer than 2^20) from the other end.
+struct BlockBest {
+  static constexpr unsigned kCancelled = 1, kNotANumber = 2, kInfinite = 4;
+  __device__ static std::uint64_t word(std::uint64_t rank, unsigned flags, int token) {
+    return (rank & ~0xfff00000ull) | flags << 29 | tag(token);
+  }
+  __device__ static bool is_of(std::uint64_t word, int token) {
+    return (static_cast<unsigned>(word) & 0x1ff00000u) == tag(token);
+  }
+  __device__ static unsigned flags(std::uint64_t word) { return static_cast<unsigned>(word) >> 29; }
+  // As sampler_detail::rank_of() gives it; nothing above it if there was no candidate.
+  __device__ static std::uint64_t rank(std::uint64_t word) { return word | 0xfff00000ull; }
+
+ private:
+  __device__ static unsigned tag(int token) { return (static_cast<unsigned>(token + 1) & 511u) << 20; }
+};
+
 // Counters in global memory, each in a line of its own.
 struct alignas(128) Counter {
   unsigned value;
 };
 struct Control {
-  Counter up, attention, head, abort;
+  Counter attention, head, abort;
   alignas(128) std::uint64_t next;  // (token + 1) << 32 | stop << 31 | id
 };
 
+// The model's sizes and how it is divided, which the storage type has no part in.
+struct Sizes {
+  int rope_half;
+  int L, C, F, V, NH, HS;
+  int warps_k, warps_r;  // consumer warps along a row, groups of them along rows
+  int stages, stage_bytes, window;
+  int partial_rows;  // rows whose partial sums fit in shared memory
+  int max_splits;
+};
+
 template <typename S>
-struct Parameters {
+struct Parameters : Sizes {
   const Layer<S>* layers;  // [L + 1]: the last one holds the head in `qkv` and the final norm in norm1
   const Shares* shares;    // [blocks]
   const S* embedding;
   S *keys, *values;
   std::int64_t capacity;
   const float *rope_cos, *rope_sin;
-  int rope_half;
   float eps, scale;  // scale: log2(e) / sqrt(head_dim)
-  int L, C, F, V, NH, HS;
-  int warps_k, warps_r;  // consumer warps along a row, groups of them along rows
-  int stages, stage_bytes, window;
-  int partial_rows;  // rows whose partial sums fit in shared memory
-  int max_splits;
   // workspace
   Control* control;
-  std::uint64_t* x;          // [C]: layers done << 32 | fp32 bits
-  std::uint64_t* qkv;        // [3 C], the same
-  std::uint64_t* attention;  // [C], the same: attention's output
-  float* h;                  // [F]
-  float* part_out;           // [NH, max_splits, HS], not divided by the sum
-  float2* part_sum;          // [NH, max_splits]: largest score, sum
-  unsigned* head_parts;      // [NH]: parts of a head that are ready, modulo their number
+  Word *x, *qkv, *attention, *h;  // [C], [3 C], [C] (its output), [F] (after GELU)
+  std::uint64_t* parts;      // [NH, max_splits, 2 + HS]: layers done << 32 | fp32: largest score, sum, output times sum
   float* logits;             // [V]
-  ulonglong2* head_best;     // [blocks]: rank of the greatest logit, flags
+  std::uint64_t* head_best;  // [blocks]: BlockBest
   // the launch
   Mailbox* mailbox;
   unsigned serial;
@@ -92,12 +114,20 @@ struct Parameters {
   std::uint64_t* stamps;  // or null
 };
 
-// Where everything lies in dynamic shared memory; host and device compute it alike.
+// Words of shared memory between the warps of a block.
+struct Flags {
+  int abort;             // something went wrong here or elsewhere: waits return at once
+  int stop;              // no token follows
+  unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
+  std::int32_t id;       // of the next token
+  float4 moments[2][kMaxWarps];  // mean, squared distances, elements: of each warp's part of x
+};
+
+// Where everything lies in dynamic shared memory; host and device compute it alike. Storage types have 16 bits.
 struct SharedLayout {
   int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
 };
-template <typename S>
-__host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
+__host__ __device__ inline SharedLayout shared_layout(const Sizes& p) {
   const int warps = p.warps_k * p.warps_r;
   const auto up16 = [](int bytes) { return (bytes + 15) / 16 * 16; };
   SharedLayout at{};
@@ -107,12 +137,12 @@ __host__ __device__ inline SharedLayout shared_layout(const Parameters<S>& p) {
     end += up16(bytes);
     return start;
   };
-  at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<S>)));
+  at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<fp16>)));
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
   at.rope = take(2 * p.rope_half * 4);
   at.raw = take(3 * p.HS * 4);
   at.query = take(p.HS * 4);
-  at.added = take(2 * p.HS * static_cast<int>(sizeof(S)));
+  at.added = take(2 * p.HS * static_cast<int>(sizeof(fp16)));
   at.states = take(warps * (p.HS + 2) * 4);
   at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
   at.barriers = take((2 * p.stages + 2) * 8);

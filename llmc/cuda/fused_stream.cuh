@@ -31,26 +31,46 @@ __device__ inline unsigned load_relaxed(const unsigned* address) {
 __device__ inline void add_release(unsigned* address, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-// The value before; after `last` comes 0.
-__device__ inline unsigned increase_modulo(unsigned* address, unsigned last) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(last) : "memory");
-  return before;
-}
 __device__ inline void store_word(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline void store_word(Word* address, Word value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ inline uint4 load_words(const Word* address) {
+  uint4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+// What a word says: see Word.
+__device__ inline Word word_of(float value, unsigned step) {
+  return (__float_as_uint(value) & ~1u) | (step & 1);
+}
+__device__ inline bool is_of(Word word, unsigned step) {
+  return ((word ^ step) & 1) == 0;
+}
+__device__ inline float value_of(Word word) {
+  return __uint_as_float(word & ~1u);
 }
 __device__ inline std::uint64_t load_word(const std::uint64_t* address) {
   std::uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
-__device__ inline void load_words(std::uint64_t& a, std::uint64_t& b, const std::uint64_t* address) {
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(address) : "memory");
+__device__ inline ulonglong2 load_pair(const std::uint64_t* address) {
+  ulonglong2 pair;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(pair.x), "=l"(pair.y) : "l"(address) : "memory");
+  return pair;
 }
 // To and from the host.
 __device__ inline void store_system(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline void store_system_relaxed(std::uint64_t* address, std::uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ inline std::uint64_t load_system(const std::uint64_t* address) {
   std::uint64_t value;
@@ -138,15 +158,6 @@ __device__ inline float gelu(float x) {
 }
 
 // ---- what producer and consumers share ------------------------------------------------------------------------------
-
-// Words of shared memory between the warps of a block.
-struct Flags {
-  int abort;             // something went wrong here or elsewhere: waits return at once
-  int stop;              // no token follows
-  unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
-  std::int32_t id;       // of the next token
-  float reduction[2][kMaxWarps];
-};
 
 // Something did not arrive within the time limit: everybody ends.
 static __device__ __noinline__ void time_out(Control* control, Mailbox* mailbox, unsigned serial, volatile int* abort) {
@@ -279,6 +290,7 @@ struct Producer {
         if (!c.wait_for([&] { return *steps >= wanted || *const_cast<volatile int*>(&c.flags.stop) != 0; }))
           return false;
         if (*const_cast<volatile int*>(&c.flags.stop) != 0) return false;
+        __threadfence_block();  // the other half of the helper's, before the copies' own
         fence_async_proxy_global();
         checked = true;
       }

@@ -93,7 +93,8 @@ __device__ inline bool mbarrier_try(unsigned barrier, unsigned parity) {
   return complete != 0;
 }
 // Never hangs: some 10 s (5 times 2^32 clocks) are a fault of the kernel, and it ends: the host sees an illegal
-// address. (Not by __trap(): ptxas 13.0 compiles a kernel that has one as if setmaxnreg gave it no registers.)
+// address. (Not by __trap(): with one here ptxas 13.0 compiles the forward kernels of attention as if setmaxnreg gave them
+// no registers, with spills and products one after the other. hopper_backward.cu has one that does no harm.)
 __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   constexpr unsigned kWatchdog = 5;
   if (mbarrier_try(barrier, parity)) return;

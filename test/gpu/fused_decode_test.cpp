@@ -15,6 +15,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/neox.h"
+#include "llmc/cuda/neox.h"
 #include "llmc/cuda/stream.h"
 #include "llmc/file/tensor_file.h"
 #include "llmc/infer/sampler.h"
@@ -206,8 +207,8 @@ void check_steps(const ModelConfig& config, int steps, const cuda::FusedTuning& 
 
 // Every head_dim of Pythia, and every width: the ways in which warps share a row differ.
 TEST(FusedDecode, MatchesTheCpuAtEveryShape) {
-  const std::pair<int, int> shapes[] = {{4, 32},  {4, 64},  {4, 80},  {2, 128},  {2, 256}, {8, 32}, {8, 64},
-                                        {12, 64}, {16, 64}, {8, 256}, {16, 128}, {3, 16},  {11, 64}};
+  const std::pair<int, int> shapes[] = {{4, 32},  {4, 64},  {4, 80},  {2, 128},  {2, 256}, {8, 32},  {8, 64},
+                                        {12, 64}, {16, 64}, {8, 256}, {16, 128}, {3, 16},  {11, 64}, {2, 8}};
   for (const auto& [heads, head_dim] : shapes) {
     const int layers = heads * head_dim > 700 ? 1 : 3;
     check_steps<fp16>(neox_config(heads, head_dim, layers, 1003), 6);
@@ -248,7 +249,8 @@ void check_contexts(const ModelConfig& config) {
   const auto cpu = model.on_cpu();
   const auto fused = model.fused();
   std::int64_t fed = 0;
-  for (const std::int64_t context : {0, 1, 31, 32, 33, 1000, 2047}) {
+  // Around 128 and 192 the context is divided in two and three parts: a key lost at the edge of one is a large share there.
+  for (const std::int64_t context : {0, 1, 31, 32, 33, 127, 128, 129, 130, 191, 192, 193, 256, 1000, 2047}) {
     std::vector<std::int32_t> ids;
     for (std::int64_t i = fed; i <= context; ++i) ids.push_back(id_at(i, config));
     for (; fed < context; ++fed) step(*fused, id_at(fed, config), fed);
@@ -438,9 +440,44 @@ TEST(FusedDecode, TheWatchdogEndsAHang) {
   EXPECT_GE(step(*sound, 1, 0), 0);
 }
 
-TEST(FusedDecode, RefusesWhatItCannotRun) {
+// Further than one launch goes: the same ids whichever launches the text is divided into.
+TEST(FusedDecode, TextLongerThanALaunch) {
+  constexpr std::int64_t kLength = cuda::kFusedTokens + 200;
+  cuda::NeoxOptions options;
+  options.mode = cuda::DecodeMode::fused;
+  options.capacity = kLength + 8;
+  const auto model = cuda::random_neox(neox_config(4, 32, 6, 1003), 1, options);
+  SamplerOptions sampler;
+  sampler.temperature = 1;
+  std::vector<std::int32_t> ids = {5};
+  const auto generate = [&](std::int64_t count) {
+    const std::int32_t last = ids.back();
+    model->generate_ids({&last, 1}, {sampling_plan(sampler), {}, count}, [&](std::int32_t id) {
+      ids.push_back(id);
+      return true;
+    });
+  };
+  generate(kLength);
+  EXPECT_EQ(model->length(), kLength);
+  const std::vector<std::int32_t> at_once = std::move(ids);
+  EXPECT_EQ(at_once.size(), static_cast<std::size_t>(kLength) + 1);
+  model->reset();
+  ids = {5};
+  generate(300);
+  generate(kLength - 300);
+  EXPECT_EQ(ids, at_once);
+}
+
+cuda::Device hopper(int multiprocessors) {
   cuda::Device device;
   device.arch = 90;
+  device.multiprocessors = multiprocessors;
+  device.shared_bytes = 227 << 10;
+  return device;
+}
+
+TEST(FusedDecode, RefusesWhatItCannotRun) {
+  cuda::Device device = hopper(132);
   ModelConfig config = neox_config(32, 80, 2, 1003);
   EXPECT_EQ(cuda::fused_decode_refusal(config, device), "");
   device.arch = 89;
@@ -452,6 +489,35 @@ TEST(FusedDecode, RefusesWhatItCannotRun) {
   config.ffn_size = 1000;
   EXPECT_NE(cuda::fused_decode_refusal(config, device), "");
   EXPECT_NE(cuda::fused_decode_refusal(neox_config(24, 128, 2, 1003), device), "");
+}
+
+// What a slice of a GPU or a small one has too little of is said before anything is allocated: --decode auto asks.
+TEST(FusedDecode, RefusesDevicesThatAreTooSmall) {
+  const struct {
+    int heads, head_dim, least;  // multiprocessors
+  } cases[] = {{16, 64, 16}, {8, 256, 32}, {16, 128, 32}, {32, 80, 32}, {32, 128, 64}, {40, 128, 64}};
+  for (const auto& [heads, head_dim, least] : cases) {
+    const ModelConfig config = neox_config(heads, head_dim, 32, 50304);
+    const auto refusal = [&](int multiprocessors) {
+      return cuda::fused_decode_refusal(config, hopper(multiprocessors));
+    };
+    EXPECT_EQ(refusal(least), "") << config.hidden_size;
+    EXPECT_NE(refusal(least / 2).find("multiprocessors are too few"), std::string::npos) << config.hidden_size;
+    EXPECT_NE(refusal(0), "");
+  }
+  cuda::Device device = hopper(132);
+  device.shared_bytes = 64 << 10;
+  EXPECT_NE(cuda::fused_decode_refusal(neox_config(32, 80, 32, 50304), device).find("shared memory"),
+            std::string::npos);
+  device.shared_bytes = 99 << 10;
+  EXPECT_EQ(cuda::fused_decode_refusal(neox_config(16, 64, 24, 50304), device), "");
+  // And the GPU at hand says the same as its constructor.
+  const ModelConfig config = neox_config(32, 128, 1, 301);
+  Model<fp16> model(config, 8);
+  cuda::FusedTuning tuning;
+  tuning.blocks = 32;
+  EXPECT_NE(error_of(Exit::environment, [&] { model.fused(tuning); }).find("multiprocessors are too few"),
+            std::string::npos);
 }
 
 }  // namespace
