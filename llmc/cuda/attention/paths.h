@@ -62,11 +62,14 @@ constexpr int kSharedBytesEverywhere = 99 * 1024;
 // What the current device lets a block have.
 int shared_bytes_per_block();
 
-// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned.
+// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned. `shared_limit`: the tiling is one for a
+// device that lets a block have so much shared memory, kSharedBytesEverywhere at least.
 template <typename T>
-void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
+void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream,
+                      int shared_limit = shared_bytes_per_block());
 template <typename T>
-void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
+void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream,
+                       int shared_limit = shared_bytes_per_block());
 
 // What hopper_backward() keeps in the workspace, which begins with the statistics; hopper_backward.cu says how.
 struct HopperWorkspace {
