@@ -167,7 +167,7 @@ __device__ inline void fence_global_proxies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Never hangs, as mbarrier_wait().
+// Never hangs, as mbarrier_wait(). A __trap() does no harm here: the role that calls this asks for no registers.
 __device__ inline void wait_for_turn(const int* turn, int block) {
   constexpr long long kWatchdog = 5LL << 32;
   const long long start = clock64();
@@ -583,7 +583,7 @@ template <typename T, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __grid_constant__ Arguments<T> a) {
 #if WEFT_WGMMA
   extern __shared__ __align__(1024) unsigned char memory[];
-  const unsigned shared = hopper::shared_address(memory);
+  const unsigned shared = shared_address(memory);
   const unsigned barriers = shared + Tiling::kBarriersAt;
   Barriers at;
   at.keys = barriers, at.values = barriers + 8, at.sums = barriers + 16;

@@ -41,9 +41,6 @@ struct BackwardArguments {
   DeviceRopeTable rope = {};  // read by hopper_backward() alone: of half a head, or empty
 };
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
 // Rows of the statistics are padded to whole query blocks, so that the tensor core kernels copy them without remainders.
 constexpr std::int64_t kStatisticsBlock = 128;
 WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {

@@ -320,9 +320,9 @@ struct PairedWarp {
       probabilities(S, chunk, c);
 #pragma unroll
       for (int i = 0; i < M * N / 2; ++i) P[i * kWarpSize] = as_operand<T>(S, i / (N / 2), i % (N / 2));
-      barrier_arrive(ready, 2 * kWarpSize);
+      named_barrier_arrive(ready, 2 * kWarpSize);
     } else {
-      barrier_wait(ready, 2 * kWarpSize);
+      named_barrier_wait(ready, 2 * kWarpSize);
       score_gradient_transposed(S, chunk, [&](int m, int n, int i) {
         const Fragment& words = P[(m * N / 2 + n / 2) * kWarpSize];
         const float2 weights = unpack<T>(words.word[n % 2 * 2 + i / 2]);
