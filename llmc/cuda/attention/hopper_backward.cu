@@ -689,10 +689,11 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  // Measured: 8 to 16 K/V heads a section at T 8192 and 2048.
-  const int section = ceil_div(shape.TK, kKeys) > 32 ? 8 : 16;
-  if (shape.HS == 64) return launch<T, Tiling<64>>(arguments, section, stream);
-  if (shape.HS == 128) return launch<T, Tiling<128>>(arguments, section, stream);
+  // Measured at T 1024 to 16384: so many K/V heads a section that it has some 256 blocks at head dimension 128, two for
+  // every multiprocessor; 8 to 16 heads at 64.
+  const int key_blocks = static_cast<int>(ceil_div(shape.TK, kKeys));
+  if (shape.HS == 64) return launch<T, Tiling<64>>(arguments, key_blocks > 32 ? 8 : 16, stream);
+  if (shape.HS == 128) return launch<T, Tiling<128>>(arguments, std::clamp(256 / key_blocks, 2, 16), stream);
   fail(Exit::internal, "attention backward: no Hopper kernel for head dimension %d", static_cast<int>(shape.HS));
 }
 
