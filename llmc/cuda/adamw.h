@@ -34,9 +34,8 @@ WEFT_HOST_DEVICE inline std::uint32_t join_master(SplitMaster split) {
          static_cast<std::uint32_t>(static_cast<std::int32_t>(split.low));
 }
 
-// ---- global norm
-// ------------------------------------------------------------------------------------------------------ What
-// a step knows about its gradient, on the device: the update reads it there, the host may read it later.
+// ---- global norm ----------------------------------------------------------------------------------------------------
+// What a step knows about its gradient, on the device: the update reads it there, the host may read it later.
 struct GradientNorm {
   double norm;              // 2-norm over all gradients
   float gradient_scale;     // min(1, clip / (norm + 1e-6)), or 1 without clipping
@@ -49,8 +48,7 @@ void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t co
                    void* workspace, cudaStream_t stream);
 std::size_t gradient_norm_workspace();
 
-// ---- update
-// -----------------------------------------------------------------------------------------------------------
+// ---- update ---------------------------------------------------------------------------------------------------------
 // One tensor of the arena: elements [begin, end) and whether they decay.
 struct AdamWRange {
   std::int64_t begin = 0, end = 0;

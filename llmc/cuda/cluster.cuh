@@ -67,7 +67,7 @@ class ClusterExchange {
 
   // `shared`: bytes(floats), aligned to 16, at the same place in every block.
   __device__ ClusterExchange(void* shared, int floats)
-      : barriers_(hopper::shared_address(shared)),
+      : barriers_(shared_address(shared)),
         inbox_(reinterpret_cast<float*>(static_cast<char*>(shared) + 16)),
         floats_(round_up(floats)),
         rank_(cluster_rank()) {
@@ -89,7 +89,7 @@ class ClusterExchange {
     const unsigned barrier = barriers_ + 8 * turn_;
     float* inbox = inbox_ + turn_ * kBlocks * floats_;
     if (threadIdx.x == 0) hopper::mbarrier_arrive_expect(barrier, static_cast<unsigned>(kBlocks * count * 4));
-    const unsigned target = hopper::shared_address(inbox + rank_ * floats_);
+    const unsigned target = shared_address(inbox + rank_ * floats_);
     const int pieces = count / 4;
     for (int i = static_cast<int>(threadIdx.x); i < pieces * kBlocks; i += static_cast<int>(blockDim.x)) {
       const unsigned to = static_cast<unsigned>(i / pieces);

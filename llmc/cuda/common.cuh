@@ -78,6 +78,36 @@ __device__ inline void store_pack_streaming(T* address, const Pack<T>& pack) {
   __stcs(reinterpret_cast<int4*>(address), *reinterpret_cast<const int4*>(&pack));
 }
 
+// ---- shared memory and barriers of a part of a block ----------------------------------------------------------------
+__device__ inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+// Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads have come, a multiple of 32. Those that
+// arrive go on, those that wait then see what the others wrote before.
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_wait(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- 2^x and 1/x by the special function unit -----------------------------------------------------------------------
+// Relative error at most 2^-22 (CUDA C++ Programming Guide), nothing to a result that is rounded to 16 bits. Results below
+// 2^-126 are 0.
+__device__ inline float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
 // ---- reductions -------------------------------------------------------------------------------------------------------
 // Butterfly over the warp: every lane gets the result, in an order that does not depend on timing.
 __device__ inline float warp_sum(float value) {

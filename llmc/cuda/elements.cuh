@@ -95,20 +95,6 @@ bool aligned_to_16(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// 2^x and 1/x by the special-function unit alone, results below 2^-126 as 0.
-__device__ inline float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ inline float reciprocal_approximate(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-constexpr float kLog2E = 1.4426950408889634f;
-
 // e^x and 1/x for a result that is stored in T: a few units in the last place of fp32 are nothing in 16 bits, so there
 // the approximations do.
 template <typename T>

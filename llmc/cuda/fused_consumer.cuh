@@ -44,7 +44,7 @@ struct Consumer {
     warp_r = warp / p.warps_k;
   }
 
-  __device__ __forceinline__ void sync() const { hopper::named_barrier_wait(1, threads); }
+  __device__ __forceinline__ void sync() const { named_barrier_wait(1, threads); }
   __device__ __forceinline__ void stamp(int layer, int event) const {
     if (stamping && thread == 0) c.p.stamps[(layer * kFusedStamps + event) * c.blocks + c.block] = global_time();
   }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   __shared__ Flags flags;
   const SharedLayout at = shared_layout(p);
   const int consumers = p.warps_k * p.warps_r * kWarpSize;
-  const unsigned base = hopper::shared_address(shared);
+  const unsigned base = shared_address(shared);
   const Common<S> common{p,
                          flags,
                          base,

@@ -37,10 +37,6 @@ namespace weft::cuda::hopper {
 
 constexpr int kWarpgroupSize = 128;
 
-__device__ inline unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
 // Which dimension of an operand's tile runs along its rows.
 enum class Major {
   k,   // rows of the tile are rows of a, or columns of b: [M or N, 64 of K]
@@ -104,15 +100,6 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
     asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now));
     if (now - start > kWatchdog) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
   }
-}
-
-// ---- named barriers -------------------------------------------------------------------------------------------------
-// Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads have come, a multiple of 32.
-__device__ inline void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ inline void named_barrier_wait(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- fences ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr const char* kTitle = "weft matmul plans 1";
+constexpr const char* kTitle = "weft matmul plans 2";
 constexpr std::uint64_t kMaxFileBytes = 10'000'000;
 
 // Two models of one process agree even where one of them was made before the other's choices were written.
@@ -132,7 +132,7 @@ StoredPlans MatmulPlans::read(const std::string& path) const {
     bool whole = title == kTitle;
     while (whole && std::getline(lines, line)) whole = parse_line(line, plans);
     if (!whole) {
-      log_warning("%s is damaged: matmul plans are chosen anew", escaped(path, 4096).c_str());
+      log_warning("%s is damaged or of another version: matmul plans are chosen anew", escaped(path, 4096).c_str());
       return {};
     }
     return identity == identity_ ? plans : StoredPlans{};

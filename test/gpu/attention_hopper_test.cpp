@@ -231,7 +231,9 @@ class AttentionHopper : public testing::Test {
   }
 
   static Results<T> hopper(const Problem<T>& p, bool with_lse = true) { return run<T>(p, hopper_forward<T>, with_lse); }
-  static Results<T> portable(const Problem<T>& p) { return run<T>(p, portable_forward<T>); }
+  static Results<T> portable(const Problem<T>& p) {
+    return run<T>(p, [](const ForwardArguments<T>& a, cudaStream_t stream) { portable_forward<T>(a, stream); });
+  }
   static Results<T> plain(const Problem<T>& p) { return run<T>(p, plain_forward<T>); }
 
   static std::string name(const Case& c) {

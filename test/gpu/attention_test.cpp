@@ -22,6 +22,7 @@
 #include "llmc/base/error.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/attention/paths.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::cuda {
@@ -199,8 +200,9 @@ struct Results {
   Floats lse;
 };
 
+// `shared_limit`: of the portable kernels; 0: by the kernels that this device gets.
 template <typename T>
-Results<T> run_gpu(const Problem<T>& p) {
+Results<T> run_gpu(const Problem<T>& p, int shared_limit = 0) {
   const AttentionShape& s = p.c.shape;
   const DeviceBuffer<T> q(p.q), k(p.k), v(p.v), dout(p.dout), out_given(p.out_rounded);
   const DeviceBuffer<T> out(p.dout.size()), dq(p.q.size()), dk(p.k.size()), dv(p.v.size());  // all poisoned
@@ -212,11 +214,30 @@ Results<T> run_gpu(const Problem<T>& p) {
   const auto output = [](const Layout& layout, const DeviceBuffer<T>& buffer) {
     return layout.view<HeadViewOf<T>>(buffer.data());
   };
-  attention_forward<T>(s, output(p.at.out, out), lse.data(), input(p.at.q, q), input(p.at.k, k), input(p.at.v, v),
-                       nullptr);
-  attention_backward<T>(s, output(p.at.q, dq), output(p.at.k, dk), output(p.at.v, dv), input(p.at.out, dout),
-                        input(p.at.out, out_given), lse_given.data(), input(p.at.q, q), input(p.at.k, k),
-                        input(p.at.v, v), workspace.data(), nullptr);
+  const ForwardArguments<T> forward = {
+      s, output(p.at.out, out), lse.data(), input(p.at.q, q), input(p.at.k, k), input(p.at.v, v)};
+  const BackwardArguments<T> backward = {s,
+                                         output(p.at.q, dq),
+                                         output(p.at.k, dk),
+                                         output(p.at.v, dv),
+                                         input(p.at.out, dout),
+                                         input(p.at.out, out_given),
+                                         lse_given.data(),
+                                         forward.q,
+                                         forward.k,
+                                         forward.v,
+                                         reinterpret_cast<RowStatistics*>(workspace.data())};
+  if constexpr (!std::is_same_v<T, float>) {
+    if (shared_limit > 0) {
+      portable_forward<T>(forward, nullptr, shared_limit);
+      portable_backward<T>(backward, nullptr, shared_limit);
+    }
+  }
+  if (shared_limit == 0) {
+    attention_forward<T>(s, forward.out, forward.lse, forward.q, forward.k, forward.v, nullptr);
+    attention_backward<T>(s, backward.dq, backward.dk, backward.dv, backward.dout, backward.out, backward.lse,
+                          backward.q, backward.k, backward.v, workspace.data(), nullptr);
+  }
   return {out.download(), dq.download(), dk.download(), dv.download(), lse.download()};
 }
 
@@ -239,12 +260,12 @@ struct WorstOfAll {
 };
 
 template <typename T>
-void compare(const Case& c, WorstOfAll& worst) {
+void compare(const Case& c, WorstOfAll& worst, int shared_limit = 0) {
   const AttentionShape& s = c.shape;
   SCOPED_TRACE(format("B %d TQ %d TK %d NH %d NKV %d HS %d causal %d packing %d", int(s.B), int(s.TQ), int(s.TK),
                       int(s.NH), int(s.NKV), int(s.HS), int(s.causal), int(c.packing)));
   const Problem<T> p(c);
-  const Results<T> gpu = run_gpu(p);
+  const Results<T> gpu = run_gpu(p, shared_limit);
   const auto check = [&](const char* name, const std::vector<T>& result, const Floats& reference, const Layout& layout,
                          std::int64_t tokens, std::int64_t heads, Worst& row) {
     expect_close<T>(name, covered(widened(result), layout, s.B, tokens, heads, s.HS),
@@ -273,7 +294,7 @@ constexpr std::int64_t kHeadDims[] = {32, 64, 80, 96, 128, 256};
 template <typename T>
 class Attention : public testing::Test {
  protected:
-  void run(const Case& c) { compare<T>(c, worst_); }
+  void run(const Case& c, int shared_limit = 0) { compare<T>(c, worst_, shared_limit); }
   void TearDown() override { worst_.print(dtype_name(kDType<T>)); }
   WorstOfAll worst_;
 };
@@ -283,6 +304,21 @@ TYPED_TEST_SUITE(Attention, Types);
 TYPED_TEST(Attention, OddLengthsOfEveryHeadDimension) {
   for (const std::int64_t HS : kHeadDims)
     for (const std::int64_t T : {1, 7, 63, 65, 257, 1000}) this->run({shape(T < 100 ? 2 : 1, T, T, 4, 2, HS)});
+}
+
+// The tilings of devices whose blocks have no more shared memory than that, wherever this runs: long loops over keys and
+// queries, and lengths that end within a tile.
+template <typename T>
+class AttentionOfSmallBlocks : public Attention<T> {};
+using TensorCoreTypes = testing::Types<__nv_bfloat16, __half>;
+TYPED_TEST_SUITE(AttentionOfSmallBlocks, TensorCoreTypes);
+
+TYPED_TEST(AttentionOfSmallBlocks, EveryHeadDimension) {
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t T : {1, 65, 700}) this->run({shape(1, T, T, 4, 2, HS)}, kSharedBytesEverywhere);
+    this->run({shape(2, 130, 330, 3, 1, HS)}, kSharedBytesEverywhere);
+    this->run({shape(1, 300, 337, 4, 2, HS, false), Packing::llama_rows}, kSharedBytesEverywhere);
+  }
 }
 
 TYPED_TEST(Attention, GroupsOfQueryHeads) {

@@ -311,7 +311,7 @@ TEST_F(MatmulPlansTest, DamagedFilesAreLeftAside) {
   const std::string path = cache_file(), whole = read_text_file(path, 10000);
   for (const std::string& damaged :
        {std::string(), whole.substr(0, whole.size() - 5), whole + "rubbish\n", whole + "p: 1 2 3 4 5 6 7 8 9\n",
-        whole.substr(0, whole.size() - 1) + " 0000000000000009\n", "weft matmul plans 2" + whole.substr(19),
+        whole.substr(0, whole.size() - 1) + " 0000000000000009\n", "weft matmul plans 1" + whole.substr(19),
         std::string("\0\xff", 2)}) {
     // As the file of a run that this process knows nothing of.
     std::string stranger = damaged;
@@ -321,7 +321,7 @@ TEST_F(MatmulPlansTest, DamagedFilesAreLeftAside) {
     EXPECT_EQ(reader.find("product"), nullptr) << damaged;
     EXPECT_EQ(reader.find("p"), nullptr) << damaged;
     reader.add({});
-    EXPECT_EQ(read_text_file(directory_ + "/run", 10000), "weft matmul plans 1\nidentity X\n");
+    EXPECT_EQ(read_text_file(directory_ + "/run", 10000), "weft matmul plans 2\nidentity X\n");
     write_file_atomically(path, damaged);
     EXPECT_NO_THROW(MatmulPlans("identity E", ""));
   }

@@ -144,7 +144,7 @@ def test_a_resumed_run_computes_by_its_own_plans(data, tmp_path, whole, plans):
     """The user's plans are gone, and elsewhere nothing can be written: the run's own file decides."""
     out = tmp_path / "run"
     assert train(data, out, "--debug-inject", "kill@step=9").returncode == -signal.SIGKILL
-    assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 1\n")
+    assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 2\n")
     done = train(data, out, env={"WEFT_CACHE_DIR": "/proc/nowhere"})
     assert done.returncode == 0 and "resuming after step" in done.stderr, done.stderr
     assert_same_run(out, whole)
@@ -156,7 +156,7 @@ def test_a_damaged_file_of_plans_is_a_warning(data, tmp_path):
     (out / "matmul_plans.txt").write_text("rubbish\n")
     done = train(data, out, "--schedule", "cosine", steps=8)
     assert done.returncode == 0 and "matmul_plans.txt" in done.stderr, done.stderr
-    assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 1\n")
+    assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 2\n")
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ __device__ inline void fence_global_proxies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Never hangs, as mbarrier_wait().
+// Never hangs, as mbarrier_wait(). A __trap() does no harm here: the role that calls this asks for no registers.
 __device__ inline void wait_for_turn(const int* turn, int block) {
   constexpr long long kWatchdog = 5LL << 32;
   const long long start = clock64();
@@ -583,7 +583,7 @@ template <typename T, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __grid_constant__ Arguments<T> a) {
 #if WEFT_WGMMA
   extern __shared__ __align__(1024) unsigned char memory[];
-  const unsigned shared = hopper::shared_address(memory);
+  const unsigned shared = shared_address(memory);
   const unsigned barriers = shared + Tiling::kBarriersAt;
   Barriers at;
   at.keys = barriers, at.values = barriers + 8, at.sums = barriers + 16;
@@ -689,10 +689,11 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  // Measured: 8 to 16 K/V heads a section at T 8192 and 2048.
-  const int section = ceil_div(shape.TK, kKeys) > 32 ? 8 : 16;
-  if (shape.HS == 64) return launch<T, Tiling<64>>(arguments, section, stream);
-  if (shape.HS == 128) return launch<T, Tiling<128>>(arguments, section, stream);
+  // Measured at T 1024 to 16384: so many K/V heads a section that it has some 256 blocks at head dimension 128, two for
+  // every multiprocessor; 8 to 16 heads at 64.
+  const int key_blocks = static_cast<int>(ceil_div(shape.TK, kKeys));
+  if (shape.HS == 64) return launch<T, Tiling<64>>(arguments, key_blocks > 32 ? 8 : 16, stream);
+  if (shape.HS == 128) return launch<T, Tiling<128>>(arguments, std::clamp(256 / key_blocks, 2, 16), stream);
   fail(Exit::internal, "attention backward: no Hopper kernel for head dimension %d", static_cast<int>(shape.HS));
 }
 

@@ -106,7 +106,7 @@ template <typename Tiling>
 struct SharedLayout {
   unsigned tiles, barriers;
   __device__ explicit SharedLayout(const void* dynamic) {
-    tiles = (hopper::shared_address(dynamic) + 1023) & ~1023u;
+    tiles = (shared_address(dynamic) + 1023) & ~1023u;
     barriers = tiles + Tiling::kAllQueryBytes + 2 * Tiling::kStages * Tiling::kKeyBytes;
   }
   __device__ unsigned q(int buffer, int consumer) const {

@@ -16,9 +16,6 @@
 namespace weft::cuda {
 
 // ---- asynchronous copies ----------------------------------------------------------------------------------------------
-__device__ inline unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
 // 16 bytes from global to shared memory, past L1; zeros if not `valid`.
 __device__ inline void copy_async(unsigned shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
@@ -29,16 +26,6 @@ __device__ inline void commit_copies() {
 // Until this thread's copies have landed; a barrier then tells the other threads.
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// ---- barriers of a few warps ------------------------------------------------------------------------------------------
-// Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads have come; those that arrive go on, those that
-// wait then see what the others wrote before.
-__device__ inline void barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ inline void barrier_wait(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- fragments --------------------------------------------------------------------------------------------------------
@@ -99,14 +86,6 @@ __device__ inline float2 unpack(unsigned packed) {
   } else {
     return __half22float2(*reinterpret_cast<const __half2*>(&packed));
   }
-}
-
-// 2^x by the special function unit: relative error at most 2^-22 (CUDA C++ Programming Guide), far below the 2^-9 and
-// 2^-12 to which the tensor core operand is rounded next. Results under 2^-126 are 0.
-__device__ inline float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // ---- tiles ------------------------------------------------------------------------------------------------------------

@@ -41,9 +41,6 @@ struct BackwardArguments {
   DeviceRopeTable rope = {};  // read by hopper_backward() alone: of half a head, or empty
 };
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
 // Rows of the statistics are padded to whole query blocks, so that the tensor core kernels copy them without remainders.
 constexpr std::int64_t kStatisticsBlock = 128;
 WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {
@@ -62,11 +59,14 @@ constexpr int kSharedBytesEverywhere = 99 * 1024;
 // What the current device lets a block have.
 int shared_bytes_per_block();
 
-// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned.
+// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned. `shared_limit`: the tiling is one for a
+// device that lets a block have so much shared memory, kSharedBytesEverywhere at least.
 template <typename T>
-void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
+void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream,
+                      int shared_limit = shared_bytes_per_block());
 template <typename T>
-void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
+void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream,
+                       int shared_limit = shared_bytes_per_block());
 
 // What hopper_backward() keeps in the workspace, which begins with the statistics; hopper_backward.cu says how.
 struct HopperWorkspace {

@@ -320,9 +320,9 @@ struct PairedWarp {
       probabilities(S, chunk, c);
 #pragma unroll
       for (int i = 0; i < M * N / 2; ++i) P[i * kWarpSize] = as_operand<T>(S, i / (N / 2), i % (N / 2));
-      barrier_arrive(ready, 2 * kWarpSize);
+      named_barrier_arrive(ready, 2 * kWarpSize);
     } else {
-      barrier_wait(ready, 2 * kWarpSize);
+      named_barrier_wait(ready, 2 * kWarpSize);
       score_gradient_transposed(S, chunk, [&](int m, int n, int i) {
         const Fragment& words = P[(m * N / 2 + n / 2) * kWarpSize];
         const float2 weights = unpack<T>(words.word[n % 2 * 2 + i / 2]);
@@ -439,11 +439,11 @@ void launch_key_gradient(const BackwardArguments<T>& arguments, cudaStream_t str
 }
 
 template <typename T, int HS>
-void launch_for_device(const BackwardArguments<T>& arguments, cudaStream_t stream) {
+void launch_for_limit(const BackwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
   using Queries = QueryTiling<HS, HS <= 128 ? 2 : 1>;
   using Keys = KeyTiling<HS, true>;
   if constexpr (Queries::kSharedBytes > kSharedBytesEverywhere || Keys::kSharedBytes > kSharedBytesEverywhere) {
-    if (shared_bytes_per_block() < Queries::kSharedBytes || shared_bytes_per_block() < Keys::kSharedBytes) {
+    if (shared_limit < Queries::kSharedBytes || shared_limit < Keys::kSharedBytes) {
       launch_query_gradient<T, QueryTiling<HS, 1>>(arguments, stream);
       return launch_key_gradient<T, KeyTiling<HS, false>>(arguments, stream);
     }
@@ -455,26 +455,26 @@ void launch_for_device(const BackwardArguments<T>& arguments, cudaStream_t strea
 }  // namespace
 
 template <typename T>
-void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream) {
+void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
   switch (arguments.shape.HS) {
     case 32:
-      return launch_for_device<T, 32>(arguments, stream);
+      return launch_for_limit<T, 32>(arguments, stream, shared_limit);
     case 64:
-      return launch_for_device<T, 64>(arguments, stream);
+      return launch_for_limit<T, 64>(arguments, stream, shared_limit);
     case 80:
-      return launch_for_device<T, 80>(arguments, stream);
+      return launch_for_limit<T, 80>(arguments, stream, shared_limit);
     case 96:
-      return launch_for_device<T, 96>(arguments, stream);
+      return launch_for_limit<T, 96>(arguments, stream, shared_limit);
     case 128:
-      return launch_for_device<T, 128>(arguments, stream);
+      return launch_for_limit<T, 128>(arguments, stream, shared_limit);
     case 256:
-      return launch_for_device<T, 256>(arguments, stream);
+      return launch_for_limit<T, 256>(arguments, stream, shared_limit);
     default:
       fail(Exit::internal, "attention backward: no kernel for head dimension %d", int(arguments.shape.HS));
   }
 }
 
-template void portable_backward<bf16>(const BackwardArguments<bf16>&, cudaStream_t);
-template void portable_backward<fp16>(const BackwardArguments<fp16>&, cudaStream_t);
+template void portable_backward<bf16>(const BackwardArguments<bf16>&, cudaStream_t, int);
+template void portable_backward<fp16>(const BackwardArguments<fp16>&, cudaStream_t, int);
 
 }  // namespace weft::cuda

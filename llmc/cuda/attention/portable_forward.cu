@@ -227,10 +227,10 @@ void launch(const ForwardArguments<T>& arguments, cudaStream_t stream) {
 }
 
 template <typename T, int HS>
-void launch_for_device(const ForwardArguments<T>& arguments, cudaStream_t stream) {
+void launch_for_limit(const ForwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
   using TwoStages = ForwardTiling<HS, 2>;
   if constexpr (TwoStages::kSharedBytes > kSharedBytesEverywhere) {
-    if (shared_bytes_per_block() < TwoStages::kSharedBytes) return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
+    if (shared_limit < TwoStages::kSharedBytes) return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
   }
   launch<T, TwoStages>(arguments, stream);
 }
@@ -238,26 +238,26 @@ void launch_for_device(const ForwardArguments<T>& arguments, cudaStream_t stream
 }  // namespace
 
 template <typename T>
-void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
+void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
   switch (arguments.shape.HS) {
     case 32:
-      return launch_for_device<T, 32>(arguments, stream);
+      return launch_for_limit<T, 32>(arguments, stream, shared_limit);
     case 64:
-      return launch_for_device<T, 64>(arguments, stream);
+      return launch_for_limit<T, 64>(arguments, stream, shared_limit);
     case 80:
-      return launch_for_device<T, 80>(arguments, stream);
+      return launch_for_limit<T, 80>(arguments, stream, shared_limit);
     case 96:
-      return launch_for_device<T, 96>(arguments, stream);
+      return launch_for_limit<T, 96>(arguments, stream, shared_limit);
     case 128:
-      return launch_for_device<T, 128>(arguments, stream);
+      return launch_for_limit<T, 128>(arguments, stream, shared_limit);
     case 256:
-      return launch_for_device<T, 256>(arguments, stream);
+      return launch_for_limit<T, 256>(arguments, stream, shared_limit);
     default:
       fail(Exit::internal, "attention forward: no kernel for head dimension %d", int(arguments.shape.HS));
   }
 }
 
-template void portable_forward<bf16>(const ForwardArguments<bf16>&, cudaStream_t);
-template void portable_forward<fp16>(const ForwardArguments<fp16>&, cudaStream_t);
+template void portable_forward<bf16>(const ForwardArguments<bf16>&, cudaStream_t, int);
+template void portable_forward<fp16>(const ForwardArguments<fp16>&, cudaStream_t, int);
 
 }  // namespace weft::cuda
