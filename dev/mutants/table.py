@@ -248,6 +248,22 @@ GPU = [
     Mutant("GPU: a token's rows in the gradient split at the wrong place", "llmc/cuda/embedding.cu",
            "return i == N - 1 || token[i] != token[i + 1];", "return i == N - 1 || token[i] == token[i + 1];",
            ("gpu:*Embedding*",)),
+    Mutant("GPU: LayerNorm without its mean", "llmc/cuda/residual_norm_forward.cu", "mean = sum[0] * per_column;",
+           "mean = 0.0f * sum[0];", ("gpu:ResidualNorm.*",)),
+    Mutant("GPU: norm of the stream alone fetches a row twice", "llmc/cuda/residual_norm_forward.cu",
+           "stage.fetch(shape, io, row + Stage::kAhead * step, turn);", "stage.fetch(shape, io, row + step, turn);",
+           ("gpu:ResidualNorm.RecomputedFromTheStreamItIsTheSame",)),
+    Mutant("GPU: gradient of the norm's weight without its last block", "llmc/cuda/residual_norm_backward.cu",
+           "for (int block = y; block < blocks; block += kFinishLanes)",
+           "for (int block = y; block < blocks - 1; block += kFinishLanes)", ("gpu:ResidualNorm.Bf16",)),
+    Mutant("GPU: dropout mask of norm's backward shifted", "llmc/cuda/residual_norm_backward.cu", """\
+      branch_factors(factors, shape, rowscale, row * C + column);
+      float dx[""", """\
+      branch_factors(factors, shape, rowscale, row * C + column + 4);
+      float dx[""", ("gpu:ResidualNorm.Bf16",)),
+    Mutant("GPU: norm asks for more shared memory than a block has", "llmc/cuda/residual_norm_backward.cu",
+           "if (sum_bytes > shared_limit) return full_backward", "if (sum_bytes < 0) return full_backward",
+           ("gpu:ResidualNorm.SmallSharedMemory",)),
 ]
 
 MUTANTS = CPU + GPU
