@@ -6,8 +6,8 @@
 //    threads touch neighbouring 16 bytes, so a warp's accesses fill every sector of memory.
 //  - Blocks stay on their multiprocessor and walk over the rows. While a thread works on one row its part of the next is
 //    copied to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
-//  - "Plain" kernels know x, residual, weight and bias. Everything else (dropout, scales, a second output, h recomputed
-//    in backward) is in the "full" kernels, which do without the copying ahead.
+//  - "Plain" kernels know x, residual, weights and biases. Everything else (dropout, scales, in backward a second output and
+//    h recomputed) is in the "full" kernels, which do without the copying ahead.
 //  - Bounds cost as many instructions as the arithmetic does. Spreads that fill a row exactly ("whole") have none; they
 //    exist for bf16, the storage type of training.
 #pragma once
@@ -213,13 +213,14 @@ void launch_spread(std::int64_t C, const Launch& launch) {
 template <typename R, bool kMayBeWhole, typename Launch>
 void for_plain_spread(std::int64_t C, const Launch& launch) {
   if constexpr (kMayBeWhole) {
-    if (C == 768) return launch(Spread<R, 32, 24, true>{});
+    if (C == 768) return launch(Spread<R, 32, 24, true, 4>{});
     if (C == 3072) return launch(Spread<R, 128, 24, true>{});
   }
   if (C <= 256) return launch_spread<R, 32, 8, false>(C, launch);
   if (C <= 512) return launch_spread<R, 32, 16, false>(C, launch);
   if (C <= 1024) return launch_spread<R, 32, 32, kMayBeWhole>(C, launch);
   if (C <= 2048) return launch_spread<R, 128, 16, kMayBeWhole>(C, launch);
+  if (C <= 2560) return launch_spread<R, 160, 16, false>(C, launch);
   if (C <= 4096) return launch_spread<R, 128, 32, kMayBeWhole>(C, launch);
   if (C <= 8192) return launch_spread<R, 256, 32, kMayBeWhole>(C, launch);
   launch_spread<R, 512, 32, kMayBeWhole>(C, launch);
@@ -231,7 +232,7 @@ void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
     if (C == 768) return launch(Spread<R, 96, 8, true, 4>{});
     if (C == 1024) return launch(Spread<R, 64, 16, true, 4>{});
     if (C == 2048) return launch(Spread<R, 128, 16, true, 2>{});
-    if (C == 3072) return launch(Spread<R, 192, 16, true>{});
+    if (C == 3072) return launch(Spread<R, 384, 8, true>{});
   }
   if (C <= 2048) return for_plain_spread<R, false>(C, launch);
   if (C <= 4096) return launch_spread<R, 256, 16, kMayBeWhole>(C, launch);
@@ -241,8 +242,6 @@ void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
 template <typename R, typename Launch>
 void for_full_spread(std::int64_t C, const Launch& launch) {
   if (C <= 1024) return launch(Spread<R, 128, 8>{});
-  if (C <= 2048) return launch(Spread<R, 128, 16>{});
-  if (C <= 2560) return launch(Spread<R, 160, 16>{});
   if (C <= 4096) return launch(Spread<R, 128, 32>{});
   launch(Spread<R, 512, 32>{});
 }

@@ -14,8 +14,8 @@ namespace {
 using namespace norm_detail;
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
-// joined: h = x + residual, either may be absent. alone: h = residual and not written, what training runs, with two rows
-// on their way ahead. full: every operand.
+// alone: h = residual and not written, one output: what training runs. joined: h = x + residual, each of them absent or not.
+// full: every operand.
 enum class Form { alone, joined, full };
 
 template <typename T, typename S>
@@ -63,30 +63,21 @@ __device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const 
   return {mean, rsqrtf(squares[0] * per_column + shape.eps)};
 }
 
-// Rows on their way: the next one's x and residual, or, with x absent, residuals alone of kAhead rows.
 template <typename T, typename R, typename S, Form kForm>
 struct ForwardStage {
-  static constexpr int kAhead = kForm == Form::alone ? 2 : 1;
   static constexpr int kXBytes = kForm == Form::alone ? 0 : StagedRow<T, S>::kBytes;
-  static constexpr int kRowBytes = kXBytes + StagedRow<R, S>::kBytes;
-  static constexpr int kBytes = kAhead * kRowBytes;
+  static constexpr int kBytes = kXBytes + StagedRow<R, S>::kBytes;
 
   char* memory;  // null: rows are read when they are needed; never for a whole spread
   __device__ bool used() const { return S::kWhole || memory != nullptr; }
-  __device__ char* x(int turn) const { return used() ? memory + turn * kRowBytes : nullptr; }
-  __device__ char* residual(int turn) const { return used() ? memory + turn * kRowBytes + kXBytes : nullptr; }
+  __device__ char* x() const { return memory; }
+  __device__ char* residual() const { return used() ? memory + kXBytes : nullptr; }
 
-  __device__ void fetch(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, std::int64_t row,
-                        int turn) const {
-    if (!used()) return;
-    if (row < shape.rows) {
-      if constexpr (kForm != Form::alone) StagedRow<T, S>::fetch(x(turn), at_row(io.x, row, shape.C), shape.C);
-      StagedRow<R, S>::fetch(residual(turn), at_row(io.residual, row, shape.C), shape.C);
-    }
-    __pipeline_commit();  // an empty group at the end, too: wait() counts groups
-  }
-  __device__ void wait() const {
-    if (used()) __pipeline_wait_prior(kAhead - 1);
+  __device__ void fetch(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, std::int64_t row) const {
+    if (!used() || row >= shape.rows) return;
+    if constexpr (kForm != Form::alone) StagedRow<T, S>::fetch(x(), at_row(io.x, row, shape.C), shape.C);
+    StagedRow<R, S>::fetch(residual(), at_row(io.residual, row, shape.C), shape.C);
+    __pipeline_commit();
   }
 };
 
@@ -100,15 +91,14 @@ __global__ void __launch_bounds__(S::kThreads)
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
-#pragma unroll
-  for (int ahead = 0; ahead < Stage::kAhead; ++ahead) stage.fetch(shape, io, row + ahead * step, ahead);
-  for (int turn = 0; row < shape.rows; row += step, turn = (turn + 1) % Stage::kAhead) {
-    stage.wait();
+  stage.fetch(shape, io, row);
+  for (; row < shape.rows; row += step) {
+    if (stage.used()) __pipeline_wait_prior(0);
     Group<T, S> xs[S::kGroups];
     Group<R, S> skips[S::kGroups];
     if constexpr (kForm != Form::alone)
-      StagedRow<T, S>::read_row(xs, stage.x(turn), io.x + row * C, C, io.x != nullptr);
-    StagedRow<R, S>::read_row(skips, stage.residual(turn), io.residual + row * C, C, io.residual != nullptr);
+      StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
+    StagedRow<R, S>::read_row(skips, stage.residual(), io.residual + row * C, C, io.residual != nullptr);
     float h[S::kGroups][S::kGroup];
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
@@ -130,10 +120,10 @@ __global__ void __launch_bounds__(S::kThreads)
         if (io.residual_out != nullptr && !S::outside(g, C)) skip.store_streaming(io.residual_out + row * C + column);
       }
     }
-    stage.fetch(shape, io, row + Stage::kAhead * step, turn);
+    stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
     write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, io.weight, io.bias, C);
-    if constexpr (kForm == Form::full) {
+    if constexpr (kForm != Form::alone) {
       if (io.weight2 != nullptr)
         write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, io.weight2, io.bias2, C);
     }
@@ -174,12 +164,13 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
                            int shared_limit) {
   check_shape(shape);
   if (shape.rows == 0) return;
-  if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr || io.weight2 != nullptr) {
+  if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
     return for_full_spread<R>(shape.C, [&](auto spread) {
       launch_forward<T, R, decltype(spread), Form::full>(shape, io, stream, shared_limit);
     });
   }
-  const bool alone = io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr;
+  const bool alone =
+      io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr;
   for_plain_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
     using S = decltype(spread);
     if constexpr (S::kWhole) {
