@@ -257,8 +257,7 @@ void bench_embedding(Bench& bench) {
   const std::size_t size = static_cast<std::size_t>(kRows * kC) * 2;
   bench.row("embedding forward", 2.0 * size, "2 N C 2", size,
             [&](Pool& pool) { embedding_forward(pool.take<bf16>(kRows * kC), ids, weight, kRows, kC, nullptr); });
-  bench.row("embedding sort", 4.0 * kRows, "4 N", 0,
-            [&](Pool&) { embedding_sort(sorted, ids, kRows, kV, nullptr); });
+  bench.row("embedding sort", 4.0 * kRows, "4 N", 0, [&](Pool&) { embedding_sort(sorted, ids, kRows, kV, nullptr); });
   bench.row("embedding backward", size + distinct * kC * 8, "N C 2 + distinct tokens C 8", size, [&](Pool& pool) {
     embedding_backward(dweight, pool.take<bf16>(kRows * kC), sorted, kRows, kC, workspace, nullptr);
   });

@@ -1,5 +1,5 @@
-// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by accesses of 16 or 8 bytes where size
-// and alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
+// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by accesses of 16 or 8 bytes where
+// size and alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
 #pragma once
 
 #include <type_traits>
@@ -22,8 +22,7 @@ struct Elements {
   __device__ void load(const T* address) {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        reinterpret_cast<Word*>(value)[i] = reinterpret_cast<const Word*>(address)[i];
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(value)[i] = reinterpret_cast<const Word*>(address)[i];
     } else {
       value[0] = *address;
     }
@@ -31,8 +30,7 @@ struct Elements {
   __device__ void store(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        reinterpret_cast<Word*>(address)[i] = reinterpret_cast<const Word*>(value)[i];
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(address)[i] = reinterpret_cast<const Word*>(value)[i];
     } else {
       *address = value[0];
     }

@@ -8,7 +8,7 @@
 //     neighbours in the order of n. A pass moves kDigitBits bits: count the digits of each tile, scan the counts, then
 //     move each pair to its place. 18 bits, two passes, hold every vocabulary here. Where there are clusters (sm_90 and
 //     later) one of them sorts in its distributed shared memory, in one launch; else, or if the pairs do not fit there,
-//     each step is a launch. This needs the tokens alone and is a call of its own, so that it can run beside other work.
+//     each step is a launch. This needs the tokens alone and is a call of its own: it can run beside other work.
 //  2. A block takes kRun neighbours of the sorted order and adds up the rows of each token in registers. A token whose
 //     rows all lie there goes straight into dweight: nobody else has it. The sums of a token that goes on across the
 //     edges of the run are written down instead.
@@ -246,8 +246,8 @@ __global__ void __launch_bounds__(kClusterThreads)
 // ---- the sums ---------------------------------------------------------------------------------------------------------
 constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
 constexpr int kInFlight = 2;  // rows on their way before the first is added
-// Small blocks with few registers, all of them at once: of 64 threads with 70, a tenth waited for a second turn. A thread has
-// 16 bytes of fp32, so that a warp's accesses to dweight fill every sector.
+// Small blocks with few registers, all of them at once: of 64 threads with 70, a tenth waited for a second turn. A
+// thread has 16 bytes of fp32, so that a warp's accesses to dweight fill every sector.
 constexpr int kSumThreads = 64, kSumRegisters = 32, kSumColumns = 4;
 constexpr int kJoinThreads = 128;
 
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   old.store(dweight + token * C + c);
 }
 
-// ---- memory -----------------------------------------------------------------------------------------------------------
+// ---- memory ------------------------------------------------------------------------------------------------------------
 // What embedding_sort() leaves and needs: pairs[0] is the result.
 struct SortMemory {
   Pairs pairs[2];
@@ -497,7 +497,7 @@ WEFT_INSTANTIATE(bf16, float)
 WEFT_INSTANTIATE(fp16, fp16)
 WEFT_INSTANTIATE(fp16, float)
 #undef WEFT_INSTANTIATE
-#define WEFT_INSTANTIATE(T)                                                                                         \
+#define WEFT_INSTANTIATE(T) \
   template void embedding_backward<T>(float*, const T*, void*, std::int64_t, std::int64_t, void*, cudaStream_t);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

@@ -6,8 +6,8 @@
 //    threads touch neighbouring 16 bytes, so a warp's accesses fill every sector of memory.
 //  - Blocks stay on their multiprocessor and walk over the rows. While a thread works on one row its part of the next is
 //    copied to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
-//  - "Plain" kernels know x, residual, weights and biases. Everything else (dropout, scales, in backward a second output and
-//    h recomputed) is in the "full" kernels, which do without the copying ahead.
+//  - "Plain" kernels know x, residual, weights and biases. Everything else (dropout, scales, in backward a second output
+//    and h recomputed) is in the "full" kernels, which do without the copying ahead.
 //  - Bounds cost as many instructions as the arithmetic does. Spreads that fill a row exactly ("whole") have none; they
 //    exist for bf16, the storage type of training.
 #pragma once
@@ -22,8 +22,8 @@
 
 namespace weft::cuda::norm_detail {
 
-// How a row of a stream in R is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ... A
-// block works on kRows rows at once.
+// How a row of a stream in R is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ...
+// A block works on kRows rows at once.
 template <typename R, int kRowThreads_, int kThreadColumns_, bool kWhole_ = false,
           int kRows_ = kRowThreads_ == kWarpSize ? 8 : 1>
 struct Spread {
@@ -126,7 +126,9 @@ struct StagedRow {
   }
 
  private:
-  static __device__ T* place(char* stage, int g) { return reinterpret_cast<T*>(stage) + S::column(g); }
+  static __device__ T* place(char* stage, int g) {
+    return reinterpret_cast<T*>(stage) + S::column(g);
+  }
 };
 
 template <typename T>
@@ -135,11 +137,11 @@ __device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
 }
 
 // ---- the branch -------------------------------------------------------------------------------------------------------
-// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the elements from `element` on: a Philox
-// counter for each four.
+// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the elements from `element` on: a
+// Philox counter for each four.
 template <int kGroup>
 __device__ void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
-                                      std::int64_t element) {
+                               std::int64_t element) {
   if (shape.dropout == 0) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) factors[i] = scale;
@@ -215,12 +217,14 @@ void for_plain_spread(std::int64_t C, const Launch& launch) {
   if constexpr (kMayBeWhole) {
     if (C == 768) return launch(Spread<R, 32, 24, true, 4>{});
     if (C == 3072) return launch(Spread<R, 128, 24, true>{});
+    // An fp32 stream would take twice the registers.
+    if (sizeof(R) == 2 && C == 8192) return launch(Spread<R, 512, 16, true>{});
   }
   if (C <= 256) return launch_spread<R, 32, 8, false>(C, launch);
   if (C <= 512) return launch_spread<R, 32, 16, false>(C, launch);
   if (C <= 1024) return launch_spread<R, 32, 32, kMayBeWhole>(C, launch);
   if (C <= 2048) return launch_spread<R, 128, 16, kMayBeWhole>(C, launch);
-  if (C <= 2560) return launch_spread<R, 160, 16, false>(C, launch);
+  if (C <= 2560) return launch_spread<R, 320, 8, false>(C, launch);
   if (C <= 4096) return launch_spread<R, 128, 32, kMayBeWhole>(C, launch);
   if (C <= 8192) return launch_spread<R, 256, 32, kMayBeWhole>(C, launch);
   launch_spread<R, 512, 32, kMayBeWhole>(C, launch);
@@ -233,6 +237,7 @@ void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
     if (C == 1024) return launch(Spread<R, 64, 16, true, 4>{});
     if (C == 2048) return launch(Spread<R, 128, 16, true, 2>{});
     if (C == 3072) return launch(Spread<R, 384, 8, true>{});
+    if (sizeof(R) == 2 && C == 8192) return launch(Spread<R, 512, 16, true>{});
   }
   if (C <= 2048) return for_plain_spread<R, false>(C, launch);
   if (C <= 4096) return launch_spread<R, 256, 16, kMayBeWhole>(C, launch);

@@ -35,8 +35,8 @@ struct ColumnSums {
   int capacity;
 };
 
-// Where column c of a sum lies: a thread's columns are chunks of 4, and chunks of neighbouring threads lie side by side, so
-// that a warp's 16-byte accesses meet no bank twice.
+// Where column c of a sum lies: a thread's columns are chunks of 4, and chunks of neighbouring threads lie side by side,
+// so that a warp's 16-byte accesses meet no bank twice.
 template <int kRowThreads, int kGroup>
 __host__ __device__ constexpr int sum_position(int c) {
   const int group = c / kGroup, chunk = c % kGroup / 4;
@@ -49,7 +49,8 @@ __device__ constexpr int column_at(int position) {
 }
 
 template <typename S>
-__device__ void add_columns(float* sums, const ColumnSums& columns, int which, int g, const float (&values)[S::kGroup]) {
+__device__ void add_columns(float* sums, const ColumnSums& columns, int which, int g,
+                            const float (&values)[S::kGroup]) {
   if (columns.slot[which] < 0) return;
   float* first = sums + columns.slot[which] * columns.capacity + sum_position<S::kRowThreads, S::kGroup>(S::column(g));
 #pragma unroll
@@ -164,8 +165,8 @@ __device__ void forget(Elements<T, kCount>& group) {
 template <typename S>
 constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
 
-// Plain: x, residual, weight (with its gradient), bias. A thread's part of dout, h and the skip gradient stays in registers
-// in its storage type between the two passes over the row.
+// Plain: x, residual, weight (with its gradient), bias. A thread's part of dout, h and the skip gradient stays in
+// registers in its storage type between the two passes over the row.
 
 template <typename T, typename R, typename S, bool kLayerNorm>
 __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> / S::kThreads : 1)
@@ -430,9 +431,9 @@ void finish_columns(const ColumnSums& columns, const void* workspace, unsigned b
   if (columns.count == 0) return;
   const dim3 grid(static_cast<unsigned>(columns.capacity / kFinishPositions), static_cast<unsigned>(columns.count));
   const bool overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  launch_chained(finish_columns_kernel<S::kRowThreads, S::kGroup>, grid, dim3(kFinishPositions * kFinishLanes), 0, stream,
-                 overlapping, "residual_norm_backward: column sums", columns, static_cast<const float*>(workspace),
-                 static_cast<int>(blocks), static_cast<int>(C));
+  launch_chained(finish_columns_kernel<S::kRowThreads, S::kGroup>, grid, dim3(kFinishPositions * kFinishLanes), 0,
+                 stream, overlapping, "residual_norm_backward: column sums", columns,
+                 static_cast<const float*>(workspace), static_cast<int>(blocks), static_cast<int>(C));
 }
 
 template <typename T, typename R, typename S>
@@ -453,9 +454,8 @@ void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBack
 template <typename T, typename R>
 void full_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
                    int shared_limit) {
-  for_full_spread<R>(shape.C, [&](auto spread) {
-    launch_full_backward<T, R, decltype(spread)>(shape, io, stream, shared_limit);
-  });
+  for_full_spread<R>(
+      shape.C, [&](auto spread) { launch_full_backward<T, R, decltype(spread)>(shape, io, stream, shared_limit); });
 }
 
 template <typename T, typename R, typename S>
@@ -507,9 +507,9 @@ std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums) {
   return static_cast<std::size_t>(kMaxBackwardBlocks * column_sums * capacity) * sizeof(float);
 }
 
-#define WEFT_INSTANTIATE(T, R) \
-  template void residual_norm_backward<T, R>(const ResidualNormShape&, const ResidualNormBackward<T, R>&, cudaStream_t, \
-                                             int);
+#define WEFT_INSTANTIATE(T, R)                                                                            \
+  template void residual_norm_backward<T, R>(const ResidualNormShape&, const ResidualNormBackward<T, R>&, \
+                                             cudaStream_t, int);
 WEFT_INSTANTIATE(float, float)
 WEFT_INSTANTIATE(bf16, bf16)
 WEFT_INSTANTIATE(bf16, float)

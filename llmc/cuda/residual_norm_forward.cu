@@ -14,8 +14,8 @@ namespace {
 using namespace norm_detail;
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
-// alone: h = residual and not written, one output: what training runs. joined: h = x + residual, each of them absent or not.
-// full: every operand.
+// alone: h = residual and not written, one output: what training runs. joined: h = x + residual, each of them absent or
+// not, and a second output. full: every operand.
 enum class Form { alone, joined, full };
 
 template <typename T, typename S>
@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(S::kThreads)
     if (stage.used()) __pipeline_wait_prior(0);
     Group<T, S> xs[S::kGroups];
     Group<R, S> skips[S::kGroups];
-    if constexpr (kForm != Form::alone)
-      StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
+    if constexpr (kForm != Form::alone) StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
     StagedRow<R, S>::read_row(skips, stage.residual(), io.residual + row * C, C, io.residual != nullptr);
     float h[S::kGroups][S::kGroup];
 #pragma unroll
@@ -169,8 +168,7 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
       launch_forward<T, R, decltype(spread), Form::full>(shape, io, stream, shared_limit);
     });
   }
-  const bool alone =
-      io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr;
+  const bool alone = io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr;
   for_plain_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
     using S = decltype(spread);
     if constexpr (S::kWhole) {
@@ -180,8 +178,9 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
   });
 }
 
-#define WEFT_INSTANTIATE(T, R) \
-  template void residual_norm_forward<T, R>(const ResidualNormShape&, const ResidualNormForward<T, R>&, cudaStream_t, int);
+#define WEFT_INSTANTIATE(T, R)                                                                                        \
+  template void residual_norm_forward<T, R>(const ResidualNormShape&, const ResidualNormForward<T, R>&, cudaStream_t, \
+                                            int);
 WEFT_INSTANTIATE(float, float)
 WEFT_INSTANTIATE(bf16, bf16)
 WEFT_INSTANTIATE(bf16, float)

@@ -322,8 +322,8 @@ TEST(ResidualNorm, Fp16WithFp32Stream) {
   check_types<fp16, float>();
 }
 
-// What devices with less shared memory run: rows that are not copied ahead, whole rows by the kernels with bounds, column
-// sums that grow in the workspace. 99 KB is what compute capability 8.6, 8.9 and 12.0 have.
+// What devices with less shared memory run: rows that are not copied ahead, whole rows by the kernels with bounds,
+// column sums that grow in the workspace. 99 KB is what compute capability 8.6, 8.9 and 12.0 have.
 template <typename T, typename R>
 void check_small_shared_memory() {
   for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
