@@ -9,6 +9,7 @@
 // batches of 10 launches.
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cmath>
@@ -35,6 +36,7 @@ namespace {
 using namespace weft;
 using namespace weft::cuda;
 using bf16 = __nv_bfloat16;
+using fp16 = __half;
 
 constexpr std::int64_t kRows = 16384, kC = 2048, kF = 8192, kV = 128256, kParameters = 1'235'814'400;
 constexpr std::size_t kPoolBytes = std::size_t{26} << 30;
@@ -108,7 +110,7 @@ double median_us(const std::function<void(int)>& launch, int batch = 10) {
 class Bench {
  public:
   Bench() {
-    std::printf("%-34s %9s %10s %8s %8s %8s %7s  %s\n", "operator", "MB", "us", "GB/s", "copy", "memcpy", "of copy",
+    std::printf("%-48s %9s %10s %8s %8s %8s %7s  %s\n", "operator", "MB", "us", "GB/s", "copy", "memcpy", "of copy",
                 "bytes");
   }
 
@@ -125,7 +127,7 @@ class Bench {
     const double copy = 2.0 * half / median_us([&](int turn) { copy_once(turn, half, false); }, batch);
     const double memcpy_rate = 2.0 * half / median_us([&](int turn) { copy_once(turn, half, true); }, batch);
     const double rate = bytes / us;
-    std::printf("%-34s %9.1f %10.1f %8.0f %8.0f %8.0f %6.1f%%  %s\n", name.c_str(), bytes / 1e6, us, rate / 1e3,
+    std::printf("%-48s %9.1f %10.1f %8.0f %8.0f %8.0f %6.1f%%  %s\n", name.c_str(), bytes / 1e6, us, rate / 1e3,
                 copy / 1e3, memcpy_rate / 1e3, 100 * rate / std::max(copy, memcpy_rate), formula.c_str());
     std::fflush(stdout);
   }
@@ -184,6 +186,14 @@ void bench_norm(Bench& bench, std::int64_t C, const char* stream) {
     io.rstd = rstd;
     residual_norm_forward(shape, io, nullptr);
   };
+  const auto alone = [&](Pool& pool) {  // the product before has joined the branch: what training runs
+    ResidualNormForward<bf16, R> io;
+    io.residual = pool.take<R>(n);
+    io.out = pool.take<bf16>(n);
+    io.weight = weight;
+    io.rstd = rstd;
+    residual_norm_forward(shape, io, nullptr);
+  };
   const auto backward = [&](bool both) {
     return [&, both](Pool& pool) {
       ResidualNormBackward<bf16, R> io;
@@ -202,10 +212,36 @@ void bench_norm(Bench& bench, std::int64_t C, const char* stream) {
   const std::string name = " C " + std::to_string(C) + stream;
   bench.row("norm forward" + name, bytes(2, 2), "x, residual -> residual_out, out",
             static_cast<std::size_t>(bytes(2, 2)), forward);
+  bench.row("norm forward, stream alone" + name, bytes(1, 1), "residual -> out", static_cast<std::size_t>(bytes(1, 1)),
+            alone);
   bench.row("norm backward" + name, bytes(1, 3), "dout, h, dres -> dres", static_cast<std::size_t>(bytes(1, 3)),
             backward(false));
   bench.row("norm backward +dx" + name, bytes(2, 3), "dout, h, dres -> dres, dx", static_cast<std::size_t>(bytes(2, 3)),
             backward(true));
+}
+
+// Both norms of a layer of Pythia-2.8B for a prompt of 2000: x joins the fp32 stream in place, two outputs.
+void bench_prompt_norms(Bench& bench) {
+  ResidualNormShape shape;
+  shape.rows = 2000;
+  shape.C = 2560;
+  shape.kind = NormKind::layernorm;
+  shape.eps = 1e-5f;
+  const std::int64_t n = shape.rows * shape.C;
+  const fp16* weights = uploaded(std::vector<fp16>(static_cast<std::size_t>(4 * shape.C), __float2half(0.5f)));
+  bench.row("norms of a prompt, 2000 x 2560", 14.0 * static_cast<double>(n), "x, stream -> stream, 2 out",
+            static_cast<std::size_t>(14 * n), [&](Pool& pool) {
+              ResidualNormForward<fp16, float> io;
+              io.x = pool.take<fp16>(n);
+              io.residual = io.residual_out = pool.take<float>(n);
+              io.weight = weights;
+              io.bias = weights + shape.C;
+              io.weight2 = weights + 2 * shape.C;
+              io.bias2 = weights + 3 * shape.C;
+              io.out = pool.take<fp16>(n);
+              io.out2 = pool.take<fp16>(n);
+              residual_norm_forward(shape, io, nullptr);
+            });
 }
 
 void bench_embedding(Bench& bench) {
@@ -217,12 +253,14 @@ void bench_embedding(Bench& bench) {
   std::int32_t* ids = uploaded(tokens);
   bf16* weight = allocated<bf16>(static_cast<std::size_t>(kV * kC) * 2);
   float* dweight = allocated<float>(static_cast<std::size_t>(kV * kC) * 4);
+  void* sorted = allocated<char>(embedding_sort_bytes(kRows));
   void* workspace = allocated<char>(embedding_backward_workspace(kRows, kC));
   const std::size_t size = static_cast<std::size_t>(kRows * kC) * 2;
   bench.row("embedding forward", 2.0 * size, "2 N C 2", size,
             [&](Pool& pool) { embedding_forward(pool.take<bf16>(kRows * kC), ids, weight, kRows, kC, nullptr); });
+  bench.row("embedding sort", 4.0 * kRows, "4 N", 0, [&](Pool&) { embedding_sort(sorted, ids, kRows, kV, nullptr); });
   bench.row("embedding backward", size + distinct * kC * 8, "N C 2 + distinct tokens C 8", size, [&](Pool& pool) {
-    embedding_backward(dweight, pool.take<bf16>(kRows * kC), ids, kRows, kC, kV, workspace, nullptr);
+    embedding_backward(dweight, pool.take<bf16>(kRows * kC), sorted, kRows, kC, workspace, nullptr);
   });
 }
 
@@ -345,8 +383,9 @@ void bench_sampler(Bench&) {
 }
 
 void bench_norms(Bench& bench) {
-  for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<bf16>(bench, C, "");
+  for (const std::int64_t C : {768, 1024, 2048, 3072, 4096, 8192, 16384}) bench_norm<bf16>(bench, C, "");
   for (const std::int64_t C : {1024, 2048, 4096, 8192, 16384}) bench_norm<float>(bench, C, " fp32 stream");
+  bench_prompt_norms(bench);
 }
 
 struct Section {

@@ -298,6 +298,21 @@ GPU = [
     Mutant("GPU: a second launch of a text starts one position early", "llmc/cuda/neox.cu",
            "length_ = fused.position + i + 1;", "length_ = fused.position + i;",
            ("gpu:FusedDecode.TextLongerThanALaunch",)),
+    Mutant("GPU: LayerNorm without its mean", "llmc/cuda/residual_norm_forward.cu", "mean = sum[0] * per_column;",
+           "mean = 0.0f * sum[0];", ("gpu:ResidualNorm.*",)),
+    Mutant("GPU: norm copies the wrong row ahead", "llmc/cuda/residual_norm_forward.cu",
+           "stage.fetch(shape, io, row + step);", "stage.fetch(shape, io, row + 1);", ("gpu:ResidualNorm.ManyRows",)),
+    Mutant("GPU: gradient of the norm's weight without its last block", "llmc/cuda/residual_norm_backward.cu",
+           "for (int block = y; block < blocks; block += kFinishLanes)",
+           "for (int block = y; block < blocks - 1; block += kFinishLanes)", ("gpu:ResidualNorm.Bf16",)),
+    Mutant("GPU: dropout mask of norm's backward shifted", "llmc/cuda/residual_norm_backward.cu", """\
+      branch_factors(factors, shape, rowscale, row * C + column);
+      float dx[""", """\
+      branch_factors(factors, shape, rowscale, row * C + column + 4);
+      float dx[""", ("gpu:ResidualNorm.Bf16",)),
+    Mutant("GPU: norm asks for more shared memory than a block has", "llmc/cuda/residual_norm_backward.cu",
+           "if (sum_bytes > shared_limit) return full_backward", "if (sum_bytes < 0) return full_backward",
+           ("gpu:ResidualNorm.SmallSharedMemory",)),
 ]
 
 MUTANTS = CPU + GPU

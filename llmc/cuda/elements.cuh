@@ -1,5 +1,5 @@
-// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by 16-byte accesses where size and
-// alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
+// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by accesses of 16 or 8 bytes where
+// size and alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
 #pragma once
 
 #include <type_traits>
@@ -12,16 +12,17 @@ namespace weft::cuda {
 template <typename T, int kCount>
 struct Elements {
   static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  static constexpr bool kPacked = kBytes % 16 == 0;
+  static constexpr bool kPacked = kBytes % 8 == 0;
+  using Word = std::conditional_t<kBytes % 16 == 0, int4, int2>;
+  static constexpr int kWords = kBytes / static_cast<int>(sizeof(Word));
   static_assert(kPacked || kCount == 1);
 
-  alignas(kPacked ? 16 : sizeof(T)) T value[kCount];
+  alignas(kPacked ? sizeof(Word) : sizeof(T)) T value[kCount];
 
   __device__ void load(const T* address) {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i)
-        reinterpret_cast<int4*>(value)[i] = reinterpret_cast<const int4*>(address)[i];
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(value)[i] = reinterpret_cast<const Word*>(address)[i];
     } else {
       value[0] = *address;
     }
@@ -29,8 +30,7 @@ struct Elements {
   __device__ void store(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i)
-        reinterpret_cast<int4*>(address)[i] = reinterpret_cast<const int4*>(value)[i];
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(address)[i] = reinterpret_cast<const Word*>(value)[i];
     } else {
       *address = value[0];
     }
@@ -39,8 +39,8 @@ struct Elements {
   __device__ void store_streaming(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i)
-        __stcs(reinterpret_cast<int4*>(address) + i, reinterpret_cast<const int4*>(value)[i]);
+      for (int i = 0; i < kWords; ++i)
+        __stcs(reinterpret_cast<Word*>(address) + i, reinterpret_cast<const Word*>(value)[i]);
     } else {
       store(address);
     }
@@ -48,8 +48,7 @@ struct Elements {
   __device__ void clear() {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int i = 0; i < kBytes / 16; ++i)
-        reinterpret_cast<int4*>(value)[i] = make_int4(0, 0, 0, 0);  // +0 in every type
+      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(value)[i] = Word{};  // +0 in every type
     } else {
       value[0] = from_float<T>(0.0f);
     }

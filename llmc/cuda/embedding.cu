@@ -8,12 +8,12 @@
 //     neighbours in the order of n. A pass moves kDigitBits bits: count the digits of each tile, scan the counts, then
 //     move each pair to its place. 18 bits, two passes, hold every vocabulary here. Where there are clusters (sm_90 and
 //     later) one of them sorts in its distributed shared memory, in one launch; else, or if the pairs do not fit there,
-//     each step is a launch.
+//     each step is a launch. This needs the tokens alone and is a call of its own: it can run beside other work.
 //  2. A block takes kRun neighbours of the sorted order and adds up the rows of each token in registers. A token whose
 //     rows all lie there goes straight into dweight: nobody else has it. The sums of a token that goes on across the
 //     edges of the run are written down instead.
 //  3. The block in whose run such a token begins adds its sums in the order of the runs.
-// Each of these kernels is there when the one before it ends.
+// The kernel of 3 is there when that of 2 ends.
 
 #include "llmc/cuda/embedding.h"
 
@@ -168,7 +168,6 @@ __global__ void __launch_bounds__(kClusterThreads)
     cluster_sort_kernel(Pairs sorted, const std::int32_t* tokens, int N, int V, int capacity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ int4 dynamic_memory[];
-  let_successor_start();  // it waits for the end of this kernel and only saves the time of its start
   namespace cg = cooperative_groups;
   const cg::cluster_group cluster = cg::this_cluster();
   auto& memory = *reinterpret_cast<ClusterSortMemory*>(dynamic_memory);
@@ -246,9 +245,10 @@ __global__ void __launch_bounds__(kClusterThreads)
 
 // ---- the sums ---------------------------------------------------------------------------------------------------------
 constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
-constexpr int kInFlight = 4;  // rows on their way before the first is added
-// Small blocks, and nearly all of them at once: of 256 threads with 70 registers, a fourth waited for a second turn.
-constexpr int kSumThreads = 64, kSumBlocks = 14;
+constexpr int kInFlight = 2;  // rows on their way before the first is added
+// Small blocks with few registers, all of them at once: of 64 threads with 70, a tenth waited for a second turn. A
+// thread has 16 bytes of fp32, so that a warp's accesses to dweight fill every sector.
+constexpr int kSumThreads = 64, kSumRegisters = 32, kSumColumns = 4;
 constexpr int kJoinThreads = 128;
 
 struct Sorted {
@@ -266,14 +266,13 @@ __device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_
 }
 
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kSumThreads, kSumBlocks)
+__global__ void __maxnreg__(kSumRegisters)
     sum_runs_kernel(float* dweight, float* edges, const T* dout, Sorted sorted, std::int64_t C) {
   __shared__ std::int32_t tokens[kRun], ns[kRun];
   __shared__ bool ends[kRun];
   __shared__ bool begins;
   const int begin = blockIdx.x * kRun, count = min(kRun, sorted.N - begin);
   let_successor_start();
-  wait_for_predecessors();
   if (static_cast<int>(threadIdx.x) < count) {
     const int i = begin + threadIdx.x;
     tokens[threadIdx.x] = sorted.token[i];
@@ -356,30 +355,29 @@ __global__ void __launch_bounds__(kJoinThreads)
   old.store(dweight + token * C + c);
 }
 
-// ---- workspace --------------------------------------------------------------------------------------------------------
-struct Workspace {
+// ---- memory ------------------------------------------------------------------------------------------------------------
+// What embedding_sort() leaves and needs: pairs[0] is the result.
+struct SortMemory {
   Pairs pairs[2];
   int* counts;  // [kDigits][tiles]
-  float* edges;
   std::size_t bytes;
 };
 
-Workspace carve(void* memory, std::int64_t N, std::int64_t C) {
+SortMemory carve(void* memory, std::int64_t N) {
   std::size_t offset = 0;
   const auto take = [&](std::int64_t elements) {
     void* address = memory != nullptr ? static_cast<char*>(memory) + offset : nullptr;
     offset += static_cast<std::size_t>(ceil_div(elements * 4, 16) * 16);
-    return address;
+    return static_cast<std::int32_t*>(address);
   };
-  Workspace w{};
-  for (Pairs& pairs : w.pairs) {
-    pairs.token = static_cast<std::int32_t*>(take(N));
-    pairs.n = static_cast<std::int32_t*>(take(N));
+  SortMemory m{};
+  for (Pairs& pairs : m.pairs) {
+    pairs.token = take(N);
+    pairs.n = take(N);
   }
-  w.counts = static_cast<int*>(take(kDigits * ceil_div(N, kTile)));
-  w.edges = static_cast<float*>(take(ceil_div(N, kRun) * 2 * C));
-  w.bytes = offset;
-  return w;
+  m.counts = take(kDigits * ceil_div(N, kTile));
+  m.bytes = offset;
+  return m;
 }
 
 int device_attribute(cudaDeviceAttr attribute) {
@@ -389,32 +387,29 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-Sorted sort_by_launches(const Workspace& w, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
+void sort_by_launches(const SortMemory& m, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
   const int tiles = static_cast<int>(ceil_div(N, kTile));
+  int passes = 1;
+  while ((V - 1) >> (passes * kDigitBits) > 0) ++passes;
   Pairs from{const_cast<std::int32_t*>(tokens), nullptr};
-  int pass = 0;
-  for (int shift = 0; shift == 0 || (V - 1) >> shift > 0; shift += kDigitBits, ++pass) {
-    const Pairs to = w.pairs[pass % 2];
-    count_digits_kernel<<<tiles, kSortThreads, 0, stream>>>(w.counts, from.token, N, shift);
-    check_launch("embedding_backward: count");
-    scan_counts_kernel<<<1, kScanThreads, 0, stream>>>(w.counts, kDigits * tiles);
-    check_launch("embedding_backward: scan");
-    move_pairs_kernel<<<tiles, kSortThreads, 0, stream>>>(to, from, w.counts, N, shift);
-    check_launch("embedding_backward: move");
+  for (int pass = 0; pass < passes; ++pass) {
+    const int shift = pass * kDigitBits;
+    const Pairs to = m.pairs[(passes - 1 - pass) % 2];
+    count_digits_kernel<<<tiles, kSortThreads, 0, stream>>>(m.counts, from.token, N, shift);
+    check_launch("embedding_sort: count");
+    scan_counts_kernel<<<1, kScanThreads, 0, stream>>>(m.counts, kDigits * tiles);
+    check_launch("embedding_sort: scan");
+    move_pairs_kernel<<<tiles, kSortThreads, 0, stream>>>(to, from, m.counts, N, shift);
+    check_launch("embedding_sort: move");
     from = to;
   }
-  return {from.token, from.n, N};
 }
 
-Sorted sort_tokens(const Workspace& w, const std::int32_t* tokens, int N, std::int64_t V, bool clusters,
-                   cudaStream_t stream) {
-  const int capacity = static_cast<int>(ceil_div(N, kSortCluster));
+void sort_in_cluster(const SortMemory& m, const std::int32_t* tokens, int N, std::int64_t V, int capacity,
+                     cudaStream_t stream) {
   const std::size_t bytes = cluster_sort_bytes(capacity);
-  if (!clusters || bytes > static_cast<std::size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))) {
-    return sort_by_launches(w, tokens, N, V, stream);
-  }
   check(cudaFuncSetAttribute(cluster_sort_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "embedding_backward: sort");
+        "embedding_sort");
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(kSortCluster);
   config.blockDim = dim3(kClusterThreads);
@@ -426,9 +421,8 @@ Sorted sort_tokens(const Workspace& w, const std::int32_t* tokens, int N, std::i
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, cluster_sort_kernel, w.pairs[0], tokens, N, static_cast<int>(V), capacity),
-        "embedding_backward: sort");
-  return {w.pairs[0].token, w.pairs[0].n, N};
+  check(cudaLaunchKernelEx(&config, cluster_sort_kernel, m.pairs[0], tokens, N, static_cast<int>(V), capacity),
+        "embedding_sort");
 }
 
 template <typename T, int kCount>
@@ -436,11 +430,10 @@ void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges,
               cudaStream_t stream) {
   const unsigned runs = static_cast<unsigned>(ceil_div(sorted.N, kRun));
   const dim3 grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads * kCount)));
-  launch_chained(sum_runs_kernel<T, kCount>, grid, dim3(kSumThreads), 0, stream, overlapping,
-                 "embedding_backward: sums", dweight, edges, dout, sorted, C);
-  constexpr int kJoined = kCount > 1 ? 4 : 1;
-  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kJoinThreads * kJoined)));
-  launch_chained(join_edges_kernel<kJoined>, edge_grid, dim3(kJoinThreads), 0, stream, overlapping,
+  sum_runs_kernel<T, kCount><<<grid, kSumThreads, 0, stream>>>(dweight, edges, dout, sorted, C);
+  check_launch("embedding_backward: sums");
+  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kJoinThreads * kCount)));
+  launch_chained(join_edges_kernel<kCount>, edge_grid, dim3(kJoinThreads), 0, stream, overlapping,
                  "embedding_backward: edges", dweight, edges, sorted, C);
 }
 
@@ -460,23 +453,40 @@ void embedding_forward(R* out, const std::int32_t* tokens, const T* weight, std:
   check_launch("embedding_forward");
 }
 
-template <typename T>
-void embedding_backward(float* dweight, const T* dout, const std::int32_t* tokens, std::int64_t N, std::int64_t C,
-                        std::int64_t V, void* workspace, cudaStream_t stream) {
-  constexpr int kPack = Pack<T>::size;
+void embedding_sort(void* sorted, const std::int32_t* tokens, std::int64_t N, std::int64_t V, cudaStream_t stream) {
   if (N == 0) return;
-  const Workspace w = carve(workspace, N, C);
-  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  const Sorted sorted = sort_tokens(w, tokens, static_cast<int>(N), V, hopper, stream);
-  if (C % kPack == 0 && aligned_to_16(dweight, dout)) {
-    sum_rows<T, kPack>(dweight, dout, sorted, w.edges, C, hopper, stream);
+  const SortMemory m = carve(sorted, N);
+  const std::int64_t capacity = ceil_div(N, kSortCluster);
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
+      cluster_sort_bytes(capacity) <=
+          static_cast<std::size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))) {
+    sort_in_cluster(m, tokens, static_cast<int>(N), V, static_cast<int>(capacity), stream);
   } else {
-    sum_rows<T, 1>(dweight, dout, sorted, w.edges, C, hopper, stream);
+    sort_by_launches(m, tokens, static_cast<int>(N), V, stream);
+  }
+}
+
+std::size_t embedding_sort_bytes(std::int64_t N) {
+  return carve(nullptr, N).bytes;
+}
+
+template <typename T>
+void embedding_backward(float* dweight, const T* dout, void* sorted, std::int64_t N, std::int64_t C, void* workspace,
+                        cudaStream_t stream) {
+  if (N == 0) return;
+  const Pairs pairs = carve(sorted, N).pairs[0];
+  const Sorted order{pairs.token, pairs.n, static_cast<int>(N)};
+  float* edges = static_cast<float*>(workspace);
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  if (C % kSumColumns == 0 && aligned_to_16(dweight, dout)) {
+    sum_rows<T, kSumColumns>(dweight, dout, order, edges, C, hopper, stream);
+  } else {
+    sum_rows<T, 1>(dweight, dout, order, edges, C, hopper, stream);
   }
 }
 
 std::size_t embedding_backward_workspace(std::int64_t N, std::int64_t C) {
-  return carve(nullptr, N, C).bytes;
+  return static_cast<std::size_t>(ceil_div(N, kRun) * 2 * C) * sizeof(float);
 }
 
 #define WEFT_INSTANTIATE(T, R) \
@@ -487,9 +497,8 @@ WEFT_INSTANTIATE(bf16, float)
 WEFT_INSTANTIATE(fp16, fp16)
 WEFT_INSTANTIATE(fp16, float)
 #undef WEFT_INSTANTIATE
-#define WEFT_INSTANTIATE(T)                                                                                            \
-  template void embedding_backward<T>(float*, const T*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t, \
-                                      void*, cudaStream_t);
+#define WEFT_INSTANTIATE(T) \
+  template void embedding_backward<T>(float*, const T*, void*, std::int64_t, std::int64_t, void*, cudaStream_t);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

@@ -73,7 +73,7 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
 // regions of operators that never run at once share one place.
 struct Workspace {
   MemoryPlan plan{"workspace"};
-  std::uint64_t tokens, labels, rope_cos, rope_sin, loss_total, evaluation_total, norm, blocks, scratch;
+  std::uint64_t tokens, sorted_tokens, labels, rope_cos, rope_sin, loss_total, evaluation_total, norm, blocks, scratch;
 
   Workspace(const ModelConfig& config, const TrainOptions& options, std::int64_t adamw_block_count) {
     const std::int64_t N = options.micro_batch * options.seq_len;
@@ -82,6 +82,7 @@ struct Workspace {
       return plan.add(static_cast<std::uint64_t>(count) * bytes);
     };
     tokens = add(N, sizeof(std::int32_t));
+    sorted_tokens = plan.add(embedding_sort_bytes(N));
     labels = add(N, sizeof(std::int32_t));
     rope_cos = add(table, sizeof(float));
     rope_sin = add(table, sizeof(float));
@@ -351,7 +352,8 @@ class Llama final : public TrainModel {
   const Linear gate_up_{"gate, up", "gate, up dgrad", "gate, up wgrad", config_.hidden_size, 2 * config_.ffn_size};
   const Linear down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size};
   const Linear head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size};
-  Stream stream_;
+  Stream stream_, side_stream_;
+  Event tokens_ready_{cudaEventDisableTiming}, tokens_sorted_{cudaEventDisableTiming};
   OperatorClock clock_;
   Matmul matmul_;
   std::vector<AdamWBlock> blocks_;
@@ -696,6 +698,12 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
       if (added_to(spec)) clear_gradient(spec);
     }
   }
+  // The order of the embedding's rows, found beside everything else.
+  check(cudaEventRecord(tokens_ready_, stream_), "backward");
+  check(cudaStreamWaitEvent(side_stream_, tokens_ready_), "backward");
+  embedding_sort(workspace<void>(plan_.sorted_tokens), workspace<std::int32_t>(plan_.tokens), N, config_.vocab_size,
+                 side_stream_);
+  check(cudaEventRecord(tokens_sorted_, side_stream_), "backward");
   const NormSite last = norm_site(L);
   join_backward(2 * L - 1, last.weights, last.d_weights, acts_.d_final_norm,
                 acts_.residual[static_cast<std::size_t>(L)], last.mean, last.rstd, false);
@@ -703,10 +711,11 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
     recompute_layer(l);
     backward_layer(l, accumulate);
   }
+  check(cudaStreamWaitEvent(stream_, tokens_sorted_), "backward");
   const std::int64_t touched = std::min(N, config_.vocab_size);
   clock_.run("embedding backward", 0, row_bytes(C) + 2.0 * static_cast<double>(touched * C) * sizeof(float), [&] {
-    embedding_backward(d_weights_.embedding, branch_gradient(), workspace<std::int32_t>(plan_.tokens), N, C,
-                       config_.vocab_size, workspace<void>(plan_.scratch), stream_);
+    embedding_backward(d_weights_.embedding, branch_gradient(), workspace<void>(plan_.sorted_tokens), N, C,
+                       workspace<void>(plan_.scratch), stream_);
   });
 }
 

@@ -2,11 +2,12 @@
 // on their way to shared memory, and the branch that joins the residual.
 //
 //  - A row lies in the registers of one warp, of a few or of all of a block, so memory is passed once and statistics are
-//    taken in two passes over registers. A thread owns groups of 8 columns.
+//    taken in two passes over registers. A thread owns groups of columns that take 16 bytes of the stream: neighbouring
+//    threads touch neighbouring 16 bytes, so a warp's accesses fill every sector of memory.
 //  - Blocks stay on their multiprocessor and walk over the rows. While a thread works on one row its part of the next is
 //    copied to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
-//  - "Plain" kernels know x, residual, weight and bias. Everything else (dropout, scales, a second output, h recomputed
-//    in backward) is in the "full" kernels, which do without the copying ahead.
+//  - "Plain" kernels know x, residual, weights and biases. Everything else (dropout, scales, in backward a second output
+//    and h recomputed) is in the "full" kernels, which do without the copying ahead.
 //  - Bounds cost as many instructions as the arithmetic does. Spreads that fill a row exactly ("whole") have none; they
 //    exist for bf16, the storage type of training.
 #pragma once
@@ -21,19 +22,17 @@
 
 namespace weft::cuda::norm_detail {
 
-constexpr int kGroup = 8;  // neighbouring columns of one thread
-
-template <typename T>
-using Group = Elements<T, kGroup>;
-
-// How a row is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ... A block works on
-// kRows rows at once.
-template <int kRowThreads_, int kGroups_, bool kWhole_ = false, int kRows_ = kRowThreads_ == kWarpSize ? 8 : 1>
+// How a row of a stream in R is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ...
+// A block works on kRows rows at once.
+template <typename R, int kRowThreads_, int kThreadColumns_, bool kWhole_ = false,
+          int kRows_ = kRowThreads_ == kWarpSize ? 8 : 1>
 struct Spread {
+  static constexpr int kGroup = 16 / static_cast<int>(sizeof(R));  // neighbouring columns of one thread
   static constexpr int kRowThreads = kRowThreads_;
-  static constexpr int kGroups = kGroups_;
+  static constexpr int kThreadColumns = kThreadColumns_;
+  static constexpr int kGroups = kThreadColumns / kGroup;
   static constexpr bool kWhole = kWhole_;  // C is kColumns
-  static constexpr int kColumns = kRowThreads * kGroups * kGroup;
+  static constexpr int kColumns = kRowThreads * kThreadColumns;
   static constexpr int kRows = kRows_;
   static constexpr int kThreads = kRowThreads * kRows;
 
@@ -42,6 +41,9 @@ struct Spread {
   static __device__ int column(int g) { return (g * kRowThreads + lane()) * kGroup; }
   static __device__ bool outside(int g, std::int64_t C) { return !kWhole && column(g) >= C; }
 };
+
+template <typename T, typename S>
+using Group = Elements<T, S::kGroup>;
 
 // ---- sums over a row --------------------------------------------------------------------------------------------------
 // Adds kValues numbers over the threads of a row, in an order that does not depend on timing. One barrier a sum: two
@@ -86,40 +88,33 @@ struct RowSum {
 // ---- a thread's part of the next row, on its way to shared memory -----------------------------------------------------
 template <typename T, typename S>
 struct StagedRow {
-  static constexpr int kChunks = kGroup * static_cast<int>(sizeof(T)) / 16;
-  static constexpr int kBytes = S::kGroups * kChunks * S::kRowThreads * 16;
+  static constexpr int kBytes = S::kColumns * static_cast<int>(sizeof(T));
 
-  // Chunks of neighbouring threads lie side by side: no bank conflicts.
-  static __device__ int offset(int g, int chunk) { return ((g * kChunks + chunk) * S::kRowThreads + S::lane()) * 16; }
   static __device__ void fetch(char* stage, const T* row, std::int64_t C) {
     if (row == nullptr) return;
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
-      if (S::outside(g, C)) continue;
-      const char* source = reinterpret_cast<const char*>(row + S::column(g));
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk)
-        __pipeline_memcpy_async(stage + offset(g, chunk), source + 16 * chunk, 16);
+      if (!S::outside(g, C)) __pipeline_memcpy_async(place(stage, g), row + S::column(g), Group<T, S>::kBytes);
     }
   }
   // The group from the stage, or from memory where nothing is staged; zeros where the operand is absent.
-  static __device__ void read(Group<T>& into, const char* stage, const T* row, int g, std::int64_t C) {
+  static __device__ void read(Group<T, S>& into, char* stage, const T* row, int g, std::int64_t C) {
     if (row == nullptr || S::outside(g, C)) {
       into.clear();
     } else if (stage == nullptr) {
       into.load(row + S::column(g));
     } else {
-      unpack(into, stage, g);
+      into.load(place(stage, g));
     }
   }
   // All groups of a row. A whole spread is always staged: nothing to ask but whether the operand is there at all.
-  static __device__ void read_row(Group<T> (&into)[S::kGroups], const char* stage, const T* row, std::int64_t C,
+  static __device__ void read_row(Group<T, S> (&into)[S::kGroups], char* stage, const T* row, std::int64_t C,
                                   bool present = true) {
     if constexpr (S::kWhole) {
 #pragma unroll
       for (int g = 0; g < S::kGroups; ++g) {
         if (present) {
-          unpack(into[g], stage, g);
+          into[g].load(place(stage, g));
         } else {
           into[g].clear();
         }
@@ -131,10 +126,8 @@ struct StagedRow {
   }
 
  private:
-  static __device__ void unpack(Group<T>& into, const char* stage, int g) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-      reinterpret_cast<int4*>(into.value)[chunk] = *reinterpret_cast<const int4*>(stage + offset(g, chunk));
+  static __device__ T* place(char* stage, int g) {
+    return reinterpret_cast<T*>(stage) + S::column(g);
   }
 };
 
@@ -144,10 +137,11 @@ __device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
 }
 
 // ---- the branch -------------------------------------------------------------------------------------------------------
-// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the 8 elements from `element` on: two
-// Philox counters.
-__device__ inline void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
-                                      std::int64_t element) {
+// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the elements from `element` on: a
+// Philox counter for each four.
+template <int kGroup>
+__device__ void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
+                               std::int64_t element) {
   if (shape.dropout == 0) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) factors[i] = scale;
@@ -155,17 +149,18 @@ __device__ inline void branch_factors(float (&factors)[kGroup], const ResidualNo
   }
   const float kept = scale / (1.0f - shape.dropout);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const PhiloxWords random = philox(shape.seed, shape.offset + static_cast<std::uint64_t>(element / 4 + half),
+  for (int four = 0; four < kGroup / 4; ++four) {
+    const PhiloxWords random = philox(shape.seed, shape.offset + static_cast<std::uint64_t>(element / 4 + four),
                                       static_cast<std::uint64_t>(RandomStream::dropout));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factors[4 * half + i] = uniform01(random.word[i]) >= shape.dropout ? kept : 0.0f;
+    for (int i = 0; i < 4; ++i) factors[4 * four + i] = uniform01(random.word[i]) >= shape.dropout ? kept : 0.0f;
   }
 }
 
 // h = x factors colscale + skip, rounded to R; factors null: 1.
-template <typename T, typename R>
-__device__ void join(Group<R>& h, const Group<T>& x, const Group<R>& skip, const float* factors, const T* colscale) {
+template <typename T, typename R, int kGroup>
+__device__ void join(Elements<R, kGroup>& h, const Elements<T, kGroup>& x, const Elements<R, kGroup>& skip,
+                     const float* factors, const T* colscale) {
   float values[kGroup];
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
@@ -179,9 +174,9 @@ __device__ void join(Group<R>& h, const Group<T>& x, const Group<R>& skip, const
 
 // ---- launchers --------------------------------------------------------------------------------------------------------
 inline void check_shape(const ResidualNormShape& shape) {
-  if (shape.C % kGroup != 0 || shape.C <= 0 || shape.C > kMaxNormWidth) {
-    fail(Exit::internal, "residual_norm: C = %lld is not a multiple of %d up to %lld", static_cast<long long>(shape.C),
-         kGroup, static_cast<long long>(kMaxNormWidth));
+  if (shape.C % 8 != 0 || shape.C <= 0 || shape.C > kMaxNormWidth) {
+    fail(Exit::internal, "residual_norm: C = %lld is not a multiple of 8 up to %lld", static_cast<long long>(shape.C),
+         static_cast<long long>(kMaxNormWidth));
   }
 }
 
@@ -192,14 +187,11 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// The dynamic shared memory that a block may ask for, less what the kernels declare themselves.
-inline int shared_memory_limit() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024;
-}
-
 // As many blocks as fit on the GPU at once, but not more than there is work for.
 template <typename Kernel>
-unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t work) {
+unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t work, int shared_limit) {
+  if (shared_bytes > shared_limit)
+    fail(Exit::internal, "residual_norm: %d bytes of shared memory, a block has %d", shared_bytes, shared_limit);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "residual_norm");
   int per_multiprocessor = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, shared_bytes),
@@ -211,42 +203,52 @@ unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t w
 
 // Calls launch(Spread) with the spread of a row of C columns, a whole one if there may be and it fits. Which spread is
 // fastest was measured on an H200; backward holds three rows where forward holds two, and at 4096 columns takes more threads
-// with fewer groups each.
-template <int kRowThreads, int kGroups, bool kMayBeWhole, typename Launch>
+// with fewer columns each.
+template <typename R, int kRowThreads, int kThreadColumns, bool kMayBeWhole, typename Launch>
 void launch_spread(std::int64_t C, const Launch& launch) {
   if constexpr (kMayBeWhole) {
-    using Whole = Spread<kRowThreads, kGroups, true>;
+    using Whole = Spread<R, kRowThreads, kThreadColumns, true>;
     if (C == Whole::kColumns) return launch(Whole{});
   }
-  launch(Spread<kRowThreads, kGroups>{});
+  launch(Spread<R, kRowThreads, kThreadColumns>{});
 }
-template <bool kMayBeWhole, typename Launch>
+template <typename R, bool kMayBeWhole, typename Launch>
 void for_plain_spread(std::int64_t C, const Launch& launch) {
-  if (C <= 256) return launch_spread<32, 1, false>(C, launch);
-  if (C <= 512) return launch_spread<32, 2, false>(C, launch);
-  if (C <= 1024) return launch_spread<32, 4, kMayBeWhole>(C, launch);
-  if (C <= 2048) return launch_spread<128, 2, kMayBeWhole>(C, launch);
-  if (C <= 4096) return launch_spread<128, 4, kMayBeWhole>(C, launch);
-  if (C <= 8192) return launch_spread<256, 4, kMayBeWhole>(C, launch);
-  launch_spread<512, 4, kMayBeWhole>(C, launch);
+  if constexpr (kMayBeWhole) {
+    if (C == 768) return launch(Spread<R, 32, 24, true, 4>{});
+    if (C == 3072) return launch(Spread<R, 128, 24, true>{});
+    // An fp32 stream would take twice the registers.
+    if (sizeof(R) == 2 && C == 8192) return launch(Spread<R, 512, 16, true>{});
+  }
+  if (C <= 256) return launch_spread<R, 32, 8, false>(C, launch);
+  if (C <= 512) return launch_spread<R, 32, 16, false>(C, launch);
+  if (C <= 1024) return launch_spread<R, 32, 32, kMayBeWhole>(C, launch);
+  if (C <= 2048) return launch_spread<R, 128, 16, kMayBeWhole>(C, launch);
+  if (C <= 2560) return launch_spread<R, 320, 8, false>(C, launch);
+  if (C <= 4096) return launch_spread<R, 128, 32, kMayBeWhole>(C, launch);
+  if (C <= 8192) return launch_spread<R, 256, 32, kMayBeWhole>(C, launch);
+  launch_spread<R, 512, 32, kMayBeWhole>(C, launch);
 }
-template <bool kMayBeWhole, typename Launch>
+template <typename R, bool kMayBeWhole, typename Launch>
 void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
   if constexpr (kMayBeWhole) {
     // Several rows a block: fewer blocks write column sums, and a row's threads wait only for each other.
-    if (C == 1024) return launch(Spread<64, 2, true, 4>{});
-    if (C == 2048) return launch(Spread<128, 2, true, 2>{});
+    if (C == 768) return launch(Spread<R, 96, 8, true, 4>{});
+    if (C == 1024) return launch(Spread<R, 64, 16, true, 4>{});
+    if (C == 2048) return launch(Spread<R, 128, 16, true, 2>{});
+    if (C == 3072) return launch(Spread<R, 384, 8, true>{});
+    if (sizeof(R) == 2 && C == 8192) return launch(Spread<R, 512, 16, true>{});
   }
-  if (C <= 2048) return for_plain_spread<false>(C, launch);
-  if (C <= 4096) return launch_spread<256, 2, kMayBeWhole>(C, launch);
-  if (C <= 8192) return launch_spread<256, 4, kMayBeWhole>(C, launch);
-  launch_spread<512, 4, kMayBeWhole>(C, launch);
+  if (C <= 2048) return for_plain_spread<R, false>(C, launch);
+  if (C <= 4096) return launch_spread<R, 256, 16, kMayBeWhole>(C, launch);
+  if (C <= 8192) return launch_spread<R, 256, 32, kMayBeWhole>(C, launch);
+  launch_spread<R, 512, 32, kMayBeWhole>(C, launch);
 }
-template <typename Launch>
+template <typename R, typename Launch>
 void for_full_spread(std::int64_t C, const Launch& launch) {
-  if (C <= 1024) return launch(Spread<128, 1>{});
-  if (C <= 4096) return launch(Spread<128, 4>{});
-  launch(Spread<512, 4>{});
+  if (C <= 1024) return launch(Spread<R, 128, 8>{});
+  if (C <= 4096) return launch(Spread<R, 128, 32>{});
+  launch(Spread<R, 512, 32>{});
 }
 template <typename T, typename R>
 constexpr bool kMayBeWhole = std::is_same_v<T, bf16>;

@@ -32,6 +32,10 @@ struct ResidualNormShape {
   std::uint64_t seed = 0, offset = 0;
 };
 
+// The bytes of shared memory that a block of these kernels may ask for: the device's limit less what they declare
+// themselves. The `shared_limit` below is this; less only to run on one device what another one runs.
+int norm_shared_memory();
+
 template <typename T, typename R>
 struct ResidualNormForward {
   const T* x = nullptr;             // [rows, C]; null: h = residual (the norm of the stream alone)
@@ -49,8 +53,8 @@ struct ResidualNormForward {
   float* rstd = nullptr;      // [rows]; null: not kept
 };
 template <typename T, typename R>
-void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
-                           cudaStream_t stream);
+void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
+                           int shared_limit = norm_shared_memory());
 
 // Without dropout, rowscale and colscale dx equals dresidual (up to their dtypes): ask for one of them and
 // save a pass over memory.
@@ -80,8 +84,8 @@ struct ResidualNormBackward {
 // The sums over rows are taken block by block, then over the blocks in order: no atomics, the same bits every
 // time on one type of GPU.
 template <typename T, typename R>
-void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io,
-                            cudaStream_t stream);
+void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
+                            int shared_limit = norm_shared_memory());
 std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums);
 
 }  // namespace weft::cuda

@@ -10,7 +10,8 @@
 //
 // Column sums (dweight, ...) grow in registers or shared memory, each thread adding to its own columns; at the end a block
 // writes them to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where
-// shared memory is too small for the sums, they grow in the workspace itself. llmc/cuda/residual_norm.cuh has the rest.
+// shared memory is too small for the sums, the full kernel lets them grow in the workspace itself.
+// llmc/cuda/residual_norm.cuh has the rest.
 
 #include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/residual_norm.cuh"
@@ -34,25 +35,26 @@ struct ColumnSums {
   int capacity;
 };
 
-// Where column c of a sum lies: a thread's 8 columns are two chunks of 4, and chunks of neighbouring threads lie side by
-// side, so that a warp's 16-byte accesses meet no bank twice.
-template <int kRowThreads>
+// Where column c of a sum lies: a thread's columns are chunks of 4, and chunks of neighbouring threads lie side by side,
+// so that a warp's 16-byte accesses meet no bank twice.
+template <int kRowThreads, int kGroup>
 __host__ __device__ constexpr int sum_position(int c) {
   const int group = c / kGroup, chunk = c % kGroup / 4;
-  return ((group / kRowThreads * 2 + chunk) * kRowThreads + group % kRowThreads) * 4 + c % 4;
+  return ((group / kRowThreads * (kGroup / 4) + chunk) * kRowThreads + group % kRowThreads) * 4 + c % 4;
 }
-template <int kRowThreads>
+template <int kRowThreads, int kGroup>
 __device__ constexpr int column_at(int position) {
-  const int piece = position / 4, rest = piece / kRowThreads;
-  return (rest / 2 * kRowThreads + piece % kRowThreads) * kGroup + rest % 2 * 4 + position % 4;
+  const int piece = position / 4, rest = piece / kRowThreads, chunks = kGroup / 4;
+  return (rest / chunks * kRowThreads + piece % kRowThreads) * kGroup + rest % chunks * 4 + position % 4;
 }
 
 template <typename S>
-__device__ void add_columns(float* sums, const ColumnSums& columns, int which, int g, const float (&values)[kGroup]) {
+__device__ void add_columns(float* sums, const ColumnSums& columns, int which, int g,
+                            const float (&values)[S::kGroup]) {
   if (columns.slot[which] < 0) return;
-  float* first = sums + columns.slot[which] * columns.capacity + sum_position<S::kRowThreads>(S::column(g));
+  float* first = sums + columns.slot[which] * columns.capacity + sum_position<S::kRowThreads, S::kGroup>(S::column(g));
 #pragma unroll
-  for (int chunk = 0; chunk < 2; ++chunk) {
+  for (int chunk = 0; chunk < S::kGroup / 4; ++chunk) {
     float4* sum = reinterpret_cast<float4*>(first + chunk * S::kRowThreads * 4);
     float4 s = *sum;
     s.x += values[4 * chunk];
@@ -70,9 +72,9 @@ __device__ void clear_columns(float* sums, const ColumnSums& columns, std::int64
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       if (S::outside(g, C)) continue;
-      float* first = sums + k * columns.capacity + sum_position<S::kRowThreads>(S::column(g));
+      float* first = sums + k * columns.capacity + sum_position<S::kRowThreads, S::kGroup>(S::column(g));
 #pragma unroll
-      for (int chunk = 0; chunk < 2; ++chunk)
+      for (int chunk = 0; chunk < S::kGroup / 4; ++chunk)
         *reinterpret_cast<float4*>(first + chunk * S::kRowThreads * 4) = make_float4(0, 0, 0, 0);
     }
   }
@@ -95,7 +97,7 @@ constexpr int kFinishPositions = 8, kFinishLanes = kWarpSize;  // a sector of me
 
 // target[c] += sum of partial[block][k][c] over the blocks: 32 lanes take every 32nd block, then are added as a tree. It
 // may start before the kernel that makes the partial sums has ended.
-template <int kRowThreads>
+template <int kRowThreads, int kGroup>
 __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
     finish_columns_kernel(ColumnSums columns, const float* partial, int blocks, int C) {
   __shared__ float lane_sum[kFinishLanes][kFinishPositions + 1];
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
     if (columns.slot[k] == static_cast<int>(blockIdx.y)) target = columns.target[k], slot = columns.slot[k];
   }
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int c = column_at<kRowThreads>(blockIdx.x * kFinishPositions + warp);
+  const int c = column_at<kRowThreads, kGroup>(blockIdx.x * kFinishPositions + warp);
   float old = 0;
   if (lane == 0 && c < C) old = target[c];  // nothing of this kernel's chain writes it
   wait_for_predecessors();
@@ -142,7 +144,7 @@ struct BackwardStage {
 };
 
 template <typename S, typename T>
-__device__ void store_row(T* matrix, const Group<T> (&groups)[S::kGroups], std::int64_t row, std::int64_t C) {
+__device__ void store_row(T* matrix, const Group<T, S> (&groups)[S::kGroups], std::int64_t row, std::int64_t C) {
   if (matrix == nullptr) return;
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
@@ -150,20 +152,21 @@ __device__ void store_row(T* matrix, const Group<T> (&groups)[S::kGroups], std::
   }
 }
 
-// Plain: x, residual, weight (with its gradient), bias. A thread's part of dout, h and the skip gradient stays in registers in its storage
-// type between the two passes over the row.
 // Makes the compiler forget what it knows of the group: else it keeps the fp32 values of the first pass for the second,
 // twice the registers.
-template <typename T>
-__device__ void forget(Group<T>& group) {
+template <typename T, int kCount>
+__device__ void forget(Elements<T, kCount>& group) {
   auto* words = reinterpret_cast<unsigned*>(group.value);
 #pragma unroll
-  for (int i = 0; i < Group<T>::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
+  for (int i = 0; i < Elements<T, kCount>::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
 }
 
 // Threads of a multiprocessor that share its registers: whole spreads unroll so far that they would take them all.
 template <typename S>
-constexpr int kResidentThreads = S::kGroups > 2 ? 512 : 640;
+constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
+
+// Plain: x, residual, weight (with its gradient), bias. A thread's part of dout, h and the skip gradient stays in
+// registers in its storage type between the two passes over the row.
 
 template <typename T, typename R, typename S, bool kLayerNorm>
 __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> / S::kThreads : 1)
@@ -180,8 +183,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
   // fp32 rows are twice as wide: there the skip gradient is read late and the weight again for each row, from L1. The
   // latter too where a whole spread is to leave registers for the unrolled arithmetic.
   constexpr bool kLateSkip = sizeof(T) == 4;
-  constexpr bool kKeepWeight = sizeof(T) + sizeof(R) == 4 && !(S::kWhole && S::kGroups > 2);
-  Group<T> kept_weight[kKeepWeight ? S::kGroups : 1];
+  constexpr bool kKeepWeight = sizeof(T) + sizeof(R) == 4 && !(S::kWhole && S::kThreadColumns > 16);
+  Group<T, S> kept_weight[kKeepWeight ? S::kGroups : 1];
   if constexpr (kKeepWeight) {
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) StagedRow<T, S>::read(kept_weight[g], nullptr, io.weight, g, C);
@@ -190,14 +193,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
     if constexpr (kKeepWeight) {
       return kept_weight[g];
     } else {
-      Group<T> w;
+      Group<T, S> w;
       StagedRow<T, S>::read(w, nullptr, io.weight, g, C);
       return w;
     }
   };
   // The column sums of a thread with few columns stay in registers until the end.
-  constexpr bool kRegisterSums = S::kGroups <= 2;
-  float weight_sum[kRegisterSums ? S::kGroups : 1][kGroup] = {};
+  constexpr bool kRegisterSums = S::kThreadColumns <= 16;
+  float weight_sum[kRegisterSums ? S::kGroups : 1][S::kGroup] = {};
   let_successor_start();  // it waits for the end of this kernel and only saves the time of its start
   clear_columns<S>(own_sums, columns, C);
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
@@ -213,8 +216,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
     const float mean = next_mean, rstd = next_rstd;
     read_statistics(row + step);
     if (stage.used()) __pipeline_wait_prior(0);
-    Group<T> dout[S::kGroups];
-    Group<R> h[S::kGroups], skip[kLateSkip ? 1 : S::kGroups];
+    Group<T, S> dout[S::kGroups];
+    Group<R, S> h[S::kGroups], skip[kLateSkip ? 1 : S::kGroups];
     StagedRow<T, S>::read_row(dout, stage.dout(), io.dout + row * C, C);
     StagedRow<R, S>::read_row(h, stage.h(), io.residual_out + row * C, C);
     if constexpr (!kLateSkip) {
@@ -226,10 +229,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       if (S::outside(g, C)) continue;
-      const Group<T> w = weight_group(g);
-      float column_sum[kGroup];
+      const Group<T, S> w = weight_group(g);
+      float column_sum[S::kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
+      for (int i = 0; i < S::kGroup; ++i) {
         const float centred = kLayerNorm ? h[g].get(i) - mean : h[g].get(i), d = dout[g].get(i);
         const float gradient = d * w.get(i);
         if constexpr (kLayerNorm) sum[0] += gradient;
@@ -246,9 +249,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
 #pragma unroll
       for (int g = 0; g < S::kGroups; ++g) {
         if (S::outside(g, C)) continue;
-        float d[kGroup];
+        float d[S::kGroup];
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) d[i] = dout[g].get(i);
+        for (int i = 0; i < S::kGroup; ++i) d[i] = dout[g].get(i);
         add_columns<S>(own_sums, columns, 1, g, d);
       }
     }
@@ -269,12 +272,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
       forget(dout[g]);
       forget(h[g]);
       if constexpr (kKeepWeight) forget(kept_weight[g]);
-      const Group<T> w = weight_group(g);
-      Group<R>& skip_g = skip[kLateSkip ? 0 : g];
+      const Group<T, S> w = weight_group(g);
+      Group<R, S>& skip_g = skip[kLateSkip ? 0 : g];
       if constexpr (kLateSkip) StagedRow<R, S>::read(skip_g, stage.skip(), at_row(io.dresidual_out, row, C), g, C);
-      float dh[kGroup];
+      float dh[S::kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
+      for (int i = 0; i < S::kGroup; ++i) {
         const float rest =
             kLayerNorm ? (h[g].get(i) - mean) * slope + (skip_g.get(i) + offset) : h[g].get(i) * slope + skip_g.get(i);
         dh[i] = rstd * (dout[g].get(i) * w.get(i)) + rest;
@@ -302,22 +305,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
 
 // The gradient of one group of xhat, g = dout w + dout2 w2, and both outputs' column sums if `add`.
 template <typename T, typename R, typename S>
-__device__ void full_gradient(float (&g_values)[kGroup], const ResidualNormBackward<T, R>& io, std::int64_t row,
-                              std::int64_t C, int g, const float (&xhat)[kGroup], float* sums,
+__device__ void full_gradient(float (&g_values)[S::kGroup], const ResidualNormBackward<T, R>& io, std::int64_t row,
+                              std::int64_t C, int g, const float (&xhat)[S::kGroup], float* sums,
                               const ColumnSums& columns, bool add) {
   const T* const douts[2] = {io.dout, io.dout2};
   const T* const weights[2] = {io.weight, io.weight2};
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) g_values[i] = 0;
+  for (int i = 0; i < S::kGroup; ++i) g_values[i] = 0;
 #pragma unroll
   for (int output = 0; output < 2; ++output) {
     if (weights[output] == nullptr) continue;
-    Group<T> dout, w;
+    Group<T, S> dout, w;
     dout.load(douts[output] + row * C + S::column(g));
     w.load(weights[output] + S::column(g));
-    float d[kGroup], dx_hat[kGroup];
+    float d[S::kGroup], dx_hat[S::kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < S::kGroup; ++i) {
       d[i] = dout.get(i);
       dx_hat[i] = d[i] * xhat[i];
       g_values[i] += d[i] * w.get(i);
@@ -345,11 +348,11 @@ __global__ void __launch_bounds__(S::kThreads)
   for (std::int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
     const float mean = layernorm ? io.mean[row] : 0.0f, rstd = io.rstd[row];
     const float rowscale = io.rowscale != nullptr ? io.rowscale[row] : 1.0f;
-    Group<R> h[S::kGroups];
-    float xhat[kGroup], gradient[kGroup], factors[kGroup], sum[2] = {0, 0};  // of g and of g xhat
-    const auto normalise = [&](const Group<R>& group) {
+    Group<R, S> h[S::kGroups];
+    float xhat[S::kGroup], gradient[S::kGroup], factors[S::kGroup], sum[2] = {0, 0};  // of g and of g xhat
+    const auto normalise = [&](const Group<R, S>& group) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) xhat[i] = (group.get(i) - mean) * rstd;
+      for (int i = 0; i < S::kGroup; ++i) xhat[i] = (group.get(i) - mean) * rstd;
     };
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
@@ -358,7 +361,7 @@ __global__ void __launch_bounds__(S::kThreads)
       if (io.residual_out != nullptr) {
         h[g].load(io.residual_out + row * C + column);
       } else {
-        Group<T> x;
+        Group<T, S> x;
         StagedRow<T, S>::read(x, nullptr, at_row(io.x, row, C), g, C);
         StagedRow<R, S>::read(h[g], nullptr, at_row(io.residual, row, C), g, C);
         branch_factors(factors, shape, rowscale, row * C + column);
@@ -367,7 +370,7 @@ __global__ void __launch_bounds__(S::kThreads)
       normalise(h[g]);
       full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, true);
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
+      for (int i = 0; i < S::kGroup; ++i) {
         sum[0] += gradient[i];
         sum[1] += gradient[i] * xhat[i];
       }
@@ -381,14 +384,14 @@ __global__ void __launch_bounds__(S::kThreads)
       if (S::outside(g, C)) continue;
       normalise(h[g]);
       full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, false);
-      Group<R> skip;
-      Group<T> x;
+      Group<R, S> skip;
+      Group<T, S> x;
       StagedRow<R, S>::read(skip, nullptr, at_row(io.dresidual_out, row, C), g, C);
       StagedRow<T, S>::read(x, nullptr, at_row(io.x, row, C), g, C);
       branch_factors(factors, shape, rowscale, row * C + column);
-      float dx[kGroup], dscale[kGroup];
+      float dx[S::kGroup], dscale[S::kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
+      for (int i = 0; i < S::kGroup; ++i) {
         const float dh = rstd * (gradient[i] - mean_g - xhat[i] * mean_gx) + skip.get(i);
         gradient[i] = dh;
         dscale[i] = dh * x.get(i) * factors[i];
@@ -412,7 +415,7 @@ __global__ void __launch_bounds__(S::kThreads)
 // ---- launchers --------------------------------------------------------------------------------------------------------
 template <typename S>
 std::int64_t columns_capacity(std::int64_t C) {
-  return ceil_div(C, S::kRowThreads * kGroup) * S::kRowThreads * kGroup;
+  return ceil_div(C, S::kRowThreads * S::kGroup) * S::kRowThreads * S::kGroup;
 }
 
 template <typename T, typename R>
@@ -428,40 +431,53 @@ void finish_columns(const ColumnSums& columns, const void* workspace, unsigned b
   if (columns.count == 0) return;
   const dim3 grid(static_cast<unsigned>(columns.capacity / kFinishPositions), static_cast<unsigned>(columns.count));
   const bool overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  launch_chained(finish_columns_kernel<S::kRowThreads>, grid, dim3(kFinishPositions * kFinishLanes), 0, stream,
-                 overlapping, "residual_norm_backward: column sums", columns, static_cast<const float*>(workspace),
-                 static_cast<int>(blocks), static_cast<int>(C));
+  launch_chained(finish_columns_kernel<S::kRowThreads, S::kGroup>, grid, dim3(kFinishPositions * kFinishLanes), 0,
+                 stream, overlapping, "residual_norm_backward: column sums", columns,
+                 static_cast<const float*>(workspace), static_cast<int>(blocks), static_cast<int>(C));
 }
 
 template <typename T, typename R, typename S>
-void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream) {
+void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
+                          int shared_limit) {
   const ColumnSums columns = column_sums(io, columns_capacity<S>(shape.C));
-  const int sum_bytes = S::kRows * columns.count * columns.capacity * static_cast<int>(sizeof(float));
-  const int stage_bytes = S::kRows * BackwardStage<T, R, S>::kBytes;
-  const bool staged = sum_bytes + stage_bytes <= shared_memory_limit();
-  if constexpr (S::kWhole) {
-    if (!staged) return launch_plain_backward<T, R, Spread<S::kRowThreads, S::kGroups>>(shape, io, stream);
-  }
-  const int shared_bytes = sum_bytes + (staged ? stage_bytes : 0);
-  const auto kernel =
-      shape.kind == NormKind::layernorm ? plain_backward_kernel<T, R, S, true> : plain_backward_kernel<T, R, S, false>;
-  const std::int64_t work = std::min<std::int64_t>(ceil_div(shape.rows, S::kRows), kMaxBackwardBlocks);
-  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work);
-  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, staged);
+  const int sum_bytes = columns.count * columns.capacity * static_cast<int>(sizeof(float));
+  const bool sums_shared = sum_bytes <= shared_limit;
+  const int shared_bytes = sums_shared ? sum_bytes : 0;
+  const auto kernel = full_backward_kernel<T, R, S>;
+  const std::int64_t work = std::min<std::int64_t>(shape.rows, kMaxBackwardBlocks);
+  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work, shared_limit);
+  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, sums_shared);
   check_launch("residual_norm_backward");
   finish_columns<S>(columns, io.workspace, blocks, shape.C, stream);
 }
 
+template <typename T, typename R>
+void full_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
+                   int shared_limit) {
+  for_full_spread<R>(
+      shape.C, [&](auto spread) { launch_full_backward<T, R, decltype(spread)>(shape, io, stream, shared_limit); });
+}
+
 template <typename T, typename R, typename S>
-void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream) {
+void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
+                           int shared_limit) {
   const ColumnSums columns = column_sums(io, columns_capacity<S>(shape.C));
-  const int sum_bytes = columns.count * columns.capacity * static_cast<int>(sizeof(float));
-  const bool sums_shared = sum_bytes <= shared_memory_limit();
-  const int shared_bytes = sums_shared ? sum_bytes : 0;
-  const auto kernel = full_backward_kernel<T, R, S>;
-  const std::int64_t work = std::min<std::int64_t>(shape.rows, kMaxBackwardBlocks);
-  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work);
-  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, sums_shared);
+  const int sum_bytes = S::kRows * columns.count * columns.capacity * static_cast<int>(sizeof(float));
+  const int stage_bytes = S::kRows * BackwardStage<T, R, S>::kBytes;
+  const bool staged = sum_bytes + stage_bytes <= shared_limit;
+  if constexpr (S::kWhole) {
+    if (!staged) {
+      using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
+      return launch_plain_backward<T, R, Bounded>(shape, io, stream, shared_limit);
+    }
+  }
+  if (sum_bytes > shared_limit) return full_backward(shape, io, stream, shared_limit);
+  const int shared_bytes = sum_bytes + (staged ? stage_bytes : 0);
+  const auto kernel =
+      shape.kind == NormKind::layernorm ? plain_backward_kernel<T, R, S, true> : plain_backward_kernel<T, R, S, false>;
+  const std::int64_t work = std::min<std::int64_t>(ceil_div(shape.rows, S::kRows), kMaxBackwardBlocks);
+  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, work, shared_limit);
+  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, columns, staged);
   check_launch("residual_norm_backward");
   finish_columns<S>(columns, io.workspace, blocks, shape.C, stream);
 }
@@ -469,32 +485,31 @@ void launch_full_backward(const ResidualNormShape& shape, const ResidualNormBack
 }  // namespace
 
 template <typename T, typename R>
-void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream) {
+void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
+                            int shared_limit) {
   check_shape(shape);
   if (shape.rows == 0) return;
   ResidualNormBackward<T, R> operands = io;
   if (io.x == nullptr && io.residual_out == nullptr) operands.residual_out = io.residual;  // h is the stream alone
   const bool plain = shape.dropout == 0 && io.rowscale == nullptr && io.colscale == nullptr && io.weight2 == nullptr &&
                      io.dcolscale == nullptr && io.dweight != nullptr && operands.residual_out != nullptr;
-  if (plain) {
-    for_plain_backward_spread<kMayBeWhole<T, R>>(
-        shape.C, [&](auto spread) { launch_plain_backward<T, R, decltype(spread)>(shape, operands, stream); });
-  } else {
-    for_full_spread(shape.C,
-                    [&](auto spread) { launch_full_backward<T, R, decltype(spread)>(shape, operands, stream); });
-  }
+  if (!plain) return full_backward(shape, operands, stream, shared_limit);
+  for_plain_backward_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
+    launch_plain_backward<T, R, decltype(spread)>(shape, operands, stream, shared_limit);
+  });
 }
 
 std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums) {
   std::int64_t capacity = 0;
   const auto widest = [&](auto spread) { capacity = std::max(capacity, columns_capacity<decltype(spread)>(C)); };
-  for_plain_backward_spread<false>(C, widest);
-  for_full_spread(C, widest);
+  for_plain_backward_spread<bf16, false>(C, widest);  // with groups of 8: whole threads of fewer columns take no more
+  for_full_spread<bf16>(C, widest);
   return static_cast<std::size_t>(kMaxBackwardBlocks * column_sums * capacity) * sizeof(float);
 }
 
-#define WEFT_INSTANTIATE(T, R) \
-  template void residual_norm_backward<T, R>(const ResidualNormShape&, const ResidualNormBackward<T, R>&, cudaStream_t);
+#define WEFT_INSTANTIATE(T, R)                                                                            \
+  template void residual_norm_backward<T, R>(const ResidualNormShape&, const ResidualNormBackward<T, R>&, \
+                                             cudaStream_t, int);
 WEFT_INSTANTIATE(float, float)
 WEFT_INSTANTIATE(bf16, bf16)
 WEFT_INSTANTIATE(bf16, float)

@@ -14,73 +14,79 @@ namespace {
 using namespace norm_detail;
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
+// alone: h = residual and not written, one output: what training runs. joined: h = x + residual, each of them absent or
+// not, and a second output. full: every operand.
+enum class Form { alone, joined, full };
+
 template <typename T, typename S>
-__device__ void write_output(T* out, const float (&h)[S::kGroups][kGroup], float mean, float rstd, const T* weight,
+__device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd, const T* weight,
                              const T* bias, std::int64_t C) {
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     const int column = S::column(g);
     if (S::outside(g, C)) continue;
-    Group<T> w, b;
+    Group<T, S> w, b;
     w.load(weight + column);
     b.clear();
     if (bias != nullptr) b.load(bias + column);
-    float z[kGroup];
+    float z[S::kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
+    for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
     w.set(z);
     w.store(out + column);
   }
 }
 
 template <typename S>
-__device__ float2 row_statistics(const float (&h)[S::kGroups][kGroup], const ResidualNormShape& shape,
+__device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const ResidualNormShape& shape,
                                  RowSum<S>& row_sum) {
-  const float C = static_cast<float>(shape.C);
+  const float per_column = 1.0f / static_cast<float>(shape.C);
   float mean = 0;
   if (shape.kind == NormKind::layernorm) {
     float sum[1] = {0};
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) sum[0] += h[g][i];  // columns past C hold zeros
+      for (int i = 0; i < S::kGroup; ++i) sum[0] += h[g][i];  // columns past C hold zeros
     }
     row_sum.add(sum);
-    mean = sum[0] / C;
+    mean = sum[0] * per_column;
   }
   float squares[1] = {0};
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     if (S::outside(g, shape.C)) continue;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) squares[0] += (h[g][i] - mean) * (h[g][i] - mean);
+    for (int i = 0; i < S::kGroup; ++i) squares[0] += (h[g][i] - mean) * (h[g][i] - mean);
   }
   row_sum.add(squares);
-  return {mean, 1.0f / sqrtf(squares[0] / C + shape.eps)};
+  return {mean, rsqrtf(squares[0] * per_column + shape.eps)};
 }
 
-template <typename T, typename R, typename S>
+template <typename T, typename R, typename S, Form kForm>
 struct ForwardStage {
+  static constexpr int kXBytes = kForm == Form::alone ? 0 : StagedRow<T, S>::kBytes;
+  static constexpr int kBytes = kXBytes + StagedRow<R, S>::kBytes;
+
   char* memory;  // null: rows are read when they are needed; never for a whole spread
   __device__ bool used() const { return S::kWhole || memory != nullptr; }
   __device__ char* x() const { return memory; }
-  __device__ char* residual() const { return used() ? memory + StagedRow<T, S>::kBytes : nullptr; }
-  static constexpr int kBytes = StagedRow<T, S>::kBytes + StagedRow<R, S>::kBytes;
+  __device__ char* residual() const { return used() ? memory + kXBytes : nullptr; }
 
   __device__ void fetch(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, std::int64_t row) const {
     if (!used() || row >= shape.rows) return;
-    StagedRow<T, S>::fetch(x(), at_row(io.x, row, shape.C), shape.C);
+    if constexpr (kForm != Form::alone) StagedRow<T, S>::fetch(x(), at_row(io.x, row, shape.C), shape.C);
     StagedRow<R, S>::fetch(residual(), at_row(io.residual, row, shape.C), shape.C);
     __pipeline_commit();
   }
 };
 
-template <typename T, typename R, typename S, bool kFull>
+template <typename T, typename R, typename S, Form kForm>
 __global__ void __launch_bounds__(S::kThreads)
     forward_kernel(ResidualNormShape shape, ResidualNormForward<T, R> io, bool staged) {
   extern __shared__ char4 dynamic_memory[];
   __shared__ float scratch[2][RowSum<S>::kBlockWarps][2];
-  using Stage = ForwardStage<T, R, S>;
+  using Stage = ForwardStage<T, R, S, kForm>;
   const Stage stage{staged ? reinterpret_cast<char*>(dynamic_memory) + S::slot() * Stage::kBytes : nullptr};
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
@@ -88,33 +94,35 @@ __global__ void __launch_bounds__(S::kThreads)
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
     if (stage.used()) __pipeline_wait_prior(0);
-    Group<T> xs[S::kGroups];
-    Group<R> skips[S::kGroups];
-    StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
+    Group<T, S> xs[S::kGroups];
+    Group<R, S> skips[S::kGroups];
+    if constexpr (kForm != Form::alone) StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
     StagedRow<R, S>::read_row(skips, stage.residual(), io.residual + row * C, C, io.residual != nullptr);
-    float h[S::kGroups][kGroup];
+    float h[S::kGroups][S::kGroup];
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       const int column = S::column(g);
-      const Group<T>& x = xs[g];
-      Group<R>& skip = skips[g];
-      if constexpr (kFull) {
+      const Group<T, S>& x = xs[g];
+      Group<R, S>& skip = skips[g];
+      if constexpr (kForm == Form::full) {
         if (!S::outside(g, C)) {
-          float factors[kGroup];
+          float factors[S::kGroup];
           branch_factors(factors, shape, io.rowscale != nullptr ? io.rowscale[row] : 1.0f, row * C + column);
-          join<T, R>(skip, x, skip, factors, io.colscale != nullptr ? io.colscale + column : nullptr);
+          join(skip, x, skip, factors, io.colscale != nullptr ? io.colscale + column : nullptr);
         }
-      } else {
+      } else if constexpr (kForm == Form::joined) {
         join<T, R>(skip, x, skip, nullptr, nullptr);
       }
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) h[g][i] = skip.get(i);
-      if (io.residual_out != nullptr && !S::outside(g, C)) skip.store_streaming(io.residual_out + row * C + column);
+      for (int i = 0; i < S::kGroup; ++i) h[g][i] = skip.get(i);
+      if constexpr (kForm != Form::alone) {
+        if (io.residual_out != nullptr && !S::outside(g, C)) skip.store_streaming(io.residual_out + row * C + column);
+      }
     }
     stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
     write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, io.weight, io.bias, C);
-    if constexpr (kFull) {
+    if constexpr (kForm != Form::alone) {
       if (io.weight2 != nullptr)
         write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, io.weight2, io.bias2, C);
     }
@@ -126,36 +134,53 @@ __global__ void __launch_bounds__(S::kThreads)
 }
 
 // ---- launchers --------------------------------------------------------------------------------------------------------
-template <typename T, typename R, typename S, bool kFull>
-void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream) {
-  const int stage_bytes = S::kRows * ForwardStage<T, R, S>::kBytes;
-  const bool staged = !kFull && stage_bytes <= shared_memory_limit();
+template <typename T, typename R, typename S, Form kForm>
+void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
+                    int shared_limit) {
+  const int stage_bytes = S::kRows * ForwardStage<T, R, S, kForm>::kBytes;
+  const bool staged = kForm != Form::full && stage_bytes <= shared_limit;
   if constexpr (S::kWhole) {
-    if (!staged) return launch_forward<T, R, Spread<S::kRowThreads, S::kGroups>, kFull>(shape, io, stream);
+    if (!staged) {
+      using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
+      return launch_forward<T, R, Bounded, Form::joined>(shape, io, stream, shared_limit);
+    }
   }
   const int shared_bytes = staged ? stage_bytes : 0;
-  const auto kernel = forward_kernel<T, R, S, kFull>;
-  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows));
+  const auto kernel = forward_kernel<T, R, S, kForm>;
+  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), shared_limit);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, staged);
   check_launch("residual_norm_forward");
 }
 
 }  // namespace
 
-template <typename T, typename R>
-void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream) {
-  check_shape(shape);
-  if (shape.rows == 0) return;
-  const bool plain = shape.dropout == 0 && io.rowscale == nullptr && io.colscale == nullptr && io.weight2 == nullptr;
-  if (plain) {
-    for_plain_spread<kMayBeWhole<T, R>>(shape.C, [&](auto spread) { launch_forward<T, R, decltype(spread), false>(shape, io, stream); });
-  } else {
-    for_full_spread(shape.C, [&](auto spread) { launch_forward<T, R, decltype(spread), true>(shape, io, stream); });
-  }
+int norm_shared_memory() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024;
 }
 
-#define WEFT_INSTANTIATE(T, R) \
-  template void residual_norm_forward<T, R>(const ResidualNormShape&, const ResidualNormForward<T, R>&, cudaStream_t);
+template <typename T, typename R>
+void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
+                           int shared_limit) {
+  check_shape(shape);
+  if (shape.rows == 0) return;
+  if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
+    return for_full_spread<R>(shape.C, [&](auto spread) {
+      launch_forward<T, R, decltype(spread), Form::full>(shape, io, stream, shared_limit);
+    });
+  }
+  const bool alone = io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr;
+  for_plain_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
+    using S = decltype(spread);
+    if constexpr (S::kWhole) {
+      if (alone) return launch_forward<T, R, S, Form::alone>(shape, io, stream, shared_limit);
+    }
+    launch_forward<T, R, S, Form::joined>(shape, io, stream, shared_limit);
+  });
+}
+
+#define WEFT_INSTANTIATE(T, R)                                                                                        \
+  template void residual_norm_forward<T, R>(const ResidualNormShape&, const ResidualNormForward<T, R>&, cudaStream_t, \
+                                            int);
 WEFT_INSTANTIATE(float, float)
 WEFT_INSTANTIATE(bf16, bf16)
 WEFT_INSTANTIATE(bf16, float)

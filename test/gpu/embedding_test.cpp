@@ -66,8 +66,9 @@ void check_backward(std::int64_t N, std::int64_t C, std::int64_t V, Repeats repe
   const DeviceBuffer<T> gpu_dout = on_device<T>(dout);
   const DeviceBuffer<float> dweight(before), again(before);
   for (const DeviceBuffer<float>* target : {&dweight, &again}) {
-    const DeviceBuffer<char> workspace(embedding_backward_workspace(N, C));
-    embedding_backward(target->data(), gpu_dout.data(), gpu_tokens.data(), N, C, V, workspace.data(), nullptr);
+    const DeviceBuffer<char> sorted(embedding_sort_bytes(N)), workspace(embedding_backward_workspace(N, C));
+    embedding_sort(sorted.data(), gpu_tokens.data(), N, V, nullptr);
+    embedding_backward(target->data(), gpu_dout.data(), sorted.data(), N, C, workspace.data(), nullptr);
     check(cudaStreamSynchronize(nullptr), "embedding_backward");
   }
   expect_near<float>(on_host(dweight), want, "dweight");
@@ -108,8 +109,9 @@ TEST(Embedding, BackwardAddsRowsInTheirOrder) {
   cpu::embedding_backward(want.data(), dout.data(), tokens.data(), N, C);
   const DeviceBuffer<std::int32_t> gpu_tokens(tokens);
   const DeviceBuffer<float> gpu_dout(dout), dweight(Floats(3 * C, 0.0f));
-  const DeviceBuffer<char> workspace(embedding_backward_workspace(N, C));
-  embedding_backward(dweight.data(), gpu_dout.data(), gpu_tokens.data(), N, C, 3, workspace.data(), nullptr);
+  const DeviceBuffer<char> sorted(embedding_sort_bytes(N)), workspace(embedding_backward_workspace(N, C));
+  embedding_sort(sorted.data(), gpu_tokens.data(), N, 3, nullptr);
+  embedding_backward(dweight.data(), gpu_dout.data(), sorted.data(), N, C, workspace.data(), nullptr);
   EXPECT_EQ(on_host(dweight), want);
 }
 

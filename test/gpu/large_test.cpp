@@ -135,10 +135,11 @@ TEST(Large, Embedding) {
   const std::int64_t rows = 4096;  // of which the last one belongs to the last token
   const DeviceBuffer<std::int32_t> few(std::vector<std::int32_t>(ids.end() - rows, ids.end()));
   const auto dout = ending_with<bf16>(rows * C, row);
-  const DeviceBuffer<char> workspace(embedding_backward_workspace(rows, C));
+  const DeviceBuffer<char> sorted(embedding_sort_bytes(rows)), workspace(embedding_backward_workspace(rows, C));
   DeviceBuffer<float> dweight(static_cast<std::size_t>(V * C));
   dweight.fill_bytes(0);
-  embedding_backward(dweight.data(), dout.data(), few.data(), rows, C, V, workspace.data(), nullptr);
+  embedding_sort(sorted.data(), few.data(), rows, V, nullptr);
+  embedding_backward(dweight.data(), dout.data(), sorted.data(), rows, C, workspace.data(), nullptr);
   const DeviceBuffer<float> end(test::widened(row));
   expect_same_end(dweight, end, "embedding_backward");
 }

@@ -19,6 +19,9 @@ struct Form {
   bool residual = true, bias = false, rowscale = false, colscale = false, second = false;
   bool prenorm = true;  // keeps h; else it is recomputed in backward
   float dropout = 0;
+  std::optional<int> shared_limit = {};  // that of another device
+
+  int shared_memory() const { return shared_limit.value_or(norm_shared_memory()); }
 };
 
 std::string describe(const Form& f) {
@@ -32,6 +35,7 @@ std::string describe(const Form& f) {
                                  {f.prenorm, " prenorm"},
                                  {f.dropout > 0, " dropout"}})
     if (on) text += name;
+  if (f.shared_limit) text += ", " + std::to_string(*f.shared_limit) + " bytes of shared memory";
   return text;
 }
 
@@ -116,7 +120,7 @@ void gpu_forward(const Form& f, const Inputs<T, R>& in, Outputs<T, R>& o, bool i
   io.out2 = f.second ? o.out2.data() : nullptr;
   io.mean = f.kind == NormKind::layernorm ? o.mean.data() : nullptr;
   io.rstd = o.rstd.data();
-  residual_norm_forward(shape_of<ResidualNormShape>(f), io, nullptr);
+  residual_norm_forward(shape_of<ResidualNormShape>(f), io, nullptr, f.shared_memory());
 }
 
 // The CPU's h, from the same operands.
@@ -204,7 +208,7 @@ void gpu_backward(const Form& f, const Inputs<T, R>& in, const Outputs<T, R>& o,
   io.dbias2 = f.second && f.bias ? g.columns[3].data() : nullptr;
   io.dcolscale = f.colscale ? g.columns[4].data() : nullptr;
   io.workspace = workspace.data();
-  residual_norm_backward(shape_of<ResidualNormShape>(f), io, nullptr);
+  residual_norm_backward(shape_of<ResidualNormShape>(f), io, nullptr, f.shared_memory());
   check(cudaStreamSynchronize(nullptr), "residual_norm_backward");
 }
 
@@ -284,12 +288,14 @@ void check_types() {
   const NormKind kinds[] = {NormKind::rmsnorm, NormKind::layernorm};
   for (const NormKind kind : kinds) {
     const bool bias = kind == NormKind::layernorm;
-    for (const std::int64_t C : {8, 24, 256, 264, 512, 768, 1024, 1032, 2048, 2560, 4096, 4104, 8192, 8200, 16384}) {
+    for (const std::int64_t C :
+         {8, 24, 256, 264, 512, 768, 1024, 1032, 2048, 2560, 3072, 4096, 4104, 8192, 8200, 16384}) {
       for (const std::int64_t rows : {1, 7}) check_form<T, R>({kind, rows, C, true, bias});
     }
     for (const std::int64_t C : {64, 1024, 2048}) check_form<T, R>({kind, 1000, C, true, bias});
     check_form<T, R>({kind, 9, 768, false, bias});
-    for (const std::int64_t C : {8, 520, 1032, 4104, 16384}) {
+    check_form<T, R>({kind, 300, 2560, true, bias, false, false, true});
+    for (const std::int64_t C : {8, 520, 1032, 2560, 4104, 16384}) {
       for (const std::int64_t rows : {1, 7}) {
         check_form<T, R>({kind, rows, C, true, bias, true, true, true, true, 0.3f});
         check_form<T, R>({kind, rows, C, true, bias, true, true, true, false, 0.3f});
@@ -316,6 +322,26 @@ TEST(ResidualNorm, Fp16WithFp32Stream) {
   check_types<fp16, float>();
 }
 
+// What devices with less shared memory run: rows that are not copied ahead, whole rows by the kernels with bounds,
+// column sums that grow in the workspace. 99 KB is what compute capability 8.6, 8.9 and 12.0 have.
+template <typename T, typename R>
+void check_small_shared_memory() {
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+    for (const int limit : {98 * 1024, 20'000, 0}) {
+      for (const std::int64_t C : {768, 1024, 2048, 3072, 4096, 8192, 12'296, 16'384}) {
+        Form f{kind, 5, C, true, kind == NormKind::layernorm};
+        f.shared_limit = limit;
+        check_form<T, R>(f);
+      }
+    }
+  }
+}
+TEST(ResidualNorm, SmallSharedMemory) {
+  check_small_shared_memory<float, float>();
+  check_small_shared_memory<bf16, bf16>();
+  check_small_shared_memory<bf16, float>();
+}
+
 template <typename T, typename R>
 void check_in_place_forward(const Form& f) {
   const Inputs<T, R> in(f);
@@ -335,8 +361,8 @@ TEST(ResidualNorm, ForwardInPlaceGivesTheSameBits) {
 // The norm alone, from the stream that the fused operator wrote, gives the bits of the fused operator: recomputation in
 // backward may drop the output. x null names the stream without a branch.
 template <typename T, typename R>
-void check_recomputation(std::int64_t C) {
-  const Form f{NormKind::layernorm, 37, C, true, true};
+void check_recomputation(std::int64_t rows, std::int64_t C) {
+  const Form f{NormKind::layernorm, rows, C, true, true};
   const Inputs<T, R> in(f);
   Outputs<T, R> fused(f), alone(f);
   gpu_forward(f, in, fused);
@@ -372,10 +398,14 @@ void check_recomputation(std::int64_t C) {
 }
 
 TEST(ResidualNorm, RecomputedFromTheStreamItIsTheSame) {
-  for (const std::int64_t C : {64, 1024, 2048, 8192}) {
-    check_recomputation<bf16, bf16>(C);
-    check_recomputation<bf16, float>(C);
-    check_recomputation<float, float>(C);
+  for (const std::int64_t C : {64, 768, 1024, 2048, 3072, 8192}) {
+    check_recomputation<bf16, bf16>(37, C);
+    check_recomputation<bf16, float>(37, C);
+    check_recomputation<float, float>(37, C);
+  }
+  // More rows than the GPU works on at once: each thread goes on to rows that were copied ahead.
+  for (const auto& [rows, C] : {std::pair{7001, 768}, {7001, 1024}, {2503, 2048}, {1501, 4096}, {401, 16'384}}) {
+    check_recomputation<bf16, bf16>(rows, C);
   }
 }
 
@@ -394,8 +424,14 @@ TEST(ResidualNorm, DropoutKeepsWhatTheCpuKeeps) {
 // More rows than the GPU works on at once: each thread goes on to rows that were copied ahead.
 TEST(ResidualNorm, ManyRows) {
   for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
-    for (const auto& [rows, C] :
-         {std::pair{7001, 1024}, {2503, 2048}, {1501, 4096}, {801, 8192}, {401, 16384}, {7001, 520}}) {
+    for (const auto& [rows, C] : {std::pair{7001, 768},
+                                  {7001, 1024},
+                                  {2503, 2048},
+                                  {2001, 3072},
+                                  {1501, 4096},
+                                  {801, 8192},
+                                  {401, 16384},
+                                  {7001, 520}}) {
       check_form<bf16, bf16>({kind, rows, C, true, kind == NormKind::layernorm});
     }
   }
