@@ -279,23 +279,9 @@ __global__ void __launch_bounds__(kPartThreads)
 #endif
 }
 
-struct DeviceLimits {
-  int major = 0, shared_of_block = 0, shared_of_multiprocessor = 0;
-};
-DeviceLimits device_limits() {
-  DeviceLimits limits;
-  int device = 0;
-  check(cudaGetDevice(&device), "classifier");
-  check(cudaDeviceGetAttribute(&limits.major, cudaDevAttrComputeCapabilityMajor, device), "classifier");
-  check(cudaDeviceGetAttribute(&limits.shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "classifier");
-  check(cudaDeviceGetAttribute(&limits.shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-        "classifier");
-  return limits;
-}
-
 // The blocks that a row of `units` is split over: as few as leave room for three parts on a multiprocessor, or what makes
 // a part fit at all. 0: such a row is not split.
-int blocks_of_row(std::int64_t units, const DeviceLimits& limits) {
+int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
   constexpr int kReserved = 2048;  // of each block, by the driver and by the kernel's own variables
   if (limits.major < 9) return 0;
   const int good = limits.shared_of_multiprocessor / 3 - kReserved, most = limits.shared_of_block - kReserved;
@@ -330,7 +316,7 @@ void launch_split(T* logits, float* losses, const std::int32_t* labels, std::int
 
 template <typename T, int kCount>
 void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-            std::int64_t row_stride, float loss_scale, bool write_gradient, const DeviceLimits& limits,
+            std::int64_t row_stride, float loss_scale, bool write_gradient, const ClassifierLimits& limits,
             cudaStream_t stream) {
   constexpr int kUnitBytes = static_cast<int>(sizeof(Elements<T, kCount>));
   const std::int64_t room = (limits.shared_of_block - 1024) / kUnitBytes;  // less what the kernel declares itself
@@ -372,12 +358,24 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+ClassifierLimits classifier_limits() {
+  int device = 0;
+  check(cudaGetDevice(&device), "classifier");
+  const auto attribute = [device](cudaDeviceAttr which) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device), "classifier");
+    return value;
+  };
+  return {attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+}
+
 template <typename T>
 void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-                std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream) {
+                std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream,
+                const ClassifierLimits& limits) {
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
-  const DeviceLimits limits = device_limits();
   const bool aligned = row_stride % kPack == 0 && aligned_to_16(logits);
   const int blocks = aligned ? blocks_of_row(ceil_div(V, kPack), limits) : 0;
   if (blocks > 0) {
@@ -397,7 +395,7 @@ void add_losses(LossTotal* total, const float* losses, const std::int32_t* label
 
 #define WEFT_INSTANTIATE(T)                                                                                           \
   template void classifier<T>(T*, float*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t, float, bool, \
-                              cudaStream_t);
+                              cudaStream_t, const ClassifierLimits&);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)
