@@ -313,6 +313,28 @@ GPU = [
     Mutant("GPU: norm asks for more shared memory than a block has", "llmc/cuda/residual_norm_backward.cu",
            "if (sum_bytes > shared_limit) return full_backward", "if (sum_bytes < 0) return full_backward",
            ("gpu:ResidualNorm.SmallSharedMemory",)),
+    Mutant("GPU: top-p goes on where the share is reached exactly", "llmc/cuda/sampler.cuh",
+           "before + own.measure >= need) scratch.answer", "before + own.measure > need) scratch.answer",
+           ("gpu:GpuSampler*",)),
+    Mutant("GPU: sampling forgets the logits that wait to fill a warp", "llmc/cuda/sampler.cuh",
+           "      use_rest(found, look_at);\n", "", ("gpu:GpuSampler*",)),
+    Mutant("GPU: sampling without the sums of a cluster's last block", "llmc/cuda/sampler.cuh", """\
+        for (int b = 0; b < kBlocks; ++b) {
+          const std::uint64_t one""", """\
+        for (int b = 0; b < kBlocks - 1; ++b) {
+          const std::uint64_t one""", ("gpu:GpuSampler*",)),
+    Mutant("GPU: sampling takes more ids than its sums hold", "llmc/cuda/sampler.cu", "if (V > kMaxSampledVocab) {",
+           "if (V > 2 * kMaxSampledVocab) {", ("gpu:GpuSampler*",)),
+    Mutant("GPU: the classifier counts what follows a row", "llmc/cuda/classifier.cu",
+           "stash[last].value[i] = from_float<T>(-INFINITY);", "stash[last].value[i] = from_float<T>(0.0f);",
+           ("gpu:Classifier*",)),
+    Mutant("GPU: the classifier subtracts the label twice", "llmc/cuda/classifier.cu",
+           "gradient[i] -= i == at ? loss_scale : 0.0f;", "gradient[i] -= i == at ? 2 * loss_scale : 0.0f;",
+           ("gpu:Classifier*",)),
+    Mutant("GPU: the classifier loses the sum of a row's last warp", "llmc/cuda/classifier.cu",
+           "i < blocks * kWarps; i += kWarpSize", "i < blocks * kWarps - 1; i += kWarpSize", ("gpu:Classifier*",)),
+    Mutant("GPU: the classifier of one block keeps the wrong part of a row", "llmc/cuda/classifier.cu",
+           "unit < stashed) stash[unit] = values[u];", "unit < stashed) stash[unit] = values[0];", ("gpu:Classifier*",)),
 ]
 
 MUTANTS = CPU + GPU

@@ -16,6 +16,7 @@ namespace weft {
 // A token of the greatest logit weighs 2^40. The sum over a vocabulary of at most 2^20 ids stays below 2^61,
 // and a token below 2^-41 of the greatest weighs nothing.
 inline constexpr int kWeightBits = 40;
+inline constexpr std::int64_t kMaxSampledVocab = std::int64_t{1} << 20;
 inline constexpr std::uint64_t kGreatestWeight = std::uint64_t{1} << kWeightBits;
 
 // The two roundings of sampling_weight. The device adds a power of two so large that the sum has no fraction bits: the
@@ -66,7 +67,14 @@ WEFT_HOST_DEVICE inline std::uint64_t sampling_weight(float logit, float greates
   sum = std::fma(sum, x, 0.5);
   sum = std::fma(sum, x, 1.0);
   sum = std::fma(sum, x, 1.0);
-  return weighs ? round_scaled(sum, power + kWeightBits) : 0;
+#if defined(__CUDA_ARCH__)
+  // A select would be compiled as a branch around all of the above, and exponentials would wait for one another.
+  std::uint64_t mask = weighs ? ~std::uint64_t{0} : 0;
+  asm("" : "+l"(mask));
+  return round_scaled(sum, power + kWeightBits) & mask;
+#else
+  return round_scaled(sum, power + kWeightBits);
+#endif
 }
 
 // The 64 random bits of one position of a sequence: addressed, not drawn, so that a token depends on its

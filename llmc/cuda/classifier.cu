@@ -34,50 +34,92 @@ constexpr int kSmallThreads = 256;
 constexpr std::int64_t kSmallRow = 16384;  // elements up to which a row has kSmallThreads
 constexpr int kInFlight = 4;               // accesses of a thread before it uses the first
 
+// Exponentials are relative to the greatest logit so far. Where the result is stored in 16 bits the reference is in units of
+// log 2, so that each is one fma and one 2^x: the rounding of maximum * log2(e) is a factor that all of them have in
+// common.
+template <typename T>
+__device__ float reference_of(float maximum) {
+  if (maximum == -INFINITY) return 0;  // all are -inf so far: e^(-inf) = 0 and no inf - inf
+  return std::is_same_v<T, float> ? maximum : __fmul_rn(maximum, kLog2E);
+}
+template <typename T>
+__device__ float exp_from(float x, float reference) {
+  if constexpr (std::is_same_v<T, float>) {
+    return expf(x - reference);
+  } else {
+    return exp2_approximate(fmaf(x, kLog2E, -reference));
+  }
+}
+
+template <typename T>
 struct SoftmaxSum {
   float maximum = -INFINITY, sum = 0;
 
-  // Makes room for values up to `larger`. While all are -inf the reference is 0: e^(-inf) = 0 and no inf - inf.
+  // Makes room for values up to `larger`.
   __device__ void raise(float larger) {
-    larger = fmaxf(maximum, larger);
     if (larger > maximum) {
-      sum *= expf(maximum - larger);
+      sum = sum_at(larger);
       maximum = larger;
     }
   }
-  __device__ float reference() const { return maximum == -INFINITY ? 0.0f : maximum; }
+  __device__ float reference() const { return reference_of<T>(maximum); }
   // The sum as if `larger` were the maximum.
-  __device__ float sum_at(float larger) const { return maximum == -INFINITY ? sum : sum * expf(maximum - larger); }
+  __device__ float sum_at(float larger) const {
+    if (maximum == -INFINITY) return sum;
+    const float below = reference_of<T>(maximum) - reference_of<T>(larger);
+    return sum * (std::is_same_v<T, float> ? expf(below) : exp2_approximate(below));
+  }
+  __device__ void add(const SoftmaxSum& other) {
+    raise(other.maximum);
+    sum += other.sum_at(maximum);
+  }
+  // Exactly 0 for the only logit of a row.
+  __device__ float loss(float label_logit) const {
+    return logf(sum / exp_from<T>(maximum, reference())) + (maximum - label_logit);
+  }
 };
 
-template <typename T, int kCount>
-__device__ float largest_of(const Elements<T, kCount>& values) {  // NaN counts as the smallest
-  if constexpr (std::is_same_v<T, bf16> && kCount % 8 == 0) {  // two at a time
-    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(values.value);
-    const __nv_bfloat162 larger = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+template <typename T, int kCount, int kUnits>
+__device__ float largest_of(const Elements<T, kCount> (&units)[kUnits]) {  // NaN counts as the smallest
+  if constexpr (std::is_same_v<T, bf16> && kCount == 8) {                  // two at a time
+    const auto pair_of = [&](int u, int i) { return reinterpret_cast<const __nv_bfloat162*>(units[u].value)[i]; };
+    __nv_bfloat162 most[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      most[i] = pair_of(0, i);
+#pragma unroll
+      for (int u = 1; u < kUnits; ++u) most[i] = __hmax2(most[i], pair_of(u, i));
+    }
+    const __nv_bfloat162 larger = __hmax2(__hmax2(most[0], most[1]), __hmax2(most[2], most[3]));
     return fmaxf(__low2float(larger), __high2float(larger));
   } else {
-    float larger = values.get(0);
+    float larger = -INFINITY;
 #pragma unroll
-    for (int i = 1; i < kCount; ++i) larger = fmaxf(larger, values.get(i));
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) larger = fmaxf(larger, units[u].get(i));
+    }
     return larger;
   }
 }
 
-template <typename T, int kCount>
-__device__ void add_values(SoftmaxSum& total, const Elements<T, kCount>& values) {
-  total.raise(largest_of(values));
+template <typename T, int kCount, int kUnits>
+__device__ void add_values(SoftmaxSum<T>& total, const Elements<T, kCount> (&units)[kUnits]) {
+  total.raise(largest_of(units));
   const float reference = total.reference();
-  float sums[2] = {0, 0};  // two chains of additions
+  float sums[4] = {0, 0, 0, 0};  // chains of additions
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[i % 2] += exp_for<T>(values.get(i) - reference);
-  total.sum += sums[0] + sums[1];
+  for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i % 4] += exp_from<T>(units[u].get(i), reference);
+  }
+  total.sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // The sum over columns [0, V); the first `stashed` units of kCount columns are left in `stash`.
 template <typename T, int kCount>
-__device__ SoftmaxSum read_row(const T* row, std::int64_t V, Elements<T, kCount>* stash, std::int64_t stashed) {
-  SoftmaxSum total;
+__device__ SoftmaxSum<T> read_row(const T* row, std::int64_t V, Elements<T, kCount>* stash, std::int64_t stashed) {
+  SoftmaxSum<T> total;
   const std::int64_t units = V / kCount;
   for (std::int64_t first = threadIdx.x; first < units; first += kInFlight * blockDim.x) {
     Elements<T, kCount> values[kInFlight];
@@ -97,28 +139,31 @@ __device__ SoftmaxSum read_row(const T* row, std::int64_t V, Elements<T, kCount>
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      if (u < used) add_values(total, values[u]);
+      if (u < used) {
+        const Elements<T, kCount> unit[1] = {values[u]};
+        add_values(total, unit);
+      }
     }
   }
   const std::int64_t rest = units * kCount + threadIdx.x;
   if (rest < V) {
     const float value = to_float(row[rest]);
     total.raise(value);
-    total.sum += exp_for<T>(value - total.reference());
+    total.sum += exp_from<T>(value, total.reference());
   }
   return total;
 }
 
 template <typename T>
 struct RowGradient {
-  float maximum, scale, loss_scale;
+  float reference, scale, loss_scale;
   std::int32_t label;
 
   template <int kCount>
   __device__ void apply(Elements<T, kCount>& values, std::int64_t column) const {
     float gradient[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) gradient[i] = exp_for<T>(values.get(i) - maximum) * scale;
+    for (int i = 0; i < kCount; ++i) gradient[i] = exp_from<T>(values.get(i), reference) * scale;
     const int at = label - static_cast<int>(column);
     if (at >= 0 && at < kCount) {
 #pragma unroll
@@ -173,18 +218,21 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const float label_logit = to_float(row[label]);
-  const SoftmaxSum own = read_row<T, kCount>(row, V, stash, stashed);
-  const float maximum = block_max(own.maximum, scratch);
-  const float sum = block_sum(own.sum_at(maximum), scratch);
-  if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + (maximum - label_logit);
+  const SoftmaxSum<T> own = read_row<T, kCount>(row, V, stash, stashed);
+  SoftmaxSum<T> total;
+  total.maximum = block_max(own.maximum, scratch);
+  total.sum = block_sum(own.sum_at(total.maximum), scratch);
+  if (threadIdx.x == 0) losses[blockIdx.x] = total.loss(label_logit);
   if (!write_gradient) return;
-  const RowGradient<T> gradient{maximum, loss_scale / sum, loss_scale, label};
+  const RowGradient<T> gradient{total.reference(), loss_scale / total.sum, loss_scale, label};
   write_row<T, kCount>(row, V, row_stride, gradient, stash, stashed);
 }
 
 // ---- split rows -------------------------------------------------------------------------------------------------------
 constexpr int kPartThreads = 512;
+constexpr int kPartsAtOnce = 3;              // on a multiprocessor
 [[maybe_unused]] constexpr int kStages = 4;  // steps in which a part arrives; older GPUs have no such kernel
+[[maybe_unused]] constexpr int kTogether = 2;  // units of a thread that raise its maximum once, most often a stage's
 constexpr int kMaxCluster = 8;
 
 // Stage s of a part are its units [s * depth, (s + 1) * depth); a thread takes every kPartThreads-th of them. It reads back
@@ -196,8 +244,8 @@ __global__ void __launch_bounds__(kPartThreads)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kCount = Pack<T>::size;
   extern __shared__ int4 dynamic_memory[];
-  __shared__ float scratch[kWarpSize];
-  __shared__ SoftmaxSum block_total;
+  constexpr int kWarps = kPartThreads / kWarpSize;
+  __shared__ float maxima[kWarps], sums[kWarps];
   auto* stash = reinterpret_cast<Elements<T, kCount>*>(dynamic_memory);
   namespace cg = cooperative_groups;
   const cg::cluster_group cluster = cg::this_cluster();
@@ -228,42 +276,49 @@ __global__ void __launch_bounds__(kPartThreads)
   float label_logit = 0;
   if (rank == 0 && threadIdx.x == 0) label_logit = to_float(row[label]);
 
-  const int last = all - 1 - first, left = static_cast<int>(V % kCount);  // where the row ends inside of a unit
-  SoftmaxSum own;
+  // Where the row ends inside of a unit there is nothing for either pass.
+  const int left = static_cast<int>(V % kCount), last = left != 0 ? all - 1 - first : -1;
+  SoftmaxSum<T> own;
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
     __pipeline_wait_prior(kStages - 1 - s);
     const int end = min((s + 1) * depth, mine);
-    for (int unit = s * depth + threadIdx.x; unit < end; unit += kPartThreads) {
-      if (unit == last && left != 0) {  // nothing there for either pass
-        for (int i = left; i < kCount; ++i) stash[unit].value[i] = from_float<T>(-INFINITY);
+    if (last >= s * depth && last < end && last % kPartThreads == static_cast<int>(threadIdx.x)) {
+      for (int i = left; i < kCount; ++i) stash[last].value[i] = from_float<T>(-INFINITY);
+    }
+    for (int unit = s * depth + threadIdx.x; unit < end; unit += kTogether * kPartThreads) {
+      Elements<T, kCount> values[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (u == 0 || unit + u * kPartThreads < end) {
+          values[u] = stash[unit + u * kPartThreads];
+        } else {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) values[u].value[i] = from_float<T>(-INFINITY);
+        }
       }
-      const Elements<T, kCount> values = stash[unit];
       add_values(own, values);
     }
   }
-  SoftmaxSum total;
-  total.maximum = block_max(own.maximum, scratch);
-  total.sum = block_sum(own.sum_at(total.maximum), scratch);
-  if (blocks > 1) {
-    if (threadIdx.x == 0) block_total = total;
-    cluster.sync();
-    SoftmaxSum parts[kMaxCluster];
-    float maximum = -INFINITY, sum = 0;
-#pragma unroll
-    for (int b = 0; b < kMaxCluster; ++b) {
-      if (b < blocks) parts[b] = *cluster.map_shared_rank(&block_total, b);
-      maximum = fmaxf(maximum, parts[b].maximum);
-    }
-#pragma unroll
-    for (int b = 0; b < kMaxCluster; ++b) sum += parts[b].sum_at(maximum);
-    total.maximum = maximum;
-    total.sum = sum;
-    cluster.barrier_arrive();
+  // What the warps of all blocks have found: every warp reads and adds it in the same order.
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const float warp_maximum = warp_max(own.maximum), warp_total = warp_sum(own.sum_at(warp_maximum));
+  if (lane == 0) maxima[warp] = warp_maximum, sums[warp] = warp_total;
+  cluster.sync();
+  SoftmaxSum<T> some;
+  for (int i = lane; i < blocks * kWarps; i += kWarpSize) {
+    SoftmaxSum<T> other;
+    other.maximum = *cluster.map_shared_rank(&maxima[i % kWarps], i / kWarps);
+    other.sum = *cluster.map_shared_rank(&sums[i % kWarps], i / kWarps);
+    some.add(other);
   }
-  if (rank == 0 && threadIdx.x == 0) losses[n] = logf(total.sum) + (total.maximum - label_logit);
+  cluster.barrier_arrive();
+  SoftmaxSum<T> total;
+  total.maximum = warp_max(some.maximum);
+  total.sum = warp_sum(some.sum_at(total.maximum));
+  if (rank == 0 && threadIdx.x == 0) losses[n] = total.loss(label_logit);
   if (write_gradient) {
-    const RowGradient<T> gradient{total.maximum, loss_scale / total.sum, loss_scale, label};
+    const RowGradient<T> gradient{total.reference(), loss_scale / total.sum, loss_scale, label};
 #pragma unroll kInFlight
     for (int unit = threadIdx.x; unit < mine; unit += kPartThreads) {
       Elements<T, kCount> values = stash[unit];
@@ -275,30 +330,17 @@ __global__ void __launch_bounds__(kPartThreads)
     for (int unit = all + rank * kPartThreads + threadIdx.x; unit < stride_units; unit += blocks * kPartThreads)
       zeros.store(row + static_cast<std::int64_t>(unit) * kCount);
   }
-  if (blocks > 1) cluster.barrier_wait();  // nobody leaves while another reads its total
+  cluster.barrier_wait();  // nobody leaves while another reads its total
 #endif
-}
-
-struct DeviceLimits {
-  int major = 0, shared_of_block = 0, shared_of_multiprocessor = 0;
-};
-DeviceLimits device_limits() {
-  DeviceLimits limits;
-  int device = 0;
-  check(cudaGetDevice(&device), "classifier");
-  check(cudaDeviceGetAttribute(&limits.major, cudaDevAttrComputeCapabilityMajor, device), "classifier");
-  check(cudaDeviceGetAttribute(&limits.shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "classifier");
-  check(cudaDeviceGetAttribute(&limits.shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-        "classifier");
-  return limits;
 }
 
 // The blocks that a row of `units` is split over: as few as leave room for three parts on a multiprocessor, or what makes
 // a part fit at all. 0: such a row is not split.
-int blocks_of_row(std::int64_t units, const DeviceLimits& limits) {
+int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
   constexpr int kReserved = 2048;  // of each block, by the driver and by the kernel's own variables
   if (limits.major < 9) return 0;
-  const int good = limits.shared_of_multiprocessor / 3 - kReserved, most = limits.shared_of_block - kReserved;
+  const int good = limits.shared_of_multiprocessor / kPartsAtOnce - kReserved,
+            most = limits.shared_of_block - kReserved;
   for (const int room : {good, most}) {
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
       if (ceil_div(units, blocks) * 16 <= room) return blocks;
@@ -330,7 +372,7 @@ void launch_split(T* logits, float* losses, const std::int32_t* labels, std::int
 
 template <typename T, int kCount>
 void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-            std::int64_t row_stride, float loss_scale, bool write_gradient, const DeviceLimits& limits,
+            std::int64_t row_stride, float loss_scale, bool write_gradient, const ClassifierLimits& limits,
             cudaStream_t stream) {
   constexpr int kUnitBytes = static_cast<int>(sizeof(Elements<T, kCount>));
   const std::int64_t room = (limits.shared_of_block - 1024) / kUnitBytes;  // less what the kernel declares itself
@@ -372,12 +414,24 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+ClassifierLimits classifier_limits() {
+  int device = 0;
+  check(cudaGetDevice(&device), "classifier");
+  const auto attribute = [device](cudaDeviceAttr which) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device), "classifier");
+    return value;
+  };
+  return {attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+}
+
 template <typename T>
 void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
-                std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream) {
+                std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream,
+                const ClassifierLimits& limits) {
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
-  const DeviceLimits limits = device_limits();
   const bool aligned = row_stride % kPack == 0 && aligned_to_16(logits);
   const int blocks = aligned ? blocks_of_row(ceil_div(V, kPack), limits) : 0;
   if (blocks > 0) {
@@ -397,7 +451,7 @@ void add_losses(LossTotal* total, const float* losses, const std::int32_t* label
 
 #define WEFT_INSTANTIATE(T)                                                                                           \
   template void classifier<T>(T*, float*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t, float, bool, \
-                              cudaStream_t);
+                              cudaStream_t, const ClassifierLimits&);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

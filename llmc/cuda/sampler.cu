@@ -1,5 +1,5 @@
-// Sampling, one block a row: a row is at most a megabyte and lies in L2 when the head has just written it. llmc/cuda/
-// sampler.cuh has the algorithm.
+// Sampling: a row is at most a few megabytes and lies in L2 when the head has just written it. What takes time is
+// instructions, so the blocks of a cluster share a row where the GPU has clusters. llmc/cuda/sampler.cuh has the algorithm.
 
 #include "llmc/cuda/sampler.h"
 
@@ -10,35 +10,70 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kBlocks = 8;  // of a cluster, the most that every GPU with clusters has
 constexpr int kSmallThreads = 128;
-constexpr std::int64_t kSmallRow = 4096;  // logits up to which a row has kSmallThreads
+constexpr std::int64_t kSmallRow = 4096;  // logits up to which a row has one block of kSmallThreads
 
-template <int kThreads>
+template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t V, std::int64_t row_stride,
                   const SamplingPlan* plan, const std::int64_t* positions) {
-  __shared__ SamplerScratch<kThreads> scratch;
-  const std::int64_t row = blockIdx.x;
-  const SampledToken token = sample_block<kThreads, 0, true>(logits + row * row_stride, V, *plan, positions[row],
-                                                    static_cast<int>(threadIdx.x), scratch);
-  if (threadIdx.x != 0) return;
-  ids[row] = token.id;
-  if (token.error != SampleError::none) errors[row] = token.error;
+  __shared__ SamplerScratch<kThreads, kBlocks> scratch;
+  const std::int64_t row = blockIdx.x / kBlocks;
+  const SampledToken token = sample_block<kThreads, 0, true, kBlocks>(
+      logits + row * row_stride, V, *plan, positions[row], static_cast<int>(threadIdx.x), scratch);
+  if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) {
+    ids[row] = token.id;
+    if (token.error != SampleError::none) errors[row] = token.error;
+  }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if constexpr (kBlocks > 1)
+    cooperative_groups::this_cluster().sync();  // nobody leaves while another reads its scratch
+#endif
+}
+
+template <int kThreads, int kBlocks>
+void launch(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
+            std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(rows * kBlocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kBlocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = kBlocks > 1 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, sample_kernel<kThreads, kBlocks>, ids, errors, logits, V, row_stride, plan,
+                           positions),
+        "sample");
+}
+
+bool has_clusters() {
+  int device = 0, major = 0;
+  check(cudaGetDevice(&device), "sample");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "sample");
+  return major >= 9;
 }
 
 }  // namespace
 
 void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
-            std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream) {
-  if (rows == 0) return;
-  const auto blocks = static_cast<unsigned>(rows);
-  if (V <= kSmallRow) {
-    sample_kernel<kSmallThreads>
-        <<<blocks, kSmallThreads, 0, stream>>>(ids, errors, logits, V, row_stride, plan, positions);
-  } else {
-    sample_kernel<kThreads><<<blocks, kThreads, 0, stream>>>(ids, errors, logits, V, row_stride, plan, positions);
+            std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream,
+            bool clusters) {
+  if (V > kMaxSampledVocab) {
+    fail(Exit::usage, "sampling: got %lld ids, expected at most %lld", static_cast<long long>(V),
+         static_cast<long long>(kMaxSampledVocab));
   }
-  check_launch("sample");
+  if (rows == 0) return;
+  auto run = launch<kThreads, 1>;
+  if (V <= kSmallRow) {
+    run = launch<kSmallThreads, 1>;
+  } else if (clusters && has_clusters()) {
+    run = launch<kThreads, kBlocks>;
+  }
+  run(ids, errors, logits, rows, V, row_stride, plan, positions, stream);
 }
 
 }  // namespace weft::cuda

@@ -6,14 +6,21 @@
 //  - A pass over the logits measures (by count for top-k, by weight for top-p) what lies above each of eight pivots between
 //    the bracket's ends, and the bracket closes around the bound. Seven pivots divide the range of logit values, which
 //    suits the logits of a model; one divides the range of ranks, so that 64 passes are enough whatever the logits are.
-//    As long as all eight are values a comparison of two floats decides; ids only count once the values are equal.
+//    In the first pass, where all logits are measured, all eight are values if possible: a comparison of two floats.
+//  - In later passes a logit outside of the bracket's values costs a look. The others are collected in shared memory and
+//    measured 32 at a time: a warp that measured where it finds them would do all its work for one lane.
 //  - As soon as few enough ids lie in the bracket, their order is found by comparing all pairs.
 // Then the weights of the kept ids are summed range by range, the range that holds the target is divided again, and so on
 // down to one id.
 //
+// Several blocks of a cluster may share the row (sm_90 and later): each passes over its part of the batches, and after a pass
+// they read each other's sums. All of them know all results.
+//
 // Cost for V logits: one pass for the greatest, one with V weights (a double-precision exponential each) unless top-k
 // alone decides, and three to five that skip what lies outside of the bracket.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include <cstdint>
 
@@ -23,23 +30,29 @@
 
 namespace weft::cuda {
 
-// Shared memory of sample_block: 4 to 8 KB.
-template <int kThreads>
+// Shared memory of sample_block: 8 to 30 KB.
+template <int kThreads, int kBlocks = 1>
 struct SamplerScratch {
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kPivots = 8;
   static constexpr int kSums = kPivots + 1;  // and the total
   static constexpr int kCandidates = 256;
+  static constexpr int kFound = 3 * kWarpSize;  // what a warp has found and not yet measured: less than 32, and 64 more
+  static constexpr int kTold = kSums + 1 > kWarps ? kSums + 1 : kWarps;
 
-  struct Candidate {
+  struct alignas(16) Candidate {
     std::uint64_t rank, measure;
   };
-  Candidate candidates[kCandidates];
+  Candidate candidates[kBlocks > 1 ? 2 : 1][kCandidates];  // in a cluster by turns: others may still read the last
+  Candidate all_candidates[kBlocks > 1 ? kCandidates : 1];
+  std::uint64_t found[kWarps][kFound];
   std::uint64_t warp_sums[kWarps][kSums];
-  std::uint64_t sums[kSums];
+  std::uint64_t sums[kSums + 1];  // the last counts candidates
+  std::uint64_t told[2][kTold];   // to the other blocks, by turns
   std::uint64_t range_sums[2][kWarps];
   std::uint64_t answer;
   int counts[2];  // candidates found, by turns
+  int counts_of_blocks[kBlocks];
 };
 
 struct SampledToken {
@@ -71,13 +84,14 @@ __device__ inline std::uint64_t warp_sum(std::uint64_t value) {
   return value;
 }
 
-template <int kThreads, int kBarrier, bool kThroughL1>
+template <int kThreads, int kBarrier, bool kThroughL1, int kBlocks>
 struct SampleBlock {
-  using Scratch = SamplerScratch<kThreads>;
+  using Scratch = SamplerScratch<kThreads, kBlocks>;
   static constexpr int kWarps = Scratch::kWarps, kPivots = Scratch::kPivots, kSums = Scratch::kSums;
   static constexpr int kAhead = 4;                               // 16-byte loads of a thread before it uses the first
   static constexpr int kBatch = 4 * kAhead;                      // logits
   static constexpr std::int32_t kWarpBatch = kBatch * kWarpSize;  // logits of a warp
+  static constexpr bool kCluster = kBlocks > 1;
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024);
 
   const float* logits;
@@ -85,14 +99,38 @@ struct SampleBlock {
   const SamplingPlan& plan;
   Scratch& scratch;
   int thread, warp, lane;
+  int block;                // of the cluster
   int skew;                 // logits lie so many places past a multiple of 16 bytes; place = id + skew
-  int turn = 0;             // of Scratch::counts
+  int turn = 0;             // of Scratch::counts and candidates
+  int told_turn = 0;        // of Scratch::told
   float greatest = 0;       // logit
-  float least_finite = 0;   // logit
+  double lightest = 0;      // no logit below weighs anything or is finite
   std::uint64_t bound = 0;  // ranks from here on are kept
   std::uint64_t top = 0;    // rank of the greatest
 
   __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
+
+  // Every block's threads, and what they wrote to shared memory.
+  __device__ void sync_cluster() const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    cooperative_groups::this_cluster().sync();
+#endif
+  }
+  // The same variable of another block.
+  template <typename Word>
+  static __device__ const Word& of_block(const Word& own, int other) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    return *cooperative_groups::this_cluster().map_shared_rank(&own, static_cast<unsigned>(other));
+#else
+    return own;
+#endif
+  }
+  // Afterwards all blocks have written told[told_turn ^ 1]. It is written again after the next exchange, which begins when
+  // all have read it.
+  __device__ void exchange() {
+    sync_cluster();
+    told_turn ^= 1;
+  }
 
   // In a persistent kernel another multiprocessor may just have written the logits: there L1 must not answer.
   template <typename Word>
@@ -122,11 +160,65 @@ struct SampleBlock {
   // use(values, place) for all batches, the ids of a thread rising. All lanes of a warp come together.
   template <typename Use>
   __device__ void for_each_batch(const Use& use) const {
-    for (std::int32_t place = warp * kWarpBatch; place < V + skew; place += kWarps * kWarpBatch) {
+    for (std::int32_t place = (warp * kBlocks + block) * kWarpBatch; place < V + skew;
+         place += kWarps * kBlocks * kWarpBatch) {
       float values[kBatch];
       load_batch(values, place, V + skew);
       use(values, place);
     }
+  }
+
+  // use(values[i], i) for all i, by one piece of code for kGroup of them: registers have no index, so the values move up
+  // between the rounds. With a copy of every body for each of the sixteen the kernel had 22,800 instructions.
+  template <int kGroup, typename Use, typename Between>
+  static __device__ void in_groups(float (&values)[kBatch], const Use& use, const Between& between) {
+#pragma unroll 1
+    for (int first = 0; first < kBatch; first += kGroup) {
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) use(values[k], first + k);
+#pragma unroll
+      for (int i = 0; i + kGroup < kBatch; ++i) values[i] = values[i + kGroup];
+      between();
+    }
+  }
+  template <int kGroup, typename Use>
+  static __device__ void in_groups(float (&values)[kBatch], const Use& use) {
+    in_groups<kGroup>(values, use, [] {});
+  }
+
+  // Collects the ranks of the logits in [low, high]; as soon as there are 32 of them, use(rank, true) in all lanes. `found`
+  // counts those that wait.
+  template <typename Use>
+  __device__ void collect(float (&values)[kBatch], std::int32_t place, float low, float high, int& found,
+                          const Use& use) const {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) any |= values[i] >= low && values[i] <= high;
+    if (!__any_sync(~0u, any)) return;
+    std::uint64_t* ranks = scratch.found[warp];
+    const auto add = [&](float logit, int i) {
+      const bool inside = logit >= low && logit <= high;
+      const unsigned lanes = __ballot_sync(~0u, inside);
+      if (inside) ranks[found + __popc(lanes & ((1u << lane) - 1))] = rank_of(logit, id_in_batch(place, i));
+      found += __popc(lanes);
+    };
+    in_groups<2>(values, add, [&] {
+#pragma unroll 1
+      while (found >= kWarpSize) {
+        found -= kWarpSize;
+        __syncwarp();
+        const std::uint64_t rank = ranks[found + lane];
+        __syncwarp();
+        use(rank, true);
+      }
+    });
+  }
+  // The last of them.
+  template <typename Use>
+  __device__ void use_rest(int found, const Use& use) const {
+    __syncwarp();
+    if (found > 0) use(lane < found ? scratch.found[warp][lane] : 0, lane < found);
+    __syncwarp();
   }
 
   __device__ std::uint64_t weight(float logit) const { return sampling_weight(logit, greatest, plan.scale); }
@@ -152,36 +244,41 @@ struct SampleBlock {
     });
     std::uint64_t best = rank_of(highest, highest_id);
     unsigned flags = not_a_number ? 1u : 0u;
+    const auto reduce = [&] {
 #pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
-      best = other > best ? other : best;
-      least = fminf(least, __shfl_xor_sync(~0u, least, offset));
-      flags |= __shfl_xor_sync(~0u, flags, offset);
-    }
-    if (lane == 0) {
-      scratch.warp_sums[warp][0] = best;
-      scratch.warp_sums[warp][1] = __float_as_uint(least);
-      scratch.warp_sums[warp][2] = flags;
-    }
+      for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+        const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
+        best = other > best ? other : best;
+        least = fminf(least, __shfl_xor_sync(~0u, least, offset));
+        flags |= __shfl_xor_sync(~0u, flags, offset);
+      }
+    };
+    const auto write = [&](std::uint64_t* words) {
+      words[0] = best, words[1] = __float_as_uint(least), words[2] = flags;
+    };
+    const auto read_back = [&](const std::uint64_t* words) {
+      best = words[0], least = __uint_as_float(static_cast<unsigned>(words[1])),
+      flags = static_cast<unsigned>(words[2]);
+    };
+    reduce();
+    if (lane == 0) write(scratch.warp_sums[warp]);
     if (thread == 0) scratch.counts[0] = scratch.counts[1] = 0;
     sync();
     // Every warp repeats the end of the reduction: no second barrier before the results are known to all.
-    const int from = lane < kWarps ? lane : 0;
-    best = scratch.warp_sums[from][0];
-    least = __uint_as_float(static_cast<unsigned>(scratch.warp_sums[from][1]));
-    flags = static_cast<unsigned>(scratch.warp_sums[from][2]);
-#pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
-      best = other > best ? other : best;
-      least = fminf(least, __shfl_xor_sync(~0u, least, offset));
-      flags |= __shfl_xor_sync(~0u, flags, offset);
+    read_back(scratch.warp_sums[lane < kWarps ? lane : 0]);
+    reduce();
+    if constexpr (kCluster) {
+      const std::uint64_t(&told)[Scratch::kTold] = scratch.told[told_turn];
+      if (thread == 0) write(scratch.told[told_turn]);
+      exchange();
+      read_back(of_block(told, lane % kBlocks));
+      reduce();
+    } else {
+      sync();  // the scratch is free again
     }
-    sync();  // the scratch is free again
     top = best;
     greatest = logit_of(static_cast<std::uint32_t>(best >> 32));
-    least_finite = least;
+    lightest = fmax(static_cast<double>(least), static_cast<double>(greatest) - (kWeightBits + 1.0) / plan.scale);
     if (flags != 0) return {0, SampleError::not_a_number};
     if (greatest == INFINITY) return {0, SampleError::infinite};
     if (V <= 0 || greatest == -INFINITY) return {0, SampleError::nothing_finite};
@@ -198,9 +295,7 @@ struct SampleBlock {
     values[0] = logit_of(static_cast<std::uint32_t>(middle >> 32));
     bool by_value = between(pivots[0]) && middle >> 32 > ordered_key(-INFINITY);
     if (!by_value) pivots[0] = middle;
-    // The bracket's ends as logits, where they are logits at all: ids that weigh something are above `lightest`.
-    const double lightest = fmax(static_cast<double>(least_finite),
-                                 static_cast<double>(greatest) - (kWeightBits + 1.0) / plan.scale);
+    // The bracket's ends as logits, where they are logits at all.
     const double low = fmax(static_cast<double>(logit_of(static_cast<std::uint32_t>(lo >> 32))), lightest);
     const double high = fmin(static_cast<double>(logit_of(static_cast<std::uint32_t>(hi >> 32))),
                              static_cast<double>(greatest));
@@ -218,30 +313,60 @@ struct SampleBlock {
 
   // One batch of a first pass: everything is in the bracket, and nothing is gathered.
   template <typename Measure>
-  __device__ void measure_all(std::uint64_t (&sums)[kSums], const float (&logits_)[kBatch], const Measure& measure,
+  __device__ void measure_all(std::uint64_t (&sums)[kSums], float (&logits_)[kBatch], const Measure& measure,
                               const float (&values)[kPivots]) const {
+    in_groups<4>(logits_, [&](float logit, int) {
+      const std::uint64_t size = measure(logit);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const std::uint64_t size = measure(logits_[i]);
-#pragma unroll
-      for (int j = 0; j < kPivots; ++j) sums[j] += logits_[i] >= values[j] ? size : 0;
+      for (int j = 0; j < kPivots; ++j) sums[j] += logit >= values[j] ? size : 0;
       sums[kPivots] += size;
-    }
+    });
   }
 
-  // Adds each of the sums over all threads; the results are in scratch.sums for everybody.
+  // Adds each of the sums over all threads and counts the candidates; the results are in scratch.sums for everybody.
   __device__ void add_up(const std::uint64_t (&sums)[kSums]) {
+    // With every exchange a lane keeps half of its sums, so that in the end four lanes hold each of them.
+    static_assert(kPivots == 8);
+    std::uint64_t part[kPivots];
 #pragma unroll
-    for (int j = 0; j < kSums; ++j) {
-      const std::uint64_t sum = warp_sum(sums[j]);
-      if (lane == 0) scratch.warp_sums[warp][j] = sum;
+    for (int j = 0; j < kPivots; ++j) part[j] = sums[j];
+#pragma unroll
+    for (int half = kPivots / 2; half > 0; half /= 2) {
+      const bool upper = (lane & 4 * half) != 0;
+#pragma unroll
+      for (int j = 0; j < half; ++j) {
+        const std::uint64_t given = upper ? part[j] : part[j + half], kept = upper ? part[j + half] : part[j];
+        part[j] = kept + __shfl_xor_sync(~0u, given, 4 * half);
+      }
     }
+    part[0] += __shfl_xor_sync(~0u, part[0], 2);
+    part[0] += __shfl_xor_sync(~0u, part[0], 1);
+    if (lane % 4 == 0) scratch.warp_sums[warp][lane / 4] = part[0];
+    const std::uint64_t all = warp_sum(sums[kPivots]);
+    if (lane == 0) scratch.warp_sums[warp][kPivots] = all;
     sync();
+    std::uint64_t* of_this_block = kCluster ? scratch.told[told_turn] : scratch.sums;
     for (int j = warp; j < kSums; j += kWarps) {
       const std::uint64_t sum = warp_sum(lane < kWarps ? scratch.warp_sums[lane][j] : 0);
-      if (lane == 0) scratch.sums[j] = sum;
+      if (lane == 0) of_this_block[j] = sum;
     }
-    if (thread == 0) scratch.counts[turn ^ 1] = 0;  // its last readers have passed this barrier
+    if (thread == 0) {
+      of_this_block[kSums] = static_cast<std::uint64_t>(scratch.counts[turn]);
+      scratch.counts[turn ^ 1] = 0;  // its last readers have passed this barrier
+    }
+    if constexpr (kCluster) {
+      exchange();
+      if (thread <= kSums) {
+        std::uint64_t sum = 0;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          const std::uint64_t one = of_block(of_this_block[thread], b);
+          if (thread == kSums) scratch.counts_of_blocks[b] = static_cast<int>(one);
+          sum += one;
+        }
+        scratch.sums[thread] = sum;
+      }
+    }
     sync();
   }
 
@@ -258,39 +383,32 @@ struct SampleBlock {
       float values_of_pivots[kPivots];
       const bool by_value = choose_pivots(pivots, values_of_pivots, lo, hi);
       const bool all = first_pass && bound == 0 && by_value && V > Scratch::kCandidates;
-      // Most logits of a later pass lie outside of the bracket's values and need no more than a look.
       const auto low_key = static_cast<std::uint32_t>(lo >> 32), high_key = static_cast<std::uint32_t>(hi >> 32);
       const float low = low_key > ordered_key(-INFINITY) ? logit_of(low_key) : -INFINITY;
       const float high = fminf(logit_of(high_key), greatest);
-      for_each_batch([&](const float (&values)[kBatch], std::int32_t place) {
+      auto& candidates = scratch.candidates[kCluster ? turn : 0];
+      const auto look_at = [&](std::uint64_t rank, bool used) {
+        const float logit = logit_of(static_cast<std::uint32_t>(rank >> 32));
+        const std::uint64_t size = used && rank >= lo && rank < hi ? measure(logit) : 0;
+        const unsigned inside = __ballot_sync(~0u, size > 0);
+        if (inside == 0) return;
+        int slot = 0;
+        if (lane == 0) slot = atomicAdd(&scratch.counts[turn], __popc(inside));
+        slot = __shfl_sync(~0u, slot, 0) + __popc(inside & ((1u << lane) - 1));
+        if (size > 0 && slot < Scratch::kCandidates) candidates[slot] = {rank, size};
+#pragma unroll
+        for (int j = 0; j < kPivots; ++j) sums[j] += rank >= pivots[j] ? size : 0;
+        sums[kPivots] += size;
+      };
+      int found = 0;
+      for_each_batch([&](float(&values)[kBatch], std::int32_t place) {
         if (all) return measure_all(sums, values, measure, values_of_pivots);
-        bool any = false;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) any |= values[i] >= low && values[i] <= high;
-        if (!__any_sync(~0u, any)) return;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const bool looked_at = values[i] >= low && values[i] <= high;
-          if (!__any_sync(~0u, looked_at)) continue;
-          const std::uint64_t rank = rank_of(values[i], id_in_batch(place, i));
-          const std::uint64_t size = looked_at && rank >= lo && rank < hi ? measure(values[i]) : 0;
-          const unsigned inside = __ballot_sync(~0u, size > 0);
-          if (inside == 0) continue;
-          int slot = 0;
-          if (lane == 0) slot = atomicAdd(&scratch.counts[turn], __popc(inside));
-          slot = __shfl_sync(~0u, slot, 0) + __popc(inside & ((1u << lane) - 1));
-          if (size == 0) continue;
-          if (slot < Scratch::kCandidates) scratch.candidates[slot] = {rank, size};
-#pragma unroll
-          for (int j = 0; j < kPivots; ++j) {
-            const bool above_pivot = by_value ? values[i] >= values_of_pivots[j] : rank >= pivots[j];
-            sums[j] += above_pivot ? size : 0;
-          }
-          sums[kPivots] += size;
-        }
+        collect(values, place, low, high, found, look_at);
       });
+      use_rest(found, look_at);
       add_up(sums);
-      const int count = all ? V : scratch.counts[turn];
+      const std::uint64_t count = all ? static_cast<std::uint64_t>(V) : scratch.sums[kSums];
+      const int measured = turn;
       turn ^= 1;
       if (first_pass) {
         const std::uint64_t total = scratch.sums[kPivots];
@@ -299,7 +417,7 @@ struct SampleBlock {
         first_pass = false;
       }
       if (count <= Scratch::kCandidates) {
-        lo = rank_among_candidates(count, above, need);
+        lo = rank_among_candidates(static_cast<int>(count), measured, above, need);
         break;
       }
 #pragma unroll
@@ -318,23 +436,60 @@ struct SampleBlock {
   }
 
   // The rank of the candidate that brings the measure from above to at least `need`.
-  __device__ std::uint64_t rank_among_candidates(int count, std::uint64_t above, std::uint64_t need) {
-    for (int i = thread; i < count; i += kThreads) {
-      const typename Scratch::Candidate own = scratch.candidates[i];
-      std::uint64_t before = above;
-      for (int j = 0; j < count; ++j) {
-        const typename Scratch::Candidate other = scratch.candidates[j];
+  __device__ std::uint64_t rank_among_candidates(int count, int measured, std::uint64_t above, std::uint64_t need) {
+    const typename Scratch::Candidate* candidates = scratch.candidates[0];
+    if constexpr (kCluster) {
+      for (int i = thread; i < count; i += kThreads) {
+        int b = 0, at = i;
+        while (at >= scratch.counts_of_blocks[b]) at -= scratch.counts_of_blocks[b++];
+        scratch.all_candidates[i] = of_block(scratch.candidates[measured][at], b);
+      }
+      sync();
+      candidates = scratch.all_candidates;
+    }
+    constexpr int kSplit =
+        kThreads > Scratch::kCandidates ? kThreads / Scratch::kCandidates : 1;  // threads of a candidate
+    for (int first = 0; first < count; first += kThreads / kSplit) {
+      const int i = first + thread / kSplit;
+      const typename Scratch::Candidate own = candidates[min(i, count - 1)];
+      std::uint64_t before = 0;
+      for (int j = thread % kSplit; j < count; j += kSplit) {
+        const typename Scratch::Candidate other = candidates[j];
         before += other.rank > own.rank ? other.measure : 0;
       }
-      if (before < need && before + own.measure >= need) scratch.answer = own.rank;
+#pragma unroll
+      for (int offset = 1; offset < kSplit; offset *= 2) before += __shfl_xor_sync(~0u, before, offset);
+      before += above;
+      if (i < count && before < need && before + own.measure >= need) scratch.answer = own.rank;
     }
     sync();
     return scratch.answer;
   }
 
-  __device__ std::uint64_t kept_weight(float logit, std::int32_t id) const {
-    const std::uint64_t w = weight(logit);
-    return rank_of(logit, id) >= bound && w >= plan.least_weight ? w : 0;
+  __device__ std::uint64_t kept_weight(std::uint64_t rank) const {
+    const std::uint64_t w = weight(logit_of(static_cast<std::uint32_t>(rank >> 32)));
+    return rank >= bound && w >= plan.least_weight ? w : 0;
+  }
+  // Of the ids from place `from` to `end`, added up over the warp.
+  __device__ std::uint64_t kept_weights(std::int32_t from, std::int32_t end) const {
+    const float low = logit_of(static_cast<std::uint32_t>(bound >> 32));
+    std::uint64_t sum = 0;
+    int found = 0;
+    const auto add = [&](std::uint64_t rank, bool used) { sum += used ? kept_weight(rank) : 0; };
+    for (std::int32_t place = from; place < end; place += kWarpBatch) {
+      float values[kBatch];
+      load_batch(values, place, end);
+      if (bound > 0) {
+        collect(values, place, low, INFINITY, found, add);
+        continue;
+      }
+      in_groups<4>(values, [&](float logit, int) {
+        const std::uint64_t w = weight(logit);
+        sum += w >= plan.least_weight ? w : 0;
+      });
+    }
+    use_rest(found, add);
+    return warp_sum(sum);
   }
 
   // The sum over the lanes up to this one.
@@ -351,37 +506,57 @@ struct SampleBlock {
   __device__ std::int32_t draw(std::int64_t position) {
     std::int32_t begin = 0, size = V + skew;  // places
     std::uint64_t target = 0;
+    // The first division is among the warps of all blocks; the rest is the first block's.
     for (int level = 0; level == 0 || size > kWarpSize; ++level) {
-      const std::int32_t piece = static_cast<std::int32_t>(ceil_div(ceil_div(size, kWarps), kWarpSize)) * kWarpSize;
-      const std::int32_t from = begin + warp * piece, end = min(from + piece, begin + size);
-      std::uint64_t sum = 0;
-      for (std::int32_t place = from; place < end; place += kWarpBatch) {
-        float values[kBatch];
-        load_batch(values, place, end);
-        bool any = bound == 0;
+      constexpr int kAllWarps = kWarps * kBlocks, kOfLane = (kAllWarps + kWarpSize - 1) / kWarpSize;
+      const bool everybody = kCluster && level == 0;
+      const int pieces = everybody ? kAllWarps : kWarps;
+      const std::int32_t piece = static_cast<std::int32_t>(ceil_div(ceil_div(size, pieces), kWarpSize)) * kWarpSize;
+      const std::int32_t from = begin + (everybody ? block * kWarps + warp : warp) * piece;
+      const std::uint64_t sum = kept_weights(from, min(from + piece, begin + size));
+      std::uint64_t own[kOfLane] = {};  // of neighbouring pieces
+      int chosen = 0;
+      if (everybody) {
+        const std::uint64_t(&told)[Scratch::kTold] = scratch.told[told_turn];
+        if (lane == 0) scratch.told[told_turn][warp] = sum;
+        exchange();
+        if (block != 0) return 0;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) any |= rank_of(values[i], id_in_batch(place, i)) >= bound;
-        if (!__any_sync(~0u, any)) continue;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) sum += kept_weight(values[i], id_in_batch(place, i));
+        for (int k = 0; k < kOfLane; ++k) {
+          const int from_warp = lane * kOfLane + k;
+          if (from_warp < kAllWarps) own[k] = of_block(told[from_warp % kWarps], from_warp / kWarps);
+        }
+      } else {
+        if (lane == 0) scratch.range_sums[level % 2][warp] = sum;
+        sync();
+        own[0] = lane < kWarps ? scratch.range_sums[level % 2][lane] : 0;
       }
-      sum = warp_sum(sum);
-      if (lane == 0) scratch.range_sums[level % 2][warp] = sum;
-      sync();
-      const std::uint64_t own = lane < kWarps ? scratch.range_sums[level % 2][lane] : 0;
-      const std::uint64_t running = running_sum(own);
+      std::uint64_t of_lane = 0;
+#pragma unroll
+      for (int k = 0; k < kOfLane; ++k) of_lane += own[k];
+      const std::uint64_t running = running_sum(of_lane);
       if (level == 0) {
         const std::uint64_t total = __shfl_sync(~0u, running, kWarpSize - 1);
         target = sampling_target(sampling_bits(plan.seed, position), total);
       }
-      const int chosen = __ffs(static_cast<int>(__ballot_sync(~0u, running > target))) - 1;
-      target -= __shfl_sync(~0u, running - own, chosen);
+      chosen = __ffs(static_cast<int>(__ballot_sync(~0u, running > target))) - 1;
+      target -= __shfl_sync(~0u, running - of_lane, chosen);
+      if (everybody) {
+        const int lane_chosen = chosen;
+        chosen *= kOfLane;
+        for (int k = 0; k + 1 < kOfLane; ++k) {
+          const std::uint64_t one = __shfl_sync(~0u, own[k], lane_chosen);
+          if (target < one) break;
+          target -= one;
+          ++chosen;
+        }
+      }
       size = min(piece, size - chosen * piece);
       begin += chosen * piece;
     }
     const std::int32_t id = begin + lane - skew;
     const bool used = lane < size && id >= 0;
-    const std::uint64_t running = running_sum(used ? kept_weight(read(logits + id), id) : 0);
+    const std::uint64_t running = running_sum(used ? kept_weight(rank_of(read(logits + id), id)) : 0);
     return begin - skew + __ffs(static_cast<int>(__ballot_sync(~0u, running > target))) - 1;
   }
 
@@ -404,20 +579,28 @@ struct SampleBlock {
 
 }  // namespace sampler_detail
 
-// The id for `position` from fp32 logits [V] in global memory, 0 <= V < 2^20; llmc/base/sampling.h says which. To be called
-// by kThreads threads (a multiple of 32) numbered `thread` from 0 in whole warps, all with the same arguments; each gets the
-// result. They meet at hardware barrier kBarrier (0: that of __syncthreads), so other warps of the block may do something
-// else. What wrote the logits must be visible to them before; kThroughL1 is for logits that nothing in this kernel wrote.
-// `plan` and `position` may lie anywhere; `scratch` is shared memory that no thread still uses, and is free again when the
-// call returns.
-template <int kThreads, int kBarrier = 0, bool kThroughL1 = false>
+// The id for `position` from fp32 logits [V] in global memory, 0 <= V <= kMaxSampledVocab; llmc/base/sampling.h says which.
+// To be called by kThreads threads (a multiple of 32) numbered `thread` from 0 in whole warps, all with the same arguments;
+// each gets the result. They meet at hardware barrier kBarrier (0: that of __syncthreads), so other warps of the block may do
+// something else. What wrote the logits must be visible to them before; kThroughL1 is for logits that nothing in this kernel
+// wrote. `plan` and `position` may lie anywhere; `scratch` is shared memory that no thread still uses, and is free again when
+// the call returns.
+// kBlocks > 1: called by all threads of all blocks of a cluster of that size; the first block gets the result, and the scratch
+// is free when all blocks have met again.
+template <int kThreads, int kBarrier = 0, bool kThroughL1 = false, int kBlocks = 1>
 __device__ inline SampledToken sample_block(const float* logits, std::int64_t V, const SamplingPlan& plan,
-                                            std::int64_t position, int thread, SamplerScratch<kThreads>& scratch) {
+                                            std::int64_t position, int thread,
+                                            SamplerScratch<kThreads, kBlocks>& scratch) {
+  static_assert(kBlocks == 1 || kBarrier == 0);
   if (plan.vocab_limit > 0 && plan.vocab_limit < V) V = plan.vocab_limit;
   const int skew = static_cast<int>(reinterpret_cast<std::uintptr_t>(logits) / sizeof(float) % 4);
-  sampler_detail::SampleBlock<kThreads, kBarrier, kThroughL1> block{
-      logits, static_cast<std::int32_t>(V), plan, scratch, thread, thread / kWarpSize, thread % kWarpSize, skew};
-  return block.sample(position);
+  int block = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if constexpr (kBlocks > 1) block = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+#endif
+  sampler_detail::SampleBlock<kThreads, kBarrier, kThroughL1, kBlocks> sampler{
+      logits, static_cast<std::int32_t>(V), plan, scratch, thread, thread / kWarpSize, thread % kWarpSize, block, skew};
+  return sampler.sample(position);
 }
 
 }  // namespace weft::cuda

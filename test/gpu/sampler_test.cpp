@@ -31,13 +31,13 @@ struct Sampled {
 
 // Rows of V logits at a distance of row_stride (0: one row for all).
 Sampled sample_on_gpu(const SamplerOptions& options, const DeviceBuffer<float>& logits, std::int64_t V,
-                      std::int64_t row_stride, const Positions& positions) {
+                      std::int64_t row_stride, const Positions& positions, bool clusters = true) {
   const DeviceBuffer<SamplingPlan> plan(std::vector<SamplingPlan>{sampling_plan(options)});
   const DeviceBuffer<std::int64_t> places(positions);
   const DeviceBuffer<std::int32_t> ids(positions.size());
   const DeviceBuffer<SampleError> errors(Errors(positions.size(), SampleError::none));
   sample(ids.data(), errors.data(), logits.data(), static_cast<std::int64_t>(positions.size()), V, row_stride,
-         plan.data(), places.data(), nullptr);
+         plan.data(), places.data(), nullptr, clusters);
   return {ids.download(), errors.download()};
 }
 
@@ -108,6 +108,7 @@ std::vector<SamplerOptions> option_table(std::int64_t V) {
 }
 
 void compare_with_host(std::int64_t V, int rows_of_a_kind, long* compared) {
+  SCOPED_TRACE(std::to_string(V) + " logits");
   const std::int64_t stride = V + 3;
   Generator generator(static_cast<unsigned>(V));
   std::vector<float> logits;
@@ -124,13 +125,16 @@ void compare_with_host(std::int64_t V, int rows_of_a_kind, long* compared) {
   const DeviceBuffer<float> gpu_logits(logits);
   for (const SamplerOptions& options : option_table(V)) {
     const Sampled got = sample_on_gpu(options, gpu_logits, V, stride, positions);
+    const Sampled by_one_block = sample_on_gpu(options, gpu_logits, V, stride, positions, false);
+    ASSERT_EQ(got.ids, by_one_block.ids) << described(options);
+    ASSERT_EQ(got.errors, by_one_block.errors) << described(options);
     Sampler host(options);
     for (std::size_t r = 0; r < positions.size(); ++r) {
       const std::span<const float> row(logits.data() + r * static_cast<std::size_t>(stride),
                                        static_cast<std::size_t>(V));
       const std::int32_t want = host.sample(row, positions[r]);
-      ASSERT_EQ(got.errors[r], SampleError::none) << V << " logits, " << names[r] << ", " << described(options);
-      ASSERT_EQ(got.ids[r], want) << V << " logits, " << names[r] << ", " << described(options);
+      ASSERT_EQ(got.errors[r], SampleError::none) << names[r] << ", " << described(options);
+      ASSERT_EQ(got.ids[r], want) << names[r] << ", " << described(options);
       ++*compared;
     }
   }
@@ -286,6 +290,13 @@ TEST(GpuSampler, AnErrorStays) {
   }
   EXPECT_EQ(id.download()[0], 1);
   EXPECT_EQ(error.download()[0], SampleError::not_a_number);
+}
+
+TEST(GpuSampler, RefusesMoreIdsThanTheSumsHold) {
+  DeviceBuffer<float> logits(static_cast<std::size_t>(kMaxSampledVocab) + 1);
+  logits.fill_bytes(0);
+  EXPECT_EQ(sample_on_gpu({}, logits, kMaxSampledVocab, 0, {0}).ids[0], 0);
+  EXPECT_THROW(sample_on_gpu({}, logits, kMaxSampledVocab + 1, 0, {0}), Error);
 }
 
 // A captured launch takes plan and position from memory when it is replayed.
