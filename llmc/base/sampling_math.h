@@ -67,14 +67,7 @@ WEFT_HOST_DEVICE inline std::uint64_t sampling_weight(float logit, float greates
   sum = std::fma(sum, x, 0.5);
   sum = std::fma(sum, x, 1.0);
   sum = std::fma(sum, x, 1.0);
-#if defined(__CUDA_ARCH__)
-  // A select would be compiled as a branch around all of the above, and exponentials would wait for one another.
-  std::uint64_t mask = weighs ? ~std::uint64_t{0} : 0;
-  asm("" : "+l"(mask));
-  return round_scaled(sum, power + kWeightBits) & mask;
-#else
-  return round_scaled(sum, power + kWeightBits);
-#endif
+  return weighs ? round_scaled(sum, power + kWeightBits) : 0;
 }
 
 // The 64 random bits of one position of a sequence: addressed, not drawn, so that a token depends on its
