@@ -33,10 +33,11 @@ class DeviceBuffer {
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return count_ * sizeof(T); }
 
-  // `values` has size() elements.
+  // `values` has size() elements. Waits until they are there: weft's own streams do not wait for the default one.
   void upload(const std::vector<T>& values) {
     ASSERT_EQ(values.size(), count_);
     cuda::check(cudaMemcpy(data_, values.data(), bytes(), cudaMemcpyHostToDevice), "test: upload");
+    cuda::check(cudaStreamSynchronize(nullptr), "test: upload");
   }
   // Waits for the default stream's kernels and reports their errors.
   std::vector<T> download() const {
@@ -44,7 +45,10 @@ class DeviceBuffer {
     cuda::check(cudaMemcpy(values.data(), data_, bytes(), cudaMemcpyDeviceToHost), "test: download");
     return values;
   }
-  void fill_bytes(int byte) { cuda::check(cudaMemset(data_, byte, bytes()), "test: fill"); }
+  void fill_bytes(int byte) {
+    cuda::check(cudaMemset(data_, byte, bytes()), "test: fill");
+    cuda::check(cudaStreamSynchronize(nullptr), "test: fill");  // as upload()
+  }
 
  private:
   T* data_ = nullptr;
