@@ -51,6 +51,12 @@ def peer(model: str, mode: str) -> dict[int, dict[str, Any]] | str:
     return {line["context"]: line for line in lines}
 
 
+def tell(row: dict[str, Any]) -> None:
+    """A row as soon as it is there: the table comes minutes later."""
+    what = " / ".join(cell(row, context, "ms") for context in CONTEXTS) if "contexts" in row else row["result"]
+    print(f"{row['model']}, {row['program']} {row['mode']}: {what}", file=sys.stderr, flush=True)
+
+
 def rows_of(model: str, decodes: list[str], peers: list[str]) -> list[dict[str, Any]]:
     """One row a program and mode: what there is to say of each context, or why there is nothing."""
     rows: list[dict[str, Any]] = []
@@ -63,7 +69,7 @@ def rows_of(model: str, decodes: list[str], peers: list[str]) -> list[dict[str, 
                                                         "prompt_ms": point["ttft_ms"]}
                                for point in result["contexts"]}
         rows.append(row)
-        print(f"{model}, weft {decode}: {'failed' if isinstance(result, str) else 'done'}", file=sys.stderr, flush=True)
+        tell(row)
     for mode in peers:
         result = peer(model, mode)
         row = {"model": model, "program": "PyTorch", "mode": mode, "result": result}
@@ -71,7 +77,7 @@ def rows_of(model: str, decodes: list[str], peers: list[str]) -> list[dict[str, 
             row["contexts"] = {context: {"ms": point["ms"], "prompt_ms": point.get("prompt_ms")}
                                for context, point in result.items() if "error" not in point}
         rows.append(row)
-        print(f"{model}, PyTorch {mode}: {'failed' if isinstance(result, str) else 'done'}", file=sys.stderr, flush=True)
+        tell(row)
     return rows
 
 
