@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "llmc/cuda/arena.h"
+#include "llmc/cuda/bandwidth.h"
 #include "llmc/cuda/error.h"
 #include "llmc/cuda/fused_decode.h"
 #include "llmc/cuda/stream.h"
@@ -45,21 +46,6 @@ __global__ void fill_kernel(unsigned* words, std::size_t count) {
     x ^= x >> 13;
     words[i] = (x & 0x83FF83FFu) | 0x24002400u;
   }
-}
-
-__global__ void __launch_bounds__(1024) read_kernel(const uint4* data, std::size_t count, unsigned* out) {
-  unsigned x = 0;
-  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-  std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x;
-  for (; i + 7 * stride < count; i += 8 * stride) {
-    uint4 v[8];
-#pragma unroll
-    for (int u = 0; u < 8; ++u) v[u] = __ldcs(data + i + u * stride);
-#pragma unroll
-    for (int u = 0; u < 8; ++u) x ^= v[u].x ^ v[u].y ^ v[u].z ^ v[u].w;
-  }
-  for (; i < count; i += stride) x ^= data[i].x;
-  if (x == 0x12345678u) *out = x;
 }
 
 struct Shape {
@@ -110,18 +96,6 @@ DeviceArena allocate(std::uint64_t bytes) {
   MemoryPlan plan("benchmark");
   plan.add(bytes);
   return DeviceArena(plan);
-}
-
-// GB/s of a plain read.
-double read_ceiling(const DeviceArena& memory, cudaStream_t stream) {
-  const std::size_t bytes = std::min<std::size_t>(memory.bytes(), 5600000000ull) / 16 * 16;
-  std::vector<double> times;
-  for (int i = 0; i < 7; ++i) {
-    times.push_back(milliseconds(stream, [&] {
-      read_kernel<<<264, 1024, 0, stream>>>(memory.at<uint4>(0), bytes / 16, memory.at<unsigned>(0));
-    }));
-  }
-  return static_cast<double>(bytes) / median(times) * 1e-6;
 }
 
 struct Options {
@@ -192,7 +166,7 @@ void run(const Shape& shape, const Options& options) {
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");
-  const double ceiling = read_ceiling(scratch, stream);
+  const double ceiling = measure_read_bandwidth();
   FusedDecode<S> fused(config, w, cache, device_rope, stream, options.tuning);
   for (const std::int64_t context : options.contexts) {
     FusedRequest request;
