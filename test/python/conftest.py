@@ -2,10 +2,17 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
+
+# nohup, and a shell that starts something in the background, ignore signals for all that follows. A program under test is to
+# meet them as a user's does: a handler, other than SIG_IGN, ends with exec, and keeps this process as deaf as it was.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

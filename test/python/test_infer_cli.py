@@ -549,8 +549,7 @@ def slow_model(tmp_path_factory) -> Path:
 
 def start(*arguments, stdin=subprocess.DEVNULL) -> subprocess.Popen:
     return subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=environment(), bufsize=0,
-                            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # pytest under nohup, too
+                            stderr=subprocess.PIPE, env=environment(), bufsize=0)
 
 
 def wait_for_message(process: subprocess.Popen, words: bytes) -> None:

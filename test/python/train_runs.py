@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -83,8 +82,7 @@ _started = []
 def start(data, out, *more, env=None, **keys):
     """A run beside the test; `end_started` ends it with the test."""
     process = subprocess.Popen(arguments(data, out, *more, **keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment(**(env or {})),
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # under nohup, too
+                               env=environment(**(env or {})))
     _started.append(process)
     return process
 
