@@ -49,6 +49,7 @@
 #include "llmc/cuda/arena.h"
 #include "llmc/cuda/error.h"
 #include "llmc/cuda/fused_decode.cuh"
+#include "llmc/cuda/launch.cuh"
 #include "llmc/model/tensor_table.h"
 
 namespace weft::cuda {
@@ -401,16 +402,12 @@ void FusedDecode<S>::launch(const FusedRequest& request) {
         "fused decoding");
   if (s.stamps != nullptr) s.stamps->clear(s.stream);
   // Cooperative: all blocks run at once, or the launch is refused.
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(s.blocks));
-  launch.blockDim = dim3(static_cast<unsigned>(s.threads));
-  launch.dynamicSmemBytes = static_cast<std::size_t>(s.shared_bytes);
-  launch.stream = s.stream;
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
-  launch.attrs = &cooperative;
-  launch.numAttrs = 1;
+  const cudaLaunchConfig_t launch =
+      launch_config(dim3(static_cast<unsigned>(s.blocks)), dim3(static_cast<unsigned>(s.threads)),
+                    static_cast<std::size_t>(s.shared_bytes), s.stream, cooperative);
   void* arguments[] = {&p};
   check(cudaLaunchKernelExC(&launch, s.kernel, arguments), "fused decoding");
   s.request = request;

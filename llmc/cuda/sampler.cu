@@ -3,6 +3,7 @@
 
 #include "llmc/cuda/sampler.h"
 
+#include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/sampler.cuh"
 
 namespace weft::cuda {
@@ -35,19 +36,15 @@ __global__ void __launch_bounds__(kThreads)
 template <int kThreads, int kBlocks>
 void launch(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
             std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(rows * kBlocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kBlocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = kBlocks > 1 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, sample_kernel<kThreads, kBlocks>, ids, errors, logits, V, row_stride, plan,
-                           positions),
-        "sample");
+  const auto kernel = sample_kernel<kThreads, kBlocks>;
+  const dim3 grid(static_cast<unsigned>(rows * kBlocks));
+  if constexpr (kBlocks > 1) {
+    launch_clustered(kernel, grid, dim3(kThreads), 0, stream, kBlocks, "sample", ids, errors, logits, V, row_stride,
+                     plan, positions);
+  } else {
+    kernel<<<grid, kThreads, 0, stream>>>(ids, errors, logits, V, row_stride, plan, positions);
+    check_launch("sample");
+  }
 }
 
 bool has_clusters() {
