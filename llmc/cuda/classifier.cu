@@ -406,15 +406,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 ClassifierLimits classifier_limits() {
-  int device = 0;
-  check(cudaGetDevice(&device), "classifier");
-  const auto attribute = [device](cudaDeviceAttr which) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, which, device), "classifier");
-    return value;
-  };
-  return {attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+  return {device_attribute(cudaDevAttrComputeCapabilityMajor),
+          device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
 }
 
 template <typename T>

@@ -380,13 +380,6 @@ SortMemory carve(void* memory, std::int64_t N) {
   return m;
 }
 
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "embedding_backward");
-  check(cudaDeviceGetAttribute(&value, attribute, device), "embedding_backward");
-  return value;
-}
-
 void sort_by_launches(const SortMemory& m, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
   const int tiles = static_cast<int>(ceil_div(N, kTile));
   int passes = 1;

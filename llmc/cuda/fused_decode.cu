@@ -97,13 +97,6 @@ static_assert([] {
   return true;
 }());
 
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "GPU");
-  check(cudaDeviceGetAttribute(&value, which, device), "GPU");
-  return value;
-}
-
 Rows share_of(std::int64_t rows, int block, int blocks) {
   return {static_cast<int>(rows * block / blocks), static_cast<int>(rows * (block + 1) / blocks)};
 }
@@ -303,9 +296,10 @@ template <typename S>
 FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
                             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
-  device.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
-  device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  device.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  device.arch = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+                device_attribute(cudaDevAttrComputeCapabilityMinor);
+  device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const Plan plan = plan_of(config, device, tuning);
   if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
   state_ = std::make_unique<State>(config, tuning, plan);
@@ -371,8 +365,8 @@ FusedDecode<S>::~FusedDecode() {
 
 template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
-  return {{"fused decoding: workspace",
-           plan_workspace(config, blocks_for(config, attribute(cudaDevAttrMultiProcessorCount), 0)).plan.bytes()}};
+  const int blocks = blocks_for(config, device_attribute(cudaDevAttrMultiProcessorCount), 0);
+  return {{"fused decoding: workspace", plan_workspace(config, blocks).plan.bytes()}};
 }
 
 template <typename S>

@@ -47,13 +47,6 @@ void launch(std::int32_t* ids, SampleError* errors, const float* logits, std::in
   }
 }
 
-bool has_clusters() {
-  int device = 0, major = 0;
-  check(cudaGetDevice(&device), "sample");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "sample");
-  return major >= 9;
-}
-
 }  // namespace
 
 void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
@@ -67,7 +60,7 @@ void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::in
   auto run = launch<kThreads, 1>;
   if (V <= kSmallRow) {
     run = launch<kSmallThreads, 1>;
-  } else if (clusters && has_clusters()) {
+  } else if (clusters && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
     run = launch<kThreads, kBlocks>;
   }
   run(ids, errors, logits, rows, V, row_stride, plan, positions, stream);
