@@ -193,7 +193,7 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
         "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
         number(config.hidden_size)));
   }
-  if (config.num_layers > kMaxLayers || config.vocab_size >= std::int64_t{1} << 20) {
+  if (config.num_layers > kMaxLayers || config.vocab_size >= BlockBest::kIds) {
     return refuse(format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers));
   }
 
