@@ -2,7 +2,6 @@
 // -> tokens.
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstdint>
 #include <iostream>
 #include <limits>
@@ -407,8 +406,7 @@ bool stop_requested() {
 }
 
 Exit exit_after(bool interrupted) {
-  if (!interrupted) return Exit::ok;
-  return stop_signal() == SIGINT ? Exit::interrupted : Exit::terminated;
+  return interrupted ? exit_after_signal(stop_signal()) : Exit::ok;
 }
 
 Exit run_prompt(const Session& s) {

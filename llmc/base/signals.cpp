@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <ctime>
 
-#include "llmc/base/error.h"
-
 namespace weft {
 
 namespace {
@@ -78,6 +76,11 @@ void install_signal_handlers() {
 
 int stop_signal() {
   return pending_stop.load();
+}
+
+Exit exit_after_signal(int signal_number) {
+  if (signal_number == 0) return Exit::ok;
+  return signal_number == SIGINT ? Exit::interrupted : Exit::terminated;
 }
 
 bool take_save_request() {

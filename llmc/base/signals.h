@@ -3,6 +3,8 @@
 
 #include <csignal>
 
+#include "llmc/base/error.h"
+
 namespace weft {
 
 // Installs the handlers. A second SIGINT or SIGTERM, more than 0.1 s after the first signal, exits at once with 128 + its
@@ -12,6 +14,8 @@ void install_signal_handlers();
 
 // The signal that asks the program to save and stop: SIGINT, SIGTERM or SIGHUP; 0 if none came.
 int stop_signal();
+// What a program that it stopped ends with; Exit::ok for 0. Async-signal-safe.
+Exit exit_after_signal(int signal_number);
 // True once after each SIGUSR1: "save a checkpoint now and go on".
 bool take_save_request();
 

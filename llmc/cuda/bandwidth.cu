@@ -64,9 +64,7 @@ double measure_read_bandwidth(double gigabytes) {
   DeviceArena data(plan);
   const Stream stream;
   data.clear(stream);
-  int device = 0, multiprocessors = 0;
-  check(cudaGetDevice(&device), "GPU");
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "GPU");
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   const std::uint64_t bytes = data.bytes() / kUnit * kUnit;
   double best = 0;
   for (const auto& [per_multiprocessor, threads] : {std::pair(1, 1024), std::pair(2, 1024), std::pair(4, 512)}) {

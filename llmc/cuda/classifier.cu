@@ -23,6 +23,7 @@
 #include <algorithm>
 
 #include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/launch.cuh"
 #include "llmc/model/train_model.h"
 
 namespace weft::cuda {
@@ -355,19 +356,9 @@ void launch_split(T* logits, float* losses, const std::int32_t* labels, std::int
   const int part = static_cast<int>(ceil_div(ceil_div(V, Pack<T>::size), blocks));
   const auto kernel = split_row_kernel<T>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, part * 16), "classifier");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(N * blocks));
-  config.blockDim = dim3(kPartThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(part) * 16;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, logits, losses, labels, V, row_stride, loss_scale, write_gradient, part),
-        "classifier");
+  launch_clustered(kernel, dim3(static_cast<unsigned>(N * blocks)), dim3(kPartThreads),
+                   static_cast<std::size_t>(part) * 16, stream, blocks, "classifier", logits, losses, labels, V,
+                   row_stride, loss_scale, write_gradient, part);
 }
 
 template <typename T, int kCount>
@@ -415,15 +406,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 ClassifierLimits classifier_limits() {
-  int device = 0;
-  check(cudaGetDevice(&device), "classifier");
-  const auto attribute = [device](cudaDeviceAttr which) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, which, device), "classifier");
-    return value;
-  };
-  return {attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+  return {device_attribute(cudaDevAttrComputeCapabilityMajor),
+          device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
 }
 
 template <typename T>

@@ -2,6 +2,7 @@
 
 #include "llmc/cuda/cluster.cuh"
 #include "llmc/cuda/error.h"
+#include "llmc/cuda/launch.cuh"
 
 namespace weft::cuda {
 
@@ -82,17 +83,10 @@ bool launch(ClusterOperation operation, int clusters, int threads, int count, in
     }
   }
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cluster check");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * kBlocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
-  config.stream = stream;
-  cudaLaunchAttribute dimension{};
-  dimension.id = cudaLaunchAttributeClusterDimension;
-  dimension.val.clusterDim.x = kBlocks;
-  dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
-  config.attrs = &dimension;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attribute = cluster_attribute(kBlocks);
+  const cudaLaunchConfig_t config =
+      launch_config(dim3(static_cast<unsigned>(clusters * kBlocks)), dim3(static_cast<unsigned>(threads)),
+                    static_cast<std::size_t>(bytes), stream, attribute);
   int resident = 0;
   if (cudaOccupancyMaxActiveClusters(&resident, kernel, &config) != cudaSuccess || resident == 0) {
     cudaGetLastError();

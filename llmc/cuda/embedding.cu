@@ -380,13 +380,6 @@ SortMemory carve(void* memory, std::int64_t N) {
   return m;
 }
 
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "embedding_backward");
-  check(cudaDeviceGetAttribute(&value, attribute, device), "embedding_backward");
-  return value;
-}
-
 void sort_by_launches(const SortMemory& m, const std::int32_t* tokens, int N, std::int64_t V, cudaStream_t stream) {
   const int tiles = static_cast<int>(ceil_div(N, kTile));
   int passes = 1;
@@ -410,19 +403,8 @@ void sort_in_cluster(const SortMemory& m, const std::int32_t* tokens, int N, std
   const std::size_t bytes = cluster_sort_bytes(capacity);
   check(cudaFuncSetAttribute(cluster_sort_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
         "embedding_sort");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kSortCluster);
-  config.blockDim = dim3(kClusterThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kSortCluster;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, cluster_sort_kernel, m.pairs[0], tokens, N, static_cast<int>(V), capacity),
-        "embedding_sort");
+  launch_clustered(cluster_sort_kernel, dim3(kSortCluster), dim3(kClusterThreads), bytes, stream, kSortCluster,
+                   "embedding_sort", m.pairs[0], tokens, N, V, capacity);
 }
 
 template <typename T, int kCount>

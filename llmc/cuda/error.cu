@@ -95,4 +95,11 @@ void check_launch(const char* kernel) {
   check(cudaGetLastError(), kernel);
 }
 
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "GPU");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "GPU");
+  return value;
+}
+
 }  // namespace weft::cuda

@@ -26,4 +26,7 @@ void check(cudaError_t error, const char* action);
 // call.
 void check_launch(const char* kernel);
 
+// Of the current device.
+int device_attribute(cudaDeviceAttr attribute);
+
 }  // namespace weft::cuda

@@ -49,6 +49,7 @@
 #include "llmc/cuda/arena.h"
 #include "llmc/cuda/error.h"
 #include "llmc/cuda/fused_decode.cuh"
+#include "llmc/cuda/launch.cuh"
 #include "llmc/model/tensor_table.h"
 
 namespace weft::cuda {
@@ -95,13 +96,6 @@ static_assert([] {
   }
   return true;
 }());
-
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "GPU");
-  check(cudaDeviceGetAttribute(&value, which, device), "GPU");
-  return value;
-}
 
 Rows share_of(std::int64_t rows, int block, int blocks) {
   return {static_cast<int>(rows * block / blocks), static_cast<int>(rows * (block + 1) / blocks)};
@@ -199,7 +193,7 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
         "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
         number(config.hidden_size)));
   }
-  if (config.num_layers > kMaxLayers || config.vocab_size >= std::int64_t{1} << 20) {
+  if (config.num_layers > kMaxLayers || config.vocab_size >= BlockBest::kIds) {
     return refuse(format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers));
   }
 
@@ -302,9 +296,10 @@ template <typename S>
 FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
                             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
-  device.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
-  device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  device.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  device.arch = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+                device_attribute(cudaDevAttrComputeCapabilityMinor);
+  device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const Plan plan = plan_of(config, device, tuning);
   if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
   state_ = std::make_unique<State>(config, tuning, plan);
@@ -370,8 +365,8 @@ FusedDecode<S>::~FusedDecode() {
 
 template <typename S>
 std::vector<MemoryLine> FusedDecode<S>::memory(const ModelConfig& config) {
-  return {{"fused decoding: workspace",
-           plan_workspace(config, blocks_for(config, attribute(cudaDevAttrMultiProcessorCount), 0)).plan.bytes()}};
+  const int blocks = blocks_for(config, device_attribute(cudaDevAttrMultiProcessorCount), 0);
+  return {{"fused decoding: workspace", plan_workspace(config, blocks).plan.bytes()}};
 }
 
 template <typename S>
@@ -401,16 +396,12 @@ void FusedDecode<S>::launch(const FusedRequest& request) {
         "fused decoding");
   if (s.stamps != nullptr) s.stamps->clear(s.stream);
   // Cooperative: all blocks run at once, or the launch is refused.
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(s.blocks));
-  launch.blockDim = dim3(static_cast<unsigned>(s.threads));
-  launch.dynamicSmemBytes = static_cast<std::size_t>(s.shared_bytes);
-  launch.stream = s.stream;
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
-  launch.attrs = &cooperative;
-  launch.numAttrs = 1;
+  const cudaLaunchConfig_t launch =
+      launch_config(dim3(static_cast<unsigned>(s.blocks)), dim3(static_cast<unsigned>(s.threads)),
+                    static_cast<std::size_t>(s.shared_bytes), s.stream, cooperative);
   void* arguments[] = {&p};
   check(cudaLaunchKernelExC(&launch, s.kernel, arguments), "fused decoding");
   s.request = request;

@@ -50,8 +50,10 @@ enum class Fault : std::uint32_t { none = 0, sampling = 1, timeout = 2 };
 using Word = unsigned;
 
 // The greatest logit of a block's rows and its lowest id, in one word that tells its token: key of the logit, flags, number
-// of the token modulo 512, id (fewer than 2^20) from the other end.
+// of the token modulo 512, id (fewer than kIds) from the other end.
 struct BlockBest {
+  static constexpr std::int64_t kIds = std::int64_t{1} << 20;
+  static_assert(kIds <= kMaxSampledVocab);
   static constexpr unsigned kCancelled = 1, kNotANumber = 2, kInfinite = 4;
   __device__ static std::uint64_t word(std::uint64_t rank, unsigned flags, int token) {
     return (rank & ~0xfff00000ull) | flags << 29 | tag(token);

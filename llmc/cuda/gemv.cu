@@ -335,13 +335,8 @@ void check_size(std::int64_t size, std::int64_t most, const char* what) {
 }  // namespace
 
 LaunchDevice launch_device() {
-  int device = 0, major = 0;
-  LaunchDevice result;
-  check(cudaGetDevice(&device), "GPU");
-  check(cudaDeviceGetAttribute(&result.multiprocessors, cudaDevAttrMultiProcessorCount, device), "GPU");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "GPU");
-  result.overlapping = major >= 9;
-  return result;
+  return {.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount),
+          .overlapping = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
 }
 
 template <typename S>

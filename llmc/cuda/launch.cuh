@@ -1,8 +1,9 @@
-// Launches that may overlap their predecessor (programmatic dependent launch, sm_90 and later; CUDA programming guide).
+// Launches with an attribute: those that may overlap their predecessor (programmatic dependent launch) and those in
+// clusters, both of sm_90 and later (CUDA programming guide).
 //
-// A kernel launched this way starts while the one before it still runs. It may read what no kernel of the chain writes,
-// weights say; wait_for_predecessors() stands before everything else. On older GPUs the launch is an ordinary one and
-// both functions do nothing.
+// A chained kernel starts while the one before it still runs. It may read what no kernel of the chain writes, weights say;
+// wait_for_predecessors() stands before everything else. On older GPUs the launch is an ordinary one and both functions
+// do nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,19 +28,44 @@ __device__ inline void let_successor_start() {
 #endif
 }
 
-// `overlapping`: the GPU knows such launches (launch_device()).
-template <typename... Parameters, typename... Arguments>
-void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
-                    bool overlapping, const char* name, Arguments... arguments) {
+// `attribute` must outlive what is returned.
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                                        cudaLaunchAttribute& attribute) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return config;
+}
+
+// Clusters of so many blocks that are neighbours along x.
+inline cudaLaunchAttribute cluster_attribute(int blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch_clustered(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                      int cluster, const char* name, Arguments... arguments) {
+  cudaLaunchAttribute attribute = cluster_attribute(cluster);
+  const cudaLaunchConfig_t config = launch_config(grid, block, shared, stream, attribute);
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
+}
+
+// `overlapping`: the GPU knows such launches (launch_device()).
+template <typename... Parameters, typename... Arguments>
+void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                    bool overlapping, const char* name, Arguments... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
+  cudaLaunchConfig_t config = launch_config(grid, block, shared, stream, attribute);
   config.numAttrs = overlapping ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }

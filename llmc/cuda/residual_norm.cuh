@@ -180,13 +180,6 @@ inline void check_shape(const ResidualNormShape& shape) {
   }
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "residual_norm");
-  check(cudaDeviceGetAttribute(&value, attribute, device), "residual_norm");
-  return value;
-}
-
 // As many blocks as fit on the GPU at once, but not more than there is work for.
 template <typename Kernel>
 unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t work, int shared_limit) {

@@ -3,6 +3,7 @@
 
 #include "llmc/cuda/sampler.h"
 
+#include "llmc/cuda/launch.cuh"
 #include "llmc/cuda/sampler.cuh"
 
 namespace weft::cuda {
@@ -35,26 +36,15 @@ __global__ void __launch_bounds__(kThreads)
 template <int kThreads, int kBlocks>
 void launch(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
             std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(rows * kBlocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kBlocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = kBlocks > 1 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, sample_kernel<kThreads, kBlocks>, ids, errors, logits, V, row_stride, plan,
-                           positions),
-        "sample");
-}
-
-bool has_clusters() {
-  int device = 0, major = 0;
-  check(cudaGetDevice(&device), "sample");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "sample");
-  return major >= 9;
+  const auto kernel = sample_kernel<kThreads, kBlocks>;
+  const dim3 grid(static_cast<unsigned>(rows * kBlocks));
+  if constexpr (kBlocks > 1) {
+    launch_clustered(kernel, grid, dim3(kThreads), 0, stream, kBlocks, "sample", ids, errors, logits, V, row_stride,
+                     plan, positions);
+  } else {
+    kernel<<<grid, kThreads, 0, stream>>>(ids, errors, logits, V, row_stride, plan, positions);
+    check_launch("sample");
+  }
 }
 
 }  // namespace
@@ -70,7 +60,7 @@ void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::in
   auto run = launch<kThreads, 1>;
   if (V <= kSmallRow) {
     run = launch<kSmallThreads, 1>;
-  } else if (clusters && has_clusters()) {
+  } else if (clusters && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
     run = launch<kThreads, kBlocks>;
   }
   run(ids, errors, logits, rows, V, row_stride, plan, positions, stream);

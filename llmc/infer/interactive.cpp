@@ -23,9 +23,7 @@ volatile std::sig_atomic_t received = 0;
 
 extern "C" void on_signal(int signal_number) {
   // Nothing is lost by leaving at once, and nothing but async-signal-safe calls is allowed here.
-  if (answering == 0 || received != 0) {
-    ::_exit(static_cast<int>(signal_number == SIGINT ? Exit::interrupted : Exit::terminated));
-  }
+  if (answering == 0 || received != 0) ::_exit(static_cast<int>(exit_after_signal(signal_number)));
   received = signal_number;
 }
 
@@ -87,9 +85,7 @@ Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::
                      const GenerateOptions& options) {
   install_handlers();
   // What came while the model was loaded was caught by the handlers before these.
-  if (const int signal_number = stop_signal(); signal_number != 0) {
-    return signal_number == SIGINT ? Exit::interrupted : Exit::terminated;
-  }
+  if (stop_signal() != 0) return exit_after_signal(stop_signal());
   const bool prompting = ::isatty(STDIN_FILENO) == 1 && ::isatty(STDERR_FILENO) == 1;
   Conversation conversation(model, tokenizer, special, options);
   std::string line;

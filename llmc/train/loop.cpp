@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <csignal>
 #include <cstring>
 
 #include "llmc/base/options.h"
@@ -293,8 +292,7 @@ Exit TrainLoop::finish() {
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
   write_stdout(format("step %lld  train loss %s  val loss %s  checkpoint %s\n", wide(state_.step),
                       loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(), escaped(path, 4096).c_str()));
-  if (signal == 0) return Exit::ok;
-  return signal == SIGINT ? Exit::interrupted : Exit::terminated;
+  return exit_after_signal(signal);
 }
 
 }  // namespace weft

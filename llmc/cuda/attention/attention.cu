@@ -43,10 +43,7 @@ bool aligned(const HeadViewOf<T>& view) {
 }  // namespace
 
 int shared_bytes_per_block() {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "attention: device");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "attention: shared memory");
-  return bytes;
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 template <typename T>

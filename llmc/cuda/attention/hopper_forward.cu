@@ -465,13 +465,9 @@ void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t 
 }  // namespace
 
 int hopper_multiprocessors() {
-  int device = 0, major = 0, minor = 0, multiprocessors = 0;
-  check(cudaGetDevice(&device), "attention: device");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attention: compute capability");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attention: compute capability");
-  if (major != 9 || minor != 0) return 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "attention: multiprocessors");
-  return multiprocessors;
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+                      device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+  return hopper ? device_attribute(cudaDevAttrMultiProcessorCount) : 0;
 }
 
 bool hopper_forward_computes(const AttentionShape& shape) {
