@@ -238,8 +238,14 @@ GPU = [
   up.load(gate_up + row * 2 * F + column);
   gate.load(gate_up + row * 2 * F + F + column);
   float values""", ("gpu:SwiGlu*",)),
-    Mutant("GPU: SwiGLU backward without the derivative of silu", "llmc/cuda/swiglu.cu",
-           "dgate[i] = d * u * s * (1.0f + g * (1.0f - s));", "dgate[i] = d * u * s;", ("gpu:SwiGlu*",)),
+    Mutant("GPU: SwiGLU backward gives gate the gradient of up", "llmc/cuda/swiglu.cu", "dgate[i] = d.gate;",
+           "dgate[i] = d.up;", ("gpu:SwiGlu*",)),
+    Mutant("GPU: SwiGLU within a product takes gate for up", "llmc/cuda/matmul_swiglu.cu",
+           "up = sums.get(r, piece + kPieces);", "up = sums.get(r, piece);", ("gpu:MatmulSwiglu.*",)),
+    Mutant("GPU: the second block of a cluster fetches gate again, not up", "llmc/cuda/matmul_swiglu.cu",
+           "column + rank * static_cast<int>(p.F),", "column,", ("gpu:MatmulSwiglu.*",)),
+    Mutant("GPU: a warpgroup rounds its sums over those that the other one still writes", "llmc/cuda/matmul_swiglu.cu",
+           "    wait_to_write();\n", "", ("gpu:MatmulSwiglu.*",)),
     Mutant("GPU: K/V heads tiled", "llmc/cuda/attention/portable_forward.cu",
            "h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);",
            "h = blockIdx.x % shape.NH, kv = h % shape.NKV;", ("gpu:*Attention*",)),

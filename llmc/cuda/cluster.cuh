@@ -39,6 +39,11 @@ __device__ inline unsigned cluster_address(unsigned shared, unsigned rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
+// Arrives at the mbarrier of block `rank`. Orders nothing but what this thread has waited for: reads of shared memory that
+// are done, say, so that block `rank` may copy over them.
+__device__ inline void cluster_arrive(unsigned barrier, unsigned rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
+}
 // What other blocks sent is visible to this thread, too: a wait acquires from its own block only. For a phase that this
 // thread has waited for.
 __device__ inline void cluster_acquire(unsigned barrier, unsigned parity) {

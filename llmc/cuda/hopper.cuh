@@ -149,6 +149,13 @@ __device__ inline void bulk_wait() {
 __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+__device__ inline void tensor_load(unsigned shared, const CUtensorMap* map, unsigned barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
 __device__ inline void tensor_load(unsigned shared, const CUtensorMap* map, unsigned barrier, int x, int y, int z,
                                    L2 keep = L2::normal) {
   asm volatile(
@@ -191,6 +198,17 @@ __device__ inline void store_matrices_transposed(unsigned shared, unsigned w0, u
 #endif  // WEFT_BULK_COPY
 
 #if WEFT_WGMMA
+
+// One box to the same place in each block of the cluster whose bit is set in `blocks`, counted by the mbarrier at the same
+// place there. (PTX ISA: at full speed on sm_90a, not on every later GPU.)
+__device__ inline void tensor_load_to_cluster(unsigned shared, const CUtensorMap* map, unsigned barrier, int x, int y,
+                                              std::uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+      : "memory");
+}
 
 // ---- registers ------------------------------------------------------------------------------------------------------
 // Gives back or asks for registers, the same in all warps of a warpgroup: afterwards a thread has N (a multiple of 8).
@@ -271,36 +289,36 @@ struct Product;
 #define WEFT_D112 WEFT_D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define WEFT_D120 WEFT_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define WEFT_D128 WEFT_D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define WEFT_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-                  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WEFT_O8 WEFT_8(0)
-#define WEFT_O16 WEFT_O8, WEFT_8(8)
-#define WEFT_O24 WEFT_O16, WEFT_8(16)
-#define WEFT_O32 WEFT_O24, WEFT_8(24)
-#define WEFT_O40 WEFT_O32, WEFT_8(32)
-#define WEFT_O48 WEFT_O40, WEFT_8(40)
-#define WEFT_O56 WEFT_O48, WEFT_8(48)
-#define WEFT_O64 WEFT_O56, WEFT_8(56)
-#define WEFT_O72 WEFT_O64, WEFT_8(64)
-#define WEFT_O80 WEFT_O72, WEFT_8(72)
-#define WEFT_O88 WEFT_O80, WEFT_8(80)
-#define WEFT_O96 WEFT_O88, WEFT_8(88)
-#define WEFT_O104 WEFT_O96, WEFT_8(96)
-#define WEFT_O112 WEFT_O104, WEFT_8(104)
-#define WEFT_O120 WEFT_O112, WEFT_8(112)
-#define WEFT_O128 WEFT_O120, WEFT_8(120)
+#define WEFT_8(c, i) c "f"(d[i]), c "f"(d[i + 1]), c "f"(d[i + 2]), c "f"(d[i + 3]), \
+                     c "f"(d[i + 4]), c "f"(d[i + 5]), c "f"(d[i + 6]), c "f"(d[i + 7])
+#define WEFT_O8(c) WEFT_8(c, 0)
+#define WEFT_O16(c) WEFT_O8(c), WEFT_8(c, 8)
+#define WEFT_O24(c) WEFT_O16(c), WEFT_8(c, 16)
+#define WEFT_O32(c) WEFT_O24(c), WEFT_8(c, 24)
+#define WEFT_O40(c) WEFT_O32(c), WEFT_8(c, 32)
+#define WEFT_O48(c) WEFT_O40(c), WEFT_8(c, 40)
+#define WEFT_O56(c) WEFT_O48(c), WEFT_8(c, 48)
+#define WEFT_O64(c) WEFT_O56(c), WEFT_8(c, 56)
+#define WEFT_O72(c) WEFT_O64(c), WEFT_8(c, 64)
+#define WEFT_O80(c) WEFT_O72(c), WEFT_8(c, 72)
+#define WEFT_O88(c) WEFT_O80(c), WEFT_8(c, 80)
+#define WEFT_O96(c) WEFT_O88(c), WEFT_8(c, 88)
+#define WEFT_O104(c) WEFT_O96(c), WEFT_8(c, 96)
+#define WEFT_O112(c) WEFT_O104(c), WEFT_8(c, 104)
+#define WEFT_O120(c) WEFT_O112(c), WEFT_8(c, 112)
+#define WEFT_O128(c) WEFT_O120(c), WEFT_8(c, 120)
 // r0... are the numbers of the operands that follow the R accumulators.
-#define WEFT_WGMMA_SHARED(N, R, TYPES, r0, r1, r2, r3, r4)                                                        \
+#define WEFT_WGMMA_SHARED(c, N, R, TYPES, r0, r1, r2, r3, r4)                                                      \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                                                   \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" WEFT_D##R "}, %" #r0 ", %" #r1           \
                ", p, 1, 1, %" #r3 ", %" #r4 ";\n}"                                                                 \
-               : WEFT_O##R                                                                                         \
+               : WEFT_O##R(c)                                                                                      \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int(TransposeA)), "n"(int(TransposeB)))
 #define WEFT_WGMMA_REGISTERS(N, R, TYPES, r0, r1, r2, r3, r4, r5, r6)                                             \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5 ", 0;\n"                                                   \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" WEFT_D##R "}, {%" #r0 ", %" #r1 ", %" #r2  \
                ", %" #r3 "}, %" #r4 ", p, 1, 1, %" #r6 ";\n}"                                                      \
-               : WEFT_O##R                                                                                         \
+               : WEFT_O##R("+")                                                                                    \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int(TransposeB)))
 #define WEFT_PRODUCT(N, R, r0, r1, r2, r3, r4, r5, r6)                                                            \
   template <>                                                                                                      \
@@ -308,9 +326,17 @@ struct Product;
     template <bool Bf16, bool TransposeA, bool TransposeB>                                                         \
     __device__ static void shared(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {              \
       if constexpr (Bf16)                                                                                          \
-        WEFT_WGMMA_SHARED(N, R, "bf16.bf16", r0, r1, r2, r3, r4);                                                  \
+        WEFT_WGMMA_SHARED("+", N, R, "bf16.bf16", r0, r1, r2, r3, r4);                                             \
       else                                                                                                         \
-        WEFT_WGMMA_SHARED(N, R, "f16.f16", r0, r1, r2, r3, r4);                                                    \
+        WEFT_WGMMA_SHARED("+", N, R, "f16.f16", r0, r1, r2, r3, r4);                                               \
+    }                                                                                                              \
+    template <bool Bf16, bool TransposeA, bool TransposeB>                                                         \
+    __device__ static void shared_first(float (&d)[R], std::uint64_t a, std::uint64_t b) {                         \
+      constexpr bool accumulate = false;                                                                           \
+      if constexpr (Bf16)                                                                                          \
+        WEFT_WGMMA_SHARED("=", N, R, "bf16.bf16", r0, r1, r2, r3, r4);                                             \
+      else                                                                                                         \
+        WEFT_WGMMA_SHARED("=", N, R, "f16.f16", r0, r1, r2, r3, r4);                                               \
     }                                                                                                              \
     template <bool Bf16, bool TransposeB>                                                                          \
     __device__ static void registers(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3,            \
@@ -348,7 +374,12 @@ template <typename T, Major A = Major::k, Major B = Major::k, int R>
 __device__ inline void multiply_async(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate = true) {
   Product<2 * R>::template shared<std::is_same_v<T, bf16>, A == Major::mn, B == Major::mn>(d, a, b, accumulate);
 }
-// The same with a in registers.
+// d = a b: to the compiler, too, what d held before does not matter, and its registers are free until here.
+template <typename T, Major A = Major::k, Major B = Major::k, int R>
+__device__ inline void multiply_first_async(float (&d)[R], std::uint64_t a, std::uint64_t b) {
+  Product<2 * R>::template shared_first<std::is_same_v<T, bf16>, A == Major::mn, B == Major::mn>(d, a, b);
+}
+// d += a b with a in registers.
 template <typename T, Major B = Major::k, int R>
 __device__ inline void multiply_async(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                                       std::uint64_t b, bool accumulate = true) {

@@ -26,6 +26,7 @@
 #include "llmc/cuda/embedding.h"
 #include "llmc/cuda/llama_decoder.h"
 #include "llmc/cuda/matmul.h"
+#include "llmc/cuda/matmul_swiglu.h"
 #include "llmc/cuda/operator_clock.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
@@ -264,6 +265,10 @@ class Llama final : public TrainModel {
   double attention_flops() const {
     return 2.0 * static_cast<double>(rows() * options_.seq_len) * static_cast<double>(config_.q_size());
   }
+  // Whether SwiGLU is the last step of the products beside it.
+  bool swiglu_in_products() const {
+    return std::is_same_v<S, bf16> && matmul_swiglu_computes(config_.hidden_size, config_.ffn_size);
+  }
   // Without dropout a branch joins the residual in the epilogue of the product that makes it.
   bool joins_in_product() const { return options_.dropout == 0; }
   bool short_moments(TensorRole role) const {
@@ -329,7 +334,9 @@ class Llama final : public TrainModel {
   void settle_gradients();
   void clear_gradient(const TensorSpec& spec);
   void forward_layers();
-  void forward_attention_and_gate(std::int64_t l, S* branch);
+  void forward_attention_and_gate(std::int64_t l, S* branch, S* product);
+  void forward_gate_up(std::int64_t l, S* product);
+  void backward_gate_up(std::int64_t l, S* product);
   void join_branch(std::int64_t l);
   void classify(float loss_scale, Accumulate head, LossTotal* total);
   void normalize_input(std::int64_t l);
@@ -428,10 +435,12 @@ void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);
   const cudaDataType_t type = std::is_same_v<S, float> ? CUDA_R_32F : CUDA_R_16BF;
   std::vector<MatmulShape> shapes;
+  const bool swiglu = swiglu_in_products();
   const auto prepare = [&](const Linear& linear, std::int64_t n, bool joins, bool stores, bool adds) {
     const std::int64_t C = linear.C, OC = linear.OC;
-    shapes.push_back({Product::forward, n, C, OC, type, Accumulate::no, false, joins});
-    shapes.push_back({Product::input_grad, n, C, OC, type, Accumulate::no, false});
+    if (!swiglu || &linear != &gate_up_)
+      shapes.push_back({Product::forward, n, C, OC, type, Accumulate::no, false, joins});
+    if (!swiglu || &linear != &down_) shapes.push_back({Product::input_grad, n, C, OC, type, Accumulate::no, false});
     if (stores) shapes.push_back({Product::weight_grad, n, C, OC, type, Accumulate::no, false});
     if (adds) shapes.push_back({Product::weight_grad, n, C, OC, type, Accumulate::yes, false});
   };
@@ -527,15 +536,15 @@ void Llama<S>::forward_layers() {
   normalize_input(0);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     const Range range("layer");
-    forward_attention_and_gate(l, acts_.branch);
+    forward_attention_and_gate(l, acts_.branch, acts_.layers[static_cast<std::size_t>(l)].mlp_product);
     join_branch(l);
   }
 }
 
-// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up.
-// `branch` [N, C]: with dropout, the attention branch on its way into the residual.
+// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up -> SwiGLU.
+// `branch` [N, C]: with dropout, the attention branch on its way into the residual. `product`: see forward_gate_up().
 template <typename S>
-void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch) {
+void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch, S* product) {
   const std::int64_t N = rows(), T = options_.seq_len;
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
@@ -568,18 +577,36 @@ void Llama<S>::forward_attention_and_gate(std::int64_t l, S* branch) {
   norm.rstd = a.rstd2;
   forward_norm("norm", 2 * l, norm);
 
-  forward(gate_up_, a.gate_up, a.post_norm, w.gate_up, N);
+  forward_gate_up(l, product);
 }
 
-// SwiGLU -> down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
+// gate and up, and `product` [N, F] of SwiGLU unless it is null.
+template <typename S>
+void Llama<S>::forward_gate_up(std::int64_t l, S* product) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
+  const S* weight = weights_.layers[static_cast<std::size_t>(l)].gate_up;
+  const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (swiglu_in_products()) {
+      const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
+      clock_.run("gate, up, swiglu", 4 * n * c * f,
+                 (n * c + 2 * f * c + (product != nullptr ? 3 : 2) * n * f) * sizeof(S),
+                 [&] { gate_up_swiglu(a.gate_up, product, a.post_norm, weight, N, C, F, stream_); });
+      return;
+    }
+  }
+  forward(gate_up_, a.gate_up, a.post_norm, weight, N);
+  if (product == nullptr) return;
+  clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(product, a.gate_up, N, F, stream_); });
+}
+
+// Down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
 template <typename S>
 void Llama<S>::join_branch(std::int64_t l) {
   const auto i = static_cast<std::size_t>(l);
-  const std::int64_t F = config_.ffn_size;
   const LayerActivations<S>& a = acts_.layers[i];
   const S* down = weights_.layers[i].down;
   const NormSite next = norm_site(l + 1);
-  clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(a.mlp_product, a.gate_up, rows(), F, stream_); });
   ResidualNormForward<S, S> norm;
   if (joins_in_product()) {
     forward(down_, acts_.residual[i + 1], a.mlp_product, down, rows(), a.residual_mid);
@@ -646,7 +673,7 @@ void Llama<S>::recompute_layer(std::int64_t l) {
   const auto i = static_cast<std::size_t>(l);
   normalize_input(l);
   if (options_.recompute == Recompute::block) {
-    forward_attention_and_gate(l, acts_.d_norm);  // acts_.branch holds a gradient now
+    forward_attention_and_gate(l, acts_.d_norm, nullptr);  // acts_.branch holds a gradient now
     return;
   }
   const LayerActivations<S>& a = acts_.layers[i];
@@ -719,20 +746,37 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
   });
 }
 
+// a.gate_up becomes its gradient, and `product`, unless it is null, is SwiGLU's product again.
+template <typename S>
+void Llama<S>::backward_gate_up(std::int64_t l, S* product) {
+  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size;
+  const S* weight = weights_.layers[static_cast<std::size_t>(l)].down;
+  S* gate_up = acts_.layers[static_cast<std::size_t>(l)].gate_up;
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (swiglu_in_products()) {
+      const double n = static_cast<double>(N), c = static_cast<double>(C), f = static_cast<double>(F);
+      clock_.run("down dgrad, swiglu", 2 * n * c * f,
+                 (n * c + f * c + (product != nullptr ? 5 : 4) * n * f) * sizeof(S),
+                 [&] { down_input_grad_swiglu(gate_up, product, branch_gradient(), weight, N, C, F, stream_); });
+      return;
+    }
+  }
+  input_grad(down_, acts_.d_mlp_product, branch_gradient(), weight, N);
+  clock_.run("swiglu backward", 0, (product == nullptr ? 5 : 6) * row_bytes(F),
+             [&] { swiglu_backward(gate_up, acts_.d_mlp_product, gate_up, N, F, product, stream_); });
+}
+
 // In: branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
 // Out: branch_gradient() is the gradient of the branch below (the MLP of layer l - 1, or the embedding).
 template <typename S>
 void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const Range range("layer");
-  const std::int64_t N = rows(), F = config_.ffn_size, q = config_.q_size();
+  const std::int64_t N = rows(), q = config_.q_size();
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
-  S* product = options_.recompute == Recompute::none ? nullptr : a.mlp_product;  // null: it is still there
-  input_grad(down_, acts_.d_mlp_product, branch_gradient(), w.down, N);
-  clock_.run("swiglu backward", 0, (product == nullptr ? 5 : 6) * row_bytes(F),
-             [&] { swiglu_backward(a.gate_up, acts_.d_mlp_product, a.gate_up, N, F, product, stream_); });
+  backward_gate_up(l, options_.recompute == Recompute::none ? nullptr : a.mlp_product);  // null: it is still there
   weight_grad(down_, dw.down, branch_gradient(), a.mlp_product, N, accumulate);
   weight_grad(gate_up_, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up is its gradient now
   input_grad(gate_up_, acts_.d_norm, a.gate_up, w.gate_up, N);

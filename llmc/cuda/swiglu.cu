@@ -1,7 +1,4 @@
-// SwiGLU (Shazeer, 2020) on packed rows [gate F | up F], T = float, bf16 or fp16, arithmetic in fp32:
-//
-//   out = g s u               s = 1 / (1 + e^-g)
-//   dup = dout g s            dgate = dout u s (1 + g (1 - s))
+// SwiGLU on packed rows [gate F | up F], T = float, bf16 or fp16; its arithmetic is in swiglu.cuh.
 //
 // Bytes moved, for elements of E bytes: forward reads 2F and writes F a row, 3 N F E; backward reads 3F and writes 2F,
 // 5 N F E, or 6 N F E where it also writes `out` again. Re-emitting it here costs one write; doing so in a forward
@@ -12,7 +9,7 @@
 
 #include "llmc/cuda/swiglu.h"
 
-#include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/swiglu.cuh"
 
 namespace weft::cuda {
 
@@ -31,10 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   up.load(gate_up + row * 2 * F + F + column);
   float values[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float g = gate.get(i), s = reciprocal_for<T>(1.0f + exp_for<T>(-g));
-    values[i] = g * s * up.get(i);
-  }
+  for (int i = 0; i < kCount; ++i) values[i] = swiglu<T>(gate.get(i), up.get(i));
   product.set(values);
   product.store(out + row * F + column);
 }
@@ -52,11 +46,10 @@ __global__ void __launch_bounds__(kThreads)
   float out[kCount], dgate[kCount], dup[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float g = gate.get(i), u = up.get(i), d = gradient.get(i);
-    const float s = reciprocal_for<T>(1.0f + exp_for<T>(-g));
-    out[i] = g * s * u;
-    dgate[i] = d * u * s * (1.0f + g * (1.0f - s));
-    dup[i] = d * g * s;
+    const SwigluGradient d = swiglu_gradient<T>(gradient.get(i), gate.get(i), up.get(i));
+    dgate[i] = d.gate;
+    dup[i] = d.up;
+    out[i] = d.out;
   }
   result.set(dgate);
   result.store_streaming(dgate_up + row * 2 * F + column);

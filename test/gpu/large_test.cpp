@@ -12,6 +12,7 @@
 #include "llmc/cuda/embedding.h"
 #include "llmc/cuda/gelu.h"
 #include "llmc/cuda/matmul.h"
+#include "llmc/cuda/matmul_swiglu.h"
 #include "llmc/cuda/residual_norm.h"
 #include "llmc/cuda/rope.h"
 #include "llmc/cuda/stream.h"
@@ -84,6 +85,26 @@ TEST(Large, Swiglu) {
   swiglu_backward<bf16>(end.data(), dout_end.data(), gate_up_end.data(), R, F, nullptr, nullptr);
   swiglu_backward<bf16>(gate_up.data(), dout.data(), gate_up.data(), N, F, nullptr, nullptr);  // in place
   expect_same_end(gate_up, end, "swiglu_backward");
+}
+
+TEST(Large, MatmulSwiglu) {
+  const std::int64_t C = 64, F = 8192, R = 130, N = kBeyond / F + R;
+  if (!matmul_swiglu_computes(C, F)) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  SKIP_WITHOUT(6 * N * F + 4 * N * C);
+  const auto rows = random_rows(R * C, 1);
+  const DeviceBuffer<bf16> weight(random_rows(2 * F * C, 2, 0.1f)), rows_end(rows);
+  const auto x = ending_with<bf16>(N * C, rows);
+  const DeviceBuffer<bf16> gate_up(static_cast<std::size_t>(N * 2 * F)), product(static_cast<std::size_t>(N * F));
+  const DeviceBuffer<bf16> gate_up_end(static_cast<std::size_t>(R * 2 * F)),
+      product_end(static_cast<std::size_t>(R * F));
+  gate_up_swiglu(gate_up.data(), product.data(), x.data(), weight.data(), N, C, F, nullptr);
+  gate_up_swiglu(gate_up_end.data(), product_end.data(), rows_end.data(), weight.data(), R, C, F, nullptr);
+  expect_same_end(gate_up, gate_up_end, "gate_up_swiglu");
+  expect_same_end(product, product_end, "gate_up_swiglu: product");
+  down_input_grad_swiglu(gate_up.data(), product.data(), x.data(), weight.data(), N, C, F, nullptr);
+  down_input_grad_swiglu(gate_up_end.data(), product_end.data(), rows_end.data(), weight.data(), R, C, F, nullptr);
+  expect_same_end(gate_up, gate_up_end, "down_input_grad_swiglu");
+  expect_same_end(product, product_end, "down_input_grad_swiglu: product");
 }
 
 TEST(Large, Gelu) {

@@ -1,0 +1,146 @@
+// The products beside SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/matmul_swiglu.h that do
+// both, at the shapes of a training step.
+//
+//   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a -lcublasLt
+//   ./a.out [llama3.2-1b d12 ...]
+//
+// After a rest, the mean of 8 launches; and under load, where the power limit holds the clock down as in a step: slots of
+// 80 ms of one side in shuffled rounds, the last 60 % of each slot, the median of 5 rounds. TF/s count the product alone.
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "llmc/cuda/arena.h"
+#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/matmul.h"
+#include "llmc/cuda/matmul_swiglu.h"
+#include "llmc/cuda/stream.h"
+#include "llmc/cuda/swiglu.h"
+
+namespace {
+
+using namespace weft;
+using namespace weft::cuda;
+
+struct Shape {
+  const char* name;
+  std::int64_t N, C, F;
+};
+constexpr Shape kShapes[] = {{"llama3.2-1b", 16384, 2048, 8192},
+                             {"llama3.2-3b", 16384, 3072, 8192},
+                             {"llama3.1-8b", 16384, 4096, 14336},
+                             {"d12", 32768, 768, 2048}};
+
+struct Side {
+  const char* name;
+  std::function<void()> run;
+};
+
+float microseconds(const Side& side, int launches, cudaStream_t stream) {
+  const Event start, stop;
+  check(cudaEventRecord(start, stream), side.name);
+  for (int i = 0; i < launches; ++i) side.run();
+  check(cudaEventRecord(stop, stream), side.name);
+  check(cudaEventSynchronize(stop), side.name);
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, start, stop), side.name);
+  return ms * 1e3f / static_cast<float>(launches);
+}
+
+void compare(const Shape& shape, const char* operation, double flops, const std::vector<Side>& sides,
+             cudaStream_t stream) {
+  constexpr int kRounds = 5;
+  constexpr float kSlot = 80e3f;
+  constexpr auto kWarm = std::chrono::milliseconds(500);
+  std::vector<float> rested;
+  for (const Side& side : sides) {
+    microseconds(side, 1, stream);
+    usleep(200'000);
+    rested.push_back(microseconds(side, 8, stream));
+  }
+  for (const auto end = std::chrono::steady_clock::now() + kWarm; std::chrono::steady_clock::now() < end;)
+    microseconds(sides[0], 20, stream);
+  std::vector<std::vector<float>> loaded(sides.size());
+  std::vector<std::size_t> order(sides.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::mt19937 random(1);
+  for (int round = 0; round < kRounds; ++round) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (const std::size_t i : order) {
+      const int launches = std::max(5, static_cast<int>(kSlot / rested[i]));
+      microseconds(sides[i], launches * 2 / 5, stream);
+      loaded[i].push_back(microseconds(sides[i], launches * 3 / 5, stream));
+    }
+  }
+  for (std::size_t i = 0; i < sides.size(); ++i) {
+    std::sort(loaded[i].begin(), loaded[i].end());
+    const double rest = rested[i], load = loaded[i][kRounds / 2];
+    std::printf("%-12s %-20s %-20s %8.1f us %4.0f TF/s; under load %8.1f us %4.0f TF/s (%.1f to %.1f)\n", shape.name,
+                operation, sides[i].name, rest, flops / rest * 1e-6, load, flops / load * 1e-6,
+                static_cast<double>(loaded[i].front()), static_cast<double>(loaded[i].back()));
+  }
+  std::fflush(stdout);
+}
+
+void run(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
+  const auto [name, N, C, F] = shape;
+  const auto bytes = [](std::int64_t count) { return static_cast<std::uint64_t>(count) * sizeof(bf16); };
+  MemoryPlan plan("bench");
+  const std::uint64_t x_at = plan.add(bytes(N * C)), w_at = plan.add(bytes(2 * F * C)),
+                      gate_up_at = plan.add(bytes(N * 2 * F)), product_at = plan.add(bytes(N * F)),
+                      dproduct_at = plan.add(bytes(N * F));
+  const DeviceArena arena(plan);
+  bf16 *x = arena.at<bf16>(x_at), *w = arena.at<bf16>(w_at), *gate_up = arena.at<bf16>(gate_up_at),
+       *product = arena.at<bf16>(product_at), *dproduct = arena.at<bf16>(dproduct_at);
+  matmul.fill_random(x, N * C);
+  matmul.fill_random(w, 2 * F * C);
+  const MatmulShape shapes[] = {{Product::forward, N, C, 2 * F, CUDA_R_16BF, Accumulate::no, false, false},
+                                {Product::input_grad, N, F, C, CUDA_R_16BF, Accumulate::no, false, false}};
+  matmul.prepare(shapes);
+  const Side product_forward{"product", [=, &matmul] { matmul.forward<bf16>(gate_up, x, w, nullptr, N, C, 2 * F); }};
+  const Side product_backward{"product", [=, &matmul] { matmul.input_grad<bf16>(dproduct, x, w, N, F, C); }};
+  const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(C) * static_cast<double>(F);
+  compare(shape, "gate, up, swiglu", 2 * flops,
+          {product_forward,
+           {"product and swiglu",
+            [=] {
+              product_forward.run();
+              swiglu_forward(product, gate_up, N, F, stream);
+            }},
+           {"joined", [=] { gate_up_swiglu(gate_up, product, x, w, N, C, F, stream); }}},
+          stream);
+  compare(shape, "down dgrad, swiglu", flops,
+          {product_backward,
+           {"product and swiglu",
+            [=] {
+              product_backward.run();
+              swiglu_backward<bf16>(gate_up, dproduct, gate_up, N, F, nullptr, stream);
+            }},
+           {"joined", [=] { down_input_grad_swiglu(gate_up, nullptr, x, w, N, C, F, stream); }}},
+          stream);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Stream stream;
+    Matmul matmul(stream);
+    for (const Shape& shape : kShapes) {
+      bool wanted = argc == 1;
+      for (int i = 1; i < argc; ++i) wanted |= std::string(argv[i]) == shape.name;
+      if (wanted) run(shape, matmul, stream);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return 1;
+  }
+}
