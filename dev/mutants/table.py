@@ -339,6 +339,11 @@ GPU = [
            ("gpu:Classifier*",)),
     Mutant("GPU: the classifier loses the sum of a row's last warp", "llmc/cuda/classifier.cu",
            "i < blocks * kWarps; i += kWarpSize", "i < blocks * kWarps - 1; i += kWarpSize", ("gpu:Classifier*",)),
+    Mutant("GPU: the classifier adds a stage before it has arrived", "llmc/cuda/classifier.cu",
+           "__pipeline_wait_prior(kStages - 1 - s);", "__pipeline_wait_prior(kStages);", ("gpu:Classifier*",)),
+    Mutant("GPU: the classifier takes a long row's first chunk for all", "llmc/cuda/classifier.cu",
+           "SoftmaxSum<T> own;\n  for (int chunk = 0; chunk < mine; chunk += kChunk)",
+           "SoftmaxSum<T> own;\n  for (int chunk = 0; chunk < min(mine, kChunk); chunk += kChunk)", ("gpu:Classifier*",)),
     Mutant("GPU: the classifier of one block keeps the wrong part of a row", "llmc/cuda/classifier.cu",
            "unit < stashed) stash[unit] = values[u];", "unit < stashed) stash[unit] = values[0];", ("gpu:Classifier*",)),
 ]

@@ -17,11 +17,11 @@
 
 #include "llmc/cuda/classifier.h"
 
-#include <cooperative_groups.h>
 #include <cuda_pipeline.h>
 
 #include <algorithm>
 
+#include "llmc/cuda/cluster.cuh"
 #include "llmc/cuda/elements.cuh"
 #include "llmc/cuda/launch.cuh"
 #include "llmc/model/train_model.h"
@@ -231,67 +231,87 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- split rows -------------------------------------------------------------------------------------------------------
 constexpr int kPartThreads = 512;
-constexpr int kPartsAtOnce = 3;              // on a multiprocessor
-[[maybe_unused]] constexpr int kStages = 4;  // steps in which a part arrives; older GPUs have no such kernel
-[[maybe_unused]] constexpr int kTogether = 2;  // units of a thread that raise its maximum once, most often a stage's
+constexpr int kPartsAtOnce = 3;                // on a multiprocessor
+[[maybe_unused]] constexpr int kStages = 4;    // in which a chunk of a part arrives; older GPUs have no such kernel
+[[maybe_unused]] constexpr int kTogether = 2;  // units of a thread and stage, which raise its maximum once
+[[maybe_unused]] constexpr int kChunk = kStages * kTogether * kPartThreads;
 constexpr int kMaxCluster = 8;
 
-// Stage s of a part are its units [s * depth, (s + 1) * depth); a thread takes every kPartThreads-th of them. It reads back
-// only what it copied itself, so waiting needs no barrier.
+// A part is one chunk where three parts fit on a multiprocessor. A thread takes every kPartThreads-th unit; all distances
+// between the units of a chunk are constants, so that an access costs one instruction. It reads back only what it copied
+// itself, so waiting needs no barrier.
 template <typename T>
-__global__ void __launch_bounds__(kPartThreads)
+__global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
     split_row_kernel(T* logits, float* losses, const std::int32_t* labels, std::int64_t V, std::int64_t row_stride,
-                     float loss_scale, bool write_gradient, int part) {
+                     float loss_scale, bool write_gradient, int part, int blocks) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kCount = Pack<T>::size;
   extern __shared__ int4 dynamic_memory[];
   constexpr int kWarps = kPartThreads / kWarpSize;
-  __shared__ float maxima[kWarps], sums[kWarps];
-  auto* stash = reinterpret_cast<Elements<T, kCount>*>(dynamic_memory);
-  namespace cg = cooperative_groups;
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
+  __shared__ float4 found[kMaxCluster * kWarps];  // by each warp of the cluster: maximum and sum
+  __shared__ std::uint64_t arrived;
+  const int rank = static_cast<int>(cluster_rank());
   const std::int64_t n = blockIdx.x / blocks;
   T* row = logits + n * row_stride;
   const std::int32_t label = labels[n];
+  const int thread = static_cast<int>(threadIdx.x);
   const int all = static_cast<int>(ceil_div(V, kCount)), stride_units = static_cast<int>(row_stride / kCount);
-  const int first = rank * part, mine = max(0, min(part, all - first));
   if (label == kIgnoredLabel) {  // the same for the whole cluster
-    if (rank == 0 && threadIdx.x == 0) losses[n] = 0;
+    if (rank == 0 && thread == 0) losses[n] = 0;
     Elements<T, kCount> zeros;
     zeros.clear();
-    for (int unit = rank * kPartThreads + threadIdx.x; write_gradient && unit < stride_units;
-         unit += blocks * kPartThreads)
+    for (int unit = rank * kPartThreads + thread; write_gradient && unit < stride_units; unit += blocks * kPartThreads)
       zeros.store_streaming(row + static_cast<std::int64_t>(unit) * kCount);
     return;
   }
-  T* own_part = row + static_cast<std::int64_t>(first) * kCount;
-  const int depth = static_cast<int>(ceil_div(mine, kPartThreads * kStages)) * kPartThreads;
-#pragma unroll
-  for (int s = 0; s < kStages; ++s) {
-    const int end = min((s + 1) * depth, mine);
-    for (int unit = s * depth + threadIdx.x; unit < end; unit += kPartThreads)
-      __pipeline_memcpy_async(&stash[unit], own_part + unit * kCount, 16);
-    __pipeline_commit();
+  const unsigned barrier = shared_address(&arrived);
+  if (thread == 0) {
+    hopper::mbarrier_init(barrier, 1);
+    hopper::fence_barrier_init();
+    hopper::mbarrier_arrive_expect(barrier, static_cast<unsigned>(blocks * kWarps * sizeof(float4)));
   }
+  __syncwarp();
+  cluster_arrive();
+
+  // Units of this thread are counted from its first; it has those below `mine`.
+  const int first = rank * part + thread, mine = min(part, all - rank * part) - thread;
+  auto* stash = reinterpret_cast<Elements<T, kCount>*>(dynamic_memory) + thread;
+  T* own_part = row + static_cast<std::int64_t>(first) * kCount;
+  for (int chunk = 0; chunk < mine; chunk += kChunk) {
+    const T* const from = own_part + chunk * kCount;
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int unit = (s * kTogether + u) * kPartThreads;
+        if (chunk + unit < mine) __pipeline_memcpy_async(stash + chunk + unit, from + unit * kCount, 16);
+      }
+      __pipeline_commit();
+    }
+  }
+  const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   float label_logit = 0;
-  if (rank == 0 && threadIdx.x == 0) label_logit = to_float(row[label]);
+  if (rank == 0 && warp == 0) label_logit = to_float(row[label]);
 
   // Where the row ends inside of a unit there is nothing for either pass.
-  const int left = static_cast<int>(V % kCount), last = left != 0 ? all - 1 - first : -1;
+  const int left = static_cast<int>(V % kCount), last = all - 1 - first;
+  const bool ragged = left != 0 && last >= 0 && last < mine && last % kPartThreads == 0;
+  if (ragged) {
+    __pipeline_wait_prior(0);
+#pragma unroll 1
+    for (int i = left; i < kCount; ++i) stash[last].value[i] = from_float<T>(-INFINITY);
+  }
   SoftmaxSum<T> own;
+  for (int chunk = 0; chunk < mine; chunk += kChunk) {
 #pragma unroll
-  for (int s = 0; s < kStages; ++s) {
-    __pipeline_wait_prior(kStages - 1 - s);
-    const int end = min((s + 1) * depth, mine);
-    if (last >= s * depth && last < end && last % kPartThreads == static_cast<int>(threadIdx.x)) {
-      for (int i = left; i < kCount; ++i) stash[last].value[i] = from_float<T>(-INFINITY);
-    }
-    for (int unit = s * depth + threadIdx.x; unit < end; unit += kTogether * kPartThreads) {
+    for (int s = 0; s < kStages; ++s) {
+      __pipeline_wait_prior(kStages - 1 - s);
+      const int unit = chunk + s * kTogether * kPartThreads;
+      if (unit >= mine) continue;
       Elements<T, kCount> values[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        if (u == 0 || unit + u * kPartThreads < end) {
+        if (u == 0 || unit + u * kPartThreads < mine) {
           values[u] = stash[unit + u * kPartThreads];
         } else {
 #pragma unroll
@@ -301,46 +321,53 @@ __global__ void __launch_bounds__(kPartThreads)
       add_values(own, values);
     }
   }
-  // What the warps of all blocks have found: every warp reads and adds it in the same order.
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  // Every warp sends what it has found to all blocks and adds what all warps have sent, in the same order. x[label] goes
+  // along: it has been read, then, before anybody writes. A block that has everything may leave: nobody writes to it.
   const float warp_maximum = warp_max(own.maximum), warp_total = warp_sum(own.sum_at(warp_maximum));
-  if (lane == 0) maxima[warp] = warp_maximum, sums[warp] = warp_total;
-  cluster.sync();
+  cluster_wait();  // the mbarriers of all blocks exist
+  if (lane < blocks)
+    cluster_store(cluster_address(shared_address(&found[rank * kWarps + warp]), static_cast<unsigned>(lane)),
+                  make_float4(warp_maximum, warp_total, label_logit, 0),
+                  cluster_address(barrier, static_cast<unsigned>(lane)));
+  hopper::mbarrier_wait(barrier, 0);
+  cluster_acquire(barrier, 0);
   SoftmaxSum<T> some;
   for (int i = lane; i < blocks * kWarps; i += kWarpSize) {
     SoftmaxSum<T> other;
-    other.maximum = *cluster.map_shared_rank(&maxima[i % kWarps], i / kWarps);
-    other.sum = *cluster.map_shared_rank(&sums[i % kWarps], i / kWarps);
+    other.maximum = found[i].x;
+    other.sum = found[i].y;
     some.add(other);
   }
-  cluster.barrier_arrive();
   SoftmaxSum<T> total;
   total.maximum = warp_max(some.maximum);
   total.sum = warp_sum(some.sum_at(total.maximum));
-  if (rank == 0 && threadIdx.x == 0) losses[n] = total.loss(label_logit);
-  if (write_gradient) {
-    const RowGradient<T> gradient{total.reference(), loss_scale / total.sum, loss_scale, label};
-#pragma unroll kInFlight
-    for (int unit = threadIdx.x; unit < mine; unit += kPartThreads) {
-      Elements<T, kCount> values = stash[unit];
-      gradient.apply(values, static_cast<std::int64_t>(first + unit) * kCount);
-      values.store_streaming(own_part + static_cast<std::int64_t>(unit) * kCount);
+  if (first == 0) losses[n] = total.loss(label_logit);
+  if (!write_gradient) return;
+  const RowGradient<T> gradient{total.reference(), loss_scale / total.sum, loss_scale, label};
+  for (int chunk = 0; chunk < mine; chunk += kChunk) {
+    T* const to = own_part + chunk * kCount;
+#pragma unroll
+    for (int u = 0; u < kStages * kTogether; ++u) {
+      const int unit = u * kPartThreads;
+      if (chunk + unit >= mine) continue;
+      Elements<T, kCount> values = stash[chunk + unit];
+      gradient.apply(values, static_cast<std::int64_t>(first + chunk + unit) * kCount);
+      values.store_whole(to + unit * kCount);
     }
-    Elements<T, kCount> zeros;
-    zeros.clear();
-    for (int unit = all + rank * kPartThreads + threadIdx.x; unit < stride_units; unit += blocks * kPartThreads)
-      zeros.store(row + static_cast<std::int64_t>(unit) * kCount);
   }
-  cluster.barrier_wait();  // nobody leaves while another reads its total
+  Elements<T, kCount> zeros;
+  zeros.clear();
+  for (int unit = all + rank * kPartThreads + thread; unit < stride_units; unit += blocks * kPartThreads)
+    zeros.store(row + static_cast<std::int64_t>(unit) * kCount);
 #endif
 }
 
-// The blocks that a row of `units` is split over: as few as leave room for three parts on a multiprocessor, or what makes
-// a part fit at all. 0: such a row is not split.
+// The blocks that a row of `units` is split over: as few as make a part one chunk and leave room for three of them on a
+// multiprocessor, or what makes a part fit at all. 0: such a row is not split.
 int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
-  constexpr int kReserved = 2048;  // of each block, by the driver and by the kernel's own variables
+  constexpr int kReserved = 4096;  // of each block, by the driver and by the kernel's own variables
   if (limits.major < 9) return 0;
-  const int good = limits.shared_of_multiprocessor / kPartsAtOnce - kReserved,
+  const int good = std::min(kChunk * 16, limits.shared_of_multiprocessor / kPartsAtOnce - kReserved),
             most = limits.shared_of_block - kReserved;
   for (const int room : {good, most}) {
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
@@ -358,7 +385,7 @@ void launch_split(T* logits, float* losses, const std::int32_t* labels, std::int
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, part * 16), "classifier");
   launch_clustered(kernel, dim3(static_cast<unsigned>(N * blocks)), dim3(kPartThreads),
                    static_cast<std::size_t>(part) * 16, stream, blocks, "classifier", logits, losses, labels, V,
-                   row_stride, loss_scale, write_gradient, part);
+                   row_stride, loss_scale, write_gradient, part, blocks);
 }
 
 template <typename T, int kCount>

@@ -33,6 +33,14 @@ __device__ inline unsigned cluster_rank() {
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The same in two halves, and without making anything visible that hopper::fence_barrier_init() has not: no fence that waits
+// for the thread's accesses to memory.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // The address of the same shared variable in block `rank`.
 __device__ inline unsigned cluster_address(unsigned shared, unsigned rank) {
   unsigned address;

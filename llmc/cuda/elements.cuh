@@ -35,6 +35,16 @@ struct Elements {
       *address = value[0];
     }
   }
+  // As one access each: a plain store of words that were made one by one is split into as many.
+  __device__ void store_whole(T* address) const {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        __stwb(reinterpret_cast<Word*>(address) + i, reinterpret_cast<const Word*>(value)[i]);
+    } else {
+      store(address);
+    }
+  }
   // Evict first: for data that nobody reads soon, so that it does not push out what will be.
   __device__ void store_streaming(T* address) const {
     if constexpr (kPacked) {
