@@ -49,7 +49,7 @@ __device__ inline unsigned cluster_address(unsigned shared, unsigned rank) {
 }
 // Arrives at the mbarrier of block `rank`. Orders nothing but what this thread has waited for: reads of shared memory that
 // are done, say, so that block `rank` may copy over them.
-__device__ inline void cluster_arrive(unsigned barrier, unsigned rank) {
+__device__ inline void cluster_mbarrier_arrive(unsigned barrier, unsigned rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
 }
 // What other blocks sent is visible to this thread, too: a wait acquires from its own block only. For a phase that this

@@ -49,10 +49,6 @@ constexpr unsigned kBlockBytes = 64 * kRowBytes;
 constexpr int kWarps = kWarpgroupSize / kWarpSize, kWarpRows = kRows / kWarps;
 
 using Eight = Elements<bf16, 8>;
-// One store of 16 bytes: the compiler made four of an assignment here.
-__device__ inline void store(bf16* to, const Eight& value) {
-  __stwb(reinterpret_cast<int4*>(to), *reinterpret_cast<const int4*>(value.value));
-}
 
 // The order of tiles: patches of kHeight rows of tiles, columns by columns, so that what is in work at one time reads as
 // few different rows of a as columns of b.
@@ -106,15 +102,15 @@ struct Forward {
                                 std::int64_t column) {
     const Eight gate = sums.get(r, piece), up = sums.get(r, piece + kPieces);
     bf16* to = p.gate_up + row * 2 * p.F + column;
-    store(to, gate);
-    store(to + p.F, up);
+    gate.store_whole(to);
+    up.store_whole(to + p.F);
     if (p.product == nullptr) return;
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] = swiglu<bf16>(gate.get(i), up.get(i));
     Eight product;
     product.set(values);
-    store(p.product + row * p.F + column, product);
+    product.store_whole(p.product + row * p.F + column);
   }
 };
 
@@ -143,12 +139,12 @@ struct Backward {
     bf16* to = p.gate_up + row * 2 * p.F + column;
     Eight result;
     result.set(dgate);
-    store(to, result);
+    result.store_whole(to);
     result.set(dup);
-    store(to + p.F, result);
+    result.store_whole(to + p.F);
     if (p.product == nullptr) return;
     result.set(product);
-    store(p.product + row * p.F + column, result);
+    result.store_whole(p.product + row * p.F + column);
   }
 };
 
@@ -251,7 +247,7 @@ __device__ void consume(const Arguments& p, const Shared& shared, int consumer) 
   const auto pass_computing = [&] { named_barrier_arrive(2 - consumer, kPair); };
   const auto pass_writing = [&] { named_barrier_arrive(4 - consumer, kPair); };
   const auto release = [&](int stage) {  // in both blocks, since both fill it
-    if (lane < kCluster) cluster_arrive(shared.empty + 8 * stage, static_cast<unsigned>(lane));
+    if (lane < kCluster) cluster_mbarrier_arrive(shared.empty + 8 * stage, static_cast<unsigned>(lane));
   };
   const Sums sums{shared.tile + warp * (kTileBytes / kWarps)};
   Ring ring;
