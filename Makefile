@@ -45,7 +45,7 @@ HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 # ---- GPU code --------------------------------------------------------------------------------------------------------
 ifneq ($(strip $(NVCC)),)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
-CUDA_SRC  := $(wildcard llmc/cuda/*.cu llmc/cuda/*/*.cu)
+CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu))
 CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
              $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a)
@@ -146,7 +146,7 @@ $B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $B/libweft.a
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 
 # Each header compiles alone: no hidden order of includes.
-headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h))
+headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h llmc/*/*/*.h llmc/*/*/*/*.h))
 $B/headers/llmc/cuda/%.ok: CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
 $B/headers/%.ok: %.h $B/host-flags
 	@mkdir -p $(@D)
@@ -184,7 +184,7 @@ profile-infer: all
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
-	clang-format -i $(wildcard *.cu llmc/*/*.h llmc/*/*.cpp llmc/*/*.cu llmc/*/*.cuh llmc/*/*/*.h llmc/*/*/*.cu llmc/*/*/*.cuh test/*/*.cpp test/*/*.h dev/bench/*.cu dev/bench/*.cpp)
+	clang-format -i $(shell git ls-files '*.cu' '*.cuh' '*.h' '*.cpp')
 
 install: all
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -16,9 +16,9 @@
 #include "llmc/base/signals.h"
 #include "llmc/cpu/neox.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/bandwidth.h"
-#include "llmc/cuda/device.h"
-#include "llmc/cuda/neox.h"
+#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/runtime/device.h"
+#include "llmc/cuda/transformer/neox.h"
 #endif
 #include "llmc/infer/bench.h"
 #include "llmc/infer/fault_injection.h"

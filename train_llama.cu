@@ -11,9 +11,9 @@
 #include "llmc/base/signals.h"
 #include "llmc/cpu/llama.h"
 #ifdef WEFT_CUDA
-#include "llmc/cuda/device.h"
-#include "llmc/cuda/llama.h"
-#include "llmc/cuda/llama_decoder.h"
+#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/runtime/device.h"
+#include "llmc/cuda/transformer/llama_decoder.h"
 #endif
 #include "llmc/file/run_dir.h"
 #include "llmc/model/compare.h"

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "llmc/base/philox.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/attention/paths.h"
 
 namespace {
 

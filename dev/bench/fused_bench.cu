@@ -20,11 +20,11 @@
 #include <string>
 #include <vector>
 
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/bandwidth.h"
-#include "llmc/cuda/error.h"
-#include "llmc/cuda/fused_decode.h"
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/error.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/tensor_table.h"
 
 namespace {

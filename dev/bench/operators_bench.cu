@@ -20,16 +20,16 @@
 #include <string>
 #include <vector>
 
-#include "llmc/cuda/adamw.h"
-#include "llmc/cuda/classifier.h"
-#include "llmc/cuda/decode_attention.h"
-#include "llmc/cuda/embedding.h"
-#include "llmc/cuda/error.h"
-#include "llmc/cuda/gelu.h"
-#include "llmc/cuda/residual_norm.h"
-#include "llmc/cuda/rope.h"
-#include "llmc/cuda/sampler.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/op/adamw.h"
+#include "llmc/cuda/op/classifier.h"
+#include "llmc/cuda/op/decode_attention.h"
+#include "llmc/cuda/op/embedding.h"
+#include "llmc/cuda/op/gelu.h"
+#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/sampler.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace {
 

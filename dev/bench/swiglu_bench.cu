@@ -1,4 +1,4 @@
-// The products beside SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/matmul_swiglu.h that do
+// The products beside SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/op/matmul_swiglu.h that do
 // both, at the shapes of a training step.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a -lcublasLt
@@ -17,12 +17,12 @@
 #include <string>
 #include <vector>
 
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/matmul.h"
-#include "llmc/cuda/matmul_swiglu.h"
-#include "llmc/cuda/stream.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/stream.h"
 
 namespace {
 
@@ -101,8 +101,8 @@ void run(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
        *product = arena.at<bf16>(product_at), *dproduct = arena.at<bf16>(dproduct_at);
   matmul.fill_random(x, N * C);
   matmul.fill_random(w, 2 * F * C);
-  const MatmulShape shapes[] = {{Product::forward, N, C, 2 * F, CUDA_R_16BF, Accumulate::no, false, false},
-                                {Product::input_grad, N, F, C, CUDA_R_16BF, Accumulate::no, false, false}};
+  const MatmulShape shapes[] = {{Gemm::forward, N, C, 2 * F, CUDA_R_16BF, Accumulate::no, false, false},
+                                {Gemm::input_grad, N, F, C, CUDA_R_16BF, Accumulate::no, false, false}};
   matmul.prepare(shapes);
   const Side product_forward{"product", [=, &matmul] { matmul.forward<bf16>(gate_up, x, w, nullptr, N, C, 2 * F); }};
   const Side product_backward{"product", [=, &matmul] { matmul.input_grad<bf16>(dproduct, x, w, N, F, C); }};

@@ -3,7 +3,7 @@
 //   lock              pid and host of the run that works here
 //   config.json       settings and model of the last start
 //   log.jsonl         one record a line
-//   matmul_plans.txt  on a GPU: which algorithm computes which product (llmc/cuda/matmul_plans.h)
+//   matmul_plans.txt  on a GPU: which algorithm computes which product (llmc/cuda/op/matmul_plans.h)
 //   step_00000100/    a checkpoint; only ever appears complete
 //   *.tmp/            what an interrupted save or removal left; never loaded, removed at the next start
 #pragma once

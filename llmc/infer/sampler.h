@@ -1,4 +1,4 @@
-// Picks the next token on the host. llmc/base/sampling.h says which; llmc/cuda/sampler.cuh makes the same choices on the
+// Picks the next token on the host. llmc/base/sampling.h says which; llmc/cuda/op/sampler.cuh makes the same choices on the
 // GPU.
 #pragma once
 

@@ -32,9 +32,10 @@ struct TrainOptions {
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: with Precision::bf16 on a GPU
 
   // How the work is done, never what comes out. On the GPU only.
-  bool accumulates = true;   // a step may have several micro-batches
-  bool graph = true;         // replay the launches of a step as CUDA graphs
-  std::string matmul_plans;  // the file of the run that keeps its matmul plans (llmc/cuda/matmul_plans.h); empty: none
+  bool accumulates = true;  // a step may have several micro-batches
+  bool graph = true;        // replay the launches of a step as CUDA graphs
+  std::string
+      matmul_plans;  // the file of the run that keeps its matmul plans (llmc/cuda/op/matmul_plans.h); empty: none
 };
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or

@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/model/config.h"
 #include "test/gpu/device_buffer.h"
 

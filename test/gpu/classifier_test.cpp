@@ -1,6 +1,6 @@
 // Softmax + cross-entropy on the GPU, against the CPU.
 
-#include "llmc/cuda/classifier.h"
+#include "llmc/cuda/op/classifier.h"
 
 #include "llmc/cpu/classifier.h"
 #include "llmc/model/train_model.h"
@@ -83,7 +83,7 @@ void check_shapes() {
   check_classifier<T>(1000, 515, 520);
   check_classifier<T>(3, 78'001, 78'008);  // rows split in two, four or eight
   check_classifier<T>(3, 150'003, 150'016);
-  check_classifier<T>(2, 400'003, 400'008);  // parts of several chunks
+  check_classifier<T>(2, 400'003, 400'008);      // parts of several chunks
   check_classifier<T>(2, 1'000'003, 1'000'008);  // more than a cluster holds
   // As GPUs before sm_90 run them: one block a row, of which shared memory keeps all, or the beginning (sm_80, sm_86).
   for (const ClassifierLimits limits : {ClassifierLimits{8, 163 << 10, 164 << 10}, {8, 99 << 10, 100 << 10}}) {

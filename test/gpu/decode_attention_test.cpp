@@ -1,6 +1,6 @@
 // RoPE and cache of a prompt, and attention of one token, against the CPU: every head dimension, queries and keys that turn
 // in full, in part and not at all, caches that are empty and that are not.
-#include "llmc/cuda/decode_attention.h"
+#include "llmc/cuda/op/decode_attention.h"
 
 #include <cmath>
 #include <cstring>

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::test {
 

@@ -1,8 +1,8 @@
 // The probe and the error map on a machine with a GPU.
 #include <gtest/gtest.h>
 
-#include "llmc/cuda/device.h"
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/device.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 namespace {

@@ -6,17 +6,17 @@
 #include <cstring>
 #include <vector>
 
-#include "llmc/cuda/adamw.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/classifier.h"
-#include "llmc/cuda/embedding.h"
-#include "llmc/cuda/gelu.h"
-#include "llmc/cuda/matmul.h"
-#include "llmc/cuda/matmul_swiglu.h"
-#include "llmc/cuda/residual_norm.h"
-#include "llmc/cuda/rope.h"
-#include "llmc/cuda/stream.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/op/adamw.h"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/classifier.h"
+#include "llmc/cuda/op/embedding.h"
+#include "llmc/cuda/op/gelu.h"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/train_model.h"
 #include "test/gpu/operator_tools.h"
 

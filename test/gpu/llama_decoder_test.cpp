@@ -7,8 +7,8 @@
 #include <random>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/llama.h"
-#include "llmc/cuda/llama_decoder.h"
+#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/transformer/llama_decoder.h"
 #include "llmc/infer/generate.h"
 
 namespace weft {

@@ -9,9 +9,9 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/llama.h"
-#include "llmc/cuda/llama.h"
-#include "llmc/cuda/step_graph.h"
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/runtime/step_graph.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
 #include "test/gpu/device_buffer.h"

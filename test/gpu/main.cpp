@@ -4,7 +4,7 @@
 #include <cstring>
 #include <iostream>
 
-#include "llmc/cuda/device.h"
+#include "llmc/cuda/runtime/device.h"
 
 int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], "--gpu-present") == 0) {

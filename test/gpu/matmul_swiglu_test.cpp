@@ -2,7 +2,7 @@
 //
 // Operands are small multiples of 1/4, so that every sum is exact in fp32 whatever its order, and all ways round the same
 // numbers.
-#include "llmc/cuda/matmul_swiglu.h"
+#include "llmc/cuda/op/matmul_swiglu.h"
 
 #include <array>
 #include <initializer_list>
@@ -10,9 +10,9 @@
 
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/matmul.h"
-#include "llmc/cuda/stream.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {

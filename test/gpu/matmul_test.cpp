@@ -1,5 +1,5 @@
 // The three products of a linear layer against the CPU, and plans that do not depend on timing.
-#include "llmc/cuda/matmul.h"
+#include "llmc/cuda/op/matmul.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,7 +20,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/file.h"
 #include "llmc/cpu/matmul.h"
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/compare.h"
 
 namespace weft::cuda {
@@ -157,9 +157,9 @@ std::vector<float> products(Matmul& matmul, const Stream& stream, const Size& si
   const auto [N, C, OC] = size;
   const Operand<T> x(N * C, 1), weight(OC * C, 2), dout(N * OC, 4);
   if (prepared) {
-    const MatmulShape shapes[] = {{Product::forward, N, C, OC, cuda_type<T>(), Accumulate::no, false},
-                                  {Product::input_grad, N, C, OC, cuda_type<T>(), Accumulate::no, false},
-                                  {Product::weight_grad, N, C, OC, cuda_type<T>(), Accumulate::no, false}};
+    const MatmulShape shapes[] = {{Gemm::forward, N, C, OC, cuda_type<T>(), Accumulate::no, false},
+                                  {Gemm::input_grad, N, C, OC, cuda_type<T>(), Accumulate::no, false},
+                                  {Gemm::weight_grad, N, C, OC, cuda_type<T>(), Accumulate::no, false}};
     matmul.prepare(shapes);
   }
   const Operand<T> out(N * OC, 5), dx(N * C, 6);

@@ -6,7 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cpu/neox.h"
-#include "llmc/cuda/neox.h"
+#include "llmc/cuda/transformer/neox.h"
 #include "llmc/infer/generate.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"

@@ -3,10 +3,10 @@
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/gelu.h"
-#include "llmc/cuda/rope.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/op/gelu.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/arena.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {

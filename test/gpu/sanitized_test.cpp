@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "llmc/cuda/llama.h"
+#include "llmc/cuda/llama/llama.h"
 
 namespace weft {
 namespace {

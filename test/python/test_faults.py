@@ -435,7 +435,7 @@ def test_builds_say_what_is_wrong(tmp_path):
     nvcc = shutil.which("nvcc") or next(iter(map(str, Path("/usr/local/cuda/bin").glob("nvcc"))), None)
     if nvcc is None:
         pytest.skip("no nvcc: the rest needs one")
-    done = make("GPU_ARCH=12", f"NVCC={nvcc}", f"B={tmp_path}/b", f"{tmp_path}/b/llmc/cuda/error.o")
+    done = make("GPU_ARCH=12", f"NVCC={nvcc}", f"B={tmp_path}/b", f"{tmp_path}/b/llmc/cuda/runtime/error.o")
     assert done.returncode != 0 and "compute_12" in done.stderr
 
 

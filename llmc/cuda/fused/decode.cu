@@ -35,7 +35,7 @@
 // that every reader of the old contents could only make after reading them.
 //
 // Waits end after a time limit: the block that runs out of patience raises a flag that all others look at while they wait.
-#include "llmc/cuda/fused_decode.h"
+#include "llmc/cuda/fused/decode.h"
 
 #include <algorithm>
 #include <atomic>
@@ -46,10 +46,10 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/error.h"
-#include "llmc/cuda/fused_decode.cuh"
-#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/fused/decode.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/error.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft::cuda {
@@ -174,8 +174,7 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
   };
   const auto number = [](std::int64_t value) { return static_cast<long long>(value); };
   if (device.arch < 90) {
-    return refuse(
-        format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch));
+    return refuse(format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch));
   }
   if (config.family != Family::gpt_neox) return refuse("fused decoding runs GPT-NeoX models only");
   if (!config.parallel_residual) return refuse("fused decoding runs models with the parallel residual only");
@@ -184,8 +183,8 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
                          number(config.hidden_size)));
   }
   if (config.head_dim % kLane != 0 || config.head_dim > 256) {
-    return refuse(format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld",
-                         number(config.head_dim)));
+    return refuse(
+        format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld", number(config.head_dim)));
   }
   const WarpShape shape = plan.shape = warp_shape(config.hidden_size);
   if (shape.warps_k == 0) {
@@ -233,8 +232,8 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
   }
   plan.layout = shared_layout(p);
   if (plan.layout.bytes > most) {
-    return refuse(format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes,
-                         most));
+    return refuse(
+        format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes, most));
   }
   const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
   p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
@@ -296,8 +295,8 @@ template <typename S>
 FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
                             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
-  device.arch = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
-                device_attribute(cudaDevAttrComputeCapabilityMinor);
+  device.arch =
+      10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
   device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const Plan plan = plan_of(config, device, tuning);

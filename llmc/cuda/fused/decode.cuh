@@ -1,9 +1,9 @@
 // The fused decode kernel. Private to fused_decode.cu, which says what it does and why.
 #pragma once
 
-#include "llmc/cuda/fused_consumer.cuh"
-#include "llmc/cuda/fused_helper.cuh"
-#include "llmc/cuda/fused_stream.cuh"
+#include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/fused/helper.cuh"
+#include "llmc/cuda/fused/stream.cuh"
 
 namespace weft::cuda::fused {
 

@@ -17,9 +17,9 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/sampling.h"
-#include "llmc/cuda/device.h"
-#include "llmc/cuda/neox_weights.h"
-#include "llmc/cuda/rope.h"
+#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
 
 namespace weft::cuda {

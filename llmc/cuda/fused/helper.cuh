@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/fused_stream.cuh"
+#include "llmc/cuda/fused/stream.cuh"
 
 namespace weft::cuda::fused {
 

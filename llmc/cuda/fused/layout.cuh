@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "llmc/base/sampling.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/fused_decode.h"
-#include "llmc/cuda/sampler.cuh"
+#include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/sampler.cuh"
 
 namespace weft::cuda::fused {
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/fused_layout.cuh"
-#include "llmc/cuda/hopper.cuh"
+#include "llmc/cuda/fused/layout.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
 
 namespace weft::cuda::fused {
 

@@ -17,8 +17,8 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/hopper.cuh"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
 
 namespace weft::cuda {
 

@@ -1,8 +1,8 @@
-#include "llmc/cuda/cluster_check.h"
+#include "llmc/cuda/hw/cluster_check.h"
 
-#include "llmc/cuda/cluster.cuh"
-#include "llmc/cuda/error.h"
-#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/hw/cluster.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

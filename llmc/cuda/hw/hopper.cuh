@@ -20,7 +20,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define WEFT_BULK_COPY 1

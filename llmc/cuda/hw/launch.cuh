@@ -10,7 +10,7 @@
 
 #include <cstddef>
 
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

@@ -1,4 +1,4 @@
-#include "llmc/cuda/tensor_map.h"
+#include "llmc/cuda/hw/tensor_map.h"
 
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

@@ -6,11 +6,11 @@
 // activations: bf16 or float.
 //
 // Numbers: all arithmetic fp32; gradients of parameters, moments and statistics are stored in fp32. With S = bf16 each
-// parameter has 16 low bits beside it that make it an exact fp32 master (llmc/cuda/adamw.h).
+// parameter has 16 low bits beside it that make it an exact fp32 master (llmc/cuda/op/adamw.h).
 //
 // Nothing here waits for the GPU but statistics(), evaluate(), and the access functions at the end. The launches of
-// forward() and of backward() are one CUDA graph each, replayed from the third micro-batch on (llmc/cuda/step_graph.h).
-#include "llmc/cuda/llama.h"
+// forward() and of backward() are one CUDA graph each, replayed from the third micro-batch on (llmc/cuda/runtime/step_graph.h).
+#include "llmc/cuda/llama/llama.h"
 
 #include <cmath>
 #include <cstring>
@@ -18,21 +18,22 @@
 #include <tuple>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/adamw.h"
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/classifier.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/embedding.h"
-#include "llmc/cuda/llama_decoder.h"
-#include "llmc/cuda/matmul.h"
-#include "llmc/cuda/matmul_swiglu.h"
-#include "llmc/cuda/operator_clock.h"
-#include "llmc/cuda/residual_norm.h"
-#include "llmc/cuda/rope.h"
-#include "llmc/cuda/step_graph.h"
-#include "llmc/cuda/stream.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/adamw.h"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/op/classifier.h"
+#include "llmc/cuda/op/embedding.h"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/matmul_swiglu.h"
+#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/operator_clock.h"
+#include "llmc/cuda/runtime/step_graph.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/transformer/llama_decoder.h"
 #include "llmc/model/llama_layout.h"
 
 namespace weft::cuda {
@@ -439,10 +440,10 @@ void Llama<S>::prepare_matmuls() {
   const auto prepare = [&](const Linear& linear, std::int64_t n, bool joins, bool stores, bool adds) {
     const std::int64_t C = linear.C, OC = linear.OC;
     if (!swiglu || &linear != &gate_up_)
-      shapes.push_back({Product::forward, n, C, OC, type, Accumulate::no, false, joins});
-    if (!swiglu || &linear != &down_) shapes.push_back({Product::input_grad, n, C, OC, type, Accumulate::no, false});
-    if (stores) shapes.push_back({Product::weight_grad, n, C, OC, type, Accumulate::no, false});
-    if (adds) shapes.push_back({Product::weight_grad, n, C, OC, type, Accumulate::yes, false});
+      shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, joins});
+    if (!swiglu || &linear != &down_) shapes.push_back({Gemm::input_grad, n, C, OC, type, Accumulate::no, false});
+    if (stores) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::no, false});
+    if (adds) shapes.push_back({Gemm::weight_grad, n, C, OC, type, Accumulate::yes, false});
   };
   const bool joins = joins_in_product(), accumulates = options_.accumulates;
   prepare(qkv_, N, false, true, accumulates);

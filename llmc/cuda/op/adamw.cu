@@ -11,12 +11,12 @@
 // finds its elements by its index, whatever the number of tensors. Everything is used once a step, so it is read and
 // written with evict-first.
 
-#include "llmc/cuda/adamw.h"
+#include "llmc/cuda/op/adamw.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
 
 namespace weft::cuda {
 

@@ -44,8 +44,8 @@ struct GradientNorm {
 // gradients [count] fp32; clip 0: no clipping. The sum runs in fp32 in each thread and in double above, in a
 // fixed order. A sum of squares beyond fp32 (a gradient of 1e19) counts as not finite. `workspace`:
 // gradient_norm_workspace() bytes.
-void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip,
-                   void* workspace, cudaStream_t stream);
+void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip, void* workspace,
+                   cudaStream_t stream);
 std::size_t gradient_norm_workspace();
 
 // ---- update ---------------------------------------------------------------------------------------------------------
@@ -66,13 +66,12 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges);
 // Update of `block_count` blocks. Parameters, gradients, moments and low parts are arenas of one layout,
 // aligned to 16 bytes; `blocks` lies on the device. norm: on the device; its gradient_scale replaces
 // step.gradient_scale, and if it is non_finite nothing is written. norm null: step.gradient_scale holds.
-void adamw(float* parameters, const float* gradients, float* moment1, float* moment2,
-           const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
-           const GradientNorm* norm, cudaStream_t stream);
+void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
+           std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream);
 // The same on bf16 parameters with their low parts: an fp32 master in four bytes.
-void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, float* moment1,
-           float* moment2, const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
-           const GradientNorm* norm, cudaStream_t stream);
+void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, float* moment1, float* moment2,
+           const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm,
+           cudaStream_t stream);
 
 // The same with moments in bf16: each is rounded up or down at random, with the probabilities that make the rounding
 // right on average, so that increments far below half a unit of bf16 are not lost. The random bits are a function of
@@ -95,7 +94,7 @@ WEFT_HOST_DEVICE inline PhiloxWords rounding_words(std::uint64_t seed, std::int6
 // fp32 masters to bf16 parameters and low parts, and back: for loading and saving. [count] each.
 void split_masters(__nv_bfloat16* parameters, std::int16_t* low, const float* masters, std::int64_t count,
                    cudaStream_t stream);
-void join_masters(float* masters, const __nv_bfloat16* parameters, const std::int16_t* low,
-                  std::int64_t count, cudaStream_t stream);
+void join_masters(float* masters, const __nv_bfloat16* parameters, const std::int16_t* low, std::int64_t count,
+                  cudaStream_t stream);
 
 }  // namespace weft::cuda

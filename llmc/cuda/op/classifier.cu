@@ -15,15 +15,15 @@
 //  - One block a row, for the rest. The second pass finds the beginning of the row in shared memory, where the first left
 //    it, and the rest in L2.
 
-#include "llmc/cuda/classifier.h"
+#include "llmc/cuda/op/classifier.h"
 
 #include <cuda_pipeline.h>
 
 #include <algorithm>
 
-#include "llmc/cuda/cluster.cuh"
-#include "llmc/cuda/elements.cuh"
-#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/hw/cluster.cuh"
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/launch.cuh"
 #include "llmc/model/train_model.h"
 
 namespace weft::cuda {

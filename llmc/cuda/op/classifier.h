@@ -32,7 +32,6 @@ struct LossTotal {
 };
 // total += the losses [N] and the number of labels [N] that are not kIgnoredLabel, added in double in a fixed
 // order.
-void add_losses(LossTotal* total, const float* losses, const std::int32_t* labels, std::int64_t N,
-                cudaStream_t stream);
+void add_losses(LossTotal* total, const float* losses, const std::int32_t* labels, std::int64_t N, cudaStream_t stream);
 
 }  // namespace weft::cuda

@@ -4,14 +4,14 @@
 // one to arrive adds the parts in order of position: which block that is does not change a bit.
 //
 // Bytes moved: the cache of the head up to the position, once.
-#include "llmc/cuda/decode_attention.h"
+#include "llmc/cuda/op/decode_attention.h"
 
 #include <algorithm>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/elements.cuh"
-#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/attention/attention.h"
 
 namespace weft::cuda {
 
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
   let_successor_start();
 
   // The position, and every key and value before it, were written by the token before: whoever launches this lets that
-  // token end before it starts this one (llmc/cuda/neox.cu: the embedding waits). So the first keys and values come in
+  // token end before it starts this one (llmc/cuda/transformer/neox.cu: the embedding waits). So the first keys and values come in
   // while the predecessor still computes the query.
   const std::int64_t position = __ldcg(io.position);
   const int split = blockIdx.x, head = blockIdx.y, splits = gridDim.x;

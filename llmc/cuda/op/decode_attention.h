@@ -8,9 +8,9 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/gemv.h"
-#include "llmc/cuda/neox_weights.h"
-#include "llmc/cuda/rope.h"
+#include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/op/rope.h"
 
 namespace weft::cuda {
 

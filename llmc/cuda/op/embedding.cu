@@ -15,14 +15,14 @@
 //  3. The block in whose run such a token begins adds its sums in the order of the runs.
 // The kernel of 3 is there when that of 2 ends.
 
-#include "llmc/cuda/embedding.h"
+#include "llmc/cuda/op/embedding.h"
 
 #include <cooperative_groups.h>
 
 #include <algorithm>
 
-#include "llmc/cuda/elements.cuh"
-#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/launch.cuh"
 
 namespace weft::cuda {
 

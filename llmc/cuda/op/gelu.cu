@@ -14,9 +14,9 @@
 // the least relative error: 8.2e-6 on [0, 14], a fiftieth of what rounding to fp16 costs. Then gelu(x) = max(x, 0) -
 // |x| Phi(-|x|), and backward has phi for nothing.
 
-#include "llmc/cuda/gelu.h"
+#include "llmc/cuda/op/gelu.h"
 
-#include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/hw/elements.cuh"
 
 namespace weft::cuda {
 

@@ -9,13 +9,13 @@
 //  - The first loads are issued before the predecessor has finished: weights depend on nobody.
 //
 // Bytes moved: rows K E for elements of E bytes; everything else is a thousandth of that.
-#include "llmc/cuda/gemv.h"
+#include "llmc/cuda/op/gemv.h"
 
 #include <algorithm>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/elements.cuh"
-#include "llmc/cuda/launch.cuh"
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/launch.cuh"
 
 namespace weft::cuda {
 

@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/neox_weights.h"
+#include "llmc/cuda/op/neox_weights.h"
 
 namespace weft::cuda {
 

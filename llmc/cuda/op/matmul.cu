@@ -2,14 +2,14 @@
 //   forward      out^T [OC, N] = (W as [C, OC])^T  (x as [C, N])
 //   input_grad   dx^T  [C, N]  = (W as [C, OC])    (dout as [OC, N])
 //   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T
-#include "llmc/cuda/matmul.h"
+#include "llmc/cuda/op/matmul.h"
 
 #include <algorithm>
 #include <cstring>
 #include <set>
 
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/runtime/stream.h"
 
 namespace weft::cuda {
 
@@ -40,7 +40,7 @@ std::size_t type_bytes(cudaDataType_t type) {
   return type == CUDA_R_32F ? 4 : 2;
 }
 
-// The matrices of a product as cuBLASLt sees them.
+// The matrices of a GEMM as cuBLASLt sees them.
 struct Columns {
   std::int64_t a_rows, a_columns, b_rows, b_columns, d_rows, d_columns;
   cublasOperation_t a_operation, b_operation;
@@ -48,17 +48,17 @@ struct Columns {
 };
 
 Columns columns(const MatmulShape& s) {
-  switch (s.product) {
-    case Product::forward:
+  switch (s.gemm) {
+    case Gemm::forward:
       return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type};
-    case Product::wide:
+    case Gemm::wide:
       return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F};
-    case Product::input_grad:
+    case Gemm::input_grad:
       return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type};
-    case Product::weight_grad:
+    case Gemm::weight_grad:
       return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, CUDA_R_32F};
   }
-  fail(Exit::internal, "matmul: unknown product");
+  fail(Exit::internal, "matmul: unknown GEMM");
 }
 
 __device__ std::uint32_t hash(std::uint32_t x) {
@@ -67,7 +67,7 @@ __device__ std::uint32_t hash(std::uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// One operand of a product, column-major [rows, columns], with K the length of the sums.
+// One operand of a GEMM, column-major [rows, columns], with K the length of the sums.
 struct Operand {
   std::int64_t rows, columns, K;
   bool k_is_row;  // which index runs over the sum
@@ -75,7 +75,7 @@ struct Operand {
   std::uint32_t seed;
 };
 
-// uniform: in [-1, 1), for timing, because the power a product draws, and with it the clock, depends on its data.
+// uniform: in [-1, 1), for timing, because the power a GEMM draws, and with it the clock, depends on its data.
 //
 // The others are for comparing algorithms. wide: numbers of very different sizes, so that even short sums are rounded.
 // cancelling: such numbers, the second half of every sum being minus the first. The exact result is 0, so what comes out
@@ -121,9 +121,9 @@ __global__ void count_differences_kernel(const std::uint32_t* a, const std::uint
 }
 
 // The name under which a plan is remembered.
-std::string product_key(const MatmulShape& s) {
+std::string gemm_key(const MatmulShape& s) {
   const char* type = s.type == CUDA_R_32F ? "fp32" : s.type == CUDA_R_16BF ? "bf16" : "fp16";
-  return format("%s N %lld C %lld OC %lld %s%s%s%s", product_name(s.product), static_cast<long long>(s.N),
+  return format("%s N %lld C %lld OC %lld %s%s%s%s", gemm_name(s.gemm), static_cast<long long>(s.N),
                 static_cast<long long>(s.C), static_cast<long long>(s.OC), type,
                 s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "");
 }
@@ -181,11 +181,11 @@ class Scratch {
 
 }  // namespace
 
-const char* product_name(Product product) {
-  return product == Product::forward      ? "forward"
-         : product == Product::wide       ? "wide forward"
-         : product == Product::input_grad ? "input grad"
-                                          : "weight grad";
+const char* gemm_name(Gemm gemm) {
+  return gemm == Gemm::forward      ? "forward"
+         : gemm == Gemm::wide       ? "wide forward"
+         : gemm == Gemm::input_grad ? "input grad"
+                                    : "weight grad";
 }
 
 Matmul::Matmul(cudaStream_t stream, const std::string& run_plans)
@@ -225,7 +225,7 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
   layout(&plan.d, c.d_type, c.d_rows, c.d_columns);
   const std::vector<Candidate> known = candidates(plan);
   if (known.empty()) {
-    fail(Exit::environment, "matmul %s N %lld C %lld OC %lld: cuBLASLt knows no algorithm", product_name(shape.product),
+    fail(Exit::environment, "matmul %s N %lld C %lld OC %lld: cuBLASLt knows no algorithm", gemm_name(shape.gemm),
          static_cast<long long>(shape.N), static_cast<long long>(shape.C), static_cast<long long>(shape.OC));
   }
   plan.algorithm = known[0].algorithm;
@@ -307,7 +307,7 @@ void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const v
   check_blas(
       cublasLtMatmul(handle_, chosen.descriptor, &alpha, a, chosen.a, b, chosen.b, &beta, shape.addend ? addend : d,
                      chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_),
-      product_name(shape.product));
+      gemm_name(shape.gemm));
 }
 
 void Matmul::fill_random(bf16* data, std::int64_t count) const {
@@ -382,7 +382,7 @@ struct Matmul::Trial {
     check(cudaStreamSynchronize(matmul.stream_), "matmul: candidate");
     return different == 0;
   }
-  // Whether the algorithm taken computes the product of `expected` on uniform data, up to the order of its additions: an
+  // Whether the algorithm taken computes the GEMM of `expected` on uniform data, up to the order of its additions: an
   // error of 2^-6 of the largest element is beyond any rounding and below any missing or doubled tile.
   template <typename T>
   bool close() const {
@@ -473,7 +473,7 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
     trial.take(list[timing.index].algorithm);
     return !trial.correct();
   });
-  if (timings.empty()) fail(Exit::environment, "matmul %s: cuBLASLt contradicts itself", product_key(shape).c_str());
+  if (timings.empty()) fail(Exit::environment, "matmul %s: cuBLASLt contradicts itself", gemm_key(shape).c_str());
   trial.fill_operands(Data::cancelling);
   const float first_ms = timings[0].median();
   float best_ms = first_ms;
@@ -488,7 +488,7 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
   const double flops =
       2.0 * static_cast<double>(shape.N) * static_cast<double>(shape.C) * static_cast<double>(shape.OC);
   report_.push_back(format("%-55s %7.1f us %4.0f TF/s (first suggestion %4.0f; number %zu of %zu)",
-                           product_key(shape).c_str(), best_ms * 1e3, flops / best_ms * 1e-9, flops / first_ms * 1e-9,
+                           gemm_key(shape).c_str(), best_ms * 1e3, flops / best_ms * 1e-9, flops / first_ms * 1e-9,
                            best, list.size()));
   return list[best].algorithm;
 }
@@ -496,15 +496,15 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
 void Matmul::prepare(std::span<const MatmulShape> shapes) {
   StoredPlans fresh;
   for (const MatmulShape& shape : shapes) {
-    if (shape.N == 0 || fresh.contains(product_key(shape))) continue;
-    const StoredAlgorithm* known = remembered_.find(product_key(shape));
+    if (shape.N == 0 || fresh.contains(gemm_key(shape))) continue;
+    const StoredAlgorithm* known = remembered_.find(gemm_key(shape));
     if (known != nullptr && usable(plan(shape), restored(*known))) continue;
-    remembered_.forget(product_key(shape));
-    fresh[product_key(shape)] = stored(choose(shape));
+    remembered_.forget(gemm_key(shape));
+    fresh[gemm_key(shape)] = stored(choose(shape));
   }
   remembered_.add(fresh);
   for (const MatmulShape& shape : shapes) {
-    if (shape.N > 0) plan(shape).algorithm = restored(*remembered_.find(product_key(shape)));
+    if (shape.N > 0) plan(shape).algorithm = restored(*remembered_.find(gemm_key(shape)));
   }
 }
 
@@ -512,25 +512,25 @@ template <typename T>
 void Matmul::forward(T* out, const T* x, const T* weight, const T* bias, std::int64_t N, std::int64_t C,
                      std::int64_t OC, Accumulate accumulate, const T* addend) {
   if (addend != nullptr && accumulate == Accumulate::yes) fail(Exit::internal, "matmul: two addends");
-  run({Product::forward, N, C, OC, data_type<T>(), accumulate, bias != nullptr, addend != nullptr}, weight, x, bias,
+  run({Gemm::forward, N, C, OC, data_type<T>(), accumulate, bias != nullptr, addend != nullptr}, weight, x, bias,
       addend, out);
 }
 
 template <typename T>
 void Matmul::wide(float* out, const T* x, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC) {
-  run({Product::wide, N, C, OC, data_type<T>(), Accumulate::no, false, false}, weight, x, nullptr, nullptr, out);
+  run({Gemm::wide, N, C, OC, data_type<T>(), Accumulate::no, false, false}, weight, x, nullptr, nullptr, out);
 }
 
 template <typename T>
 void Matmul::input_grad(T* dx, const T* dout, const T* weight, std::int64_t N, std::int64_t C, std::int64_t OC,
                         Accumulate accumulate) {
-  run({Product::input_grad, N, C, OC, data_type<T>(), accumulate, false}, weight, dout, nullptr, nullptr, dx);
+  run({Gemm::input_grad, N, C, OC, data_type<T>(), accumulate, false}, weight, dout, nullptr, nullptr, dx);
 }
 
 template <typename T>
 void Matmul::weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                          Accumulate accumulate) {
-  run({Product::weight_grad, N, C, OC, data_type<T>(), accumulate, false}, x, dout, nullptr, nullptr, dweight);
+  run({Gemm::weight_grad, N, C, OC, data_type<T>(), accumulate, false}, x, dout, nullptr, nullptr, dweight);
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                          \

@@ -6,7 +6,7 @@
 // A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
 // timed on random data in turns, and the fastest that gives the same bits every time is kept; one that is not at least
 // 1 % faster than an earlier one loses to it. Candidates may add in different orders, so the choice is remembered
-// (llmc/cuda/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where it cannot be
+// (llmc/cuda/op/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where it cannot be
 // remembered only the candidates that give the bits of the first suggestion take part.
 #pragma once
 
@@ -23,28 +23,28 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/cuda/matmul_plans.h"
+#include "llmc/cuda/op/matmul_plans.h"
 
 namespace weft::cuda {
 
 enum class Accumulate { no, yes };  // = or +=
 
-// The products of a linear layer with N rows, C inputs and OC outputs.
-enum class Product {
+// The GEMMs of a linear layer with N rows, C inputs and OC outputs.
+enum class Gemm {
   forward,      // out [N, OC] (+)= x [N, C] W^T, plus bias [OC], plus addend [N, OC]
   wide,         // out [N, OC] = x W^T, written in fp32: logits that are scored
   input_grad,   // dx [N, C] (+)= dout [N, OC] W
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
 };
-const char* product_name(Product product);
+const char* gemm_name(Gemm gemm);
 
 struct MatmulShape {
-  Product product = Product::forward;
+  Gemm gemm = Gemm::forward;
   std::int64_t N = 0, C = 0, OC = 0;
   cudaDataType_t type = CUDA_R_16BF;
   Accumulate accumulate = Accumulate::no;
   bool bias = false;
-  bool addend = false;  // of Product::forward, without accumulation
+  bool addend = false;  // of Gemm::forward, without accumulation
 
   auto operator<=>(const MatmulShape&) const = default;  // the key of the plan cache
 };
@@ -61,7 +61,7 @@ class Matmul {
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
 
-  // While it lives the products of `matmul` run in another stream, by the same plans, with a workspace (kWorkspaceBytes)
+  // While it lives the GEMMs of `matmul` run in another stream, by the same plans, with a workspace (kWorkspaceBytes)
   // that nobody else uses meanwhile.
   class Elsewhere {
    public:
@@ -100,7 +100,7 @@ class Matmul {
   void weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                    Accumulate accumulate = Accumulate::yes);
 
-  // Uniform in [-1, 1): the power a product draws, and with it the clock, depends on its data.
+  // Uniform in [-1, 1): the power a GEMM draws, and with it the clock, depends on its data.
   void fill_random(__nv_bfloat16* data, std::int64_t count) const;
 
   // One line a shape that was timed: TF/s of the first suggestion and of the plan that was kept.

@@ -1,4 +1,4 @@
-#include "llmc/cuda/matmul_plans.h"
+#include "llmc/cuda/op/matmul_plans.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -72,7 +72,7 @@ bool can_write(const std::string& directory) {
   return !error && DirectoryLock(directory).held() && ::access(directory.c_str(), W_OK) == 0;
 }
 
-// "<product>: <eight words in hexadecimal>"
+// "<GEMM>: <eight words in hexadecimal>"
 bool parse_line(const std::string& line, StoredPlans& plans) {
   const std::size_t colon = line.find(": ");
   if (colon == std::string::npos || colon == 0) return false;
@@ -99,21 +99,21 @@ MatmulPlans::MatmulPlans(std::string identity, std::string run_file)
     cache_file_ = format("%s/matmul-%016" PRIx64 ".txt", directory.c_str(), xxh3_64(identity_));
     plans_ = read(cache_file_);
     const std::lock_guard<std::mutex> lock(process_mutex);
-    for (const auto& [product, algorithm] : process_plans()[identity_]) plans_[product] = algorithm;
+    for (const auto& [gemm, algorithm] : process_plans()[identity_]) plans_[gemm] = algorithm;
   }
   if (run_file_.empty()) return;
-  for (const auto& [product, algorithm] : read(run_file_)) plans_[product] = algorithm;
+  for (const auto& [gemm, algorithm] : read(run_file_)) plans_[gemm] = algorithm;
 }
 
-const StoredAlgorithm* MatmulPlans::find(const std::string& product) const {
-  const auto found = plans_.find(product);
+const StoredAlgorithm* MatmulPlans::find(const std::string& gemm) const {
+  const auto found = plans_.find(gemm);
   return found != plans_.end() ? &found->second : nullptr;
 }
 
 std::string MatmulPlans::text(const StoredPlans& plans) const {
   std::string content = std::string(kTitle) + "\n" + identity_ + "\n";
-  for (const auto& [product, algorithm] : plans) {
-    content += product + ":";
+  for (const auto& [gemm, algorithm] : plans) {
+    content += gemm + ":";
     for (const std::uint64_t word : algorithm) content += format(" %016" PRIx64, word);
     content += "\n";
   }
@@ -145,8 +145,8 @@ StoredPlans MatmulPlans::read(const std::string& path) const {
 void MatmulPlans::write_cache(const StoredPlans& chosen) {
   const DirectoryLock lock(parent_directory(cache_file_));
   StoredPlans kept = read(cache_file_);
-  for (const auto& [product, algorithm] : kept) {
-    if (chosen.contains(product)) plans_[product] = algorithm;
+  for (const auto& [gemm, algorithm] : kept) {
+    if (chosen.contains(gemm)) plans_[gemm] = algorithm;
   }
   const std::size_t before = kept.size();
   kept.insert(chosen.begin(), chosen.end());
@@ -163,8 +163,8 @@ void MatmulPlans::add(const StoredPlans& chosen) {
   if (remembers()) {
     const std::lock_guard<std::mutex> lock(process_mutex);
     StoredPlans& process = process_plans()[identity_];
-    for (const auto& [product, algorithm] : chosen) {
-      plans_[product] = process.try_emplace(product, plans_[product]).first->second;
+    for (const auto& [gemm, algorithm] : chosen) {
+      plans_[gemm] = process.try_emplace(gemm, plans_[gemm]).first->second;
     }
   }
   if (run_file_.empty()) return;

@@ -1,13 +1,13 @@
-// Which algorithm of cuBLASLt computes a product, remembered between runs.
+// Which algorithm of cuBLASLt computes a GEMM, remembered between runs.
 //
 // Algorithms are chosen by timing, and two of them may add in different orders. So that one machine always gives the
 // same bits, a choice is made once: it is kept in a file of the user and, for a training run, also in the run's
 // directory, which a resumed run reads first. Where no file of the user can be written a choice would not outlive the
 // process; remembers() is false then, and only algorithms of one common order of additions may be chosen
-// (llmc/cuda/matmul.h).
+// (llmc/cuda/op/matmul.h).
 //
 // The user's file is $WEFT_CACHE_DIR/matmul-<hash>.txt, by default in $XDG_CACHE_HOME/weft or ~/.cache/weft. It is text:
-// a title, the identity (GPU, driver, version of cuBLASLt), and a line for each product with the 64 bytes by which
+// a title, the identity (GPU, driver, version of cuBLASLt), and a line for each GEMM with the 64 bytes by which
 // cuBLASLt knows an algorithm. The hash is that of the identity. A file of another identity or with a damaged line is
 // left aside with a warning, never an error.
 #pragma once
@@ -28,11 +28,11 @@ class MatmulPlans {
   MatmulPlans(std::string identity, std::string run_file);
 
   bool remembers() const { return !cache_file_.empty(); }
-  // The plan of a product, by its name. Null: not known.
-  const StoredAlgorithm* find(const std::string& product) const;
+  // The plan of a GEMM, by its name. Null: not known.
+  const StoredAlgorithm* find(const std::string& gemm) const;
   // A remembered plan that this library no longer takes.
-  void forget(const std::string& product) { plans_.erase(product); }
-  // Adds choices of this process, and writes the files. Where another process has chosen for the same product in the
+  void forget(const std::string& gemm) { plans_.erase(gemm); }
+  // Adds choices of this process, and writes the files. Where another process has chosen for the same GEMM in the
   // meantime its choice stays: find() tells which one holds.
   void add(const StoredPlans& chosen);
 

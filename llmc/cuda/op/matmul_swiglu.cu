@@ -11,16 +11,16 @@
 // evenly: with more loads in flight, or with gate and up fetched into L2 ahead, the copies of the operands come late
 // (dev/PERFORMANCE.md). The order of a sum is that of k.
 
-#include "llmc/cuda/matmul_swiglu.h"
+#include "llmc/cuda/op/matmul_swiglu.h"
 
 #include <algorithm>
 #include <type_traits>
 
-#include "llmc/cuda/cluster.cuh"
-#include "llmc/cuda/hopper.cuh"
-#include "llmc/cuda/launch.cuh"
-#include "llmc/cuda/swiglu.cuh"
-#include "llmc/cuda/tensor_map.h"
+#include "llmc/cuda/hw/cluster.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
+#include "llmc/cuda/op/swiglu.cuh"
 
 namespace weft::cuda {
 

@@ -17,8 +17,8 @@
 #include <algorithm>
 
 #include "llmc/base/philox.h"
-#include "llmc/cuda/elements.cuh"
-#include "llmc/cuda/residual_norm.h"
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/op/residual_norm.h"
 
 namespace weft::cuda::norm_detail {
 

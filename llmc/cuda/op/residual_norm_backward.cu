@@ -11,10 +11,10 @@
 // Column sums (dweight, ...) grow in registers or shared memory, each thread adding to its own columns; at the end a block
 // writes them to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where
 // shared memory is too small for the sums, the full kernel lets them grow in the workspace itself.
-// llmc/cuda/residual_norm.cuh has the rest.
+// llmc/cuda/op/residual_norm.cuh has the rest.
 
-#include "llmc/cuda/launch.cuh"
-#include "llmc/cuda/residual_norm.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/residual_norm.cuh"
 
 namespace weft::cuda {
 

@@ -3,9 +3,9 @@
 //   h = dropout(x rowscale) colscale + residual        z = xhat w + b,   xhat = (h - mean) rstd
 //
 // Bytes moved a row for the form of Llama, T and R of E bytes: x and residual are read, residual_out and out written,
-// 4 C E. llmc/cuda/residual_norm.cuh says how it is laid out.
+// 4 C E. llmc/cuda/op/residual_norm.cuh says how it is laid out.
 
-#include "llmc/cuda/residual_norm.cuh"
+#include "llmc/cuda/op/residual_norm.cuh"
 
 namespace weft::cuda {
 

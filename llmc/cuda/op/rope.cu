@@ -8,11 +8,11 @@
 // token, 2 half floats, comes from memory once a block and then from L1: one block turns all heads of one token.
 // Dimensions from 2 half on pass through and are not moved at all.
 
-#include "llmc/cuda/rope.h"
+#include "llmc/cuda/op/rope.h"
 
 #include <algorithm>
 
-#include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/hw/elements.cuh"
 
 namespace weft::cuda {
 

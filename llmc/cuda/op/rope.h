@@ -19,8 +19,8 @@ struct DeviceRopeTable {
 // x: B x T tokens of NH heads in float, bf16 or fp16; token t has position first_position + t <
 // table.positions.
 template <typename Storage>
-void rope_forward(HeadViewOf<Storage> x, const DeviceRopeTable& table, std::int64_t B, std::int64_t T,
-                  std::int64_t NH, std::int64_t first_position, cudaStream_t stream);
+void rope_forward(HeadViewOf<Storage> x, const DeviceRopeTable& table, std::int64_t B, std::int64_t T, std::int64_t NH,
+                  std::int64_t first_position, cudaStream_t stream);
 // The gradient is the rotation by the opposite angle, in place on dx.
 template <typename Storage>
 void rope_backward(HeadViewOf<Storage> dx, const DeviceRopeTable& table, std::int64_t B, std::int64_t T,
@@ -29,11 +29,9 @@ void rope_backward(HeadViewOf<Storage> dx, const DeviceRopeTable& table, std::in
 // Queries (NH heads) and keys (NKV heads) in one launch.
 template <typename Storage>
 void rope_forward(HeadViewOf<Storage> q, HeadViewOf<Storage> k, const DeviceRopeTable& table, std::int64_t B,
-                  std::int64_t T, std::int64_t NH, std::int64_t NKV, std::int64_t first_position,
-                  cudaStream_t stream);
+                  std::int64_t T, std::int64_t NH, std::int64_t NKV, std::int64_t first_position, cudaStream_t stream);
 template <typename Storage>
-void rope_backward(HeadViewOf<Storage> dq, HeadViewOf<Storage> dk, const DeviceRopeTable& table,
-                   std::int64_t B, std::int64_t T, std::int64_t NH, std::int64_t NKV,
-                   std::int64_t first_position, cudaStream_t stream);
+void rope_backward(HeadViewOf<Storage> dq, HeadViewOf<Storage> dk, const DeviceRopeTable& table, std::int64_t B,
+                   std::int64_t T, std::int64_t NH, std::int64_t NKV, std::int64_t first_position, cudaStream_t stream);
 
 }  // namespace weft::cuda

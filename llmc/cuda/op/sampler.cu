@@ -1,10 +1,10 @@
 // Sampling: a row is at most a few megabytes and lies in L2 when the head has just written it. What takes time is
-// instructions, so the blocks of a cluster share a row where the GPU has clusters. llmc/cuda/sampler.cuh has the algorithm.
+// instructions, so the blocks of a cluster share a row where the GPU has clusters. llmc/cuda/op/sampler.cuh has the algorithm.
 
-#include "llmc/cuda/sampler.h"
+#include "llmc/cuda/op/sampler.h"
 
-#include "llmc/cuda/launch.cuh"
-#include "llmc/cuda/sampler.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/sampler.cuh"
 
 namespace weft::cuda {
 

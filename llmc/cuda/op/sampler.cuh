@@ -26,7 +26,7 @@
 
 #include "llmc/base/sampling.h"
 #include "llmc/base/sampling_math.h"
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
 
 namespace weft::cuda {
 
@@ -88,8 +88,8 @@ template <int kThreads, int kBarrier, bool kThroughL1, int kBlocks>
 struct SampleBlock {
   using Scratch = SamplerScratch<kThreads, kBlocks>;
   static constexpr int kWarps = Scratch::kWarps, kPivots = Scratch::kPivots, kSums = Scratch::kSums;
-  static constexpr int kAhead = 4;                               // 16-byte loads of a thread before it uses the first
-  static constexpr int kBatch = 4 * kAhead;                      // logits
+  static constexpr int kAhead = 4;                                // 16-byte loads of a thread before it uses the first
+  static constexpr int kBatch = 4 * kAhead;                       // logits
   static constexpr std::int32_t kWarpBatch = kBatch * kWarpSize;  // logits of a warp
   static constexpr bool kCluster = kBlocks > 1;
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024);
@@ -221,7 +221,9 @@ struct SampleBlock {
     __syncwarp();
   }
 
-  __device__ std::uint64_t weight(float logit) const { return sampling_weight(logit, greatest, plan.scale); }
+  __device__ std::uint64_t weight(float logit) const {
+    return sampling_weight(logit, greatest, plan.scale);
+  }
   // Whether the weight is above 0; most logits do not need the exponential for that.
   __device__ bool has_weight(float logit) const {
     const double exponent = (static_cast<double>(logit) - static_cast<double>(greatest)) * plan.scale;
@@ -233,7 +235,7 @@ struct SampleBlock {
     float highest = -INFINITY, least = INFINITY;
     std::int32_t highest_id = 0;
     bool not_a_number = false;
-    for_each_batch([&](const float (&values)[kBatch], std::int32_t place) {
+    for_each_batch([&](const float(&values)[kBatch], std::int32_t place) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const float logit = values[i];
@@ -297,8 +299,8 @@ struct SampleBlock {
     if (!by_value) pivots[0] = middle;
     // The bracket's ends as logits, where they are logits at all.
     const double low = fmax(static_cast<double>(logit_of(static_cast<std::uint32_t>(lo >> 32))), lightest);
-    const double high = fmin(static_cast<double>(logit_of(static_cast<std::uint32_t>(hi >> 32))),
-                             static_cast<double>(greatest));
+    const double high =
+        fmin(static_cast<double>(logit_of(static_cast<std::uint32_t>(hi >> 32))), static_cast<double>(greatest));
 #pragma unroll
     for (int j = 1; j < kPivots; ++j) {
       values[j] = static_cast<float>(low + (high - low) * (static_cast<double>(j) / kPivots));

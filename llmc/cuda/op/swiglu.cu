@@ -7,9 +7,9 @@
 // A thread owns 16 bytes of gate and the same columns of up, so it has read all that its writes overwrite: in place is
 // safe. Neighbouring blocks take neighbouring parts of one row: what is in work at a time lies close together in memory.
 
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/op/swiglu.h"
 
-#include "llmc/cuda/swiglu.cuh"
+#include "llmc/cuda/op/swiglu.cuh"
 
 namespace weft::cuda {
 

@@ -6,7 +6,7 @@
 // One definition for the kernels of swiglu.cu and for the epilogues of matmul_swiglu.cu: the same bits in both.
 #pragma once
 
-#include "llmc/cuda/elements.cuh"
+#include "llmc/cuda/hw/elements.cuh"
 
 namespace weft::cuda {
 

@@ -1,7 +1,7 @@
-#include "llmc/cuda/arena.h"
+#include "llmc/cuda/runtime/arena.h"
 
 #include "llmc/base/log.h"
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

@@ -1,8 +1,8 @@
-#include "llmc/cuda/device.h"
+#include "llmc/cuda/runtime/device.h"
 
 #include <cuda_runtime_api.h>
 
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

@@ -1,4 +1,4 @@
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 #include <cstdint>
 

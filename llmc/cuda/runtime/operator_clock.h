@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/operator_table.h"
 
 namespace weft::cuda {
@@ -48,9 +48,5 @@ class OperatorClock {
   bool timing_ = false;
   std::deque<Call> calls_;  // events do not move
 };
-
-// The ceilings of an OperatorTable on this GPU, each the best of a few runs: bytes/s and flops/s. Takes up to 2 GB of
-// device memory for the time of the call, less where less is free.
-std::pair<double, double> measure_ceilings(cudaStream_t stream);
 
 }  // namespace weft::cuda

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/cuda/arena.h"
+#include "llmc/cuda/runtime/arena.h"
 
 namespace weft::cuda {
 

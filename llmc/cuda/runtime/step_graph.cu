@@ -1,7 +1,7 @@
-#include "llmc/cuda/step_graph.h"
+#include "llmc/cuda/runtime/step_graph.h"
 
 #include "llmc/base/log.h"
-#include "llmc/cuda/error.h"
+#include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
 

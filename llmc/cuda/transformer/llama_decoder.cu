@@ -1,22 +1,22 @@
 // One launch an operator, the K/V cache [NKV, capacity, HS] a layer. A decode step is a prefill of one token. generate_ids()
 // picks on the GPU, and the host waits for each id: a sample of a training run is a look at the model, not a service.
-#include "llmc/cuda/llama_decoder.h"
+#include "llmc/cuda/transformer/llama_decoder.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/classifier.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/embedding.h"
-#include "llmc/cuda/matmul.h"
-#include "llmc/cuda/regions.h"
-#include "llmc/cuda/residual_norm.h"
-#include "llmc/cuda/rope.h"
-#include "llmc/cuda/sampler.h"
-#include "llmc/cuda/stream.h"
-#include "llmc/cuda/swiglu.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/classifier.h"
+#include "llmc/cuda/op/embedding.h"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/sampler.h"
+#include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/regions.h"
+#include "llmc/cuda/runtime/stream.h"
 
 namespace weft::cuda {
 

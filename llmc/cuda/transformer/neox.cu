@@ -7,7 +7,7 @@
 // Generating, the host stays a few tokens behind the GPU: token id, position and sampling plan live in device memory, each
 // sampled id is published through page-locked memory, and the next steps are queued before the host has seen it. What the
 // GPU then does in vain (the host has stopped) lies in the cache at length() and behind, where nobody reads it.
-#include "llmc/cuda/neox.h"
+#include "llmc/cuda/transformer/neox.h"
 
 #include <algorithm>
 #include <atomic>
@@ -19,24 +19,24 @@
 #include <thread>
 #include <utility>
 
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/attention/attention.h"
-#include "llmc/cuda/classifier.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/decode_attention.h"
-#include "llmc/cuda/device.h"
-#include "llmc/cuda/embedding.h"
-#include "llmc/cuda/fused_decode.h"
-#include "llmc/cuda/gelu.h"
-#include "llmc/cuda/gemv.h"
-#include "llmc/cuda/launch.cuh"
-#include "llmc/cuda/matmul.h"
-#include "llmc/cuda/neox_parameters.h"
-#include "llmc/cuda/regions.h"
-#include "llmc/cuda/residual_norm.h"
-#include "llmc/cuda/rope.h"
-#include "llmc/cuda/sampler.h"
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/classifier.h"
+#include "llmc/cuda/op/decode_attention.h"
+#include "llmc/cuda/op/embedding.h"
+#include "llmc/cuda/op/gelu.h"
+#include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/sampler.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/device.h"
+#include "llmc/cuda/runtime/regions.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/transformer/neox_parameters.h"
 
 namespace weft::cuda {
 
@@ -298,10 +298,10 @@ class NeoxDecoder final : public DecodeModel {
                                                           : CUDA_R_16F;
     const bool bias = config_.attention_bias;
     const Accumulate joined = config_.parallel_residual ? Accumulate::yes : Accumulate::no;
-    const MatmulShape shapes[] = {{Product::forward, kChunk, C, 3 * C, type, Accumulate::no, bias},
-                                  {Product::forward, kChunk, C, C, type, Accumulate::no, bias},
-                                  {Product::forward, kChunk, C, F, type, Accumulate::no, true},
-                                  {Product::forward, kChunk, F, C, type, joined, true}};
+    const MatmulShape shapes[] = {{Gemm::forward, kChunk, C, 3 * C, type, Accumulate::no, bias},
+                                  {Gemm::forward, kChunk, C, C, type, Accumulate::no, bias},
+                                  {Gemm::forward, kChunk, C, F, type, Accumulate::no, true},
+                                  {Gemm::forward, kChunk, F, C, type, joined, true}};
     matmul_.prepare(shapes);
     return true;
   }

@@ -1,4 +1,4 @@
-#include "llmc/cuda/neox_parameters.h"
+#include "llmc/cuda/transformer/neox_parameters.h"
 
 #include <algorithm>
 #include <atomic>
@@ -13,9 +13,9 @@
 
 #include "llmc/base/hash.h"
 #include "llmc/base/philox.h"
-#include "llmc/cuda/arena.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/stream.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/stream.h"
 
 namespace weft::cuda {
 

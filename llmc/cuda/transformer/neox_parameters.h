@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/neox.h"
-#include "llmc/cuda/neox_weights.h"
+#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/model_file.h"
 
 namespace weft::cuda {

@@ -1,14 +1,14 @@
 // The public functions of attention.h: they refuse what no kernel computes and choose a path.
 
-#include "llmc/cuda/attention/attention.h"
+#include "llmc/cuda/op/attention/attention.h"
 
 #include <algorithm>
 #include <iterator>
 #include <type_traits>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
 

@@ -15,7 +15,7 @@
 
 #include <cstddef>
 
-#include "llmc/cuda/rope.h"
+#include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {

@@ -42,11 +42,11 @@
 #include <cstdint>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/mma.cuh"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/common.cuh"
-#include "llmc/cuda/hopper.cuh"
-#include "llmc/cuda/tensor_map.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
+#include "llmc/cuda/op/attention/mma.cuh"
+#include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
 
@@ -57,7 +57,7 @@ using namespace hopper;
 constexpr int kRowBytes = 128;               // of a tile: 64 columns
 constexpr int kKeys = 128, kGroupKeys = 64;  // of a block, of a warpgroup
 constexpr int kKeyTile = kKeys * kRowBytes;
-constexpr int kStages = 2;  // of every ring of buffers
+constexpr int kStages = 2;              // of every ring of buffers
 constexpr int kSumBytes = 64 * 64 * 4;  // what a warpgroup adds to dQ in one step: 64 x 64 in fp32
 
 template <int HeadDim>

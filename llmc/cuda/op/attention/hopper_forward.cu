@@ -21,10 +21,10 @@
 #include <cstdint>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/mma.cuh"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/hopper.cuh"
-#include "llmc/cuda/tensor_map.h"
+#include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
+#include "llmc/cuda/op/attention/mma.cuh"
+#include "llmc/cuda/op/attention/paths.h"
 
 #if !WEFT_WGMMA
 #pragma nv_diag_suppress 177  // without the kernel's body nobody uses what only it needs

@@ -11,7 +11,7 @@
 
 #include <type_traits>
 
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
 
 namespace weft::cuda {
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "llmc/cuda/rope.h"
+#include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
 
 #if defined(__CUDACC__)

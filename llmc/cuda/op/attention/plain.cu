@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
 

@@ -22,9 +22,9 @@
 #include <cstdint>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/attention/mma.cuh"
-#include "llmc/cuda/attention/paths.h"
-#include "llmc/cuda/common.cuh"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/mma.cuh"
+#include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
 
