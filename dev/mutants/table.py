@@ -275,7 +275,7 @@ GPU = [
     Mutant("GPU: tickets of a token's attention stay used", "llmc/cuda/op/decode_attention.cu",
            "  if (threadIdx.x == 0) *ticket = 0;  // for the next token\n", "", ("gpu:CudaDecodeAttention*.Tokens*",)),
     Mutant("GPU: a captured step keeps its first values", "llmc/cuda/runtime/step_graph.cu",
-           "if (executable_ == nullptr || values != values_) {", "if (executable_ == nullptr) {",
+           "if (graph_.empty() || values != values_) {", "if (graph_.empty()) {",
            ("gpu:CudaStepGraph.*",)),
     Mutant("GPU: a Llama scores more ids than there is room for", "llmc/cuda/transformer/llama_decoder.cu",
            "  reset();\n  check_room(ids.size());\n", "  reset();\n", ("gpu:CudaLlamaDecoder.Scores*",)),
