@@ -19,6 +19,7 @@
 #include <thread>
 #include <utility>
 
+#include "llmc/base/regions.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/launch.cuh"
@@ -35,7 +36,6 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/device.h"
-#include "llmc/cuda/runtime/regions.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 
