@@ -1,3 +1,5 @@
+// Attention on the CPU by the flash recurrence, block by block: no T x T matrix is stored. attention.cpp is the definition.
+//
 // Forward, for one query block Q and each key block K, V in turn (Dao et al., 2022, algorithm 1):
 //
 //   S = scale Q K^T;   m' = max(m, rowmax S);   P = e^(S - m');
@@ -9,17 +11,16 @@
 //
 //   dV += P^T dO;  dP = dO V^T;  dS = P * (dP - D);  dQ += scale dS K;  dK += scale dS^T Q.
 //
-// Blocks of 64 queries by 64 keys: S fits the first-level cache for every head dimension, and each copied
-// block of K and V serves 64 queries. Blocks that the causal mask hides altogether are skipped. The blocks
-// are copied into scratch whose rows are padded with zeros to whole vectors, so that the five products share
-// one kernel without remainders in their inner loop; K and V are also stored transposed where the product
-// sums over the head dimension.
+// Blocks of 64 queries by 64 keys: S fits the first-level cache for every head dimension, and each copied block of K and V
+// serves 64 queries. Blocks that the causal mask hides completely are skipped. The blocks are copied into scratch whose rows
+// are padded with zeros to full vectors, so that the GEMMs share one kernel without remainders in their inner loop; K and V
+// are also stored transposed where a GEMM sums over the head dimension.
 //
-// A call with few queries (decode) would spend its time on those copies: it goes row by row over K and V as
+// With few queries (decode) those copies would cost more than the arithmetic: such a call goes row by row over K and V where
 // they lie.
 //
-// Forward: one thread has one query block. Backward: one thread has one K/V head of one sequence and adds its
-// query heads in order. So no two threads write the same element and no sum depends on their number.
+// Forward: a thread has one query block. Backward: a thread has one K/V head of one sequence and adds its query heads in
+// order. So no two threads write the same element and no sum depends on the number of threads.
 
 #include "llmc/cpu/attention.h"
 
@@ -43,8 +44,8 @@ constexpr std::int64_t kBlock = 64;      // queries, and keys, of a block
 constexpr std::int64_t kFewQueries = 8;  // up to this many queries go row by row
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A vector register of floats, read and written at any address. A type wider than the machine's registers
-// would be taken apart through memory.
+// A vector register of floats, read and written at any address. The compiler would split a type wider than the machine's
+// registers and pass its parts through memory.
 #if defined(__AVX512F__)
 constexpr std::int64_t kLanes = 16;
 #elif defined(__AVX__)
@@ -75,8 +76,8 @@ struct Strided {
 // registers: with 4 x 2 of them each loaded vector of b serves 4 additions, and 8 independent sums hide the
 // latency of one.
 template <int Rows, int Vectors>
-void register_product(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride,
-                      std::int64_t K) {
+void register_gemm(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride,
+                   std::int64_t K) {
   Lanes sums[Rows][Vectors];
 #pragma GCC unroll 8
   for (int i = 0; i < Rows; ++i) {
@@ -100,17 +101,17 @@ void register_product(float* c, std::int64_t c_stride, const Strided& a, const f
 }
 
 // c [M, N] += a [M, K] b [K, N]; M a multiple of 4, N of kLanes.
-void add_product(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride,
-                 std::int64_t M, std::int64_t N, std::int64_t K) {
+void add_gemm(float* c, std::int64_t c_stride, const Strided& a, const float* b, std::int64_t b_stride, std::int64_t M,
+              std::int64_t N, std::int64_t K) {
   constexpr int kRows = 4;
   for (std::int64_t m = 0; m < M; m += kRows) {
     const Strided a_rows = {a.data + m * a.row, a.row, a.column};
     float* c_rows = c + m * c_stride;
     std::int64_t n = 0;
     for (; n + 2 * kLanes <= N; n += 2 * kLanes) {
-      register_product<kRows, 2>(c_rows + n, c_stride, a_rows, b + n, b_stride, K);
+      register_gemm<kRows, 2>(c_rows + n, c_stride, a_rows, b + n, b_stride, K);
     }
-    if (n < N) register_product<kRows, 1>(c_rows + n, c_stride, a_rows, b + n, b_stride, K);
+    if (n < N) register_gemm<kRows, 1>(c_rows + n, c_stride, a_rows, b + n, b_stride, K);
   }
 }
 
@@ -280,11 +281,11 @@ void forward_block(const AttentionShape& shape, HeadView out, float* lse, ConstH
     copy_tokens(K, HP, k, b, first_key, kv, keys, HS, 1.0f);
     transpose(KT, K, HP);
     std::fill(S, S + kBlock * kBlock, 0.0f);
-    add_product(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
+    add_gemm(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
     mask_scores(S, shape, first_query, first_key);
     softmax.update(S, O, HP);
     copy_tokens(V, HP, v, b, first_key, kv, keys, HS, 1.0f);
-    add_product(O, HP, {S, kBlock, 1}, V, HP, kBlock, HP, kBlock);
+    add_gemm(O, HP, {S, kBlock, 1}, V, HP, kBlock, HP, kBlock);
   }
   for (std::int64_t t = 0; t < queries; ++t) {
     const float inverse = 1.0f / softmax.sum[t];
@@ -317,11 +318,11 @@ void softmax_backward(float* S, float* dP, const float* lse, const float* D, std
       std::fill(gradient, gradient + kBlock, 0.0f);
       continue;
     }
-    const float offset = lse[t], product = D[t];
+    const float log_sum = lse[t], mean = D[t];
 #pragma omp simd
     for (std::int64_t j = 0; j < kBlock; ++j) {
-      score[j] = exp_f32(score[j] - offset);
-      gradient[j] = score[j] * (gradient[j] - product);
+      score[j] = exp_f32(score[j] - log_sum);
+      gradient[j] = score[j] * (gradient[j] - mean);
     }
   }
 }
@@ -365,14 +366,14 @@ void backward_kv_head(const AttentionShape& shape, const BackwardViews& views, s
         copy_tokens(dO, HP, views.dout, b, first, h, queries, HS, 1.0f);
         std::fill(S, S + kBlock * kBlock, 0.0f);
         std::fill(dS, dS + kBlock * kBlock, 0.0f);
-        add_product(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
+        add_gemm(S, kBlock, {Q, HP, 1}, KT, kBlock, kBlock, kBlock, HP);
         mask_scores(S, shape, first, first_key);
-        add_product(dS, kBlock, {dO, HP, 1}, VT, kBlock, kBlock, kBlock, HP);
+        add_gemm(dS, kBlock, {dO, HP, 1}, VT, kBlock, kBlock, kBlock, HP);
         softmax_backward(S, dS, views.lse + (b * shape.NH + h) * shape.TQ + first, D + g * shape.TQ + first, queries);
-        add_product(dV, HP, {S, 1, kBlock}, dO, HP, kBlock, HP, kBlock);
-        add_product(dK, HP, {dS, 1, kBlock}, Q, HP, kBlock, HP, kBlock);  // Q carries the scale
+        add_gemm(dV, HP, {S, 1, kBlock}, dO, HP, kBlock, HP, kBlock);
+        add_gemm(dK, HP, {dS, 1, kBlock}, Q, HP, kBlock, HP, kBlock);  // Q carries the scale
         std::fill(dQ, dQ + kBlock * HP, 0.0f);
-        add_product(dQ, HP, {dS, kBlock, 1}, K, HP, kBlock, HP, kBlock);
+        add_gemm(dQ, HP, {dS, kBlock, 1}, K, HP, kBlock, HP, kBlock);
         for (std::int64_t t = 0; t < queries; ++t) {
           float* row = views.dq.at(b, first + t, h);
 #pragma omp simd

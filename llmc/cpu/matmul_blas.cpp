@@ -1,11 +1,11 @@
-// out = x W^T (+ bias);  dx = dout W;  dW += dout^T x;  dbias += column sums of dout.
+// The linear layer by OpenBLAS. matmul.cpp is the definition.
 //
-// Every product is cut into blocks of the output whose sizes follow from the shape alone. A block is one
-// single-threaded sgemm, and our own OpenMP loop hands the blocks out: an element is summed in the same order
-// for any number of threads, which a threaded BLAS call does not promise.
+// Every GEMM is cut into blocks of the output whose sizes follow from the shape alone. A block is one single-threaded sgemm,
+// and an OpenMP loop assigns the blocks to threads: an element is summed in the same order for any number of threads, which a
+// threaded BLAS call does not promise.
 //
-// One row, or a few, reads every weight once for hardly any arithmetic: there memory is the limit and sgemm
-// would first copy the weights into its packed layout. Those rows go through plain dot products instead.
+// One row of x, or a few, reads every weight for very little arithmetic: memory is the limit, and sgemm would first copy the
+// weights into its packed layout. Those rows are taken as dot products.
 
 #include "llmc/cpu/matmul.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::int64_t kFewRows = 4;     // up to this many rows of x are taken as dot products
 constexpr std::int64_t kDotOutputs = 4;  // rows of W whose dot products run side by side
-constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 96;  // of a block of a product
+constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 96;  // of a block of the output
 constexpr std::int64_t kEnoughBlocks = 16;  // smaller blocks cost more than a better balance gives back
 
 std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
@@ -49,7 +49,7 @@ void one_blas_thread() {
 }
 
 // c [M, N] = a [M, K] b [K, N] + beta c.
-void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K, float beta) {
+void gemm(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K, float beta) {
   if (M == 0 || N == 0) return;
   one_blas_thread();
   std::int64_t rows = std::min(M, kMostRows), columns = std::min(N, kMostColumns);
@@ -144,13 +144,13 @@ void matmul_forward(float* out, const float* x, const float* weight, const float
     }
     add = true;
   }
-  product(out, {x, C}, {weight, C, CblasTrans}, N, OC, C, add ? 1.0f : 0.0f);
+  gemm(out, {x, C}, {weight, C, CblasTrans}, N, OC, C, add ? 1.0f : 0.0f);
 }
 
 void matmul_backward(float* dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight,
                      std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate_dx) {
-  if (dx) product(dx, {dout, OC}, {weight, C}, N, C, OC, accumulate_dx == Accumulate::yes ? 1.0f : 0.0f);
-  if (dweight) product(dweight, {dout, OC, CblasTrans}, {x, C}, OC, C, N, 1.0f);
+  if (dx) gemm(dx, {dout, OC}, {weight, C}, N, C, OC, accumulate_dx == Accumulate::yes ? 1.0f : 0.0f);
+  if (dweight) gemm(dweight, {dout, OC, CblasTrans}, {x, C}, OC, C, N, 1.0f);
   if (dbias) add_column_sums(dbias, dout, N, OC);
 }
 
