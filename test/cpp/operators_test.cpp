@@ -445,6 +445,28 @@ TEST(Classifier, NanGivesNan) {
   }
 }
 
+// The greatest logit of a row in each column in turn, so far above the others that a sum taken without it overflows; then a
+// NaN. 1100 columns are more than a block of the sum.
+TEST(Classifier, EveryColumnCounts) {
+  for (const std::int64_t V : {1, 3, 16, 37, 1100}) {
+    Floats logits = random_floats(V * V, 1), losses(V);  // row c has it in column c
+    std::vector<std::int32_t> labels;
+    for (std::int64_t c = 0; c < V; ++c) {
+      logits[c * V + c] = 300.0f;
+      labels.push_back(static_cast<std::int32_t>((c + 1) % V));
+    }
+    Floats gradient = logits, bad = logits;
+    classifier(gradient.data(), losses.data(), labels.data(), V, V, 1.0f, true);
+    for (std::int64_t c = 0; c < V; ++c) {
+      ASSERT_NEAR(losses[c], V == 1 ? 0.0f : 300.0f - logits[c * V + labels[c]], 1e-4) << c << " of " << V;
+      ASSERT_EQ(gradient[c * V + c], V == 1 ? 0.0f : 1.0f) << c << " of " << V;
+      bad[c * V + c] = kNaN;
+    }
+    classifier(bad.data(), losses.data(), labels.data(), V, V, 1.0f, true);
+    for (std::int64_t c = 0; c < V; ++c) ASSERT_TRUE(std::isnan(losses[c])) << c << " of " << V;
+  }
+}
+
 TEST(Classifier, SameBitsForAnyThreads) {
   const std::int64_t N = 37, V = 3001;
   const Floats logits = random_floats(N * V, 1);
