@@ -27,25 +27,18 @@ struct Elements {
       value[0] = *address;
     }
   }
+  // One access a word: the compiler splits a plain assignment of words whose halves were computed one by one into as many
+  // stores.
   __device__ void store(T* address) const {
-    if constexpr (kPacked) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(address)[i] = reinterpret_cast<const Word*>(value)[i];
-    } else {
-      *address = value[0];
-    }
-  }
-  // As one access each: a plain store of words that were made one by one is split into as many.
-  __device__ void store_whole(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
         __stwb(reinterpret_cast<Word*>(address) + i, reinterpret_cast<const Word*>(value)[i]);
     } else {
-      store(address);
+      *address = value[0];
     }
   }
-  // Evict first: for data that nobody reads soon, so that it does not push out what will be.
+  // Evict first: for data that is not read soon, so that it does not displace data that is.
   __device__ void store_streaming(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
@@ -102,25 +95,6 @@ struct Elements {
 template <typename... Pointers>
 bool aligned_to_16(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
-}
-
-// e^x and 1/x for a result that is stored in T: a few units in the last place of fp32 are nothing in 16 bits, so there
-// the approximations do.
-template <typename T>
-__device__ inline float exp_for(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return expf(x);
-  } else {
-    return exp2_approximate(x * kLog2E);
-  }
-}
-template <typename T>
-__device__ inline float reciprocal_for(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return 1.0f / x;
-  } else {
-    return reciprocal_approximate(x);
-  }
 }
 
 }  // namespace weft::cuda

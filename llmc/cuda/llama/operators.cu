@@ -118,12 +118,11 @@ void Llama<S>::launch_norm(std::int64_t branch, const ResidualNormForward<S, S>&
              [&] { residual_norm_forward(norm_shape(branch), norm, stream_); });
 }
 
-// out = norm(residual): the first norm, and norms that are recomputed. Those pass the shape of linear_and_normalize(), with
-// its dropout, although nothing is dropped: residual_norm.h chooses by it how a row is spread over threads, and with that
-// the order of the sums. Another order has other last bits in mean and rstd, which the backward pass reads in fp32.
+// out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call that
+// stored the stream, so it needs no dropout's shape.
 template <typename S>
 void Llama<S>::normalize(const NormSite& site) {
-  launch_norm(site.branch, norm_operands(site));
+  launch_norm(-1, norm_operands(site));
 }
 
 // residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it the

@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
       if (chunk + unit >= mine) continue;
       Elements<T, kCount> values = stash[chunk + unit];
       gradient.apply(values, static_cast<std::int64_t>(first + chunk + unit) * kCount);
-      values.store_whole(to + unit * kCount);
+      values.store(to + unit * kCount);
     }
   }
   Elements<T, kCount> zeros;

@@ -21,6 +21,7 @@
 
 #include <algorithm>
 
+#include "llmc/cuda/hw/cluster.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kClusterThreads)
 #pragma unroll
     for (int w = 0; w < kClusterWarps; ++w) total += memory.next[w][digit_of_thread];
     memory.total[digit_of_thread] = total;
-    cluster.sync();
+    cluster_barrier();  // what each block wrote, its totals, is visible to all of them
     // Where the digit's pairs begin: after those of smaller digits, then after those of the blocks before this one.
     int everywhere = 0, before = 0;
 #pragma unroll
@@ -235,11 +236,17 @@ __global__ void __launch_bounds__(kClusterThreads)
         *cluster.map_shared_rank(other + to % capacity, to / capacity) = pair;
       }
     }
-    cluster.sync();
+    if (last) break;
+    cluster_barrier();  // the pairs that blocks wrote into each other's memory are visible there
     Pair* const moved = other;
     other = pairs;
     pairs = moved;
   }
+  // A block may leave when nobody reads its totals any more. Those reads are done: their results are in the places to which
+  // the pairs went. Nothing has to become visible, so this barrier is one without the fence, which would wait for all pairs
+  // that the thread has just written to global memory; the end of the kernel makes those visible.
+  cluster_arrive();
+  cluster_wait();
 #endif
 }
 

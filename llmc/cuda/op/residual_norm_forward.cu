@@ -152,6 +152,21 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
   check_launch("residual_norm_forward");
 }
 
+// All forms spread a row of C columns over the same threads, so that they add its sums in the same order: recomputation takes
+// the norm of a stored stream (alone) where the forward pass may have joined a branch with dropout (full).
+template <typename T, typename R, typename S>
+void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
+                 int shared_limit) {
+  if (form == Form::full) {
+    using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
+    return launch_forward<T, R, Bounded, Form::full>(shape, io, stream, shared_limit);
+  }
+  if constexpr (S::kWhole) {
+    if (form == Form::alone) return launch_forward<T, R, S, Form::alone>(shape, io, stream, shared_limit);
+  }
+  launch_forward<T, R, S, Form::joined>(shape, io, stream, shared_limit);
+}
+
 }  // namespace
 
 int norm_shared_memory() {
@@ -163,19 +178,14 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
                            int shared_limit) {
   check_shape(shape);
   if (shape.rows == 0) return;
+  Form form = Form::joined;
   if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
-    return for_full_spread<R>(shape.C, [&](auto spread) {
-      launch_forward<T, R, decltype(spread), Form::full>(shape, io, stream, shared_limit);
-    });
+    form = Form::full;
+  } else if (io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr) {
+    form = Form::alone;
   }
-  const bool alone = io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr;
-  for_plain_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
-    using S = decltype(spread);
-    if constexpr (S::kWhole) {
-      if (alone) return launch_forward<T, R, S, Form::alone>(shape, io, stream, shared_limit);
-    }
-    launch_forward<T, R, S, Form::joined>(shape, io, stream, shared_limit);
-  });
+  for_plain_spread<R, kMayBeWhole<T, R>>(
+      shape.C, [&](auto spread) { launch_form<T, R, decltype(spread)>(form, shape, io, stream, shared_limit); });
 }
 
 #define WEFT_INSTANTIATE(T, R)                                                                                        \
