@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/fragments.cuh"
 
 namespace weft::cuda {
 
@@ -64,27 +65,6 @@ __device__ inline void multiply_add(float (&c)[4], const Fragment& a, unsigned b
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
-  }
-}
-
-// Two fp32 values rounded to T; `low` at the lower address.
-template <typename T>
-__device__ inline unsigned pack(float low, float high) {
-  unsigned packed;
-  if constexpr (std::is_same_v<T, bf16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-template <typename T>
-__device__ inline float2 unpack(unsigned packed) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
-  } else {
-    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
   }
 }
 
