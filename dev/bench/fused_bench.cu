@@ -150,9 +150,9 @@ void run(const Shape& shape, const Options& options, double ceiling) {
                    cudaMemcpyHostToDevice),
         "rope");
   const auto at = [&](const std::string& name) { return memory.at<S>(0) + table.at(name).offset; };
-  const auto norm = [&](const std::string& name) { return NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")}; };
-  const auto linear = [&](const std::string& name) { return NeoxLinear<S>{at(name + ".weight"), at(name + ".bias")}; };
-  NeoxWeights<S> w;
+  const auto norm = [&](const std::string& name) { return Norm<S>{at(name + ".weight"), at(name + ".bias")}; };
+  const auto linear = [&](const std::string& name) { return Linear<S, S>{at(name + ".weight"), at(name + ".bias")}; };
+  NeoxWeights<S, S> w;
   w.embedding = at("gpt_neox.embed_in.weight");
   w.head = at("embed_out.weight");
   w.final_norm = norm("gpt_neox.final_layer_norm");
@@ -162,7 +162,7 @@ void run(const Shape& shape, const Options& options, double ceiling) {
                         linear(prefix + "attention.query_key_value"), linear(prefix + "attention.dense"),
                         linear(prefix + "mlp.dense_h_to_4h"), linear(prefix + "mlp.dense_4h_to_h")});
   }
-  const NeoxCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
+  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");

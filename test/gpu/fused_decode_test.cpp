@@ -108,24 +108,22 @@ class Model {
     keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
     values_.fill_bytes(0xff);
     return std::make_unique<cuda::FusedDecode<S>>(
-        config_, weights(), cuda::NeoxCache<S>{keys_.data(), values_.data(), capacity_}, rope_, stream_, tuning);
+        config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_}, rope_, stream_, tuning);
   }
 
  private:
   std::size_t cache_elements() const {
     return static_cast<std::size_t>(config_.num_layers * config_.hidden_size * capacity_);
   }
-  cuda::NeoxWeights<S> weights() const {
+  cuda::NeoxWeights<S, S> weights() const {
     const TensorTable table(config_);
     const auto at = [&](const std::string& name) { return arena_.data() + table.at(name).offset; };
-    const auto norm = [&](const std::string& name) {
-      return cuda::NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")};
-    };
+    const auto norm = [&](const std::string& name) { return cuda::Norm<S>{at(name + ".weight"), at(name + ".bias")}; };
     const auto linear = [&](const std::string& name) {
       const bool bias = table.find(name + ".bias") != nullptr;
-      return cuda::NeoxLinear<S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
+      return cuda::Linear<S, S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
     };
-    cuda::NeoxWeights<S> w;
+    cuda::NeoxWeights<S, S> w;
     w.embedding = at("gpt_neox.embed_in.weight");
     w.head = at("embed_out.weight");
     w.final_norm = norm("gpt_neox.final_layer_norm");

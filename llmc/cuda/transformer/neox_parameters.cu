@@ -237,13 +237,13 @@ void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* param
 }
 
 template <typename S>
-NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters) {
+NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters) {
   const auto at = [&](const std::string& name) { return parameters + table.at(name).offset; };
-  const auto norm = [&](const std::string& name) { return NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")}; };
+  const auto norm = [&](const std::string& name) { return Norm<S>{at(name + ".weight"), at(name + ".bias")}; };
   const auto linear = [&](const std::string& name, bool bias) {
-    return NeoxLinear<S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
+    return Linear<S, S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
   };
-  NeoxWeights<S> weights;
+  NeoxWeights<S, S> weights;
   weights.embedding = at("gpt_neox.embed_in.weight");
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     const std::string prefix = "gpt_neox.layers." + std::to_string(l) + ".";
@@ -260,7 +260,7 @@ NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, co
 #define WEFT_INSTANTIATE(S)                                                     \
   template void load_parameters<S>(const ModelFile&, S*, const LoadProgress&);  \
   template void randomize_parameters<S>(const TensorTable&, std::uint64_t, S*); \
-  template NeoxWeights<S> bind_neox<S>(const ModelConfig&, const TensorTable&, const S*);
+  template NeoxWeights<S, S> bind_neox<S>(const ModelConfig&, const TensorTable&, const S*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)
