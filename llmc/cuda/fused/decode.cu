@@ -292,7 +292,7 @@ struct FusedDecode<S>::State {
 };
 
 template <typename S>
-FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
+FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S, S>& weights, const KvCache<S>& cache,
                             const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
   Device device;
   device.arch =
@@ -338,7 +338,7 @@ FusedDecode<S>::FusedDecode(const ModelConfig& config, const NeoxWeights<S>& wei
   check(cudaFuncSetAttribute(s.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes), "fused decoding");
 
   std::vector<Layer<S>> layers;
-  for (const NeoxLayerWeights<S>& w : weights.layers) {
+  for (const NeoxLayerWeights<S, S>& w : weights.layers) {
     layers.push_back({w.qkv.weight, w.up.weight, w.down.weight, w.dense.weight, w.qkv.bias, w.up.bias, w.down.bias,
                       w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight, w.post_norm.bias});
   }

@@ -17,7 +17,8 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/sampling.h"
-#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/fused/neox_weights.h"
+#include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
@@ -77,7 +78,7 @@ class FusedDecode {
   // Pointers in `weights` and `cache` and the table, which holds `cache.capacity` positions or more, stay valid as long as
   // this object. Allocates memory() and nothing later. Exit::environment where fused_decode_refusal() has something to
   // say. Everything runs in `stream`.
-  FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
+  FusedDecode(const ModelConfig& config, const NeoxWeights<S, S>& weights, const KvCache<S>& cache,
               const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedDecode();
   FusedDecode(const FusedDecode&) = delete;
