@@ -60,7 +60,7 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench profile profile-infer headers format install uninstall clean help FORCE
+.PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench ladder profile profile-infer headers format install uninstall clean help FORCE
 all: programs
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
@@ -175,6 +175,18 @@ bench: all
 	@$(PYTHON) dev/bench/training.py
 	@$(PYTHON) dev/bench/decode.py
 
+# A norm and an attention kernel from naive to today's, each step checked and timed (dev/ladder/README.md). LADDER= its
+# arguments. Builds without a GPU, which only running needs.
+LADDER_OBJ := $(patsubst %.cu,$B/%.o,$(if $(strip $(NVCC)),$(wildcard dev/ladder/*.cu)))
+$B/dev/ladder/%.o: dev/ladder/%.cu $B/link-flags
+	@mkdir -p $(@D); echo "  NVCC  $<"
+	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
+$B/ladder: $(LADDER_OBJ) $B/libweft.a
+	@echo "  LINK  $@"
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
+ladder: $(if $(strip $(NVCC)),$B/ladder)
+	@$(if $(strip $(NVCC)),$B/ladder $(LADDER),echo "ladder: no nvcc found, expected a CUDA compiler. NVCC= names one" >&2; exit 4)
+
 # One training step under Nsight Compute, as a table by operator.
 profile: all
 	@$(PYTHON) dev/bench/profile_step.py
@@ -204,6 +216,7 @@ help:
 	@echo "make mutants    plant bugs in a copy of the tree, one at a time: does a test find each?"
 	@echo "make tsan       build the tests of weft's own threads under ThreadSanitizer; make test runs them"
 	@echo "make bench      training steps and decoding on the GPU beside PyTorch, as tables"
+	@echo "make ladder     a norm and an attention kernel from naive to today's, each step checked and timed; needs a GPU to run"
 	@echo "make profile    one training step on the GPU under Nsight Compute, by operator; profile-infer: one decoded token"
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
@@ -215,5 +228,5 @@ help:
 	@echo "settings        NVCC= (CPU only)  GPU_ARCH=\"$(GPU_ARCH)\"  MODE=release|asan|tsan  CPU_FLAGS=$(CPU_FLAGS)"
 
 .SECONDARY:
--include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
+-include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(LADDER_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
 -include $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d)

@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kWarmUpSteps = 4;
 // Before every timed run on a GPU, or it would time the ones before it: prompts in a row hold the GPU at its power limit, and
-// its clock stays down for about 70 ms after them (dev/PERFORMANCE.md).
+// its clock stays down for about 70 ms after them (dev/performance/prompts.md, "The clock after a prompt").
 constexpr std::chrono::milliseconds kRest{200};
 
 double milliseconds(Clock::duration duration) {

@@ -6,7 +6,7 @@
 // thread a block copies these ranges, and the keys and values of its items of attention, into a ring in shared memory by
 // bulk copies. The order is known before anything is computed, up to the next token's first layer and further, so the
 // producer waits for free slots only, never for another block. At most `window` bytes are in flight: more queue up in
-// front of everybody's synchronisation without making the memory faster (notes in dev/PERFORMANCE.md).
+// front of everybody's synchronisation without making the memory faster (dev/performance/fused.md, "What bounds it").
 //
 // Consumer warps divide a row's elements among them, and a thread keeps the activations that meet its elements in
 // registers: shared memory then delivers each weight once and nothing else. A warp folds the partial sums of several rows

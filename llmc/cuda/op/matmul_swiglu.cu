@@ -9,7 +9,7 @@
 // Bytes moved beside the operands, for E bytes an element: forward writes 3 N F E, where the product alone writes 2 and
 // SwiGLU moves 3; backward reads and writes 4 N F E, where the product writes 1 and SwiGLU moves 5. It pays to move them
 // evenly: with more loads in flight, or with gate and up fetched into L2 ahead, the copies of the operands come late
-// (dev/PERFORMANCE.md). The order of a sum is that of k.
+// (dev/performance/gemm.md, "Tried and rejected"). The order of a sum is that of k.
 
 #include "llmc/cuda/op/matmul_swiglu.h"
 
