@@ -211,7 +211,7 @@ Exit train(const Place& place, const TrainSettings& settings, const TrainInputs&
   const RunIdentity identity{inputs.config,   settings.numeric_settings(),
                              settings.steps,  inputs.train->fingerprint(),
                              settings.device, WEFT_VERSION,
-                             inputs.tokenizer};
+                             inputs.tokenizer, inputs.began_from};
   CheckpointKeeper checkpoints(directory, identity, settings.keep);
   const TrainState state = begin(settings, inputs, checkpoints, *model);
 

@@ -156,6 +156,26 @@ void AtomicFile::publish() {
   sync_directory(parent_directory(path_));
 }
 
+int open_own_file(const std::string& path, int flags, std::string& problem) {
+  const int fd = ::open(path.c_str(), flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644);
+  if (fd < 0) {
+    problem = errno == ELOOP ? "is a symbolic link, and nothing is written through one. Remove it"
+                             : std::string("cannot open: ") + std::strerror(errno);
+    return -1;
+  }
+  struct stat info {};
+  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+    problem = "is not a regular file. Remove it";
+  } else if (info.st_nlink > 1) {
+    problem = "has other names (hard links), and writing would change the file under each of them. Remove it, or put a "
+              "copy in its place";
+  } else {
+    return fd;
+  }
+  ::close(fd);
+  return -1;
+}
+
 std::string read_text_file(const std::string& path, std::uint64_t max_bytes) {
   const MappedFile file(path);
   if (file.size() > max_bytes) {

@@ -65,6 +65,11 @@ class AtomicFile {
   std::uint64_t on_its_way_ = 0;  // of them, those that the disk was asked to take
 };
 
+// Opens a file that a run appends to or locks, under a name that somebody else may have taken before: `flags` as for
+// open(2), new files have mode 0644. Never follows a symbolic link, never waits for the other end of a FIFO, and accepts
+// only a regular file that has no second name (hard link). Otherwise -1, and `problem` says why and what to do.
+int open_own_file(const std::string& path, int flags, std::string& problem);
+
 // The whole text file; larger than `max_bytes` is Exit::bad_file.
 std::string read_text_file(const std::string& path, std::uint64_t max_bytes);
 

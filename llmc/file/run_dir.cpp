@@ -25,19 +25,32 @@ namespace {
 constexpr const char* kLockName = "lock";
 constexpr const char* kStepPrefix = "step_";
 constexpr const char* kTemporarySuffix = ".tmp";
+constexpr const char* kReplacedSuffix = ".replaced";  // before it: an old checkpoint whose name a new one takes
 
 std::string step_name(std::int64_t step) {
   return format("step_%08lld", static_cast<long long>(step));
 }
 
+bool all_digits(const std::string& text) {
+  return !text.empty() &&
+         std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
 // The step that `name` stands for, -1 if it is not a name that weft writes.
 std::int64_t step_of(const std::string& name) {
+  if (!name.starts_with(kStepPrefix)) return -1;
   const std::string digits = name.substr(std::strlen(kStepPrefix));
-  const bool numeric = !digits.empty() && digits.size() <= 15 &&
-                       std::all_of(digits.begin(), digits.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
-  if (!numeric) return -1;
+  if (!all_digits(digits) || digits.size() > 15) return -1;
   const std::int64_t step = std::stoll(digits);
   return step_name(step) == name ? step : -1;
+}
+
+// step_00000100.tmp or step_00000100.replaced.tmp: the names that begin_checkpoint() and commit_checkpoint() make.
+bool is_name_of_a_leftover(std::string name) {
+  if (!name.ends_with(kTemporarySuffix)) return false;
+  name.resize(name.size() - std::strlen(kTemporarySuffix));
+  if (name.ends_with(kReplacedSuffix)) name.resize(name.size() - std::strlen(kReplacedSuffix));
+  return step_of(name) >= 0;
 }
 
 [[noreturn]] void fail_at(Exit code, const std::string& path, const char* action, int error) {
@@ -51,15 +64,51 @@ void rename_or_fail(const std::string& from, const std::string& to) {
   }
 }
 
-// Removes a directory that nobody looks for any more: what cannot be removed costs disk space, no state.
+// A directory itself, not a link to one.
+bool is_real_directory(const std::string& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() == fs::file_type::directory;
+}
+
+// A file of a checkpoint, or the temporary name under which AtomicFile writes it.
+bool is_name_of_a_save(const std::string& name) {
+  for (const std::string file : {"model.bin", "state.bin", "manifest.json"}) {
+    if (name == file) return true;
+    const std::string temporary = file + kTemporarySuffix + ".";
+    if (name.starts_with(temporary) && all_digits(name.substr(temporary.size()))) return true;
+  }
+  return false;
+}
+
+// Removes the files of a save, then their directory, which stays if it holds anything else. Nothing is done to what is no
+// directory.
+std::error_code remove_save(const std::string& path) {
+  std::error_code error;
+  if (!is_real_directory(path)) return error;
+  std::vector<fs::path> files;
+  for (fs::directory_iterator entry(path, error); !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    if (is_name_of_a_save(entry->path().filename().string())) files.push_back(entry->path());
+  }
+  for (const fs::path& file : files) {
+    if (!error && ::unlink(file.c_str()) != 0) error.assign(errno, std::generic_category());
+  }
+  if (!error && ::rmdir(path.c_str()) != 0) error.assign(errno, std::generic_category());
+  return error;
+}
+
+// For a directory that nobody looks for any more: what cannot be removed costs disk space, no state.
 void remove_or_warn(const std::string& path) {
   std::error_code error;
   if (call_allowed("remove", path)) {
-    fs::remove_all(path, error);
+    error = remove_save(path);
   } else {
     error.assign(errno, std::generic_category());
   }
-  if (error) log_warning("%s: cannot remove: %s", escaped(path).c_str(), error.message().c_str());
+  if (error == std::errc::directory_not_empty) {
+    log_warning("%s: stays, because it holds something that no save has written", escaped(path).c_str());
+  } else if (error) {
+    log_warning("%s: cannot remove: %s", escaped(path).c_str(), error.message().c_str());
+  }
 }
 
 std::vector<fs::directory_entry> entries_of(const std::string& path) {
@@ -97,7 +146,6 @@ std::string lock_owner(int fd) {
 RunDirectory::RunDirectory(const std::string& path) : path_(path) {
   make_directories(path_);
   take_lock();
-  remove_leftovers();
 }
 
 RunDirectory::~RunDirectory() {
@@ -111,8 +159,9 @@ RunDirectory::~RunDirectory() {
 // is.
 void RunDirectory::take_lock() {
   const std::string name = file(kLockName);
-  lock_ = ::open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
-  if (lock_ < 0) fail_at(Exit::usage, path_, "write into the run directory (--out)", errno);
+  std::string problem;
+  lock_ = open_own_file(name, O_RDWR | O_CREAT, problem);
+  if (lock_ < 0) fail(Exit::usage, "--out: %s: %s", escaped(name, 4096).c_str(), problem.c_str());
   const bool taken = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
   const int error = errno;
   const std::string owner = lock_owner(lock_);
@@ -137,7 +186,7 @@ void RunDirectory::take_lock() {
 void RunDirectory::remove_leftovers() const {
   for (const fs::directory_entry& entry : entries_of(path_)) {
     const std::string name = entry.path().filename().string();
-    if (!name.starts_with(kStepPrefix) || !name.ends_with(kTemporarySuffix)) continue;
+    if (!is_name_of_a_leftover(name) || !is_real_directory(entry.path().string())) continue;
     log_info("%s: removing %s, left by an interrupted save", escaped(path_).c_str(), escaped(name).c_str());
     remove_or_warn(entry.path().string());
   }
@@ -176,8 +225,7 @@ std::string RunDirectory::checkpoint_path(std::int64_t step) const {
 
 std::string RunDirectory::begin_checkpoint(std::int64_t step) const {
   const std::string temporary = checkpoint_path(step) + kTemporarySuffix;
-  std::error_code error;
-  fs::remove_all(temporary, error);
+  remove_save(temporary);
   if (::mkdir(temporary.c_str(), 0755) != 0) fail_at(Exit::environment, temporary, "create", errno);
   return temporary;
 }
@@ -185,8 +233,10 @@ std::string RunDirectory::begin_checkpoint(std::int64_t step) const {
 void RunDirectory::commit_checkpoint(std::int64_t step) const {
   const std::string target = checkpoint_path(step), temporary = target + kTemporarySuffix;
   sync_directory(temporary);
-  const std::string replaced = target + ".replaced" + kTemporarySuffix;
+  const std::string replaced = target + kReplacedSuffix + kTemporarySuffix;
   const bool exists = fs::symlink_status(target).type() != fs::file_type::not_found;
+  if (exists && !is_real_directory(target)) fail_at(Exit::environment, target, "replace", ENOTDIR);
+  if (exists) remove_save(replaced);
   if (exists) rename_or_fail(target, replaced);  // rename() does not replace a directory that holds files
   try {
     rename_or_fail(temporary, target);
@@ -199,14 +249,16 @@ void RunDirectory::commit_checkpoint(std::int64_t step) const {
 }
 
 void RunDirectory::discard_checkpoint(std::int64_t step) const noexcept {
-  std::error_code error;
-  fs::remove_all(checkpoint_path(step) + kTemporarySuffix, error);
+  try {
+    remove_save(checkpoint_path(step) + kTemporarySuffix);
+  } catch (const std::exception&) {  // no memory for the path: the next start removes it
+  }
 }
 
 void RunDirectory::remove_checkpoint(std::int64_t step) const {
   const std::string target = checkpoint_path(step), temporary = target + kTemporarySuffix;
-  std::error_code error;
-  fs::remove_all(temporary, error);
+  if (!is_real_directory(target)) return;
+  remove_save(temporary);
   rename_or_fail(target, temporary);
   sync_directory(path_);
   remove_or_warn(temporary);

@@ -400,6 +400,7 @@ TensorFile TensorFile::open(const std::string& path, FileKind expected) {
   validate.padding(header);
 
   file.data_offset_ = header.data_offset;
+  file.header_hash_ = header.header_hash;
   file.tensors_.reserve(header.tensor_count);  // the table lies in the file: at most 65,536, and bounded by its size
   std::uint64_t end = header.data_offset;
   for (std::uint64_t i = 0; i < header.tensor_count; ++i) {

@@ -82,6 +82,8 @@ class TensorFile {
   // What read_finite_f32() checks, without the values.
   void verify_finite(const TensorInfo& tensor) const;
   std::uint64_t file_bytes() const { return file_.size(); }
+  // Of header, configuration and table, which holds the hash of every tensor: equal for files with equal content.
+  std::uint64_t header_hash() const { return header_hash_; }
   bool unchanged() const { return file_.unchanged(); }
 
  private:
@@ -92,7 +94,7 @@ class TensorFile {
   MappedFile file_;
   FileKind kind_ = FileKind::model;
   Json config_;
-  std::uint64_t data_offset_ = 0;
+  std::uint64_t data_offset_ = 0, header_hash_ = 0;
   std::vector<TensorInfo> tensors_;
   std::unordered_map<std::string_view, std::size_t, SeededHash> index_;  // keys are the names in tensors_
 };

@@ -100,6 +100,10 @@ class Checker {
       result_.rows.push_back(distance(name, got, want, result_.tolerance, norm));
     } else if (const TensorInfo* yardstick = dump_.find(yardstick_name(name))) {
       const TensorDistance own = distance(name, read_values(dump_, *yardstick), want, 0, Norm::l2);
+      if (!std::isfinite(own.relative)) {  // as a tolerance it would let everything pass
+        fail(Exit::bad_file, "%s: %s: expected finite values of the shape of %s", escaped(dump_.path()).c_str(),
+             escaped(yardstick->name).c_str(), escaped(name).c_str());
+      }
       result_.rows.push_back(distance(name, got, want, kSixteenBitFactor * own.relative, Norm::l2));
     }
   }
@@ -232,6 +236,8 @@ TensorDistance distance(const std::string& name, std::span<const float> got, std
     row.relative = norm == Norm::max ? row.max_abs / largest : std::sqrt(difference_square / want_square);
   }
   if (got_square > 0 && want_square > 0) row.cosine = dot / std::sqrt(got_square) / std::sqrt(want_square);
+  // Comparisons with NaN are false, and maxima pass it over: the sums above say nothing then.
+  if (!finite) row.max_abs = row.relative = std::numeric_limits<double>::infinity();
   row.pass = finite && row.relative <= tolerance;
   return row;
 }

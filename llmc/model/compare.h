@@ -26,7 +26,7 @@ struct TensorDistance {
   double max_abs = 0, relative = 0, cosine = 1;
   bool pass = false;
 };
-// Different sizes and non-finite values never pass.
+// Different sizes and non-finite values never pass: they are infinitely far away.
 TensorDistance distance(const std::string& name, std::span<const float> got, std::span<const float> want,
                         double tolerance, Norm norm = Norm::max);
 

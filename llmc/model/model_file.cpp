@@ -22,6 +22,21 @@ void check_tensor(const TensorFile& file, const TensorSpec& spec) {
   }
 }
 
+// Before anything reads it: a hash costs the time of all its bytes, a copy their memory, and a sparse file has them for
+// nothing.
+void check_tokenizer(const TensorFile& file) {
+  const TensorInfo* tensor = file.find(kTokenizerTensor);
+  if (tensor == nullptr) return;
+  const std::string where = escaped(file.path()) + ": " + kTokenizerTensor;
+  if (tensor->dtype != DType::u8 || tensor->shape.size() != 1) {
+    fail(Exit::bad_file, "%s: expected a vector of u8", where.c_str());
+  }
+  if (tensor->bytes > JsonLimits{}.bytes) {
+    fail(Exit::bad_file, "%s: got %llu bytes, expected at most %zu", where.c_str(),
+         static_cast<unsigned long long>(tensor->bytes), JsonLimits{}.bytes);
+  }
+}
+
 void refuse_unknown_tensors(const TensorFile& file, const TensorTable& table) {
   const std::size_t known = table.specs().size() + (file.find(kTokenizerTensor) != nullptr ? 1 : 0);
   if (file.tensors().size() == known) return;
@@ -63,6 +78,7 @@ ModelFile ModelFile::open(const std::string& path, Family expected) {
   }
   ModelFile model(std::move(file), std::move(config));
   for (const TensorSpec& spec : model.table_.specs()) check_tensor(model.file_, spec);
+  check_tokenizer(model.file_);
   refuse_unknown_tensors(model.file_, model.table_);
   return model;
 }
@@ -78,9 +94,6 @@ bool ModelFile::has_tokenizer() const {
 std::string ModelFile::tokenizer_json() const {
   const TensorInfo* tensor = file_.find(kTokenizerTensor);
   if (tensor == nullptr) return {};
-  if (tensor->dtype != DType::u8 || tensor->shape.size() != 1) {
-    fail(Exit::bad_file, "%s: %s: expected a vector of u8", escaped(file_.path()).c_str(), kTokenizerTensor);
-  }
   file_.verify(*tensor);
   const auto bytes = file_.bytes(*tensor);
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};

@@ -79,46 +79,110 @@ std::size_t skip_spaces_forward(std::string_view text, std::size_t position) {
 
 }  // namespace
 
-AddedTokenMatcher::AddedTokenMatcher(std::vector<AddedToken> tokens) : tokens_(std::move(tokens)) {
-  std::stable_sort(tokens_.begin(), tokens_.end(),
-                   [](const AddedToken& a, const AddedToken& b) { return a.content < b.content; });
+AddedTokenMatcher::AddedTokenMatcher(std::vector<AddedToken> tokens, std::size_t block)
+    : tokens_(std::move(tokens)), block_(block) {
+  const auto reversed_order = [](const AddedToken& a, const AddedToken& b) {
+    return std::lexicographical_compare(a.content.rbegin(), a.content.rend(), b.content.rbegin(), b.content.rend(),
+                                        [](unsigned char x, unsigned char y) { return x < y; });
+  };
+  std::stable_sort(tokens_.begin(), tokens_.end(), reversed_order);
   const auto same = [](const AddedToken& a, const AddedToken& b) { return a.content == b.content; };
   tokens_.erase(std::unique(tokens_.begin(), tokens_.end(), same), tokens_.end());
-  first_by_byte_.assign(257, 0);
-  for (const AddedToken& token : tokens_) ++first_by_byte_[static_cast<unsigned char>(token.content[0]) + 1u];
-  for (std::size_t byte = 1; byte < 257; ++byte) first_by_byte_[byte] += first_by_byte_[byte - 1];
+  for (const AddedToken& token : tokens_) longest_ = std::max(longest_, token.content.size());
+  add_nodes();
+  add_failure_links();
 }
 
-// Narrows the sorted contents to those that agree with one more byte of the text, remembering each that ends
-// there.
-const AddedToken* AddedTokenMatcher::longest_at(std::string_view text) const {
-  const auto first = static_cast<unsigned char>(text[0]);
-  const AddedToken* low = tokens_.data() + first_by_byte_[first];
-  const AddedToken* high = tokens_.data() + first_by_byte_[first + 1u];
-  const AddedToken* longest = nullptr;
-  for (std::size_t depth = 1; low < high; ++depth) {
-    if (low->content.size() == depth) longest = low++;  // the shortest sorts first
-    if (depth == text.size()) break;
-    const auto byte = static_cast<unsigned char>(text[depth]);
-    const auto at_depth = [depth](const AddedToken& token) { return static_cast<unsigned char>(token.content[depth]); };
-    low = std::partition_point(low, high, [&](const AddedToken& token) { return at_depth(token) < byte; });
-    high = std::partition_point(low, high, [&](const AddedToken& token) { return at_depth(token) == byte; });
+// A node is a range of the sorted tokens that agree in their last `depth` bytes.
+void AddedTokenMatcher::add_nodes() {
+  struct Range {
+    std::uint32_t begin, end;
+  };
+  std::vector<Range> level = {{0, static_cast<std::uint32_t>(tokens_.size())}};
+  byte_ = {0};
+  for (std::size_t depth = 0; !level.empty(); ++depth) {
+    std::vector<Range> next;
+    for (Range range : level) {
+      first_child_.push_back(static_cast<std::uint32_t>(byte_.size()));
+      token_.push_back(kNone);
+      // The token that ends here is the shortest of its range and stands first.
+      if (depth > 0 && tokens_[range.begin].content.size() == depth) token_.back() = range.begin++;
+      while (range.begin < range.end) {
+        const auto byte_at = [depth](const AddedToken& token) {
+          return static_cast<unsigned char>(token.content[token.content.size() - 1 - depth]);
+        };
+        const unsigned char byte = byte_at(tokens_[range.begin]);
+        std::uint32_t end = range.begin + 1;
+        while (end < range.end && byte_at(tokens_[end]) == byte) ++end;
+        byte_.push_back(byte);
+        next.push_back({range.begin, end});
+        range.begin = end;
+      }
+    }
+    level = std::move(next);
   }
-  return longest;
+  first_child_.push_back(static_cast<std::uint32_t>(byte_.size()));
+  root_child_.assign(256, 0);
+  for (std::uint32_t node = first_child_[0]; node < first_child_[1]; ++node) root_child_[byte_[node]] = node;
+}
+
+// Breadth first: the failure link of a node's parent leads to a node less deep, whose links are known.
+void AddedTokenMatcher::add_failure_links() {
+  failure_.assign(byte_.size(), 0);
+  for (std::uint32_t node = 0; node < byte_.size(); ++node) {
+    for (std::uint32_t i = first_child_[node]; i < first_child_[node + 1]; ++i) {
+      if (node != 0) failure_[i] = step(failure_[node], byte_[i]);
+      if (token_[i] == kNone) token_[i] = token_[failure_[i]];
+    }
+  }
+}
+
+// 0 where there is none.
+std::uint32_t AddedTokenMatcher::child(std::uint32_t node, unsigned char byte) const {
+  if (node == 0) return root_child_[byte];
+  const auto begin = byte_.begin() + first_child_[node], end = byte_.begin() + first_child_[node + 1];
+  const auto found = std::lower_bound(begin, end, byte);
+  return found != end && *found == byte ? static_cast<std::uint32_t>(found - byte_.begin()) : 0;
+}
+
+std::uint32_t AddedTokenMatcher::step(std::uint32_t node, unsigned char byte) const {
+  while (true) {
+    const std::uint32_t next = child(node, byte);
+    if (next != 0 || node == 0) return next;
+    node = failure_[node];
+  }
+}
+
+// The longest token at each position of [begin, end) where one begins, the last position first. A token that begins there
+// ends within longest_ bytes, so the automaton starts no further behind.
+void AddedTokenMatcher::find_matches(std::string_view text, std::size_t begin, std::size_t end,
+                                     std::vector<Match>& matches) const {
+  matches.clear();
+  std::uint32_t node = 0;
+  for (std::size_t position = std::min(text.size(), end + longest_ - 1); position-- > begin;) {
+    node = step(node, static_cast<unsigned char>(text[position]));
+    if (token_[node] != kNone && position < end) matches.push_back({position, token_[node]});
+  }
 }
 
 void AddedTokenMatcher::split(std::string_view text, bool allow_special,
                               const std::function<void(std::string_view)>& on_text,
                               const std::function<void(std::int32_t)>& on_token) const {
   std::size_t done = 0;  // end of what has been handed on
-  for (std::size_t position = 0; !tokens_.empty() && position < text.size();) {
-    const AddedToken* token = longest_at(text.substr(position));
-    if (token == nullptr) {
-      ++position;
+  std::size_t searched = tokens_.empty() ? text.size() : 0;
+  std::vector<Match> matches;
+  for (std::size_t position = 0;;) {  // end of the last match, taken or rejected
+    while (!matches.empty() && matches.back().begin < position) matches.pop_back();
+    if (matches.empty()) {
+      if (searched == text.size()) break;
+      const std::size_t from = searched;
+      searched += std::min(block_, text.size() - searched);
+      find_matches(text, from, searched, matches);
       continue;
     }
-    std::size_t begin = position;
-    std::size_t end = position + token->content.size();
+    const AddedToken* token = &tokens_[matches.back().token];
+    std::size_t begin = matches.back().begin;
+    std::size_t end = begin + token->content.size();
     position = end;
     if (token->special && !allow_special) continue;
     if (token->single_word && !stands_alone(text, begin, end)) continue;

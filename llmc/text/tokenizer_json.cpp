@@ -231,8 +231,13 @@ void Reader::read_added_tokens() {
   const Node list = root_["added_tokens"];
   const std::size_t count = list.is_null() ? 0 : list.list_size();
   std::unordered_set<std::string, SeededHash> seen;
+  std::size_t bytes = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const AddedToken token = added_token(list[i]);
+    bytes += token.content.size();
+    if (bytes > kMaxAddedBytes) {
+      list.problem(format("got more than %zu bytes of added tokens, at most that many are accepted", kMaxAddedBytes));
+    }
     if (!seen.insert(token.content).second) list[i]["content"].refuse("each added token once");
     const auto known = ids_.find(token.content);
     if (known == ids_.end()) {

@@ -26,16 +26,6 @@ double peak_bf16_flops(const std::string& device_name) {
   return 0;
 }
 
-double causal_flops_per_token(const ModelConfig& config, const TensorTable& table, std::int64_t T) {
-  const double embedding = static_cast<double>(config.vocab_size * config.hidden_size);
-  double matrices = config.tied_embeddings ? embedding : 0;  // a tied embedding is the head as well
-  for (const TensorSpec& spec : table.specs()) {
-    if (spec.shape.size() == 2) matrices += static_cast<double>(spec.elements);
-  }
-  matrices -= embedding;
-  return 6 * matrices + 6 * static_cast<double>(config.num_layers * config.q_size() * T);
-}
-
 void random_ids(std::vector<std::int32_t>& ids, std::int64_t vocab, std::uint64_t seed, std::uint64_t batch) {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const PhiloxWords words = philox(seed, batch << 32 | i, static_cast<std::uint64_t>(RandomStream::data_order));
@@ -44,6 +34,17 @@ void random_ids(std::vector<std::int32_t>& ids, std::int64_t vocab, std::uint64_
 }
 
 }  // namespace
+
+double causal_flops_per_token(const ModelConfig& config, std::int64_t T) {
+  const TensorTable table(config);
+  const double embedding = static_cast<double>(config.vocab_size * config.hidden_size);
+  double matrices = config.tied_embeddings ? embedding : 0;  // a tied embedding is the head as well
+  for (const TensorSpec& spec : table.specs()) {
+    if (spec.shape.size() == 2) matrices += static_cast<double>(spec.elements);
+  }
+  matrices -= embedding;
+  return 6 * matrices + 6 * static_cast<double>(config.num_layers * config.q_size() * T);
+}
 
 namespace {
 
@@ -117,7 +118,7 @@ void bench_parameters(TrainModel& model) {
 TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name) {
   TrainBenchResult result;
   result.tokens = settings.batch_tokens;
-  result.flops_per_token = causal_flops_per_token(model.config(), model.table(), settings.seq_len);
+  result.flops_per_token = causal_flops_per_token(model.config(), settings.seq_len);
   result.peak_flops = peak_bf16_flops(device_name);
 
   BenchSteps steps(model, settings);

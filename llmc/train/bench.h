@@ -22,6 +22,10 @@ struct TrainBenchResult {
   double mfu() const { return peak_flops > 0 ? tokens_per_s() * flops_per_token / peak_flops : 0; }
 };
 
+// Multiplications and additions of a training step for each token of sequences of T: forward and backward of every matrix
+// but the embedding, and of causal attention.
+double causal_flops_per_token(const ModelConfig& config, std::int64_t T);
+
 // Random parameters of a new model's size and spread, in a fraction of the time that initialize_parameters() takes.
 void bench_parameters(TrainModel& model);
 

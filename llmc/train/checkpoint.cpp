@@ -1,6 +1,7 @@
 #include "llmc/train/checkpoint.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <limits>
 #include <memory>
@@ -22,7 +23,8 @@ constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kFarFuture = kMaxCount / 2;  // for counters that go on from what a file says
+// For counters that go on from what a file says: sums and products of them stay far below 2^63.
+constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;
 
 std::string hash_text(std::uint64_t hash) {
   return format("%016llx", static_cast<unsigned long long>(hash));
@@ -77,6 +79,27 @@ void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSp
   });
 }
 
+// "moment2.NAME: element 3 is inf" for the first value that is not finite; empty if there is none.
+std::string first_not_finite(const TensorTable& table, const TensorSource& source) {
+  constexpr std::size_t kPiece = 1 << 18;  // values that are read at once
+  std::vector<float> buffer(kPiece);
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorSpec& spec : table.specs()) {
+      const auto count = static_cast<std::size_t>(spec.elements);
+      for (std::size_t first = 0; first < count; first += kPiece) {
+        const std::size_t size = std::min(kPiece, count - first);
+        const float* values = source.read(role, spec, first, size, buffer.data());
+        const float* bad = std::find_if(values, values + size, [](float value) { return !std::isfinite(value); });
+        if (bad == values + size) continue;
+        return format("%s: element %zu is %g",
+                      (role == TensorRole::parameter ? spec.name : moment_name(role, spec)).c_str(),
+                      first + static_cast<std::size_t>(bad - values), static_cast<double>(*bad));
+      }
+    }
+  }
+  return {};
+}
+
 TensorFileWriter declare_model(const std::string& path, const RunIdentity& run, const TensorTable& table) {
   TensorFileWriter writer(path, FileKind::model,
                           {{"model", config_to_json(run.model)}, {"made_by", "weft train_llama " + run.version}});
@@ -98,7 +121,8 @@ constexpr TensorRole kMoments[] = {TensorRole::moment1, TensorRole::moment2};
 TensorFileWriter declare_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
                                         const TensorTable& table) {
   const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
-                         {"device", run.device},     {"version", run.version}, {"world_size", 1}};
+                         {"device", run.device},     {"version", run.version}, {"began_from", run.began_from},
+                         {"world_size", 1}};
   TensorFileWriter writer(path, FileKind::training_state,
                           {{"model", config_to_json(run.model)}, {"run", identity}, {"training", state.to_json()}});
   for (const TensorRole role : kMoments) {
@@ -199,7 +223,7 @@ Json TrainState::to_json() const {
 
 TrainState TrainState::from_json(const Json& object, const std::string& source) {
   TrainState state;
-  state.step = json_int(object, "step", 0, kMaxCount, source);
+  state.step = json_int(object, "step", 0, kMaxSteps, source);
   state.updates = json_int(object, "updates", 0, state.step, source);
   state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kFarFuture, source));
   state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kFarFuture, source));
@@ -260,20 +284,52 @@ void Checkpoint::check_tensors() const {
   if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
 }
 
+void Checkpoint::require_same_model(const RunIdentity& run, const std::string& source) const {
+  const Json saved = config_to_json(model());
+  Json now = config_to_json(run.model);
+  // A new model takes these from its tokenizer: where they alone differ, that is what was exchanged.
+  Json with_saved_ids = now;
+  for (const char* key : {"bos_id", "eos_ids"}) with_saved_ids[key] = saved[key];
+  const std::string saved_tokenizer = model_.has_tokenizer() ? model_.tokenizer_json() : std::string();
+  if (saved != now && with_saved_ids == saved && saved_tokenizer != run.tokenizer) {
+    fail(Exit::usage, "--tokenizer: %s was made %s, this start has %s. %s", source.c_str(),
+         saved_tokenizer.empty() ? "without a tokenizer" : "with a tokenizer",
+         run.tokenizer.empty() ? "none" : saved_tokenizer.empty() ? "one" : "another one",
+         saved_tokenizer.empty() ? "Start in another --out"
+                                 : "Put its tokenizer.json back beside the training shards, or name it with --tokenizer");
+  }
+  const std::string key = first_difference(saved, now);
+  if (key.empty()) return;
+  fail(Exit::usage, "--config or --model: %s is %s, but %s has %s", key.c_str(), value_text(now, key).c_str(),
+       source.c_str(), value_text(saved, key).c_str());
+}
+
+void Checkpoint::require_same_beginning(const RunIdentity& run, const std::string& source) const {
+  if (!run_.contains("began_from")) return;  // made by a version that did not record it
+  const std::string saved = json_string(run_, "began_from", source);
+  if (saved == run.began_from) return;
+  if (saved.empty()) {
+    fail(Exit::usage, "--model: %s began with new parameters (--config). Give the same --config, or start in another --out",
+         source.c_str());
+  }
+  fail(Exit::usage,
+       "%s: %s began from a model file with header hash %s, %s. Give the --model that it began from, or start in another "
+       "--out",
+       run.began_from.empty() ? "--config" : "--model", source.c_str(), escaped(saved).c_str(),
+       run.began_from.empty() ? "not with new parameters" : ("this one has " + run.began_from).c_str());
+}
+
 void Checkpoint::require_same_run(const RunIdentity& run) const {
   const std::string source = escaped(parent_directory(training_.path()));
-  const Json saved_model = config_to_json(model()), model_now = config_to_json(run.model);
-  if (const std::string key = first_difference(saved_model, model_now); !key.empty()) {
-    fail(Exit::usage, "--config or --model: %s is %s, but %s has %s", key.c_str(), value_text(model_now, key).c_str(),
-         source.c_str(), value_text(saved_model, key).c_str());
-  }
+  require_same_model(run, source);
+  require_same_beginning(run, source);
   const Json& saved = json_object(run_, "settings", source);
   if (const std::string key = first_difference(saved, run.settings); !key.empty()) {
     fail(Exit::usage, "--%s: got %s, but %s was made with %s. Give the same value, or start in another --out",
          run.settings.contains(key) ? key.c_str() : escaped(key).c_str(), value_text(run.settings, key).c_str(),
          source.c_str(), value_text(saved, key).c_str());
   }
-  const std::int64_t saved_steps = json_int(run_, "steps", 1, kMaxCount, source);
+  const std::int64_t saved_steps = json_int(run_, "steps", 1, kMaxSteps, source);
   if (state_.step > saved_steps) {
     fail(Exit::bad_file, "%s: step: got %lld, but the run that made it had %lld", source.c_str(),
          static_cast<long long>(state_.step), static_cast<long long>(saved_steps));
@@ -345,8 +401,9 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_whole(mode);
+  if (checkpoint) checkpoint->require_same_run(identity_);
+  directory_.remove_leftovers();  // only now: the directory is this run's
   if (!checkpoint) return std::nullopt;
-  checkpoint->require_same_run(identity_);
   checkpoint->load(model);
   whole_.insert(checkpoint->state().step);
   return checkpoint->state();
@@ -396,17 +453,33 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
 
 std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& table, const TensorSource& source) {
   try {
-    write(directory_.begin_checkpoint(state.step), state, table, source);
+    const std::string temporary = directory_.begin_checkpoint(state.step);
+    write(temporary, state, table, source);
+    read_back(temporary, state, table, source);
     directory_.commit_checkpoint(state.step);
   } catch (...) {
     directory_.discard_checkpoint(state.step);
     throw;
   }
-  const std::string path = directory_.checkpoint_path(state.step);
-  Checkpoint::open(path, state.step);  // what the disk gives back, before anything older may go
   whole_.insert(state.step);
   remove_old();
-  return path;
+  return directory_.checkpoint_path(state.step);
+}
+
+// What the disk gives back has to be whole before anything older may go. A value that is not finite is refused like
+// damage; only then the source is searched for it.
+void CheckpointKeeper::read_back(const std::string& path, const TrainState& state, const TensorTable& table,
+                                 const TensorSource& source) const {
+  try {
+    Checkpoint::open(path, state.step);
+  } catch (const Error& error) {
+    if (error.code() != Exit::bad_file) throw;
+    if (const std::string value = first_not_finite(table, source); !value.empty()) {
+      fail(Exit::numeric, "step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step),
+           value.c_str(), whole_.empty() ? "There is no older checkpoint" : ("The newest checkpoint is " + escaped(last_path())).c_str());
+    }
+    throw;
+  }
 }
 
 // Counts only checkpoints that this process has seen whole; what it has not read may be damaged and counts

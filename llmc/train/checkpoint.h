@@ -47,7 +47,8 @@ struct RunIdentity {
   Json data;               // TokenDataset::fingerprint() of the training shards
   std::string device;      // "cpu", "cuda": another one is allowed, with a warning
   std::string version;
-  std::string tokenizer;  // text of tokenizer.json; may be empty
+  std::string tokenizer;   // text of tokenizer.json; may be empty
+  std::string began_from;  // the header hash of the model file (--model) that gave the first parameters; empty: new ones
 };
 
 // A checkpoint that was read completely and found whole.
@@ -66,6 +67,8 @@ class Checkpoint {
  private:
   Checkpoint(ModelFile model, TensorFile training) : model_(std::move(model)), training_(std::move(training)) {}
   void read_state(const Json& manifest, std::int64_t step);
+  void require_same_beginning(const RunIdentity& run, const std::string& source) const;
+  void require_same_model(const RunIdentity& run, const std::string& source) const;
   void check_tensors() const;
 
   ModelFile model_;
@@ -90,13 +93,14 @@ class CheckpointKeeper {
   CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep);
 
   // Brings `model` to the newest checkpoint that is whole, warning of each damaged one on the way, and
-  // returns its state. Empty: there is none, the run begins. Checkpoints of which none is whole are
-  // Exit::bad_file: a run is never silently started over. ResumeMode::must: the newest has to be whole.
+  // returns its state; then removes what interrupted saves left. Empty: there is none, the run begins. Checkpoints of
+  // which none is whole are Exit::bad_file: a run is never silently started over. ResumeMode::must: the newest has to be whole.
   // ResumeMode::never: a directory with anything in it is Exit::usage.
   std::optional<TrainState> resume(ResumeMode mode, TrainModel& model);
 
-  // Writes a checkpoint, reads it back, and only then removes old ones. On failure nothing older is touched,
-  // what was written is removed, and the error is thrown. Returns its path.
+  // Writes a checkpoint, reads it back, gives it its name, and only then removes old ones. On failure nothing older is
+  // touched, what was written is removed, and the error is thrown: Exit::numeric where a value is not finite. Returns its
+  // path.
   std::string save(const TrainState& state, const TensorTable& table, const TensorSource& source);
   std::string save(const TrainState& state, TrainModel& model) { return save(state, model.table(), tensors_of(model)); }
 
@@ -107,6 +111,8 @@ class CheckpointKeeper {
   std::optional<Checkpoint> newest_whole(ResumeMode mode) const;
   void write(const std::string& path, const TrainState& state, const TensorTable& table,
              const TensorSource& source) const;
+  void read_back(const std::string& path, const TrainState& state, const TensorTable& table,
+                 const TensorSource& source) const;
   void remove_old() const;
 
   const RunDirectory& directory_;

@@ -21,7 +21,7 @@ namespace {
 FaultPlan armed;
 std::string current_save;        // the step_N.tmp that is being written
 std::uint64_t bytes_before = 0;  // that this save has written
-std::int64_t calls_before = 0;
+std::int64_t calls_before = 0, log_records = 0;
 bool save_struck = false, call_struck = false;
 
 bool belongs_to_save(const std::string& directory) {
@@ -62,8 +62,8 @@ bool on_call(const char* /*call*/, const std::string& /*path*/) {
 }
 
 constexpr const char* kForms =
-    "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, memory@step=N, arch@gpu=N, free@gpu=N, term@step=N, "
-    "term@validation=N, term@sample=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, enospc@save=BYTE, "
+    "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, memory@step=N, inf@moment=N, arch@gpu=N, free@gpu=N, "
+    "term@step=N, term@validation=N, term@sample=N, enospc@log=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, enospc@save=BYTE, "
     "kill@call=K or io-error@call=K";
 
 [[noreturn]] void refuse(const std::string& spec) {
@@ -75,7 +75,7 @@ bool set_step_fault(FaultPlan& plan, const std::string& place, std::int64_t step
       {"nan@step", &plan.nan_step},      {"kill@step", &plan.kill_step},     {"hang@step", &plan.hang_step},
       {"gpu@step", &plan.gpu_step},      {"memory@step", &plan.memory_step}, {"arch@gpu", &plan.gpu_arch},
       {"free@gpu", &plan.gpu_free},      {"term@step", &plan.term_step},     {"term@validation", &plan.term_validation},
-      {"term@sample", &plan.term_sample}};
+      {"term@sample", &plan.term_sample}, {"inf@moment", &plan.inf_moment}, {"enospc@log", &plan.log_record}};
   for (const auto& [name, field] : places) {
     if (place == name) *field = step;
     if (place == name) return true;
@@ -133,7 +133,7 @@ void arm_save_fault(const FaultPlan& plan) {
   armed = plan;
   current_save.clear();
   bytes_before = 0;
-  calls_before = 0;
+  calls_before = log_records = 0;
   save_struck = call_struck = false;
   set_write_fault(plan.save == SaveFault::none ? nullptr : on_write);
   set_call_fault(plan.call == CallAction::none ? nullptr : on_call);
@@ -162,6 +162,19 @@ void inject_gradient_fault(FaultPlan& plan, std::int64_t step, TrainModel& model
   model.read_tensor(TensorRole::gradient, spec, values.data());
   values.back() = std::numeric_limits<float>::quiet_NaN();
   model.write_tensor(TensorRole::gradient, spec, values.data());
+}
+
+void inject_moment_fault(const FaultPlan& plan, std::int64_t step, TrainModel& model) {
+  if (plan.inf_moment != step) return;
+  const TensorSpec& spec = model.table().specs().back();
+  std::vector<float> values(static_cast<std::size_t>(spec.elements));
+  model.read_tensor(TensorRole::moment2, spec, values.data());
+  values.back() = std::numeric_limits<float>::infinity();
+  model.write_tensor(TensorRole::moment2, spec, values.data());
+}
+
+bool log_record_allowed() {
+  return !armed.log_record || ++log_records != *armed.log_record;
 }
 
 }  // namespace weft

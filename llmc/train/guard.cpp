@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "llmc/base/error.h"
 
@@ -57,7 +56,7 @@ Json SpikeDetector::to_json() const {
 
 SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& source) {
   SpikeDetector detector;
-  constexpr std::int64_t kFarFuture = std::numeric_limits<std::int64_t>::max() / 2;  // room to go on counting
+  constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;  // room to go on counting
   detector.observed_ = json_int(object, "observed", 0, kFarFuture, source);
   detector.mean_ = json_number(object, "mean", source);
   detector.variance_ = json_number(object, "variance", source);

@@ -27,6 +27,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   } else {
     inputs.weights = ModelFile::open(settings.model, Family::llama);
     inputs.config = inputs.weights->config();
+    inputs.began_from = format("%016llx", static_cast<unsigned long long>(inputs.weights->file().header_hash()));
     if (settings.norm_given && settings.norm != norm_kind_name(inputs.config.norm)) {
       fail(Exit::usage, "--norm: got %s, but %s has %s", settings.norm.c_str(), escaped(settings.model).c_str(),
            norm_kind_name(inputs.config.norm));

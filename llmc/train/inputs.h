@@ -15,6 +15,7 @@ namespace weft {
 struct TrainInputs {
   ModelConfig config;
   std::optional<ModelFile> weights;         // of --model
+  std::string began_from;                   // its header hash (RunIdentity); empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and where it is from; empty without one
   std::optional<TokenDataset> train, val;   // absent if not asked for
 };

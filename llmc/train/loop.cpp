@@ -75,6 +75,7 @@ Exit TrainLoop::run() {
     } catch (const Error& error) {
       // Neither error touched the parameters: the steps so far need not be lost. After errors of the device
       // or of memory nothing in the model can be trusted, and the last checkpoint stands.
+      ending_ = true;
       if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
       settle_save();
       throw;
@@ -167,6 +168,7 @@ void TrainLoop::apply(const Step& step) {
   update.weight_decay = static_cast<float>(settings.weight_decay);
   update.gradient_scale = clip_factor(step.gradient_norm, settings.grad_clip);
   parts_.model.update(update);
+  inject_moment_fault(faults_, step.number, parts_.model);
   ++state_.updates;
   state_.loss = step.loss;
   const std::optional<double> deviations = state_.spikes.observe(step.gradient_norm);
@@ -251,12 +253,13 @@ void TrainLoop::begin_save() {
   saves_.start(state_, parts_.model);
 }
 
-// Training stands still for it. A save that fails costs a warning, unless nothing comes after it.
+// Training stands still for it. A save that fails costs a warning, unless nothing comes after it or the state itself is
+// broken.
 void TrainLoop::save_now(bool last) {
   settle_save();
   if (parts_.checkpoints.last_saved() == state_.step) return;
   const BackgroundSave::Result result = saves_.save_now(state_, parts_.model);
-  if (last && result.error) {
+  if (last && result.error && result.error->code() != Exit::numeric) {
     fail(Exit::resources, "the last checkpoint could not be saved: %s", result.error->what());
   }
   report_save(result);
@@ -269,6 +272,8 @@ void TrainLoop::settle_save() {
 void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
   if (!result) return;
   if (result->error) {
+    // Training on from moments that are not finite would only move the parameters away from the last good checkpoint.
+    if (result->error->code() == Exit::numeric && !ending_) throw *result->error;
     log_warning("no checkpoint of step %lld: %s. Training goes on", wide(result->step), result->error->what());
     return;
   }

@@ -43,8 +43,8 @@ class TrainLoop {
   TrainLoop(Parts parts, TrainState start);
 
   // Steps until the last one, a signal or the time limit; saves; prints the result on stdout. Exit::ok, or
-  // the code of the signal. Throws Exit::numeric where the guard stops the run, Exit::resources if the last
-  // save fails, and what the data reports; before both numeric and data errors the state of the last good
+  // the code of the signal. Throws Exit::numeric where the guard stops the run or a save finds a value that is not finite,
+  // Exit::resources if the last save fails, and what the data reports; before both numeric and data errors the state of the last good
   // step is saved. However it ends, a save in progress is brought to its end.
   Exit run();
   const TrainState& state() const { return state_; }
@@ -79,6 +79,7 @@ class TrainLoop {
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;
+  bool ending_ = false;           // an error ends the run: a save that fails as well is a warning
   double mean_step_seconds_ = 0;  // exponentially weighted, for the time left
   ProgressLine progress_;
 };

@@ -11,7 +11,9 @@ namespace weft {
 
 namespace {
 
-constexpr std::int64_t kMany = 1'000'000'000'000;  // no count on this command line is larger
+constexpr std::int64_t kMany = kMaxSteps;  // no count on this command line is larger
+
+constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // counted in 64 bits
 
 constexpr const char* kFooter =
     "A run directory resumes by itself: the same command goes on from the newest\n"
@@ -108,6 +110,10 @@ void check_batch(TrainSettings& s) {
   if (s.batch_tokens % micro_tokens != 0) {
     fail(Exit::usage, "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld",
          static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens));
+  }
+  if (s.batch_tokens > kMaxRunTokens / s.steps) {
+    fail(Exit::usage, "--steps: %lld steps of %lld tokens are more than %lld tokens", static_cast<long long>(s.steps),
+         static_cast<long long>(s.batch_tokens), static_cast<long long>(kMaxRunTokens));
   }
 }
 

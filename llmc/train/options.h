@@ -15,6 +15,8 @@
 
 namespace weft {
 
+inline constexpr std::int64_t kMaxSteps = 1'000'000'000'000;  // of a run
+
 enum class ResumeMode { automatic, must, never };
 
 // One field an option, with its default; the names and meanings are those of --help. Sizes of zero mean "not

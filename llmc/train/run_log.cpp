@@ -8,30 +8,32 @@
 #include <cstring>
 
 #include "llmc/base/error.h"
+#include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
+#include "llmc/train/fault_injection.h"
 
 namespace weft {
 
 RunLog::RunLog(const std::string& path) : path_(path) {
-  fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  std::string problem;
+  fd_ = open_own_file(path, O_RDWR | O_CREAT | O_APPEND, problem);
   if (fd_ < 0) {
-    give_up("open");
+    give_up(problem);
     return;
   }
   const off_t size = ::lseek(fd_, 0, SEEK_END);
   char last = '\n';
   const bool unfinished = size > 0 && ::pread(fd_, &last, 1, size - 1) == 1 && last != '\n';
-  if (unfinished && ::write(fd_, "\n", 1) != 1) give_up("write");
+  if (unfinished && ::write(fd_, "\n", 1) != 1) give_up(std::string("cannot write: ") + std::strerror(errno));
 }
 
 RunLog::~RunLog() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-void RunLog::give_up(const char* action) {
-  log_warning("%s: cannot %s: %s. Training goes on without a log", escaped(path_).c_str(), action,
-              std::strerror(errno));
+void RunLog::give_up(const std::string& problem) {
+  log_warning("%s: %s. Training goes on without a log", escaped(path_).c_str(), problem.c_str());
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
 }
@@ -42,10 +44,10 @@ void RunLog::write(Json record) {
   record["time"] = std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1000.0;
   const std::string line = json_text(record) + "\n";
   // One write for the whole line: a reader never sees half of it, and a killed run loses at most the last.
-  const ssize_t written = ::write(fd_, line.data(), line.size());
+  const ssize_t written = log_record_allowed() ? ::write(fd_, line.data(), line.size()) : 0;
   if (written == static_cast<ssize_t>(line.size())) return;
-  if (written >= 0) errno = ENOSPC;  // a short write to a file means that nothing more fits
-  give_up("write");
+  const int error = written < 0 ? errno : ENOSPC;  // a short write to a file means that nothing more fits
+  give_up(std::string("cannot write: ") + std::strerror(error));
 }
 
 }  // namespace weft

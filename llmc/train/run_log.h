@@ -19,8 +19,8 @@ namespace weft {
 
 class RunLog {
  public:
-  // Appends to `path`; a last line that a killed run left unfinished is closed first. A log that cannot be
-  // opened or written is one warning, and the run goes on without it.
+  // Appends to `path`; a last line that a killed run left unfinished is closed first. A log that cannot be opened or
+  // written, or that is no regular file (open_own_file()), is one warning, and the run goes on without it.
   explicit RunLog(const std::string& path);
   ~RunLog();
   RunLog(const RunLog&) = delete;
@@ -30,7 +30,7 @@ class RunLog {
   void write(Json record);
 
  private:
-  void give_up(const char* action);
+  void give_up(const std::string& problem);
 
   std::string path_;
   int fd_ = -1;

@@ -3,18 +3,24 @@
 #include "llmc/train/checkpoint.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <map>
 #include <new>
+#include <set>
 #include <thread>
 
 #include "llmc/base/log.h"
 #include "llmc/train/background_save.h"
+#include "llmc/train/fault_injection.h"
 #include "llmc/train/run_log.h"
 #include "test/cpp/train_tools.h"
 
@@ -290,7 +296,10 @@ TEST_F(CheckpointTest, NotFiniteValuesAreNoState) {
   std::vector<float> values(static_cast<std::size_t>(spec.elements), 1.0f);
   values.back() = std::numeric_limits<float>::quiet_NaN();
   model_->write_tensor(TensorRole::moment2, spec, values.data());
-  expect_contains(error_of(Exit::bad_file, [&] { keeper.save(state, *model_); }), "not finite");
+  const std::string message = error_of(Exit::numeric, [&] { keeper.save(state, *model_); });
+  expect_contains(message, format("step 6: moment2.%s: element %zu is nan", spec.name.c_str(), values.size() - 1));
+  EXPECT_FALSE(fs::exists(step_path(6))) << "nothing of it stays";
+  EXPECT_FALSE(fs::exists(step_path(6) + ".tmp"));
   EXPECT_EQ(keeper.resume(ResumeMode::automatic, *model_)->step, 3);
 }
 
@@ -309,10 +318,62 @@ TEST_F(CheckpointTest, StrangeNamesAreSkippedAndCounted) {
 TEST_F(CheckpointTest, StaleTemporariesGoAtTheNextStart) {
   fs::create_directories(step_path(9) + ".tmp");
   write_bytes(step_path(9) + ".tmp/model.bin", "half");
+  write_bytes(step_path(9) + ".tmp/state.bin.tmp.12345", "half");
   fs::create_directories(step_path(4) + ".replaced.tmp");
+  fs::create_directories(step_path(123456789) + ".tmp");
   EXPECT_EQ(resumed_step(), -1);
   EXPECT_FALSE(fs::exists(step_path(9) + ".tmp"));
   EXPECT_FALSE(fs::exists(step_path(4) + ".replaced.tmp"));
+  EXPECT_FALSE(fs::exists(step_path(123456789) + ".tmp"));
+}
+
+// Others may keep things under names that look alike, and under the very names that a save makes.
+TEST_F(CheckpointTest, WhatNoSaveHasWrittenIsNotRemoved) {
+  save(2);
+  fs::create_directories(temporary_.file("elsewhere"));
+  write_bytes(temporary_.file("elsewhere/model.bin"), "precious");
+  std::vector<std::string> kept;
+  for (const char* name : {"step_mine.tmp", "step_9.tmp", "step_00000009.old.tmp", "step_.tmp", "step_00000009.tmp.tmp"}) {
+    kept.push_back(run_path() + "/" + name + "/model.bin");
+    fs::create_directories(run_path() + "/" + name);
+    write_bytes(kept.back(), "precious");
+  }
+  kept.push_back(step_path(5) + ".tmp/notes.txt");  // in a directory that a save may have left
+  fs::create_directories(step_path(5) + ".tmp");
+  write_bytes(kept.back(), "precious");
+  kept.push_back(step_path(7) + ".tmp");
+  write_bytes(kept.back(), "a file");
+  fs::create_directory_symlink(temporary_.file("elsewhere"), step_path(8) + ".tmp");
+  fs::create_directory_symlink(temporary_.file("elsewhere"), step_path(4));
+  kept.push_back(temporary_.file("elsewhere/model.bin"));
+  EXPECT_EQ(resumed_step(), 2);
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  // Saves under such names fail, and leave what is there alone.
+  for (const int step : {5, 7, 8, 4}) {
+    error_of(Exit::environment, [&] { keeper.save(make_state(step), *model_); });
+  }
+  for (const int step : {20, 21, 22}) keeper.save(make_state(step), *model_);  // remove old ones
+  for (const std::string& path : kept) EXPECT_TRUE(fs::exists(path)) << path;
+  EXPECT_TRUE(fs::is_symlink(step_path(8) + ".tmp"));
+  EXPECT_TRUE(fs::is_symlink(step_path(4)));
+  EXPECT_FALSE(fs::exists(step_path(2)));
+}
+
+TEST_F(CheckpointTest, ADirectoryThatIsRefusedKeepsEverything) {
+  save(3);
+  const std::string leftover = step_path(9) + ".tmp/model.bin";
+  fs::create_directories(step_path(9) + ".tmp");
+  write_bytes(leftover, "half");
+  error_of(Exit::usage, [&] { resumed_step(ResumeMode::never); });
+  EXPECT_TRUE(fs::exists(leftover));
+  settings_.lr = 0.5;
+  error_of(Exit::usage, [&] { resumed_step(); });
+  EXPECT_TRUE(fs::exists(leftover));
+  settings_ = micro_settings();
+  fs::resize_file(step_path(3) + "/state.bin", 5000);
+  error_of(Exit::bad_file, [&] { resumed_step(); });
+  EXPECT_TRUE(fs::exists(leftover));
 }
 
 TEST_F(CheckpointTest, KeepsTheNewestOnes) {
@@ -326,6 +387,123 @@ TEST_F(CheckpointTest, KeepsTheNewestOnes) {
   }
   EXPECT_THROW(CheckpointKeeper(run, identity(), 1), Error);
   EXPECT_THROW(CheckpointKeeper(run, identity(), 0), Error);
+}
+
+// ---- calls that fail while the process lives on ----
+
+std::string strike_call, strike_path;          // of the hook below: which call, at the path that ends so
+std::function<bool(const std::string&)> strike;  // true: the call goes on
+int strikes = 0;
+bool strike_once(const char* call, const std::string& path) {
+  if (strikes > 0 || call != strike_call || !path.ends_with(strike_path)) return true;
+  ++strikes;
+  return strike(path);
+}
+
+class FailingCallTest : public CheckpointTest {
+ protected:
+  void arm(const std::string& call, const std::string& path, std::function<bool(const std::string&)> action) {
+    strike_call = call;
+    strike_path = path;
+    strike = std::move(action);
+    strikes = 0;
+    set_call_fault(strike_once);
+  }
+  void TearDown() override { set_call_fault(nullptr); }
+};
+
+// A save that replaces a damaged checkpoint renames twice; when the second rename fails the old name is back.
+TEST_F(FailingCallTest, TheSecondRenameOfAReplacement) {
+  for (const int step : {3, 6}) save(step);
+  fs::resize_file(step_path(6) + "/state.bin", 5000);
+  const std::string before = read_bytes(step_path(6) + "/model.bin");
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  ASSERT_EQ(keeper.resume(ResumeMode::automatic, *model_)->step, 3);
+  arm("rename", "step_00000006.tmp", [](const std::string&) { return false; });
+  expect_contains(error_of(Exit::environment, [&] { keeper.save(make_state(6), *model_); }), "rename");
+  EXPECT_EQ(strikes, 1);
+  EXPECT_EQ(read_bytes(step_path(6) + "/model.bin"), before) << "what was there is there again";
+  EXPECT_FALSE(fs::exists(step_path(6) + ".replaced.tmp"));
+  EXPECT_FALSE(fs::exists(step_path(6) + ".tmp"));
+  EXPECT_EQ(keeper.last_saved(), 3);
+  keeper.save(make_state(6), *model_);
+  EXPECT_EQ(keeper.resume(ResumeMode::must, *model_)->step, 6);
+}
+
+// The disk gives back something else than was written: the checkpoint never gets its name, and no older one goes.
+TEST_F(FailingCallTest, AFileThatReadsBackDamaged) {
+  for (const char* name : {"/model.bin", "/state.bin", "/manifest.json"}) {
+    fs::remove_all(run_path());
+    const RunDirectory run(run_path());
+    CheckpointKeeper keeper(run, identity(), 2);
+    for (const int step : {2, 4}) keeper.save(make_state(step), *model_);
+    // The directory's sync that follows the last file.
+    arm("rename", "manifest.json.tmp." + std::to_string(::getpid()), [&](const std::string&) {
+      if (std::string(name) == "/manifest.json") return true;
+      const std::string path = step_path(6) + ".tmp" + name;
+      std::string bytes = read_bytes(path);
+      bytes[bytes.size() - 5] = static_cast<char>(bytes[bytes.size() - 5] ^ 1);
+      write_bytes(path, bytes);
+      return true;
+    });
+    if (std::string(name) == "/manifest.json") {
+      arm("sync", "step_00000006.tmp", [&](const std::string& directory) {
+        // The first two are those of model.bin and state.bin.
+        if (!fs::exists(directory + name)) return strikes = 0, true;
+        std::string bytes = read_bytes(directory + name);
+        bytes[bytes.find("xxh3") + 8] = 'x';
+        write_bytes(directory + name, bytes);
+        return true;
+      });
+    }
+    error_of(Exit::bad_file, [&] { keeper.save(make_state(6), *model_); });
+    set_call_fault(nullptr);
+    EXPECT_EQ(strikes, 1) << name;
+    EXPECT_FALSE(fs::exists(step_path(6))) << name;
+    EXPECT_FALSE(fs::exists(step_path(6) + ".tmp")) << name;
+    EXPECT_EQ(keeper.last_saved(), 4) << name;
+    for (const int step : {2, 4}) EXPECT_EQ(Checkpoint::open(step_path(step), step).state().step, step) << name;
+  }
+}
+
+TEST_F(FailingCallTest, ARemovalThatFailsIsAWarningAndTheNextSaveTriesAgain) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  for (const int step : {2, 4}) keeper.save(make_state(step), *model_);
+  arm("rename", "step_00000002", [](const std::string&) { return false; });
+  testing::internal::CaptureStderr();
+  keeper.save(make_state(6), *model_);
+  expect_contains(testing::internal::GetCapturedStderr(), "step_00000002");
+  EXPECT_EQ(strikes, 1);
+  EXPECT_TRUE(fs::exists(step_path(2)));
+  keeper.save(make_state(8), *model_);
+  EXPECT_EQ(run.checkpoints().size(), 2u);
+}
+
+// Two runs at the same step, that differ in nothing but values: state.bin or model.bin of the other one is whole in itself.
+TEST_F(CheckpointTest, AWholeFileThatIsNotTheManifestsIsRefused) {
+  save(3);
+  const std::string manifest = read_bytes(step_path(3) + "/manifest.json");
+  std::map<std::string, std::string> other;
+  for (const char* name : {"/model.bin", "/state.bin"}) other[name] = read_bytes(step_path(3) + name);
+  fs::remove_all(run_path());
+  {
+    const RunDirectory run(run_path());
+    const TrainState state = make_state(3);
+    fill(TensorRole::parameter, 40);
+    fill(TensorRole::moment2, 50);
+    CheckpointKeeper(run, identity(), 2).save(state, *model_);
+  }
+  for (const char* name : {"/model.bin", "/state.bin"}) {
+    const std::string whole = read_bytes(step_path(3) + name);
+    ASSERT_NE(whole, other[name]);
+    write_bytes(step_path(3) + name, other[name]);
+    expect_contains(error_of(Exit::bad_file, [&] { Checkpoint::open(step_path(3), 3); }),
+                    "is not the tensor that the manifest describes");
+    write_bytes(step_path(3) + name, whole);
+  }
+  EXPECT_EQ(resumed_step(), 3);
 }
 
 // A damaged newer checkpoint must not push a whole one out.
@@ -359,6 +537,88 @@ TEST_F(CheckpointTest, OtherSettingsAreRefusedByName) {
   EXPECT_EQ(resumed_step(), 3);
 }
 
+// Every field that decides the numbers, taken from the table itself: one changed at a time is refused by its name.
+TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
+  for (const bool all_fields : {false, true}) {
+    fs::remove_all(run_path());
+    settings_ = micro_settings();
+    if (all_fields) {  // fields that stand there only where they mean something
+      settings_.schedule = "wsd";
+      settings_.moments = "bf16";
+    }
+    save(3);
+    const Json fields = settings_.numeric_settings();
+    EXPECT_EQ(fields.size(), all_fields ? 17u : 15u);
+    for (const auto& [key, value] : fields.items()) {
+      const RunDirectory run(run_path());
+      RunIdentity other = identity();
+      Json& field = other.settings[key];
+      if (value.is_string()) {
+        field = value.get<std::string>() + "x";
+      } else if (value.is_number_integer()) {
+        field = value.get<std::int64_t>() + 1;
+      } else {
+        field = std::nextafter(value.get<double>(), 2.0);  // the smallest change there is
+      }
+      CheckpointKeeper keeper(run, other, 2);
+      const std::string message = error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); });
+      EXPECT_TRUE(message.starts_with("--" + key + ": ")) << message;
+      other.settings.erase(key);
+      CheckpointKeeper without(run, other, 2);
+      expect_contains(error_of(Exit::usage, [&] { without.resume(ResumeMode::automatic, *model_); }), "--'" + key + "': got nothing");
+    }
+  }
+}
+
+// What the options table has and the checkpoint does not hold decides no number, or is held in another way.
+TEST(NumericSettings, AreAllOptionsButThese) {
+  const std::set<std::string> others = {
+      "config", "model", "norm",                                      // held as the model's configuration and began_from
+      "train",                                                        // held as the shards' fingerprint
+      "steps",                                                        // held by itself: it may grow
+      "tokenizer", "device",                                          // held, and said
+      "val", "out", "resume", "save-every", "keep", "recompute", "no-graph", "max-minutes", "on-nan", "debug-inject",
+      "val-every", "val-batches", "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare", "bench",
+      "operators", "json", "dry-run", "print-config", "color"};
+  const char* words[] = {"train_llama", "--config", "tiny", "--print-config", "--schedule", "wsd", "--moments", "bf16"};
+  const TrainSettings settings = *parse_train_options(8, words, "test");
+  std::set<std::string> expected, got = others;
+  for (const auto& [name, value] : settings.effective) expected.insert(name);
+  const Json fields = settings.numeric_settings();
+  for (const auto& [name, value] : fields.items()) EXPECT_TRUE(got.insert(name).second) << name;
+  EXPECT_EQ(got, expected) << "a new option belongs into numeric_settings() or into the list above";
+}
+
+// The text of each option reaches the field that the checkpoint holds.
+TEST(NumericSettings, FollowTheCommandLine) {
+  const std::map<std::string, std::string> given = {
+      {"micro-batch", "3"},  {"seq-len", "5"},  {"batch-tokens", "30"}, {"lr", "0.5"},     {"min-lr-ratio", "0.25"},
+      {"warmup-steps", "7"}, {"schedule", "wsd"}, {"weight-decay", "0.5"}, {"beta1", "0.5"}, {"beta2", "0.25"},
+      {"eps", "0.5"},        {"grad-clip", "0"}, {"dropout", "0.5"},     {"seed", "77"},    {"precision", "fp32"},
+      {"moments", "bf16"},   {"wsd-decay-fraction", "0.5"}};
+  std::vector<std::string> words = {"train_llama", "--config", "tiny", "--print-config"};
+  for (const auto& [name, value] : given) words.insert(words.end(), {"--" + name, value});
+  std::vector<const char*> argv;
+  for (const std::string& word : words) argv.push_back(word.c_str());
+  const TrainSettings settings = *parse_train_options(static_cast<int>(argv.size()), argv.data(), "test");
+  const Json fields = settings.numeric_settings();
+  EXPECT_EQ(fields.size(), given.size());
+  for (const auto& [name, value] : given) {
+    const Json& field = fields.at(name);
+    EXPECT_EQ(field.is_string() ? field : Json::parse(field.dump()), field.is_string() ? Json(value) : Json::parse(value))
+        << name;
+  }
+  const Schedule schedule = settings.learning_rate();
+  EXPECT_EQ(schedule.shape, ScheduleShape::wsd);
+  EXPECT_EQ(schedule.peak, 0.5);
+  EXPECT_EQ(schedule.min_ratio, 0.25);
+  EXPECT_EQ(schedule.warmup_steps, 7);
+  EXPECT_EQ(schedule.steps, 400);
+  EXPECT_EQ(schedule.wsd_decay_fraction, 0.5);
+  EXPECT_EQ(schedule.at(201), 0.5) << "the first decaying step: half of 400 lie behind, and nothing is lost yet";
+  EXPECT_DOUBLE_EQ(schedule.at(301), 0.5 - 0.375 * std::sqrt(0.5));
+}
+
 TEST_F(CheckpointTest, StepsCanBeAddedNotTakenAway) {
   save(3);
   settings_.steps = 20;
@@ -384,6 +644,79 @@ TEST_F(CheckpointTest, OtherModelIsRefused) {
   other.model.num_layers = 2;
   CheckpointKeeper keeper(run, other, 2);
   expect_contains(error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); }), "num_layers");
+}
+
+// The run remembers the model file that it began from: another one would be read, and then not used.
+TEST_F(CheckpointTest, AnotherBeginningIsRefused) {
+  const auto resume_from = [&](const std::string& began_from) {
+    const RunDirectory run(run_path());
+    RunIdentity now = identity();
+    now.began_from = began_from;
+    CheckpointKeeper keeper(run, now, 2);
+    return keeper.resume(ResumeMode::automatic, *model_)->step;
+  };
+  const auto save_from = [&](const std::string& began_from) {
+    fs::remove_all(run_path());
+    const RunDirectory run(run_path());
+    RunIdentity now = identity();
+    now.began_from = began_from;
+    CheckpointKeeper(run, now, 2).save(make_state(3), *model_);
+  };
+  save_from("0123456789abcdef");
+  EXPECT_EQ(resume_from("0123456789abcdef"), 3);
+  const std::string other = error_of(Exit::usage, [&] { resume_from("0123456789abcdee"); });
+  EXPECT_TRUE(other.starts_with("--model: ")) << other;
+  expect_contains(other, "0123456789abcdef");
+  const std::string fresh = error_of(Exit::usage, [&] { resume_from(""); });
+  EXPECT_TRUE(fresh.starts_with("--config: ")) << fresh;
+  save_from("");
+  EXPECT_EQ(resume_from(""), 3);
+  const std::string model = error_of(Exit::usage, [&] { resume_from("0123456789abcdef"); });
+  EXPECT_TRUE(model.starts_with("--model: ")) << model;
+  expect_contains(model, "new parameters");
+}
+
+// A new model takes its special ids from the tokenizer: it is named when it is what was exchanged.
+TEST_F(CheckpointTest, AMissingTokenizerIsBlamedAndNotTheModel) {
+  const auto message = [&](const std::string& saved, const std::string& now, std::int64_t layers = 1) {
+    fs::remove_all(run_path());
+    const RunDirectory run(run_path());
+    RunIdentity one = identity(), other = identity();
+    one.tokenizer = saved;
+    one.model.bos_id = saved.empty() ? std::nullopt : std::optional<std::int32_t>(1);
+    other.tokenizer = now;
+    other.model.bos_id = now.empty() ? std::nullopt : std::optional<std::int32_t>(2);
+    other.model.num_layers = layers;
+    CheckpointKeeper(run, one, 2).save(make_state(3), *model_);
+    CheckpointKeeper keeper(run, other, 2);
+    return error_of(Exit::usage, [&] { keeper.resume(ResumeMode::automatic, *model_); });
+  };
+  const std::string removed = message("{}", "");
+  EXPECT_TRUE(removed.starts_with("--tokenizer: ")) << removed;
+  expect_contains(removed, "was made with a tokenizer, this start has none");
+  expect_contains(message("{}", "[]"), "this start has another one");
+  expect_contains(message("", "{}"), "was made without a tokenizer, this start has one");
+  expect_contains(message("{}", "", 2), "--config or --model: ");
+}
+
+// Counters so large that what is added to them would not fit are no counters of a run.
+TEST(TrainStateTest, CountersNearTheEndOfTheirTypeAreRefused) {
+  const Json good = TrainState{}.to_json();
+  for (const char* key : {"step", "updates", "windows", "micro_steps", "skipped", "transient"}) {
+    for (const std::uint64_t value : {(std::uint64_t{1} << 63) - 1, (std::uint64_t{1} << 63) - 2, std::uint64_t{1} << 62,
+                                      std::uint64_t{1} << 63, ~std::uint64_t{0}}) {
+      Json state = good;
+      state["step"] = std::int64_t{1'000'000'000'000};
+      state[key] = value;
+      expect_contains(error_of(Exit::bad_file, [&] { TrainState::from_json(state, "state"); }), key);
+    }
+  }
+  Json spikes = good;
+  spikes["spikes"]["observed"] = (std::uint64_t{1} << 63) - 1;
+  expect_contains(error_of(Exit::bad_file, [&] { TrainState::from_json(spikes, "state"); }), "observed");
+  Json large = good;
+  for (const char* key : {"step", "updates"}) large[key] = std::int64_t{1'000'000'000'000};
+  EXPECT_EQ(TrainState::from_json(large, "state").step, 1'000'000'000'000);
 }
 
 // ---- saving in the background ----
@@ -619,13 +952,91 @@ TEST(RunLogTest, NumbersKeepEveryBitAndABrokenLastLineIsClosed) {
 }
 
 TEST(RunLogTest, AFullDiskIsOneWarning) {
+  const TemporaryDirectory temporary;
   testing::internal::CaptureStderr();
-  RunLog log("/dev/full");
-  for (int i = 0; i < 3; ++i) log.write({{"type", "step"}});
+  FaultPlan plan;
+  plan.log_record = 2;
+  arm_save_fault(plan);
+  RunLog log(temporary.file("log.jsonl"));
+  for (int i = 0; i < 4; ++i) log.write({{"type", "step"}});
+  arm_save_fault({});
   const std::string messages = testing::internal::GetCapturedStderr();
   const std::size_t first = messages.find("warning");
   ASSERT_NE(first, std::string::npos);
   EXPECT_EQ(messages.find("warning", first + 1), std::string::npos);
+  expect_contains(messages, "No space left on device");
+  const std::string written = read_bytes(temporary.file("log.jsonl"));
+  EXPECT_EQ(std::count(written.begin(), written.end(), '\n'), 1);
+}
+
+// What a run appends to or locks under a name that others may have taken: nothing is written through links, and nothing is
+// waited for. A hard link is another name of a file elsewhere.
+TEST(RunDirectoryTest, NothingIsWrittenThroughWhatOthersPutThere) {
+  const TemporaryDirectory temporary;
+  const auto put = [&](const std::string& path, const std::string& kind) {
+    fs::remove(path);
+    if (kind == "link") fs::create_symlink(temporary.file("victim"), path);
+    if (kind == "dangling") fs::create_symlink(temporary.file("new"), path);
+    if (kind == "hard link") fs::create_hard_link(temporary.file("victim"), path);
+    if (kind == "FIFO") {
+      ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+    }
+    if (kind == "directory") fs::create_directory(path);
+    if (kind == "device") fs::create_symlink("/dev/null", path);
+  };
+  const std::pair<const char*, const char*> kinds[] = {
+      {"link", "symbolic link"}, {"dangling", "symbolic link"},  {"hard link", "hard link"},
+      {"FIFO", "regular file"},  {"directory", "Is a directory"}, {"device", "symbolic link"}};
+  for (const auto& [kind, words] : kinds) {
+    SCOPED_TRACE(kind);
+    write_bytes(temporary.file("victim"), "precious\n");
+    fs::create_directories(temporary.file("run"));
+    put(temporary.file("run/lock"), kind);
+    const std::string refused = error_of(Exit::usage, [&] { RunDirectory run(temporary.file("run")); });
+    expect_contains(refused, "lock");
+    expect_contains(refused, words);
+    put(temporary.file("run/lock"), "nothing");
+    put(temporary.file("run/log.jsonl"), kind);
+    testing::internal::CaptureStderr();
+    {
+      const RunDirectory run(temporary.file("run"));
+      RunLog log(run.file("log.jsonl"));
+      log.write({{"type", "step"}});
+    }
+    const std::string messages = testing::internal::GetCapturedStderr();
+    expect_contains(messages, words);
+    expect_contains(messages, "without a log");
+    EXPECT_EQ(read_bytes(temporary.file("victim")), "precious\n");
+    EXPECT_FALSE(fs::exists(temporary.file("new")));
+    fs::remove(temporary.file("run/log.jsonl"));
+  }
+}
+
+// Files that are replaced as a whole: the new file takes the name, and what had it before is as it was.
+TEST_F(CheckpointTest, AFileThatIsReplacedIsNotWrittenThrough) {
+  write_bytes(temporary_.file("victim"), "precious");
+  fs::create_directories(run_path());
+  fs::create_symlink(temporary_.file("victim"), run_path() + "/config.json");
+  ASSERT_EQ(::mkfifo((run_path() + "/matmul_plans.txt").c_str(), 0600), 0);
+  for (const char* name : {"/config.json", "/matmul_plans.txt"}) {
+    write_file_atomically(run_path() + name, "new");
+    EXPECT_EQ(read_bytes(run_path() + name), "new");
+    EXPECT_FALSE(fs::is_symlink(run_path() + name));
+  }
+  EXPECT_EQ(read_bytes(temporary_.file("victim")), "precious");
+  // In a checkpoint, what is read may be a link, but nothing that blocks or has no end.
+  save(3);
+  for (const char* name : {"/model.bin", "/state.bin", "/manifest.json"}) {
+    fs::rename(step_path(3) + name, temporary_.file("moved"));
+    ASSERT_EQ(::mkfifo((step_path(3) + name).c_str(), 0600), 0);
+    error_of(Exit::bad_file, [&] { resumed_step(); });
+    fs::remove(step_path(3) + name);
+    fs::create_symlink("/dev/zero", step_path(3) + name);
+    error_of(Exit::bad_file, [&] { resumed_step(); });
+    fs::remove(step_path(3) + name);
+    fs::rename(temporary_.file("moved"), step_path(3) + name);
+  }
+  EXPECT_EQ(resumed_step(), 3);
 }
 
 }  // namespace

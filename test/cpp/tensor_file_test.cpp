@@ -8,11 +8,13 @@
 
 #include <cmath>
 #include <cstring>
+#include <ctime>
 #include <limits>
 #include <vector>
 
 #include "colliding_names.h"
 #include "llmc/base/hash.h"
+#include "llmc/model/model_file.h"
 #include "test_files.h"
 
 namespace weft {
@@ -381,6 +383,98 @@ TEST(TensorFileWriter, ConvertsLargeTensorsInPieces) {
     EXPECT_EQ(file.tensors()[i].hash, writer.tensors()[i].hash);
     EXPECT_EQ(file.tensors()[i].offset % kTensorAlignment, 0u);
   }
+}
+
+// Values are checked and hashed in pieces of 128 KiB within pieces of 1 MiB, by a thread of their own where 4 MiB are
+// converted: what is wrong is found in the first piece, in one between, in the last and at their edges.
+TEST(TensorFile, EachPieceIsCheckedAndHashed) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("values.bin");
+  constexpr std::size_t kSmall = 1 << 17, kLarge = 1 << 20;
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    const std::size_t size = dtype_bytes(dtype);
+    for (const std::size_t bytes : {2 * kLarge + 3 * kSmall + 3 * size, 4 * kLarge + kSmall + size}) {
+      const std::size_t count = bytes / size;
+      std::vector<float> values(count, 0.5f), out(count);
+      TensorFileWriter writer(path, FileKind::training_state, Json::object());
+      writer.declare("t", dtype, {static_cast<std::int64_t>(count)});
+      writer.write_f32(values.data(), count);
+      writer.publish();
+      const std::string whole = read_bytes(path);
+      const std::size_t data = whole.size() - bytes;
+      for (const std::size_t byte : {std::size_t{0}, kSmall - size, kSmall, kLarge - size, kLarge, kLarge + kSmall + 8 * size,
+                                     2 * kLarge - size, 2 * kLarge, bytes - size}) {
+        SCOPED_TRACE(format("%s, byte %zu of %zu", dtype_name(dtype), byte, bytes));
+        // A NaN there and another one at the end, the hash made right: the first is named.
+        std::string bad = whole;
+        for (const std::size_t at : {byte, bytes - size}) {
+          for (std::size_t i = 0; i < size; ++i) bad[data + at + i] = static_cast<char>(0xFF);
+        }
+        const std::uint64_t hash = xxh3_64(bad.data() + data, bytes);
+        std::memcpy(bad.data() + 4096 + 8 + 344, &hash, 8);  // the record follows "{}", its hash comes last
+        rehash(bad);
+        write_bytes(path, bad);
+        {
+          const TensorFile file = TensorFile::open(path, FileKind::training_state);
+          const std::string where = "'t': element " + std::to_string(byte / size) + " is not finite";
+          file.read_f32(file.at("t"), out.data());
+          EXPECT_TRUE(std::isnan(out[byte / size]));
+          expect_contains(error_of(Exit::bad_file, [&] { file.read_finite_f32(file.at("t"), out.data()); }), where);
+          expect_contains(error_of(Exit::bad_file, [&] { file.verify_finite(file.at("t")); }), where);
+        }
+        std::string flipped = whole;
+        flipped[data + byte] = static_cast<char>(flipped[data + byte] ^ 1);
+        write_bytes(path, flipped);
+        const TensorFile file = TensorFile::open(path, FileKind::training_state);
+        expect_contains(error_of(Exit::bad_file, [&] { file.read_f32(file.at("t"), out.data()); }), "XXH3-64");
+        expect_contains(error_of(Exit::bad_file, [&] { file.verify_finite(file.at("t")); }), "XXH3-64");
+        expect_contains(error_of(Exit::bad_file, [&] { file.verify(file.at("t")); }), "XXH3-64");
+      }
+    }
+  }
+}
+
+// A tokenizer that no reader would take is refused before it is read: a sparse file has gigabytes for nothing.
+TEST(TensorFile, ATokenizerBeyondTheLimitIsRefusedWhenAModelIsOpened) {
+  const TemporaryDirectory directory;
+  const std::string golden = "test/fixtures/golden/llama-hs32-mha.model.bin", path = directory.file("model.bin");
+  const TensorFile original = TensorFile::open(golden, FileKind::model);
+  const auto write = [&](DType dtype, std::vector<std::int64_t> shape) {
+    TensorFileWriter writer(path, FileKind::model, original.config());
+    for (const TensorInfo& tensor : original.tensors()) {
+      if (tensor.name != kTokenizerTensor) writer.declare(tensor.name, tensor.dtype, tensor.shape);
+    }
+    writer.declare(kTokenizerTensor, dtype, shape);
+    for (const TensorInfo& tensor : original.tensors()) {
+      if (tensor.name != kTokenizerTensor) writer.write(original.bytes(tensor).data(), tensor.bytes);
+    }
+    const std::vector<char> text(16, ' ');
+    writer.write(text.data(), 16);
+    writer.publish();
+  };
+  write(DType::u8, {16});
+  EXPECT_EQ(ModelFile::open(path, Family::llama).tokenizer_json(), std::string(16, ' '));
+  std::string bytes = read_bytes(path);
+  const auto word = [&](std::size_t at, std::uint64_t value) { std::memcpy(bytes.data() + at, &value, 8); };
+  std::uint64_t tensors = 0, table = 0;
+  std::memcpy(&tensors, bytes.data() + 40, 8);
+  std::memcpy(&table, bytes.data() + 48, 8);
+  const std::size_t record = table + (tensors - 1) * 352;
+  const std::uint64_t size = 6'000'000'000, end = bytes.size() - 16 + size;
+  word(24, end);                 // file_bytes
+  word(record + 264, size);      // shape
+  word(record + 264 + 72, size);  // bytes
+  rehash(bytes);
+  write_bytes(path, bytes);
+  std::filesystem::resize_file(path, end);
+  const double before = static_cast<double>(std::clock());
+  const std::string message = error_of(Exit::bad_file, [&] { ModelFile::open(path, Family::llama); });
+  expect_contains(message, "tokenizer.json: got 6000000000 bytes, expected at most 100000000");
+  EXPECT_LT((static_cast<double>(std::clock()) - before) / CLOCKS_PER_SEC, 0.5) << "not a byte of it was read";
+  write(DType::i32, {4});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path, Family::llama); }), "vector of u8");
+  write(DType::u8, {4, 4});
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(path, Family::llama); }), "vector of u8");
 }
 
 }  // namespace

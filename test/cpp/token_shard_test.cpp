@@ -114,6 +114,21 @@ TEST(TokenShard, VerifyChecksShardsOfSeveralPieces) {
   expect_contains(error_of(Exit::bad_file, [&] { TokenShard::open(directory.file("y.bin")).verify(); }), "data_hash");
 }
 
+// verify() checks 2^18 tokens at once: an id past the vocabulary is found in each such piece, the hash being right.
+TEST(TokenShard, VerifyChecksTheIdsOfEveryPiece) {
+  const TemporaryDirectory directory;
+  constexpr std::size_t kPiece = 1 << 18;
+  const std::size_t count = 2 * kPiece + 5;
+  for (const std::size_t bad : {std::size_t{0}, kPiece - 1, kPiece, 2 * kPiece - 1, 2 * kPiece, count - 1}) {
+    std::vector<std::uint16_t> ids(count, 9);
+    ids[bad] = 10;
+    const std::string tokens(reinterpret_cast<const char*>(ids.data()), ids.size() * 2);
+    write_bytes(directory.file("x.bin"), shard_bytes(4, 10, tokens, ids.size()));
+    expect_contains(error_of(Exit::bad_file, [&] { TokenShard::open(directory.file("x.bin")).verify(); }),
+                    format("token %zu: got id 10, expected at most 9", bad));
+  }
+}
+
 TEST(TokenShard, ReadingOutsideIsABugOfTheCaller) {
   const TokenShard shard = TokenShard::open(kFixtures + "u16.bin");
   EXPECT_NE(error_of(Exit::internal, [&] { read(shard, 3, 2); }), "");

@@ -356,6 +356,18 @@ TEST(TokenizerFile, AcceptsBothSpellingsOfMerges) {
   EXPECT_EQ(Tokenizer::from_json(json.dump(), "t.json").encode(text, true), fixture("neox_style").encode(text, true));
 }
 
+TEST(TokenizerFile, RefusesMoreAddedTokensThanTheirAutomatonMayTake) {
+  expect_refusal(
+      [](Json& j) {
+        std::int32_t id = static_cast<std::int32_t>(j["model"]["vocab"].size());
+        for (const Json& token : j["added_tokens"]) id = std::max(id, token["id"].get<std::int32_t>() + 1);
+        for (int i = 0; i < 4097; ++i) {
+          j["added_tokens"].push_back({{"content", std::string(4088, 'z') + std::to_string(10'000'000 + i)}, {"id", id++}});
+        }
+      },
+      {"added_tokens", "16777216 bytes"});
+}
+
 TEST(TokenizerFile, RefusesBadMerges) {
   expect_refusal([](Json& j) { j["model"]["merges"].push_back("zzz q"); },
                  {"model.merges[", "zzz", "not in the vocabulary"});
@@ -490,6 +502,118 @@ TEST(TokenizerShared, PublishedNeoxTokenizer) {
   EXPECT_EQ(tokenizer.encode("Hello, world!", true), (Ids{12092, 13, 1533, 2}));
   EXPECT_EQ(tokenizer.encode(std::string(24, ' '), false), Ids{50'254});
   EXPECT_EQ(tokenizer.id_of("<|endoftext|>"), 0);
+}
+
+// encode() remembers 65,536 words of at most 32 bytes: past that number, and for words around that length, the ids are those
+// of a call that remembers nothing.
+TEST(Tokenizer, TheCacheOfWordsChangesNothing) {
+  const Tokenizer tokenizer = fixture("neox_style");
+  std::string text;
+  std::vector<std::string> words;
+  for (int i = 0; i < 140'003; ++i) {  // full after less than half of them
+    std::string word = " ";
+    for (int rest = i; rest > 0 || word.size() < 3; rest /= 26) word += static_cast<char>('a' + rest % 26);
+    words.push_back(word);
+  }
+  for (const std::size_t length : {31u, 32u, 33u, 34u}) words.push_back(" " + std::string(length - 1, 'q'));
+  const std::size_t distinct = words.size();
+  for (std::size_t i = 0; i < distinct; i += 7) words.push_back(words[distinct - 1 - i]);  // again, remembered or not
+  Ids expected;
+  for (const std::string& word : words) {
+    text += word;
+    const Ids ids = tokenizer.encode(word, false);
+    expected.insert(expected.end(), ids.begin(), ids.end());
+  }
+  EXPECT_TRUE(tokenizer.encode(text, false) == expected);
+}
+
+// ---- added tokens
+
+// What split() hands on, as text: parts in brackets, tokens by their id.
+std::string split_text(const AddedTokenMatcher& matcher, std::string_view text, bool allow_special = true) {
+  std::string out;
+  matcher.split(
+      text, allow_special, [&](std::string_view part) { out += "[" + std::string(part) + "]"; },
+      [&](std::int32_t id) { out += std::to_string(id); });
+  return out;
+}
+
+// Leftmost-longest by looking at every token at every position: the definition.
+std::string split_by_definition(const std::vector<AddedToken>& tokens, std::string_view text, bool allow_special) {
+  std::string out;
+  std::size_t done = 0;
+  for (std::size_t position = 0; position < text.size();) {
+    const AddedToken* longest = nullptr;
+    for (const AddedToken& token : tokens) {
+      if (!text.substr(position).starts_with(token.content)) continue;
+      if (longest == nullptr || token.content.size() > longest->content.size()) longest = &token;
+    }
+    if (longest == nullptr) {
+      ++position;
+      continue;
+    }
+    const std::size_t begin = position;
+    position += longest->content.size();
+    if (longest->special && !allow_special) continue;
+    if (done < begin) out += "[" + std::string(text.substr(done, begin - done)) + "]";
+    out += std::to_string(longest->id);
+    done = position;
+  }
+  if (done < text.size()) out += "[" + std::string(text.substr(done)) + "]";
+  return out;
+}
+
+// Few letters, so that tokens overlap, contain each other and begin within each other; blocks of every small size, so that
+// each text crosses many of them.
+TEST(AddedTokens, AreLeftmostLongestWhateverTheBlock) {
+  std::uint32_t random = 1;
+  const auto next = [&](std::uint32_t limit) {
+    random = random * 1664525 + 1013904223;
+    return (random >> 16) % limit;
+  };
+  for (int round = 0; round < 300; ++round) {
+    std::vector<AddedToken> tokens(1 + next(6));
+    for (AddedToken& token : tokens) {
+      for (std::uint32_t length = 1 + next(5); token.content.size() < length;) {
+        token.content += static_cast<char>('a' + next(2));
+      }
+      token.id = static_cast<std::int32_t>(&token - tokens.data());
+      token.special = next(4) == 0;
+    }
+    std::string text;
+    while (text.size() < 40) text += static_cast<char>('a' + next(3));
+    const bool allow_special = next(2) == 0;
+    const std::string expected = split_by_definition(tokens, text, allow_special);
+    for (const std::size_t block : {1u, 2u, 3u, 7u, 19u, 40u, 1000u}) {
+      ASSERT_EQ(split_text(AddedTokenMatcher(tokens, block), text, allow_special), expected)
+          << text << " in blocks of " << block;
+    }
+  }
+}
+
+TEST(AddedTokens, NoneOfThemLeaveTheTextWhole) {
+  const AddedTokenMatcher none({});
+  EXPECT_EQ(split_text(none, "text"), "[text]");
+  EXPECT_EQ(split_text(none, ""), "");
+}
+
+// A token of 4,096 bytes whose first 4,095 are everywhere in the text costs what one of 16 bytes costs. Trying it at each
+// position cost 250 times as much.
+TEST(AddedTokens, TheTimeIsThatOfTheTextAlone) {
+  const std::string text(1 << 21, 'a');
+  const auto seconds = [&](std::size_t length) {
+    AddedToken token;
+    token.content = std::string(length - 1, 'a') + "b";
+    const AddedTokenMatcher matcher({token});
+    return processor_seconds([&] { EXPECT_EQ(split_text(matcher, text).size(), text.size() + 2); });
+  };
+  const double few = std::min(seconds(16), seconds(16));
+  EXPECT_LT(seconds(4096), 10 * few + 0.05);
+  // The same with a token that ends in what the text consists of.
+  AddedToken front;
+  front.content = "b" + std::string(4095, 'a');
+  const AddedTokenMatcher matcher({front});
+  EXPECT_LT(processor_seconds([&] { split_text(matcher, text); }), 10 * few + 0.05);
 }
 
 }  // namespace

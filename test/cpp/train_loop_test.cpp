@@ -6,6 +6,7 @@
 #include <omp.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -14,7 +15,9 @@
 #include <set>
 #include <thread>
 
+#include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
+#include "llmc/model/compare.h"
 #include "llmc/train/bench.h"
 #include "test/cpp/train_tools.h"
 
@@ -288,7 +291,166 @@ TEST_F(TrainLoopTest, ValidationIsTheSameEveryTime) {
   EXPECT_NEAR(*mean_loss(*uneven, data, 13, 9), every_window, 1e-6);
 }
 
+// The windows that are measured are spread over all of the data, the same at every call.
+TEST_F(TrainLoopTest, ValidationIsSpreadOverTheData) {
+  std::vector<std::uint16_t> tokens(25 * 8 + 1);
+  for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::uint16_t>(i / 8);  // its window
+  write_shard(temporary_.file("spread_0.bin"), {tokens.begin(), tokens.begin() + 10 * 8 + 1});
+  write_shard(temporary_.file("spread_1.bin"), {tokens.begin() + 10 * 8, tokens.end()});
+  const TokenDataset data(temporary_.file("spread_*.bin"), 8);
+  ASSERT_EQ(data.windows(), 25u);
+  const auto measured = [&](std::int64_t micro_batch, std::int64_t batches) {
+    settings_.micro_batch = micro_batch;
+    settings_.batch_tokens = 8 * micro_batch;
+    const std::unique_ptr<TrainModel> inner = micro_model(settings_);
+    HookedModel model(*inner);
+    std::vector<int> windows;
+    model.before_evaluate = [&](const Batch& batch) {
+      for (std::size_t row = 0; row < batch.tokens.size(); row += 8) {
+        if (batch.labels[row] != kIgnoredLabel) windows.push_back(batch.tokens[row]);
+      }
+    };
+    mean_loss(model, data, micro_batch, batches);
+    return windows;
+  };
+  EXPECT_EQ(measured(2, 3), (std::vector<int>{0, 4, 8, 12, 16, 20}));
+  EXPECT_EQ(measured(5, 1), (std::vector<int>{0, 5, 10, 15, 20}));
+  std::vector<int> all(25);
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
+  for (const std::int64_t batches : {0, 7, 100}) EXPECT_EQ(measured(4, batches), all) << batches;
+}
+
+// Clipping multiplies the gradient by limit / norm where the norm is larger; 0 turns it off, whatever the norm.
+TEST_F(TrainLoopTest, GradientsAreClippedToTheLimitAndNotAtAllWithout) {
+  EXPECT_EQ(clip_factor(1e30, 0), 1.0f);
+  EXPECT_EQ(clip_factor(0.5, 1), 1.0f);
+  EXPECT_EQ(clip_factor(4, 1), static_cast<float>(1 / (4 + 1e-6)));
+  const auto scales = [&](const std::string& name, double limit) {
+    settings_.grad_clip = limit;
+    std::vector<float> seen;
+    run(name, [&](HookedModel& model) {
+      model.before_update = [&](const AdamWStep& step) { seen.push_back(step.gradient_scale); };
+    });
+    return seen;
+  };
+  EXPECT_EQ(scales("off", 0), std::vector<float>(10, 1.0f));
+  const std::vector<float> clipped = scales("on", 1e-3);
+  const std::vector<double> norms = logged("on", "grad_norm");
+  ASSERT_EQ(clipped.size(), norms.size());
+  for (std::size_t i = 0; i < norms.size(); ++i) {
+    ASSERT_GT(norms[i], 1e-3);
+    EXPECT_EQ(clipped[i], static_cast<float>(1e-3 / (norms[i] + 1e-6)));
+  }
+}
+
+// ---- pieces ----
+
+// The CPU makes logits for 512 rows at once: each row has its own label and its own gradient in every such piece.
+TEST_F(TrainLoopTest, RowsPastThePieceOfTheClassifierHaveTheirOwnLabels) {
+  settings_.seq_len = 32;
+  settings_.micro_batch = 35;  // 1,120 rows: two pieces and 96 rows
+  settings_.batch_tokens = 35 * 32;
+  const std::unique_ptr<TrainModel> wide = micro_model(settings_);
+  settings_.micro_batch = 1;
+  const std::unique_ptr<TrainModel> narrow = micro_model(settings_);
+  const std::vector<std::uint16_t> text = patterned_tokens(35 * 32 + 1);
+  const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1);
+  std::vector<std::int32_t> labels(text.begin() + 1, text.end());
+  for (std::size_t i = 0; i < labels.size(); ++i) {
+    labels[i] = i % 11 == 0 ? kIgnoredLabel : static_cast<std::int32_t>((labels[i] + i / 32) % 32);
+  }
+  const auto row = [](const std::vector<std::int32_t>& ids, std::size_t b) { return std::span(ids).subspan(b * 32, 32); };
+  std::int64_t count = 0, sum_of_counts = 0;
+  const double loss = wide->evaluate({tokens, labels}, &count);
+  wide->zero_gradients();
+  narrow->zero_gradients();
+  wide->forward({tokens, labels}, 0, 1e-3f);
+  wide->backward();
+  for (std::size_t b = 0; b < 35; ++b) {
+    std::int64_t counted = 0;
+    const double one = narrow->evaluate({row(tokens, b), row(labels, b)}, &counted);
+    sum_of_counts += counted;
+    narrow->forward({row(tokens, b), row(labels, b)}, 0, 1e-3f);
+    narrow->backward();
+    EXPECT_GT(one, 0);
+  }
+  const StepStatistics together = wide->statistics(), apart = narrow->statistics();
+  EXPECT_EQ(count, sum_of_counts);
+  EXPECT_EQ(together.label_count, apart.label_count);
+  EXPECT_EQ(together.loss_sum, loss);
+  EXPECT_NEAR(together.loss_sum, apart.loss_sum, 1e-6 * loss);
+  const std::vector<float> a = tensors(*wide, TensorRole::gradient), b = tensors(*narrow, TensorRole::gradient);
+  float largest = 0;
+  for (const float value : b) largest = std::max(largest, std::abs(value));
+  for (std::size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], 1e-5f * largest) << i;
+}
+
+// The CPU scores ids in pieces of 256: each against the id that follows it.
+TEST(CpuLlamaTest, ScoresPastTheirPieceAreThoseOfTheirOwnLabels) {
+  ModelConfig config = micro_config();
+  config.max_positions = 640;
+  TrainSettings settings = micro_settings();
+  const std::unique_ptr<TrainModel> model = cpu::make_llama(config, settings.model_options());
+  initialize_parameters(*model, 3);
+  for (const TensorSpec& spec : model->table().specs()) {  // larger than initial ones, or every id is as likely
+    std::vector<float> values(static_cast<std::size_t>(spec.elements));
+    model->read_tensor(TensorRole::parameter, spec, values.data());
+    if (spec.shape.size() == 2) std::transform(values.begin(), values.end(), values.begin(), [](float v) { return 20 * v; });
+    model->write_tensor(TensorRole::parameter, spec, values.data());
+  }
+  const std::vector<std::uint16_t> text = patterned_tokens(600);  // two pieces and 88 ids
+  const std::vector<std::int32_t> ids(text.begin(), text.end());
+  const std::unique_ptr<DecodeModel> decoder = model->decoder(640);
+  const std::vector<double> scores = decoder->score(ids);
+  ASSERT_EQ(scores.size(), 599u);
+  decoder->reset();
+  std::span<const float> logits = decoder->prefill(std::span(ids).first(1));
+  for (std::size_t i = 1; i < ids.size(); ++i) {
+    double sum = 0;
+    for (const float logit : logits) sum += std::exp(static_cast<double>(logit));
+    const double expected = std::log(sum) - logits[static_cast<std::size_t>(ids[i])];
+    ASSERT_NEAR(scores[i - 1], expected, 2e-4 * std::max(1.0, expected)) << "id " << i;
+    if (i + 1 < ids.size()) logits = decoder->decode(ids[i]);
+  }
+}
+
 // ---- numeric guard ----
+
+// A moment that becomes infinite is no state to save, and none to go on from: the run ends, and nothing of that save stays.
+TEST_F(TrainLoopTest, AnInfiniteMomentEndsTheRunAtTheNextSave) {
+  settings_.save_every = 4;
+  settings_.debug_inject = {"inf@moment=5"};
+  for (const bool background : {true, false}) {
+    in_background_ = background;
+    const std::string name = background ? "background" : "waiting";
+    const Result result = run(name);
+    EXPECT_EQ(result.error_code, Exit::numeric) << result.error;
+    expect_contains(result.error, "step 8: moment2.");
+    expect_contains(result.error, "is inf");
+    EXPECT_TRUE(has_checkpoint(name, 4));
+    for (const char* left : {"/step_00000008", "/step_00000008.tmp", "/step_00000010"}) {
+      EXPECT_FALSE(fs::exists(temporary_.file(name) + left)) << left;
+    }
+  }
+}
+
+TEST_F(TrainLoopTest, AnInfiniteMomentInTheLastSaveIsNotALackOfSpace) {
+  settings_.debug_inject = {"inf@moment=10"};
+  const Result result = run("run");
+  EXPECT_EQ(result.error_code, Exit::numeric) << result.error;
+  expect_contains(result.error, "step 10: moment2.");
+  EXPECT_FALSE(fs::exists(temporary_.file("run") + "/step_00000010"));
+}
+
+// The first error is the one that is told; what the save before the end finds is a warning.
+TEST_F(TrainLoopTest, TheGuardsErrorIsNotHiddenByThatOfTheSaveAfterIt) {
+  settings_.debug_inject = {"inf@moment=5", "nan@step=6"};
+  testing::internal::CaptureStderr();
+  const Result result = run("run");
+  expect_contains(testing::internal::GetCapturedStderr(), "warning: no checkpoint of step 5: step 5: moment2.");
+  EXPECT_EQ(result.error_code, Exit::numeric);
+  expect_contains(result.error, "step 6: loss");
+}
 
 TEST_F(TrainLoopTest, AbortStopsBeforeTheUpdate) {
   settings_.steps = 4;
@@ -552,7 +714,60 @@ TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
   for (const char* name : {"NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200"}) EXPECT_EQ(peak(name), 0) << name;
 }
 
+// Counted by hand: 6 operations for each weight of a matrix, and 6 L q T for causal attention (half of 12 L q T).
+TEST(BenchFlops, OfThePresetsByHand) {
+  // tiny: a layer has 2 x 192 x 192, 2 x 64 x 192 and 3 x 512 x 192; the tied embedding of 2,048 x 192 is the head.
+  EXPECT_EQ(causal_flops_per_token(preset_config("tiny"), 256), 6.0 * (4 * 393'216 + 393'216) + 6.0 * 4 * 192 * 256);
+  // llama3.1-8b: 2 x 4096 x 4096, 2 x 1024 x 4096, 3 x 14336 x 4096; the head is a matrix of its own.
+  EXPECT_EQ(causal_flops_per_token(preset_config("llama3.1-8b"), 8192), 51'470'401'536.0);
+}
+
+TEST(BenchFlops, TheShareOfThePeakByHand) {
+  TrainBenchResult result;
+  result.tokens = 1000;
+  result.median_ms = 10;
+  result.flops_per_token = 1e9;
+  EXPECT_EQ(result.mfu(), 0) << "an unknown peak gives no share";
+  result.peak_flops = 400e12;
+  EXPECT_EQ(result.tokens_per_s(), 100'000);
+  EXPECT_DOUBLE_EQ(result.mfu(), 0.25);
+}
+
+TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings_);
+  // One layer of 2 x 16 x 16, 2 x 8 x 16 and 3 x 24 x 16, a head of 32 x 16; sequences of 8.
+  const TrainBenchResult result = bench_training(*model, settings_, "NVIDIA H200");
+  EXPECT_EQ(result.flops_per_token, 6.0 * (1920 + 512) + 6.0 * 16 * 8);
+  EXPECT_EQ(result.tokens, 16);
+  EXPECT_DOUBLE_EQ(result.mfu(), 16 / result.median_ms * 1e3 * result.flops_per_token / 989.4e12);
+}
+
 // ---- initial parameters ----
+
+// Against the published definition, number by number: four normal numbers from each four words (Box and Muller), scaled by
+// the depth where a branch ends. Sizes of 4 k + 1 to 4 k + 3 end within a group of four.
+TEST(Initialize, EachValueIsThatOfItsAddress) {
+  for (const Init init : {Init::normal, Init::normal_residual, Init::ones, Init::zeros}) {
+    for (const std::size_t count : {1u, 5u, 10u, 1003u}) {
+      TensorSpec spec;
+      spec.init = init;
+      std::vector<float> values(count, -1.0f);
+      initial_values(spec, 9, 8, 1234, values);
+      for (std::size_t i = 0; i < count; ++i) {
+        double expected = init == Init::ones ? 1 : 0;
+        if (init == Init::normal || init == Init::normal_residual) {
+          const PhiloxWords words = philox(1234, i / 4, std::uint64_t{1} << 32 | 9);
+          const std::uint32_t *pair = words.word + i % 4 / 2 * 2;
+          const double radius = std::sqrt(-2 * std::log((pair[0] + 1.0) / 4294967296.0));
+          const double angle = 6.283185307179586 * (pair[1] / 4294967296.0);
+          const double deviation = init == Init::normal ? 0.02 : 0.02 / 4;  // sqrt(2 x 8 layers)
+          expected = deviation * radius * (i % 2 == 0 ? std::cos(angle) : std::sin(angle));
+        }
+        ASSERT_NEAR(values[i], expected, 1e-8) << "element " << i << " of " << count;
+      }
+    }
+  }
+}
 
 TEST(Initialize, FollowsTheTable) {
   ModelConfig config = preset_config("tiny");

@@ -108,7 +108,7 @@ inline std::vector<float> whole_state(TrainModel& model) {
 
 inline RunIdentity micro_identity(const TrainSettings& settings, const TokenDataset& data) {
   return {micro_config(), settings.numeric_settings(), settings.steps, data.fingerprint(), "cpu",
-          "test",         "{\"tokenizer\":1}"};
+          "test",         "{\"tokenizer\":1}",           ""};
 }
 
 // Forwards everything to another model; a test may look at or change what passes.
@@ -118,6 +118,7 @@ class HookedModel : public TrainModel {
   std::function<void(std::uint64_t micro_step)> before_forward;
   std::function<void(StepStatistics&)> after_statistics;
   std::function<void(const AdamWStep&)> before_update;
+  std::function<void(const Batch&)> before_evaluate;
 
   const ModelConfig& config() const override { return inner_.config(); }
   const TensorTable& table() const override { return inner_.table(); }
@@ -138,6 +139,7 @@ class HookedModel : public TrainModel {
     inner_.update(step);
   }
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
+    if (before_evaluate) before_evaluate(batch);
     return inner_.evaluate(batch, label_count);
   }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {

@@ -65,6 +65,43 @@ TEST_F(WriteBehindTest, AnErrorIsThrownByTheNextCallAndNothingIsWrittenAfterIt) 
   EXPECT_EQ(file.size(), 2000u);
 }
 
+// A buffer is not given out again before what lies in it is written.
+TEST_F(WriteBehindTest, ABufferInUseIsWaitedFor) {
+  AtomicFile file(directory_.file("pieces"));
+  writes = 0;
+  all_given = false;
+  set_write_fault([](const std::string&, std::uint64_t, std::size_t bytes) {
+    while (!all_given) std::this_thread::yield();
+    ++writes;
+    return bytes;
+  });
+  std::string expected;
+  {
+    WriteBehind behind(file);
+    for (int i = 0; i < 8; ++i) {  // as many as there are
+      std::byte* room = behind.buffer();
+      std::memset(room, 'a' + i, 100);
+      behind.write(room, 100);
+      expected += std::string(100, static_cast<char>('a' + i));
+    }
+    std::atomic<bool> given{false};
+    std::thread maker([&] {
+      std::byte* room = behind.buffer();
+      given = true;
+      std::memset(room, 'z', 100);
+      behind.write(room, 100);
+      behind.drain();
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_FALSE(given) << "all eight still wait for the disk";
+    all_given = true;
+    maker.join();
+  }
+  EXPECT_EQ(writes, 9);
+  file.publish();
+  EXPECT_EQ(read_bytes(directory_.file("pieces")), expected + std::string(100, 'z'));
+}
+
 TEST_F(WriteBehindTest, GivenUpItEndsWithoutWritingTheRest) {
   AtomicFile file(directory_.file("pieces"));
   writes = 0;

@@ -418,11 +418,116 @@ def test_memory_that_runs_out_in_a_step_is_exit_5(data, tmp_path, whole):
 
 def test_a_log_that_cannot_be_written_is_one_warning(data, tmp_path):
     out = tmp_path / "run"
-    out.mkdir()
-    (out / "log.jsonl").symlink_to("/dev/full")
-    done = train(data, out)
+    done = train(data, out, "--debug-inject", "enospc@log=3")
     assert done.returncode == 0
-    assert done.stderr.count("warning") == 1 and "log.jsonl" in done.stderr
+    assert done.stderr.count("warning") == 1 and "log.jsonl" in done.stderr and "No space left" in done.stderr
+    assert max(losses(out)) == 2
+
+
+# ---- what others put into a run directory ----------------------------------------------------------------------------
+
+NAMES = ["log.jsonl", "lock", "config.json", "matmul_plans.txt", "step_00000004", "step_00000004.tmp",
+         "step_00000004.replaced.tmp"]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "fifo", "link to a directory"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_written_through_a_run_directory(data, tmp_path, name, kind):
+    """A link or a FIFO under each name that a run uses: what it points to stays as it is, and nothing waits for ever."""
+    out, victim, elsewhere = tmp_path / "run", tmp_path / "victim", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    victim.write_text("precious")
+    (elsewhere / "model.bin").write_text("precious")
+    path = out / name
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "new")
+    elif kind == "hard link":
+        os.link(victim, path)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(elsewhere)
+    done = train(data, out)
+    assert victim.read_text() == "precious" and (elsewhere / "model.bin").read_text() == "precious"
+    assert not (tmp_path / "new").exists() and sorted(os.listdir(elsewhere)) == ["model.bin"]
+    if name == "lock":
+        assert_refused(done, 2, "--out", "lock", "Remove it")
+    elif name == "step_00000004":  # something without a whole checkpoint is not silently started over
+        assert_refused(done, 3, "none of its 1 checkpoints")
+        assert os.path.lexists(path)
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "step_00000012" in checkpoints(out)
+        assert ("without a log" in done.stderr) == (name == "log.jsonl")
+        assert ("no checkpoint of step 4" in done.stderr) == (name == "step_00000004.tmp")
+        if name.startswith("step_"):
+            assert os.path.lexists(path), "what weft did not make it does not remove"
+
+
+def test_a_log_that_nobody_reads_does_not_hold_a_signal_up(data, tmp_path):
+    """A FIFO under the name of the log: the run starts, and SIGTERM ends it."""
+    out = tmp_path / "run"
+    out.mkdir()
+    os.mkfifo(out / "log.jsonl")
+    process = start(data, out, steps=1_000_000)
+    wait_for(lambda: has_checkpoint(out))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 143
+
+
+def test_only_what_a_save_left_is_removed_and_only_after_the_checks(data, tmp_path):
+    out = tmp_path / "run"
+    mine = [out / name / "thesis.txt" for name in ("step_mine.tmp", "step_7.tmp", "step_00000007.tmp", "step_00000008.x.tmp")]
+    for path in mine:
+        path.parent.mkdir(parents=True)
+        path.write_text("precious")
+    left = out / "step_00000009.tmp" / "model.bin"
+    left.parent.mkdir()
+    left.write_text("half")
+    assert_refused(train(data, out, "--resume", "never"), 2, "not empty")
+    assert_refused(train(data, out, "--resume", "must"), 3, "no checkpoint")
+    assert left.exists() and all(path.exists() for path in mine)
+    assert train(data, out).returncode == 0
+    assert not left.parent.exists() and all(path.exists() for path in mine)
+
+
+def test_another_model_is_refused_on_resume(data, tmp_path):
+    """Its weights would be read and not used: the checkpoint has those that are trained."""
+    out = tmp_path / "run"
+    assert train(data, out, "--schedule", "constant", steps=4).returncode == 0
+    trained = out / "step_00000004" / "model.bin"  # the same shape, other weights
+    assert_refused(train(data, out, "--schedule", "constant", "--model", trained, steps=6), 2, "--model", "began from")
+    copy = shutil.copy(MODEL, tmp_path / "another name.bin")  # the same content is the same model
+    done = train(data, out, "--schedule", "constant", "--model", copy, steps=6)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_that_was_removed_is_what_a_resume_asks_for(tmp_path):
+    tokenizer = ROOT / "models" / "tiny-llama" / "tokenizer.json"
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(tokenizer, data)
+    write_shard(data / "train_0.bin", 500, vocabulary=2048,
+                tokenizer_hash=xxhash.xxh3_64_intdigest(tokenizer.read_bytes()))
+    options = ["--config", "tiny", "--model=", "--val=", "--sample-every", 0, "--schedule", "constant"]
+    assert train(data, tmp_path / "run", *options, steps=2).returncode == 0
+    (data / "tokenizer.json").unlink()
+    assert_refused(train(data, tmp_path / "run", *options, steps=4), 2, "--tokenizer", "was made with a tokenizer")
+    done = train(data, tmp_path / "run", *options, "--tokenizer", tokenizer, steps=4)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_moment_that_becomes_infinite_is_exit_6_and_leaves_nothing(data, tmp_path):
+    for name, step, last in (("last", 12, 8), ("between", 5, 4)):
+        out = tmp_path / name
+        done = train(data, out, "--debug-inject", f"inf@moment={step}")
+        assert_refused(done, 6, "moment2.", "is inf", f"step_{last:08d}")
+        assert checkpoints(out)[-1] == f"step_{last:08d}", "nothing of the save that was refused stays"
+        assert train(data, out).returncode == 0
 
 
 def test_a_shard_replaced_meanwhile(data, tmp_path):

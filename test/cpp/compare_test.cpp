@@ -1,0 +1,137 @@
+// Comparisons that can fail: what --compare does with values that no comparison orders.
+#include "llmc/model/compare.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
+
+TEST(Distance, ByHand) {
+  const std::vector<float> got = {1, 2, 3}, want = {1, 2, 4};
+  const TensorDistance most = distance("t", got, want, 0.25);
+  EXPECT_EQ(most.max_abs, 1);
+  EXPECT_EQ(most.relative, 0.25);
+  EXPECT_TRUE(most.pass);
+  EXPECT_FALSE(distance("t", got, want, 0.2499).pass);
+  EXPECT_DOUBLE_EQ(distance("t", got, want, 1, Norm::l2).relative, 1 / std::sqrt(21.0));
+  EXPECT_DOUBLE_EQ(most.cosine, 17 / std::sqrt(14.0 * 21.0));
+  EXPECT_TRUE(distance("t", want, want, 0).pass);
+}
+
+// At any place, in either tensor or in both, with any tolerance and in both norms.
+TEST(Distance, ValuesThatAreNotFiniteNeverPass) {
+  for (const float bad : {kNan, kInf, -kInf}) {
+    for (std::size_t at = 0; at < 5; ++at) {
+      const std::vector<float> good = {1, 2, 3, 4, 5};
+      std::vector<float> damaged = good;
+      damaged[at] = bad;
+      for (const Norm norm : {Norm::max, Norm::l2}) {
+        for (const double tolerance : {0.0, 1e30, std::numeric_limits<double>::infinity()}) {
+          for (const auto& [got, want] : {std::pair(damaged, good), std::pair(good, damaged), std::pair(damaged, damaged)}) {
+            const TensorDistance row = distance("t", got, want, tolerance, norm);
+            EXPECT_FALSE(row.pass) << bad << " at " << at;
+            EXPECT_EQ(row.relative, std::numeric_limits<double>::infinity());
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Distance, AnotherSizeNeverPasses) {
+  const std::vector<float> one = {1}, two = {1, 2}, none;
+  for (const double tolerance : {0.0, std::numeric_limits<double>::infinity()}) {
+    EXPECT_FALSE(distance("t", one, two, tolerance).pass);
+    EXPECT_FALSE(distance("t", two, one, tolerance).pass);
+    EXPECT_FALSE(distance("t", none, one, tolerance).pass);
+  }
+}
+
+TEST(Comparison, PassesWhenEveryRowDoesAndThereIsOne) {
+  Comparison comparison;
+  EXPECT_FALSE(comparison.passed()) << "nothing was compared";
+  comparison.rows = {{"a", 0, 0, 1, true}};
+  EXPECT_TRUE(comparison.passed());
+  comparison.rows.push_back({"b", 0, 0, 1, false});
+  comparison.rows.push_back({"c", 0, 0, 1, true});
+  EXPECT_FALSE(comparison.passed());
+}
+
+class CompareDump : public testing::Test {
+ protected:
+  // A dump of one sequence of 8 tokens whose activation is that of the model, or what a test puts into its place.
+  void write(const std::vector<float>& activation, const std::vector<float>* sixteen_bit) {
+    TensorFileWriter writer(path_, FileKind::reference_dump, Json::object());
+    const auto count = static_cast<std::int64_t>(activation.size());
+    writer.declare("input_ids", DType::i32, {1, 8});
+    writer.declare("labels", DType::i32, {1, 8});
+    writer.declare("act.embedding", DType::f32, {count});
+    if (sixteen_bit != nullptr) {
+      writer.declare("act16.embedding", DType::f32, {static_cast<std::int64_t>(sixteen_bit->size())});
+    }
+    for (int i = 0; i < 2; ++i) writer.write(ids_.data(), ids_.size() * 4);
+    writer.write_f32(activation.data(), activation.size());
+    if (sixteen_bit != nullptr) writer.write_f32(sixteen_bit->data(), sixteen_bit->size());
+    writer.publish();
+  }
+  Comparison compare(Precision precision) {
+    const auto make = [](TrainOptions options) {
+      options.precision = Precision::fp32;  // what the CPU has: as far from PyTorch's fp32 as any 16-bit run may be
+      std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+      initialize_parameters(*model, 1);
+      return model;
+    };
+    return compare_training(TensorFile::open(path_, FileKind::reference_dump), precision, 1e-5, make);
+  }
+  std::vector<float> embedding() {
+    TrainOptions options;
+    options.seq_len = 8;
+    const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+    initialize_parameters(*model, 1);
+    model->forward({ids_, ids_}, 0, 1);
+    return model->activation("embedding");
+  }
+
+  TemporaryDirectory directory_;
+  const std::string path_ = directory_.file("dump.bin");
+  const std::vector<std::int32_t> ids_ = {1, 2, 3, 4, 5, 6, 7, 8};
+};
+
+TEST_F(CompareDump, ANanInTheReferenceFails) {
+  std::vector<float> values = embedding();
+  ASSERT_EQ(values.size(), 8u * 16);
+  write(values, nullptr);
+  EXPECT_TRUE(compare(Precision::fp32).passed());
+  values[77] = kNan;
+  write(values, nullptr);
+  EXPECT_FALSE(compare(Precision::fp32).passed());
+}
+
+// With bf16 the tolerance is made from the dump: one that is not finite would let everything pass.
+TEST_F(CompareDump, AYardstickThatIsNoneIsRefused) {
+  const std::vector<float> reference = embedding();
+  std::vector<float> near = reference;
+  for (float& value : near) value *= 1.001f;
+  write(reference, &near);
+  EXPECT_TRUE(compare(Precision::bf16).passed());
+  for (const float bad : {kNan, kInf}) {
+    std::vector<float> wrong(reference.size(), 5.0f), yardstick = near;
+    yardstick[100] = bad;
+    write(wrong, &yardstick);
+    expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::bf16); }), "act16.embedding");
+  }
+  near.pop_back();
+  write(std::vector<float>(reference.size(), 5.0f), &near);
+  expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::bf16); }), "act16.embedding");
+}
+
+}  // namespace
+}  // namespace weft
