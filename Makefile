@@ -8,6 +8,12 @@
 #   MODE=release|asan|tsan   build/<mode> holds the result
 #   PREFIX=, DESTDIR=     where make install puts things
 #   V=1                   show the commands
+#   -jN                   N jobs at once; default: as many as this process may use cores
+
+# Only in the outermost make: the ones below share its jobs. -j on the command line wins.
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
+MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
+endif
 
 MODE      ?= release
 CXX       ?= g++
@@ -29,9 +35,15 @@ endif
 B := build/$(MODE)
 Q := $(if $(V),,@)
 
+# `[3/81]   CXX ...`: the number of this object, of those that were not there when make began. Counted while recipes expand;
+# where changed sources are compiled again, there may be more than that, and only the first number is shown.
+DONE :=
+say = $(eval DONE += x)echo "[$(words $(DONE))$(if $(wordlist $(words $(DONE)),$(words $(ABSENT)),$(ABSENT)),/$(words $(ABSENT)))]  $1"
+
 # ---- host code -------------------------------------------------------------------------------------------------------
 MODE_FLAGS_release := -O3
-MODE_FLAGS_asan    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# -g1: line numbers for the reports. Full debug information takes a quarter of the compile time.
+MODE_FLAGS_asan    := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 MODE_FLAGS_tsan    := -O1 -fsanitize=thread
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
@@ -60,8 +72,21 @@ TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
 GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
 
-.PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench ladder profile profile-infer headers format install uninstall clean help FORCE
+# What this make is to build, as far as it is not there, for the progress line.
+WANTED := $(HOST_OBJ) $(CUDA_OBJ) $(PROGRAMS:%=$B/%.main.o) $(PROGRAMS:%=$B/%)
+ifneq ($(filter tests,$(MAKECMDGOALS)),)
+WANTED += $(TEST_OBJ) $(GPU_TEST_OBJ) $(TEST_TOOLS) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o) $B/unit_tests $(if $(GPU_TEST_OBJ),$B/gpu_tests)
+endif
+ABSENT := $(filter-out $(wildcard $(WANTED)),$(WANTED))
+
+.PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench benches ladder profile profile-infer \
+        headers list-headers lint compile_commands.json torch format install uninstall clean help FORCE
 all: programs
+ifneq ($(strip $(NVCC)),)
+ifeq ($(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),)
+	@echo "no GPU found: built for $(words $(GPU_ARCH)) architectures. GPU_ARCH= chooses, NVCC= builds for the CPU alone"
+endif
+endif
 	@echo "built $(PROGRAMS): $(BUILD_KIND)"
 
 programs: $(PROGRAMS:%=$B/%)
@@ -87,36 +112,36 @@ $B/version.h: FORCE
 	if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $B/%.o: %.cpp $B/host-flags
-	@mkdir -p $(@D); echo "  CXX   $<"
+	@mkdir -p $(@D); $(call say,CXX   $<)
 	$Q$(CXX) $(CXXFLAGS) -c $< -o $@
 
 # The mains are plain C++ under the name that their readers look for.
 $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h
-	@mkdir -p $(@D); echo "  CXX   $<"
+	@mkdir -p $(@D); $(call say,CXX   $<)
 	$Q$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -x c++ -c $< -o $@
 
 $B/llmc/cuda/%.o: llmc/cuda/%.cu $B/link-flags
-	@mkdir -p $(@D); echo "  NVCC  $<"
+	@mkdir -p $(@D); $(call say,NVCC  $<)
 	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
 
 $B/libweft.a: $(HOST_OBJ) $(CUDA_OBJ)
 	@rm -f $@; ar rcs $@ $^
 
 $(PROGRAMS:%=$B/%): $B/%: $B/%.main.o $B/libweft.a
-	@echo "  LINK  $@"
+	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 tests: $B/unit_tests $(TEST_TOOLS) programs $(if $(GPU_TEST_OBJ),$B/gpu_tests)
 $B/unit_tests: $(TEST_OBJ) $B/libweft.a
-	@echo "  LINK  $@"
+	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $(TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 $B/gpu_tests: $(GPU_TEST_OBJ) $B/libweft.a
-	@echo "  LINK  $@"
+	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $(GPU_TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lpthread -o $@
 $B/test/gpu/%.o: CXXFLAGS += -isystem $(CUDA_HOME)/include
 $(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $B/libweft.a
-	@echo "  LINK  $@"
+	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
 
 # Everything that this machine can test; GPU=must refuses to skip the GPU suite.
@@ -124,8 +149,7 @@ test: deps venv
 	@$(MAKE) --no-print-directory tests
 	@$(MAKE) --no-print-directory tests MODE=asan NVCC=
 	@$(MAKE) --no-print-directory tsan
-	@$(MAKE) --no-print-directory headers
-	@GPU=$(GPU) .venv/bin/python test/run.py
+	@GPU=$(GPU) NVCC='$(NVCC)' GPU_ARCH='$(GPU_ARCH)' .venv/bin/python test/run.py $(if $(TEST_ADD),--add $(TEST_ADD))
 
 # libFuzzer with ASan and UBSan on everything that reads a file: FUZZ_S seconds each. Needs clang (scripts/deps.sh --fuzz).
 fuzz: deps
@@ -142,15 +166,44 @@ tsan:
 	@$(MAKE) --no-print-directory MODE=tsan NVCC= thread_tests
 thread_tests: $B/thread_tests $B/train_llama
 $B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $B/libweft.a
-	@echo "  LINK  $@"
+	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 
-# Each header compiles alone: no hidden order of includes.
-headers: $(patsubst %.h,$B/headers/%.ok,$(wildcard llmc/*/*.h llmc/*/*/*.h llmc/*/*/*/*.h))
-$B/headers/llmc/cuda/%.ok: CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
-$B/headers/%.ok: %.h $B/host-flags
-	@mkdir -p $(@D)
-	@$(CXX) $(filter-out -MMD -MP,$(CXXFLAGS)) -w -fsyntax-only -x c++ $< && touch $@
+# Each header compiles alone: no hidden order of includes. Those of GPU code need the CUDA toolkit; without nvcc they are
+# skipped, and said to be. Of a .cuh nvcc compiles the device code, which parses all of it, for one architecture.
+ALL_HEADERS   := $(sort $(wildcard $(foreach d,llmc/* llmc/*/* llmc/*/*/* test/* dev/*,$d/*.h $d/*.cuh)))
+CUDA_HEADERS  := $(filter llmc/cuda/% test/gpu/% %.cuh,$(ALL_HEADERS))
+SKIPPED_HEADERS := $(if $(strip $(NVCC)),,$(CUDA_HEADERS))
+HEADERS       := $(filter-out $(SKIPPED_HEADERS),$(ALL_HEADERS))
+ONE_ARCH      := $(or $(filter 90a,$(GPU_ARCH)),$(lastword $(GPU_ARCH)))
+headers: $(HEADERS:%=$B/headers/%.ok)
+	@echo "headers: $(words $(HEADERS)) compile alone, $(words $(SKIPPED_HEADERS)) skipped$(if $(SKIPPED_HEADERS),: GPU code, and there is no nvcc)"
+list-headers:
+	@printf '%s\n' $(HEADERS:%='compiled %') $(SKIPPED_HEADERS:%='skipped %')
+$(CUDA_HEADERS:%=$B/headers/%.ok): CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)
+$B/headers/%.h.ok: %.h $B/host-flags
+	@mkdir -p $(@D); rm -f $@
+	@$(CXX) $(CXXFLAGS) -MF $(@:.ok=.d) -MT $@ -w -fsyntax-only -x c++ $< && touch $@ || { echo "header FAILED $<"; exit 1; }
+$B/headers/%.cuh.ok: %.cuh $B/link-flags
+	@mkdir -p $(@D); rm -f $@
+	@$(NVCC) -std=c++20 -I. -arch=sm_$(ONE_ARCH) -w -MD -MF $(@:.ok=.d) -MT $@ -ptx -x cu $< -o $@.ptx && rm $@.ptx && touch $@ || \
+	  { echo "header FAILED $<"; exit 1; }
+
+# The programs of dev/ that stand beside the Python ones, for one architecture: benchmarks, and what shows how a kernel is made.
+CUPTI := $(if $(strip $(NVCC)),$(firstword $(wildcard $(CUDA_HOME)/include/cupti.h $(CUDA_HOME)/extras/CUPTI/include/cupti.h)))
+BENCHES := $(patsubst %.cpp,$B/%,$(filter-out dev/bench/timeline.cpp,$(wildcard dev/bench/*.cpp))) \
+           $(if $(CUPTI),$B/dev/bench/timeline.o) \
+           $(if $(strip $(NVCC)),$(patsubst %.cu,$B/%,$(wildcard dev/bench/*.cu)) $(patsubst %.cu,$B/%.o,$(wildcard dev/ladder/*.cu)))
+benches: $(BENCHES)
+	@$(if $(strip $(NVCC)),,echo "benches: those of GPU code skipped: there is no nvcc")
+	@$(if $(CUPTI),,echo "benches: dev/bench/timeline.cpp skipped: there is no cupti.h")
+$B/dev/%.o: dev/%.cu $B/link-flags
+	@mkdir -p $(@D); $(call say,NVCC  $<)
+	$Q$(NVCC) $(filter-out -gencode arch=%,$(NVCCFLAGS)) -gencode arch=compute_$(ONE_ARCH),code=sm_$(ONE_ARCH) -c $< -o $@
+$B/dev/bench/timeline.o: CXXFLAGS += -isystem $(CUDA_HOME)/include -isystem $(CUDA_HOME)/extras/CUPTI/include
+$(filter-out %.o,$(BENCHES)): $B/dev/%: $B/dev/%.o $B/libweft.a
+	@$(call say,LINK  $@)
+	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
 
 # ---- the first minutes -----------------------------------------------------------------------------------------------
 deps:
@@ -166,14 +219,19 @@ venv: .venv/ready
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+# torch and transformers, for references and for the peers of make bench. The versions of the scripts' own packages stay.
+torch: venv
+	.venv/bin/python -m pip install --disable-pip-version-check -r scripts/requirements-torch.txt
+
+# Without a GPU the demo runs on the CPU: no GPU code is compiled for it, unless GPU_ARCH= asks for some.
 demo: deps venv
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory all $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
 	@scripts/run_demo.sh
 
-# Training steps and decoding beside PyTorch, on the GPU of this machine.
-bench: all
-	@$(PYTHON) dev/bench/training.py
-	@$(PYTHON) dev/bench/decode.py
+# Training steps and decoding beside PyTorch (make torch), on the GPU of this machine.
+bench: all venv
+	@.venv/bin/python dev/bench/training.py
+	@.venv/bin/python dev/bench/decode.py
 
 # A norm and an attention kernel from naive to today's, each step checked and timed (dev/ladder/README.md). LADDER= its
 # arguments. Builds without a GPU, which only running needs.
@@ -188,15 +246,27 @@ ladder: $(if $(strip $(NVCC)),$B/ladder)
 	@$(if $(strip $(NVCC)),$B/ladder $(LADDER),echo "ladder: no nvcc found, expected a CUDA compiler. NVCC= names one" >&2; exit 4)
 
 # One training step under Nsight Compute, as a table by operator.
-profile: all
-	@$(PYTHON) dev/bench/profile_step.py
+profile: all venv
+	@.venv/bin/python dev/bench/profile_step.py
 # The same for one decoded token.
-profile-infer: all
-	@$(PYTHON) dev/bench/profile_decode.py
+profile-infer: all venv
+	@.venv/bin/python dev/bench/profile_decode.py
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
 format:
 	clang-format -i $(shell git ls-files '*.cu' '*.cuh' '*.h' '*.cpp')
+
+# clang-format, clang-tidy, ruff, mypy and shellcheck, as configured in .clang-format, .clang-tidy and pyproject.toml.
+lint: .venv/lint-ready
+	@MAKEFLAGS= CXX='$(CXX)' scripts/lint.sh $(LINT)
+.venv/lint-ready: scripts/requirements-lint.txt | venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# For editors and clang tools: how every host file of this build is compiled.
+compile_commands.json:
+	@$(PYTHON) scripts/compile_commands.py --flags '$(filter-out -MMD -MP,$(CXXFLAGS)) $(MAIN_FLAGS) -I$B' --compiler '$(CXX)' \
+	  $(if $(strip $(NVCC)),--cuda '$(CUDA_HOME)') -o $@
 
 install: all
 	install -d $(DESTDIR)$(PREFIX)/bin
@@ -221,12 +291,17 @@ help:
 	@echo "make doctor     check compiler, CUDA, GPU, libraries, Python, disk; say what to install"
 	@echo "make deps       install the system packages that are missing (needs root or sudo)"
 	@echo "make venv       Python packages of the scripts, into .venv"
+	@echo "make torch      PyTorch and transformers into .venv, for references and peers"
 	@echo "make install    PREFIX=$(PREFIX) DESTDIR=; also: make uninstall"
 	@echo "make format     clang-format over the sources"
+	@echo "make lint       clang-format, clang-tidy, ruff, mypy, shellcheck; LINT=\"format ruff mypy shell tidy\" chooses"
+	@echo "make compile_commands.json   for editors and clang tools"
 	@echo "make headers    compile each header alone"
+	@echo "make benches    compile the programs under dev/"
 	@echo "make clean      remove build/"
 	@echo "settings        NVCC= (CPU only)  GPU_ARCH=\"$(GPU_ARCH)\"  MODE=release|asan|tsan  CPU_FLAGS=$(CPU_FLAGS)"
 
 .SECONDARY:
 -include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(LADDER_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
 -include $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d)
+-include $(HEADERS:%=$B/headers/%.d) $(BENCHES:%=%.d)

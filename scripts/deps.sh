@@ -4,6 +4,7 @@
 #   scripts/deps.sh --check     exit 0 if everything is there; otherwise name what is missing and exit 4
 #   scripts/deps.sh             install what is missing with the system's package manager
 #   scripts/deps.sh --fuzz      the same, and clang with libFuzzer, which only `make fuzz` needs
+#   scripts/deps.sh --lint      the same, and clang-format, clang-tidy and shellcheck, which only `make lint` needs
 set -euo pipefail
 
 # header or program : Debian package : Fedora package
@@ -46,6 +47,17 @@ if [ "${1:-}" = --fuzz ] && ! has_fuzzer; then
   missing_debian+=(clang libclang-rt-dev); missing_fedora+=(clang compiler-rt); missing_names+=(clang++ with libFuzzer)
 fi
 
+if [ "${1:-}" = --lint ]; then
+  for tool in clang-format clang-tidy shellcheck; do
+    command -v "$tool" >/dev/null || { missing_debian+=("$tool"); missing_names+=("$tool"); }
+  done
+  command -v clang-format >/dev/null && command -v clang-tidy >/dev/null || missing_fedora+=(clang-tools-extra)
+  command -v shellcheck >/dev/null || missing_fedora+=(ShellCheck)
+  # clang-tidy reads omp.h as clang has it.
+  ls /usr/lib/llvm-*/lib/clang/*/include/omp.h /usr/lib*/clang/*/include/omp.h >/dev/null 2>&1 || {
+    missing_debian+=(libomp-dev); missing_fedora+=(libomp-devel); missing_names+=(omp.h of clang); }
+fi
+
 if [ ${#missing_names[@]} -eq 0 ]; then
   [ "${1:-}" = --check ] || echo "deps: everything is installed"
   exit 0
@@ -73,9 +85,9 @@ case "$install" in
   apt-get*)
     echo "deps: $install"
     "${as_root[@]}" apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive "${as_root[@]}" $install -qq >/dev/null
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends -qq "${missing_debian[@]}" >/dev/null
     ;;
-  dnf*) "${as_root[@]}" $install ;;
+  dnf*) "${as_root[@]}" dnf install -y "${missing_fedora[@]}" ;;
   *) echo "deps: $install" >&2; exit 4 ;;
 esac
 exec "$0" --check

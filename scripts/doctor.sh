@@ -2,7 +2,7 @@
 # make doctor: what this machine has for building, testing and running weft, and what to do where something is missing.
 # Exit 0 if both programs can be built and run, at least on the CPU; 4 otherwise.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 4
 failures=0
 
 row() { printf '%-10s %-4s %s\n' "$1" "$2" "$3"; }
@@ -79,7 +79,7 @@ check_python() {
   else
     bad python "$python is $version, the scripts need 3.11 to 3.13. PYTHON= names another"
   fi
-  [ -e .venv/ready ] && good packages ".venv is made" || note packages ".venv is not made yet: make venv does it"
+  if [ -e .venv/ready ]; then good packages ".venv is made"; else note packages ".venv is not made yet: make venv does it"; fi
 }
 
 check_disk() {

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED_LABEL = -100
+ROTATE = "apply_rotary_pos_emb"  # what transformers calls it in the module of each model
 DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "grad16": ("grad16.",),
@@ -49,7 +50,7 @@ RECOMPUTE_TOLERANCE = {"f32": 2e-5, "bf16": 4 * 2.0**-7, "f16": 4 * 2.0**-10}
 class AdamW:
     """Hyperparameters of the optimizer steps; decay is for matrices alone, the clip for the global norm."""
 
-    steps: int
+    steps: int = 0
     learning_rate: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
@@ -134,7 +135,7 @@ class Recorder:
     @contextmanager
     def listening(self) -> Iterator[None]:
         module = sys.modules[type(self.model).__module__]
-        rotate = module.apply_rotary_pos_emb
+        rotate = getattr(module, ROTATE)
 
         def rotate_and_keep(*arguments: Any, **options: Any) -> Any:
             q, k = rotate(*arguments, **options)
@@ -142,12 +143,12 @@ class Recorder:
             self._keep_rotated("k", k)
             return q, k
 
-        module.apply_rotary_pos_emb = rotate_and_keep
+        setattr(module, ROTATE, rotate_and_keep)
         self._attach()
         try:
             yield
         finally:
-            module.apply_rotary_pos_emb = rotate
+            setattr(module, ROTATE, rotate)
             for handle in self._handles:
                 handle.remove()
 
@@ -313,7 +314,7 @@ def optimizer_steps(directory: Path, description: Model, request: Request,
                     dtype: str = "f32") -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss before each step on the same batch, and the parameters after the last."""
     torch, _ = libraries()
-    settings = request.adamw
+    settings = request.adamw or AdamW()
     model = load_model(directory, dtype, request.device)
     parameters = named_parameters(model, description)
     matrices = [value for value in parameters.values() if value.ndim >= 2]
@@ -375,22 +376,23 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
     if request.half_dtype:
         values = activations(directory, description, request, request.half_dtype)
         tensors |= {f"act16.{name}": values[name] for name in activation_names(description)}
-        tensors |= half_training(directory, description, request, values["logits"])
+        tensors |= half_training(directory, description, request, request.half_dtype, values["logits"])
     return {name: value if isinstance(value, np.ndarray) else value.detach().cpu().float().numpy()
             for name, value in tensors.items()}
 
 
-def half_training(directory: Path, description: Model, request: Request, logits: torch.Tensor) -> dict[str, Any]:
+def half_training(directory: Path, description: Model, request: Request, half_dtype: str,
+                  logits: torch.Tensor) -> dict[str, Any]:
     """What the 16-bit run gives of loss, gradients and optimizer steps, where the fp32 run gives them too."""
     torch, _ = libraries()
     tensors: dict[str, Any] = {}
     if (request.labels != IGNORED_LABEL).any():
         tensors["loss16"] = cross_entropy(logits, torch.from_numpy(request.labels).long().to(request.device))
     if request.backward:
-        values = gradients(directory, description, request, request.half_dtype)
+        values = gradients(directory, description, request, half_dtype)
         tensors |= {f"grad16.{name}": value for name, value in values.items()}
     if request.adamw:
-        losses, _ = optimizer_steps(directory, description, request, request.half_dtype)
+        losses, _ = optimizer_steps(directory, description, request, half_dtype)
         tensors["adamw16.losses"] = np.array(losses, dtype=np.float32)
     return tensors
 
@@ -527,13 +529,13 @@ def arguments() -> argparse.Namespace:
 
 def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
     model = checkpoint.model
-    if options.prompt is not None:
-        ids = encode(checkpoint, options.prompt, options.directory)
+    if options.prompt is not None or options.ids:
+        ids = (encode(checkpoint, options.prompt, options.directory) if options.prompt is not None else
+               np.array([options.ids], dtype=np.int32))
+        labels = shifted_labels(ids)
     else:
-        ids = np.array([options.ids], dtype=np.int32) if options.ids else None
-    labels = shifted_labels(ids) if ids is not None else None
-    if ids is None:
-        ids, labels = random_batch(model, *options.random, options.seed)
+        batch, length = options.random
+        ids, labels = random_batch(model, batch, length, options.seed)
     if ids.size == 0:
         raise FileError(USAGE, "--prompt: got a text without tokens, expected at least one")
     if ids.max() >= model.vocab_size:

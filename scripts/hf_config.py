@@ -361,7 +361,7 @@ def _rope_type(reader: _Reader, old: _Reader, new: _Reader, family: str) -> str:
     place = _agreed([(nested, key) for nested in (new, old) for key in ("rope_type", "type")], "rope type")
     rope_type = place[0].text(place[1]) if place else "default"
     known = ("default", "llama3") if family == LLAMA else ("default",)
-    if rope_type not in known:
+    if place is not None and rope_type not in known:
         place[0].fail(place[1], f"got {shown(rope_type)}, expected {' or '.join(known)}",
                       f"No other rope type of {family} models is supported")
     return rope_type
@@ -419,7 +419,7 @@ def tokenizer_vocabulary(text: bytes, source: Path) -> int:
     tokenizer = parse_json_object(text, source)
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict):
+    if not isinstance(model, dict) or not isinstance(vocab, dict):
         bad_file(source, "model.vocab", f"got {json_type(vocab)}, expected an object of tokens and ids")
     tokens: dict[int, str] = {}
     for name, token_id in [*vocab.items(), *_added_tokens(tokenizer, source)]:

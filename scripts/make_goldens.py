@@ -12,7 +12,6 @@ models under models/ are made where those exist. Needs torch and transformers 5.
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from dataclasses import dataclass, field, replace

@@ -13,10 +13,11 @@ if [ ! -e data/stories/train_00000.bin ]; then
     --tokenizer models/tiny-llama/tokenizer.json -o data/stories
 fi
 
+read -ra train_options <<<"${DEMO_TRAIN_OPTIONS:-}"
 say "training: a Llama of 2 million parameters, about a minute on 2 cores"
 rm -rf runs/demo
 ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo \
-  --max-minutes "${DEMO_MINUTES:-3}" ${DEMO_TRAIN_OPTIONS:-}
+  --max-minutes "${DEMO_MINUTES:-3}" "${train_options[@]}"
 
 say "plot: runs/demo/loss.png"
 $python scripts/plot_log.py runs/demo -o runs/demo/loss.png

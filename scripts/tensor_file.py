@@ -241,7 +241,7 @@ class AtomicFile:
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
         while len(view):
-            written = self._attempt("write", lambda: os.pwrite(self._fd, view, offset))
+            written = self._attempt("write", lambda view=view, offset=offset: os.pwrite(self._fd, view, offset))
             view, offset = view[written:], offset + written
 
     def publish(self) -> None:
@@ -319,7 +319,7 @@ def model_family(config: dict[str, Any]) -> Any:
 class TensorFile:
     """A validated tensor file: its configuration and table are checked, its data is read on demand."""
 
-    def __init__(self, path: str, data: mmap.mmap, kind: str, config: dict[str, Any], tensors: dict[str, TensorInfo],
+    def __init__(self, path: str, data: mmap.mmap | bytes, kind: str, config: dict[str, Any], tensors: dict[str, TensorInfo],
                  data_offset: int):
         self.path, self.kind, self.config, self.tensors = path, kind, config, tensors
         self._data, self._data_offset = data, data_offset
@@ -586,13 +586,13 @@ class Writer:
     def write(self, name: str, data: np.ndarray | bytes | memoryview | Iterable[Any]) -> None:
         """The data of the next declared tensor: an array of its dtype and shape (bf16: its bits as uint16), its bytes,
         or an iterable of arrays or byte strings that together are its bytes."""
-        self._begin()
+        file = self._begin()
         if self._next == len(self.tensors) or self.tensors[self._next].name != name:
             raise ValueError(f"{name}: not the next declared tensor")
         info = self.tensors[self._next]
         if isinstance(data, np.ndarray) and data.shape != info.shape:
             raise ValueError(f"{name}: got shape {shape_text(data.shape)}, declared {shape_text(info.shape)}")
-        self._pad_to(info.offset)
+        self._pad_to(file, info.offset)
         pieces = [data] if isinstance(data, (np.ndarray, np.generic, bytes, bytearray, memoryview)) else data
         hasher, written = xxhash.xxh3_64(), 0
         for piece in pieces:
@@ -601,7 +601,7 @@ class Writer:
                 if written > info.bytes:
                     raise ValueError(f"{name}: more than the declared {info.bytes} bytes")
                 hasher.update(chunk)
-                self._file.write(chunk)
+                file.write(chunk)
         if written != info.bytes:
             raise ValueError(f"{name}: got {written} bytes, declared {info.bytes}")
         self.tensors[self._next] = replace(info, hash=hasher.intdigest())
@@ -619,10 +619,10 @@ class Writer:
         for begin in range(0, len(view), CHUNK):
             yield view[begin:begin + CHUNK]
 
-    def _begin(self) -> None:
+    def _begin(self) -> AtomicFile:
         """Lays the file out once every tensor is declared, and reserves its space."""
         if self._file is not None:
-            return
+            return self._file
         self._table_offset = align_up(HEADER_PAGE + len(self._config), 8)
         self._data_offset = align_up(self._table_offset + len(self.tensors) * RECORD.size, HEADER_PAGE)
         end = self._data_offset
@@ -634,11 +634,13 @@ class Writer:
             raise ValueError(f"{self.path}: {end} bytes are too large for a file")
         self._file_bytes = end
         self._file = AtomicFile(self.path, expected_bytes=end)
-        self._pad_to(self._data_offset)
+        self._pad_to(self._file, self._data_offset)
+        return self._file
 
-    def _pad_to(self, offset: int) -> None:
-        while self._file.size < offset:
-            self._file.write(bytes(min(CHUNK, offset - self._file.size)))
+    @staticmethod
+    def _pad_to(file: AtomicFile, offset: int) -> None:
+        while file.size < offset:
+            file.write(bytes(min(CHUNK, offset - file.size)))
 
     def _header(self) -> bytearray:
         head = bytearray(self._data_offset)
@@ -655,12 +657,12 @@ class Writer:
 
     def close(self) -> None:
         """Publishes the file. Every declared tensor must have been written."""
-        self._begin()
+        file = self._begin()
         if self._next != len(self.tensors):
             self.discard()
             raise ValueError(f"{self.tensors[self._next].name}: declared but not written")
-        self._file.rewrite(0, self._header())
-        self._file.publish()
+        file.rewrite(0, self._header())
+        file.publish()
 
     def discard(self) -> None:
         if self._file is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,11 +18,11 @@ VERSION = 1
 HEADER_BYTES = 256
 HEADER = struct.Struct("<8sIIQQQqQQ")
 HASHED_BYTES = 56  # of the header
-DTYPES = {4: np.dtype("<u2"), 5: np.dtype("<u4")}  # numbers of the tensor file
+DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u2"), 5: np.dtype("<u4")}  # numbers of the tensor file
 MAX_VOCABULARY = 1_000_000
 
 
-def dtype_for(vocab_size: int) -> np.dtype:
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
     """The narrowest token dtype that holds every id."""
     return DTYPES[4] if vocab_size <= 65536 else DTYPES[5]
 
@@ -41,7 +42,7 @@ class TokenShard:
         if bad.size:
             fail(self.path, f"token {bad[0]}: got id {self.tokens[bad[0]]}, expected at most {self.vocab_size - 1}. "
                             "The shard is damaged: get or make it again")
-        got = xxhash.xxh3_64_intdigest(self.tokens)
+        got = xxhash.xxh3_64_intdigest(self.tokens.data)
         if got != self._hash:
             fail(self.path, f"data_hash: got {got:016x}, expected {self._hash:016x}. "
                             "The tokens are damaged: get or make the shard again")
@@ -108,7 +109,7 @@ class ShardWriter:
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise ValueError(f"an id of {ids.min()} to {ids.max()} is outside the vocabulary of {self.vocab_size}")
         tokens = np.ascontiguousarray(ids, dtype=self.dtype)
-        self._hasher.update(tokens)
+        self._hasher.update(tokens.data)
         self._file.write(tokens)
         self.count += tokens.size
 

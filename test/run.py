@@ -7,26 +7,43 @@ Called by `make test`, which has built what it needs. Suites:
     threads     build/tsan/thread_tests       the threads that read ahead and save, under ThreadSanitizer
     runs tsan   test/python/test_train_cli.py whole runs of build/tsan/train_llama, with signals, faults and saves
     python      test/python                   scripts and whole programs (pytest)
+    headers     make headers                  each header compiles alone
     gpu         build/release/gpu_tests       kernels against the CPU reference; needs a GPU
     fuzz        test/fuzz                     each target for FUZZ_S seconds, where FUZZ_S is in the environment
 
-GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or that runs no test, counts as a failure.
+    python3 test/run.py [--without-cuda] [--save FILE] [--add FILE]
+
+Suites run beside each other, a file of test/python being one of them: TEST_JOBS at a time (default: half the cores, at least
+2), because most of them use one core most of the time. What needs the GPU runs alone, at the end.
+--without-cuda runs what a build for the CPU alone could answer otherwise than one with GPU code. --save keeps the rows,
+--add counts the rows of an earlier run in. GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or
+that runs no test, counts as a failure.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "test-results"
+CORES = len(os.sched_getaffinity(0))
+OUTPUT = threading.Lock()  # of the failures that are shown
+# Suites share the cores: threads that wait must not keep the others from running.
+SHARED = {"OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass
@@ -47,10 +64,11 @@ def run(command: list[str], log: Path, environment: dict[str, str] | None = None
     """Runs a command in the repository root with its output in `log`; echoes the log's end if it fails."""
     with log.open("wb") as output:
         code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-                              env={**os.environ, **(environment or {})}).returncode
+                              env={**os.environ, **SHARED, **(environment or {})}).returncode
     if code != 0:
         tail = log.read_text(errors="replace").splitlines()[-120:]
-        print("\n".join(tail), flush=True)
+        with OUTPUT:
+            print("\n".join(tail), flush=True)
     return code
 
 
@@ -99,11 +117,57 @@ def run_pytest(name: str = "python", selection: tuple[str, ...] = ("test/python"
     return outcome
 
 
+def python_files() -> list[Path]:
+    """The files of the suite, those that are likely to take longest first: size is a fair guess."""
+    return sorted((ROOT / "test" / "python").glob("test_*.py"), key=lambda path: -path.stat().st_size)
+
+
+def run_python_file(path: Path) -> list[Outcome]:
+    return [run_pytest(f"python {path.stem}", (str(path.relative_to(ROOT)),))]
+
+
+def joined(name: str, parts: list[Outcome]) -> Outcome:
+    """One row of several; its seconds are the sum, part of which passed at the same time."""
+    whole = Outcome(name)
+    for part in parts:
+        whole.passed, whole.failed, whole.skipped = (getattr(whole, kind) + getattr(part, kind)
+                                                     for kind in ("passed", "failed", "skipped"))
+        whole.seconds += part.seconds
+        whole.failures += part.failures
+    return whole
+
+
+def run_headers() -> Outcome:
+    """One test a header; those that only nvcc can compile are skipped without it."""
+    outcome = Outcome("headers")
+    log = RESULTS / "headers.log"
+    make = ["make", "--no-print-directory", f"-j{max(1, CORES // 2)}", "-k"]
+    clean = {"MAKEFLAGS": "", "MAKELEVEL": "0"}  # the jobs of a make above are not handed down to here
+    start = time.monotonic()
+    code = run([*make, "headers"], log, clean)
+    outcome.seconds = time.monotonic() - start
+    listed = subprocess.run([*make, "list-headers"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **clean})
+    kinds = [line.split(" ", 1)[0] for line in listed.stdout.splitlines()]
+    for line in re.findall(r"^header FAILED (.*)$", log.read_text(errors="replace"), re.M):
+        outcome.fail(line)
+    outcome.skipped = kinds.count("skipped")
+    outcome.passed = kinds.count("compiled") - outcome.failed
+    if code != 0 and outcome.failed == 0:
+        outcome.fail(f"make headers ended with exit code {code}")
+    return outcome
+
+
+def run_without_cuda() -> Outcome:
+    """Whole programs, and the build itself, where the answer may depend on whether there is GPU code."""
+    return run_pytest("no cuda", ("test/python", "-k", "device or gpu or build or help or version or dry_run",
+                                  "--ignore=test/python/test_train_gpu.py", "--ignore=test/python/test_infer_gpu.py"))
+
+
 def run_threads(tsan: Path) -> list[Outcome]:
     """Any race ends the program with 66. libgomp is not built for the tool, so there is one OpenMP thread; and GCC 12's
     run time does not know the address layouts of newer kernels, so their randomisation is off."""
     environment = {"OMP_NUM_THREADS": "1", "WEFT_BIN_DIR": str(tsan), "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
-    prefix = ("setarch", "--addr-no-randomize")
+    prefix: tuple[str, ...] = ("setarch", "--addr-no-randomize")
     if shutil.which("setarch") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
         prefix = ()
     runs = ("test_a_run_and_what_it_leaves", "test_signals_from_outside", "test_terminated_saves_and_resumes",
@@ -120,7 +184,10 @@ def run_gpu(release: Path) -> Outcome:
     outcome = Outcome("gpu")
     if os.environ.get("GPU") == "must":
         outcome.fail("GPU=must, but there is no usable GPU or no GPU build")
-    elif program.exists():
+    elif not program.exists():  # without nvcc: as many as the files hold, a typed or parametrised test counted once
+        outcome.skipped = sum(len(re.findall(r"^(?:TYPED_)?TEST(?:_F|_P)?\(", path.read_text(), re.M))
+                              for path in (ROOT / "test" / "gpu").glob("*_test.cpp"))
+    else:
         outcome.skipped = subprocess.run([str(program), "--gtest_list_tests"], capture_output=True,
                                          text=True).stdout.count("\n  ")
     return outcome
@@ -149,28 +216,54 @@ def run_fuzz(seconds: str) -> Outcome:
     return outcome
 
 
-def main() -> int:
-    RESULTS.mkdir(parents=True, exist_ok=True)
+def run_everything() -> list[Outcome]:
+    """The rows, in the order of the table."""
     release, asan = ROOT / "build" / "release", ROOT / "build" / "asan"
     sanitizer = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    outcomes = [
-        run_googletest("unit", release / "unit_tests"),
-        run_googletest("unit asan", asan / "unit_tests", sanitizer),
-        *run_threads(ROOT / "build" / "tsan"),
-        run_pytest(),
-        run_gpu(release),
-    ]
+    files = python_files()
+    on_gpu = [path for path in files if "_gpu" in path.stem]
+    jobs: dict[str, Callable[[], list[Outcome]]] = {  # begun in this order: the long ones first
+        "unit asan": lambda: [run_googletest("unit asan", asan / "unit_tests", sanitizer)],
+        "threads": lambda: run_threads(ROOT / "build" / "tsan"),
+        "unit": lambda: [run_googletest("unit", release / "unit_tests")],
+        "headers": lambda: [run_headers()],
+    }
+    for path in files:
+        if path not in on_gpu:
+            jobs[path.stem] = partial(run_python_file, path)
     if os.environ.get("FUZZ_S", "0") != "0":
-        outcomes.append(run_fuzz(os.environ["FUZZ_S"]))
+        jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
+    with ThreadPoolExecutor(int(os.environ.get("TEST_JOBS") or max(2, CORES // 2))) as pool:
+        running = {name: pool.submit(job) for name, job in jobs.items()}
+    done = {name: future.result() for name, future in running.items()}
+    python = [done[path.stem][0] for path in files if path not in on_gpu] + [run_python_file(path)[0] for path in on_gpu]
+    return [*done["unit"], *done["unit asan"], *done["threads"], joined("python", python), *done["headers"], run_gpu(release),
+            *done.get("fuzz", [])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs every test that this machine can run.")
+    parser.add_argument("--without-cuda", action="store_true", help="only what may differ in a build for the CPU alone")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the rows as JSON")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="count the rows of an earlier run in")
+    options = parser.parse_args()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    outcomes = [run_without_cuda(), run_headers()] if options.without_cuda else run_everything()
     for outcome in outcomes:
         if outcome.name not in ("gpu", "fuzz") and outcome.passed + outcome.failed == 0:
             outcome.fail("no test ran")
+    if options.save:
+        options.save.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    if options.add:
+        outcomes = [Outcome(**row) for row in json.loads(options.add.read_text())] + outcomes
     print(f"\n{'suite':<10} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for outcome in outcomes:
         print(f"{outcome.name:<10} {outcome.passed:>7} {outcome.failed:>7} {outcome.skipped:>8} {outcome.seconds:>8.0f}")
         for what in outcome.failures:
             print(f"  FAILED {what}")
     passed, failed, skipped = (sum(getattr(o, kind) for o in outcomes) for kind in ("passed", "failed", "skipped"))
+    print(f"{time.monotonic() - start:.0f} seconds in all")
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if failed else 0
 

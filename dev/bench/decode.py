@@ -71,11 +71,11 @@ def rows_of(model: str, decodes: list[str], peers: list[str]) -> list[dict[str, 
         rows.append(row)
         tell(row)
     for mode in peers:
-        result = peer(model, mode)
-        row = {"model": model, "program": "PyTorch", "mode": mode, "result": result}
-        if not isinstance(result, str):
+        theirs = peer(model, mode)
+        row = {"model": model, "program": "PyTorch", "mode": mode, "result": theirs}
+        if not isinstance(theirs, str):
             row["contexts"] = {context: {"ms": point["ms"], "prompt_ms": point.get("prompt_ms")}
-                               for context, point in result.items() if "error" not in point}
+                               for context, point in theirs.items() if "error" not in point}
         rows.append(row)
         tell(row)
     return rows

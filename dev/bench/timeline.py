@@ -20,12 +20,13 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = 10
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(4)
 

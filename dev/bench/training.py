@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted({run.config for run in RUNS}), metavar="NAME")
     parser.add_argument("--no-peer", action="store_true")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in RUNS:
         if options.only and run.config not in options.only:
             continue
@@ -94,8 +94,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     for row in rows:
         ours, theirs = row["weft"], row["peer"]
-        both = not isinstance(ours, str) and not isinstance(theirs, str)
-        ratio = f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}" if both else "-"
+        ratio = "-" if isinstance(ours, str) or isinstance(theirs, str) else f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}"
         mfu = "-" if isinstance(ours, str) or ours["mfu"] is None else f"{100 * ours['mfu']:.1f} %"
         precision = {"master": "fp32 master", "bf16": "pure bf16"}[row["peer_precision"]]
         precision += f", B {row['peer_micro_batch']}"

@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NoReturn
 
 SEPARATOR = "<|endoftext|>"  # the line after every story
 
@@ -18,7 +18,7 @@ class InputError(Exception):
 class Parser(argparse.ArgumentParser):
     """Reports a usage error in one line and exits with code 2."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see --help)\n")
 
 

@@ -126,7 +126,8 @@ def run_pytest(selections: list[str]) -> tuple[int, list[str]]:
 
 def red_tests(tests: tuple[str, ...]) -> tuple[int, list[str]]:
     """Runs what the row names until something is red; how many tests ran, and what is red."""
-    count, by_kind = 0, {}
+    count = 0
+    by_kind: dict[str, list[str]] = {}
     for test in tests:
         kind, selection = test.split(":", 1)
         by_kind.setdefault(kind, []).append(selection)

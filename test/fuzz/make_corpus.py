@@ -16,6 +16,7 @@ import shutil
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).resolve().parent / "corpus"
@@ -65,7 +66,7 @@ def llama_tensors(prefix: str = "", dtype: int = F32) -> list[tuple[str, int, tu
 
 def neox_tensors(dtype: int = BF16) -> list[tuple[str, int, tuple[int, ...]]]:
     layer = "gpt_neox.layers.0."
-    shapes = {"gpt_neox.embed_in.weight": (3, 2)}
+    shapes: dict[str, tuple[int, ...]] = {"gpt_neox.embed_in.weight": (3, 2)}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         shapes |= {f"{layer}{norm}.weight": (2,), f"{layer}{norm}.bias": (2,)}
     for name, shape in (("attention.query_key_value", (6, 2)), ("attention.dense", (2, 2)),
@@ -76,7 +77,7 @@ def neox_tensors(dtype: int = BF16) -> list[tuple[str, int, tuple[int, ...]]]:
     return [(name, dtype, shape) for name, shape in shapes.items()]
 
 
-def llama_model(**changes: object) -> bytes:
+def llama_model(**changes: Any) -> bytes:
     return described(MODEL, LLAMA, {"model": model_config("llama"), "made_by": "seed"}, llama_tensors(), **changes)
 
 
@@ -216,7 +217,7 @@ def options() -> dict[str, bytes]:
         "ids": (1, "1,2,999"), "id-range": (1, "1000"), "ids-odd": (1, "1,,2"),
         "faults": (1, "nan@step=3", "enospc@save=0", "io-error@save=18446744073709551615"),
     }
-    return {name: bytes([mode]) + "\n".join(words).encode() for name, (mode, *words) in lines.items()}
+    return {name: bytes([int(line[0])]) + "\n".join(map(str, line[1:])).encode() for name, line in lines.items()}
 
 
 def train_options() -> dict[str, bytes]:

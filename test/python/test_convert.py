@@ -16,7 +16,7 @@ import cli  # noqa: E402
 import convert_hf  # noqa: E402
 import hf_config  # noqa: E402
 import tensor_file  # noqa: E402
-from hostile_weights import ENTRY, HOSTILE_FILES, many_entries  # noqa: E402
+from hostile_weights import HOSTILE_FILES  # noqa: E402
 
 FAMILIES = ["llama", "gpt_neox"]
 EMBEDDING = {"llama": "model.embed_tokens.weight", "gpt_neox": "gpt_neox.embed_in.weight"}

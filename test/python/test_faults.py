@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (NEOX, PROGRAM, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, data,
-                        end_started, environment, has_checkpoint, losses, preload, records, send, start, train, wait_for,
-                        whole, write_shard)  # noqa: F401
+from train_runs import (NEOX, PROGRAM, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
+                        has_checkpoint, losses, preload, records, send, start, train, wait_for, write_shard)
+from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
 
 MEMORY = Path("/dev/shm")
 
@@ -48,7 +48,7 @@ def test_fifty_runs_killed_at_random_moments(data, tmp_path):
     assert train(data, tmp_path / "whole", *options, steps=24).returncode == 0
     length = time.monotonic() - begin
     moments, killed = random.Random(20261120), 0
-    for attempt in range(150):
+    for _ in range(150):
         out = tmp_path / "run"
         begin = time.monotonic()
         process = start(data, out, *options, steps=24)

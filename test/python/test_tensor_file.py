@@ -25,6 +25,7 @@ from tensor_file import FileError, Writer, escaped  # noqa: E402
 def load(name: str):
     path = FIXTURES / name / "make_fixtures.py"
     spec = importlib.util.spec_from_file_location(f"make_{name}_fixtures", path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

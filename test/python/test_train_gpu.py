@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, data, environment, losses,
-                        records, run_program, state_bytes, write_shard)  # noqa: F401
+from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, environment, losses, records,
+                        run_program, state_bytes)
+from train_runs import data_fixture  # noqa: F401, pytest finds it here
 import train_runs
 
 GPU_TESTS = ROOT / "build" / "release" / "gpu_tests"

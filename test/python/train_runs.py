@@ -44,13 +44,14 @@ def make_data(directory):
     return directory
 
 
-@pytest.fixture
-def data(tmp_path):
+# The fixtures have names of their own in Python: a test that imports them has parameters with the names that pytest knows.
+@pytest.fixture(name="data")
+def data_fixture(tmp_path):
     return make_data(tmp_path / "shards with spaces")
 
 
-@pytest.fixture
-def whole(data, tmp_path):
+@pytest.fixture(name="whole")
+def whole_fixture(data, tmp_path):
     """The uninterrupted run that every interrupted one must equal bit for bit."""
     assert train(data, tmp_path / "whole").returncode == 0
     return tmp_path / "whole"

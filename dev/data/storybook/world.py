@@ -1,5 +1,6 @@
 """Who and what a story can be about: people, animals, places, seasons, things, dishes."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .language import Person, Thing
@@ -225,6 +226,6 @@ def make_helper(random: RandomSource, setting: Setting, taken: set[str]) -> Pers
     return Person(f"the {noun}", gender, noun, look, f"a(n) {look} {noun}")
 
 
-def make_thing(random: RandomSource, taken: set[str] = frozenset()) -> Thing:
+def make_thing(random: RandomSource, taken: Collection[str] = ()) -> Thing:
     noun, adjectives, use, joy = random.pick([thing for thing in THINGS if thing[0] not in taken])
     return Thing(noun, random.pick(adjectives), use, joy)
