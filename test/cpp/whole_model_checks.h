@@ -1,0 +1,276 @@
+// Checks of a whole training model that hold on either device: dropout as the model applies it, and micro-batches that
+// cross the pieces in which the classifier works. Each takes a factory of models; test/cpp/whole_model_test.cpp runs them
+// on the CPU, test/gpu/whole_model_test.cpp on the GPU.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "llmc/model/config.h"
+#include "llmc/model/train_model.h"
+#include "test/cpp/gradient_check.h"
+
+namespace weft::test {
+
+using MakeModel = std::function<std::unique_ptr<TrainModel>(const ModelConfig&, const TrainOptions&)>;
+
+struct TokenBatch {
+  std::vector<std::int32_t> tokens, labels;
+  Batch batch() const { return {tokens, labels}; }
+  Batch part(std::size_t first, std::size_t count) const {
+    return {std::span(tokens).subspan(first, count), std::span(labels).subspan(first, count)};
+  }
+};
+
+inline ModelConfig small_llama() {
+  ModelConfig config = preset_config("tiny");
+  config.num_layers = 3;
+  config.hidden_size = 72;
+  config.ffn_size = 200;
+  config.vocab_size = config.tokenizer_vocab = 1003;
+  return config;
+}
+
+// Every tenth label or so is ignored.
+inline TokenBatch random_tokens(const ModelConfig& config, std::int64_t rows, unsigned seed) {
+  std::mt19937 generator(seed);
+  TokenBatch batch;
+  const auto vocab = static_cast<unsigned>(config.vocab_size);
+  for (std::int64_t n = 0; n < rows; ++n) {
+    batch.tokens.push_back(static_cast<std::int32_t>(generator() % vocab));
+    batch.labels.push_back(generator() % 10 == 0 ? kIgnoredLabel : static_cast<std::int32_t>(generator() % vocab));
+  }
+  return batch;
+}
+
+// Weights large enough that every branch changes the residual stream by about its own size.
+inline void randomize_parameters(TrainModel& model) {
+  for (std::size_t i = 0; i < model.table().specs().size(); ++i) {
+    const TensorSpec& spec = model.table().specs()[i];
+    const bool matrix = spec.shape.size() == 2;
+    const Floats values = random_floats(spec.elements, static_cast<unsigned>(100 + i), matrix ? 0.15f : 0.1f,
+                                        spec.init == Init::ones ? 1.0f : 0.0f);
+    model.write_tensor(TensorRole::parameter, spec, values.data());
+  }
+}
+
+inline Floats read_values(TrainModel& model, TensorRole role, const TensorSpec& spec) {
+  Floats values(static_cast<std::size_t>(spec.elements));
+  model.read_tensor(role, spec, values.data());
+  return values;
+}
+
+inline double training_loss(TrainModel& model, const Batch& batch, std::uint64_t micro_step) {
+  model.zero_gradients();
+  model.forward(batch, micro_step, 1.0f);
+  return model.statistics().loss_sum;
+}
+
+// ---- dropout --------------------------------------------------------------------------------------------------------
+
+// Which elements of the residual stream each branch left alone in micro-step `micro_step`: [2 l] those of layer l's
+// attention, [2 l + 1] those of its MLP. Found from the stream itself: with one of the two output projections at zero the
+// stream changes in a layer exactly where the other branch was kept.
+inline std::vector<std::vector<bool>> dropped_elements(TrainModel& model, const Batch& batch,
+                                                       std::uint64_t micro_step) {
+  const std::int64_t layers = model.config().num_layers;
+  std::vector<std::vector<bool>> dropped(static_cast<std::size_t>(2 * layers));
+  for (int branch = 0; branch < 2; ++branch) {
+    randomize_parameters(model);
+    for (std::int64_t l = 0; l < layers; ++l) {
+      const std::string silent = branch == 0 ? "mlp.down_proj" : "self_attn.o_proj";
+      const TensorSpec& spec = model.table().at("model.layers." + std::to_string(l) + "." + silent + ".weight");
+      model.write_tensor(TensorRole::parameter, spec, Floats(static_cast<std::size_t>(spec.elements), 0.0f).data());
+    }
+    model.zero_gradients();
+    model.forward(batch, micro_step, 1.0f);
+    Floats before = model.activation("embedding");
+    for (std::int64_t l = 0; l < layers; ++l) {
+      const Floats after = model.activation("layers." + std::to_string(l) + ".residual");
+      std::vector<bool>& mask = dropped[static_cast<std::size_t>(2 * l + branch)];
+      for (std::size_t i = 0; i < after.size(); ++i) mask.push_back(after[i] == before[i]);
+      before = after;
+    }
+  }
+  return dropped;
+}
+
+// Every branch of every micro-step has a mask of its own, of the right density, and the same one when it comes again.
+inline void expect_masks_of_their_own(const MakeModel& make) {
+  constexpr double kDropout = 0.3;
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 37;
+  options.dropout = static_cast<float>(kDropout);
+  options.seed = 5;
+  const ModelConfig config = small_llama();
+  const TokenBatch text = random_tokens(config, 2 * 37, 1);
+  const auto model = make(config, options);
+
+  struct Named {
+    std::string name;
+    std::vector<bool> dropped;
+  };
+  std::vector<Named> masks;
+  const auto add = [&](TrainModel& from, std::uint64_t micro_step, const std::string& note) {
+    const auto branches = dropped_elements(from, text.batch(), micro_step);
+    for (std::size_t b = 0; b < branches.size(); ++b) {
+      masks.push_back(
+          {"micro-step " + std::to_string(micro_step) + ", branch " + std::to_string(b) + note, branches[b]});
+    }
+  };
+  for (const std::uint64_t micro_step : {0u, 1u, 2u, 7u}) add(*model, micro_step, "");
+  options.seed = 6;
+  add(*make(config, options), 0, ", another seed");
+
+  // Of masks that do not depend on each other p^2 + (1 - p)^2 of the elements agree.
+  const double count = static_cast<double>(masks[0].dropped.size());
+  const double agreement = kDropout * kDropout + (1 - kDropout) * (1 - kDropout);
+  const double slack = 6 * 0.5 / std::sqrt(count);  // six standard deviations of a share of `count` elements
+  for (std::size_t a = 0; a < masks.size(); ++a) {
+    double dropped = 0;
+    for (const bool one : masks[a].dropped) dropped += one ? 1 : 0;
+    EXPECT_NEAR(dropped / count, kDropout, slack) << masks[a].name;
+    for (std::size_t b = 0; b < a; ++b) {
+      double same = 0;
+      for (std::size_t i = 0; i < masks[a].dropped.size(); ++i) same += masks[a].dropped[i] == masks[b].dropped[i];
+      EXPECT_NEAR(same / count, agreement, slack) << masks[a].name << " and " << masks[b].name;
+    }
+  }
+  const auto again = dropped_elements(*model, text.batch(), 2);
+  for (std::size_t b = 0; b < again.size(); ++b) {
+    EXPECT_EQ(again[b], masks[2 * again.size() + b].dropped) << "branch " << b << " of micro-step 2, a second time";
+  }
+}
+
+// Validation has no dropout, changes no mask and leaves gradients and statistics alone.
+inline void expect_no_dropout_in_evaluate(const MakeModel& make, double tolerance) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 37;
+  const ModelConfig config = small_llama();
+  const TokenBatch text = random_tokens(config, 2 * 37, 2);
+  std::int64_t labels = 0;
+  const auto plain = make(config, options);
+  randomize_parameters(*plain);
+  const double expected = plain->evaluate(text.batch(), &labels);
+  EXPECT_GT(labels, 0);
+
+  options.dropout = 0.4f;
+  const auto model = make(config, options);
+  randomize_parameters(*model);
+  const double trained = training_loss(*model, text.batch(), 3);
+  EXPECT_GT(std::abs(trained - expected) / expected, 1e-3) << "training without dropout";
+  std::int64_t again = 0;
+  const double evaluated = model->evaluate(text.batch(), &again);
+  EXPECT_NEAR(evaluated, expected, tolerance * expected);
+  EXPECT_EQ(again, labels);
+  EXPECT_EQ(model->evaluate(text.batch(), &again), evaluated);
+  EXPECT_EQ(training_loss(*model, text.batch(), 3), trained) << "after a validation";
+  EXPECT_NE(training_loss(*model, text.batch(), 4), trained);
+}
+
+// Backward with dropout is the derivative of forward with the same masks: for each tensor, the slope of the loss along the
+// tensor's own gradient is the gradient's 2-norm. A mask that differs between the two passes changes it by about the
+// dropout probability; the loss is good to some 1e-7 in fp32 and the step is chosen so that 1 % shows.
+inline void expect_gradients_with_dropout(const MakeModel& make, Recompute recompute, NormKind norm) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 19;
+  options.dropout = 0.3f;
+  options.seed = 9;
+  options.recompute = recompute;
+  ModelConfig config = small_llama();
+  config.norm = norm;
+  const TokenBatch text = random_tokens(config, 2 * 19, 3);
+  const auto model = make(config, options);
+  randomize_parameters(*model);
+  constexpr std::uint64_t kMicroStep = 6;
+  model->zero_gradients();
+  model->forward(text.batch(), kMicroStep, 1.0f);
+  model->backward();
+  model->statistics();
+  std::vector<Floats> gradients;
+  for (const TensorSpec& spec : model->table().specs()) {
+    gradients.push_back(read_values(*model, TensorRole::gradient, spec));
+  }
+  for (std::size_t t = 0; t < gradients.size(); ++t) {
+    const TensorSpec& spec = model->table().specs()[t];
+    double squares = 0;
+    for (const float g : gradients[t]) squares += static_cast<double>(g) * g;
+    const double slope = std::sqrt(squares);
+    ASSERT_GT(slope, 0) << spec.name;
+    const Floats values = read_values(*model, TensorRole::parameter, spec);
+    const double step = std::min(0.5 / slope, 0.02);  // moves the loss, about 250, by at most 0.5 to each side
+    const auto loss_at = [&](double distance) {
+      Floats moved = values;
+      for (std::size_t i = 0; i < moved.size(); ++i) {
+        moved[i] = static_cast<float>(static_cast<double>(values[i]) +
+                                      distance * static_cast<double>(gradients[t][i]) / slope);
+      }
+      model->write_tensor(TensorRole::parameter, spec, moved.data());
+      return training_loss(*model, text.batch(), kMicroStep);
+    };
+    // Richardson: the error of the third order cancels.
+    const double wide = (loss_at(step) - loss_at(-step)) / (2 * step);
+    const double narrow = (loss_at(step / 2) - loss_at(-step / 2)) / step;
+    EXPECT_NEAR((4 * narrow - wide) / 3, slope, 0.01 * slope) << spec.name;
+    model->write_tensor(TensorRole::parameter, spec, values.data());
+  }
+}
+
+// ---- pieces ---------------------------------------------------------------------------------------------------------
+
+// One micro-batch of `sequences` gives the loss, the gradients and the validation loss of as many micro-batches of one
+// sequence: with sequences * T beyond twice the rows that the classifier takes at once, and a ragged rest, each row meets its
+// own label and each piece adds to the head's gradient.
+inline void expect_pieces_add_up(const MakeModel& make, std::int64_t sequences, std::int64_t T, double tolerance) {
+  TrainOptions options;
+  options.seq_len = T;
+  ModelConfig config = small_llama();
+  config.num_layers = 1;
+  const TokenBatch text = random_tokens(config, sequences * T, 4);
+
+  options.micro_batch = sequences;
+  const auto whole = make(config, options);
+  randomize_parameters(*whole);
+  whole->zero_gradients();
+  whole->forward(text.batch(), 0, 0.01f);
+  whole->backward();
+  const StepStatistics expected = whole->statistics();
+  std::int64_t labels = 0;
+  const double evaluated = whole->evaluate(text.batch(), &labels);
+  EXPECT_EQ(labels, expected.label_count);
+
+  options.micro_batch = 1;
+  const auto parts = make(config, options);
+  randomize_parameters(*parts);
+  parts->zero_gradients();
+  double evaluated_parts = 0;
+  const auto rows = static_cast<std::size_t>(T);
+  for (std::size_t s = 0; s < static_cast<std::size_t>(sequences); ++s) {
+    parts->forward(text.part(s * rows, rows), s, 0.01f);
+    parts->backward();
+  }
+  const StepStatistics sum = parts->statistics();
+  for (std::size_t s = 0; s < static_cast<std::size_t>(sequences); ++s) {
+    evaluated_parts += parts->evaluate(text.part(s * rows, rows), &labels);
+  }
+  EXPECT_EQ(sum.label_count, expected.label_count);
+  EXPECT_NEAR(sum.loss_sum, expected.loss_sum, tolerance * expected.loss_sum);
+  EXPECT_NEAR(evaluated_parts, evaluated, tolerance * evaluated);
+  for (const TensorSpec& spec : whole->table().specs()) {
+    expect_close(read_values(*parts, TensorRole::gradient, spec), read_values(*whole, TensorRole::gradient, spec),
+                 spec.name, tolerance);
+  }
+}
+
+}  // namespace weft::test

@@ -1,0 +1,124 @@
+// Work that one stream hands to another, made late on purpose (llmc/cuda/runtime/fork.h): every delay must leave the bits as
+// they are. Without its wait each of these reads too early: the update that must not overtake the background copy of the
+// state, the sort of the tokens and the embedding's gradient, uploads of tokens that reuse a page-locked slot, MLP-up beside
+// attention in a prompt, and the pieces of a model file on their way to the GPU.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/transformer/neox.h"
+#include "test/cpp/whole_model_checks.h"
+#include "test/gpu/neox_models.h"
+
+namespace weft {
+namespace {
+
+using cuda::DelayPoint;
+
+// Ends the delay when a test ends, however it ends.
+class Delay {
+ public:
+  Delay(DelayPoint point, std::int64_t microseconds) : point_(point) { cuda::set_stream_delay(point, microseconds); }
+  ~Delay() { cuda::set_stream_delay(point_, 0); }
+  Delay(const Delay&) = delete;
+  Delay& operator=(const Delay&) = delete;
+
+ private:
+  DelayPoint point_;
+};
+
+void append(test::Floats& all, const test::Floats& values) {
+  all.insert(all.end(), values.begin(), values.end());
+}
+
+// Losses, gradients after each step, the state as background copies saw it, and the last parameters.
+test::Floats train(bool graph, Precision precision) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 37;
+  options.precision = precision;
+  options.graph = graph;
+  options.dropout = 0.1f;
+  const ModelConfig config = test::small_llama();
+  const auto model = cuda::make_llama(config, options);
+  test::randomize_parameters(*model);
+  const auto copy = model->make_state_copy();
+  const TensorSpec& watched = model->table().at("model.layers.2.mlp.down_proj.weight");
+  test::Floats result, buffer(static_cast<std::size_t>(watched.elements));
+  constexpr int kMicroBatches = 6;  // more than the page-locked slots that hold tokens on their way
+  for (int step = 1; step <= 3; ++step) {
+    model->zero_gradients();
+    std::uint64_t number = static_cast<std::uint64_t>(step) * kMicroBatches;
+    for (int i = 0; i < kMicroBatches; ++i, ++number) {
+      const test::TokenBatch text = test::random_tokens(config, 2 * 37, static_cast<unsigned>(number));
+      model->forward(text.batch(), number, 0.01f);
+      model->backward();
+    }
+    const StepStatistics statistics = model->statistics();
+    result.push_back(static_cast<float>(statistics.loss_sum));
+    append(result, test::read_values(*model, TensorRole::gradient, model->table().at("model.embed_tokens.weight")));
+    AdamWStep update;
+    update.step = step;
+    update.learning_rate = 1e-2f;
+    model->update(update);
+    if (step > 1) {  // the copy taken before this update
+      for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+        const float* values = copy->read(role, watched, 0, buffer.size(), buffer.data());
+        result.insert(result.end(), values, values + buffer.size());
+      }
+    }
+    copy->take();
+  }
+  for (const TensorSpec& spec : model->table().specs()) {
+    append(result, test::read_values(*model, TensorRole::parameter, spec));
+  }
+  return result;
+}
+
+bool same_bits(const test::Floats& a, const test::Floats& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+TEST(StreamOrder, TrainingWithDelays) {
+  for (const Precision precision : {Precision::fp32, Precision::bf16}) {
+    for (const bool graph : {false, true}) {
+      SCOPED_TRACE(std::string(graph ? "graph" : "eager") + (precision == Precision::fp32 ? ", fp32" : ", bf16"));
+      const test::Floats expected = train(graph, precision);
+      {
+        const Delay delay(DelayPoint::step, 3'000);
+        EXPECT_TRUE(same_bits(train(graph, precision), expected)) << "the first stream late";
+      }
+      const Delay delay(DelayPoint::forked, 20'000);
+      EXPECT_TRUE(same_bits(train(graph, precision), expected)) << "the second stream late";
+    }
+  }
+}
+
+test::Floats prompt_logits(const std::string& path, std::int64_t ids) {
+  cuda::NeoxOptions options;
+  options.dtype = DType::f16;
+  options.mode = cuda::DecodeMode::graph;
+  options.capacity = ids + 1;
+  const auto model = cuda::load_neox(ModelFile::open(path, Family::gpt_neox), options);
+  const std::vector<std::int32_t> prompt = test::random_tokens(ids, model->config().vocab_size, 5);
+  const std::span<const float> logits = model->prefill(prompt);
+  return {logits.begin(), logits.end()};
+}
+
+TEST(StreamOrder, PromptsAndLoadingWithDelays) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("model.bin");
+  test::write_random_model(path, test::neox_config(test::shape_2_8b()), DType::f16, 3);
+  const test::Floats expected = prompt_logits(path, 300);
+  {
+    const Delay delay(DelayPoint::step, 20'000);
+    EXPECT_TRUE(same_bits(prompt_logits(path, 300), expected)) << "the first stream late";
+  }
+  const Delay delay(DelayPoint::forked, 20'000);
+  EXPECT_TRUE(same_bits(prompt_logits(path, 300), expected)) << "the second stream late";
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,42 @@
+// The checks of test/cpp/whole_model_checks.h on the GPU, in fp32, where a derivative can be compared with a difference of
+// losses; CudaLlama.* holds bf16 to fp32.
+#include "test/cpp/whole_model_checks.h"
+
+#include "llmc/cuda/llama/llama.h"
+
+namespace weft {
+namespace {
+
+std::unique_ptr<TrainModel> make_gpu(const ModelConfig& config, const TrainOptions& options) {
+  return cuda::make_llama(config, options);
+}
+std::unique_ptr<TrainModel> make_gpu_bf16(const ModelConfig& config, TrainOptions options) {
+  options.precision = Precision::bf16;
+  return cuda::make_llama(config, options);
+}
+
+TEST(CudaWholeModel, EachBranchOfEachMicroStepHasItsOwnMask) {
+  test::expect_masks_of_their_own(make_gpu);
+}
+
+// Without dropout a branch joins the stream in the epilogue of its GEMM, with dropout in the norm: other roundings.
+TEST(CudaWholeModel, ValidationHasNoDropout) {
+  test::expect_no_dropout_in_evaluate(make_gpu, 1e-5);
+  test::expect_no_dropout_in_evaluate(make_gpu_bf16, 1e-3);
+}
+
+TEST(CudaWholeModel, GradientsWithDropout) {
+  for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
+    for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
+      test::expect_gradients_with_dropout(make_gpu, recompute, norm);
+    }
+  }
+}
+
+// The classifier takes 4,096 rows at once: 8,281 are two pieces and a rest.
+TEST(CudaWholeModel, PiecesOfAMicroBatchAddUp) {
+  test::expect_pieces_add_up(make_gpu, 91, 91, 1e-4);
+}
+
+}  // namespace
+}  // namespace weft
