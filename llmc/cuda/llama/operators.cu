@@ -9,6 +9,7 @@
 #include "llmc/cuda/op/embedding.h"
 #include "llmc/cuda/op/matmul_swiglu.h"
 #include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {
 
@@ -53,8 +54,7 @@ void Llama<S>::embed() {
 // stream of its own that waits for the tokens.
 template <typename S>
 void Llama<S>::sort_tokens() {
-  check(cudaEventRecord(tokens_ready_, stream_), "backward");
-  check(cudaStreamWaitEvent(side_stream_, tokens_ready_), "backward");
+  fork_stream(stream_, side_stream_, tokens_ready_, "backward");
   embedding_sort(work_.sorted_tokens, work_.tokens, rows(), config_.vocab_size, side_stream_);
   check(cudaEventRecord(tokens_sorted_, side_stream_), "backward");
 }

@@ -5,6 +5,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cuda/op/adamw.h"
+#include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {
 
@@ -44,8 +45,7 @@ void PinnedStateCopy::copy(std::uint64_t offset, const std::byte* device, std::u
 }
 
 void PinnedStateCopy::take() {
-  check(cudaEventRecord(ready_, training_), "copying the state");
-  check(cudaStreamWaitEvent(stream_, ready_), "copying the state");
+  fork_stream(training_, stream_, ready_, "copying the state");
   if (source_.low != nullptr) {
     copy(0, source_.parameters, sizeof(std::uint16_t) * count_);
     copy(sizeof(std::uint16_t) * count_, source_.low, sizeof(std::int16_t) * count_);

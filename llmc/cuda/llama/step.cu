@@ -7,6 +7,7 @@
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/llama/llama_model.h"
 #include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {
 
@@ -41,6 +42,7 @@ void Llama<S>::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const Range range("backward");
   const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
+  delay_point(stream_, DelayPoint::step);
   replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
   others_stale_ = false;
 }
@@ -118,6 +120,7 @@ template <typename S>
 void Llama<S>::update(const AdamWStep& step) {
   const Range range("update");
   zero_stale_gradients();
+  delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
   const std::int64_t count = static_cast<std::int64_t>(adamw_blocks_.size());
   float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/train_model.h"
 
@@ -26,6 +27,7 @@ class TokenUpload {
     auto* staged = buffer_.at<std::int32_t>(slot * 2 * bytes);
     std::memcpy(staged, batch.tokens.data(), bytes);
     std::memcpy(staged + rows_, batch.labels.data(), bytes);
+    delay_point(stream, DelayPoint::step);
     check(cudaMemcpyAsync(tokens, staged, bytes, cudaMemcpyHostToDevice, stream), "token upload");
     check(cudaMemcpyAsync(labels, staged + rows_, bytes, cudaMemcpyHostToDevice, stream), "token upload");
     check(cudaEventRecord(copied_[slot], stream), "token upload");
