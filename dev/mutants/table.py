@@ -229,8 +229,8 @@ GPU = [
            "static_cast<double>(step.step + 1);", ("gpu:AdamW*",)),
     Mutant("GPU: AdamW ignores eps", "llmc/cuda/op/adamw.cu", "s.inv_sqrt_correction2 + s.eps)",
            "s.inv_sqrt_correction2 + 1e-8f)", ("gpu:AdamW*",)),
-    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "turned_low[j] = a * c - z * s;",
-           "turned_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
+    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "rotated_low[j] = a * c - z * s;",
+           "rotated_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
     Mutant("GPU: SwiGLU with its branches swapped", "llmc/cuda/op/swiglu.cu", """\
   gate.load(gate_up + row * 2 * F + column);
   up.load(gate_up + row * 2 * F + F + column);

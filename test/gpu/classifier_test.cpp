@@ -94,7 +94,7 @@ void check_shapes() {
   check_classifier<T>(2, 400'003, 400'008);      // parts of several chunks
   check_classifier<T>(2, 1'000'003, 1'000'008);  // more than a cluster holds
   for (const ClassifierLimits& limits : kOlder) {
-    for (const std::int64_t V : {1, 7, 8, 1003, 16'384, 16'385, 128'256}) {
+    for (const std::int64_t V : {1, 7, 8, 1003, 12'291, 16'383, 16'384, 16'385, 128'256}) {
       check_classifier<T>(5, V, (V + 7) / 8 * 8, limits);
       check_classifier<T>(5, V, (V + 127) / 128 * 128, limits);
     }

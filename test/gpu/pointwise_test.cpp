@@ -53,7 +53,7 @@ void check_swiglu(std::int64_t N, std::int64_t F) {
 
 template <typename T>
 void check_swiglu_shapes() {
-  for (const std::int64_t F : {1, 7, 8, 100, 1536, 8192}) {
+  for (const std::int64_t F : {1, 7, 8, 100, 517, 1536, 4104, 8192}) {
     for (const std::int64_t N : {1, 7}) check_swiglu<T>(N, F);
   }
   check_swiglu<T>(1000, 264);
@@ -179,6 +179,8 @@ void check_rope_shapes() {
   check_rope<T>({2, 3, 4, 4, 80, 20, 1});  // GPT-NeoX: a quarter of the head turns; half = 10
   check_rope<T>({1, 3, 2, 1, 6, 6, 0});
   check_rope<T>({3, 100, 40, 8, 32, 16, 11});
+  check_rope<T>({1, 3, 66, 7, 128, 128, 0});  // more heads than a block takes at once, twice and a rest
+  check_rope<T>({1, 2, 40, 13, 20, 20, 0});
 }
 TEST(Rope, Fp32) {
   check_rope_shapes<float>();

@@ -92,6 +92,17 @@ struct Elements {
   }
 };
 
+// Calls launch(count) with the number of neighbours that a thread takes, as a compile-time constant: kWide where accesses of
+// that width are aligned, else 1.
+template <int kWide, typename Launch>
+void with_count(bool aligned, const Launch& launch) {
+  if (aligned) {
+    launch(std::integral_constant<int, kWide>{});
+  } else {
+    launch(std::integral_constant<int, 1>{});
+  }
+}
+
 template <typename... Pointers>
 bool aligned_to_16(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);

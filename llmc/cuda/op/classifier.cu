@@ -448,10 +448,10 @@ void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64
   const int blocks = aligned ? blocks_of_row(ceil_div(V, kPack), limits) : 0;
   if (blocks > 0) {
     launch_split(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, blocks, stream);
-  } else if (aligned) {
-    launch<T, kPack>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
   } else {
-    launch<T, 1>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
+    with_count<kPack>(aligned, [&](auto count) {
+      launch<T, count>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
+    });
   }
 }
 

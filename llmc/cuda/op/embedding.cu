@@ -434,11 +434,9 @@ void embedding_forward(R* out, const std::int32_t* tokens, const T* weight, std:
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   const unsigned blocks = static_cast<unsigned>(N);
-  if (C % kPack == 0 && aligned_to_16(out, weight)) {
-    forward_kernel<T, R, kPack><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
-  } else {
-    forward_kernel<T, R, 1><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
-  }
+  with_count<kPack>(C % kPack == 0 && aligned_to_16(out, weight), [&](auto count) {
+    forward_kernel<T, R, count><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
+  });
   check_launch("embedding_forward");
 }
 
@@ -467,11 +465,8 @@ void embedding_backward(float* dweight, const T* dout, void* sorted, std::int64_
   const Sorted order{pairs.token, pairs.n, static_cast<int>(N)};
   float* edges = static_cast<float*>(workspace);
   const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  if (C % kSumColumns == 0 && aligned_to_16(dweight, dout)) {
-    sum_rows<T, kSumColumns>(dweight, dout, order, edges, C, hopper, stream);
-  } else {
-    sum_rows<T, 1>(dweight, dout, order, edges, C, hopper, stream);
-  }
+  with_count<kSumColumns>(C % kSumColumns == 0 && aligned_to_16(dweight, dout),
+                          [&](auto count) { sum_rows<T, count>(dweight, dout, order, edges, C, hopper, stream); });
 }
 
 std::size_t embedding_backward_workspace(std::int64_t N, std::int64_t C) {
