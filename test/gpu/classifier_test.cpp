@@ -118,7 +118,7 @@ TEST(Classifier, ExtremeLogits) {
   logits[5] = 3, logits[99'999] = 2;                          // row 0: two tokens allowed
   for (std::int64_t v = 0; v < V; ++v) logits[V + v] = 1000;  // row 1: e^1000 overflows without the maximum
   for (std::int64_t v = 0; v < V; ++v) logits[2 * V + v] = v == 7 ? 0.0f : -1000.0f - static_cast<float>(v % 3);
-  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: whole blocks see nothing but -inf
+  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: all logits of some blocks are -inf
   const Labels labels = {5, 4, 7, 3};
   Floats gradient = logits, losses(N);
   cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, 1, true);

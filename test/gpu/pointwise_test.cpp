@@ -35,20 +35,20 @@ void check_swiglu(std::int64_t N, std::int64_t F) {
   cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
 
   const DeviceBuffer<T> gpu_gate_up = on_device<T>(gate_up), gpu_dout = on_device<T>(dout);
-  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), product(n);
+  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), swiglu_out(n);
   swiglu_forward(gpu_out.data(), gpu_gate_up.data(), N, F, nullptr);
   expect_near<T>(on_host(gpu_out), out, "out");
-  swiglu_backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, product.data(), nullptr);
+  swiglu_backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, swiglu_out.data(), nullptr);
   expect_near<T>(on_host(gpu_dgate_up), dgate_up, "dgate_up");
-  expect_same_bits(product, gpu_out, "product");
+  expect_same_bits(swiglu_out, gpu_out, "swiglu_out");
 
-  // In place, dgate_up over gate_up and the product over dout; and without a product.
+  // In place, dgate_up over gate_up and swiglu_out over dout; and without swiglu_out.
   const DeviceBuffer<T> alone(2 * n);
   swiglu_backward<T>(alone.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, nullptr, nullptr);
-  expect_same_bits(alone, gpu_dgate_up, "dgate_up without product");
+  expect_same_bits(alone, gpu_dgate_up, "dgate_up without swiglu_out");
   swiglu_backward(gpu_gate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, gpu_dout.data(), nullptr);
   expect_same_bits(gpu_gate_up, gpu_dgate_up, "dgate_up in place");
-  expect_same_bits(gpu_dout, gpu_out, "product over dout");
+  expect_same_bits(gpu_dout, gpu_out, "swiglu_out over dout");
 }
 
 template <typename T>
