@@ -90,12 +90,10 @@ class AttentionShapes : public testing::TestWithParam<AttentionShape> {
   }
 };
 
-// The plain form reads like the definition, so it is held to it, element by element of every gradient; the blocked form is
-// then held to the plain one.
-TEST_P(AttentionShapes, PlainLoopsAreTheDefinition) {
-  const AttentionShape s = scaled(GetParam());
+// The definition in double precision, and central differences of it at up to `samples` elements of each input.
+void expect_definition(const AttentionShape& s, Form form, std::size_t samples) {
   const Inputs in = random_inputs(s);
-  const Result r = run(s, in, Form::plain);
+  const Result r = run(s, in, form);
   const Doubles q = widen(in.q), k = widen(in.k), v = widen(in.v);
   const Naive expected = naive_attention(s, q, k, v);
   expect_close(r.out, expected.out, "out");
@@ -104,12 +102,24 @@ TEST_P(AttentionShapes, PlainLoopsAreTheDefinition) {
     return weighted_sum(naive_attention(s, at_q, at_k, at_v).out, in.dout);
   };
   expect_gradient(
-      "dv", [&](const Doubles& x) { return loss(q, k, x); }, in.v, r.dv, 12);
+      "dv", [&](const Doubles& x) { return loss(q, k, x); }, in.v, r.dv, samples);
+  for (const Floats* gradient : {&r.dq, &r.dk, &r.dv}) {
+    for (const float value : *gradient) ASSERT_TRUE(std::isfinite(value));
+  }
   if (s.TK == 1) return;  // a softmax of one element: no gradient to its score
   expect_gradient(
-      "dq", [&](const Doubles& x) { return loss(x, k, v); }, in.q, r.dq, 12);
+      "dq", [&](const Doubles& x) { return loss(x, k, v); }, in.q, r.dq, samples);
   expect_gradient(
-      "dk", [&](const Doubles& x) { return loss(q, x, v); }, in.k, r.dk, 12);
+      "dk", [&](const Doubles& x) { return loss(q, x, v); }, in.k, r.dk, samples);
+}
+
+TEST_P(AttentionShapes, PlainLoopsAreTheDefinition) {
+  expect_definition(scaled(GetParam()), Form::plain, 12);
+}
+
+TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
+  const AttentionShape s = scaled(GetParam());
+  expect_definition(s, Form::blocks, s.B * s.NH * s.TQ * s.TK * s.HS > 100'000 ? 12 : 100);
 }
 
 TEST_P(AttentionShapes, BlocksAgreeWithThePlainLoops) {
@@ -122,30 +132,6 @@ TEST_P(AttentionShapes, BlocksAgreeWithThePlainLoops) {
   if (s.TK == 1) return;  // dq and dk are 0 up to rounding
   expect_close(blocks.dq, plain.dq, "dq");
   expect_close(blocks.dk, plain.dk, "dk");
-}
-
-TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
-  const AttentionShape s = scaled(GetParam());
-  const Inputs in = random_inputs(s);
-  const Result r = run(s, in);
-  const Doubles q = widen(in.q), k = widen(in.k), v = widen(in.v);
-  const Naive expected = naive_attention(s, q, k, v);
-  expect_close(r.out, expected.out, "out");
-  expect_close(r.lse, expected.lse, "lse");
-  const auto loss = [&](const Doubles& at_q, const Doubles& at_k, const Doubles& at_v) {
-    return weighted_sum(naive_attention(s, at_q, at_k, at_v).out, in.dout);
-  };
-  const std::size_t samples = s.B * s.NH * s.TQ * s.TK * s.HS > 100'000 ? 12 : 100;
-  expect_gradient(
-      "dv", [&](const Doubles& x) { return loss(q, k, x); }, in.v, r.dv, samples);
-  for (const Floats* gradient : {&r.dq, &r.dk, &r.dv}) {
-    for (const float value : *gradient) ASSERT_TRUE(std::isfinite(value));
-  }
-  if (s.TK == 1) return;  // a softmax of one element: no gradient to its score
-  expect_gradient(
-      "dq", [&](const Doubles& x) { return loss(x, k, v); }, in.q, r.dq, samples);
-  expect_gradient(
-      "dk", [&](const Doubles& x) { return loss(q, x, v); }, in.k, r.dk, samples);
 }
 
 //                                    B  TQ  TK  NH NKV HS causal

@@ -168,14 +168,14 @@ TEST_P(MatmulSizes, BackwardIsTheDefinition) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Odd, MatmulSizes,
-                         testing::Values(MatmulSize{1, 8, 1}, MatmulSize{1, 1030, 6}, MatmulSize{2, 33, 7},
-                                         MatmulSize{3, 192, 65}, MatmulSize{4, 16, 9}, MatmulSize{5, 7, 3},
-                                         MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31}, MatmulSize{300, 5, 700},
-                                         MatmulSize{1000, 24, 17},
-                                         MatmulSize{4, 70, 13},  // the last N of dot products, four outputs at a time
-                                         MatmulSize{1100, 33, 1030},  // 4 to 5 blocks of 256 rows, 3 of 512 columns
-                                         MatmulSize{515, 1101, 3}));  // as many in dx (columns) and dweight (rows)
+INSTANTIATE_TEST_SUITE_P(
+    Odd, MatmulSizes,
+    testing::Values(MatmulSize{1, 8, 1}, MatmulSize{1, 1030, 6}, MatmulSize{2, 33, 7}, MatmulSize{3, 192, 65},
+                    MatmulSize{4, 16, 9}, MatmulSize{5, 7, 3}, MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31},
+                    MatmulSize{300, 5, 700}, MatmulSize{1000, 24, 17},
+                    MatmulSize{4, 70, 13},       // the last N of dot products, four outputs at a time
+                    MatmulSize{1300, 33, 1030},  // 6 blocks of 256 rows by 3 of 512 columns, both ragged
+                    MatmulSize{515, 1101, 3}));  // several of each in dx and in dweight
 
 TEST(Matmul, GradientsAreCentralDifferences) {
   const std::int64_t N = 3, C = 5, OC = 4;

@@ -94,7 +94,7 @@ void check_shapes() {
   check_classifier<T>(2, 400'003, 400'008);      // parts of several chunks
   check_classifier<T>(2, 1'000'003, 1'000'008);  // more than a cluster holds
   for (const ClassifierLimits& limits : kOlder) {
-    for (const std::int64_t V : {1, 7, 8, 1003, 16'384, 16'385, 128'256}) {
+    for (const std::int64_t V : {1, 7, 8, 1003, 12'291, 16'383, 16'384, 16'385, 128'256}) {
       check_classifier<T>(5, V, (V + 7) / 8 * 8, limits);
       check_classifier<T>(5, V, (V + 127) / 128 * 128, limits);
     }
@@ -118,7 +118,7 @@ TEST(Classifier, ExtremeLogits) {
   logits[5] = 3, logits[99'999] = 2;                          // row 0: two tokens allowed
   for (std::int64_t v = 0; v < V; ++v) logits[V + v] = 1000;  // row 1: e^1000 overflows without the maximum
   for (std::int64_t v = 0; v < V; ++v) logits[2 * V + v] = v == 7 ? 0.0f : -1000.0f - static_cast<float>(v % 3);
-  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: whole blocks see nothing but -inf
+  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: all logits of some blocks are -inf
   const Labels labels = {5, 4, 7, 3};
   Floats gradient = logits, losses(N);
   cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, 1, true);

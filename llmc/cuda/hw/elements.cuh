@@ -1,5 +1,5 @@
-// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by accesses of 16 or 8 bytes where
-// size and alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
+// The elements of an array that a thread of a memory-bound kernel holds: a few neighbours, moved by accesses of 16 or 8 bytes
+// where size and alignment allow it, or a single one where they do not. A kernel is written once and instantiated for both.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace weft::cuda {
 
-// kCount neighbours in their storage type: half the registers of their fp32 values while they wait for use.
+// kCount neighbours in their storage type: 16-bit values take half the registers of their fp32 values until they are used.
 template <typename T, int kCount>
 struct Elements {
   static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
@@ -57,7 +57,7 @@ struct Elements {
     }
   }
 
-  // 16-bit values are taken out of whole registers: asked for one by one, the compiler gives each a register of its own.
+  // 16-bit values are extracted from 32-bit registers: read one by one, the compiler gives each a register of its own.
   __device__ float get(int i) const {
     if constexpr (kPacked && sizeof(T) == 2) {
       const unsigned word = reinterpret_cast<const unsigned*>(value)[i / 2];
@@ -91,6 +91,17 @@ struct Elements {
     }
   }
 };
+
+// Calls launch(count) with the number of neighbours that a thread takes, as a compile-time constant: kWide where accesses of
+// that width are aligned, else 1.
+template <int kWide, typename Launch>
+void with_count(bool aligned, const Launch& launch) {
+  if (aligned) {
+    launch(std::integral_constant<int, kWide>{});
+  } else {
+    launch(std::integral_constant<int, 1>{});
+  }
+}
 
 template <typename... Pointers>
 bool aligned_to_16(const Pointers*... pointers) {

@@ -7,17 +7,17 @@
 //    the bracket's ends, and the bracket closes around the bound. Seven pivots divide the range of logit values, which
 //    suits the logits of a model; one divides the range of ranks, so that 64 passes are enough whatever the logits are.
 //    In the first pass, where all logits are measured, all eight are values if possible: a comparison of two floats.
-//  - In later passes a logit outside of the bracket's values costs a look. The others are collected in shared memory and
-//    measured 32 at a time: a warp that measured where it finds them would do all its work for one lane.
+//  - In later passes a logit outside the bracket's values costs one comparison. The others are collected in shared memory and
+//    measured 32 at a time: a warp that measured each where it finds it would mostly work for a single lane.
 //  - As soon as few enough ids lie in the bracket, their order is found by comparing all pairs.
 // Then the weights of the kept ids are summed range by range, the range that holds the target is divided again, and so on
 // down to one id.
 //
 // Several blocks of a cluster may share the row (sm_90 and later): each passes over its part of the batches, and after a pass
-// they send each other their sums. All of them know all results.
+// they send each other their sums. Every block knows all results.
 //
 // Cost for V logits: one pass for the greatest, one with V weights (a double-precision exponential each) unless top-k
-// alone decides, and three to five that skip what lies outside of the bracket.
+// alone decides, and three to five that skip what lies outside the bracket.
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,9 @@ struct SamplerScratch : sampler_detail::ClusterInbox<kBlocks, sampler_detail::me
   static constexpr int kPivots = sampler_detail::kPivots;
   static constexpr int kSums = sampler_detail::kSums;
   static constexpr int kCandidates = 256;
-  static constexpr int kFound = 3 * kWarpSize;  // what a warp has found and not yet measured: less than 32, and 64 more
-  static constexpr int kTold = sampler_detail::message_words(kThreads);
+  static constexpr int kFound =
+      3 * kWarpSize;  // ranks of a warp, collected and not yet measured: < 32 and up to 64 new ones
+  static constexpr int kMessageWords = sampler_detail::message_words(kThreads);
 
   struct alignas(16) Candidate {
     std::uint64_t rank, measure;
@@ -70,11 +71,11 @@ struct SamplerScratch : sampler_detail::ClusterInbox<kBlocks, sampler_detail::me
   Candidate all_candidates[kBlocks > 1 ? kCandidates : 1];  // of all blocks
   std::uint64_t found[kWarps][kFound];
   std::uint64_t warp_sums[kWarps][kSums];
-  std::uint64_t sums[kSums + 1];                               // the last counts candidates
-  alignas(kBlocks > 1 ? 16 : 8) std::uint64_t told[2][kTold];  // messages to all blocks, by turns
+  std::uint64_t sums[kSums + 1];                                         // the last counts candidates
+  alignas(kBlocks > 1 ? 16 : 8) std::uint64_t outbox[2][kMessageWords];  // messages to all blocks, used alternately
   std::uint64_t range_sums[2][kWarps];
   std::uint64_t answer;
-  int counts[2];  // candidates found, by turns: one is cleared while the other is used
+  int counts[2];  // candidates found, alternately: one is cleared while the other is used
   int counts_of_blocks[kBlocks];
 };
 
@@ -107,12 +108,13 @@ __device__ inline std::uint64_t warp_sum(std::uint64_t value) {
   return value;
 }
 
-// What the blocks of a cluster send each other. Nobody reads the shared memory of another block, so no barrier of the cluster
-// is needed, nor the fence over all of a thread's accesses that comes with one; and a block may leave when it has got its last
-// message.
+// What the blocks of a cluster send each other: stores into the other block's shared memory that its mbarrier counts
+// (hw/cluster.cuh). No block reads the shared memory of another, so neither a barrier of the cluster is needed, with its fence
+// that waits for all accesses of every thread, nor one before a block exits: it exits after it has received its last message,
+// and then no block writes to it any more.
 //
-// This is the form without messages: of one block, and of GPUs without clusters, for which kernels of several blocks are
-// compiled but never launched.
+// The primary template is the form without messages: for one block, and for GPUs without clusters, for which kernels of
+// several blocks are compiled but never launched.
 template <int kBlocks, int kWords>
 struct ClusterMessages {
   __device__ explicit ClusterMessages(ClusterInbox<kBlocks, kWords>&) {}
@@ -198,9 +200,9 @@ struct SampleBlock {
   int thread, warp, lane;
   int block;  // of the cluster
   int skew;   // logits lie so many places past a multiple of 16 bytes; place = id + skew
-  ClusterMessages<kBlocks, Scratch::kTold> messages;
+  ClusterMessages<kBlocks, Scratch::kMessageWords> messages;
   int turn = 0;             // of Scratch::counts
-  int told_turn = 0;        // of Scratch::told
+  int outbox_area = 0;      // of Scratch::outbox
   float greatest = 0;       // logit
   double lightest = 0;      // no logit below weighs anything or is finite
   std::uint64_t bound = 0;  // ranks from here on are kept
@@ -208,14 +210,14 @@ struct SampleBlock {
 
   __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
 
-  // Sends scratch.told[told_turn] to all blocks; messages.from(b) is then what block b sent. Two areas by turns: a thread may
-  // write the next message while another still sends this one.
+  // Sends scratch.outbox[outbox_area] to all blocks; messages.from(b) is then what block b sent. There are two areas because a
+  // thread may write the next message while another still sends this one.
   __device__ void exchange() {
-    messages.exchange(scratch.told[told_turn]);
-    told_turn ^= 1;
+    messages.exchange(scratch.outbox[outbox_area]);
+    outbox_area ^= 1;
   }
 
-  // In a persistent kernel another multiprocessor may just have written the logits: there L1 must not answer.
+  // In a persistent kernel another multiprocessor may just have written the logits: then L1, which may be stale, is bypassed.
   template <typename Word>
   static __device__ Word read(const Word* address) {
     return kThroughL1 ? *address : __ldcg(address);
@@ -251,8 +253,8 @@ struct SampleBlock {
     }
   }
 
-  // use(values[i], i) for all i, by one piece of code for kGroup of them: registers have no index, so the values move up
-  // between the rounds. With a copy of every body for each of the sixteen the kernel had 22,800 instructions.
+  // use(values[i], i) for all i, by one piece of code for kGroup of them: registers cannot be indexed, so the values move up
+  // between the rounds. With a copy of the body for each of the sixteen values the kernel had 22,800 instructions.
   template <int kGroup, typename Use, typename Between>
   static __device__ void in_groups(float (&values)[kBatch], const Use& use, const Between& between) {
 #pragma unroll 1
@@ -269,8 +271,8 @@ struct SampleBlock {
     in_groups<kGroup>(values, use, [] {});
   }
 
-  // Collects the ranks of the logits in [low, high]; as soon as there are 32 of them, use(rank, true) in all lanes. `found`
-  // counts those that wait.
+  // Collects the ranks of the logits in [low, high]; as soon as there are 32 of them, calls use(rank, true) in all lanes. `found`
+  // counts those that are not used yet.
   template <typename Use>
   __device__ void collect(float (&values)[kBatch], std::int32_t place, float low, float high, int& found,
                           const Use& use) const {
@@ -296,7 +298,7 @@ struct SampleBlock {
       }
     });
   }
-  // The last of them.
+  // Uses the fewer than 32 that are left.
   template <typename Use>
   __device__ void use_rest(int found, const Use& use) const {
     __syncwarp();
@@ -353,7 +355,7 @@ struct SampleBlock {
     read_back(scratch.warp_sums[lane < kWarps ? lane : 0]);
     reduce();
     if constexpr (kCluster) {
-      if (thread == 0) write(scratch.told[told_turn]);
+      if (thread == 0) write(scratch.outbox[outbox_area]);
       exchange();
       read_back(messages.from(lane % kBlocks));
       reduce();
@@ -395,7 +397,7 @@ struct SampleBlock {
     return by_value;
   }
 
-  // One batch of a first pass: everything is in the bracket, and nothing is gathered.
+  // One batch of a first pass: all logits are in the bracket, and no candidates are collected.
   template <typename Measure>
   __device__ void measure_all(std::uint64_t (&sums)[kSums], float (&logits_)[kBatch], const Measure& measure,
                               const float (&values)[kPivots]) const {
@@ -429,7 +431,7 @@ struct SampleBlock {
     const std::uint64_t all = warp_sum(sums[kPivots]);
     if (lane == 0) scratch.warp_sums[warp][kPivots] = all;
     sync();
-    std::uint64_t* of_this_block = kCluster ? scratch.told[told_turn] : scratch.sums;
+    std::uint64_t* of_this_block = kCluster ? scratch.outbox[outbox_area] : scratch.sums;
     for (int j = warp; j < kSums; j += kWarps) {
       const std::uint64_t sum = warp_sum(lane < kWarps ? scratch.warp_sums[lane][j] : 0);
       if (lane == 0) of_this_block[j] = sum;
@@ -594,7 +596,7 @@ struct SampleBlock {
       std::uint64_t own[kOfLane] = {};  // of neighbouring pieces
       int chosen = 0;
       if (everybody) {
-        if (lane == 0) scratch.told[told_turn][warp] = sum;
+        if (lane == 0) scratch.outbox[outbox_area][warp] = sum;
         exchange();
         if (block != 0) return 0;
 #pragma unroll
@@ -670,7 +672,7 @@ __device__ inline SampledToken sample_block(const float* logits, std::int64_t V,
   static_assert(kBlocks == 1 || kBarrier == 0);
   if (plan.vocab_limit > 0 && plan.vocab_limit < V) V = plan.vocab_limit;
   const int skew = static_cast<int>(reinterpret_cast<std::uintptr_t>(logits) / sizeof(float) % 4);
-  const sampler_detail::ClusterMessages<kBlocks, SamplerScratch<kThreads, kBlocks>::kTold> messages(scratch);
+  const sampler_detail::ClusterMessages<kBlocks, SamplerScratch<kThreads, kBlocks>::kMessageWords> messages(scratch);
   sampler_detail::SampleBlock<kThreads, kBarrier, kThroughL1, kBlocks> sampler{logits,
                                                                                static_cast<std::int32_t>(V),
                                                                                plan,
