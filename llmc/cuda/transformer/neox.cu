@@ -1,4 +1,4 @@
-// The GPT-NeoX decoder's memory, and what the programs call. Its work stands in the files that neox_decoder.h names.
+// The GPT-NeoX decoder's memory, and what the programs call. Its work stands in the files that neox_decoder.cuh names.
 #include "llmc/cuda/transformer/neox.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/runtime/device.h"
-#include "llmc/cuda/transformer/neox_decoder.h"
+#include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
 
@@ -97,6 +97,7 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
     }
   }
 }
+
 template class NeoxDecoder<float>;
 template class NeoxDecoder<bf16>;
 template class NeoxDecoder<fp16>;

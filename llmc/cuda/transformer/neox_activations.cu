@@ -1,18 +1,7 @@
 // Copies of activations on the host, for comparisons with a reference.
-#include "llmc/cuda/transformer/neox_decoder.h"
+#include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
-
-template <typename S>
-template <typename T>
-std::vector<float> NeoxDecoder<S>::download(const T* data, std::int64_t count) {
-  std::vector<T> raw(static_cast<std::size_t>(count));
-  check(cudaMemcpyAsync(raw.data(), data, raw.size() * sizeof(T), cudaMemcpyDeviceToHost, stream_), "activation");
-  stream_.synchronize("activation");
-  std::vector<float> values(raw.size());
-  convert_to_f32(raw.data(), storage_dtype<T>(), values.data(), values.size());
-  return values;
-}
 
 // q (rotated) from the packed rows, k (rotated) and v from the cache.
 template <typename S>

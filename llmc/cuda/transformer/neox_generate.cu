@@ -6,7 +6,7 @@
 
 #include "llmc/cuda/op/mailbox.cuh"
 #include "llmc/cuda/op/sampler.h"
-#include "llmc/cuda/transformer/neox_decoder.h"
+#include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
 
@@ -48,9 +48,9 @@ void NeoxDecoder<S>::sample_and_publish() {
 
 template <typename S>
 std::int32_t NeoxDecoder<S>::wait_for(std::uint32_t sequence) {
-  const auto sampled = mailbox_.wait(sequence, stream_, [] { return false; });
-  check_sample(sampled->error);
-  return sampled->id;
+  const Mailbox::Sampled sampled = mailbox_.wait(sequence, stream_, [] { return false; }).value();
+  check_sample(sampled.error);
+  return sampled.id;
 }
 
 template <typename S>

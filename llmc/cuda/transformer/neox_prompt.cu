@@ -11,7 +11,7 @@
 #include "llmc/cuda/op/embedding.h"
 #include "llmc/cuda/op/gelu.h"
 #include "llmc/cuda/op/residual_norm.h"
-#include "llmc/cuda/transformer/neox_decoder.h"
+#include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
 

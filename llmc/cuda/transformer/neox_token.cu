@@ -3,7 +3,7 @@
 // Parallel residual:   h' = h + attention(norm1(h)) + mlp(norm2(h))     three launches a layer
 // Sequential residual: h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))     five
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/transformer/neox_decoder.h"
+#include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
 

@@ -192,7 +192,14 @@ class NeoxDecoder final : public DecodeModel {
 
   // ---- activations for comparison (neox_activations.cu)
   template <typename T>
-  std::vector<float> download(const T* data, std::int64_t count);
+  std::vector<float> download(const T* data, std::int64_t count) {
+    std::vector<T> raw(static_cast<std::size_t>(count));
+    check(cudaMemcpyAsync(raw.data(), data, raw.size() * sizeof(T), cudaMemcpyDeviceToHost, stream_), "activation");
+    stream_.synchronize("activation");
+    std::vector<float> values(raw.size());
+    convert_to_f32(raw.data(), storage_dtype<T>(), values.data(), values.size());
+    return values;
+  }
   template <typename T>
   void keep(const std::string& name, const T* data, std::int64_t count) {
     if (!keep_) return;
