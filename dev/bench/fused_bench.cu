@@ -25,6 +25,7 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/model/tensor_table.h"
 
 namespace {
@@ -149,19 +150,7 @@ void run(const Shape& shape, const Options& options, double ceiling) {
   check(cudaMemcpy(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
                    cudaMemcpyHostToDevice),
         "rope");
-  const auto at = [&](const std::string& name) { return memory.at<S>(0) + table.at(name).offset; };
-  const auto norm = [&](const std::string& name) { return NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")}; };
-  const auto linear = [&](const std::string& name) { return NeoxLinear<S>{at(name + ".weight"), at(name + ".bias")}; };
-  NeoxWeights<S> w;
-  w.embedding = at("gpt_neox.embed_in.weight");
-  w.head = at("embed_out.weight");
-  w.final_norm = norm("gpt_neox.final_layer_norm");
-  for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    const std::string prefix = "gpt_neox.layers." + std::to_string(l) + ".";
-    w.layers.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
-                        linear(prefix + "attention.query_key_value"), linear(prefix + "attention.dense"),
-                        linear(prefix + "mlp.dense_h_to_4h"), linear(prefix + "mlp.dense_4h_to_h")});
-  }
+  const NeoxWeights<S> w = bind_neox<S>(config, table, memory.at<S>(0));
   const NeoxCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};

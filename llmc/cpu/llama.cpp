@@ -1,8 +1,8 @@
-// The Llama training step (Touvron et al., 2023) as two straight-line lists of operator calls:
-// forward_layer() and backward_layer() mirror each other line by line.
+// The Llama training step (Touvron et al., 2023) on the CPU, as two straight-line lists of operator calls: forward_layer()
+// and backward_layer() mirror each other, and llmc/cuda/llama/llama.cu is the same list on the GPU.
 //
-// Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH
-// HS, kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x.
+// Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS, kv = NKV HS,
+// F FFN width, V vocabulary, L layers. d_x is the gradient of x.
 #include "llmc/cpu/llama.h"
 
 #include <algorithm>
@@ -25,13 +25,6 @@ namespace weft::cpu {
 
 namespace {
 
-// The parameter-sized arenas: parameters, gradients, first and second moments share one layout.
-MemoryPlan parameter_plan(const char* name, const TensorTable& table) {
-  MemoryPlan plan(name);
-  plan.add(static_cast<std::uint64_t>(table.arena_elements()) * sizeof(float));
-  return plan;
-}
-
 constexpr std::int64_t kClassifierRows = 512;  // of logits at once
 
 class Llama final : public TrainModel {
@@ -40,16 +33,16 @@ class Llama final : public TrainModel {
       : config_(config),
         options_(options),
         table_(config),
-        parameter_arena_(parameter_plan("parameters", table_)),
-        gradient_arena_(parameter_plan("gradients", table_)),
-        moment1_arena_(parameter_plan("first moments", table_)),
-        moment2_arena_(parameter_plan("second moments", table_)),
-        weights_(config, table_, parameter_arena_.at<float>(0)),
-        d_weights_(config, table_, gradient_arena_.at<float>(0)),
+        parameter_arena_(parameter_plan(table_)),
+        gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
+        moment1_arena_(per_parameter_plan("first moments", table_, sizeof(float))),
+        moment2_arena_(per_parameter_plan("second moments", table_, sizeof(float))),
+        weights_(config, table_, parameter_arena_.at<float>(0), Offsets::bytes),
+        d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
         acts_(config, options, kClassifierRows),
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
-    acts_.bind(activation_arena_.at<std::byte>(0));
+    acts_.bind(activation_arena_);
   }
 
   const ModelConfig& config() const override { return config_; }
@@ -125,8 +118,8 @@ class Llama final : public TrainModel {
             1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
   }
 
-  // The shape of the norm that follows branch `branch`: 2 l is attention of layer l, 2 l + 1 its MLP; -1 the
-  // embedding, which is never dropped.
+  // The shape of the norm after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP; -1 the embedding, to
+  // which no dropout is applied.
   ResidualNormShape norm_shape(std::int64_t branch) const {
     ResidualNormShape shape;
     shape.rows = rows();
@@ -138,28 +131,29 @@ class Llama final : public TrainModel {
     shape.offset = dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0), 2 * config_.num_layers);
     return shape;
   }
-  // The norm that reads residual[l]: a layer's first one, or the final one.
+  // The norm that reads the residual stream after branch `branch`: a layer's two norms and the final one.
   struct NormSite {
-    NormParameters<const float> weights;
-    NormParameters<float> d_weights;
+    std::int64_t branch;
+    float* residual;  // [N, C]
+    NormParameters<float> weights, d_weights;
     float *out, *mean, *rstd;
   };
-  NormSite norm_site(std::int64_t l) {
-    const bool last = l == config_.num_layers;
-    const auto& weights = last ? weights_.final_norm : weights_.layers[l].input_norm;
-    const auto& d_weights = last ? d_weights_.final_norm : d_weights_.layers[l].input_norm;
-    if (last) return {{weights.weight, weights.bias}, d_weights, acts_.final_norm, acts_.final_mean, acts_.final_rstd};
-    const LayerActivations<float>& layer = acts_.layers[l];
-    return {{weights.weight, weights.bias}, d_weights, layer.input_norm, layer.mean1, layer.rstd1};
-  }
+  NormSite norm_after(std::int64_t branch);
+
+  // out = norm(residual).
+  void normalize(const NormSite& site);
+  // residual = skip + dropout(x), out = norm(residual).
+  void add_and_normalize(const NormSite& site, const float* x, const float* skip);
+  // From d_norm and, with a skip, acts_.d_residual, the gradients of out and residual: acts_.branch and acts_.d_residual
+  // become those of x and skip.
+  void norm_backward(const NormSite& site, const float* d_norm, bool has_skip);
 
   void forward_layers();
-  void forward_attention_and_gate(std::int64_t l, float* branch);
-  void join_branch(std::int64_t l);
-  void recompute_layer(std::int64_t l);
-  void normalize_input(std::int64_t l);
-  void backward_layer(std::int64_t l);
+  void forward_layer(std::int64_t l);
+  void forward_to_swiglu(std::int64_t l, float* branch);
   double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
+  void recompute_layer(std::int64_t l);
+  void backward_layer(std::int64_t l);
 
   ModelConfig config_;
   TrainOptions options_;
@@ -177,22 +171,24 @@ class Llama final : public TrainModel {
   std::int64_t label_count_ = 0;
 };
 
-// ---- forward
-// --------------------------------------------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------------------------------
 
 void Llama::forward_layers() {
   embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
-  normalize_input(0);
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-    forward_attention_and_gate(l, acts_.branch);
-    join_branch(l);
-  }
+  normalize(norm_after(-1));
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
 }
 
-// input_norm -> qkv -> RoPE -> attention -> output projection -> residual_mid, post_norm -> gate/up ->
-// SwiGLU.
-// `branch` [N, C] receives the attention branch on its way into the residual.
-void Llama::forward_attention_and_gate(std::int64_t l, float* branch) {
+void Llama::forward_layer(std::int64_t l) {
+  const LayerActivations<float>& a = acts_.layers[l];
+  forward_to_swiglu(l, acts_.branch);
+  matmul_forward(acts_.branch, a.swiglu_out, weights_.layers[l].down, nullptr, rows(), config_.ffn_size,
+                 config_.hidden_size);
+  add_and_normalize(norm_after(2 * l + 1), acts_.branch, a.residual_mid);
+}
+
+// The part of a layer that --recompute block runs again. `branch` [N, C]: scratch for the output of attention.
+void Llama::forward_to_swiglu(std::int64_t l, float* branch) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
   const LayerParameters<float>& w = weights_.layers[l];
   const LayerActivations<float>& a = acts_.layers[l];
@@ -203,38 +199,10 @@ void Llama::forward_attention_and_gate(std::int64_t l, float* branch) {
   attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
   matmul_forward(branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
-
-  ResidualNormForward join;
-  join.x = branch;
-  join.residual = acts_.residual[l];
-  join.weight = w.post_norm.weight;
-  join.bias = w.post_norm.bias;
-  join.residual_out = a.residual_mid;
-  join.out = a.post_norm;
-  join.mean = a.mean2;
-  join.rstd = a.rstd2;
-  residual_norm_forward(norm_shape(2 * l), join);
+  add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
 
   matmul_forward(a.gate_up, a.post_norm, w.gate_up, nullptr, N, C, 2 * F);
-  swiglu_forward(a.mlp_product, a.gate_up, N, F);
-}
-
-// down projection -> residual[l + 1] and the norm that reads it: the next layer's, or the final one.
-void Llama::join_branch(std::int64_t l) {
-  const LayerActivations<float>& a = acts_.layers[l];
-  matmul_forward(acts_.branch, a.mlp_product, weights_.layers[l].down, nullptr, rows(), config_.ffn_size,
-                 config_.hidden_size);
-  const NormSite next = norm_site(l + 1);
-  ResidualNormForward join;
-  join.x = acts_.branch;
-  join.residual = a.residual_mid;
-  join.weight = next.weights.weight;
-  join.bias = next.weights.bias;
-  join.residual_out = acts_.residual[l + 1];
-  join.out = next.out;
-  join.mean = next.mean;
-  join.rstd = next.rstd;
-  residual_norm_forward(norm_shape(2 * l + 1), join);
+  swiglu_forward(a.swiglu_out, a.gate_up, N, F);
 }
 
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
@@ -258,56 +226,12 @@ double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, s
   return sum;
 }
 
-// ---- backward
-// -------------------------------------------------------------------------------------------------------
-
-void Llama::normalize_input(std::int64_t l) {
-  const NormSite site = norm_site(l);
-  ResidualNormForward norm;
-  norm.x = acts_.residual[l];
-  norm.weight = site.weights.weight;
-  norm.bias = site.weights.bias;
-  norm.out = site.out;
-  norm.mean = site.mean;
-  norm.rstd = site.rstd;
-  residual_norm_forward(norm_shape(-1), norm);
-}
-
-// Brings back what --recompute let other layers overwrite, by the same operators on the same inputs: the same
-// bits.
-void Llama::recompute_layer(std::int64_t l) {
-  if (options_.recompute == Recompute::none) return;
-  normalize_input(l);
-  if (options_.recompute == Recompute::block) {
-    forward_attention_and_gate(l, acts_.d_norm);  // acts_.branch holds a gradient now
-    return;
-  }
-  const LayerActivations<float>& a = acts_.layers[l];
-  ResidualNormForward norm;
-  norm.x = a.residual_mid;
-  norm.weight = weights_.layers[l].post_norm.weight;
-  norm.bias = weights_.layers[l].post_norm.bias;
-  norm.out = a.post_norm;
-  residual_norm_forward(norm_shape(-1), norm);
-  swiglu_forward(a.mlp_product, a.gate_up, rows(), config_.ffn_size);
-}
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 void Llama::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const std::int64_t L = config_.num_layers;
-  const NormSite last = norm_site(L);
-  ResidualNormBackward norm;
-  norm.dout = acts_.d_final_norm;
-  norm.residual_out = acts_.residual[L];
-  norm.weight = last.weights.weight;
-  norm.mean = last.mean;
-  norm.rstd = last.rstd;
-  norm.dx = acts_.branch;
-  norm.dresidual = acts_.d_residual;
-  norm.dweight = last.d_weights.weight;
-  norm.dbias = last.d_weights.bias;
-  residual_norm_backward(norm_shape(2 * L - 1), norm);
-
+  norm_backward(norm_after(2 * L - 1), acts_.d_final_norm, false);
   for (std::int64_t l = L - 1; l >= 0; --l) {
     recompute_layer(l);
     backward_layer(l);
@@ -315,30 +239,31 @@ void Llama::backward() {
   embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
 }
 
-// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid from the skip path.
-// Out: branch holds the gradient of the branch below (the MLP of layer l - 1, or the embedding).
+// Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
+void Llama::recompute_layer(std::int64_t l) {
+  if (options_.recompute == Recompute::none) return;
+  normalize(norm_after(2 * l - 1));
+  if (options_.recompute == Recompute::block) {
+    forward_to_swiglu(l, acts_.d_norm);  // acts_.branch holds a gradient now
+    return;
+  }
+  const LayerActivations<float>& a = acts_.layers[l];
+  normalize(norm_after(2 * l));
+  swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
+}
+
+// In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
+// Out: branch holds the gradient of the output of the layer below (its MLP, or the embedding).
 void Llama::backward_layer(std::int64_t l) {
   const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
   const LayerParameters<float>& w = weights_.layers[l];
   const LayerParameters<float>& dw = d_weights_.layers[l];
   const LayerActivations<float>& a = acts_.layers[l];
 
-  matmul_backward(acts_.d_mlp_product, dw.down, nullptr, acts_.branch, a.mlp_product, w.down, N, F, C);
-  swiglu_backward(a.gate_up, acts_.d_mlp_product, a.gate_up, N, F);  // a.gate_up is its gradient from here on
+  matmul_backward(acts_.d_swiglu_out, dw.down, nullptr, acts_.branch, a.swiglu_out, w.down, N, F, C);
+  swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, N, F);  // a.gate_up is its gradient from here on
   matmul_backward(acts_.d_norm, dw.gate_up, nullptr, a.gate_up, a.post_norm, w.gate_up, N, C, 2 * F);
-
-  ResidualNormBackward join;
-  join.dout = acts_.d_norm;
-  join.dresidual_out = acts_.d_residual;
-  join.residual_out = a.residual_mid;
-  join.weight = w.post_norm.weight;
-  join.mean = a.mean2;
-  join.rstd = a.rstd2;
-  join.dx = acts_.branch;
-  join.dresidual = acts_.d_residual;
-  join.dweight = dw.post_norm.weight;
-  join.dbias = dw.post_norm.bias;
-  residual_norm_backward(norm_shape(2 * l), join);
+  norm_backward(norm_after(2 * l), acts_.d_norm, true);
 
   matmul_backward(acts_.d_attention, dw.output, nullptr, acts_.branch, a.attention, w.output, N, config_.q_size(), C);
   attention_backward(attention_shape(), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
@@ -347,19 +272,63 @@ void Llama::backward_layer(std::int64_t l) {
   rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
   matmul_backward(acts_.d_norm, dw.qkv, nullptr, acts_.d_qkv, a.input_norm, w.qkv, N, C, qkv_size());
-
-  const NormSite input = norm_site(l);
-  join.residual_out = acts_.residual[l];
-  join.weight = input.weights.weight;
-  join.mean = input.mean;
-  join.rstd = input.rstd;
-  join.dweight = input.d_weights.weight;
-  join.dbias = input.d_weights.bias;
-  residual_norm_backward(norm_shape(2 * l - 1), join);
+  norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
 
-// ---- step
-// -----------------------------------------------------------------------------------------------------------
+// ---- norms ----------------------------------------------------------------------------------------------------------
+
+Llama::NormSite Llama::norm_after(std::int64_t branch) {
+  const std::int64_t l = (branch + 1) / 2;
+  if (branch == 2 * config_.num_layers - 1) {
+    return {branch,           acts_.residual[l], weights_.final_norm, d_weights_.final_norm,
+            acts_.final_norm, acts_.final_mean,  acts_.final_rstd};
+  }
+  const LayerParameters<float>&w = weights_.layers[l], &dw = d_weights_.layers[l];
+  const LayerActivations<float>& a = acts_.layers[l];
+  if (branch % 2 == 0) return {branch, a.residual_mid, w.post_norm, dw.post_norm, a.post_norm, a.mean2, a.rstd2};
+  return {branch, acts_.residual[l], w.input_norm, dw.input_norm, a.input_norm, a.mean1, a.rstd1};
+}
+
+void Llama::normalize(const NormSite& site) {
+  ResidualNormForward norm;
+  norm.x = site.residual;
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  residual_norm_forward(norm_shape(-1), norm);
+}
+
+void Llama::add_and_normalize(const NormSite& site, const float* x, const float* skip) {
+  ResidualNormForward norm;
+  norm.x = x;
+  norm.residual = skip;
+  norm.residual_out = site.residual;
+  norm.weight = site.weights.weight;
+  norm.bias = site.weights.bias;
+  norm.out = site.out;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  residual_norm_forward(norm_shape(site.branch), norm);
+}
+
+void Llama::norm_backward(const NormSite& site, const float* d_norm, bool has_skip) {
+  ResidualNormBackward norm;
+  norm.dout = d_norm;
+  norm.dresidual_out = has_skip ? acts_.d_residual : nullptr;
+  norm.residual_out = site.residual;
+  norm.weight = site.weights.weight;
+  norm.mean = site.mean;
+  norm.rstd = site.rstd;
+  norm.dx = acts_.branch;
+  norm.dresidual = acts_.d_residual;
+  norm.dweight = site.d_weights.weight;
+  norm.dbias = site.d_weights.bias;
+  residual_norm_backward(norm_shape(site.branch), norm);
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
 
 StepStatistics Llama::statistics() {
   double sum = 0;
@@ -377,8 +346,7 @@ void Llama::update(const AdamWStep& step) {
   }
 }
 
-// ---- access
-// ---------------------------------------------------------------------------------------------------------
+// ---- access ---------------------------------------------------------------------------------------------------------
 
 std::vector<float> Llama::activation(const std::string& name) {
   const std::int64_t N = rows(), C = config_.hidden_size;
@@ -408,7 +376,7 @@ std::vector<float> Llama::activation(const std::string& name) {
   if (which == "v") return copy(a.qkv + q + kv, kv, qkv_size());
   if (which == "attention") return copy(a.attention, q, q);
   if (which == "post_attention_norm") return copy(a.post_norm, C, C);
-  if (which == "mlp_product") return copy(a.mlp_product, config_.ffn_size, config_.ffn_size);
+  if (which == "mlp_product") return copy(a.swiglu_out, config_.ffn_size, config_.ffn_size);
   if (which == "residual") return copy(acts_.residual[static_cast<std::size_t>(l) + 1], C, C);
   return {};
 }
@@ -417,7 +385,7 @@ std::vector<float> Llama::activation(const std::string& name) {
 
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
   const TensorTable table(config);
-  const std::uint64_t parameters = parameter_plan("parameters", table).bytes();
+  const std::uint64_t parameters = parameter_plan(table).bytes();
   return {{"parameters (fp32)", parameters},
           {"gradients (fp32)", parameters},
           {"AdamW moments (fp32)", 2 * parameters},

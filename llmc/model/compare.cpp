@@ -130,8 +130,8 @@ std::vector<float> model_values(TrainModel& model, TensorRole role, const std::s
 }
 
 const Json& adamw_settings(const TensorFile& dump) {
-  const Json::json_pointer place("/dump/adamw");
-  if (dump.config().contains(place)) return dump.config().at(place);
+  const Json::json_pointer key("/dump/adamw");
+  if (dump.config().contains(key)) return dump.config().at(key);
   fail(Exit::bad_file, "%s: dump.adamw: missing, but there are adamw.losses", escaped(dump.path()).c_str());
 }
 

@@ -10,7 +10,8 @@ namespace weft {
 
 namespace {
 
-// Upper limits (a hostile file must not make us allocate or loop): far above any model weft is meant for.
+// Upper limits, so that a hostile file cannot make the program allocate or loop without end: far above any model that
+// weft is meant for.
 constexpr std::int64_t kMaxVocab = 1'000'000;
 constexpr std::int64_t kMaxLayers = 1024;
 constexpr std::int64_t kMaxWidth = 1 << 20;  // hidden and FFN
@@ -78,7 +79,7 @@ NormKind norm_from_json(const Json& object, const std::string& source) {
   refuse(source, format("norm: got %s, expected rmsnorm or layernorm", escaped(name).c_str()));
 }
 
-// What no key alone can show.
+// Conditions on several keys together.
 void check_together(const ModelConfig& config, const std::string& source) {
   if (config.num_heads % config.num_kv_heads != 0) {
     refuse(source, format("num_heads: %lld is not a multiple of num_kv_heads %lld",
@@ -195,8 +196,7 @@ const std::vector<std::string>& preset_names() {
 }
 
 ModelConfig preset_config(const std::string& name) {
-  //                                             L   C     NH  NKV HS   F      V       tied   theta  scale
-  //                                             positions
+  //                                             L   C     NH  NKV HS   F      V       tied   theta  scale  positions
   if (name == "tiny") return llama_preset(4, 192, 6, 2, 32, 512, 2048, true, 10000, 0, 512);
   if (name == "d12") return llama_preset(12, 768, 12, 4, 64, 2048, 50304, true, 500000, 0, 8192);
   if (name == "smollm2-135m") return llama_preset(30, 576, 9, 3, 64, 1536, 49152, true, 100000, 0, 8192);
@@ -222,7 +222,7 @@ std::vector<float> rope_inverse_frequencies(const RopeConfig& rope) {
   const float low = static_cast<float>(rope.low_freq_factor), high = static_cast<float>(rope.high_freq_factor);
   for (float& frequency : frequencies) {
     const float wavelength = 2 * std::numbers::pi_v<float> / frequency;
-    if (wavelength < original / high) continue;  // turns often within the original context: kept
+    if (wavelength < original / high) continue;  // several rotations within the original context: kept
     if (wavelength > original / low) {
       frequency /= factor;
     } else {

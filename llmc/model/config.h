@@ -17,8 +17,8 @@ enum class RopeType { standard, llama3 };
 const char* family_name(Family family);     // "llama", "gpt_neox"
 const char* norm_kind_name(NormKind kind);  // "rmsnorm", "layernorm"
 
-// Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimension i turns
-// with i + rotary_dim/2. Only the first rotary_dim dimensions of a head turn.
+// Rotary embedding (Su et al., RoFormer, 2021) in the half-split pairing of Hugging Face: dimensions i and
+// i + rotary_dim/2 are rotated as a pair, for the first rotary_dim dimensions of a head. The others are left alone.
 struct RopeConfig {
   RopeType type = RopeType::standard;
   double theta = 0;

@@ -14,7 +14,7 @@
 
 namespace weft {
 
-// What a model that picks its tokens itself needs to know.
+// What generate_ids() needs besides the prompt.
 struct GenerationRequest {
   SamplingPlan sampling;
   std::vector<std::int32_t> stop_ids = {};
@@ -34,17 +34,17 @@ class DecodeModel {
   virtual std::int64_t length() const = 0;    // positions it holds now
   virtual void reset() = 0;                   // length() becomes 0
 
-  // Appends `ids`: at least one, length() + ids.size() <= capacity(), otherwise Exit::internal; every id in
-  // [0, vocab_size), which is not looked at again, because callers check what users give. Returns the fp32
-  // logits after the last one, [vocab_size]; valid until the next call.
+  // Appends `ids`: at least one, length() + ids.size() <= capacity(), otherwise Exit::internal. The caller has checked
+  // that every id is in [0, vocab_size). Returns the fp32 logits after the last one, [vocab_size]; valid until the next
+  // call.
   virtual std::span<const float> prefill(std::span<const std::int32_t> ids) = 0;
   // The same for one id: the step that a decode kernel makes fast.
   virtual std::span<const float> decode(std::int32_t id) = 0;
 
   // Whether the model can pick tokens itself, without its logits ever leaving the device: generate_ids().
   virtual bool samples() const { return false; }
-  // Appends `prompt` as prefill() does, then generates. Each id goes to `on_id` in its turn, as soon as the host knows
-  // it; by then the model may be at work on later ones. Ends after a stop id, after request.max_ids ids (1 ..
+  // Appends `prompt` as prefill() does, then generates. Calls `on_id` with each id in order, as soon as the host has it;
+  // by then the model may already compute later ones. Ends after a stop id, after request.max_ids ids (1 ..
   // capacity() - length() - prompt.size()), or when on_id returns false; then the cache holds the prompt and every id
   // that on_id got but the last. Each id is the one that Sampler picks from the same logits. Logits that are not finite:
   // Exit::numeric.
@@ -53,8 +53,8 @@ class DecodeModel {
     fail(Exit::internal, "this model does not sample");
   }
 
-  // decode(id) once more, as a table of when its phases end: for measurements. Empty where the model cannot tell; nothing
-  // is decoded then.
+  // For measurements: decodes `id` as decode() does and returns a table of when its phases ended. A model that cannot
+  // measure this returns an empty text and decodes nothing.
   virtual std::string decode_timeline(std::int32_t /*id*/) { return {}; }
 
   // reset(), then nll[i] = -log p(ids[i + 1] | ids[0..i]) for i < ids.size() - 1: perplexity.

@@ -1,37 +1,28 @@
 // Where the parts of a Llama lie in memory, on either device: pointers to each layer's parameters, and to the
-// activations that a training step keeps. T is the storage type of activations (float, or bf16 on the GPU).
+// activations that a training step keeps. T is the storage type (float, or bf16 on the GPU).
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include "llmc/base/arena.h"
-#include "llmc/model/tensor_table.h"
+#include "llmc/base/regions.h"
+#include "llmc/model/parameters.h"
 #include "llmc/model/train_model.h"
 
 namespace weft {
 
-// One norm's parameters; bias only with --norm layernorm.
-template <typename T>
-struct NormParameters {
-  T* weight = nullptr;  // [C]
-  T* bias = nullptr;    // [C] or null
-};
-
+// The linear layers of a Llama have no biases: their pointers are weights.
 template <typename T>
 struct LayerParameters {
   NormParameters<T> input_norm, post_norm;
   T* qkv = nullptr;      // [q + 2 kv, C]: q, k, v are neighbours in the tensor table
   T* output = nullptr;   // [C, q]
-  T* gate_up = nullptr;  // [2 F, C]
+  T* gate_up = nullptr;  // [2 F, C]: gate and up are neighbours
   T* down = nullptr;     // [C, F]
 };
 
-// The parameters (or the gradients: same layout) of a whole model, as pointers into an arena of the table's layout.
+// The parameters of a whole model, or their gradients, as pointers into an arena of the table's layout.
 template <typename T>
 struct LlamaParameters {
   T* embedding = nullptr;  // [V, C]
@@ -39,21 +30,16 @@ struct LlamaParameters {
   NormParameters<T> final_norm;
   T* head = nullptr;  // [V, C]; the embedding where tied
 
-  LlamaParameters(const ModelConfig& config, const TensorTable& table, T* base) {
-    const auto at = [&](const std::string& name) { return base + table.at(name).offset; };
-    const auto norm = [&](const std::string& name) {
-      const bool has_bias = config.norm == NormKind::layernorm;
-      return NormParameters<T>{at(name + ".weight"), has_bias ? at(name + ".bias") : nullptr};
-    };
-    embedding = at("model.embed_tokens.weight");
+  LlamaParameters(const ModelConfig& config, const TensorTable& table, T* arena, Offsets offsets) {
+    const ParameterBinder<T> find(table, arena, offsets);
+    embedding = find.weight(LlamaNames::kEmbedding);
     for (std::int64_t l = 0; l < config.num_layers; ++l) {
-      const std::string prefix = "model.layers." + std::to_string(l) + ".";
-      layers.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
-                        at(prefix + "self_attn.q_proj.weight"), at(prefix + "self_attn.o_proj.weight"),
-                        at(prefix + "mlp.gate_proj.weight"), at(prefix + "mlp.down_proj.weight")});
+      const LlamaNames::Layer names(l);
+      layers.push_back({find.norm(names.input_norm), find.norm(names.post_norm), find.weight(names.q),
+                        find.weight(names.output), find.weight(names.gate), find.weight(names.down)});
     }
-    final_norm = norm("model.norm");
-    head = config.tied_embeddings ? embedding : at("lm_head.weight");
+    final_norm = find.norm(LlamaNames::kFinalNorm);
+    head = config.tied_embeddings ? embedding : find.weight(LlamaNames::kHead);
   }
 };
 
@@ -64,45 +50,44 @@ struct LayerActivations {
   float *mean1 = nullptr, *rstd1 = nullptr;  // [N]; the mean with LayerNorm only
   T* qkv = nullptr;                          // [N, q + 2 kv], q and k after RoPE
   T* attention = nullptr;                    // [N, q], before the output projection
-  float* lse = nullptr;                      // [B, NH, T]
-  T* residual_mid = nullptr;                 // [N, C], after the attention branch has joined
+  float* lse = nullptr;                      // [B, NH, T]: log of the sum of exponentials of each query's scores
+  T* residual_mid = nullptr;                 // [N, C], the residual stream after attention
   T* post_norm = nullptr;                    // [N, C]
   float *mean2 = nullptr, *rstd2 = nullptr;  // [N]
-  T* gate_up = nullptr;                      // [N, 2F]; its gradient, once the backward pass has used it
-  T* mlp_product = nullptr;                  // [N, F]
+  T* gate_up = nullptr;                      // [N, 2F]; the backward pass overwrites it with its gradient
+  T* swiglu_out = nullptr;                   // [N, F]: silu(gate) up, the input of the down projection
 };
 
-// Every activation and every gradient of an activation of one micro-batch: planned as offsets, then bound to memory.
+// Every activation and every gradient of an activation of one micro-batch.
 template <typename T>
 class LlamaActivations {
  public:
-  // classifier_rows: rows of logits that are held at once, so that B * T * V never is.
+  // classifier_rows: how many rows of logits exist at the same time, so that B * T * V of them never do.
   LlamaActivations(const ModelConfig& config, const TrainOptions& options, std::int64_t classifier_rows);
-  LlamaActivations(const LlamaActivations&) = delete;  // wanted_ points into this object
+  LlamaActivations(const LlamaActivations&) = delete;  // regions_ has the addresses of its pointers
   LlamaActivations& operator=(const LlamaActivations&) = delete;
 
-  const MemoryPlan& plan() const { return plan_; }
-  void bind(std::byte* base);  // fills the pointers below
+  const MemoryPlan& plan() const { return regions_.plan(); }
+  template <typename Arena>
+  void bind(const Arena& arena) {  // fills the pointers below
+    regions_.bind(arena);
+  }
 
   std::vector<LayerActivations<T>> layers;
   std::vector<T*> residual;  // L + 1 of [N, C]: the input of each layer, and the output of the last
   T* final_norm = nullptr;   // [N, C]
   float *final_mean = nullptr, *final_rstd = nullptr;  // [N]
-  T* branch = nullptr;      // [N, C]: output of attention or MLP before it joins the residual, and its gradient
+  T* branch = nullptr;      // [N, C]: output of attention or MLP before it is added to the residual; its gradient
   T* logits = nullptr;      // [min(N, classifier_rows), V]
   float* losses = nullptr;  // [N]
-  T *d_final_norm = nullptr, *d_residual = nullptr, *d_norm = nullptr;   // [N, C] each
-  T *d_qkv = nullptr, *d_attention = nullptr, *d_mlp_product = nullptr;  // [N, q + 2 kv], [N, q], [N, F]
+  T *d_final_norm = nullptr, *d_residual = nullptr, *d_norm = nullptr;  // [N, C] each
+  T *d_qkv = nullptr, *d_attention = nullptr;                           // [N, q + 2 kv], [N, q]
+  // [N, F]. Unused where the GEMM of the down projection's gradient applies the derivative of SwiGLU itself (bf16 on
+  // Hopper). It is planned all the same: a plan is made on machines without a GPU, for a GPU that is not known.
+  T* d_swiglu_out = nullptr;
 
  private:
-  template <typename U>
-  void want(U** pointer, std::int64_t elements) {
-    const std::uint64_t offset = plan_.add(static_cast<std::uint64_t>(elements) * sizeof(U));
-    wanted_.emplace_back(reinterpret_cast<void**>(pointer), offset);
-  }
-
-  MemoryPlan plan_{"activations"};
-  std::vector<std::pair<void**, std::uint64_t>> wanted_;
+  Regions regions_{"activations"};
 };
 
 template <typename T>
@@ -111,72 +96,51 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
   const std::int64_t L = config.num_layers, C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();
-  const bool share_norms = options.recompute != Recompute::none;   // norms and the SwiGLU product
+  const bool share_norms = options.recompute != Recompute::none;   // norms and SwiGLU's output
   const bool share_block = options.recompute == Recompute::block;  // everything but the layer's input
 
   layers.resize(static_cast<std::size_t>(L));
-  residual.resize(static_cast<std::size_t>(L) + 1);  // sized once: want() keeps addresses of the elements
-  for (T*& pointer : residual) want(&pointer, N * C);
+  residual.resize(static_cast<std::size_t>(L) + 1);  // sized once: regions_ keeps addresses of the elements
+  for (T*& pointer : residual) regions_.want(&pointer, N * C);
   for (std::size_t l = 0; l < layers.size(); ++l) {
-    LayerActivations<T>& layer = layers[l];
-    if (l == 0 || !share_norms) {
-      want(&layer.input_norm, N * C);
-      want(&layer.post_norm, N * C);
-      want(&layer.mlp_product, N * F);
-    }
-    if (l == 0 || !share_block) {
-      want(&layer.mean1, N);
-      want(&layer.rstd1, N);
-      want(&layer.qkv, N * qkv);
-      want(&layer.attention, N * q);
-      want(&layer.lse, N * config.num_heads);
-      want(&layer.residual_mid, N * C);
-      want(&layer.mean2, N);
-      want(&layer.rstd2, N);
-      want(&layer.gate_up, N * 2 * F);
-    }
+    // A region of the layer's own or, where it is recomputed, the one of layer 0.
+    const auto want = [&](auto LayerActivations<T>::*member, std::int64_t elements, bool shared) {
+      if (l > 0 && shared) {
+        regions_.share(&(layers[l].*member), &(layers[0].*member));
+      } else {
+        regions_.want(&(layers[l].*member), elements);
+      }
+    };
+    using Layer = LayerActivations<T>;
+    want(&Layer::input_norm, N * C, share_norms);
+    want(&Layer::post_norm, N * C, share_norms);
+    want(&Layer::swiglu_out, N * F, share_norms);
+    want(&Layer::mean1, N, share_block);
+    want(&Layer::rstd1, N, share_block);
+    want(&Layer::qkv, N * qkv, share_block);
+    want(&Layer::attention, N * q, share_block);
+    want(&Layer::lse, N * config.num_heads, share_block);
+    want(&Layer::residual_mid, N * C, share_block);
+    want(&Layer::mean2, N, share_block);
+    want(&Layer::rstd2, N, share_block);
+    want(&Layer::gate_up, N * 2 * F, share_block);
   }
-  want(&final_norm, N * C);
-  want(&final_mean, N);
-  want(&final_rstd, N);
-  want(&branch, N * C);
-  want(&losses, N);
-  want(&d_final_norm, N * C);
-  want(&d_residual, N * C);
-  want(&d_norm, N * C);
+  regions_.want(&final_norm, N * C);
+  regions_.want(&final_mean, N);
+  regions_.want(&final_rstd, N);
+  regions_.want(&branch, N * C);
+  regions_.want(&losses, N);
+  regions_.want(&d_final_norm, N * C);
+  regions_.want(&d_residual, N * C);
+  regions_.want(&d_norm, N * C);
 
-  // The first gradient of a layer is written after the last logit has been read: they lie in one place.
-  const std::uint64_t place = plan_.add(0);
-  const std::pair<T**, std::int64_t> gradients[] = {{&d_qkv, N * qkv}, {&d_attention, N * q}, {&d_mlp_product, N * F}};
-  MemoryPlan of_a_layer("gradients of a layer's activations");
-  for (const auto& [pointer, elements] : gradients) {
-    const std::uint64_t offset = of_a_layer.add(static_cast<std::uint64_t>(elements) * sizeof(T));
-    wanted_.emplace_back(reinterpret_cast<void**>(pointer), place + offset);
-  }
-  wanted_.emplace_back(reinterpret_cast<void**>(&logits), place);
-  plan_.add(std::max(static_cast<std::uint64_t>(std::min(N, classifier_rows) * V) * sizeof(T), of_a_layer.bytes()));
-}
-
-template <typename T>
-void LlamaActivations<T>::bind(std::byte* base) {
-  for (const auto& [pointer, offset] : wanted_) *pointer = base + offset;
-  // A region that only layer 0 asked for is shared by all.
-  const LayerActivations<T>& first = layers[0];
-  const auto share = [](auto*& own, auto* shared) { own = own != nullptr ? own : shared; };
-  for (LayerActivations<T>& layer : layers) {
-    share(layer.input_norm, first.input_norm);
-    share(layer.mean1, first.mean1);
-    share(layer.rstd1, first.rstd1);
-    share(layer.qkv, first.qkv);
-    share(layer.attention, first.attention);
-    share(layer.lse, first.lse);
-    share(layer.residual_mid, first.residual_mid);
-    share(layer.post_norm, first.post_norm);
-    share(layer.mean2, first.mean2);
-    share(layer.rstd2, first.rstd2);
-    share(layer.gate_up, first.gate_up);
-    share(layer.mlp_product, first.mlp_product);
-  }
+  // The first gradient of a layer is written after the last logit has been read.
+  Regions of_the_head("logits"), of_a_layer("gradients of a layer's activations");
+  of_the_head.want(&logits, std::min(N, classifier_rows) * V);
+  of_a_layer.want(&d_qkv, N * qkv);
+  of_a_layer.want(&d_attention, N * q);
+  of_a_layer.want(&d_swiglu_out, N * F);
+  regions_.want_one_of({&of_the_head, &of_a_layer});
 }
 
 // Where the dropout masks of a branch begin among the Philox counters: every micro-step and every branch (2 l is the

@@ -55,8 +55,7 @@ ModelFile::ModelFile(TensorFile file, ModelConfig config)
 ModelFile ModelFile::open(const std::string& path, Family expected) {
   TensorFile file = TensorFile::open(path, FileKind::model);
   ModelConfig config = read_config(file, expected);
-  // A table of up to 1,024 layers is small, but a file with fewer tensors than layers is not worth building
-  // it.
+  // Every layer has several tensors: refused before a table of so many layers is built.
   if (file.tensors().size() < static_cast<std::size_t>(config.num_layers)) {
     fail(Exit::bad_file, "%s: %zu tensors cannot hold %lld layers", escaped(path).c_str(), file.tensors().size(),
          static_cast<long long>(config.num_layers));

@@ -12,19 +12,19 @@ struct OperatorTime {
   std::string name;
   std::int64_t calls = 0;
   double milliseconds = 0;
-  // What the mathematics asks for: multiplications and additions of matrix products, and every operand read once and
-  // every result written once.
+  // What the mathematics asks for: the multiplications and additions of GEMMs, and the bytes of every operand read once
+  // and every result written once.
   double flops = 0, bytes = 0;
 };
 
 struct OperatorTable {
   std::vector<OperatorTime> operators;  // in the order of their first call
   double milliseconds = 0;              // from the first operator's begin to the last one's end
-  // Ceilings measured beside it: a copy within the device's memory (bytes read plus bytes written), and the product of
-  // two square matrices of 8192.
+  // Ceilings measured in the same run: a copy within the device's memory (bytes read plus bytes written), and the GEMM of
+  // two matrices of 8192 x 8192.
   double bytes_per_s = 0, flops_per_s = 0;
 
-  // The time below which no kernel of this device does the operator's work.
+  // No kernel can do the operator's work on this device in less time.
   double floor_milliseconds(const OperatorTime& time) const {
     const double memory = time.bytes / bytes_per_s, arithmetic = time.flops / flops_per_s;
     return 1e3 * (memory > arithmetic ? memory : arithmetic);

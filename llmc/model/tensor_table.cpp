@@ -1,97 +1,106 @@
 #include "llmc/model/tensor_table.h"
 
 #include "llmc/base/checked.h"
+#include "llmc/model/tensor_names.h"
 
 namespace weft {
 
-TensorTable::TensorTable(const ModelConfig& config) {
+TensorTable::TensorTable(const ModelConfig& config, DType storage) : storage_(storage) {
   if (config.family == Family::llama) {
     add_llama(config);
   } else {
     add_gpt_neox(config);
   }
-  begin_group();  // the arena ends on a group boundary too
+  begin_group();  // the arenas end on a group boundary too
 }
 
 void TensorTable::begin_group() {
-  arena_ = (arena_ + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
+  arena_elements_ = (arena_elements_ + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
+  arena_bytes_ = align_up(arena_bytes_, kGroupAlignment * dtype_bytes(storage_), "parameters");
 }
 
 void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay) {
   TensorSpec spec;
   std::uint64_t elements = 1;
   for (const std::int64_t size : shape) elements = checked_mul(elements, static_cast<std::uint64_t>(size), name);
+  spec.dtype = storage_;
+  spec.bytes = checked_mul(elements, dtype_bytes(spec.dtype), name);
+  spec.byte_offset = arena_bytes_;
+  arena_bytes_ = checked_add(arena_bytes_, spec.bytes, name);
   spec.name = std::move(name);
   spec.shape = std::move(shape);
   spec.init = init;
   spec.decay = decay;
   spec.elements = static_cast<std::int64_t>(elements);
-  spec.offset = arena_;
+  spec.offset = arena_elements_;
   parameters_ += spec.elements;
-  arena_ += spec.elements;
+  arena_elements_ += spec.elements;
   specs_.push_back(std::move(spec));
 }
 
 void TensorTable::add_llama(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t q = config.q_size(), kv = config.kv_size();
-  const auto add_norm = [&](const std::string& name) {
+  const auto add_norm = [&](const std::string& module) {
     begin_group();
-    add(name + ".weight", {C}, Init::ones, false);
+    add(weight_of(module), {C}, Init::ones, false);
     if (config.norm == NormKind::layernorm) {
       begin_group();
-      add(name + ".bias", {C}, Init::zeros, false);
+      add(bias_of(module), {C}, Init::zeros, false);
     }
   };
-  add("model.embed_tokens.weight", {V, C}, Init::normal, true);
-  for (std::int64_t layer = 0; layer < config.num_layers; ++layer) {
-    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
-    add_norm(prefix + "input_layernorm");
+  const auto add_matrix = [&](const std::string& module, std::int64_t out, std::int64_t in, Init init) {
+    add(weight_of(module), {out, in}, init, true);
+  };
+  add_matrix(LlamaNames::kEmbedding, V, C, Init::normal);
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const LlamaNames::Layer names(l);
+    add_norm(names.input_norm);
     begin_group();
-    add(prefix + "self_attn.q_proj.weight", {q, C}, Init::normal, true);
-    add(prefix + "self_attn.k_proj.weight", {kv, C}, Init::normal, true);
-    add(prefix + "self_attn.v_proj.weight", {kv, C}, Init::normal, true);
+    add_matrix(names.q, q, C, Init::normal);
+    add_matrix(names.k, kv, C, Init::normal);
+    add_matrix(names.v, kv, C, Init::normal);
     begin_group();
-    add(prefix + "self_attn.o_proj.weight", {C, q}, Init::normal_residual, true);
-    add_norm(prefix + "post_attention_layernorm");
+    add_matrix(names.output, C, q, Init::normal_residual);
+    add_norm(names.post_norm);
     begin_group();
-    add(prefix + "mlp.gate_proj.weight", {F, C}, Init::normal, true);
-    add(prefix + "mlp.up_proj.weight", {F, C}, Init::normal, true);
+    add_matrix(names.gate, F, C, Init::normal);
+    add_matrix(names.up, F, C, Init::normal);
     begin_group();
-    add(prefix + "mlp.down_proj.weight", {C, F}, Init::normal_residual, true);
+    add_matrix(names.down, C, F, Init::normal_residual);
   }
-  add_norm("model.norm");
+  add_norm(LlamaNames::kFinalNorm);
   begin_group();
-  if (!config.tied_embeddings) add("lm_head.weight", {V, C}, Init::normal, true);
+  if (!config.tied_embeddings) add_matrix(LlamaNames::kHead, V, C, Init::normal);
 }
 
 void TensorTable::add_gpt_neox(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
-  const auto add_linear = [&](const std::string& name, std::int64_t out, std::int64_t in, Init init, bool bias) {
+  const auto add_linear = [&](const std::string& module, std::int64_t out, std::int64_t in, Init init, bool bias) {
     begin_group();
-    add(name + ".weight", {out, in}, init, true);
+    add(weight_of(module), {out, in}, init, true);
     begin_group();
-    if (bias) add(name + ".bias", {out}, Init::zeros, false);
+    if (bias) add(bias_of(module), {out}, Init::zeros, false);
   };
-  const auto add_norm = [&](const std::string& name) {
+  const auto add_norm = [&](const std::string& module) {
     begin_group();
-    add(name + ".weight", {C}, Init::ones, false);
+    add(weight_of(module), {C}, Init::ones, false);
     begin_group();
-    add(name + ".bias", {C}, Init::zeros, false);
+    add(bias_of(module), {C}, Init::zeros, false);
   };
-  add("gpt_neox.embed_in.weight", {V, C}, Init::normal, true);
-  for (std::int64_t layer = 0; layer < config.num_layers; ++layer) {
-    const std::string prefix = "gpt_neox.layers." + std::to_string(layer) + ".";
-    add_norm(prefix + "input_layernorm");
-    add_norm(prefix + "post_attention_layernorm");
-    add_linear(prefix + "attention.query_key_value", 3 * C, C, Init::normal, config.attention_bias);
-    add_linear(prefix + "attention.dense", C, C, Init::normal_residual, config.attention_bias);
-    add_linear(prefix + "mlp.dense_h_to_4h", F, C, Init::normal, true);
-    add_linear(prefix + "mlp.dense_4h_to_h", C, F, Init::normal_residual, true);
+  add(weight_of(NeoxNames::kEmbedding), {V, C}, Init::normal, true);
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    const NeoxNames::Layer names(l);
+    add_norm(names.input_norm);
+    add_norm(names.post_norm);
+    add_linear(names.qkv, 3 * C, C, Init::normal, config.attention_bias);
+    add_linear(names.dense, C, C, Init::normal_residual, config.attention_bias);
+    add_linear(names.up, F, C, Init::normal, true);
+    add_linear(names.down, C, F, Init::normal_residual, true);
   }
-  add_norm("gpt_neox.final_layer_norm");
+  add_norm(NeoxNames::kFinalNorm);
   begin_group();
-  add("embed_out.weight", {V, C}, Init::normal, true);
+  add(weight_of(NeoxNames::kHead), {V, C}, Init::normal, true);
 }
 
 const TensorSpec* TensorTable::find(std::string_view name) const {
@@ -109,6 +118,18 @@ std::size_t TensorTable::index_of(std::string_view name) const {
   const TensorSpec* spec = find(name);
   if (spec == nullptr) fail(Exit::internal, "no parameter is called %s", escaped(name).c_str());
   return static_cast<std::size_t>(spec - specs_.data());
+}
+
+MemoryPlan parameter_plan(const TensorTable& table) {
+  MemoryPlan plan("parameters");
+  plan.add(table.arena_bytes());
+  return plan;
+}
+
+MemoryPlan per_parameter_plan(const char* name, const TensorTable& table, std::size_t element_bytes) {
+  MemoryPlan plan(name);
+  plan.add(checked_mul(static_cast<std::uint64_t>(table.arena_elements()), element_bytes, name));
+  return plan;
 }
 
 }  // namespace weft

@@ -1,14 +1,17 @@
-// The model is a table: each parameter is declared once, with its Hugging Face name, shape, initialisation,
-// whether it decays, and where it lies in the parameter arena. Allocation, initialisation, loading, saving,
-// optimizer groups, the gradient norm and the exporter all walk this table.
+// The model is a table: each parameter is declared once, with its Hugging Face name, shape, storage type, initialisation,
+// whether it decays, and where it lies in the arenas. Allocation, initialisation, loading, saving, optimizer groups, the
+// gradient norm and the exporter all walk this table.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "llmc/base/arena.h"
+#include "llmc/base/dtype.h"
 #include "llmc/model/config.h"
 
 namespace weft {
@@ -21,33 +24,46 @@ struct TensorSpec {
   Init init = Init::normal;
   bool decay = false;  // AdamW weight decay: matrices, not norms and biases
   std::int64_t elements = 0;
-  std::int64_t offset = 0;  // in elements, in the parameter (and gradient, and moment) arena
+
+  // In the arena of the parameters, where each tensor lies in its own type.
+  DType dtype = DType::f32;
+  std::uint64_t bytes = 0, byte_offset = 0;
+  // In arenas with one type for all tensors (gradients, moments), in elements of that type.
+  std::int64_t offset = 0;
 };
 
 class TensorTable {
  public:
-  explicit TensorTable(const ModelConfig& config);
+  // `storage`: the dtype in which the parameters are kept in memory, today the same for all of them. What a model file
+  // stores is the file's own matter.
+  explicit TensorTable(const ModelConfig& config, DType storage = DType::f32);
 
   std::span<const TensorSpec> specs() const { return specs_; }
   const TensorSpec* find(std::string_view name) const;
   const TensorSpec& at(std::string_view name) const;       // Exit::internal if absent
   std::size_t index_of(std::string_view name) const;       // Exit::internal if absent
   std::int64_t parameters() const { return parameters_; }  // sum of elements
-  std::int64_t arena_elements() const { return arena_; }   // with the padding between groups
+  // Sizes of the arenas, with the padding between groups: of one type for all tensors, and of the parameters.
+  std::int64_t arena_elements() const { return arena_elements_; }
+  std::uint64_t arena_bytes() const { return arena_bytes_; }
 
  private:
-  // Tensors of one group lie next to each other with no padding, so that the group is one matrix for one
-  // GEMM: {q, k, v} is [q + 2 kv, C], {gate, up} is [2 F, C]. Groups start on multiples of kGroupAlignment
-  // elements.
+  // Tensors of one group lie next to each other without padding, so that the group is one matrix for one GEMM:
+  // {q, k, v} is [q + 2 kv, C], {gate, up} is [2 F, C]. Groups start on multiples of kGroupAlignment elements.
   static constexpr std::int64_t kGroupAlignment = 128;
   void add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay);
   void begin_group();
   void add_llama(const ModelConfig& config);
   void add_gpt_neox(const ModelConfig& config);
 
+  DType storage_;
   std::vector<TensorSpec> specs_;
-  std::int64_t parameters_ = 0;
-  std::int64_t arena_ = 0;
+  std::int64_t parameters_ = 0, arena_elements_ = 0;
+  std::uint64_t arena_bytes_ = 0;
 };
+
+// The arena of the parameters themselves, and one with `element_bytes` for each parameter (gradients, moments).
+MemoryPlan parameter_plan(const TensorTable& table);
+MemoryPlan per_parameter_plan(const char* name, const TensorTable& table, std::size_t element_bytes);
 
 }  // namespace weft

@@ -13,7 +13,7 @@ MemoryPlan copy_plan(const TensorTable& table) {
 class HostStateCopy final : public StateCopy {
  public:
   explicit HostStateCopy(TrainModel& model) : model_(model), arena_(copy_plan(model.table())) {
-    arena_.clear();  // the pages exist from here on, not from the first take()
+    arena_.clear();  // touches every page now, so that the first take() need not
   }
 
   void take() override {

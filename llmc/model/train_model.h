@@ -27,15 +27,14 @@ struct TrainOptions {
   std::int64_t seq_len = 0;      // T
   Precision precision = Precision::fp32;
   Recompute recompute = Recompute::none;
-  float dropout = 0;                    // probability; applied to each branch before it joins the residual
+  float dropout = 0;                    // probability; applied to each branch before it is added to the residual
   std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: with Precision::bf16 on a GPU
 
-  // How the work is done, never what comes out. On the GPU only.
-  bool accumulates = true;  // a step may have several micro-batches
-  bool graph = true;        // replay the launches of a step as CUDA graphs
-  std::string
-      matmul_plans;  // the file of the run that keeps its matmul plans (llmc/cuda/op/matmul_plans.h); empty: none
+  // These change how a GPU does the work, not what comes out.
+  bool accumulates = true;   // a step may have several micro-batches
+  bool graph = true;         // replay the launches of a step as CUDA graphs
+  std::string matmul_plans;  // the run's file of GEMM plans (llmc/cuda/op/matmul_plans.h); empty: none
 };
 
 // One micro-batch: tokens and labels, each [B, T] row-major. labels[b, t] is the token after tokens[b, t], or
@@ -69,8 +68,8 @@ class StateCopy {
   // while another thread reads the last copy.
   virtual void take() = 0;
   // `count` values of a tensor of the state taken last, from its element `first` on, exactly as TrainModel::read_tensor
-  // would have given them then: where they lie, if they lie there as fp32, else in `buffer`. For any number of threads,
-  // beside a training step.
+  // would have given them then. Returns a pointer into the copy where it holds fp32, otherwise fills `buffer` and returns
+  // that. Any number of threads may call it while training goes on.
   virtual const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
                             float* buffer) const = 0;
 };
@@ -89,9 +88,9 @@ class TrainModel {
 
   // Forward over one micro-batch in training mode (dropout on); micro_step numbers the micro-batches of a run
   // and addresses the dropout masks. Keeps what backward() needs, adds to the statistics. loss_scale
-  // multiplies the gradient of the loss sum: 1 / (labels of the whole step) makes it that of the mean. It is
-  // wanted here, not in backward(), because the classifier turns logits into their gradient in the same pass
-  // and never holds all of them.
+  // multiplies the gradient of the loss sum: 1 / (labels of the whole step) makes it that of the mean. It is a
+  // parameter of forward(), not of backward(), because the classifier turns each chunk of logits into its gradient
+  // in the same pass and never holds all of them.
   virtual void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) = 0;
   // Adds the gradient of the last forward to the gradients.
   virtual void backward() = 0;
@@ -116,7 +115,7 @@ class TrainModel {
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 
   // Host memory for copies of the state, state_copy_bytes() of it; valid while this model lives. Exit::resources where
-  // it cannot be had. This one calls read_tensor(); a device brings its own, which does not hold training up.
+  // it cannot be had. This implementation calls read_tensor(); a GPU has one that copies while training goes on.
   virtual std::unique_ptr<StateCopy> make_state_copy();
 
   // Test tool: a kernel that faults, as a broken one would. Exit::usage on a device that has no kernels.

@@ -1,10 +1,13 @@
-// The model room: sizes that the world publishes, configurations through JSON, RoPE frequencies.
+// The model room: published sizes, layouts of parameters and activations, configurations through JSON, RoPE frequencies.
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 
 #include "llmc/base/error.h"
 #include "llmc/model/config.h"
+#include "llmc/model/llama_layout.h"
+#include "llmc/model/neox_layout.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -71,12 +74,129 @@ TEST(TensorTable, TensorsDoNotOverlapAndGroupsAreAligned) {
   EXPECT_EQ(table.at("model.norm.bias").offset % 128, 0);
 }
 
+// The parameters' own arena counts bytes, the others count elements: with one type for all tensors both are one layout.
+TEST(TensorTable, BytesFollowTheStorageType) {
+  ModelConfig config = preset_config("tiny");
+  config.norm = NormKind::layernorm;
+  config.vocab_size = 2041;
+  for (const DType storage : {DType::f32, DType::bf16}) {
+    const std::uint64_t element = storage == DType::f32 ? 4 : 2;
+    const TensorTable table(config, storage);
+    for (const TensorSpec& spec : table.specs()) {
+      EXPECT_EQ(spec.dtype, storage);
+      EXPECT_EQ(spec.bytes, element * static_cast<std::uint64_t>(spec.elements)) << spec.name;
+      EXPECT_EQ(spec.byte_offset, element * static_cast<std::uint64_t>(spec.offset)) << spec.name;
+    }
+    EXPECT_EQ(table.arena_bytes(), element * static_cast<std::uint64_t>(table.arena_elements()));
+    EXPECT_EQ(parameter_plan(table).bytes(), table.arena_bytes());
+    EXPECT_EQ(per_parameter_plan("gradients", table, 4).bytes(),
+              4u * static_cast<std::uint64_t>(table.arena_elements()));
+  }
+}
+
 TEST(TensorTable, OnlyMatricesDecay) {
   ModelConfig layernorm = preset_config("tiny");
   layernorm.norm = NormKind::layernorm;
   for (const ModelConfig& config : {pythia(2, 64, 2, 100), preset_config("tiny"), layernorm}) {
     const TensorTable table(config);
     for (const TensorSpec& spec : table.specs()) EXPECT_EQ(spec.decay, spec.shape.size() == 2) << spec.name;
+  }
+}
+
+// Bound pointers against the names as Hugging Face has them, so that a wrong name or a mix-up of two shows.
+TEST(Layout, LlamaPointersAreThoseOfTheNamedTensors) {
+  for (const bool tied : {true, false}) {
+    for (const NormKind norm : {NormKind::rmsnorm, NormKind::layernorm}) {
+      ModelConfig config = preset_config("tiny");
+      config.tied_embeddings = tied;
+      config.norm = norm;
+      const TensorTable table(config);
+      std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
+      const auto at = [&](const std::string& name) -> const float* { return arena.data() + table.at(name).offset; };
+      for (const Offsets offsets : {Offsets::bytes, Offsets::elements}) {
+        const LlamaParameters<float> bound(config, table, arena.data(), offsets);
+        EXPECT_EQ(bound.embedding, at("model.embed_tokens.weight"));
+        EXPECT_EQ(bound.head, at(tied ? "model.embed_tokens.weight" : "lm_head.weight"));
+        EXPECT_EQ(bound.final_norm.weight, at("model.norm.weight"));
+        EXPECT_EQ(bound.final_norm.bias, norm == NormKind::layernorm ? at("model.norm.bias") : nullptr);
+        ASSERT_EQ(bound.layers.size(), static_cast<std::size_t>(config.num_layers));
+        const LayerParameters<float>& layer = bound.layers[2];
+        EXPECT_EQ(layer.input_norm.weight, at("model.layers.2.input_layernorm.weight"));
+        EXPECT_EQ(layer.post_norm.weight, at("model.layers.2.post_attention_layernorm.weight"));
+        EXPECT_EQ(layer.qkv, at("model.layers.2.self_attn.q_proj.weight"));
+        EXPECT_EQ(layer.output, at("model.layers.2.self_attn.o_proj.weight"));
+        EXPECT_EQ(layer.gate_up, at("model.layers.2.mlp.gate_proj.weight"));
+        EXPECT_EQ(layer.down, at("model.layers.2.mlp.down_proj.weight"));
+      }
+    }
+  }
+}
+
+TEST(Layout, NeoxPointersAreThoseOfTheNamedTensors) {
+  for (const bool bias : {true, false}) {
+    ModelConfig config = pythia(3, 64, 2, 100);
+    config.attention_bias = bias;
+    const TensorTable table(config);
+    const std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
+    const auto at = [&](const std::string& name) { return arena.data() + table.at(name).offset; };
+    const NeoxParameters<const float> bound(config, table, arena.data());
+    EXPECT_EQ(bound.embedding, at("gpt_neox.embed_in.weight"));
+    EXPECT_EQ(bound.head, at("embed_out.weight"));
+    EXPECT_EQ(bound.final_norm.weight, at("gpt_neox.final_layer_norm.weight"));
+    EXPECT_EQ(bound.final_norm.bias, at("gpt_neox.final_layer_norm.bias"));
+    ASSERT_EQ(bound.layers.size(), 3u);
+    const NeoxLayerParameters<const float>& layer = bound.layers[1];
+    const std::string prefix = "gpt_neox.layers.1.";
+    EXPECT_EQ(layer.input_norm.bias, at(prefix + "input_layernorm.bias"));
+    EXPECT_EQ(layer.post_norm.weight, at(prefix + "post_attention_layernorm.weight"));
+    EXPECT_EQ(layer.qkv.weight, at(prefix + "attention.query_key_value.weight"));
+    EXPECT_EQ(layer.qkv.bias, bias ? at(prefix + "attention.query_key_value.bias") : nullptr);
+    EXPECT_EQ(layer.dense.weight, at(prefix + "attention.dense.weight"));
+    EXPECT_EQ(layer.dense.bias, bias ? at(prefix + "attention.dense.bias") : nullptr);
+    EXPECT_EQ(layer.up.weight, at(prefix + "mlp.dense_h_to_4h.weight"));
+    EXPECT_EQ(layer.up.bias, at(prefix + "mlp.dense_h_to_4h.bias"));
+    EXPECT_EQ(layer.down.weight, at(prefix + "mlp.dense_4h_to_h.weight"));
+  }
+}
+
+// A pointer of the wrong size would read a neighbour's bytes.
+TEST(Layout, AParameterOfAnotherTypeIsNotBound) {
+  const ModelConfig config = preset_config("tiny");
+  const TensorTable table(config, DType::bf16);
+  std::vector<float> arena(static_cast<std::size_t>(table.arena_elements()));
+  EXPECT_NO_THROW(LlamaParameters<float>(config, table, arena.data(), Offsets::elements));
+  try {
+    LlamaParameters<float>(config, table, arena.data(), Offsets::bytes);
+    ADD_FAILURE() << "bf16 parameters were bound as fp32";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::internal);
+    EXPECT_NE(std::string(error.what()).find("model.embed_tokens.weight: stored as bf16"), std::string::npos)
+        << error.what();
+  }
+}
+
+// Recomputation shares the regions that it computes again, and the logits share theirs with a layer's gradients.
+TEST(Layout, RecomputationSharesRegionsOfLayers) {
+  const ModelConfig config = preset_config("tiny");
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 48;
+  std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();
+  for (const Recompute recompute : {Recompute::none, Recompute::norm, Recompute::block}) {
+    options.recompute = recompute;
+    LlamaActivations<float> acts(config, options, 32);
+    EXPECT_LT(acts.plan().bytes(), bytes);
+    bytes = acts.plan().bytes();
+    const HostArena arena(acts.plan());
+    acts.bind(arena);
+    const LayerActivations<float>&first = acts.layers.front(), &last = acts.layers.back();
+    EXPECT_EQ(last.input_norm == first.input_norm, recompute != Recompute::none);
+    EXPECT_EQ(last.swiglu_out == first.swiglu_out, recompute != Recompute::none);
+    EXPECT_EQ(last.gate_up == first.gate_up, recompute == Recompute::block);
+    EXPECT_EQ(last.rstd2 == first.rstd2, recompute == Recompute::block);
+    EXPECT_NE(acts.residual.front(), acts.residual.back());
+    EXPECT_EQ(acts.logits, acts.d_qkv);
+    EXPECT_GT(acts.d_swiglu_out, acts.d_attention);
   }
 }
 

@@ -17,6 +17,7 @@
 #include "llmc/cpu/neox.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/neox.h"
+#include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/file/tensor_file.h"
 #include "llmc/infer/sampler.h"
 #include "llmc/model/model_file.h"
@@ -115,28 +116,7 @@ class Model {
   std::size_t cache_elements() const {
     return static_cast<std::size_t>(config_.num_layers * config_.hidden_size * capacity_);
   }
-  cuda::NeoxWeights<S> weights() const {
-    const TensorTable table(config_);
-    const auto at = [&](const std::string& name) { return arena_.data() + table.at(name).offset; };
-    const auto norm = [&](const std::string& name) {
-      return cuda::NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")};
-    };
-    const auto linear = [&](const std::string& name) {
-      const bool bias = table.find(name + ".bias") != nullptr;
-      return cuda::NeoxLinear<S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
-    };
-    cuda::NeoxWeights<S> w;
-    w.embedding = at("gpt_neox.embed_in.weight");
-    w.head = at("embed_out.weight");
-    w.final_norm = norm("gpt_neox.final_layer_norm");
-    for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-      const std::string prefix = "gpt_neox.layers." + std::to_string(l) + ".";
-      w.layers.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
-                          linear(prefix + "attention.query_key_value"), linear(prefix + "attention.dense"),
-                          linear(prefix + "mlp.dense_h_to_4h"), linear(prefix + "mlp.dense_4h_to_h")});
-    }
-    return w;
-  }
+  cuda::NeoxWeights<S> weights() const { return cuda::bind_neox<S>(config_, TensorTable(config_), arena_.data()); }
 
   ModelConfig config_;
   std::int64_t capacity_;

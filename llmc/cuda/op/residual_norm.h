@@ -7,8 +7,9 @@
 // stored in T (float, bf16, fp16), the residual stream in R (T or float), statistics and the gradients of
 // weights in fp32.
 //
-// h is rounded to R before its statistics are taken. So a norm recomputed from residual_out gives the bits of
-// the first pass.
+// h is rounded to R before its statistics are taken. So a norm recomputed from residual_out (x null, residual the former
+// residual_out) gives the bits of the first pass if it gets the same shape, dropout included: dropout decides which kernel
+// runs, and with it the order in which a row is added up.
 //
 // C is a multiple of 8 up to 16384 (Exit::internal otherwise) and every pointer is aligned to 16 bytes.
 #pragma once

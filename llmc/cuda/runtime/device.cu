@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kOldestArch = 80;
 
-// Exists to be looked up: its attributes tell whether this program holds code for the GPU at hand.
+// Never launched: asking for its attributes tells whether this program holds code for the GPU.
 __global__ void marker_kernel() {}
 
 void inspect(Device& device, int injected_arch) {

@@ -21,10 +21,10 @@ struct Device {
   int driver = 0, runtime = 0;  // CUDA versions; 13000 is 13.0
 };
 
-// Looks at GPU 0 of those CUDA_VISIBLE_DEVICES leaves. Never throws: what is wrong is in `problem`, and `code` is
+// Examines GPU 0 of those that CUDA_VISIBLE_DEVICES leaves. Never throws: what is wrong is in `problem`, and `code` is
 // Exit::resources where the GPU's memory is full, otherwise Exit::environment. Needs sm_80 (bf16 tensor cores and
 // asynchronous copies) or later, and code for that architecture in this program.
-// injected_arch: what the GPU is made to say of itself by a test (--debug-inject arch@gpu=N); 0: nothing.
+// injected_arch: a test's replacement for the architecture that the GPU reports (--debug-inject arch@gpu=N); 0: none.
 Device probe_device(int injected_arch = 0);
 
 }  // namespace weft::cuda

@@ -10,7 +10,7 @@ namespace weft::cuda {
 
 class Stream {
  public:
-  // Where two streams have blocks to run, those of the one with the lower number come first; 0 is the default and the last.
+  // Blocks of the stream with the lower priority number are scheduled first; 0 is the default and the lowest priority.
   explicit Stream(int priority = 0) {
     check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority), "stream");
   }

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "llmc/base/dtype.h"
+#include "llmc/base/regions.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/classifier.h"
@@ -15,7 +16,7 @@
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/sampler.h"
 #include "llmc/cuda/op/swiglu.h"
-#include "llmc/cuda/runtime/regions.h"
+#include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
 
 namespace weft::cuda {

@@ -19,6 +19,7 @@
 #include <thread>
 #include <utility>
 
+#include "llmc/base/regions.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/launch.cuh"
@@ -33,8 +34,8 @@
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/sampler.h"
 #include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/captured_graph.h"
 #include "llmc/cuda/runtime/device.h"
-#include "llmc/cuda/runtime/regions.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 
@@ -118,38 +119,6 @@ class MaybeRange {
 
  private:
   std::optional<Range> range_;
-};
-
-class GraphOwner {
- public:
-  GraphOwner() = default;
-  ~GraphOwner() {
-    if (executable_ != nullptr) cudaGraphExecDestroy(executable_);
-  }
-  GraphOwner(const GraphOwner&) = delete;
-  GraphOwner& operator=(const GraphOwner&) = delete;
-
-  template <typename Launches>
-  void capture(cudaStream_t stream, const Launches& launches) {
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing the decode graph");
-    cudaGraph_t graph = nullptr;
-    try {
-      launches();
-    } catch (...) {
-      cudaStreamEndCapture(stream, &graph);
-      if (graph != nullptr) cudaGraphDestroy(graph);
-      throw;
-    }
-    check(cudaStreamEndCapture(stream, &graph), "capturing the decode graph");
-    const cudaError_t error = cudaGraphInstantiate(&executable_, graph, 0);
-    cudaGraphDestroy(graph);
-    check(error, "building the decode graph");
-  }
-  bool empty() const { return executable_ == nullptr; }
-  void launch(cudaStream_t stream) const { check(cudaGraphLaunch(executable_, stream), "decode graph"); }
-
- private:
-  cudaGraphExec_t executable_ = nullptr;
 };
 
 // Pointers into the workspace.
@@ -361,7 +330,7 @@ class NeoxDecoder final : public DecodeModel {
   NeoxCache<S> cache_;
   DeviceRopeTable rope_;
   PinnedBuffer ring_, host_logits_;
-  GraphOwner step_graph_, sampling_graph_;
+  CapturedGraph step_graph_{"decode graph"}, sampling_graph_{"decode graph"};
   std::unique_ptr<FusedOf<S>> fused_;  // in fused mode
   std::int64_t length_ = 0;
   std::uint32_t sequence_ = 1;  // of the next generation's first id
@@ -641,7 +610,7 @@ void NeoxDecoder<S>::launch_step(bool sampling, std::int64_t position) {
     const MaybeRange range(true, "token", position);
     return launches();
   }
-  GraphOwner& graph = sampling ? sampling_graph_ : step_graph_;
+  CapturedGraph& graph = sampling ? sampling_graph_ : step_graph_;
   if (graph.empty()) graph.capture(stream_, launches);
   graph.launch(stream_);
 }

@@ -16,6 +16,7 @@
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/neox_layout.h"
 
 namespace weft::cuda {
 
@@ -238,22 +239,17 @@ void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* param
 
 template <typename S>
 NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters) {
-  const auto at = [&](const std::string& name) { return parameters + table.at(name).offset; };
-  const auto norm = [&](const std::string& name) { return NeoxNorm<S>{at(name + ".weight"), at(name + ".bias")}; };
-  const auto linear = [&](const std::string& name, bool bias) {
-    return NeoxLinear<S>{at(name + ".weight"), bias ? at(name + ".bias") : nullptr};
-  };
+  const NeoxParameters<const S> found(config, table, parameters);
+  const auto norm = [](const NormParameters<const S>& each) { return NeoxNorm<S>{each.weight, each.bias}; };
+  const auto linear = [](const LinearParameters<const S>& each) { return NeoxLinear<S>{each.weight, each.bias}; };
   NeoxWeights<S> weights;
-  weights.embedding = at("gpt_neox.embed_in.weight");
-  for (std::int64_t l = 0; l < config.num_layers; ++l) {
-    const std::string prefix = "gpt_neox.layers." + std::to_string(l) + ".";
-    weights.layers.push_back({norm(prefix + "input_layernorm"), norm(prefix + "post_attention_layernorm"),
-                              linear(prefix + "attention.query_key_value", config.attention_bias),
-                              linear(prefix + "attention.dense", config.attention_bias),
-                              linear(prefix + "mlp.dense_h_to_4h", true), linear(prefix + "mlp.dense_4h_to_h", true)});
+  weights.embedding = found.embedding;
+  for (const NeoxLayerParameters<const S>& layer : found.layers) {
+    weights.layers.push_back({norm(layer.input_norm), norm(layer.post_norm), linear(layer.qkv), linear(layer.dense),
+                              linear(layer.up), linear(layer.down)});
   }
-  weights.final_norm = norm("gpt_neox.final_layer_norm");
-  weights.head = at("embed_out.weight");
+  weights.final_norm = norm(found.final_norm);
+  weights.head = found.head;
   return weights;
 }
 

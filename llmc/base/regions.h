@@ -1,0 +1,79 @@
+// One way to plan memory on either device: the regions of one allocation, each with the pointer that gets its address. The
+// plan is made before there is memory (--dry-run prints it on a machine that has none); bind() fills the pointers in once
+// the arena exists.
+//
+//   float *residual = nullptr, *logits = nullptr;
+//   Regions regions("workspace");
+//   regions.want(&residual, N * C);
+//   regions.want(&logits, N * V);
+//   const HostArena arena(regions.plan());     // or cuda::DeviceArena
+//   regions.bind(arena);
+//
+// The pointers are remembered by address: whoever holds them must neither move nor die before bind().
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/base/checked.h"
+
+namespace weft {
+
+class Regions {
+ public:
+  explicit Regions(const std::string& name) : plan_(name) {}
+
+  // A region of `elements` T, aligned to kRegionAlignment.
+  template <typename T>
+  void want(T** pointer, std::int64_t elements) {
+    want_bytes(pointer, checked_mul(static_cast<std::uint64_t>(elements), sizeof(T), plan_.name()));
+  }
+  template <typename T>
+  void want_bytes(T** pointer, std::uint64_t bytes) {
+    wanted_.push_back({reinterpret_cast<void**>(pointer), plan_.add(bytes)});
+  }
+
+  // `pointer` gets the address of the region that `other` was wanted for before. Exit::internal if there is none.
+  template <typename T>
+  void share(T** pointer, T** other) {
+    const auto has_other = [other](const Wanted& wanted) { return wanted.pointer == reinterpret_cast<void**>(other); };
+    const auto found = std::find_if(wanted_.begin(), wanted_.end(), has_other);
+    if (found == wanted_.end()) fail(Exit::internal, "%s: a shared region that nobody wanted", plan_.name().c_str());
+    wanted_.push_back({reinterpret_cast<void**>(pointer), found->offset});
+  }
+
+  // The alternatives are never in use at the same time: all of them start at one address, with room for the largest.
+  void want_one_of(std::initializer_list<const Regions*> alternatives) {
+    std::uint64_t bytes = 0;
+    for (const Regions* each : alternatives) bytes = std::max(bytes, each->plan_.bytes());
+    const std::uint64_t begin = plan_.add(bytes);
+    for (const Regions* each : alternatives) {
+      for (const Wanted& wanted : each->wanted_) wanted_.push_back({wanted.pointer, begin + wanted.offset});
+    }
+  }
+
+  const MemoryPlan& plan() const { return plan_; }
+
+  // `arena`: a HostArena or DeviceArena made from plan().
+  template <typename Arena>
+  void bind(const Arena& arena) const {
+    for (const Wanted& wanted : wanted_) *wanted.pointer = arena.template at<std::byte>(wanted.offset);
+  }
+
+ private:
+  struct Wanted {
+    void** pointer;
+    std::uint64_t offset;
+  };
+
+  MemoryPlan plan_;
+  std::vector<Wanted> wanted_;
+};
+
+}  // namespace weft

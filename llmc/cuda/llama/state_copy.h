@@ -1,0 +1,46 @@
+// A copy of parameters and moments in page-locked host memory, for a thread that saves them while training goes on. The
+// copy runs beside the next step's forward and backward passes, which change none of it; the update waits for its event.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/train_model.h"
+
+namespace weft::cuda {
+
+// On the host: values[i] is the fp32 master of the bf16 parameter high[i] and its low half (llmc/cuda/op/adamw.h).
+void join_host_masters(const std::uint16_t* high, const std::int16_t* low, float* values, std::size_t count);
+
+class PinnedStateCopy final : public StateCopy {
+ public:
+  // The arenas on the device. `low` is null where parameters are fp32, otherwise they are bf16.
+  struct Source {
+    const std::byte *parameters, *low, *moment1, *moment2;
+    std::uint64_t moment_bytes;  // of one moment of one parameter: 4 or 2
+  };
+  // `copied` is recorded by take() when the copy has ended. Stream and event belong to the model.
+  PinnedStateCopy(const TensorTable& table, const Source& source, cudaStream_t training, cudaEvent_t copied);
+  ~PinnedStateCopy() override { cudaStreamSynchronize(stream_); }
+
+  void take() override;
+  const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
+                    float* buffer) const override;
+
+ private:
+  void copy(std::uint64_t offset, const std::byte* device, std::uint64_t bytes);
+  // Where a role begins in the buffer: each has four bytes a parameter, of which bf16 moments use the first half.
+  std::uint64_t begin_of(TensorRole role) const;
+
+  std::uint64_t count_;  // elements of an arena
+  Source source_;
+  cudaStream_t training_;
+  cudaEvent_t copied_;
+  PinnedBuffer buffer_;
+  Stream stream_;
+  Event ready_{cudaEventDisableTiming};
+};
+
+}  // namespace weft::cuda

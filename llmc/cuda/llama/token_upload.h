@@ -1,0 +1,43 @@
+// Tokens and labels on their way to the GPU: page-locked copies of the last few micro-batches, so that the host fills the
+// next one while the GPU still reads the last.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/model/train_model.h"
+
+namespace weft::cuda {
+
+class TokenUpload {
+ public:
+  explicit TokenUpload(std::int64_t N)
+      : rows_(N), buffer_(kSlots * 2 * static_cast<std::uint64_t>(N) * sizeof(std::int32_t)) {}
+
+  // Copies the batch's N tokens and labels to the device, in the order of the stream; the batch may change afterwards.
+  void upload(const Batch& batch, std::int32_t* tokens, std::int32_t* labels, cudaStream_t stream) {
+    const std::size_t slot = next_++ % kSlots;
+    const std::size_t bytes = static_cast<std::size_t>(rows_) * sizeof(std::int32_t);
+    // The slot's last copy was queued kSlots micro-batches ago: it ended long before, and this does not wait.
+    check(cudaEventSynchronize(copied_[slot]), "token upload");
+    auto* staged = buffer_.at<std::int32_t>(slot * 2 * bytes);
+    std::memcpy(staged, batch.tokens.data(), bytes);
+    std::memcpy(staged + rows_, batch.labels.data(), bytes);
+    check(cudaMemcpyAsync(tokens, staged, bytes, cudaMemcpyHostToDevice, stream), "token upload");
+    check(cudaMemcpyAsync(labels, staged + rows_, bytes, cudaMemcpyHostToDevice, stream), "token upload");
+    check(cudaEventRecord(copied_[slot], stream), "token upload");
+  }
+
+ private:
+  static constexpr std::size_t kSlots = 4;
+  std::int64_t rows_;
+  PinnedBuffer buffer_;  // [kSlots][tokens, labels][N]
+  Event copied_[kSlots] = {Event(cudaEventDisableTiming), Event(cudaEventDisableTiming), Event(cudaEventDisableTiming),
+                           Event(cudaEventDisableTiming)};
+  std::size_t next_ = 0;
+};
+
+}  // namespace weft::cuda
