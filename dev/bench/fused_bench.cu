@@ -150,8 +150,8 @@ void run(const Shape& shape, const Options& options, double ceiling) {
   check(cudaMemcpy(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
                    cudaMemcpyHostToDevice),
         "rope");
-  const NeoxWeights<S> w = bind_neox<S>(config, table, memory.at<S>(0));
-  const NeoxCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
+  const NeoxWeights<S, S> w = bind_neox<S>(config, table, memory.at<S>(0));
+  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");

@@ -277,7 +277,7 @@ GPU = [
            ("gpu:CudaNeox.GenerationEndsWhereItShould",)),
     Mutant("GPU: keys and values of a prompt lie one position too far", "llmc/cuda/op/decode_attention.cu",
            "position = first_position + row;", "position = first_position + row + 1;",
-           ("gpu:CudaDecodeAttention*.PromptsTurn*",)),
+           ("gpu:CudaDecodeAttention*.PromptsAreRotated*",)),
     Mutant("GPU: tickets of a token's attention stay used", "llmc/cuda/op/decode_attention.cu",
            "  if (threadIdx.x == 0) *ticket = 0;  // for the next token\n", "", ("gpu:CudaDecodeAttention*.Tokens*",)),
     Mutant("GPU: a captured step keeps its first values", "llmc/cuda/runtime/step_graph.cu",

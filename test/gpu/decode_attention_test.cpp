@@ -1,5 +1,5 @@
-// RoPE and cache of a prompt, and attention of one token, against the CPU: every head dimension, queries and keys that turn
-// in full, in part and not at all, caches that are empty and that are not.
+// RoPE and cache of a prompt, and attention of one token, against the CPU: every head dimension, rotations of all dimensions
+// of a head, of some and of none, empty caches and others.
 #include "llmc/cuda/op/decode_attention.h"
 
 #include <cmath>
@@ -35,11 +35,11 @@ struct Rope {
   cuda::DeviceRopeTable device() const { return {cos.data(), sin.data(), table.positions, table.half}; }
 };
 
-// Where (row, head, part, dimension) lies in packed rows, and (head, position, dimension) in a cache.
-struct Places {
+// The index of (row, head, q k or v, dimension) in packed rows, and of (head, position, dimension) in a cache.
+struct Indices {
   std::int64_t NH, HS, capacity;
-  std::size_t packed(std::int64_t row, std::int64_t head, std::int64_t part, std::int64_t d) const {
-    return static_cast<std::size_t>(((row * NH + head) * 3 + part) * HS + d);
+  std::size_t packed(std::int64_t row, std::int64_t head, std::int64_t kind, std::int64_t d) const {
+    return static_cast<std::size_t>(((row * NH + head) * 3 + kind) * HS + d);
   }
   std::size_t cached(std::int64_t head, std::int64_t position, std::int64_t d) const {
     return static_cast<std::size_t>((head * capacity + position) * HS + d);
@@ -60,50 +60,50 @@ void check_prompt(const PromptCase& c, std::int64_t HS, std::int64_t rotary) {
   SCOPED_TRACE(testing::Message() << "HS " << HS << " rotary " << rotary << " NH " << c.NH << " rows " << c.rows
                                   << " from " << c.first);
   const std::int64_t capacity = c.first + c.rows + 3;
-  const Places at{c.NH, HS, capacity};
+  const Indices at{c.NH, HS, capacity};
   const Rope rope(rotary, capacity);
   const Floats input = random_stored<T>(c.rows * c.NH * 3 * HS, 1);
-  Floats turned = input;
-  for (std::int64_t part = 0; part < 2; ++part) {
-    cpu::rope_forward({turned.data() + part * HS, 0, c.NH * 3 * HS, 3 * HS}, rope.table, 1, c.rows, c.NH, c.first);
+  Floats rotated = input;
+  for (std::int64_t kind = 0; kind < 2; ++kind) {
+    cpu::rope_forward({rotated.data() + kind * HS, 0, c.NH * 3 * HS, 3 * HS}, rope.table, 1, c.rows, c.NH, c.first);
   }
   const DeviceBuffer<T> qkv = on_device<T>(input);
   const auto cache_size = static_cast<std::size_t>(c.NH * capacity * HS);
   const DeviceBuffer<T> keys(cache_size), values(cache_size);  // NaN
-  cuda::rope_and_append<T>(qkv.data(), keys.data(), values.data(), {c.NH, HS}, c.rows, capacity, c.first, rope.device(),
-                           nullptr);
+  cuda::rope_and_append<T, T>(qkv.data(), keys.data(), values.data(), {c.NH, HS}, c.rows, capacity, c.first,
+                              rope.device(), nullptr);
 
   const std::vector<T> got_qkv = qkv.download(), got_keys = keys.download(), got_values = values.download(),
                        before = stored<T>(input);
   const T poison = DeviceBuffer<T>(1).download()[0];
-  Floats got, want;       // what turns
-  std::size_t moved = 0;  // places that should have kept, or got, the very bits of something else, and did not
+  Floats got, want;       // rotated elements
+  std::size_t wrong = 0;  // elements that should be copies of others, bit for bit, and are not
   for (std::int64_t head = 0; head < c.NH; ++head) {
     for (std::int64_t position = 0; position < capacity; ++position) {
       const std::int64_t row = position - c.first;
       for (std::int64_t d = 0; d < HS; ++d) {
         const T key = got_keys[at.cached(head, position, d)], value = got_values[at.cached(head, position, d)];
         if (row < 0 || row >= c.rows) {
-          moved += same_bits(key, poison) && same_bits(value, poison) ? 0 : 1;
+          wrong += same_bits(key, poison) && same_bits(value, poison) ? 0 : 1;
           continue;
         }
         const std::size_t q = at.packed(row, head, 0, d), k = at.packed(row, head, 1, d),
                           v = at.packed(row, head, 2, d);
-        moved += same_bits(value, before[v]) && same_bits(got_qkv[v], before[v]) ? 0 : 1;
+        wrong += same_bits(value, before[v]) && same_bits(got_qkv[v], before[v]) ? 0 : 1;
         if (d >= rotary) {
-          moved += same_bits(key, before[k]) && same_bits(got_qkv[q], before[q]) ? 0 : 1;
+          wrong += same_bits(key, before[k]) && same_bits(got_qkv[q], before[q]) ? 0 : 1;
           continue;
         }
         got.insert(got.end(), {widened<T>({key})[0], widened<T>({got_qkv[q]})[0]});
-        want.insert(want.end(), {turned[k], turned[q]});
+        want.insert(want.end(), {rotated[k], rotated[q]});
       }
     }
   }
-  EXPECT_EQ(moved, 0u);
-  expect_near<T>(got, want, "turned");
+  EXPECT_EQ(wrong, 0u);
+  expect_near<T>(got, want, "rotated");
 }
 
-TYPED_TEST(CudaDecodeAttention, PromptsTurnAndGoToTheCache) {
+TYPED_TEST(CudaDecodeAttention, PromptsAreRotatedAndGoToTheCache) {
   for (const std::int64_t HS : kHeadDims) {
     for (const std::int64_t rotary : {std::int64_t{0}, std::int64_t{2}, HS / 4, HS / 4 + 2, HS / 2 + 6, HS}) {
       for (const PromptCase& c :
@@ -118,19 +118,19 @@ template <typename T>
 void check_token(std::int64_t NH, std::int64_t HS, std::int64_t rotary, std::int64_t context) {
   SCOPED_TRACE(testing::Message() << "HS " << HS << " rotary " << rotary << " NH " << NH << " context " << context);
   const std::int64_t capacity = context + 2;
-  const Places at{NH, HS, capacity};
+  const Indices at{NH, HS, capacity};
   const Rope rope(rotary, capacity);
   const Floats input = random_stored<T>(NH * 3 * HS, 1);
   Floats keys = random_stored<T>(NH * capacity * HS, 2), values = random_stored<T>(NH * capacity * HS, 3);
   const Floats old_keys = keys, old_values = values;
-  Floats turned = input;
-  for (std::int64_t part = 0; part < 2; ++part) {
-    cpu::rope_forward({turned.data() + part * HS, 0, NH * 3 * HS, 3 * HS}, rope.table, 1, 1, NH, context);
+  Floats rotated = input;
+  for (std::int64_t kind = 0; kind < 2; ++kind) {
+    cpu::rope_forward({rotated.data() + kind * HS, 0, NH * 3 * HS, 3 * HS}, rope.table, 1, 1, NH, context);
   }
   for (std::int64_t head = 0; head < NH; ++head) {
     for (std::int64_t d = 0; d < HS; ++d) {
-      keys[at.cached(head, context, d)] = turned[at.packed(0, head, 1, d)];
-      values[at.cached(head, context, d)] = turned[at.packed(0, head, 2, d)];
+      keys[at.cached(head, context, d)] = rotated[at.packed(0, head, 1, d)];
+      values[at.cached(head, context, d)] = rotated[at.packed(0, head, 2, d)];
     }
   }
   AttentionShape shape;
@@ -140,7 +140,7 @@ void check_token(std::int64_t NH, std::int64_t HS, std::int64_t rotary, std::int
   shape.HS = HS;
   shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));
   Floats want(static_cast<std::size_t>(NH * HS)), rounded = widened(stored<T>(keys));  // attention reads what it stored
-  cpu::attention_forward(shape, {want.data(), 0, NH * HS, HS}, nullptr, {turned.data(), 0, NH * 3 * HS, 3 * HS},
+  cpu::attention_forward(shape, {want.data(), 0, NH * HS, HS}, nullptr, {rotated.data(), 0, NH * 3 * HS, 3 * HS},
                          {rounded.data(), 0, HS, capacity * HS}, {values.data(), 0, HS, capacity * HS});
 
   const cuda::LaunchDevice this_gpu = cuda::launch_device();
@@ -152,7 +152,7 @@ void check_token(std::int64_t NH, std::int64_t HS, std::int64_t rotary, std::int
     DeviceBuffer<char> partials(cuda::decode_attention_workspace({NH, HS}, device));
     partials.fill_bytes(0);
     const DeviceBuffer<T> first(want.size()), second(want.size());
-    cuda::DecodeAttention<T> io;
+    cuda::DecodeAttention<T, T> io;
     io.heads = {NH, HS};
     io.qkv = qkv.data();
     io.keys = gpu_keys.data();

@@ -109,14 +109,14 @@ class Model {
     keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
     values_.fill_bytes(0xff);
     return std::make_unique<cuda::FusedDecode<S>>(
-        config_, weights(), cuda::NeoxCache<S>{keys_.data(), values_.data(), capacity_}, rope_, stream_, tuning);
+        config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_}, rope_, stream_, tuning);
   }
 
  private:
   std::size_t cache_elements() const {
     return static_cast<std::size_t>(config_.num_layers * config_.hidden_size * capacity_);
   }
-  cuda::NeoxWeights<S> weights() const { return cuda::bind_neox<S>(config_, TensorTable(config_), arena_.data()); }
+  cuda::NeoxWeights<S, S> weights() const { return cuda::bind_neox<S>(config_, TensorTable(config_), arena_.data()); }
 
   ModelConfig config_;
   std::int64_t capacity_;

@@ -1,4 +1,4 @@
-// The products of one token against sums in double, for every row length of the Pythia suite and some that are odd.
+// The GEMVs of one token against sums in double, for every row length of the Pythia suite and some that are odd.
 #include "llmc/cuda/op/gemv.h"
 
 #include <gtest/gtest.h>
@@ -10,10 +10,10 @@
 namespace weft::test {
 namespace {
 
-using cuda::JoinedGemv;
-using cuda::NormedGemv;
+using cuda::NormGemv;
+using cuda::ResidualGemv;
 
-// Rounding of fp32 sums of K products around their size.
+// Rounding of fp32 sums of K terms, relative to their size.
 constexpr double kSumTolerance = 1e-5;
 
 template <typename T>
@@ -29,7 +29,7 @@ std::vector<cuda::LaunchDevice> launch_devices() {
   return devices;
 }
 
-std::vector<double> product(const Floats& weight, const std::vector<double>& x, std::int64_t rows) {
+std::vector<double> gemv(const Floats& weight, const std::vector<double>& x, std::int64_t rows) {
   std::vector<double> out(static_cast<std::size_t>(rows));
   for (std::size_t r = 0; r < out.size(); ++r) {
     for (std::size_t k = 0; k < x.size(); ++k) out[r] += weight[r * x.size() + k] * x[k];
@@ -56,7 +56,7 @@ Floats narrowed(const std::vector<double>& values) {
   return {values.begin(), values.end()};
 }
 
-TYPED_TEST(CudaGemv, NormedMatchesDouble) {
+TYPED_TEST(CudaGemv, NormGemvMatchesDouble) {
   using T = TypeParam;
   struct Case {
     std::int64_t K, first, second;
@@ -74,17 +74,17 @@ TYPED_TEST(CudaGemv, NormedMatchesDouble) {
                d_shift2 = on_device<T>(shift2), d_weight1 = on_device<T>(weight1), d_bias1 = on_device<T>(bias1),
                d_weight2 = on_device<T>(weight2);
     const DeviceBuffer<float> d_residual(residual);
-    std::vector<double> want = product(weight1, layer_norm(residual, norm1, shift1, 1e-5), c.first);
+    std::vector<double> want = gemv(weight1, layer_norm(residual, norm1, shift1, 1e-5), c.first);
     for (std::size_t r = 0; r < want.size(); ++r) want[r] += bias1[r];
     const Floats want_wide = narrowed(want);
     for (double& value : want) value = gelu(value);
     const Floats want1 = narrowed(want),
-                 want2 = narrowed(product(weight2, layer_norm(residual, norm2, shift2, 1e-5), c.second));
+                 want2 = narrowed(gemv(weight2, layer_norm(residual, norm2, shift2, 1e-5), c.second));
     for (const cuda::LaunchDevice& device : launch_devices()) {
       SCOPED_TRACE(testing::Message() << "overlapping " << device.overlapping);
       DeviceBuffer<T> out1(static_cast<std::size_t>(c.first)), out2(static_cast<std::size_t>(c.second));
       DeviceBuffer<float> wide(static_cast<std::size_t>(c.first));
-      NormedGemv<T> io;
+      NormGemv<T, T> io;
       io.residual = d_residual.data();
       io.K = c.K;
       io.eps = 1e-5f;
@@ -92,11 +92,11 @@ TYPED_TEST(CudaGemv, NormedMatchesDouble) {
           {d_norm1.data(), d_shift1.data()}, {d_weight1.data(), d_bias1.data()}, c.first, true, out1.data(), nullptr};
       io.outputs[1] = {
           {d_norm2.data(), d_shift2.data()}, {d_weight2.data(), nullptr}, c.second, false, out2.data(), nullptr};
-      cuda::normed_gemv(io, device, nullptr);
+      cuda::norm_gemv(io, device, nullptr);
       io.outputs[0].wide_out = wide.data();
       io.outputs[0].gelu = false;
       io.outputs[1] = {};
-      cuda::normed_gemv(io, device, nullptr);
+      cuda::norm_gemv(io, device, nullptr);
 
       expect_near<float>(wide.download(), want_wide, "wide", kSumTolerance);
       expect_near<T>(on_host(out1), want1, "out1", kSumTolerance);
@@ -105,7 +105,7 @@ TYPED_TEST(CudaGemv, NormedMatchesDouble) {
   }
 }
 
-TYPED_TEST(CudaGemv, JoinedMatchesDouble) {
+TYPED_TEST(CudaGemv, ResidualGemvMatchesDouble) {
   using T = TypeParam;
   struct Case {
     std::int64_t first, second, rows;
@@ -120,23 +120,23 @@ TYPED_TEST(CudaGemv, JoinedMatchesDouble) {
     const Floats residual = random_floats(c.rows, 7, 2.0f);
     const auto d_x1 = on_device<T>(x1), d_x2 = on_device<T>(x2), d_weight1 = on_device<T>(weight1),
                d_weight2 = on_device<T>(weight2), d_bias1 = on_device<T>(bias1), d_bias2 = on_device<T>(bias2);
-    const std::vector<double> product1 = product(weight1, {x1.begin(), x1.end()}, c.rows),
-                              product2 = product(weight2, {x2.begin(), x2.end()}, c.rows);
+    const std::vector<double> gemv1 = gemv(weight1, {x1.begin(), x1.end()}, c.rows),
+                              gemv2 = gemv(weight2, {x2.begin(), x2.end()}, c.rows);
     std::vector<double> want(static_cast<std::size_t>(c.rows));
     for (std::size_t r = 0; r < want.size(); ++r) {
-      want[r] = residual[r] + product1[r] + product2[r];
+      want[r] = residual[r] + gemv1[r] + gemv2[r];
       if (c.first > 0) want[r] += bias1[r];
       if (c.second > 0 && c.rows % 2 != 0) want[r] += bias2[r];
     }
     for (const cuda::LaunchDevice& device : launch_devices()) {
       SCOPED_TRACE(testing::Message() << "overlapping " << device.overlapping);
       const DeviceBuffer<float> d_residual(residual);
-      JoinedGemv<T> io;
+      ResidualGemv<T, T> io;
       io.inputs[0] = {d_x1.data(), {d_weight1.data(), d_bias1.data()}, c.first};
       io.inputs[1] = {d_x2.data(), {d_weight2.data(), c.rows % 2 == 0 ? nullptr : d_bias2.data()}, c.second};
       io.residual = d_residual.data();
       io.rows = c.rows;
-      cuda::joined_gemv(io, device, nullptr);
+      cuda::residual_gemv(io, device, nullptr);
       expect_near<float>(d_residual.download(), narrowed(want), "residual", kSumTolerance);
     }
   }

@@ -1,8 +1,9 @@
 // Decoding GPT-NeoX at batch 1 in one persistent kernel: all layers, the head and sampling of many tokens in one launch,
 // one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
-// fused_decode.cu says how it works.
+// decode.cu says how it works.
 //
-// It computes what llmc/cpu/neox.cpp specifies, in fp32 with weights and cache in S (fp16 or bf16). Sums are added in an
+// It computes what llmc/cpu/neox.cpp specifies, in fp32, with matrices stored in W, embedding, biases and norms in A, the
+// cache in KV (all fp16, or all bf16). Sums are added in an
 // order that depends on the model and on the number of multiprocessors only: same bits every run.
 #pragma once
 
@@ -17,7 +18,10 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/sampling.h"
-#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/fused/neox_weights.h"
+#include "llmc/cuda/fused/timeline.h"
+#include "llmc/cuda/op/kv_cache.h"
+#include "llmc/cuda/op/mailbox.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/runtime/device.h"
 #include "llmc/model/config.h"
@@ -29,9 +33,8 @@ namespace weft::cuda {
 // to 256, and multiprocessors enough for the model's rows: 16 for Pythia-410M, 32 for 1B to 2.8B, 64 for 6.9B and 12B.
 std::string fused_decode_refusal(const ModelConfig& config, const Device& device);
 
-// Limits on the stop ids of a launch and on its tokens.
-inline constexpr std::size_t kFusedStopIds = 16;
-inline constexpr std::int64_t kFusedTokens = 4096;
+// Tokens of a launch, at most: the host may read their ids as late as it likes.
+inline constexpr std::int64_t kFusedTokens = kMailboxIds;
 
 // What one launch decodes.
 struct FusedRequest {
@@ -39,7 +42,7 @@ struct FusedRequest {
   std::int64_t position = 0;
   std::int64_t count = 0;              // tokens to sample, 1 .. kFusedTokens; position + count <= the cache's capacity
   SamplingPlan sampling;               // token i (from 0) is sampled for sequence position `position` + 1 + i
-  std::vector<std::int32_t> stop_ids;  // the launch ends after the first of them; at most kFusedStopIds
+  std::vector<std::int32_t> stop_ids;  // the launch ends after the first of them; at most kMaxStopIds
 };
 
 enum class FusedEnd : std::int32_t {
@@ -49,9 +52,9 @@ enum class FusedEnd : std::int32_t {
   cancelled = 3,  // by cancel()
 };
 
-// How a launch spends its time: for measurements and tests.
+// For measurements and tests.
 struct FusedTuning {
-  int blocks = 0;        // 0: chosen by the model's size; at most one a multiprocessor
+  int blocks = 0;        // 0: chosen by the model's size; at most one on each multiprocessor
   int window_bytes = 0;  // bulk copies in flight a block; 0: the default
   int ring_bytes = 0;    // shared memory of the ring; 0: all there is
   // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing else: no MLP-down, no head.
@@ -61,24 +64,14 @@ struct FusedTuning {
   bool lose_an_arrival = false;  // for tests of that: the last token of a launch never completes
 };
 
-// One time line: stamps[(layer * kFusedStamps + event) * blocks + block] in ns of the GPU's global timer, of the last token
-// of a launch.
-inline constexpr int kFusedStamps = 10;
-const char* fused_stamp_name(int event);
-struct FusedTimeline {
-  std::int64_t layers = 0;  // and one more: the head
-  int blocks = 0;
-  std::vector<std::uint64_t> stamps;
-};
-
-template <typename S>
+template <typename W, typename A, typename KV>
 class FusedDecode {
  public:
-  // Pointers in `weights` and `cache` and the table, which holds `cache.capacity` positions or more, stay valid as long as
-  // this object. Allocates memory() and nothing later. Exit::environment where fused_decode_refusal() has something to
-  // say. Everything runs in `stream`.
-  FusedDecode(const ModelConfig& config, const NeoxWeights<S>& weights, const NeoxCache<S>& cache,
-              const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning = {});
+  // What `weights`, `cache` and `rope` point to, a table of `cache.capacity` positions or more, and `mailbox`, where ids are
+  // published, stay valid as long as this object. Allocates memory() and nothing later. Exit::environment where
+  // fused_decode_refusal() is not empty. Everything runs in `stream`.
+  FusedDecode(const ModelConfig& config, const NeoxWeights<W, A>& weights, const KvCache<KV>& cache,
+              const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedDecode();
   FusedDecode(const FusedDecode&) = delete;
   FusedDecode& operator=(const FusedDecode&) = delete;
@@ -109,8 +102,10 @@ class FusedDecode {
   std::uint64_t bytes_per_token(std::int64_t context) const;
 
   int blocks() const;
-  // Records a time line from the next launch on.
+  // Records a timeline from the next launch on, with a kernel that has instruments; or forgets what was recorded and goes
+  // back to the kernel without.
   void record_timeline(bool record);
+  // Of the last launch, which has ended; empty unless one is recorded.
   FusedTimeline timeline();
 
  private:

@@ -1,23 +1,25 @@
-// The helper warp of the fused decode kernel: what attention reads and writes in global memory.
+// The helper warp of the fused decode kernel: attention's accesses to global memory. Each takes a microsecond or two, as
+// long as the copies that are in flight before it, and the helper makes them while consumers multiply MLP rows.
 #pragma once
 
 #include <cstdint>
 
-#include "llmc/cuda/fused/stream.cuh"
+#include "llmc/cuda/fused/block.cuh"
 
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// What attention needs and leaves behind, while consumers work through MLP rows: a global memory access takes as long as
-// what is in flight in front of it, a microsecond or two, and here nobody waits for it.
-template <typename S>
+template <typename K>
 struct Helper {
-  const Common<S>& c;
+  using Parameters = typename Block<K>::Parameters;
+  using KV = typename K::KV;
+
+  const Block<K>& c;
   char* shared;
   SharedLayout at;
-  int lane, warps;  // warps: consumers
-  unsigned parity = 0;
+  int lane, warps;     // warps: consumers
+  unsigned phase = 0;  // of item_done
 
   // In all lanes; false if nothing follows or the launch is aborted.
   template <typename Try>
@@ -45,30 +47,30 @@ struct Helper {
   // them and for the cache.
   __device__ bool prepare(int layer, int position, int head, bool newest, unsigned step) {
     constexpr int kAhead = 8;
-    const Parameters<S>& p = c.p;
+    const Parameters& p = c.p;
     const int HS = p.HS, half = p.rope_half;
     float* raw = reinterpret_cast<float*>(shared + at.raw);
     float* query = reinterpret_cast<float*>(shared + at.query);
-    S* added = reinterpret_cast<S*>(shared + at.added);
-    const Word* from = p.qkv + head * 3 * HS;
+    KV* added = reinterpret_cast<KV*>(shared + at.added);
+    const TaggedValue* from = p.qkv + head * 3 * HS;
     for (int first = lane; first - lane < 3 * HS; first += kAhead * kWarpSize) {
-      Word words[kAhead];
+      TaggedValue values[kAhead];
       const bool came = wait([&] {
         bool good = true;
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) {
           const int e = first + u * kWarpSize;
-          words[u] = load_relaxed(from + (e < 3 * HS ? e : 3 * HS - 1));
+          values[u] = load_relaxed(from + (e < 3 * HS ? e : 3 * HS - 1));
         }
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) good = good && is_of(words[u], step);
+        for (int u = 0; u < kAhead; ++u) good = good && has_tag(values[u], step);
         return good;
       });
       if (!came) return false;
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
         const int e = first + u * kWarpSize;
-        if (e < 3 * HS) raw[e] = value_of(words[u]);
+        if (e < 3 * HS) raw[e] = untagged(values[u]);
       }
     }
     __syncwarp();
@@ -82,7 +84,7 @@ struct Helper {
     for (int d = lane; d < HS; d += kWarpSize) {
       query[d] = rotated(raw, d) * p.scale;
       if (newest) {
-        const S key = from_float<S>(rotated(raw + HS, d)), value = from_float<S>(raw[2 * HS + d]);
+        const KV key = from_float<KV>(rotated(raw + HS, d)), value = from_float<KV>(raw[2 * HS + d]);
         added[d] = key;
         added[HS + d] = value;
         p.keys[row + d] = key;
@@ -98,70 +100,71 @@ struct Helper {
     return true;
   }
 
-  // Two values of a part of a head for the block that merges them, each with the number of the layer.
+  // Two values of a split of a head for the block that merges the splits, each with the step.
   __device__ void store_pair(std::uint64_t* to, float first, float second, unsigned step) const {
     const std::uint64_t number = static_cast<std::uint64_t>(step) << 32;
-    store_word(to, number | __float_as_uint(first));
-    store_word(to + 1, number | __float_as_uint(second));
+    store_relaxed(to, number | __float_as_uint(first));
+    store_relaxed(to + 1, number | __float_as_uint(second));
   }
 
-  // Merges the consumers' states. Of several parts of a head, the block of the last one merges all, in their order.
+  // Merges the softmax states of the consumer warps. Where a head has several splits, the block of the last one merges all
+  // of them in order.
   __device__ bool collect(int head, int split, int splits, unsigned step) {
     constexpr int kAhead = 8;
-    const Parameters<S>& p = c.p;
+    const Parameters& p = c.p;
     const int HS = p.HS;
-    if (!wait([&] { return hopper::mbarrier_try(c.item_done, parity); })) return false;
-    parity ^= 1;
+    if (!wait([&] { return hopper::mbarrier_try(c.item_done, phase); })) return false;
+    phase ^= 1;
     const float* states = reinterpret_cast<const float*>(shared + at.states);
-    std::uint64_t* parts = p.parts + static_cast<std::int64_t>(head) * p.max_splits * (HS + 2);
-    // Lane w holds the share of warp w.
+    std::uint64_t* stored = p.splits + static_cast<std::int64_t>(head) * p.max_splits * (HS + 2);
+    // Lane w holds the weight of warp w.
     const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
-    const float own_share = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
-    const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_share : 0.0f);
+    const float own_weight = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
+    const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_weight : 0.0f);
     for (int first = 0; first < HS; first += kWarpSize * 2) {
       const bool inside = first + lane * 2 < HS;
       const int d = inside ? first + lane * 2 : HS - 2;
       float out[2] = {};
 #pragma unroll
       for (int w = 0; w < kMaxWarps; ++w) {
-        const float share = __shfl_sync(~0u, own_share, w);
+        const float weight = __shfl_sync(~0u, own_weight, w);
         if (w >= warps) continue;
         const float2 state = *reinterpret_cast<const float2*>(states + w * (HS + 2) + 2 + d);
-        out[0] = fmaf(state.x, share, out[0]);
-        out[1] = fmaf(state.y, share, out[1]);
+        out[0] = fmaf(state.x, weight, out[0]);
+        out[1] = fmaf(state.y, weight, out[1]);
       }
       if (split < splits - 1) {
-        std::uint64_t* to = parts + split * (HS + 2);
+        std::uint64_t* to = stored + split * (HS + 2);
         if (inside) store_pair(to + 2 + d, out[0], out[1], step);
         if (first == 0 && lane == 0) store_pair(to, largest, sum, step);
         continue;
       }
       float merged[2] = {}, total = 0, most = -INFINITY;
-      const auto raise = [&](float to) {  // what shares are relative to
+      const auto raise = [&](float to) {  // the largest score, which weights are relative to
         const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
         most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
         return zero;
       };
-      const auto add = [&](float share, float part_sum, float x, float y) {
-        total = fmaf(part_sum, share, total);
-        merged[0] = fmaf(x, share, merged[0]);
-        merged[1] = fmaf(y, share, merged[1]);
+      const auto add = [&](float weight, float sum_of_split, float x, float y) {
+        total = fmaf(sum_of_split, weight, total);
+        merged[0] = fmaf(x, weight, merged[0]);
+        merged[1] = fmaf(y, weight, merged[1]);
       };
       const int others = splits - 1;
       for (int begin = 0; begin < others; begin += kAhead) {
-        ulonglong2 state[kAhead], part[kAhead];
+        ulonglong2 state[kAhead], output[kAhead];
         const bool came = wait([&] {
           bool good = true;
 #pragma unroll
           for (int u = 0; u < kAhead; ++u) {
-            const std::uint64_t* from = parts + min(begin + u, others - 1) * (HS + 2);
-            state[u] = load_pair(from);
-            part[u] = load_pair(from + 2 + d);
+            const std::uint64_t* from = stored + min(begin + u, others - 1) * (HS + 2);
+            state[u] = load_relaxed_x2(from);
+            output[u] = load_relaxed_x2(from + 2 + d);
           }
           const auto is_here = [&](std::uint64_t word) { return static_cast<unsigned>(word >> 32) == step; };
 #pragma unroll
           for (int u = 0; u < kAhead; ++u) {
-            good = good && is_here(state[u].x) && is_here(state[u].y) && is_here(part[u].x) && is_here(part[u].y);
+            good = good && is_here(state[u].x) && is_here(state[u].y) && is_here(output[u].x) && is_here(output[u].y);
           }
           return good;
         });
@@ -173,22 +176,22 @@ struct Helper {
         const float zero = raise(next);
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) {
-          const float share = begin + u < others ? exp2f(value(state[u].x) - zero) : 0.0f;
-          add(share, value(state[u].y), value(part[u].x), value(part[u].y));
+          const float weight = begin + u < others ? exp2f(value(state[u].x) - zero) : 0.0f;
+          add(weight, value(state[u].y), value(output[u].x), value(output[u].y));
         }
       }
       const float zero = raise(fmaxf(most, largest));
       add(exp2f(largest - zero), sum, out[0], out[1]);
       if (inside) {
-        store_word(p.attention + head * HS + d, word_of(merged[0] / total, step));
-        store_word(p.attention + head * HS + d + 1, word_of(merged[1] / total, step));
+        store_relaxed(p.attention + head * HS + d, tagged(merged[0] / total, step));
+        store_relaxed(p.attention + head * HS + d + 1, tagged(merged[1] / total, step));
       }
     }
     return true;
   }
 
   __device__ void run() {
-    const Parameters<S>& p = c.p;
+    const Parameters& p = c.p;
     unsigned step = 0;
     for (int token = 0; token < p.count; ++token) {
       const int position = p.position + token, splits = splits_at(position, p.max_splits);
@@ -200,7 +203,7 @@ struct Helper {
           if (!collect(head, split, splits, step + 1)) return;
         }
         ++step;
-        // Every key and value of this layer's token is in the cache: the producer may read them at the next token.
+        // Every block has appended its keys and values of this layer: the producer may read them at the next token.
         const unsigned target = static_cast<unsigned>(p.NH) * step;
         if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) return;
         __threadfence_block();

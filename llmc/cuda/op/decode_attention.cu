@@ -1,12 +1,14 @@
 // Decode: block (split, head) of 256 threads. A position's key is spread over kLanes lanes, 16 bytes each, so that a warp
-// reads several keys in one instruction; each such group of lanes runs the flash recurrence over its own positions,
-// kUnroll at a time. The groups of a block meet in shared memory, the blocks of a head in global memory, where the last
-// one to arrive adds the parts in order of position: which block that is does not change a bit.
+// reads several keys in one instruction; each such group of lanes runs the recurrence of flash attention over its own
+// positions, kUnroll at a time. The groups of a block are merged through shared memory, the splits of a head through global
+// memory by the block that finishes last. It adds them in order of position, so that which block that is does not change a
+// bit.
 //
 // Bytes moved: the cache of the head up to the position, once.
 #include "llmc/cuda/op/decode_attention.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/elements.cuh"
@@ -22,9 +24,9 @@ constexpr int kMinSplit = 128;  // positions; below that a second block costs mo
 constexpr int kSplitUnit = 16;
 constexpr int kUnroll = 4;
 
-template <typename S, int HS>
+template <typename KV, int HS>
 struct Layout {
-  static constexpr int kElements = Pack<S>::size;
+  static constexpr int kElements = Pack<KV>::size;
   static constexpr int kChunks = HS / kElements;  // of 16 bytes
   static constexpr int round_up(int n) {
     int power = 1;
@@ -36,12 +38,12 @@ struct Layout {
   static constexpr int kGroups = kThreads / kLanes;
 };
 
-// One dimension's part in RoPE, read before the head is there.
-struct Turn {
-  int partner = -1;  // none: the dimension does not turn
+// The rotation of one dimension of a head by RoPE; read before the head itself is there.
+struct Rotation {
+  int partner = -1;  // none: the dimension is not rotated
   float cosine = 1, sine = 0;
 
-  __device__ Turn(int d, const DeviceRopeTable& rope, std::int64_t position) {
+  __device__ Rotation(int d, const DeviceRopeTable& rope, std::int64_t position) {
     const int half = static_cast<int>(rope.half);
     if (d >= 2 * half) return;
     const int i = d < half ? d : d - half;
@@ -52,18 +54,18 @@ struct Turn {
   __device__ float of(const float* x, int d) const { return partner < 0 ? x[d] : x[d] * cosine + x[partner] * sine; }
 };
 
-// The part of a head's result that one group of lanes, one block, or the whole context makes: o = sum of 2^(score - m) v,
-// l = sum of 2^(score - m).
-template <typename S, int HS>
+// The softmax state over the positions of a group of lanes: m the largest score, o = sum of 2^(score - m) v, l = sum of
+// 2^(score - m).
+template <typename KV, int HS>
 struct GroupState {
-  using L = Layout<S, HS>;
+  using L = Layout<KV, HS>;
   float m = -INFINITY, l = 0;
   float o[L::kPerLane][L::kElements] = {};
 
-  // Joins kCount positions whose keys and values this lane holds a part of; those with valid[u] false do not count.
+  // Adds kCount positions of whose keys and values this lane holds some chunks; those with valid[u] false are left out.
   template <int kCount>
-  __device__ void join(const Pack<S> (&k)[kCount][L::kPerLane], const Pack<S> (&v)[kCount][L::kPerLane],
-                       const float (&q)[L::kPerLane][L::kElements], const bool (&valid)[kCount]) {
+  __device__ void add(const Pack<KV> (&k)[kCount][L::kPerLane], const Pack<KV> (&v)[kCount][L::kPerLane],
+                      const float (&q)[L::kPerLane][L::kElements], const bool (&valid)[kCount]) {
     float score[kCount];
     float largest = m;
 #pragma unroll
@@ -101,40 +103,40 @@ struct GroupState {
   }
 };
 
-// From the cache, asm volatile so that no compiler moves the load behind the wait for the predecessor.
-template <typename S>
-__device__ Pack<S> load_cached(const S* address) {
+// asm volatile keeps the compiler from moving the load behind the wait for the predecessor.
+template <typename KV>
+__device__ Pack<KV> load_cached(const KV* address) {
   int4 v;
   asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address));
-  return *reinterpret_cast<const Pack<S>*>(&v);
+  return *reinterpret_cast<const Pack<KV>*>(&v);
 }
 
-template <typename S>
-__device__ Pack<S> zero_pack() {
-  Pack<S> pack;
+template <typename KV>
+__device__ Pack<KV> zero_pack() {
+  Pack<KV> pack;
 #pragma unroll
-  for (int i = 0; i < Pack<S>::size; ++i) pack.value[i] = from_float<S>(0.0f);
+  for (int i = 0; i < Pack<KV>::size; ++i) pack.value[i] = from_float<KV>(0.0f);
   return pack;
 }
 
-template <typename S, int HS>
+template <typename A, typename KV, int HS>
 __global__ void __launch_bounds__(kThreads)
-    decode_attention_kernel(const __grid_constant__ DecodeAttention<S> io, float scale_log2e) {
-  using L = Layout<S, HS>;
+    decode_attention_kernel(const __grid_constant__ DecodeAttention<A, KV> io, float scale_log2e) {
+  using L = Layout<KV, HS>;
   constexpr int kElements = L::kElements;
-  __shared__ float raw[3][HS];            // q, k, v as they came
-  __shared__ float query[HS];             // rotated, scaled
-  alignas(16) __shared__ S fresh[2][HS];  // the new key, rotated, and value, as the cache holds them
+  __shared__ float raw[3][HS];             // q, k, v before RoPE
+  __shared__ float query[HS];              // rotated, scaled
+  alignas(16) __shared__ KV fresh[2][HS];  // the new key, rotated, and value, as the cache holds them
   __shared__ float group_m[L::kGroups], group_l[L::kGroups], group_scale[L::kGroups];
   __shared__ float group_o[L::kGroups][HS + 1];
   __shared__ bool is_last;
   let_successor_start();
 
-  // The position, and every key and value before it, were written by the token before: whoever launches this lets that
-  // token end before it starts this one (llmc/cuda/transformer/neox.cu: the embedding waits). So the first keys and values come in
-  // while the predecessor still computes the query.
+  // The position, and every key and value before it, were written by kernels of the token before. They have ended: the
+  // first kernel of this token, the embedding, is not chained (llmc/cuda/transformer/neox_token.cu). So the first keys and
+  // values are loaded while the predecessor still computes the query.
   const std::int64_t position = __ldcg(io.position);
   const int split = blockIdx.x, head = blockIdx.y, splits = gridDim.x;
   const int cached = static_cast<int>(position);
@@ -142,11 +144,11 @@ __global__ void __launch_bounds__(kThreads)
   const int used = static_cast<int>(ceil_div(cached + 1, length));
   if (split >= used) return;
 
-  S* keys = io.keys + head * io.capacity * HS;
-  S* values = io.values + head * io.capacity * HS;
+  KV* keys = io.keys + head * io.capacity * HS;
+  KV* values = io.values + head * io.capacity * HS;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
   const int begin = split * length, end = min(begin + length, cached);
-  Pack<S> k[kUnroll][L::kPerLane], v[kUnroll][L::kPerLane];
+  Pack<KV> k[kUnroll][L::kPerLane], v[kUnroll][L::kPerLane];
   bool valid[kUnroll];
   const auto load = [&](int first) {
 #pragma unroll
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < L::kPerLane; ++j) {
         const int chunk = j * L::kLanes + lane;
-        k[u][j] = v[u][j] = zero_pack<S>();
+        k[u][j] = v[u][j] = zero_pack<KV>();
         if (!valid[u] || chunk >= L::kChunks) continue;
         k[u][j] = load_cached(keys + static_cast<std::int64_t>(t) * HS + chunk * kElements);
         v[u][j] = load_cached(values + static_cast<std::int64_t>(t) * HS + chunk * kElements);
@@ -166,16 +168,16 @@ __global__ void __launch_bounds__(kThreads)
   load(begin);
   static_assert(HS <= kThreads);
   const int d_own = static_cast<int>(threadIdx.x);  // a thread prepares one dimension
-  const Turn turn(d_own < HS ? d_own : 2 * static_cast<int>(io.rope.half), io.rope, position);
+  const Rotation rotation(d_own < HS ? d_own : 2 * static_cast<int>(io.rope.half), io.rope, position);
   wait_for_predecessors();
 
-  const S* from = io.qkv + static_cast<std::int64_t>(head) * 3 * HS;
+  const A* from = io.qkv + static_cast<std::int64_t>(head) * 3 * HS;
   for (int i = threadIdx.x; i < 3 * HS; i += kThreads) raw[i / HS][i % HS] = to_float(from[i]);
   __syncthreads();
   if (d_own < HS) {
-    query[d_own] = turn.of(raw[0], d_own) * scale_log2e;
-    fresh[0][d_own] = from_float<S>(turn.of(raw[1], d_own));
-    fresh[1][d_own] = from_float<S>(raw[2][d_own]);
+    query[d_own] = rotation.of(raw[0], d_own) * scale_log2e;
+    fresh[0][d_own] = from_float<KV>(rotation.of(raw[1], d_own));
+    fresh[1][d_own] = from_float<KV>(raw[2][d_own]);
     if (split == used - 1) {
       keys[position * HS + d_own] = fresh[0][d_own];
       values[position * HS + d_own] = fresh[1][d_own];
@@ -192,26 +194,26 @@ __global__ void __launch_bounds__(kThreads)
       q[j][i] = d < HS ? query[d] : 0.0f;
     }
   }
-  GroupState<S, HS> state;
+  GroupState<KV, HS> state;
   for (int first = begin; first < end; first += kUnroll * L::kGroups) {
-    state.join(k, v, q, valid);
+    state.add(k, v, q, valid);
     if (first + kUnroll * L::kGroups < end) load(first + kUnroll * L::kGroups);
   }
   if (split == used - 1) {  // the new token itself, by the first group
-    Pack<S> own_k[1][L::kPerLane], own_v[1][L::kPerLane];
+    Pack<KV> own_k[1][L::kPerLane], own_v[1][L::kPerLane];
     const bool first_group[1] = {group == 0};
 #pragma unroll
     for (int j = 0; j < L::kPerLane; ++j) {
       const int chunk = j * L::kLanes + lane;
-      own_k[0][j] = own_v[0][j] = zero_pack<S>();
+      own_k[0][j] = own_v[0][j] = zero_pack<KV>();
       if (chunk >= L::kChunks) continue;
       own_k[0][j] = load_pack(fresh[0] + chunk * kElements);
       own_v[0][j] = load_pack(fresh[1] + chunk * kElements);
     }
-    state.join(own_k, own_v, q, first_group);
+    state.add(own_k, own_v, q, first_group);
   }
 
-  // The groups of the block, in their order.
+  // The groups of the block, in order of their number.
   if (lane == 0) group_m[group] = state.m, group_l[group] = state.l;
 #pragma unroll
   for (int j = 0; j < L::kPerLane; ++j) {
@@ -235,17 +237,17 @@ __global__ void __launch_bounds__(kThreads)
     for (int g = 0; g < L::kGroups; ++g) o = fmaf(group_scale[g], group_o[g][d], o);
     return o;
   };
-  S* out = io.out + head * HS;
+  A* out = io.out + head * HS;
   if (used == 1) {
-    for (int d = threadIdx.x; d < HS; d += kThreads) out[d] = from_float<S>(block_o(d) / block_l);
+    for (int d = threadIdx.x; d < HS; d += kThreads) out[d] = from_float<A>(block_o(d) / block_l);
     return;
   }
 
-  // The blocks of the head. Tickets stand behind the parts: [NH][splits][HS + 2] floats, then [NH] integers.
-  float* parts = io.partials + static_cast<std::int64_t>(head) * splits * (HS + 2);
+  // The splits of the head. The workspace: [NH][splits][HS + 2] floats (m, l, o), then a ticket for each head: [NH] integers.
+  float* states = io.partials + static_cast<std::int64_t>(head) * splits * (HS + 2);
   int* ticket = reinterpret_cast<int*>(io.partials + static_cast<std::int64_t>(gridDim.y) * splits * (HS + 2)) + head;
-  for (int d = threadIdx.x; d < HS; d += kThreads) parts[split * (HS + 2) + 2 + d] = block_o(d);
-  if (threadIdx.x == 0) parts[split * (HS + 2)] = block_m, parts[split * (HS + 2) + 1] = block_l;
+  for (int d = threadIdx.x; d < HS; d += kThreads) states[split * (HS + 2) + 2 + d] = block_o(d);
+  if (threadIdx.x == 0) states[split * (HS + 2)] = block_m, states[split * (HS + 2) + 1] = block_l;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) is_last = atomicAdd(ticket, 1) == used - 1;
@@ -255,14 +257,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *ticket = 0;  // for the next token
   for (int d = threadIdx.x; d < HS; d += kThreads) {
     float m = -INFINITY, l = 0, o = 0;
-    for (int s = 0; s < used; ++s) m = fmaxf(m, __ldcg(parts + s * (HS + 2)));
+    for (int s = 0; s < used; ++s) m = fmaxf(m, __ldcg(states + s * (HS + 2)));
     for (int s = 0; s < used; ++s) {
-      const float* part = parts + s * (HS + 2);
-      const float scale = exp2f(__ldcg(part) - m);
-      l = fmaf(scale, __ldcg(part + 1), l);
-      o = fmaf(scale, __ldcg(part + 2 + d), o);
+      const float* other = states + s * (HS + 2);
+      const float scale = exp2f(__ldcg(other) - m);
+      l = fmaf(scale, __ldcg(other + 1), l);
+      o = fmaf(scale, __ldcg(other + 2 + d), o);
     }
-    out[d] = from_float<S>(o / l);
+    out[d] = from_float<A>(o / l);
   }
 }
 
@@ -270,23 +272,24 @@ std::int64_t split_count(const NeoxHeads& heads, const LaunchDevice& device) {
   return std::clamp<std::int64_t>(2 * device.multiprocessors / heads.NH, 1, 64);
 }
 
-template <typename S, int HS>
-void launch_decode(const DecodeAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+template <typename A, typename KV, int HS>
+void launch_decode(const DecodeAttention<A, KV>& io, const LaunchDevice& device, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(split_count(io.heads, device)), static_cast<unsigned>(io.heads.NH));
   const float scale = 1.0f / sqrtf(static_cast<float>(HS)) * kLog2E;
-  launch_chained(decode_attention_kernel<S, HS>, grid, dim3(kThreads), 0, stream, device.overlapping,
+  launch_chained(decode_attention_kernel<A, KV, HS>, grid, dim3(kThreads), 0, stream, device.overlapping,
                  "decode_attention", io, scale);
 }
 
 // ---- a prompt ---------------------------------------------------------------------------------------------------------
-// A warp takes a few neighbouring heads of one token. Keys and values go to the cache as they came, two pieces of 16 bytes a
-// lane; what turns goes by pairs, kWide neighbouring ones a lane, so that no lane needs what another one has: one round where
-// a quarter of a head turns. The copies are under way before the first pair turns. Queries that do not turn are not touched.
+// A warp takes a few neighbouring heads of one token. Chunks of keys and values that RoPE leaves alone are copied to the
+// cache, 16 bytes a lane and access. Rotated dimensions come in pairs half a rotation apart; a lane takes kWide neighbouring
+// pairs, so that no lane needs what another one has, and one round does where a quarter of a head is rotated. The loads of
+// the copies are issued before the first pair is rotated. Dimensions of queries that are not rotated stay where they are.
 constexpr int kAppendWarps = 4, kAppendThreads = kAppendWarps * kWarpSize;
 
-template <typename S, int HS>
+template <typename A, int HS>
 struct AppendLayout {
-  static constexpr int kElements = Pack<S>::size;
+  static constexpr int kElements = Pack<A>::size;
   static constexpr int kChunks = 2 * HS / kElements;                                    // of a key and a value
   static constexpr int kHeads = kChunks < 2 * kWarpSize ? 2 * kWarpSize / kChunks : 1;  // of a warp
   static constexpr int kPerLane = (kHeads * kChunks + kWarpSize - 1) / kWarpSize;
@@ -297,43 +300,43 @@ struct alignas(kCount * sizeof(T)) Few {
   T value[kCount];
 };
 
-template <typename S, int HS, int kWide>
+template <typename A, int HS, int kWide>
 __global__ void __launch_bounds__(kAppendThreads)
-    append_kernel(S* qkv, S* keys, S* values, int NH, std::int64_t rows, std::int64_t capacity,
+    append_kernel(A* qkv, A* keys, A* values, int NH, std::int64_t rows, std::int64_t capacity,
                   std::int64_t first_position, DeviceRopeTable rope) {
-  using L = AppendLayout<S, HS>;
+  using L = AppendLayout<A, HS>;
   constexpr int kElements = L::kElements, kChunks = L::kChunks;
-  const int lane = threadIdx.x % kWarpSize, half = static_cast<int>(rope.half), turned = 2 * half;
+  const int lane = threadIdx.x % kWarpSize, half = static_cast<int>(rope.half), rotated = 2 * half;
   const unsigned warp = blockIdx.x * kAppendWarps + threadIdx.x / kWarpSize, groups = (NH + L::kHeads - 1) / L::kHeads;
   const std::int64_t row = warp / groups, position = first_position + row;
   if (row >= rows) return;
   const int first_head = static_cast<int>(warp % groups) * L::kHeads, heads = min(L::kHeads, NH - first_head);
-  S* from = qkv + (row * NH + first_head) * 3 * HS;
+  A* from = qkv + (row * NH + first_head) * 3 * HS;
   const auto cached = [&](int head, int d) { return ((first_head + head) * capacity + position) * HS + d; };
 
-  Pack<S> pack[L::kPerLane];
+  Pack<A> pack[L::kPerLane];
 #pragma unroll
   for (int j = 0; j < L::kPerLane; ++j) {
     const int i = j * kWarpSize + lane, head = i / kChunks, d = i % kChunks * kElements;  // value: d >= HS
-    if (head < heads && d + kElements > turned) pack[j] = load_pack(from + (3 * head + 1) * HS + d);
+    if (head < heads && d + kElements > rotated) pack[j] = load_pack(from + (3 * head + 1) * HS + d);
   }
 
-  using Pair = Few<S, kWide>;
+  using Pair = Few<A, kWide>;
   using Angle = Few<float, kWide>;
   const unsigned pieces = half / kWide;
   for (unsigned i = lane; i < heads * 2 * pieces; i += kWarpSize) {
-    const int head = i / pieces / 2, part = i / pieces % 2, d = i % pieces * kWide;
-    S* x = from + (3 * head + part) * HS + d;
+    const int head = i / pieces / 2, key = i / pieces % 2, d = i % pieces * kWide;
+    A* x = from + (3 * head + key) * HS + d;
     Pair low = *reinterpret_cast<const Pair*>(x), high = *reinterpret_cast<const Pair*>(x + half);
     const Angle cosine = *reinterpret_cast<const Angle*>(rope.cos + position * half + d),
                 sine = *reinterpret_cast<const Angle*>(rope.sin + position * half + d);
 #pragma unroll
     for (int e = 0; e < kWide; ++e) {
       const float a = to_float(low.value[e]), b = to_float(high.value[e]);
-      low.value[e] = from_float<S>(a * cosine.value[e] - b * sine.value[e]);
-      high.value[e] = from_float<S>(b * cosine.value[e] + a * sine.value[e]);
+      low.value[e] = from_float<A>(a * cosine.value[e] - b * sine.value[e]);
+      high.value[e] = from_float<A>(b * cosine.value[e] + a * sine.value[e]);
     }
-    if (part == 1) x = keys + cached(head, d);
+    if (key == 1) x = keys + cached(head, d);
     *reinterpret_cast<Pair*>(x) = low;
     *reinterpret_cast<Pair*>(x + half) = high;
   }
@@ -341,17 +344,17 @@ __global__ void __launch_bounds__(kAppendThreads)
 #pragma unroll
   for (int j = 0; j < L::kPerLane; ++j) {
     const int i = j * kWarpSize + lane, head = i / kChunks, d = i % kChunks * kElements;
-    if (head >= heads || d + kElements <= turned) continue;
-    S* to = d < HS ? keys + cached(head, d) : values + cached(head, d - HS);
-    if (d >= turned) {
+    if (head >= heads || d + kElements <= rotated) continue;
+    A* to = d < HS ? keys + cached(head, d) : values + cached(head, d - HS);
+    if (d >= rotated) {
       store_pack(to, pack[j]);
       continue;
     }
-    // Turning ends inside this chunk: what is behind it, word by word.
-    constexpr int kPerWord = 4 / static_cast<int>(sizeof(S));
+    // The rotated dimensions end inside this chunk: the rest of it goes in 4-byte stores.
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(A));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      if (d + w * kPerWord < turned) continue;
+      if (d + w * kPerWord < rotated) continue;
       reinterpret_cast<unsigned*>(to)[w] = reinterpret_cast<const unsigned*>(&pack[j])[w];
     }
   }
@@ -382,9 +385,10 @@ static_assert(attention_supports(32) && attention_supports(64) && attention_supp
 
 }  // namespace
 
-template <typename S>
-void decode_attention(const DecodeAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  with_head_dim(io.heads.HS, [&](auto head_dim) { launch_decode<S, decltype(head_dim)::value>(io, device, stream); });
+template <typename A, typename KV>
+void decode_attention(const DecodeAttention<A, KV>& io, const LaunchDevice& device, cudaStream_t stream) {
+  with_head_dim(io.heads.HS,
+                [&](auto head_dim) { launch_decode<A, KV, decltype(head_dim)::value>(io, device, stream); });
 }
 
 std::size_t decode_attention_workspace(const NeoxHeads& heads, const LaunchDevice& device) {
@@ -392,28 +396,29 @@ std::size_t decode_attention_workspace(const NeoxHeads& heads, const LaunchDevic
   return static_cast<std::size_t>(floats) * sizeof(float) + static_cast<std::size_t>(heads.NH) * sizeof(int);
 }
 
-template <typename S>
-void rope_and_append(S* qkv, S* keys, S* values, const NeoxHeads& heads, std::int64_t rows, std::int64_t capacity,
+template <typename A, typename KV>
+void rope_and_append(A* qkv, KV* keys, KV* values, const NeoxHeads& heads, std::int64_t rows, std::int64_t capacity,
                      std::int64_t first_position, const DeviceRopeTable& rope, cudaStream_t stream) {
+  static_assert(std::is_same_v<A, KV>, "keys and values are copied bit for bit");
   if (rows == 0) return;
   with_head_dim(heads.HS, [&](auto head_dim) {
     constexpr int HS = decltype(head_dim)::value;
-    using L = AppendLayout<S, HS>;
+    using L = AppendLayout<A, HS>;
     const std::int64_t warps = rows * ceil_div(heads.NH, L::kHeads);
-    const auto kernel = rope.half % 2 == 0 ? append_kernel<S, HS, 2> : append_kernel<S, HS, 1>;
+    const auto kernel = rope.half % 2 == 0 ? append_kernel<A, HS, 2> : append_kernel<A, HS, 1>;
     kernel<<<static_cast<unsigned>(ceil_div(warps, kAppendWarps)), kAppendThreads, 0, stream>>>(
         qkv, keys, values, static_cast<int>(heads.NH), rows, capacity, first_position, rope);
     check_launch("rope_and_append");
   });
 }
 
-#define WEFT_INSTANTIATE(S)                                                                                \
-  template void decode_attention<S>(const DecodeAttention<S>&, const LaunchDevice&, cudaStream_t);         \
-  template void rope_and_append<S>(S*, S*, S*, const NeoxHeads&, std::int64_t, std::int64_t, std::int64_t, \
-                                   const DeviceRopeTable&, cudaStream_t);
-WEFT_INSTANTIATE(float)
-WEFT_INSTANTIATE(bf16)
-WEFT_INSTANTIATE(fp16)
+#define WEFT_INSTANTIATE(A, KV)                                                                                  \
+  template void decode_attention<A, KV>(const DecodeAttention<A, KV>&, const LaunchDevice&, cudaStream_t);       \
+  template void rope_and_append<A, KV>(A*, KV*, KV*, const NeoxHeads&, std::int64_t, std::int64_t, std::int64_t, \
+                                       const DeviceRopeTable&, cudaStream_t);
+WEFT_INSTANTIATE(float, float)
+WEFT_INSTANTIATE(bf16, bf16)
+WEFT_INSTANTIATE(fp16, fp16)
 #undef WEFT_INSTANTIATE
 
 }  // namespace weft::cuda

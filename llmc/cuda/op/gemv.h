@@ -1,8 +1,9 @@
-// Linear layers of one token: matrix times vector, bound by the memory that the matrix lies in. Each reads its matrices
-// once, adds in fp32 in an order that does not depend on timing, and joins what stands before and after the product.
+// Linear layers of one token: matrix times vector, bound by the bandwidth of the memory that the matrix lies in. Each kernel
+// reads its matrices once, adds in fp32 in an order that does not depend on timing, and includes the pointwise operators
+// before and after the GEMV.
 //
-// S is the storage type of weights and activations (float, bf16, fp16); the residual stream is fp32. A row of every
-// matrix is a multiple of 16 bytes and every pointer aligned to 16 bytes.
+// W is the storage type of matrices, A that of activations, biases and norms (float, bf16, fp16); the residual stream is
+// fp32. A row of every matrix is a multiple of 16 bytes and every pointer aligned to 16 bytes.
 //
 // Launched as part of a chain (launch.cuh): a kernel fetches its first weights while its predecessor still runs.
 #pragma once
@@ -11,7 +12,7 @@
 
 #include <cstdint>
 
-#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/op/linear.h"
 
 namespace weft::cuda {
 
@@ -25,41 +26,41 @@ LaunchDevice launch_device();
 // LayerNorms of the residual stream and the linear layers that read them, in one pass:
 //   out[i] = activation(W_i norm_i(residual) + b_i)
 // One output, or two that share mean and deviation (the parallel residual of GPT-NeoX).
-template <typename S>
-struct NormedGemv {
+template <typename W, typename A>
+struct NormGemv {
   struct Output {
-    NeoxNorm<S> norm;           // of the residual [K]
-    NeoxLinear<S> linear;       // [rows, K]
+    Norm<A> norm;               // of the residual [K]
+    Linear<W, A> linear;        // [rows, K]
     std::int64_t rows = 0;      // 0: no such output
     bool gelu = false;          // exact GELU of the result
-    S* out = nullptr;           // [rows]; or
-    float* wide_out = nullptr;  // [rows] in fp32: logits
+    A* out = nullptr;           // [rows]; or
+    float* fp32_out = nullptr;  // [rows] in fp32: logits
   };
   const float* residual = nullptr;  // [K]
-  std::int64_t K = 0;               // at most kMaxNormedWidth
+  std::int64_t K = 0;               // at most kMaxNormGemvWidth
   float eps = 0;
   Output outputs[2];
 };
-inline constexpr std::int64_t kMaxNormedWidth = 16384;
-template <typename S>
-void normed_gemv(const NormedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream);
+inline constexpr std::int64_t kMaxNormGemvWidth = 16384;
+template <typename W, typename A>
+void norm_gemv(const NormGemv<W, A>& io, const LaunchDevice& device, cudaStream_t stream);
 
-// The linear layers that write to the residual stream, one or two at once:
+// The linear layers whose results accumulate into the residual stream, one or two at once:
 //   residual[r] += sum over i of W_i[r] x_i + b_i[r]
-template <typename S>
-struct JoinedGemv {
+template <typename W, typename A>
+struct ResidualGemv {
   struct Input {
-    const S* x = nullptr;  // [K]
-    NeoxLinear<S> linear;  // [rows, K]
+    const A* x = nullptr;  // [K]
+    Linear<W, A> linear;   // [rows, K]
     std::int64_t K = 0;    // 0: no such input
   };
   Input inputs[2];
   float* residual = nullptr;  // [rows], in place
   std::int64_t rows = 0;
 };
-// Bytes of one row over all inputs are at most kMaxJoinedBytes.
-inline constexpr std::int64_t kMaxJoinedBytes = 10 * 640 * 16;
-template <typename S>
-void joined_gemv(const JoinedGemv<S>& io, const LaunchDevice& device, cudaStream_t stream);
+// Bytes of one row over all inputs are at most kMaxResidualGemvBytes.
+inline constexpr std::int64_t kMaxResidualGemvBytes = 10 * 640 * 16;
+template <typename W, typename A>
+void residual_gemv(const ResidualGemv<W, A>& io, const LaunchDevice& device, cudaStream_t stream);
 
 }  // namespace weft::cuda

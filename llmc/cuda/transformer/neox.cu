@@ -225,7 +225,7 @@ class NeoxDecoder final : public DecodeModel {
   }
 
  private:
-  using Layer = NeoxLayerWeights<S>;
+  using Layer = NeoxLayerWeights<S, S>;
 
   void check_room(std::size_t ids) const {
     if (ids > 0 && static_cast<std::int64_t>(ids) <= options_.capacity - length_) return;
@@ -247,10 +247,10 @@ class NeoxDecoder final : public DecodeModel {
   void run_layer(std::int64_t l, std::int64_t rows, Rows wanted);
   void attend(std::int64_t l, std::int64_t rows, Rows wanted);
   // residual += branch (null: nothing); out = norm(residual), and out2 = norm2(residual) where there is one.
-  void normalize(Rows rows, const S* branch, const NeoxNorm<S>& norm, S* out, const NeoxNorm<S>* norm2 = nullptr,
+  void normalize(Rows rows, const S* branch, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void normalize_input(std::int64_t l, Rows rows, const S* branch);
-  void linear(S* out, const S* x, const NeoxLinear<S>& w, Rows rows, std::int64_t in, std::int64_t out_size,
+  void linear(S* out, const S* x, const Linear<S, S>& w, Rows rows, std::int64_t in, std::int64_t out_size,
               Accumulate accumulate = Accumulate::no) {
     matmul_.forward<S>(out + rows.first * out_size, x + rows.first * in, w.weight, w.bias, padded_rows(rows.count), in,
                        out_size, accumulate);
@@ -326,8 +326,8 @@ class NeoxDecoder final : public DecodeModel {
   Matmul matmul_;
   const bool prepared_ = prepare_matmuls();           // while there is memory for it
   DeviceArena parameters_, cache_arena_, workspace_;  // in this order: what is largest is refused first
-  NeoxWeights<S> weights_;
-  NeoxCache<S> cache_;
+  NeoxWeights<S, S> weights_;
+  KvCache<S> cache_;
   DeviceRopeTable rope_;
   PinnedBuffer ring_, host_logits_;
   CapturedGraph step_graph_{"decode graph"}, sampling_graph_{"decode graph"};
@@ -376,8 +376,7 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
 
 // ---- many tokens ------------------------------------------------------------------------------------------------------
 template <typename S>
-void NeoxDecoder<S>::normalize(Rows rows, const S* branch, const NeoxNorm<S>& norm, S* out, const NeoxNorm<S>* norm2,
-                               S* out2) {
+void NeoxDecoder<S>::normalize(Rows rows, const S* branch, const Norm<S>& norm, S* out, const Norm<S>* norm2, S* out2) {
   const std::int64_t C = config_.hidden_size, first = rows.first * C;
   ResidualNormShape shape;
   shape.rows = rows.count;
@@ -412,7 +411,7 @@ template <typename S>
 void NeoxDecoder<S>::attend(std::int64_t l, std::int64_t rows, Rows wanted) {
   const std::int64_t C = config_.hidden_size, NH = config_.num_heads, HS = config_.head_dim;
   named("RoPE, cache", [&] {
-    rope_and_append(b_.qkv, keys(l), values(l), heads(), rows, options_.capacity, length_, rope_, stream_);
+    rope_and_append<S, S>(b_.qkv, keys(l), values(l), heads(), rows, options_.capacity, length_, rope_, stream_);
   });
   if (wanted.count == 0) return;
   AttentionShape shape;
@@ -557,37 +556,41 @@ void NeoxDecoder<S>::run_token() {
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
     const MaybeRange layer(profiling(), "layer", l);
     const Layer& w = weights_.layers[static_cast<std::size_t>(l)];
-    const typename NormedGemv<S>::Output qkv{w.input_norm, w.qkv, 3 * C, false, b_.qkv, nullptr};
-    const typename NormedGemv<S>::Output up{w.post_norm, w.up, F, true, b_.up, nullptr};
-    const typename JoinedGemv<S>::Input dense{b_.attention, w.dense, C}, down{b_.up, w.down, F};
+    const typename NormGemv<S, S>::Output qkv{w.input_norm, w.qkv, 3 * C, false, b_.qkv, nullptr};
+    const typename NormGemv<S, S>::Output up{w.post_norm, w.up, F, true, b_.up, nullptr};
+    const typename ResidualGemv<S, S>::Input dense{b_.attention, w.dense, C}, down{b_.up, w.down, F};
     const bool parallel = config_.parallel_residual;
     named(parallel ? "norms, QKV, MLP up" : "norm, QKV", [&] {
-      normed_gemv<S>({b_.residual, C, eps, {qkv, parallel ? up : typename NormedGemv<S>::Output{}}}, device_, stream_);
+      norm_gemv<S, S>({b_.residual, C, eps, {qkv, parallel ? up : typename NormGemv<S, S>::Output{}}}, device_,
+                      stream_);
     });
     named("RoPE, cache, attention", [&] {
-      decode_attention<S>({heads(), b_.qkv, keys(l), values(l), options_.capacity, &b_.state->position, rope_,
-                           b_.attention, b_.partials},
-                          device_, stream_);
+      decode_attention<S, S>({heads(), b_.qkv, keys(l), values(l), options_.capacity, &b_.state->position, rope_,
+                              b_.attention, b_.partials},
+                             device_, stream_);
     });
     if (parallel && !options_.layer_only) {
-      named("output projection, MLP down", [&] { joined_gemv<S>({{dense, down}, b_.residual, C}, device_, stream_); });
+      named("output projection, MLP down", [&] {
+        residual_gemv<S, S>({{dense, down}, b_.residual, C}, device_, stream_);
+      });
       continue;
     }
-    named("output projection", [&] { joined_gemv<S>({{dense, {}}, b_.residual, C}, device_, stream_); });
+    named("output projection", [&] { residual_gemv<S, S>({{dense, {}}, b_.residual, C}, device_, stream_); });
     if (parallel) continue;
-    named("norm, MLP up", [&] { normed_gemv<S>({b_.residual, C, eps, {up, {}}}, device_, stream_); });
+    named("norm, MLP up", [&] { norm_gemv<S, S>({b_.residual, C, eps, {up, {}}}, device_, stream_); });
     if (options_.layer_only) continue;
-    named("MLP down", [&] { joined_gemv<S>({{down, {}}, b_.residual, C}, device_, stream_); });
+    named("MLP down", [&] { residual_gemv<S, S>({{down, {}}, b_.residual, C}, device_, stream_); });
   }
   if (!options_.layer_only) run_head(b_.residual);
 }
 
 template <typename S>
 void NeoxDecoder<S>::run_head(const float* residual) {
-  const typename NormedGemv<S>::Output head{
+  const typename NormGemv<S, S>::Output head{
       weights_.final_norm, {weights_.head, nullptr}, config_.vocab_size, false, nullptr, b_.logits};
   named("final norm, head", [&] {
-    normed_gemv<S>({residual, config_.hidden_size, static_cast<float>(config_.norm_eps), {head, {}}}, device_, stream_);
+    norm_gemv<S, S>({residual, config_.hidden_size, static_cast<float>(config_.norm_eps), {head, {}}}, device_,
+                    stream_);
   });
 }
 
@@ -865,7 +868,7 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
                   static_cast<long long>(c.head_dim));
   }
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
-  const std::int64_t unit = 16 / element, widest = kMaxJoinedBytes / element;  // of a row of both output matrices
+  const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;  // of a row of both output matrices
   if (c.ffn_size % unit != 0 || c.hidden_size > kMaxNormWidth || c.hidden_size + c.ffn_size > widest) {
     return format(
         "hidden_size %lld, ffn_size %lld: in %s the GPU has kernels for multiples of %lld, together at most %lld",

@@ -238,11 +238,11 @@ void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* param
 }
 
 template <typename S>
-NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters) {
+NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters) {
   const NeoxParameters<const S> found(config, table, parameters);
-  const auto norm = [](const NormParameters<const S>& each) { return NeoxNorm<S>{each.weight, each.bias}; };
-  const auto linear = [](const LinearParameters<const S>& each) { return NeoxLinear<S>{each.weight, each.bias}; };
-  NeoxWeights<S> weights;
+  const auto norm = [](const NormParameters<const S>& each) { return Norm<S>{each.weight, each.bias}; };
+  const auto linear = [](const LinearParameters<const S>& each) { return Linear<S, S>{each.weight, each.bias}; };
+  NeoxWeights<S, S> weights;
   weights.embedding = found.embedding;
   for (const NeoxLayerParameters<const S>& layer : found.layers) {
     weights.layers.push_back({norm(layer.input_norm), norm(layer.post_norm), linear(layer.qkv), linear(layer.dense),
@@ -256,7 +256,7 @@ NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, co
 #define WEFT_INSTANTIATE(S)                                                     \
   template void load_parameters<S>(const ModelFile&, S*, const LoadProgress&);  \
   template void randomize_parameters<S>(const TensorTable&, std::uint64_t, S*); \
-  template NeoxWeights<S> bind_neox<S>(const ModelConfig&, const TensorTable&, const S*);
+  template NeoxWeights<S, S> bind_neox<S>(const ModelConfig&, const TensorTable&, const S*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 WEFT_INSTANTIATE(fp16)

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "llmc/base/dtype.h"
-#include "llmc/cuda/op/neox_weights.h"
+#include "llmc/cuda/fused/neox_weights.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/model_file.h"
 
@@ -35,6 +35,6 @@ void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* param
 
 // Where the tensors of the table lie.
 template <typename S>
-NeoxWeights<S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters);
+NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters);
 
 }  // namespace weft::cuda

@@ -1,5 +1,5 @@
-// What host and device share about the fused decode kernel: parameters, shares of rows, the mailbox, where everything lies
-// in shared memory. Private to fused_decode.cu, as the other fused_*.cuh.
+// What host and device share about the fused decode kernel: its parameters, the rows of each block, the words through which
+// blocks and host talk, and the layout of shared memory. Private to this folder, as all of its .cuh.
 #pragma once
 
 #include <cstdint>
@@ -7,47 +7,46 @@
 #include "llmc/base/sampling.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/linear.h"
+#include "llmc/cuda/op/mailbox.h"
 #include "llmc/cuda/op/sampler.cuh"
 
 namespace weft::cuda::fused {
 
-constexpr int kLinesAtOnce = 4;     // lines of 512 bytes that a warp takes from a chunk
-constexpr int kLineElements = 256;  // 16-bit elements of a line; a lane holds 8 of them
-constexpr int kLane = 8;
+constexpr int kLaneElements = 8;                          // 16-bit elements of a 16-byte load
+constexpr int kWarpElements = kLaneElements * kWarpSize;  // of one load of a warp, 512 bytes
+constexpr int kChunkLoads = 4;                            // loads of a warp from a chunk of weights
 constexpr int kSamplerThreads = 256;
-constexpr int kMaxWarps = 10;  // consumers; with producer and helper 3 on each quarter of the multiprocessor
-constexpr int kAttentionSplitTokens = 64;  // a split of the context has at least so many tokens, but for the last
+constexpr int kMaxWarps = 10;           // consumers; with producer and helper 3 on each quarter of the multiprocessor
+constexpr int kMinSplitPositions = 64;  // a split of the context has at least so many, but for the last
 
-template <typename S>
+template <typename W, typename A>
 struct Layer {
-  const S *qkv, *up, *down, *dense;                                // weights, [out, in]
-  const S *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
-  const S *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
+  const W *qkv, *up, *down, *dense;                                // weights, [out, in]
+  const A *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
+  const A *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
+};
+// The host lays out shared memory without knowing the types.
+constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
+
+// Rows of each matrix that are assigned to a block; out: of MLP-down and of the output projection.
+struct BlockRows {
+  RowRange qkv, up, out, head;
 };
 
-// Rows that a block owns, [begin, end) of each matrix.
-struct Rows {
-  int begin, end;
+// Words in page-locked memory about the running launch, beside the mailbox. Each holds the sequence number of the launch's
+// first id in its upper half, so that nothing needs to be cleared between launches.
+struct HostWords {
+  std::uint64_t end;      // SampleError << 28 | FusedEnd << 24 | tokens
+  std::uint64_t timeout;  // a wait of this launch took too long
+  std::uint64_t cancel;   // the number alone, written by the host: end this launch
 };
-struct Shares {
-  Rows qkv, up, out, head;  // out: of MLP-down and of the output projection
-};
+constexpr int kEndShift = 24, kEndErrorShift = 28;
 
-// Words in page-locked host memory. A word holds the launch's serial number in its upper half, so that nothing needs to
-// be cleared between launches.
-struct Mailbox {
-  std::uint64_t ids[kFusedTokens];
-  std::uint64_t end;     // (FusedEnd << 24) | tokens
-  std::uint64_t error;   // Fault, SampleError << 8
-  std::uint64_t cancel;  // serial of the launch to cancel, written by the host
-};
-
-enum class Fault : std::uint32_t { none = 0, sampling = 1, timeout = 2 };
-
-// A result of a layer for other blocks: fp32 whose last bit is that of the number of layers done since the launch began,
-// this one counted. Every word is written once a layer, and not before all of its readers have the previous layer's; so the
-// bit tells whether it is this layer's, and data is its own flag.
-using Word = unsigned;
+// A result of a layer for other blocks: an fp32 number whose last bit is that of `step`, the number of layers done since
+// the launch began, this one included. Each is written once a layer, and not before all of its readers have read that of the
+// previous layer; so the bit tells whether it is of this layer, and data needs no flag beside it.
+using TaggedValue = unsigned;
 
 // The greatest logit of a block's rows and its lowest id, in one word that tells its token: key of the logit, flags, number
 // of the token modulo 512, id (fewer than kIds) from the other end.
@@ -69,7 +68,7 @@ struct BlockBest {
   __device__ static unsigned tag(int token) { return (static_cast<unsigned>(token + 1) & 511u) << 20; }
 };
 
-// Counters in global memory, each in a line of its own.
+// Counters in global memory, each in a cache line of its own.
 struct alignas(128) Counter {
   unsigned value;
 };
@@ -78,7 +77,7 @@ struct Control {
   alignas(128) std::uint64_t next;  // (token + 1) << 32 | stop << 31 | id
 };
 
-// The model's sizes and how it is divided, which the storage type has no part in.
+// The model's sizes and how it is divided, which do not depend on storage types.
 struct Sizes {
   int rope_half;
   int L, C, F, V, NH, HS;
@@ -88,32 +87,38 @@ struct Sizes {
   int max_splits;
 };
 
-template <typename S>
+// For measurements and tests; only instrumented kernels look at them.
+struct Instruments {
+  bool layer_only, lose_an_arrival;
+  std::uint64_t* timeline;  // FusedTimeline::times, or null
+};
+
+template <typename W, typename A, typename KV>
 struct Parameters : Sizes {
-  const Layer<S>* layers;  // [L + 1]: the last one holds the head in `qkv` and the final norm in norm1
-  const Shares* shares;    // [blocks]
-  const S* embedding;
-  S *keys, *values;
+  Layer<W, A>* layers;  // [L + 1]: the last one holds the head in `qkv` and the final norm in norm1
+  BlockRows* rows;      // [blocks]
+  const A* embedding;
+  KV *keys, *values;
   std::int64_t capacity;
   const float *rope_cos, *rope_sin;
   float eps, scale;  // scale: log2(e) / sqrt(head_dim)
   // workspace
   Control* control;
-  Word *x, *qkv, *attention, *h;  // [C], [3 C], [C] (its output), [F] (after GELU)
-  std::uint64_t* parts;      // [NH, max_splits, 2 + HS]: layers done << 32 | fp32: largest score, sum, output times sum
+  TaggedValue *x, *qkv, *attention, *h;  // [C], [3 C], [C] (its output), [F] (after GELU)
+  std::uint64_t* splits;     // [NH, max_splits, 2 + HS]: step << 32 | fp32: largest score, sum, output times sum
   float* logits;             // [V]
   std::uint64_t* head_best;  // [blocks]: BlockBest
   // the launch
-  Mailbox* mailbox;
-  unsigned serial;
+  MailboxWords* mailbox;
+  HostWords* host;
+  std::uint32_t sequence;  // of the first id in the mailbox
   std::int32_t first_id;
   int position, count;
   SamplingPlan sampling;
   int num_stop_ids;
-  std::int32_t stop_ids[kFusedStopIds];
-  bool layer_only, lose_an_arrival;
+  std::int32_t stop_ids[kMaxStopIds];
   std::uint64_t timeout_ns;
-  std::uint64_t* stamps;  // or null
+  Instruments instruments;
 };
 
 // Words of shared memory between the warps of a block.
@@ -122,10 +127,10 @@ struct Flags {
   int stop;              // no token follows
   unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
   std::int32_t id;       // of the next token
-  float4 moments[2][kMaxWarps];  // mean, squared distances, elements: of each warp's part of x
+  float4 moments[2][kMaxWarps];  // of each warp's elements of x: mean, sum of squared distances, count
 };
 
-// Where everything lies in dynamic shared memory; host and device compute it alike. Storage types have 16 bits.
+// Offsets of everything in dynamic shared memory, behind the ring; host and device compute it alike.
 struct SharedLayout {
   int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
 };
@@ -139,7 +144,7 @@ __host__ __device__ inline SharedLayout shared_layout(const Sizes& p) {
     end += up16(bytes);
     return start;
   };
-  at.layers = take((p.L + 1) * static_cast<int>(sizeof(Layer<fp16>)));
+  at.layers = take((p.L + 1) * kLayerBytes);
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
   at.rope = take(2 * p.rope_half * 4);
   at.raw = take(3 * p.HS * 4);
@@ -154,7 +159,7 @@ __host__ __device__ inline SharedLayout shared_layout(const Sizes& p) {
 
 // Splits of the context of one head at `position`.
 __host__ __device__ inline int splits_at(int position, int max_splits) {
-  const int wanted = position / kAttentionSplitTokens;
+  const int wanted = position / kMinSplitPositions;
   return wanted < 1 ? 1 : wanted > max_splits ? max_splits : wanted;
 }
 

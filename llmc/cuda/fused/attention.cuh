@@ -1,0 +1,146 @@
+// Attention over the cached keys and values that come through the ring (flash decoding; Dao et al., 2023).
+#pragma once
+
+#include "llmc/cuda/fused/consumer.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// The running softmax of a group of lanes that share positions: the largest score, the sum of 2^(score - largest), and
+// those times the values, in this lane's dimensions.
+template <typename K>
+struct Consumer<K>::SoftmaxState {
+  float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
+
+  // Two positions more; a score of -INFINITY leaves one out.
+  __device__ __forceinline__ void add(float score0, float score1, const uint4& v0, const uint4& v1) {
+    const float most = fmaxf(largest, fmaxf(score0, score1));
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float keep = exp2f(largest - base), p0 = exp2f(score0 - base), p1 = exp2f(score1 - base);
+    float a[kLaneElements], b[kLaneElements];
+    widen<KV>(v0, a);
+    widen<KV>(v1, b);
+    largest = most;
+    sum = fmaf(sum, keep, p0 + p1);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) out[j] = fmaf(out[j], keep, fmaf(p0, a[j], p1 * b[j]));
+  }
+};
+
+// The chunks of keys and values of one item, by all warps; kLanes lanes share a position.
+template <typename K>
+template <int kLanes>
+__device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState& r, const float (&q)[kLaneElements],
+                                                           int positions) {
+  const Parameters& p = c.p;
+  constexpr int kGroups = kWarpSize / kLanes;
+  const int warps = threads / kWarpSize, group = lane / kLanes, slice = lane % kLanes;
+  const int chunk_positions = p.stage_bytes / (4 * p.HS), position_bytes = 2 * p.HS;
+  const bool active = slice * kLaneElements < p.HS;
+  for (int done = 0; done < positions; done += chunk_positions) {
+    const int count = min(chunk_positions, positions - done);
+    const unsigned keys = begin_chunk() + slice * 16, values = keys + chunk_positions * position_bytes;
+    for (int first = warp * kGroups; first < count; first += 2 * warps * kGroups) {
+      const int at_position[2] = {first + group, first + warps * kGroups + group};
+      uint4 v[2];
+      float score[2] = {0, 0};
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        uint4 k = make_uint4(0, 0, 0, 0);
+        v[u] = k;
+        if (active && at_position[u] < count) {
+          k = load_shared(keys + at_position[u] * position_bytes);
+          v[u] = load_shared(values + at_position[u] * position_bytes);
+        }
+        dot<KV>(score[u], k, q);
+      }
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        score[0] += __shfl_xor_sync(~0u, score[0], offset);
+        score[1] += __shfl_xor_sync(~0u, score[1], offset);
+      }
+#pragma unroll
+      for (int u = 0; u < 2; ++u) score[u] = at_position[u] < count ? score[u] : -INFINITY;
+      r.add(score[0], score[1], v[0], v[1]);
+    }
+    end_chunk();
+  }
+}
+
+// An item: from the query that the helper left in shared memory to a softmax state for each warp, which the helper merges.
+template <typename K>
+template <int kLanes>
+__device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position, int item, int splits) {
+  const Parameters& p = c.p;
+  const int HS = p.HS, split = item % splits, slice = lane % kLanes;
+  const bool active = slice * kLaneElements < HS;
+  const Positions cached = positions_of(position, splits, split);
+  const KV* added = reinterpret_cast<const KV*>(shared + at.added);
+  const float* query = reinterpret_cast<const float*>(shared + at.query);
+  c.wait_barrier(c.query_here, item_phase);
+  item_phase ^= 1;
+  stamp(layer, FusedPhase::query_here);
+  float q[kLaneElements];
+#pragma unroll
+  for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[slice * kLaneElements + j] : 0.0f;
+
+  SoftmaxState r;
+  attend_cached<kLanes>(r, q, cached.end - cached.begin);
+  if (split == splits - 1 && warp == 0) {  // the new token itself
+    uint4 k = make_uint4(0, 0, 0, 0), v = k;
+    if (active && lane < kLanes) {
+      k = *reinterpret_cast<const uint4*>(added + slice * kLaneElements);
+      v = *reinterpret_cast<const uint4*>(added + HS + slice * kLaneElements);
+    }
+    float score = 0;
+    dot<KV>(score, k, q);
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
+    r.add(lane < kLanes ? score : -INFINITY, -INFINITY, v, make_uint4(0, 0, 0, 0));
+  }
+  // Merges the groups of the warp.
+#pragma unroll
+  for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+    const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
+    const float base = largest == -INFINITY ? 0.0f : largest, keep = exp2f(r.largest - base);
+    r.sum *= keep;
+    r.sum += __shfl_xor_sync(~0u, r.sum, offset);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) {
+      r.out[j] *= keep;
+      r.out[j] += __shfl_xor_sync(~0u, r.out[j], offset);
+    }
+    r.largest = largest;
+  }
+  float* state = reinterpret_cast<float*>(shared + at.states) + warp * (HS + 2);
+  if (lane < kLanes && active) {
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) state[2 + slice * kLaneElements + j] = r.out[j];
+  }
+  if (lane == 0) state[0] = r.largest, state[1] = r.sum;
+  __syncwarp();
+  if (lane == 0) hopper::mbarrier_arrive(c.item_done);
+}
+
+// The items of this block: each is a head and a split of its context.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::attend(int layer, int position, int splits) {
+  const Parameters& p = c.p;
+  for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
+    if (p.HS <= 32) {
+      attend_item<4>(layer, position, item, splits);
+    } else if (p.HS <= 64) {
+      attend_item<8>(layer, position, item, splits);
+    } else if (p.HS <= 128) {
+      attend_item<16>(layer, position, item, splits);
+    } else {
+      attend_item<32>(layer, position, item, splits);
+    }
+  }
+  stamp(layer, FusedPhase::attention_done);
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,102 @@
+// What the producer, the helper and the consumers of a block share: the variant that the kernel is compiled as, its
+// barriers, and waits that end.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/fused/parameters.cuh"
+#include "llmc/cuda/hw/coherent_memory.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
+
+namespace weft::cuda::fused {
+
+// What a kernel is compiled for: storage types of matrices, of the embedding, biases and norms, and of the cache; 16-byte
+// loads that a lane makes of a row of C elements (KernelShape::row_loads); and whether it is the kernel of measurements and
+// tests, which looks at Parameters::instruments.
+template <typename Weight, typename Vector, typename Cache, int kLoads, bool kWithInstruments>
+struct Variant {
+  using W = Weight;
+  using A = Vector;
+  using KV = Cache;
+  static constexpr int kRowLoads = kLoads;
+  static constexpr bool kInstrumented = kWithInstruments;
+};
+
+#if WEFT_BULK_COPY
+
+// The last bit of a tagged value: see TaggedValue.
+__device__ inline TaggedValue tagged(float value, unsigned step) {
+  return (__float_as_uint(value) & ~1u) | (step & 1);
+}
+__device__ inline bool has_tag(TaggedValue value, unsigned step) {
+  return ((value ^ step) & 1) == 0;
+}
+__device__ inline float untagged(TaggedValue value) {
+  return __uint_as_float(value & ~1u);
+}
+
+// Something did not arrive within the time limit: all blocks end.
+static __device__ __noinline__ void time_out(Control* control, HostWords* host, unsigned sequence,
+                                             volatile int* abort) {
+  if (atomicExch(&control->abort.value, 1u) == 0) {
+    store_release_system(&host->timeout, static_cast<std::uint64_t>(sequence) << 32);
+  }
+  *abort = 1;
+}
+
+template <typename K>
+struct Block {
+  using Parameters = fused::Parameters<typename K::W, typename K::A, typename K::KV>;
+  using Layer = fused::Layer<typename K::W, typename K::A>;
+
+  const Parameters& p;
+  Flags& flags;
+  unsigned ring, full, empty;      // shared addresses: of the stages, and of an mbarrier for each stage
+  unsigned query_here, item_done;  // of mbarriers between helper and consumers
+  int blocks, block;
+
+  // Repeats try_once() until it is true. False if the launch is aborted.
+  template <typename Try>
+  __device__ bool wait_for(const Try& try_once) const {
+    if (try_once()) return true;
+    const volatile int* abort = &flags.abort;
+    std::uint64_t start = 0;
+    for (unsigned n = 1;; ++n) {
+      if (try_once()) return true;
+      if (*abort != 0) return false;
+      if (n % 1024 != 0) continue;
+      const std::uint64_t now = global_time();
+      if (start == 0) start = now;
+      if (load_relaxed(&p.control->abort.value) != 0) *const_cast<volatile int*>(&flags.abort) = 1;
+      if (now - start > p.timeout_ns) time_out(p.control, p.host, p.sequence, &flags.abort);
+    }
+  }
+  __device__ bool wait_barrier(unsigned barrier, unsigned phase) const {
+    return wait_for([&] { return hopper::mbarrier_try(barrier, phase); });
+  }
+  __device__ bool wait_counter(const Counter& counter, unsigned target) const {
+    return wait_for([&] { return static_cast<int>(load_acquire(&counter.value) - target) >= 0; });
+  }
+  // The first item of attention of this block in a layer, or a number past the last; the next ones are `blocks` further on.
+  // It changes from layer to layer so that the blocks without an item are not always the same.
+  __device__ int first_item(int layer) const { return (block + layer * 37) % blocks; }
+
+  __device__ bool layer_only() const {
+    if constexpr (K::kInstrumented) return p.instruments.layer_only;
+    return false;
+  }
+};
+
+struct Positions {
+  int begin, end;
+};
+// The cached positions of a split of the context.
+__device__ inline Positions positions_of(int position, int splits, int split) {
+  const int each = (position + splits - 1) / splits;
+  const int begin = min(split * each, position);
+  return {begin, min(begin + each, position)};
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

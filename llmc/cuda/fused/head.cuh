@@ -1,0 +1,65 @@
+// The rows of the head: final norm, logits, and the greatest logit of the block.
+#pragma once
+
+#include "llmc/cuda/fused/consumer.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// Logits of this block's rows, and the greatest of them.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::run_head(int token) {
+  const Parameters& p = c.p;
+  float input[kInputs], unused[kInputs];
+  const NormWeights norms = load_norms(layers[p.L], false);
+  load_vector<kRowLoads>(p.x, p.C, step, input);
+  stamp(p.L, FusedPhase::x_here);
+  normalize(norms, input, unused);
+  stamp(p.L, FusedPhase::norms_done);
+  // Loaded early: this is host memory. Cancelling may take effect a token late.
+  const bool cancelled = c.block == 0 && thread == 0 && load_relaxed_system(&p.host->cancel) == p.sequence;
+  std::uint64_t best = 0;
+  unsigned bad = 0;
+  const int chunk_rows = kRows * p.warps_r, batch = p.partial_rows / chunk_rows * chunk_rows;
+  const std::int64_t limit = p.sampling.vocab_limit > 0 ? p.sampling.vocab_limit : p.V;
+  for (int first = own.head.begin; first < own.head.end; first += batch) {
+    const int rows = min(batch, own.head.end - first);
+    narrow_rows(rows, input);
+    finish_rows(rows, [&](int row, float logit) {
+      const int id = first + row;
+      p.logits[id] = logit;
+      if (id >= limit) return;
+      const std::uint64_t rank = sampler_detail::rank_of(logit, id);
+      best = rank > best ? rank : best;
+      bad |= isnan(logit) ? BlockBest::kNotANumber : logit == INFINITY ? BlockBest::kInfinite : 0u;
+    });
+  }
+  stamp(p.L, FusedPhase::qkv_done);
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const std::uint64_t other = __shfl_xor_sync(~0u, best, offset);
+    best = other > best ? other : best;
+    bad |= __shfl_xor_sync(~0u, bad, offset);
+  }
+  ulonglong2* words = reinterpret_cast<ulonglong2*>(shared + at.sampler);
+  if (lane == 0) words[warp] = make_ulonglong2(best, bad);
+  sync();
+  if (thread == 0 && p.sampling.greedy) {
+    for (int w = 1; w < threads / kWarpSize; ++w) {
+      best = words[w].x > best ? words[w].x : best;
+      bad |= static_cast<unsigned>(words[w].y);
+    }
+    if (cancelled) bad |= BlockBest::kCancelled;
+    store_relaxed(p.head_best + c.block, BlockBest::word(best, bad, token));
+  }
+  if (!p.sampling.greedy) {
+    announce(p.control->head);
+    if (c.block == 0) choose(token, cancelled);
+  }
+  stamp(p.L, FusedPhase::up_done);
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,80 @@
+// The kernel: one block on each multiprocessor, all of them resident at once; the last two warps are producer and helper.
+// decode.cu says what it does and why.
+#pragma once
+
+#include "llmc/cuda/fused/helper.cuh"
+#include "llmc/cuda/fused/kernel.h"
+#include "llmc/cuda/fused/layer.cuh"
+#include "llmc/cuda/fused/producer.cuh"
+
+namespace weft::cuda::fused {
+
+template <typename K>
+__global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
+    fused_decode_kernel(const __grid_constant__ Parameters<typename K::W, typename K::A, typename K::KV> p) {
+#if WEFT_BULK_COPY
+  using Layer = typename Block<K>::Layer;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ Flags flags;
+  const SharedLayout at = shared_layout(p);
+  const int consumers = p.warps_k * p.warps_r * kWarpSize;
+  const unsigned base = shared_address(shared);
+  const Block<K> block{p,
+                       flags,
+                       base,
+                       base + at.barriers,
+                       base + at.barriers + 8 * p.stages,
+                       base + at.barriers + 16 * p.stages,
+                       base + at.barriers + 16 * p.stages + 8,
+                       static_cast<int>(gridDim.x),
+                       static_cast<int>(blockIdx.x)};
+  static_assert(sizeof(Layer) == kLayerBytes);
+  const int words = (p.L + 1) * kLayerBytes / 8;
+  auto* table = reinterpret_cast<std::uint64_t*>(shared + at.layers);
+  for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {
+    table[i] = reinterpret_cast<const std::uint64_t*>(p.layers)[i];
+  }
+  if (threadIdx.x == 0) {
+    flags.abort = 0;
+    flags.stop = 0;
+    flags.cache_steps = 0;
+    for (int s = 0; s < p.stages; ++s) {
+      hopper::mbarrier_init(block.full + 8 * s, 1);
+      hopper::mbarrier_init(block.empty + 8 * s, static_cast<unsigned>(consumers / kWarpSize));
+    }
+    hopper::mbarrier_init(block.query_here, 1);
+    hopper::mbarrier_init(block.item_done, static_cast<unsigned>(consumers / kWarpSize));
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+  if (static_cast<int>(threadIdx.x) >= consumers + kWarpSize) {
+    Helper<K> helper{block, shared, at, static_cast<int>(threadIdx.x) % kWarpSize, consumers / kWarpSize};
+    helper.run();
+    return;
+  }
+  if (static_cast<int>(threadIdx.x) >= consumers) {
+    if (static_cast<int>(threadIdx.x) == consumers) {
+      Producer<K> producer{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
+      producer.run(p.rows[blockIdx.x]);
+    }
+    return;
+  }
+  Consumer<K> consumer(block, shared, at);
+  consumer.run();
+#else
+  __trap();  // fused_decode_refusal() keeps such GPUs away
+#endif
+}
+
+// Defines fused_kernel() for these storage types: four kernels.
+#define WEFT_FUSED_KERNELS(W, A, KV)                                                                                \
+  template <>                                                                                                       \
+  const void* fused_kernel<W, A, KV>(int row_loads, bool instrumented) {                                            \
+    const auto of = [](auto variant) {                                                                              \
+      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                                 \
+    };                                                                                                              \
+    if (row_loads == 1) return instrumented ? of(Variant<W, A, KV, 1, true>()) : of(Variant<W, A, KV, 1, false>()); \
+    return instrumented ? of(Variant<W, A, KV, 2, true>()) : of(Variant<W, A, KV, 2, false>());                     \
+  }
+
+}  // namespace weft::cuda::fused

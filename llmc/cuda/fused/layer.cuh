@@ -1,0 +1,134 @@
+// The order of a layer, and of the tokens of a launch.
+#pragma once
+
+#include "llmc/cuda/fused/attention.cuh"
+#include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/fused/head.cuh"
+#include "llmc/cuda/fused/norm.cuh"
+#include "llmc/cuda/fused/rows.cuh"
+#include "llmc/cuda/fused/sampling.cuh"
+#include "llmc/cuda/op/gelu.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// All tokens of the launch. The id of a token is needed for the next one: -1 ends the launch.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::run() {
+  const Parameters& p = c.p;
+  std::int32_t id = p.first_id;
+  for (int token = 0; token < p.count && id >= 0; ++token) {
+    if constexpr (K::kInstrumented) stamping = p.instruments.timeline != nullptr && token == p.count - 1;
+    for (int l = 0; l < p.L; ++l) run_layer(l, token, id);
+    if (c.layer_only()) {  // no head: every id is 0
+      const FusedEnd end = token + 1 == p.count ? FusedEnd::length : FusedEnd::running;
+      id = 0;
+      if (c.block == 0 && thread == 0) tell_host({id, SampleError::none}, token, end);
+      continue;
+    }
+    run_head(token);
+    id = p.sampling.greedy ? greedy_id(token) : sampled_id(token);
+  }
+  if (thread == 0) *const_cast<volatile int*>(&c.flags.stop) = 1;
+}
+
+// h' = h + attention(norm1(h)) + mlp(norm2(h)): the parallel residual. Attention is computed between MLP-up and MLP-down.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::int32_t id) {
+  const int position = c.p.position + token;
+  float attention_input[kInputs], mlp_input[kInputs];
+  {
+    const NormWeights norms = load_norms(layers[l], true);  // early: they arrive while x is waited for
+    load_residual(l, token, id, attention_input);
+    normalize(norms, attention_input, mlp_input);
+  }
+  stamp(l, FusedPhase::norms_done);
+  qkv_rows(l, attention_input);
+  up_rows(l, token, mlp_input);
+  attend(l, position, splits_at(position, c.p.max_splits));
+  output_rows(l, attention_input);
+  ++step;
+}
+
+// x of layer l. The first layer of a token starts from the embedding, and so does the row that this thread owns.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]) {
+  const Parameters& p = c.p;
+  if (l == 0 && !(c.layer_only() && token > 0)) {
+    load_embedding(id, x);
+    const int row = own.out.begin + thread;
+    if (row < own.out.end) x_own = to_float(p.embedding[static_cast<std::int64_t>(id) * p.C + row]);
+  } else {
+    load_vector<kRowLoads>(p.x, p.C, step, x);
+  }
+  stamp(l, FusedPhase::x_here);
+}
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, float (&x)[kInputs]) const {
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    uint4 packed = make_uint4(0, 0, 0, 0);
+    if (piece(i) * kLaneElements < c.p.C) {
+      packed = __ldg(reinterpret_cast<const uint4*>(c.p.embedding + static_cast<std::int64_t>(id) * c.p.C) + piece(i));
+    }
+    widen<A>(packed, x + i * kLaneElements);
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::qkv_rows(int l, const float (&input)[kInputs]) {
+  const unsigned short bias = load_bias(layers[l].qkv_bias, own.qkv);
+  const int rows = own.qkv.end - own.qkv.begin;
+  narrow_rows(rows, input);
+  finish_rows(rows, [&](int row, float sum) {
+    store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(sum + bias_value(bias), step + 1));
+  });
+  stamp(l, FusedPhase::qkv_done);
+}
+
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::up_rows(int l, int token, const float (&input)[kInputs]) {
+  const unsigned short bias = load_bias(layers[l].up_bias, own.up);
+  const int rows = own.up.end - own.up.begin;
+  narrow_rows(rows, input);
+  finish_rows(rows, [&](int row, float sum) {
+    if constexpr (K::kInstrumented) {  // the last token never completes
+      if (c.p.instruments.lose_an_arrival && c.block == 0 && token == c.p.count - 1) return;
+    }
+    store_relaxed(c.p.h + own.up.begin + row, tagged(gelu_exact(sum + bias_value(bias)), step + 1));
+  });
+  stamp(l, FusedPhase::up_done);
+}
+
+// MLP-down and output projection of the same rows; their sum is added to the residual. `input` is only scratch: registers
+// that nothing needs any more.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::output_rows(int l, float (&input)[kInputs]) {
+  const Parameters& p = c.p;
+  const int rows = own.out.end - own.out.begin;
+  float mlp = 0;  // of this thread's row
+  const unsigned short down_bias = load_bias(layers[l].down_bias, own.out),
+                       dense_bias = load_bias(layers[l].dense_bias, own.out);
+  if (rows <= 0) return;
+  if (!c.layer_only()) {
+    float hidden[kHidden];
+    load_vector<4 * kRowLoads>(p.h, p.F, step + 1, hidden);
+    stamp(l, FusedPhase::mlp_up_here);
+    wide_rows(rows, hidden);
+    finish_rows(rows, [&](int, float sum) { mlp = sum + bias_value(down_bias); });
+    stamp(l, FusedPhase::down_done);
+  }
+  load_vector<kRowLoads>(p.attention, p.C, step + 1, input);
+  stamp(l, FusedPhase::attention_here);
+  narrow_rows(rows, input);
+  finish_rows(rows, [&](int row, float sum) {
+    x_own += (sum + bias_value(dense_bias)) + mlp;
+    store_relaxed(p.x + own.out.begin + row, tagged(x_own, step + 1));
+  });
+  stamp(l, FusedPhase::x_written);
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

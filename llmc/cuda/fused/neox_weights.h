@@ -1,0 +1,28 @@
+// Where the parameters of a GPT-NeoX lie on the device: what the decoder, the fused kernel and their tests hand to each
+// other. W is the storage type of matrices that GEMMs read, A that of the embedding, biases and norms.
+#pragma once
+
+#include <vector>
+
+#include "llmc/cuda/op/linear.h"
+
+namespace weft::cuda {
+
+template <typename W, typename A>
+struct NeoxLayerWeights {
+  Norm<A> input_norm, post_norm;
+  Linear<W, A> qkv;    // [3 C, C]; rows in the order of the checkpoint: [head][q, k, v][HS]
+  Linear<W, A> dense;  // [C, C]
+  Linear<W, A> up;     // [F, C]
+  Linear<W, A> down;   // [C, F]
+};
+
+template <typename W, typename A>
+struct NeoxWeights {
+  const A* embedding = nullptr;  // [V, C]
+  const W* head = nullptr;       // [V, C]
+  Norm<A> final_norm;
+  std::vector<NeoxLayerWeights<W, A>> layers;
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,81 @@
+// Both LayerNorms of the residual stream. Every block normalizes all of x for itself: that is cheaper than sharing the result.
+#pragma once
+
+#include "llmc/cuda/fused/consumer.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// For one norm or both.
+template <typename K>
+__device__ __forceinline__ typename Consumer<K>::NormWeights Consumer<K>::load_norms(const Layer& layer,
+                                                                                     bool both) const {
+  NormWeights n;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    const bool inside = piece(i) * kLaneElements < c.p.C;
+    const auto get = [&](const A* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
+    n.weight1[i] = inside ? get(layer.norm1_weight) : zero;
+    n.bias1[i] = inside ? get(layer.norm1_bias) : zero;
+    n.weight2[i] = inside && both ? get(layer.norm2_weight) : zero;
+    n.bias2[i] = inside && both ? get(layer.norm2_bias) : zero;
+  }
+  return n;
+}
+
+// x becomes norm1(x), other becomes norm2(x). Each warp takes the mean of its own elements and the sum of their squared
+// distances from it, and those of all warps are combined (Chan et al., "Updating formulae and a pairwise algorithm for
+// computing sample variances", 1979): as exact as two passes over all elements, with one barrier.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, float (&x)[kInputs],
+                                                       float (&other)[kInputs]) {
+  const float C = static_cast<float>(c.p.C);
+  float sum = 0, count = 0, squares = 0;
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    const int first = (i * c.p.warps_k + warp_k) * kWarpElements;
+    count += static_cast<float>(max(0, min(kWarpElements, c.p.C - first)));
+  }
+#pragma unroll
+  for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+  const float own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    const bool inside = piece(i) * kLaneElements < c.p.C;
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) {
+      const float d = inside ? x[i * kLaneElements + j] - own_mean : 0.0f;
+      squares = fmaf(d, d, squares);
+    }
+  }
+  squares = warp_sum(squares);
+  float4* of_warps = c.flags.moments[moment_buffer];
+  moment_buffer ^= 1;
+  if (lane == 0) of_warps[warp] = make_float4(own_mean, squares, count, 0);
+  sync();
+  const float4 moments = lane < c.p.warps_k ? of_warps[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);
+  const float mean = warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
+  const float rstd = rsqrtf(warp_sum(fmaf(off * off, moments.z, moments.y)) / C + c.p.eps);
+#pragma unroll
+  for (int j = 0; j < kInputs; ++j) x[j] -= mean;
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    float w[kLaneElements], b[kLaneElements];
+    widen<A>(n.weight2[i], w);
+    widen<A>(n.bias2[i], b);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j)
+      other[i * kLaneElements + j] = fmaf(x[i * kLaneElements + j] * rstd, w[j], b[j]);
+    widen<A>(n.weight1[i], w);
+    widen<A>(n.bias1[i], b);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j)
+      x[i * kLaneElements + j] = fmaf(x[i * kLaneElements + j] * rstd, w[j], b[j]);
+  }
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

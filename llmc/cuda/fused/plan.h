@@ -1,0 +1,35 @@
+// How the fused decode kernel divides a model among the multiprocessors of a device, or why it cannot run there. Private to
+// this folder.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/fused/parameters.cuh"
+
+namespace weft::cuda::fused {
+
+// How consumer warps share the rows of a model. warps_k = 0: no way.
+struct KernelShape {
+  int row_loads = 0;  // 16-byte loads of a lane from a row of C elements: Variant::kRowLoads
+  int warps_k = 0, warps_r = 0;
+  int stage_bytes = 0;
+};
+
+struct Plan {
+  std::string refusal;  // empty: the model runs
+  KernelShape shape;
+  int blocks = 0;
+  std::vector<BlockRows> rows;  // of each block
+  Sizes sizes{};
+  SharedLayout layout{};
+};
+Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning);
+
+// Blocks of a launch; `wanted` = 0: chosen by the model's size.
+int blocks_for(const ModelConfig& config, int multiprocessors, int wanted);
+// Splits of the context of a head, at most: as many as give every block an item.
+int max_splits_of(const ModelConfig& config, int blocks);
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,132 @@
+// The producer thread of the fused decode kernel: copies weights and cache into the ring in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/fused/block.cuh"
+#include "llmc/cuda/hw/ring.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+template <typename K>
+struct Producer {
+  using Parameters = typename Block<K>::Parameters;
+  using Layer = typename Block<K>::Layer;
+
+  const Block<K>& c;
+  const Layer* layers;
+  RingPosition next, oldest;  // the stage that is filled next; the oldest copy that may be in flight
+  int in_flight = 0;
+  bool wrapped = false;  // stages hold chunks that consumers must release first
+
+  // Waits until the next stage is free and at most window - 1 copies are in flight. False: no more copies are wanted.
+  __device__ bool acquire() {
+    const Parameters& p = c.p;
+    if (in_flight == p.window) {
+      if (!c.wait_barrier(c.full + 8 * oldest.stage, oldest.phase)) return false;
+      oldest.advance(p.stages);
+      --in_flight;
+    }
+    const volatile int* stop = &c.flags.stop;
+    if (wrapped) {
+      const unsigned barrier = c.empty + 8 * next.stage, phase = next.phase ^ 1;
+      bool stopped = false;
+      const bool free = c.wait_for([&] {
+        if (hopper::mbarrier_try(barrier, phase)) return true;
+        return stopped = *stop != 0;
+      });
+      if (!free || stopped) return false;
+    }
+    return true;
+  }
+  __device__ void issued() {
+    ++in_flight;
+    next.advance(c.p.stages);
+    if (next.stage == 0) wrapped = true;
+  }
+
+  // Consecutive bytes, `chunk` at a time.
+  __device__ bool bytes(const void* from, std::int64_t size, int chunk) {
+    const char* source = static_cast<const char*>(from);
+    for (std::int64_t done = 0; done < size; done += chunk) {
+      const unsigned amount = static_cast<unsigned>(size - done < chunk ? size - done : chunk);
+      if (!acquire()) return false;
+      const unsigned barrier = c.full + 8 * next.stage;
+      hopper::mbarrier_arrive_expect(barrier, amount);
+      hopper::bulk_load(c.ring + next.stage * c.p.stage_bytes, source + done, amount, barrier, hopper::L2::evict_first);
+      issued();
+    }
+    return true;
+  }
+  __device__ bool rows(const typename K::W* matrix, RowRange rows, int columns) {
+    return bytes(matrix + static_cast<std::int64_t>(rows.begin) * columns,
+                 static_cast<std::int64_t>(rows.end - rows.begin) * columns * static_cast<int>(sizeof(*matrix)),
+                 c.p.stage_bytes);
+  }
+
+  // Keys and values of the positions before `position`, for the items of this block. After the first token the cache must
+  // hold what this launch appended at the token before.
+  __device__ bool cache(int token, int layer, int position) {
+    const Parameters& p = c.p;
+    const int splits = splits_at(position, p.max_splits);
+    const int chunk_positions = p.stage_bytes / (4 * p.HS),
+              position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
+    bool checked = token == 0;  // earlier launches have ended
+    for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
+      const Positions cached = positions_of(position, splits, item % splits);
+      if (cached.begin == cached.end) continue;
+      if (!checked) {
+        const volatile unsigned* steps = &c.flags.cache_steps;
+        const unsigned wanted = static_cast<unsigned>((token - 1) * p.L + layer + 1);
+        if (!c.wait_for([&] { return *steps >= wanted || *const_cast<volatile int*>(&c.flags.stop) != 0; }))
+          return false;
+        if (*const_cast<volatile int*>(&c.flags.stop) != 0) return false;
+        __threadfence_block();  // pairs with that of the helper; then the fence of the copies
+        fence_async_proxy_global();
+        checked = true;
+      }
+      const std::int64_t head = (static_cast<std::int64_t>(layer) * p.NH + item / splits) * p.capacity;
+      for (int first = cached.begin; first < cached.end; first += chunk_positions) {
+        const int count = min(chunk_positions, cached.end - first);
+        const unsigned amount = static_cast<unsigned>(count * position_bytes);
+        if (!acquire()) return false;
+        const unsigned barrier = c.full + 8 * next.stage, stage = c.ring + next.stage * p.stage_bytes;
+        hopper::mbarrier_arrive_expect(barrier, 2 * amount);
+        hopper::bulk_load(stage, p.keys + (head + first) * p.HS, amount, barrier, hopper::L2::evict_first);
+        hopper::bulk_load(stage + chunk_positions * position_bytes, p.values + (head + first) * p.HS, amount, barrier,
+                          hopper::L2::evict_first);
+        issued();
+      }
+    }
+    return true;
+  }
+
+  // In the order in which consumers read.
+  __device__ bool layer(const BlockRows& own, int token, int l) {
+    const Parameters& p = c.p;
+    const Layer& w = layers[l];
+    return rows(w.qkv, own.qkv, p.C) && rows(w.up, own.up, p.C) && cache(token, l, p.position + token) &&
+           (c.layer_only() || rows(w.down, own.out, p.F)) && rows(w.dense, own.out, p.C);
+  }
+
+  __device__ void run(const BlockRows& own) {
+    const Parameters& p = c.p;
+    bool more = true;
+    for (int token = 0; more && token < p.count; ++token) {
+      for (int l = 0; more && l < p.L; ++l) more = layer(own, token, l);
+      more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));
+    }
+    // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
+    for (; in_flight > 0; --in_flight) {
+      while (!hopper::mbarrier_try(c.full + 8 * oldest.stage, oldest.phase)) {
+      }
+      oldest.advance(p.stages);
+    }
+  }
+};
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,23 @@
+// What operators of one token are given: a linear layer, the parameters of a norm, a range of rows. W is the storage type
+// of matrices, A that of activations, biases and norms: float, bf16 or fp16. Pointers are 16-byte aligned device addresses.
+#pragma once
+
+namespace weft::cuda {
+
+template <typename W, typename A>
+struct Linear {
+  const W* weight = nullptr;  // [out, in], row-major
+  const A* bias = nullptr;    // [out] or null
+};
+
+template <typename A>
+struct Norm {
+  const A *weight = nullptr, *bias = nullptr;  // [C]; bias may be null
+};
+
+// Rows [begin, end) of a matrix.
+struct RowRange {
+  int begin, end;
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,14 @@
+// The GPU's side of a Mailbox.
+#pragma once
+
+#include "llmc/cuda/hw/coherent_memory.cuh"
+#include "llmc/cuda/op/mailbox.h"
+
+namespace weft::cuda {
+
+__device__ inline void publish(MailboxWords* mailbox, std::uint32_t sequence, std::int32_t id, SampleError error) {
+  const std::uint32_t low = static_cast<std::uint32_t>(error) << kMailboxErrorShift | static_cast<std::uint32_t>(id);
+  store_relaxed_system(&mailbox->ids[sequence % kMailboxIds], static_cast<std::uint64_t>(sequence) << 32 | low);
+}
+
+}  // namespace weft::cuda
