@@ -202,13 +202,14 @@ class NormCase {
     for (std::size_t i = 0; i < count_; ++i)
       want_h_[i] = rounded(__bfloat162float(x[i]) + __bfloat162float(residual[i]));
     const Floats wide_weight = widened(weight.data(), C_), wide_bias = widened(bias.data(), C_);
-    cpu::ResidualNormShape reference;
+    using namespace cpu;
+    ResidualNormShape reference;
     reference.rows = shape.rows, reference.C = shape.C, reference.eps = 1e-5f;
     reference.kind = shape.layernorm ? NormKind::layernorm : NormKind::rmsnorm;
-    cpu::ResidualNormForward io;
+    ResidualNormForward io;
     io.x = want_h_.data(), io.weight = wide_weight.data(), io.bias = shape.layernorm ? wide_bias.data() : nullptr;
     io.out = want_.data();
-    cpu::residual_norm_forward(reference, io);
+    residual_norm_forward(reference, io);
 
     x_ = upload(x), residual_ = upload(residual), weight_ = upload(weight), bias_ = upload(bias);
     problem_.rows = shape.rows, problem_.C = shape.C, problem_.layernorm = shape.layernorm, problem_.eps = 1e-5f;

@@ -318,7 +318,8 @@ def test_current_figures_are_those_of_the_pages():
     for figure in figures:
         page = read(f"dev/performance/{figure['page']}")
         assert f"({figure['page']})" in index, figure
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", figure["date"]) and figure["gpu"] and figure["command"] and figure["unit"], figure
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", figure["date"]), figure
+        assert figure["gpu"] and figure["command"] and figure["unit"], figure
         for key in ("value", "share", "share_of_floor", "share_of_read", "mfu", "peer", "ratio", "tflops"):
             assert figure.get(key, "") in page, (key, figure)
 
@@ -335,7 +336,8 @@ MAY_INCLUDE = {
     "cpu": {"base", "model"},
     "infer": BELOW_MODEL | {"model"},
     "train": BELOW_MODEL | {"model", "infer"},
-    **{f"cuda/{room}": {"base", "model"} | {f"cuda/{before}" for before in CUDA_ROOMS[:i]} for i, room in enumerate(CUDA_ROOMS)},
+    **{f"cuda/{room}": {"base", "model"} | {f"cuda/{before}" for before in CUDA_ROOMS[:i]}
+       for i, room in enumerate(CUDA_ROOMS)},
 }
 # What both mains share chooses between the devices, so it and the mains see every room.
 MAY_INCLUDE["app"] = set(MAY_INCLUDE)
