@@ -186,7 +186,7 @@ void bench_norm(Bench& bench, std::int64_t C, const char* stream) {
     io.rstd = rstd;
     residual_norm_forward(shape, io, nullptr);
   };
-  const auto alone = [&](Pool& pool) {  // the product before has joined the branch: what training runs
+  const auto alone = [&](Pool& pool) {  // the GEMM before has added the branch to the stream: what training runs
     ResidualNormForward<bf16, R> io;
     io.residual = pool.take<R>(n);
     io.out = pool.take<bf16>(n);
@@ -220,7 +220,7 @@ void bench_norm(Bench& bench, std::int64_t C, const char* stream) {
             backward(true));
 }
 
-// Both norms of a layer of Pythia-2.8B for a prompt of 2000: x joins the fp32 stream in place, two outputs.
+// Both norms of a layer of Pythia-2.8B for a prompt of 2000: x is added to the fp32 stream in place, two outputs.
 void bench_prompt_norms(Bench& bench) {
   ResidualNormShape shape;
   shape.rows = 2000;
@@ -291,11 +291,11 @@ void bench_activations(Bench& bench) {
     const bf16* gate_up = pool.take<bf16>(2 * n);
     swiglu_forward(pool.take<bf16>(n), gate_up, kRows, kF, nullptr);
   });
-  const auto backward = [&](bool product) {
-    return [&, product](Pool& pool) {
+  const auto backward = [&](bool with_out) {
+    return [&, with_out](Pool& pool) {
       bf16* gate_up = pool.take<bf16>(2 * n);
       bf16* dout = pool.take<bf16>(n);
-      swiglu_backward(gate_up, dout, gate_up, kRows, kF, product ? dout : nullptr, nullptr);
+      swiglu_backward(gate_up, dout, gate_up, kRows, kF, with_out ? dout : nullptr, nullptr);
     };
   };
   bench.row("swiglu backward", 5.0 * size, "5 N F 2", 3 * size, backward(false));

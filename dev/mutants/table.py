@@ -52,12 +52,12 @@ CPU = [
            "shape.scale = 1.0f / std::sqrt(static_cast<float>(HS));", "shape.scale = 1.0f;", unit("Golden.*Decoding*")),
     Mutant("attention of training without 1/sqrt(d)", "llmc/cpu/llama.cpp",
            "1.0f / std::sqrt(static_cast<float>(config_.head_dim))};", "1.0f};", unit("Golden.LlamaTraining*")),
-    Mutant("K/V heads tiled, few queries", "llmc/cpu/attention.cpp",
+    Mutant("K/V heads tiled, few queries", "llmc/cpu/attention_blocks.cpp",
            "kv = h / (shape.NH / shape.NKV), keys", "kv = h % shape.NKV, keys", unit("*Attention*")),
-    Mutant("K/V heads tiled, blocks of queries", "llmc/cpu/attention.cpp",
+    Mutant("K/V heads tiled, blocks of queries", "llmc/cpu/attention_blocks.cpp",
            "HP = padded(HS), kv = h / (shape.NH / shape.NKV);", "HP = padded(HS), kv = h % shape.NKV;",
            unit("*Attention*")),
-    Mutant("causal mask shows one key too many", "llmc/cpu/attention.cpp",
+    Mutant("causal mask shows one key too many", "llmc/cpu/attention_blocks.cpp",
            "return shape.causal ? shape.TK - shape.TQ + t + 1 : shape.TK;",
            "return shape.causal ? std::min(shape.TK, shape.TK - shape.TQ + t + 2) : shape.TK;",
            unit("OperatorVectors.Attention*")),
@@ -235,8 +235,8 @@ GPU = [
            "static_cast<double>(step.step + 1);", ("gpu:AdamW*",)),
     Mutant("GPU: AdamW ignores eps", "llmc/cuda/op/adamw.cu", "s.inv_sqrt_correction2 + s.eps)",
            "s.inv_sqrt_correction2 + 1e-8f)", ("gpu:AdamW*",)),
-    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "turned_low[j] = a * c - z * s;",
-           "turned_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
+    Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "rotated_low[j] = a * c - z * s;",
+           "rotated_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
     Mutant("GPU: SwiGLU with its branches swapped", "llmc/cuda/op/swiglu.cu", """\
   gate.load(gate_up + row * 2 * F + column);
   up.load(gate_up + row * 2 * F + F + column);
@@ -325,6 +325,9 @@ GPU = [
       float dx[""", """\
       branch_factors(factors, shape, rowscale, row * C + column + 4);
       float dx[""", ("gpu:ResidualNorm.Bf16",)),
+    Mutant("GPU: norm with a branch adds its rows in another order", "llmc/cuda/op/residual_norm_forward.cu",
+           "using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full", "using Bounded = Spread<R, 512, 32>;  // full",
+           ("gpu:ResidualNorm.NormOfAStoredStream*",)),
     Mutant("GPU: norm asks for more shared memory than a block has", "llmc/cuda/op/residual_norm_backward.cu",
            "if (sum_bytes > shared_limit) return full_backward", "if (sum_bytes < 0) return full_backward",
            ("gpu:ResidualNorm.SmallSharedMemory",)),
@@ -340,6 +343,8 @@ GPU = [
           const std::uint64_t one""", ("gpu:GpuSampler*",)),
     Mutant("GPU: sampling takes more ids than its sums hold", "llmc/cuda/op/sampler.cu", "if (V > kMaxSampledVocab) {",
            "if (V > 2 * kMaxSampledVocab) {", ("gpu:GpuSampler*",)),
+    Mutant("GPU: the classifier's maximum ignores two columns of eight", "llmc/cuda/op/classifier.cu",
+           "__hmax2(most[2], most[3]));", "most[2]);", ("gpu:Classifier.EveryColumnCountsBf16",)),
     Mutant("GPU: the classifier counts what follows a row", "llmc/cuda/op/classifier.cu",
            "stash[last].value[i] = from_float<T>(-INFINITY);", "stash[last].value[i] = from_float<T>(0.0f);",
            ("gpu:Classifier*",)),

@@ -1,8 +1,8 @@
 // AdamW, element by element; the bias corrections are formed in double once a step, because 1 - beta2^t loses
 // most of its digits in fp32 for small t.
 //
-// Work is cut into blocks of a fixed size, so an element meets the same code, vector body or remainder,
-// whatever the number of threads.
+// Work is cut into blocks of a fixed size, so an element is computed by the same code, vector body or remainder, for any
+// number of threads.
 
 #include "llmc/cpu/adamw.h"
 

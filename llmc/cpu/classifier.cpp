@@ -1,9 +1,8 @@
 // p = softmax(logits) with the row's maximum subtracted;  loss = -log p[label];  d loss / d logits = p -
 // onehot(label).
 //
-// A row is read three times (maximum, sum, gradient). The sum runs in fp32 over blocks that fit the vector
-// registers' precision and in double over the blocks, so that V = 128,256 loses no more digits than V =
-// 1,000.
+// A row is read three times (maximum, sum, gradient). The sum runs in fp32 within blocks of kBlock logits and in double over
+// the blocks, so that V = 128,256 loses no more digits than V = 1,000.
 
 #include "llmc/cpu/classifier.h"
 
@@ -20,7 +19,7 @@ namespace {
 
 constexpr std::int64_t kBlock = 1024;
 
-// NaN logits are passed over here and come back through the sum.
+// Ignores NaN logits: the sum becomes NaN through them.
 float row_maximum(const float* row, std::int64_t V) {
   float maximum = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : maximum)

@@ -1,3 +1,5 @@
+// Prompts, scores and the K/V cache of a CPU decoder; the operators of a layer are in llama_decoder.cpp and neox.cpp.
+
 #include "llmc/cpu/decoder.h"
 
 #include <algorithm>
@@ -72,9 +74,9 @@ std::vector<double> Decoder::score(std::span<const std::int32_t> ids) {
   return nll;
 }
 
-HeadView Decoder::cache_view(std::int64_t part, std::int64_t l) const {
+HeadView Decoder::cache_view(std::int64_t which, std::int64_t l) const {
   const std::int64_t layer = config_.num_kv_heads * capacity_ * config_.head_dim;
-  const std::int64_t offset = part * cache_elements(config_, capacity_) + l * layer;
+  const std::int64_t offset = which * cache_elements(config_, capacity_) + l * layer;
   return {cache_arena_.at<float>(0) + offset, 0, config_.head_dim, capacity_ * config_.head_dim};
 }
 

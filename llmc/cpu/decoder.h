@@ -1,6 +1,5 @@
-// What CPU decoders of both families share: the K/V cache, running a prompt in chunks, logits, scoring, and
-// keeping activations for comparison. A family adds run_layers(), the list of operators from ids to the final
-// norm.
+// Base class of the CPU decoders of both families: the K/V cache, running a prompt in chunks, logits, scoring, and keeping
+// activations for comparison. A family adds run_layers(), the list of operators from ids to the final norm.
 #pragma once
 
 #include <map>
@@ -29,7 +28,7 @@ class Decoder : public DecodeModel {
   std::uint64_t bytes_per_token(std::int64_t context) const final;
 
  protected:
-  // Rows that are computed at once: bounds the scratch memory of a long prompt.
+  // Tokens that are computed at once: bounds the scratch memory of a long prompt.
   static constexpr std::int64_t kChunk = 256;
 
   // Runs ids.size() <= kChunk tokens at positions length() ..., appends their keys and values, and leaves the
@@ -52,7 +51,7 @@ class Decoder : public DecodeModel {
   void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count);
 
  private:
-  HeadView cache_view(std::int64_t part, std::int64_t l) const;  // part 0: keys, 1: values
+  HeadView cache_view(std::int64_t which, std::int64_t l) const;  // which: 0 keys, 1 values
   void check_room(std::size_t ids) const;
 
   ModelConfig config_;

@@ -1,6 +1,6 @@
 // out[n, :] = weight[tokens[n], :], a gather; its transpose is a scatter-add.
 //
-// Backward: each thread owns the tokens of one residue class and walks the whole batch in order. Two threads
+// Backward: each thread owns the tokens of one residue class and goes through the batch in order. Two threads
 // never touch the same row, and a row's sum does not depend on how many threads there are.
 
 #include "llmc/cpu/embedding.h"

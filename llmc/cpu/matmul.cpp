@@ -1,157 +1,44 @@
-// out = x W^T (+ bias);  dx = dout W;  dW += dout^T x;  dbias += column sums of dout.
+// The linear layer as it is defined:
 //
-// Every product is cut into blocks of the output whose sizes follow from the shape alone. A block is one
-// single-threaded sgemm, and our own OpenMP loop hands the blocks out: an element is summed in the same order
-// for any number of threads, which a threaded BLAS call does not promise.
-//
-// One row, or a few, reads every weight once for hardly any arithmetic: there memory is the limit and sgemm
-// would first copy the weights into its packed layout. Those rows go through plain dot products instead.
+//   out[n, o] = sum_c x[n, c] W[o, c] + bias[o]
+//   dx[n, c] = sum_o dout[n, o] W[o, c];   dW[o, c] += sum_n dout[n, o] x[n, c];   dbias[o] += sum_n dout[n, o]
 
 #include "llmc/cpu/matmul.h"
 
-#include <cblas.h>
-
-#include <algorithm>
-
-namespace weft::cpu {
-
-namespace {
-
-constexpr std::int64_t kFewRows = 4;     // up to this many rows of x are taken as dot products
-constexpr std::int64_t kDotOutputs = 4;  // rows of W whose dot products run side by side
-constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 96;  // of a block of a product
-constexpr std::int64_t kEnoughBlocks = 16;  // smaller blocks cost more than a better balance gives back
-
-std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
-struct Matrix {
-  const float* data;
-  std::int64_t leading;  // elements between stored rows
-  CBLAS_TRANSPOSE transpose = CblasNoTrans;
-
-  // The part that begins at row (of the matrix as it is used), likewise column.
-  const float* from_row(std::int64_t row) const { return data + row * (transpose == CblasNoTrans ? leading : 1); }
-  const float* from_column(std::int64_t column) const {
-    return data + column * (transpose == CblasNoTrans ? 1 : leading);
-  }
-};
-
-// OpenBLAS's OpenMP flavour stays single-threaded inside a parallel region by itself. Its pthread flavour
-// would start its own threads below each of ours.
-void one_blas_thread() {
-  static const bool done = [] {
-    if (openblas_get_parallel() == OPENBLAS_THREAD) openblas_set_num_threads(1);
-    return true;
-  }();
-  static_cast<void>(done);
-}
-
-// c [M, N] = a [M, K] b [K, N] + beta c.
-void product(float* c, const Matrix& a, const Matrix& b, std::int64_t M, std::int64_t N, std::int64_t K, float beta) {
-  if (M == 0 || N == 0) return;
-  one_blas_thread();
-  std::int64_t rows = std::min(M, kMostRows), columns = std::min(N, kMostColumns);
-  while (ceil_divide(M, rows) * ceil_divide(N, columns) < kEnoughBlocks && std::max(rows, columns) > kLeastSide) {
-    std::int64_t& longer = rows >= columns ? rows : columns;
-    longer = ceil_divide(longer, 2);
-  }
-  const std::int64_t block_rows = ceil_divide(M, rows), block_columns = ceil_divide(N, columns);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (std::int64_t i = 0; i < block_rows; ++i) {
-    for (std::int64_t j = 0; j < block_columns; ++j) {
-      const std::int64_t m = i * rows, n = j * columns;
-      cblas_sgemm(CblasRowMajor, a.transpose, b.transpose, static_cast<blasint>(std::min(rows, M - m)),
-                  static_cast<blasint>(std::min(columns, N - n)), static_cast<blasint>(K), 1.0f, a.from_row(m),
-                  static_cast<blasint>(a.leading), b.from_column(n), static_cast<blasint>(b.leading), beta,
-                  c + m * N + n, static_cast<blasint>(N));
-    }
-  }
-}
-
-// kDotOutputs dot products of x with consecutive rows of the weight: enough independent sums to hide the
-// latency of an addition.
-void dot_rows(float* sums, const float* x, const float* weight, std::int64_t C) {
-  const float *w0 = weight, *w1 = w0 + C, *w2 = w1 + C, *w3 = w2 + C;
-  float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-  for (std::int64_t c = 0; c < C; ++c) {
-    s0 += x[c] * w0[c];
-    s1 += x[c] * w1[c];
-    s2 += x[c] * w2[c];
-    s3 += x[c] * w3[c];
-  }
-  sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
-}
-
-float dot(const float* x, const float* w, std::int64_t C) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t c = 0; c < C; ++c) sum += x[c] * w[c];
-  return sum;
-}
-
-void few_rows_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N,
-                      std::int64_t C, std::int64_t OC, Accumulate accumulate) {
-#pragma omp parallel for schedule(static)
-  for (std::int64_t first = 0; first < OC; first += kDotOutputs) {
-    const std::int64_t outputs = std::min(kDotOutputs, OC - first);
-    for (std::int64_t n = 0; n < N; ++n) {
-      float sums[kDotOutputs];
-      if (outputs == kDotOutputs) {
-        dot_rows(sums, x + n * C, weight + first * C, C);
-      } else {
-        for (std::int64_t o = 0; o < outputs; ++o) sums[o] = dot(x + n * C, weight + (first + o) * C, C);
-      }
-      for (std::int64_t o = 0; o < outputs; ++o) {
-        float* element = out + n * OC + first + o;
-        const float value = sums[o] + (bias ? bias[first + o] : 0.0f);
-        *element = accumulate == Accumulate::yes ? *element + value : value;
-      }
-    }
-  }
-}
-
-// dbias [OC] += column sums, rows added in order; a thread owns whole columns.
-void add_column_sums(float* dbias, const float* dout, std::int64_t N, std::int64_t OC) {
-  constexpr std::int64_t kColumns = 64;
-#pragma omp parallel for schedule(static)
-  for (std::int64_t first = 0; first < OC; first += kColumns) {
-    const std::int64_t columns = std::min(kColumns, OC - first);
-    double sums[kColumns] = {};
-    for (std::int64_t n = 0; n < N; ++n) {
-      const float* row = dout + n * OC + first;
-#pragma omp simd
-      for (std::int64_t o = 0; o < columns; ++o) sums[o] += row[o];
-    }
-    for (std::int64_t o = 0; o < columns; ++o) dbias[first + o] += static_cast<float>(sums[o]);
-  }
-}
-
-}  // namespace
+namespace weft::cpu::plain {
 
 void matmul_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N, std::int64_t C,
                     std::int64_t OC, Accumulate accumulate) {
-  if (N <= kFewRows) return few_rows_forward(out, x, weight, bias, N, C, OC, accumulate);
-  bool add = accumulate == Accumulate::yes;
-  if (bias) {
-#pragma omp parallel for schedule(static)
-    for (std::int64_t n = 0; n < N; ++n) {
-      float* row = out + n * OC;
-#pragma omp simd
-      for (std::int64_t o = 0; o < OC; ++o) row[o] = (add ? row[o] : 0.0f) + bias[o];
+#pragma omp parallel for collapse(2) schedule(static)
+  for (std::int64_t n = 0; n < N; ++n) {
+    for (std::int64_t o = 0; o < OC; ++o) {
+      float sum = bias ? bias[o] : 0.0f;
+      for (std::int64_t c = 0; c < C; ++c) sum += x[n * C + c] * weight[o * C + c];
+      float& element = out[n * OC + o];
+      element = accumulate == Accumulate::yes ? element + sum : sum;
     }
-    add = true;
   }
-  product(out, {x, C}, {weight, C, CblasTrans}, N, OC, C, add ? 1.0f : 0.0f);
 }
 
 void matmul_backward(float* dx, float* dweight, float* dbias, const float* dout, const float* x, const float* weight,
                      std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate_dx) {
-  if (dx) product(dx, {dout, OC}, {weight, C}, N, C, OC, accumulate_dx == Accumulate::yes ? 1.0f : 0.0f);
-  if (dweight) product(dweight, {dout, OC, CblasTrans}, {x, C}, OC, C, N, 1.0f);
-  if (dbias) add_column_sums(dbias, dout, N, OC);
+#pragma omp parallel for collapse(2) schedule(static)
+  for (std::int64_t n = 0; n < (dx ? N : 0); ++n) {
+    for (std::int64_t c = 0; c < C; ++c) {
+      float sum = 0;
+      for (std::int64_t o = 0; o < OC; ++o) sum += dout[n * OC + o] * weight[o * C + c];
+      float& element = dx[n * C + c];
+      element = accumulate_dx == Accumulate::yes ? element + sum : sum;
+    }
+  }
+#pragma omp parallel for schedule(static)
+  for (std::int64_t o = 0; o < OC; ++o) {
+    for (std::int64_t n = 0; n < N; ++n) {
+      const float gradient = dout[n * OC + o];
+      for (std::int64_t c = 0; c < (dweight ? C : 0); ++c) dweight[o * C + c] += gradient * x[n * C + c];
+      if (dbias) dbias[o] += gradient;
+    }
+  }
 }
 
-}  // namespace weft::cpu
+}  // namespace weft::cpu::plain

@@ -1,4 +1,4 @@
-// The operator works row by row: the row h is formed once, in residual_out or in a thread's own buffer, its
+// The operator works row by row: the row h is computed once, in residual_out or in a thread's own buffer, its
 // statistics are taken in double (two passes for the variance: E[h^2] - E[h]^2 cancels where the mean is
 // large), then normalised.
 //
@@ -63,9 +63,13 @@ void branch_factors(float* factors, const ResidualNormShape& shape, const float*
   }
 }
 
-// h = x * factors * colscale + residual; h may be residual.
-void join(float* h, const float* x, const float* factors, const float* colscale, const float* residual,
-          std::int64_t C) {
+// h = x * factors * colscale + residual; h may be residual. Without x it is residual.
+void add_branch(float* h, const float* x, const float* factors, const float* colscale, const float* residual,
+                std::int64_t C) {
+  if (!x) {
+    if (h != residual) std::copy(residual, residual + C, h);
+    return;
+  }
 #pragma omp simd
   for (std::int64_t c = 0; c < C; ++c) {
     float value = x[c] * factors[c];
@@ -145,7 +149,7 @@ void backward_row(const ResidualNormShape& shape, const ResidualNormBackward& io
   branch_factors(factors, shape, io.rowscale, row);
   const float* h = at_row(io.residual_out, row, C);
   if (!h) {
-    join(xhat, x, factors, io.colscale, at_row(io.residual, row, C), C);
+    add_branch(xhat, x, factors, io.colscale, at_row(io.residual, row, C), C);
     h = xhat;
   }
   const float mean = shape.kind == NormKind::layernorm ? io.mean[row] : 0.0f, rstd = io.rstd[row];
@@ -187,7 +191,7 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
     float* h = io.residual_out ? io.residual_out + row * C : buffers.get(0);
     float* factors = buffers.get(1);
     branch_factors(factors, shape, io.rowscale, row);
-    join(h, io.x + row * C, factors, io.colscale, at_row(io.residual, row, C), C);
+    add_branch(h, at_row(io.x, row, C), factors, io.colscale, at_row(io.residual, row, C), C);
     const Statistics s = statistics(h, shape);
     normalise(io.out + row * C, h, s, io.weight, io.bias, C);
     if (io.weight2) normalise(io.out2 + row * C, h, s, io.weight2, io.bias2, C);

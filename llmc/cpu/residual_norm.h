@@ -9,25 +9,18 @@
 //
 // Prenorm (Llama, GPT-NeoX): residual_out is asked for and backward takes its gradient too.
 // Postnorm: residual_out and dresidual_out are null; h is then recomputed in backward from x and residual.
+// The norm of a stored residual_out (as `residual`, with x null) gives the bits of the call that stored it.
 // Backward needs the rstd (and LayerNorm's mean) that forward kept. The same bits for any number of threads.
 #pragma once
 
 #include <cstdint>
 
-#include "llmc/model/config.h"
+#include "llmc/model/norm_shape.h"
 
 namespace weft::cpu {
 
-struct ResidualNormShape {
-  std::int64_t rows = 0, C = 0;
-  NormKind kind = NormKind::rmsnorm;
-  float eps = 0;
-  float dropout = 0;  // p in [0, 1)
-  std::uint64_t seed = 0, offset = 0;
-};
-
 struct ResidualNormForward {
-  const float* x = nullptr;         // [rows, C]
+  const float* x = nullptr;         // [rows, C]; null: h = residual (the norm of the stream alone)
   const float* residual = nullptr;  // [rows, C]; null: none
   const float* rowscale = nullptr;  // [rows]; null: 1 (stochastic depth; no gradient)
   const float* colscale = nullptr;  // [C]; null: 1 (LayerScale)

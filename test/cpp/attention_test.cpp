@@ -1,5 +1,5 @@
-// Attention against the textbook definition in double precision: a T x T matrix, a softmax over its rows, no
-// blocks.
+// Both forms of attention against the textbook definition in double precision (a T x T matrix, a softmax over its rows), and
+// the blocked form against the plain loops.
 
 #include "llmc/cpu/attention.h"
 
@@ -34,14 +34,18 @@ struct Result {
   Floats out, lse, dq, dk, dv;
 };
 
-Result run(const AttentionShape& s, const Inputs& in) {
+enum class Form { plain, blocks };
+
+Result run(const AttentionShape& s, const Inputs& in, Form form = Form::blocks) {
   Result r{Floats(in.q.size(), kNaN), Floats(s.B * s.NH * s.TQ, kNaN), Floats(in.q.size(), kNaN),
            Floats(in.k.size(), kNaN), Floats(in.v.size(), kNaN)};
   const auto queries = [&](auto& data) { return contiguous(data.data(), s.TQ, s.NH, s.HS); };
   const auto keys = [&](auto& data) { return contiguous(data.data(), s.TK, s.NKV, s.HS); };
-  attention_forward(s, queries(r.out), r.lse.data(), queries(in.q), keys(in.k), keys(in.v));
-  attention_backward(s, queries(r.dq), keys(r.dk), keys(r.dv), queries(in.dout), queries(r.out), r.lse.data(),
-                     queries(in.q), keys(in.k), keys(in.v));
+  const auto forward = form == Form::plain ? plain::attention_forward : attention_forward;
+  const auto backward = form == Form::plain ? plain::attention_backward : attention_backward;
+  forward(s, queries(r.out), r.lse.data(), queries(in.q), keys(in.k), keys(in.v));
+  backward(s, queries(r.dq), keys(r.dk), keys(r.dv), queries(in.dout), queries(r.out), r.lse.data(), queries(in.q),
+           keys(in.k), keys(in.v));
   return r;
 }
 
@@ -78,13 +82,18 @@ Naive naive_attention(const AttentionShape& s, const Doubles& q, const Doubles& 
   return result;
 }
 
-class AttentionShapes : public testing::TestWithParam<AttentionShape> {};
+class AttentionShapes : public testing::TestWithParam<AttentionShape> {
+ protected:
+  static AttentionShape scaled(AttentionShape s) {
+    s.scale = 1.0f / std::sqrt(static_cast<float>(s.HS));
+    return s;
+  }
+};
 
-TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
-  AttentionShape s = GetParam();
-  s.scale = 1.0f / std::sqrt(static_cast<float>(s.HS));
+// The definition in double precision, and central differences of it at up to `samples` elements of each input.
+void expect_definition(const AttentionShape& s, Form form, std::size_t samples) {
   const Inputs in = random_inputs(s);
-  const Result r = run(s, in);
+  const Result r = run(s, in, form);
   const Doubles q = widen(in.q), k = widen(in.k), v = widen(in.v);
   const Naive expected = naive_attention(s, q, k, v);
   expect_close(r.out, expected.out, "out");
@@ -92,7 +101,6 @@ TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
   const auto loss = [&](const Doubles& at_q, const Doubles& at_k, const Doubles& at_v) {
     return weighted_sum(naive_attention(s, at_q, at_k, at_v).out, in.dout);
   };
-  const std::size_t samples = s.B * s.NH * s.TQ * s.TK * s.HS > 100'000 ? 12 : 100;
   expect_gradient(
       "dv", [&](const Doubles& x) { return loss(q, k, x); }, in.v, r.dv, samples);
   for (const Floats* gradient : {&r.dq, &r.dk, &r.dv}) {
@@ -103,6 +111,27 @@ TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
       "dq", [&](const Doubles& x) { return loss(x, k, v); }, in.q, r.dq, samples);
   expect_gradient(
       "dk", [&](const Doubles& x) { return loss(q, x, v); }, in.k, r.dk, samples);
+}
+
+TEST_P(AttentionShapes, PlainLoopsAreTheDefinition) {
+  expect_definition(scaled(GetParam()), Form::plain, 12);
+}
+
+TEST_P(AttentionShapes, ForwardAndBackwardAreTheDefinition) {
+  const AttentionShape s = scaled(GetParam());
+  expect_definition(s, Form::blocks, s.B * s.NH * s.TQ * s.TK * s.HS > 100'000 ? 12 : 100);
+}
+
+TEST_P(AttentionShapes, BlocksAgreeWithThePlainLoops) {
+  const AttentionShape s = scaled(GetParam());
+  const Inputs in = random_inputs(s);
+  const Result blocks = run(s, in), plain = run(s, in, Form::plain);
+  expect_close(blocks.out, plain.out, "out");
+  expect_close(blocks.lse, plain.lse, "lse");
+  expect_close(blocks.dv, plain.dv, "dv");
+  if (s.TK == 1) return;  // dq and dk are 0 up to rounding
+  expect_close(blocks.dq, plain.dq, "dq");
+  expect_close(blocks.dk, plain.dk, "dk");
 }
 
 //                                    B  TQ  TK  NH NKV HS causal
@@ -122,6 +151,9 @@ INSTANTIATE_TEST_SUITE_P(Odd, AttentionShapes,
                                          AttentionShape{2, 3, 70, 4, 1, 8, true},      // a few new tokens
                                          AttentionShape{1, 20, 90, 4, 2, 8, true},     // a chunk at the end
                                          AttentionShape{1, 70, 133, 2, 1, 8, true},    //
+                                         AttentionShape{1, 8, 65, 4, 2, 8, true},      // the last that goes by rows
+                                         AttentionShape{2, 9, 129, 4, 2, 17, true},    // the first that goes by blocks
+                                         AttentionShape{1, 129, 129, 2, 1, 8, false},  // three ragged blocks each way
                                          AttentionShape{1, 5, 9, 4, 2, 8, false},      //
                                          AttentionShape{1, 40, 70, 4, 2, 8, false}));
 
@@ -232,10 +264,12 @@ TEST(Attention, SameBitsForAnyThreads) {
   for (const std::int64_t TQ : {2, 100}) {
     const AttentionShape s{2, TQ, 100, 6, 2, 16, true, 0.25f};
     const Inputs in = random_inputs(s);
-    expect_same_bits_for_any_threads("attention", [&] {
-      const Result r = run(s, in);
-      return std::vector<Floats>{r.out, r.lse, r.dq, r.dk, r.dv};
-    });
+    for (const Form form : {Form::plain, Form::blocks}) {
+      expect_same_bits_for_any_threads("attention", [&] {
+        const Result r = run(s, in, form);
+        return std::vector<Floats>{r.out, r.lse, r.dq, r.dk, r.dv};
+      });
+    }
   }
 }
 

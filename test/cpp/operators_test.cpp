@@ -1,5 +1,5 @@
-// The small CPU operators: embedding, matmul, RoPE, SwiGLU, GELU, classifier, and the exponential below them.
-// Each is held against an independent double-precision definition and against central differences of it.
+// The small CPU operators: embedding, matmul, RoPE, SwiGLU, GELU, classifier, and the exponential that they use. Each is
+// compared with an independent double-precision definition and with central differences of it.
 
 #include <sys/mman.h>
 
@@ -103,6 +103,15 @@ struct MatmulSize {
   std::int64_t N, C, OC;
 };
 
+// The plain loops and the form by OpenBLAS have one contract.
+struct MatmulForm {
+  const char* name;
+  decltype(&matmul_forward) forward;
+  decltype(&matmul_backward) backward;
+};
+constexpr MatmulForm kMatmulForms[] = {{"plain", plain::matmul_forward, plain::matmul_backward},
+                                       {"BLAS", matmul_forward, matmul_backward}};
+
 class MatmulSizes : public testing::TestWithParam<MatmulSize> {};
 
 TEST_P(MatmulSizes, ForwardIsTheDefinition) {
@@ -111,15 +120,18 @@ TEST_P(MatmulSizes, ForwardIsTheDefinition) {
   const Floats before = random_floats(N * OC, 4);
   for (const bool with_bias : {false, true}) {
     const Doubles expected = naive_matmul(x, weight, with_bias ? bias : Floats{}, N, C, OC);
-    Floats out(N * OC, kNaN);  // = must not read what was there
-    matmul_forward(out.data(), x.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
-    expect_close(out, expected, "out");
-
     Doubles added = expected;
     for (std::size_t i = 0; i < added.size(); ++i) added[i] += static_cast<double>(before[i]);
-    out = before;
-    matmul_forward(out.data(), x.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC, Accumulate::yes);
-    expect_close(out, added, "accumulated out");
+    const float* const bias_or_null = with_bias ? bias.data() : nullptr;
+    for (const MatmulForm& form : kMatmulForms) {
+      SCOPED_TRACE(form.name);
+      Floats out(N * OC, kNaN);  // = must not read what was there
+      form.forward(out.data(), x.data(), weight.data(), bias_or_null, N, C, OC, Accumulate::no);
+      expect_close(out, expected, "out");
+      out = before;
+      form.forward(out.data(), x.data(), weight.data(), bias_or_null, N, C, OC, Accumulate::yes);
+      expect_close(out, added, "accumulated out");
+    }
   }
 }
 
@@ -139,23 +151,31 @@ TEST_P(MatmulSizes, BackwardIsTheDefinition) {
       }
     }
   }
-  Floats got_dx(N * C, kNaN), got_dweight = dweight_before, got_dbias = dbias_before;
-  matmul_backward(got_dx.data(), got_dweight.data(), got_dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC);
-  expect_close(got_dx, dx, "dx");
-  expect_close(got_dweight, dweight, "dweight");
-  expect_close(got_dbias, dbias, "dbias");
+  Doubles dx_added = dx;
+  for (std::size_t i = 0; i < dx.size(); ++i) dx_added[i] += static_cast<double>(dx_before[i]);
+  for (const MatmulForm& form : kMatmulForms) {
+    SCOPED_TRACE(form.name);
+    Floats got_dx(N * C, kNaN), got_dweight = dweight_before, got_dbias = dbias_before;
+    form.backward(got_dx.data(), got_dweight.data(), got_dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC,
+                  Accumulate::no);
+    expect_close(got_dx, dx, "dx");
+    expect_close(got_dweight, dweight, "dweight");
+    expect_close(got_dbias, dbias, "dbias");
 
-  got_dx = dx_before;
-  for (std::size_t i = 0; i < dx.size(); ++i) dx[i] += static_cast<double>(dx_before[i]);
-  matmul_backward(got_dx.data(), nullptr, nullptr, dout.data(), x.data(), weight.data(), N, C, OC, Accumulate::yes);
-  expect_close(got_dx, dx, "accumulated dx");
+    got_dx = dx_before;
+    form.backward(got_dx.data(), nullptr, nullptr, dout.data(), x.data(), weight.data(), N, C, OC, Accumulate::yes);
+    expect_close(got_dx, dx_added, "accumulated dx");
+  }
 }
 
-INSTANTIATE_TEST_SUITE_P(Odd, MatmulSizes,
-                         testing::Values(MatmulSize{1, 8, 1}, MatmulSize{1, 1030, 6}, MatmulSize{2, 33, 7},
-                                         MatmulSize{3, 192, 65}, MatmulSize{4, 16, 9}, MatmulSize{5, 7, 3},
-                                         MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31}, MatmulSize{300, 5, 700},
-                                         MatmulSize{1000, 24, 17}));
+INSTANTIATE_TEST_SUITE_P(
+    Odd, MatmulSizes,
+    testing::Values(MatmulSize{1, 8, 1}, MatmulSize{1, 1030, 6}, MatmulSize{2, 33, 7}, MatmulSize{3, 192, 65},
+                    MatmulSize{4, 16, 9}, MatmulSize{5, 7, 3}, MatmulSize{7, 1030, 129}, MatmulSize{65, 130, 31},
+                    MatmulSize{300, 5, 700}, MatmulSize{1000, 24, 17},
+                    MatmulSize{4, 70, 13},       // the last N of dot products, four outputs at a time
+                    MatmulSize{1300, 33, 1030},  // 6 blocks of 256 rows by 3 of 512 columns, both ragged
+                    MatmulSize{515, 1101, 3}));  // several of each in dx and in dweight
 
 TEST(Matmul, GradientsAreCentralDifferences) {
   const std::int64_t N = 3, C = 5, OC = 4;
@@ -180,12 +200,15 @@ TEST(Matmul, SameBitsForAnyThreads) {
     const std::int64_t C = 190, OC = 333;
     const Floats x = random_floats(N * C, 1), weight = random_floats(OC * C, 2), bias = random_floats(OC, 3);
     const Floats dout = random_floats(N * OC, 4);
-    expect_same_bits_for_any_threads("matmul", [&] {
-      Floats out(N * OC), dx(N * C), dweight(OC * C), dbias(OC);
-      matmul_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);
-      matmul_backward(dx.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC);
-      return std::vector<Floats>{out, dx, dweight, dbias};
-    });
+    for (const MatmulForm& form : kMatmulForms) {
+      expect_same_bits_for_any_threads(form.name, [&] {
+        Floats out(N * OC), dx(N * C), dweight(OC * C), dbias(OC);
+        form.forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC, Accumulate::no);
+        form.backward(dx.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), N, C, OC,
+                      Accumulate::no);
+        return std::vector<Floats>{out, dx, dweight, dbias};
+      });
+    }
   }
 }
 
@@ -419,6 +442,28 @@ TEST(Classifier, NanGivesNan) {
     classifier(logits.data(), loss.data(), &label, 1, 21, 1.0f, true);
     EXPECT_TRUE(std::isnan(loss[0]));
     for (const float value : logits) EXPECT_TRUE(std::isnan(value));
+  }
+}
+
+// The greatest logit of a row in each column in turn, so far above the others that a sum taken without it overflows; then a
+// NaN. 1100 columns are more than a block of the sum.
+TEST(Classifier, EveryColumnCounts) {
+  for (const std::int64_t V : {1, 3, 16, 37, 1100}) {
+    Floats logits = random_floats(V * V, 1), losses(V);  // row c has it in column c
+    std::vector<std::int32_t> labels;
+    for (std::int64_t c = 0; c < V; ++c) {
+      logits[c * V + c] = 300.0f;
+      labels.push_back(static_cast<std::int32_t>((c + 1) % V));
+    }
+    Floats gradient = logits, bad = logits;
+    classifier(gradient.data(), losses.data(), labels.data(), V, V, 1.0f, true);
+    for (std::int64_t c = 0; c < V; ++c) {
+      ASSERT_NEAR(losses[c], V == 1 ? 0.0f : 300.0f - logits[c * V + labels[c]], 1e-4) << c << " of " << V;
+      ASSERT_EQ(gradient[c * V + c], V == 1 ? 0.0f : 1.0f) << c << " of " << V;
+      bad[c * V + c] = kNaN;
+    }
+    classifier(bad.data(), losses.data(), labels.data(), V, V, 1.0f, true);
+    for (std::int64_t c = 0; c < V; ++c) ASSERT_TRUE(std::isnan(losses[c])) << c << " of " << V;
   }
 }
 

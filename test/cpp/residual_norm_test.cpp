@@ -191,6 +191,48 @@ TEST_P(ResidualNormForms, BackwardIsCentralDifferences) {
   if (f.colscale) check("dcolscale", &WideTensors::colscale, t.colscale, g.dcolscale);
 }
 
+// x null names the stream without a branch: what recomputation calls.
+TEST_P(ResidualNormForms, NormOfTheStoredStreamHasTheSameBits) {
+  Form f = GetParam();
+  f.prenorm = true;
+  const Tensors t = random_tensors(f);
+  const Outputs o = forward(f, t);
+  Floats out(o.out.size(), kNaN), mean(o.mean.size(), kNaN), rstd(o.rstd.size(), kNaN), kept(o.out.size(), kNaN);
+  ResidualNormShape shape = shape_of(f);
+  shape.dropout = 0;
+  ResidualNormForward io;
+  io.residual = o.residual_out.data();
+  io.weight = t.weight.data();
+  if (f.bias) io.bias = t.bias.data();
+  io.out = out.data();
+  io.rstd = rstd.data();
+  if (f.kind == NormKind::layernorm) io.mean = mean.data();
+  for (float* const residual_out : {static_cast<float*>(nullptr), kept.data()}) {
+    io.residual_out = residual_out;
+    residual_norm_forward(shape, io);
+    EXPECT_EQ(out, o.out);
+    EXPECT_EQ(rstd, o.rstd);
+    EXPECT_EQ(f.kind == NormKind::layernorm ? mean : rstd, f.kind == NormKind::layernorm ? o.mean : o.rstd);
+  }
+  EXPECT_EQ(kept, o.residual_out);
+
+  // Backward knows the stream as residual_out or as residual alone.
+  Floats by_residual_out(out.size(), kNaN), by_residual(out.size(), kNaN);
+  ResidualNormBackward back;
+  back.dout = t.dout.data();
+  back.weight = t.weight.data();
+  back.mean = o.mean.data();
+  back.rstd = o.rstd.data();
+  back.residual_out = o.residual_out.data();
+  back.dresidual = by_residual_out.data();
+  residual_norm_backward(shape, back);
+  back.residual_out = nullptr;
+  back.residual = o.residual_out.data();
+  back.dresidual = by_residual.data();
+  residual_norm_backward(shape, back);
+  EXPECT_EQ(by_residual, by_residual_out);
+}
+
 TEST_P(ResidualNormForms, ColumnGradientsAccumulate) {
   const Form f = GetParam();
   const Tensors t = random_tensors(f);

@@ -44,13 +44,13 @@ void expect_gradient(const Floats& got, Floats want, const Labels& labels, std::
   expect_near<T>(others, want, "dlogits_of_others");
 }
 
+// `logits` [N, V] are values that T holds exactly.
 template <typename T>
-void check_classifier(std::int64_t N, std::int64_t V, std::int64_t stride,
-                      const ClassifierLimits& limits = classifier_limits()) {
+void check_logits(const Floats& logits, const Labels& labels, std::int64_t V, std::int64_t stride,
+                  const ClassifierLimits& limits) {
+  const auto N = static_cast<std::int64_t>(labels.size());
   SCOPED_TRACE(type_name<T>() + " " + std::to_string(N) + " x " + std::to_string(V) + " stride " +
                std::to_string(stride));
-  const Labels labels = make_labels(N, V);
-  const Floats logits = random_stored<T>(N * V, 1, 4, -3);
   Floats gradient = logits, losses(static_cast<std::size_t>(N));
   cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, kLossScale, true);
 
@@ -67,6 +67,14 @@ void check_classifier(std::int64_t N, std::int64_t V, std::int64_t stride,
   expect_same_bits(gpu_losses, losses_alone, "losses");
   expect_same_bits(kept, on_device<T>(rows), "logits without write_gradient");
 }
+template <typename T>
+void check_classifier(std::int64_t N, std::int64_t V, std::int64_t stride,
+                      const ClassifierLimits& limits = classifier_limits()) {
+  check_logits<T>(random_stored<T>(N * V, 1, 4, -3), make_labels(N, V), V, stride, limits);
+}
+
+// GPUs whose blocks take a row each, with shared memory for all of it or for its beginning (sm_80, sm_86).
+const ClassifierLimits kOlder[] = {{8, 163 << 10, 164 << 10}, {8, 99 << 10, 100 << 10}};
 
 template <typename T>
 void check_shapes() {
@@ -85,9 +93,8 @@ void check_shapes() {
   check_classifier<T>(3, 150'003, 150'016);
   check_classifier<T>(2, 400'003, 400'008);      // parts of several chunks
   check_classifier<T>(2, 1'000'003, 1'000'008);  // more than a cluster holds
-  // As GPUs before sm_90 run them: one block a row, of which shared memory keeps all, or the beginning (sm_80, sm_86).
-  for (const ClassifierLimits limits : {ClassifierLimits{8, 163 << 10, 164 << 10}, {8, 99 << 10, 100 << 10}}) {
-    for (const std::int64_t V : {1, 7, 8, 1003, 16'384, 16'385, 128'256}) {
+  for (const ClassifierLimits& limits : kOlder) {
+    for (const std::int64_t V : {1, 7, 8, 1003, 12'291, 16'383, 16'384, 16'385, 128'256}) {
       check_classifier<T>(5, V, (V + 7) / 8 * 8, limits);
       check_classifier<T>(5, V, (V + 127) / 128 * 128, limits);
     }
@@ -111,7 +118,7 @@ TEST(Classifier, ExtremeLogits) {
   logits[5] = 3, logits[99'999] = 2;                          // row 0: two tokens allowed
   for (std::int64_t v = 0; v < V; ++v) logits[V + v] = 1000;  // row 1: e^1000 overflows without the maximum
   for (std::int64_t v = 0; v < V; ++v) logits[2 * V + v] = v == 7 ? 0.0f : -1000.0f - static_cast<float>(v % 3);
-  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: whole blocks see nothing but -inf
+  logits[3 * V + 3] = -2, logits[3 * V + 4] = 1;  // row 3: all logits of some blocks are -inf
   const Labels labels = {5, 4, 7, 3};
   Floats gradient = logits, losses(N);
   cpu::classifier(gradient.data(), losses.data(), labels.data(), N, V, 1, true);
@@ -120,6 +127,59 @@ TEST(Classifier, ExtremeLogits) {
   classifier(gpu_logits.data(), gpu_losses.data(), gpu_labels.data(), N, V, V, 1, true, nullptr);
   expect_near<float>(on_host(gpu_losses), losses, "losses");
   expect_near<float>(on_host(gpu_logits), gradient, "dlogits");
+}
+
+// Row n has its greatest logit in column columns[n], so far above the others that without it every exponential of the row
+// overflows; then the only one that is not -inf; then a NaN. So no column may be left out of a maximum or a sum.
+template <typename T>
+void check_every_column(std::int64_t V, std::int64_t stride, const ClassifierLimits& limits) {
+  const std::vector<std::int64_t> columns = telling_columns(V);
+  const auto N = static_cast<std::int64_t>(columns.size());
+  const auto with_extreme = [&](float others, float extreme) {
+    Floats logits = random_stored<T>(N * V, 1, 2);
+    for (std::int64_t n = 0; n < N; ++n) {
+      if (others != 0) std::fill_n(logits.begin() + n * V, V, others);
+      logits[static_cast<std::size_t>(n * V + columns[static_cast<std::size_t>(n)])] = extreme;
+    }
+    return logits;
+  };
+  Labels at_extreme, beside;
+  for (const std::int64_t column : columns) {
+    at_extreme.push_back(static_cast<std::int32_t>(column));
+    beside.push_back(static_cast<std::int32_t>((column + 5) % V));
+  }
+  check_logits<T>(with_extreme(0, 256), beside, V, stride, limits);
+  check_logits<T>(with_extreme(0, 256), at_extreme, V, stride, limits);
+  check_logits<T>(with_extreme(-INFINITY, -3), at_extreme, V, stride, limits);
+
+  const DeviceBuffer<T> bad = on_device<T>(padded(with_extreme(0, NAN), N, V, stride, 0));
+  const DeviceBuffer<std::int32_t> labels(beside);
+  const DeviceBuffer<float> losses(static_cast<std::size_t>(N));
+  classifier(bad.data(), losses.data(), labels.data(), N, V, stride, 1, true, nullptr, limits);
+  const Floats got = on_host(losses), gradient = on_host(bad);
+  for (std::int64_t n = 0; n < N; ++n) {
+    const std::int64_t column = columns[static_cast<std::size_t>(n)];
+    EXPECT_TRUE(std::isnan(got[static_cast<std::size_t>(n)])) << "NaN in column " << column << " of " << V;
+    EXPECT_TRUE(std::isnan(gradient[static_cast<std::size_t>(n * stride)]))
+        << "NaN in column " << column << " of " << V;
+  }
+}
+template <typename T>
+void check_every_column() {
+  for (const std::int64_t V : {8, 24, 1003, 1024, 16'391, 50'257}) {
+    check_every_column<T>(V, (V + 7) / 8 * 8, classifier_limits());
+    check_every_column<T>(V, (V + 7) / 8 * 8 + 1, classifier_limits());  // one element at a time
+    for (const ClassifierLimits& limits : kOlder) check_every_column<T>(V, (V + 7) / 8 * 8, limits);
+  }
+}
+TEST(Classifier, EveryColumnCountsFp32) {
+  check_every_column<float>();
+}
+TEST(Classifier, EveryColumnCountsBf16) {
+  check_every_column<bf16>();
+}
+TEST(Classifier, EveryColumnCountsFp16) {
+  check_every_column<fp16>();
 }
 
 TEST(Classifier, NotANumberReachesTheLoss) {

@@ -44,7 +44,7 @@ void check_forward(std::int64_t N, std::int64_t C, std::int64_t V) {
 }
 
 TEST(Embedding, ForwardCopiesRows) {
-  for (const std::int64_t C : {1, 7, 8, 64, 2048, 4100}) {
+  for (const std::int64_t C : {1, 7, 8, 64, 2048, 4100, 4104}) {
     check_forward<float, float>(37, C, 300);
     check_forward<bf16, bf16>(37, C, 300);
     check_forward<bf16, float>(37, C, 300);
@@ -82,6 +82,8 @@ void check_backward_shapes() {
     for (const std::int64_t N : {1, 7, 32, 33, 1000, 5000}) check_backward<T>(N, 64, 1000, repeats);
     check_backward<T>(200, 7, 50, repeats);
     check_backward<T>(1, 4100, 1, repeats);
+    check_backward<T>(100, 1028, 3, repeats);  // columns of several blocks, and the last with a few
+    check_backward<T>(100, 261, 3, repeats);
     check_backward<T>(2049, 8, 128'256, repeats);
     check_backward<T>(40'000, 16, 50'257, repeats);
     check_backward<T>(3000, 8, 600'000, repeats);  // three digits

@@ -1,4 +1,4 @@
-// The three products of a linear layer against the CPU, and plans that do not depend on timing.
+// The three GEMMs of a linear layer against the CPU, and plans that do not depend on timing.
 #include "llmc/cuda/op/matmul.h"
 
 #include <cuda_bf16.h>
@@ -151,9 +151,9 @@ constexpr cudaDataType_t cuda_type() {
   return dtype_of<T>() == DType::f32 ? CUDA_R_32F : dtype_of<T>() == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-// All three products of a size, as one vector.
+// The results of all three GEMMs of a size, as one vector.
 template <typename T>
-std::vector<float> products(Matmul& matmul, const Stream& stream, const Size& size, bool prepared) {
+std::vector<float> gemms(Matmul& matmul, const Stream& stream, const Size& size, bool prepared) {
   const auto [N, C, OC] = size;
   const Operand<T> x(N * C, 1), weight(OC * C, 2), dout(N * OC, 4);
   if (prepared) {
@@ -189,10 +189,10 @@ TYPED_TEST(MatmulTest, WithoutAPlaceToRememberTimingChangesNoBit) {
   for (const Size& size : kPlannedSizes) {
     SCOPED_TRACE(testing::Message() << size.N << " x " << size.C << " -> " << size.OC);
     Matmul plain(stream);
-    const std::vector<float> first = products<T>(plain, stream, size, false);
+    const std::vector<float> first = gemms<T>(plain, stream, size, false);
     for (int repeat = 0; repeat < 3; ++repeat) {
       Matmul timed(stream);
-      EXPECT_TRUE(same_bits(first, products<T>(timed, stream, size, true)));
+      EXPECT_TRUE(same_bits(first, gemms<T>(timed, stream, size, true)));
       EXPECT_EQ(timed.report().size(), 3u);  // timed anew each time
     }
   }
@@ -206,15 +206,15 @@ TYPED_TEST(MatmulTest, RememberedPlansGiveTheSameBitsAndAreNotTimedAgain) {
   for (const Size& size : kPlannedSizes) {
     SCOPED_TRACE(testing::Message() << size.N << " x " << size.C << " -> " << size.OC);
     Matmul first(stream), second(stream);  // both made before either has chosen
-    const std::vector<float> expected = products<T>(first, stream, size, true);
-    EXPECT_TRUE(same_bits(expected, products<T>(second, stream, size, true)));
+    const std::vector<float> expected = gemms<T>(first, stream, size, true);
+    EXPECT_TRUE(same_bits(expected, gemms<T>(second, stream, size, true)));
     Matmul third(stream, directory + "/run.txt");
-    EXPECT_TRUE(same_bits(expected, products<T>(third, stream, size, true)));
+    EXPECT_TRUE(same_bits(expected, gemms<T>(third, stream, size, true)));
     EXPECT_EQ(third.report().size(), 0u);
     // The run's own file alone, in a process that remembers nothing else.
     const Variable nowhere("WEFT_CACHE_DIR", "/proc/no-such-directory");
     Matmul resumed(stream, directory + "/run.txt");
-    EXPECT_TRUE(same_bits(expected, products<T>(resumed, stream, size, true)));
+    EXPECT_TRUE(same_bits(expected, gemms<T>(resumed, stream, size, true)));
     EXPECT_EQ(resumed.report().size(), 0u);
   }
   std::filesystem::remove_all(directory);

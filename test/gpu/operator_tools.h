@@ -108,6 +108,18 @@ void expect_near(const Floats& got, const Floats& want, const std::string& what,
   EXPECT_LE(worst, 1.0) << what << ": element " << where << " is " << got[where] << ", expected " << want[where];
 }
 
+// Columns of a row of `size` elements at which a test puts something that must be noticed: all of a short row; of a long one
+// the first and the last, and between them steps of a prime, which meet every residue of a power of two.
+inline std::vector<std::int64_t> telling_columns(std::int64_t size) {
+  constexpr std::int64_t kShort = 1100, kLong = 10'000;
+  const std::int64_t end = size > kLong ? 32 : 64, step = size > kLong ? 1021 : 67;
+  std::vector<std::int64_t> columns;
+  for (std::int64_t c = 0; c < size; ++c) {
+    if (size <= kShort || c < end || c >= size - end || c % step == 0) columns.push_back(c);
+  }
+  return columns;
+}
+
 template <typename T>
 void expect_same_bits(const DeviceBuffer<T>& a, const DeviceBuffer<T>& b, const std::string& what) {
   const std::vector<T> x = a.download(), y = b.download();

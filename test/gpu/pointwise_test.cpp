@@ -35,25 +35,25 @@ void check_swiglu(std::int64_t N, std::int64_t F) {
   cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
 
   const DeviceBuffer<T> gpu_gate_up = on_device<T>(gate_up), gpu_dout = on_device<T>(dout);
-  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), product(n);
+  const DeviceBuffer<T> gpu_out(n), gpu_dgate_up(2 * n), swiglu_out(n);
   swiglu_forward(gpu_out.data(), gpu_gate_up.data(), N, F, nullptr);
   expect_near<T>(on_host(gpu_out), out, "out");
-  swiglu_backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, product.data(), nullptr);
+  swiglu_backward(gpu_dgate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, swiglu_out.data(), nullptr);
   expect_near<T>(on_host(gpu_dgate_up), dgate_up, "dgate_up");
-  expect_same_bits(product, gpu_out, "product");
+  expect_same_bits(swiglu_out, gpu_out, "swiglu_out");
 
-  // In place, dgate_up over gate_up and the product over dout; and without a product.
+  // In place, dgate_up over gate_up and swiglu_out over dout; and without swiglu_out.
   const DeviceBuffer<T> alone(2 * n);
   swiglu_backward<T>(alone.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, nullptr, nullptr);
-  expect_same_bits(alone, gpu_dgate_up, "dgate_up without product");
+  expect_same_bits(alone, gpu_dgate_up, "dgate_up without swiglu_out");
   swiglu_backward(gpu_gate_up.data(), gpu_dout.data(), gpu_gate_up.data(), N, F, gpu_dout.data(), nullptr);
   expect_same_bits(gpu_gate_up, gpu_dgate_up, "dgate_up in place");
-  expect_same_bits(gpu_dout, gpu_out, "product over dout");
+  expect_same_bits(gpu_dout, gpu_out, "swiglu_out over dout");
 }
 
 template <typename T>
 void check_swiglu_shapes() {
-  for (const std::int64_t F : {1, 7, 8, 100, 1536, 8192}) {
+  for (const std::int64_t F : {1, 7, 8, 100, 517, 1536, 4104, 8192}) {
     for (const std::int64_t N : {1, 7}) check_swiglu<T>(N, F);
   }
   check_swiglu<T>(1000, 264);
@@ -179,6 +179,8 @@ void check_rope_shapes() {
   check_rope<T>({2, 3, 4, 4, 80, 20, 1});  // GPT-NeoX: a quarter of the head turns; half = 10
   check_rope<T>({1, 3, 2, 1, 6, 6, 0});
   check_rope<T>({3, 100, 40, 8, 32, 16, 11});
+  check_rope<T>({1, 3, 66, 7, 128, 128, 0});  // more heads than a block takes at once, twice and a rest
+  check_rope<T>({1, 2, 40, 13, 20, 20, 0});
 }
 TEST(Rope, Fp32) {
   check_rope_shapes<float>();

@@ -39,9 +39,8 @@ std::string describe(const Form& f) {
   return text;
 }
 
-template <typename Shape>
-Shape shape_of(const Form& f) {
-  Shape shape;
+ResidualNormShape shape_of(const Form& f) {
+  ResidualNormShape shape;
   shape.rows = f.rows;
   shape.C = f.C;
   shape.kind = f.kind;
@@ -120,7 +119,7 @@ void gpu_forward(const Form& f, const Inputs<T, R>& in, Outputs<T, R>& o, bool i
   io.out2 = f.second ? o.out2.data() : nullptr;
   io.mean = f.kind == NormKind::layernorm ? o.mean.data() : nullptr;
   io.rstd = o.rstd.data();
-  residual_norm_forward(shape_of<ResidualNormShape>(f), io, nullptr, f.shared_memory());
+  residual_norm_forward(shape_of(f), io, nullptr, f.shared_memory());
 }
 
 // The CPU's h, from the same operands.
@@ -136,7 +135,7 @@ Floats cpu_stream(const Form& f, const Inputs<T, R>& in) {
   io.weight = ones.data();
   io.residual_out = h.data();
   io.out = out.data();
-  cpu::residual_norm_forward(shape_of<cpu::ResidualNormShape>(f), io);
+  cpu::residual_norm_forward(shape_of(f), io);
   return h;
 }
 
@@ -160,7 +159,7 @@ HostOutputs cpu_outputs(const Form& f, const Inputs<T, R>& in, const Floats& h) 
   io.rstd = o.rstd.data();
   Form plain = f;
   plain.dropout = 0;
-  cpu::residual_norm_forward(shape_of<cpu::ResidualNormShape>(plain), io);
+  cpu::residual_norm_forward(shape_of(plain), io);
   return o;
 }
 
@@ -174,6 +173,18 @@ struct Gradients {
     for (int k = 0; k < 5; ++k) columns.emplace_back(Floats(static_cast<std::size_t>(f.C), kBefore));
   }
 };
+
+// All gradients that the form has, on either device.
+template <typename Backward, typename Gradients>
+void ask_for_gradients(Backward& io, const Form& f, Gradients& g) {
+  io.dx = g.dx.data();
+  io.dresidual = g.dresidual.data();
+  io.dweight = g.columns[0].data();
+  io.dbias = f.bias ? g.columns[1].data() : nullptr;
+  io.dweight2 = f.second ? g.columns[2].data() : nullptr;
+  io.dbias2 = f.second && f.bias ? g.columns[3].data() : nullptr;
+  io.dcolscale = f.colscale ? g.columns[4].data() : nullptr;
+}
 
 template <typename T, typename R>
 void gpu_backward(const Form& f, const Inputs<T, R>& in, const Outputs<T, R>& o, Gradients<T, R>& g, bool keep_h,
@@ -200,15 +211,9 @@ void gpu_backward(const Form& f, const Inputs<T, R>& in, const Outputs<T, R>& o,
   io.weight2 = in.weight2.gpu();
   io.mean = f.kind == NormKind::layernorm ? o.mean.data() : nullptr;
   io.rstd = o.rstd.data();
-  io.dx = g.dx.data();
-  io.dresidual = g.dresidual.data();
-  io.dweight = g.columns[0].data();
-  io.dbias = f.bias ? g.columns[1].data() : nullptr;
-  io.dweight2 = f.second ? g.columns[2].data() : nullptr;
-  io.dbias2 = f.second && f.bias ? g.columns[3].data() : nullptr;
-  io.dcolscale = f.colscale ? g.columns[4].data() : nullptr;
+  ask_for_gradients(io, f, g);
   io.workspace = workspace.data();
-  residual_norm_backward(shape_of<ResidualNormShape>(f), io, nullptr, f.shared_memory());
+  residual_norm_backward(shape_of(f), io, nullptr, f.shared_memory());
   check(cudaStreamSynchronize(nullptr), "residual_norm_backward");
 }
 
@@ -232,14 +237,8 @@ HostGradients cpu_backward(const Form& f, const Inputs<T, R>& in, const Floats& 
   io.weight2 = in.weight2.cpu();
   io.mean = o.mean.data();
   io.rstd = o.rstd.data();
-  io.dx = g.dx.data();
-  io.dresidual = g.dresidual.data();
-  io.dweight = g.columns[0].data();
-  io.dbias = f.bias ? g.columns[1].data() : nullptr;
-  io.dweight2 = f.second ? g.columns[2].data() : nullptr;
-  io.dbias2 = f.second && f.bias ? g.columns[3].data() : nullptr;
-  io.dcolscale = f.colscale ? g.columns[4].data() : nullptr;
-  cpu::residual_norm_backward(shape_of<cpu::ResidualNormShape>(f), io);
+  ask_for_gradients(io, f, g);
+  cpu::residual_norm_backward(shape_of(f), io);
   return g;
 }
 
@@ -251,9 +250,8 @@ void expect_same_gradients(const Gradients<T, R>& a, const Gradients<T, R>& b) {
 }
 
 template <typename T, typename R>
-void check_form(const Form& f) {
+void check_form(const Form& f, const Inputs<T, R>& in) {
   SCOPED_TRACE(describe(f) + " " + type_name<T>() + "/" + type_name<R>());
-  const Inputs<T, R> in(f);
   Outputs<T, R> o(f);
   gpu_forward(f, in, o);
   const Floats stream = cpu_stream(f, in);
@@ -281,6 +279,10 @@ void check_form(const Form& f) {
   gpu_backward(f, in, o, in_place, f.prenorm, true);
   expect_same_gradients(g, again);
   expect_same_gradients(g, in_place);
+}
+template <typename T, typename R>
+void check_form(const Form& f) {
+  check_form(f, Inputs<T, R>(f));
 }
 
 template <typename T, typename R>
@@ -358,41 +360,91 @@ TEST(ResidualNorm, ForwardInPlaceGivesTheSameBits) {
   check_in_place_forward<bf16, float>({NormKind::layernorm, 33, 520, true, true, true, true, true, true, 0.2f});
 }
 
-// The norm alone, from the stream that the fused operator wrote, gives the bits of the fused operator: recomputation in
-// backward may drop the output. x null names the stream without a branch.
+// Operands of backward for the norm of a stream with a weight and nothing else. The caller names the stream and the gradients.
 template <typename T, typename R>
-void check_recomputation(std::int64_t rows, std::int64_t C) {
-  const Form f{NormKind::layernorm, rows, C, true, true};
+ResidualNormBackward<T, R> backward_of_stream(const Inputs<T, R>& in, const Outputs<T, R>& o,
+                                              const DeviceBuffer<char>& workspace) {
+  ResidualNormBackward<T, R> io;
+  io.dout = in.dout.gpu();
+  io.dresidual_out = in.dresidual_out.gpu();
+  io.weight = in.weight.gpu();
+  io.mean = o.mean.data();
+  io.rstd = o.rstd.data();
+  io.workspace = workspace.data();
+  return io;
+}
+
+// The norm of the stream that a call of form `f` stored gives the bits of that call: recomputation in backward may drop the
+// output. x null names the stream without a branch.
+template <typename T, typename R>
+void check_norm_of_stored_stream(const Form& f) {
+  SCOPED_TRACE(describe(f) + " " + type_name<T>() + "/" + type_name<R>());
   const Inputs<T, R> in(f);
   Outputs<T, R> fused(f), alone(f);
   gpu_forward(f, in, fused);
+  ResidualNormShape shape = shape_of(f);
+  shape.dropout = 0;
   ResidualNormForward<T, R> io;
   io.residual = fused.h.data();
   io.weight = in.weight.gpu();
   io.bias = in.bias.gpu();
   io.out = alone.out.data();
-  io.mean = alone.mean.data();
+  if (f.kind == NormKind::layernorm) io.mean = alone.mean.data();
   io.rstd = alone.rstd.data();
-  residual_norm_forward(shape_of<ResidualNormShape>(f), io, nullptr);
+  residual_norm_forward(shape, io, nullptr, f.shared_memory());
   expect_same_bits(fused.out, alone.out, "out");
   expect_same_bits(fused.mean, alone.mean, "mean");
   expect_same_bits(fused.rstd, alone.rstd, "rstd");
+}
 
-  // Backward knows the stream as residual_out or as residual alone.
+// Every spread of a row over threads, exact widths and others.
+template <typename T, typename R>
+void check_norms_of_stored_streams() {
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+    const bool bias = kind == NormKind::layernorm;
+    for (const std::int64_t C : {8,    24,   64,   136,  256,  264,  512,  520,  768,  1024,  1032,
+                                 2048, 2056, 2560, 2568, 3072, 4096, 4104, 8192, 8200, 16'384}) {
+      Form f{kind, 9, C, true, bias};
+      check_norm_of_stored_stream<T, R>(f);
+      f.dropout = 0.3f;
+      check_norm_of_stored_stream<T, R>(f);
+      f.shared_limit = 20'000;
+      check_norm_of_stored_stream<T, R>(f);
+      check_norm_of_stored_stream<T, R>({kind, 9, C, true, bias, true, true, true});
+    }
+    Form many{kind, 5001, 1024, true, bias};
+    many.dropout = 0.1f;
+    check_norm_of_stored_stream<T, R>(many);
+  }
+}
+TEST(ResidualNorm, NormOfAStoredStreamFp32) {
+  check_norms_of_stored_streams<float, float>();
+}
+TEST(ResidualNorm, NormOfAStoredStreamBf16) {
+  check_norms_of_stored_streams<bf16, bf16>();
+  check_norms_of_stored_streams<bf16, float>();
+}
+TEST(ResidualNorm, NormOfAStoredStreamFp16) {
+  check_norms_of_stored_streams<fp16, fp16>();
+  check_norms_of_stored_streams<fp16, float>();
+}
+
+// Backward knows the stream as residual_out or as residual alone.
+template <typename T, typename R>
+void check_recomputation(std::int64_t rows, std::int64_t C) {
+  const Form f{NormKind::layernorm, rows, C, true, true};
+  check_norm_of_stored_stream<T, R>(f);
+  const Inputs<T, R> in(f);
+  Outputs<T, R> fused(f);
+  gpu_forward(f, in, fused);
   Gradients<T, R> kept(f), recomputed(f);
   gpu_backward(f, in, fused, kept, true);
   const DeviceBuffer<char> workspace(residual_norm_backward_workspace(C, 1));
-  ResidualNormBackward<T, R> back;
-  back.dout = in.dout.gpu();
-  back.dresidual_out = in.dresidual_out.gpu();
+  ResidualNormBackward<T, R> back = backward_of_stream(in, fused, workspace);
   back.residual = fused.h.data();
-  back.weight = in.weight.gpu();
-  back.mean = fused.mean.data();
-  back.rstd = fused.rstd.data();
   back.dresidual = recomputed.dresidual.data();
   back.dweight = recomputed.columns[0].data();
-  back.workspace = workspace.data();
-  residual_norm_backward(shape_of<ResidualNormShape>(f), back, nullptr);
+  residual_norm_backward(shape_of(f), back, nullptr);
   expect_same_bits(kept.dresidual, recomputed.dresidual, "dresidual");
   expect_same_bits(kept.columns[0], recomputed.columns[0], "dweight");
 }
@@ -406,6 +458,56 @@ TEST(ResidualNorm, RecomputedFromTheStreamItIsTheSame) {
   // More rows than the GPU works on at once: each thread goes on to rows that were copied ahead.
   for (const auto& [rows, C] : {std::pair{7001, 768}, {7001, 1024}, {2503, 2048}, {1501, 4096}, {401, 16'384}}) {
     check_recomputation<bf16, bf16>(rows, C);
+  }
+}
+
+// A row whose statistics are those of a single column, and a gradient that comes from that column alone: a column left out of
+// a sum shows, which the rounding of a 16-bit result hides where all columns matter alike.
+template <typename T, typename R>
+void check_every_column(NormKind kind, std::int64_t C, float dropout = 0) {
+  const std::vector<std::int64_t> columns = telling_columns(C);
+  Form f{kind, static_cast<std::int64_t>(columns.size()), C};
+  f.dropout = dropout;
+  Inputs<T, R> in(f);
+  Floats residual(static_cast<std::size_t>(f.rows * C), 0.0f), dout = residual;
+  for (std::size_t row = 0; row < columns.size(); ++row) {
+    const std::size_t at = row * static_cast<std::size_t>(C) + static_cast<std::size_t>(columns[row]);
+    residual[at] = 96;
+    dout[at] = 1;
+  }
+  in.x.set(Floats(residual.size(), 0.0f));
+  in.residual.set(residual);
+  in.dout.set(dout);
+  check_form(f, in);
+
+  // Random streams, the gradient still from one column: its mean with xhat reaches all others.
+  in.residual.set(random_stored<R>(f.rows * C, 21));
+  in.dresidual_out.set(Floats(residual.size(), 0.0f));
+  check_form(f, in);
+
+  for (std::size_t row = 0; row < columns.size(); ++row)
+    residual[row * static_cast<std::size_t>(C) + static_cast<std::size_t>(columns[row])] = NAN;
+  in.residual.set(residual);
+  Outputs<T, R> o(f);
+  gpu_forward(f, in, o);
+  const Floats rstd = on_host(o.rstd), out = on_host(o.out);
+  for (std::size_t row = 0; row < columns.size(); ++row) {
+    EXPECT_TRUE(std::isnan(rstd[row])) << "NaN in column " << columns[row] << " of " << C;
+    EXPECT_TRUE(std::isnan(out[row * static_cast<std::size_t>(C)])) << "NaN in column " << columns[row] << " of " << C;
+  }
+}
+TEST(ResidualNorm, EveryColumnCounts) {
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+    for (const std::int64_t C : {8, 264, 768, 1024, 2048, 2560, 3072, 4096, 8192, 16'384}) {
+      check_every_column<bf16, bf16>(kind, C);
+    }
+    for (const std::int64_t C : {8, 264, 1032, 2560}) {
+      check_every_column<bf16, float>(kind, C);
+      check_every_column<fp16, fp16>(kind, C);
+      check_every_column<float, float>(kind, C);
+      check_every_column<float, float>(kind, C, 0.2f);
+      check_every_column<bf16, bf16>(kind, C, 0.2f);
+    }
   }
 }
 
@@ -426,12 +528,12 @@ TEST(ResidualNorm, ManyRows) {
   for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
     for (const auto& [rows, C] : {std::pair{7001, 768},
                                   {7001, 1024},
-                                  {2503, 2048},
+                                  {2603, 2048},
                                   {2001, 3072},
                                   {1501, 4096},
-                                  {801, 8192},
+                                  {1301, 8192},
                                   {401, 16384},
-                                  {7001, 520}}) {
+                                  {11'001, 520}}) {
       check_form<bf16, bf16>({kind, rows, C, true, kind == NormKind::layernorm});
     }
   }
@@ -447,18 +549,13 @@ TEST(ResidualNorm, AnyOneOfTheGradients) {
     Gradients<bf16, bf16> all(f), alone(f);
     gpu_backward(f, in, o, all, true);
     const DeviceBuffer<char> workspace(residual_norm_backward_workspace(C, 1));
-    ResidualNormBackward<bf16, bf16> io;
-    io.dout = in.dout.gpu();
-    io.dresidual_out = in.dresidual_out.gpu();
+    ResidualNormBackward<bf16, bf16> io = backward_of_stream(in, o, workspace);
     io.residual_out = o.h.data();
-    io.weight = in.weight.gpu();
-    io.rstd = o.rstd.data();
-    io.workspace = workspace.data();
     const auto run = [&](bf16* dx, bf16* dresidual, float* dweight) {
       io.dx = dx;
       io.dresidual = dresidual;
       io.dweight = dweight;
-      residual_norm_backward(shape_of<ResidualNormShape>(f), io, nullptr);
+      residual_norm_backward(shape_of(f), io, nullptr);
     };
     run(alone.dx.data(), nullptr, alone.columns[0].data());
     expect_same_bits(all.dx, alone.dx, "dx");

@@ -279,6 +279,40 @@ TEST(GpuSampler, LogitsThatAreNoNumbers) {
   EXPECT_EQ(sample_on_gpu({.temperature = 1}, logits, 0, 0, {0}).errors[0], SampleError::nothing_finite);
 }
 
+// Row r has something in column columns[r] that decides: the greatest logit, the only finite one, a NaN, an infinity.
+TEST(GpuSampler, EveryColumnCounts) {
+  for (const std::int64_t V : {1, 33, 257, 1031, 5003, 70'001}) {
+    const std::vector<std::int64_t> columns = telling_columns(V);
+    const std::int64_t stride = V + 1;  // rows begin at every residue of 16 bytes
+    const Positions positions(columns.size(), 7);
+    const auto sampled = [&](float others, float extreme, const SamplerOptions& options, bool clusters) {
+      std::vector<float> rows(columns.size() * static_cast<std::size_t>(stride), others);
+      for (std::size_t r = 0; r < columns.size(); ++r) {
+        rows[r * static_cast<std::size_t>(stride) + static_cast<std::size_t>(columns[r])] = extreme;
+        rows[(r + 1) * static_cast<std::size_t>(stride) - 1] = std::nanf("");  // what is read beyond V shows
+      }
+      return sample_on_gpu(options, DeviceBuffer<float>(rows), V, stride, positions, clusters);
+    };
+    for (const bool clusters : {true, false}) {
+      for (const SamplerOptions& options :
+           {SamplerOptions{}, SamplerOptions{.temperature = 1, .top_k = 1}, SamplerOptions{.temperature = 0.5},
+            SamplerOptions{.temperature = 1, .top_p = 0.5}, SamplerOptions{.temperature = 1, .min_p = 0.5}}) {
+        SCOPED_TRACE(described(options) + " of " + std::to_string(V) + (clusters ? ", clusters" : ""));
+        const Sampled greatest = sampled(0, 60, options, clusters), finite = sampled(-kInfinity, -3, options, clusters);
+        const Sampled bad = sampled(0, std::nanf(""), options, clusters),
+                      infinite = sampled(0, kInfinity, options, clusters);
+        for (std::size_t r = 0; r < columns.size(); ++r) {
+          EXPECT_EQ(greatest.ids[r], columns[r]);
+          EXPECT_EQ(finite.ids[r], columns[r]);
+          EXPECT_EQ(finite.errors[r], SampleError::none) << columns[r];
+          EXPECT_EQ(bad.errors[r], SampleError::not_a_number) << columns[r];
+          EXPECT_EQ(infinite.errors[r], SampleError::infinite) << columns[r];
+        }
+      }
+    }
+  }
+}
+
 TEST(GpuSampler, AnErrorStays) {
   const DeviceBuffer<float> bad(std::vector<float>{1, std::nanf("")}), good(std::vector<float>{1, 2});
   const DeviceBuffer<SamplingPlan> plan(std::vector<SamplingPlan>{SamplingPlan{}});

@@ -1,5 +1,5 @@
-// What a thread of a memory-bound kernel holds of an array: a few neighbours, moved by accesses of 16 or 8 bytes where
-// size and alignment allow it and one by one where they do not. A kernel is written once and instantiated for both.
+// The elements of an array that a thread of a memory-bound kernel holds: a few neighbours, moved by accesses of 16 or 8 bytes
+// where size and alignment allow it, or a single one where they do not. A kernel is written once and instantiated for both.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace weft::cuda {
 
-// kCount neighbours in their storage type: half the registers of their fp32 values while they wait for use.
+// kCount neighbours in their storage type: 16-bit values take half the registers of their fp32 values until they are used.
 template <typename T, int kCount>
 struct Elements {
   static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
@@ -27,25 +27,18 @@ struct Elements {
       value[0] = *address;
     }
   }
+  // One access a word: the compiler splits a plain assignment of words whose halves were computed one by one into as many
+  // stores.
   __device__ void store(T* address) const {
-    if constexpr (kPacked) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(address)[i] = reinterpret_cast<const Word*>(value)[i];
-    } else {
-      *address = value[0];
-    }
-  }
-  // As one access each: a plain store of words that were made one by one is split into as many.
-  __device__ void store_whole(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
         __stwb(reinterpret_cast<Word*>(address) + i, reinterpret_cast<const Word*>(value)[i]);
     } else {
-      store(address);
+      *address = value[0];
     }
   }
-  // Evict first: for data that nobody reads soon, so that it does not push out what will be.
+  // Evict first: for data that is not read soon, so that it does not displace data that is.
   __device__ void store_streaming(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
@@ -64,7 +57,7 @@ struct Elements {
     }
   }
 
-  // 16-bit values are taken out of whole registers: asked for one by one, the compiler gives each a register of its own.
+  // 16-bit values are extracted from 32-bit registers: read one by one, the compiler gives each a register of its own.
   __device__ float get(int i) const {
     if constexpr (kPacked && sizeof(T) == 2) {
       const unsigned word = reinterpret_cast<const unsigned*>(value)[i / 2];
@@ -99,28 +92,20 @@ struct Elements {
   }
 };
 
+// Calls launch(count) with the number of neighbours that a thread takes, as a compile-time constant: kWide where accesses of
+// that width are aligned, else 1.
+template <int kWide, typename Launch>
+void with_count(bool aligned, const Launch& launch) {
+  if (aligned) {
+    launch(std::integral_constant<int, kWide>{});
+  } else {
+    launch(std::integral_constant<int, 1>{});
+  }
+}
+
 template <typename... Pointers>
 bool aligned_to_16(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
-}
-
-// e^x and 1/x for a result that is stored in T: a few units in the last place of fp32 are nothing in 16 bits, so there
-// the approximations do.
-template <typename T>
-__device__ inline float exp_for(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return expf(x);
-  } else {
-    return exp2_approximate(x * kLog2E);
-  }
-}
-template <typename T>
-__device__ inline float reciprocal_for(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return 1.0f / x;
-  } else {
-    return reciprocal_approximate(x);
-  }
 }
 
 }  // namespace weft::cuda

@@ -1,9 +1,8 @@
 // Launches with an attribute: those that may overlap their predecessor (programmatic dependent launch) and those in
 // clusters, both of sm_90 and later (CUDA programming guide).
 //
-// A chained kernel starts while the one before it still runs. It may read what no kernel of the chain writes, weights say;
-// wait_for_predecessors() stands before everything else. On older GPUs the launch is an ordinary one and both functions
-// do nothing.
+// A chained kernel starts while the one before it still runs. Before wait_for_predecessors() it may read only what no kernel of
+// the chain writes, such as weights. On older GPUs the launch is an ordinary one and both functions do nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,14 +13,14 @@
 
 namespace weft::cuda {
 
-// Until every kernel before this one has finished and what it wrote can be seen. The kernels before that one waited
-// themselves, so all of the chain is done.
+// Waits until the kernel before this one has finished and what it wrote is visible. That kernel waited itself, so all earlier
+// kernels of the chain have finished too.
 __device__ inline void wait_for_predecessors() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may start as soon as all blocks have said this and there is room.
+// Allows the next kernel to start as soon as all blocks have called this and there is room for it.
 __device__ inline void let_successor_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -41,7 +40,7 @@ inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, std::size_t share
   return config;
 }
 
-// Clusters of so many blocks that are neighbours along x.
+// Clusters of `blocks` blocks that are consecutive along x.
 inline cudaLaunchAttribute cluster_attribute(int blocks) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -58,7 +57,7 @@ void launch_clustered(void (*kernel)(Parameters...), dim3 grid, dim3 block, std:
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
-// `overlapping`: the GPU knows such launches (launch_device()).
+// `overlapping`: whether the GPU supports such launches (launch_device()).
 template <typename... Parameters, typename... Arguments>
 void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                     bool overlapping, const char* name, Arguments... arguments) {

@@ -7,9 +7,9 @@
 // Bytes moved an element: g is read, p, m and v are read and written, 28 bytes, in fp32 and with split masters alike (p
 // is 4 bytes in both); 20 with moments in bf16. The norm reads 4 bytes an element.
 //
-// A launch runs over a list of blocks of up to kBlockElements neighbours that all decay or all do not, so a kernel block
-// finds its elements by its index, whatever the number of tensors. Everything is used once a step, so it is read and
-// written with evict-first.
+// A launch runs over a list of ranges of up to kBlockElements elements, each of which decays or does not as a whole, so a
+// thread block finds its elements by its index, however many tensors there are. Every element is used once a step, so it is
+// read and written with evict-first.
 
 #include "llmc/cuda/op/adamw.h"
 
@@ -50,8 +50,8 @@ __device__ float updated(float p, float gradient, float& m, float& v, const Scal
   return p * s.keep - s.step_size * m / (sqrtf(v) * s.inv_sqrt_correction2 + s.eps);
 }
 
-// ---- where the masters are --------------------------------------------------------------------------------------------
-struct WholeMasters {
+// ---- storage of the master weights --------------------------------------------------------------------------------------------
+struct Fp32Masters {
   float* p;
 
   __device__ float get(std::int64_t i) const { return p[i]; }
@@ -94,8 +94,8 @@ struct SplitMasters {
   }
 };
 
-// ---- where the moments are --------------------------------------------------------------------------------------------
-struct WholeMoments {
+// ---- storage of the moments --------------------------------------------------------------------------------------------
+struct Fp32Moments {
   float *m, *v;
 
   __device__ void get(std::int64_t i, float& first, float& second) const {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const AdamWBlock block = blocks[blockIdx.x];
   if (block.decay == 0) scalars.keep = 1.0f;
-  // Tensors of a group lie side by side without padding, so a block may begin and end between two quads.
+  // Tensors of a group are adjacent without padding, so a block may begin and end inside a quad.
   const std::int64_t end = block.begin + block.count;
   const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
   const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
@@ -313,13 +313,13 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
 
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
            std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream) {
-  launch(WholeMasters{parameters}, gradients, WholeMoments{moment1, moment2}, blocks, block_count, step, norm, stream);
+  launch(Fp32Masters{parameters}, gradients, Fp32Moments{moment1, moment2}, blocks, block_count, step, norm, stream);
 }
 
 void adamw(bf16* parameters, std::int16_t* low, const float* gradients, float* moment1, float* moment2,
            const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm,
            cudaStream_t stream) {
-  launch(split_arrays(parameters, low), gradients, WholeMoments{moment1, moment2}, blocks, block_count, step, norm,
+  launch(split_arrays(parameters, low), gradients, Fp32Moments{moment1, moment2}, blocks, block_count, step, norm,
          stream);
 }
 
@@ -332,12 +332,12 @@ void adamw(bf16* parameters, std::int16_t* low, const float* gradients, bf16* mo
 }
 
 void split_masters(bf16* parameters, std::int16_t* low, const float* masters, std::int64_t count, cudaStream_t stream) {
-  convert_masters(split_arrays(parameters, low), WholeMasters{const_cast<float*>(masters)}, count, stream);
+  convert_masters(split_arrays(parameters, low), Fp32Masters{const_cast<float*>(masters)}, count, stream);
 }
 
 void join_masters(float* masters, const bf16* parameters, const std::int16_t* low, std::int64_t count,
                   cudaStream_t stream) {
-  convert_masters(WholeMasters{masters}, split_arrays(parameters, low), count, stream);
+  convert_masters(Fp32Masters{masters}, split_arrays(parameters, low), count, stream);
 }
 
 }  // namespace weft::cuda

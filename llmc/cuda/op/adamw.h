@@ -35,11 +35,11 @@ WEFT_HOST_DEVICE inline std::uint32_t join_master(SplitMaster split) {
 }
 
 // ---- global norm ----------------------------------------------------------------------------------------------------
-// What a step knows about its gradient, on the device: the update reads it there, the host may read it later.
+// The norm of a step's gradient, on the device: the update reads it there, the host may read it later.
 struct GradientNorm {
   double norm;              // 2-norm over all gradients
   float gradient_scale;     // min(1, clip / (norm + 1e-6)), or 1 without clipping
-  std::int32_t non_finite;  // 1 if the norm is not finite: the update then changes nothing
+  std::int32_t non_finite;  // 1 if the norm is not finite: the update then writes nothing
 };
 // gradients [count] fp32; clip 0: no clipping. The sum runs in fp32 in each thread and in double above, in a
 // fixed order. A sum of squares beyond fp32 (a gradient of 1e19) counts as not finite. `workspace`:
@@ -54,13 +54,13 @@ struct AdamWRange {
   std::int64_t begin = 0, end = 0;
   bool decay = false;
 };
-// The work of one CUDA block. The host cuts the ranges once and uploads the list; a launch over it updates
-// every tensor.
+// The work of one thread block. The host splits the ranges once and uploads the list; one launch over it updates every
+// tensor.
 struct AdamWBlock {
   std::int64_t begin = 0;
   std::int32_t count = 0, decay = 0;
 };
-// Neighbours that decay alike are merged; elements between ranges (padding) are never touched.
+// Adjacent ranges with the same decay are merged; elements between ranges (padding) are never accessed.
 std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges);
 
 // Update of `block_count` blocks. Parameters, gradients, moments and low parts are arenas of one layout,
@@ -75,7 +75,7 @@ void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients,
 
 // The same with moments in bf16: each is rounded up or down at random, with the probabilities that make the rounding
 // right on average, so that increments far below half a unit of bf16 are not lost. The random bits are a function of
-// (seed, step.step, element): a resumed run rounds as the whole one would have.
+// (seed, step.step, element): a resumed run rounds as the uninterrupted one would have.
 void adamw(__nv_bfloat16* parameters, std::int16_t* low, const float* gradients, __nv_bfloat16* moment1,
            __nv_bfloat16* moment2, const AdamWBlock* blocks, std::int64_t block_count, const AdamWStep& step,
            const GradientNorm* norm, std::uint64_t seed, cudaStream_t stream);

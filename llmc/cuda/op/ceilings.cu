@@ -1,3 +1,5 @@
+// Measures what the GPU reaches: plain reads and copies of memory, and a large GEMM.
+
 #include "llmc/cuda/op/ceilings.h"
 
 #include <algorithm>
@@ -32,7 +34,7 @@ __global__ void __launch_bounds__(1024) read_kernel(const int4* data, std::int64
       seen.w ^= value[j].w;
     }
   }
-  // The memory is zero, so nothing is written, but the compiler does not know.
+  // The memory is zero, so nothing is written; the compiler cannot know that and keeps the loads.
   if ((seen.x | seen.y | seen.z | seen.w) != 0) *never = 1;
 }
 
@@ -58,7 +60,7 @@ float median_ms(const DeviceArena& data, std::int64_t count, int blocks, int thr
 template <typename Launch>
 double shortest(cudaStream_t stream, const Launch& launch) {
   constexpr int kRuns = 12;
-  // The GPU rests first: after a minute of training its power limit lets it compute at a lower clock than a lone product.
+  // The GPU rests first: after a minute of training its power limit lets it compute at a lower clock than a single GEMM.
   check(cudaStreamSynchronize(stream), "ceilings");
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   const Event start, stop;
@@ -93,7 +95,7 @@ double measure_read_bandwidth(double gigabytes) {
   double best = 0;
   for (const auto& [per_multiprocessor, threads] : {std::pair(1, 1024), std::pair(2, 1024), std::pair(4, 512)}) {
     const int blocks = multiprocessors * per_multiprocessor;
-    // Whole rounds of all threads, so that every load of the loop is in range.
+    // A multiple of what all threads load per iteration, so that every load of the loop is in range.
     const std::int64_t round = static_cast<std::int64_t>(blocks) * threads * kInFlight;
     const std::int64_t count = static_cast<std::int64_t>(bytes / sizeof(int4)) / round * round;
     const float ms = median_ms(data, count, blocks, threads, stream, data.at<int>(bytes));
@@ -124,11 +126,11 @@ std::pair<double, double> measure_ceilings(cudaStream_t stream) {
   matmul.fill_random(arena.at<bf16>(first), kSquare * kSquare);
   matmul.fill_random(arena.at<bf16>(first) + kSquare * kSquare, kSquare * kSquare);
   matmul.prepare(shape);
-  const auto product = [&] {
+  const auto gemm = [&] {
     matmul.forward<bf16>(arena.at<bf16>(second), arena.at<bf16>(first), arena.at<bf16>(first) + kSquare * kSquare,
                          nullptr, kSquare, kSquare, kSquare);
   };
-  flops_per_s = 2.0 * kSquare * kSquare * kSquare / shortest(stream, product);
+  flops_per_s = 2.0 * kSquare * kSquare * kSquare / shortest(stream, gemm);
   return {bytes_per_s, flops_per_s};
 }
 

@@ -9,11 +9,11 @@
 // In both kernels a thread overwrites only what it has read itself, and x[label] is read before the barrier that the
 // second pass waits for: in place is safe.
 //
-//  - Split rows (sm_90 and later, aligned rows): the blocks of a cluster take a part of the row each and keep it in shared
-//    memory; they exchange their maxima and sums through distributed shared memory. Parts are so small that three blocks
-//    fit on a multiprocessor: while one waits for its row or reduces, another writes.
-//  - One block a row, for the rest. The second pass finds the beginning of the row in shared memory, where the first left
-//    it, and the rest in L2.
+//  - Split rows (sm_90 and later, aligned rows): each block of a cluster keeps a part of the row in shared memory; the blocks
+//    exchange their maxima and sums through distributed shared memory. A part is small enough for three blocks to fit on a
+//    multiprocessor: while one waits for its row or reduces, another writes.
+//  - One block a row otherwise. The second pass reads the beginning of the row from shared memory, where the first pass left
+//    it, and the remainder from L2.
 
 #include "llmc/cuda/op/classifier.h"
 
@@ -56,7 +56,7 @@ template <typename T>
 struct SoftmaxSum {
   float maximum = -INFINITY, sum = 0;
 
-  // Makes room for values up to `larger`.
+  // Makes `larger` the maximum, if it is one, and rescales the sum to it.
   __device__ void raise(float larger) {
     if (larger > maximum) {
       sum = sum_at(larger);
@@ -237,9 +237,9 @@ constexpr int kPartsAtOnce = 3;                // on a multiprocessor
 [[maybe_unused]] constexpr int kChunk = kStages * kTogether * kPartThreads;
 constexpr int kMaxCluster = 8;
 
-// A part is one chunk where three parts fit on a multiprocessor. A thread takes every kPartThreads-th unit; all distances
-// between the units of a chunk are constants, so that an access costs one instruction. It reads back only what it copied
-// itself, so waiting needs no barrier.
+// A unit is 16 bytes. A part is one chunk where three parts fit on a multiprocessor. A thread takes every kPartThreads-th unit;
+// all distances between the units of a chunk are constants, so that an access costs one instruction. A thread reads back only
+// what it copied itself, so waiting for the copy needs no barrier.
 template <typename T>
 __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
     split_row_kernel(T* logits, float* losses, const std::int32_t* labels, std::int64_t V, std::int64_t row_stride,
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
   float label_logit = 0;
   if (rank == 0 && warp == 0) label_logit = to_float(row[label]);
 
-  // Where the row ends inside of a unit there is nothing for either pass.
+  // Where the row ends inside a unit, the columns past V become -infinity: they add nothing in either pass.
   const int left = static_cast<int>(V % kCount), last = all - 1 - first;
   const bool ragged = left != 0 && last >= 0 && last < mine && last % kPartThreads == 0;
   if (ragged) {
@@ -321,8 +321,9 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
       add_values(own, values);
     }
   }
-  // Every warp sends what it has found to all blocks and adds what all warps have sent, in the same order. x[label] goes
-  // along: it has been read, then, before anybody writes. A block that has everything may leave: nobody writes to it.
+  // Every warp sends its maximum and sum to all blocks and adds what all warps have sent, in the same order. x[label] is part
+  // of the message, which guarantees that it has been read before any block writes. A block that has received everything may
+  // leave: nobody writes to it any more.
   const float warp_maximum = warp_max(own.maximum), warp_total = warp_sum(own.sum_at(warp_maximum));
   cluster_wait();  // the mbarriers of all blocks exist
   if (lane < blocks)
@@ -352,7 +353,7 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
       if (chunk + unit >= mine) continue;
       Elements<T, kCount> values = stash[chunk + unit];
       gradient.apply(values, static_cast<std::int64_t>(first + chunk + unit) * kCount);
-      values.store_whole(to + unit * kCount);
+      values.store(to + unit * kCount);
     }
   }
   Elements<T, kCount> zeros;
@@ -362,8 +363,8 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
 #endif
 }
 
-// The blocks that a row of `units` is split over: as few as make a part one chunk and leave room for three of them on a
-// multiprocessor, or what makes a part fit at all. 0: such a row is not split.
+// How many blocks a row of `units` is split over: the fewest for which a part is one chunk and three parts fit on a
+// multiprocessor, else the fewest for which a part fits at all. 0: the row is not split.
 int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
   constexpr int kReserved = 4096;  // of each block, by the driver and by the kernel's own variables
   if (limits.major < 9) return 0;
@@ -448,10 +449,10 @@ void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64
   const int blocks = aligned ? blocks_of_row(ceil_div(V, kPack), limits) : 0;
   if (blocks > 0) {
     launch_split(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, blocks, stream);
-  } else if (aligned) {
-    launch<T, kPack>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
   } else {
-    launch<T, 1>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
+    with_count<kPack>(aligned, [&](auto count) {
+      launch<T, count>(logits, losses, labels, N, V, row_stride, loss_scale, write_gradient, limits, stream);
+    });
   }
 }
 

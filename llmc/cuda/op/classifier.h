@@ -8,7 +8,7 @@
 
 namespace weft::cuda {
 
-// What of a GPU decides how the work is laid out.
+// The properties of a GPU that decide how rows are split.
 struct ClassifierLimits {
   int major, shared_of_block, shared_of_multiprocessor;  // compute capability; bytes
 };
@@ -25,7 +25,7 @@ void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64
                 std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream,
                 const ClassifierLimits& limits = classifier_limits());
 
-// Kept on the device over the micro-batches of a step; cudaMemsetAsync to zero before the first.
+// Accumulates on the device over the micro-batches of a step; cudaMemsetAsync to zero before the first.
 struct LossTotal {
   double loss_sum;
   std::int64_t label_count;

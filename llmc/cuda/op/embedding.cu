@@ -6,14 +6,14 @@
 // Backward without atomics, the same bits every time:
 //  1. The pairs (token, n) are sorted by token with a stable radix sort of our own, so the rows of one token become
 //     neighbours in the order of n. A pass moves kDigitBits bits: count the digits of each tile, scan the counts, then
-//     move each pair to its place. 18 bits, two passes, hold every vocabulary here. Where there are clusters (sm_90 and
+//     move each pair to its destination. 18 bits, two passes, hold every vocabulary here. Where there are clusters (sm_90 and
 //     later) one of them sorts in its distributed shared memory, in one launch; else, or if the pairs do not fit there,
 //     each step is a launch. This needs the tokens alone and is a call of its own: it can run beside other work.
 //  2. A block takes kRun neighbours of the sorted order and adds up the rows of each token in registers. A token whose
-//     rows all lie there goes straight into dweight: nobody else has it. The sums of a token that goes on across the
-//     edges of the run are written down instead.
-//  3. The block in whose run such a token begins adds its sums in the order of the runs.
-// The kernel of 3 is there when that of 2 ends.
+//     rows all lie in the run is added to dweight at once: no other block has it. The sums of a token that continues across an
+//     edge of the run are stored in the workspace.
+//  3. The block in whose run such a token begins adds those sums in the order of the runs.
+// The kernel of step 3 is launched early and waits for the end of step 2.
 
 #include "llmc/cuda/op/embedding.h"
 
@@ -21,6 +21,7 @@
 
 #include <algorithm>
 
+#include "llmc/cuda/hw/cluster.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 
@@ -77,8 +78,8 @@ __global__ void __launch_bounds__(kSortThreads)
 
 constexpr int kScanThreads = 1024;
 
-// counts becomes its exclusive prefix sum: the place of the first pair of each (digit, tile). One block; a thread takes
-// a stretch of the list.
+// counts becomes its exclusive prefix sum: the destination of the first pair of each (digit, tile). One block; a thread
+// has a contiguous stretch of the list.
 __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(int* counts, int size) {
   __shared__ int sums[kScanThreads];
   const int stretch = static_cast<int>(ceil_div(size, kScanThreads));
@@ -93,11 +94,11 @@ __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(int* counts, 
     sums[threadIdx.x] += before;
     __syncthreads();
   }
-  int place = sums[threadIdx.x] - sum;
+  int destination = sums[threadIdx.x] - sum;
   for (int i = begin; i < end; ++i) {
     const int count = counts[i];
-    counts[i] = place;
-    place += count;
+    counts[i] = destination;
+    destination += count;
   }
 }
 
@@ -106,10 +107,10 @@ __device__ unsigned lanes_with(int digit, bool valid) {
   return __match_any_sync(~0u, valid ? digit : kDigits);
 }
 
-// Moves the pairs of a tile to their places. A warp owns kWarpPairs neighbours and takes them 32 at a time, in order: the
-// sort is stable. from.n null: pair i is (from.token[i], i).
+// Moves the pairs of a tile to their destinations. A warp owns kWarpPairs consecutive pairs and takes them 32 at a time, in
+// order: the sort is stable. from.n null: pair i is (from.token[i], i).
 __global__ void __launch_bounds__(kSortThreads)
-    move_pairs_kernel(Pairs to, Pairs from, const int* places, int N, int shift) {
+    move_pairs_kernel(Pairs to, Pairs from, const int* destinations, int N, int shift) {
   __shared__ int next[kSortWarps][kDigits];  // first how many, then where the warp's next pair of the digit goes
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int first = blockIdx.x * kTile + warp * kWarpPairs;
@@ -120,11 +121,11 @@ __global__ void __launch_bounds__(kSortThreads)
   }
   __syncthreads();
   for (int d = threadIdx.x; d < kDigits; d += kSortThreads) {
-    int place = places[d * gridDim.x + blockIdx.x];
+    int destination = destinations[d * gridDim.x + blockIdx.x];
     for (int w = 0; w < kSortWarps; ++w) {
       const int count = next[w][d];
-      next[w][d] = place;
-      place += count;
+      next[w][d] = destination;
+      destination += count;
     }
   }
   __syncthreads();
@@ -134,13 +135,13 @@ __global__ void __launch_bounds__(kSortThreads)
     const int digit = digit_of(token, shift);
     const unsigned same = lanes_with(digit, valid);
     const int rank = __popc(same & ((1u << lane) - 1));
-    const int place = valid ? next[warp][digit] : 0;
+    const int destination = valid ? next[warp][digit] : 0;
     __syncwarp();
-    if (valid && rank == 0) next[warp][digit] = place + __popc(same);
+    if (valid && rank == 0) next[warp][digit] = destination + __popc(same);
     __syncwarp();
     if (!valid) continue;
-    to.token[place + rank] = token;
-    to.n[place + rank] = from.n != nullptr ? from.n[i] : i;
+    to.token[destination + rank] = token;
+    to.n[destination + rank] = from.n != nullptr ? from.n[i] : i;
   }
 }
 
@@ -162,7 +163,7 @@ constexpr std::size_t cluster_sort_bytes(std::int64_t capacity) {
   return sizeof(ClusterSortMemory) + 2 * static_cast<std::size_t>(capacity) * sizeof(Pair);
 }
 
-// Block r of the cluster holds the pairs [r capacity, (r + 1) capacity) of the order so far; a warp owns neighbours and
+// Block r of the cluster holds the pairs [r capacity, (r + 1) capacity) of the order so far; a warp owns consecutive pairs and
 // takes them 32 at a time, in order: the sort is stable.
 __global__ void __launch_bounds__(kClusterThreads)
     cluster_sort_kernel(Pairs sorted, const std::int32_t* tokens, int N, int V, int capacity) {
@@ -191,8 +192,8 @@ __global__ void __launch_bounds__(kClusterThreads)
 #pragma unroll
     for (int w = 0; w < kClusterWarps; ++w) total += memory.next[w][digit_of_thread];
     memory.total[digit_of_thread] = total;
-    cluster.sync();
-    // Where the digit's pairs begin: after those of smaller digits, then after those of the blocks before this one.
+    cluster_barrier();  // what each block wrote, its totals, is visible to all of them
+    // The digit's pairs of this block come after those of smaller digits and those of this digit in lower blocks.
     int everywhere = 0, before = 0;
 #pragma unroll
     for (int r = 0; r < kSortCluster; ++r) {
@@ -208,13 +209,13 @@ __global__ void __launch_bounds__(kClusterThreads)
     }
     if (lane == kWarpSize - 1) memory.warp_sums[warp] = running;
     __syncthreads();
-    int place = running - everywhere + before;
-    for (int w = 0; w < warp; ++w) place += memory.warp_sums[w];
+    int destination = running - everywhere + before;
+    for (int w = 0; w < warp; ++w) destination += memory.warp_sums[w];
 #pragma unroll
     for (int w = 0; w < kClusterWarps; ++w) {
       const int count = memory.next[w][digit_of_thread];
-      memory.next[w][digit_of_thread] = place;
-      place += count;
+      memory.next[w][digit_of_thread] = destination;
+      destination += count;
     }
     __syncthreads();
     for (int i = begin + lane; i - lane < end; i += kWarpSize) {
@@ -235,21 +236,27 @@ __global__ void __launch_bounds__(kClusterThreads)
         *cluster.map_shared_rank(other + to % capacity, to / capacity) = pair;
       }
     }
-    cluster.sync();
+    if (last) break;
+    cluster_barrier();  // the pairs that blocks wrote into each other's memory are visible there
     Pair* const moved = other;
     other = pairs;
     pairs = moved;
   }
+  // A block may leave when nobody reads its totals any more. Those reads are done: their results are in the places to which
+  // the pairs went. Nothing has to become visible, so this barrier is one without the fence, which would wait for all pairs
+  // that the thread has just written to global memory; the end of the kernel makes those visible.
+  cluster_arrive();
+  cluster_wait();
 #endif
 }
 
 // ---- the sums ---------------------------------------------------------------------------------------------------------
-constexpr int kRun = 32;      // neighbours of the sorted order that a block adds up
-constexpr int kInFlight = 2;  // rows on their way before the first is added
-// Small blocks with few registers, all of them at once: of 64 threads with 70, a tenth waited for a second turn. A
-// thread has 16 bytes of fp32, so that a warp's accesses to dweight fill every sector.
+constexpr int kRun = 32;      // consecutive rows of the sorted order that a block adds up
+constexpr int kInFlight = 2;  // rows that are loaded before the first is added
+// Small blocks with few registers, so that all of them are resident at once: with 70 registers a tenth of the blocks of 64
+// threads had to wait for others to end. A thread has 16 bytes of fp32, so that a warp's accesses to dweight fill every sector.
 constexpr int kSumThreads = 64, kSumRegisters = 32, kSumColumns = 4;
-constexpr int kJoinThreads = 128;
+constexpr int kEdgeThreads = 128;
 
 struct Sorted {
   const std::int32_t *token, *n;
@@ -259,8 +266,8 @@ struct Sorted {
   __device__ bool ends(int i) const { return i == N - 1 || token[i] != token[i + 1]; }
 };
 
-// edges [runs][2][C]: the sum of a token that came into the run from the one before, and of one that begins here and
-// goes on into the next.
+// edges [runs][2][C]: 0, the sum of a token that continues from the run before; 1, that of one that begins here and continues
+// in the next.
 __device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_t C) {
   return edges + (run * 2 + which) * C;
 }
@@ -284,11 +291,11 @@ __global__ void __maxnreg__(kSumRegisters)
   const std::int64_t c = (static_cast<std::int64_t>(blockIdx.y) * kSumThreads + threadIdx.x) * kCount;
   if (c >= C) return;
   float sum[kCount] = {};
-  bool came_in = !begins;
+  bool continued = !begins;
   for (int i = 0; i < count; i += kInFlight) {
     Elements<T, kCount> row[kInFlight];
-    Elements<float, kCount> old[kInFlight];  // what a token that ends here finds in dweight
-    bool first = came_in;
+    Elements<float, kCount> old[kInFlight];  // the value in dweight of a token that ends here
+    bool first = continued;
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       if (i + j >= count) break;
@@ -306,7 +313,7 @@ __global__ void __maxnreg__(kSumRegisters)
       if (!ends[i + j] && i + j + 1 < count) continue;
       Elements<float, kCount> total;
       total.set(sum);
-      if (came_in) {
+      if (continued) {
         total.store(edge_of(edges, blockIdx.x, 0, C) + c);
       } else if (!ends[i + j]) {
         total.store(edge_of(edges, blockIdx.x, 1, C) + c);
@@ -317,28 +324,28 @@ __global__ void __maxnreg__(kSumRegisters)
       }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) sum[k] = 0;
-      came_in = false;
+      continued = false;
     }
   }
 }
 
-// The token that begins in run blockIdx.x and goes on: its sums of all runs, in order.
+// The token that begins in run blockIdx.x and continues in the next: adds its sums of all runs, in order, to dweight.
 template <int kCount>
-__global__ void __launch_bounds__(kJoinThreads)
-    join_edges_kernel(float* dweight, float* edges, Sorted sorted, std::int64_t C) {
+__global__ void __launch_bounds__(kEdgeThreads)
+    add_edges_kernel(float* dweight, float* edges, Sorted sorted, std::int64_t C) {
   wait_for_predecessors();
   const int begin = blockIdx.x * kRun, last = min(begin + kRun, sorted.N) - 1;
   if (last == sorted.N - 1) return;
   const std::int32_t token = sorted.token[last], next = sorted.token[last + 1], first = sorted.token[begin],
                      previous = sorted.token[max(begin - 1, 0)];
   if (token != next) return;
-  if (first == token && begin > 0 && previous == token) return;  // the run before has it, or one before that
-  int runs = 0;  // that it comes into: those whose first row is its own. Every warp looks at 32 at a time
+  if (first == token && begin > 0 && previous == token) return;  // it began in an earlier run
+  int runs = 0;  // that the token continues in: those whose first row is the token's. A warp tests 32 at a time
   for (int found = kWarpSize; found == kWarpSize; runs += found) {
     const std::int64_t row = (static_cast<std::int64_t>(blockIdx.x) + 1 + runs + threadIdx.x % kWarpSize) * kRun;
     found = __popc(__ballot_sync(~0u, row < sorted.N && sorted.token[min(row, sorted.N - std::int64_t{1})] == token));
   }
-  const std::int64_t c = (static_cast<std::int64_t>(blockIdx.y) * kJoinThreads + threadIdx.x) * kCount;
+  const std::int64_t c = (static_cast<std::int64_t>(blockIdx.y) * kEdgeThreads + threadIdx.x) * kCount;
   if (c >= C) return;
   Elements<float, kCount> sum, old;
   sum.load(edge_of(edges, blockIdx.x, 1, C) + c);
@@ -356,7 +363,7 @@ __global__ void __launch_bounds__(kJoinThreads)
 }
 
 // ---- memory ------------------------------------------------------------------------------------------------------------
-// What embedding_sort() leaves and needs: pairs[0] is the result.
+// Result and scratch of embedding_sort(): pairs[0] is the result.
 struct SortMemory {
   Pairs pairs[2];
   int* counts;  // [kDigits][tiles]
@@ -414,8 +421,8 @@ void sum_rows(float* dweight, const T* dout, const Sorted& sorted, float* edges,
   const dim3 grid(runs, static_cast<unsigned>(ceil_div(C, kSumThreads * kCount)));
   sum_runs_kernel<T, kCount><<<grid, kSumThreads, 0, stream>>>(dweight, edges, dout, sorted, C);
   check_launch("embedding_backward: sums");
-  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kJoinThreads * kCount)));
-  launch_chained(join_edges_kernel<kCount>, edge_grid, dim3(kJoinThreads), 0, stream, overlapping,
+  const dim3 edge_grid(runs, static_cast<unsigned>(ceil_div(C, kEdgeThreads * kCount)));
+  launch_chained(add_edges_kernel<kCount>, edge_grid, dim3(kEdgeThreads), 0, stream, overlapping,
                  "embedding_backward: edges", dweight, edges, sorted, C);
 }
 
@@ -427,11 +434,9 @@ void embedding_forward(R* out, const std::int32_t* tokens, const T* weight, std:
   constexpr int kPack = Pack<T>::size;
   if (N == 0) return;
   const unsigned blocks = static_cast<unsigned>(N);
-  if (C % kPack == 0 && aligned_to_16(out, weight)) {
-    forward_kernel<T, R, kPack><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
-  } else {
-    forward_kernel<T, R, 1><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
-  }
+  with_count<kPack>(C % kPack == 0 && aligned_to_16(out, weight), [&](auto count) {
+    forward_kernel<T, R, count><<<blocks, kCopyThreads, 0, stream>>>(out, tokens, weight, C);
+  });
   check_launch("embedding_forward");
 }
 
@@ -460,11 +465,8 @@ void embedding_backward(float* dweight, const T* dout, void* sorted, std::int64_
   const Sorted order{pairs.token, pairs.n, static_cast<int>(N)};
   float* edges = static_cast<float*>(workspace);
   const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  if (C % kSumColumns == 0 && aligned_to_16(dweight, dout)) {
-    sum_rows<T, kSumColumns>(dweight, dout, order, edges, C, hopper, stream);
-  } else {
-    sum_rows<T, 1>(dweight, dout, order, edges, C, hopper, stream);
-  }
+  with_count<kSumColumns>(C % kSumColumns == 0 && aligned_to_16(dweight, dout),
+                          [&](auto count) { sum_rows<T, count>(dweight, dout, order, edges, C, hopper, stream); });
 }
 
 std::size_t embedding_backward_workspace(std::int64_t N, std::int64_t C) {

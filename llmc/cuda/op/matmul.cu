@@ -1,4 +1,4 @@
-// cuBLASLt thinks in columns: a row-major [N, C] is its column-major [C, N] with leading dimension C. So
+// cuBLASLt's matrices are column-major: a row-major [N, C] is its column-major [C, N] with leading dimension C. So
 //   forward      out^T [OC, N] = (W as [C, OC])^T  (x as [C, N])
 //   input_grad   dx^T  [C, N]  = (W as [C, OC])    (dout as [OC, N])
 //   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T
@@ -245,7 +245,7 @@ std::vector<Matmul::Candidate> Matmul::candidates(const Plan& plan) const {
   const std::uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions,
                                        sizeof reductions);
-  const std::uint32_t alignment = 16;  // of rows within a tensor; unasked, cuBLASLt takes 256 for granted
+  const std::uint32_t alignment = 16;  // of rows within a tensor; cuBLASLt assumes 256 by default
   for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment);
@@ -351,7 +351,7 @@ struct Matmul::Trial {
     clear(addend);
   }
 
-  // The algorithm that the next run takes.
+  // The algorithm that the next run uses.
   void take(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
   void fill_operands(Data data) const {
     fill(a.data(), shape.type, a_operand, data, matmul.stream_);
@@ -367,7 +367,7 @@ struct Matmul::Trial {
     clear(expected);
     run(expected);
   }
-  // Whether the algorithm taken gives the bits of `expected`.
+  // Whether the chosen algorithm gives the bits of `expected`.
   bool agrees() const {
     clear(result);
     clear(differences);
@@ -382,7 +382,7 @@ struct Matmul::Trial {
     check(cudaStreamSynchronize(matmul.stream_), "matmul: candidate");
     return different == 0;
   }
-  // Whether the algorithm taken computes the GEMM of `expected` on uniform data, up to the order of its additions: an
+  // Whether the chosen algorithm computes the GEMM of `expected` on uniform data, up to the order of its additions: an
   // error of 2^-6 of the largest element is beyond any rounding and below any missing or doubled tile.
   template <typename T>
   bool close() const {
@@ -420,9 +420,9 @@ struct Matmul::Trial {
   }
 };
 
-// Two rounds: each candidate once, then the fastest ones in turns, so that clock and temperature are the same for all.
+// Two rounds: each candidate once, then the fastest ones alternately, so that clock and temperature are the same for all.
 cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
-  constexpr float kWarmUpMilliseconds = 10, kAhead = 0.99f;  // as much faster as a later candidate must be
+  constexpr float kWarmUpMilliseconds = 10, kAhead = 0.99f;  // a later candidate must be faster by this factor
   constexpr std::size_t kFinalists = 8, kRounds = 7;
   const Plan& chosen = plan(shape);
   std::vector<Candidate> list = candidates(chosen);

@@ -4,10 +4,10 @@
 // fp32, and T = float computes in true fp32, not TF32.
 //
 // A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
-// timed on random data in turns, and the fastest that gives the same bits every time is kept; one that is not at least
+// timed on random data alternately, and the fastest that gives the same bits every time is kept; one that is not at least
 // 1 % faster than an earlier one loses to it. Candidates may add in different orders, so the choice is remembered
 // (llmc/cuda/op/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where it cannot be
-// remembered only the candidates that give the bits of the first suggestion take part.
+// remembered only the candidates that give the bits of the first suggestion are eligible.
 #pragma once
 
 #include <cublasLt.h>
@@ -51,9 +51,8 @@ struct MatmulShape {
 
 class Matmul {
  public:
-  // The workspace (split-K partial sums) is allocated here and belongs to this object; one stream uses it at
-  // a time.
-  // `run_plans`: the run's own file of plans; empty: none.
+  // Allocates and owns the workspace (partial sums of split-K), which one stream uses at a time. `run_plans`: the run's own
+  // file of plans; empty: none.
   explicit Matmul(cudaStream_t stream, const std::string& run_plans = {});
   ~Matmul();
   Matmul(const Matmul&) = delete;
@@ -61,8 +60,8 @@ class Matmul {
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
 
-  // While it lives the GEMMs of `matmul` run in another stream, by the same plans, with a workspace (kWorkspaceBytes)
-  // that nobody else uses meanwhile.
+  // While this object exists the GEMMs of `matmul` run in another stream, by the same plans, with a workspace of
+  // kWorkspaceBytes that nothing else uses during that time.
   class Elsewhere {
    public:
     Elsewhere(Matmul& matmul, cudaStream_t stream, void* workspace)
@@ -103,7 +102,7 @@ class Matmul {
   // Uniform in [-1, 1): the power a GEMM draws, and with it the clock, depends on its data.
   void fill_random(__nv_bfloat16* data, std::int64_t count) const;
 
-  // One line a shape that was timed: TF/s of the first suggestion and of the plan that was kept.
+  // One line for each shape that was timed: TF/s of the first suggestion and of the plan that was kept.
   const std::vector<std::string>& report() const { return report_; }
 
  private:

@@ -129,9 +129,9 @@ StoredPlans MatmulPlans::read(const std::string& path) const {
     std::getline(lines, title);
     std::getline(lines, identity);
     StoredPlans plans;
-    bool whole = title == kTitle;
-    while (whole && std::getline(lines, line)) whole = parse_line(line, plans);
-    if (!whole) {
+    bool intact = title == kTitle;
+    while (intact && std::getline(lines, line)) intact = parse_line(line, plans);
+    if (!intact) {
       log_warning("%s is damaged or of another version: matmul plans are chosen anew", escaped(path, 4096).c_str());
       return {};
     }

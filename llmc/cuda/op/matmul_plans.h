@@ -9,7 +9,7 @@
 // The user's file is $WEFT_CACHE_DIR/matmul-<hash>.txt, by default in $XDG_CACHE_HOME/weft or ~/.cache/weft. It is text:
 // a title, the identity (GPU, driver, version of cuBLASLt), and a line for each GEMM with the 64 bytes by which
 // cuBLASLt knows an algorithm. The hash is that of the identity. A file of another identity or with a damaged line is
-// left aside with a warning, never an error.
+// ignored with a warning, never an error.
 #pragma once
 
 #include <array>

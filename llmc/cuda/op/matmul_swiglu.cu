@@ -102,15 +102,15 @@ struct Forward {
                                 std::int64_t column) {
     const Eight gate = sums.get(r, piece), up = sums.get(r, piece + kPieces);
     bf16* to = p.gate_up + row * 2 * p.F + column;
-    gate.store_whole(to);
-    up.store_whole(to + p.F);
+    gate.store(to);
+    up.store(to + p.F);
     if (p.product == nullptr) return;
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] = swiglu<bf16>(gate.get(i), up.get(i));
     Eight product;
     product.set(values);
-    product.store_whole(p.product + row * p.F + column);
+    product.store(p.product + row * p.F + column);
   }
 };
 
@@ -139,12 +139,12 @@ struct Backward {
     bf16* to = p.gate_up + row * 2 * p.F + column;
     Eight result;
     result.set(dgate);
-    result.store_whole(to);
+    result.store(to);
     result.set(dup);
-    result.store_whole(to + p.F);
+    result.store(to + p.F);
     if (p.product == nullptr) return;
     result.set(product);
-    result.store_whole(p.product + row * p.F + column);
+    result.store(p.product + row * p.F + column);
   }
 };
 

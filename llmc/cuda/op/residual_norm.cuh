@@ -1,15 +1,15 @@
-// What forward and backward of the fused norm share: how a row lies in the registers of its threads, sums over a row, rows
-// on their way to shared memory, and the branch that joins the residual.
+// What forward and backward of the fused norm share: how a row is spread over the registers of its threads, sums over a row,
+// the asynchronous copy of the next row, and the addition of the branch to the residual stream.
 //
-//  - A row lies in the registers of one warp, of a few or of all of a block, so memory is passed once and statistics are
-//    taken in two passes over registers. A thread owns groups of columns that take 16 bytes of the stream: neighbouring
-//    threads touch neighbouring 16 bytes, so a warp's accesses fill every sector of memory.
-//  - Blocks stay on their multiprocessor and walk over the rows. While a thread works on one row its part of the next is
-//    copied to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
-//  - "Plain" kernels know x, residual, weights and biases. Everything else (dropout, scales, in backward a second output
-//    and h recomputed) is in the "full" kernels, which do without the copying ahead.
-//  - Bounds cost as many instructions as the arithmetic does. Spreads that fill a row exactly ("whole") have none; they
-//    exist for bf16, the storage type of training.
+//  - A row lies in the registers of one warp, of several, or of a whole block, so it is read from memory once and its
+//    statistics are taken in two passes over registers. A thread owns groups of columns that take 16 bytes of the stream:
+//    neighbouring threads access neighbouring 16 bytes, so a warp's accesses fill every sector of memory.
+//  - Blocks are persistent and loop over the rows. While a thread works on one row, its part of the next is copied to shared
+//    memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
+//  - Plain kernels have x, residual, weights and biases. Everything else (dropout, scales, in backward a second output and h
+//    recomputed) is in the full kernels, which do not copy ahead.
+//  - Checking columns against C costs as many instructions as the arithmetic. Spreads of exactly C columns (kExact) have no
+//    such checks; they exist for bf16, the storage type of training.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -24,14 +24,14 @@ namespace weft::cuda::norm_detail {
 
 // How a row of a stream in R is spread over threads: thread `lane` of the row owns groups lane, lane + kRowThreads, ...
 // A block works on kRows rows at once.
-template <typename R, int kRowThreads_, int kThreadColumns_, bool kWhole_ = false,
+template <typename R, int kRowThreads_, int kThreadColumns_, bool kExact_ = false,
           int kRows_ = kRowThreads_ == kWarpSize ? 8 : 1>
 struct Spread {
   static constexpr int kGroup = 16 / static_cast<int>(sizeof(R));  // neighbouring columns of one thread
   static constexpr int kRowThreads = kRowThreads_;
   static constexpr int kThreadColumns = kThreadColumns_;
   static constexpr int kGroups = kThreadColumns / kGroup;
-  static constexpr bool kWhole = kWhole_;  // C is kColumns
+  static constexpr bool kExact = kExact_;  // C is kColumns: no column is outside
   static constexpr int kColumns = kRowThreads * kThreadColumns;
   static constexpr int kRows = kRows_;
   static constexpr int kThreads = kRowThreads * kRows;
@@ -39,7 +39,7 @@ struct Spread {
   static __device__ int lane() { return threadIdx.x % kRowThreads; }
   static __device__ int slot() { return threadIdx.x / kRowThreads; }
   static __device__ int column(int g) { return (g * kRowThreads + lane()) * kGroup; }
-  static __device__ bool outside(int g, std::int64_t C) { return !kWhole && column(g) >= C; }
+  static __device__ bool outside(int g, std::int64_t C) { return !kExact && column(g) >= C; }
 };
 
 template <typename T, typename S>
@@ -47,13 +47,13 @@ using Group = Elements<T, S::kGroup>;
 
 // ---- sums over a row --------------------------------------------------------------------------------------------------
 // Adds kValues numbers over the threads of a row, in an order that does not depend on timing. One barrier a sum: two
-// scratch areas take turns, and who writes one has passed the barrier after which the other was read.
+// scratch areas are used alternately, and a thread that writes one has passed the barrier after which the other was read.
 template <typename S>
 struct RowSum {
   static constexpr int kWarps = S::kRowThreads / kWarpSize;
   static constexpr int kBlockWarps = S::kThreads / kWarpSize;
   float (*scratch)[kBlockWarps][2];
-  int turn = 0;
+  int area = 0;
 
   static __device__ void barrier() {  // of the row's threads
     if constexpr (S::kRows == 1) {
@@ -70,7 +70,7 @@ struct RowSum {
     if constexpr (kWarps > 1) {
       if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) scratch[turn][threadIdx.x / kWarpSize][i] = value[i];
+        for (int i = 0; i < kValues; ++i) scratch[area][threadIdx.x / kWarpSize][i] = value[i];
       }
       barrier();
       const int first = S::slot() * kWarps;
@@ -78,14 +78,14 @@ struct RowSum {
       for (int i = 0; i < kValues; ++i) {
         value[i] = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) value[i] += scratch[turn][first + w][i];
+        for (int w = 0; w < kWarps; ++w) value[i] += scratch[area][first + w][i];
       }
-      turn ^= 1;
+      area ^= 1;
     }
   }
 };
 
-// ---- a thread's part of the next row, on its way to shared memory -----------------------------------------------------
+// ---- a thread's part of the next row, copied ahead to shared memory -----------------------------------------------------
 template <typename T, typename S>
 struct StagedRow {
   static constexpr int kBytes = S::kColumns * static_cast<int>(sizeof(T));
@@ -94,7 +94,7 @@ struct StagedRow {
     if (row == nullptr) return;
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
-      if (!S::outside(g, C)) __pipeline_memcpy_async(place(stage, g), row + S::column(g), Group<T, S>::kBytes);
+      if (!S::outside(g, C)) __pipeline_memcpy_async(address(stage, g), row + S::column(g), Group<T, S>::kBytes);
     }
   }
   // The group from the stage, or from memory where nothing is staged; zeros where the operand is absent.
@@ -104,17 +104,17 @@ struct StagedRow {
     } else if (stage == nullptr) {
       into.load(row + S::column(g));
     } else {
-      into.load(place(stage, g));
+      into.load(address(stage, g));
     }
   }
-  // All groups of a row. A whole spread is always staged: nothing to ask but whether the operand is there at all.
+  // All groups of a row. An exact spread is always staged: the only question is whether the operand exists.
   static __device__ void read_row(Group<T, S> (&into)[S::kGroups], char* stage, const T* row, std::int64_t C,
                                   bool present = true) {
-    if constexpr (S::kWhole) {
+    if constexpr (S::kExact) {
 #pragma unroll
       for (int g = 0; g < S::kGroups; ++g) {
         if (present) {
-          into[g].load(place(stage, g));
+          into[g].load(address(stage, g));
         } else {
           into[g].clear();
         }
@@ -126,7 +126,7 @@ struct StagedRow {
   }
 
  private:
-  static __device__ T* place(char* stage, int g) {
+  static __device__ T* address(char* stage, int g) {
     return reinterpret_cast<T*>(stage) + S::column(g);
   }
 };
@@ -159,8 +159,8 @@ __device__ void branch_factors(float (&factors)[kGroup], const ResidualNormShape
 
 // h = x factors colscale + skip, rounded to R; factors null: 1.
 template <typename T, typename R, int kGroup>
-__device__ void join(Elements<R, kGroup>& h, const Elements<T, kGroup>& x, const Elements<R, kGroup>& skip,
-                     const float* factors, const T* colscale) {
+__device__ void add_branch(Elements<R, kGroup>& h, const Elements<T, kGroup>& x, const Elements<R, kGroup>& skip,
+                           const float* factors, const T* colscale) {
   float values[kGroup];
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
@@ -194,20 +194,20 @@ unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t w
   return static_cast<unsigned>(std::min(resident, work));
 }
 
-// Calls launch(Spread) with the spread of a row of C columns, a whole one if there may be and it fits. Which spread is
-// fastest was measured on an H200; backward holds three rows where forward holds two, and at 4096 columns takes more threads
-// with fewer columns each.
-template <typename R, int kRowThreads, int kThreadColumns, bool kMayBeWhole, typename Launch>
+// Calls launch(Spread) with the spread of a row of C columns, an exact one where kMayBeExact allows it and C is its width.
+// Which spread is fastest was measured on an H200; backward holds three rows where forward holds two, and at 4096 columns
+// uses more threads with fewer columns each.
+template <typename R, int kRowThreads, int kThreadColumns, bool kMayBeExact, typename Launch>
 void launch_spread(std::int64_t C, const Launch& launch) {
-  if constexpr (kMayBeWhole) {
-    using Whole = Spread<R, kRowThreads, kThreadColumns, true>;
-    if (C == Whole::kColumns) return launch(Whole{});
+  if constexpr (kMayBeExact) {
+    using Exact = Spread<R, kRowThreads, kThreadColumns, true>;
+    if (C == Exact::kColumns) return launch(Exact{});
   }
   launch(Spread<R, kRowThreads, kThreadColumns>{});
 }
-template <typename R, bool kMayBeWhole, typename Launch>
+template <typename R, bool kMayBeExact, typename Launch>
 void for_plain_spread(std::int64_t C, const Launch& launch) {
-  if constexpr (kMayBeWhole) {
+  if constexpr (kMayBeExact) {
     if (C == 768) return launch(Spread<R, 32, 24, true, 4>{});
     if (C == 3072) return launch(Spread<R, 128, 24, true>{});
     // An fp32 stream would take twice the registers.
@@ -215,16 +215,16 @@ void for_plain_spread(std::int64_t C, const Launch& launch) {
   }
   if (C <= 256) return launch_spread<R, 32, 8, false>(C, launch);
   if (C <= 512) return launch_spread<R, 32, 16, false>(C, launch);
-  if (C <= 1024) return launch_spread<R, 32, 32, kMayBeWhole>(C, launch);
-  if (C <= 2048) return launch_spread<R, 128, 16, kMayBeWhole>(C, launch);
+  if (C <= 1024) return launch_spread<R, 32, 32, kMayBeExact>(C, launch);
+  if (C <= 2048) return launch_spread<R, 128, 16, kMayBeExact>(C, launch);
   if (C <= 2560) return launch_spread<R, 320, 8, false>(C, launch);
-  if (C <= 4096) return launch_spread<R, 128, 32, kMayBeWhole>(C, launch);
-  if (C <= 8192) return launch_spread<R, 256, 32, kMayBeWhole>(C, launch);
-  launch_spread<R, 512, 32, kMayBeWhole>(C, launch);
+  if (C <= 4096) return launch_spread<R, 128, 32, kMayBeExact>(C, launch);
+  if (C <= 8192) return launch_spread<R, 256, 32, kMayBeExact>(C, launch);
+  launch_spread<R, 512, 32, kMayBeExact>(C, launch);
 }
-template <typename R, bool kMayBeWhole, typename Launch>
+template <typename R, bool kMayBeExact, typename Launch>
 void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
-  if constexpr (kMayBeWhole) {
+  if constexpr (kMayBeExact) {
     // Several rows a block: fewer blocks write column sums, and a row's threads wait only for each other.
     if (C == 768) return launch(Spread<R, 96, 8, true, 4>{});
     if (C == 1024) return launch(Spread<R, 64, 16, true, 4>{});
@@ -233,9 +233,9 @@ void for_plain_backward_spread(std::int64_t C, const Launch& launch) {
     if (sizeof(R) == 2 && C == 8192) return launch(Spread<R, 512, 16, true>{});
   }
   if (C <= 2048) return for_plain_spread<R, false>(C, launch);
-  if (C <= 4096) return launch_spread<R, 256, 16, kMayBeWhole>(C, launch);
-  if (C <= 8192) return launch_spread<R, 256, 32, kMayBeWhole>(C, launch);
-  launch_spread<R, 512, 32, kMayBeWhole>(C, launch);
+  if (C <= 4096) return launch_spread<R, 256, 16, kMayBeExact>(C, launch);
+  if (C <= 8192) return launch_spread<R, 256, 32, kMayBeExact>(C, launch);
+  launch_spread<R, 512, 32, kMayBeExact>(C, launch);
 }
 template <typename R, typename Launch>
 void for_full_spread(std::int64_t C, const Launch& launch) {
@@ -244,6 +244,6 @@ void for_full_spread(std::int64_t C, const Launch& launch) {
   launch(Spread<R, 512, 32>{});
 }
 template <typename T, typename R>
-constexpr bool kMayBeWhole = std::is_same_v<T, bf16>;
+constexpr bool kMayBeExact = std::is_same_v<T, bf16>;
 
 }  // namespace weft::cuda::norm_detail

@@ -7,9 +7,9 @@
 // stored in T (float, bf16, fp16), the residual stream in R (T or float), statistics and the gradients of
 // weights in fp32.
 //
-// h is rounded to R before its statistics are taken. So a norm recomputed from residual_out (x null, residual the former
-// residual_out) gives the bits of the first pass if it gets the same shape, dropout included: dropout decides which kernel
-// runs, and with it the order in which a row is added up.
+// h is rounded to R before its statistics are taken, and the threads that a row is spread over, and with them the order of its
+// sums, follow from C and the types alone. So the norm of a stored residual_out (as `residual`, with x null) gives the bits of
+// the call that stored it, with dropout or without.
 //
 // C is a multiple of 8 up to 16384 (Exit::internal otherwise) and every pointer is aligned to 16 bytes.
 #pragma once
@@ -19,19 +19,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "llmc/model/config.h"
+#include "llmc/model/norm_shape.h"
 
 namespace weft::cuda {
 
 inline constexpr std::int64_t kMaxNormWidth = 16384;
-
-struct ResidualNormShape {
-  std::int64_t rows = 0, C = 0;
-  NormKind kind = NormKind::rmsnorm;
-  float eps = 0;
-  float dropout = 0;  // p in [0, 1)
-  std::uint64_t seed = 0, offset = 0;
-};
 
 // The bytes of shared memory that a block of these kernels may ask for: the device's limit less what they declare
 // themselves. The `shared_limit` below is this; less only to run on one device what another one runs.

@@ -10,8 +10,8 @@
 //
 // Column sums (dweight, ...) grow in registers or shared memory, each thread adding to its own columns; at the end a block
 // writes them to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where
-// shared memory is too small for the sums, the full kernel lets them grow in the workspace itself.
-// llmc/cuda/op/residual_norm.cuh has the rest.
+// shared memory is too small for the sums, the full kernel accumulates them in the workspace itself.
+// llmc/cuda/op/residual_norm.cuh describes the layout of rows.
 
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/residual_norm.cuh"
@@ -26,8 +26,8 @@ constexpr int kMaxBackwardBlocks = 640;
 constexpr int kColumnSums = 5;  // dweight, dbias, dweight2, dbias2, dcolscale
 
 // ---- column sums ------------------------------------------------------------------------------------------------------
-// `slot` numbers the sums that are asked for; -1: not. Each takes `capacity` floats: C rounded up to whole groups of all
-// threads of a row.
+// slot[k]: the index of sum k among those that are asked for; -1: not asked for. Each takes `capacity` floats: C rounded up to a
+// multiple of what the threads of a row own per group.
 struct ColumnSums {
   float* target[kColumnSums];
   int slot[kColumnSums];
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
 // ---- backward ---------------------------------------------------------------------------------------------------------
 template <typename T, typename R, typename S>
 struct BackwardStage {
-  char* memory;  // null: rows are read when they are needed; never for a whole spread
-  __device__ bool used() const { return S::kWhole || memory != nullptr; }
+  char* memory;  // null: rows are read when they are needed; never null for an exact spread
+  __device__ bool used() const { return S::kExact || memory != nullptr; }
   __device__ char* dout() const { return memory; }
   __device__ char* h() const { return used() ? memory + StagedRow<T, S>::kBytes : nullptr; }
   __device__ char* skip() const { return used() ? h() + StagedRow<R, S>::kBytes : nullptr; }
@@ -152,8 +152,8 @@ __device__ void store_row(T* matrix, const Group<T, S> (&groups)[S::kGroups], st
   }
 }
 
-// Makes the compiler forget what it knows of the group: else it keeps the fp32 values of the first pass for the second,
-// twice the registers.
+// Hides the group's values from the compiler: otherwise it keeps the fp32 values of the first pass for the second, in twice
+// the registers.
 template <typename T, int kCount>
 __device__ void forget(Elements<T, kCount>& group) {
   auto* words = reinterpret_cast<unsigned*>(group.value);
@@ -161,7 +161,8 @@ __device__ void forget(Elements<T, kCount>& group) {
   for (int i = 0; i < Elements<T, kCount>::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
 }
 
-// Threads of a multiprocessor that share its registers: whole spreads unroll so far that they would take them all.
+// Threads that must fit on a multiprocessor: exact spreads unroll so far that without this limit they would take all its
+// registers.
 template <typename S>
 constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
 
@@ -169,7 +170,7 @@ constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
 // registers in its storage type between the two passes over the row.
 
 template <typename T, typename R, typename S, bool kLayerNorm>
-__global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> / S::kThreads : 1)
+__global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> / S::kThreads : 1)
     plain_backward_kernel(ResidualNormShape shape, ResidualNormBackward<T, R> io, ColumnSums columns, bool staged) {
   extern __shared__ char4 dynamic_memory[];
   __shared__ float scratch[2][RowSum<S>::kBlockWarps][2];
@@ -181,9 +182,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kWhole ? kResidentThreads<S> /
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   // fp32 rows are twice as wide: there the skip gradient is read late and the weight again for each row, from L1. The
-  // latter too where a whole spread is to leave registers for the unrolled arithmetic.
+  // latter also where an exact spread has to leave registers for the unrolled arithmetic.
   constexpr bool kLateSkip = sizeof(T) == 4;
-  constexpr bool kKeepWeight = sizeof(T) + sizeof(R) == 4 && !(S::kWhole && S::kThreadColumns > 16);
+  constexpr bool kKeepWeight = sizeof(T) + sizeof(R) == 4 && !(S::kExact && S::kThreadColumns > 16);
   Group<T, S> kept_weight[kKeepWeight ? S::kGroups : 1];
   if constexpr (kKeepWeight) {
 #pragma unroll
@@ -365,7 +366,7 @@ __global__ void __launch_bounds__(S::kThreads)
         StagedRow<T, S>::read(x, nullptr, at_row(io.x, row, C), g, C);
         StagedRow<R, S>::read(h[g], nullptr, at_row(io.residual, row, C), g, C);
         branch_factors(factors, shape, rowscale, row * C + column);
-        join<T, R>(h[g], x, h[g], factors, io.colscale != nullptr ? io.colscale + column : nullptr);
+        add_branch<T, R>(h[g], x, h[g], factors, io.colscale != nullptr ? io.colscale + column : nullptr);
       }
       normalise(h[g]);
       full_gradient<T, R, S>(gradient, io, row, C, g, xhat, sums, columns, true);
@@ -465,7 +466,7 @@ void launch_plain_backward(const ResidualNormShape& shape, const ResidualNormBac
   const int sum_bytes = S::kRows * columns.count * columns.capacity * static_cast<int>(sizeof(float));
   const int stage_bytes = S::kRows * BackwardStage<T, R, S>::kBytes;
   const bool staged = sum_bytes + stage_bytes <= shared_limit;
-  if constexpr (S::kWhole) {
+  if constexpr (S::kExact) {
     if (!staged) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
       return launch_plain_backward<T, R, Bounded>(shape, io, stream, shared_limit);
@@ -494,7 +495,7 @@ void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBa
   const bool plain = shape.dropout == 0 && io.rowscale == nullptr && io.colscale == nullptr && io.weight2 == nullptr &&
                      io.dcolscale == nullptr && io.dweight != nullptr && operands.residual_out != nullptr;
   if (!plain) return full_backward(shape, operands, stream, shared_limit);
-  for_plain_backward_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
+  for_plain_backward_spread<R, kMayBeExact<T, R>>(shape.C, [&](auto spread) {
     launch_plain_backward<T, R, decltype(spread)>(shape, operands, stream, shared_limit);
   });
 }
@@ -502,7 +503,7 @@ void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBa
 std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums) {
   std::int64_t capacity = 0;
   const auto widest = [&](auto spread) { capacity = std::max(capacity, columns_capacity<decltype(spread)>(C)); };
-  for_plain_backward_spread<bf16, false>(C, widest);  // with groups of 8: whole threads of fewer columns take no more
+  for_plain_backward_spread<bf16, false>(C, widest);  // with groups of 8: threads with fewer columns take no more
   for_full_spread<bf16>(C, widest);
   return static_cast<std::size_t>(kMaxBackwardBlocks * column_sums * capacity) * sizeof(float);
 }

@@ -14,9 +14,9 @@ namespace {
 using namespace norm_detail;
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
-// alone: h = residual and not written, one output: what training runs. joined: h = x + residual, each of them absent or
-// not, and a second output. full: every operand.
-enum class Form { alone, joined, full };
+// norm_only: h = residual and not written, one output. plain: h = x + residual, either of them possibly absent, and up to two
+// outputs. full: every operand.
+enum class Form { norm_only, plain, full };
 
 template <typename T, typename S>
 __device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd, const T* weight,
@@ -65,17 +65,17 @@ __device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const 
 
 template <typename T, typename R, typename S, Form kForm>
 struct ForwardStage {
-  static constexpr int kXBytes = kForm == Form::alone ? 0 : StagedRow<T, S>::kBytes;
+  static constexpr int kXBytes = kForm == Form::norm_only ? 0 : StagedRow<T, S>::kBytes;
   static constexpr int kBytes = kXBytes + StagedRow<R, S>::kBytes;
 
-  char* memory;  // null: rows are read when they are needed; never for a whole spread
-  __device__ bool used() const { return S::kWhole || memory != nullptr; }
+  char* memory;  // null: rows are read when they are needed; never null for an exact spread
+  __device__ bool used() const { return S::kExact || memory != nullptr; }
   __device__ char* x() const { return memory; }
   __device__ char* residual() const { return used() ? memory + kXBytes : nullptr; }
 
   __device__ void fetch(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, std::int64_t row) const {
     if (!used() || row >= shape.rows) return;
-    if constexpr (kForm != Form::alone) StagedRow<T, S>::fetch(x(), at_row(io.x, row, shape.C), shape.C);
+    if constexpr (kForm != Form::norm_only) StagedRow<T, S>::fetch(x(), at_row(io.x, row, shape.C), shape.C);
     StagedRow<R, S>::fetch(residual(), at_row(io.residual, row, shape.C), shape.C);
     __pipeline_commit();
   }
@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(S::kThreads)
     if (stage.used()) __pipeline_wait_prior(0);
     Group<T, S> xs[S::kGroups];
     Group<R, S> skips[S::kGroups];
-    if constexpr (kForm != Form::alone) StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
+    if constexpr (kForm != Form::norm_only)
+      StagedRow<T, S>::read_row(xs, stage.x(), io.x + row * C, C, io.x != nullptr);
     StagedRow<R, S>::read_row(skips, stage.residual(), io.residual + row * C, C, io.residual != nullptr);
     float h[S::kGroups][S::kGroup];
 #pragma unroll
@@ -108,21 +109,21 @@ __global__ void __launch_bounds__(S::kThreads)
         if (!S::outside(g, C)) {
           float factors[S::kGroup];
           branch_factors(factors, shape, io.rowscale != nullptr ? io.rowscale[row] : 1.0f, row * C + column);
-          join(skip, x, skip, factors, io.colscale != nullptr ? io.colscale + column : nullptr);
+          add_branch(skip, x, skip, factors, io.colscale != nullptr ? io.colscale + column : nullptr);
         }
-      } else if constexpr (kForm == Form::joined) {
-        join<T, R>(skip, x, skip, nullptr, nullptr);
+      } else if constexpr (kForm == Form::plain) {
+        add_branch<T, R>(skip, x, skip, nullptr, nullptr);
       }
 #pragma unroll
       for (int i = 0; i < S::kGroup; ++i) h[g][i] = skip.get(i);
-      if constexpr (kForm != Form::alone) {
+      if constexpr (kForm != Form::norm_only) {
         if (io.residual_out != nullptr && !S::outside(g, C)) skip.store_streaming(io.residual_out + row * C + column);
       }
     }
     stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
     write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, io.weight, io.bias, C);
-    if constexpr (kForm != Form::alone) {
+    if constexpr (kForm != Form::norm_only) {
       if (io.weight2 != nullptr)
         write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, io.weight2, io.bias2, C);
     }
@@ -139,10 +140,10 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
                     int shared_limit) {
   const int stage_bytes = S::kRows * ForwardStage<T, R, S, kForm>::kBytes;
   const bool staged = kForm != Form::full && stage_bytes <= shared_limit;
-  if constexpr (S::kWhole) {
+  if constexpr (S::kExact) {
     if (!staged) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
-      return launch_forward<T, R, Bounded, Form::joined>(shape, io, stream, shared_limit);
+      return launch_forward<T, R, Bounded, Form::plain>(shape, io, stream, shared_limit);
     }
   }
   const int shared_bytes = staged ? stage_bytes : 0;
@@ -150,6 +151,21 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
   const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), shared_limit);
   kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, staged);
   check_launch("residual_norm_forward");
+}
+
+// All forms spread a row of C columns over the same threads, so that they add its sums in the same order: recomputation takes
+// the norm of a stored stream (norm_only, plain) where the forward pass may have added a branch with dropout (full).
+template <typename T, typename R, typename S>
+void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
+                 int shared_limit) {
+  if (form == Form::full) {
+    using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
+    return launch_forward<T, R, Bounded, Form::full>(shape, io, stream, shared_limit);
+  }
+  if constexpr (S::kExact) {
+    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only>(shape, io, stream, shared_limit);
+  }
+  launch_forward<T, R, S, Form::plain>(shape, io, stream, shared_limit);
 }
 
 }  // namespace
@@ -163,19 +179,14 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
                            int shared_limit) {
   check_shape(shape);
   if (shape.rows == 0) return;
+  Form form = Form::plain;
   if (shape.dropout != 0 || io.rowscale != nullptr || io.colscale != nullptr) {
-    return for_full_spread<R>(shape.C, [&](auto spread) {
-      launch_forward<T, R, decltype(spread), Form::full>(shape, io, stream, shared_limit);
-    });
+    form = Form::full;
+  } else if (io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr) {
+    form = Form::norm_only;
   }
-  const bool alone = io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr;
-  for_plain_spread<R, kMayBeWhole<T, R>>(shape.C, [&](auto spread) {
-    using S = decltype(spread);
-    if constexpr (S::kWhole) {
-      if (alone) return launch_forward<T, R, S, Form::alone>(shape, io, stream, shared_limit);
-    }
-    launch_forward<T, R, S, Form::joined>(shape, io, stream, shared_limit);
-  });
+  for_plain_spread<R, kMayBeExact<T, R>>(
+      shape.C, [&](auto spread) { launch_form<T, R, decltype(spread)>(form, shape, io, stream, shared_limit); });
 }
 
 #define WEFT_INSTANTIATE(T, R)                                                                                        \

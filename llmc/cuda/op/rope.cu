@@ -3,10 +3,10 @@
 //   y[i]        = x[i] cos - x[i + half] sin
 //   y[i + half] = x[i + half] cos + x[i] sin          backward: the same with -sin
 //
-// Heads are addressed through views (llmc/model/head_view.h), so q and k of a packed row turn in one launch and v is
-// not touched. Bytes moved: every q and k element is read and written once, 2 N (NH + NKV) HS E. The table row of a
-// token, 2 half floats, comes from memory once a block and then from L1: one block turns all heads of one token.
-// Dimensions from 2 half on pass through and are not moved at all.
+// Heads are addressed through views (llmc/model/head_view.h), so q and k of a packed row are rotated in one launch and v is
+// not touched. Bytes moved: every rotated element is read and written once, 2 N (NH + NKV) 2 half E. One block rotates all
+// heads of one token, so the token's row of the table, 2 half floats, comes from memory once a block and then from L1.
+// Dimensions from 2 half on pass through and are not accessed.
 
 #include "llmc/cuda/op/rope.h"
 
@@ -44,15 +44,15 @@ __global__ void __launch_bounds__(kMaxThreads)
     high.load(high_half);
     cosine.load(cos_row + i);
     sine.load(sin_row + i);
-    float turned_low[kCount], turned_high[kCount];
+    float rotated_low[kCount], rotated_high[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const float a = low.get(j), z = high.get(j), c = cosine.get(j), s = direction * sine.get(j);
-      turned_low[j] = a * c - z * s;
-      turned_high[j] = z * c + a * s;
+      rotated_low[j] = a * c - z * s;
+      rotated_high[j] = z * c + a * s;
     }
-    low.set(turned_low);
-    high.set(turned_high);
+    low.set(rotated_low);
+    high.set(rotated_high);
     low.store(low_half);
     high.store(high_half);
   }
@@ -71,16 +71,14 @@ void rotate(const RopeHeads<Storage>& heads, const DeviceRopeTable& table, std::
             std::int64_t first_position, float direction, cudaStream_t stream) {
   constexpr int kPack = Pack<Storage>::size;
   if (B * T == 0 || table.half == 0) return;
-  const bool packed =
+  const bool aligned =
       table.half % kPack == 0 && packs_fit(heads.q) && packs_fit(heads.k) && aligned_to_16(table.cos, table.sin);
-  const std::int64_t items = (heads.NH + heads.NKV) * table.half / (packed ? kPack : 1);
-  const int threads = static_cast<int>(std::min<std::int64_t>(kMaxThreads, ceil_div(items, kWarpSize) * kWarpSize));
-  const unsigned blocks = static_cast<unsigned>(B * T);
-  if (packed) {
-    rope_kernel<Storage, kPack><<<blocks, threads, 0, stream>>>(heads, table, T, first_position, direction);
-  } else {
-    rope_kernel<Storage, 1><<<blocks, threads, 0, stream>>>(heads, table, T, first_position, direction);
-  }
+  with_count<kPack>(aligned, [&](auto count) {
+    const std::int64_t items = (heads.NH + heads.NKV) * table.half / count;
+    const int threads = static_cast<int>(std::min<std::int64_t>(kMaxThreads, ceil_div(items, kWarpSize) * kWarpSize));
+    rope_kernel<Storage, count>
+        <<<static_cast<unsigned>(B * T), threads, 0, stream>>>(heads, table, T, first_position, direction);
+  });
   check_launch("rope");
 }
 

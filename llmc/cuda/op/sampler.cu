@@ -27,10 +27,6 @@ __global__ void __launch_bounds__(kThreads)
     ids[row] = token.id;
     if (token.error != SampleError::none) errors[row] = token.error;
   }
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  if constexpr (kBlocks > 1)
-    cooperative_groups::this_cluster().sync();  // nobody leaves while another reads its scratch
-#endif
 }
 
 template <int kThreads, int kBlocks>

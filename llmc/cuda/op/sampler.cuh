@@ -7,51 +7,75 @@
 //    the bracket's ends, and the bracket closes around the bound. Seven pivots divide the range of logit values, which
 //    suits the logits of a model; one divides the range of ranks, so that 64 passes are enough whatever the logits are.
 //    In the first pass, where all logits are measured, all eight are values if possible: a comparison of two floats.
-//  - In later passes a logit outside of the bracket's values costs a look. The others are collected in shared memory and
-//    measured 32 at a time: a warp that measured where it finds them would do all its work for one lane.
+//  - In later passes a logit outside the bracket's values costs one comparison. The others are collected in shared memory and
+//    measured 32 at a time: a warp that measured each where it finds it would mostly work for a single lane.
 //  - As soon as few enough ids lie in the bracket, their order is found by comparing all pairs.
 // Then the weights of the kept ids are summed range by range, the range that holds the target is divided again, and so on
 // down to one id.
 //
 // Several blocks of a cluster may share the row (sm_90 and later): each passes over its part of the batches, and after a pass
-// they read each other's sums. All of them know all results.
+// they send each other their sums. Every block knows all results.
 //
 // Cost for V logits: one pass for the greatest, one with V weights (a double-precision exponential each) unless top-k
-// alone decides, and three to five that skip what lies outside of the bracket.
+// alone decides, and three to five that skip what lies outside the bracket.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include <cstdint>
 
 #include "llmc/base/sampling.h"
 #include "llmc/base/sampling_math.h"
+#include "llmc/cuda/hw/cluster.cuh"
 #include "llmc/cuda/hw/common.cuh"
 
 namespace weft::cuda {
 
+namespace sampler_detail {
+
+constexpr int kPivots = 8;
+constexpr int kSums = kPivots + 1;  // and the total
+
+// 64-bit words of a message: the sums of a block and how many candidates it has, or a word for each of its warps; an even
+// number, because messages travel in pieces of 16 bytes.
+constexpr int message_words(int threads) {
+  const int warps = threads / kWarpSize, words = kSums + 1 > warps ? kSums + 1 : warps;
+  return words + words % 2;
+}
+
+// Where the blocks of a cluster find what the others send: messages of kWords 64-bit words (a ClusterExchange), and a barrier
+// that counts the bytes of candidates.
+template <int kBlocks, int kWords>
+struct ClusterInbox {
+  alignas(16) char messages[16 + 2 * kBlocks * kWords * 8];
+  std::uint64_t candidates_arrived;
+};
+template <int kWords>
+struct ClusterInbox<1, kWords> {};
+
+}  // namespace sampler_detail
+
 // Shared memory of sample_block: 8 to 30 KB.
 template <int kThreads, int kBlocks = 1>
-struct SamplerScratch {
+struct SamplerScratch : sampler_detail::ClusterInbox<kBlocks, sampler_detail::message_words(kThreads)> {
   static constexpr int kWarps = kThreads / kWarpSize;
-  static constexpr int kPivots = 8;
-  static constexpr int kSums = kPivots + 1;  // and the total
+  static constexpr int kPivots = sampler_detail::kPivots;
+  static constexpr int kSums = sampler_detail::kSums;
   static constexpr int kCandidates = 256;
-  static constexpr int kFound = 3 * kWarpSize;  // what a warp has found and not yet measured: less than 32, and 64 more
-  static constexpr int kTold = kSums + 1 > kWarps ? kSums + 1 : kWarps;
+  static constexpr int kFound =
+      3 * kWarpSize;  // ranks of a warp, collected and not yet measured: < 32 and up to 64 new ones
+  static constexpr int kMessageWords = sampler_detail::message_words(kThreads);
 
   struct alignas(16) Candidate {
     std::uint64_t rank, measure;
   };
-  Candidate candidates[kBlocks > 1 ? 2 : 1][kCandidates];  // in a cluster by turns: others may still read the last
-  Candidate all_candidates[kBlocks > 1 ? kCandidates : 1];
+  Candidate candidates[kCandidates];                        // of this block
+  Candidate all_candidates[kBlocks > 1 ? kCandidates : 1];  // of all blocks
   std::uint64_t found[kWarps][kFound];
   std::uint64_t warp_sums[kWarps][kSums];
-  std::uint64_t sums[kSums + 1];  // the last counts candidates
-  std::uint64_t told[2][kTold];   // to the other blocks, by turns
+  std::uint64_t sums[kSums + 1];                                         // the last counts candidates
+  alignas(kBlocks > 1 ? 16 : 8) std::uint64_t outbox[2][kMessageWords];  // messages to all blocks, used alternately
   std::uint64_t range_sums[2][kWarps];
   std::uint64_t answer;
-  int counts[2];  // candidates found, by turns
+  int counts[2];  // candidates found, alternately: one is cleared while the other is used
   int counts_of_blocks[kBlocks];
 };
 
@@ -84,10 +108,85 @@ __device__ inline std::uint64_t warp_sum(std::uint64_t value) {
   return value;
 }
 
+// What the blocks of a cluster send each other: stores into the other block's shared memory that its mbarrier counts
+// (hw/cluster.cuh). No block reads the shared memory of another, so neither a barrier of the cluster is needed, with its fence
+// that waits for all accesses of every thread, nor one before a block exits: it exits after it has received its last message,
+// and then no block writes to it any more.
+//
+// The primary template is the form without messages: for one block, and for GPUs without clusters, for which kernels of
+// several blocks are compiled but never launched.
+template <int kBlocks, int kWords>
+struct ClusterMessages {
+  __device__ explicit ClusterMessages(ClusterInbox<kBlocks, kWords>&) {}
+  __device__ int rank() const { return 0; }
+  __device__ void exchange(const std::uint64_t*) {}
+  __device__ const std::uint64_t* from(int) const { return nullptr; }
+  template <typename Candidate>
+  __device__ void gather(Candidate*, const Candidate*, const int*) {}
+};
+
+#if WEFT_BULK_COPY
+template <int kBlocks, int kWords>
+requires(kBlocks > 1) struct ClusterMessages<kBlocks, kWords> {
+  using Inbox = ClusterInbox<kBlocks, kWords>;
+  static_assert(sizeof(Inbox::messages) == ClusterExchange<kBlocks>::bytes(2 * kWords));
+
+  __device__ explicit ClusterMessages(Inbox& inbox)
+      : arrived_(shared_address(&inbox.candidates_arrived)), exchange_(prepared(inbox), 2 * kWords) {}
+
+  __device__ int rank() const { return static_cast<int>(exchange_.rank()); }
+
+  // Sends kWords words, which all threads of the block have written by now, to every block. Afterwards from(b) is the message
+  // of block b, until the next exchange. The words sent may be written again after the next exchange.
+  __device__ void exchange(const std::uint64_t* words) {
+    received_ = exchange_.gather(reinterpret_cast<const float*>(words), 2 * kWords);
+  }
+  __device__ const std::uint64_t* from(int b) const {
+    return reinterpret_cast<const std::uint64_t*>(received_ + b * exchange_.message_stride());
+  }
+
+  // all = the candidates of every block in order of rank, counts[b] of block b; own: those of this one. A block sends only
+  // after an exchange, which the others enter when they are done with what `all` held before: nothing is overwritten that is
+  // still read.
+  template <typename Candidate>
+  __device__ void gather(Candidate* all, const Candidate* own, const int* counts) {
+    static_assert(sizeof(Candidate) == 16);
+    int before = 0, total = 0;
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b < rank()) before += counts[b];
+      total += counts[b];
+    }
+    if (threadIdx.x == 0) hopper::mbarrier_arrive_expect(arrived_, static_cast<unsigned>(total) * sizeof(Candidate));
+    for (int i = static_cast<int>(threadIdx.x); i < counts[rank()] * kBlocks; i += static_cast<int>(blockDim.x)) {
+      const unsigned to = static_cast<unsigned>(i % kBlocks);
+      cluster_store(cluster_address(shared_address(all + before + i / kBlocks), to),
+                    reinterpret_cast<const float4*>(own)[i / kBlocks], cluster_address(arrived_, to));
+    }
+    hopper::mbarrier_wait(arrived_, parity_);
+    cluster_acquire(arrived_, parity_);
+    parity_ ^= 1;
+  }
+
+ private:
+  // The constructor of the exchange meets all blocks: nobody sends before this mbarrier exists.
+  static __device__ void* prepared(Inbox& inbox) {
+    if (threadIdx.x == 0) {
+      hopper::mbarrier_init(shared_address(&inbox.candidates_arrived), 1);
+      hopper::fence_barrier_init();
+    }
+    return inbox.messages;
+  }
+
+  unsigned arrived_, parity_ = 0;
+  ClusterExchange<kBlocks> exchange_;
+  const float* received_ = nullptr;
+};
+#endif  // WEFT_BULK_COPY
+
 template <int kThreads, int kBarrier, bool kThroughL1, int kBlocks>
 struct SampleBlock {
   using Scratch = SamplerScratch<kThreads, kBlocks>;
-  static constexpr int kWarps = Scratch::kWarps, kPivots = Scratch::kPivots, kSums = Scratch::kSums;
+  static constexpr int kWarps = Scratch::kWarps;
   static constexpr int kAhead = 4;                                // 16-byte loads of a thread before it uses the first
   static constexpr int kBatch = 4 * kAhead;                       // logits
   static constexpr std::int32_t kWarpBatch = kBatch * kWarpSize;  // logits of a warp
@@ -99,10 +198,11 @@ struct SampleBlock {
   const SamplingPlan& plan;
   Scratch& scratch;
   int thread, warp, lane;
-  int block;                // of the cluster
-  int skew;                 // logits lie so many places past a multiple of 16 bytes; place = id + skew
-  int turn = 0;             // of Scratch::counts and candidates
-  int told_turn = 0;        // of Scratch::told
+  int block;  // of the cluster
+  int skew;   // logits lie so many places past a multiple of 16 bytes; place = id + skew
+  ClusterMessages<kBlocks, Scratch::kMessageWords> messages;
+  int turn = 0;             // of Scratch::counts
+  int outbox_area = 0;      // of Scratch::outbox
   float greatest = 0;       // logit
   double lightest = 0;      // no logit below weighs anything or is finite
   std::uint64_t bound = 0;  // ranks from here on are kept
@@ -110,29 +210,14 @@ struct SampleBlock {
 
   __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
 
-  // Every block's threads, and what they wrote to shared memory.
-  __device__ void sync_cluster() const {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    cooperative_groups::this_cluster().sync();
-#endif
-  }
-  // The same variable of another block.
-  template <typename Word>
-  static __device__ const Word& of_block(const Word& own, int other) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    return *cooperative_groups::this_cluster().map_shared_rank(&own, static_cast<unsigned>(other));
-#else
-    return own;
-#endif
-  }
-  // Afterwards all blocks have written told[told_turn ^ 1]. It is written again after the next exchange, which begins when
-  // all have read it.
+  // Sends scratch.outbox[outbox_area] to all blocks; messages.from(b) is then what block b sent. There are two areas because a
+  // thread may write the next message while another still sends this one.
   __device__ void exchange() {
-    sync_cluster();
-    told_turn ^= 1;
+    messages.exchange(scratch.outbox[outbox_area]);
+    outbox_area ^= 1;
   }
 
-  // In a persistent kernel another multiprocessor may just have written the logits: there L1 must not answer.
+  // In a persistent kernel another multiprocessor may just have written the logits: then L1, which may be stale, is bypassed.
   template <typename Word>
   static __device__ Word read(const Word* address) {
     return kThroughL1 ? *address : __ldcg(address);
@@ -168,8 +253,8 @@ struct SampleBlock {
     }
   }
 
-  // use(values[i], i) for all i, by one piece of code for kGroup of them: registers have no index, so the values move up
-  // between the rounds. With a copy of every body for each of the sixteen the kernel had 22,800 instructions.
+  // use(values[i], i) for all i, by one piece of code for kGroup of them: registers cannot be indexed, so the values move up
+  // between the rounds. With a copy of the body for each of the sixteen values the kernel had 22,800 instructions.
   template <int kGroup, typename Use, typename Between>
   static __device__ void in_groups(float (&values)[kBatch], const Use& use, const Between& between) {
 #pragma unroll 1
@@ -186,8 +271,8 @@ struct SampleBlock {
     in_groups<kGroup>(values, use, [] {});
   }
 
-  // Collects the ranks of the logits in [low, high]; as soon as there are 32 of them, use(rank, true) in all lanes. `found`
-  // counts those that wait.
+  // Collects the ranks of the logits in [low, high]; as soon as there are 32 of them, calls use(rank, true) in all lanes. `found`
+  // counts those that are not used yet.
   template <typename Use>
   __device__ void collect(float (&values)[kBatch], std::int32_t place, float low, float high, int& found,
                           const Use& use) const {
@@ -213,7 +298,7 @@ struct SampleBlock {
       }
     });
   }
-  // The last of them.
+  // Uses the fewer than 32 that are left.
   template <typename Use>
   __device__ void use_rest(int found, const Use& use) const {
     __syncwarp();
@@ -270,10 +355,9 @@ struct SampleBlock {
     read_back(scratch.warp_sums[lane < kWarps ? lane : 0]);
     reduce();
     if constexpr (kCluster) {
-      const std::uint64_t(&told)[Scratch::kTold] = scratch.told[told_turn];
-      if (thread == 0) write(scratch.told[told_turn]);
+      if (thread == 0) write(scratch.outbox[outbox_area]);
       exchange();
-      read_back(of_block(told, lane % kBlocks));
+      read_back(messages.from(lane % kBlocks));
       reduce();
     } else {
       sync();  // the scratch is free again
@@ -313,7 +397,7 @@ struct SampleBlock {
     return by_value;
   }
 
-  // One batch of a first pass: everything is in the bracket, and nothing is gathered.
+  // One batch of a first pass: all logits are in the bracket, and no candidates are collected.
   template <typename Measure>
   __device__ void measure_all(std::uint64_t (&sums)[kSums], float (&logits_)[kBatch], const Measure& measure,
                               const float (&values)[kPivots]) const {
@@ -347,7 +431,7 @@ struct SampleBlock {
     const std::uint64_t all = warp_sum(sums[kPivots]);
     if (lane == 0) scratch.warp_sums[warp][kPivots] = all;
     sync();
-    std::uint64_t* of_this_block = kCluster ? scratch.told[told_turn] : scratch.sums;
+    std::uint64_t* of_this_block = kCluster ? scratch.outbox[outbox_area] : scratch.sums;
     for (int j = warp; j < kSums; j += kWarps) {
       const std::uint64_t sum = warp_sum(lane < kWarps ? scratch.warp_sums[lane][j] : 0);
       if (lane == 0) of_this_block[j] = sum;
@@ -362,7 +446,7 @@ struct SampleBlock {
         std::uint64_t sum = 0;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          const std::uint64_t one = of_block(of_this_block[thread], b);
+          const std::uint64_t one = messages.from(b)[thread];
           if (thread == kSums) scratch.counts_of_blocks[b] = static_cast<int>(one);
           sum += one;
         }
@@ -388,7 +472,6 @@ struct SampleBlock {
       const auto low_key = static_cast<std::uint32_t>(lo >> 32), high_key = static_cast<std::uint32_t>(hi >> 32);
       const float low = low_key > ordered_key(-INFINITY) ? logit_of(low_key) : -INFINITY;
       const float high = fminf(logit_of(high_key), greatest);
-      auto& candidates = scratch.candidates[kCluster ? turn : 0];
       const auto look_at = [&](std::uint64_t rank, bool used) {
         const float logit = logit_of(static_cast<std::uint32_t>(rank >> 32));
         const std::uint64_t size = used && rank >= lo && rank < hi ? measure(logit) : 0;
@@ -397,7 +480,7 @@ struct SampleBlock {
         int slot = 0;
         if (lane == 0) slot = atomicAdd(&scratch.counts[turn], __popc(inside));
         slot = __shfl_sync(~0u, slot, 0) + __popc(inside & ((1u << lane) - 1));
-        if (size > 0 && slot < Scratch::kCandidates) candidates[slot] = {rank, size};
+        if (size > 0 && slot < Scratch::kCandidates) scratch.candidates[slot] = {rank, size};
 #pragma unroll
         for (int j = 0; j < kPivots; ++j) sums[j] += rank >= pivots[j] ? size : 0;
         sums[kPivots] += size;
@@ -410,7 +493,6 @@ struct SampleBlock {
       use_rest(found, look_at);
       add_up(sums);
       const std::uint64_t count = all ? static_cast<std::uint64_t>(V) : scratch.sums[kSums];
-      const int measured = turn;
       turn ^= 1;
       if (first_pass) {
         const std::uint64_t total = scratch.sums[kPivots];
@@ -419,7 +501,7 @@ struct SampleBlock {
         first_pass = false;
       }
       if (count <= Scratch::kCandidates) {
-        lo = rank_among_candidates(static_cast<int>(count), measured, above, need);
+        lo = rank_among_candidates(static_cast<int>(count), above, need);
         break;
       }
 #pragma unroll
@@ -438,15 +520,10 @@ struct SampleBlock {
   }
 
   // The rank of the candidate that brings the measure from above to at least `need`.
-  __device__ std::uint64_t rank_among_candidates(int count, int measured, std::uint64_t above, std::uint64_t need) {
-    const typename Scratch::Candidate* candidates = scratch.candidates[0];
+  __device__ std::uint64_t rank_among_candidates(int count, std::uint64_t above, std::uint64_t need) {
+    const typename Scratch::Candidate* candidates = scratch.candidates;
     if constexpr (kCluster) {
-      for (int i = thread; i < count; i += kThreads) {
-        int b = 0, at = i;
-        while (at >= scratch.counts_of_blocks[b]) at -= scratch.counts_of_blocks[b++];
-        scratch.all_candidates[i] = of_block(scratch.candidates[measured][at], b);
-      }
-      sync();
+      messages.gather(scratch.all_candidates, scratch.candidates, scratch.counts_of_blocks);
       candidates = scratch.all_candidates;
     }
     constexpr int kSplit =
@@ -519,14 +596,13 @@ struct SampleBlock {
       std::uint64_t own[kOfLane] = {};  // of neighbouring pieces
       int chosen = 0;
       if (everybody) {
-        const std::uint64_t(&told)[Scratch::kTold] = scratch.told[told_turn];
-        if (lane == 0) scratch.told[told_turn][warp] = sum;
+        if (lane == 0) scratch.outbox[outbox_area][warp] = sum;
         exchange();
         if (block != 0) return 0;
 #pragma unroll
         for (int k = 0; k < kOfLane; ++k) {
           const int from_warp = lane * kOfLane + k;
-          if (from_warp < kAllWarps) own[k] = of_block(told[from_warp % kWarps], from_warp / kWarps);
+          if (from_warp < kAllWarps) own[k] = messages.from(from_warp / kWarps)[from_warp % kWarps];
         }
       } else {
         if (lane == 0) scratch.range_sums[level % 2][warp] = sum;
@@ -587,8 +663,8 @@ struct SampleBlock {
 // something else. What wrote the logits must be visible to them before; kThroughL1 is for logits that nothing in this kernel
 // wrote. `plan` and `position` may lie anywhere; `scratch` is shared memory that no thread still uses, and is free again when
 // the call returns.
-// kBlocks > 1: called by all threads of all blocks of a cluster of that size; the first block gets the result, and the scratch
-// is free when all blocks have met again.
+// kBlocks > 1: called once by a kernel, by all threads of all blocks of a cluster of that size; the first block gets the
+// result.
 template <int kThreads, int kBarrier = 0, bool kThroughL1 = false, int kBlocks = 1>
 __device__ inline SampledToken sample_block(const float* logits, std::int64_t V, const SamplingPlan& plan,
                                             std::int64_t position, int thread,
@@ -596,12 +672,17 @@ __device__ inline SampledToken sample_block(const float* logits, std::int64_t V,
   static_assert(kBlocks == 1 || kBarrier == 0);
   if (plan.vocab_limit > 0 && plan.vocab_limit < V) V = plan.vocab_limit;
   const int skew = static_cast<int>(reinterpret_cast<std::uintptr_t>(logits) / sizeof(float) % 4);
-  int block = 0;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  if constexpr (kBlocks > 1) block = static_cast<int>(cooperative_groups::this_cluster().block_rank());
-#endif
-  sampler_detail::SampleBlock<kThreads, kBarrier, kThroughL1, kBlocks> sampler{
-      logits, static_cast<std::int32_t>(V), plan, scratch, thread, thread / kWarpSize, thread % kWarpSize, block, skew};
+  const sampler_detail::ClusterMessages<kBlocks, SamplerScratch<kThreads, kBlocks>::kMessageWords> messages(scratch);
+  sampler_detail::SampleBlock<kThreads, kBarrier, kThroughL1, kBlocks> sampler{logits,
+                                                                               static_cast<std::int32_t>(V),
+                                                                               plan,
+                                                                               scratch,
+                                                                               thread,
+                                                                               thread / kWarpSize,
+                                                                               thread % kWarpSize,
+                                                                               messages.rank(),
+                                                                               skew,
+                                                                               messages};
   return sampler.sample(position);
 }
 
