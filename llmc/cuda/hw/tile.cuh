@@ -68,7 +68,7 @@ struct SwizzledTile {
   // columns 0 to 7 or 8 to 15.
   __device__ static unsigned lane_offset(int first_row) {
     const int lane = threadIdx.x % kWarpSize;
-    return static_cast<unsigned>(offset(first_row + lane % 16, lane / 16));
+    return (first_row + lane % 16) * RowBytes + swizzled_chunk<RowBytes>(lane % 16, lane / 16) * 16;
   }
   // Writes 16 columns of 16 rows, the i-th in the tile; `w0`... as fragments.cuh describes them. The chunks of a row are
   // permuted by xor, so that columns further on are at the first ones' address xor a constant.
