@@ -70,18 +70,17 @@ struct SwizzledTile {
     const int lane = threadIdx.x % kWarpSize;
     return (first_row + lane % 16) * RowBytes + swizzled_chunk<RowBytes>(lane % 16, lane / 16) * 16;
   }
-  // Writes 16 columns of 16 rows, the i-th in the tile; `w0`... as fragments.cuh describes them. The chunks of a row are
-  // permuted by xor, so that columns further on are at the first ones' address xor a constant.
-  __device__ void store(unsigned lane_offset, int i, unsigned w0, unsigned w1, unsigned w2, unsigned w3) const {
-    constexpr int kPairs = kTileColumns / 16;
-    store_matrices(((address + lane_offset) ^ (i % kPairs * 32)) + i / kPairs * ColumnTileBytes, w0, w1, w2, w3);
-  }
-  // 16 rows, four words for each 16 columns.
+  // Writes 16 rows, four words for each 16 columns as fragments.cuh describes them, `first_row` (a multiple of 8) rows below
+  // those of the lane's offset. The chunks of a row are permuted by xor, so that columns further on are at the first ones'
+  // address xor a constant.
   template <int W>
-  __device__ void store(unsigned lane_offset, const unsigned (&words)[W]) const {
+  __device__ void store(unsigned lane_offset, const unsigned (&words)[W], int first_row = 0) const {
+    constexpr int kPairs = kTileColumns / 16;
 #pragma unroll
     for (int i = 0; i < W / 4; ++i)
-      store(lane_offset, i, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+      store_matrices(
+          ((address + lane_offset) ^ (i % kPairs * 32)) + i / kPairs * ColumnTileBytes + first_row * RowBytes,
+          words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
   }
 #endif
 };
