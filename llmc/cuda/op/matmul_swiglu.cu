@@ -18,7 +18,6 @@
 
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/cluster.cuh"
-#include "llmc/cuda/hw/fragments.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/hw/ring.cuh"
@@ -195,16 +194,6 @@ __device__ void finish_rows(const Arguments& p, const Sums& sums, std::int64_t r
   }
 }
 
-// Rounds a warp's accumulators into shared memory.
-__device__ inline void store_sums(const WarpTile& tile, const float (&d)[kBlocks][kAccumulators]) {
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    unsigned words[kAccumulators / 2];
-    round_to_operand<bf16>(words, d[i]);
-    tile.store(tile.lane_offset(0), words, 16 * i);
-  }
-}
-
 // ---- the two roles ----------------------------------------------------------------------------------------------------
 template <Major kB>
 struct SharedMemory {
@@ -278,6 +267,7 @@ __device__ void consume(const Arguments& p, const SharedMemory<Direction::kB>& s
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
   };
   const Sums sums = shared.finished(warp);
+  const WarpTile warp_tile{shared_address(sums.data)};
   RingPosition at;
   int tile = static_cast<int>(blockIdx.x) / kCluster;
   if (consumer == 1) {
@@ -321,7 +311,9 @@ __device__ void consume(const Arguments& p, const SharedMemory<Direction::kB>& s
     release(at.stage);
     at.advance(kStages, 1 + steps);  // the next tile is the other's
     wait_to_write();
-    store_sums({shared_address(sums.data)}, d);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) warp_tile.store(warp_tile.lane_offset(0), d[i], 16 * i);
+
     __syncwarp();
     const std::int64_t row = (static_cast<std::int64_t>(tile_row) * kCluster + rank) * kRows + 16 * warp;
     finish_rows<Direction>(p, sums, row, static_cast<std::int64_t>(tile_column) * 8 * Direction::kPieces, lane);

@@ -362,10 +362,8 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
         if (lse && lane % 4 == 0 && row < TQ) lse[row] = softmax.maximum[half] * softmax.c * kLn2 + logf(total);
       }
       multiply_rows(O, inverse);
-      unsigned words[HS / 4];
-      round_to_operand<T>(words, O);
       named_barrier_wait(own_barrier, kWarpgroupSize);  // no warp's GEMM reads Q any more: O takes its buffer
-      q_tile.store(q_tile.lane_offset(warp * 16), words);
+      q_tile.store(q_tile.lane_offset(warp * 16), O);
       fence_async_proxy_shared();
       named_barrier_wait(own_barrier, kWarpgroupSize);
       if (thread == 0) {
