@@ -364,7 +364,7 @@ void launch(bf16* gate_up, bf16* swiglu_out, const bf16* a, const bf16* weight, 
   arguments.tile_columns = static_cast<int>(ceil_div(F, kTileColumns));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
         "matmul with SwiGLU: shared memory");
-  const int clusters = std::min(device_attribute(cudaDevAttrMultiProcessorCount) / kCluster,
+  const int clusters = std::min(hopper_multiprocessors() / kCluster,
                                 arguments.tile_rows * arguments.tile_columns);
   launch_clustered(kernel, dim3(static_cast<unsigned>(clusters * kCluster)), dim3(kThreads), kBytes, stream, kCluster,
                    "matmul with SwiGLU", arguments);
@@ -373,7 +373,7 @@ void launch(bf16* gate_up, bf16* swiglu_out, const bf16* a, const bf16* weight, 
 }  // namespace
 
 bool matmul_swiglu_computes(std::int64_t C, std::int64_t F) {
-  return C % 8 == 0 && F % 8 == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  return C % 8 == 0 && F % 8 == 0 && hopper_multiprocessors() > 0;
 }
 
 void gate_up_swiglu(bf16* gate_up, bf16* swiglu_out, const bf16* x, const bf16* weight, std::int64_t N, std::int64_t C,

@@ -50,6 +50,7 @@
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
@@ -624,11 +625,9 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
                                                             workspace.statistics, a.order, a.ticket, a.heads, a.tokens);
   check_launch("attention backward, statistics");
 
-  const auto kernel = key_block_kernel<Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention backward, blocks of keys: shared memory");
-  kernel<<<static_cast<unsigned>(a.key_blocks * a.batch_kv_heads), Tiling::kThreads, Tiling::kSharedBytes, stream>>>(a);
-  check_launch("attention backward, blocks of keys");
+  launch_attention(key_block_kernel<Tiling>, "attention backward, blocks of keys",
+                   static_cast<std::int64_t>(a.key_blocks) * a.batch_kv_heads, 1, Tiling::kThreads,
+                   Tiling::kSharedBytes, stream, a);
 }
 
 }  // namespace

@@ -20,13 +20,13 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "llmc/base/error.h"
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/fragments.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
 #if !WEFT_WGMMA
@@ -423,21 +423,12 @@ void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t 
   arguments.out = encode_head_map(given.out, shape.B, shape.TQ, shape.NH, shape.HS, kRows, Tiling::kTileColumns);
   arguments.lse = given.lse;
   arguments.tiles = static_cast<int>(ceil_div(shape.TQ, Tiling::kQueries) * shape.B * shape.NH);
-  const auto kernel = hopper_forward_kernel<Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention forward: shared memory");
-  kernel<<<static_cast<unsigned>(std::min(arguments.tiles, multiprocessors)), Tiling::kThreads, Tiling::kSharedBytes,
-           stream>>>(arguments);
-  check_launch("attention forward (Hopper)");
+  launch_attention(hopper_forward_kernel<Tiling>, "attention forward (Hopper)",
+                   std::min(arguments.tiles, multiprocessors), 1, Tiling::kThreads, Tiling::kSharedBytes, stream,
+                   arguments);
 }
 
 }  // namespace
-
-int hopper_multiprocessors() {
-  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-                      device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
-  return hopper ? device_attribute(cudaDevAttrMultiProcessorCount) : 0;
-}
 
 bool hopper_forward_computes(const AttentionShape& shape) {
   constexpr std::int64_t kMostTiles = 0x7fffffff / 2;
