@@ -439,7 +439,7 @@ TYPED_TEST(AttentionHopperBackward, GradientsOfWhatWasBeforeRope) {
         const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
         const DeviceRopeTable rope = {cosines.data(), sines.data(), table.positions, table.half};
         OnDevice<T> device(c, x);
-        EXPECT_EQ(part == 1, hopper_backward_turns(c.shape, rope));
+        EXPECT_EQ(part == 1, hopper_backward_unrotates(c.shape, rope));
         this->check_close(device.values(device.run([&](const BackwardArguments<T>& a, cudaStream_t stream) {
           attention_backward<T>(a.shape, a.dq, a.dk, a.dv, a.dout, a.out, a.lse, a.q, a.k, a.v, a.statistics, stream,
                                 rope);

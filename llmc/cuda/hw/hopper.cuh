@@ -1,17 +1,17 @@
-// Hopper building blocks (sm_90a), each one PTX instruction or two under a name that says what it does: mbarriers, bulk
-// and tensor copies between global and shared memory, asynchronous warpgroup products, register reallocation.
+// Instructions of Hopper (sm_90a), one or two of PTX a function: mbarriers, bulk and tensor copies between global and
+// shared memory, wgmma, register reallocation. ring.cuh, barriers.cuh and tile.cuh make pipelines and tiles of them.
 //
 // What a kernel must know:
 // - WEFT_BULK_COPY and WEFT_WGMMA tell whether the architecture being compiled has the first or the second half of this
 //   header. Both are true while the host is compiled. A kernel that uses them keeps its body inside of `#if` and traps
 //   otherwise; its launcher asks for compute capability 9.0 first.
 // - Everything is in weft::cuda::hopper: shared memory is addressed by 32-bit numbers (shared_address()).
-// - Three readers of shared memory exist: ordinary loads, bulk copies, products. What ordinary stores wrote becomes
-//   visible to the other two by fence_async_proxy() in the writing threads, then a barrier.
-// - Tiles for products are made of 128-byte rows (64 elements of 16 bits) in the 128-byte swizzle: the 16-byte chunk c
-//   of row r lies at chunk c ^ (r % 8). Tensor copies write and read that form (CU_TENSOR_MAP_SWIZZLE_128B); a tile
-//   starts at a multiple of 1024 bytes. A matrix of more than 64 columns is several such tiles, one after the other.
-//   Rows of 64 and 32 bytes exist too, for widths that are no multiple of 64 columns: see swizzled_chunk().
+// - Bulk copies and wgmma access shared memory through the async proxy. What ordinary stores wrote becomes visible to
+//   them by fence_async_proxy_shared() in the writing threads, then a barrier.
+// - Operands of wgmma have 128-byte rows (64 elements of 16 bits) in the 128-byte swizzle: the 16-byte chunk c of row r
+//   lies at chunk c ^ (r % 8). Tensor copies write and read that form (CU_TENSOR_MAP_SWIZZLE_128B); a tile starts at a
+//   multiple of 1024 bytes. Rows of 64 and 32 bytes exist too, for widths that are no multiple of 64 columns: see
+//   swizzled_chunk().
 // Sources: PTX ISA 9.0, "mbarrier", "cp.async.bulk", "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -42,17 +42,17 @@ enum class Major {
   k,   // rows of the tile are rows of a, or columns of b: [M or N, 64 of K]
   mn,  // rows of the tile are single values of k: [K, 64 of M or N], the operand is transposed
 };
-// How long the lines of a copy stay in L2: descriptors as createpolicy.fractional gives them for all of an access.
+// How long the cache lines of a copy stay in L2: descriptors as createpolicy.fractional gives them for all of an access.
 enum class L2 : std::uint64_t {
   normal = 0x1000000000000000,
   evict_first = 0x12f0000000000000,
   evict_last = 0x14f0000000000000,
 };
 
-// Where chunk c (16 bytes) of a row lies in a tile of RowBytes a row that starts at a multiple of 8 rows: a swizzle of
-// 128, 64 or 32 bytes permutes the chunks of a row by the 128-byte lines that the rows before it fill.
+// At which 16-byte chunk of its row lies chunk `chunk`, in a tile of RowBytes a row that starts at a multiple of 8 rows: a
+// swizzle of 128, 64 or 32 bytes permutes the chunks of a row by the number of 128-byte lines before the row.
 template <int RowBytes>
-__device__ constexpr int swizzled_chunk(int row, int chunk) {
+__host__ __device__ constexpr int swizzled_chunk(int row, int chunk) {
   return chunk ^ (row * RowBytes / 128 % (RowBytes / 16));
 }
 
@@ -90,7 +90,7 @@ __device__ inline bool mbarrier_try(unsigned barrier, unsigned parity) {
 }
 // Never hangs: some 10 s (5 times 2^32 clocks) are a fault of the kernel, and it ends: the host sees an illegal
 // address. (Not by __trap(): with one here ptxas 13.0 compiles the forward kernels of attention as if setmaxnreg gave them
-// no registers, with spills and products one after the other. hopper_backward.cu has one that does no harm.)
+// no registers, with spills and every wgmma waited for. hopper_backward.cu has one that does no harm.)
 __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   constexpr unsigned kWatchdog = 5;
   if (mbarrier_try(barrier, parity)) return;
@@ -102,10 +102,14 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   }
 }
 
-// ---- fences ---------------------------------------------------------------------------------------------------------
-// Ordinary stores of this thread to shared memory, before bulk copies and products that read it.
-__device__ inline void fence_async_proxy() {
+// ---- proxy fences ---------------------------------------------------------------------------------------------------
+// Between this thread's ordinary stores to shared memory and bulk copies and wgmma that read them.
+__device__ inline void fence_async_proxy_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Between ordinary accesses to global memory and those of bulk copies, in the threads on both sides.
+__device__ inline void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // ---- bulk copies of consecutive bytes -------------------------------------------------------------------------------
@@ -199,8 +203,8 @@ __device__ inline void store_matrices_transposed(unsigned shared, unsigned w0, u
 
 #if WEFT_WGMMA
 
-// One box to the same place in each block of the cluster whose bit is set in `blocks`, counted by the mbarrier at the same
-// place there. (PTX ISA: at full speed on sm_90a, not on every later GPU.)
+// One box to the same address in each block of the cluster whose bit is set in `blocks`, counted there by the mbarrier at
+// the same address. (PTX ISA: at full speed on sm_90a, not on every later GPU.)
 __device__ inline void tensor_load_to_cluster(unsigned shared, const CUtensorMap* map, unsigned barrier, int x, int y,
                                               std::uint16_t blocks) {
   asm volatile(
@@ -222,38 +226,37 @@ __device__ inline void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// ---- operands of products in shared memory --------------------------------------------------------------------------
-// For c [64, N] += a [64, K] b [K, N], in tiles of RowBytes (128, 64 or 32) a row, swizzled (above).
-// Describes the operand that starts at `tile`. For Major::mn with more columns than a tile has `column_tile_bytes` is the
-// distance from one tile to the next; it means nothing otherwise.
+// ---- operands of wgmma in shared memory -----------------------------------------------------------------------------
+// For c [64, N] += a [64, K] b [K, N], in tiles of RowBytes (128, 64 or 32) a row, swizzled (above): the descriptor of the
+// operand that starts at `tile`. For Major::mn with more columns than a tile has `column_tile_bytes` is the distance from
+// one tile to the next; otherwise the hardware ignores it. tile.cuh gives the descriptors of typed tiles.
 template <int RowBytes = 128>
-__device__ inline std::uint64_t operand(unsigned tile, unsigned column_tile_bytes = 16) {
+__device__ inline std::uint64_t operand_descriptor(unsigned tile, unsigned column_tile_bytes = 16) {
   static_assert(RowBytes == 128 || RowBytes == 64 || RowBytes == 32);
   constexpr std::uint64_t kSwizzle = std::uint64_t{RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3} << 62;
   constexpr std::uint64_t kEightRows = std::uint64_t{8 * RowBytes >> 4} << 32;
   return kSwizzle | kEightRows | (std::uint64_t{column_tile_bytes >> 4} << 16) | ((tile & 0x3ffff) >> 4);
 }
-// The operand `bytes` further on. K advances by 16 elements: 32 bytes where rows of the tile hold K (Major::k, to the end
-// of the row; then the next tile), 16 rows for Major::mn.
-__device__ inline std::uint64_t advance(std::uint64_t operand, unsigned bytes) {
-  return operand + (bytes >> 4);
+// The operand `bytes` further on.
+__device__ inline std::uint64_t advance_descriptor(std::uint64_t descriptor, unsigned bytes) {
+  return descriptor + (bytes >> 4);
 }
 
-// ---- asynchronous products of a warpgroup ---------------------------------------------------------------------------
-// Before the first product, and whenever ordinary instructions touched the accumulators or register operands.
-__device__ inline void products_begin() {
+// ---- wgmma: asynchronous matrix instructions of a warpgroup ---------------------------------------------------------
+// Before the first wgmma, and whenever ordinary instructions touched the accumulators or register operands.
+__device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-// The products since the last commit form a group.
-__device__ inline void products_commit() {
+// What was issued since the last commit forms a group.
+__device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Until at most Groups of the latest groups run.
 template <int Groups = 0>
-__device__ inline void products_wait() {
+__device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Groups) : "memory");
 }
-// Keeps the compiler from moving uses of the values across this point.
+// Keeps the compiler from moving uses of the values across this point: accumulators, once a wait has made them valid.
 template <int N>
 __device__ inline void pin(float (&values)[N]) {
 #pragma unroll
@@ -264,13 +267,19 @@ __device__ inline void pin(unsigned (&values)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
+// Before accumulators are overwritten by a sum that begins: the compiler need not keep registers for the old values.
+template <int N>
+__device__ inline void forget(float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(values[i]));
+}
 
 // An accumulator of N columns is float d[N / 2] a thread: with warp w of the warpgroup and lane = 4 g + t, d[4 j + i]
 // is row 16 w + g + 8 (i / 2), column 8 j + 2 t + i % 2. The register operand of k16 step s holds, for the same rows,
 // columns (16 s + 2t, +1) of row g, of row g + 8, (16 s + 8 + 2t, +1) of row g, of row g + 8: accumulators d[8 s] to
 // d[8 s + 7], rounded and packed in pairs.
 template <int N>
-struct Product;
+struct Wgmma;
 
 // clang-format off
 #define WEFT_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -289,101 +298,88 @@ struct Product;
 #define WEFT_D112 WEFT_D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define WEFT_D120 WEFT_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define WEFT_D128 WEFT_D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define WEFT_8(c, i) c "f"(d[i]), c "f"(d[i + 1]), c "f"(d[i + 2]), c "f"(d[i + 3]), \
-                     c "f"(d[i + 4]), c "f"(d[i + 5]), c "f"(d[i + 6]), c "f"(d[i + 7])
-#define WEFT_O8(c) WEFT_8(c, 0)
-#define WEFT_O16(c) WEFT_O8(c), WEFT_8(c, 8)
-#define WEFT_O24(c) WEFT_O16(c), WEFT_8(c, 16)
-#define WEFT_O32(c) WEFT_O24(c), WEFT_8(c, 24)
-#define WEFT_O40(c) WEFT_O32(c), WEFT_8(c, 32)
-#define WEFT_O48(c) WEFT_O40(c), WEFT_8(c, 40)
-#define WEFT_O56(c) WEFT_O48(c), WEFT_8(c, 48)
-#define WEFT_O64(c) WEFT_O56(c), WEFT_8(c, 56)
-#define WEFT_O72(c) WEFT_O64(c), WEFT_8(c, 64)
-#define WEFT_O80(c) WEFT_O72(c), WEFT_8(c, 72)
-#define WEFT_O88(c) WEFT_O80(c), WEFT_8(c, 80)
-#define WEFT_O96(c) WEFT_O88(c), WEFT_8(c, 88)
-#define WEFT_O104(c) WEFT_O96(c), WEFT_8(c, 96)
-#define WEFT_O112(c) WEFT_O104(c), WEFT_8(c, 104)
-#define WEFT_O120(c) WEFT_O112(c), WEFT_8(c, 112)
-#define WEFT_O128(c) WEFT_O120(c), WEFT_8(c, 120)
+#define WEFT_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+                  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WEFT_O8 WEFT_8(0)
+#define WEFT_O16 WEFT_O8, WEFT_8(8)
+#define WEFT_O24 WEFT_O16, WEFT_8(16)
+#define WEFT_O32 WEFT_O24, WEFT_8(24)
+#define WEFT_O40 WEFT_O32, WEFT_8(32)
+#define WEFT_O48 WEFT_O40, WEFT_8(40)
+#define WEFT_O56 WEFT_O48, WEFT_8(48)
+#define WEFT_O64 WEFT_O56, WEFT_8(56)
+#define WEFT_O72 WEFT_O64, WEFT_8(64)
+#define WEFT_O80 WEFT_O72, WEFT_8(72)
+#define WEFT_O88 WEFT_O80, WEFT_8(80)
+#define WEFT_O96 WEFT_O88, WEFT_8(88)
+#define WEFT_O104 WEFT_O96, WEFT_8(96)
+#define WEFT_O112 WEFT_O104, WEFT_8(104)
+#define WEFT_O120 WEFT_O112, WEFT_8(112)
+#define WEFT_O128 WEFT_O120, WEFT_8(120)
 // r0... are the numbers of the operands that follow the R accumulators.
-#define WEFT_WGMMA_SHARED(c, N, R, TYPES, r0, r1, r2, r3, r4)                                                      \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                                                   \
+#define WEFT_WGMMA_SHARED(N, R, TYPES, r0, r1, r2, r3, r4)                                                           \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                                                     \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" WEFT_D##R "}, %" #r0 ", %" #r1           \
-               ", p, 1, 1, %" #r3 ", %" #r4 ";\n}"                                                                 \
-               : WEFT_O##R(c)                                                                                      \
+               ", p, 1, 1, %" #r3 ", %" #r4 ";\n}"                                                                   \
+               : WEFT_O##R                                                                                           \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int(TransposeA)), "n"(int(TransposeB)))
-#define WEFT_WGMMA_REGISTERS(N, R, TYPES, r0, r1, r2, r3, r4, r5, r6)                                             \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5 ", 0;\n"                                                   \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" WEFT_D##R "}, {%" #r0 ", %" #r1 ", %" #r2  \
-               ", %" #r3 "}, %" #r4 ", p, 1, 1, %" #r6 ";\n}"                                                      \
-               : WEFT_O##R("+")                                                                                    \
+#define WEFT_WGMMA_REGISTERS(N, R, TYPES, r0, r1, r2, r3, r4, r5, r6)                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5 ", 0;\n"                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" WEFT_D##R "}, {%" #r0 ", %" #r1 ", %" #r2\
+               ", %" #r3 "}, %" #r4 ", p, 1, 1, %" #r6 ";\n}"                                                        \
+               : WEFT_O##R                                                                                           \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int(TransposeB)))
-#define WEFT_PRODUCT(N, R, r0, r1, r2, r3, r4, r5, r6)                                                            \
-  template <>                                                                                                      \
-  struct Product<N> {                                                                                              \
-    template <bool Bf16, bool TransposeA, bool TransposeB>                                                         \
-    __device__ static void shared(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {              \
-      if constexpr (Bf16)                                                                                          \
-        WEFT_WGMMA_SHARED("+", N, R, "bf16.bf16", r0, r1, r2, r3, r4);                                             \
-      else                                                                                                         \
-        WEFT_WGMMA_SHARED("+", N, R, "f16.f16", r0, r1, r2, r3, r4);                                               \
-    }                                                                                                              \
-    template <bool Bf16, bool TransposeA, bool TransposeB>                                                         \
-    __device__ static void shared_first(float (&d)[R], std::uint64_t a, std::uint64_t b) {                         \
-      constexpr bool accumulate = false;                                                                           \
-      if constexpr (Bf16)                                                                                          \
-        WEFT_WGMMA_SHARED("=", N, R, "bf16.bf16", r0, r1, r2, r3, r4);                                             \
-      else                                                                                                         \
-        WEFT_WGMMA_SHARED("=", N, R, "f16.f16", r0, r1, r2, r3, r4);                                               \
-    }                                                                                                              \
-    template <bool Bf16, bool TransposeB>                                                                          \
-    __device__ static void registers(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3,            \
-                                     std::uint64_t b, bool accumulate) {                                           \
-      if constexpr (Bf16)                                                                                          \
-        WEFT_WGMMA_REGISTERS(N, R, "bf16.bf16", r0, r1, r2, r3, r4, r5, r6);                                       \
-      else                                                                                                         \
-        WEFT_WGMMA_REGISTERS(N, R, "f16.f16", r0, r1, r2, r3, r4, r5, r6);                                         \
-    }                                                                                                              \
+#define WEFT_WGMMA_OF(N, R, r0, r1, r2, r3, r4, r5, r6)                                                              \
+  template <>                                                                                                        \
+  struct Wgmma<N> {                                                                                                  \
+    template <bool Bf16, bool TransposeA, bool TransposeB>                                                           \
+    __device__ static void shared(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {                \
+      if constexpr (Bf16)                                                                                            \
+        WEFT_WGMMA_SHARED(N, R, "bf16.bf16", r0, r1, r2, r3, r4);                                                    \
+      else                                                                                                           \
+        WEFT_WGMMA_SHARED(N, R, "f16.f16", r0, r1, r2, r3, r4);                                                      \
+    }                                                                                                                \
+    template <bool Bf16, bool TransposeB>                                                                            \
+    __device__ static void registers(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3,              \
+                                     std::uint64_t b, bool accumulate) {                                             \
+      if constexpr (Bf16)                                                                                            \
+        WEFT_WGMMA_REGISTERS(N, R, "bf16.bf16", r0, r1, r2, r3, r4, r5, r6);                                         \
+      else                                                                                                           \
+        WEFT_WGMMA_REGISTERS(N, R, "f16.f16", r0, r1, r2, r3, r4, r5, r6);                                           \
+    }                                                                                                                \
   };
-WEFT_PRODUCT(16, 8, 8, 9, 10, 11, 12, 13, 14)
-WEFT_PRODUCT(32, 16, 16, 17, 18, 19, 20, 21, 22)
-WEFT_PRODUCT(48, 24, 24, 25, 26, 27, 28, 29, 30)
-WEFT_PRODUCT(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WEFT_PRODUCT(80, 40, 40, 41, 42, 43, 44, 45, 46)
-WEFT_PRODUCT(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WEFT_PRODUCT(112, 56, 56, 57, 58, 59, 60, 61, 62)
-WEFT_PRODUCT(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WEFT_PRODUCT(144, 72, 72, 73, 74, 75, 76, 77, 78)
-WEFT_PRODUCT(160, 80, 80, 81, 82, 83, 84, 85, 86)
-WEFT_PRODUCT(176, 88, 88, 89, 90, 91, 92, 93, 94)
-WEFT_PRODUCT(192, 96, 96, 97, 98, 99, 100, 101, 102)
-WEFT_PRODUCT(208, 104, 104, 105, 106, 107, 108, 109, 110)
-WEFT_PRODUCT(224, 112, 112, 113, 114, 115, 116, 117, 118)
-WEFT_PRODUCT(240, 120, 120, 121, 122, 123, 124, 125, 126)
-WEFT_PRODUCT(256, 128, 128, 129, 130, 131, 132, 133, 134)
+WEFT_WGMMA_OF(16, 8, 8, 9, 10, 11, 12, 13, 14)
+WEFT_WGMMA_OF(32, 16, 16, 17, 18, 19, 20, 21, 22)
+WEFT_WGMMA_OF(48, 24, 24, 25, 26, 27, 28, 29, 30)
+WEFT_WGMMA_OF(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WEFT_WGMMA_OF(80, 40, 40, 41, 42, 43, 44, 45, 46)
+WEFT_WGMMA_OF(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WEFT_WGMMA_OF(112, 56, 56, 57, 58, 59, 60, 61, 62)
+WEFT_WGMMA_OF(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WEFT_WGMMA_OF(144, 72, 72, 73, 74, 75, 76, 77, 78)
+WEFT_WGMMA_OF(160, 80, 80, 81, 82, 83, 84, 85, 86)
+WEFT_WGMMA_OF(176, 88, 88, 89, 90, 91, 92, 93, 94)
+WEFT_WGMMA_OF(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WEFT_WGMMA_OF(208, 104, 104, 105, 106, 107, 108, 109, 110)
+WEFT_WGMMA_OF(224, 112, 112, 113, 114, 115, 116, 117, 118)
+WEFT_WGMMA_OF(240, 120, 120, 121, 122, 123, 124, 125, 126)
+WEFT_WGMMA_OF(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WEFT_8
 #undef WEFT_WGMMA_SHARED
 #undef WEFT_WGMMA_REGISTERS
 // clang-format on
-#undef WEFT_PRODUCT
+#undef WEFT_WGMMA_OF
 
-// d [64, N] (+)= a [64, 16] b [16, N], both described in shared memory; without `accumulate` d is overwritten.
+// d [64, N] += a [64, 16] b [16, N], both described in shared memory; without `accumulate` d is overwritten.
 template <typename T, Major A = Major::k, Major B = Major::k, int R>
-__device__ inline void multiply_async(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate = true) {
-  Product<2 * R>::template shared<std::is_same_v<T, bf16>, A == Major::mn, B == Major::mn>(d, a, b, accumulate);
+__device__ inline void wgmma_async(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {
+  Wgmma<2 * R>::template shared<std::is_same_v<T, bf16>, A == Major::mn, B == Major::mn>(d, a, b, accumulate);
 }
-// d = a b: to the compiler, too, what d held before does not matter, and its registers are free until here.
-template <typename T, Major A = Major::k, Major B = Major::k, int R>
-__device__ inline void multiply_first_async(float (&d)[R], std::uint64_t a, std::uint64_t b) {
-  Product<2 * R>::template shared_first<std::is_same_v<T, bf16>, A == Major::mn, B == Major::mn>(d, a, b);
-}
-// d += a b with a in registers.
+// The same with a in registers.
 template <typename T, Major B = Major::k, int R>
-__device__ inline void multiply_async(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                      std::uint64_t b, bool accumulate = true) {
-  Product<2 * R>::template registers<std::is_same_v<T, bf16>, B == Major::mn>(d, a0, a1, a2, a3, b, accumulate);
+__device__ inline void wgmma_async(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, std::uint64_t b,
+                                   bool accumulate) {
+  Wgmma<2 * R>::template registers<std::is_same_v<T, bf16>, B == Major::mn>(d, a0, a1, a2, a3, b, accumulate);
 }
 
 #endif  // WEFT_WGMMA

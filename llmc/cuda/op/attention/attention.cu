@@ -76,19 +76,19 @@ void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewO
     fail(Exit::internal, "attention: a RoPE table of %lld positions for %lld queries and %lld keys",
          static_cast<long long>(rope.positions), static_cast<long long>(shape.TQ), static_cast<long long>(shape.TK));
   BackwardArguments<T> arguments = {shape, dq, dk, dv, dout, out, lse, q, k, v, static_cast<RowStatistics*>(workspace)};
-  bool tensor_cores = false, turned = rope.half == 0;
+  bool tensor_cores = false, unrotated = rope.half == 0;
   if constexpr (!std::is_same_v<T, float>) {
     const bool inputs = aligned(dout) && aligned(out) && aligned(q) && aligned(k) && aligned(v);
     tensor_cores = inputs && aligned(dq) && aligned(dk) && aligned(dv);
     if (tensor_cores && hopper_backward_computes(shape) && hopper_multiprocessors() > 0) {
-      if (hopper_backward_turns(shape, rope)) arguments.rope = rope, turned = true;
+      if (hopper_backward_unrotates(shape, rope)) arguments.rope = rope, unrotated = true;
       hopper_backward(arguments, stream);
     } else if (tensor_cores) {
       portable_backward(arguments, stream);
     }
   }
   if (!tensor_cores) plain_backward(arguments, stream);
-  if (!turned) rope_backward(dq, dk, rope, shape.B, shape.TQ, shape.NH, shape.NKV, 0, stream);
+  if (!unrotated) rope_backward(dq, dk, rope, shape.B, shape.TQ, shape.NH, shape.NKV, 0, stream);
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                        \

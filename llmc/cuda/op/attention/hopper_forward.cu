@@ -4,26 +4,29 @@
 // left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V in turns through a ring
 // of stages; the copy engine announces them on mbarriers, and consumers give stages back the same way. What makes it
 // fast, in the order of what it brings:
-// - S, P and O live in registers: S is an accumulator, P the register operand of the next product.
-// - While the products O += P V of one key block and S = Q K^T of the next run, the warpgroup does the softmax of that
-//   S (Shah et al., 2024, FlashAttention-3, section 3.2), so a block of keys costs the larger of both, not the sum.
-// - Consumers take turns to start products (section 3.1 there): one multiplies while another exponentiates.
+// - S, P and O live in registers: S is an accumulator, P the register operand of the next GEMM.
+// - While the GEMMs O += P V of one key block and S = Q K^T of the next run, the warpgroup does the softmax of that S
+//   (Shah et al., 2024, FlashAttention-3, section 3.2), so a block of keys costs the larger of both, not the sum.
+// - Consumers issue their GEMMs in a fixed order (section 3.1 there): one multiplies while another exponentiates.
 // - The running maximum moves only when a row exceeds it by 2^8, so that O is rarely rescaled.
 // - Each consumer stops at its own last visible key, and masks only blocks that the diagonal or the end of the keys
 //   crosses.
-// - Tiles are dealt out longest first, forth and back over the blocks, which evens out the sums; heads are side by
-//   side, so that a group's K and V are read from L2. Q has two buffers where there is room (not at head
-//   dimension 256), so that a tile's first product waits for nothing; O leaves through the tile's own Q buffer.
+// - Tiles are assigned longest first, forth and back over the blocks, which evens out the sums; heads are side by side,
+//   so that a group's K and V are read from L2. Q has two buffers where there is room (not at head dimension 256), so
+//   that a tile's first GEMM waits for nothing; O leaves through the tile's own Q buffer.
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
 
-#include "llmc/base/error.h"
+#include "llmc/cuda/hw/barriers.cuh"
+#include "llmc/cuda/hw/fragments.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
-#include "llmc/cuda/op/attention/mma.cuh"
+#include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
 #if !WEFT_WGMMA
@@ -36,26 +39,29 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kRows = 64;  // queries of a warpgroup: the M of its products
+constexpr int kRows = 64;  // queries of a warpgroup: the M of its GEMMs
 
-// The columns of a head lie in shared memory as tiles of TileColumns: 64, 32 or 16, with the swizzle of that width. What
-// the last tile has beyond the head dimension is filled with zeros by the copy engine and never multiplied; a product is
+// The columns of a head lie in shared memory as column tiles of TileColumns: 64, 32 or 16, with the swizzle of that width.
+// What the last one has beyond the head dimension is filled with zeros by the copy engine and never multiplied; a GEMM is
 // one instruction a k16 step in any case.
-template <int HeadDim, int Consumers, int Keys, int Stages, int TileColumns = 64, int QueryBuffers = 2>
+template <typename T, int HeadDim, int Consumers, int Keys, int Stages, int TileColumns = 64, int QueryBuffers = 2>
 struct HopperForwardTiling {
+  using Element = T;
   static constexpr int HS = HeadDim, kConsumers = Consumers, kKeys = Keys, kStages = Stages;
   static constexpr int kQueries = kConsumers * kRows, kThreads = (kConsumers + 1) * kWarpgroupSize;
   // 64K registers: what the producer gives back goes to the consumers.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static constexpr int kTileColumns = TileColumns, kColumnTiles = (HS + TileColumns - 1) / TileColumns;
-  static constexpr int kRowBytes = TileColumns * 2;                     // of a tile
-  static constexpr int kQueryBytes = kRows * kRowBytes * kColumnTiles;  // of one consumer
-  static constexpr int kKeyBytes = kKeys * kRowBytes * kColumnTiles;    // K or V of one stage
-  static constexpr int kQueryBuffers = QueryBuffers;
-  static constexpr int kAllQueryBytes = kQueryBuffers * kConsumers * kQueryBytes;
-  static constexpr int kBarriers = 2 * kQueryBuffers * kConsumers + 4 * kStages;
-  // 1024 to align the tiles.
-  static constexpr int kSharedBytes = 1024 + kAllQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers;
+  static constexpr int kTileColumns = TileColumns, kQueryBuffers = QueryBuffers;
+  using QueryTile = SwizzledTile<T, kRows, HS, 2 * kTileColumns>;  // of one consumer; then its O
+  using KeyTile = SwizzledTile<T, kKeys, HS, 2 * kTileColumns>;    // K or V of one stage
+
+  struct Storage {
+    typename QueryTile::Storage q[kQueryBuffers][kConsumers];
+    typename KeyTile::Storage k[kStages], v[kStages];
+    RingBarrierStorage<kQueryBuffers * kConsumers> q_ring;  // in the order of q
+    RingBarrierStorage<kStages> k_ring, v_ring;
+  };
+  static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // the first to align it
   static_assert(kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
   static_assert(HS % 16 == 0);
 };
@@ -65,16 +71,6 @@ struct HopperForwardArguments {
   CUtensorMap q, k, v, out;
   float* lse;  // [B, NH, TQ] or null
   int tiles;
-};
-
-// A place in a ring of stages, and the parity of its current round.
-template <int Stages>
-struct Place {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ void advance() {
-    if (++stage == Stages) stage = 0, parity ^= 1;
-  }
 };
 
 // One block of queries of one head.
@@ -101,66 +97,67 @@ __device__ inline int tile_index(int i) {
 
 #if WEFT_WGMMA
 
-// Addresses in shared memory.
 template <typename Tiling>
-struct SharedLayout {
-  unsigned tiles, barriers;
-  __device__ explicit SharedLayout(const void* dynamic) {
-    tiles = (shared_address(dynamic) + 1023) & ~1023u;
-    barriers = tiles + Tiling::kAllQueryBytes + 2 * Tiling::kStages * Tiling::kKeyBytes;
-  }
-  __device__ unsigned q(int buffer, int consumer) const {
-    return tiles + (buffer * Tiling::kConsumers + consumer) * Tiling::kQueryBytes;
-  }
-  __device__ unsigned k(int stage) const { return tiles + Tiling::kAllQueryBytes + stage * Tiling::kKeyBytes; }
-  __device__ unsigned v(int stage) const { return k(Tiling::kStages + stage); }
+struct SharedMemory {
+  using Storage = typename Tiling::Storage;
+  using QueryTile = typename Tiling::QueryTile;
+  using KeyTile = typename Tiling::KeyTile;
 
-  __device__ unsigned q_full(int buffer, int consumer) const {
-    return barriers + 8 * (buffer * Tiling::kConsumers + consumer);
+  unsigned base;
+
+  __device__ explicit SharedMemory(const void* dynamic)
+      : base((shared_address(dynamic) + unsigned{alignof(Storage) - 1}) & ~unsigned{alignof(Storage) - 1}) {}
+
+  // The ring of Q has kQueryBuffers stages for each consumer.
+  __device__ static RingPosition of_consumer(const RingPosition& q, int consumer) {
+    return {q.stage * Tiling::kConsumers + consumer, q.phase};
   }
-  __device__ unsigned q_empty(int buffer, int consumer) const {
-    return q_full(Tiling::kQueryBuffers + buffer, consumer);
+  __device__ QueryTile q(RingPosition of_consumer) const {
+    return {base + unsigned{offsetof(Storage, q)} + of_consumer.stage * QueryTile::kBytes};
   }
-  __device__ unsigned k_full(int stage) const { return q_full(2 * Tiling::kQueryBuffers, 0) + 8 * stage; }
-  __device__ unsigned k_empty(int stage) const { return k_full(Tiling::kStages + stage); }
-  __device__ unsigned v_full(int stage) const { return k_full(2 * Tiling::kStages + stage); }
-  __device__ unsigned v_empty(int stage) const { return k_full(3 * Tiling::kStages + stage); }
+  __device__ KeyTile k(RingPosition at) const {
+    return {base + unsigned{offsetof(Storage, k)} + at.stage * KeyTile::kBytes};
+  }
+  __device__ KeyTile v(RingPosition at) const {
+    return {base + unsigned{offsetof(Storage, v)} + at.stage * KeyTile::kBytes};
+  }
+  __device__ RingBarriers q_ring() const {
+    return {base + unsigned{offsetof(Storage, q_ring)}, Tiling::kQueryBuffers * Tiling::kConsumers};
+  }
+  __device__ RingBarriers k_ring() const { return {base + unsigned{offsetof(Storage, k_ring)}, Tiling::kStages}; }
+  __device__ RingBarriers v_ring() const { return {base + unsigned{offsetof(Storage, v_ring)}, Tiling::kStages}; }
 };
 
 // The producer's thread.
 template <typename Tiling>
-__device__ void produce(const HopperForwardArguments& arguments, const SharedLayout<Tiling>& shared) {
+__device__ void produce(const HopperForwardArguments& arguments, const SharedMemory<Tiling>& shared) {
   const AttentionShape& shape = arguments.shape;
   const int group = static_cast<int>(shape.NH / shape.NKV);
-  Place<Tiling::kStages> k, v;
-  Place<Tiling::kQueryBuffers> q;
-  const auto load = [&](const CUtensorMap& map, unsigned tile, int rows, unsigned barrier, int token, int h, int b,
-                        L2 keep) {
-    mbarrier_arrive_expect(barrier, static_cast<unsigned>(rows * Tiling::kRowBytes * Tiling::kColumnTiles));
-#pragma unroll
-    for (int i = 0; i < Tiling::kColumnTiles; ++i)
-      tensor_load(tile + i * rows * Tiling::kRowBytes, &map, barrier, i * Tiling::kTileColumns, token, h, b, keep);
+  const RingBarriers q_ring = shared.q_ring(), k_ring = shared.k_ring(), v_ring = shared.v_ring();
+  RingPosition k, v, q;
+  const auto load = [](const CUtensorMap& map, const auto& tile, unsigned full, int token, int h, int b, L2 keep) {
+    mbarrier_arrive_expect(full, static_cast<unsigned>(tile.kBytes));
+    tensor_load(tile, map, full, token, h, b, keep);
   };
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
     const QueryTile<Tiling> tile(shape, tile_index(i));
     const int kv = tile.h / group;
     for (int j = 0; j < tile.blocks; ++j) {
-      mbarrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
-      load(arguments.k, shared.k(k.stage), Tiling::kKeys, shared.k_full(k.stage), j * Tiling::kKeys, kv, tile.b,
-           L2::evict_last);
-      k.advance();
+      k_ring.wait_empty(k);
+      load(arguments.k, shared.k(k), k_ring.full(k.stage), j * Tiling::kKeys, kv, tile.b, L2::evict_last);
+      k.advance(Tiling::kStages);
       if (j == 0) {
         for (int consumer = 0; consumer < Tiling::kConsumers; ++consumer) {
-          mbarrier_wait(shared.q_empty(q.stage, consumer), q.parity ^ 1);
-          load(arguments.q, shared.q(q.stage, consumer), kRows, shared.q_full(q.stage, consumer),
-               tile.first_query + consumer * kRows, tile.h, tile.b, L2::evict_first);
+          const RingPosition its = shared.of_consumer(q, consumer);
+          q_ring.wait_empty(its);
+          load(arguments.q, shared.q(its), q_ring.full(its.stage), tile.first_query + consumer * kRows, tile.h, tile.b,
+               L2::evict_first);
         }
-        q.advance();
+        q.advance(Tiling::kQueryBuffers);
       }
-      mbarrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
-      load(arguments.v, shared.v(v.stage), Tiling::kKeys, shared.v_full(v.stage), j * Tiling::kKeys, kv, tile.b,
-           L2::evict_last);
-      v.advance();
+      v_ring.wait_empty(v);
+      load(arguments.v, shared.v(v), v_ring.full(v.stage), j * Tiling::kKeys, kv, tile.b, L2::evict_last);
+      v.advance(Tiling::kStages);
     }
   }
 }
@@ -230,7 +227,7 @@ struct RunningSoftmax {
 };
 
 // A store that never happens: it keeps the assembler from putting what follows in front of the exponentials, which are
-// to run beside the products. (Sums of exponentials are not negative, but only we know.)
+// to run beside the GEMMs. (Sums of exponentials are not negative, but only we know.)
 __device__ inline void hold_back(float sum, unsigned shared) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(sum), "r"(shared)
                : "memory");
@@ -243,129 +240,114 @@ __device__ void multiply_rows(float (&O)[R], const float (&factor)[2]) {
 }
 
 // One consumer warpgroup.
-template <typename T, typename Tiling>
-__device__ void consume(const HopperForwardArguments& arguments, const SharedLayout<Tiling>& shared, int consumer) {
-  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kConsumers = Tiling::kConsumers;
-  constexpr int kRowBytes = Tiling::kRowBytes, kTileColumns = Tiling::kTileColumns;
+template <typename Tiling>
+__device__ void consume(const HopperForwardArguments& arguments, const SharedMemory<Tiling>& shared, int consumer) {
+  using T = typename Tiling::Element;
+  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kConsumers = Tiling::kConsumers, kStages = Tiling::kStages;
   const AttentionShape& shape = arguments.shape;
   const int TQ = static_cast<int>(shape.TQ);
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % kWarpSize, warp = thread / kWarpSize;
-  const int turn_barrier = 1 + consumer, next_turn_barrier = 1 + (consumer + 1) % kConsumers;
+  const int gemm_slot = 1 + consumer, next_gemm_slot = 1 + (consumer + 1) % kConsumers;  // named barriers
   const int own_barrier = 1 + kConsumers + consumer;
-  Place<Tiling::kStages> k, v;
-  Place<Tiling::kQueryBuffers> q;
+  const RingBarriers q_ring = shared.q_ring(), k_ring = shared.k_ring(), v_ring = shared.v_ring();
+  RingPosition k, v, q;
   float S[kKeys / 2], O[HS / 2];
   unsigned P[kKeys / 4];
   RunningSoftmax softmax;
   softmax.c = shape.scale * kLog2E;
   int q_to_release = -1;  // the buffer from which the last tile's O is leaving
 
-  const auto release = [&](unsigned barrier) {
-    if (lane == 0) mbarrier_arrive(barrier);
+  const auto wait_for_gemm_slot = [&] { named_barrier_wait(gemm_slot, 2 * kWarpgroupSize); };
+  const auto pass_gemm_slot = [&] { named_barrier_arrive(next_gemm_slot, 2 * kWarpgroupSize); };
+  const auto start_scores = [&](const auto& q_tile, const auto& k_tile) {  // S = Q K^T
+    const auto q_rows = q_tile.k_major();
+    const auto k_rows = k_tile.k_major();
+    wgmma_fence();
+    gemm_async(S, q_rows, k_rows);
+    wgmma_commit();
   };
-  const auto take_turn = [&] { named_barrier_wait(turn_barrier, 2 * kWarpgroupSize); };
-  const auto pass_turn = [&] { named_barrier_arrive(next_turn_barrier, 2 * kWarpgroupSize); };
-  const auto start_scores = [&](unsigned q_tile, unsigned k_tile) {
-    const std::uint64_t rows = operand<kRowBytes>(q_tile), columns = operand<kRowBytes>(k_tile);
-    products_begin();
-#pragma unroll
-    for (int s = 0; s < HS / 16; ++s) {
-      const int tile = s * 16 / kTileColumns, within = s * 16 % kTileColumns * 2;
-      multiply_async<T>(S, advance(rows, tile * kRows * kRowBytes + within),
-                        advance(columns, tile * kKeys * kRowBytes + within), s > 0);
-    }
-    products_commit();
+  const auto start_output = [&](const auto& v_tile, bool accumulate) {  // O += P V
+    const auto v_columns = v_tile.mn_major();
+    wgmma_fence();
+    gemm_add_async(O, P, v_columns, accumulate);
+    wgmma_commit();
   };
-  const auto start_output = [&](unsigned v_tile, bool accumulate) {
-    const std::uint64_t columns = operand<kRowBytes>(v_tile, kKeys * kRowBytes);
-    products_begin();
-#pragma unroll
-    for (int s = 0; s < kKeys / 16; ++s)
-      multiply_async<T, Major::mn>(O, P[4 * s], P[4 * s + 1], P[4 * s + 2], P[4 * s + 3],
-                                   advance(columns, s * 16 * kRowBytes), accumulate || s > 0);
-    products_commit();
-  };
-  const auto round_weights = [&] {
-#pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+  const auto release = [&](const RingBarriers& ring, RingPosition& position) {
+    if (lane == 0) mbarrier_arrive(ring.empty(position.stage));
+    position.advance(kStages);
   };
   // O's buffer is free again once the copy engine has read it.
   const auto release_q = [&] {
     if (q_to_release < 0) return;
     if (thread == 0) {
       bulk_wait_read();
-      mbarrier_arrive(shared.q_empty(q_to_release, consumer));
+      mbarrier_arrive(q_ring.empty(shared.of_consumer({q_to_release, 0}, consumer).stage));
     }
     q_to_release = -1;
   };
 
-  if (consumer == kConsumers - 1) pass_turn();
+  if (consumer == kConsumers - 1) pass_gemm_slot();
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
     const QueryTile<Tiling> tile(shape, tile_index(i));
     const int first_row = tile.first_query + consumer * kRows, thread_row = first_row + warp * 16 + lane / 4;
     const int end = first_row < TQ ? visible_keys(shape, min(first_row + kRows, TQ) - 1) : 0;
-    const int blocks = (end + kKeys - 1) / kKeys, whole_blocks = visible_keys(shape, first_row) / kKeys;
-    const unsigned q_tile = shared.q(q.stage, consumer);
-    mbarrier_wait(shared.q_full(q.stage, consumer), q.parity);
+    const int blocks = (end + kKeys - 1) / kKeys, unmasked_blocks = visible_keys(shape, first_row) / kKeys;
+    const RingPosition own_q = shared.of_consumer(q, consumer);
+    const auto q_tile = shared.q(own_q);
+    q_ring.wait_full(own_q);
 
     if (blocks > 0) {
-      mbarrier_wait(shared.k_full(k.stage), k.parity);
-      take_turn();
-      start_scores(q_tile, shared.k(k.stage));
-      pass_turn();
-      products_wait();
+      k_ring.wait_full(k);
+      wait_for_gemm_slot();
+      start_scores(q_tile, shared.k(k));
+      pass_gemm_slot();
+      wgmma_wait();
       pin(S);
-      release(shared.k_empty(k.stage));
-      k.advance();
-      if (whole_blocks == 0) mask_scores(S, shape, thread_row, 0);
+      release(k_ring, k);
+      if (unmasked_blocks == 0) mask_scores(S, shape, thread_row, 0);
       softmax.update<true>(S);
-      round_weights();
+      round_to_operand<T>(P, S);
       release_q();
 
       const auto step = [&]<bool Masked>(int j) {
-        mbarrier_wait(shared.k_full(k.stage), k.parity);
-        take_turn();
-        start_scores(q_tile, shared.k(k.stage));
-        mbarrier_wait(shared.v_full(v.stage), v.parity);
-        start_output(shared.v(v.stage), j > 1);
-        pass_turn();
-        products_wait<1>();
+        k_ring.wait_full(k);
+        wait_for_gemm_slot();
+        start_scores(q_tile, shared.k(k));  // of block j
+        v_ring.wait_full(v);
+        start_output(shared.v(v), j > 1);  // of block j - 1
+        pass_gemm_slot();
+        wgmma_wait<1>();
         pin(S);
-        release(shared.k_empty(k.stage));
-        k.advance();
+        release(k_ring, k);
         if constexpr (Masked) mask_scores(S, shape, thread_row, j * kKeys);
         softmax.template update<false>(S);
-        hold_back(softmax.sum[0] + softmax.sum[1], q_tile);
-        products_wait<0>();
+        hold_back(softmax.sum[0] + softmax.sum[1], q_tile.address);
+        wgmma_wait<0>();
         pin(O), pin(P);
-        release(shared.v_empty(v.stage));
-        v.advance();
+        release(v_ring, v);
         if (softmax.grown) multiply_rows(O, softmax.shrink);
-        round_weights();
+        round_to_operand<T>(P, S);
       };
       int j = 1;
-      for (; j < min(whole_blocks, blocks); ++j) step.template operator()<false>(j);
+      for (; j < min(unmasked_blocks, blocks); ++j) step.template operator()<false>(j);
       for (; j < blocks; ++j) step.template operator()<true>(j);
 
-      mbarrier_wait(shared.v_full(v.stage), v.parity);
-      start_output(shared.v(v.stage), blocks > 1);
-      products_wait<0>();
+      v_ring.wait_full(v);
+      start_output(shared.v(v), blocks > 1);
+      wgmma_wait<0>();
       pin(O);
-      release(shared.v_empty(v.stage));
-      v.advance();
+      release(v_ring, v);
     } else {
       release_q();
     }
     // Key blocks that only later queries of the tile see.
     for (int j = blocks; j < tile.blocks; ++j) {
-      take_turn();
-      pass_turn();
-      mbarrier_wait(shared.k_full(k.stage), k.parity);
-      release(shared.k_empty(k.stage));
-      k.advance();
-      mbarrier_wait(shared.v_full(v.stage), v.parity);
-      release(shared.v_empty(v.stage));
-      v.advance();
+      wait_for_gemm_slot();
+      pass_gemm_slot();
+      k_ring.wait_full(k);
+      release(k_ring, k);
+      v_ring.wait_full(v);
+      release(v_ring, v);
     }
 
     if (blocks > 0) {
@@ -380,52 +362,39 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedLay
         if (lse && lane % 4 == 0 && row < TQ) lse[row] = softmax.maximum[half] * softmax.c * kLn2 + logf(total);
       }
       multiply_rows(O, inverse);
-      // Into Q's buffer, in the swizzled form: lane l writes row l % 16 of the warp, and 8 columns of 16.
-      named_barrier_wait(own_barrier, kWarpgroupSize);
-      const int row = warp * 16 + lane % 16;
-#pragma unroll
-      for (int n = 0; n < HS / 16; ++n) {
-        const int tile = n * 16 / kTileColumns, chunk = n * 16 % kTileColumns / 8 + lane / 16;
-        store_matrices(q_tile + tile * kRows * kRowBytes + row * kRowBytes + swizzled_chunk<kRowBytes>(row, chunk) * 16,
-                       pack<T>(O[8 * n], O[8 * n + 1]), pack<T>(O[8 * n + 2], O[8 * n + 3]),
-                       pack<T>(O[8 * n + 4], O[8 * n + 5]), pack<T>(O[8 * n + 6], O[8 * n + 7]));
-      }
-      fence_async_proxy();
+      named_barrier_wait(own_barrier, kWarpgroupSize);  // no warp's GEMM reads Q any more: O takes its buffer
+      q_tile.store(q_tile.lane_offset(warp * 16), O);
+      fence_async_proxy_shared();
       named_barrier_wait(own_barrier, kWarpgroupSize);
       if (thread == 0) {
-#pragma unroll
-        for (int part = 0; part < Tiling::kColumnTiles; ++part)
-          tensor_store(&arguments.out, q_tile + part * kRows * kRowBytes, part * kTileColumns, first_row, tile.h,
-                       tile.b);
+        tensor_store(arguments.out, q_tile, first_row, tile.h, tile.b);
         bulk_commit();
       }
     }
     q_to_release = q.stage;
     if constexpr (Tiling::kQueryBuffers == 1) release_q();  // the next Q waits for it
-    q.advance();
+    q.advance(Tiling::kQueryBuffers);
   }
   if (thread == 0) bulk_wait_read();
 }
 
 #endif  // WEFT_WGMMA
 
-template <typename T, typename Tiling>
+template <typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, 1)
     hopper_forward_kernel([[maybe_unused]] const __grid_constant__ HopperForwardArguments arguments) {
 #if WEFT_WGMMA
   extern __shared__ unsigned char dynamic[];
-  const SharedLayout<Tiling> shared(dynamic);
+  const SharedMemory<Tiling> shared(dynamic);
   if (threadIdx.x == 0) {
     for (int consumer = 0; consumer < Tiling::kConsumers; ++consumer) {
-      for (int buffer = 0; buffer < Tiling::kQueryBuffers; ++buffer) {
-        mbarrier_init(shared.q_full(buffer, consumer), 1);
-        mbarrier_init(shared.q_empty(buffer, consumer), 1);
-      }
+      for (int buffer = 0; buffer < Tiling::kQueryBuffers; ++buffer)
+        shared.q_ring().init(buffer * Tiling::kConsumers + consumer, 1, 1);
     }
     constexpr unsigned kConsumerWarps = Tiling::kConsumers * kWarpgroupSize / kWarpSize;
     for (int stage = 0; stage < Tiling::kStages; ++stage) {
-      mbarrier_init(shared.k_full(stage), 1), mbarrier_init(shared.k_empty(stage), kConsumerWarps);
-      mbarrier_init(shared.v_full(stage), 1), mbarrier_init(shared.v_empty(stage), kConsumerWarps);
+      shared.k_ring().init(stage, 1, kConsumerWarps);
+      shared.v_ring().init(stage, 1, kConsumerWarps);
     }
     fence_barrier_init();
   }
@@ -433,17 +402,17 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
   if (warpgroup == 0) {
     decrease_registers<Tiling::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Tiling>(arguments, shared);
+    if (threadIdx.x == 0) produce(arguments, shared);
   } else {
     increase_registers<Tiling::kConsumerRegisters>();
-    consume<T, Tiling>(arguments, shared, warpgroup - 1);
+    consume(arguments, shared, warpgroup - 1);
   }
 #else
   __trap();
 #endif
 }
 
-template <typename T, typename Tiling>
+template <typename Tiling, typename T>
 void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t stream) {
   const AttentionShape& shape = given.shape;
   HopperForwardArguments arguments;
@@ -454,21 +423,12 @@ void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t 
   arguments.out = encode_head_map(given.out, shape.B, shape.TQ, shape.NH, shape.HS, kRows, Tiling::kTileColumns);
   arguments.lse = given.lse;
   arguments.tiles = static_cast<int>(ceil_div(shape.TQ, Tiling::kQueries) * shape.B * shape.NH);
-  const auto kernel = hopper_forward_kernel<T, Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention forward: shared memory");
-  kernel<<<static_cast<unsigned>(std::min(arguments.tiles, multiprocessors)), Tiling::kThreads, Tiling::kSharedBytes,
-           stream>>>(arguments);
-  check_launch("attention forward (Hopper)");
+  launch_attention(hopper_forward_kernel<Tiling>, "attention forward (Hopper)",
+                   std::min(arguments.tiles, multiprocessors), 1, Tiling::kThreads, Tiling::kSharedBytes, stream,
+                   arguments);
 }
 
 }  // namespace
-
-int hopper_multiprocessors() {
-  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-                      device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
-  return hopper ? device_attribute(cudaDevAttrMultiProcessorCount) : 0;
-}
 
 bool hopper_forward_computes(const AttentionShape& shape) {
   constexpr std::int64_t kMostTiles = 0x7fffffff / 2;
@@ -480,12 +440,12 @@ template <typename T>
 void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   const int multiprocessors = hopper_multiprocessors();
   if (arguments.shape.HS == 64)
-    return launch<T, HopperForwardTiling<64, 3, 128, 4>>(arguments, multiprocessors, stream);
+    return launch<HopperForwardTiling<T, 64, 3, 128, 4>>(arguments, multiprocessors, stream);
   if (arguments.shape.HS == 80)
-    return launch<T, HopperForwardTiling<80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
+    return launch<HopperForwardTiling<T, 80, 3, 96, 4, 32>>(arguments, multiprocessors, stream);
   if (arguments.shape.HS == 256)
-    return launch<T, HopperForwardTiling<256, 2, 80, 2, 64, 1>>(arguments, multiprocessors, stream);
-  launch<T, HopperForwardTiling<128, 2, 128, 2>>(arguments, multiprocessors, stream);
+    return launch<HopperForwardTiling<T, 256, 2, 80, 2, 64, 1>>(arguments, multiprocessors, stream);
+  launch<HopperForwardTiling<T, 128, 2, 128, 2>>(arguments, multiprocessors, stream);
 }
 
 template void hopper_forward<bf16>(const ForwardArguments<bf16>&, cudaStream_t);

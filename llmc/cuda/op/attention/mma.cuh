@@ -5,13 +5,14 @@
 // address is base + constant. (An XOR swizzle saves the padding but costs an address register per chunk.)
 //
 // Fragments of mma.m16n8k16, lane = 4 g + t: an accumulator holds (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
-// Two neighbouring accumulators, rounded to 16 bits, are the A operand of a product over their 16 columns (PTX ISA,
-// "Matrix fragments for mma.m16n8k16"): P and dS go from one product into the next without leaving the registers.
+// Two neighbouring accumulators, rounded to 16 bits, are the A operand of a GEMM over their 16 columns (PTX ISA,
+// "Matrix fragments for mma.m16n8k16"): P and dS go from one GEMM into the next without leaving the registers.
 #pragma once
 
 #include <type_traits>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/fragments.cuh"
 
 namespace weft::cuda {
 
@@ -67,27 +68,6 @@ __device__ inline void multiply_add(float (&c)[4], const Fragment& a, unsigned b
   }
 }
 
-// Two fp32 values rounded to T; `low` at the lower address.
-template <typename T>
-__device__ inline unsigned pack(float low, float high) {
-  unsigned packed;
-  if constexpr (std::is_same_v<T, bf16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-template <typename T>
-__device__ inline float2 unpack(unsigned packed) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
-  } else {
-    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
-  }
-}
-
 // ---- tiles ------------------------------------------------------------------------------------------------------------
 // [rows, HS] in shared memory.
 template <typename T, int HS>
@@ -122,7 +102,7 @@ struct Tile {
   }
 };
 
-// ---- a warp's products ------------------------------------------------------------------------------------------------
+// ---- a warp's GEMMs ---------------------------------------------------------------------------------------------------
 // c [M * 16, N * 8] of accumulators.
 template <int M, int N>
 struct Accumulators {
@@ -155,7 +135,7 @@ __device__ inline Fragment as_operand(const Accumulators<M, N>& c, int m, int k)
           pack<T>(right[2], right[3])};
 }
 
-// A [M * 16, HS] in a tile, as the left operand of many products. It is read from shared memory each time: keeping it in
+// A [M * 16, HS] in a tile, as the left operand of many GEMMs. It is read from shared memory each time: keeping it in
 // registers saves traffic at small head dimensions, but a third block a multiprocessor in their place gains more (H200).
 template <typename T, int HS, int M>
 struct LeftOperand {
@@ -176,7 +156,7 @@ __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows
   }
 }
 
-// In both products the next fragment is on its way while the MMAs of this one run.
+// In both GEMMs the next fragment is on its way while the MMAs of this one run.
 
 // c += A B^T with B [N * 8, HS] in a tile (address with the lane's offset by columns).
 template <typename T, int HS, int M, int N>

@@ -71,7 +71,7 @@ void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t strea
 // What hopper_backward() keeps in the workspace, which begins with the statistics; hopper_backward.cu says how.
 struct HopperWorkspace {
   float *statistics, *sums;
-  int *turns, *ticket;
+  int *order, *ticket;
   std::size_t bytes;
 };
 HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* memory);
@@ -79,15 +79,13 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 // wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
 // hopper_backward_computes(): head dimension 64 or 128, causal, as many queries as keys.
 bool hopper_backward_computes(const AttentionShape& shape);
-// Whether hopper_backward() can turn dq and dk back by this table: the whole head is turned, rows are 16-byte aligned.
-bool hopper_backward_turns(const AttentionShape& shape, const DeviceRopeTable& rope);
+// Whether hopper_backward() can undo this table's rotation of dq and dk: the whole head is rotated, rows are 16-byte aligned.
+bool hopper_backward_unrotates(const AttentionShape& shape, const DeviceRopeTable& rope);
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
 
 // wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
-// hopper_forward_computes(): head dimension 64, 80, 128 or 256. hopper_multiprocessors(): those of the current device, 0
-// if it is not of that capability.
-int hopper_multiprocessors();
+// hopper_forward_computes(): head dimension 64, 80, 128 or 256.
 bool hopper_forward_computes(const AttentionShape& shape);
 template <typename T>
 void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);
