@@ -370,13 +370,14 @@ void launch_persistent(const NormProblem& p, cudaStream_t stream) {
 // llmc/cuda/op/residual_norm_forward.cu: the next row is copied to shared memory by cp.async, so that it costs no
 // registers; the threads of a row, the rows of a block and kernels without bounds tests are chosen by the width.
 void launch_library(const NormProblem& p, cudaStream_t stream) {
-  cuda::ResidualNormShape shape;
+  using namespace cuda;
+  ResidualNormShape shape;
   shape.rows = p.rows, shape.C = p.C, shape.eps = p.eps;
   shape.kind = p.layernorm ? NormKind::layernorm : NormKind::rmsnorm;
-  cuda::ResidualNormForward<bf16, bf16> io;
+  ResidualNormForward<bf16, bf16> io;
   io.x = p.x, io.residual = p.residual, io.weight = p.weight, io.bias = p.bias;
   io.residual_out = p.residual_out, io.out = p.out;
-  cuda::residual_norm_forward<bf16, bf16>(shape, io, stream);
+  residual_norm_forward<bf16, bf16>(shape, io, stream);
 }
 
 }  // namespace

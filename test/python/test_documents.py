@@ -1,8 +1,9 @@
-"""What the documents say about messages, against the source: a message that nobody prints any more is a trap for readers.
-And what the scripts say to who starts them without reading."""
+"""What the documents say, against the tree: messages that are printed, files, functions and options that exist, figures that
+agree, rooms that include each other in one direction. And what the scripts say to who starts them without reading."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -163,6 +164,220 @@ def test_every_test_that_the_table_names_exists():
         if not re.search(wanted, tests.get(file, ""), re.M):
             missing.append(f"{file}: {span}")
     assert named > 100 and not missing, missing
+
+
+# ---- names in code font ---------------------------------------------------------------------------------------------
+TRACKED = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True,
+                         text=True, check=True).stdout.split("\n")
+TRACKED = [name for name in TRACKED if name and (ROOT / name).is_file()]
+CODE = re.compile(r"\.(cu|cuh|h|cpp|py|sh|mk|toml|yml|yaml)$|(^|/)Makefile$")
+DOCUMENTS = [name for name in TRACKED if name.endswith(".md") and
+             (name.startswith(("doc/", "dev/")) or name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")) and
+             "archive" not in name and "fixtures" not in name]
+
+# What documents name and the tree does not hold, each with its reason.
+ELSEWHERE = {
+    "--gtest_filter",   # an option of GoogleTest
+    "train_00001.bin",  # an example of a name that dev/prepare_data.py counts up
+}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8", errors="replace")
+
+
+class Tree:
+    """Answers whether a name that a document puts in code font exists."""
+
+    def __init__(self) -> None:
+        # Without C++ comments: a name that only a comment still holds does not exist.
+        self.code = "\n".join(re.sub(r"//.*", "", read(name)) if re.search(r"\.(cu|cuh|h|cpp)$", name) else read(name)
+                              for name in TRACKED if CODE.search(name) and name != "test/python/test_documents.py")
+        self.words = set(re.findall(r"[A-Za-z_]\w*", self.code)) | {Path(name).stem for name in TRACKED}  # stems: programs
+        self.called = set(re.findall(r"([A-Za-z_]\w*)\s*[(<{]", self.code))
+        self.names = {Path(name).name for name in TRACKED}
+        self.top = {name.split("/")[0] for name in TRACKED}
+        self.targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.M))
+
+    def path(self, text: str, base: str = "") -> bool:
+        """A path from the root, or from the folder of the document; `*` and `{a,b}` as a shell reads them."""
+        for option in self._alternatives(text):
+            found = any((ROOT / start / option.rstrip("/")).exists() or
+                        ("*" in option and any((ROOT / start).glob(option))) for start in {"", base})
+            if not found and not self._is_a_file_name(option):
+                return False
+        return True
+
+    def _alternatives(self, text: str) -> list[str]:
+        match = re.search(r"\{([^{}]*)\}", text)
+        if match is None:
+            return [text]
+        return [path for part in match[1].split(",")
+                for path in self._alternatives(text[:match.start()] + part + text[match.end():])]
+
+    def _is_a_file_name(self, path: str) -> bool:
+        """A bare file name: that of a file somewhere in the tree, or one that a source has in a string."""
+        return "/" not in path and (path in self.names or
+                                    re.search(rf'["\'/]{re.escape(path)}["\'\s.]', self.code) is not None)
+
+    def option(self, text: str) -> bool:
+        """Declared in an option table (C++: its name in quotes), by a script, or named whole in a source."""
+        name = text.lstrip("-")
+        return text in ELSEWHERE or f'"{name}"' in self.code or re.search(rf"{text}(?![\w-])", self.code) is not None
+
+    def missing(self, span: str, base: str) -> list[str]:
+        """What of a span does not exist. Spans that are no path, name, option or command are not looked at."""
+        if span in ELSEWHERE:
+            return []
+        absent = [option for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span) if not self.option(option)]
+        if match := re.match(r"make ([a-z][\w-]*)", span):
+            absent += [] if match[1] in self.targets else [span]
+        elif re.fullmatch(r"[\w.*{},-]+(/[\w.*{},-]+)*/?", span) and (
+                "/" in span or re.search(r"\.(cu|cuh|h|cpp|py|sh|md|bin|json|jsonl|txt|mk)$", span)) and (
+                span.split("/")[0] in self.top or "/" not in span or span.startswith("..")):
+            absent += [] if self.path(span, base) else [span]
+        elif match := re.fullmatch(r"(?:[\w:]+::)?([A-Za-z_]\w*)(?:<[\w, ]*>)?\(.*\)", span):
+            absent += [] if match[1] in self.called else [span]
+        elif re.fullmatch(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*", span) and re.search(r"[a-z\d]_[a-z\d]|[a-z][A-Z]|_$|::", span):
+            absent += [word for word in span.split("::") if word not in self.words and word not in ELSEWHERE]
+        return absent
+
+
+def spans(name: str) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", read(name), flags=re.M | re.S)
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree()
+
+
+def test_every_name_in_code_font_exists(tree):
+    looked_at = [(name, span) for name in DOCUMENTS for span in spans(name)]
+    assert len(looked_at) > 500
+    absent = [f"{name}: `{span}`: no {part}" for name, span in looked_at
+              for part in tree.missing(span, str(Path(name).parent))]
+    assert not absent, "\n".join(sorted(set(absent)))
+
+
+def test_options_in_commands_exist(tree):
+    """Indented and fenced commands, too."""
+    absent = []
+    for name in DOCUMENTS:
+        for command in re.findall(r"^(?: {4}|\$ )(.*)$", read(name), re.M):
+            absent += [f"{name}: {option}" for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", command)
+                       if not tree.option(option)]
+            absent += [f"{name}: {script}" for script in re.findall(r"(?:scripts|dev|test)/[\w/.-]+\.(?:py|sh|cpp|cu)", command)
+                       if not (ROOT / script).exists()]
+    assert not absent, absent
+
+
+def test_every_link_leads_somewhere():
+    absent = [f"{name}: {link}" for name in [*DOCUMENTS, "dev/performance/archive/2026-11.md"]
+              for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", read(name))
+              if not link.startswith(("http:", "https:", "mailto:")) and not (ROOT / Path(name).parent / link).exists()]
+    assert not absent, absent
+
+
+@pytest.mark.parametrize("span", ["llmc/cuda/op/blue_moon.cu", "blue_moon.cu", "forward_of_the_moon()", "BlueMoonKernel",
+                                  "blue_moon", "--blue-moon", "make moon", "train_llama --config tiny --blue-moon 3",
+                                  "llmc/cuda/op/{gelu,moon}.cu", "weft::BlueMoon", "llmc/moon/*.cpp"])
+def test_a_name_that_does_not_exist_is_found(tree, span):
+    assert tree.missing(span, "")
+
+
+@pytest.mark.parametrize("span", ["llmc/model/config.h", "config.h", "Makefile", "llmc/base/*.h", "run_program()", "MemoryPlan",
+                                  "TrainModel", "--micro-batch", "make test", "test/fixtures/golden", "x * y",
+                                  "llmc/base/{error,log}.h", "weft::Error"])
+def test_a_name_that_exists_is_found(tree, span):
+    assert not tree.missing(span, "")
+
+
+def test_code_cites_sections_that_exist():
+    """`dev/performance/PAGE.md, "Section"` in code and documents, over the end of a comment's line, too."""
+    cited, absent = 0, []
+    for name in TRACKED:
+        if not (CODE.search(name) or name.endswith(".md")) or name == "test/python/test_documents.py" or "archive" in name:
+            continue
+        text = re.sub(r"\n\s*(//|#)\s*", " ", read(name))
+        if "dev/PERFORMANCE" in text:
+            absent.append(f"{name}: dev/PERFORMANCE.md, which is dev/performance/ now")
+        for page, section in re.findall(r'dev/performance/([\w./-]+\.md)\)?(?:,\s+"([^"]+)")?', text):
+            cited += 1
+            path = ROOT / "dev" / "performance" / page
+            if not path.exists() or (section and not re.search(rf"^#+ {re.escape(section)}\b", path.read_text(), re.M)):
+                absent.append(f'{name}: {page}, "{section}"')
+    assert cited > 3 and not absent, absent
+
+
+def test_current_figures_are_those_of_the_pages():
+    figures = json.loads(read("dev/performance/figures.json"))
+    assert len(figures) > 40
+    index = read("dev/performance/README.md")
+    for figure in figures:
+        page = read(f"dev/performance/{figure['page']}")
+        assert f"({figure['page']})" in index, figure
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", figure["date"]), figure
+        assert figure["gpu"] and figure["command"] and figure["unit"], figure
+        for key in ("value", "share", "share_of_floor", "share_of_read", "mfu", "peer", "ratio", "tflops"):
+            assert figure.get(key, "") in page, (key, figure)
+
+
+# ---- rooms ----------------------------------------------------------------------------------------------------------
+# Which rooms a room may include. dev/ARCHITECTURE.md explains the rule.
+BELOW_MODEL = {"base", "file", "text"}
+CUDA_ROOMS = ["runtime", "hw", "op", "fused", "transformer", "llama"]  # each may include those before it
+MAY_INCLUDE = {
+    "base": set(),
+    "file": {"base"},
+    "text": {"base"},
+    "model": {"base", "file"},
+    "cpu": {"base", "model"},
+    "infer": BELOW_MODEL | {"model"},
+    "train": BELOW_MODEL | {"model", "infer"},
+    **{f"cuda/{room}": {"base", "model"} | {f"cuda/{before}" for before in CUDA_ROOMS[:i]}
+       for i, room in enumerate(CUDA_ROOMS)},
+}
+# What both mains share chooses between the devices, so it and the mains see every room.
+MAY_INCLUDE["app"] = set(MAY_INCLUDE)
+
+
+def room_of(path: str) -> str:
+    parts = path.split("/")
+    if parts[0] != "llmc":
+        return ""
+    return "/".join(parts[1:3]) if parts[1] == "cuda" and len(parts) > 3 else parts[1]
+
+
+def wrong_includes(sources: dict[str, str]) -> list[str]:
+    wrong = []
+    for name, text in sources.items():
+        room = room_of(name)
+        if room not in MAY_INCLUDE:
+            wrong.append(f"{name}: {room} is no room")
+            continue
+        for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M):
+            if room_of(included) != room and room_of(included) not in MAY_INCLUDE[room]:
+                wrong.append(f"{name} includes {included}")
+    return wrong
+
+
+def test_rooms_include_in_one_direction():
+    sources = {name: read(name) for name in TRACKED if re.match(r"llmc/.*\.(cu|cuh|h|cpp)$", name)}
+    assert len(sources) > 150
+    assert wrong_includes(sources) == []
+    assert {room_of(name) for name in sources} >= set(MAY_INCLUDE) - {"app"}
+
+
+@pytest.mark.parametrize("name, included", [
+    ("llmc/cpu/rope.cpp", "llmc/cuda/op/rope.h"), ("llmc/cuda/op/rope.cu", "llmc/cpu/rope.h"),
+    ("llmc/cuda/runtime/arena.cu", "llmc/cuda/hw/common.cuh"), ("llmc/cuda/op/gelu.cu", "llmc/cuda/fused/decode.h"),
+    ("llmc/base/log.cpp", "llmc/file/run_dir.h"), ("llmc/infer/report.cpp", "llmc/train/loop.h"),
+    ("llmc/train/loop.cpp", "llmc/cuda/llama/llama.h"), ("llmc/model/config.cpp", "llmc/app/device.h"),
+    ("llmc/cuda/flat.cu", "llmc/base/error.h")])
+def test_an_include_against_the_direction_is_found(name, included):
+    assert wrong_includes({name: f'#include "{included}"\n'})
 
 
 SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py", "scripts/dump_reference.py",

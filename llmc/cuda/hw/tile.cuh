@@ -4,13 +4,14 @@
 //   tensor_load(q, map, barrier, token, head, batch);            // global to shared memory
 //   gemm_async(S, q.k_major(), k.k_major());                     // S = Q K^T
 //   gemm_add_async(O, P, v.mn_major());                          // O += P V, P in registers
-//   q.store(q.lane_offset(row), words), tensor_store(map, q, ...)  // registers to shared to global memory
+//   q.store(q.lane_offset(row), O), tensor_store(map, q, ...)      // registers to shared to global memory
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
 
+#include "llmc/cuda/hw/fragments.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
 
 namespace weft::cuda::hopper {
@@ -68,20 +69,29 @@ struct SwizzledTile {
   // columns 0 to 7 or 8 to 15.
   __device__ static unsigned lane_offset(int first_row) {
     const int lane = threadIdx.x % kWarpSize;
-    return static_cast<unsigned>(offset(first_row + lane % 16, lane / 16));
+    return (first_row + lane % 16) * RowBytes + swizzled_chunk<RowBytes>(lane % 16, lane / 16) * 16;
   }
-  // Writes 16 columns of 16 rows, the i-th in the tile; `w0`... as fragments.cuh describes them. The chunks of a row are
-  // permuted by xor, so that columns further on are at the first ones' address xor a constant.
-  __device__ void store(unsigned lane_offset, int i, unsigned w0, unsigned w1, unsigned w2, unsigned w3) const {
+  // Where the 16 columns from 16 i on of the same rows lie: the chunks of a row are permuted by xor.
+  __device__ unsigned columns_at(unsigned lane_offset, int i) const {
     constexpr int kPairs = kTileColumns / 16;
-    store_matrices(((address + lane_offset) ^ (i % kPairs * 32)) + i / kPairs * ColumnTileBytes, w0, w1, w2, w3);
+    return ((address + lane_offset) ^ (i % kPairs * 32)) + i / kPairs * ColumnTileBytes;
   }
-  // 16 rows, four words for each 16 columns.
+  // Writes 16 rows: words of round_to_operand(), four for each 16 columns.
   template <int W>
   __device__ void store(unsigned lane_offset, const unsigned (&words)[W]) const {
 #pragma unroll
     for (int i = 0; i < W / 4; ++i)
-      store(lane_offset, i, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+      store_matrices(columns_at(lane_offset, i), words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+  }
+  // Rounds accumulators of wgmma and writes them, `first_row` (a multiple of 8) rows below those of the lane's offset.
+  template <int R>
+  __device__ void store(unsigned lane_offset, const float (&d)[R], int first_row = 0) const {
+#pragma unroll
+    for (int i = 0; i < R / 8; ++i) {
+      const float* v = &d[8 * i];
+      store_matrices(columns_at(lane_offset, i) + first_row * RowBytes, pack<T>(v[0], v[1]), pack<T>(v[2], v[3]),
+                     pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+    }
   }
 #endif
 };

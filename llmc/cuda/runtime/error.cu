@@ -102,4 +102,10 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+int hopper_multiprocessors() {
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+                      device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+  return hopper ? device_attribute(cudaDevAttrMultiProcessorCount) : 0;
+}
+
 }  // namespace weft::cuda

@@ -29,4 +29,7 @@ void check_launch(const char* kernel);
 // Of the current device.
 int device_attribute(cudaDeviceAttr attribute);
 
+// Multiprocessors of the current device if it has compute capability 9.0 and with it wgmma; otherwise 0.
+int hopper_multiprocessors();
+
 }  // namespace weft::cuda

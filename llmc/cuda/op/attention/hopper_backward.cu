@@ -50,6 +50,7 @@
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
@@ -449,9 +450,6 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   for (int step = 0; step < steps; ++step) {
     // S is complete, dP still runs.
     const RingPosition now = RingPosition::at(step, kStages), next = RingPosition::at(step + 1, kStages);
-    // With two stages, that of the step before is the next step's.
-    const RingPosition before = {next.stage, RingPosition::at(step - 1, kStages).phase};
-
     const float* lse2 = reinterpret_cast<const float*>(__cvta_shared_to_generic(shared.statistics(0))) +
                         now.stage * kQueries * 2 + t * 2;
     named_barrier_wait(kExpSlot + consumer, Tiling::kConsumers * kWarpgroupSize);
@@ -492,12 +490,13 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     fence_async_proxy_shared();
     arrive(score_ring.full(now.stage));
 
-    // dQ of the step before: the other warpgroup has had time for its dS. Step 0 multiplies stale shared memory and
-    // discards the result: a branch around wgmma would make the compiler wait for those in flight.
-    if (step > 0) score_ring.wait_full(before);
+    // dQ of the step before, whose stage is also the next step's: there are two. The other warpgroup has had time for its
+    // dS. Step 0 multiplies stale shared memory and discards the result: a branch around wgmma would make the compiler
+    // wait for those in flight.
+    if (step > 0) score_ring.wait_full({next.stage, RingPosition::at(step - 1, kStages).phase});
     float dQ[32];
     wgmma_fence();
-    start_dq(dQ, before.stage);
+    start_dq(dQ, next.stage);
     start_gradient(dK, dS, shared.q(now.stage));
     wgmma_wait<2>();  // dV: the registers of its operand are free for S
     pin(dV);
@@ -508,7 +507,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     wgmma_wait<2>();                                    // dQ
     pin(dQ);
     if (step > 0) {
-      arrive(score_ring.empty(before.stage));
+      arrive(score_ring.empty(next.stage));
       store_sums(dQ, step - 1);
     }
     wgmma_wait<1>();  // dK
@@ -626,11 +625,9 @@ void launch(const BackwardArguments<T>& arguments, int section, cudaStream_t str
                                                             workspace.statistics, a.order, a.ticket, a.heads, a.tokens);
   check_launch("attention backward, statistics");
 
-  const auto kernel = key_block_kernel<Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention backward, blocks of keys: shared memory");
-  kernel<<<static_cast<unsigned>(a.key_blocks * a.batch_kv_heads), Tiling::kThreads, Tiling::kSharedBytes, stream>>>(a);
-  check_launch("attention backward, blocks of keys");
+  launch_attention(key_block_kernel<Tiling>, "attention backward, blocks of keys",
+                   static_cast<std::int64_t>(a.key_blocks) * a.batch_kv_heads, 1, Tiling::kThreads,
+                   Tiling::kSharedBytes, stream, a);
 }
 
 }  // namespace

@@ -20,13 +20,13 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "llmc/base/error.h"
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/fragments.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
 #if !WEFT_WGMMA
@@ -362,10 +362,8 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
         if (lse && lane % 4 == 0 && row < TQ) lse[row] = softmax.maximum[half] * softmax.c * kLn2 + logf(total);
       }
       multiply_rows(O, inverse);
-      unsigned words[HS / 4];
-      round_to_operand<T>(words, O);
       named_barrier_wait(own_barrier, kWarpgroupSize);  // no warp's GEMM reads Q any more: O takes its buffer
-      q_tile.store(q_tile.lane_offset(warp * 16), words);
+      q_tile.store(q_tile.lane_offset(warp * 16), O);
       fence_async_proxy_shared();
       named_barrier_wait(own_barrier, kWarpgroupSize);
       if (thread == 0) {
@@ -425,21 +423,12 @@ void launch(const ForwardArguments<T>& given, int multiprocessors, cudaStream_t 
   arguments.out = encode_head_map(given.out, shape.B, shape.TQ, shape.NH, shape.HS, kRows, Tiling::kTileColumns);
   arguments.lse = given.lse;
   arguments.tiles = static_cast<int>(ceil_div(shape.TQ, Tiling::kQueries) * shape.B * shape.NH);
-  const auto kernel = hopper_forward_kernel<Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention forward: shared memory");
-  kernel<<<static_cast<unsigned>(std::min(arguments.tiles, multiprocessors)), Tiling::kThreads, Tiling::kSharedBytes,
-           stream>>>(arguments);
-  check_launch("attention forward (Hopper)");
+  launch_attention(hopper_forward_kernel<Tiling>, "attention forward (Hopper)",
+                   std::min(arguments.tiles, multiprocessors), 1, Tiling::kThreads, Tiling::kSharedBytes, stream,
+                   arguments);
 }
 
 }  // namespace
-
-int hopper_multiprocessors() {
-  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-                      device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
-  return hopper ? device_attribute(cudaDevAttrMultiProcessorCount) : 0;
-}
 
 bool hopper_forward_computes(const AttentionShape& shape) {
   constexpr std::int64_t kMostTiles = 0x7fffffff / 2;

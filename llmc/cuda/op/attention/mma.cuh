@@ -5,8 +5,8 @@
 // address is base + constant. (An XOR swizzle saves the padding but costs an address register per chunk.)
 //
 // Fragments of mma.m16n8k16, lane = 4 g + t: an accumulator holds (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
-// Two neighbouring accumulators, rounded to 16 bits, are the A operand of a product over their 16 columns (PTX ISA,
-// "Matrix fragments for mma.m16n8k16"): P and dS go from one product into the next without leaving the registers.
+// Two neighbouring accumulators, rounded to 16 bits, are the A operand of a GEMM over their 16 columns (PTX ISA,
+// "Matrix fragments for mma.m16n8k16"): P and dS go from one GEMM into the next without leaving the registers.
 #pragma once
 
 #include <type_traits>
@@ -102,7 +102,7 @@ struct Tile {
   }
 };
 
-// ---- a warp's products ------------------------------------------------------------------------------------------------
+// ---- a warp's GEMMs ---------------------------------------------------------------------------------------------------
 // c [M * 16, N * 8] of accumulators.
 template <int M, int N>
 struct Accumulators {
@@ -135,7 +135,7 @@ __device__ inline Fragment as_operand(const Accumulators<M, N>& c, int m, int k)
           pack<T>(right[2], right[3])};
 }
 
-// A [M * 16, HS] in a tile, as the left operand of many products. It is read from shared memory each time: keeping it in
+// A [M * 16, HS] in a tile, as the left operand of many GEMMs. It is read from shared memory each time: keeping it in
 // registers saves traffic at small head dimensions, but a third block a multiprocessor in their place gains more (H200).
 template <typename T, int HS, int M>
 struct LeftOperand {
@@ -156,7 +156,7 @@ __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows
   }
 }
 
-// In both products the next fragment is on its way while the MMAs of this one run.
+// In both GEMMs the next fragment is on its way while the MMAs of this one run.
 
 // c += A B^T with B [N * 8, HS] in a tile (address with the lane's offset by columns).
 template <typename T, int HS, int M, int N>

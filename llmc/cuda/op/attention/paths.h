@@ -85,9 +85,7 @@ template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);
 
 // wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
-// hopper_forward_computes(): head dimension 64, 80, 128 or 256. hopper_multiprocessors(): those of the current device, 0
-// if it is not of that capability.
-int hopper_multiprocessors();
+// hopper_forward_computes(): head dimension 64, 80, 128 or 256.
 bool hopper_forward_computes(const AttentionShape& shape);
 template <typename T>
 void hopper_forward(const ForwardArguments<T>& arguments, cudaStream_t stream);

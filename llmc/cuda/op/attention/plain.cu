@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
 namespace weft::cuda {
@@ -35,15 +35,15 @@ __device__ void load_rows(float* rows, int stride, int count, HeadViewOf<const T
   }
 }
 
-// products[r] = rows[r] . lane's row of the tile.
+// dots[r] = rows[r] . lane's row of the tile.
 template <int R>
-__device__ void dot_products(float (&products)[R], const float* rows, const float* tile, int HS) {
+__device__ void dot_products(float (&dots)[R], const float* rows, const float* tile, int HS) {
   const float* own = tile + threadIdx.x % kWarpSize * (HS + 1);
 #pragma unroll
-  for (int r = 0; r < R; ++r) products[r] = 0;
+  for (int r = 0; r < R; ++r) dots[r] = 0;
   for (int d = 0; d < HS; ++d) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) products[r] = fmaf(rows[r * HS + d], own[d], products[r]);
+    for (int r = 0; r < R; ++r) dots[r] = fmaf(rows[r * HS + d], own[d], dots[r]);
   }
 }
 
@@ -77,6 +77,27 @@ __device__ void store_sums(const float (&sums)[R][Slots], HeadViewOf<T> view, st
   }
 }
 
+// What a block with queries as its rows computes: those of one head, the last block first.
+struct QueryBlock {
+  int HS, lane, warp_row;  // warp_row: the warp's first row in the block
+  std::int64_t b, h, kv;
+  int first_query, first_row;  // of the block, of the warp
+};
+template <int HeadDims>
+__device__ QueryBlock query_block(const AttentionShape& shape) {
+  const int warp_row = threadIdx.x / kWarpSize * Room<HeadDims>::kRows;
+  const std::int64_t h = blockIdx.x % shape.NH;
+  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Room<HeadDims>::kBlockRows;
+  return {static_cast<int>(shape.HS),
+          static_cast<int>(threadIdx.x % kWarpSize),
+          warp_row,
+          blockIdx.x / shape.NH,
+          h,
+          h / (shape.NH / shape.NKV),
+          first_query,
+          first_query + warp_row};
+}
+
 // ---- forward ----------------------------------------------------------------------------------------------------------
 
 template <typename T, int HeadDims>
@@ -85,10 +106,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int R = Room<HeadDims>::kRows, kSlots = Room<HeadDims>::kSlots, kBlockRows = Room<HeadDims>::kBlockRows;
   extern __shared__ float shared_floats[];
   const AttentionShape& shape = arguments.shape;
-  const int HS = static_cast<int>(shape.HS), lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * R;
-  const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
-  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kBlockRows;
-  const int first_row = first_query + warp_row;
+  const auto [HS, lane, warp_row, b, h, kv, first_query, first_row] = query_block<HeadDims>(shape);
   float *Q = shared_floats, *K = Q + kBlockRows * HS, *V = K + kTile * (HS + 1);
   load_rows(Q, HS, kBlockRows, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
 
@@ -153,10 +171,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int R = Room<HeadDims>::kRows, kSlots = Room<HeadDims>::kSlots, kBlockRows = Room<HeadDims>::kBlockRows;
   extern __shared__ float shared_floats[];
   const AttentionShape& shape = arguments.shape;
-  const int HS = static_cast<int>(shape.HS), lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * R;
-  const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
-  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kBlockRows;
-  const int first_row = first_query + warp_row;
+  const auto [HS, lane, warp_row, b, h, kv, first_query, first_row] = query_block<HeadDims>(shape);
   float *Q = shared_floats, *dO = Q + kBlockRows * HS, *K = dO + kBlockRows * HS, *V = K + kTile * (HS + 1);
   load_rows(Q, HS, kBlockRows, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
   load_rows(dO, HS, kBlockRows, arguments.dout, b, first_query, h, shape.TQ - first_query, HS);
@@ -235,21 +250,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launch -----------------------------------------------------------------------------------------------------------
 
-template <typename Arguments>
-void launch(void (*kernel)(const Arguments), const char* name, const Arguments& arguments, std::int64_t heads,
-            std::int64_t blocks, std::int64_t shared_floats, cudaStream_t stream) {
-  const int bytes = static_cast<int>(shared_floats) * 4;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name);
-  kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(blocks)), kThreads, bytes, stream>>>(arguments);
-  check_launch(name);
-}
-
 template <typename T, int HeadDims>
 void launch_forward(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
   constexpr int kRows = Room<HeadDims>::kBlockRows;
-  launch(plain_forward_kernel<T, HeadDims>, "attention forward, plain", arguments, shape.B * shape.NH,
-         ceil_div(shape.TQ, kRows), kRows * shape.HS + 2 * kTile * (shape.HS + 1), stream);
+  const std::int64_t floats = kRows * shape.HS + 2 * kTile * (shape.HS + 1);
+  launch_attention(plain_forward_kernel<T, HeadDims>, "attention forward, plain", shape.B * shape.NH,
+                   ceil_div(shape.TQ, kRows), kThreads, floats * 4, stream, arguments);
 }
 
 template <typename T, int HeadDims>
@@ -257,12 +264,12 @@ void launch_backward(const BackwardArguments<T>& arguments, cudaStream_t stream)
   const AttentionShape& shape = arguments.shape;
   constexpr int kRows = Room<HeadDims>::kBlockRows;
   const std::int64_t floats = 2 * kRows * shape.HS + 2 * kTile * (shape.HS + 1);
-  launch(plain_statistics_kernel<T>, "attention backward, plain statistics", arguments, shape.B * shape.NH,
-         ceil_div(shape.TQ, kWarps), 0, stream);
-  launch(plain_query_gradient_kernel<T, HeadDims>, "attention backward, plain queries", arguments, shape.B * shape.NH,
-         ceil_div(shape.TQ, kRows), floats, stream);
-  launch(plain_key_gradient_kernel<T, HeadDims>, "attention backward, plain keys", arguments, shape.B * shape.NKV,
-         ceil_div(shape.TK, kRows), floats, stream);
+  launch_attention(plain_statistics_kernel<T>, "attention backward, plain statistics", shape.B * shape.NH,
+                   ceil_div(shape.TQ, kWarps), kThreads, 0, stream, arguments);
+  launch_attention(plain_query_gradient_kernel<T, HeadDims>, "attention backward, plain queries", shape.B * shape.NH,
+                   ceil_div(shape.TQ, kRows), kThreads, floats * 4, stream, arguments);
+  launch_attention(plain_key_gradient_kernel<T, HeadDims>, "attention backward, plain keys", shape.B * shape.NKV,
+                   ceil_div(shape.TK, kRows), kThreads, floats * 4, stream, arguments);
 }
 
 }  // namespace

@@ -4,12 +4,12 @@
 //
 // with S = Q K^T, c = scale log2 e, lse2 = lse log2 e. (Dao et al., 2022, algorithm 4.)
 //
-// Two kernels, and why. One pass over the blocks needs 5 products, but a block of keys adds to dQ of every later query:
+// Two kernels, and why. One pass over the blocks needs 5 GEMMs, but a block of keys adds to dQ of every later query:
 // either float atomics, whose sums change from run to run, or blocks that wait for each other in a fixed order around
 // fp32 sums in global memory. Here
 //
-//   query_gradient_kernel  has a block of queries and walks the keys:    S, dP, dQ            3 products
-//   key_gradient_kernel    has a block of keys and walks the queries:    S^T, dP^T, dV, dK    4 products
+//   query_gradient_kernel  has a block of queries and walks the keys:    S, dP, dQ            3 GEMMs
+//   key_gradient_kernel    has a block of keys and walks the queries:    S^T, dP^T, dV, dK    4 GEMMs
 //
 // that is 7 instead of 5. For the two recomputed ones there are no atomics, no waiting of blocks for each other and no fp32
 // dQ in memory: every sum stays in the registers of one warp from its first term to its last, and its order is fixed. The
@@ -25,8 +25,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 
 // ---- dK and dV --------------------------------------------------------------------------------------------------------
 
-// Two ways to share the four products among warps:
+// Two ways to share the four GEMMs among warps:
 //
 // - Whole: a warp does all of them for its 32 keys, P and dS in registers. dK and dV take HS registers a thread each.
 // - Paired, where those leave no room: two warps share the same keys; the value warp computes S^T, P^T and dV, the key warp
@@ -210,7 +210,7 @@ struct KeyTiling {
   static_assert(!kPaired || kTeams * kQueries / kChunk < 16);  // named barriers
 };
 
-// What a warp multiplies with its keys: kChunk queries of a stage. All products have keys as rows and queries as columns.
+// What a warp multiplies with its keys: kChunk queries of a stage. All GEMMs have keys as rows and queries as columns.
 struct QueryChunk {
   unsigned q, dO;                   // tiles
   const RowStatistics* statistics;  // of the first query, in shared memory
@@ -297,7 +297,7 @@ struct WholeWarp {
 template <typename T, typename Tiling>
 struct PairedWarp {
   static constexpr int HS = Tiling::HS, M = Tiling::M, N = Tiling::kChunk / 8;
-  // A pair's two warps belong to the same scheduler, which finds one in its products while the other exponentiates.
+  // A pair's two warps belong to the same scheduler, which finds one in its GEMMs while the other exponentiates.
   const bool value_warp = threadIdx.x / kWarpSize < Tiling::kTeams;
   LeftOperand<T, HS, M> left;        // K or V
   Accumulators<M, HS / 8> gradient;  // dV or dK
@@ -414,64 +414,30 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 
 // ---- launch -----------------------------------------------------------------------------------------------------------
 
-template <typename T, typename Tiling>
-void launch_query_gradient(const BackwardArguments<T>& arguments, cudaStream_t stream) {
+template <typename T, typename Queries, typename Keys>
+void launch(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  const auto kernel = query_gradient_kernel<T, Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention backward, queries: shared memory");
-  // Whole statistics blocks, so that the other kernel finds every padded row.
-  const dim3 grid(static_cast<unsigned>(shape.B * shape.NH),
-                  static_cast<unsigned>(padded_queries(shape.TQ) / Tiling::kQueries));
-  kernel<<<grid, Tiling::kThreads, Tiling::kSharedBytes, stream>>>(arguments);
-  check_launch("attention backward, queries");
-}
-
-template <typename T, typename Tiling>
-void launch_key_gradient(const BackwardArguments<T>& arguments, cudaStream_t stream) {
-  const AttentionShape& shape = arguments.shape;
-  const auto kernel = key_gradient_kernel<T, Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention backward, keys: shared memory");
-  const dim3 grid(static_cast<unsigned>(shape.B * shape.NKV), static_cast<unsigned>(ceil_div(shape.TK, Tiling::kKeys)));
-  kernel<<<grid, Tiling::kThreads, Tiling::kSharedBytes, stream>>>(arguments);
-  check_launch("attention backward, keys");
-}
-
-template <typename T, int HS>
-void launch_for_limit(const BackwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
-  using Queries = QueryTiling<HS, HS <= 128 ? 2 : 1>;
-  using Keys = KeyTiling<HS, true>;
-  if constexpr (Queries::kSharedBytes > kSharedBytesEverywhere || Keys::kSharedBytes > kSharedBytesEverywhere) {
-    if (shared_limit < Queries::kSharedBytes || shared_limit < Keys::kSharedBytes) {
-      launch_query_gradient<T, QueryTiling<HS, 1>>(arguments, stream);
-      return launch_key_gradient<T, KeyTiling<HS, false>>(arguments, stream);
-    }
-  }
-  launch_query_gradient<T, Queries>(arguments, stream);
-  launch_key_gradient<T, Keys>(arguments, stream);
+  // Queries by full statistics blocks, so that the other kernel finds every padded row.
+  launch_attention(query_gradient_kernel<T, Queries>, "attention backward, queries", shape.B * shape.NH,
+                   padded_queries(shape.TQ) / Queries::kQueries, Queries::kThreads, Queries::kSharedBytes, stream,
+                   arguments);
+  launch_attention(key_gradient_kernel<T, Keys>, "attention backward, keys", shape.B * shape.NKV,
+                   ceil_div(shape.TK, Keys::kKeys), Keys::kThreads, Keys::kSharedBytes, stream, arguments);
 }
 
 }  // namespace
 
 template <typename T>
 void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
-  switch (arguments.shape.HS) {
-    case 32:
-      return launch_for_limit<T, 32>(arguments, stream, shared_limit);
-    case 64:
-      return launch_for_limit<T, 64>(arguments, stream, shared_limit);
-    case 80:
-      return launch_for_limit<T, 80>(arguments, stream, shared_limit);
-    case 96:
-      return launch_for_limit<T, 96>(arguments, stream, shared_limit);
-    case 128:
-      return launch_for_limit<T, 128>(arguments, stream, shared_limit);
-    case 256:
-      return launch_for_limit<T, 256>(arguments, stream, shared_limit);
-    default:
-      fail(Exit::internal, "attention backward: no kernel for head dimension %d", int(arguments.shape.HS));
-  }
+  for_head_dimension(arguments.shape.HS, "attention backward", [&]<int HS>() {
+    using Queries = QueryTiling<HS, HS <= 128 ? 2 : 1>;
+    using Keys = KeyTiling<HS, true>;
+    if constexpr (Queries::kSharedBytes > kSharedBytesEverywhere || Keys::kSharedBytes > kSharedBytesEverywhere) {
+      if (shared_limit < Queries::kSharedBytes || shared_limit < Keys::kSharedBytes)
+        return launch<T, QueryTiling<HS, 1>, KeyTiling<HS, false>>(arguments, stream);
+    }
+    launch<T, Queries, Keys>(arguments, stream);
+  });
 }
 
 template void portable_backward<bf16>(const BackwardArguments<bf16>&, cudaStream_t, int);

@@ -10,7 +10,7 @@
 //   ldmatrix brings then feeds two MMAs. With 16 rows a warp, reading shared memory (128 bytes a clock) would take longer
 //   than the MMAs. Four warps a block, two or three blocks a multiprocessor: one does softmax while another multiplies.
 // - S, P and O live in registers from the first key to the last; shared memory holds Q, and K and V in two stages, so
-//   that the copies of the next block run under this block's products with one barrier a block. Devices with 99 KiB a
+//   that the copies of the next block run under this block's GEMMs with one barrier a block. Devices with 99 KiB a
 //   block run head dimension 128 with one stage.
 // - Keys go from first to last: the first block has a visible key for every row, hence m is finite ever after.
 // - The running maximum moves only when a row exceeds it by 2^8: until then P is at most 256, which costs fp32 sums and
@@ -21,8 +21,8 @@
 
 #include <cstdint>
 
-#include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
@@ -217,44 +217,21 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 template <typename T, typename Tiling>
 void launch(const ForwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  const auto kernel = forward_kernel<T, Tiling>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
-        "attention forward: shared memory");
-  const dim3 grid(static_cast<unsigned>(shape.B * shape.NH),
-                  static_cast<unsigned>(ceil_div(shape.TQ, Tiling::kQueries)));
-  kernel<<<grid, Tiling::kThreads, Tiling::kSharedBytes, stream>>>(arguments);
-  check_launch("attention forward");
-}
-
-template <typename T, int HS>
-void launch_for_limit(const ForwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
-  using TwoStages = ForwardTiling<HS, 2>;
-  if constexpr (TwoStages::kSharedBytes > kSharedBytesEverywhere) {
-    if (shared_limit < TwoStages::kSharedBytes) return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
-  }
-  launch<T, TwoStages>(arguments, stream);
+  launch_attention(forward_kernel<T, Tiling>, "attention forward", shape.B * shape.NH,
+                   ceil_div(shape.TQ, Tiling::kQueries), Tiling::kThreads, Tiling::kSharedBytes, stream, arguments);
 }
 
 }  // namespace
 
 template <typename T>
 void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream, int shared_limit) {
-  switch (arguments.shape.HS) {
-    case 32:
-      return launch_for_limit<T, 32>(arguments, stream, shared_limit);
-    case 64:
-      return launch_for_limit<T, 64>(arguments, stream, shared_limit);
-    case 80:
-      return launch_for_limit<T, 80>(arguments, stream, shared_limit);
-    case 96:
-      return launch_for_limit<T, 96>(arguments, stream, shared_limit);
-    case 128:
-      return launch_for_limit<T, 128>(arguments, stream, shared_limit);
-    case 256:
-      return launch_for_limit<T, 256>(arguments, stream, shared_limit);
-    default:
-      fail(Exit::internal, "attention forward: no kernel for head dimension %d", int(arguments.shape.HS));
-  }
+  for_head_dimension(arguments.shape.HS, "attention forward", [&]<int HS>() {
+    using TwoStages = ForwardTiling<HS, 2>;
+    if constexpr (TwoStages::kSharedBytes > kSharedBytesEverywhere) {
+      if (shared_limit < TwoStages::kSharedBytes) return launch<T, ForwardTiling<HS, 1>>(arguments, stream);
+    }
+    launch<T, TwoStages>(arguments, stream);
+  });
 }
 
 template void portable_forward<bf16>(const ForwardArguments<bf16>&, cudaStream_t, int);

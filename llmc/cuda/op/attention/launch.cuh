@@ -1,0 +1,47 @@
+// How attention kernels are launched, and how a kernel for the head dimension is chosen.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/runtime/error.h"
+
+namespace weft::cuda {
+
+// `heads` x `blocks` blocks with so many bytes of dynamic shared memory each.
+template <typename Arguments>
+void launch_attention(void (*kernel)(const Arguments), const char* name, std::int64_t heads, std::int64_t blocks,
+                      int threads, std::int64_t shared_bytes, cudaStream_t stream,
+                      const std::type_identity_t<Arguments>& arguments) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        name);
+  kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(blocks)), static_cast<unsigned>(threads),
+           static_cast<std::size_t>(shared_bytes), stream>>>(arguments);
+  check_launch(name);
+}
+
+// launch.operator()<HS>() for the head dimensions of attention_supports().
+template <typename Launch>
+void for_head_dimension(std::int64_t HS, const char* name, const Launch& launch) {
+  switch (HS) {
+    case 32:
+      return launch.template operator()<32>();
+    case 64:
+      return launch.template operator()<64>();
+    case 80:
+      return launch.template operator()<80>();
+    case 96:
+      return launch.template operator()<96>();
+    case 128:
+      return launch.template operator()<128>();
+    case 256:
+      return launch.template operator()<256>();
+    default:
+      fail(Exit::internal, "%s: no kernel for head dimension %lld", name, static_cast<long long>(HS));
+  }
+}
+
+}  // namespace weft::cuda
