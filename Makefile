@@ -51,7 +51,7 @@ CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra
 LDLIBS   += -lopenblas -lpcre2-8 -lutf8proc
 LDFLAGS  += $(filter -fsanitize%,$(MODE_FLAGS_$(MODE))) -fopenmp
 
-HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp)
+HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 
 # ---- GPU code --------------------------------------------------------------------------------------------------------
@@ -114,6 +114,10 @@ $B/version.h: FORCE
 $B/%.o: %.cpp $B/host-flags
 	@mkdir -p $(@D); $(call say,CXX   $<)
 	$Q$(CXX) $(CXXFLAGS) -c $< -o $@
+
+# llmc/app is the host code that knows both devices: what it contains depends on the build, as for the mains.
+$B/llmc/app/%.o: CXXFLAGS += $(MAIN_FLAGS)
+$(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
 
 # The mains are plain C++ under the name that their readers look for.
 $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h

@@ -2,7 +2,10 @@
 
 #include <sys/ioctl.h>
 #include <unistd.h>
+#include <utf8proc.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -11,6 +14,7 @@
 #include <mutex>
 
 #include "llmc/base/error.h"
+#include "llmc/base/utf8.h"
 
 namespace weft {
 
@@ -18,12 +22,20 @@ namespace {
 
 std::mutex output_mutex;
 ColorMode color_mode = ColorMode::automatic;
-bool progress_shown = false;
+std::atomic<bool> progress_shown{false};  // a signal handler reads it
 
 bool use_color() {
   if (color_mode != ColorMode::automatic) return color_mode == ColorMode::always;
   const char* no_color = std::getenv("NO_COLOR");
   return stderr_is_terminal() && (no_color == nullptr || *no_color == '\0');
+}
+
+// Columns of one character (the bytes of one sequence, or one byte that begins none) on a terminal.
+std::size_t character_columns(std::string_view bytes) {
+  utf8proc_int32_t character = 0;
+  const auto* data = reinterpret_cast<const utf8proc_uint8_t*>(bytes.data());
+  if (utf8proc_iterate(data, static_cast<utf8proc_ssize_t>(bytes.size()), &character) < 1) return 1;
+  return static_cast<std::size_t>(std::max(0, utf8proc_charwidth(character)));
 }
 
 void write_line(const char* color, const char* prefix, const char* fmt, std::va_list args) {
@@ -44,6 +56,10 @@ void write_line(const char* color, const char* prefix, const char* fmt, std::va_
 
 void set_color_mode(ColorMode mode) {
   color_mode = mode;
+}
+
+ColorMode color_mode_from_name(std::string_view name) {
+  return name == "always" ? ColorMode::always : name == "never" ? ColorMode::never : ColorMode::automatic;
 }
 
 bool stderr_is_terminal() {
@@ -72,6 +88,24 @@ void log_error(const char* fmt, ...) {
   va_end(args);
 }
 
+bool progress_line_shown() {
+  return progress_shown.load();
+}
+
+std::string fit_columns(std::string_view text, std::size_t columns) {
+  constexpr std::size_t kDots = 3;
+  const std::size_t room = columns > kDots ? columns - kDots : 0;
+  std::size_t end = 0, column = 0;  // of the longest beginning that leaves room for the dots
+  for (std::size_t begin = 0, before = 0; begin < text.size();) {
+    const std::size_t bytes = std::max<std::size_t>(1, utf8_sequence_length(text.substr(begin)));
+    before += character_columns(text.substr(begin, bytes));
+    begin += bytes;
+    if (before > columns) return std::string(text.substr(0, end)) + std::string(std::min(kDots, columns - column), '.');
+    if (before <= room) end = begin, column = before;
+  }
+  return std::string(text);
+}
+
 void ProgressLine::show(const std::string& text) {
   const auto now = std::chrono::steady_clock::now();
   if (!stderr_is_terminal() || now - last_ < std::chrono::milliseconds(100)) return;
@@ -80,7 +114,7 @@ void ProgressLine::show(const std::string& text) {
   const bool known = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 1;
   const std::size_t columns = known ? window.ws_col - 1u : 79u;  // a full line would wrap and could not be overwritten
   const std::lock_guard<std::mutex> lock(output_mutex);
-  std::fprintf(stderr, "\r\033[K%s", text.substr(0, columns).c_str());
+  std::fprintf(stderr, "\r\033[K%s", fit_columns(text, columns).c_str());
   std::fflush(stderr);
   progress_shown = true;
 }

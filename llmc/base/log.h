@@ -2,7 +2,9 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <string>
+#include <string_view>
 
 namespace weft {
 
@@ -10,6 +12,7 @@ enum class ColorMode { automatic, always, never };
 
 // What --color asks for. `automatic` colours only a terminal that is not TERM=dumb, with NO_COLOR unset.
 void set_color_mode(ColorMode mode);
+ColorMode color_mode_from_name(std::string_view name);  // auto, always or never: the choices of --color
 bool stderr_is_terminal();
 
 // Each writes one line to stderr, after wiping the progress line if one stands there. A write error (a closed
@@ -18,7 +21,11 @@ void log_info(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 void log_warning(const char* fmt, ...) __attribute__((format(printf, 1, 2)));  // "warning: ..."
 void log_error(const char* fmt, ...) __attribute__((format(printf, 1, 2)));    // "error: ..."
 
-// A line that overwrites itself, at most ten times a second; only where stderr is a terminal.
+// `text` in at most `columns` columns of a terminal: longer ones end in "...", and no character is cut in two.
+std::string fit_columns(std::string_view text, std::size_t columns);
+
+// A line that overwrites itself, at most ten times a second; only where stderr is a terminal. It is cut to the terminal's
+// width, between characters and with "..." at its end.
 class ProgressLine {
  public:
   ~ProgressLine() { clear(); }
@@ -28,6 +35,9 @@ class ProgressLine {
  private:
   std::chrono::steady_clock::time_point last_{};
 };
+
+// Whether one stands on the terminal now. Async-signal-safe.
+bool progress_line_shown();
 
 // "1.5 GB", "312 MB", "17 KB": powers of ten.
 std::string human_bytes(double bytes);

@@ -1,5 +1,6 @@
 #include "llmc/base/options.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -114,7 +115,8 @@ struct Entry {
   std::string group, name, placeholder, help;
   std::string kind;    // "an integer", "a number", "one of"; empty: any text
   std::string bounds;  // "from 1 to 8", "of at least 0", the choices
-  bool takes_value = true, repeatable = false;
+  bool takes_value = true, repeatable = false, only_in_help_all = false;
+  char letter = '\0';                             // of the short option; 0: none
   std::function<bool(const std::string&)> store;  // false: not acceptable
   std::function<std::string()> value;             // the variable now
   std::vector<std::string> choices;
@@ -128,11 +130,14 @@ struct OptionTable::Impl {
   Impl(const std::string& program_name, const std::string& purpose_text)
       : program(program_name), purpose(purpose_text), app(purpose_text, program_name) {
     app.set_help_flag("-h,--help");
+    app.set_help_all_flag("--help-all");
     app.allow_extras();  // unknown options are reported here, with a suggestion
   }
 
   void add(Entry entry);
   const Entry* find(std::string_view name) const;
+  Entry& at(const std::string& name);  // Exit::internal where there is none
+  const Entry* find_letter(char letter) const;
   std::vector<std::string> names() const;
   std::vector<std::string> normalized(int argc, const char* const* argv) const;
   [[noreturn]] void fail_unknown(const std::string& argument) const;
@@ -163,8 +168,22 @@ const Entry* OptionTable::Impl::find(std::string_view name) const {
   return nullptr;
 }
 
+Entry& OptionTable::Impl::at(const std::string& name) {
+  for (Entry& entry : entries) {
+    if (entry.name == name) return entry;
+  }
+  fail(Exit::internal, "no option --%s in the table", name.c_str());
+}
+
+const Entry* OptionTable::Impl::find_letter(char letter) const {
+  for (const Entry& entry : entries) {
+    if (entry.letter == letter && letter != '\0') return &entry;
+  }
+  return nullptr;
+}
+
 std::vector<std::string> OptionTable::Impl::names() const {
-  std::vector<std::string> all = {"help"};
+  std::vector<std::string> all = {"help", "help-all"};
   if (!version_text.empty()) all.push_back("version");
   for (const Entry& entry : entries) all.push_back(entry.name);
   return all;
@@ -182,21 +201,26 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
       break;
     }
     const std::size_t equals = argument.find('=');
-    const Entry* entry = argument.starts_with("--") ? find(argument.substr(2, equals - 2)) : nullptr;
+    const Entry* entry = nullptr;
+    std::optional<std::string> value;  // the one that stands in the same argument
+    if (argument.starts_with("--")) {
+      entry = find(argument.substr(2, equals - 2));
+      if (equals != std::string::npos) value = argument.substr(equals + 1);
+    } else if (argument.size() >= 2 && argument[0] == '-') {
+      entry = find_letter(argument[1]);
+      if (argument.size() > 2) value = argument.substr(2);
+    }
     if (entry == nullptr) {
       arguments.push_back(argument);
     } else if (!entry->takes_value) {
-      if (equals != std::string::npos) {
-        fail(Exit::usage, "--%s: takes no value, got %s", entry->name.c_str(),
-             escaped(argument.substr(equals + 1)).c_str());
-      }
-      arguments.push_back(argument);
+      if (value) fail(Exit::usage, "--%s: takes no value, got %s", entry->name.c_str(), escaped(*value).c_str());
+      arguments.push_back("--" + entry->name);
     } else {
-      if (equals == std::string::npos && i + 1 == argc) {
+      if (!value && i + 1 == argc) {
         fail(Exit::usage, "--%s: value missing, expected %s", entry->name.c_str(), entry->expected().c_str());
       }
       arguments.push_back("--" + entry->name);
-      arguments.push_back(equals == std::string::npos ? argv[++i] : argument.substr(equals + 1));
+      arguments.push_back(value ? *value : argv[++i]);
     }
   }
   return arguments;
@@ -205,8 +229,10 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
 void OptionTable::Impl::fail_unknown(const std::string& argument) const {
   const std::size_t dashes = std::min(argument.find_first_not_of('-'), argument.size());
   if (dashes == 0 || dashes == argument.size()) {
-    fail(Exit::usage, "unexpected argument %s: every argument belongs to an option, see --help",
-         escaped(argument).c_str());
+    const bool file = ::access(argument.c_str(), F_OK) == 0;
+    fail(Exit::usage, "unexpected argument %s: every argument belongs to an option, see --help%s",
+         escaped(argument).c_str(),
+         file ? ". It is a file: has the shell expanded a pattern? Quote patterns, as in --train 'data/*.bin'" : "");
   }
   const std::string guess = nearest(argument.substr(dashes, argument.find('=') - dashes), names());
   fail(Exit::usage, "unknown option %s: %s", escaped(argument.substr(0, argument.find('='))).c_str(),
@@ -239,7 +265,15 @@ void OptionTable::footer(const std::string& text) {
 
 void OptionTable::version(const std::string& text) {
   impl_->version_text = text;
-  impl_->app.set_version_flag("--version", text);
+  impl_->app.set_version_flag("-V,--version", text);
+}
+
+void OptionTable::short_name(char letter, const std::string& name) {
+  impl_->at(name).letter = letter;
+}
+
+void OptionTable::only_in_help_all(const std::string& name) {
+  impl_->at(name).only_in_help_all = true;
 }
 
 void OptionTable::text(const std::string& name, std::string& variable, const std::string& placeholder,
@@ -342,6 +376,9 @@ OptionTable::Outcome OptionTable::parse(int argc, const char* const* argv) {
   } catch (const CLI::CallForHelp&) {
     write_stdout(help());
     return Outcome::exit_ok;
+  } catch (const CLI::CallForAllHelp&) {
+    write_stdout(help(true));
+    return Outcome::exit_ok;
   } catch (const CLI::CallForVersion&) {
     write_stdout(impl_->version_text + "\n");
     return Outcome::exit_ok;
@@ -354,7 +391,7 @@ OptionTable::Outcome OptionTable::parse(int argc, const char* const* argv) {
   return Outcome::run;
 }
 
-std::string OptionTable::help() const {
+std::string OptionTable::help(bool all) const {
   const auto line = [](const std::string& left, const std::string& text) {
     const bool fits = left.size() + 2 <= kHelpIndent;
     const std::string gap = fits ? std::string(kHelpIndent - left.size(), ' ') : "\n" + std::string(kHelpIndent, ' ');
@@ -363,6 +400,7 @@ std::string OptionTable::help() const {
   std::string out = impl_->purpose + "\n\nUsage: " + impl_->program + " [--option VALUE]...\n";
   std::string group;
   for (const Entry& entry : impl_->entries) {
+    if (entry.only_in_help_all && !all) continue;
     if (entry.group != group) out += "\n" + entry.group + ":\n";
     group = entry.group;
     std::string notes = entry.choices.empty() ? entry.bounds : "";  // choices already stand in the left column
@@ -370,19 +408,22 @@ std::string OptionTable::help() const {
       notes += (notes.empty() ? "default " : "; default ") + entry.default_text;
     }
     if (entry.repeatable) notes = "may be given several times";
-    out += line("  --" + entry.name + (entry.takes_value ? " " + entry.placeholder : ""),
+    const std::string letter = entry.letter != '\0' ? std::string("-") + entry.letter + ", " : "";
+    out += line("  " + letter + "--" + entry.name + (entry.takes_value ? " " + entry.placeholder : ""),
                 entry.help + (notes.empty() ? "" : " (" + notes + ")"));
   }
   out += "\nAbout:\n" + line("  -h, --help", "print this and exit");
-  if (!impl_->version_text.empty()) out += line("  --version", "print the version and exit");
+  const auto hidden = [](const Entry& entry) { return entry.only_in_help_all; };
+  if (std::any_of(impl_->entries.begin(), impl_->entries.end(), hidden)) {
+    out += line("  --help-all", "print this and the options for tests, and exit");
+  }
+  if (!impl_->version_text.empty()) out += line("  -V, --version", "print the version and exit");
   if (!impl_->footer_text.empty()) out += "\n" + impl_->footer_text + "\n";
   return out;
 }
 
 bool OptionTable::given(const std::string& name) const {
-  const Entry* entry = impl_->find(name);
-  if (entry == nullptr) fail(Exit::internal, "no option --%s in the table", name.c_str());
-  return entry->option->count() > 0;
+  return impl_->at(name).option->count() > 0;
 }
 
 std::vector<std::pair<std::string, std::string>> OptionTable::effective() const {
@@ -398,8 +439,23 @@ void write_stdout(std::string_view text) {
   fail(write_failure_code(errno), "standard output: cannot write: %s", std::strerror(errno));
 }
 
+namespace {
+
+// A missing standard descriptor is opened the wrong way round, as gnulib's stdopen does: a result written to it is an error
+// and not lost without a word. False: not even that is possible.
+bool occupy_standard_descriptors() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(fd, F_GETFD) != -1 || errno != EBADF) continue;
+    if (::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY) != fd) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 int run_program(const std::function<Exit()>& body) {
   const char* kBug = "This is a bug in weft, please report it";
+  if (!occupy_standard_descriptors()) return static_cast<int>(Exit::environment);
   // A closed pipe and a file beyond `ulimit -f` are write errors that can be answered, not deaths.
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);

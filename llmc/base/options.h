@@ -42,15 +42,19 @@ class OptionTable {
   void repeated(const std::string& name, std::vector<std::string>& variable, const std::string& placeholder,
                 const std::string& help);
 
-  // What --version prints; without it there is no such option.
+  // Lets `-m` stand for an option that is in the table: "-m VALUE" or "-mVALUE".
+  void short_name(char letter, const std::string& name);
+  // Leaves an option that is in the table out of --help: only --help-all shows it.
+  void only_in_help_all(const std::string& name);
+  // What --version and -V print; without it there are no such options.
   void version(const std::string& text);
   // Text at the end of --help, as it is: exit codes, examples.
   void footer(const std::string& text);
 
-  enum class Outcome { run, exit_ok };  // exit_ok: --help or --version was printed on stdout
+  enum class Outcome { run, exit_ok };  // exit_ok: --help, --help-all or --version was printed on stdout
   Outcome parse(int argc, const char* const* argv);
-  // What --help prints: at most 80 columns, no escapes.
-  std::string help() const;
+  // What --help prints, or with `all` --help-all: at most 80 columns, no escapes.
+  std::string help(bool all = false) const;
 
   // True if the option was given on the command line (not left at its default).
   bool given(const std::string& name) const;
@@ -72,6 +76,7 @@ struct OutputClosed {};
 // Runs `body` and turns what it throws into one "error: ..." line and an exit code: the whole main() of a
 // program. Then flushes stdout: a result that could not be written is an error, too. A closed pipe is none:
 // its reader (`head`, say) has all that it wanted, and the program ends with 0 and without a word.
+// A standard descriptor that the starter closed is occupied first, so that no file of the program gets its number.
 int run_program(const std::function<Exit()>& body);
 
 }  // namespace weft

@@ -2,10 +2,15 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <ctime>
+
+#include "llmc/base/log.h"
 
 namespace weft {
 
@@ -20,16 +25,60 @@ static_assert(std::atomic<int>::is_always_lock_free && std::atomic<bool>::is_alw
 
 // timeout(1) and batch systems signal the process and then its group: what comes so soon is the same request.
 constexpr std::int64_t kOneRequestMs = 100;
+constexpr unsigned kSoonSeconds = 1;
 
-extern "C" void on_stop(int signal_number) {
-  // The second request means "now": nothing but async-signal-safe calls from here.
+struct Line {
+  char text[256];
+  std::size_t length = 0;
+
+  void set(std::string_view line) {
+    length = std::min(line.size(), sizeof text - 1);
+    std::memcpy(text, line.data(), length);
+    if (length > 0) text[length++] = '\n';
+  }
+  // Async-signal-safe.
+  void print() const {
+    if (length == 0) return;
+    static constexpr char kWipe[] = "\r\033[K";
+    [[maybe_unused]] ssize_t ignored = 0;
+    if (progress_line_shown()) ignored = ::write(STDERR_FILENO, kWipe, sizeof kWipe - 1);
+    ignored = ::write(STDERR_FILENO, text, length);
+  }
+};
+
+struct Reaction {
+  OnStop action = OnStop::finish;
+  Line first, left;
+};
+
+// on_stop() fills the one that no handler reads, then makes it the current one.
+Reaction reactions[2];
+std::atomic<int> current_reaction{0};
+
+[[noreturn]] void leave(const Reaction& reaction, int signal_number) {
+  reaction.left.print();
+  ::_exit(static_cast<int>(exit_after_signal(signal_number)));
+}
+
+extern "C" void on_stop_signal(int signal_number) {
+  // Nothing but async-signal-safe calls from here.
+  const Reaction& reaction = reactions[current_reaction.load()];
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
   const std::int64_t now_ms = now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
   std::int64_t first_ms = 0;
   const bool first = first_stop_ms.compare_exchange_strong(first_ms, now_ms);
-  if (!first && signal_number != SIGHUP && now_ms - first_ms >= kOneRequestMs) ::_exit(128 + signal_number);
+  if (reaction.action == OnStop::leave) leave(reaction, signal_number);
+  if (!first && signal_number != SIGHUP && now_ms - first_ms >= kOneRequestMs) leave(reaction, signal_number);
   pending_stop = signal_number;
+  if (!first) return;
+  reaction.first.print();
+  if (reaction.action == OnStop::finish_soon) ::alarm(kSoonSeconds);
+}
+
+extern "C" void on_alarm(int) {
+  const Reaction& reaction = reactions[current_reaction.load()];
+  if (reaction.action == OnStop::finish_soon) leave(reaction, pending_stop.load());
 }
 
 extern "C" void on_save(int) {
@@ -47,7 +96,7 @@ extern "C" void on_bus_error(int) {
 sigset_t polled_signals() {
   sigset_t set;
   sigemptyset(&set);
-  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) sigaddset(&set, signal_number);
+  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGALRM}) sigaddset(&set, signal_number);
   return set;
 }
 
@@ -67,11 +116,20 @@ bool is_ignored(int signal_number) {
 }  // namespace
 
 void install_signal_handlers() {
-  install(SIGINT, on_stop);
-  install(SIGTERM, on_stop);
-  if (!is_ignored(SIGHUP)) install(SIGHUP, on_stop);
+  install(SIGALRM, on_alarm);
+  install(SIGINT, on_stop_signal);
+  install(SIGTERM, on_stop_signal);
+  if (!is_ignored(SIGHUP)) install(SIGHUP, on_stop_signal);
   install(SIGUSR1, on_save);
   install(SIGPIPE, SIG_IGN);
+}
+
+void on_stop(OnStop action, std::string_view first, std::string_view left) {
+  const int next = 1 - current_reaction.load();
+  reactions[next].action = action;
+  reactions[next].first.set(first);
+  reactions[next].left.set(left);
+  current_reaction = next;
 }
 
 int stop_signal() {

@@ -82,6 +82,12 @@ void check_magic(const MappedFile& file, std::string_view magic, const char* wan
     fail(Exit::bad_file, "%s: magic: this is %s, expected %s%s%s", path.c_str(), found.what, wanted,
          found.todo != nullptr ? ". " : "", found.todo != nullptr ? found.todo : "");
   }
+  const auto printable = [](unsigned char c) { return c >= 0x20 ? c != 0x7F : c == '\n' || c == '\t' || c == '\r'; };
+  if (std::all_of(head.begin(), head.end(), printable)) {
+    fail(Exit::bad_file, "%s: magic: got %s, this is plain text, expected %s%s", path.c_str(),
+         escaped(head.substr(0, 8)).c_str(), wanted,
+         magic == kTokenShardMagic ? ". Make shards of it with dev/prepare_data.py" : "");
+  }
   fail(Exit::bad_file, "%s: magic: got %s, expected %s: not %s", path.c_str(), escaped(head.substr(0, 8)).c_str(),
        escaped(magic).c_str(), wanted);
 }

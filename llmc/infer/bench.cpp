@@ -35,13 +35,12 @@ std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size
   return ids;
 }
 
-// A prompt from an empty cache, then decode steps until `steps` are done or `go_on` says no; the time of each.
+// A prompt from an empty cache, then a decode step for each id of `rest`; the time of each.
 struct Run {
   double first_token_ms = 0;
   std::vector<double> step_ms;
 };
-Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span<const std::int32_t> rest,
-             const std::function<bool()>& go_on) {
+Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span<const std::int32_t> rest) {
   Run run;
   model.reset();
   Clock::time_point before = Clock::now();
@@ -57,10 +56,10 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
     model.generate_ids(prompt, request, [&](std::int32_t) {
       if (std::exchange(first, false)) {
         run.first_token_ms = lap();
-        return true;
+      } else {
+        run.step_ms.push_back(lap());
       }
-      run.step_ms.push_back(lap());
-      return go_on();
+      return true;
     });
     return run;
   }
@@ -69,28 +68,25 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
   for (const std::int32_t id : rest) {
     model.decode(id);
     run.step_ms.push_back(lap());
-    if (!go_on()) break;
   }
   return run;
 }
 
-BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t tokens, std::uint64_t seed,
-                   const std::function<bool()>& go_on) {
+BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t tokens, std::uint64_t seed) {
   const std::vector<std::int32_t> ids =
       random_ids(prompt_tokens + std::max(tokens, kWarmUpSteps), model.config().vocab_size, seed);
   const std::span<const std::int32_t> prompt = std::span(ids).first(static_cast<std::size_t>(prompt_tokens));
   const std::span<const std::int32_t> rest = std::span(ids).subspan(prompt.size());
-  const auto always = [] { return true; };
 
   const std::int64_t fitting = std::min(kWarmUpSteps, model.capacity() - prompt_tokens - 1);
-  run_once(model, prompt, rest.first(static_cast<std::size_t>(std::max<std::int64_t>(fitting, 0))), always);
+  run_once(model, prompt, rest.first(static_cast<std::size_t>(std::max<std::int64_t>(fitting, 0))));
   const auto rest_a_while = [&model] {
     if (model.samples()) std::this_thread::sleep_for(kRest);
   };
   std::array<double, 3> first{};
   for (double& ms : first) {
     rest_a_while();
-    ms = run_once(model, prompt, {}, always).first_token_ms;
+    ms = run_once(model, prompt, {}).first_token_ms;
   }
   std::sort(first.begin(), first.end());
 
@@ -98,7 +94,7 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
   point.prompt = prompt_tokens;
   point.first_token_ms = first[1];
   rest_a_while();
-  point.decode.inter_token_ms = run_once(model, prompt, rest.first(static_cast<std::size_t>(tokens)), go_on).step_ms;
+  point.decode.inter_token_ms = run_once(model, prompt, rest.first(static_cast<std::size_t>(tokens))).step_ms;
   point.tokens = static_cast<std::int64_t>(point.decode.inter_token_ms.size());
   point.traffic = memory_traffic(model, point.prompt + point.tokens / 2, point.decode.tokens_per_second());
   return point;
@@ -153,7 +149,7 @@ std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t l
   return contexts;
 }
 
-BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std::function<bool()>& interrupted) {
+BenchResult run_bench(DecodeModel& model, const BenchOptions& options) {
   const std::int64_t room = model.capacity() - kBenchPrompt;
   if (options.tokens > room || kWarmUpSteps > room) {
     fail(Exit::usage, "--bench: %lld prompt and %lld generated tokens do not fit in the context of %lld",
@@ -162,40 +158,36 @@ BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std
   }
   BenchResult result;
   result.read_ceiling = options.read_ceiling;
-  const auto go_on = [&] {
-    result.interrupted = result.interrupted || (interrupted && interrupted());
-    return !result.interrupted;
-  };
   // The last id that is sampled needs a position, too.
   const std::int64_t steps = model.samples() ? std::min(options.tokens, room - 1) : options.tokens;
-  result.main = measure(model, kBenchPrompt, steps, options.seed, go_on);
+  result.main = measure(model, kBenchPrompt, steps, options.seed);
   for (const std::int64_t context : options.contexts) {
     const std::int64_t tokens = std::min(kBenchContextTokens, model.capacity() - context - 1);
-    if (!go_on() || tokens < 1) break;
-    result.contexts.push_back(measure(model, context, tokens, options.seed, go_on));
+    if (tokens < 1) break;
+    result.contexts.push_back(measure(model, context, tokens, options.seed));
   }
   return result;
 }
 
 LayerBenchResult run_layer_bench(DecodeModel& model, std::uint64_t seed) {
   constexpr std::int64_t kTokens = 64;
-  const BenchPoint point = measure(model, kLayerContext - kTokens / 2, kTokens, seed, [] { return true; });
+  const BenchPoint point = measure(model, kLayerContext - kTokens / 2, kTokens, seed);
   const std::int64_t layers = model.config().num_layers;
   return {layers, point.decode.inter_token_percentile(50) / static_cast<double>(layers)};
 }
 
-std::string layer_bench_text(const LayerBenchResult& result, const RunPlace& place) {
+std::string layer_bench_text(const LayerBenchResult& result, const DecodePath& path) {
   return format("attention, MLP-up and GELU of one layer of %lld in turn, context %lld, decode %s: %.4f ms\n",
-                static_cast<long long>(result.layers), static_cast<long long>(kLayerContext), place.decode.c_str(),
+                static_cast<long long>(result.layers), static_cast<long long>(kLayerContext), path.decode.c_str(),
                 result.layer_ms);
 }
 
-Json layer_bench_json(const LayerBenchResult& result, const RunPlace& place) {
+Json layer_bench_json(const LayerBenchResult& result, const DecodePath& path) {
   return {{"layers", result.layers},
           {"context", kLayerContext},
           {"layer_ms", result.layer_ms},
-          {"device", place.device},
-          {"decode", place.decode}};
+          {"device", path.device},
+          {"decode", path.decode}};
 }
 
 std::string bench_text(const BenchResult& result) {
@@ -207,13 +199,13 @@ std::string bench_text(const BenchResult& result) {
   return text;
 }
 
-Json bench_json(const BenchResult& result, const RunPlace& place) {
+Json bench_json(const BenchResult& result, const DecodePath& path) {
   Json object = point_json(result.main, result.read_ceiling);
   object["contexts"] = Json::array();
   for (const BenchPoint& point : result.contexts) object["contexts"].push_back(point_json(point, result.read_ceiling));
   if (result.read_ceiling > 0) object["read_ceiling_gb_per_s"] = result.read_ceiling;
-  object["device"] = place.device;
-  object["decode"] = place.decode;
+  object["device"] = path.device;
+  object["decode"] = path.decode;
   return object;
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -39,11 +38,10 @@ struct BenchResult {
   BenchPoint main;
   std::vector<BenchPoint> contexts;
   double read_ceiling = 0;
-  bool interrupted = false;
 };
 
 // After a warm-up. Exit::usage if the context is too short.
-BenchResult run_bench(DecodeModel& model, const BenchOptions& options, const std::function<bool()>& interrupted);
+BenchResult run_bench(DecodeModel& model, const BenchOptions& options);
 
 // A model whose tokens are attention, output projection, MLP-up and GELU of every layer, and nothing else: the time of one
 // layer at a context of kLayerContext, as the tables of ClusterFusion have it (arXiv 2508.18850 and 2604.23553).
@@ -53,10 +51,10 @@ struct LayerBenchResult {
   double layer_ms = 0;  // median over tokens, divided by the layers
 };
 LayerBenchResult run_layer_bench(DecodeModel& model, std::uint64_t seed);
-std::string layer_bench_text(const LayerBenchResult& result, const RunPlace& place);
-Json layer_bench_json(const LayerBenchResult& result, const RunPlace& place);
+std::string layer_bench_text(const LayerBenchResult& result, const DecodePath& path);
+Json layer_bench_json(const LayerBenchResult& result, const DecodePath& path);
 
 std::string bench_text(const BenchResult& result);
-Json bench_json(const BenchResult& result, const RunPlace& place);
+Json bench_json(const BenchResult& result, const DecodePath& path);
 
 }  // namespace weft

@@ -57,12 +57,30 @@ class TextStream {
 
 const char* finish_reason_name(FinishReason reason) {
   switch (reason) {
-    case FinishReason::stop:
+    case FinishReason::end_of_text:
+    case FinishReason::stop_text:
       return "stop";
-    case FinishReason::length:
+    case FinishReason::max_tokens:
+    case FinishReason::context_full:
       return "length";
     case FinishReason::interrupted:
       return "interrupted";
+  }
+  return "?";
+}
+
+const char* finish_reason_text(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::end_of_text:
+      return "the end of the text";
+    case FinishReason::stop_text:
+      return "a stop text";
+    case FinishReason::max_tokens:
+      return "--max-tokens";
+    case FinishReason::context_full:
+      return "the end of the context: --max-tokens asked for more";
+    case FinishReason::interrupted:
+      return "a signal: interrupted";
   }
   return "?";
 }
@@ -108,11 +126,13 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     before = now;
     result.ids.push_back(id);
 
-    result.finish_reason = FinishReason::stop;
+    if (hooks.on_id) hooks.on_id();
+    result.finish_reason = FinishReason::end_of_text;
     if (is_stop_id(id)) return false;
     text.push(id);
+    result.finish_reason = FinishReason::stop_text;
     if (text.stopped()) return false;
-    result.finish_reason = FinishReason::length;
+    result.finish_reason = room < options.max_tokens ? FinishReason::context_full : FinishReason::max_tokens;
     if (static_cast<std::int64_t>(result.ids.size()) >= max_ids) return false;
     result.finish_reason = FinishReason::interrupted;
     return !(hooks.interrupted && hooks.interrupted());
@@ -125,7 +145,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     while (take(sampler.sample(logits, model.length()))) logits = model.decode(result.ids.back());
   }
   text.finish();
-  if (text.stopped()) result.finish_reason = FinishReason::stop;
+  if (text.stopped()) result.finish_reason = FinishReason::stop_text;
   result.context = model.length();
   return result;
 }

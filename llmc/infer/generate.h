@@ -21,11 +21,16 @@ struct GenerateOptions {
 };
 
 enum class FinishReason {
-  stop,         // a stop id or a stop text
-  length,       // max_tokens, or no place left in the context
+  end_of_text,  // a stop id
+  stop_text,
+  max_tokens,
+  context_full,
   interrupted,  // by a signal
 };
+// What programs read: "stop", "length" or "interrupted".
 const char* finish_reason_name(FinishReason reason);
+// What people read, after "ended by".
+const char* finish_reason_text(FinishReason reason);
 
 // Times from a monotonic clock. A token counts as ready when it has been sampled.
 struct GenerateTimes {
@@ -41,13 +46,14 @@ struct GenerateTimes {
 struct GenerateResult {
   std::vector<std::int32_t> ids;  // every sampled id, a stop id and the tokens of a stop text included
   std::string text;               // their text up to the stop; empty without a tokenizer
-  FinishReason finish_reason = FinishReason::length;
+  FinishReason finish_reason = FinishReason::max_tokens;
   GenerateTimes times;
   std::int64_t context = 0;  // positions in the cache at the end
 };
 
 struct GenerateHooks {
   std::function<void(std::string_view)> on_text;  // each piece of text once it is certain: valid UTF-8
+  std::function<void()> on_id;                    // each id, before its text; the first one ends the prompt
   std::function<bool()> interrupted;              // asked before each token; null: never
 };
 

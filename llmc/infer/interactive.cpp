@@ -3,13 +3,12 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <cstdio>
-#include <iostream>
 #include <optional>
 #include <string>
 
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
+#include "llmc/infer/line_input.h"
 #include "llmc/infer/prompt.h"
 #include "llmc/infer/report.h"
 #include "llmc/infer/text_output.h"
@@ -18,39 +17,50 @@ namespace weft {
 
 namespace {
 
-volatile std::sig_atomic_t answering = 0;
+enum Phase : std::sig_atomic_t { waiting, reading_prompt, writing };
+volatile std::sig_atomic_t phase = waiting;
 volatile std::sig_atomic_t received = 0;
+constexpr unsigned kPromptSeconds = 1;  // that Ctrl-C waits for the prompt
 
 extern "C" void on_signal(int signal_number) {
   // Nothing is lost by leaving at once, and nothing but async-signal-safe calls is allowed here.
-  if (answering == 0 || received != 0) ::_exit(static_cast<int>(exit_after_signal(signal_number)));
+  const bool at_once = phase == waiting || received != 0 || (phase == reading_prompt && signal_number != SIGINT);
+  if (at_once) ::_exit(static_cast<int>(exit_after_signal(signal_number)));
   received = signal_number;
+  if (phase == reading_prompt) ::alarm(kPromptSeconds);
+}
+
+extern "C" void on_prompt_alarm(int) {
+  if (phase == reading_prompt && received != 0) ::_exit(static_cast<int>(exit_after_signal(received)));
 }
 
 void install_handlers() {
   struct sigaction action {};
-  action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
+  action.sa_handler = on_prompt_alarm;
+  sigaction(SIGALRM, &action, nullptr);
+  action.sa_handler = on_signal;
   for (const int signal_number : {SIGINT, SIGTERM, SIGHUP}) sigaction(signal_number, &action, nullptr);
 }
 
 class Conversation {
  public:
   Conversation(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
-               const GenerateOptions& options)
-      : model_(model), tokenizer_(tokenizer), special_(special), options_(options) {}
+               const GenerateOptions& options, bool statistics)
+      : model_(model), tokenizer_(tokenizer), special_(special), options_(options), statistics_(statistics) {}
 
   void answer(const std::string& line) {
     const std::optional<std::vector<std::int32_t>> ids = next_ids(line);
     if (!ids.has_value()) return;
     GenerateHooks hooks;
     hooks.on_text = [this](std::string_view piece) { output_.write(piece); };
+    hooks.on_id = [] { phase = writing; };
     hooks.interrupted = [] { return received != 0; };
     const GenerateResult result = generate(model_, &tokenizer_, *ids, options_, hooks);
     last_id_ = result.ids.back();
     output_.write("\n");
-    log_info("(%s)", statistics_line(model_, result).c_str());
+    if (statistics_) log_info("(%s)", statistics_line(model_, result).c_str());
   }
 
  private:
@@ -75,6 +85,7 @@ class Conversation {
   const Tokenizer& tokenizer_;
   Tokenizer::Special special_;
   const GenerateOptions& options_;
+  const bool statistics_;
   TextOutput output_;
   std::int32_t last_id_ = 0;
 };
@@ -82,23 +93,26 @@ class Conversation {
 }  // namespace
 
 Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
-                     const GenerateOptions& options) {
+                     const GenerateOptions& options, bool statistics) {
   install_handlers();
   // What came while the model was loaded was caught by the handlers before these.
   if (stop_signal() != 0) return exit_after_signal(stop_signal());
-  const bool prompting = ::isatty(STDIN_FILENO) == 1 && ::isatty(STDERR_FILENO) == 1;
-  Conversation conversation(model, tokenizer, special, options);
+  LineInput input;
+  Conversation conversation(model, tokenizer, special, options, statistics);
   std::string line;
   while (true) {
-    if (prompting) std::fputs("> ", stderr);
-    if (!std::getline(std::cin, line)) break;
+    const LineInput::Result result = input.read(line);
+    if (result == LineInput::Result::end) break;
+    if (result == LineInput::Result::too_long) {
+      log_warning("this line has more than %s: it is left out", human_bytes(kMaxLineBytes).c_str());
+      continue;
+    }
     received = 0;
-    answering = 1;
+    phase = reading_prompt;
     conversation.answer(line);
-    answering = 0;
+    phase = waiting;
     if (received == SIGTERM || received == SIGHUP) return Exit::terminated;
   }
-  if (prompting) std::fputs("\n", stderr);
   return Exit::ok;
 }
 

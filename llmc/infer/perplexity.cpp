@@ -6,6 +6,8 @@
 #include <numbers>
 
 #include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/base/utf8.h"
 
 namespace weft {
 
@@ -33,6 +35,28 @@ class RunningMoments {
 };
 
 }  // namespace
+
+void check_text(std::string_view text, const std::string& path) {
+  const std::string name = escaped(path);
+  if (text.empty()) fail(Exit::bad_file, "%s: empty", name.c_str());
+  const std::size_t nul = text.find('\0');
+  if (nul != std::string_view::npos) {
+    fail(Exit::bad_file, "%s: byte %zu is NUL: this is not text. --perplexity scores UTF-8 text", name.c_str(), nul);
+  }
+  std::size_t bad = 0;
+  for (std::size_t i = 0; i < text.size();) {
+    const std::size_t length = utf8_sequence_length(text.substr(i));
+    bad += length == 0;
+    i += std::max<std::size_t>(length, 1);
+  }
+  if (bad > text.size() / 10) {
+    fail(Exit::bad_file, "%s: %zu of %zu bytes are not UTF-8: this is not text. --perplexity scores UTF-8 text",
+         name.c_str(), bad, text.size());
+  }
+  if (bad > 0) {
+    log_warning("%s: %zu of %zu bytes are not UTF-8 and are scored as U+FFFD", name.c_str(), bad, text.size());
+  }
+}
 
 double PerplexityResult::perplexity() const {
   return std::exp(mean_nll);

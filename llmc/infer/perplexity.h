@@ -10,11 +10,16 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "llmc/model/decode_model.h"
 
 namespace weft {
+
+// Exit::bad_file where the bytes of `path` are no text that a score could mean anything for: empty, with NUL bytes, or more
+// than a tenth of it not UTF-8. Warns where some of it is not UTF-8.
+void check_text(std::string_view text, const std::string& path);
 
 // One pass of the model: ids [begin, end) go in; the tokens at [first_scored, end) are counted.
 struct PerplexityWindow {

@@ -38,11 +38,11 @@ std::string statistics_line(const DecodeModel& model, const GenerateResult& resu
     line += format("; %s a token, %.2f GB/s", human_bytes(static_cast<double>(traffic.bytes_per_token)).c_str(),
                    traffic.gb_per_second);
   }
-  return line + format("; ended by %s", finish_reason_name(result.finish_reason));
+  return line + format("; ended by %s", finish_reason_text(result.finish_reason));
 }
 
 Json generation_json(const DecodeModel& model, std::span<const std::int32_t> prompt, const GenerateResult& result,
-                     const RunPlace& place) {
+                     const DecodePath& path) {
   const double rate = result.times.tokens_per_second();
   const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
   return {
@@ -56,8 +56,8 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
       {"tokens_per_s", finite_or_null(rate)},
       {"bytes_per_token", traffic.bytes_per_token},
       {"gb_per_s", finite_or_null(traffic.gb_per_second)},
-      {"device", place.device},
-      {"decode", place.decode},
+      {"device", path.device},
+      {"decode", path.decode},
   };
 }
 
@@ -74,7 +74,7 @@ std::string perplexity_text(const PerplexityResult& result, std::int64_t window,
   return text;
 }
 
-Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const RunPlace& place) {
+Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path) {
   return {
       {"perplexity", finite_or_null(result.perplexity())},
       {"mean_nll", result.mean_nll},
@@ -86,8 +86,8 @@ Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::i
       {"window", window},
       {"stride", stride},
       {"interrupted", result.interrupted},
-      {"device", place.device},
-      {"decode", place.decode},
+      {"device", path.device},
+      {"decode", path.decode},
   };
 }
 

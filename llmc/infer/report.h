@@ -13,7 +13,7 @@
 namespace weft {
 
 // Where and how a model runs: "cpu" and "reference", say.
-struct RunPlace {
+struct DecodePath {
   std::string device, decode;
 };
 
@@ -31,11 +31,11 @@ std::string statistics_line(const DecodeModel& model, const GenerateResult& resu
 // The object of --json: prompt_ids, ids, text, finish_reason, ttft_ms, itl_ms_p50, itl_ms_p99, tokens_per_s,
 // bytes_per_token, gb_per_s, device, decode. A figure that was not measured is null.
 Json generation_json(const DecodeModel& model, std::span<const std::int32_t> prompt, const GenerateResult& result,
-                     const RunPlace& place);
+                     const DecodePath& path);
 
 // The lines of a perplexity run, and its object for --json.
 std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride);
-Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const RunPlace& place);
+Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path);
 
 // One line of JSON. Text that is not UTF-8 has U+FFFD in the place of its bad bytes.
 std::string json_line(const Json& object);

@@ -189,13 +189,13 @@ double mean_loss(std::span<const float> logits, std::span<const std::int32_t> la
 }
 
 void compare_greedy(const TensorFile& dump, DecodeModel& model, Checker& checker) {
-  const std::vector<std::int32_t> prompt = read_ids(dump, "greedy.prompt_ids");
-  const std::size_t wanted = dump.at("greedy.ids").elements();
-  check_ids(dump, "greedy.prompt_ids", prompt, model.config().vocab_size, false);
-  if (prompt.empty() || prompt.size() + wanted > static_cast<std::size_t>(model.capacity())) {
+  const std::size_t given = dump.at("greedy.prompt_ids").elements(), wanted = dump.at("greedy.ids").elements();
+  if (given == 0 || given + wanted > static_cast<std::size_t>(model.capacity())) {
     fail(Exit::bad_file, "%s: greedy: %zu + %zu tokens do not fit in a context of %lld", escaped(dump.path()).c_str(),
-         prompt.size(), wanted, static_cast<long long>(model.capacity()));
+         given, wanted, static_cast<long long>(model.capacity()));
   }
+  const std::vector<std::int32_t> prompt = read_ids(dump, "greedy.prompt_ids");
+  check_ids(dump, "greedy.prompt_ids", prompt, model.config().vocab_size, false);
   model.reset();
   std::span<const float> logits = model.prefill(prompt);
   std::vector<std::int32_t> ids;
@@ -262,13 +262,28 @@ std::vector<std::string> Comparison::table() const {
   return lines;
 }
 
-Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
-                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make) {
+namespace {
+
+TrainOptions batch_options(const TensorFile& dump, Precision precision) {
   const TensorInfo& inputs = batch_inputs(dump);
   TrainOptions options;
   options.micro_batch = inputs.shape[0];
   options.seq_len = inputs.shape[1];
   options.precision = precision;
+  return options;
+}
+
+}  // namespace
+
+TrainOptions training_options(const TensorFile& dump, Precision precision, const ModelConfig& config) {
+  const TrainOptions options = batch_options(dump, precision);
+  check_positions(dump, options.seq_len, config.max_positions);
+  return options;
+}
+
+Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
+                            const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make) {
+  const TrainOptions options = batch_options(dump, precision);
   const std::unique_ptr<TrainModel> model = make(options);
   check_positions(dump, options.seq_len, model->config().max_positions);
   const DumpBatch batch = read_batch(dump, model->config().vocab_size);
@@ -290,8 +305,9 @@ Comparison compare_training(const TensorFile& dump, Precision precision, double 
   return checker.finish();
 }
 
-std::int64_t decoding_positions(const TensorFile& dump) {
+std::int64_t decoding_positions(const TensorFile& dump, const ModelConfig& config) {
   std::int64_t positions = batch_inputs(dump).shape[1];
+  check_positions(dump, positions, config.max_positions);
   const TensorInfo *prompt = dump.find("greedy.prompt_ids"), *ids = dump.find("greedy.ids");
   if (prompt != nullptr && ids != nullptr) {
     positions = std::max(positions, static_cast<std::int64_t>(prompt->elements() + ids->elements()));

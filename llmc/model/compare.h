@@ -38,6 +38,9 @@ struct Comparison {
   std::vector<std::string> table() const;  // a header, one line a row, a verdict
 };
 
+// The options of the model that compare_training() makes for the dump's batch. More positions than the model has:
+// Exit::bad_file, before anything is allocated for them.
+TrainOptions training_options(const TensorFile& dump, Precision precision, const ModelConfig& config);
 // Activations, loss, every gradient, and the losses and parameters of the dump's AdamW steps, whichever the
 // dump holds. `make` builds the model, with its parameters loaded, for the dump's batch.
 // With bf16 a tensor may err, in the 2-norm, three times what PyTorch's own bf16 run errs on it against its fp32 run (the
@@ -46,8 +49,9 @@ struct Comparison {
 Comparison compare_training(const TensorFile& dump, Precision precision, double tolerance,
                             const std::function<std::unique_ptr<TrainModel>(const TrainOptions&)>& make);
 
-// Positions of the K/V cache that compare_decoding() needs for the dump.
-std::int64_t decoding_positions(const TensorFile& dump);
+// Positions of the K/V cache that compare_decoding() needs for the dump. More than the model has: Exit::bad_file, before
+// anything is allocated for them.
+std::int64_t decoding_positions(const TensorFile& dump, const ModelConfig& config);
 // Activations, loss and the greedy continuation, whichever the dump holds.
 Comparison compare_decoding(const TensorFile& dump, double tolerance, DecodeModel& model);
 

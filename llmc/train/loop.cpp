@@ -63,12 +63,22 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       faults_(parse_faults(parts_.settings.debug_inject)),
       saves_(parts_.checkpoints, std::move(parts_.copy)),
       start_time_(Clock::now()),
-      first_step_(state_.step + 1) {
+      first_step_(state_.step + 1),
+      saved_step_(state_.step) {
   arm_save_fault(faults_);
+}
+
+// What a first and a second signal say from now on.
+void TrainLoop::announce_stop(const std::string& doing) const {
+  const std::string lost = saved_step_ > 0
+                               ? format("what came after the checkpoint of step %lld is lost", wide(saved_step_))
+                               : std::string("there is no checkpoint, and all steps are lost");
+  on_stop(OnStop::finish, doing + "; a second signal stops at once", "stopped at once: " + lost);
 }
 
 Exit TrainLoop::run() {
   while (state_.step < parts_.settings.steps && !stop_requested()) {
+    announce_stop(format("finishing step %lld, then saving", wide(state_.step + 1)));
     try {
       Step step = train_step();
       after_step(step);
@@ -192,7 +202,10 @@ void TrainLoop::after_step(Step& step) {
   if (parts_.validation != nullptr && due(settings.val_every)) {
     inject_term(faults_.term_validation, state_.step);
     step.val_loss = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches);
-    if (step.val_loss) state_.val_loss = step.val_loss;
+    if (step.val_loss) {
+      state_.val_loss = step.val_loss;
+      validated_step_ = state_.step;
+    }
   }
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
@@ -277,6 +290,7 @@ void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result)
     log_warning("no checkpoint of step %lld: %s. Training goes on", wide(result->step), result->error->what());
     return;
   }
+  saved_step_ = result->step;
   log_info("saved %s (%.1f s)", escaped(result->path).c_str(), result->seconds);
   parts_.log.write({{"type", "save"},
                     {"step", result->step},
@@ -286,6 +300,7 @@ void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result)
 
 Exit TrainLoop::finish() {
   progress_.clear();
+  announce_stop(format("saving step %lld", wide(state_.step)));
   save_now(true);
   const TrainSettings& settings = parts_.settings;
   const int signal = stop_signal();
@@ -295,8 +310,12 @@ Exit TrainLoop::finish() {
              signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
   }
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
-  write_stdout(format("step %lld  train loss %s  val loss %s  checkpoint %s\n", wide(state_.step),
-                      loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(), escaped(path, 4096).c_str()));
+  // A run that a signal ended was last validated some steps before.
+  const std::string validated =
+      validated_step_ && *validated_step_ != state_.step ? format(" (step %lld)", wide(*validated_step_)) : "";
+  write_stdout(format("step %lld  train loss %s  val loss %s%s  checkpoint %s\n", wide(state_.step),
+                      loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(), validated.c_str(),
+                      escaped(path, 4096).c_str()));
   return exit_after_signal(signal);
 }
 

@@ -63,6 +63,7 @@ class TrainLoop {
   void apply(const Step& step);
   bool due(std::int64_t every) const;
   bool stop_requested() const;
+  void announce_stop(const std::string& doing) const;
   void after_step(Step& step);
   void report(const Step& step);
   void write_sample();
@@ -79,8 +80,10 @@ class TrainLoop {
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;
-  bool ending_ = false;           // an error ends the run: a save that fails as well is a warning
-  double mean_step_seconds_ = 0;  // exponentially weighted, for the time left
+  bool ending_ = false;                         // an error ends the run: a save that fails as well is a warning
+  std::int64_t saved_step_;                     // of the newest checkpoint; 0: none
+  double mean_step_seconds_ = 0;                // exponentially weighted, for the time left
+  std::optional<std::int64_t> validated_step_;  // whose loss state_.val_loss is, if it was measured here
   ProgressLine progress_;
 };
 

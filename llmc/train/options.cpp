@@ -4,6 +4,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
+#include "llmc/base/threads.h"
 #include "llmc/model/config.h"
 #include "llmc/train/fault_injection.h"
 
@@ -84,7 +85,9 @@ void add_execution(OptionTable& table, TrainSettings& s) {
   table.number("max-minutes", s.max_minutes, 0, 1e7, "save and stop after this time; 0: no limit");
   table.choice("on-nan", s.on_nan, on_non_finite_names(),
                "when a loss or gradient is not finite: abort, skip the step, or rerun it once");
+  table.integer("threads", s.threads, 0, kMaxThreads, kThreadsHelp);
   table.repeated("debug-inject", s.debug_inject, "SPEC", fault_help());
+  table.only_in_help_all("debug-inject");
 }
 
 void add_reports(OptionTable& table, TrainSettings& s) {
@@ -101,6 +104,7 @@ void add_reports(OptionTable& table, TrainSettings& s) {
   table.flag("json", s.json, "with --bench: one JSON object");
   table.flag("dry-run", s.dry_run, "check settings, files and memory, and stop");
   table.flag("print-config", s.print_config, "print settings and model as JSON, and stop");
+  table.flag("verbose", s.verbose, "show all settings at the start, not only those that were given");
   table.choice("color", s.color, {"auto", "always", "never"}, "coloured messages");
 }
 
@@ -151,11 +155,14 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   if (s.out.empty() && !s.dry_run) fail(Exit::usage, "--out: needed, the directory for log and checkpoints");
 }
 
-void apply_color(const std::string& mode) {
-  set_color_mode(mode == "always" ? ColorMode::always : mode == "never" ? ColorMode::never : ColorMode::automatic);
-}
-
 }  // namespace
+
+void TrainSettings::set_threads(std::int64_t count) {
+  threads = count;
+  for (auto& [name, value] : effective) {
+    if (name == "threads") value = std::to_string(count);
+  }
+}
 
 void TrainSettings::set_device(const std::string& definite_device, const std::string& definite_precision) {
   device = definite_device;
@@ -229,10 +236,13 @@ TrainOptionParser::TrainOptionParser(const std::string& version)
 std::optional<TrainSettings> TrainOptionParser::parse(int argc, const char* const* argv) {
   settings_ = TrainSettings();
   if (table_.parse(argc, argv) == OptionTable::Outcome::exit_ok) return std::nullopt;
-  apply_color(settings_.color);
+  set_color_mode(color_mode_from_name(settings_.color));
   settings_.norm_given = table_.given("norm");
   check_together(settings_, table_);
   settings_.effective = table_.effective();
+  for (const auto& [name, value] : settings_.effective) {
+    if (table_.given(name)) settings_.given.insert(name);
+  }
   return settings_;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,6 +40,7 @@ struct TrainSettings {
   std::string device = "auto", precision = "auto", recompute = "none", moments = "fp32";
   bool no_graph = false;
   double max_minutes = 0;
+  std::int64_t threads = 0;
   std::string on_nan = "abort";
   std::vector<std::string> debug_inject;
 
@@ -49,12 +51,16 @@ struct TrainSettings {
 
   std::string compare;
   bool bench = false, operators = false, json = false;
-  bool dry_run = false, print_config = false;
+  bool dry_run = false, print_config = false, verbose = false;
   std::string color = "auto";
 
   bool norm_given = false;
   std::vector<std::pair<std::string, std::string>> effective;  // every option as text, for the start-up table
 
+  std::set<std::string> given;  // names of those on the command line
+
+  // Replaces 0 by the number of CPU threads that the run has, in the table of effective values too.
+  void set_threads(std::int64_t count);
   // Replaces "auto" by what it means on this machine, in the table of effective values too.
   void set_device(const std::string& definite_device, const std::string& definite_precision);
   // Micro-batches of one step.

@@ -3,6 +3,8 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <set>
+
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 
@@ -26,14 +28,22 @@ std::string data_line(const char* name, const TokenDataset& data) {
                 static_cast<long long>(data.seq_len()));
 }
 
+// Without --verbose those that the user gave, and those that say most about a run.
 std::vector<std::string> settings_table(const TrainSettings& settings) {
+  static const std::set<std::string> kAlways = {"device", "precision", "threads", "lr", "seed"};
   std::vector<std::string> lines;
+  std::size_t left_out = 0;
   for (const auto& [name, value] : settings.effective) {
     if (value.empty() || value == "[]") continue;
+    if (!settings.verbose && !settings.given.contains(name) && !kAlways.contains(name)) {
+      ++left_out;
+      continue;
+    }
     const std::string text = escaped(value, 4096);
     const bool plain = text.size() == value.size() + 2;  // but for the quotes
     lines.push_back(format("  %-20s %s", name.c_str(), plain ? value.c_str() : text.c_str()));
   }
+  if (left_out > 0) lines.push_back(format("  and %zu defaults: --verbose shows them", left_out));
   return lines;
 }
 

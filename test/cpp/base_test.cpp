@@ -1,15 +1,24 @@
 // The base room: UTF-8, messages, JSON limits, dtypes, Philox, files that appear when they are complete,
 // memory plans.
 #include <gtest/gtest.h>
+#include <omp.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <bit>
+#include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "colliding_names.h"
@@ -22,6 +31,7 @@
 #include "llmc/base/log.h"
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
+#include "llmc/base/threads.h"
 #include "llmc/base/utf8.h"
 #include "test_files.h"
 
@@ -458,6 +468,136 @@ TEST(SignalsDeathTest, AHangupThatNohupIgnoresStaysIgnored) {
   };
   EXPECT_EXIT(hang_up(SIG_IGN), testing::ExitedWithCode(0), "");
   EXPECT_EXIT(hang_up(SIG_DFL), testing::ExitedWithCode(SIGHUP), "");
+}
+
+// Each runs in a process of its own and tells by its exit code how it ended.
+TEST(SignalsDeathTest, LeaveEndsTheProgramAtOnce) {
+  const auto leave = [](int signal_number) {
+    on_stop(OnStop::leave, "not shown", "nothing is lost");
+    install_signal_handlers();
+    ::raise(signal_number);
+    ::_exit(0);
+  };
+  EXPECT_EXIT(leave(SIGINT), testing::ExitedWithCode(130), "^nothing is lost\n$");
+  EXPECT_EXIT(leave(SIGTERM), testing::ExitedWithCode(143), "nothing is lost");
+}
+
+TEST(SignalsDeathTest, FinishSaysWhatItDoesAndWhatASecondSignalCosts) {
+  const auto finish = [](bool twice) {
+    install_signal_handlers();
+    on_stop(OnStop::finish, "finishing", "stopped at once");
+    ::raise(SIGINT);
+    if (twice) {
+      ::usleep(150'000);  // two within 0.1 s are one
+      ::raise(SIGINT);
+    }
+    ::_exit(stop_signal());
+  };
+  EXPECT_EXIT(finish(false), testing::ExitedWithCode(SIGINT), "^finishing\n$");
+  EXPECT_EXIT(finish(true), testing::ExitedWithCode(130), "^finishing\nstopped at once\n$");
+}
+
+TEST(SignalsDeathTest, FinishSoonHasASecond) {
+  const auto finish = [](bool in_time) {
+    install_signal_handlers();
+    on_stop(OnStop::finish_soon, "", "too late");
+    ::raise(SIGTERM);
+    if (in_time) on_stop(OnStop::finish);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
+    while (std::chrono::steady_clock::now() < end) ::usleep(10'000);
+    ::_exit(stop_signal());
+  };
+  EXPECT_EXIT(finish(true), testing::ExitedWithCode(SIGTERM), "^$");
+  EXPECT_EXIT(finish(false), testing::ExitedWithCode(143), "^too late\n$");
+}
+
+TEST(Threads, AreThoseThatTheProcessMayUse) {
+  EXPECT_EQ(choose_threads(3, {8, 2.0, "1"}), 3) << "the option wins";
+  EXPECT_EQ(choose_threads(0, {8, {}, ""}), 8);
+  EXPECT_EQ(choose_threads(0, {8, 2.9, ""}), 2) << "a team waits for its slowest thread";
+  EXPECT_EQ(choose_threads(0, {8, 0.1, ""}), 1);
+  EXPECT_EQ(choose_threads(0, {8, {}, "4"}), 4);
+  EXPECT_EQ(choose_threads(0, {8, {}, "4,2"}), 4);
+  for (const char* odd : {"99999", "99999999999999999999", "0", "-3", "many", "4x", " "}) {
+    EXPECT_EQ(choose_threads(0, {8, {}, odd}), 8) << odd;
+  }
+  EXPECT_EQ(choose_threads(0, {0, {}, ""}), 1);
+}
+
+TEST(Threads, TheQuotaOfAControlGroupIsTheSmallestOnTheWay) {
+  const TemporaryDirectory folder;
+  const auto write = [&](const std::string& file, const std::string& text) {
+    std::filesystem::create_directories(std::filesystem::path(folder.file(file)).parent_path());
+    std::ofstream(folder.file(file)) << text;
+  };
+  const std::string root = folder.file("");
+  EXPECT_EQ(cpu_quota("0::/a/b\n", root), std::nullopt);
+  write("a/b/cpu.max", "max 100000\n");
+  EXPECT_EQ(cpu_quota("0::/a/b\n", root), std::nullopt);
+  write("a/cpu.max", "150000 100000\n");
+  write("cpu.max", "400000 100000\n");
+  EXPECT_EQ(cpu_quota("0::/a/b\n", root), 1.5);
+  EXPECT_EQ(cpu_quota("0::/elsewhere\n", root), 4.0) << "a path of the host: the root counts";
+  write("cpu/x/cpu.cfs_quota_us", "50000\n");
+  write("cpu/x/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(cpu_quota("3:memory:/y\n2:cpu,cpuacct:/x\n", root), 0.5);
+  write("cpu/x/cpu.cfs_quota_us", "-1\n");
+  EXPECT_EQ(cpu_quota("2:cpu:/x\n", root), std::nullopt);
+  EXPECT_EQ(cpu_quota("damaged", root), std::nullopt);
+}
+
+TEST(Threads, BusyTicksAreThoseOfOurCpus) {
+  const std::string stat =
+      "cpu  100 0 0 0 0 0 0 0 0 0\ncpu0 10 1 2 1000 50 3 4 5 6 7\ncpu1 20 0 0 1000 0 0 0 0 0 0\ncpu12 7 0 0 0 0 0 0 0\n"
+      "intr 1 2 3\n";
+  EXPECT_EQ(busy_ticks(stat, {true, false}), 10u + 1 + 2 + 3 + 4 + 5);
+  EXPECT_EQ(busy_ticks(stat, {true, true}), 45u);
+  EXPECT_EQ(busy_ticks("", {true}), 0u);
+}
+
+// CPU time of this process while its threads have nothing to do, after work for all of them.
+double idle_milliseconds() {
+  const auto cpu_time = [] {
+    timespec time{};
+    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
+  };
+  double least = std::numeric_limits<double>::max();
+  for (int attempt = 0; attempt < 5; ++attempt) {
+    std::atomic<int> reached{0};
+#pragma omp parallel
+    ++reached;
+    const double before = cpu_time();
+    ::usleep(30'000);
+    least = std::min(least, cpu_time() - before);
+  }
+  return least;
+}
+
+TEST(Threads, ShortWaitsSendIdleThreadsToSleep) {
+  if (omp_get_max_threads() == 1 || std::getenv("OMP_WAIT_POLICY") != nullptr ||
+      std::getenv("GOMP_SPINCOUNT") != nullptr) {
+    GTEST_SKIP() << "OpenMP has one thread, or the environment says how it waits";
+  }
+  const double spinning = idle_milliseconds();
+  double sleeping = 0;
+  {
+    const ShortWaits waits;
+    sleeping = idle_milliseconds();
+  }
+  EXPECT_LT(sleeping, 0.3);
+  EXPECT_GT(spinning, 2 * sleeping) << "libgomp spins by itself";
+  EXPECT_GT(idle_milliseconds(), 2 * sleeping) << "and does so again afterwards";
+}
+
+TEST(Log, ALineFitsTheTerminal) {
+  EXPECT_EQ(fit_columns("12345", 5), "12345");
+  EXPECT_EQ(fit_columns("123456", 5), "12...");
+  EXPECT_EQ(fit_columns("\xc3\xa4\xc3\xb6\xc3\xbc\xc3\x9f", 4), "\xc3\xa4\xc3\xb6\xc3\xbc\xc3\x9f");
+  EXPECT_EQ(fit_columns("\xc3\xa4\xc3\xb6\xc3\xbc\xc3\x9f!", 4), "\xc3\xa4...") << "no character is cut";
+  EXPECT_EQ(fit_columns("\xe6\xbc\xa2\xe5\xad\x97\xe6\xbc\xa2", 5), "\xe6\xbc\xa2...") << "two columns each";
+  EXPECT_EQ(fit_columns("\xff\xff\xff\xff", 3), "...");
+  EXPECT_EQ(fit_columns("12345", 2), "..");
 }
 
 TEST(MappedFile, AcceptsOnlyRegularFiles) {

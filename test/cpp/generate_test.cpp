@@ -8,9 +8,11 @@
 #include <limits>
 #include <map>
 #include <numbers>
+#include <sstream>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/line_input.h"
 #include "llmc/infer/perplexity.h"
 #include "llmc/infer/prompt.h"
 #include "llmc/infer/report.h"
@@ -183,14 +185,14 @@ TEST(Generate, StopsAtAStopId) {
   const Generated r = run({byte_id('o'), byte_id('k'), kEndOfText, byte_id('x')});
   EXPECT_EQ(r.result.text, "ok");
   EXPECT_EQ(r.result.ids, (std::vector<std::int32_t>{byte_id('o'), byte_id('k'), kEndOfText}));
-  EXPECT_EQ(r.result.finish_reason, FinishReason::stop);
+  EXPECT_EQ(r.result.finish_reason, FinishReason::end_of_text);
   EXPECT_EQ(r.pieces.size(), 2u) << "text comes token by token";
 }
 
 TEST(Generate, StopsAtMaxTokens) {
   const Generated r = run(ids_of("abcdef"), {.max_tokens = 3});
   EXPECT_EQ(r.result.text, "abc");
-  EXPECT_EQ(r.result.finish_reason, FinishReason::length);
+  EXPECT_EQ(r.result.finish_reason, FinishReason::max_tokens);
   EXPECT_EQ(run(ids_of("abc"), {.max_tokens = 1}).result.text, "a");
 }
 
@@ -198,7 +200,8 @@ TEST(Generate, StopsWhereTheContextEnds) {
   // 2 prompt ids in 6 positions leave place for 4.
   const Generated r = run(ids_of("abcdefgh"), {}, 6);
   EXPECT_EQ(r.result.text, "abcd");
-  EXPECT_EQ(r.result.finish_reason, FinishReason::length);
+  EXPECT_EQ(r.result.finish_reason, FinishReason::context_full);
+  EXPECT_STREQ(finish_reason_name(FinishReason::context_full), "length");
   EXPECT_EQ(run(ids_of("abc"), {}, 3).result.text, "a");
 }
 
@@ -224,7 +227,8 @@ TEST(Generate, AStopTextMayStraddleTokens) {
                                                          byte_id('E'), byte_id('N'), byte_id('D'), byte_id('x')}}) {
     const Generated r = run(script, {.stop_texts = {"END"}});
     EXPECT_EQ(r.result.text, "one.");
-    EXPECT_EQ(r.result.finish_reason, FinishReason::stop);
+    EXPECT_EQ(r.result.finish_reason, FinishReason::stop_text);
+    EXPECT_STREQ(finish_reason_name(FinishReason::stop_text), "stop");
     EXPECT_EQ(r.result.ids.size(), 7u) << "the tokens of the stop text are among the ids";
   }
   // The stop text begins inside a token and ends inside another.
@@ -451,14 +455,28 @@ TEST(Perplexity, EdgesAndFailures) {
 
 TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel model({}, 64);
-  EXPECT_EQ(run_bench(model, {32}, nullptr).main.decode.inter_token_ms.size(), 32u);
-  EXPECT_EQ(code_of([&] { run_bench(model, {33}, nullptr); }), Exit::usage);
-  EXPECT_EQ(code_of([&] { run_bench(model, {std::numeric_limits<std::int64_t>::max()}, nullptr); }), Exit::usage);
+  EXPECT_EQ(run_bench(model, {32}).main.decode.inter_token_ms.size(), 32u);
+  EXPECT_EQ(code_of([&] { run_bench(model, {33}); }), Exit::usage);
+  EXPECT_EQ(code_of([&] { run_bench(model, {std::numeric_limits<std::int64_t>::max()}); }), Exit::usage);
   ScriptedModel tiny({}, 20);
-  EXPECT_EQ(code_of([&] { run_bench(tiny, {1}, nullptr); }), Exit::usage);
-  const BenchResult cut = run_bench(model, {10}, [] { return true; });
-  EXPECT_EQ(cut.main.tokens, 1);
-  EXPECT_TRUE(cut.interrupted);
+  EXPECT_EQ(code_of([&] { run_bench(tiny, {1}); }), Exit::usage);
+  EXPECT_EQ(run_bench(model, {10}).main.tokens, 10);
+}
+
+TEST(LineInput, KeepsNoMoreThanTheLimit) {
+  using Result = LineInput::Result;
+  std::istringstream input("12345\n123456\n\n1234567890\nlast");
+  std::string line;
+  EXPECT_EQ(read_line(input, line, 5), Result::line);
+  EXPECT_EQ(line, "12345");
+  EXPECT_EQ(read_line(input, line, 5), Result::too_long);
+  EXPECT_EQ(line, "");
+  EXPECT_EQ(read_line(input, line, 5), Result::line);
+  EXPECT_EQ(line, "") << "an empty line is a line";
+  EXPECT_EQ(read_line(input, line, 5), Result::too_long);
+  EXPECT_EQ(read_line(input, line, 5), Result::line);
+  EXPECT_EQ(line, "last") << "without an end";
+  EXPECT_EQ(read_line(input, line, 5), Result::end);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "llmc/base/options.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "llmc/infer/options.h"
 #include "llmc/train/options.h"
 
 namespace weft {
@@ -36,6 +38,10 @@ struct Sample {
     table.number("learning-rate", rate, 0, 1, "how fast");
     table.flag("json", json, "as an object");
     table.repeated("stop", stop, "TEXT", "stop before this text");
+    table.short_name('m', "model");
+    table.short_name('n', "steps");
+    table.short_name('j', "json");
+    table.only_in_help_all("offset");
   }
 
   OptionTable::Outcome parse(std::vector<const char*> arguments) {
@@ -175,10 +181,11 @@ TEST(Options, HelpShowsTheTable) {
   const std::string help = sample.table.help();
   for (const char* part :
        {"Shows options.", "Usage: sample", "\nInput:\n", "\nNumbers:\n", "--model FILE", "default default.bin",
-        "--device auto|cuda|cpu", "from 1 to 4096; default 5", "of at least -8", "from 0 to 1; default 0.1", "--json ",
+        "--device auto|cuda|cpu", "from 1 to 4096; default 5", "from 0 to 1; default 0.1", "--json ",
         "may be given several times", "--help", "--version", "Exit codes: 0 ok."}) {
     EXPECT_NE(help.find(part), std::string::npos) << part << " is not in\n" << help;
   }
+  EXPECT_NE(sample.table.help(true).find("of at least -8"), std::string::npos);
   EXPECT_EQ(help.find('\033'), std::string::npos);
   for (std::size_t begin = 0; begin < help.size();) {
     const std::size_t end = help.find('\n', begin);
@@ -187,13 +194,38 @@ TEST(Options, HelpShowsTheTable) {
   }
 }
 
+TEST(Options, ShortNamesAreTheLongOnes) {
+  Sample sample;
+  sample.parse({"-m", "x=y", "-n16", "-j"});
+  EXPECT_EQ(sample.model, "x=y");
+  EXPECT_EQ(sample.steps, 16);
+  EXPECT_TRUE(sample.json);
+  expect_refused({"-n"}, {"--steps: value missing"});
+  expect_refused({"-n", "1", "--steps=2"}, {"--steps: given 2 times"});
+  expect_refused({"-jx"}, {"--json: takes no value", "'x'"});
+  expect_refused({"-x"}, {"unknown option '-x'"});
+}
+
+TEST(Options, HelpAllShowsWhatHelpLeavesOut) {
+  const Sample sample;
+  EXPECT_EQ(sample.table.help().find("--offset"), std::string::npos);
+  EXPECT_NE(sample.table.help().find("--help-all"), std::string::npos);
+  EXPECT_NE(sample.table.help(true).find("--offset"), std::string::npos);
+  EXPECT_NE(sample.table.help().find("-m, --model FILE"), std::string::npos);
+  Sample other;
+  testing::internal::CaptureStdout();
+  EXPECT_EQ(other.parse({"--help-all"}), OptionTable::Outcome::exit_ok);
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), sample.table.help(true));
+}
+
 TEST(Options, HelpAndVersionGoToStdoutAndWin) {
-  for (const char* option : {"--help", "-h", "--version"}) {
+  for (const char* option : {"--help", "-h", "--version", "-V"}) {
     Sample sample;
     testing::internal::CaptureStdout();
     EXPECT_EQ(sample.parse({"--steps", "wrong", option, "--unknown"}), OptionTable::Outcome::exit_ok);
     const std::string printed = testing::internal::GetCapturedStdout();
-    EXPECT_EQ(printed, option == std::string("--version") ? "sample 1.2.3\n" : sample.table.help());
+    EXPECT_EQ(printed,
+              std::string("--version -V").find(option) != std::string::npos ? "sample 1.2.3\n" : sample.table.help());
   }
 }
 
@@ -257,6 +289,60 @@ TEST(TrainOptionParser, EachParseStartsFromTheDefaults) {
   EXPECT_TRUE(second.debug_inject.empty());
   const std::pair<std::string, std::string> batch{"batch-tokens", std::to_string(second.micro_batch * second.seq_len)};
   EXPECT_EQ(std::count(second.effective.begin(), second.effective.end(), batch), 1) << "what the checks filled in, too";
+}
+
+TEST(InferOptionParser, EachParseStartsFromTheDefaults) {
+  InferOptionParser parser("infer_pythia 1.2.3");
+  const auto parse = [&](std::vector<const char*> arguments) {
+    arguments.insert(arguments.begin(), "infer_pythia");
+    return parser.parse(static_cast<int>(arguments.size()), arguments.data()).value();
+  };
+  const InferSettings first = parse({"-m", "a.bin", "--prompt", "", "--max-tokens", "7", "--stop", "x"});
+  EXPECT_EQ(first.task, InferTask::prompt);
+  EXPECT_EQ(first.max_tokens, 7);
+  const InferSettings second = parse({"--model=b.bin", "--prompt-ids=1,2"});
+  EXPECT_EQ(second.task, InferTask::prompt_ids);
+  EXPECT_EQ(second.max_tokens, 128);
+  EXPECT_TRUE(second.stop.empty());
+}
+
+TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
+  const auto refusal = [](std::vector<const char*> arguments) -> std::string {
+    arguments.insert(arguments.begin(), "infer_pythia");
+    try {
+      parse_infer_options(static_cast<int>(arguments.size()), arguments.data(), "1.2.3");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(refusal({"-mx", "-py"}), "accepted");
+  EXPECT_NE(refusal({"-mx"}).find("nothing to do"), std::string::npos);
+  EXPECT_NE(refusal({"-py"}).find("--model: missing"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "-py", "--bench"}).find("--prompt, --bench: only one"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "--compare=y", "--json"}).find("--json: does not go with --compare"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "--compare=y", "--dtype=fp16"}).find("--compare is for fp32"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "-py", "--stride=3"}).find("--stride: only for --perplexity"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "-py", "--stats"}).find("--stats: only for --interactive"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "-py", "--debug-inject=boom"}).find("nan@token=N"), std::string::npos);
+}
+
+// Runs in a process of its own: the descriptors are those of the whole process.
+void expect_occupied_descriptors() {
+  for (const int fd : {0, 1, 2}) ::close(fd);
+  int opened = -1;
+  bool written = true;
+  run_program([&] {
+    opened = ::open("/dev/zero", O_RDONLY);
+    written = ::write(1, "x", 1) == 1;
+    return Exit::ok;
+  });
+  ::_exit(opened > 2 && !written ? 0 : 1);
+}
+
+TEST(RunProgramDeathTest, NoFileGetsTheNumberOfAClosedDescriptor) {
+  EXPECT_EXIT(expect_occupied_descriptors(), testing::ExitedWithCode(0), "");
 }
 
 TEST(RunProgramDeathTest, AFullDiskIsAnError) {

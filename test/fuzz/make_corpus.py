@@ -231,10 +231,25 @@ def train_options() -> dict[str, bytes]:
     return {name: "\n".join(words).encode() for name, words in lines.items()}
 
 
+def infer_options() -> dict[str, bytes]:
+    lines = {
+        "prompt": ("--model=m", "--prompt", "Once", "--max-tokens=8", "--temperature=0.7", "--top-p=0.9", "--stop=.", "--json"),
+        "short": ("-m", "m", "-px", "-n16"), "interactive": ("-mm", "--interactive", "--stats", "--ignore-eos"),
+        "perplexity": ("--model=m", "--perplexity=text", "--stride=64", "--context=128"),
+        "bench": ("--model=m", "--bench", "--bench-contexts=5,60", "--decode=fused"),
+        "random": ("--bench", "--random-model=pythia-70m", "--bench-layer"),
+        "compare": ("--model=m", "--compare=dump", "--dtype=fp16"),
+        "inject": ("--model=m", "--prompt-ids=1,2", "--debug-inject=nan@token=3"), "two": ("--model=m", "--prompt=", "--bench"),
+    }
+    return {name: "\n".join(words).encode() for name, words in lines.items()}
+
+
 # What no seed holds.
 MORE_WORDS = {"options": ("--help", "--version", "1e400", "nan"), "train_options": (
     "--precision", "--on-nan", "--recompute", "--batch-tokens", "--seq-len", "--micro-batch", "--warmup-steps",
     "--max-minutes", "--compare", "--val", "--resume", "nan@step=", "io-error@save="),
+    "infer_options": ("--prompt-file", "--special", "--seed", "--top-k", "--min-p", "--device", "--color", "--threads",
+                      "--bench-timeline", "--debug-inject", "hang@token=", "io-error@load"),
     "encode": ("'s", "'LL", "\r\n", "<|endoftext|>", "\u0301", "\u1100", "\u00a0", "\u200d", "\ufeff")}
 
 
@@ -249,7 +264,7 @@ def dictionary(target: str, seeds: dict[str, bytes]) -> str:
 def main() -> int:
     targets = {"tensor_file": tensor_file, "token_shard": token_shard, "model_config": model_config_seeds,
                "tokenizer_json": tokenizer_json, "encode": encode, "checkpoint": checkpoint, "options": options,
-               "train_options": train_options}
+               "train_options": train_options, "infer_options": infer_options}
     shutil.rmtree(CORPUS, ignore_errors=True)
     total = 0
     for target, make in targets.items():

@@ -105,14 +105,14 @@ TEST(CudaLlamaDecoder, GenerationEndsWhereItShould) {
   options.max_tokens = kCapacity;  // more than there is room for
   const GenerateResult filled = generated(*decoder, options);
   EXPECT_EQ(filled.ids.size(), static_cast<std::size_t>(kCapacity - kPrompt));
-  EXPECT_EQ(filled.finish_reason, FinishReason::length);
+  EXPECT_EQ(filled.finish_reason, FinishReason::context_full);
   EXPECT_TRUE(std::equal(whole.begin(), whole.end(), filled.ids.begin()));
 
   options.stop_ids = {whole[20]};
   const GenerateResult stopped = generated(*decoder, options);
   const auto first = std::find(whole.begin(), whole.end(), whole[20]);
   EXPECT_EQ(stopped.ids, std::vector<std::int32_t>(whole.begin(), first + 1));
-  EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
+  EXPECT_EQ(stopped.finish_reason, FinishReason::end_of_text);
   EXPECT_EQ(stopped.context, kPrompt + (first - whole.begin()));
 }
 

@@ -294,7 +294,7 @@ TEST(CudaNeox, GenerationEndsWhereItShould) {
 
       options.stop_ids = {all[at]};  // the first id that is equal to it ends the text
       const GenerateResult stopped = generated(*model, prompt, options);
-      EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
+      EXPECT_EQ(stopped.finish_reason, FinishReason::end_of_text);
       EXPECT_EQ(stopped.ids, std::vector(begin, stop));
       EXPECT_EQ(model->length(), 10 + static_cast<std::int64_t>(end) - 1);
       EXPECT_TRUE(same_bits(model->decode(all[end - 1]), want)) << "stopped at " << end - 1;

@@ -136,8 +136,8 @@ def test_limits_in_the_security_notes_are_those_of_the_code():
     assert [value(name, config) for name in ("kMaxLayers", "kMaxVocab", "kMaxWidth", "kMaxHeads", "kMaxHeadDim",
                                              "kMaxPositions")] == ["1024", "1'000'000", "1 << 20", "1024", "1024", "1 << 24"]
     assert "prompt | 64 MiB; text to score 4 GiB" in text
-    assert value("kMaxPromptBytes", "infer_pythia.cu") == "64 << 20"
-    assert value("kMaxTextBytes", "infer_pythia.cu") == "4ull << 30"
+    assert value("kMaxPromptBytes", "llmc/app/decode_session.h") == "64 << 20"
+    assert value("kMaxTextBytes", "llmc/app/decode_session.h") == "4ull << 30"
 
 
 def test_every_numbered_case_has_a_row():

@@ -552,6 +552,11 @@ def start(*arguments, stdin=subprocess.DEVNULL) -> subprocess.Popen:
                             stderr=subprocess.PIPE, env=environment(), bufsize=0)
 
 
+def start_in(changes: dict[str, str], *arguments) -> subprocess.Popen:
+    return subprocess.Popen([PROGRAM, *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=environment(**changes), bufsize=0)
+
+
 def wait_for_message(process: subprocess.Popen, words: bytes) -> None:
     """Reads stderr as far as the line with these words."""
     for line in process.stderr:
@@ -573,7 +578,7 @@ def test_a_signal_ends_the_text_and_says_so(slow_model, number, code):
     first = process.stdout.read(1)
     process.send_signal(number)
     rest, stderr = process.communicate(timeout=60)
-    assert process.returncode == code and b"ended by interrupted" in stderr
+    assert process.returncode == code and b"ended by a signal" in stderr
     assert set(first + rest) == {ord("a")} and len(rest) < 15000
 
 
@@ -612,7 +617,7 @@ def test_interactive_ends_with_its_input(model):
 
 
 def test_interrupt_stops_the_answer_and_then_the_program(slow_model):
-    process = start("--model", slow_model, "--interactive", "--max-tokens", 8000, stdin=subprocess.PIPE)
+    process = start("--model", slow_model, "--interactive", "--stats", "--max-tokens", 8000, stdin=subprocess.PIPE)
 
     def read_answer() -> int:
         """Reads the rest of an answer, a run of "a" and its newline; its length."""
@@ -667,13 +672,149 @@ def test_interactive_sees_a_signal_that_came_before_its_first_line(model, tmp_pa
 
 
 def test_interactive_on_a_terminal(model):
-    terminal = Terminal("--model", model, "--interactive", "--max-tokens", 3, NO_COLOR="1")
+    terminal = Terminal("--model", model, "--interactive", "--stats", "--max-tokens", 3, NO_COLOR="1", TERM="dumb")
     terminal.read_until(lambda output: output.endswith(b"> "))
     terminal.type(b"Hello\n")
     terminal.read_until(lambda output: output.count(b"> ") == 2)
     terminal.type(b"\x04")  # Ctrl-D: the end of input
     code, output = terminal.finish()
     assert code == OK and b"first token" in output and b"\x1b" not in output
+    assert b"Ctrl-D" in output, "it says how to leave"
+    quiet = run("--model", model, "--interactive", "--max-tokens", 3, stdin=b"Hello\n")
+    assert quiet.returncode == OK and b"first token" not in quiet.stderr and b"Ctrl-D" not in quiet.stderr
+
+
+def test_a_line_without_end_is_not_kept(model):
+    """400 MB in one line, of which --interactive may keep no more than a line may have."""
+    process = start("--model", model, "--interactive", "--max-tokens", 2, stdin=subprocess.PIPE)
+    wait_for_message(process, b"context of")
+    for _ in range(400):
+        process.stdin.write(b"x" * 1_000_000)
+    process.stdin.write(b"\n")
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())[1])
+    process.stdin.write(b"y\n")
+    process.stdin.close()
+    stdout, stderr = process.stdout.read(), process.stderr.read()
+    assert process.wait(timeout=60) == OK and stdout.count(b"\n") == 1, stderr
+    assert b"more than 1.05 MB: it is left out" in stderr and peak < 200_000, peak
+
+
+# Every task that has nothing to finish ends at once, however long it would take.
+@pytest.mark.parametrize("task", [["--bench", "--max-tokens", 16000, "--bench-contexts", "8000"],
+                                  ["--perplexity", "long.txt", "--context", 16000, "--stride", 15999],
+                                  ["--prompt-file", "long.txt", "--context", 16000]])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_what_has_no_result_yet(slow_model, tmp_path, task, number, code):
+    (tmp_path / "long.txt").write_bytes(b"a" * 15900)
+    arguments = [tmp_path / word if word == "long.txt" else word for word in task]
+    process = start("--model", slow_model, *arguments)
+    wait_for_message(process, b"context of")
+    time.sleep(0.1)
+    process.send_signal(number)
+    begin = time.monotonic()
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and stdout == b"", stderr
+    assert time.monotonic() - begin < 2.5, "a second, and what a busy machine adds"
+
+
+def test_the_line_at_the_end_says_what_ended_the_text(tmp_path, model):
+    ends = write_model(tmp_path / "ends.bin", tokenizer_json(), constant_head(b"a"))
+    def reason(*arguments) -> str:
+        done = run("--model", ends, "--prompt", "x", *arguments)
+        return done.stderr.decode().splitlines()[-1].split("ended by ")[1]
+    assert reason("--max-tokens", 3) == "--max-tokens"
+    assert reason("--stop", "aa") == "a stop text"
+    assert reason("--context", 8).startswith("the end of the context")
+    head = np.zeros((ROWS, C), np.float32)
+    head[END_OF_TEXT] = 1
+    write_model(ends, tokenizer_json(), head)
+    assert reason() == "the end of the text"
+
+
+def test_perplexity_of_what_is_no_text(model, tmp_path):
+    (tmp_path / "x").write_bytes(b"abc\0def")
+    assert "NUL" in refused(BAD_FILE, "--model", model, "--perplexity", tmp_path / "x")
+    (tmp_path / "x").write_bytes(b"\xff\xfe" * 50)
+    assert "not UTF-8" in refused(BAD_FILE, "--model", model, "--perplexity", tmp_path / "x")
+    (tmp_path / "x").write_bytes(b"mostly text" * 5 + b"\xff")
+    done = run("--model", model, "--perplexity", tmp_path / "x")
+    assert done.returncode == OK and b"warning: " in done.stderr and b"1 of 56 bytes are not UTF-8" in done.stderr
+
+
+def test_a_directory_and_a_pattern_say_what_to_do(model, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "scripts/convert_hf.py" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
+    (tmp_path / "config.json").unlink()
+    assert "Give the model file in it" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
+    assert "Quote patterns" in refused(USAGE, "--model", model, model, "--prompt", "x")
+
+
+def test_short_options(model):
+    assert object_of("-m", model, "-p", "Hello", "-n24")["ids"] == prompt(model)["ids"]
+    assert run_ok("-V").startswith(b"infer_pythia ") and run_ok("-h") == run_ok("--help")
+    assert b"--debug-inject" not in run_ok("--help") and b"--debug-inject" in run_ok("--help-all")
+
+
+# ---- descriptors, threads --------------------------------------------------------------------------------------------
+
+def closing(*descriptors: int):
+    return lambda: [os.close(descriptor) for descriptor in descriptors]
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_descriptors_are_not_given_to_files(model, tmp_path, closed):
+    """No file of the program gets the number of a standard descriptor, so that no message lands in it."""
+    process = subprocess.Popen([PROGRAM, "--model", model, "--prompt", "Hello", "--debug-inject", "hang@token=2"],
+                               env=environment(), preexec_fn=closing(*closed))
+    try:
+        deadline = time.monotonic() + 20
+        while not os.path.exists(f"/proc/{process.pid}/fd/2") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        targets = {descriptor: os.readlink(f"/proc/{process.pid}/fd/{descriptor}") for descriptor in closed}
+        assert set(targets.values()) == {"/dev/null"}, targets
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_result_for_a_closed_stdout_is_an_error(model):
+    done = subprocess.run([PROGRAM, "--model", model, "--prompt", "Hello"], env=environment(), stderr=subprocess.PIPE,
+                          preexec_fn=closing(1))
+    assert done.returncode == ENVIRONMENT and b"standard output: cannot write" in done.stderr
+    done = subprocess.run([PROGRAM, "--model", model, "--prompt-file", "-"], env=environment(), capture_output=True,
+                          preexec_fn=closing(0))
+    assert done.returncode == BAD_FILE and b"standard input: cannot read" in done.stderr
+
+
+@pytest.mark.parametrize("wish", ["99999", "1000000000000", "0", "-1", "many", "2,3"])
+def test_odd_numbers_of_threads(model, wish):
+    assert prompt(model, OMP_NUM_THREADS=wish)["ids"] == prompt(model)["ids"]
+    assert "--threads" in refused(USAGE, "--model", model, "--prompt", "x", "--threads", 99999)
+
+
+def test_threads_are_chosen_and_said(model):
+    def said(*arguments, **env) -> str:
+        return run("--model", model, "--prompt", "x", *arguments, **env).stderr.decode()
+    assert "; 3 threads" in said("--threads", 3)
+    assert "; 1 thread\n" in said()
+    cores = len(os.sched_getaffinity(0))
+    assert f"; {cores} thread" in said(OMP_NUM_THREADS="99999") or cores == 1
+    assert prompt(model, "--threads", 3)["ids"] == prompt(model)["ids"]
+
+
+def test_the_environment_does_not_decide_how_threads_wait(model):
+    """With OMP_WAIT_POLICY=active idle threads would spin for minutes; libgomp has read it before main() begins."""
+    process = start_in({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "infinite", "OMP_NUM_THREADS": "2", "OMP_DYNAMIC": "true"},
+                       "--model", model, "--prompt", "x", "--debug-inject", "hang@token=2")
+    try:
+        wait_for_message(process, b"never comes")
+        names = {entry.split(b"=")[0] for entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")}
+        assert names.isdisjoint({b"OMP_WAIT_POLICY", b"GOMP_SPINCOUNT", b"OMP_DYNAMIC"})
+        assert Path(f"/proc/{process.pid}/comm").read_text() == "infer_pythia\n", "the name of the program stays"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # ---- the model in the repository -------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+#include "llmc/app/decode_device.h"
+
+#include <chrono>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/cpu/neox.h"
+#ifdef WEFT_CUDA
+#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/transformer/neox.h"
+#endif
+
+namespace weft {
+
+DecodeDevice::DecodeDevice(const InferSettings& settings) : settings_(settings) {
+  DeviceRequest request;
+  request.device = settings.device;
+  choice_ = choose_device(request);
+  if (!choice_.gpu) use_cpu(choice_);
+}
+
+void DecodeDevice::use_cpu(const DeviceChoice& cpu) {
+  choice_ = cpu;
+  const std::string& why = choice_.cpu_reason;
+  if (settings_.decode == "fused" || settings_.decode == "graph") {
+    fail(Exit::environment, "--decode %s: needs a GPU%s%s. On the CPU there is --decode reference",
+         settings_.decode.c_str(), why.empty() ? "" : ": ", why.c_str());
+  }
+  if (settings_.dtype == "fp16" || settings_.dtype == "bf16") {
+    fail(Exit::usage, "--dtype: got %s, the CPU computes in fp32 only", settings_.dtype.c_str());
+  }
+  announce_cpu(choice_);
+  shared_cores_.emplace();
+}
+
+#ifdef WEFT_CUDA
+
+namespace {
+
+cuda::DecodeMode decode_mode(const std::string& name) {
+  return name == "reference" ? cuda::DecodeMode::reference
+         : name == "graph"   ? cuda::DecodeMode::graph
+                             : cuda::DecodeMode::fused;
+}
+
+// Reads the file, with a progress line, and says how fast.
+std::unique_ptr<DecodeModel> load_on_gpu(const ModelFile& file, cuda::NeoxOptions options) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+  std::uint64_t all = 0;
+  for (const TensorSpec& spec : file.table().specs()) all += file.file().at(spec.name).bytes;
+  ProgressLine line;
+  options.progress = [&](std::uint64_t done, std::uint64_t) {
+    line.show(format("reading %s: %s of %s, %.1f GB/s", escaped(file.file().path()).c_str(),
+                     human_bytes(static_cast<double>(done)).c_str(), human_bytes(static_cast<double>(all)).c_str(),
+                     static_cast<double>(done) / seconds() / 1e9));
+  };
+  std::unique_ptr<DecodeModel> model = cuda::load_neox(file, options);
+  line.clear();
+  log_info("read %s in %.2f s, %.1f GB/s, every hash right", human_bytes(static_cast<double>(all)).c_str(), seconds(),
+           static_cast<double>(all) / seconds() / 1e9);
+  return model;
+}
+
+}  // namespace
+
+void DecodeDevice::choose(const ModelConfig& config, DType stored) {
+  if (!choice_.gpu) return;
+  dtype_ = settings_.dtype == "fp16"                                           ? DType::f16
+           : settings_.dtype == "bf16"                                         ? DType::bf16
+           : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
+                                                                               : stored;
+  const std::string refusal = cuda::neox_refusal(config, dtype_);
+  if (refusal.empty()) return choose_decode(config);
+  if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
+  use_cpu(choose_cpu(refusal));
+}
+
+// auto: fused where it exists, else graph, and it says why.
+void DecodeDevice::choose_decode(const ModelConfig& config) {
+  decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
+  if (decode_ != "fused") return;
+  const std::string refusal = cuda::fused_refusal(config, dtype_);
+  if (refusal.empty()) return;
+  if (settings_.decode == "fused") fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
+  decode_ = "graph";
+  log_info("decode graph, not fused: %s", refusal.c_str());
+}
+
+double DecodeDevice::read_ceiling() const {
+  return choice_.gpu ? cuda::measure_read_bandwidth() : 0;
+}
+
+// Refuses a plan that cannot fit before anything is allocated, with what would fit.
+void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
+  const auto planned = [&](std::int64_t positions, DType dtype) {
+    return total_bytes(
+        cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
+  };
+  const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
+  if (needed <= available) return;
+  std::int64_t fitting = capacity;
+  while (fitting > 1 && planned(fitting, dtype_) > available) fitting /= 2;
+  std::string advice = "Use --device cpu";
+  if (planned(fitting, dtype_) <= available) {
+    advice = format("--context %lld would fit", static_cast<long long>(fitting));
+  } else if (dtype_ == DType::f32 && planned(capacity, DType::f16) <= available) {
+    advice = "--dtype fp16 would fit";
+  }
+  fail_plan(needed, choice_, advice);
+}
+
+std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
+  if (!choice_.gpu) return cpu::load_neox(file, capacity);
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  check_memory(file.config(), capacity);
+  return load_on_gpu(file, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
+}
+
+std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
+  if (!choice_.gpu) fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  check_memory(config, capacity);
+  return cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
+                           {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
+}
+
+#else  // the CPU alone
+
+void DecodeDevice::choose(const ModelConfig&, DType) {}
+
+double DecodeDevice::read_ceiling() const {
+  return 0;
+}
+
+std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
+  return cpu::load_neox(file, capacity);
+}
+
+std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig&, std::int64_t) const {
+  fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+}
+
+#endif
+
+}  // namespace weft

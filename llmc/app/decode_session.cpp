@@ -1,0 +1,124 @@
+#include "llmc/app/decode_session.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <iostream>
+
+#include "llmc/app/paths.h"
+#include "llmc/base/error.h"
+#include "llmc/base/file.h"
+#include "llmc/base/log.h"
+#include "llmc/infer/fault_injection.h"
+#include "llmc/infer/prompt.h"
+
+namespace weft {
+
+namespace {
+
+ModelFile open_model(const std::string& path) {
+  refuse_model_directory(path);
+  return ModelFile::open(path, Family::gpt_neox);
+}
+
+// Nothing if the file has none.
+std::optional<Tokenizer> load_tokenizer(const ModelFile& file) {
+  if (!file.has_tokenizer()) return std::nullopt;
+  const std::string source = escaped(file.file().path()) + ": " + kTokenizerTensor;
+  Tokenizer tokenizer = Tokenizer::from_json(file.tokenizer_json(), source);
+  if (tokenizer.vocab_size() > file.config().vocab_size) {
+    fail(Exit::bad_file, "%s: got %lld tokens, expected at most the model's %lld", source.c_str(),
+         static_cast<long long>(tokenizer.vocab_size()), static_cast<long long>(file.config().vocab_size));
+  }
+  return tokenizer;
+}
+
+std::string read_standard_input() {
+  std::string text;
+  char piece[1 << 16];
+  while (std::cin.read(piece, sizeof piece), std::cin.gcount() > 0) {
+    text.append(piece, static_cast<std::size_t>(std::cin.gcount()));
+    if (text.size() > kMaxPromptBytes) {
+      fail(Exit::bad_file, "standard input: more than the %llu bytes that a prompt may have",
+           static_cast<unsigned long long>(kMaxPromptBytes));
+    }
+  }
+  if (std::ferror(stdin) != 0) fail(Exit::bad_file, "standard input: cannot read. Is it closed?");
+  return text;
+}
+
+std::string read_prompt_text(const InferSettings& settings) {
+  if (settings.task == InferTask::prompt) return settings.prompt;
+  return settings.prompt_file == "-" ? read_standard_input() : read_text_file(settings.prompt_file, kMaxPromptBytes);
+}
+
+// `threads`: that compute; 0: the GPU does.
+void announce(const DecodeModel& model, const std::string& name, const char* dtype, std::int64_t threads) {
+  const std::string on_threads =
+      threads > 0 ? format("; %lld thread%s", static_cast<long long>(threads), threads == 1 ? "" : "s") : "";
+  log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for a context of %lld%s", name.c_str(),
+           static_cast<long long>(model.config().num_layers), static_cast<long long>(model.config().hidden_size),
+           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, dtype,
+           human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(),
+           static_cast<long long>(model.capacity()), on_threads.c_str());
+}
+
+}  // namespace
+
+DecodeSession::DecodeSession(const InferSettings& settings)
+    : settings_(settings), device_(settings), file_(open_model(settings.model)), tokenizer_(load_tokenizer(file_)) {
+  device_.choose(file_.config(), file_.dtype());
+}
+
+const Tokenizer& DecodeSession::need_tokenizer() const {
+  if (tokenizer_) return *tokenizer_;
+  fail(Exit::bad_file,
+       "%s: %s: missing, so text cannot be read. Convert the model again with its tokenizer, or use --prompt-ids",
+       escaped(settings_.model).c_str(), kTokenizerTensor);
+}
+
+Tokenizer::Special DecodeSession::special() const {
+  return settings_.special ? Tokenizer::Special::allow : Tokenizer::Special::text;
+}
+
+std::vector<std::int32_t> DecodeSession::prompt_ids() const {
+  if (settings_.task == InferTask::prompt_ids) return parse_ids(settings_.prompt_ids, config().vocab_size);
+  return start_ids(need_tokenizer().encode(read_prompt_text(settings_), true, special()), config());
+}
+
+GenerateOptions DecodeSession::generate_options() const {
+  GenerateOptions generate;
+  generate.max_tokens = settings_.max_tokens;
+  generate.sampler = {settings_.temperature,
+                      settings_.top_k,
+                      settings_.top_p,
+                      settings_.min_p,
+                      static_cast<std::uint64_t>(settings_.seed),
+                      tokenizer_ ? tokenizer_->vocab_size() : config().tokenizer_vocab};
+  if (!settings_.ignore_eos) generate.stop_ids = config().eos_ids;
+  generate.stop_texts = settings_.stop;
+  return generate;
+}
+
+std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) const {
+  const DecodeFaults faults = parse_decode_faults(settings_.debug_inject);
+  inject_before_load(faults);
+  std::unique_ptr<DecodeModel> model = with_faults(device_.load(file_, capacity), faults);
+  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads);
+  return model;
+}
+
+std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& config, std::int64_t needed) {
+  if (settings.context == 0) return std::clamp<std::int64_t>(needed, 1, config.max_positions);
+  if (settings.context <= config.max_positions) return settings.context;
+  fail(Exit::usage, "--context: got %lld, expected at most the %lld positions that the model was made for",
+       static_cast<long long>(settings.context), static_cast<long long>(config.max_positions));
+}
+
+std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
+                                               const ModelConfig& config, std::int64_t capacity) {
+  std::unique_ptr<DecodeModel> model = device.make_random(config, capacity);
+  announce(*model, settings.random_model, "a random generator", 0);
+  return model;
+}
+
+}  // namespace weft

@@ -1,0 +1,81 @@
+#include "llmc/app/train_device.h"
+
+#include <utility>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/llama.h"
+#include "llmc/train/fault_injection.h"
+#ifdef WEFT_CUDA
+#include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/transformer/llama_decoder.h"
+#endif
+
+namespace weft {
+
+namespace {
+
+// --dry-run and --print-config speak of a GPU without having one, where the program knows GPUs.
+DeviceRequest request_of(const TrainSettings& settings) {
+  const FaultPlan faults = parse_faults(settings.debug_inject);
+  DeviceRequest request{settings.device, settings.dry_run || settings.print_config,
+                        static_cast<int>(faults.gpu_arch.value_or(0)), std::nullopt};
+  if (faults.gpu_free) request.pretended_free_bytes = static_cast<std::uint64_t>(*faults.gpu_free);
+  return request;
+}
+
+}  // namespace
+
+TrainDevice::TrainDevice(TrainSettings& settings) : choice_(choose_device(request_of(settings))) {
+  announce_cpu(choice_);
+  if (!choice_.gpu) shared_cores_.emplace();
+  if (!choice_.gpu && settings.precision == "bf16") {
+    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+  }
+  const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
+  settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
+  if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
+    fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
+  }
+}
+
+std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
+                                          [[maybe_unused]] std::int64_t sample_positions) const {
+#ifdef WEFT_CUDA
+  if (choice_.gpu) {
+    std::vector<MemoryLine> lines = cuda::plan_llama(config, options);
+    if (sample_positions == 0) return lines;
+    for (MemoryLine& line : cuda::plan_llama_decoder(config, options.precision, sample_positions)) {
+      lines.push_back(std::move(line));
+    }
+    return lines;
+  }
+#endif
+  return cpu::plan_llama(config, options);
+}
+
+void TrainDevice::check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
+                               std::int64_t sample_positions) const {
+  TrainOptions smaller = options;
+  const auto planned = [&] { return total_bytes(plan(config, smaller, sample_positions)); };
+  const std::uint64_t available = choice_.available_bytes, needed = planned();
+  if (needed <= available || available == 0) return;
+  if (batch_sequences == 0) fail_plan(needed, choice_, "Make a reference dump of fewer or shorter sequences");
+  do --smaller.micro_batch;
+  while (smaller.micro_batch > 1 && (batch_sequences % smaller.micro_batch != 0 || planned() > available));
+  const bool fits = smaller.micro_batch > 0 && planned() <= available;
+  fail_plan(needed, choice_,
+            fits ? format("--micro-batch %lld would fit", static_cast<long long>(smaller.micro_batch))
+            : choice_.gpu
+                ? "Not even --micro-batch 1 fits: try --recompute block, --moments bf16, a shorter --seq-len or "
+                  "a smaller model"
+                : "Not even --micro-batch 1 fits: try --recompute block, a shorter --seq-len or a smaller model");
+}
+
+std::unique_ptr<TrainModel> TrainDevice::make(const ModelConfig& config, const TrainOptions& options) const {
+#ifdef WEFT_CUDA
+  if (choice_.gpu) return cuda::make_llama(config, options);
+#endif
+  return cpu::make_llama(config, options);
+}
+
+}  // namespace weft

@@ -1,0 +1,296 @@
+#include "llmc/base/threads.h"
+
+#include <omp.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdlib>
+#include <ctime>
+#include <fstream>
+#include <mutex>
+#include <sstream>
+#include <system_error>
+#include <thread>
+
+#include "llmc/base/signals.h"
+
+namespace weft {
+
+namespace {
+
+// Set for the program that this one starts in its place: it does not start itself again.
+constexpr const char* kCleaned = "WEFT_THREAD_ENVIRONMENT";
+constexpr const char* kSpinCount = "GOMP_SPINCOUNT";
+constexpr const char* kShortSpin = "100";
+// Of more threads that only sleep than this, a fixed short spin is preferred.
+constexpr int kMaxSleepers = 8;
+
+char** program_arguments = nullptr;
+int team_threads = 0;           // set_threads()' result; the setting of OpenMP itself is one of each thread
+bool short_spin_fixed = false;  // GOMP_SPINCOUNT says so, and weft has set it
+
+// Returns only where it fails.
+void start_again() {
+  if (program_arguments == nullptr) return;
+  char path[4096];
+  const ssize_t length = ::readlink("/proc/self/exe", path, sizeof path - 1);
+  if (length <= 0) return;
+  path[length] = '\0';
+  ::setenv(kCleaned, "1", 1);
+  ::execv(path, program_arguments);
+  ::unsetenv(kCleaned);
+}
+
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+std::optional<double> quota_of(double microseconds, double period) {
+  if (!(microseconds > 0) || !(period > 0)) return std::nullopt;
+  return microseconds / period;
+}
+
+// cpu.max is "150000 100000", or "max 100000" without a limit; version 1 has two files, and -1 without a limit.
+std::optional<double> quota_in(const std::string& directory) {
+  double quota = 0, period = 0;
+  std::ifstream both(directory + "/cpu.max");
+  if (both >> quota >> period) return quota_of(quota, period);
+  std::ifstream quota_file(directory + "/cpu.cfs_quota_us"), period_file(directory + "/cpu.cfs_period_us");
+  if (quota_file >> quota && period_file >> period) return quota_of(quota, period);
+  return std::nullopt;
+}
+
+bool lists(std::string_view controllers, std::string_view name) {
+  for (std::size_t begin = 0; begin <= controllers.size();) {
+    const std::size_t end = std::min(controllers.find(',', begin), controllers.size());
+    if (controllers.substr(begin, end - begin) == name) return true;
+    begin = end + 1;
+  }
+  return false;
+}
+
+// CPUs that this process may run on.
+std::vector<bool> our_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(::getpid(), sizeof set, &set) != 0) return {};
+  std::vector<bool> ours(CPU_SETSIZE);
+  for (std::size_t i = 0; i < ours.size(); ++i) ours[i] = CPU_ISSET(i, &set);
+  return ours;
+}
+
+// Of idle threads in addition to the team, so that libgomp has more threads than cores.
+int sleepers_needed() {
+  const int team = team_threads > 0 ? team_threads : omp_get_max_threads();
+  return std::max(1, omp_get_num_procs() - team + 1);
+}
+
+// The number at the front of OMP_NUM_THREADS: "4", or "4,2" with one for each level of nesting.
+std::optional<std::int64_t> parse_omp_threads(const std::string& text) {
+  std::int64_t number = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool whole = end.ec == std::errc{} && (end.ptr == text.data() + text.size() || *end.ptr == ',');
+  return whole && number >= 1 ? std::optional(number) : std::nullopt;
+}
+
+}  // namespace
+
+ThreadLimits thread_limits() {
+  ThreadLimits limits;
+  limits.cores = std::max(1, omp_get_num_procs());  // libgomp counts the affinity of the process
+  limits.quota = cpu_quota(text_of("/proc/self/cgroup"), "/sys/fs/cgroup");
+  if (const char* wish = std::getenv("OMP_NUM_THREADS")) limits.omp_num_threads = wish;
+  return limits;
+}
+
+std::int64_t choose_threads(std::int64_t option, const ThreadLimits& limits) {
+  if (option > 0) return option;
+  std::int64_t threads = std::clamp<std::int64_t>(limits.cores, 1, kMaxThreads);
+  // Half a core is no help: a team waits for its slowest thread.
+  if (limits.quota) threads = std::min(threads, static_cast<std::int64_t>(std::max(1.0, std::floor(*limits.quota))));
+  return std::min(threads, parse_omp_threads(limits.omp_num_threads).value_or(threads));
+}
+
+std::optional<double> cpu_quota(std::string_view membership, const std::string& root) {
+  std::optional<double> smallest;
+  std::istringstream lines{std::string(membership)};
+  for (std::string line; std::getline(lines, line);) {  // "ID:CONTROLLERS:PATH"; version 2 is "0::PATH"
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    if (!controllers.empty() && !lists(controllers, "cpu")) continue;
+    const std::string mount = controllers.empty() ? root : root + "/cpu";
+    // In a container the path may be the host's: its beginnings, down to the root, are tried as well.
+    for (std::string path = line.substr(second + 1);;) {
+      if (const std::optional<double> quota = quota_in(mount + path))
+        smallest = std::min(smallest.value_or(*quota), *quota);
+      const std::size_t slash = path.rfind('/');
+      if (slash == std::string::npos) break;
+      path.resize(slash);
+    }
+  }
+  return smallest;
+}
+
+void clean_thread_environment(char** argv) {
+  program_arguments = argv;
+  if (std::getenv(kCleaned) != nullptr) {
+    ::unsetenv(kCleaned);
+    short_spin_fixed = std::getenv(kSpinCount) != nullptr;
+    return;
+  }
+  bool found = false;
+  for (const char* name : {"OMP_WAIT_POLICY", kSpinCount, "OMP_DYNAMIC", "OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS",
+                           "OMP_THREAD_LIMIT", "OMP_STACKSIZE", "GOMP_STACKSIZE"}) {
+    found = found || std::getenv(name) != nullptr;
+    ::unsetenv(name);
+  }
+  // More threads than cores only wait for each other, and libgomp ends the program where the system refuses one.
+  if (const char* wish = std::getenv("OMP_NUM_THREADS")) {
+    const std::optional<std::int64_t> threads = parse_omp_threads(wish);
+    if (!threads || *threads > omp_get_num_procs()) {
+      ::unsetenv("OMP_NUM_THREADS");
+      found = true;
+    }
+  }
+  if (found) start_again();
+}
+
+std::int64_t set_threads(std::int64_t option) {
+  const std::int64_t threads = choose_threads(option, thread_limits());
+  team_threads = static_cast<int>(threads);
+  omp_set_num_threads(team_threads);
+  if (threads > 1 && sleepers_needed() > kMaxSleepers && !short_spin_fixed) {
+    ::setenv(kSpinCount, kShortSpin, 1);
+    start_again();
+  }
+  return threads;
+}
+
+struct ShortWaits::Sleepers {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool begun = false, done = false;
+  std::thread owner;  // of a team of its own; libgomp ends the team with it
+
+  void run() {
+    const int team = sleepers_needed() + 1;
+#pragma omp parallel num_threads(team)
+    {}
+    std::unique_lock<std::mutex> lock(mutex);
+    begun = true;
+    changed.notify_all();
+    changed.wait(lock, [this] { return done; });
+  }
+};
+
+ShortWaits::ShortWaits() : sleepers_(std::make_unique<Sleepers>()) {
+  const SignalsElsewhere signals;
+  try {
+    sleepers_->owner = std::thread([this] { sleepers_->run(); });
+  } catch (const std::system_error&) {  // no more threads for this user: they spin
+    return;
+  }
+  std::unique_lock<std::mutex> lock(sleepers_->mutex);
+  sleepers_->changed.wait(lock, [this] { return sleepers_->begun; });
+}
+
+ShortWaits::~ShortWaits() {
+  if (!sleepers_->owner.joinable()) return;
+  {
+    const std::lock_guard<std::mutex> lock(sleepers_->mutex);
+    sleepers_->done = true;
+  }
+  sleepers_->changed.notify_all();
+  sleepers_->owner.join();
+}
+
+struct SharedCores::Watcher {
+  static constexpr std::chrono::milliseconds kInterval{250};
+  static constexpr double kCrowded = 1.0 / 8;
+  static constexpr int kQuietIntervals = 2;  // before the cores count as ours again
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  std::thread thread;
+
+  struct Sample {
+    double busy = 0, own = 0, now = 0;  // seconds: of the CPUs, of this process, and on the clock
+  };
+  const std::vector<bool> ours = our_cpus();
+
+  Sample sample() const {
+    timespec own{}, now{};
+    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &own);
+    ::clock_gettime(CLOCK_MONOTONIC, &now);
+    const auto seconds = [](const timespec& t) {
+      return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+    };
+    const double ticks = static_cast<double>(busy_ticks(text_of("/proc/stat"), ours));
+    return {ticks / static_cast<double>(::sysconf(_SC_CLK_TCK)), seconds(own), seconds(now)};
+  }
+
+  void run() {
+    std::optional<ShortWaits> waits(std::in_place);  // until the cores are known to be ours
+    const auto cores = static_cast<double>(std::max<std::ptrdiff_t>(1, std::count(ours.begin(), ours.end(), true)));
+    Sample before = sample();
+    int quiet = kQuietIntervals - 1;  // the first interval decides
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!changed.wait_for(lock, kInterval, [this] { return done; })) {
+      const Sample after = sample();
+      const double others = (after.busy - before.busy) - (after.own - before.own);
+      quiet = others > kCrowded * cores * (after.now - before.now) ? 0 : quiet + 1;
+      before = after;
+      if (quiet == 0 && !waits) waits.emplace();
+      if (quiet >= kQuietIntervals) waits.reset();
+    }
+  }
+};
+
+SharedCores::SharedCores() {
+  if (omp_get_max_threads() == 1 || short_spin_fixed) return;  // nobody spins
+  watcher_ = std::make_unique<Watcher>();
+  const SignalsElsewhere signals;
+  try {
+    watcher_->thread = std::thread([this] { watcher_->run(); });
+  } catch (const std::system_error&) {  // no more threads for this user: libgomp's own spinning stays
+    watcher_.reset();
+  }
+}
+
+SharedCores::~SharedCores() {
+  if (!watcher_) return;
+  {
+    const std::lock_guard<std::mutex> lock(watcher_->mutex);
+    watcher_->done = true;
+  }
+  watcher_->changed.notify_all();
+  watcher_->thread.join();
+}
+
+std::uint64_t busy_ticks(std::string_view stat, const std::vector<bool>& ours) {
+  std::uint64_t busy = 0;
+  std::istringstream lines{std::string(stat)};
+  for (std::string line; std::getline(lines, line);) {
+    std::size_t cpu = 0;
+    if (!line.starts_with("cpu")) break;  // the CPUs come first
+    const auto number = std::from_chars(line.data() + 3, line.data() + line.size(), cpu);
+    if (number.ec != std::errc{} || cpu >= ours.size() || !ours[cpu]) continue;  // "cpu " is the sum of all
+    std::istringstream fields(line.substr(static_cast<std::size_t>(number.ptr - line.data())));
+    std::uint64_t user = 0, nice = 0, system = 0, idle = 0, waiting = 0, interrupts = 0, soft = 0, steal = 0;
+    fields >> user >> nice >> system >> idle >> waiting >> interrupts >> soft >> steal;
+    busy += user + nice + system + interrupts + soft + steal;
+  }
+  return busy;
+}
+
+}  // namespace weft

@@ -1,0 +1,179 @@
+#include "llmc/infer/options.h"
+
+#include <limits>
+#include <utility>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/base/threads.h"
+#include "llmc/infer/fault_injection.h"
+#include "llmc/model/pythia.h"
+
+namespace weft {
+
+namespace {
+
+constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
+
+constexpr const char* kFooter =
+    "Text goes to stdout as it is generated, messages and statistics go to stderr.\n"
+    "Exit codes: 0 ok, 1 internal error or failed comparison, 2 usage, 3 bad input\n"
+    "file, 4 environment (GPU), 5 out of memory or disk, 6 non-finite numbers,\n"
+    "130 and 143 stopped by a signal.\n"
+    "\n"
+    "Example:\n"
+    "  infer_pythia --model pythia-160m.bin --prompt 'Once upon a time'";
+
+struct TaskName {
+  InferTask task;
+  const char* option;
+};
+constexpr TaskName kTasks[] = {
+    {InferTask::prompt, "prompt"},         {InferTask::prompt_file, "prompt-file"},
+    {InferTask::prompt_ids, "prompt-ids"}, {InferTask::interactive, "interactive"},
+    {InferTask::perplexity, "perplexity"}, {InferTask::bench, "bench"},
+    {InferTask::compare, "compare"},
+};
+
+void add_model(OptionTable& table, InferSettings& s) {
+  table.group("Model");
+  table.text("model", s.model, "FILE", "model file, made by scripts/convert_hf.py");
+  table.short_name('m', "model");
+  table.choice("device", s.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
+  table.choice("decode", s.decode, {"auto", "fused", "graph", "reference"},
+               "how to decode; fused and graph need a GPU; auto: the fastest that this GPU and model have");
+  table.choice("dtype", s.dtype, {"auto", "fp16", "bf16", "fp32"},
+               "of weights and cache on the GPU; auto: as the file has them");
+  table.integer("context", s.context, 0, kNoLimit,
+                "positions of the K/V cache; 0: as many as needed, at most what the model was made for");
+  table.integer("threads", s.threads, 0, kMaxThreads, kThreadsHelp);
+}
+
+void add_tasks(OptionTable& table, InferSettings& s) {
+  table.group("What to do, exactly one of");
+  table.text("prompt", s.prompt, "TEXT", "continue this text");
+  table.short_name('p', "prompt");
+  table.text("prompt-file", s.prompt_file, "FILE", "continue the text of this file, every byte of it; - is stdin");
+  table.text("prompt-ids", s.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
+  table.flag("interactive", s.interactive, "continue each line of stdin, in one growing text");
+  table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
+  table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
+  table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
+}
+
+void add_generation(OptionTable& table, InferSettings& s) {
+  table.group("Generation");
+  table.integer("max-tokens", s.max_tokens, 1, kNoLimit, "stop after so many tokens");
+  table.short_name('n', "max-tokens");
+  table.repeated("stop", s.stop, "TEXT", "stop before this text");
+  table.flag("ignore-eos", s.ignore_eos, "do not stop at the end-of-text token");
+  table.flag("special", s.special, "names of special tokens in the prompt are tokens, not text");
+  table.number("temperature", s.temperature, 0, std::numeric_limits<double>::max(), "0: always the likeliest token");
+  table.integer("top-k", s.top_k, 0, kNoLimit, "then keep the k likeliest tokens; 0: all");
+  table.number("top-p", s.top_p, 0, 1, "then keep the likeliest tokens that make up this share");
+  table.number("min-p", s.min_p, 0, 1, "then keep tokens of at least this share of the likeliest one");
+  table.integer("seed", s.seed, 0, kNoLimit, "of the random numbers");
+}
+
+void add_measurements(OptionTable& table, InferSettings& s) {
+  table.group("Perplexity");
+  table.integer("stride", s.stride, 0, kNoLimit,
+                "tokens by which the window moves, less than the context; 0: half of it");
+
+  table.group("Benchmark");
+  table.text("bench-contexts", s.bench_contexts, "64,1024",
+             "also decode after prompts of these lengths; default: none on the CPU, 64,1024,2000 on the GPU");
+  table.flag("bench-layer", s.bench_layer,
+             "instead: attention, MLP-up and GELU of one layer at context 64; needs a GPU");
+  table.flag("bench-timeline", s.bench_timeline,
+             "also when the phases of a fused token at context 64 end; needs --decode fused");
+  table.text("random-model", s.random_model, "NAME",
+             "instead of --model: random weights of this size, pythia-14m to pythia-12b; needs a GPU");
+}
+
+void add_output(OptionTable& table, InferSettings& s) {
+  table.group("Output");
+  table.flag("json", s.json, "one JSON object instead of text");
+  table.flag("stats", s.stats, "with --interactive: speed and reason of the end after each answer");
+  table.choice("color", s.color, {"auto", "always", "never"}, "colour of messages");
+  table.repeated("debug-inject", s.debug_inject, "SPEC", decode_fault_help());
+  table.only_in_help_all("debug-inject");
+}
+
+// The task that was given; none or two are an error. `given`: its option, with the dashes.
+InferTask the_task(const OptionTable& table, std::string& given) {
+  std::string all;
+  InferTask task = InferTask::prompt;
+  int count = 0;
+  for (const auto& [candidate, option] : kTasks) {
+    all += std::string(all.empty() ? "--" : ", --") + option;
+    if (!table.given(option)) continue;
+    given += std::string(given.empty() ? "--" : ", --") + option;
+    task = candidate;
+    ++count;
+  }
+  if (count == 0) fail(Exit::usage, "nothing to do: expected one of %s", all.c_str());
+  if (count > 1) fail(Exit::usage, "%s: only one of them at a time", given.c_str());
+  return task;
+}
+
+void check_together(const OptionTable& table, InferSettings& s) {
+  if (table.given("random-model")) {
+    if (!s.bench || table.given("model")) {
+      fail(Exit::usage, "--random-model: only for --bench, in the place of --model");
+    }
+  } else if (!table.given("model")) {
+    fail(Exit::usage, "--model: missing, expected a model file");
+  }
+  if (table.given("bench-contexts") && !s.bench) fail(Exit::usage, "--bench-contexts: only for --bench");
+  if (s.bench_layer && (!s.bench || table.given("bench-contexts"))) {
+    fail(Exit::usage, "--bench-layer: only for --bench, without --bench-contexts");
+  }
+  if (s.bench_timeline && (!s.bench || s.bench_layer || s.json)) {
+    fail(Exit::usage, "--bench-timeline: only for --bench, without --bench-layer and --json");
+  }
+  std::string given;
+  s.task = the_task(table, given);
+  for (const auto& [name, value] :
+       {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
+        std::pair("perplexity", &s.perplexity), std::pair("compare", &s.compare)}) {
+    if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
+  }
+  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::compare)) {
+    fail(Exit::usage, "--json: does not go with %s", given.c_str());
+  }
+  if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
+  if (s.stats && s.task != InferTask::interactive) fail(Exit::usage, "--stats: only for --interactive");
+  if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
+    fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
+  }
+  if (table.given("random-model")) pythia_config(s.random_model);  // refuses an unknown name
+  parse_decode_faults(s.debug_inject);
+}
+
+}  // namespace
+
+InferOptionParser::InferOptionParser(const std::string& version)
+    : table_("infer_pythia", "Runs GPT-NeoX / Pythia models.") {
+  table_.version(version);
+  table_.footer(kFooter);
+  add_model(table_, settings_);
+  add_tasks(table_, settings_);
+  add_generation(table_, settings_);
+  add_measurements(table_, settings_);
+  add_output(table_, settings_);
+}
+
+std::optional<InferSettings> InferOptionParser::parse(int argc, const char* const* argv) {
+  settings_ = InferSettings();
+  if (table_.parse(argc, argv) == OptionTable::Outcome::exit_ok) return std::nullopt;
+  set_color_mode(color_mode_from_name(settings_.color));
+  check_together(table_, settings_);
+  return settings_;
+}
+
+std::optional<InferSettings> parse_infer_options(int argc, const char* const* argv, const std::string& version) {
+  return InferOptionParser(version).parse(argc, argv);
+}
+
+}  // namespace weft

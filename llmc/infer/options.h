@@ -1,0 +1,57 @@
+// The options of infer_pythia: one table, their values, and what is checked of them together.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/base/options.h"
+
+namespace weft {
+
+// What to do with the model: exactly one of these is asked for.
+enum class InferTask { prompt, prompt_file, prompt_ids, interactive, perplexity, bench, compare };
+
+// One field an option, with its default; the names and meanings are those of --help. Sizes of zero mean "not given".
+struct InferSettings {
+  std::string model, random_model, device = "auto", decode = "auto", dtype = "auto";
+  std::int64_t context = 0, threads = 0;
+
+  std::string prompt, prompt_file, prompt_ids, perplexity, compare;
+  bool interactive = false, bench = false;
+
+  std::int64_t max_tokens = 128, top_k = 0, seed = 0;
+  double temperature = 0, top_p = 1, min_p = 0;
+  std::vector<std::string> stop;
+  bool ignore_eos = false, special = false;
+
+  std::int64_t stride = 0;
+  std::string bench_contexts;
+  bool bench_layer = false, bench_timeline = false;
+
+  bool json = false, stats = false;
+  std::string color = "auto";
+  std::vector<std::string> debug_inject;
+
+  InferTask task = InferTask::prompt;  // which of the ways was given
+};
+
+// The table of the options, bound to the settings that it fills.
+class InferOptionParser {
+ public:
+  explicit InferOptionParser(const std::string& version);
+  // Empty: --help or --version was printed. What no single value can show (no task or two, options that do not go together)
+  // is checked here too, before any file is opened: Exit::usage. Each call starts from the defaults.
+  std::optional<InferSettings> parse(int argc, const char* const* argv);
+
+ private:
+  InferSettings settings_;
+  OptionTable table_;
+};
+
+// The same for the one command line of a program.
+std::optional<InferSettings> parse_infer_options(int argc, const char* const* argv, const std::string& version);
+
+}  // namespace weft

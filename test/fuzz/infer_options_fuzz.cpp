@@ -1,0 +1,34 @@
+// The command line of infer_pythia, one argument a line: its table, and what it checks of the values together.
+#include <memory>
+#include <vector>
+
+#include "llmc/infer/options.h"
+#include "test/fuzz/target.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace weft;
+  using namespace weft::fuzz;
+  const std::vector<std::string> words = lines(Input(data, size).take_rest());
+  std::vector<const char*> arguments = {"fuzz"};
+  for (const std::string& word : words) arguments.push_back(word.c_str());
+  // As in train_options_fuzz.cpp: making the table takes most of the time of a parse.
+  static std::unique_ptr<InferOptionParser> parser;
+  static int parsed = 0;
+  if (parsed++ % 1000 == 0) parser = std::make_unique<InferOptionParser>("fuzz");
+  accepts([&] {
+    const auto settings = parser->parse(static_cast<int>(arguments.size()), arguments.data());
+    if (!settings) return;
+    const InferSettings& s = *settings;
+    // The task is the one that was asked for, with what it needs.
+    FUZZ_CHECK(s.model.empty() != s.random_model.empty());
+    FUZZ_CHECK((s.task == InferTask::prompt_file) == !s.prompt_file.empty());
+    FUZZ_CHECK((s.task == InferTask::prompt_ids) == !s.prompt_ids.empty());
+    FUZZ_CHECK((s.task == InferTask::perplexity) == !s.perplexity.empty());
+    FUZZ_CHECK((s.task == InferTask::compare) == !s.compare.empty());
+    FUZZ_CHECK((s.task == InferTask::interactive) == s.interactive && (s.task == InferTask::bench) == s.bench);
+    FUZZ_CHECK(s.max_tokens >= 1 && s.context >= 0 && s.stride >= 0 && s.threads >= 0);
+    FUZZ_CHECK(s.temperature >= 0 && s.top_p >= 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1);
+    FUZZ_CHECK(s.bench || (s.random_model.empty() && !s.bench_layer && !s.bench_timeline && s.bench_contexts.empty()));
+  });
+  return 0;
+}

@@ -1,0 +1,156 @@
+"""What both programs share (llmc/app, llmc/base), seen through train_llama: signals, sizes before memory, first messages."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from train_runs import (MODEL, NEOX, PROGRAM, SECONDS, VOCABULARY, assert_refused, checkpoints, data, end_started, environment,
+                        np, records, run_program, send, start, train, wait_for)  # noqa: F401
+
+import tensor_file
+
+INFER = PROGRAM.with_name("infer_pythia")
+SECOND = 2.5  # what "within a second" may take on a busy machine
+
+
+def launch(*options, program=PROGRAM, **env):
+    return subprocess.Popen([str(program), *map(str, options)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=environment(**env))
+
+
+def ended_within_a_second(process, number):
+    process.send_signal(number)
+    begin = time.monotonic()
+    try:
+        stdout, stderr = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, stderr
+    assert time.monotonic() - begin < SECOND
+    return stdout, stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("options", [("--bench", "--config", "d12", "--micro-batch", 4, "--seq-len", 512),
+                                     ("--bench", "--config", "tiny", "--batch-tokens", 2048 * 100)])
+def test_a_signal_ends_a_benchmark(options, number):
+    process = launch("--device", "cpu", *options)
+    time.sleep(1)
+    assert process.poll() is None, process.communicate()
+    stdout, _ = ended_within_a_second(process, number)
+    assert stdout == "", "half a benchmark is no result"
+
+
+def long_dump(path, program):
+    """A dump whose one batch computes for minutes."""
+    config = {"dump": {"model_sha256": "", "dtype": "f32"}}
+    with tensor_file.Writer(path, "reference_dump", config) as writer:
+        batch, positions = (40_000, 16) if program == PROGRAM else (1_000_000, 8)
+        for name in ("input_ids", "labels"):
+            writer.declare(name, "i32", (batch, positions))
+        for name in ("input_ids", "labels"):
+            writer.write(name, np.ones((batch, positions), np.int32))
+    return path
+
+
+@pytest.mark.parametrize("program, model", [(PROGRAM, MODEL), (INFER, NEOX)])
+def test_a_signal_ends_a_comparison(tmp_path, program, model):
+    dump = long_dump(tmp_path / "dump.bin", program)
+    process = launch("--device", "cpu", "--model", model, "--compare", dump, program=program)
+    time.sleep(1)
+    if process.poll() is not None:
+        pytest.skip(f"this machine is too fast or too small: {process.communicate()}")
+    ended_within_a_second(process, signal.SIGINT)
+
+
+@pytest.mark.parametrize("program, model", [(PROGRAM, MODEL), (INFER, NEOX)])
+def test_a_dump_of_too_many_positions_is_refused_before_memory_is_taken(tmp_path, program, model):
+    dump = tmp_path / "dump.bin"
+    with tensor_file.Writer(dump, "reference_dump", {"dump": {}}) as writer:
+        for name in ("input_ids", "labels"):
+            writer.declare(name, "i32", (1, 4_000_000))
+        for name in ("input_ids", "labels"):
+            writer.write(name, np.zeros((1, 4_000_000), np.int32))
+    command = [str(program), "--device", "cpu", "--model", str(model), "--compare", str(dump)]
+    with open(tmp_path / "stderr", "wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment())
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    message = (tmp_path / "stderr").read_text()
+    assert process.returncode == 3 and "input_ids: 4000000 positions do not fit in a context of" in message, message
+    assert usage.ru_maxrss < 100_000, "kilobytes; the ids of the dump alone have 16 MB"
+
+
+# ---- a run: what signals say, the last line, the settings --------------------------------------------------------------
+
+def test_the_first_signal_says_what_happens_and_the_second_what_is_lost(data, tmp_path):
+    out = tmp_path / "run"
+    process = start(data, out, "--debug-inject", "hang@step=7")
+    for line in process.stderr:
+        if "saved" in line and "step_00000004" in line:
+            break
+    wait_for(lambda: any(r.get("step") == 6 for r in records(out)))
+    time.sleep(0.2)
+    send(process, signal.SIGINT)
+    time.sleep(0.3)  # two within 0.1 s are one
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert "finishing step 7, then saving; a second signal stops at once\n" in messages
+    assert messages.endswith("stopped at once: what came after the checkpoint of step 4 is lost\n")
+
+
+def test_the_last_line_names_the_step_of_an_older_validation(data, tmp_path):
+    done = train(data, tmp_path / "run", "--debug-inject", "term@step=7")
+    assert done.returncode == 143
+    assert re.search(r"^step 7  train loss \S+  val loss \d\S+ \(step 5\)  checkpoint ", done.stdout), done.stdout
+    done = train(data, tmp_path / "run")
+    assert re.search(r"^step 12  train loss \S+  val loss \d\S+  checkpoint ", done.stdout), done.stdout
+
+
+def test_settings_are_short_unless_asked_for(data, tmp_path):
+    done = train(data, tmp_path / "run", "--dry-run")
+    settings = done.stdout[:done.stdout.index("model: ")].splitlines()
+    assert len(settings) <= 22 and "defaults: --verbose shows them" in settings[-1], settings
+    assert re.search(r"^  threads +1$", done.stdout, re.M) and re.search(r"^  warmup-steps +2$", done.stdout, re.M)
+    everything = train(data, tmp_path / "run", "--dry-run", "--verbose").stdout
+    assert "  beta2 " in everything and "  beta2 " not in done.stdout and "--verbose shows" not in everything
+
+
+# ---- what stands in the place of a file --------------------------------------------------------------------------------
+
+def test_directories_patterns_and_text_say_what_to_do(data, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    assert_refused(run_program("--model", tmp_path / "hf", "--train", "x", "--out", "y"), 3, "scripts/convert_hf.py", "hf")
+    assert_refused(train(data, tmp_path / "run", "--tokenizer", tmp_path / "hf"), 3, "--tokenizer", "tokenizer.json")
+    assert_refused(train(data, tmp_path / "run", str(data / "train_1.bin")), 2, "Quote patterns")
+    (tmp_path / "text.bin").write_text("Once upon a time there was a text that nobody had encoded.\n" * 100)
+    assert_refused(train(data, tmp_path / "run", "--train", tmp_path / "text.bin"), 3, "plain text", "dev/prepare_data.py")
+
+
+# ---- descriptors, threads ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_run_with_closed_descriptors_writes_whole_files(data, tmp_path, closed):
+    """Messages must not land in the log or a checkpoint."""
+    out = tmp_path / "run"
+    process = subprocess.run([str(word) for word in [PROGRAM, "--model", MODEL, "--train", data / "train_*.bin", "--out", out,
+                                                     "--steps", 4, "--micro-batch", 2, "--seq-len", 16]],
+                             preexec_fn=lambda: [os.close(fd) for fd in closed], env=environment(), timeout=SECONDS)
+    assert process.returncode == (4 if 1 in closed else 0), "a result that cannot be written is an error"
+    assert checkpoints(out) == ["step_00000004"]
+    lines = (out / "log.jsonl").read_text().splitlines()
+    assert len(records(out)) == len(lines), "every line of the log is a record"
+
+
+@pytest.mark.parametrize("wish", ["99999", "many"])
+def test_odd_numbers_of_threads(wish):
+    done = subprocess.run([str(PROGRAM), "--model", str(MODEL), "--compare", str(MODEL).replace(".model.", ".dump."), "--device",
+                           "cpu"], env={**environment(), "OMP_NUM_THREADS": wish}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_refused(run_program("--config", "tiny", "--bench", "--threads", 99999), 2, "--threads", "1024")
