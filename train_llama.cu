@@ -20,6 +20,7 @@
 #include "llmc/train/background_save.h"
 #include "llmc/train/bench.h"
 #include "llmc/train/checkpoint.h"
+#include "llmc/train/evaluate.h"
 #include "llmc/train/fault_injection.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
@@ -85,7 +86,13 @@ Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faul
 
 // What `auto` means on this machine and in this build; afterwards device and precision are definite.
 Place choose_place(TrainSettings& s) {
-  Place place = find_gpu(s.device, parse_faults(s.debug_inject), s.dry_run || s.print_config);
+  const bool named_gpu = s.gpu_memory_bytes > 0;
+  Place place =
+      find_gpu(named_gpu ? "cuda" : s.device, parse_faults(s.debug_inject), s.dry_run || s.print_config);
+  if (named_gpu) {
+    place.name = "a GPU with " + s.gpu_memory;
+    place.available_bytes = s.gpu_memory_bytes;
+  }
   if (!place.gpu) {
     place.name = "CPU";
     place.available_bytes = available_host_memory();
@@ -247,6 +254,11 @@ Exit run(int argc, const char* const* argv) {
   }
   if (!settings.compare.empty()) return compare(place, settings, inputs);
   if (settings.bench) return bench(place, settings, inputs);
+  if (settings.eval) {
+    check_memory(place, inputs.config, settings, 0);
+    const std::unique_ptr<TrainModel> model = place.make(inputs.config, settings.model_options());
+    return evaluate(*model, settings, inputs);
+  }
   std::optional<SampleWriter> sample;
   if (settings.sample_every > 0 && !inputs.tokenizer.empty()) {
     sample.emplace(settings, inputs.tokenizer, inputs.config);
@@ -256,7 +268,10 @@ Exit run(int argc, const char* const* argv) {
   print_lines(start_report(settings, inputs, memory), settings.dry_run);
   const SavePlan saves = plan_saves(settings, inputs.config, place.gpu ? 0 : total_bytes(memory));
   if (!saves.line.empty()) print_lines({saves.line}, settings.dry_run);
-  if (settings.dry_run) return Exit::ok;
+  if (settings.dry_run) {
+    check_memory(place, inputs.config, settings, sample ? sample->positions() : 0);
+    return Exit::ok;
+  }
   return train(place, settings, inputs, memory, saves.in_background, sample ? &*sample : nullptr);
 }
 
