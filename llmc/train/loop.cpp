@@ -276,7 +276,8 @@ void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result)
   if (result->error) {
     // Training on from moments that are not finite would only move the parameters away from the last good checkpoint.
     if (result->error->code() == Exit::numeric && !ending_) throw *result->error;
-    log_warning("no checkpoint of step %lld: %s. Training goes on", wide(result->step), result->error->what());
+    log_warning("no checkpoint of step %lld: %s%s", wide(result->step), result->error->what(),
+                ending_ ? "" : ". Training goes on");
     return;
   }
   log_info("saved %s (%.1f s)", escaped(result->path).c_str(), result->seconds);

@@ -50,7 +50,7 @@ from train_runs import (MODEL, NEOX, PROGRAM, ROOT, SECONDS, arguments, assert_r
     (["--gpu-memory", "x GB", "--dry-run"], ["--gpu-memory", "80GB"]),
     (["--gpu-memory=-1GB", "--dry-run"], ["--gpu-memory", "80GB"]),
     (["--gpu-memory", "80GB", "--dry-run", "--device", "cpu"], ["--gpu-memory", "--device cpu"]),
-    (["--vocab-size", "63"], ["--vocab-size", "64"]),
+    (["--vocab-size", "63", "--seq-len", "16"], ["--vocab-size", "64"]),
     (["--vocab-size", "1000001"], ["--vocab-size", "1000000"]),
     (["--steps", "1000000000000", "--micro-batch", "1000000"], ["--steps", "tokens"]),
     (["stray"], ["stray"]),
