@@ -17,6 +17,7 @@
 #include "llmc/train/background_save.h"
 #include "llmc/train/bench.h"
 #include "llmc/train/checkpoint.h"
+#include "llmc/train/evaluate.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
 #include "llmc/train/options.h"
@@ -124,9 +125,9 @@ Exit train(const TrainDevice& device, const TrainSettings& settings, const Train
   TrainOptions options = settings.model_options();
   options.matmul_plans = directory.file("matmul_plans.txt");
   const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);
-  const RunIdentity identity{inputs.config,   settings.numeric_settings(),
-                             settings.steps,  inputs.train->fingerprint(),
-                             settings.device, WEFT_VERSION,
+  const RunIdentity identity{inputs.config,    settings.numeric_settings(),
+                             settings.steps,   inputs.train->fingerprint(),
+                             settings.device,  WEFT_VERSION,
                              inputs.tokenizer, inputs.began_from};
   CheckpointKeeper checkpoints(directory, identity, settings.keep);
   const TrainState state = begin(settings, inputs, checkpoints, *model);
@@ -168,6 +169,11 @@ Exit run(int argc, char** argv) {
   }
   if (!settings.compare.empty()) return compare(device, settings, inputs);
   if (settings.bench) return bench(device, settings, inputs);
+  if (settings.eval) {
+    device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings), 0);
+    const std::unique_ptr<TrainModel> model = device.make(inputs.config, settings.model_options());
+    return evaluate(*model, settings, inputs);
+  }
   std::optional<SampleWriter> sample;
   if (settings.sample_every > 0 && !inputs.tokenizer.empty()) {
     sample.emplace(settings, inputs.tokenizer, inputs.config);
@@ -177,7 +183,11 @@ Exit run(int argc, char** argv) {
   print_lines(start_report(settings, inputs, memory), settings.dry_run);
   const SavePlan saves = plan_saves(settings, inputs.config, device.gpu() ? 0 : total_bytes(memory));
   if (!saves.line.empty()) print_lines({saves.line}, settings.dry_run);
-  if (settings.dry_run) return Exit::ok;
+  if (settings.dry_run) {
+    device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
+                        sample ? sample->positions() : 0);
+    return Exit::ok;
+  }
   return train(device, settings, inputs, memory, saves.in_background, sample ? &*sample : nullptr);
 }
 

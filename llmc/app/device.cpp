@@ -19,6 +19,7 @@ DeviceChoice choose_cpu(const std::string& reason) {
 DeviceChoice choose_device(const DeviceRequest& request) {
   if (request.device == "cpu") return choose_cpu("");
 #ifdef WEFT_CUDA
+  if (!request.planned_gpu.empty()) return {true, request.planned_gpu, request.planned_gpu_bytes, ""};
   const cuda::Device gpu = cuda::probe_device(request.pretended_arch);
   if (gpu.usable) return {true, gpu.name, request.pretended_free_bytes.value_or(gpu.free_bytes), ""};
   if (request.device == "cuda" && request.plan_only) return {true, "a GPU that is not here", 0, ""};

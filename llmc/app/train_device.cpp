@@ -20,6 +20,11 @@ DeviceRequest request_of(const TrainSettings& settings) {
   DeviceRequest request{settings.device, settings.dry_run || settings.print_config,
                         static_cast<int>(faults.gpu_arch.value_or(0)), std::nullopt};
   if (faults.gpu_free) request.pretended_free_bytes = static_cast<std::uint64_t>(*faults.gpu_free);
+  if (settings.gpu_memory_bytes > 0) {
+    request.device = "cuda";
+    request.planned_gpu = "a GPU with " + settings.gpu_memory;
+    request.planned_gpu_bytes = settings.gpu_memory_bytes;
+  }
   return request;
 }
 

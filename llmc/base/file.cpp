@@ -167,8 +167,9 @@ int open_own_file(const std::string& path, int flags, std::string& problem) {
   if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
     problem = "is not a regular file. Remove it";
   } else if (info.st_nlink > 1) {
-    problem = "has other names (hard links), and writing would change the file under each of them. Remove it, or put a "
-              "copy in its place";
+    problem =
+        "has other names (hard links), and writing would change the file under each of them. Remove it, or put a "
+        "copy in its place";
   } else {
     return fd;
   }

@@ -32,8 +32,7 @@ std::string step_name(std::int64_t step) {
 }
 
 bool all_digits(const std::string& text) {
-  return !text.empty() &&
-         std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
 // The step that `name` stands for, -1 if it is not a name that weft writes.

@@ -42,8 +42,9 @@ static_assert(sizeof(Record) == 352 && sizeof(Record::name) == kMaxTensorName + 
 constexpr std::uint32_t kByteOrder = 0x01020304;
 constexpr std::uint32_t kSwappedByteOrder = 0x04030201;
 constexpr std::uint64_t kTableAlignment = 8;
-constexpr std::size_t kPiece = 1 << 20;         // hash, convert and write in pieces that stay in the cache
-constexpr std::size_t kWorthAThread = 4 << 20;  // converting so much takes a hundred times as long as starting one
+constexpr std::size_t kPiece = 1 << 20;  // hash, convert and write in pieces that stay in the cache
+constexpr std::size_t kWorthAThread =
+    4 << 20;  // bytes whose conversion takes a hundred times as long as starting a thread
 constexpr const char* kDamaged = "The file is damaged: get or make it again";
 constexpr const char* kAgain = "Get or make the file again";
 

@@ -1,5 +1,5 @@
-// A thread that writes to a file what another one has made: the pieces of a file are made and hashed while the pieces
-// before them are on their way to the disk.
+// Writes a file on a second thread: while one piece goes to the disk, the thread that fills the file computes and hashes
+// the next one.
 #pragma once
 
 #include <array>
@@ -15,14 +15,15 @@
 
 namespace weft {
 
-// Belongs to one thread that makes pieces; the file is the writing thread's from the first write() to the end of drain().
-// An error of the file is thrown by the call that comes next. Where no thread is to be had write() writes.
+// Used by one thread, which fills the file; the file itself is the writing thread's from the first write() to the end of
+// drain(). An error of the file is thrown by the next call. Where no thread can be started write() writes by itself.
 class WriteBehind {
  public:
-  static constexpr std::size_t kPiece = 1 << 20;  // at most so many bytes at once: one stays in the cache of a core
+  static constexpr std::size_t kPiece = 1
+                                        << 20;  // most bytes of a piece: it stays in a core's cache until it is hashed
 
   explicit WriteBehind(AtomicFile& file);
-  ~WriteBehind();  // what was not drained is given up
+  ~WriteBehind();  // pieces that drain() has not waited for are not written
   WriteBehind(const WriteBehind&) = delete;
   WriteBehind& operator=(const WriteBehind&) = delete;
 

@@ -20,8 +20,8 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
 
 }  // namespace
 
-// Multiply-shift hashing (Dietzfelbinger et al. 1997): the high bits of a product with an odd number, which nobody knows
-// who makes the merges.
+// Multiply-shift hashing (Dietzfelbinger et al. 1997): the high bits of the key times an odd number. The number is random
+// in each process, so that no file can be made whose merges collide.
 std::size_t Bpe::slot_of(std::uint64_t key) const {
   return (key * multiplier_) >> shift_;
 }

@@ -30,7 +30,8 @@ struct TokenizerSpec {
 
 constexpr std::int64_t kMaxVocabulary = 1'000'000;
 constexpr std::size_t kMaxTokenBytes = 4096;
-constexpr std::size_t kMaxAddedBytes = 16 << 20;  // of all added tokens: AddedTokenMatcher takes 20 times as much memory
+constexpr std::size_t kMaxAddedBytes = 16
+                                       << 20;  // of all added tokens: AddedTokenMatcher takes 20 times as much memory
 
 // Parses and checks. Anything damaged or not supported: Exit::bad_file, "<source>: <field>: got X, expected
 // Y".

@@ -11,7 +11,7 @@ namespace weft {
 namespace {
 
 constexpr double kShareOfFreeMemory = 0.8;
-constexpr auto kPatience = std::chrono::seconds(60);  // between two lines about a disk that does not come to an end
+constexpr auto kPatience = std::chrono::seconds(60);  // between two messages while a save is still running
 
 std::string bytes_text(std::uint64_t bytes) {
   return human_bytes(static_cast<double>(bytes));
@@ -20,7 +20,8 @@ std::string bytes_text(std::uint64_t bytes) {
 }  // namespace
 
 SavePlan plan_saves(const TrainSettings& settings, const ModelConfig& config, std::uint64_t planned_host_bytes) {
-  if (settings.save_every == 0 || settings.save_every >= settings.steps) return {};
+  const bool in_between = settings.save_every > 0 && settings.save_every < settings.steps;
+  if (!in_between && !settings.keep_best) return {};
   const std::uint64_t copy = state_copy_bytes(TensorTable(config)), free = free_host_memory();
   const double limit = kShareOfFreeMemory * static_cast<double>(free);
   if (static_cast<double>(planned_host_bytes) + static_cast<double>(copy) <= limit) {

@@ -1,5 +1,5 @@
 // Saving while training goes on: the state is copied to host memory, and a thread hashes, writes, syncs and renames the
-// copy. Training stands still for the copy only, and for the rest of a save that is not done when the next one is due.
+// copy. Training waits for the copy only, and for the end of a save that is still running when the next one is due.
 #pragma once
 
 #include <chrono>

@@ -161,7 +161,7 @@ OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings) 
 std::vector<std::string> operator_table_text(const OperatorTable& table, const std::string& device_name) {
   std::vector<std::string> lines = {
       format("%s: a step's operators, each between two events, median of five steps", device_name.c_str()),
-      format("floor: the longer of bytes / %.0f GB/s (a copy) and flops / %.0f TF/s (a product of 8192 x 8192)",
+      format("floor: the longer of bytes / %.0f GB/s (a copy) and flops / %.0f TF/s (a GEMM of 8192 x 8192)",
              table.bytes_per_s * 1e-9, table.flops_per_s * 1e-12),
       format("%-20s %6s %9s %7s %8s %8s %8s", "operator", "calls", "us each", "% step", "GB/s", "TF/s", "% floor")};
   OperatorTime all;

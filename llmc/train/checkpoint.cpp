@@ -22,6 +22,7 @@ constexpr const char* kStateName = "state.bin";
 constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
+constexpr std::size_t kMaxManifestBytes = 16 << 20;  // the largest model, of 1,024 layers, has 6 MB
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
 // For counters that go on from what a file says: sums and products of them stay far below 2^63.
 constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;
@@ -210,15 +211,17 @@ std::string value_text(const Json& object, const std::string& key) {
 }  // namespace
 
 Json TrainState::to_json() const {
-  return {{"step", step},
-          {"updates", updates},
-          {"windows", windows},
-          {"micro_steps", micro_steps},
-          {"skipped", skipped},
-          {"transient", transient},
-          {"loss", optional_number(loss)},
-          {"val_loss", optional_number(val_loss)},
-          {"spikes", spikes.to_json()}};
+  Json json = {{"step", step},
+               {"updates", updates},
+               {"windows", windows},
+               {"micro_steps", micro_steps},
+               {"skipped", skipped},
+               {"transient", transient},
+               {"loss", optional_number(loss)},
+               {"val_loss", optional_number(val_loss)},
+               {"spikes", spikes.to_json()}};
+  if (best) json["best"] = {{"step", best->step}, {"val_loss", best->val_loss}};
+  return json;
 }
 
 TrainState TrainState::from_json(const Json& object, const std::string& source) {
@@ -232,12 +235,17 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
   state.loss = read_optional(object, "loss", source);
   state.val_loss = read_optional(object, "val_loss", source);
   state.spikes = SpikeDetector::from_json(json_object(object, "spikes", source), source);
+  if (object.contains("best")) {
+    const Json& best = json_object(object, "best", source);
+    state.best = Best{json_int(best, "step", 0, state.step, source), json_number(best, "val_loss", source)};
+  }
   return state;
 }
 
 Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
   const std::string manifest_path = path + "/" + kManifestName, source = escaped(manifest_path);
-  const Json manifest = parse_json(read_text_file(manifest_path, JsonLimits{}.bytes), source);
+  const Json manifest =
+      parse_json(read_text_file(manifest_path, kMaxManifestBytes), source, {.bytes = kMaxManifestBytes, .depth = 64});
   const auto files = manifest.is_object() ? manifest.find("files") : manifest.end();
   if (files == manifest.end() || !files->is_array() || files->size() != 2 || !(*files)[0].is_object() ||
       !(*files)[1].is_object()) {
@@ -294,14 +302,20 @@ void Checkpoint::require_same_model(const RunIdentity& run, const std::string& s
   if (saved != now && with_saved_ids == saved && saved_tokenizer != run.tokenizer) {
     fail(Exit::usage, "--tokenizer: %s was made %s, this start has %s. %s", source.c_str(),
          saved_tokenizer.empty() ? "without a tokenizer" : "with a tokenizer",
-         run.tokenizer.empty() ? "none" : saved_tokenizer.empty() ? "one" : "another one",
-         saved_tokenizer.empty() ? "Start in another --out"
-                                 : "Put its tokenizer.json back beside the training shards, or name it with --tokenizer");
+         run.tokenizer.empty()     ? "none"
+         : saved_tokenizer.empty() ? "one"
+                                   : "another one",
+         saved_tokenizer.empty()
+             ? "Start in another --out"
+             : "Put its tokenizer.json back beside the training shards, or name it with --tokenizer");
   }
   const std::string key = first_difference(saved, now);
   if (key.empty()) return;
-  fail(Exit::usage, "--config or --model: %s is %s, but %s has %s", key.c_str(), value_text(now, key).c_str(),
-       source.c_str(), value_text(saved, key).c_str());
+  const std::string advice = key == "vocab_size" && run.began_from.empty()
+                                 ? ". With --config, --vocab-size " + value_text(saved, key) + " is the same model"
+                                 : std::string();
+  fail(Exit::usage, "--config or --model: %s is %s, but %s has %s%s", key.c_str(), value_text(now, key).c_str(),
+       source.c_str(), value_text(saved, key).c_str(), advice.c_str());
 }
 
 void Checkpoint::require_same_beginning(const RunIdentity& run, const std::string& source) const {
@@ -309,11 +323,13 @@ void Checkpoint::require_same_beginning(const RunIdentity& run, const std::strin
   const std::string saved = json_string(run_, "began_from", source);
   if (saved == run.began_from) return;
   if (saved.empty()) {
-    fail(Exit::usage, "--model: %s began with new parameters (--config). Give the same --config, or start in another --out",
+    fail(Exit::usage,
+         "--model: %s began with new parameters (--config). Give the same --config, or start in another --out",
          source.c_str());
   }
   fail(Exit::usage,
-       "%s: %s began from a model file with header hash %s, %s. Give the --model that it began from, or start in another "
+       "%s: %s began from a model file with header hash %s, %s. Give the --model that it began from, or start in "
+       "another "
        "--out",
        run.began_from.empty() ? "--config" : "--model", source.c_str(), escaped(saved).c_str(),
        run.began_from.empty() ? "not with new parameters" : ("this one has " + run.began_from).c_str());
@@ -372,6 +388,10 @@ std::string CheckpointKeeper::last_path() const {
   return whole_.empty() ? std::string() : directory_.checkpoint_path(last_saved());
 }
 
+std::string CheckpointKeeper::best_path() const {
+  return best_ ? directory_.checkpoint_path(*best_) : std::string();
+}
+
 std::optional<Checkpoint> CheckpointKeeper::newest_whole(ResumeMode mode) const {
   const std::vector<RunDirectory::Entry> entries = directory_.checkpoints();
   for (const RunDirectory::Entry& entry : entries) {
@@ -406,6 +426,7 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
   if (!checkpoint) return std::nullopt;
   checkpoint->load(model);
   whole_.insert(checkpoint->state().step);
+  if (checkpoint->state().best) best_ = checkpoint->state().best->step;
   return checkpoint->state();
 }
 
@@ -462,6 +483,7 @@ std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& t
     throw;
   }
   whole_.insert(state.step);
+  if (state.best && state.best->step == state.step) best_ = state.step;  // the one before goes only now
   remove_old();
   return directory_.checkpoint_path(state.step);
 }
@@ -476,7 +498,9 @@ void CheckpointKeeper::read_back(const std::string& path, const TrainState& stat
     if (error.code() != Exit::bad_file) throw;
     if (const std::string value = first_not_finite(table, source); !value.empty()) {
       fail(Exit::numeric, "step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step),
-           value.c_str(), whole_.empty() ? "There is no older checkpoint" : ("The newest checkpoint is " + escaped(last_path())).c_str());
+           value.c_str(),
+           whole_.empty() ? "There is no older checkpoint"
+                          : ("The newest checkpoint is " + escaped(last_path())).c_str());
     }
     throw;
   }
@@ -489,6 +513,7 @@ void CheckpointKeeper::remove_old() const {
   const std::int64_t oldest_kept = *std::next(whole_.rbegin(), static_cast<std::ptrdiff_t>(keep_) - 1);
   for (const RunDirectory::Entry& entry : directory_.checkpoints()) {
     if (entry.step < 0 || entry.step >= oldest_kept || !entry.problem.empty()) continue;
+    if (entry.step == best_) continue;
     try {
       directory_.remove_checkpoint(entry.step);
     } catch (const Error& error) {  // costs disk space, no state

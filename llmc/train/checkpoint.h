@@ -33,6 +33,12 @@ struct TrainState {
                transient = 0;            // steps the numeric guard skipped, or repaired by running them again
   std::optional<double> loss, val_loss;  // the last of each
   SpikeDetector spikes;
+  struct Best {
+    std::int64_t step = 0;
+    double val_loss = 0;
+    bool operator==(const Best&) const = default;
+  };
+  std::optional<Best> best;  // the lowest loss on --val so far, with --keep-best
 
   Json to_json() const;
   static TrainState from_json(const Json& object, const std::string& source);
@@ -47,8 +53,9 @@ struct RunIdentity {
   Json data;               // TokenDataset::fingerprint() of the training shards
   std::string device;      // "cpu", "cuda": another one is allowed, with a warning
   std::string version;
-  std::string tokenizer;   // text of tokenizer.json; may be empty
-  std::string began_from;  // the header hash of the model file (--model) that gave the first parameters; empty: new ones
+  std::string tokenizer;  // text of tokenizer.json; may be empty
+  std::string
+      began_from;  // the header hash of the model file (--model) that gave the first parameters; empty: new ones
 };
 
 // A checkpoint that was read completely and found whole.
@@ -106,6 +113,7 @@ class CheckpointKeeper {
 
   std::int64_t last_saved() const { return whole_.empty() ? -1 : *whole_.rbegin(); }
   std::string last_path() const;  // empty if there is none
+  std::string best_path() const;  // of the checkpoint with the lowest loss on --val, with --keep-best; else empty
 
  private:
   std::optional<Checkpoint> newest_whole(ResumeMode mode) const;
@@ -118,7 +126,8 @@ class CheckpointKeeper {
   const RunDirectory& directory_;
   const RunIdentity identity_;
   const std::size_t keep_;
-  std::set<std::int64_t> whole_;  // steps whose checkpoint this process has read completely
+  std::set<std::int64_t> whole_;      // steps whose checkpoint this process has read completely
+  std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };
 
 }  // namespace weft

@@ -11,7 +11,7 @@ namespace weft {
 
 namespace {
 
-constexpr std::size_t kReadyBatches = 4;  // bound of the queue: enough to hide a slow read, small enough to forget
+constexpr std::size_t kReadyBatches = 4;  // micro-batches read ahead: they hide a slow read and take little memory
 constexpr std::uint64_t kShardHeaderBytes = 256;
 
 void require_same_tokenizer(const TokenShard& first, const TokenShard& shard) {

@@ -63,7 +63,8 @@ bool on_call(const char* /*call*/, const std::string& /*path*/) {
 
 constexpr const char* kForms =
     "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, memory@step=N, inf@moment=N, arch@gpu=N, free@gpu=N, "
-    "term@step=N, term@validation=N, term@sample=N, enospc@log=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, enospc@save=BYTE, "
+    "term@step=N, term@validation=N, term@sample=N, enospc@log=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, "
+    "enospc@save=BYTE, "
     "kill@call=K or io-error@call=K";
 
 [[noreturn]] void refuse(const std::string& spec) {
@@ -71,11 +72,18 @@ constexpr const char* kForms =
 }
 
 bool set_step_fault(FaultPlan& plan, const std::string& place, std::int64_t step) {
-  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {
-      {"nan@step", &plan.nan_step},      {"kill@step", &plan.kill_step},     {"hang@step", &plan.hang_step},
-      {"gpu@step", &plan.gpu_step},      {"memory@step", &plan.memory_step}, {"arch@gpu", &plan.gpu_arch},
-      {"free@gpu", &plan.gpu_free},      {"term@step", &plan.term_step},     {"term@validation", &plan.term_validation},
-      {"term@sample", &plan.term_sample}, {"inf@moment", &plan.inf_moment}, {"enospc@log", &plan.log_record}};
+  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {{"nan@step", &plan.nan_step},
+                                                                         {"kill@step", &plan.kill_step},
+                                                                         {"hang@step", &plan.hang_step},
+                                                                         {"gpu@step", &plan.gpu_step},
+                                                                         {"memory@step", &plan.memory_step},
+                                                                         {"arch@gpu", &plan.gpu_arch},
+                                                                         {"free@gpu", &plan.gpu_free},
+                                                                         {"term@step", &plan.term_step},
+                                                                         {"term@validation", &plan.term_validation},
+                                                                         {"term@sample", &plan.term_sample},
+                                                                         {"inf@moment", &plan.inf_moment},
+                                                                         {"enospc@log", &plan.log_record}};
   for (const auto& [name, field] : places) {
     if (place == name) *field = step;
     if (place == name) return true;

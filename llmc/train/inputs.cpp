@@ -1,5 +1,6 @@
 #include "llmc/train/inputs.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <vector>
 
@@ -7,6 +8,7 @@
 #include "llmc/base/hash.h"
 #include "llmc/base/log.h"
 #include "llmc/text/tokenizer.h"
+#include "llmc/train/hf_config.h"
 #include "llmc/train/initialize.h"
 
 namespace weft {
@@ -16,13 +18,15 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::uint64_t kMaxTokenizerBytes = 100'000'000;
+constexpr std::int64_t kMaxVocabulary = 1'000'000;  // of a model (llmc/model/config.cpp)
+constexpr std::int64_t kVocabularyRows = 128;       // a new model's vocabulary is a multiple of them
 // Hashing all shards takes a second for each gigabyte: done at every start up to here, and in a dry run for
 // any size.
 constexpr std::int64_t kVerifyTokens = 200'000'000;
 
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
   if (settings.model.empty()) {
-    inputs.config = preset_config(settings.config);
+    inputs.config = settings.config_is_file() ? read_hf_config(settings.config) : preset_config(settings.config);
     inputs.config.norm = settings.norm == "layernorm" ? NormKind::layernorm : NormKind::rmsnorm;
   } else {
     inputs.weights = ModelFile::open(settings.model, Family::llama);
@@ -42,7 +46,8 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
 
 void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
   std::error_code error;
-  const std::string beside = inputs.train ? inputs.train->directory() + "/tokenizer.json" : std::string();
+  const std::optional<TokenDataset>& data = inputs.train ? inputs.train : inputs.val;
+  const std::string beside = data ? data->directory() + "/tokenizer.json" : std::string();
   if (!settings.tokenizer.empty()) {
     inputs.tokenizer_source = settings.tokenizer;
   } else if (inputs.weights && inputs.weights->has_tokenizer()) {
@@ -57,14 +62,29 @@ void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
   inputs.tokenizer = read_text_file(inputs.tokenizer_source, kMaxTokenizerBytes);
 }
 
+// Of a new model: as many rows as its data has ids, padded to what GEMMs like, unless --vocab-size says otherwise. Without
+// data (--bench, --print-config) the configuration's own.
+void choose_vocabulary(const TrainSettings& settings, TrainInputs& inputs) {
+  if (inputs.weights) return;
+  ModelConfig& config = inputs.config;
+  if (settings.vocab_size > 0) {
+    config.vocab_size = settings.vocab_size;
+  } else if (inputs.train) {
+    const std::int64_t ids = inputs.train->vocab_size();
+    config.vocab_size =
+        std::max(ids, std::min(kMaxVocabulary, (ids + kVocabularyRows - 1) / kVocabularyRows * kVocabularyRows));
+  }
+  config.tokenizer_vocab = config.vocab_size;
+}
+
 void check_shards(const TokenDataset& data, const char* option, const TrainInputs& inputs) {
   const std::string name = escaped(data.shards().front().path());
   if (data.vocab_size() > inputs.config.vocab_size) {
-    fail(Exit::usage, "%s: %s has a vocabulary of %lld, the model one of %lld. Choose another model or tokenizer",
-         option, name.c_str(), static_cast<long long>(data.vocab_size()),
-         static_cast<long long>(inputs.config.vocab_size));
+    fail(Exit::usage, "%s: %s has a vocabulary of %lld, the model one of %lld. Choose another %s", option, name.c_str(),
+         static_cast<long long>(data.vocab_size()), static_cast<long long>(inputs.config.vocab_size),
+         inputs.weights ? "model or tokenizer" : "--vocab-size or tokenizer");
   }
-  if (data.tokenizer_hash() != inputs.train->tokenizer_hash()) {
+  if (inputs.train && data.tokenizer_hash() != inputs.train->tokenizer_hash()) {
     fail(Exit::bad_file, "%s: %s was made with another tokenizer than the shards of --train", option, name.c_str());
   }
   if (!inputs.tokenizer.empty() && data.tokenizer_hash() != xxh3_64(inputs.tokenizer)) {
@@ -120,7 +140,8 @@ TrainInputs open_inputs(const TrainSettings& settings) {
   TrainInputs inputs;
   open_model(settings, inputs);
   if (!settings.train.empty()) inputs.train.emplace(settings.train, settings.seq_len);
-  if (!settings.val.empty() && inputs.train) inputs.val.emplace(settings.val, settings.seq_len);
+  if (!settings.val.empty() && (inputs.train || settings.eval)) inputs.val.emplace(settings.val, settings.seq_len);
+  choose_vocabulary(settings, inputs);
   open_tokenizer(settings, inputs);
   check_output(settings, inputs);
   if (inputs.train) check_shards(*inputs.train, "--train", inputs);

@@ -13,7 +13,7 @@
 namespace weft {
 
 struct TrainInputs {
-  ModelConfig config;
+  ModelConfig config;                       // of a new model: with the vocabulary of its data
   std::optional<ModelFile> weights;         // of --model
   std::string began_from;                   // its header hash (RunIdentity); empty without one
   std::string tokenizer, tokenizer_source;  // text of tokenizer.json and where it is from; empty without one

@@ -207,10 +207,12 @@ void TrainLoop::after_step(Step& step) {
       validated_step_ = state_.step;
     }
   }
+  const bool new_best = settings.keep_best && step.val_loss && (!state_.best || *step.val_loss < state_.best->val_loss);
+  if (new_best) state_.best = TrainState::Best{state_.step, *step.val_loss};
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
   const bool last = state_.step == settings.steps;
-  if (!last && (take_save_request() || (settings.save_every > 0 && due(settings.save_every)))) begin_save();
+  if (!last && (take_save_request() || new_best || (settings.save_every > 0 && due(settings.save_every)))) begin_save();
 }
 
 void TrainLoop::report(const Step& step) {
@@ -287,7 +289,8 @@ void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result)
   if (result->error) {
     // Training on from moments that are not finite would only move the parameters away from the last good checkpoint.
     if (result->error->code() == Exit::numeric && !ending_) throw *result->error;
-    log_warning("no checkpoint of step %lld: %s. Training goes on", wide(result->step), result->error->what());
+    log_warning("no checkpoint of step %lld: %s%s", wide(result->step), result->error->what(),
+                ending_ ? "" : ". Training goes on");
     return;
   }
   saved_step_ = result->step;
@@ -308,6 +311,10 @@ Exit TrainLoop::finish() {
   if (state_.step < settings.steps) {
     log_info("stopped by %s after step %lld: the same command goes on from there",
              signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
+  }
+  if (state_.best && !parts_.checkpoints.best_path().empty()) {
+    log_info("lowest loss on --val: %.4f after step %lld, kept in %s", state_.best->val_loss, wide(state_.best->step),
+             escaped(parts_.checkpoints.best_path(), 4096).c_str());
   }
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
   // A run that a signal ended was last validated some steps before.

@@ -1,6 +1,8 @@
 #include "llmc/train/options.h"
 
+#include <charconv>
 #include <limits>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
@@ -32,9 +34,11 @@ constexpr const char* kFooter =
 
 void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.group("Model");
-  table.text("config", s.config, "NAME",
+  table.text("config", s.config, "NAME|FILE",
              "train from scratch: tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b, "
-             "llama3.2-3b or llama3.1-8b");
+             "llama3.2-3b or llama3.1-8b, or the shape in a Hugging Face config.json of a Llama");
+  table.integer("vocab-size", s.vocab_size, 0, 1'000'000,
+                "rows of a new model's embedding; 0: the vocabulary of the shards, padded to a multiple of 128");
   table.text("model", s.model, "FILE", "or go on from the weights of a model file");
   table.choice("norm", s.norm, {"rmsnorm", "layernorm"}, "kind of normalisation, with --config");
   table.group("Data and output");
@@ -49,6 +53,8 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
                "directory");
   table.integer("save-every", s.save_every, 0, kMany, "steps between checkpoints; 0 saves only at the end");
   table.integer("keep", s.keep, 2, 1'000'000, "checkpoints to keep");
+  table.flag("keep-best", s.keep_best,
+             "save at each new lowest loss on --val, and keep the newest such checkpoint as well");
 }
 
 void add_optimization(OptionTable& table, TrainSettings& s) {
@@ -69,7 +75,7 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.number("beta2", s.beta2, 0, 0.9999999, "AdamW");
   table.number("eps", s.eps, 1e-20, 1, "AdamW");
   table.number("grad-clip", s.grad_clip, 0, 1e9, "largest gradient norm; 0: no clipping");
-  table.number("dropout", s.dropout, 0, 0.99, "probability, on each branch before it joins the residual");
+  table.number("dropout", s.dropout, 0, 0.99, "probability, on each branch before it is added to the residual stream");
   table.integer("seed", s.seed, 0, std::numeric_limits<std::int64_t>::max(),
                 "of initialisation, data order, dropout and samples");
 }
@@ -99,10 +105,16 @@ void add_reports(OptionTable& table, TrainSettings& s) {
   table.integer("sample-tokens", s.sample_tokens, 1, 1'000'000, "tokens of a sample");
   table.number("temperature", s.temperature, 0, 100, "of the samples; 0: the likeliest token");
   table.text("compare", s.compare, "FILE", "check --model against a reference dump instead of training");
+  table.flag("eval", s.eval,
+             "measure the loss of --model on --val (all of it, unless --val-batches is given), and stop");
   table.flag("bench", s.bench, "time training steps on random tokens: no data, no run directory, nothing saved");
   table.flag("operators", s.operators, "with --bench: what each operator of a step costs on the GPU");
-  table.flag("json", s.json, "with --bench: one JSON object");
+  table.flag("json", s.json, "with --bench or --eval: one JSON object");
   table.flag("dry-run", s.dry_run, "check settings, files and memory, and stop");
+  table.text(
+      "gpu-memory", s.gpu_memory, "SIZE",
+      "with --dry-run: plan for a GPU with so much free memory, such as 80GB (10^9 bytes) or 80GiB (2^30), instead of "
+      "the one that is here");
   table.flag("print-config", s.print_config, "print settings and model as JSON, and stop");
   table.flag("verbose", s.verbose, "show all settings at the start, not only those that were given");
   table.choice("color", s.color, {"auto", "always", "never"}, "coloured messages");
@@ -119,6 +131,38 @@ void check_batch(TrainSettings& s) {
     fail(Exit::usage, "--steps: %lld steps of %lld tokens are more than %lld tokens", static_cast<long long>(s.steps),
          static_cast<long long>(s.batch_tokens), static_cast<long long>(kMaxRunTokens));
   }
+}
+
+// "80GB", "79.5 GiB", "500MB": bytes.
+std::uint64_t parse_memory_size(const std::string& text) {
+  const std::pair<const char*, double> units[] = {{"GB", 1e9},     {"GiB", 0x1p30}, {"MB", 1e6},
+                                                  {"MiB", 0x1p20}, {"TB", 1e12},    {"TiB", 0x1p40}};
+  double number = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), number);
+  const std::size_t unit = text.find_first_not_of(' ', static_cast<std::size_t>(end.ptr - text.data()));
+  for (const auto& [name, bytes] : units) {
+    if (end.ec != std::errc{} || unit == std::string::npos || text.substr(unit) != name) continue;
+    if (number >= 1 / bytes && number * bytes <= 1e15) return static_cast<std::uint64_t>(number * bytes);
+  }
+  fail(Exit::usage, "--gpu-memory: got %s, expected a size such as 80GB or 79.5GiB", escaped(text).c_str());
+}
+
+void check_purpose(TrainSettings& s) {
+  if (!s.compare.empty() && s.model.empty())
+    fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
+  if (s.eval && s.model.empty()) fail(Exit::usage, "--eval: needs --model, the model file that is measured");
+  if (s.eval && s.val.empty()) fail(Exit::usage, "--eval: needs --val, the token shards to measure on");
+  if (s.bench + s.eval + !s.compare.empty() + s.dry_run + s.print_config > 1) {
+    fail(Exit::usage, "--bench, --compare, --eval, --dry-run, --print-config: only one of them at a time");
+  }
+  if (s.json && !s.bench && !s.eval) fail(Exit::usage, "--json: only for --bench and --eval");
+  if (s.operators && !s.bench) fail(Exit::usage, "--operators: only for --bench");
+  if (s.keep_best && s.val.empty()) fail(Exit::usage, "--keep-best: needs --val, the token shards to measure on");
+  if (s.vocab_size > 0 && !s.model.empty()) fail(Exit::usage, "--vocab-size: only with --config, a new model");
+  if (s.gpu_memory.empty()) return;
+  if (!s.dry_run) fail(Exit::usage, "--gpu-memory: only with --dry-run");
+  if (s.device == "cpu") fail(Exit::usage, "--gpu-memory: not with --device cpu");
+  s.gpu_memory_bytes = parse_memory_size(s.gpu_memory);
 }
 
 void check_schedule(const TrainSettings& s, bool warmup_given) {
@@ -139,18 +183,13 @@ void check_together(TrainSettings& s, const OptionTable& table) {
     fail(Exit::usage, s.model.empty() ? "--config or --model: one of the two is needed, see --help"
                                       : "--config and --model: only one of the two can be given");
   }
-  if (!s.config.empty()) preset_config(s.config);  // refuses an unknown name
+  if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
   check_batch(s);
   check_schedule(s, table.given("warmup-steps"));
   parse_faults(s.debug_inject);
-  if (!s.compare.empty() && s.model.empty())
-    fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
-  if (s.bench + !s.compare.empty() + s.dry_run + s.print_config > 1) {
-    fail(Exit::usage, "--bench, --compare, --dry-run, --print-config: only one of them at a time");
-  }
-  if (s.json && !s.bench) fail(Exit::usage, "--json: only for --bench");
-  if (s.operators && !s.bench) fail(Exit::usage, "--operators: only for --bench");
-  if (s.print_config || s.bench || !s.compare.empty()) return;
+  check_purpose(s);
+  if (s.eval && !table.given("val-batches")) s.val_batches = 0;
+  if (s.print_config || s.bench || s.eval || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");
   if (s.out.empty() && !s.dry_run) fail(Exit::usage, "--out: needed, the directory for log and checkpoints");
 }
@@ -162,6 +201,10 @@ void TrainSettings::set_threads(std::int64_t count) {
   for (auto& [name, value] : effective) {
     if (name == "threads") value = std::to_string(count);
   }
+}
+
+bool TrainSettings::config_is_file() const {
+  return config.find('/') != std::string::npos || config.ends_with(".json");
 }
 
 void TrainSettings::set_device(const std::string& definite_device, const std::string& definite_precision) {

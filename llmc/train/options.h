@@ -24,9 +24,11 @@ enum class ResumeMode { automatic, must, never };
 // given".
 struct TrainSettings {
   std::string model, config, norm = "rmsnorm";
+  std::int64_t vocab_size = 0;
   std::string train, val, tokenizer;
   std::string out, resume = "auto";
   std::int64_t save_every = 100, keep = 2;
+  bool keep_best = false;
 
   std::int64_t steps = 400, micro_batch = 8, seq_len = 256, batch_tokens = 0;
   double lr = 3e-3, min_lr_ratio = 0.1;
@@ -50,8 +52,10 @@ struct TrainSettings {
   double temperature = 0.8;
 
   std::string compare;
-  bool bench = false, operators = false, json = false;
+  bool eval = false, bench = false, operators = false, json = false;
   bool dry_run = false, print_config = false, verbose = false;
+  std::string gpu_memory;
+  std::uint64_t gpu_memory_bytes = 0;  // what gpu_memory says; 0: nothing
   std::string color = "auto";
 
   bool norm_given = false;
@@ -63,6 +67,7 @@ struct TrainSettings {
   void set_threads(std::int64_t count);
   // Replaces "auto" by what it means on this machine, in the table of effective values too.
   void set_device(const std::string& definite_device, const std::string& definite_precision);
+  bool config_is_file() const;  // --config names a file, not a preset
   // Micro-batches of one step.
   std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }
   Schedule learning_rate() const;

@@ -72,10 +72,15 @@ std::vector<std::string> start_report(const TrainSettings& settings, const Train
   };
   append(settings_table(settings));
   const ModelConfig& model = inputs.config;
-  lines.push_back(format("model: %lld layers of %lld, %lld heads on %lld, vocabulary %lld, %.2f M parameters",
+  const bool padded = inputs.train && !inputs.weights && model.vocab_size != inputs.train->vocab_size();
+  const std::string of_data =
+      padded ? format(" for %lld ids", static_cast<long long>(inputs.train->vocab_size())) +
+                   (settings.vocab_size > 0 ? " (--vocab-size)" : " (padded to a multiple of 128; --vocab-size)")
+             : std::string();
+  lines.push_back(format("model: %lld layers of %lld, %lld heads on %lld, vocabulary %lld%s, %.2f M parameters",
                          static_cast<long long>(model.num_layers), static_cast<long long>(model.hidden_size),
                          static_cast<long long>(model.num_heads), static_cast<long long>(model.num_kv_heads),
-                         static_cast<long long>(model.vocab_size),
+                         static_cast<long long>(model.vocab_size), of_data.c_str(),
                          static_cast<double>(TensorTable(model).parameters()) / 1e6));
   lines.push_back("data");
   append(plan_lines(settings, inputs));

@@ -269,6 +269,13 @@ TEST_F(CheckpointTest, ManifestWordsMustAgreeWithTheFiles) {
   }
 }
 
+TEST_F(CheckpointTest, AManifestBeyondTheLimitIsNotRead) {
+  save(3);
+  fs::resize_file(step_path(3) + "/manifest.json", 6'000'000'000);  // on the disk it takes no more than before
+  expect_contains(error_of(Exit::bad_file, [&] { Checkpoint::open(step_path(3), 3); }),
+                  "manifest.json': 6000000000 bytes, at most 16777216 are accepted");
+}
+
 TEST_F(CheckpointTest, RenamedCheckpointIsNotBelieved) {
   save(3);
   save(6);
@@ -303,6 +310,38 @@ TEST_F(CheckpointTest, NotFiniteValuesAreNoState) {
   EXPECT_EQ(keeper.resume(ResumeMode::automatic, *model_)->step, 3);
 }
 
+// The search for the value reads 2^18 of them at once: it is named wherever it is, in the order of the file.
+TEST_F(CheckpointTest, TheValueThatIsNotFiniteIsNamedInAnyPiece) {
+  ModelConfig config = micro_config();
+  config.vocab_size = config.tokenizer_vocab = 32'769;
+  const TensorTable table(config);
+  const TensorSpec& spec = table.specs()[0];
+  const auto count = static_cast<std::size_t>(spec.elements);
+  constexpr std::size_t kPiece = 1 << 18;
+  ASSERT_GT(count, 2 * kPiece);
+  ASSERT_NE(count % kPiece, 0u);
+  RunIdentity wide = identity();
+  wide.model = config;
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, wide, 2);
+  std::size_t bad = 0;
+  const TensorSource source = {[&](TensorRole role, const TensorSpec& asked, std::size_t first, std::size_t size,
+                                   float* buffer) -> const float* {
+                                 std::fill_n(buffer, size, 1.0f);
+                                 const bool here = role == TensorRole::moment1 && asked.name == spec.name &&
+                                                   bad >= first && bad < first + size;
+                                 if (here) buffer[bad - first] = -std::numeric_limits<float>::infinity();
+                                 return buffer;
+                               },
+                               true};
+  for (const std::size_t at : {std::size_t{0}, kPiece - 1, kPiece, 2 * kPiece - 1, 2 * kPiece, count - 1}) {
+    bad = at;
+    expect_contains(error_of(Exit::numeric, [&] { keeper.save(make_state(6), table, source); }),
+                    format("step 6: moment1.%s: element %zu is -inf", spec.name.c_str(), at));
+  }
+  EXPECT_TRUE(run.checkpoints().empty());
+}
+
 TEST_F(CheckpointTest, StrangeNamesAreSkippedAndCounted) {
   fs::create_directories(run_path());
   write_bytes(run_path() + "/step_00000005", "a file");
@@ -333,7 +372,8 @@ TEST_F(CheckpointTest, WhatNoSaveHasWrittenIsNotRemoved) {
   fs::create_directories(temporary_.file("elsewhere"));
   write_bytes(temporary_.file("elsewhere/model.bin"), "precious");
   std::vector<std::string> kept;
-  for (const char* name : {"step_mine.tmp", "step_9.tmp", "step_00000009.old.tmp", "step_.tmp", "step_00000009.tmp.tmp"}) {
+  for (const char* name :
+       {"step_mine.tmp", "step_9.tmp", "step_00000009.old.tmp", "step_.tmp", "step_00000009.tmp.tmp"}) {
     kept.push_back(run_path() + "/" + name + "/model.bin");
     fs::create_directories(run_path() + "/" + name);
     write_bytes(kept.back(), "precious");
@@ -391,7 +431,7 @@ TEST_F(CheckpointTest, KeepsTheNewestOnes) {
 
 // ---- calls that fail while the process lives on ----
 
-std::string strike_call, strike_path;          // of the hook below: which call, at the path that ends so
+std::string strike_call, strike_path;            // of the hook below: which call, at the path that ends so
 std::function<bool(const std::string&)> strike;  // true: the call goes on
 int strikes = 0;
 bool strike_once(const char* call, const std::string& path) {
@@ -565,7 +605,8 @@ TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
       EXPECT_TRUE(message.starts_with("--" + key + ": ")) << message;
       other.settings.erase(key);
       CheckpointKeeper without(run, other, 2);
-      expect_contains(error_of(Exit::usage, [&] { without.resume(ResumeMode::automatic, *model_); }), "--'" + key + "': got nothing");
+      expect_contains(error_of(Exit::usage, [&] { without.resume(ResumeMode::automatic, *model_); }),
+                      "--'" + key + "': got nothing");
     }
   }
 }
@@ -573,13 +614,15 @@ TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
 // What the options table has and the checkpoint does not hold decides no number, or is held in another way.
 TEST(NumericSettings, AreAllOptionsButThese) {
   const std::set<std::string> others = {
-      "config", "model", "norm",                                      // held as the model's configuration and began_from
-      "train",                                                        // held as the shards' fingerprint
-      "steps",                                                        // held by itself: it may grow
-      "tokenizer", "device",                                          // held, and said
-      "val", "out", "resume", "save-every", "keep", "recompute", "no-graph", "max-minutes", "on-nan", "debug-inject",
-      "val-every", "val-batches", "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare", "bench",
-      "operators", "json", "dry-run", "print-config", "color"};
+      "config",      "model",        "norm",  // held as the model's configuration and began_from
+      "train",                                // held as the shards' fingerprint
+      "steps",                                // held by itself: it may grow
+      "tokenizer",   "device",                // held, and said
+      "vocab-size",                           // held as the model's configuration
+      "val",         "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
+      "gpu-memory",  "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
+      "val-batches", "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
+      "operators",   "json",         "dry-run",       "print-config",  "color"};
   const char* words[] = {"train_llama", "--config", "tiny", "--print-config", "--schedule", "wsd", "--moments", "bf16"};
   const TrainSettings settings = *parse_train_options(8, words, "test");
   std::set<std::string> expected, got = others;
@@ -591,11 +634,23 @@ TEST(NumericSettings, AreAllOptionsButThese) {
 
 // The text of each option reaches the field that the checkpoint holds.
 TEST(NumericSettings, FollowTheCommandLine) {
-  const std::map<std::string, std::string> given = {
-      {"micro-batch", "3"},  {"seq-len", "5"},  {"batch-tokens", "30"}, {"lr", "0.5"},     {"min-lr-ratio", "0.25"},
-      {"warmup-steps", "7"}, {"schedule", "wsd"}, {"weight-decay", "0.5"}, {"beta1", "0.5"}, {"beta2", "0.25"},
-      {"eps", "0.5"},        {"grad-clip", "0"}, {"dropout", "0.5"},     {"seed", "77"},    {"precision", "fp32"},
-      {"moments", "bf16"},   {"wsd-decay-fraction", "0.5"}};
+  const std::map<std::string, std::string> given = {{"micro-batch", "3"},
+                                                    {"seq-len", "5"},
+                                                    {"batch-tokens", "30"},
+                                                    {"lr", "0.5"},
+                                                    {"min-lr-ratio", "0.25"},
+                                                    {"warmup-steps", "7"},
+                                                    {"schedule", "wsd"},
+                                                    {"weight-decay", "0.5"},
+                                                    {"beta1", "0.5"},
+                                                    {"beta2", "0.25"},
+                                                    {"eps", "0.5"},
+                                                    {"grad-clip", "0"},
+                                                    {"dropout", "0.5"},
+                                                    {"seed", "77"},
+                                                    {"precision", "fp32"},
+                                                    {"moments", "bf16"},
+                                                    {"wsd-decay-fraction", "0.5"}};
   std::vector<std::string> words = {"train_llama", "--config", "tiny", "--print-config"};
   for (const auto& [name, value] : given) words.insert(words.end(), {"--" + name, value});
   std::vector<const char*> argv;
@@ -605,7 +660,8 @@ TEST(NumericSettings, FollowTheCommandLine) {
   EXPECT_EQ(fields.size(), given.size());
   for (const auto& [name, value] : given) {
     const Json& field = fields.at(name);
-    EXPECT_EQ(field.is_string() ? field : Json::parse(field.dump()), field.is_string() ? Json(value) : Json::parse(value))
+    EXPECT_EQ(field.is_string() ? field : Json::parse(field.dump()),
+              field.is_string() ? Json(value) : Json::parse(value))
         << name;
   }
   const Schedule schedule = settings.learning_rate();
@@ -703,8 +759,8 @@ TEST_F(CheckpointTest, AMissingTokenizerIsBlamedAndNotTheModel) {
 TEST(TrainStateTest, CountersNearTheEndOfTheirTypeAreRefused) {
   const Json good = TrainState{}.to_json();
   for (const char* key : {"step", "updates", "windows", "micro_steps", "skipped", "transient"}) {
-    for (const std::uint64_t value : {(std::uint64_t{1} << 63) - 1, (std::uint64_t{1} << 63) - 2, std::uint64_t{1} << 62,
-                                      std::uint64_t{1} << 63, ~std::uint64_t{0}}) {
+    for (const std::uint64_t value : {(std::uint64_t{1} << 63) - 1, (std::uint64_t{1} << 63) - 2,
+                                      std::uint64_t{1} << 62, std::uint64_t{1} << 63, ~std::uint64_t{0}}) {
       Json state = good;
       state["step"] = std::int64_t{1'000'000'000'000};
       state[key] = value;
@@ -714,6 +770,11 @@ TEST(TrainStateTest, CountersNearTheEndOfTheirTypeAreRefused) {
   Json spikes = good;
   spikes["spikes"]["observed"] = (std::uint64_t{1} << 63) - 1;
   expect_contains(error_of(Exit::bad_file, [&] { TrainState::from_json(spikes, "state"); }), "observed");
+  Json best = good;
+  best["best"] = {{"step", 1}, {"val_loss", 1.5}};
+  expect_contains(error_of(Exit::bad_file, [&] { TrainState::from_json(best, "state"); }), "step");
+  best["step"] = 1;
+  EXPECT_EQ(TrainState::from_json(best, "state").best, (TrainState::Best{1, 1.5}));
   Json large = good;
   for (const char* key : {"step", "updates"}) large[key] = std::int64_t{1'000'000'000'000};
   EXPECT_EQ(TrainState::from_json(large, "state").step, 1'000'000'000'000);
@@ -984,9 +1045,9 @@ TEST(RunDirectoryTest, NothingIsWrittenThroughWhatOthersPutThere) {
     if (kind == "directory") fs::create_directory(path);
     if (kind == "device") fs::create_symlink("/dev/null", path);
   };
-  const std::pair<const char*, const char*> kinds[] = {
-      {"link", "symbolic link"}, {"dangling", "symbolic link"},  {"hard link", "hard link"},
-      {"FIFO", "regular file"},  {"directory", "Is a directory"}, {"device", "symbolic link"}};
+  const std::pair<const char*, const char*> kinds[] = {{"link", "symbolic link"},       {"dangling", "symbolic link"},
+                                                       {"hard link", "hard link"},      {"FIFO", "regular file"},
+                                                       {"directory", "Is a directory"}, {"device", "symbolic link"}};
   for (const auto& [kind, words] : kinds) {
     SCOPED_TRACE(kind);
     write_bytes(temporary.file("victim"), "precious\n");

@@ -35,7 +35,8 @@ TEST(Distance, ValuesThatAreNotFiniteNeverPass) {
       damaged[at] = bad;
       for (const Norm norm : {Norm::max, Norm::l2}) {
         for (const double tolerance : {0.0, 1e30, std::numeric_limits<double>::infinity()}) {
-          for (const auto& [got, want] : {std::pair(damaged, good), std::pair(good, damaged), std::pair(damaged, damaged)}) {
+          for (const auto& [got, want] :
+               {std::pair(damaged, good), std::pair(good, damaged), std::pair(damaged, damaged)}) {
             const TensorDistance row = distance("t", got, want, tolerance, norm);
             EXPECT_FALSE(row.pass) << bad << " at " << at;
             EXPECT_EQ(row.relative, std::numeric_limits<double>::infinity());

@@ -402,8 +402,8 @@ TEST(TensorFile, EachPieceIsCheckedAndHashed) {
       writer.publish();
       const std::string whole = read_bytes(path);
       const std::size_t data = whole.size() - bytes;
-      for (const std::size_t byte : {std::size_t{0}, kSmall - size, kSmall, kLarge - size, kLarge, kLarge + kSmall + 8 * size,
-                                     2 * kLarge - size, 2 * kLarge, bytes - size}) {
+      for (const std::size_t byte : {std::size_t{0}, kSmall - size, kSmall, kLarge - size, kLarge,
+                                     kLarge + kSmall + 8 * size, 2 * kLarge - size, 2 * kLarge, bytes - size}) {
         SCOPED_TRACE(format("%s, byte %zu of %zu", dtype_name(dtype), byte, bytes));
         // A NaN there and another one at the end, the hash made right: the first is named.
         std::string bad = whole;
@@ -461,8 +461,8 @@ TEST(TensorFile, ATokenizerBeyondTheLimitIsRefusedWhenAModelIsOpened) {
   std::memcpy(&table, bytes.data() + 48, 8);
   const std::size_t record = table + (tensors - 1) * 352;
   const std::uint64_t size = 6'000'000'000, end = bytes.size() - 16 + size;
-  word(24, end);                 // file_bytes
-  word(record + 264, size);      // shape
+  word(24, end);                  // file_bytes
+  word(record + 264, size);       // shape
   word(record + 264 + 72, size);  // bytes
   rehash(bytes);
   write_bytes(path, bytes);

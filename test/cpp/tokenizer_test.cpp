@@ -362,7 +362,8 @@ TEST(TokenizerFile, RefusesMoreAddedTokensThanTheirAutomatonMayTake) {
         std::int32_t id = static_cast<std::int32_t>(j["model"]["vocab"].size());
         for (const Json& token : j["added_tokens"]) id = std::max(id, token["id"].get<std::int32_t>() + 1);
         for (int i = 0; i < 4097; ++i) {
-          j["added_tokens"].push_back({{"content", std::string(4088, 'z') + std::to_string(10'000'000 + i)}, {"id", id++}});
+          j["added_tokens"].push_back(
+              {{"content", std::string(4088, 'z') + std::to_string(10'000'000 + i)}, {"id", id++}});
         }
       },
       {"added_tokens", "16777216 bytes"});

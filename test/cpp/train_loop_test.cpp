@@ -320,6 +320,76 @@ TEST_F(TrainLoopTest, ValidationIsSpreadOverTheData) {
   for (const std::int64_t batches : {0, 7, 100}) EXPECT_EQ(measured(4, batches), all) << batches;
 }
 
+// With --keep-best each new lowest loss is saved, and the newest of these stays beside the newest checkpoints.
+TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
+  const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 3.0}, {6, 4.0}, {8, 4.5}, {10, 3.5}};
+  with_validation_ = true;
+  settings_.val_every = 2;
+  settings_.val_batches = 1;
+  const auto script = [&](std::int64_t first) {
+    return [&losses, first](HookedModel& model) {
+      auto step = std::make_shared<std::int64_t>(first);
+      model.after_evaluate = [&losses, step](double& loss_sum, std::int64_t labels) {
+        loss_sum = losses.at(*step) * static_cast<double>(labels);
+        *step += 2;
+      };
+    };
+  };
+  const auto kept = [&](const std::string& name) {
+    std::set<std::int64_t> steps;
+    for (std::int64_t step = 0; step <= 10; ++step) {
+      if (has_checkpoint(name, step)) steps.insert(step);
+    }
+    return steps;
+  };
+  using Steps = std::set<std::int64_t>;
+  settings_.save_every = 2;
+  const Result plain = run("plain", script(2));
+  EXPECT_EQ(kept("plain"), (Steps{8, 10}));
+  EXPECT_FALSE(plain.state.best.has_value());
+  settings_.keep_best = true;
+  const Result best = run("best", script(2));
+  EXPECT_EQ(kept("best"), (Steps{4, 8, 10}));
+  EXPECT_EQ(best.state.best, (TrainState::Best{4, 3.0}));
+  EXPECT_EQ(best.tensors, plain.tensors);
+  settings_.save_every = 0;  // no save is due but those
+  run("rare", script(2));
+  EXPECT_EQ(kept("rare"), (Steps{4, 10}));
+  // The best one is remembered when the run goes on.
+  settings_.steps = 6;
+  settings_.save_every = 2;
+  run("resumed", script(2));
+  settings_.steps = 10;
+  const Result resumed = run("resumed", script(8));
+  EXPECT_EQ(kept("resumed"), (Steps{4, 8, 10}));
+  EXPECT_EQ(resumed.state.best, best.state.best);
+}
+
+// While the new best one is not on the disk the one before stays.
+TEST_F(TrainLoopTest, ABestCheckpointThatCannotBeSavedDoesNotPushTheOneBeforeOut) {
+  with_validation_ = true;
+  settings_.val_every = 2;
+  settings_.keep_best = true;
+  settings_.save_every = 2;
+  double loss = 10;
+  const auto script = [&](HookedModel& model) {
+    model.after_evaluate = [&](double& loss_sum, std::int64_t labels) {
+      loss_sum = loss * static_cast<double>(labels);
+    };
+    model.before_update = [&, step = 0](const AdamWStep&) mutable {
+      ++step;
+      loss = step == 2 ? 5 : step == 4 ? 4 : 10;
+      if (step < 4) return;
+      set_call_fault(
+          [](const char*, const std::string& path) { return path.find("step_00000004") == std::string::npos; });
+    };
+  };
+  const Result result = run("run", script);
+  EXPECT_EQ(result.exit, Exit::ok) << result.error;
+  EXPECT_TRUE(has_checkpoint("run", 2));
+  EXPECT_FALSE(has_checkpoint("run", 4));
+}
+
 // Clipping multiplies the gradient by limit / norm where the norm is larger; 0 turns it off, whatever the norm.
 TEST_F(TrainLoopTest, GradientsAreClippedToTheLimitAndNotAtAllWithout) {
   EXPECT_EQ(clip_factor(1e30, 0), 1.0f);
@@ -359,7 +429,9 @@ TEST_F(TrainLoopTest, RowsPastThePieceOfTheClassifierHaveTheirOwnLabels) {
   for (std::size_t i = 0; i < labels.size(); ++i) {
     labels[i] = i % 11 == 0 ? kIgnoredLabel : static_cast<std::int32_t>((labels[i] + i / 32) % 32);
   }
-  const auto row = [](const std::vector<std::int32_t>& ids, std::size_t b) { return std::span(ids).subspan(b * 32, 32); };
+  const auto row = [](const std::vector<std::int32_t>& ids, std::size_t b) {
+    return std::span(ids).subspan(b * 32, 32);
+  };
   std::int64_t count = 0, sum_of_counts = 0;
   const double loss = wide->evaluate({tokens, labels}, &count);
   wide->zero_gradients();
@@ -395,7 +467,8 @@ TEST(CpuLlamaTest, ScoresPastTheirPieceAreThoseOfTheirOwnLabels) {
   for (const TensorSpec& spec : model->table().specs()) {  // larger than initial ones, or every id is as likely
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
     model->read_tensor(TensorRole::parameter, spec, values.data());
-    if (spec.shape.size() == 2) std::transform(values.begin(), values.end(), values.begin(), [](float v) { return 20 * v; });
+    if (spec.shape.size() == 2)
+      std::transform(values.begin(), values.end(), values.begin(), [](float v) { return 20 * v; });
     model->write_tensor(TensorRole::parameter, spec, values.data());
   }
   const std::vector<std::uint16_t> text = patterned_tokens(600);  // two pieces and 88 ids
@@ -411,6 +484,12 @@ TEST(CpuLlamaTest, ScoresPastTheirPieceAreThoseOfTheirOwnLabels) {
     const double expected = std::log(sum) - logits[static_cast<std::size_t>(ids[i])];
     ASSERT_NEAR(scores[i - 1], expected, 2e-4 * std::max(1.0, expected)) << "id " << i;
     if (i + 1 < ids.size()) logits = decoder->decode(ids[i]);
+  }
+  const std::vector<float> one_by_one(logits.begin(), logits.end());  // after all but the last id
+  decoder->reset();
+  const std::span<const float> in_pieces = decoder->prefill(std::span(ids).first(599));
+  for (std::size_t v = 0; v < one_by_one.size(); ++v) {
+    ASSERT_NEAR(in_pieces[v], one_by_one[v], 2e-4 * std::max(1.0f, std::abs(one_by_one[v]))) << v;
   }
 }
 
@@ -757,7 +836,7 @@ TEST(Initialize, EachValueIsThatOfItsAddress) {
         double expected = init == Init::ones ? 1 : 0;
         if (init == Init::normal || init == Init::normal_residual) {
           const PhiloxWords words = philox(1234, i / 4, std::uint64_t{1} << 32 | 9);
-          const std::uint32_t *pair = words.word + i % 4 / 2 * 2;
+          const std::uint32_t* pair = words.word + i % 4 / 2 * 2;
           const double radius = std::sqrt(-2 * std::log((pair[0] + 1.0) / 4294967296.0));
           const double angle = 6.283185307179586 * (pair[1] / 4294967296.0);
           const double deviation = init == Init::normal ? 0.02 : 0.02 / 4;  // sqrt(2 x 8 layers)

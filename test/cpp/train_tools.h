@@ -107,8 +107,14 @@ inline std::vector<float> whole_state(TrainModel& model) {
 }
 
 inline RunIdentity micro_identity(const TrainSettings& settings, const TokenDataset& data) {
-  return {micro_config(), settings.numeric_settings(), settings.steps, data.fingerprint(), "cpu",
-          "test",         "{\"tokenizer\":1}",           ""};
+  return {micro_config(),
+          settings.numeric_settings(),
+          settings.steps,
+          data.fingerprint(),
+          "cpu",
+          "test",
+          "{\"tokenizer\":1}",
+          ""};
 }
 
 // Forwards everything to another model; a test may look at or change what passes.
@@ -119,6 +125,7 @@ class HookedModel : public TrainModel {
   std::function<void(StepStatistics&)> after_statistics;
   std::function<void(const AdamWStep&)> before_update;
   std::function<void(const Batch&)> before_evaluate;
+  std::function<void(double& loss_sum, std::int64_t label_count)> after_evaluate;
 
   const ModelConfig& config() const override { return inner_.config(); }
   const TensorTable& table() const override { return inner_.table(); }
@@ -140,7 +147,9 @@ class HookedModel : public TrainModel {
   }
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
     if (before_evaluate) before_evaluate(batch);
-    return inner_.evaluate(batch, label_count);
+    double loss_sum = inner_.evaluate(batch, label_count);
+    if (after_evaluate) after_evaluate(loss_sum, *label_count);
+    return loss_sum;
   }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
     inner_.read_tensor(role, spec, values);

@@ -257,6 +257,21 @@ def rename_tensor(old: str, new: str) -> Edit:
     return edit
 
 
+def sparse_tokenizer(here: Path) -> list[Any]:
+    """A tokenizer of 6 GB, right in every field, in a file that takes no more room on the disk than before."""
+    data, size = bytearray((here / MODEL).read_bytes()), 6_000_000_000
+    at = get(data, "table_offset") + (get(data, "tensor_count") - 1) * 352
+    assert data[at:at + 15] == b"tokenizer.json\0", "the last tensor"
+    end = len(data) - struct.unpack_from("<Q", data, at + 336)[0] + size
+    for field in (at + 264, at + 336):  # shape and bytes
+        struct.pack_into("<Q", data, field, size)
+    struct.pack_into("<Q", data, 24, end)
+    seal(data, get(data, "data_offset"))
+    (here / "hostile.bin").write_bytes(data)
+    os.truncate(here / "hostile.bin", end)
+    return infer_options("hostile.bin")
+
+
 def last_byte(data: bytearray) -> None:
     data[-1] ^= 1
 
@@ -284,6 +299,8 @@ MODEL_FILES = [
     model_bytes("B54 version 0", header(version=0), "version: got 0", "damaged"),
     model_bytes("B55 version 2", header(version=2), "version: got 2", "newer tool"),
     model_bytes("B55 version 2^32 - 1", header(version=2**32 - 1), "version", "newer tool"),
+    Case("a tokenizer of 6 GB in a sparse file", sparse_tokenizer, BAD_FILE,
+         ("hostile.bin", "tokenizer.json", "at most 100000000")),
     model_bytes("B57 cut in the last tensor", lambda data: data[:-1], "truncated"),
     model_bytes("B57 cut to the header page", lambda data: data[:4096], "truncated"),
     model_bytes("B57 as long as claimed, but zeros", lambda data: data[:5000] + bytes(len(data) - 5000), "header_hash"),
@@ -793,6 +810,14 @@ def step_is_a_file(step: Path) -> None:
     step.write_text("x")
 
 
+def put_there(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Something else in the place of a file of the run directory."""
+    def change(step: Path) -> None:
+        (step.parent / name).unlink()
+        make(step.parent / name)
+    return change
+
+
 MOMENT = "moment1.model.norm.weight"
 CHECKPOINTS = [
     checkpoint("B89 manifest missing", lambda step: (step / "manifest.json").unlink(), "manifest.json", "No such file"),
@@ -833,6 +858,20 @@ CHECKPOINTS = [
         step, lambda config, _: config["training"]["spikes"].update(observed=2**63 - 1)), "observed"),
     checkpoint("windows without end", forged(windows=2**63 - 1), "windows"),
     checkpoint("micro-steps without end", forged(micro_steps=2**63 - 1), "micro_steps"),
+    checkpoint("steps without end", forged(step=2**63 - 1), "step"),
+    checkpoint("skipped steps without end", forged(skipped=2**63 - 1), "skipped"),
+    checkpoint("the log is a link", put_there("log.jsonl", lambda path: path.symlink_to("../elsewhere")), "symbolic link",
+               "without a log", code=OK),
+    checkpoint("the log is a FIFO", put_there("log.jsonl", os.mkfifo), "regular file", "without a log", code=OK),
+    checkpoint("the lock is a FIFO", put_there("lock", os.mkfifo), "--out", "lock", "regular file", code=USAGE),
+    checkpoint("the lock is a link", put_there("lock", lambda path: path.symlink_to("../elsewhere")), "--out", "lock",
+               "symbolic link", code=USAGE),
+    checkpoint("began from another model", lambda step: forge(
+        step, lambda config, _: config["run"].update(began_from="0" * 16)), "--model", "began from", code=USAGE),
+    checkpoint("the beginning is a number", lambda step: forge(
+        step, lambda config, _: config["run"].update(began_from=7)), "began_from"),
+    checkpoint("the best is a list", forged(best=[]), "best"),
+    checkpoint("the best is a later step", forged(best={"step": STEPS + 1, "val_loss": 1}), "step"),
     checkpoint("variance below zero", lambda step: forge(
         step, lambda config, _: config["training"]["spikes"].update(variance=-1)), "spikes", "variance"),
     checkpoint("step below zero in the state", forged(step=-1), "step"),
@@ -897,6 +936,9 @@ COMMAND_LINES = [
     train_usage("--debug-inject nan@step=", "--debug-inject", "nan@step=N"),
     train_usage("--dry-run=yes", "--dry-run"),
     train_usage("stray", "'stray'"),
+    train_usage("--vocab-size 64", "--vocab-size", "--config"),
+    train_usage("--eval --bench", "only one"),
+    train_usage("--gpu-memory 1GB", "--gpu-memory", "--dry-run"),
     infer_usage("--promt x", "'--promt'", "did you mean --prompt"),
     infer_usage("--top-p 1.5", "--top-p", "'1.5'", "0 to 1"),
     infer_usage("--temperature -1", "--temperature", "'-1'"),

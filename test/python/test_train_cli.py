@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, NEOX, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
+from train_runs import (MODEL, NEOX, PROGRAM, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
                         has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, train, wait_for,
                         write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here
@@ -43,6 +44,16 @@ from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, p
     (["--debug-inject", "boom"], ["--debug-inject", "nan@step"]),
     (["--compare", "x"], ["--compare", "--model"]),
     (["--bench", "--dry-run"], ["--bench", "--dry-run", "one of them"]),
+    (["--eval"], ["--eval", "--model"]),
+    (["--keep-best"], ["--keep-best", "--val"]),
+    (["--gpu-memory", "80GB"], ["--gpu-memory", "--dry-run"]),
+    (["--gpu-memory", "80", "--dry-run"], ["--gpu-memory", "80GB"]),
+    (["--gpu-memory", "x GB", "--dry-run"], ["--gpu-memory", "80GB"]),
+    (["--gpu-memory=-1GB", "--dry-run"], ["--gpu-memory", "80GB"]),
+    (["--gpu-memory", "80GB", "--dry-run", "--device", "cpu"], ["--gpu-memory", "--device cpu"]),
+    (["--vocab-size", "63", "--seq-len", "16"], ["--vocab-size", "64"]),
+    (["--vocab-size", "1000001"], ["--vocab-size", "1000000"]),
+    (["--steps", "1000000000000", "--micro-batch", "1000000"], ["--steps", "tokens"]),
     (["stray"], ["stray"]),
 ])
 def test_usage_errors_name_option_and_range(data, tmp_path, options, words):
@@ -95,10 +106,13 @@ def test_dry_run_checks_everything_and_writes_nothing(data, tmp_path):
     for word in ("lr ", "parameters", "64 tokens = 2 x 16, accumulated 2 times", "3 shards"):
         assert word in done.stdout
     assert not (tmp_path / "run").exists()
-    # A plan of 8 billion parameters, in no time and with no memory.
+    # A plan of 8 billion parameters, in no time and with no memory; whether it fits is up to the machine.
     begin = time.monotonic()
-    done = run_program("--config", "llama3.1-8b", "--train", data / "train_*.bin", "--dry-run", "--seq-len", 16)
-    assert done.returncode == 0 and "8030.26 M parameters" in done.stdout
+    done = run_program("--config", "llama3.1-8b", "--train", data / "train_*.bin", "--dry-run", "--seq-len", 16,
+                       "--vocab-size", 128256)
+    assert "8030.26 M parameters" in done.stdout and "memory on " in done.stdout
+    if done.returncode != 0:
+        assert_refused(done, 5, "the plan needs", "available")
     assert time.monotonic() - begin < 20
     # One flipped bit, anywhere in the tokens.
     shard = data / "train_0.bin"
@@ -106,6 +120,30 @@ def test_dry_run_checks_everything_and_writes_nothing(data, tmp_path):
     raw[301] ^= 1
     shard.write_bytes(raw)
     assert_refused(train(data, tmp_path / "run", "--dry-run"), 3, "train_0.bin")
+
+
+def test_a_dry_run_says_what_does_not_fit(data, tmp_path):
+    """Of this machine, made small by a limit, and of a GPU that is only named."""
+    def small():
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    options = ["--config", "d12", "--train", data / "train_*.bin", "--dry-run", "--vocab-size", 50304, "--seq-len", 64]
+    done = run_program(*options, "--device", "cpu", "--micro-batch", 64)
+    assert done.returncode == 0 or "would fit" in done.stderr, done.stderr
+    if "libcublasLt" not in subprocess.run(["ldd", str(PROGRAM)], capture_output=True, text=True).stdout:
+        done = run_program(*options, "--device", "cpu", preexec_fn=small)
+        assert_refused(done, 5, "the plan needs", "CPU has", "Not even --micro-batch 1 fits")
+        assert "memory on cpu" in done.stdout, "the plan is shown all the same"
+    if "CUDA" not in run_program("--version").stdout:
+        assert_refused(run_program(*options, "--gpu-memory", "80GB"), 4, "built without nvcc")
+        return
+    assert run_program(*options, "--gpu-memory", "80GB").returncode == 0
+    assert run_program(*options, "--gpu-memory", "74.5GiB").returncode == 0
+    assert_refused(run_program(*options, "--gpu-memory", "1GB"), 5, "a GPU with 1GB has 1.0", "--micro-batch 1")
+    done = run_program(*options, "--gpu-memory", "8GB", "--micro-batch", 512)
+    assert_refused(done, 5, "a GPU with 8GB", "would fit")
+    fits = re.search(r"--micro-batch (\d+) would fit", done.stderr)[1]
+    assert run_program(*options, "--gpu-memory", "8GB", "--micro-batch", fits, "--batch-tokens", 512 * 64).returncode == 0
 
 
 def test_a_plan_beyond_memory_is_exit_5_before_anything_is_written(data, tmp_path):
@@ -232,6 +270,95 @@ def test_from_scratch_with_a_sample(tmp_path):
                             "--sample-every", every, "--dry-run")
             assert planned.returncode == 0, planned.stderr
             assert ("workspace of samples" in planned.stdout) == (every > 0)
+
+
+def test_the_vocabulary_of_a_new_model_is_that_of_its_shards(data, tmp_path):
+    scratch = ["--config", "tiny", "--model="]
+    done = train(data, tmp_path / "run", *scratch, steps=2)
+    assert done.returncode == 0 and "vocabulary 128 for 64 ids (padded to a multiple of 128; --vocab-size)" in done.stderr
+    model = records(tmp_path / "run")[0]["model"]
+    assert (model["vocab_size"], model["tokenizer_vocab"]) == (128, 64)
+    done = train(data, tmp_path / "given", *scratch, "--vocab-size", 64, steps=2)
+    assert done.returncode == 0 and "vocabulary 64, " in done.stderr
+    assert abs(losses(tmp_path / "given")[1][0] - np.log(64)) < 0.2
+    # A run that began with another one, as those of older versions, goes on with it.
+    assert_refused(train(data, tmp_path / "given", *scratch, "--schedule", "constant", steps=4), 2, "vocab_size",
+                   "--vocab-size '64' is the same model")
+    assert_refused(train(data, tmp_path / "x", "--vocab-size", 64), 2, "--vocab-size", "--config")
+    # The same number, given or not, is the same model.
+    for path in (data / "large_0.bin", data / "large_1.bin"):
+        write_shard(path, 200, vocabulary=256)
+    large = [*scratch, "--train", data / "large_*.bin", "--val="]
+    assert train(data, tmp_path / "one", *large, steps=2).returncode == 0
+    assert train(data, tmp_path / "two", *large, "--vocab-size", 256, steps=2).returncode == 0
+    assert state_bytes(tmp_path / "one", 2) == state_bytes(tmp_path / "two", 2)
+
+
+HF_CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": 64,
+             "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+
+
+def test_a_shape_from_a_hugging_face_config(data, tmp_path):
+    config = tmp_path / "shape.json"
+    config.write_text(json.dumps(HF_CONFIG))
+    scratch = ["--model=", "--config", config]
+    done = train(data, tmp_path / "run", *scratch)
+    assert done.returncode == 0, done.stderr
+    assert "model: 3 layers of 48, 4 heads on 2, vocabulary 128 for 64 ids" in done.stderr
+    first = losses(tmp_path / "run")
+    assert abs(first[1][0] - np.log(128)) < 0.2 and first[12][0] < first[1][0]
+    assert train(data, tmp_path / "run", *scratch, "--schedule", "cosine").returncode == 0, "it resumes"
+    # Another shape under the same name is another model.
+    config.write_text(json.dumps(HF_CONFIG | {"num_hidden_layers": 2}))
+    assert_refused(train(data, tmp_path / "run", *scratch), 2, "num_layers")
+    config.write_text(json.dumps(HF_CONFIG | {"hidden_act": "gelu"}))
+    assert_refused(train(data, tmp_path / "x", *scratch), 3, "shape.json", "hidden_act", "silu")
+    config.write_text("{")
+    assert_refused(train(data, tmp_path / "x", *scratch), 3, "shape.json", "JSON")
+    assert_refused(train(data, tmp_path / "x", "--model=", "--config", tmp_path / "none.json"), 3, "none.json")
+    with open(config, "wb") as file:  # 6 GB that cost nothing on the disk
+        file.truncate(6_000_000_000)
+    assert_refused(train(data, tmp_path / "x", *scratch), 3, "shape.json", "at most 8388608")
+
+
+def test_a_checkpoint_is_measured_and_nothing_is_written(data, tmp_path):
+    assert train(data, tmp_path / "run", "--val-batches", 0).returncode == 0
+    expected = [r["val_loss"] for r in records(tmp_path / "run") if "val_loss" in r][-1]
+    model = tmp_path / "run" / "step_00000012" / "model.bin"
+    before = sorted(tmp_path.rglob("*"))
+    words = ["--eval", "--model", model, "--val", data / "val_*.bin", "--seq-len", 16, "--micro-batch", 2]
+    done = run_program(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["val_loss"] == expected and result["tokens"] == 12 * 16
+    assert abs(result["perplexity"] - np.exp(expected)) < 1e-9
+    done = run_program(*words)
+    assert done.returncode == 0 and done.stdout.startswith(f"val loss {expected:.4f}  perplexity ")
+    done = run_program(*words, "--json", "--val-batches", 2)
+    assert json.loads(done.stdout)["tokens"] == 4 * 16
+    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused(run_program("--eval", "--model", model), 2, "--eval", "--val")
+    assert_refused(run_program("--eval", "--config", "tiny", "--val", data / "val_*.bin"), 2, "--eval", "--model")
+    write_shard(data / "large.bin", 100, vocabulary=60_000)
+    assert_refused(run_program(*words[:4], data / "large.bin", "--seq-len", 16), 2, "--val", "60000")
+
+
+def test_the_best_checkpoint_is_kept(data, tmp_path):
+    """A learning rate that soon makes it worse: the lowest loss comes early and stays."""
+    out = tmp_path / "run"
+    options = ["--keep-best", "--val-every", 1, "--save-every", 2, "--val-batches", 0, "--schedule", "constant", "--lr", 1.0,
+               "--warmup-steps", 0]
+    done = train(data, out, *options)
+    assert done.returncode == 0, done.stderr
+    measured = {r["step"]: r["val_loss"] for r in records(out) if "val_loss" in r}
+    best = min(measured, key=measured.get)
+    assert best < 10, measured
+    assert checkpoints(out) == [f"step_{best:08d}", "step_00000010", "step_00000012"]
+    assert f"lowest loss on --val: {measured[best]:.4f} after step {best}, kept in " in done.stderr
+    model = out / f"step_{best:08d}" / "model.bin"
+    again = run_program("--eval", "--json", "--model", model, "--val", data / "val_*.bin", "--seq-len", 16, "--micro-batch", 2)
+    assert json.loads(again.stdout)["val_loss"] == measured[best]
 
 
 def test_numbers_do_not_follow_the_locale(data, tmp_path, comma_locale):

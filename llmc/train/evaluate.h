@@ -1,0 +1,15 @@
+// --eval: the loss of a model file on the validation shards.
+#pragma once
+
+#include <string>
+
+#include "llmc/base/error.h"
+#include "llmc/train/inputs.h"
+
+namespace weft {
+
+// Measures all of --val, or --val-batches micro-batches spread over it, and prints one line, or with --json one object.
+// Exit::ok, or the code of a signal that came meanwhile; a loss that is not finite is Exit::numeric.
+Exit evaluate(TrainModel& model, const TrainSettings& settings, const TrainInputs& inputs);
+
+}  // namespace weft

@@ -1,0 +1,169 @@
+// --config FILE: the shape of a new model from a Hugging Face config.json.
+#include "llmc/train/hf_config.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "llmc/train/inputs.h"
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+// What transformers 4 writes for Llama 3.2 1B.
+Json llama_1b() {
+  return {{"architectures", {"LlamaForCausalLM"}},
+          {"model_type", "llama"},
+          {"hidden_act", "silu"},
+          {"vocab_size", 128256},
+          {"hidden_size", 2048},
+          {"intermediate_size", 8192},
+          {"num_hidden_layers", 16},
+          {"num_attention_heads", 32},
+          {"num_key_value_heads", 8},
+          {"head_dim", 64},
+          {"max_position_embeddings", 131072},
+          {"rms_norm_eps", 1e-5},
+          {"tie_word_embeddings", true},
+          {"attention_bias", false},
+          {"mlp_bias", false},
+          {"bos_token_id", 128000},
+          {"eos_token_id", {128001, 128008}},
+          {"rope_theta", 500000.0},
+          {"rope_scaling",
+           {{"rope_type", "llama3"},
+            {"factor", 32.0},
+            {"low_freq_factor", 1.0},
+            {"high_freq_factor", 4.0},
+            {"original_max_position_embeddings", 8192}}}};
+}
+
+ModelConfig parsed(const Json& config) {
+  return llama_from_hf_config(config, "x.json");
+}
+
+TEST(HfConfig, IsThePresetOfTheSameModel) {
+  EXPECT_TRUE(parsed(llama_1b()) == preset_config("llama3.2-1b"));
+  Json tiny_llama = llama_1b();  // TinyLlama, as transformers 4 writes it: no head_dim, no scaling
+  tiny_llama.update({{"vocab_size", 32000},
+                     {"intermediate_size", 5632},
+                     {"num_hidden_layers", 22},
+                     {"num_key_value_heads", 4},
+                     {"max_position_embeddings", 2048},
+                     {"tie_word_embeddings", false},
+                     {"rope_theta", 10000.0},
+                     {"rope_scaling", nullptr}});
+  tiny_llama.erase("head_dim");
+  EXPECT_TRUE(parsed(tiny_llama) == preset_config("tinyllama-1.1b"));
+}
+
+TEST(HfConfig, TransformersFiveKeepsItsRopeElsewhere) {
+  Json config = llama_1b();
+  config["rope_parameters"] = config["rope_scaling"];
+  config["rope_parameters"]["rope_theta"] = config["rope_theta"];
+  config.erase("rope_scaling");
+  config.erase("rope_theta");
+  EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b"));
+  config["rope_theta"] = 500000.0;  // said twice, in agreement
+  EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b"));
+  config["rope_theta"] = 10000.0;
+  expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "rope_theta: disagrees with");
+}
+
+TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
+  Json config = llama_1b();
+  config.erase("num_key_value_heads");
+  EXPECT_EQ(parsed(config).num_kv_heads, 32);
+  config["tie_word_embeddings"] = nullptr;
+  EXPECT_FALSE(parsed(config).tied_embeddings);
+}
+
+// Each key alone: absent where nothing may be assumed, out of range, of another type, or a model that weft has not.
+TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
+  for (const char* key :
+       {"model_type", "hidden_act", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta"}) {
+    Json config = llama_1b();
+    config.erase(key);
+    expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+  }
+  const std::vector<std::pair<std::string, Json>> bad = {
+      {"model_type", "mistral"},
+      {"architectures", Json::array({"MistralForCausalLM"})},
+      {"architectures", "LlamaForCausalLM"},
+      {"hidden_act", "gelu"},
+      {"attention_bias", true},
+      {"mlp_bias", true},
+      {"mlp_bias", "no"},
+      {"quantization_config", Json::object()},
+      {"vocab_size", 1'000'001},
+      {"vocab_size", "32000"},
+      {"vocab_size", 0},
+      {"hidden_size", (1 << 20) + 1},
+      {"hidden_size", 2048.5},
+      {"intermediate_size", 0},
+      {"num_hidden_layers", 1025},
+      {"num_attention_heads", 1025},
+      {"num_key_value_heads", 33},
+      {"num_key_value_heads", 3},
+      {"head_dim", 1025},
+      {"head_dim", 63},
+      {"max_position_embeddings", (1 << 24) + 1},
+      {"rms_norm_eps", 0},
+      {"rope_theta", -1},
+      {"partial_rotary_factor", 0.5},
+      {"rope_scaling", "llama3"},
+      {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2}}},
+      {"rope_type", nullptr},  // replaced below
+  };
+  for (const auto& [key, value] : bad) {
+    if (key == "rope_type") continue;
+    Json config = llama_1b();
+    config[key] = value;
+    expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+  }
+  for (const char* key :
+       {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_type"}) {
+    Json config = llama_1b();
+    config["rope_scaling"].erase(key);
+    expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+    config = llama_1b();
+    config["rope_scaling"][key] = Json::array();
+    expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
+  }
+  Json uneven = llama_1b();
+  uneven.erase("head_dim");
+  uneven["hidden_size"] = 2047;
+  expect_contains(error_of(Exit::bad_file, [&] { parsed(uneven); }), "hidden_size");
+  expect_contains(error_of(Exit::bad_file, [&] { parsed(Json::array()); }), "object");
+}
+
+// The vocabulary of a new model is that of its data, in steps of 128; what is given explicitly is taken as it is.
+TEST(Inputs, TheVocabularyOfANewModelIsThatOfItsShards) {
+  const TemporaryDirectory directory;
+  const auto vocabulary = [&](std::uint64_t of_shards, std::int64_t given) {
+    write_shard(directory.file("x.bin"), patterned_tokens(100), of_shards);
+    TrainSettings settings = micro_settings();
+    settings.config = "tiny";
+    settings.vocab_size = given;
+    settings.train = directory.file("x.bin");
+    const ModelConfig config = open_inputs(settings).config;
+    EXPECT_EQ(config.tokenizer_vocab, static_cast<std::int64_t>(of_shards));
+    return config.vocab_size;
+  };
+  EXPECT_EQ(vocabulary(32, 0), 128);
+  EXPECT_EQ(vocabulary(128, 0), 128);
+  EXPECT_EQ(vocabulary(129, 0), 256);
+  EXPECT_EQ(vocabulary(2048, 0), preset_config("tiny").vocab_size) << "that of the tokenizer of README's demo";
+  EXPECT_EQ(vocabulary(50'254, 0), preset_config("d12").vocab_size - 0);
+  EXPECT_EQ(vocabulary(65'536, 0), 65'536);
+  EXPECT_EQ(vocabulary(32, 33), 33);
+  EXPECT_EQ(vocabulary(32, 2048), 2048);
+  expect_contains(error_of(Exit::usage, [&] { vocabulary(32, 31); }), "--vocab-size");
+}
+
+}  // namespace
+}  // namespace weft
