@@ -180,8 +180,9 @@ CUDA_HEADERS  := $(filter llmc/cuda/% test/gpu/% %.cuh,$(ALL_HEADERS))
 SKIPPED_HEADERS := $(if $(strip $(NVCC)),,$(CUDA_HEADERS))
 HEADERS       := $(filter-out $(SKIPPED_HEADERS),$(ALL_HEADERS))
 ONE_ARCH      := $(or $(filter 90a,$(GPU_ARCH)),$(lastword $(GPU_ARCH)))
+NO_NVCC := : GPU code, and there is no nvcc
 headers: $(HEADERS:%=$B/headers/%.ok)
-	@echo "headers: $(words $(HEADERS)) compile alone, $(words $(SKIPPED_HEADERS)) skipped$(if $(SKIPPED_HEADERS),: GPU code, and there is no nvcc)"
+	@echo "headers: $(words $(HEADERS)) compile alone, $(words $(SKIPPED_HEADERS)) skipped$(if $(SKIPPED_HEADERS),$(NO_NVCC))"
 list-headers:
 	@printf '%s\n' $(HEADERS:%='compiled %') $(SKIPPED_HEADERS:%='skipped %')
 $(CUDA_HEADERS:%=$B/headers/%.ok): CXXFLAGS += $(if $(strip $(NVCC)),-isystem $(CUDA_HOME)/include)

@@ -819,16 +819,15 @@ print_next_steps() {
   local dir name
   for dir in "${model_dirs[@]}"; do
     name=$(basename -- "$dir").bin
-    printf 'python3 scripts/convert_hf.py %q -o %q && ' "$dir" "$name"
+    printf '.venv/bin/python scripts/convert_hf.py %q -o %q' "$dir" "$name"
     if grep -q '"model_type"[[:space:]]*:[[:space:]]*"gpt_neox"' -- "$dir/config.json"; then
-      printf './infer_pythia --model %q --prompt "Hello"\n' "$name"
-    else
-      printf './train_llama --model %q --dry-run\n' "$name"
+      printf ' && ./infer_pythia --model %q --prompt "Hello"' "$name"
     fi
+    printf '\n' # of a Llama the converter says how to go on
   done
   if [[ -n $text_file ]]; then
-    printf 'python3 dev/prepare_data.py %q --tokenizer %q -o %q\n' \
-      "$text_file" "${model_dirs[0]:-$out_dir/pythia-160m}/tokenizer.json" "${text_file%.txt}"
+    printf '.venv/bin/python dev/prepare_data.py %q --tokenizer %q -o %q\n' \
+      "$text_file" "${model_dirs[0]:-models/tiny-llama}/tokenizer.json" "${text_file%.txt}"
   fi
 }
 

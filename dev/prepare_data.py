@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import glob
 import gzip
 import os
 import re
-import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -34,6 +36,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import needs  # noqa: E402, F401, before the packages
@@ -52,6 +55,7 @@ PIECE_CHARACTERS = 1 << 16  # documents are encoded in pieces of about this leng
 BATCH_CHARACTERS = 1 << 20  # pieces that are encoded together
 MIN_VALIDATION_DOCUMENTS = 10
 SHARD_NAME = re.compile(r"(train|val)_\d{5,}\.bin")
+TERMINATED = 143
 
 # Where a text can be cut without changing its tokens, for the pre-tokenizers of GPT-2, GPT-NeoX and Llama 3: before a
 # single space between a word and a letter (the space belongs to the word behind it), and after a single line feed
@@ -192,18 +196,59 @@ def open_sources(paths: list[Path], options: argparse.Namespace) -> list[Source]
 # ---- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
+MAX_REPLACEMENT = 64  # bytes that a normalizer may put for one match: a text does not grow without bounds
+
+
+@contextlib.contextmanager
+def library_speaks_through_us(path: Path) -> Iterator[None]:
+    """Turns what the tokenizers library raises into our error. Its panics are no Exception, and print to stderr besides."""
+    sys.stderr.flush()
+    with contextlib.ExitStack() as restore:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        restore.callback(os.close, kept)
+        restore.callback(os.dup2, kept, 2)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        try:
+            yield
+        except BaseException as problem:
+            if isinstance(problem, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            bad_file(path, "", f"not accepted by tokenizers {tokenizers.__version__}: {shown(str(problem))}")
+
+
+def check_tokenizer(tokenizer: dict[str, Any], path: Path) -> None:
+    """Refuses what costs the library memory or time out of proportion to the file."""
+    model = tokenizer["model"]
+    vocab, added = model.get("vocab"), tokenizer.get("added_tokens")
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()),
+           *(token.get("id") for token in (added if isinstance(added, list) else ()) if isinstance(token, dict))]
+    for number in ids:
+        if type(number) is int and not 0 <= number < MAX_VOCABULARY:
+            bad_file(path, "vocabulary", f"got the id {number}, expected ids from 0 to {MAX_VOCABULARY - 1}")
+    level: list[Any] = [tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")]
+    while level:
+        for node in level:
+            for key in ("content", "prepend", "replacement") if isinstance(node, dict) else ():
+                if isinstance(node.get(key), str) and len(node[key].encode("utf-8", "surrogatepass")) > MAX_REPLACEMENT:
+                    bad_file(path, f"{shown(node.get('type'))} {key}", f"got {len(node[key])} characters, expected at most "
+                             f"{MAX_REPLACEMENT} bytes")
+        level = [child for node in level if isinstance(node, (dict, list))
+                 for child in (node.values() if isinstance(node, dict) else node)]
+
+
 class Encoder:
     """A tokenizer.json, and what it takes to make documents of token ids with it."""
 
     def __init__(self, path: Path, end_of_text: str | None):
         self.path = path
         self.text = cli.read_bytes(path, MAX_TOKENIZER_BYTES)
-        if not isinstance(cli.parse_json_object(self.text, path).get("model"), dict):
+        parsed = cli.parse_json_object(self.text, path)
+        if not isinstance(parsed.get("model"), dict):
             bad_file(path, "model", "missing", "A tokenizer.json of the Hugging Face tokenizers library is needed")
-        try:
+        check_tokenizer(parsed, path)
+        with library_speaks_through_us(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.text.decode("utf-8"))
-        except Exception as problem:  # the library raises nothing more specific
-            bad_file(path, "", f"not accepted by tokenizers {tokenizers.__version__}: {shown(str(problem))}")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # as plain text
@@ -224,13 +269,15 @@ class Encoder:
 
     def _find_prefix(self) -> np.ndarray:
         """The ids that the tokenizer's post-processor puts before a text: a beginning-of-text token, or nothing."""
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        with library_speaks_through_us(self.path):
+            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+            full = self._tokenizer.encode("a", add_special_tokens=True).ids
         begin = next((i for i in range(len(full)) if full[i:i + len(plain)] == plain), 0)
         return np.array(full[:begin], dtype=np.uint32)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with library_speaks_through_us(self.path):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
@@ -377,6 +424,32 @@ def add_with_split(sources: list[Source], pipeline: Pipeline, train: Split, val:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
+STAGING = ".incomplete-"
+
+
+@contextlib.contextmanager
+def staging_directory(output: Path) -> Iterator[Path]:
+    """A directory in `output` that goes away with this process's work, however it ends; those of runs that were killed are
+    removed on the way. A lock says that a run lives."""
+    for left in output.glob(f"{STAGING}????????"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if all(SHARD_NAME.match(name) for name in os.listdir(left)):
+                    shutil.rmtree(left)
+            finally:
+                os.close(descriptor)
+    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=output))
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(descriptor)
+
+
 def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split]]:
     """Writes all shards into `staging`."""
     encoder = Encoder(options.tokenizer, options.eos)
@@ -420,8 +493,17 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
         print(f"{split.name:<5} {split.documents:>10,} documents {split.tokens:>14,} tokens "
               f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards}")
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
-    arguments = " ".join(f"--{split.name} {shlex.quote(str(output / split.name) + '_*.bin')}" for split in splits)
-    print(f"\nNext:\n  ./train_llama --config tiny {arguments} --out runs/first")
+    arguments = " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
+    print(f"\nNext:\n  ./train_llama --config {preset_for(encoder.vocab_size)} {arguments} --out runs/first")
+
+
+# Rows of the embedding in the presets of train_llama, smaller models first.
+PRESETS = {"tiny": 2048, "smollm2-135m": 49152, "d12": 50304, "llama3.2-1b": 128256}
+
+
+def preset_for(vocabulary: int) -> str:
+    """The smallest preset that has a row for each token."""
+    return next((name for name, rows in PRESETS.items() if vocabulary <= rows), "llama3.2-1b")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -453,12 +535,12 @@ def main() -> None:
     options = parse_arguments()
     existed = options.output.exists()
     options.output.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".incomplete-", dir=options.output))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # through the end of the staging directory
     try:
-        encoder, splits = prepare(options, staging)
-        replaced = publish(options.output, staging, encoder, splits)
+        with staging_directory(options.output) as staging:
+            encoder, splits = prepare(options, staging)
+            replaced = publish(options.output, staging, encoder, splits)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
         if not existed:
             with contextlib.suppress(OSError):  # it holds the result
                 options.output.rmdir()

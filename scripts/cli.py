@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import math
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Callable
@@ -32,6 +34,23 @@ def shown(value: object) -> str:
     text = value if isinstance(value, (str, bytes)) else json_text(value)
     quoted = escaped(text.encode("utf-8", "replace") if isinstance(text, str) else text)
     return quoted if isinstance(value, (str, bytes)) else quoted[1:-1]
+
+
+def pasteable(path: str | os.PathLike[str]) -> str:
+    """A path as one word of a command line that is safe to paste into a shell: in quotes where it needs them, and byte by
+    byte where it holds what a terminal would not show as it is."""
+    text = os.fspath(path)
+    if text.startswith("-"):
+        text = "./" + text  # not an option
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+        shows = text.isprintable() and escaped(text, len(text) * 4) == f"'{text}'"
+    except UnicodeEncodeError:
+        shows = False
+    if shows or text.isascii() and text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(chr(byte) if 0x20 <= byte < 0x7F and byte not in b"'\\" else f"\\x{byte:02x}"
+                          for byte in os.fsencode(text)) + "'"
 
 
 def json_text(value: object) -> str:
@@ -122,13 +141,24 @@ def _finite_number(text: str) -> float:
     return value
 
 
-def _depth(value: Any) -> int:
-    deepest, level = 0, [value]
+LONG_INTEGER = 300  # digits that every double can hold
+
+
+def _integer(text: str) -> int:
+    """An integer as large as the programs' readers take: they hold it as a double where 64 bits are too few."""
+    if len(text) > LONG_INTEGER and not math.isfinite(float(text)):
+        raise JsonProblem(f"integer {shown(text)[1:-1]} is out of range")
+    return int(text)
+
+
+def json_depth(value: Any) -> int:
+    """How many arrays and objects lie within each other at most."""
+    deepest, level = 0, [value] if isinstance(value, (dict, list)) else []
     while level:
         deepest += 1
-        level = [child for node in level if isinstance(node, (dict, list))
-                 for child in (node.values() if isinstance(node, dict) else node)]
-    return deepest - 1
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(child, (dict, list))]
+    return deepest
 
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that may be half of a pair
@@ -142,7 +172,7 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
     try:
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object_hook(max_objects), parse_constant=_no_constant,
-                           parse_float=_finite_number)
+                           parse_float=_finite_number, parse_int=_integer)
         if SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -155,7 +185,7 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
         bad_file(source, field, f"not valid JSON: {error}", AGAIN)
     except ValueError as error:  # json.JSONDecodeError is one
         bad_file(source, field, f"not valid JSON: {escaped(str(error))[1:-1]}", AGAIN)
-    if _depth(value) > MAX_JSON_DEPTH:
+    if json_depth(value) > MAX_JSON_DEPTH:
         bad_file(source, field, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
     return value
 
@@ -229,6 +259,9 @@ def number_in(low: float, high: float, kind: type = float) -> Callable[[str], An
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Runs `main` and exits: a FileError becomes its one line and its code, a full disk or memory RESOURCES."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without the letters of a file's name is no reason to end
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or OK
         sys.stdout.flush()

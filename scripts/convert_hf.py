@@ -15,16 +15,18 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import needs  # noqa: F401, before the packages
 import numpy as np
 
 import cli
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
-from hf_config import (MAX_CONFIG_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
+from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
 from safetensors_reader import Entry, SafetensorsFile
-from tensor_file import MAGIC, NUMPY_DTYPES, Writer, bf16_to_f32, escaped, f32_to_bf16, shape_text
+from tensor_file import (MAGIC, MAX_CONFIG_BYTES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
+                         f32_to_bf16, shape_text)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_NAME_BYTES = 255  # of a file: with a longer one Linux refuses even to ask whether it is there
@@ -71,7 +73,7 @@ def open_weights(directory: Path) -> dict[str, Source]:
 
 def _open_shards(directory: Path) -> dict[str, Source]:
     index_path = directory / INDEX
-    weight_map = cli.read_json_object(index_path, MAX_CONFIG_BYTES).get("weight_map")
+    weight_map = cli.read_json_object(index_path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         bad_file(index_path, "weight_map", f"got {json_type(weight_map)}, expected an object of tensor and file names")
     for name, shard in weight_map.items():
@@ -208,11 +210,23 @@ class Conversion:
                      "Convert with --dtype bf16 or fp32")
 
 
+def file_configuration(checkpoint: Checkpoint, source: Path) -> dict[str, Any]:
+    """The configuration of the model file, with config.json, `source`, in it. FileError BAD_FILE where readers would refuse it."""
+    config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
+    depth, size = cli.json_depth(config), len(configuration_text(config))
+    if depth > cli.MAX_JSON_DEPTH:
+        bad_file(source, "", f"got JSON nested {depth - 1} levels deep, expected at most "
+                 f"{cli.MAX_JSON_DEPTH - 1}: the model file holds it in an object of its own")
+    if size > MAX_CONFIG_BYTES:
+        bad_file(source, "", f"got {size} bytes with every number written out, expected at most "
+                 f"{MAX_CONFIG_BYTES}, which is what a model file can hold of it")
+    return config
+
+
 def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], dtype: str | None, strict: bool,
                 warnings: Warnings) -> None:
     """Writes the model file; nothing is left behind if a value is refused."""
-    config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py",
-              "hf_config": checkpoint.hf_config}
+    config = file_configuration(checkpoint, Path("config.json"))
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
     conversion = Conversion(warnings, progress)
     already = warnings.count
@@ -234,7 +248,8 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
 # ---- what the user sees ----------------------------------------------------------------------------------------------
 
 
-def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], path: Path, dtype: str | None) -> None:
+def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, path: Path,
+                  dtype: str | None) -> None:
     model, rope = checkpoint.model, checkpoint.model.rope
     scaling = f", llama3 x{rope.factor:g} of {rope.original_max_positions}" if rope.type == "llama3" else ""
     stored = {dtype} if dtype else {source.dtype for source in tensors.values()}
@@ -250,11 +265,22 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], path: Path
     }
     for label, text in rows.items():
         print(f"{label:12}{text}")
-    quoted = f"'{path}'" if any(c in str(path) for c in " \t\"'$&;()<>|*?[]\\") else str(path)
-    if model.family == "gpt_neox":
-        print(f"next        ./infer_pythia --model {quoted} --prompt \"Hello\"")
-    else:
-        print(f"next        ./train_llama --model {quoted} --train 'TRAIN_*.bin' --val 'VAL_*.bin' --out runs/first")
+    for command in next_commands(checkpoint, directory, path):
+        print(f"next        {command}")
+
+
+def next_commands(checkpoint: Checkpoint, directory: Path, path: Path) -> list[str]:
+    """What to do with the model file, as lines for a shell. A Llama goes on from a text of the user's, my.txt."""
+    model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
+    if checkpoint.model.family == GPT_NEOX:
+        few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
+        prompt = '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
+        return [f"./infer_pythia --model {model} {prompt}"]
+    if not has_tokenizer:
+        return [f".venv/bin/python scripts/tensor_file.py {model} --verify"]
+    tokenizer = cli.pasteable(directory / TOKENIZER_TENSOR)
+    return [f".venv/bin/python dev/prepare_data.py my.txt --tokenizer {tokenizer} -o data/mine",
+            f"./train_llama --model {model} --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine"]
 
 
 def arguments() -> argparse.Namespace:
@@ -286,11 +312,12 @@ def main() -> int:
     checkpoint = read_checkpoint(options.directory, options.rope_theta)
     if checkpoint.tokenizer is None:
         warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids")
+    file_configuration(checkpoint, options.directory / "config.json")  # refused before the weights are read
     tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
     dtype = DTYPE_OPTIONS.get(options.dtype)
     write_model(options.output, checkpoint, tensors, dtype, options.strict, warnings)
     warnings.finish()
-    print_summary(checkpoint, tensors, options.output, dtype)
+    print_summary(checkpoint, tensors, options.directory, options.output, dtype)
     return cli.OK
 
 

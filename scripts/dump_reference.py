@@ -560,7 +560,7 @@ def main() -> int:
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
     program = "train_llama" if checkpoint.model.family == LLAMA else "infer_pythia"
-    print(f"next        ./{program} --model FILE --compare {escaped(str(options.output))}")
+    print(f"next        ./{program} --model FILE --compare {cli.pasteable(options.output)}")
     return cli.OK
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,20 @@ def check_target(directory: Path, force: bool) -> None:
 
 def publish(temporary: Path, directory: Path) -> None:
     """Gives the finished directory its name; what stood there goes away last."""
-    old = directory.with_name(directory.name + ".old")
-    replaced = directory.exists()
-    if replaced:
-        os.rename(directory, old)
-    os.rename(temporary, directory)
-    if replaced:
-        shutil.rmtree(old)
+    if not directory.exists():
+        os.rename(temporary, directory)
+        return
+    # In a new directory of our own, so that no name is taken; rename() wants the same file system, hence beside the target.
+    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name[:200]}.", dir=directory.parent))
+    try:
+        os.rename(directory, aside / "old")
+        try:
+            os.rename(temporary, directory)
+        except OSError:
+            os.rename(aside / "old", directory)
+            raise
+    finally:
+        shutil.rmtree(aside)
 
 
 def arguments() -> argparse.Namespace:
@@ -195,7 +203,8 @@ def main() -> int:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"exported    {len(expected_tensors(model))} tensors in {len(shards)} file{'s' * (len(shards) > 1)} to "
           f"{escaped(str(options.output))}")
-    print(f"next        AutoModelForCausalLM.from_pretrained({escaped(str(options.output))})")
+    print(f"next        .venv/bin/python scripts/convert_hf.py {cli.pasteable(options.output)} -o again.bin")
+    print(f"or          transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!a})")
     return cli.OK
 
 

@@ -20,7 +20,7 @@ LLAMA, GPT_NEOX = "llama", "gpt_neox"
 ARCHITECTURES = {LLAMA: "LlamaForCausalLM", GPT_NEOX: "GPTNeoXForCausalLM"}
 ACTIVATIONS = {LLAMA: "silu", GPT_NEOX: "gelu"}
 
-MAX_CONFIG_BYTES = 8 << 20
+MAX_CONFIG_BYTES = MAX_INDEX_BYTES = 8 << 20  # of config.json; of an index of shards
 MAX_TOKENIZER_BYTES = 100_000_000  # what llmc/base/json.h reads
 
 # Upper limits, those of llmc/model/config.cpp.

@@ -1,113 +1,106 @@
 #!/usr/bin/env python3
-"""Plots the logs of training runs: loss against step and tokens, learning rate, gradient norm, throughput.
+"""Plots the logs of training runs: loss, gradient norm, learning rate and throughput against the steps.
 
 LOG is a log.jsonl of train_llama or its run directory; several runs share one picture. Where a run was resumed, the steps
-that were computed again count once. A last line that was cut off is ignored.
+that were computed again count once. A last line that was cut off is ignored. The heavy line of the loss is a running median:
+a spike stays as narrow as it is. --follow draws again whenever a log has grown, until Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
+import bisect
 import os
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
 from typing import Any
 
 import cli
+from run_log import Run, is_number, new_run, read_run
 from tensor_file import ENVIRONMENT, FileError, escaped
 
-MAX_LOG_BYTES = 4 << 30
 SMOOTHING = 50  # a run is smoothed over this share of its steps
-
-
-@dataclass
-class Run:
-    """The records of one run by step, without what a resume replaced."""
-
-    label: str
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    broken: int = 0  # lines that are no record
-
-    def curve(self, key: str, x_key: str = "step") -> tuple[list[float], list[float]]:
-        """x and y of the finite values of `key`, in order of steps."""
-        points = [(record[x_key], record[key]) for _, record in sorted(self.steps.items())
-                  if is_number(record.get(key)) and is_number(record.get(x_key))]
-        return [x for x, _ in points], [y for _, y in points]
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if it is broken."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("type"), str) else None
-
-
-def read_run(path: Path) -> Run:
-    """Reads a log or the log of a run directory. FileError if it is none or holds no step."""
-    log = path / "log.jsonl" if path.is_dir() else path
-    run = Run(label=path.resolve().name if path.is_dir() else log.resolve().parent.name or str(path))
-    lines = [line for line in cli.read_bytes(log, MAX_LOG_BYTES).split(b"\n") if line.strip()]
-    if not lines:
-        cli.bad_file(log, "", "empty: no step was finished yet")
-    if parse_line(lines[0]) is None:
-        cli.bad_file(log, "line 1", "not a record of train_llama's log.jsonl")
-    for line in lines:
-        record = parse_line(line)
-        if record is None:
-            run.broken += 1
-        elif record["type"] == "resume" and is_step(record.get("step")):
-            # What follows begins after this step: later records were lost with the run that wrote them.
-            run.steps = {step: old for step, old in run.steps.items() if step <= record["step"]}
-        elif record["type"] == "step" and is_step(record.get("step")):
-            run.steps[record["step"]] = record
-    if not run.steps:
-        cli.bad_file(log, "", "holds no finished step")
-    return run
+MAX_LABEL = 60
 
 
 def smoothed(values: list[float], window: int) -> list[float]:
-    """The mean of each value and up to window - 1 before it."""
-    result, total = [], 0.0
+    """The median of each value and up to window - 1 before it: what stands out alone leaves no trace beside itself."""
+    result: list[float] = []
+    sorted_window: list[float] = []
     for i, value in enumerate(values):
-        total += value
+        bisect.insort(sorted_window, value)
         if i >= window:
-            total -= values[i - window]
-        result.append(total / min(i + 1, window))
+            del sorted_window[bisect.bisect_left(sorted_window, values[i - window])]
+        middle, odd = divmod(len(sorted_window), 2)
+        result.append(sorted_window[middle] if odd else (sorted_window[middle - 1] + sorted_window[middle]) / 2)
     return result
 
 
-def plot_loss(axes: Any, runs: list[Run], x_key: str, label: str) -> None:
+def human(value: float) -> str:
+    """12345678 as 12.3M."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def printable(text: str) -> str:
+    """A label as the picture can show it: no letter that is a formula's, no byte that is no letter."""
+    clean = os.fsencode(text).decode("utf-8", "replace")
+    clean = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in clean)
+    clean = clean if len(clean) <= MAX_LABEL else clean[:MAX_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    clean = clean.replace("\\", r"\\").replace("$", r"\$")
+    return " " + clean if clean.startswith("_") else clean  # matplotlib leaves labels out that begin with _
+
+
+def last(run: Run, key: str) -> float | None:
+    """The newest value of `key`."""
+    values = run.curve(key)[1]
+    return values[-1] if values else None
+
+
+def noted(run: Run, key: str, digits: str = ".4f") -> str:
+    """What the legend says of the newest value."""
+    value = last(run, key)
+    return "" if value is None else f" {value:{digits}}" if digits else f" {human(value)}"
+
+
+def plot_loss(axes: Any, runs: list[Run]) -> None:
     for number, run in enumerate(runs):
-        color = f"C{number % 10}"
-        x, y = run.curve("loss", x_key)
+        color, name = f"C{number % 10}", printable(run.label)
+        x, y = run.curve("loss")
         axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(x, smoothed(y, max(1, len(y) // SMOOTHING)), color=color, label=f"{run.label}: train")
-        x, y = run.curve("val_loss", x_key)
+        axes.plot(x, smoothed(y, max(1, len(y) // SMOOTHING)), color=color, label=f"{name}: train{noted(run, 'loss')}")
+        x, y = run.curve("val_loss")
         if x:
-            axes.plot(x, y, color=color, linestyle="--", marker="o", markersize=3, label=f"{run.label}: val")
-    axes.set(title=f"loss against {label}", xlabel=label, ylabel="nats a token")
-    axes.locator_params(axis="x", nbins=5)  # numbers of tokens are long
+            axes.plot(x, y, color=color, linestyle="--", marker="o", markersize=3, label=f"{name}: val{noted(run, 'val_loss')}")
+    axes.set(title="loss", ylabel="nats a token")
     axes.legend(fontsize="small")
 
 
-def plot_curve(axes: Any, runs: list[Run], key: str, title: str) -> None:
+def plot_curve(axes: Any, runs: list[Run], key: str, title: str, digits: str = "", logarithmic: bool = False) -> None:
     for number, run in enumerate(runs):
         x, y = run.curve(key)
-        axes.plot(x, y, color=f"C{number % 10}", linewidth=0.8, label=run.label)
-    axes.set(title=title, xlabel="step")
-    axes.set_ylim(bottom=0)
+        axes.plot(x, y, color=f"C{number % 10}", linewidth=0.8, label=f"{printable(run.label)}{noted(run, key, digits)}")
+    axes.set(title=title)
+    if logarithmic and any(value > 0 for run in runs for value in run.curve(key)[1]):
+        axes.set_yscale("log", nonpositive="mask")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+
+
+def title_of(runs: list[Run]) -> str:
+    """What was trained, how far, and where it stands."""
+    parts = []
+    for run in runs[:3]:
+        settings = run.header.get("settings") if isinstance(run.header.get("settings"), dict) else {}
+        config = settings.get("config") or settings.get("model") or ""
+        size = f"{human(run.header['parameters'])} parameters, " if is_number(run.header.get("parameters")) else ""
+        tokens = last(run, "tokens")
+        parts.append(f"{printable(run.label)}: {printable(str(config)) + ', ' if config else ''}{size}step {human(max(run.steps))}"
+                     + ("" if tokens is None else f", {human(tokens)} tokens"))
+    return "\n".join(parts + ([f"and {len(runs) - 3} more"] if len(runs) > 3 else []))
 
 
 def draw(runs: list[Run], output: Path) -> None:
@@ -116,17 +109,21 @@ def draw(runs: list[Run], output: Path) -> None:
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
+        from matplotlib.ticker import FuncFormatter
     except ImportError:
         raise FileError(ENVIRONMENT, "matplotlib is not installed. Install it with: pip install matplotlib") from None
-    figure, axes = pyplot.subplots(2, 3, figsize=(16, 9), constrained_layout=True)
-    plot_loss(axes[0][0], runs, "step", "step")
-    plot_loss(axes[0][1], runs, "tokens", "tokens")
-    plot_curve(axes[0][2], runs, "lr", "learning rate")
-    plot_curve(axes[1][0], runs, "grad_norm", "gradient norm")
+    figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), constrained_layout=True)
+    figure.suptitle(title_of(runs))
+    plot_loss(axes[0][0], runs)
+    plot_curve(axes[0][1], runs, "grad_norm", "gradient norm", digits=".3f", logarithmic=True)
+    plot_curve(axes[1][0], runs, "lr", "learning rate", digits=".2e")
     plot_curve(axes[1][1], runs, "tokens_per_s", "tokens a second")
-    plot_curve(axes[1][2], runs, "dt_ms", "milliseconds a step")
     for one in axes.flat:
+        one.set_xlabel("step")
         one.grid(alpha=0.3)
+        one.locator_params(axis="x", nbins=6)
+        one.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value)))
+    axes[1][1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value)))
     kind = output.suffix[1:].lower()
     if kind not in figure.canvas.get_supported_filetypes():
         raise FileError(cli.USAGE, f"--output: got {escaped(str(output))}, expected a name that ends in .png, .svg or .pdf")
@@ -142,15 +139,33 @@ def draw(runs: list[Run], output: Path) -> None:
         pyplot.close(figure)
 
 
+def follow(runs: list[Run], output: Path, seconds: float) -> None:
+    """Draws whenever a log has grown. Returns at Ctrl-C."""
+    try:
+        while True:
+            grown = [run.read_more() for run in runs]
+            if any(grown) and all(run.steps for run in runs):
+                draw(runs, output)
+                print(title_of(runs).replace("\n", "; ").encode("ascii", "backslashreplace").decode(), flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return
+
+
 def arguments() -> argparse.Namespace:
     parser = cli.Parser(description=__doc__, prog="plot_log.py")
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="log.jsonl or a run directory")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write")
+    parser.add_argument("--follow", type=cli.number_in(0.1, 86400), nargs="?", const=10.0, metavar="SECONDS",
+                        help="look for more every SECONDS (10) and draw again")
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
+    if options.follow:
+        follow([new_run(path) for path in options.logs], options.output, options.follow)
+        return cli.OK
     runs = [read_run(path) for path in options.logs]
     warnings = cli.Warnings()
     for run in runs:
@@ -159,8 +174,8 @@ def main() -> int:
             warnings.add(f"{escaped(run.label)}: {run.broken} lines are no records and were left out")
     draw(runs, options.output)
     for run in runs:
-        last = run.steps[max(run.steps)]
-        loss = f"{last['loss']:.4f}" if is_number(last.get("loss")) else "not finite"
+        newest = run.steps[max(run.steps)]
+        loss = f"{newest['loss']:.4f}" if is_number(newest.get("loss")) else "not finite"
         print(f"{escaped(run.label)}: {len(run.steps)} steps, the last one {max(run.steps)} with loss {loss}")
     return cli.OK
 

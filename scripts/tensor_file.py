@@ -544,6 +544,12 @@ def valid_name(name: bytes) -> bool:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+def configuration_text(config: dict[str, Any]) -> bytes:
+    """A configuration as a tensor file holds it: compact and sorted as the C++ writer does it, so that the same content
+    gives the same bytes."""
+    return json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
+
+
 class Writer:
     """Writes a tensor file: declare() every tensor, write() each in that order, close() publishes.
 
@@ -559,9 +565,7 @@ class Writer:
         self.path, self.kind = os.fspath(path), kind
         self.tensors: list[TensorInfo] = []
         self._family = next(number for number, name in FAMILIES.items() if name == model_family(config))
-        # Compact and sorted, as the C++ writer does it: the same content gives the same bytes.
-        self._config = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False,
-                                  allow_nan=False).encode("utf-8")
+        self._config = configuration_text(config)
         if len(self._config) > MAX_CONFIG_BYTES:
             raise ValueError(f"configuration of {len(self._config)} bytes: at most {MAX_CONFIG_BYTES} are accepted")
         self._names: set[str] = set()

@@ -3,6 +3,7 @@
 
     make mutants                       all of them
     python3 dev/mutants/run.py [--commit REV] [--only TEXT]... [--report FILE] [--narrow]
+    python3 dev/mutants/run.py --check     does every row still apply? Nothing is built
 
 Works in a copy of the tree in build/mutants, never in the tree itself; --commit takes a revision instead of the working
 tree. A bug is first tried with the tests that its row names; if they stay green, with the whole unit suite and then with
@@ -167,15 +168,54 @@ def require_green(mutants: list[Mutant], gpu: bool) -> None:
 # ---- one bug ---------------------------------------------------------------------------------------------------------
 
 
-def require_applicable(mutants: list[Mutant]) -> None:
+def problems_of(mutants: list[Mutant], tree: Path) -> list[str]:
+    """The rows that do not apply to `tree`, or change nothing there, each with the reason."""
     problems = []
+    texts: dict[str, str] = {}
+    names: set[str] = set()
     for mutant in mutants:
-        path = TREE / mutant.file
-        count = path.read_text().count(mutant.old) if path.is_file() else 0
+        path = tree / mutant.file
+        if mutant.file not in texts:
+            texts[mutant.file] = path.read_text() if path.is_file() else ""
+        count = texts[mutant.file].count(mutant.old)
         if count != 1:
             problems.append(f"{mutant.name}: its text occurs {count} times in {mutant.file}, expected once")
-    if problems:
+        if mutant.old == mutant.new:
+            problems.append(f"{mutant.name}: changes nothing")
+        if mutant.name in names:
+            problems.append(f"{mutant.name}: two rows have this name")
+        names.add(mutant.name)
+        problems += [f"{mutant.name}: {test}: {why}" for test in mutant.tests if (why := unknown_test(test, tree))]
+    return problems
+
+
+def unknown_test(test: str, tree: Path) -> str:
+    """Why a row's test cannot exist, by the sources alone; empty if it may."""
+    kind, _, selection = test.partition(":")
+    if kind == "py":
+        file, *names = selection.split("::")
+        path = tree / "test" / "python" / file
+        if not path.is_file():
+            return "no such file"
+        name = names[0].split("[")[0] if names else ""
+        return "" if not name or re.search(rf"^def {re.escape(name)}\b", path.read_text(), re.M) else "no such test"
+    if kind not in ("unit", "gpu"):
+        return "expected unit:, py: or gpu:"
+    return "" if selection else "names no test"
+
+
+def require_applicable(mutants: list[Mutant]) -> None:
+    if problems := problems_of(mutants, TREE):
         raise Unusable("\n".join(problems))
+
+
+def check() -> int:
+    """--check: a second's work, before a half hour's."""
+    problems = problems_of(list(MUTANTS), ROOT)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"{len(MUTANTS)} rows, {len(problems)} problems")
+    return 2 if problems else 0
 
 
 class Planted:
@@ -222,6 +262,7 @@ def verdict(mutant: Mutant, gpu: bool, narrow: bool) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plants bugs and wants each to turn a test red.")
+    parser.add_argument("--check", action="store_true", help="only say whether every row applies to the working tree")
     parser.add_argument("--commit", help="take this revision instead of the working tree")
     parser.add_argument("--as-is", action="store_true", help="take the copy as an earlier run left it")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="bugs whose name or file holds TEXT")
@@ -229,6 +270,8 @@ def main() -> int:
     parser.add_argument("--narrow", action="store_true", help="only the tests that the rows name")
     parser.add_argument("--resume", action="store_true", help="leave out what --report already holds")
     options = parser.parse_args()
+    if options.check:
+        return check()
     chosen = [m for m in MUTANTS if not options.only or any(text in m.name or text in m.file for text in options.only)]
     results: list[dict] = json.loads(options.report.read_text()) if options.resume and options.report.exists() else []
     done = {result["name"] for result in results}

@@ -51,7 +51,8 @@ def test_without_cuda_its_headers_are_skipped_and_counted(tmp_path):
     assert len(gpu_code) > 40 and all(found[name] == "skipped" for name in gpu_code)
     commands = make("-n", "NVCC=", f"B={tmp_path}/b", "headers")
     assert "llmc/base/error.h" in commands and "llmc/cuda" not in commands
-    assert re.search(rf"headers: {len(found) - len(gpu_code)} compile alone, {len(gpu_code)} skipped: GPU code", commands)
+    assert re.search(rf"headers: {len(found) - len(gpu_code)} compile alone, {len(gpu_code)} skipped: GPU code, and there is no nvcc", commands)
+    assert f"headers: {len(found)} compile alone, 0 skipped\"" in make("-n", f"NVCC={NVCC}", f"B={tmp_path}/b", "headers")
 
 
 def test_every_header_of_every_folder_is_compiled_alone():

@@ -4,6 +4,7 @@ import json
 import resource
 import signal
 import struct
+import subprocess
 import tracemalloc
 
 import pytest
@@ -497,3 +498,49 @@ def test_programs_run_on_their_own(llama, tmp_path):
     ck.assert_refused(ck.run_program("convert_hf.py", llama, "-o", tmp_path / "b.bin"), 3, "deeper",
                       output=tmp_path / "b.bin")
     ck.assert_refused(ck.run_program("export_hf.py", "--force"), 2, "FILE")
+
+
+# ---- what is converted, the programs read ----------------------------------------------------------------------------
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth - 1):
+        value = {"a": value}
+    return value
+
+
+def runs(path):
+    program = ck.ROOT / "infer_pythia"
+    if not program.exists():
+        pytest.skip("infer_pythia is not built")
+    done = subprocess.run([program, "--model", path, "--prompt-ids", "1,2", "--max-tokens", "1", "--device", "cpu"],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_config_as_deep_as_a_model_file_can_hold(tmp_path):
+    """config.json is an object within the file's configuration: one level of 64 is taken."""
+    model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX | {"extra": nested(62)})
+    ck.convert(model, tmp_path / "a.bin")
+    runs(tmp_path / "a.bin")
+    (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": nested(63)}))
+    refuse(model, "config.json", "got JSON nested 64 levels deep, expected at most 63")
+
+
+@pytest.mark.parametrize("number, accepted", [("9" * 308, True), ("1" + "0" * 400, False), ("-" + "9" * 400, False),
+                                              ("9" * 5000, False), (str(2**64), True), ("1e308", True)])
+def test_numbers_that_the_programs_cannot_read(tmp_path, number, accepted):
+    model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX)
+    (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": 12345678}).replace("12345678", number))
+    if accepted:
+        ck.convert(model, tmp_path / "a.bin")
+        runs(tmp_path / "a.bin")
+    else:
+        refuse(model, "config.json", "is out of range")
+
+
+def test_a_config_that_grows_when_its_numbers_are_written_out(llama):
+    text = json.dumps(ck.LLAMA)
+    (llama / "config.json").write_text(text[:-1] + ', "extra": [' + ",".join(["1e15"] * 1_000_000) + "]}")
+    refuse(llama, "config.json", "bytes with every number written out, expected at most 16777216")

@@ -161,7 +161,7 @@ def test_whole_model_and_next_command(box):
     result = box.succeeds()
     box.assert_whole()
     assert result.stdout == (
-        "python3 scripts/convert_hf.py models/pythia-160m -o pythia-160m.bin && "
+        ".venv/bin/python scripts/convert_hf.py models/pythia-160m -o pythia-160m.bin && "
         './infer_pythia --model pythia-160m.bin --prompt "Hello"\n'
     )
 
@@ -944,7 +944,7 @@ def test_text_and_default_pack(box):
     assert (box.directory / "data" / "tinyshakespeare.txt").read_bytes() == text
     box.assert_whole()
     assert result.stdout.splitlines()[1] == (
-        "python3 dev/prepare_data.py data/tinyshakespeare.txt "
+        ".venv/bin/python dev/prepare_data.py data/tinyshakespeare.txt "
         "--tokenizer models/pythia-160m/tokenizer.json -o data/tinyshakespeare"
     )
     box.hub.requests.clear()

@@ -104,6 +104,20 @@ def test_export_never_destroys(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "first.bin", "model"]
 
 
+def test_force_where_the_name_with_old_is_taken(tmp_path):
+    """What stands under DIR.old is the user's."""
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    ck.convert(directory, tmp_path / "first.bin")
+    exported = export(tmp_path / "first.bin", tmp_path / "exported")
+    (tmp_path / "exported.old").mkdir()
+    (tmp_path / "exported.old" / "thesis.txt").write_text("years of work")
+    before = (exported / "model.safetensors").stat().st_ino
+    export(tmp_path / "first.bin", exported, "--force")
+    assert (exported / "model.safetensors").stat().st_ino != before
+    assert (tmp_path / "exported.old" / "thesis.txt").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "exported.old", "first.bin", "model"]
+
+
 def damaged_models(first):
     """Model files that cannot be exported, as (why, model object, tensors left out)."""
     model = first.config["model"]

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,9 +74,78 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path):
     assert run.curve("val_loss") == ([5], [3.0])
 
 
-def test_smoothing_is_a_running_mean():
+def test_smoothing_is_a_running_median():
     assert plot_log.smoothed([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
     assert plot_log.smoothed([1, 2], 1) == [1, 2]
+    assert plot_log.smoothed([2.0] * 10 + [900.0] + [2.0] * 10, 5) == [2.0] * 21, "a spike leaves nothing beside itself"
+    values = [((i * 7919) % 101) / 3 for i in range(300)]
+    assert plot_log.smoothed(values, 7) == [statistics.median(values[max(0, i - 6):i + 1]) for i in range(300)]
+
+
+def test_units_for_people():
+    assert [plot_log.human(x) for x in (0.5, 12, 999, 1000, 12345678, 3.2e9, 1e13)] == [
+        "0.5", "12", "999", "1K", "12.3M", "3.2B", "10T"]
+
+
+def figure_of(monkeypatch, runs, output):
+    """What draw() shows, as matplotlib has it."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)
+    plot_log.draw(runs, output)
+    return shown[0]
+
+
+def test_what_the_picture_says(monkeypatch, tmp_path):
+    log = write_log(tmp_path / "a run" / "log.jsonl", [HEADER | {"parameters": 1967808, "settings": {"config": "tiny"}},
+                    *(step(n, loss=8 / n, grad_norm=240.0 if n == 15 else 1.0, val_loss=3.0) for n in range(1, 31))])
+    figure = figure_of(monkeypatch, [plot_log.read_run(log)], tmp_path / "a.png")
+    assert figure.get_suptitle() == "a run: tiny, 1.97M parameters, step 30, 480 tokens"
+    axes = {one.get_title(): one for one in figure.axes}
+    assert sorted(axes) == ["gradient norm", "learning rate", "loss", "tokens a second"], "no panel twice"
+    assert axes["gradient norm"].get_yscale() == "log" and axes["loss"].get_yscale() == "linear"
+    legend = [text.get_text() for text in axes["loss"].get_legend().get_texts()]
+    assert legend == ["a run: train 0.2667", "a run: val 3.0000"]
+
+
+@pytest.mark.parametrize("name", ["$x^{", "$$", r"\frac{1}{0}", "_hidden", os.fsdecode(b"\xff\xfe"), "line\nbreak", "\u202egnp",
+                                  "x" * 250, "%s{}", "\U0001f600"])
+def test_names_that_are_no_formula(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    write_log(tmp_path / name / "log.jsonl", [HEADER, step(1), step(2)])
+    done = run_script(tmp_path / name, "-o", tmp_path / "out.png")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("key", ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"])
+def test_absurd_numbers_leave_a_picture(tmp_path, key):
+    """Of a log that was tampered with or damaged, between steps that are sound."""
+    numbers = ["1e308", "-1e308", "1e-320", "9" * 400, "1" + "0" * 30, "-1", "1e999", "NaN", "Infinity", str(10**12)]
+    lines = [json.dumps(step(3 + i) | {key: 123454321}).replace("123454321", number) for i, number in enumerate(numbers)]
+    path = write_log(tmp_path / "log.jsonl", [HEADER, step(1), step(2)], tail="\n".join(lines) + "\n")
+    done = run_script(path, "-o", tmp_path / "out.png")
+    assert done.returncode == 0 and done.stderr.count("\n") <= 1, done.stderr
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_follow_draws_again_and_ends_at_ctrl_c(tmp_path):
+    pytest.importorskip("matplotlib")
+    log = write_log(tmp_path / "run" / "log.jsonl", [HEADER, step(1)])
+    output = tmp_path / "out.png"
+    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "plot_log.py"), str(log.parent), "-o", str(output), "--follow", "0.1"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "step 1" in process.stdout.readline()
+    before = output.stat().st_mtime_ns
+    with log.open("a") as file:
+        file.write(json.dumps(step(2)))  # half a line is not taken
+        file.flush()
+        time.sleep(0.3)
+        file.write("\n")
+    assert "step 2" in process.stdout.readline() and output.stat().st_mtime_ns > before
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in errors, errors
 
 
 def test_draws_several_runs(tmp_path):

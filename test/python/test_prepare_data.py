@@ -1,9 +1,12 @@
 """dev/prepare_data.py: documents, splits, shards, and bad input."""
 
+import fcntl
 import gzip
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -221,3 +224,65 @@ def test_a_failed_run_leaves_the_shards_of_the_earlier_one(prepare, tmp_path):
     bad = write(tmp_path / "b.txt", TEXT.encode() * 20000 + b"\xff")
     assert prepare(bad, "--val-fraction", 0, "--shard-tokens", 1000).returncode == 3
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+# ---- hostile tokenizers ----------------------------------------------------------------------------------------------
+
+
+def panicking(tokenizer: dict) -> None:
+    """The library finds no entry for a key, and panics in Rust."""
+    tokenizer["post_processor"] = {"type": "TemplateProcessing", "special_tokens": {}, "pair": [],
+                                   "single": [{"SpecialToken": {"id": "absent", "type_id": 0}},
+                                              {"Sequence": {"id": "A", "type_id": 0}}]}
+
+
+def growing(tokenizer: dict) -> None:
+    """Of a piece of text it makes gigabytes."""
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [
+        {"type": "NFC"}, {"type": "Replace", "pattern": {"String": "e"}, "content": "x" * 100_000}]}
+
+
+def far_id(tokenizer: dict) -> None:
+    tokenizer["added_tokens"].append({"id": 2**32 - 1, "content": "far", "single_word": False, "lstrip": False,
+                                      "rstrip": False, "normalized": False, "special": True})
+
+
+@pytest.mark.parametrize("change, words", [(panicking, "not accepted by tokenizers"), (growing, "'Replace' content: got 100000"),
+                                           (far_id, "got the id 4294967295")])
+def test_hostile_tokenizers_are_refused_in_one_line(change, words, prepare, tokenizer_path, tmp_path):
+    tokenizer = json.loads(tokenizer_path.read_text())
+    change(tokenizer)
+    done = prepare(write(tmp_path / "text.txt", TEXT * 100),
+                   tokenizer=write(tmp_path / "hostile.json", json.dumps(tokenizer)))
+    assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_what_killed_runs_left_goes_away(prepare, tmp_path):
+    """The directory of a run that was killed; not that of one that lives, and nothing that another program made."""
+    out = tmp_path / "out"
+    killed, alive, foreign = (out / f".incomplete-{name}" for name in ("abcdefgh", "ijklmnop", "qrstuvwx"))
+    for folder in (killed, alive, foreign):
+        folder.mkdir(parents=True)
+        (folder / "train_00000.bin.tmp.1").write_text("x")
+    (foreign / "thesis.txt").write_text("years of work")
+    holder = os.open(alive, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    done = prepare(write(tmp_path / "text.txt", TEXT), "--val-fraction", 0)
+    os.close(holder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in out.glob(".incomplete-*")) == [alive.name, foreign.name]
+
+
+def test_a_terminated_run_leaves_nothing(tokenizer_path, tmp_path):
+    fifo_text = write(tmp_path / "text.txt", (TEXT * 20_000))
+    process = subprocess.Popen([sys.executable, ROOT / "dev" / "prepare_data.py", fifo_text, "--tokenizer", tokenizer_path,
+                                "-o", tmp_path / "out"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("out/.incomplete-*/train*")) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.005)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (143, 0), errors  # 0: it was done before
+    assert process.returncode == 0 or not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out/.incomplete-*"))

@@ -1,0 +1,175 @@
+"""The commands that scripts print are pasted: each is run here by a shell as it stands, in a directory like a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+tokenizers = pytest.importorskip("tokenizers")
+
+import checkpoints as ck  # noqa: E402
+import cli  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(os.environ.get("WEFT_BIN_DIR", ROOT))
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+STRANGE = ["plain.bin", "two words.bin", "it's $(touch pwned) `touch pwned`.bin", "modèle-日本.bin", "line\nbreak\x1b[31m.bin",
+           "-x.bin", "\u202egnp.bin", os.fsdecode(b"\xff\xfe.bin"), "*[a]?.bin", "~.bin", "back\\slash\".bin", "#!.bin"]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory in which the printed paths lead to this tree."""
+    place = tmp_path / "checkout"
+    place.mkdir()
+    for name in ("scripts", "dev", "models"):
+        (place / name).symlink_to(ROOT / name)
+    for name in ("train_llama", "infer_pythia"):
+        if not (PROGRAMS / name).exists():
+            pytest.skip(f"{name} is not built")
+        (place / name).symlink_to(PROGRAMS / name)
+    (place / ".venv" / "bin").mkdir(parents=True)
+    python = place / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    return place
+
+
+def shell(place, command, code=0, **environment):
+    done = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, timeout=300,
+                          env={**os.environ, **environment})
+    assert done.returncode == code, (command, done.stdout, done.stderr)
+    return done
+
+
+def script(place, name, *arguments, **environment):
+    """A script as README starts it; what it printed."""
+    return shell(place, shlex.join([".venv/bin/python", name, *map(str, arguments)]), **environment).stdout
+
+
+def next_lines(printed: bytes) -> list[str]:
+    found = re.findall(rb"^next +(.*)$", printed, re.M) + re.findall(rb"^Next:\n  (.*)$", printed, re.M)
+    assert found, printed
+    return [os.fsdecode(line) for line in found]
+
+
+def trains(place, command):
+    """A training run, begun as it stands and ended by Ctrl-C after its first step."""
+    process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = b""
+    end = time.monotonic() + 200
+    os.set_blocking(process.stdout.fileno(), False)
+    while b"step 1/" not in said and process.poll() is None and time.monotonic() < end:
+        said += process.stdout.read() or b""
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said += process.communicate(timeout=200)[0] or b""
+    assert b"step 1/" in said and process.returncode in (0, 130), said
+
+
+def byte_tokenizer(path, size=260):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(["a"], tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False, initial_alphabet=alphabet))
+    tokenizer.save(str(path))
+
+
+def test_a_pythia(place):
+    printed = script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", "a b.bin")
+    (line,) = next_lines(printed)
+    assert "--prompt " in line
+    assert shell(place, line + " --max-tokens 4").stdout
+
+
+def test_a_pythia_without_a_tokenizer(place, tmp_path):
+    ck.write_checkpoint(tmp_path / "bare", ck.GPT_NEOX)
+    (line,) = next_lines(script(place, "scripts/convert_hf.py", tmp_path / "bare", "-o", "bare.bin"))
+    assert "--prompt-ids" in line
+    assert shell(place, line + " --max-tokens 4").stdout
+
+
+def test_a_llama_from_conversion_to_training(place, tmp_path):
+    """One's own text is my.txt, as in README."""
+    model = tmp_path / "a llama"
+    ck.write_checkpoint(model, ck.LLAMA | {"vocab_size": 264, "max_position_embeddings": 256, "eos_token_id": 0,
+                                           "bos_token_id": None})
+    byte_tokenizer(model / "tokenizer.json")
+    (place / "my.txt").write_text("Once upon a time there was a weft.\n" * 3000)
+    prepare, train = next_lines(script(place, "scripts/convert_hf.py", model, "-o", "llama.bin"))
+    shell(place, prepare)
+    trains(place, train)
+
+
+def test_a_llama_without_a_tokenizer(place, tmp_path):
+    ck.write_checkpoint(tmp_path / "bare", ck.LLAMA)
+    (line,) = next_lines(script(place, "scripts/convert_hf.py", tmp_path / "bare", "-o", "bare.bin"))
+    assert b"all hashes match" in shell(place, line).stdout
+
+
+def test_shards_of_a_small_vocabulary(place):
+    (place / "my.txt").write_text("Once upon a time there was a weft.\n" * 3000)
+    (line,) = next_lines(script(place, "dev/prepare_data.py", "my.txt", "--tokenizer", "models/tiny-llama/tokenizer.json",
+                                "-o", "data/it's [mine]"))
+    trains(place, line)
+
+
+def test_the_preset_has_a_row_for_each_token():
+    sys.path.insert(0, str(ROOT / "dev"))
+    from prepare_data import PRESETS, preset_for
+    text = (ROOT / "llmc" / "model" / "config.cpp").read_text()
+    for name, rows in PRESETS.items():
+        line = re.search(rf'name == "{re.escape(name)}"\) return llama_preset\(([^)]*)\)', text)
+        assert line is not None and int(line[1].split(",")[6]) == rows, name
+    assert [preset_for(size) for size in (260, 2048, 2049, 49152, 50257, 128256)] == [
+        "tiny", "tiny", "smollm2-135m", "smollm2-135m", "d12", "llama3.2-1b"]
+
+
+def test_an_export(place):
+    script(place, "scripts/convert_hf.py", "models/tiny-llama", "-o", "m.bin")
+    (line,) = next_lines(script(place, "scripts/export_hf.py", "m.bin", "-o", "my export"))
+    shell(place, line)
+    assert (place / "again.bin").stat().st_size == (place / "m.bin").stat().st_size
+
+
+@pytest.mark.parametrize("environment", [{}, ASCII], ids=["utf-8", "ascii"])
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_names_are_safe_to_paste(place, name, environment):
+    """The line reaches the file, whatever its name, and nothing else happens."""
+    printed = script(place, "scripts/convert_hf.py", "models/tiny-pythia", "-o", f"./{name}", **environment)
+    (line,) = next_lines(printed)
+    assert all(0x20 <= byte < 0x7F or byte >= 0xA0 or 0x80 <= byte for byte in line.encode("utf-8", "surrogateescape"))
+    shell(place, line + " --max-tokens 1")
+    assert not (place / "pwned").exists()
+
+
+def test_every_script_speaks_under_an_ascii_locale(place):
+    script(place, "scripts/convert_hf.py", "models/tiny-llama", "-o", "modèle.bin", **ASCII)
+    script(place, "scripts/export_hf.py", "modèle.bin", "-o", "expört", **ASCII)
+    (place / "täxt.txt").write_text("Once upon a time.\n" * 100)
+    script(place, "dev/prepare_data.py", "täxt.txt", "--tokenizer", "models/tiny-llama/tokenizer.json", "-o", "dâta", **ASCII)
+    script(place, "scripts/tensor_file.py", "modèle.bin", **ASCII)
+    (place / "rün").mkdir()
+    (place / "rün" / "log.jsonl").write_text(json.dumps({"type": "header"}) + "\n" + json.dumps(
+        {"type": "step", "step": 1, "loss": 2.0, "lr": 0.1, "tokens": 8}) + "\n")
+    pytest.importorskip("matplotlib")
+    script(place, "scripts/plot_log.py", "rün", "-o", "bïld.png", **ASCII)
+    assert (place / "bïld.png").exists()
+
+
+def test_pasteable_words():
+    assert cli.pasteable("plain/x.bin") == "plain/x.bin" and cli.pasteable("a b") == "'a b'"
+    assert cli.pasteable("-x") == "./-x" and cli.pasteable("a\x1b[31m'\\") == r"$'a\x1b[31m\x27\x5c'"
