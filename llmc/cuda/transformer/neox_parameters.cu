@@ -15,6 +15,7 @@
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/neox_layout.h"
 
@@ -129,6 +130,7 @@ class Worker {
         hash.update(pinned + part, size);
       }
       std::byte* staged = staging_.template at<std::byte>(turn_ * kPieceBytes);
+      delay_point(stream_, DelayPoint::step);
       check(cudaMemcpyAsync(staged, pinned, bytes, cudaMemcpyHostToDevice, stream_), "loading parameters");
       check(cudaEventRecord(copied_[turn_], stream_), "loading parameters");
       const auto first = static_cast<std::int64_t>(done / element);

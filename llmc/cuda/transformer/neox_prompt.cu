@@ -11,6 +11,7 @@
 #include "llmc/cuda/op/embedding.h"
 #include "llmc/cuda/op/gelu.h"
 #include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
@@ -108,10 +109,9 @@ void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows, RowRange wante
   const bool parallel = config_.parallel_residual, beside = parallel && !profiling() && size_of(wanted) == rows;
 
   keep(prefix + "input_norm", b_.norm1, rows * C);
-  if (beside) check(cudaEventRecord(normed_, stream_), "prompt");
+  if (beside) fork_stream(stream_, side_stream_, normed_, "prompt");
   named("QKV", [&] { linear(b_.qkv, b_.norm1, w.qkv, {0, static_cast<int>(rows)}, C, 3 * C); });
   if (beside) {
-    check(cudaStreamWaitEvent(side_stream_, normed_), "prompt");
     const Matmul::Elsewhere elsewhere(matmul_, side_stream_, b_.side_workspace);
     run_up(w, wanted, side_stream_);
     check(cudaEventRecord(up_done_, side_stream_), "prompt");
@@ -144,6 +144,7 @@ void NeoxDecoder<S>::run_chunk(std::span<const std::int32_t> ids, Wanted wanted)
                           : wanted == Wanted::last ? RowRange{last_unit, all.end}
                                                    : RowRange{all.end, all.end};
   const MaybeRange range(profiling(), "prompt of", rows);
+  delay_point(stream_, DelayPoint::step);
   check(cudaMemcpyAsync(b_.ids, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, stream_), "prompt");
   embedding_forward<S, float>(b_.residual, b_.ids, weights_.embedding, rows, C, stream_);
   keep("embedding", b_.residual, rows * C);
