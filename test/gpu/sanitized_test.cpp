@@ -1,5 +1,5 @@
 // Small shapes through every kernel of training, for compute-sanitizer (test/python/test_train_gpu.py): one step each, in
-// both precisions, with tiles that are full, cut and several. What the numbers are is not looked at here.
+// both precisions, with tiles that are full, cut and several. The numbers are not checked here.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -40,7 +40,8 @@ void train_one_step(const ModelConfig& config, const TrainOptions& options) {
   EXPECT_TRUE(std::isfinite(model->evaluate({tokens, labels}, &counted)));
 }
 
-void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, float dropout, NormKind norm) {
+void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, float dropout, NormKind norm,
+                Recompute recompute = Recompute::none) {
   ModelConfig config = preset_config("tiny");
   config.num_layers = 1;
   config.head_dim = config.rope.rotary_dim = head_dim;
@@ -55,6 +56,7 @@ void train_with(Precision precision, std::int64_t head_dim, std::int64_t T, floa
   options.seq_len = T;
   options.precision = precision;
   options.dropout = dropout;
+  options.recompute = recompute;
   options.graph = false;  // the sanitizer names single launches
   train_one_step(config, options);
 }
@@ -74,6 +76,10 @@ TEST(Sanitized, Bf16HeadsOf80WithDropoutAndLayerNorm) {
 }
 TEST(Sanitized, Fp32HeadsOf32) {
   train_with(Precision::fp32, 32, 40, 0.1f, NormKind::rmsnorm);
+}
+// With dropout a recomputed norm runs the kernel that drops and adds, without a branch.
+TEST(Sanitized, Fp32RecomputedNormsWithDropout) {
+  train_with(Precision::fp32, 32, 40, 0.1f, NormKind::layernorm, Recompute::block);
 }
 
 }  // namespace
