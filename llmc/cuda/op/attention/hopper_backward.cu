@@ -84,6 +84,7 @@ struct Tiling {
     int ticket;
   };
   static constexpr int kSharedBytes = sizeof(Storage);
+  static_assert(sizeof(Storage::statistics) == kStages * kStatisticsBytes && kStatisticsBytes % 16 == 0);
   static_assert(kSharedBytes <= 227 * 1024);
   static_assert(kQueries * HS == kConsumers * 64 * 64, "dQ of a step is 64 x 64 a warpgroup");
 };
