@@ -39,6 +39,7 @@
 // The sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "llmc/base/error.h"
