@@ -75,7 +75,7 @@ __device__ inline void cluster_store(unsigned address, const float4& value, unsi
       : "memory");
 }
 
-// kBlocks: size of the cluster, 2, 4, 8 or 16. Used by all threads of a block, in whole warps.
+// kBlocks: size of the cluster, 2, 4, 8 or 16. Used by all threads of a block, a multiple of 32.
 template <int kBlocks>
 class ClusterExchange {
  public:

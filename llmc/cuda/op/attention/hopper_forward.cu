@@ -1,7 +1,7 @@
 // Forward on Hopper's asynchronous tensor cores (sm_90a); the recurrence is that of portable_forward.cu.
 //
 // A block is a producer and two or three consumer warpgroups, one block a multiprocessor, and lives until no tile is
-// left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V in turns through a ring
+// left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V alternately through a ring
 // of stages; the copy engine announces them on mbarriers, and consumers give stages back the same way. What makes it
 // fast, in the order of what it brings:
 // - S, P and O live in registers: S is an accumulator, P the register operand of the next GEMM.
