@@ -70,7 +70,7 @@ PROGRAMS   := train_llama infer_pythia
 TEST_SRC   := $(wildcard test/cpp/*_test.cpp)
 TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
-GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
+GPU_TEST_OBJ := $(patsubst %,$B/%.o,$(if $(strip $(NVCC)),$(basename $(wildcard test/gpu/*.cpp test/gpu/*.cu))))
 
 # What this make is to build, as far as it is not there, for the progress line.
 WANTED := $(HOST_OBJ) $(CUDA_OBJ) $(PROGRAMS:%=$B/%.main.o) $(PROGRAMS:%=$B/%)
@@ -126,6 +126,10 @@ $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h
 
 $B/llmc/cuda/%.o: llmc/cuda/%.cu $B/link-flags
 	@mkdir -p $(@D); $(call say,NVCC  $<)
+	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
+
+$B/test/gpu/%.o: test/gpu/%.cu $B/link-flags
+	@mkdir -p $(@D); echo "  NVCC  $<"
 	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
 
 $B/libweft.a: $(HOST_OBJ) $(CUDA_OBJ)

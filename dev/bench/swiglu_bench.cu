@@ -1,11 +1,11 @@
-// The products beside SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/op/matmul_swiglu.h that do
-// both, at the shapes of a training step.
+// The GEMMs before and after SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/op/matmul_swiglu.h
+// that do both, at the shapes of a training step.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a -lcublasLt
 //   ./a.out [llama3.2-1b d12 ...]
 //
 // After a rest, the mean of 8 launches; and under load, where the power limit holds the clock down as in a step: slots of
-// 80 ms of one side in shuffled rounds, the last 60 % of each slot, the median of 5 rounds. TF/s count the product alone.
+// 80 ms of one side in shuffled rounds, the last 60 % of each slot, the median of 5 rounds. TF/s count the GEMM alone.
 
 #include <unistd.h>
 
@@ -94,36 +94,36 @@ void run(const Shape& shape, Matmul& matmul, cudaStream_t stream) {
   const auto bytes = [](std::int64_t count) { return static_cast<std::uint64_t>(count) * sizeof(bf16); };
   MemoryPlan plan("bench");
   const std::uint64_t x_at = plan.add(bytes(N * C)), w_at = plan.add(bytes(2 * F * C)),
-                      gate_up_at = plan.add(bytes(N * 2 * F)), product_at = plan.add(bytes(N * F)),
-                      dproduct_at = plan.add(bytes(N * F));
+                      gate_up_at = plan.add(bytes(N * 2 * F)), swiglu_out_at = plan.add(bytes(N * F)),
+                      dswiglu_out_at = plan.add(bytes(N * F));
   const DeviceArena arena(plan);
   bf16 *x = arena.at<bf16>(x_at), *w = arena.at<bf16>(w_at), *gate_up = arena.at<bf16>(gate_up_at),
-       *product = arena.at<bf16>(product_at), *dproduct = arena.at<bf16>(dproduct_at);
+       *swiglu_out = arena.at<bf16>(swiglu_out_at), *dswiglu_out = arena.at<bf16>(dswiglu_out_at);
   matmul.fill_random(x, N * C);
   matmul.fill_random(w, 2 * F * C);
   const MatmulShape shapes[] = {{Gemm::forward, N, C, 2 * F, CUDA_R_16BF, Accumulate::no, false, false},
                                 {Gemm::input_grad, N, F, C, CUDA_R_16BF, Accumulate::no, false, false}};
   matmul.prepare(shapes);
-  const Side product_forward{"product", [=, &matmul] { matmul.forward<bf16>(gate_up, x, w, nullptr, N, C, 2 * F); }};
-  const Side product_backward{"product", [=, &matmul] { matmul.input_grad<bf16>(dproduct, x, w, N, F, C); }};
+  const Side gemm_forward{"GEMM", [=, &matmul] { matmul.forward<bf16>(gate_up, x, w, nullptr, N, C, 2 * F); }};
+  const Side gemm_backward{"GEMM", [=, &matmul] { matmul.input_grad<bf16>(dswiglu_out, x, w, N, F, C); }};
   const double flops = 2.0 * static_cast<double>(N) * static_cast<double>(C) * static_cast<double>(F);
   compare(shape, "gate, up, swiglu", 2 * flops,
-          {product_forward,
-           {"product and swiglu",
+          {gemm_forward,
+           {"GEMM and swiglu",
             [=] {
-              product_forward.run();
-              swiglu_forward(product, gate_up, N, F, stream);
+              gemm_forward.run();
+              swiglu_forward(swiglu_out, gate_up, N, F, stream);
             }},
-           {"joined", [=] { gate_up_swiglu(gate_up, product, x, w, N, C, F, stream); }}},
+           {"fused", [=] { gate_up_swiglu(gate_up, swiglu_out, x, w, N, C, F, stream); }}},
           stream);
   compare(shape, "down dgrad, swiglu", flops,
-          {product_backward,
-           {"product and swiglu",
+          {gemm_backward,
+           {"GEMM and swiglu",
             [=] {
-              product_backward.run();
-              swiglu_backward<bf16>(gate_up, dproduct, gate_up, N, F, nullptr, stream);
+              gemm_backward.run();
+              swiglu_backward<bf16>(gate_up, dswiglu_out, gate_up, N, F, nullptr, stream);
             }},
-           {"joined", [=] { down_input_grad_swiglu(gate_up, nullptr, x, w, N, C, F, stream); }}},
+           {"fused", [=] { down_input_grad_swiglu(gate_up, nullptr, x, w, N, C, F, stream); }}},
           stream);
 }
 

@@ -4,8 +4,6 @@
 // Tolerance, as in attention_test.cpp: e0 is the 2-norm of what rounding the exact result to T costs. The kernels round
 // P, dS and the result, each no worse than the result's rounding: ||gpu - exact|| <= 3 e0, and no element may be off by
 // more than 3 half units in the last place of the largest one. Gradients that vanish (one visible key) leave fp32 noise.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -23,52 +21,20 @@
 #include "llmc/cuda/op/attention/paths.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/model/config.h"
+#include "test/gpu/attention_tools.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::cuda {
 namespace {
 
-using bf16 = __nv_bfloat16;
-using fp16 = __half;
-using test::DeviceBuffer;
-using Doubles = std::vector<double>;
+using namespace test;
 
-float widen(bf16 value) {
-  return __bfloat162float(value);
-}
-float widen(fp16 value) {
-  return __half2float(value);
-}
-float widen(float value) {
-  return value;
-}
-template <typename T>
-T rounded(float value) {
-  if constexpr (std::is_same_v<T, bf16>) return __float2bfloat16(value);
-  if constexpr (std::is_same_v<T, fp16>) return __float2half(value);
-  if constexpr (std::is_same_v<T, float>) return value;
-}
-template <typename T>
-constexpr double kHalfUlp = std::is_same_v<T, bf16> ? 0x1p-8 : 0x1p-11;
-
-// Where the heads of a tensor lie in its buffer, in elements.
-struct Layout {
-  std::int64_t first, batch_stride, token_stride, head_stride, elements;
-  template <typename T>
-  HeadViewOf<T> view(T* data) const {
-    return {data + first, batch_stride, token_stride, head_stride};
-  }
-};
-enum class Packing { separate, llama_rows, neox_rows, cache };
 struct Case {
   AttentionShape shape;
   Packing packing = Packing::llama_rows;
   std::int64_t guard = 0;   // tokens after the last of each sequence, in every tensor
   float magnitude = 1;      // standard deviation of q and k
-  std::int64_t rotary = 0;  // dimensions of a head that RoPE has turned
-};
-struct Layouts {
-  Layout q, k, v, out;  // dq, dk, dv lie as q, k, v do, dout as out
+  std::int64_t rotary = 0;  // dimensions of a head that RoPE has rotated
 };
 Layouts layouts(const Case& c) {
   const AttentionShape& s = c.shape;
@@ -302,34 +268,18 @@ RopeTable angles(const Case& c) {
 }
 
 // The transpose of y = (x cos - z sin, z cos + x sin), the rotation of llmc/cpu/rope.h.
-void turn_back(const Case& c, const RopeTable& table, Doubles& gradient, std::int64_t heads) {
+void unrotate(const Case& c, const RopeTable& table, Doubles& gradient, std::int64_t heads) {
   const auto half = static_cast<std::size_t>(table.half);
   for (std::size_t row = 0; row < gradient.size() / static_cast<std::size_t>(c.shape.HS); ++row) {
     const std::size_t t = row / static_cast<std::size_t>(heads) % static_cast<std::size_t>(c.shape.TQ);
     for (std::size_t i = 0; i < half; ++i) {
       const double cosine = table.cos[t * half + i], sine = table.sin[t * half + i];
       double &x = gradient[row * static_cast<std::size_t>(c.shape.HS) + i], &z = (&x)[half];
-      const double turned = x * cosine + z * sine;
+      const double unrotated = x * cosine + z * sine;
       z = z * cosine - x * sine;
-      x = turned;
+      x = unrotated;
     }
   }
-}
-
-double norm(const Doubles& values) {
-  double sum = 0;
-  for (const double value : values) sum += value * value;
-  return std::sqrt(sum);
-}
-Doubles difference(const Doubles& a, const Doubles& b) {
-  Doubles result(a.size());
-  for (std::size_t i = 0; i < a.size(); ++i) result[i] = a[i] - b[i];
-  return result;
-}
-double largest(const Doubles& values) {
-  double result = 0;
-  for (const double value : values) result = std::max(result, std::isfinite(value) ? std::fabs(value) : INFINITY);
-  return result;
 }
 
 std::string name(const Case& c) {
@@ -434,8 +384,8 @@ TYPED_TEST(AttentionHopperBackward, GradientsOfWhatWasBeforeRope) {
         for (double& value : x.out) value = widen(rounded<T>(static_cast<float>(value)));
         Gradients want = exact.backward(x);
         const RopeTable table = angles(c);
-        turn_back(c, table, want.dq, c.shape.NH);
-        turn_back(c, table, want.dk, c.shape.NKV);
+        unrotate(c, table, want.dq, c.shape.NH);
+        unrotate(c, table, want.dk, c.shape.NKV);
         const DeviceBuffer<float> cosines(table.cos), sines(table.sin);
         const DeviceRopeTable rope = {cosines.data(), sines.data(), table.positions, table.half};
         OnDevice<T> device(c, x);

@@ -4,8 +4,6 @@
 // Tolerance, as in attention_test.cpp: e0 is the 2-norm of what rounding the exact result to T costs. The kernel rounds
 // P and the result, each no worse than the result's rounding: ||gpu - exact|| <= 3 e0 leaves one for fp32 sums and the
 // approximate exponential, and no element may be off by more than 3 half units in the last place of the largest one.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -22,48 +20,20 @@
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/attention/paths.h"
 #include "llmc/cuda/runtime/error.h"
+#include "test/gpu/attention_tools.h"
 #include "test/gpu/device_buffer.h"
 
 namespace weft::cuda {
 namespace {
 
-using bf16 = __nv_bfloat16;
-using fp16 = __half;
-using test::DeviceBuffer;
-using Doubles = std::vector<double>;
+using namespace test;
 
-float widen(bf16 value) {
-  return __bfloat162float(value);
-}
-float widen(fp16 value) {
-  return __half2float(value);
-}
-template <typename T>
-T rounded(float value) {
-  if constexpr (std::is_same_v<T, bf16>) return __float2bfloat16(value);
-  if constexpr (std::is_same_v<T, fp16>) return __float2half(value);
-}
-template <typename T>
-constexpr double kHalfUlp = std::is_same_v<T, bf16> ? 0x1p-8 : 0x1p-11;
-
-// Where the heads of q, k, v and out lie in their buffers, in elements.
-struct Layout {
-  std::int64_t first, batch_stride, token_stride, head_stride, elements;
-  template <typename T>
-  HeadViewOf<T> view(T* data) const {
-    return {data + first, batch_stride, token_stride, head_stride};
-  }
-};
-enum class Packing { separate, llama_rows, neox_rows, cache };
 struct Case {
   AttentionShape shape;
   Packing packing = Packing::llama_rows;
   std::int64_t guard = 0;  // tokens after the last of each sequence of out
   float magnitude = 1;     // standard deviation of q and k
   float ramp = 0;          // k's magnitude at the last key is 1 + ramp times that at the first
-};
-struct Layouts {
-  Layout q, k, v, out;
 };
 Layouts layouts(const Case& c) {
   const AttentionShape& s = c.shape;
@@ -201,22 +171,6 @@ Doubles covered(const Problem<T>& p, const std::vector<T>& out) {
       for (std::int64_t h = 0; h < s.NH; ++h)
         for (std::int64_t d = 0; d < s.HS; ++d) values.push_back(widen(p.at.out.view(out.data()).at(b, t, h)[d]));
   return values;
-}
-
-double norm(const Doubles& values) {
-  double sum = 0;
-  for (const double value : values) sum += value * value;
-  return std::sqrt(sum);
-}
-Doubles difference(const Doubles& a, const Doubles& b) {
-  Doubles result(a.size());
-  for (std::size_t i = 0; i < a.size(); ++i) result[i] = a[i] - b[i];
-  return result;
-}
-double largest(const Doubles& values) {
-  double result = 0;
-  for (const double value : values) result = std::max(result, std::isfinite(value) ? std::fabs(value) : INFINITY);
-  return result;
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-// The products with SwiGLU inside against the CPU, and bit for bit against a product and a kernel for SwiGLU.
+// The GEMMs with SwiGLU in their epilogue against the CPU, and bit for bit against SwiGLU as a kernel of its own.
 //
 // Operands are small multiples of 1/4, so that every sum is exact in fp32 whatever its order, and all ways round the same
 // numbers.
@@ -10,7 +10,6 @@
 
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/swiglu.h"
-#include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/op/swiglu.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/operator_tools.h"
@@ -64,47 +63,48 @@ class MatmulSwiglu : public ::testing::Test {
     SCOPED_TRACE("forward " + std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F));
     const auto n = static_cast<std::size_t>(N * F);
     const Floats x = quarters(N * C, 1), w = quarters(2 * F * C, 2);
-    Floats gate_up(2 * n), product(n);
+    Floats gate_up(2 * n), swiglu_out(n);
     cpu::matmul_forward(gate_up.data(), x.data(), w.data(), nullptr, N, C, 2 * F);
     gate_up = rounded(gate_up);
-    cpu::swiglu_forward(product.data(), gate_up.data(), N, F);
+    cpu::swiglu_forward(swiglu_out.data(), gate_up.data(), N, F);
 
     const DeviceBuffer<bf16> gpu_x = on_device<bf16>(x), gpu_w = on_device<bf16>(w);
-    const Guarded gpu_gate_up(2 * N * F), gpu_product(N * F), alone(2 * N * F);
-    gate_up_swiglu(gpu_gate_up.data(), gpu_product.data(), gpu_x.data(), gpu_w.data(), N, C, F, stream_);
+    const Guarded gpu_gate_up(2 * N * F), gpu_swiglu_out(N * F), alone(2 * N * F);
+    gate_up_swiglu(gpu_gate_up.data(), gpu_swiglu_out.data(), gpu_x.data(), gpu_w.data(), N, C, F, stream_);
     gate_up_swiglu(alone.data(), nullptr, gpu_x.data(), gpu_w.data(), N, C, F, stream_);
     stream_.synchronize("test");
-    const DeviceBuffer<bf16> found = gpu_gate_up.take("gate_up"), found_product = gpu_product.take("product");
-    expect_near<bf16>(on_host(found_product), product, "product");
+    const DeviceBuffer<bf16> found = gpu_gate_up.take("gate_up"), found_swiglu_out = gpu_swiglu_out.take("swiglu_out");
+    expect_near<bf16>(on_host(found_swiglu_out), swiglu_out, "swiglu_out");
     expect_same_bits(found, on_device<bf16>(gate_up), "gate_up");
-    expect_same_bits(alone.take("gate_up alone"), found, "gate_up without product");
+    expect_same_bits(alone.take("gate_up alone"), found, "gate_up without swiglu_out");
     const DeviceBuffer<bf16> separate(n);
     swiglu_forward(separate.data(), found.data(), N, F, nullptr);
-    expect_same_bits(found_product, separate, "product");
+    expect_same_bits(found_swiglu_out, separate, "swiglu_out");
   }
 
   void check_backward(std::int64_t N, std::int64_t C, std::int64_t F) {
     SCOPED_TRACE("backward " + std::to_string(N) + " x " + std::to_string(C) + " x " + std::to_string(F));
     const auto n = static_cast<std::size_t>(N * F);
     const Floats gate_up = random_stored<bf16>(2 * N * F, 3, 3), dout = quarters(N * C, 4), w = quarters(C * F, 5);
-    Floats dproduct(n), product(n), dgate_up(2 * n);
-    cpu::matmul_backward(dproduct.data(), nullptr, nullptr, dout.data(), nullptr, w.data(), N, F, C);
-    dproduct = rounded(dproduct);
-    cpu::swiglu_backward(dgate_up.data(), dproduct.data(), gate_up.data(), N, F);
+    Floats dswiglu_out(n), dgate_up(2 * n);
+    cpu::matmul_backward(dswiglu_out.data(), nullptr, nullptr, dout.data(), nullptr, w.data(), N, F, C);
+    dswiglu_out = rounded(dswiglu_out);
+    cpu::swiglu_backward(dgate_up.data(), dswiglu_out.data(), gate_up.data(), N, F);
 
     const DeviceBuffer<bf16> gpu_dout = on_device<bf16>(dout), gpu_w = on_device<bf16>(w),
-                             gpu_gate_up = on_device<bf16>(gate_up), gpu_dproduct = on_device<bf16>(dproduct);
-    const Guarded gpu_dgate_up(gpu_gate_up), alone(gpu_gate_up), gpu_product(N * F);
-    down_input_grad_swiglu(gpu_dgate_up.data(), gpu_product.data(), gpu_dout.data(), gpu_w.data(), N, C, F, stream_);
+                             gpu_gate_up = on_device<bf16>(gate_up), gpu_dswiglu_out = on_device<bf16>(dswiglu_out);
+    const Guarded gpu_dgate_up(gpu_gate_up), alone(gpu_gate_up), gpu_swiglu_out(N * F);
+    down_input_grad_swiglu(gpu_dgate_up.data(), gpu_swiglu_out.data(), gpu_dout.data(), gpu_w.data(), N, C, F, stream_);
     down_input_grad_swiglu(alone.data(), nullptr, gpu_dout.data(), gpu_w.data(), N, C, F, stream_);
     stream_.synchronize("test");
     const DeviceBuffer<bf16> found = gpu_dgate_up.take("dgate_up");
     expect_near<bf16>(on_host(found), dgate_up, "dgate_up");
-    expect_same_bits(alone.take("dgate_up alone"), found, "dgate_up without product");
-    const DeviceBuffer<bf16> separate(2 * n), separate_product(n);
-    swiglu_backward(separate.data(), gpu_dproduct.data(), gpu_gate_up.data(), N, F, separate_product.data(), nullptr);
+    expect_same_bits(alone.take("dgate_up alone"), found, "dgate_up without swiglu_out");
+    const DeviceBuffer<bf16> separate(2 * n), separate_swiglu_out(n);
+    swiglu_backward(separate.data(), gpu_dswiglu_out.data(), gpu_gate_up.data(), N, F, separate_swiglu_out.data(),
+                    nullptr);
     expect_same_bits(found, separate, "dgate_up");
-    expect_same_bits(gpu_product.take("product"), separate_product, "product");
+    expect_same_bits(gpu_swiglu_out.take("swiglu_out"), separate_swiglu_out, "swiglu_out");
   }
 
   // Rows, depths and columns that fill a tile, a step or a cluster, and that do not; one tile, and several a block.

@@ -1,10 +1,10 @@
 // Matrices of 16-bit elements in shared memory, in the swizzled form that tensor copies write and wgmma reads, and GEMMs
 // of them. A tile is a type (element, rows, columns, bytes of a row) and an address, so that no kernel computes an offset:
 //
-//   tensor_load(q, map, barrier, token, head, batch);            // global to shared memory
-//   gemm_async(S, q.k_major(), k.k_major());                     // S = Q K^T
-//   gemm_add_async(O, P, v.mn_major());                          // O += P V, P in registers
-//   q.store(q.lane_offset(row), O), tensor_store(map, q, ...)      // registers to shared to global memory
+//   tensor_load(q, map, barrier, token, head, batch);          // global to shared memory
+//   gemm_async(S, q.k_major(), k.k_major());                   // S = Q K^T
+//   gemm_add_async(O, P, v.mn_major());                        // O += P V, P in registers
+//   q.store(q.lane_offset(row), O), tensor_store(map, q, ...)  // registers to shared to global memory
 #pragma once
 
 #include <cuda.h>
@@ -22,7 +22,7 @@ struct TileOperand;
 // [Rows, Columns]: column tiles of RowBytes / 2 columns (64, 32 or 16) one after the other, each of them Rows rows of
 // RowBytes in the swizzle of that width. If Columns is no multiple of a column tile's, the rest of the last one is padding.
 // ColumnTileBytes: from one column tile to the next, which a slice of some rows has from the tile that it is a part of.
-template <typename T, int Rows, int Columns, int RowBytes = 128, int ColumnTileBytes = Rows* RowBytes>
+template <typename T, int Rows, int Columns, int RowBytes = 128, int ColumnTileBytes = (Rows * RowBytes)>
 struct SwizzledTile {
   static_assert(sizeof(T) == 2 && Rows % 8 == 0 && Columns % 16 == 0);
   using Element = T;

@@ -39,6 +39,7 @@
 // The sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "llmc/base/error.h"
@@ -84,6 +85,7 @@ struct Tiling {
     int ticket;
   };
   static constexpr int kSharedBytes = sizeof(Storage);
+  static_assert(sizeof(Storage::statistics) == kStages * kStatisticsBytes && kStatisticsBytes % 16 == 0);
   static_assert(kSharedBytes <= 227 * 1024);
   static_assert(kQueries * HS == kConsumers * 64 * 64, "dQ of a step is 64 x 64 a warpgroup");
 };

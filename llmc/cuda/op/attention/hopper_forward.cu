@@ -1,7 +1,7 @@
 // Forward on Hopper's asynchronous tensor cores (sm_90a); the recurrence is that of portable_forward.cu.
 //
 // A block is a producer and two or three consumer warpgroups, one block a multiprocessor, and lives until no tile is
-// left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V in turns through a ring
+// left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V alternately through a ring
 // of stages; the copy engine announces them on mbarriers, and consumers give stages back the same way. What makes it
 // fast, in the order of what it brings:
 // - S, P and O live in registers: S is an accumulator, P the register operand of the next GEMM.
@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "llmc/cuda/hw/barriers.cuh"
@@ -75,10 +76,10 @@ struct HopperForwardArguments {
 
 // One block of queries of one head.
 template <typename Tiling>
-struct QueryTile {
+struct WorkTile {
   int b, h, first_query, blocks;  // blocks of keys that its last query sees
 
-  __device__ QueryTile(const AttentionShape& shape, int index) {
+  __device__ WorkTile(const AttentionShape& shape, int index) {
     const int heads = static_cast<int>(shape.B * shape.NH), TQ = static_cast<int>(shape.TQ);
     const int levels = (TQ + Tiling::kQueries - 1) / Tiling::kQueries;
     const int level = index / heads, head = index % heads;
@@ -140,7 +141,7 @@ __device__ void produce(const HopperForwardArguments& arguments, const SharedMem
     tensor_load(tile, map, full, token, h, b, keep);
   };
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
-    const QueryTile<Tiling> tile(shape, tile_index(i));
+    const WorkTile<Tiling> tile(shape, tile_index(i));
     const int kv = tile.h / group;
     for (int j = 0; j < tile.blocks; ++j) {
       k_ring.wait_empty(k);
@@ -288,7 +289,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
 
   if (consumer == kConsumers - 1) pass_gemm_slot();
   for (int i = 0; tile_index(i) < arguments.tiles; ++i) {
-    const QueryTile<Tiling> tile(shape, tile_index(i));
+    const WorkTile<Tiling> tile(shape, tile_index(i));
     const int first_row = tile.first_query + consumer * kRows, thread_row = first_row + warp * 16 + lane / 4;
     const int end = first_row < TQ ? visible_keys(shape, min(first_row + kRows, TQ) - 1) : 0;
     const int blocks = (end + kKeys - 1) / kKeys, unmasked_blocks = visible_keys(shape, first_row) / kKeys;

@@ -41,7 +41,7 @@ struct BackwardArguments {
   DeviceRopeTable rope = {};  // read by hopper_backward() alone: of half a head, or empty
 };
 
-// Rows of the statistics are padded to whole query blocks, so that the tensor core kernels copy them without remainders.
+// Rows of the statistics are padded to full query blocks, so that the tensor core kernels copy them without remainders.
 constexpr std::int64_t kStatisticsBlock = 128;
 WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {
   return (TQ + kStatisticsBlock - 1) / kStatisticsBlock * kStatisticsBlock;
@@ -79,7 +79,7 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 // wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
 // hopper_backward_computes(): head dimension 64 or 128, causal, as many queries as keys.
 bool hopper_backward_computes(const AttentionShape& shape);
-// Whether hopper_backward() can undo this table's rotation of dq and dk: the whole head is rotated, rows are 16-byte aligned.
+// Whether hopper_backward() can undo the rotation by this table: all of a head is rotated, rows are 16-byte aligned.
 bool hopper_backward_unrotates(const AttentionShape& shape, const DeviceRopeTable& rope);
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int r = 0; r < R; ++r) scale[r] = shape.scale, one[r] = 1;
 
-  // The first query that sees a key of this block, rounded down to a whole tile.
+  // The first query that sees a key of this block, rounded down to the first of a tile.
   const int past = static_cast<int>(shape.causal ? shape.TK - shape.TQ : shape.TK);
   const int begin = first_key > past ? (first_key - past) / kTile * kTile : 0;
   for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h) {
