@@ -17,6 +17,7 @@
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/sampler.h"
 #include "llmc/cuda/op/swiglu.h"
+#include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
 
 namespace weft::cuda {
