@@ -93,7 +93,7 @@ TYPED_TEST(CudaGemv, NormGemvMatchesDouble) {
       io.outputs[1] = {
           {d_norm2.data(), d_shift2.data()}, {d_weight2.data(), nullptr}, c.second, false, out2.data(), nullptr};
       cuda::norm_gemv(io, device, nullptr);
-      io.outputs[0].wide_out = wide.data();
+      io.outputs[0].fp32_out = wide.data();
       io.outputs[0].gelu = false;
       io.outputs[1] = {};
       cuda::norm_gemv(io, device, nullptr);
