@@ -7,8 +7,7 @@
 // A row: milliseconds a token (median of 7 launches of 32 tokens around the context), bytes that a token must read over
 // that time, and its share of the plain read. --layer times attention + MLP-up + GELU of one layer, the benchmark of
 // ClusterFusion, rotating over the model's layers. --sample draws at temperature 0.8, top-k 50, top-p 0.95. --timeline
-// prints when each phase of a layer ends, in us after the first block has the layer's input: least, mean and greatest over
-// blocks, averaged over layers.
+// prints when each phase of a layer ends (llmc/cuda/fused/timeline.h).
 
 #include <cuda_fp16.h>
 
@@ -106,33 +105,6 @@ struct Options {
   bool timeline = false, sample = false;
 };
 
-void print_timeline(const FusedTimeline& line) {
-  const auto at = [&](std::int64_t layer, int event, int block) {
-    return line.stamps[static_cast<std::size_t>((layer * kFusedStamps + event) * line.blocks + block)];
-  };
-  std::printf("  phase of a layer ends, us: least, mean, greatest over blocks\n");
-  for (int event = 0; event < kFusedStamps; ++event) {
-    double least = 0, mean = 0, greatest = 0;
-    int layers = 0;
-    for (std::int64_t l = 1; l < line.layers; ++l) {
-      std::uint64_t start = ~0ull;
-      for (int b = 0; b < line.blocks; ++b) start = std::min(start, at(l, 0, b));
-      double low = 1e9, high = -1e9, sum = 0;
-      int blocks = 0;
-      for (int b = 0; b < line.blocks; ++b) {
-        if (at(l, event, b) == 0) continue;
-        const double t = (static_cast<double>(at(l, event, b)) - static_cast<double>(start)) * 1e-3;
-        low = std::min(low, t), high = std::max(high, t), sum += t, ++blocks;
-      }
-      if (blocks == 0) continue;
-      least += low, greatest += high, mean += sum / blocks, ++layers;
-    }
-    if (layers == 0) continue;
-    std::printf("  %-24s %7.2f %7.2f %7.2f\n", fused_stamp_name(event), least / layers, mean / layers,
-                greatest / layers);
-  }
-}
-
 // `ceiling`: GB/s of a plain read.
 void run(const Shape& shape, const Options& options, double ceiling) {
   const ModelConfig config = config_of(shape);
@@ -155,7 +127,8 @@ void run(const Shape& shape, const Options& options, double ceiling) {
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");
-  FusedDecode<S> fused(config, w, cache, device_rope, stream, options.tuning);
+  Mailbox mailbox;
+  FusedDecode<S, S, S> fused(config, w, cache, device_rope, mailbox, stream, options.tuning);
   for (const std::int64_t context : options.contexts) {
     FusedRequest request;
     request.first_id = 17;
@@ -182,7 +155,7 @@ void run(const Shape& shape, const Options& options, double ceiling) {
       fused.record_timeline(true);
       fused.launch(request);
       fused.finish();
-      print_timeline(fused.timeline());
+      std::fputs(timeline_text(fused.timeline()).c_str(), stdout);
       fused.record_timeline(false);
     }
     std::fflush(stdout);

@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -105,11 +106,12 @@ class Model {
     return cpu::load_neox(ModelFile::open(path, Family::gpt_neox), capacity_);
   }
 
-  std::unique_ptr<cuda::FusedDecode<S>> fused(const cuda::FusedTuning& tuning = {}) {
+  std::unique_ptr<cuda::FusedDecode<S, S, S>> fused(const cuda::FusedTuning& tuning = {}) {
     keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
     values_.fill_bytes(0xff);
-    return std::make_unique<cuda::FusedDecode<S>>(
-        config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_}, rope_, stream_, tuning);
+    return std::make_unique<cuda::FusedDecode<S, S, S>>(config_, weights(),
+                                                        cuda::KvCache<S>{keys_.data(), values_.data(), capacity_},
+                                                        rope_, mailbox_, stream_, tuning);
   }
 
  private:
@@ -123,13 +125,14 @@ class Model {
   TemporaryDirectory directory_;
   Floats parameters_;
   cuda::Stream stream_;
+  cuda::Mailbox mailbox_;
   DeviceBuffer<S> arena_, keys_, values_;
   std::unique_ptr<DeviceBuffer<float>> cos_, sin_;
   cuda::DeviceRopeTable rope_;
 };
 
 template <typename S>
-Floats logits_of(const cuda::FusedDecode<S>& fused, const ModelConfig& config) {
+Floats logits_of(const cuda::FusedDecode<S, S, S>& fused, const ModelConfig& config) {
   Floats logits(static_cast<std::size_t>(config.vocab_size));
   cuda::check(cudaMemcpy(logits.data(), fused.logits(), logits.size() * sizeof(float), cudaMemcpyDeviceToHost),
               "logits");
@@ -138,7 +141,7 @@ Floats logits_of(const cuda::FusedDecode<S>& fused, const ModelConfig& config) {
 
 // Feeds one id and returns the one that is sampled.
 template <typename S>
-std::int32_t step(cuda::FusedDecode<S>& fused, std::int32_t id, std::int64_t position,
+std::int32_t step(cuda::FusedDecode<S, S, S>& fused, std::int32_t id, std::int64_t position,
                   const SamplerOptions& options = {}) {
   cuda::FusedRequest request;
   request.first_id = id;
@@ -229,7 +232,8 @@ void check_contexts(const ModelConfig& config) {
   const auto cpu = model.on_cpu();
   const auto fused = model.fused();
   std::int64_t fed = 0;
-  // Around 128 and 192 the context is divided in two and three parts: a key lost at the edge of one is a large share there.
+  // From 128 and 192 positions on there are two and three splits, the shortest ones: a key lost at the edge of a split weighs
+  // most there.
   for (const std::int64_t context : {0, 1, 31, 32, 33, 127, 128, 129, 130, 191, 192, 193, 256, 1000, 2047}) {
     std::vector<std::int32_t> ids;
     for (std::int64_t i = fed; i <= context; ++i) ids.push_back(id_at(i, config));
@@ -361,14 +365,18 @@ TEST(FusedDecode, StopsAtAStopId) {
   std::vector<std::int32_t> ids;
   for (int i = 0; i < 100; ++i) ids.push_back(fused->wait(i).value_or(-1));
   EXPECT_EQ(fused->finish().end, cuda::FusedEnd::length);
-  const std::size_t place = static_cast<std::size_t>(std::find(ids.begin(), ids.end(), ids[20]) - ids.begin());
-  request.stop_ids = {2000000, ids[20]};
+  const std::size_t at = static_cast<std::size_t>(std::find(ids.begin(), ids.end(), ids[20]) - ids.begin());
+  // As many stop ids as the GPU compares, the one that is sampled last among them; one more is refused.
+  request.stop_ids.assign(cuda::kMaxStopIds, 2000000);
+  request.stop_ids.push_back(ids[20]);
+  EXPECT_NE(error_of(Exit::internal, [&] { fused->launch(request); }).find("65 stop ids"), std::string::npos);
+  request.stop_ids.erase(request.stop_ids.begin());
   fused->launch(request);
-  for (std::size_t i = 0; i <= place; ++i) EXPECT_EQ(fused->wait(static_cast<std::int64_t>(i)).value_or(-1), ids[i]);
-  EXPECT_FALSE(fused->wait(static_cast<std::int64_t>(place) + 1).has_value());
+  for (std::size_t i = 0; i <= at; ++i) EXPECT_EQ(fused->wait(static_cast<std::int64_t>(i)).value_or(-1), ids[i]);
+  EXPECT_FALSE(fused->wait(static_cast<std::int64_t>(at) + 1).has_value());
   const auto result = fused->finish();
   EXPECT_EQ(result.end, cuda::FusedEnd::stop_id);
-  EXPECT_EQ(result.tokens, static_cast<std::int64_t>(place) + 1);
+  EXPECT_EQ(result.tokens, static_cast<std::int64_t>(at) + 1);
 }
 
 TEST(FusedDecode, CancelEndsTheLaunch) {
@@ -384,7 +392,7 @@ TEST(FusedDecode, CancelEndsTheLaunch) {
   EXPECT_EQ(result.end, cuda::FusedEnd::cancelled);
   EXPECT_GE(result.tokens, 4);
   EXPECT_LT(result.tokens, 4000);
-  // The next launch runs as if nothing had been.
+  // The next launch is not affected.
   EXPECT_GE(step(*fused, 1, 0), 0);
 }
 
@@ -420,7 +428,7 @@ TEST(FusedDecode, TheWatchdogEndsAHang) {
   EXPECT_GE(step(*sound, 1, 0), 0);
 }
 
-// Further than one launch goes: the same ids whichever launches the text is divided into.
+// More ids than a launch has: the same ids however the text is divided into launches.
 TEST(FusedDecode, TextLongerThanALaunch) {
   constexpr std::int64_t kLength = cuda::kFusedTokens + 200;
   cuda::NeoxOptions options;
@@ -448,6 +456,90 @@ TEST(FusedDecode, TextLongerThanALaunch) {
   EXPECT_EQ(ids, at_once);
 }
 
+// Ids of several launches go through one mailbox, in whose ring they overwrite each other: none is lost or read twice.
+TEST(FusedDecode, LaunchesShareTheMailbox) {
+  const ModelConfig config = neox_config(4, 32, 1, 1003);
+  Model<fp16> model(config, cuda::kFusedTokens);
+  const auto first = model.fused(), second = model.fused();  // of the same memory and mailbox
+  cuda::FusedRequest request;
+  request.first_id = 5;
+  request.count = 3000;
+  std::vector<std::int32_t> ids[3];
+  for (std::vector<std::int32_t>& got : ids) {
+    cuda::FusedDecode<fp16, fp16, fp16>& fused = &got == &ids[1] ? *second : *first;
+    fused.launch(request);
+    fused.finish();  // all ids are in the mailbox before the first is read
+    for (std::int64_t i = 0; i < request.count; ++i) got.push_back(fused.wait(i).value_or(-1));
+  }
+  EXPECT_EQ(ids[0], ids[1]);
+  EXPECT_EQ(ids[0], ids[2]);
+  EXPECT_EQ(std::count(ids[0].begin(), ids[0].end(), -1), 0);
+}
+
+// The instrumented kernel computes the same bits, and every block stamps every phase that it has a part in, in order.
+TEST(FusedDecode, TimelineHasEveryPhase) {
+  for (const int heads : {4, 32}) {
+    const ModelConfig config = neox_config(heads, 64, 3, 1003);
+    Model<fp16> model(config, 64);
+    const auto fused = model.fused();
+    cuda::FusedRequest request;
+    request.first_id = 7;
+    request.count = 4;
+    fused->launch(request);
+    fused->finish();
+    const std::uint64_t hash = fused->logits_hash();
+    EXPECT_TRUE(fused->timeline().times.empty());
+    EXPECT_EQ(cuda::timeline_text(fused->timeline()), "");
+
+    fused->record_timeline(true);
+    fused->launch(request);
+    fused->finish();
+    EXPECT_EQ(fused->logits_hash(), hash);
+    const cuda::FusedTimeline timeline = fused->timeline();
+    ASSERT_EQ(timeline.layers, 3);
+    ASSERT_EQ(timeline.blocks, fused->blocks());
+    const auto time = [&](std::int64_t layer, cuda::FusedPhase phase, int block) {
+      return timeline.times.at(
+          static_cast<std::size_t>((layer * cuda::kFusedPhases + static_cast<int>(phase)) * timeline.blocks + block));
+    };
+    for (int block = 0; block < timeline.blocks; ++block) {
+      std::uint64_t before = 1;                // 0: not stamped
+      for (std::int64_t l = 0; l <= 3; ++l) {  // 3: the head
+        for (const auto phase : {cuda::FusedPhase::x_here, cuda::FusedPhase::norms_done, cuda::FusedPhase::qkv_done,
+                                 cuda::FusedPhase::up_done}) {
+          EXPECT_GE(time(l, phase, block), before) << "layer " << l << " block " << block;
+          before = time(l, phase, block);
+        }
+        if (l == 3) break;
+        EXPECT_GE(time(l, cuda::FusedPhase::attention_done, block), before);
+        before = time(l, cuda::FusedPhase::attention_done, block);
+      }
+    }
+    const std::string text = cuda::timeline_text(timeline);
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1 + cuda::kFusedPhases) << text;
+
+    fused->record_timeline(false);
+    fused->launch(request);
+    fused->finish();
+    EXPECT_EQ(fused->logits_hash(), hash);
+    EXPECT_TRUE(fused->timeline().times.empty());
+  }
+}
+
+TEST(FusedDecode, TimelineOfOneLayerHasRows) {
+  cuda::FusedTimeline timeline;
+  timeline.layers = 1;
+  timeline.blocks = 2;
+  timeline.times.assign(static_cast<std::size_t>(2 * cuda::kFusedPhases * timeline.blocks), 0);
+  timeline.times[0] = 5000;  // x here, block 0
+  timeline.times[1] = 6000;
+  timeline.times[3] = 9000;  // norms done, block 1 alone
+  EXPECT_EQ(cuda::timeline_text(timeline),
+            "end of a phase, us          first     mean last block\n"
+            "x here                       0.00     0.50     1.00\n"
+            "norms done                   4.00     4.00     4.00\n");
+}
+
 cuda::Device hopper(int multiprocessors) {
   cuda::Device device;
   device.arch = 90;
@@ -471,7 +563,7 @@ TEST(FusedDecode, RefusesWhatItCannotRun) {
   EXPECT_NE(cuda::fused_decode_refusal(neox_config(24, 128, 2, 1003), device), "");
 }
 
-// What a slice of a GPU or a small one has too little of is said before anything is allocated: --decode auto asks.
+// A GPU, or a slice of one, that is too small is refused before anything is allocated: --decode auto asks.
 TEST(FusedDecode, RefusesDevicesThatAreTooSmall) {
   const struct {
     int heads, head_dim, least;  // multiprocessors

@@ -331,6 +331,54 @@ TEST(CudaNeox, GenerationEndsWhereItShould) {
   }
 }
 
+// The way that --bench-timeline takes. Only the fused kernel records one.
+TEST(CudaNeox, OnlyFusedDecodingHasATimeline) {
+  const Fixture fixture(test::small_shapes()[0], DType::f16);
+  const std::vector<std::int32_t> prompt = test::random_tokens(10, fixture.config().vocab_size, 10);
+  for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
+    SCOPED_TRACE(cuda::decode_mode_name(mode));
+    const auto model = fixture.on_gpu(mode, 64);
+    model->prefill(prompt);
+    const std::string text = model->decode_timeline(1);
+    if (mode != DecodeMode::fused) {
+      EXPECT_EQ(text, "");
+      continue;
+    }
+    for (const char* row : {"end of a phase, us", "x here", "norms done", "QKV done", "up done", "query here",
+                            "attention done", "MLP up here", "down done", "attention here", "x written"}) {
+      expect_contains(text, row);
+    }
+    EXPECT_EQ(model->length(), 11);
+    const std::vector<float> after = copy(model->decode(2));
+    model->reset();
+    model->prefill(prompt);
+    model->decode(1);
+    EXPECT_TRUE(same_bits(model->decode(2), after));
+  }
+}
+
+// The GPU compares the first kMaxStopIds stop ids, the host all of them.
+TEST(CudaNeox, ManyStopIds) {
+  const Fixture fixture(test::small_shapes()[0], DType::f16);
+  const std::vector<std::int32_t> prompt = test::random_tokens(10, fixture.config().vocab_size, 10);
+  for (const DecodeMode mode : modes_for(fixture.config(), DType::f16)) {
+    const auto model = fixture.on_gpu(mode, 64);
+    GenerateOptions options = generate_options(fixture.config(), 30);
+    options.sampler.temperature = 2;
+    const std::vector<std::int32_t> all = generated(*model, prompt, options).ids;
+    const auto stop = std::find(all.begin(), all.end(), all[12]);
+    for (const std::size_t others :
+         {std::size_t{0}, std::size_t{20}, std::size_t{63}, std::size_t{64}, std::size_t{100}}) {
+      SCOPED_TRACE(testing::Message() << cuda::decode_mode_name(mode) << " behind " << others << " others");
+      options.stop_ids.assign(others, 1 << 20);
+      options.stop_ids.push_back(all[12]);
+      const GenerateResult stopped = generated(*model, prompt, options);
+      EXPECT_EQ(stopped.ids, std::vector(all.begin(), stop + 1));
+      EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
+    }
+  }
+}
+
 TEST(CudaNeox, DamagedLogitsAreAnError) {
   // A finite weight so large that logits overflow fp32.
   const Fixture fixture(test::small_shapes()[3], DType::f32, 3, [](const TensorSpec& spec, std::vector<float>& values) {

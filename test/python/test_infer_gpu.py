@@ -141,6 +141,20 @@ def test_auto_takes_the_gpu_and_says_how(tiny):
     assert "decode graph, not fused: " in fp32 and "fp32" in fp32
 
 
+def test_bench_timeline_has_a_row_for_every_phase(tiny):
+    if "fused" not in modes("fp16"):
+        pytest.skip("no fused kernel on this GPU")
+    done = run("--device", "cuda", "--model", tiny, "--bench", "--max-tokens", 16, "--decode", "fused", "--bench-timeline")
+    assert done.returncode == OK, done.stderr.decode()
+    lines = done.stdout.decode().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("end of a phase, us"))
+    rows = [line.rsplit(maxsplit=3) for line in lines[begin + 1:]]
+    assert [row[0].strip() for row in rows] == ["x here", "norms done", "QKV done", "up done", "query here", "attention done",
+                                                "MLP up here", "down done", "attention here", "x written"]
+    for _, first, mean, last in rows:
+        assert 0 <= float(first) <= float(mean) <= float(last) < 1000
+
+
 def test_bench_has_every_figure(tiny):
     result = object_of("--model", tiny, "--bench", "--max-tokens", 16)
     assert result["read_ceiling_gb_per_s"] > 100

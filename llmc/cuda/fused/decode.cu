@@ -50,7 +50,7 @@
 #include "llmc/base/regions.h"
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/parameters.cuh"
-#include "llmc/cuda/fused/plan.h"
+#include "llmc/cuda/fused/plan.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"

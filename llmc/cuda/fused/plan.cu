@@ -1,4 +1,4 @@
-#include "llmc/cuda/fused/plan.h"
+#include "llmc/cuda/fused/plan.cuh"
 
 #include <algorithm>
 

@@ -1,5 +1,6 @@
-// One launch an operator, the K/V cache [NKV, capacity, HS] a layer. A decode step is a prefill of one token. generate_ids()
-// picks on the GPU, and the host waits for each id: a sample of a training run is a look at the model, not a service.
+// One launch an operator; K/V cache [NKV, capacity, HS] a layer. A decode step is a prefill of one token. generate_ids()
+// samples on the GPU, and the host waits for each id: samples of a training run are short and rare, so that the simplest way
+// does.
 #include "llmc/cuda/transformer/llama_decoder.h"
 
 #include <algorithm>
@@ -45,7 +46,7 @@ __global__ void widen_kernel(float* out, const S* values, std::int64_t count) {
   if (i < count) out[i] = to_float(values[i]);
 }
 
-// What the sampler says of one token.
+// The result of the sampler.
 struct Picked {
   std::int32_t id;
   SampleError error;
@@ -54,7 +55,7 @@ struct Picked {
 // Pointers into the workspace.
 template <typename S>
 struct Buffers {
-  S *residual, *norm, *branch, *qkv, *attention, *gate_up, *product, *logits;
+  S *residual, *norm, *branch, *qkv, *attention, *gate_up, *swiglu_out, *logits;
   std::int32_t* ids;
   float *losses, *cos, *sin, *scores;
   SamplingPlan* sampling;
@@ -72,7 +73,7 @@ Regions plan_workspace(const ModelConfig& c, std::int64_t capacity, Buffers<S>& 
   regions.want(&b.qkv, rows * (c.q_size() + 2 * c.kv_size()));
   regions.want(&b.attention, rows * c.q_size());
   regions.want(&b.gate_up, rows * 2 * F);
-  regions.want(&b.product, rows * F);
+  regions.want(&b.swiglu_out, rows * F);
   regions.want(&b.logits, rows * V);
   regions.want(&b.ids, rows + 1);
   regions.want(&b.losses, rows);
@@ -128,8 +129,8 @@ class LlamaDecoder final : public DecodeModel {
   std::vector<float> activation(const std::string&) override { return {}; }
 
  private:
-  S* cache(std::int64_t part, std::int64_t l) const {  // part 0: keys, 1: values
-    return cache_arena_.template at<S>(0) + (part * config_.num_layers + l) * config_.kv_size() * capacity_;
+  S* cache(std::int64_t values, std::int64_t l) const {  // values 0: keys, 1: values
+    return cache_arena_.template at<S>(0) + (values * config_.num_layers + l) * config_.kv_size() * capacity_;
   }
 
   void check_room(std::size_t ids) const {
@@ -137,10 +138,10 @@ class LlamaDecoder final : public DecodeModel {
     fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids,
          static_cast<long long>(length_), static_cast<long long>(capacity_));
   }
-  // Appends `ids`; the final norm of the last piece stays in the buffers. Returns its rows.
+  // Appends `ids`, chunk by chunk. Returns the rows of the last chunk, whose final norm stays in the buffers.
   std::int64_t run_prompt(std::span<const std::int32_t> ids);
   void run_head(std::int64_t row);      // logits of one row of the norm
-  std::int32_t pick(std::int64_t row);  // the id that follows it, by the plan in device memory
+  std::int32_t pick(std::int64_t row);  // the id that follows it, sampled by the plan in device memory
   void run_layers(std::span<const std::int32_t> ids);
   void run_layer(std::int64_t l, std::int64_t rows);
   void attend(std::int64_t l, std::int64_t rows);
@@ -320,8 +321,8 @@ void LlamaDecoder<S>::run_layer(std::int64_t l, std::int64_t rows) {
   matmul_.forward<S>(b_.branch, b_.attention, w.output, nullptr, rows, q, C);
   normalize(w.post_norm, rows, b_.branch, b_.norm);
   matmul_.forward<S>(b_.gate_up, b_.norm, w.gate_up, nullptr, rows, C, 2 * F);
-  swiglu_forward(b_.product, b_.gate_up, rows, F, stream_);
-  matmul_.forward<S>(b_.branch, b_.product, w.down, nullptr, rows, F, C);
+  swiglu_forward(b_.swiglu_out, b_.gate_up, rows, F, stream_);
+  matmul_.forward<S>(b_.branch, b_.swiglu_out, w.down, nullptr, rows, F, C);
   normalize(last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm, rows, b_.branch,
             b_.norm);
 }

@@ -16,7 +16,7 @@ namespace weft::cuda {
 // How one token is decoded:
 //   reference  one launch an operator, with NVTX ranges by token, layer and operator
 //   graph      the same launches captured once in a CUDA graph, which every step replays
-//   fused      the whole model, and many tokens, in one launch (fused_decode.h)
+//   fused      the whole model, and many tokens, in one launch (llmc/cuda/fused/decode.h)
 enum class DecodeMode { reference, graph, fused };
 const char* decode_mode_name(DecodeMode mode);
 

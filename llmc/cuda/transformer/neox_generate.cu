@@ -1,0 +1,146 @@
+// Generating: the host stays a few tokens behind the GPU. Token id, position and sampling plan live in device memory, each
+// sampled id reaches the host through the mailbox, and the next steps are queued before the host has seen it: a few steps
+// ahead, or in fused mode a launch of many tokens. Keys and values of tokens after the one at which the host stops lie in the
+// cache at length() and behind, where nothing reads them.
+#include <algorithm>
+
+#include "llmc/cuda/op/mailbox.cuh"
+#include "llmc/cuda/op/sampler.h"
+#include "llmc/cuda/transformer/neox_decoder.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr std::int64_t kAhead = 2;  // steps queued beyond the id that the host waits for
+static_assert(kAhead + 2 < kMailboxIds);
+
+// Publishes the sampled id and moves on to the next position.
+__global__ void publish_kernel(DecodeState* state, MailboxWords* mailbox) {
+  if (state->done != 0) return;
+  const std::uint32_t sequence = state->sequence;
+  publish(mailbox, sequence, state->token, state->error);
+  bool stop = state->error != SampleError::none;
+  for (int i = 0; i < state->stop_count; ++i) stop = stop || state->stop_ids[i] == state->token;
+  state->done = stop ? 1 : 0;
+  state->sequence = sequence + 1;
+  // After a stop, too: the steps that are already queued write their keys and values where this id's would be, not over those
+  // of the id before it.
+  state->position = state->sample_position;
+  ++state->sample_position;
+}
+
+// The stop ids that the GPU compares.
+std::span<const std::int32_t> device_stop_ids(const GenerationRequest& request) {
+  return std::span(request.stop_ids).first(std::min(request.stop_ids.size(), kMaxStopIds));
+}
+
+}  // namespace
+
+template <typename S>
+void NeoxDecoder<S>::sample_and_publish() {
+  const MaybeRange range(profiling(), "sampling");
+  sample(&b_.state->token, &b_.state->error, b_.logits, 1, config_.vocab_size, config_.vocab_size, &b_.state->plan,
+         &b_.state->sample_position, stream_);
+  publish_kernel<<<1, 1, 0, stream_>>>(b_.state, mailbox_.words());
+  check_launch("publishing a token");
+}
+
+template <typename S>
+std::int32_t NeoxDecoder<S>::wait_for(std::uint32_t sequence) {
+  const Mailbox::Sampled sampled = mailbox_.wait(sequence, stream_, [] { return false; }).value();
+  check_sample(sampled.error);
+  return sampled.id;
+}
+
+template <typename S>
+std::int32_t NeoxDecoder<S>::wait_fused([[maybe_unused]] std::int64_t i) {
+  if constexpr (!std::is_same_v<S, float>) {
+    if (const std::optional<std::int32_t> id = fused_->wait(i); id.has_value()) return *id;
+  }
+  fail(Exit::internal, "fused decoding: ended before its last token");
+}
+
+template <typename S>
+std::int64_t NeoxDecoder<S>::launch_fused([[maybe_unused]] std::int32_t id, std::int64_t left,
+                                          [[maybe_unused]] const GenerationRequest& request) {
+  const std::int64_t count = std::min(left, kFusedTokens);
+  if constexpr (!std::is_same_v<S, float>) {
+    const std::span<const std::int32_t> stop_ids = device_stop_ids(request);
+    FusedRequest fused;
+    fused.first_id = id;
+    fused.position = length_;
+    fused.count = count;
+    fused.sampling = request.sampling;
+    fused.stop_ids.assign(stop_ids.begin(), stop_ids.end());
+    fused_->finish();  // the launch before
+    fused_->launch(fused);
+  }
+  return count;
+}
+
+template <typename S>
+void NeoxDecoder<S>::drain() noexcept {
+  if constexpr (!std::is_same_v<S, float>) {
+    if (fused_ != nullptr) {
+      fused_->cancel();
+      try {
+        fused_->finish();
+      } catch (const Error&) {  // generation has ended already: with this error, or for another reason
+      }
+    }
+  }
+  cudaStreamSynchronize(stream_);
+}
+
+template <typename S>
+void NeoxDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
+                                  const std::function<bool(std::int32_t)>& on_id) {
+  const std::int64_t rows = run_prompt(prompt), first = length_;
+  if (request.max_ids < 1 || request.max_ids > options_.capacity - first) {
+    fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
+         static_cast<long long>(request.max_ids), static_cast<long long>(options_.capacity - first));
+  }
+  // However the loop ends, by an exception of on_id, too: nothing stays queued.
+  struct Drain {
+    NeoxDecoder& decoder;
+    ~Drain() { decoder.drain(); }
+  } const drain{*this};
+
+  // The first id comes from the prompt's last row, in every mode.
+  const std::uint32_t sequence = mailbox_.reserve(1);
+  const std::span<const std::int32_t> stop_ids = device_stop_ids(request);
+  DecodeState state;
+  state.sample_position = first;
+  state.sequence = sequence;
+  state.plan = request.sampling;
+  state.stop_count = static_cast<std::int32_t>(stop_ids.size());
+  std::copy(stop_ids.begin(), stop_ids.end(), state.stop_ids);
+  set_state(state);
+  run_head(b_.residual + (rows - 1) * config_.hidden_size);
+  sample_and_publish();
+
+  const bool fused = options_.mode == DecodeMode::fused;
+  std::int64_t queued = 1, launch_begin = 0;  // ids that are queued; the first one of the running fused launch
+  std::int32_t id = 0;
+  for (std::int64_t seen = 0; seen < request.max_ids;) {
+    if (fused && queued == seen) {
+      launch_begin = seen;
+      queued += launch_fused(id, request.max_ids - seen, request);
+    }
+    for (; !fused && queued < std::min(request.max_ids, seen + 1 + kAhead); ++queued) {
+      mailbox_.reserve(1);
+      launch_step(true, first + queued - 1);
+    }
+    id = fused && seen > 0 ? wait_fused(seen - launch_begin) : wait_for(sequence + static_cast<std::uint32_t>(seen));
+    length_ = first + seen++;
+    const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
+    if (!on_id(id) || stop) return;
+  }
+}
+
+template class NeoxDecoder<float>;
+template class NeoxDecoder<bf16>;
+template class NeoxDecoder<fp16>;
+
+}  // namespace weft::cuda
