@@ -58,7 +58,7 @@ PROGRAMS   := train_llama infer_pythia
 TEST_SRC   := $(wildcard test/cpp/*_test.cpp)
 TEST_OBJ   := $(TEST_SRC:%.cpp=$B/%.o)
 TEST_TOOLS := $(patsubst test/cpp/%_main.cpp,$B/%,$(wildcard test/cpp/*_main.cpp))
-GPU_TEST_OBJ := $(patsubst %.cpp,$B/%.o,$(if $(strip $(NVCC)),$(wildcard test/gpu/*.cpp)))
+GPU_TEST_OBJ := $(patsubst %,$B/%.o,$(if $(strip $(NVCC)),$(basename $(wildcard test/gpu/*.cpp test/gpu/*.cu))))
 
 .PHONY: all programs tests tsan thread_tests deps doctor venv demo test fuzz mutants bench ladder profile profile-infer headers format install uninstall clean help FORCE
 all: programs
@@ -96,6 +96,10 @@ $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h
 	$Q$(CXX) $(CXXFLAGS) $(MAIN_FLAGS) -I$B -x c++ -c $< -o $@
 
 $B/llmc/cuda/%.o: llmc/cuda/%.cu $B/link-flags
+	@mkdir -p $(@D); echo "  NVCC  $<"
+	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
+
+$B/test/gpu/%.o: test/gpu/%.cu $B/link-flags
 	@mkdir -p $(@D); echo "  NVCC  $<"
 	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
 

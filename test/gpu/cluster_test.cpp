@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/cuda/hw/cluster_check.h"
+#include "test/gpu/cluster_check.h"
 #include "llmc/cuda/runtime/device.h"
 #include "test/gpu/device_buffer.h"
 

@@ -4,7 +4,7 @@
 // Each block pushes its message into the inbox of every block, its own included, and every 16 bytes that land are counted
 // by the receiver's mbarrier. So there is one hop where a tree has log2(size) of them, and no barrier of the cluster. What
 // keeps it free of races:
-//  - There are two inboxes in turn. A block sends message k + 2 only after it has message k + 1 of every block, and a block
+//  - There are two inboxes, used alternately. A block sends message k + 2 only after it has message k + 1 of every block, and a block
 //    sends k + 1 only after it is done with inbox k: the entry barrier of the block stands between. So nobody overwrites
 //    what is still read.
 //  - Messages k and k + 2 are counted by the same mbarrier in consecutive phases; the argument above says that phase k is
@@ -19,6 +19,7 @@
 
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/ring.cuh"
 
 namespace weft::cuda {
 
@@ -61,6 +62,11 @@ __device__ inline void cluster_acquire(unsigned barrier, unsigned parity) {
       "r"(parity)
       : "memory");
 }
+// Until a phase is complete that other blocks' stores count toward, and what they sent is visible.
+__device__ inline void cluster_mbarrier_wait(unsigned barrier, unsigned parity) {
+  hopper::mbarrier_wait(barrier, parity);
+  cluster_acquire(barrier, parity);
+}
 // 16 bytes into the shared memory of a block of the cluster, counted by an mbarrier of the same block.
 __device__ inline void cluster_store(unsigned address, const float4& value, unsigned barrier) {
   asm volatile(
@@ -78,7 +84,7 @@ class ClusterExchange {
   // Shared memory for messages of up to `floats` floats.
   __host__ __device__ static constexpr int bytes(int floats) { return 16 + 2 * kBlocks * round_up(floats) * 4; }
 
-  // `shared`: bytes(floats), aligned to 16, at the same place in every block.
+  // `shared`: bytes(floats), aligned to 16, at the same address in every block.
   __device__ ClusterExchange(void* shared, int floats)
       : barriers_(shared_address(shared)),
         inbox_(reinterpret_cast<float*>(static_cast<char*>(shared) + 16)),
@@ -99,21 +105,19 @@ class ClusterExchange {
   // shared memory, to be read until the next exchange.
   __device__ const float* gather(const float* own, int count) {
     __syncthreads();  // `own` is complete; nobody reads the previous inbox any more
-    const unsigned barrier = barriers_ + 8 * turn_;
-    float* inbox = inbox_ + turn_ * kBlocks * floats_;
+    const unsigned barrier = barriers_ + 8 * next_.stage;
+    float* inbox = inbox_ + next_.stage * kBlocks * floats_;
     if (threadIdx.x == 0) hopper::mbarrier_arrive_expect(barrier, static_cast<unsigned>(kBlocks * count * 4));
     const unsigned target = shared_address(inbox + rank_ * floats_);
-    const int pieces = count / 4;
+    const int pieces = count / 4;  // of 16 bytes
     for (int i = static_cast<int>(threadIdx.x); i < pieces * kBlocks; i += static_cast<int>(blockDim.x)) {
       const unsigned to = static_cast<unsigned>(i / pieces);
       const int piece = i % pieces;
       cluster_store(cluster_address(target, to) + piece * 16, reinterpret_cast<const float4*>(own)[piece],
                     cluster_address(barrier, to));
     }
-    hopper::mbarrier_wait(barrier, parity_);
-    cluster_acquire(barrier, parity_);
-    if (turn_ == 1) parity_ ^= 1;
-    turn_ ^= 1;
+    cluster_mbarrier_wait(barrier, next_.phase);
+    next_.advance(2);
     return inbox;
   }
   __device__ int message_stride() const { return floats_; }
@@ -140,8 +144,7 @@ class ClusterExchange {
   float* inbox_;
   int floats_;
   unsigned rank_;
-  int turn_ = 0;
-  unsigned parity_ = 0;
+  RingPosition next_;  // of the two inboxes
 };
 
 #endif  // WEFT_BULK_COPY

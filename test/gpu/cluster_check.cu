@@ -1,4 +1,4 @@
-#include "llmc/cuda/hw/cluster_check.h"
+#include "test/gpu/cluster_check.h"
 
 #include "llmc/cuda/hw/cluster.cuh"
 #include "llmc/cuda/hw/launch.cuh"
