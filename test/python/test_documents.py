@@ -280,6 +280,19 @@ def test_every_link_leads_somewhere():
     assert not absent, absent
 
 
+def not_in_their_files(text: str, folder: str) -> list[str]:
+    """Names that a link to a file follows, "`name()` ([file](link))", which that file does not hold."""
+    pairs = re.findall(r"`(?:\w+::)*(\w+)(?:\(\))?`\s+\(\[[^\]]+\]\(([^)]+)\)", text)
+    assert pairs
+    return [f"{name} in {link}" for name, link in pairs
+            if not re.search(rf"\b{name}\b", (ROOT / folder / link).read_text())]
+
+
+def test_the_tour_links_functions_to_their_files():
+    assert not_in_their_files(read("doc/tour.md"), "doc") == []
+    assert not_in_their_files("`run_blue()` ([x](../llmc/base/log.h))", "doc") == ["run_blue in ../llmc/base/log.h"]
+
+
 @pytest.mark.parametrize("span", ["llmc/cuda/op/blue_moon.cu", "blue_moon.cu", "forward_of_the_moon()", "BlueMoonKernel",
                                   "blue_moon", "--blue-moon", "make moon", "train_llama --config tiny --blue-moon 3",
                                   "llmc/cuda/op/{gelu,moon}.cu", "weft::BlueMoon", "llmc/moon/*.cpp"])
