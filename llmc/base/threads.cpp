@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -183,8 +184,9 @@ struct ShortWaits::Sleepers {
 
   void run() {
     const int team = sleepers_needed() + 1;
+    std::atomic<int> started{0};  // the compiler leaves a region without work out
 #pragma omp parallel num_threads(team)
-    {}
+    ++started;
     std::unique_lock<std::mutex> lock(mutex);
     begun = true;
     changed.notify_all();
