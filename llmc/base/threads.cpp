@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -183,8 +184,9 @@ struct ShortWaits::Sleepers {
 
   void run() {
     const int team = sleepers_needed() + 1;
+    std::atomic<int> started{0};  // the compiler leaves a region without work out
 #pragma omp parallel num_threads(team)
-    {}
+    ++started;
     std::unique_lock<std::mutex> lock(mutex);
     begun = true;
     changed.notify_all();
@@ -221,6 +223,7 @@ struct SharedCores::Watcher {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
+  std::optional<ShortWaits> waits;
   std::thread thread;
 
   struct Sample {
@@ -240,7 +243,6 @@ struct SharedCores::Watcher {
   }
 
   void run() {
-    std::optional<ShortWaits> waits(std::in_place);  // until the cores are known to be ours
     const auto cores = static_cast<double>(std::max<std::ptrdiff_t>(1, std::count(ours.begin(), ours.end(), true)));
     Sample before = sample();
     int quiet = kQuietIntervals - 1;  // the first interval decides
@@ -259,6 +261,7 @@ struct SharedCores::Watcher {
 SharedCores::SharedCores() {
   if (omp_get_max_threads() == 1 || short_spin_fixed) return;  // nobody spins
   watcher_ = std::make_unique<Watcher>();
+  watcher_->waits.emplace();  // until the cores are known to be ours
   const SignalsElsewhere signals;
   try {
     watcher_->thread = std::thread([this] { watcher_->run(); });

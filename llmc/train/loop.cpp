@@ -70,10 +70,11 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
 
 // What a first and a second signal say from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
-  const std::string lost = saved_step_ > 0
-                               ? format("what came after the checkpoint of step %lld is lost", wide(saved_step_))
-                               : std::string("there is no checkpoint, and all steps are lost");
-  on_stop(OnStop::finish, doing + "; a second signal stops at once", "stopped at once: " + lost);
+  // A save that runs beside this step may be complete before the signal.
+  const std::string newest =
+      saved_step_ > 0 ? format("(step %lld or later)", wide(saved_step_)) : std::string("(if any)");
+  on_stop(OnStop::finish, doing + "; a second signal stops at once",
+          "stopped at once: steps after the newest checkpoint " + newest + " are lost");
 }
 
 Exit TrainLoop::run() {

@@ -81,7 +81,7 @@ class TrainLoop {
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;
   bool ending_ = false;                         // an error ends the run: a save that fails as well is a warning
-  std::int64_t saved_step_;                     // of the newest checkpoint; 0: none
+  std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
   double mean_step_seconds_ = 0;                // exponentially weighted, for the time left
   std::optional<std::int64_t> validated_step_;  // whose loss state_.val_loss is, if it was measured here
   ProgressLine progress_;

@@ -764,11 +764,13 @@ def closing(*descriptors: int):
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_closed_descriptors_are_not_given_to_files(model, tmp_path, closed):
     """No file of the program gets the number of a standard descriptor, so that no message lands in it."""
-    process = subprocess.Popen([PROGRAM, "--model", model, "--prompt", "Hello", "--debug-inject", "hang@token=2"],
+    process = subprocess.Popen([PROGRAM, "--model", model, "--prompt", "Hello", "--debug-inject", "hang@token=1"],
                                env=environment(), preexec_fn=closing(*closed))
     try:
         deadline = time.monotonic() + 20
-        while not os.path.exists(f"/proc/{process.pid}/fd/2") and time.monotonic() < deadline:
+        while time.monotonic() < deadline and Path(f"/proc/{process.pid}/wchan").exists():
+            if Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "S":
+                break  # it hangs
             time.sleep(0.01)
         time.sleep(0.5)
         targets = {descriptor: os.readlink(f"/proc/{process.pid}/fd/{descriptor}") for descriptor in closed}

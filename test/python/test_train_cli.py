@@ -72,8 +72,9 @@ def test_what_is_needed_is_asked_for(data, tmp_path):
 def test_help_and_version(tmp_path):
     done = run_program("--help")
     assert done.returncode == 0 and done.stderr == ""
-    for word in ("--config", "--grad-clip", "default 2", "nan@step=N", "Exit codes"):
+    for word in ("--config", "--grad-clip", "default 2", "--help-all", "Exit codes"):
         assert word in done.stdout
+    assert "--debug-inject" not in done.stdout and "nan@step=N" in run_program("--help-all").stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     done = run_program("--version")
     assert done.returncode == 0 and done.stdout.startswith("train_llama ")
