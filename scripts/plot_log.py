@@ -94,7 +94,8 @@ def title_of(runs: list[Run]) -> str:
     """What was trained, how far, and where it stands."""
     parts = []
     for run in runs[:3]:
-        settings = run.header.get("settings") if isinstance(run.header.get("settings"), dict) else {}
+        settings = run.header.get("settings")
+        settings = settings if isinstance(settings, dict) else {}
         config = settings.get("config") or settings.get("model") or ""
         size = f"{human(run.header['parameters'])} parameters, " if is_number(run.header.get("parameters")) else ""
         tokens = last(run, "tokens")

@@ -159,7 +159,7 @@ def run_headers() -> Outcome:
 
 def run_without_cuda() -> Outcome:
     """Whole programs, and the build itself, where the answer may depend on whether there is GPU code."""
-    return run_pytest("no cuda", ("test/python", "-k", "device or gpu or build or help or version or dry_run",
+    return run_pytest("no cuda", ("test/python", "-k", "device or gpu or build or machine_lacks or auto_says or help_and_version or dry_run_checks",
                                   "--ignore=test/python/test_train_gpu.py", "--ignore=test/python/test_infer_gpu.py"))
 
 

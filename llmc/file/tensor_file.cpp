@@ -505,7 +505,7 @@ void TensorFile::read(const TensorInfo& tensor, float* out, bool finite) const {
 
 struct TensorFileWriter::Hasher : Xxh3Stream {};
 
-TensorFileWriter::TensorFileWriter(const std::string& path, FileKind kind, Json config)
+TensorFileWriter::TensorFileWriter(const std::string& path, FileKind kind, const Json& config)
     : path_(path), kind_(kind), hasher_(std::make_shared<Hasher>()) {
   const std::optional<std::uint32_t> family = config.is_object() ? family_number(model_family(config)) : std::nullopt;
   if (!family) fail(Exit::internal, "%s: the configuration names no known family", escaped(path).c_str());

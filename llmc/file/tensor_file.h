@@ -105,7 +105,7 @@ class TensorFile {
 // is Exit::internal. The header's family is that of config["model"]["family"].
 class TensorFileWriter {
  public:
-  TensorFileWriter(const std::string& path, FileKind kind, Json config);
+  TensorFileWriter(const std::string& path, FileKind kind, const Json& config);
 
   void declare(const std::string& name, DType dtype, std::vector<std::int64_t> shape);
   // Appends `bytes` of the next unfinished tensor; a tensor may be written in several pieces, an empty one

@@ -284,7 +284,7 @@ void Reader::read_bytes() {
     const std::string& content = spec_.contents[id];
     auto bytes = bytes_of_alphabet(content);
     if (bytes && ids_.contains(content)) spec_.words.push_back(static_cast<std::int32_t>(id));
-    spec_.bytes.push_back(bytes ? std::move(*bytes) : content);
+    spec_.bytes.push_back(bytes ? *bytes : content);
   }
 }
 

@@ -529,7 +529,8 @@ def test_a_config_as_deep_as_a_model_file_can_hold(tmp_path):
 
 
 @pytest.mark.parametrize("number, accepted", [("9" * 308, True), ("1" + "0" * 400, False), ("-" + "9" * 400, False),
-                                              ("9" * 5000, False), (str(2**64), True), ("1e308", True)])
+                                              ("9" * 5000, False), (str(2**64), True), ("1e308", True)],
+                         ids=["308 digits", "401 digits", "minus", "5000 digits", "2^64", "1e308"])
 def test_numbers_that_the_programs_cannot_read(tmp_path, number, accepted):
     model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX)
     (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": 12345678}).replace("12345678", number))

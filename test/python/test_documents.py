@@ -394,7 +394,8 @@ def test_an_include_against_the_direction_is_found(name, included):
 
 
 SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py", "scripts/dump_reference.py",
-           "scripts/train_reference.py", "scripts/tensor_file.py", "dev/prepare_data.py"]
+           "scripts/train_reference.py", "scripts/tensor_file.py", "dev/prepare_data.py", "scripts/export_log.py",
+           "dev/train_tokenizer.py"]
 
 
 def refused(*command, code=4, **environment) -> str:

@@ -167,3 +167,75 @@ def test_shard_plan():
             return tensor_file.TensorInfo(name, "u8", (), bytes=int(name))
 
     assert export_hf.plan_shards(File(), ["4", "4", "2", "20", "1"], 10) == [["4", "4", "2"], ["20"], ["1"]]
+
+
+# ---- fields with several values, each value on the whole way ----------------------------------------------------------
+
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 32}
+
+
+def round_trip(tmp_path, config, generation=None):
+    """The model object of the file, the exported config.json and generation_config.json."""
+    directory = ck.write_checkpoint(tmp_path / "model", config)
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    model = ck.convert(directory, tmp_path / "a.bin").config["model"]
+    out = export(tmp_path / "a.bin", tmp_path / "exported")
+    again = ck.convert(out, tmp_path / "b.bin").config["model"]
+    assert again == model
+    return model, *(json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json"))
+
+
+@pytest.mark.parametrize("where", ["config", "generation"])
+@pytest.mark.parametrize("given, ids, written", [
+    (None, [], None), (3, [3], 3), ([3], [3], 3), ([3, 1], [3, 1], [3, 1]), ([3, 1, 3], [3, 1], [3, 1]),
+    ([], [], None), (list(range(36, 0, -1)), list(range(36, 0, -1)), list(range(36, 0, -1)))])
+def test_stop_ids_of_every_form(tmp_path, where, given, ids, written):
+    config = ck.LLAMA | {"eos_token_id": given if where == "config" else None}
+    model, exported, generation = round_trip(tmp_path, config, {"eos_token_id": given} if where == "generation" else None)
+    assert model["eos_ids"] == ids
+    assert exported["eos_token_id"] == written and generation["eos_token_id"] == written
+
+
+@pytest.mark.parametrize("bos", [None, 0, 36])
+def test_begin_ids(tmp_path, bos):
+    model, exported, generation = round_trip(tmp_path, ck.LLAMA | {"bos_token_id": bos})
+    assert model["bos_id"] == exported["bos_token_id"] == generation["bos_token_id"] == bos
+
+
+@pytest.mark.parametrize("key, name, value", [
+    ("factor", "factor", 32.0), ("factor", "factor", 2), ("low_freq_factor", "low_freq_factor", 0.5),
+    ("high_freq_factor", "high_freq_factor", 7.25), ("original_max_position_embeddings", "original_max_positions", 48)])
+@pytest.mark.parametrize("home", ["rope_scaling", "rope_parameters"])
+def test_each_number_of_the_scaling(tmp_path, home, key, name, value):
+    scaling = SCALING | {key: value} | ({"rope_theta": 10000.0} if home == "rope_parameters" else {})
+    model, exported, _ = round_trip(tmp_path, ck.LLAMA | {home: scaling})
+    assert model["rope"]["type"] == "llama3" and model["rope"][name] == value
+    assert exported["rope_scaling"][key] == value and exported["rope_parameters"][key] == value
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "default"}, {"type": "default"}])
+def test_no_scaling_in_every_form(tmp_path, scaling):
+    model, exported, _ = round_trip(tmp_path, ck.LLAMA | {"rope_scaling": scaling})
+    assert model["rope"]["type"] == "standard" and exported["rope_scaling"] is None
+    assert exported["rope_parameters"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("key, values, name", [
+    ("tie_word_embeddings", (True, False), "tied_embeddings"), ("rms_norm_eps", (1e-6, 1e-5), "norm_eps"),
+    ("rope_theta", (500000.0, 1234.5), None), ("num_key_value_heads", (1, 2, 4), "num_kv_heads"),
+    ("max_position_embeddings", (1, 131072), "max_positions")])
+def test_each_value_of_a_field(tmp_path, key, values, name):
+    for number, value in enumerate(values):
+        model, exported, _ = round_trip(tmp_path / str(number), ck.LLAMA | {key: value})
+        assert exported[key] == value and (model[name] if name else model["rope"]["theta"]) == value
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_each_value_of_gpt_neox(tmp_path, parallel, fraction):
+    model, exported, _ = round_trip(tmp_path, ck.GPT_NEOX | {"use_parallel_residual": parallel, "rotary_pct": fraction})
+    assert model["parallel_residual"] is parallel is exported["use_parallel_residual"]
+    assert model["rope"]["rotary_dim"] == 8 * fraction and exported["rotary_pct"] == fraction

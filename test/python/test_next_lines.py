@@ -138,6 +138,19 @@ def test_the_preset_has_a_row_for_each_token():
         "tiny", "tiny", "smollm2-135m", "smollm2-135m", "d12", "llama3.2-1b"]
 
 
+def test_a_tokenizer_of_ones_own(place):
+    """From a text to shards, and to a model that trains on them."""
+    words = [f"{one}{two}" for one in ("weft", "warp", "loom", "thread") for two in ("ing", "ed", "er", "s", "ish", "")]
+    lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) + ".\n" for i in range(3000)]
+    (place / "my text.txt").write_text("".join(lines))
+    (line,) = next_lines(script(place, "dev/train_tokenizer.py", "my text.txt", "--vocab-size", 330, "-o", "own.json"))
+    (train,) = next_lines(shell(place, line).stdout)
+    assert "--config tiny" in train
+    trains(place, train)
+    done = shell(place, ".venv/bin/python dev/train_tokenizer.py 'my text.txt' --vocab-size 60000 -o large.json", code=3)
+    assert b"give more text" in done.stderr and done.stderr.count(b"\n") == 1 and not (place / "large.json").exists()
+
+
 def test_an_export(place):
     script(place, "scripts/convert_hf.py", "models/tiny-llama", "-o", "m.bin")
     (line,) = next_lines(script(place, "scripts/export_hf.py", "m.bin", "-o", "my export"))

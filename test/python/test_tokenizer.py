@@ -1,7 +1,7 @@
 """The C++ tokenizer against the Hugging Face `tokenizers` library on the published vocabularies of GPT-NeoX and Llama-3.
 
-Needs WEFT_SHARED_DATA, a directory with gpt-neox-20b.tokenizer.json and llama3.tokenizer.model (the ranks of Llama-3's
-tokens), and the program build/release/tokenize (`make tests`; WEFT_BUILD names another build directory).
+Needs the program build/release/tokenize (`make tests`; WEFT_BUILD names another build directory), and the published ones
+WEFT_SHARED_DATA, a directory with gpt-neox-20b.tokenizer.json and llama3.tokenizer.model (the ranks of Llama-3's tokens).
 """
 
 import base64
@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -25,10 +26,8 @@ DATA = pathlib.Path(os.environ.get("WEFT_SHARED_DATA", "/nonexistent"))
 TOKENIZE = pathlib.Path(os.environ.get("WEFT_BUILD", ROOT / "build" / "release")).absolute() / "tokenize"
 STRINGS = 20_000
 
-pytestmark = [
-    pytest.mark.skipif(not DATA.is_dir(), reason="WEFT_SHARED_DATA names no directory"),
-    pytest.mark.skipif(not TOKENIZE.exists(), reason=f"{TOKENIZE} is not built"),
-]
+pytestmark = pytest.mark.skipif(not TOKENIZE.exists(), reason=f"{TOKENIZE} is not built")
+published = pytest.mark.skipif(not DATA.is_dir(), reason="WEFT_SHARED_DATA names no directory")
 
 
 def neox(directory):
@@ -69,6 +68,7 @@ def weft(path, strings):
         position += 4 + length
 
 
+@published
 @pytest.mark.parametrize("make", [neox, llama3])
 def test_published_vocabulary(make, tmp_path):
     path = make(tmp_path)
@@ -81,3 +81,24 @@ def test_published_vocabulary(make, tmp_path):
     for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
         assert ids == vectors.expected_ids(original, data, flags), data[:200]
         assert text == original.decode(ids, skip_special_tokens=False), data[:200]
+
+
+@pytest.mark.parametrize("name", ["neox_style", "llama3_style"])
+def test_every_character_between_others_as_the_pinned_library_reads_it(name):
+    """Scripts that Unicode has added are where versions of the library part: llmc/text/unicode_ranges.cpp was measured
+    against the one that requirements.txt pins."""
+    path = ROOT / "test" / "fixtures" / "tokenizer" / f"{name}.tokenizer.json"
+    original = tokenizers.Tokenizer.from_file(str(path))
+    characters = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x20000), 0x2FA1D, *range(0x31350, 0x323B0, 7)]]
+    # Each before a letter and behind one, behind a space, and behind a mark that may be put in order with it.
+    texts = [f"a{one}b {one}1 \u0301{one}" for one in characters]
+    expected = original.encode_batch(texts, add_special_tokens=False)
+    strings = [(0, text.encode()) for text in texts]
+    wrong = [f"U+{ord(one):04X}" for one, (ids, _), encoding in zip(characters, weft(path, strings), expected) if ids != encoding.ids]
+    assert not wrong, f"tokenizers {tokenizers.__version__}: {len(wrong)} characters, {wrong[:20]}"
+
+
+def test_the_pinned_library_is_the_one_the_tables_were_measured_against():
+    measured = re.search(r"measured against tokenizers ([\d.]+\d)", (ROOT / "llmc" / "text" / "unicode_ranges.h").read_text())
+    assert measured is not None
+    assert f"tokenizers=={measured[1]} " in (ROOT / "scripts" / "requirements.txt").read_text()
