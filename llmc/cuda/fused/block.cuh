@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/parameters.cuh"
-#include "llmc/cuda/hw/coherent_memory.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/memory_order.cuh"
 
 namespace weft::cuda::fused {
 

@@ -91,7 +91,7 @@ struct Helper {
         p.values[row + d] = value;
       }
     }
-    if (newest) fence_async_proxy_global();
+    if (newest) hopper::fence_async_proxy_global();
     __syncwarp();
     if (lane == 0) {
       hopper::mbarrier_arrive(c.query_here);

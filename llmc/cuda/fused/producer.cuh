@@ -84,7 +84,7 @@ struct Producer {
           return false;
         if (*const_cast<volatile int*>(&c.flags.stop) != 0) return false;
         __threadfence_block();  // pairs with that of the helper; then the fence of the copies
-        fence_async_proxy_global();
+        hopper::fence_async_proxy_global();
         checked = true;
       }
       const std::int64_t head = (static_cast<std::int64_t>(layer) * p.NH + item / splits) * p.capacity;

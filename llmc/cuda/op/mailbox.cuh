@@ -1,7 +1,7 @@
 // The GPU's side of a Mailbox.
 #pragma once
 
-#include "llmc/cuda/hw/coherent_memory.cuh"
+#include "llmc/cuda/hw/memory_order.cuh"
 #include "llmc/cuda/op/mailbox.h"
 
 namespace weft::cuda {
