@@ -51,6 +51,12 @@ CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra
 LDLIBS   += -lopenblas -lpcre2-8 -lutf8proc
 LDFLAGS  += $(filter -fsanitize%,$(MODE_FLAGS_$(MODE))) -fopenmp
 
+# Line editing for --interactive, where libedit is installed.
+ifneq ($(shell $(CXX) -E -x c++ -include histedit.h /dev/null >/dev/null 2>&1 && echo yes),)
+EDIT_FLAGS := -DWEFT_EDITLINE
+LDLIBS     += -ledit
+endif
+
 HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 
@@ -98,7 +104,7 @@ endif
 
 # Changed flags rebuild what they concern; an unchanged line leaves its stamp's time alone.
 HOST_FLAGS_LINE := $(CXX) $(CXXFLAGS)
-LINK_FLAGS_LINE := $(MAIN_FLAGS) $(LDLIBS) $(NVCC) $(NVCCFLAGS)
+LINK_FLAGS_LINE := $(MAIN_FLAGS) $(EDIT_FLAGS) $(LDLIBS) $(NVCC) $(NVCCFLAGS)
 $B/host-flags: FORCE
 	@scripts/deps.sh --check
 	@mkdir -p $(@D); echo '$(HOST_FLAGS_LINE)' | cmp -s - $@ || echo '$(HOST_FLAGS_LINE)' > $@
@@ -118,6 +124,9 @@ $B/%.o: %.cpp $B/host-flags
 # llmc/app is the host code that knows both devices: what it contains depends on the build, as for the mains.
 $B/llmc/app/%.o: CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
+
+$B/llmc/infer/line_input.o: CXXFLAGS += $(EDIT_FLAGS)
+$B/llmc/infer/line_input.o: $B/link-flags
 
 # The mains are plain C++ under the name that their readers look for.
 $B/%.main.o: %.cu $B/host-flags $B/link-flags $B/version.h

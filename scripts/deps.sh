@@ -43,6 +43,11 @@ done
 has_venv || { missing_debian+=(python3-venv); missing_fedora+=(python3); missing_names+=("python3 venv"); }
 command -v curl >/dev/null || { missing_debian+=(curl); missing_fedora+=(curl); missing_names+=(curl); }
 
+# Not needed, so that --check does not miss it: line editing for infer_pythia --interactive.
+if [ "${1:-}" != --check ] && ! has_header histedit.h; then
+  missing_debian+=(libedit-dev); missing_fedora+=(libedit-devel); missing_names+=(histedit.h)
+fi
+
 if [ "${1:-}" = --fuzz ] && ! has_fuzzer; then
   missing_debian+=(clang libclang-rt-dev); missing_fedora+=(clang compiler-rt); missing_names+=(clang++ with libFuzzer)
 fi

@@ -25,7 +25,10 @@ constexpr unsigned kPromptSeconds = 1;  // that Ctrl-C waits for the prompt
 extern "C" void on_signal(int signal_number) {
   // Nothing is lost by leaving at once, and nothing but async-signal-safe calls is allowed here.
   const bool at_once = phase == waiting || received != 0 || (phase == reading_prompt && signal_number != SIGINT);
-  if (at_once) ::_exit(static_cast<int>(exit_after_signal(signal_number)));
+  if (at_once) {
+    LineInput::restore_terminal();
+    ::_exit(static_cast<int>(exit_after_signal(signal_number)));
+  }
   received = signal_number;
   if (phase == reading_prompt) ::alarm(kPromptSeconds);
 }

@@ -1,7 +1,9 @@
 #include "llmc/infer/line_input.h"
 
+#include <termios.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <iostream>
 #include <streambuf>
@@ -71,11 +73,25 @@ struct LineInput::Editor {
 
 #endif
 
+namespace {
+
+// Of the terminal before it was edited on; read by a signal handler.
+termios terminal_before;
+std::atomic<bool> terminal_known{false};
+
+}  // namespace
+
+void LineInput::restore_terminal() {
+  if (terminal_known) ::tcsetattr(STDIN_FILENO, TCSANOW, &terminal_before);
+}
+
 LineInput::LineInput() : prompting_(::isatty(STDIN_FILENO) == 1 && ::isatty(STDERR_FILENO) == 1) {
   if (!prompting_) return;
   log_info("type a line to be continued. Ctrl-C stops an answer, Ctrl-D (or Ctrl-C here) leaves");
 #ifdef WEFT_EDITLINE
-  if (stderr_is_terminal()) editor_ = std::make_unique<Editor>();
+  if (!stderr_is_terminal()) return;
+  terminal_known = ::tcgetattr(STDIN_FILENO, &terminal_before) == 0;
+  editor_ = std::make_unique<Editor>();
 #endif
 }
 

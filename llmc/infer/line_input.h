@@ -21,6 +21,9 @@ class LineInput {
   LineInput(const LineInput&) = delete;
   LineInput& operator=(const LineInput&) = delete;
 
+  // For a signal handler that ends the program while a line is edited: the terminal as it was before. Async-signal-safe.
+  static void restore_terminal();
+
   // The next line, without its end. too_long: it was read to its end and forgotten.
   Result read(std::string& line);
 
