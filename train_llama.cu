@@ -87,8 +87,7 @@ Place find_gpu(const std::string& device, [[maybe_unused]] const FaultPlan& faul
 // What `auto` means on this machine and in this build; afterwards device and precision are definite.
 Place choose_place(TrainSettings& s) {
   const bool named_gpu = s.gpu_memory_bytes > 0;
-  Place place =
-      find_gpu(named_gpu ? "cuda" : s.device, parse_faults(s.debug_inject), s.dry_run || s.print_config);
+  Place place = find_gpu(named_gpu ? "cuda" : s.device, parse_faults(s.debug_inject), s.dry_run || s.print_config);
   if (named_gpu) {
     place.name = "a GPU with " + s.gpu_memory;
     place.available_bytes = s.gpu_memory_bytes;
@@ -215,9 +214,9 @@ Exit train(const Place& place, const TrainSettings& settings, const TrainInputs&
   TrainOptions options = settings.model_options();
   options.matmul_plans = directory.file("matmul_plans.txt");
   const std::unique_ptr<TrainModel> model = place.make(inputs.config, options);
-  const RunIdentity identity{inputs.config,   settings.numeric_settings(),
-                             settings.steps,  inputs.train->fingerprint(),
-                             settings.device, WEFT_VERSION,
+  const RunIdentity identity{inputs.config,    settings.numeric_settings(),
+                             settings.steps,   inputs.train->fingerprint(),
+                             settings.device,  WEFT_VERSION,
                              inputs.tokenizer, inputs.began_from};
   CheckpointKeeper checkpoints(directory, identity, settings.keep);
   const TrainState state = begin(settings, inputs, checkpoints, *model);
