@@ -374,7 +374,7 @@ TEST(CudaNeox, ManyStopIds) {
       options.stop_ids.push_back(all[12]);
       const GenerateResult stopped = generated(*model, prompt, options);
       EXPECT_EQ(stopped.ids, std::vector(all.begin(), stop + 1));
-      EXPECT_EQ(stopped.finish_reason, FinishReason::stop);
+      EXPECT_EQ(stopped.finish_reason, FinishReason::end_of_text);
     }
   }
 }
