@@ -158,6 +158,8 @@ void run(const Shape& shape, const Options& options, double ceiling) {
       std::fputs(timeline_text(fused.timeline()).c_str(), stdout);
       fused.record_timeline(false);
     }
+    std::printf("  logits %016llx\n",
+                static_cast<unsigned long long>(fused.logits_hash()));  // the same for every tuning
     std::fflush(stdout);
   }
 }
