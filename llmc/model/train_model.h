@@ -110,7 +110,7 @@ class TrainModel {
   }
 
   // A parameter, gradient or moment as fp32, to and from the host; `values` holds spec.elements. Exact for
-  // every dtype in which weft keeps state.
+  // every dtype in which weft keeps state. `spec` may be that of another table of the same configuration (a file's, say).
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 

@@ -44,7 +44,7 @@ inline std::vector<GoldenCase> golden_cases(Family family) {
 
 // Copies every parameter of the file into the model.
 inline void load_parameters(const ModelFile& file, TrainModel& model) {
-  for (const TensorSpec& spec : file.table().specs()) {
+  for (const TensorSpec& spec : file.table().specs()) {  // not the model's own table: both name the same parameters
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
     file.read_parameter(spec, values.data());
     model.write_tensor(TensorRole::parameter, spec, values.data());

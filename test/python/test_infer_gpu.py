@@ -239,7 +239,7 @@ def test_a_signal_ends_the_text(tiny, number, code):
 
 def test_interactive_goes_on_from_its_own_text(tiny):
     for decode in modes("fp16"):
-        done = subprocess.run([PROGRAM, "--device", "cuda", "--model", tiny, "--interactive", "--max-tokens", "12",
+        done = subprocess.run([PROGRAM, "--device", "cuda", "--model", tiny, "--interactive", "--stats", "--max-tokens", "12",
                                "--ignore-eos", "--decode", decode], input=b"Once upon\na time\n", capture_output=True,
                               timeout=120)
         assert done.returncode == OK, done.stderr

@@ -9,8 +9,10 @@
 
 namespace weft::cuda {
 
+// By the name: the spec may come from the table of a file, whose tensors lie in other types and so at other bytes.
 template <typename S>
-std::byte* Llama<S>::address_of(TensorRole role, const TensorSpec& spec) const {
+std::byte* Llama<S>::address_of(TensorRole role, const TensorSpec& named) const {
+  const TensorSpec& spec = table_.at(named.name);
   const std::uint64_t offset = static_cast<std::uint64_t>(spec.offset);
   switch (role) {
     case TensorRole::parameter:
