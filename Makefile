@@ -276,7 +276,7 @@ format:
 
 # clang-format, clang-tidy, ruff, mypy and shellcheck, as configured in .clang-format, .clang-tidy and pyproject.toml.
 lint: .venv/lint-ready
-	@MAKEFLAGS= CXX='$(CXX)' scripts/lint.sh $(LINT)
+	@MAKEFLAGS= CXX='$(CXX)' scripts/lint.sh $(LINT_STEPS)
 .venv/lint-ready: scripts/requirements-lint.txt | venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
@@ -312,7 +312,7 @@ help:
 	@echo "make torch      PyTorch and transformers into .venv, for references and peers"
 	@echo "make install    PREFIX=$(PREFIX) DESTDIR=; also: make uninstall"
 	@echo "make format     clang-format over the sources"
-	@echo "make lint       clang-format, clang-tidy, ruff, mypy, shellcheck; LINT=\"format ruff mypy shell tidy\" chooses"
+	@echo "make lint       clang-format, clang-tidy, ruff, mypy, shellcheck; LINT_STEPS=\"format ruff mypy shell tidy\" chooses"
 	@echo "make compile_commands.json   for editors and clang tools"
 	@echo "make headers    compile each header alone"
 	@echo "make benches    compile the programs under dev/"

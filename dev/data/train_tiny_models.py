@@ -116,7 +116,8 @@ class Corpus:
 
 
 def encode(stories: list[str], tokenizer: Tokenizer, special: Special) -> Corpus:
-    bos, eos = tokenizer.token_to_id(special.bos), tokenizer.token_to_id(special.eos)
+    vocab = tokenizer.get_vocab()
+    bos, eos = vocab[special.bos], vocab[special.eos]
     ids: list[int] = []
     starts: list[int] = []
     for encoding in tokenizer.encode_batch(stories, add_special_tokens=False):
@@ -253,7 +254,8 @@ def run(options: argparse.Namespace) -> None:
         tokenizer = Tokenizer.from_file(str(options.tokenizer))
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"cannot read {options.tokenizer}: {error}") from None
-    bos, eos = tokenizer.token_to_id(special.bos), tokenizer.token_to_id(special.eos)
+    vocab = tokenizer.get_vocab()
+    bos, eos = vocab[special.bos], vocab[special.eos]
     if bos is None or eos is None:
         missing = special.bos if bos is None else special.eos
         raise InputError(f"{options.tokenizer} has no {missing}: train it in the style of this family")

@@ -50,7 +50,7 @@ def train_neox(stories: list[str], size: int) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(stories, bpe_trainer(size - len(SPACE_RUNS), NEOX_SPECIAL))
     tokenizer.add_tokens([AddedToken(" " * count, normalized=True, special=False) for count in SPACE_RUNS])
     check_size(tokenizer, size)

@@ -263,8 +263,8 @@ def sparse_tokenizer(here: Path) -> list[Any]:
     at = get(data, "table_offset") + (get(data, "tensor_count") - 1) * 352
     assert data[at:at + 15] == b"tokenizer.json\0", "the last tensor"
     end = len(data) - struct.unpack_from("<Q", data, at + 336)[0] + size
-    for field in (at + 264, at + 336):  # shape and bytes
-        struct.pack_into("<Q", data, field, size)
+    for place in (at + 264, at + 336):  # shape and bytes
+        struct.pack_into("<Q", data, place, size)
     struct.pack_into("<Q", data, 24, end)
     seal(data, get(data, "data_offset"))
     (here / "hostile.bin").write_bytes(data)

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, NEOX, PROGRAM, SECONDS, VOCABULARY, assert_refused, checkpoints, data, end_started, environment,
-                        np, records, run_program, send, start, train, wait_for)  # noqa: F401
+from train_runs import (MODEL, NEOX, PROGRAM, SECONDS, assert_refused, checkpoints, environment, np, records, run_program, send,
+                        start, train, wait_for)
+from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
 
