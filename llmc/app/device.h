@@ -14,7 +14,7 @@ struct DeviceRequest {
   bool plan_only = false;       // --device cuda may be named without being there: nothing will be computed
   int pretended_arch = 0;       // the probe behaves as if the GPU were of this architecture; 0: as it is
   std::optional<std::uint64_t> pretended_free_bytes = std::nullopt;
-  std::string planned_gpu = "";  // a plan for a GPU of that name with so many bytes, whatever is here; empty: none
+  std::string planned_gpu = {};  // a plan for a GPU of that name with so many bytes, whatever is here; empty: none
   std::uint64_t planned_gpu_bytes = 0;
 };
 
