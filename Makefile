@@ -254,11 +254,8 @@ bench: all venv
 # A norm and an attention kernel from naive to today's, each step checked and timed (dev/ladder/README.md). LADDER= its
 # arguments. Builds without a GPU, which only running needs.
 LADDER_OBJ := $(patsubst %.cu,$B/%.o,$(if $(strip $(NVCC)),$(wildcard dev/ladder/*.cu)))
-$B/dev/ladder/%.o: dev/ladder/%.cu $B/link-flags
-	@mkdir -p $(@D); echo "  NVCC  $<"
-	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $B/ladder: $(LADDER_OBJ) $B/libweft.a
-	@echo "  LINK  $@"
+	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
 ladder: $(if $(strip $(NVCC)),$B/ladder)
 	@$(if $(strip $(NVCC)),$B/ladder $(LADDER),echo "ladder: no nvcc found, expected a CUDA compiler. NVCC= names one" >&2; exit 4)
@@ -320,6 +317,6 @@ help:
 	@echo "settings        NVCC= (CPU only)  GPU_ARCH=\"$(GPU_ARCH)\"  MODE=release|asan|tsan  CPU_FLAGS=$(CPU_FLAGS)"
 
 .SECONDARY:
--include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(LADDER_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
+-include $(HOST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PROGRAMS:%=$B/%.main.d)
 -include $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.d)
 -include $(HEADERS:%=$B/headers/%.d) $(BENCHES:%=%.d)

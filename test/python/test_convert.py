@@ -474,7 +474,8 @@ def test_paths_with_spaces_and_escapes(tmp_path):
 
 def test_summary_and_next_command(llama, tmp_path):
     done = ck.run_script("convert_hf.py", llama, "-o", tmp_path / "a.bin")
-    assert "llama" in done.stdout and "./train_llama --model" in done.stdout and "%" not in done.stderr
+    assert "llama" in done.stdout and "scripts/tensor_file.py" in done.stdout, "there is no tokenizer to make shards with"
+    assert "%" not in done.stderr
     neox = ck.write_checkpoint(tmp_path / "neox", ck.GPT_NEOX)
     done = ck.run_script("convert_hf.py", neox, "-o", tmp_path / "b.bin")
     assert "./infer_pythia --model" in done.stdout and "5,136" in done.stdout

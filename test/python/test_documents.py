@@ -197,7 +197,7 @@ class Tree:
         self.called = set(re.findall(r"([A-Za-z_]\w*)\s*[(<{]", self.code))
         self.names = {Path(name).name for name in TRACKED}
         self.top = {name.split("/")[0] for name in TRACKED}
-        self.targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.M))
+        self.targets = set(re.findall(r"^([\w.-]+):", read("Makefile"), re.M))
 
     def path(self, text: str, base: str = "") -> bool:
         """A path from the root, or from the folder of the document; `*` and `{a,b}` as a shell reads them."""
@@ -220,6 +220,14 @@ class Tree:
         return "/" not in path and (path in self.names or
                                     re.search(rf'["\'/]{re.escape(path)}["\'\s.]', self.code) is not None)
 
+    def target(self, text: str) -> bool:
+        """A target by its name, or what it makes under build/<mode>: an object of a source, a program of a main or of tests."""
+        if match := re.fullmatch(r"build/release/(.+?)(\.o)?", text):
+            sources = [f"{match[1]}{ending}" for ending in (".cpp", ".cu")]
+            return any((ROOT / source).exists() for source in sources) or (
+                match[2] is None and re.search(rf"^\$B/{re.escape(match[1])}:", read("Makefile"), re.M) is not None)
+        return text in self.targets
+
     def option(self, text: str) -> bool:
         """Declared in an option table (C++: its name in quotes), by a script, or named whole in a source."""
         name = text.lstrip("-")
@@ -229,9 +237,9 @@ class Tree:
         """What of a span does not exist. Spans that are no path, name, option or command are not looked at."""
         if span in ELSEWHERE:
             return []
-        absent = [option for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span) if not self.option(option)]
-        if match := re.match(r"make ([a-z][\w-]*)", span):
-            absent += [] if match[1] in self.targets else [span]
+        absent = [option for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", span) if not self.option(option)]
+        if match := re.match(r"make ([a-z][\w./-]*)", span):
+            absent += [] if self.target(match[1]) else [span]
         elif re.fullmatch(r"[\w.*{},-]+(/[\w.*{},-]+)*/?", span) and (
                 "/" in span or re.search(r"\.(cu|cuh|h|cpp|py|sh|md|bin|json|jsonl|txt|mk)$", span)) and (
                 span.split("/")[0] in self.top or "/" not in span or span.startswith("..")):
@@ -294,14 +302,14 @@ def test_the_tour_links_functions_to_their_files():
 
 
 @pytest.mark.parametrize("span", ["llmc/cuda/op/blue_moon.cu", "blue_moon.cu", "forward_of_the_moon()", "BlueMoonKernel",
-                                  "blue_moon", "--blue-moon", "make moon", "train_llama --config tiny --blue-moon 3",
+                                  "blue_moon", "--blue-moon", "make moon", "make build/release/llmc/moon.o", "train_llama --config tiny --blue-moon 3",
                                   "llmc/cuda/op/{gelu,moon}.cu", "weft::BlueMoon", "llmc/moon/*.cpp"])
 def test_a_name_that_does_not_exist_is_found(tree, span):
     assert tree.missing(span, "")
 
 
 @pytest.mark.parametrize("span", ["llmc/model/config.h", "config.h", "Makefile", "llmc/base/*.h", "run_program()", "MemoryPlan",
-                                  "TrainModel", "--micro-batch", "make test", "test/fixtures/golden", "x * y",
+                                  "TrainModel", "--micro-batch", "make test", "make build/release/llmc/cpu/matmul.o", "test/fixtures/golden", "x * y",
                                   "llmc/base/{error,log}.h", "weft::Error"])
 def test_a_name_that_exists_is_found(tree, span):
     assert not tree.missing(span, "")

@@ -166,10 +166,12 @@ def test_whole_model_and_next_command(box):
     )
 
 
-def test_llama_gets_a_train_command(box):
+def test_llama_gets_a_command_for_the_converter(box):
+    """Which says how to go on with the file that it makes: test_next_lines.py runs that."""
     box.add_model("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", config=b'{"model_type": "llama"}')
     result = box.succeeds("TinyLlama-1.1B")  # names may be in any case
-    assert "./train_llama --model tinyllama-1.1b.bin" in result.stdout
+    assert "scripts/convert_hf.py models/tinyllama-1.1b -o tinyllama-1.1b.bin\n" in result.stdout
+    assert "infer_pythia" not in result.stdout
 
 
 def test_any_repository_by_its_name(box):
