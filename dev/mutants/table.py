@@ -263,6 +263,16 @@ CPU = [
     Mutant("converter: offsets may leave a hole", "scripts/safetensors_reader.py", "if entry.begin != position:",
            "if entry.begin < position:",
            ("py:test_convert.py::test_hostile_weight_file",)),
+    # ---- whole models: pieces of rows, and dropout --------------------------------------------------------------------
+    Mutant("labels of the first piece of rows for all", "llmc/cpu/llama.cpp", "labels.data() + row", "labels.data()",
+           unit("WholeModel.Pieces*")),
+    Mutant("one dropout mask for all branches", "llmc/cpu/llama.cpp",
+           "dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0),", "dropout_offset(micro_step_, 0,",
+           unit("WholeModel.EachBranch*")),
+    Mutant("one dropout mask for all micro-steps", "llmc/cpu/llama.cpp", "dropout_offset(micro_step_,", "dropout_offset(0,",
+           unit("WholeModel.*")),
+    Mutant("dropout in a validation", "llmc/cpu/llama.cpp", "shape.dropout = training_ && branch >= 0",
+           "shape.dropout = branch >= 0", unit("WholeModel.Validation*")),
 ]
 
 # Where a GPU is. They need a build with nvcc.
@@ -393,6 +403,28 @@ GPU = [
            "SoftmaxSum<T> own;\n  for (int chunk = 0; chunk < min(mine, kChunk); chunk += kChunk)", ("gpu:Classifier*",)),
     Mutant("GPU: the classifier of one block keeps the wrong part of a row", "llmc/cuda/op/classifier.cu",
            "unit < stashed) stash[unit] = values[u];", "unit < stashed) stash[unit] = values[0];", ("gpu:Classifier*",)),
+    # ---- order between streams, pieces and masks of a whole model -----------------------------------------------------
+    Mutant("GPU: the update does not wait for the background copy", "llmc/cuda/llama/step.cu",
+           "  check(cudaStreamWaitEvent(stream_, state_copied_), \"update\");", "  ", ("gpu:StreamOrder.Training*",)),
+    Mutant("GPU: forked work does not wait for what came before", "llmc/cuda/runtime/fork.cu",
+           "  check(cudaStreamWaitEvent(to, event), action);\n", "", ("gpu:StreamOrder.*",)),
+    Mutant("GPU: the embedding's gradient does not wait for the sort", "llmc/cuda/llama/operators.cu",
+           "  check(cudaStreamWaitEvent(stream_, tokens_sorted_), \"backward\");\n", "", ("gpu:StreamOrder.Training*",)),
+    Mutant("GPU: tokens overwrite a slot that is still read", "llmc/cuda/llama/token_upload.h",
+           "    check(cudaEventSynchronize(copied_[slot]), \"token upload\");\n", "", ("gpu:StreamOrder.Training*",)),
+    Mutant("GPU: MLP-down of a prompt does not wait for the second stream", "llmc/cuda/transformer/neox_prompt.cu",
+           "    check(cudaStreamWaitEvent(stream_, up_done_), \"prompt\");\n", "", ("gpu:StreamOrder.Prompts*",)),
+    Mutant("GPU: loading overwrites a piece that is still copied", "llmc/cuda/transformer/neox_parameters.cu",
+           "check(cudaEventSynchronize(copied_[turn_]), \"loading parameters\");", "", ("gpu:StreamOrder.Prompts*",)),
+    Mutant("GPU: a later piece of rows overwrites the head's gradient", "llmc/cuda/llama/llama.cu",
+           "row == 0 ? head : Accumulate::yes", "head", ("gpu:CudaWholeModel.Pieces*",)),
+    Mutant("GPU: labels of the first piece of rows for all", "llmc/cuda/llama/llama.cu",
+           "work_.labels + row, count", "work_.labels, count", ("gpu:CudaWholeModel.Pieces*",)),
+    Mutant("GPU: one dropout mask for all branches", "llmc/cuda/llama/operators.cu",
+           "dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0),", "dropout_offset(micro_step_, 0,",
+           ("gpu:CudaWholeModel.EachBranch*",)),
+    Mutant("GPU: dropout in a validation", "llmc/cuda/llama/operators.cu",
+           "shape.dropout = training_ && branch >= 0", "shape.dropout = branch >= 0", ("gpu:CudaWholeModel.Validation*",)),
 ]
 
 MUTANTS = CPU + GPU
