@@ -20,7 +20,7 @@ inline constexpr std::uint64_t kGreatestWeight = std::uint64_t{1} << kWeightBits
 
 // The two roundings of sampling_weight, both to nearest even. The device adds a constant so large that the sum has no
 // fraction bits: that rounds in the FP64 add, whereas conversion instructions run at a quarter of its rate.
-WEFT_HOST_DEVICE inline double round_exponent(double exponent, int* whole) {  // |exponent| <= 42
+WEFT_HOST_DEVICE inline double round_exponent(double exponent, int* whole) {  // |exponent| <= 42; *whole: the result
 #if defined(__CUDA_ARCH__)
   const double shifted = __dadd_rn(exponent, 0x1.8p52);
   *whole = __double2loint(shifted);
@@ -31,7 +31,7 @@ WEFT_HOST_DEVICE inline double round_exponent(double exponent, int* whole) {  //
   return rounded;
 #endif
 }
-WEFT_HOST_DEVICE inline std::uint64_t round_scaled(double value, int power) {  // value 2^power, below 2^52
+WEFT_HOST_DEVICE inline std::uint64_t round_scaled(double value, int power) {  // value * 2^power, below 2^52
 #if defined(__CUDA_ARCH__)
   const double factor = __hiloint2double((power + 1023) << 20, 0);
   return static_cast<std::uint64_t>(__double_as_longlong(__fma_rn(value, factor, 0x1p52))) & ((1ull << 52) - 1);

@@ -70,6 +70,7 @@ std::optional<double> quota_in(const std::string& directory) {
   return std::nullopt;
 }
 
+// Whether `name` is one of the comma-separated `controllers`.
 bool lists(std::string_view controllers, std::string_view name) {
   for (std::size_t begin = 0; begin <= controllers.size();) {
     const std::size_t end = std::min(controllers.find(',', begin), controllers.size());
@@ -217,6 +218,7 @@ ShortWaits::~ShortWaits() {
   sleepers_->owner.join();
 }
 
+// A thread that measures every kInterval how much other processes use this process's CPUs.
 struct SharedCores::Watcher {
   static constexpr std::chrono::milliseconds kInterval{250};
   static constexpr double kCrowded = 1.0 / 8;  // share of the cores that others use
