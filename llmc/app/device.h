@@ -31,7 +31,7 @@ DeviceChoice choose_device(const DeviceRequest& request);
 // The CPU, if it turns out later that the GPU cannot be used.
 DeviceChoice choose_cpu(const std::string& reason);
 
-// The line that says why --device auto took the CPU; nothing where the user asked for it.
+// Logs why --device auto took the CPU; nothing if the user asked for the CPU or a GPU computes.
 void announce_cpu(const DeviceChoice& choice);
 
 // Exit::resources for a plan that does not fit: the message has the bytes needed, those available, and the advice.

@@ -31,7 +31,7 @@ struct MemoryLine {
   std::string name;
   std::uint64_t bytes;
 };
-// Sum over the lines.
+// Sum of the bytes of all lines.
 std::uint64_t total_bytes(const std::vector<MemoryLine>& lines);
 
 // "parameters 7.9 MB, gradients ..." as an aligned table with its total, one string a line.

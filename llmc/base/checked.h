@@ -1,4 +1,4 @@
-// Arithmetic on sizes that come from files: an overflow is an error that names the quantity, never a wrap.
+// Arithmetic on sizes that come from files: an overflow is an error that names the quantity; values never wrap.
 #pragma once
 
 #include <cstdint>

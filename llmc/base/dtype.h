@@ -1,4 +1,4 @@
-// Element types of tensors, and exact conversions between them and fp32 on the host.
+// Element types of tensors, and their conversions on the host: to fp32 (exact) and from fp32 (rounded).
 #pragma once
 
 #include <cstddef>

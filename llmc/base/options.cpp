@@ -136,7 +136,7 @@ struct OptionTable::Impl {
 
   void add(Entry entry);
   const Entry* find(std::string_view name) const;
-  Entry& at(const std::string& name);  // Exit::internal where there is none
+  Entry& at(const std::string& name);  // Exit::internal if there is none
   const Entry* find_letter(char letter) const;
   std::vector<std::string> names() const;
   std::vector<std::string> normalized(int argc, const char* const* argv) const;
@@ -202,7 +202,7 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
     }
     const std::size_t equals = argument.find('=');
     const Entry* entry = nullptr;
-    std::optional<std::string> value;  // if it is part of the same argument, as in --name=VALUE or -nVALUE
+    std::optional<std::string> value;  // the VALUE of --name=VALUE or -nVALUE
     if (argument.starts_with("--")) {
       entry = find(argument.substr(2, equals - 2));
       if (equals != std::string::npos) value = argument.substr(equals + 1);

@@ -1,7 +1,7 @@
 // How the next token is chosen: the options, and the plan from which the host's sampler and the GPU kernel make the
 // same choice.
 //
-// Only ids below vocab_limit take part. At temperature 0 the greatest logit wins, and the lowest id where several are
+// Only ids below vocab_limit take part. At temperature 0 the greatest logit wins, and the lowest id if several are
 // equal. Otherwise, in this order:
 //   temperature  w[i] = exp((logit[i] - greatest) / temperature)
 //   top-k        the k ids of greatest logit stay

@@ -15,7 +15,7 @@
 
 namespace weft {
 
-inline constexpr std::int64_t kMaxThreads = 1024;  // of --threads
+inline constexpr std::int64_t kMaxThreads = 1024;  // upper bound of --threads
 inline constexpr const char* kThreadsHelp = "CPU threads; 0: as many as cores are available, at most OMP_NUM_THREADS";
 
 // ---- how many ----

@@ -42,7 +42,8 @@ struct BenchResult {
   double read_ceiling = 0;
 };
 
-// After a warm-up. Exit::usage if the context is too short.
+// Measures a prompt of kBenchPrompt tokens and then options.contexts, each after a warm-up. Exit::usage if the model's
+// cache is too short for the first.
 BenchResult run_bench(DecodeModel& model, const BenchOptions& options);
 
 // --bench-layer. `model` was loaded so that a token runs only attention, output projection, MLP-up and GELU of every

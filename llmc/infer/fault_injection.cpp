@@ -84,7 +84,7 @@ class FaultyModel final : public DecodeModel {
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 
  private:
-  // To be called before each token, with the faults that end or stop the process.
+  // Counts a token that comes next; kills, signals or stops the process if that is planned for it.
   void count_token() {
     ++token_;
     if (faults_.kill_token == token_) ::raise(SIGKILL);

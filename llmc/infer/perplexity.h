@@ -3,7 +3,7 @@
 //
 // The encoded text follows the id that begins a document (document_start of prompt.h), so that its first token is
 // predicted, too. The first window scores all of its tokens. Each later one begins `stride` ids further on and scores
-// only the tokens behind the end of the window before. These have at least window - stride ids of context: a smaller
+// only the tokens after the end of the previous window. These have at least window - stride ids of context: a smaller
 // stride gives each token more context and costs more passes of the model.
 #pragma once
 

@@ -16,7 +16,7 @@ namespace weft {
 // <|endoftext|>, id 0). Nothing if the model has neither.
 std::optional<std::int32_t> document_start(const ModelConfig& config);
 
-// `ids`, or document_start() where they are empty; no such id is Exit::usage.
+// `ids`, or the id of document_start() if `ids` is empty; Exit::usage if the model has no such id.
 std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelConfig& config);
 
 // "1,2,3" as ids in [0, vocab_size). Anything else, also an empty text, is Exit::usage with a message that names the

@@ -21,7 +21,7 @@ struct DecodePath {
 // rate that follows from the speed: a lower bound of the memory traffic.
 struct MemoryTraffic {
   std::uint64_t bytes_per_token = 0;
-  double gb_per_second = 0;  // NaN where nothing was decoded
+  double gb_per_second = 0;  // NaN if nothing was decoded
 };
 MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, double tokens_per_second);
 
