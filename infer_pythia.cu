@@ -1,4 +1,5 @@
-// infer_pythia: runs GPT-NeoX / Pythia models. The table of contents of inference: options -> model -> prompt -> tokens.
+// infer_pythia: runs GPT-NeoX / Pythia models. This file is an overview of inference: one function per task, each from
+// the options through the model and the prompt to the output.
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -85,8 +86,8 @@ Exit run_perplexity(const DecodeSession& s) {
   if (start.has_value()) ids.insert(ids.begin(), *start);
   const std::int64_t window = choose_capacity(settings, s.config(), kDefaultWindow);
   const std::int64_t stride = settings.stride > 0 ? settings.stride : std::max<std::int64_t>(window / 2, 1);
-  perplexity_windows(static_cast<std::int64_t>(ids.size()), window, stride);
-  // A text that is shorter than the window is one window.
+  perplexity_windows(static_cast<std::int64_t>(ids.size()), window, stride);  // refuses a bad --stride before loading
+  // If the whole text fits into one window, the cache only has to be as long as the text.
   const std::int64_t capacity = std::min(window, std::max<std::int64_t>(static_cast<std::int64_t>(ids.size()), 2));
   const std::unique_ptr<DecodeModel> model = s.load_model(capacity);
 
@@ -166,7 +167,7 @@ Exit run(int argc, char** argv) {
       parse_infer_options(argc, argv, "infer_pythia " WEFT_VERSION " (" WEFT_BUILD ")");
   if (!settings) return Exit::ok;  // --help, --version
   settings->threads = set_threads(settings->threads);
-  on_stop(OnStop::leave);  // until there is a result to finish
+  on_stop(OnStop::leave);  // until there is a result worth finishing
   install_signal_handlers();
   if (!settings->random_model.empty()) return run_random_bench(*settings);
 

@@ -1,4 +1,5 @@
-// train_llama: trains Llama models. The table of contents of training: options -> data -> model -> loop.
+// train_llama: trains Llama models. This file is an overview of training, from the options through the data and the
+// model to the training loop; --compare, --bench and --eval branch off on the way.
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,7 +30,7 @@
 namespace weft {
 namespace {
 
-// Sequences of a step, which a smaller micro-batch has to divide.
+// Sequences per step: the micro-batch has to divide this number.
 std::int64_t batch_sequences(const TrainSettings& settings) {
   return settings.batch_tokens / settings.seq_len;
 }
@@ -74,6 +75,7 @@ Exit bench(const TrainDevice& device, const TrainSettings& settings, const Train
   return Exit::ok;
 }
 
+// `result`: the lines are what --dry-run was asked for, so they go to stdout; otherwise they are log lines.
 void print_lines(const std::vector<std::string>& lines, bool result) {
   for (const std::string& line : lines) {
     if (result)
@@ -83,7 +85,7 @@ void print_lines(const std::vector<std::string>& lines, bool result) {
   }
 }
 
-// config.json is for people and tools; no run fails for want of it.
+// Writes config.json. It is for people and tools alone, so a failure is only a warning.
 void write_config(const RunDirectory& directory, const Json& header) {
   try {
     write_file_atomically(directory.file("config.json"), json_text(header, 1) + "\n");
@@ -92,7 +94,8 @@ void write_config(const RunDirectory& directory, const Json& header) {
   }
 }
 
-// The state to begin from: that of the newest checkpoint, or the first step.
+// Fills the model from the newest checkpoint, or with initial parameters if there is none; returns the state to begin
+// from.
 TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, CheckpointKeeper& checkpoints,
                  TrainModel& model) {
   if (std::optional<TrainState> resumed = checkpoints.resume(settings.resume_mode(), model)) {
@@ -106,7 +109,8 @@ TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Check
   return {};
 }
 
-// Null, with a line, where the memory for it cannot be had: saves then hold training up, and nothing else changes.
+// The copy of the training state that saves are written from while training goes on. Null, with a log line, if there is
+// no memory for it: training then waits for each save, and nothing else changes.
 std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
   try {
     return model.make_state_copy();
@@ -156,7 +160,7 @@ Exit run(int argc, char** argv) {
   if (!parsed) return Exit::ok;  // --help, --version
   TrainSettings& settings = *parsed;
   settings.set_threads(set_threads(settings.threads));
-  on_stop(OnStop::leave);  // until there are steps to save
+  on_stop(OnStop::leave);  // until the first step: before it there is nothing to save
   install_signal_handlers();
   const TrainDevice device(settings);
 

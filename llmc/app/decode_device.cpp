@@ -43,7 +43,7 @@ cuda::DecodeMode decode_mode(const std::string& name) {
                              : cuda::DecodeMode::fused;
 }
 
-// Reads the file, with a progress line, and says how fast.
+// Loads the model with a progress line, and logs how long it took.
 std::unique_ptr<DecodeModel> load_on_gpu(const ModelFile& file, cuda::NeoxOptions options) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
@@ -77,7 +77,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
   use_cpu(choose_cpu(refusal));
 }
 
-// auto: fused where it exists, else graph, and it says why.
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why.
 void DecodeDevice::choose_decode(const ModelConfig& config) {
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
@@ -92,7 +92,7 @@ double DecodeDevice::read_ceiling() const {
   return choice_.gpu ? cuda::measure_read_bandwidth() : 0;
 }
 
-// Refuses a plan that cannot fit before anything is allocated, with what would fit.
+// Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
   const auto planned = [&](std::int64_t positions, DType dtype) {
     return total_bytes(
@@ -126,7 +126,7 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
                            {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
 }
 
-#else  // the CPU alone
+#else  // built without CUDA
 
 void DecodeDevice::choose(const ModelConfig&, DType) {}
 

@@ -1,4 +1,5 @@
-// The device of a generation: how it decodes, what its memory holds, and the model on it.
+// The device that infer_pythia runs on: chooses the device, the dtype and the way of decoding, checks that the model
+// fits into memory, and loads it.
 #pragma once
 
 #include <cstdint>
@@ -19,21 +20,22 @@ namespace weft {
 
 class DecodeDevice {
  public:
-  // `settings` must outlive this object. Exit::usage or Exit::environment where --decode or --dtype need another device.
+  // Chooses the device. `settings` must outlive this object. Exit::usage or Exit::environment if it is the CPU
+  // and --decode or --dtype need a GPU.
   explicit DecodeDevice(const InferSettings& settings);
 
-  // Settles what depends on the model; before load() and make_random(). `stored`: the dtype of its file. With --device
-  // auto a model that the GPU cannot run goes to the CPU.
+  // Chooses the dtype and the way of decoding for this model; to be called before load() and make_random(). `stored`:
+  // the dtype of the model's file. With --device auto, a model that the GPU cannot run goes to the CPU.
   void choose(const ModelConfig& config, DType stored);
 
   bool gpu() const { return choice_.gpu; }
-  // Of a comparison in fp32 with PyTorch in fp32, relative to a tensor's largest value.
+  // Tolerance of a comparison with PyTorch, both in fp32, relative to a tensor's largest value.
   double compare_tolerance() const { return choice_.gpu ? 1e-4 : 1e-5; }
   DecodePath path() const { return {choice_.gpu ? "cuda" : "cpu", decode_}; }
-  // GB/s of a plain read on the GPU; 0 on the CPU: not measured.
+  // GB/s of a kernel that only reads the GPU's memory; 0 on the CPU: not measured.
   double read_ceiling() const;
 
-  // The model with a K/V cache of `capacity` positions. Exit::resources with advice where it cannot fit.
+  // Loads the model, with a K/V cache of `capacity` positions. Exit::resources, with advice, if it does not fit.
   std::unique_ptr<DecodeModel> load(const ModelFile& file, std::int64_t capacity) const;
   // The same with random weights; needs a GPU.
   std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) const;
@@ -45,9 +47,9 @@ class DecodeDevice {
 
   const InferSettings& settings_;
   DeviceChoice choice_;
-  std::optional<SharedCores> shared_cores_;  // on the CPU
+  std::optional<SharedCores> shared_cores_;  // only if the CPU computes
   DType dtype_ = DType::f32;
-  std::string decode_ = "reference";  // on a GPU graph and fused, too
+  std::string decode_ = "reference";  // on a GPU also "graph" or "fused"
 };
 
 }  // namespace weft

@@ -20,7 +20,7 @@ ModelFile open_model(const std::string& path) {
   return ModelFile::open(path, Family::gpt_neox);
 }
 
-// Nothing if the file has none.
+// Empty if the file has none.
 std::optional<Tokenizer> load_tokenizer(const ModelFile& file) {
   if (!file.has_tokenizer()) return std::nullopt;
   const std::string source = escaped(file.file().path()) + ": " + kTokenizerTensor;
@@ -51,7 +51,7 @@ std::string read_prompt_text(const InferSettings& settings) {
   return settings.prompt_file == "-" ? read_standard_input() : read_text_file(settings.prompt_file, kMaxPromptBytes);
 }
 
-// `threads`: that compute; 0: the GPU does.
+// Logs one line about a loaded model. `threads`: the CPU threads that compute; 0 if the GPU does.
 void announce(const DecodeModel& model, const std::string& name, const char* dtype, std::int64_t threads) {
   const std::string on_threads =
       threads > 0 ? format("; %lld thread%s", static_cast<long long>(threads), threads == 1 ? "" : "s") : "";

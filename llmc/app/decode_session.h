@@ -1,4 +1,5 @@
-// What every way to run infer_pythia shares: the model file, its tokenizer, the size of the K/V cache, the prompt.
+// What the tasks of infer_pythia have in common: the model file and its tokenizer, the device, the size of the K/V
+// cache, the prompt.
 #pragma once
 
 #include <cstdint>
@@ -18,29 +19,29 @@ namespace weft {
 
 inline constexpr std::uint64_t kMaxPromptBytes = 64 << 20;
 inline constexpr std::uint64_t kMaxTextBytes = 4ull << 30;
-// Positions of the cache where neither the user nor the input says how many are needed: no model of the family was made
-// for more than 2,048, but a file may say millions.
+// Upper bound of the cache's positions if neither the user nor the input says how many are needed. Pythia models are
+// made for at most 2,048, but a file may say millions.
 inline constexpr std::int64_t kDefaultWindow = 8192;
 
 class DecodeSession {
  public:
-  // Opens and checks the model file and its tokenizer, and settles on a device for it. `settings` must outlive this object.
+  // Opens and checks the model file and its tokenizer, and chooses the device. `settings` must outlive this object.
   explicit DecodeSession(const InferSettings& settings);
 
   const InferSettings& settings() const { return settings_; }
   const ModelFile& file() const { return file_; }
   const ModelConfig& config() const { return file_.config(); }
   const DecodeDevice& device() const { return device_; }
-  // Null: the file has none.
+  // Null if the file has none.
   const Tokenizer* tokenizer() const { return tokenizer_ ? &*tokenizer_ : nullptr; }
-  // Exit::bad_file where the file has none.
+  // Exit::bad_file if the file has none.
   const Tokenizer& need_tokenizer() const;
   Tokenizer::Special special() const;
 
   // Ids of --prompt, --prompt-file or --prompt-ids.
   std::vector<std::int32_t> prompt_ids() const;
   GenerateOptions generate_options() const;
-  // The model with a cache of `capacity` positions, and one line about it.
+  // Loads the model, with a cache of `capacity` positions, and logs one line about it.
   std::unique_ptr<DecodeModel> load_model(std::int64_t capacity) const;
 
  private:
@@ -50,10 +51,11 @@ class DecodeSession {
   std::optional<Tokenizer> tokenizer_;
 };
 
-// Positions of the K/V cache: those of --context, or `needed` as far as the model was made for so many.
+// Positions of the K/V cache: --context if it is given, otherwise `needed`, but at most those that the model was made
+// for. A larger --context is Exit::usage.
 std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& config, std::int64_t needed);
 
-// The model of --random-model, and one line about it.
+// Makes the model of --random-model and logs one line about it.
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity);
 

@@ -1,5 +1,5 @@
-// Where a program computes: the GPU or the CPU, and why. llmc/app is the only part of weft that knows both devices; it is
-// compiled with WEFT_CUDA where the build has nvcc.
+// Chooses where a program computes, on the GPU or the CPU, and says why. llmc/app is the only part of weft that knows
+// both devices; it is compiled with WEFT_CUDA if the build has nvcc.
 #pragma once
 
 #include <cstdint>
@@ -8,33 +8,33 @@
 
 namespace weft {
 
-// What a program asks for. Everything but `device` is for tests (--debug-inject) and for plans.
+// What a program asks for. All fields except `device` are for tests (--debug-inject) and for plans (--dry-run).
 struct DeviceRequest {
   std::string device = "auto";  // of --device: auto, cuda or cpu
-  bool plan_only = false;       // --device cuda may be named without being there: nothing will be computed
+  bool plan_only = false;       // nothing will be computed: --device cuda is accepted without a GPU
   int pretended_arch = 0;       // the probe behaves as if the GPU were of this architecture; 0: as it is
   std::optional<std::uint64_t> pretended_free_bytes = std::nullopt;
-  std::string planned_gpu = {};  // a plan for a GPU of that name with so many bytes, whatever is here; empty: none
-  std::uint64_t planned_gpu_bytes = 0;
+  std::string planned_gpu = {};         // plan for a GPU of this name, not for this machine's; empty: no such plan
+  std::uint64_t planned_gpu_bytes = 0;  // its free memory
 };
 
 struct DeviceChoice {
   bool gpu = false;
   std::string name = "CPU";           // or the GPU's
-  std::uint64_t available_bytes = 0;  // of its memory; 0: unknown
-  std::string cpu_reason;             // with --device auto: why it is not the GPU
+  std::uint64_t available_bytes = 0;  // memory that a plan may use; 0: unknown
+  std::string cpu_reason;             // with --device auto: why the GPU is not used; otherwise empty
 };
 
-// The GPU where it was asked for or, with `auto`, where there is one that can be used. `--device cuda` without one fails
-// with the code of the problem.
+// The GPU if it is asked for, or with `auto` if there is one that can be used; otherwise the CPU. --device cuda without
+// a usable GPU fails with the exit code of the problem.
 DeviceChoice choose_device(const DeviceRequest& request);
-// The CPU, for a reason that was found later.
+// The CPU, if it turns out later that the GPU cannot be used.
 DeviceChoice choose_cpu(const std::string& reason);
 
-// The line that says why --device auto took the CPU; nothing where the user asked for it.
+// Logs why --device auto took the CPU; nothing if the user asked for the CPU or a GPU computes.
 void announce_cpu(const DeviceChoice& choice);
 
-// Exit::resources with what is needed, what there is, and the advice.
+// Exit::resources for a plan that does not fit: the message has the bytes needed, those available, and the advice.
 [[noreturn]] void fail_plan(std::uint64_t needed, const DeviceChoice& device, const std::string& advice);
 
 }  // namespace weft

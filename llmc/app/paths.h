@@ -1,4 +1,4 @@
-// What users give in the place of a file, and what to do about it.
+// Directories given in the place of a file: refused with a message that says what to give instead.
 #pragma once
 
 #include <string>

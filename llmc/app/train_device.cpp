@@ -14,7 +14,7 @@ namespace weft {
 
 namespace {
 
-// --dry-run and --print-config speak of a GPU without having one, where the program knows GPUs.
+// --dry-run and --print-config accept --device cuda on a machine without a GPU, if the program was built with CUDA.
 DeviceRequest request_of(const TrainSettings& settings) {
   const FaultPlan faults = parse_faults(settings.debug_inject);
   DeviceRequest request{settings.device, settings.dry_run || settings.print_config,

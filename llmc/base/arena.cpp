@@ -55,9 +55,10 @@ std::uint64_t available_host_memory() {
 
 namespace {
 
-constexpr std::uint64_t kBlasBuffer = 128 << 20;  // of address space, the largest of OpenBLAS 0.3
+// Address space of OpenBLAS 0.3's work buffer for one thread, in its largest configuration.
+constexpr std::uint64_t kBlasBufferBytes = 128 << 20;
 
-// The number that follows `key` in a file of lines "key number"; 0 if there is none.
+// The number that follows the word `key` in a text file; 0 if there is none.
 std::uint64_t number_after(const char* path, const std::string& key) {
   std::ifstream file(path);
   std::string word;
@@ -68,7 +69,7 @@ std::uint64_t number_after(const char* path, const std::string& key) {
   return 0;
 }
 
-// What ulimit -v leaves to this process; empty: no limit.
+// Address space that ulimit -v still allows this process; empty without a limit.
 std::optional<std::uint64_t> free_address_space() {
   rlimit limit{};
   std::uint64_t pages = 0;
@@ -84,7 +85,7 @@ std::optional<std::uint64_t> free_address_space() {
 std::uint64_t free_host_memory() {
   const std::uint64_t total = available_host_memory();
   std::uint64_t used = 0;
-  // A control group counts for itself; beside it stands what the machine has left.
+  // A cgroup with a limit counts its own use. What the machine has left is a second bound.
   std::uint64_t limit = 0;
   std::ifstream cgroup("/sys/fs/cgroup/memory.max");
   if (cgroup >> limit) used = number_after("/sys/fs/cgroup/memory.stat", "anon");
@@ -97,14 +98,15 @@ std::uint64_t free_host_memory() {
 
 HostArena::HostArena(const MemoryPlan& plan) : bytes_(plan.bytes()) {
   if (bytes_ == 0) return;
-  // OpenBLAS maps a buffer for each thread at its first product and, where it cannot, tries again for ever.
-  const std::uint64_t for_blas = kBlasBuffer * static_cast<std::uint64_t>(omp_get_max_threads() + 1);
+  // OpenBLAS maps a buffer for each thread at the first GEMM. If it cannot, it retries for ever and the program hangs,
+  // so the address space for these buffers is checked here.
+  const std::uint64_t for_blas = kBlasBufferBytes * static_cast<std::uint64_t>(omp_get_max_threads() + 1);
   if (const auto left = free_address_space(); left && *left < checked_add(bytes_, for_blas, plan.name())) {
     fail(Exit::resources, "%s: cannot allocate %s of host memory: ulimit -v leaves %s, and the math library needs %s",
          plan.name().c_str(), human_bytes(static_cast<double>(bytes_)).c_str(),
          human_bytes(static_cast<double>(*left)).c_str(), human_bytes(static_cast<double>(for_blas)).c_str());
   }
-  // mmap gives zero pages and, unlike calloc, never comes from a recycled heap block.
+  // mmap, not calloc: its pages are zero without being written, and never part of a reused heap block.
   void* address = MAP_FAILED;
   if (bytes_ <= available_host_memory()) {
     address = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

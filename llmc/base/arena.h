@@ -1,5 +1,5 @@
-// Memory is planned, then allocated once: a plan is a list of named regions, and an arena is one allocation
-// that holds them. The same plan is printed by --dry-run on a machine that could never hold it.
+// Planning and allocating memory: a MemoryPlan gives every region its offset, an arena allocates the whole plan at
+// once. --dry-run prints a plan without allocating it, so also one that is too large for this machine.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace weft {
 
-// Regions start on multiples of this: a cache line, a 256-byte DMA segment, the alignment of vector loads.
+// Every region starts on a multiple of this: enough for vector loads, cache lines and 256-byte DMA segments.
 inline constexpr std::uint64_t kRegionAlignment = 256;
 
 class MemoryPlan {
@@ -31,20 +31,20 @@ struct MemoryLine {
   std::string name;
   std::uint64_t bytes;
 };
-// Sum over the lines.
+// Sum of the bytes of all lines.
 std::uint64_t total_bytes(const std::vector<MemoryLine>& lines);
 
 // "parameters 7.9 MB, gradients ..." as an aligned table with its total, one string a line.
 std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines);
 
-// Bytes of physical memory that the process can expect to get, respecting a cgroup or ulimit below the
-// machine's size.
+// Upper bound of the memory that this process can get: the machine's physical memory, or the limit of its cgroup or of
+// ulimit -v where that is lower.
 std::uint64_t available_host_memory();
 
-// Of it, what nobody uses now; file caches count as free.
+// The part of available_host_memory() that is unused now. File caches count as unused: the kernel gives them up.
 std::uint64_t free_host_memory();
 
-// Zero-filled host memory of a plan. Exit::resources with the plan's name and size where the system refuses.
+// The host memory of a plan, filled with zeros. Exit::resources with the plan's name and size if the system refuses it.
 class HostArena {
  public:
   explicit HostArena(const MemoryPlan& plan);

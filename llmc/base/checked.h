@@ -1,4 +1,4 @@
-// Arithmetic on sizes that come from files: an overflow is an error that names the quantity, never a wrap.
+// Arithmetic on sizes that come from files: an overflow is an error that names the quantity; values never wrap.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// a * b; fails with Exit::bad_file and "<what>: size overflows 64 bits" where it does.
+// a * b. An overflow is Exit::bad_file: "<what>: size overflows 64 bits".
 inline std::uint64_t checked_mul(std::uint64_t a, std::uint64_t b, const std::string& what) {
   std::uint64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) fail(Exit::bad_file, "%s: size overflows 64 bits", what.c_str());

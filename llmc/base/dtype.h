@@ -1,4 +1,4 @@
-// Element types of tensors, and exact conversions between them and fp32 on the host.
+// Element types of tensors, and their conversions on the host: to fp32 (exact) and from fp32 (rounded).
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// The numbers are those of the tensor file (doc/tensor_file.md); never reuse one.
+// The values are stored in tensor files (doc/tensor_file.md): never change or reuse one.
 enum class DType : std::uint32_t { f32 = 0, f16 = 1, bf16 = 2, u8 = 3, u16 = 4, u32 = 5, i32 = 6, i64 = 7 };
 inline constexpr std::uint32_t kNumDTypes = 8;
 

@@ -30,8 +30,9 @@ char32_t code_point(std::string_view sequence) {
   return value;
 }
 
-// C0 and C1 controls, and what changes the order or the look of the text around it without being seen itself: the
-// format characters (category Cf) that are not part of a script's own numbering, and the line separators.
+// Whether a character could manipulate what a terminal shows: C0 and C1 controls, line separators, and invisible format
+// characters (category Cf), which can change the order or the look of the text around them. Format characters that
+// belong to the number signs of a script are harmless and not listed.
 bool steers_terminals(char32_t c) {
   constexpr struct {
     char32_t first, last;
@@ -84,7 +85,7 @@ std::string escaped(std::string_view text, std::size_t limit) {
     return out + "'";
   }
   const std::size_t end = append_escaped(out, text, limit / 3);
-  // The rest begins with a character: up to three bytes that go on with one are passed over.
+  // The last part must begin at a character: skip up to three continuation bytes.
   const std::size_t aim = text.size() - (limit - limit / 3);
   std::size_t begin = aim;
   while (begin < text.size() && begin < aim + 3 && (static_cast<unsigned char>(text[begin]) & 0xC0) == 0x80) ++begin;

@@ -42,9 +42,10 @@ std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 // Throws Error(code, format(fmt, ...)).
 [[noreturn]] void fail(Exit code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
 
-// `text` in single quotes with control and format characters (those that turn the direction of text, too), invalid
-// UTF-8 and quotes escaped: the only way in which text from outside reaches the terminal. Of more than `limit` bytes the
-// first third of `limit` and the last two thirds are shown, with "..." between them: a long path keeps its file name.
+// `text` in single quotes, with quotes, control characters, invisible format characters (among them those that reverse
+// the direction of text) and invalid UTF-8 escaped. All text from outside passes through this on its way to the
+// terminal. A text of more than `limit` bytes is shortened to about `limit` of them: one third from its beginning,
+// "...", and two thirds from its end, so that a long path keeps its file name.
 std::string escaped(std::string_view text, std::size_t limit = 120);
 
 }  // namespace weft

@@ -17,7 +17,8 @@ namespace weft {
 
 namespace {
 
-constexpr std::uint64_t kWriteBack = 16 << 20;
+// AtomicFile::write asks the kernel to start writing to disk each time so many bytes have come together.
+constexpr std::uint64_t kWritebackBytes = 16 << 20;
 
 std::atomic<WriteFault> write_fault{nullptr};
 std::atomic<CallFault> call_fault{nullptr};
@@ -89,14 +90,14 @@ bool MappedFile::unchanged() const {
 
 AtomicFile::AtomicFile(const std::string& path, std::uint64_t expected_bytes)
     : path_(path), temporary_(format("%s.tmp.%d", path.c_str(), static_cast<int>(::getpid()))) {
-  // What stands there was left by a process that died and had our number, or is a link that somebody else made in a
-  // directory for all. Nothing is ever written through it.
+  // A file of this name was left by a process that died and had the same id, or it is a link that another user has put
+  // into a shared directory. It is removed first, and O_EXCL makes sure that nothing is written through a link.
   ::unlink(temporary_.c_str());
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (fd_ < 0) fail_writing(path_, "create");
   if (expected_bytes > 0) {
-    // Reserving the blocks now reports a full disk before minutes of writing. Some file systems do not
-    // support it.
+    // Reserving the blocks reports a full disk now and not after minutes of writing. Some file systems do not support
+    // it.
     const int error = ::posix_fallocate(fd_, 0, static_cast<off_t>(expected_bytes));
     if (error != 0 && error != EOPNOTSUPP && error != EINVAL) {
       ::close(fd_);
@@ -117,11 +118,11 @@ AtomicFile::~AtomicFile() {
 void AtomicFile::write(const void* data, std::size_t bytes) {
   rewrite(size_, data, bytes);
   size_ += bytes;
-  if (size_ - on_its_way_ < kWriteBack) return;
-  // Only a hint: the disk works while the rest is made, and sync has less to wait for.
-  ::sync_file_range(fd_, static_cast<off_t>(on_its_way_), static_cast<off_t>(size_ - on_its_way_),
+  if (size_ - writeback_end_ < kWritebackBytes) return;
+  // The disk works while the rest is produced, and fsync has less to wait for. Only a hint: its result does not matter.
+  ::sync_file_range(fd_, static_cast<off_t>(writeback_end_), static_cast<off_t>(size_ - writeback_end_),
                     SYNC_FILE_RANGE_WRITE);
-  on_its_way_ = size_;
+  writeback_end_ = size_;
 }
 
 void AtomicFile::rewrite(std::uint64_t offset, const void* data, std::size_t bytes) {

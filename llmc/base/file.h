@@ -1,5 +1,5 @@
-// Checked file input and output: read-only maps, and files that appear under their name only when they are
-// complete.
+// Checked file input and output: files mapped read-only, and files that appear under their name only when they are
+// complete and on disk.
 //
 // Every error names the path, what was attempted and errno's text. Reading problems are Exit::bad_file, a
 // full disk or quota is Exit::resources, anything else while writing is Exit::environment.
@@ -27,8 +27,7 @@ class MappedFile {
   std::uint64_t size() const { return size_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(data_), size_}; }
 
-  // True while the file under path() still is the one that was mapped: same inode, size and modification
-  // time.
+  // True if the file at path() is still the one that was mapped: same inode, size and modification time.
   bool unchanged() const;
 
  private:
@@ -39,9 +38,9 @@ class MappedFile {
   std::int64_t modified_ns_ = 0;
 };
 
-// Writes "<path>.tmp.<pid>", and publish() gives it its name: preallocate -> write -> fsync -> rename ->
-// fsync directory. Destroyed before publish(): the temporary file is removed and whatever stood at `path` is
-// untouched.
+// Writes to "<path>.tmp.<pid>", which publish() renames to `path`: preallocate -> write -> fsync -> rename -> fsync of
+// the directory. If it is destroyed before publish(), the temporary file is removed and what is at `path` stays as it
+// was.
 class AtomicFile {
  public:
   // `expected_bytes` is reserved on disk first, so that a full disk is found before anything is written; 0:
@@ -62,12 +61,13 @@ class AtomicFile {
   std::string temporary_;
   int fd_ = -1;
   std::uint64_t size_ = 0;
-  std::uint64_t on_its_way_ = 0;  // of them, those that the disk was asked to take
+  std::uint64_t writeback_end_ = 0;  // the kernel was asked to start writing the bytes before this offset to disk
 };
 
-// Opens a file that a run appends to or locks, under a name that somebody else may have taken before: `flags` as for
-// open(2), new files have mode 0644. Never follows a symbolic link, never waits for the other end of a FIFO, and accepts
-// only a regular file that has no second name (hard link). Otherwise -1, and `problem` says why and what to do.
+// Opens a file that a run appends to or locks, where another user may have put something of the same name. `flags` as
+// for open(2); a new file gets mode 0644. Does not follow a symbolic link, does not wait for the other end of a FIFO,
+// and accepts only a regular file without a second name (hard link). Otherwise returns -1; `problem` says why and what
+// to do.
 int open_own_file(const std::string& path, int flags, std::string& problem);
 
 // The whole text file; larger than `max_bytes` is Exit::bad_file.
@@ -88,16 +88,16 @@ std::vector<std::string> expand_glob(const std::string& pattern);
 
 // Fault hooks of --debug-inject; null (the default) means no fault. They run on the thread that writes.
 //
-// Before each write of an AtomicFile of `bytes` bytes at `offset`. Returns how many of them may be written before the
-// hook is asked again: fewer tear a write at an exact byte. May throw, or not return.
+// Called before an AtomicFile writes `bytes` bytes at `offset`. Returns how many of them to write before the hook is
+// called again: a smaller number splits a write, so that a fault can happen at an exact byte. May throw, or not return.
 using WriteFault = std::size_t (*)(const std::string& path, std::uint64_t offset, std::size_t bytes);
 void set_write_fault(WriteFault fault);
-// A fault counts the bytes of a save: with one armed its files are written one after the other.
+// True if a write fault is set. It counts the bytes of a save, so the save writes its files one after the other then.
 bool write_fault_armed();
-// Before each sync, rename and removal that a save consists of. False: the call fails with EIO. May not return.
+// Called before each sync, rename and removal of a save. Returns false to make the call fail with EIO. May not return.
 using CallFault = bool (*)(const char* call, const std::string& path);
 void set_call_fault(CallFault fault);
-// Asks that hook; false with errno = EIO where the call is to fail.
+// Asks the call hook, if one is set: false, with errno = EIO, if the call has to fail.
 bool call_allowed(const char* call, const std::string& path);
 
 }  // namespace weft

@@ -1,7 +1,7 @@
 #include "llmc/base/hash.h"
 
-// The library as packaged is built for the oldest x86-64; compiled here its loops take the vector unit of this machine and
-// are twice as fast. Not AVX-512: g++ 12 warns falsely of its intrinsics.
+// The packaged library is built for the oldest x86-64. Compiled inline here, xxHash uses this machine's vector unit and
+// is twice as fast. AVX2 at most, because g++ 12 gives false warnings about the AVX-512 intrinsics.
 #define XXH_INLINE_ALL
 #ifdef __AVX2__
 #define XXH_VECTOR XXH_AVX2

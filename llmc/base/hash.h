@@ -1,4 +1,4 @@
-// XXH3-64 over a byte range or a stream: finds accidents in files, does not protect against an attacker.
+// XXH3-64 of a byte range or a stream. It detects accidental damage to files; it is no protection against an attacker.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ inline std::uint64_t xxh3_64(std::string_view text) {
   return xxh3_64(text.data(), text.size());
 }
 
-// For hash tables whose keys come from outside. Each process hashes with a seed of its own: of std::hash anybody can compute
-// a hundred thousand names that all fall into one place, and a table of them takes minutes.
+// The hash for tables whose keys come from outside, with a random seed for each process. std::hash is predictable: a
+// file could hold a hundred thousand names that all collide, and filling the table would take minutes.
 struct SeededHash {
   std::size_t operator()(std::string_view text) const;
   std::size_t operator()(std::uint64_t key) const;

@@ -11,9 +11,9 @@ namespace weft {
 
 namespace {
 
-// Reads a text without building anything, to bound its depth and to refuse a key that occurs twice in one object (the
-// library would silently keep the last). A pass of its own: the library's parser with a callback searches an object's
-// siblings at the end of each object, and so takes quadratic time for a long list of them.
+// A first pass that builds no values. It bounds the depth and refuses a key that occurs twice in one object, of which
+// the library would silently keep the last. The library's parser could check this through a callback, but with one it
+// searches all siblings at the end of each object: quadratic time for a long list of objects.
 class Guard : public nlohmann::json_sax<Json> {
  public:
   Guard(const std::string& source, int max_depth) : source_(source), max_depth_(max_depth) {}
@@ -35,7 +35,7 @@ class Guard : public nlohmann::json_sax<Json> {
     }
     return true;
   }
-  // Ends this pass; the parser that follows reports it.
+  // Ends this pass without a message: the second pass meets the same error and reports it.
   bool parse_error(std::size_t, const std::string&, const Json::exception&) override { return false; }
 
  private:

@@ -1,4 +1,4 @@
-// JSON from outside: nlohmann-json behind limits.
+// JSON from files that nobody has checked: nlohmann-json with limits on size and depth, and typed access to members.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +21,12 @@ struct JsonLimits {
 // Exit::bad_file with "<source>: ...". Never recurses deeper than the limit.
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits = {});
 
-// The text of `value` on one line, or with `indent` spaces a level. Bytes that are not UTF-8, of a file's name say, become
-// U+FFFD: writing a log or a report never fails for what stands in it.
+// The text of `value` on one line, or with `indent` spaces per level. Bytes that are not UTF-8 (a file name may contain
+// them) become U+FFFD, so that writing a log or a report never fails because of its content.
 std::string json_text(const Json& value, int indent = -1);
 
-// A member of the object `object` with the type asked for; absent or of another type: Exit::bad_file with
-// "<source>: <key>: ...". Integers must be JSON integers within [low, high].
+// A member of the object `object`, of the type in the function's name. A missing member or another type is
+// Exit::bad_file with "<source>: <key>: ...". Integers must be JSON integers within [low, high].
 std::int64_t json_int(const Json& object, const std::string& key, std::int64_t low, std::int64_t high,
                       const std::string& source);
 double json_number(const Json& object, const std::string& key, const std::string& source);  // finite

@@ -30,7 +30,7 @@ bool use_color() {
   return stderr_is_terminal() && (no_color == nullptr || *no_color == '\0');
 }
 
-// Columns of one character (the bytes of one sequence, or one byte that begins none) on a terminal.
+// Columns that one character takes on a terminal. `bytes`: one UTF-8 sequence, or one byte that belongs to none.
 std::size_t character_columns(std::string_view bytes) {
   utf8proc_int32_t character = 0;
   const auto* data = reinterpret_cast<const utf8proc_uint8_t*>(bytes.data());
@@ -95,13 +95,13 @@ bool progress_line_shown() {
 std::string fit_columns(std::string_view text, std::size_t columns) {
   constexpr std::size_t kDots = 3;
   const std::size_t room = columns > kDots ? columns - kDots : 0;
-  std::size_t end = 0, column = 0;  // of the longest beginning that leaves room for the dots
-  for (std::size_t begin = 0, before = 0; begin < text.size();) {
+  std::size_t end = 0, column = 0;  // bytes and columns of the longest prefix that leaves room for the dots
+  for (std::size_t begin = 0, width = 0; begin < text.size();) {
     const std::size_t bytes = std::max<std::size_t>(1, utf8_sequence_length(text.substr(begin)));
-    before += character_columns(text.substr(begin, bytes));
+    width += character_columns(text.substr(begin, bytes));
     begin += bytes;
-    if (before > columns) return std::string(text.substr(0, end)) + std::string(std::min(kDots, columns - column), '.');
-    if (before <= room) end = begin, column = before;
+    if (width > columns) return std::string(text.substr(0, end)) + std::string(std::min(kDots, columns - column), '.');
+    if (width <= room) end = begin, column = width;
   }
   return std::string(text);
 }

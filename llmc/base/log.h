@@ -1,4 +1,5 @@
-// Messages for people, on stderr. Results go to stdout and do not pass through here.
+// Messages for people, on stderr: log lines, a progress line, and numbers in readable units. Results go to stdout and
+// do not pass through here.
 #pragma once
 
 #include <chrono>
@@ -15,17 +16,18 @@ void set_color_mode(ColorMode mode);
 ColorMode color_mode_from_name(std::string_view name);  // auto, always or never: the choices of --color
 bool stderr_is_terminal();
 
-// Each writes one line to stderr, after wiping the progress line if one stands there. A write error (a closed
-// pipe) is ignored: a log must not kill a run.
+// Each writes one line to stderr, after erasing the progress line if one is shown. A write error (a closed pipe) is
+// ignored: a log must not kill a run.
 void log_info(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 void log_warning(const char* fmt, ...) __attribute__((format(printf, 1, 2)));  // "warning: ..."
 void log_error(const char* fmt, ...) __attribute__((format(printf, 1, 2)));    // "error: ..."
 
-// `text` in at most `columns` columns of a terminal: longer ones end in "...", and no character is cut in two.
+// `text` shortened to at most `columns` columns of a terminal: a longer one is cut between characters and ends in
+// "...".
 std::string fit_columns(std::string_view text, std::size_t columns);
 
-// A line that overwrites itself, at most ten times a second; only where stderr is a terminal. It is cut to the terminal's
-// width, between characters and with "..." at its end.
+// A line that overwrites itself, at most ten times a second; only where stderr is a terminal. fit_columns() shortens it
+// to the terminal's width.
 class ProgressLine {
  public:
   ~ProgressLine() { clear(); }
@@ -36,7 +38,7 @@ class ProgressLine {
   std::chrono::steady_clock::time_point last_{};
 };
 
-// Whether one stands on the terminal now. Async-signal-safe.
+// Whether a progress line is on the terminal now. Async-signal-safe.
 bool progress_line_shown();
 
 // "1.5 GB", "312 MB", "17 KB": powers of ten.

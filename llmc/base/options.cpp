@@ -39,8 +39,8 @@ std::string join(const std::vector<std::string>& words, const char* separator) {
   return text;
 }
 
-// The whole of `text` as a number, in the C locale's notation: std::from_chars takes no sign "+", no space,
-// no "0x".
+// `text` as a number in the C locale's notation, if all of it is one: std::from_chars accepts no "+", no space, no
+// "0x".
 template <typename Number>
 std::optional<Number> parse_number(const std::string& text) {
   Number value{};
@@ -65,8 +65,8 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-// The word that the user probably meant: within a third of its letters, or one that `given` begins. Empty:
-// none.
+// The word that the user probably meant: the one with the fewest edits, at most two or a third of the letters of
+// `given`. A word that starts with `given` counts as one edit. Empty: no such word.
 std::string nearest(std::string_view given, const std::vector<std::string>& words) {
   std::string best;
   std::size_t best_distance = std::max<std::size_t>(2, given.size() / 3) + 1;
@@ -81,8 +81,8 @@ std::string nearest(std::string_view given, const std::vector<std::string>& word
   return best;
 }
 
-// `text` broken at spaces to fit between column kHelpIndent and kHelpColumns; a longer word has a line for
-// itself.
+// `text` broken at spaces to fit between the columns kHelpIndent and kHelpColumns; a longer word gets a line of its
+// own.
 std::string wrapped(const std::string& text) {
   std::string out;
   std::size_t column = 0;
@@ -118,7 +118,7 @@ struct Entry {
   bool takes_value = true, repeatable = false, only_in_help_all = false;
   char letter = '\0';                             // of the short option; 0: none
   std::function<bool(const std::string&)> store;  // false: not acceptable
-  std::function<std::string()> value;             // the variable now
+  std::function<std::string()> value;             // current value of the variable, as text
   std::vector<std::string> choices;
   std::string default_text;
   CLI::Option* option = nullptr;
@@ -136,7 +136,7 @@ struct OptionTable::Impl {
 
   void add(Entry entry);
   const Entry* find(std::string_view name) const;
-  Entry& at(const std::string& name);  // Exit::internal where there is none
+  Entry& at(const std::string& name);  // Exit::internal if there is none
   const Entry* find_letter(char letter) const;
   std::vector<std::string> names() const;
   std::vector<std::string> normalized(int argc, const char* const* argv) const;
@@ -189,9 +189,9 @@ std::vector<std::string> OptionTable::Impl::names() const {
   return all;
 }
 
-// The arguments after the program's name, with what CLI11 leaves vague made plain: `--name=` is an empty
-// value and does not take the next argument, a flag takes no value, a value may begin with dashes but must be
-// there.
+// The arguments after the program's name, rewritten as "--name VALUE" so that CLI11 cannot read them differently:
+// `--name=` is an empty value and does not take the next argument, a flag takes no value, and a value may begin with
+// dashes but must be present.
 std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* const* argv) const {
   std::vector<std::string> arguments;
   for (int i = 1; i < argc; ++i) {
@@ -202,7 +202,7 @@ std::vector<std::string> OptionTable::Impl::normalized(int argc, const char* con
     }
     const std::size_t equals = argument.find('=');
     const Entry* entry = nullptr;
-    std::optional<std::string> value;  // the one that stands in the same argument
+    std::optional<std::string> value;  // the VALUE of --name=VALUE or -nVALUE
     if (argument.starts_with("--")) {
       entry = find(argument.substr(2, equals - 2));
       if (equals != std::string::npos) value = argument.substr(equals + 1);
@@ -370,7 +370,7 @@ void OptionTable::repeated(const std::string& name, std::vector<std::string>& va
 
 OptionTable::Outcome OptionTable::parse(int argc, const char* const* argv) {
   std::vector<std::string> arguments = impl_->normalized(argc, argv);
-  std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them from the back
+  std::reverse(arguments.begin(), arguments.end());  // CLI11 expects the first argument last
   try {
     impl_->app.parse(std::move(arguments));
   } catch (const CLI::CallForHelp&) {
@@ -441,8 +441,9 @@ void write_stdout(std::string_view text) {
 
 namespace {
 
-// A missing standard descriptor is opened the wrong way round, as gnulib's stdopen does: a result written to it is an error
-// and not lost without a word. False: not even that is possible.
+// Opens /dev/null on each standard descriptor that is closed, in the opposite direction, as gnulib's stdopen does:
+// stdin for writing, stdout and stderr for reading. Using one is then an error and no result is lost silently. False if
+// it fails.
 bool occupy_standard_descriptors() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(fd, F_GETFD) != -1 || errno != EBADF) continue;
@@ -456,7 +457,7 @@ bool occupy_standard_descriptors() {
 int run_program(const std::function<Exit()>& body) {
   const char* kBug = "This is a bug in weft, please report it";
   if (!occupy_standard_descriptors()) return static_cast<int>(Exit::environment);
-  // A closed pipe and a file beyond `ulimit -f` are write errors that can be answered, not deaths.
+  // With these ignored, a closed pipe and a file beyond `ulimit -f` are write errors and do not kill the process.
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);
   install_bus_error_handler();
@@ -476,7 +477,7 @@ int run_program(const std::function<Exit()>& body) {
   } catch (const std::bad_alloc&) {
     code = Exit::resources;
     log_error("out of memory");
-  } catch (const std::system_error& error) {  // std::thread, where this user may have no more of them
+  } catch (const std::system_error& error) {  // from std::thread: this user may start no more threads
     code = Exit::resources;
     log_error("the system refuses a resource: %s. See ulimit -u and ulimit -v", escaped(error.what()).c_str());
   } catch (const std::exception& error) {

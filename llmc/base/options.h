@@ -1,8 +1,8 @@
-// Command-line options from one table that also makes --help: GNU long options, every value with a range,
-// refused with the range and the nearest name. Built on CLI11.
+// Command-line options from one table, which also produces --help: GNU long options, numbers with a range, suggestions
+// for misspelled names. Built on CLI11. Also run_program(), the frame of every main().
 //
-// Usage errors are Exit::usage and name the option, what was given and what is accepted. Numbers are read the
-// same way in every locale, whole or not at all: no trailing characters, no hexadecimal, nothing that
+// Usage errors are Exit::usage and name the option, what was given and what is accepted. Numbers are read the same way
+// in every locale, and the whole argument must be a number: no trailing characters, no hexadecimal, nothing that
 // overflows.
 #pragma once
 
@@ -35,7 +35,7 @@ class OptionTable {
               const std::string& help);
   void integer(const std::string& name, std::int64_t& variable, std::int64_t low, std::int64_t high,
                const std::string& help);
-  // high = the greatest value of its type: no upper bound worth naming.
+  // For both kinds of numbers: if `high` is the greatest value of its type, --help names no upper bound.
   void number(const std::string& name, double& variable, double low, double high, const std::string& help);
   void flag(const std::string& name, bool& variable, const std::string& help);
   // May be given several times; the values in order.
@@ -48,7 +48,7 @@ class OptionTable {
   void only_in_help_all(const std::string& name);
   // What --version and -V print; without it there are no such options.
   void version(const std::string& text);
-  // Text at the end of --help, as it is: exit codes, examples.
+  // Text at the end of --help, printed unchanged: exit codes, examples.
   void footer(const std::string& text);
 
   enum class Outcome { run, exit_ok };  // exit_ok: --help, --help-all or --version was printed on stdout
@@ -58,9 +58,9 @@ class OptionTable {
 
   // True if the option was given on the command line (not left at its default).
   bool given(const std::string& name) const;
-  // Every option with its effective value, in table order: the start-up table and config.json. The values of
-  // a repeated option are one JSON array. Texts are as the user gave them, but for bytes that are not UTF-8, which JSON
-  // cannot hold and U+FFFD replaces: escape them before printing.
+  // Every option with its effective value, in table order, for the start-up table and config.json. The values of a
+  // repeated option are one JSON array. Texts are as the user gave them, except that U+FFFD replaces bytes that are not
+  // UTF-8, which JSON cannot hold: pass them through escaped() before printing.
   std::vector<std::pair<std::string, std::string>> effective() const;
 
  private:
@@ -68,15 +68,15 @@ class OptionTable {
   std::unique_ptr<Impl> impl_;
 };
 
-// Writes a result to stdout at once. Where the reader has closed its end of the pipe this throws
-// OutputClosed; any other failure is Exit::resources (disk full) or Exit::environment.
+// Writes a result to stdout and flushes it. Throws OutputClosed if the reader has closed its end of the pipe; any other
+// failure is Exit::resources (disk full) or Exit::environment.
 void write_stdout(std::string_view text);
 struct OutputClosed {};
 
-// Runs `body` and turns what it throws into one "error: ..." line and an exit code: the whole main() of a
-// program. Then flushes stdout: a result that could not be written is an error, too. A closed pipe is none:
-// its reader (`head`, say) has all that it wanted, and the program ends with 0 and without a word.
-// A standard descriptor that the starter closed is occupied first, so that no file of the program gets its number.
+// The whole main() of a program: runs `body` and turns an exception into one "error: ..." line and an exit code.
+// Flushes stdout at the end, because a result that could not be written is an error, too. A closed pipe is not an
+// error: its reader (`head`, for example) has all that it wanted, so the program ends silently with 0. Standard
+// descriptors that the parent process closed are opened first, so that no file of the program gets their numbers.
 int run_program(const std::function<Exit()>& body);
 
 }  // namespace weft

@@ -17,22 +17,22 @@ unsigned helper_threads() {
 
 void in_parallel(std::size_t count, unsigned threads, const std::function<void(std::size_t)>& work) {
   std::mutex mutex;
-  std::size_t next = 0, failed = count;  // work from `failed` on does not begin
+  std::size_t next = 0, failed = count;  // next: the index to begin; failed: the lowest index that has thrown
   std::exception_ptr error;
   const auto run = [&] {
     while (true) {
-      std::size_t mine = 0;
+      std::size_t index = 0;
       {
         const std::lock_guard<std::mutex> lock(mutex);
         if (next >= failed) return;
-        mine = next++;
+        index = next++;
       }
       try {
-        work(mine);
+        work(index);
       } catch (...) {
         const std::lock_guard<std::mutex> lock(mutex);
-        if (mine >= failed) return;
-        failed = mine;
+        if (index >= failed) return;
+        failed = index;
         error = std::current_exception();
       }
     }
@@ -41,7 +41,7 @@ void in_parallel(std::size_t count, unsigned threads, const std::function<void(s
   try {
     const SignalsElsewhere signals;
     for (std::size_t i = 1; i < std::min<std::size_t>(threads, count); ++i) others.emplace_back(run);
-  } catch (const std::system_error&) {  // no more threads for this user: those there are do it
+  } catch (const std::system_error&) {  // no more threads for this user: go on with those that started
   }
   run();
   for (std::thread& other : others) other.join();

@@ -1,4 +1,5 @@
-// Independent pieces of host work on a few threads of their own, beside OpenMP's: for work that waits for files or memory.
+// Runs independent pieces of host work on a few threads of its own, apart from OpenMP's: for work that waits for files
+// or memory.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +7,12 @@
 
 namespace weft {
 
-// Half of the cores, at most eight: the other half belongs to what runs beside. At least 1.
+// Threads for such work: half of the cores, from 1 to 8. The other half stays free for what computes at the same time.
 unsigned helper_threads();
 
-// Calls work(0) ... work(count - 1), each once, on up to `threads` threads of which the caller is one. They begin in this
-// order. If some of them throw, the exception of the first in this order is thrown when all that had begun have ended, and
-// no more begin: with one thread or many, the same error.
+// Calls work(0) ... work(count - 1) once each, on up to `threads` threads including the caller's; the calls begin in
+// this order. After an exception no further call begins. When all running calls have ended, the exception of the lowest
+// index is thrown: the same error with one thread or many.
 void in_parallel(std::size_t count, unsigned threads, const std::function<void(std::size_t)>& work);
 
 }  // namespace weft

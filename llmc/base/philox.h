@@ -1,9 +1,9 @@
 // Philox4x32-10, the counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
 // (SC 2011).
 //
-// The four words are a pure function of (key, counter), so a number is addressed, not drawn: the forward and
-// the backward pass compute the same dropout mask without storing it, and the host and the device agree bit
-// for bit.
+// The four words are a pure function of (key, counter): a random number is computed from its address, there is no state
+// to draw it from. So the forward and the backward pass compute the same dropout mask without storing it, and the host
+// and the device agree bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +45,7 @@ WEFT_HOST_DEVICE inline float uniform01(std::uint32_t word) {
   return static_cast<float>(word >> 8) * 0x1p-24f;
 }
 
-// Which consumer a counter belongs to: two uses of one seed never share numbers. It is the high word of the
-// counter.
+// What a random number is used for. It is part of the counter's high half, so two uses of one seed never share numbers.
 enum class RandomStream : std::uint64_t {
   init = 1,
   data_order = 2,

@@ -1,6 +1,5 @@
-// One way to plan memory on either device: the regions of one allocation, each with the pointer that gets its address. The
-// plan is made before there is memory (--dry-run prints it on a machine that has none); bind() fills the pointers in once
-// the arena exists.
+// Plans the regions of one allocation, on the host or on a GPU, together with the pointers that will point to them. The
+// plan needs no memory yet (--dry-run only prints it); bind() sets the pointers once the arena is allocated.
 //
 //   float *residual = nullptr, *logits = nullptr;
 //   Regions regions("workspace");
@@ -9,7 +8,7 @@
 //   const HostArena arena(regions.plan());     // or cuda::DeviceArena
 //   regions.bind(arena);
 //
-// The pointers are remembered by address: whoever holds them must neither move nor die before bind().
+// Regions stores the addresses of the pointers: the objects that hold them must not move or be destroyed before bind().
 #pragma once
 
 #include <algorithm>
@@ -39,7 +38,7 @@ class Regions {
     wanted_.push_back({reinterpret_cast<void**>(pointer), plan_.add(bytes)});
   }
 
-  // `pointer` gets the address of the region that `other` was wanted for before. Exit::internal if there is none.
+  // `pointer` will point to the region that an earlier want(other, ...) has planned; without one: Exit::internal.
   template <typename T>
   void share(T** pointer, T** other) {
     const auto has_other = [other](const Wanted& wanted) { return wanted.pointer == reinterpret_cast<void**>(other); };
@@ -48,7 +47,7 @@ class Regions {
     wanted_.push_back({reinterpret_cast<void**>(pointer), found->offset});
   }
 
-  // The alternatives are never in use at the same time: all of them start at one address, with room for the largest.
+  // For alternatives that are never in use at the same time: they share one region, as large as the largest of them.
   void want_one_of(std::initializer_list<const Regions*> alternatives) {
     std::uint64_t bytes = 0;
     for (const Regions* each : alternatives) bytes = std::max(bytes, each->plan_.bytes());

@@ -21,7 +21,7 @@ SamplingPlan sampling_plan(const SamplerOptions& options) {
   }
   SamplingPlan plan;
   plan.greedy = options.temperature == 0;
-  // A temperature so small that the division overflows is still a temperature: the greatest logit takes all.
+  // For a tiny temperature the division overflows. With the largest finite scale the greatest logit still takes all.
   if (!plan.greedy) {
     plan.scale = std::min(std::numbers::log2e / options.temperature, std::numeric_limits<double>::max());
   }

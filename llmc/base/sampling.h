@@ -1,15 +1,16 @@
-// Which token comes next: the options, and the plan that a host loop and a device kernel carry out alike.
+// How the next token is chosen: the options, and the plan from which the host's sampler and the GPU kernel make the
+// same choice.
 //
-// Only ids below vocab_limit take part. At temperature 0 the greatest logit wins, and the lowest id where several are
+// Only ids below vocab_limit take part. At temperature 0 the greatest logit wins, and the lowest id if several are
 // equal. Otherwise, in this order:
 //   temperature  w[i] = exp((logit[i] - greatest) / temperature)
 //   top-k        the k ids of greatest logit stay
-//   top-p        of those, the fewest ids in order of falling logit whose weights reach the share p of the weights that
-//                top-k left stay: the id that crosses p is kept, so at least one is (Holtzman et al., "The Curious Case
-//                of Neural Text Degeneration", ICLR 2020)
+//   top-p        of those, ids stay in order of falling logit until their weights add up to the share p of the weights
+//                that top-k left. The id that reaches p stays, too, so there is always one (Holtzman et al., "The
+//                Curious Case of Neural Text Degeneration", ICLR 2020)
 //   min-p        of those, the ids with w[i] >= min_p * the greatest weight stay
-// Equal logits rank by id, the lower first. Then one uniform number is turned into an id by the inverse of the cumulative
-// sum of the kept weights, in order of id. llmc/base/sampling_math.h has the arithmetic.
+// Equal logits rank by id, the lower first. Then one uniform number is turned into an id by the inverse of the
+// cumulative sum of the kept weights, in order of id. llmc/base/sampling_math.h has the arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +26,12 @@ struct SamplerOptions {
   std::int64_t vocab_limit = 0;  // ids from here on (padding rows) are never sampled; 0: no limit
 };
 
-// The options as the arithmetic wants them. Plain data: a kernel reads it from device memory.
+// The options in the units of sampling_math.h. Plain data: a kernel reads it from device memory.
 struct SamplingPlan {
   bool greedy = true;
   double scale = 0;  // log2(e) / temperature
   double top_p = 1;
-  std::uint64_t least_weight = 0;  // min-p
+  std::uint64_t least_weight = 0;  // min-p: ids of a smaller weight are dropped
   std::uint64_t top_k = 0;
   std::uint64_t seed = 0;
   std::int64_t vocab_limit = 0;

@@ -1,9 +1,8 @@
-// The arithmetic of sampling, in a form in which a host loop and a device kernel make the same choice.
+// The arithmetic of sampling, written so that a host loop and a device kernel make the same choice.
 //
-// Probabilities are fixed-point integers. Integer sums do not depend on their order, so a parallel reduction
-// gives the total of a sequential one, and the comparison that picks a token has no rounding to disagree
-// about. What is left of floating point is one exponential a token, built from correctly rounded operations
-// only.
+// Probabilities are fixed-point integers. Integer sums do not depend on their order, so a parallel reduction gives the
+// same total as a sequential one, and the comparison that picks a token involves no rounding. The only floating-point
+// part is one exponential for each token, built from correctly rounded operations alone.
 #pragma once
 
 #include <cmath>
@@ -13,15 +12,15 @@
 
 namespace weft {
 
-// A token of the greatest logit weighs 2^40. The sum over a vocabulary of at most 2^20 ids stays below 2^61,
-// and a token below 2^-41 of the greatest weighs nothing.
+// The token of the greatest logit has the weight 2^40. The sum over a vocabulary of at most 2^20 ids stays below 2^61,
+// and a token whose probability is below 2^-41 of the greatest has the weight 0.
 inline constexpr int kWeightBits = 40;
 inline constexpr std::int64_t kMaxSampledVocab = std::int64_t{1} << 20;
 inline constexpr std::uint64_t kGreatestWeight = std::uint64_t{1} << kWeightBits;
 
-// The two roundings of sampling_weight. The device adds a power of two so large that the sum has no fraction bits: the
-// same rounding to nearest even by the multiplier's pipe, instead of conversions that run at a quarter of its pace.
-WEFT_HOST_DEVICE inline double round_exponent(double exponent, int* whole) {  // |exponent| <= 42
+// The two roundings of sampling_weight, both to nearest even. The device adds a constant so large that the sum has no
+// fraction bits: that rounds in the FP64 add, whereas conversion instructions run at a quarter of its rate.
+WEFT_HOST_DEVICE inline double round_exponent(double exponent, int* whole) {  // |exponent| <= 42; *whole: the result
 #if defined(__CUDA_ARCH__)
   const double shifted = __dadd_rn(exponent, 0x1.8p52);
   *whole = __double2loint(shifted);
@@ -32,7 +31,7 @@ WEFT_HOST_DEVICE inline double round_exponent(double exponent, int* whole) {  //
   return rounded;
 #endif
 }
-WEFT_HOST_DEVICE inline std::uint64_t round_scaled(double value, int power) {  // value 2^power, below 2^52
+WEFT_HOST_DEVICE inline std::uint64_t round_scaled(double value, int power) {  // value * 2^power, below 2^52
 #if defined(__CUDA_ARCH__)
   const double factor = __hiloint2double((power + 1023) << 20, 0);
   return static_cast<std::uint64_t>(__double_as_longlong(__fma_rn(value, factor, 0x1p52))) & ((1ull << 52) - 1);
@@ -42,14 +41,14 @@ WEFT_HOST_DEVICE inline std::uint64_t round_scaled(double value, int power) {  /
 }
 
 // 2^40 * exp((logit - greatest) / temperature), rounded to nearest even, for logit <= greatest; `scale` is
-// log2(e) / temperature. Every operation is an explicit fma, a lone product or exact, so that no compiler can
-// contract one differently from another.
+// log2(e) / temperature. Every operation is an explicit fma, a multiplication whose result is not added to anything, or
+// exact: two compilers cannot contract multiplications and additions differently.
 WEFT_HOST_DEVICE inline std::uint64_t sampling_weight(float logit, float greatest, double scale) {
   const double below = static_cast<double>(logit) - static_cast<double>(greatest);
   const double exponent = below * scale;
-  const bool weighs = exponent > -(kWeightBits + 1.0);  // -infinity does not
+  const bool weighs = exponent > -(kWeightBits + 1.0);  // false for a logit of -infinity
 #if !defined(__CUDA_ARCH__)
-  if (!weighs) return 0;  // the device computes on, without a branch, and drops what comes out
+  if (!weighs) return 0;  // the device has no branch here: it computes on and discards the result
 #endif
   int power = 0;
   const double whole = round_exponent(exponent, &power);
@@ -70,15 +69,15 @@ WEFT_HOST_DEVICE inline std::uint64_t sampling_weight(float logit, float greates
   return weighs ? round_scaled(sum, power + kWeightBits) : 0;
 }
 
-// The 64 random bits of one position of a sequence: addressed, not drawn, so that a token depends on its
-// seed, its position and its logits, and on nothing that ran before or beside it.
+// The 64 random bits for one position of a sequence. They are a function of seed and position, so a token depends on
+// these and its logits alone, not on what was sampled before or at the same time.
 WEFT_HOST_DEVICE inline std::uint64_t sampling_bits(std::uint64_t seed, std::int64_t position) {
   const PhiloxWords words =
       philox(seed, static_cast<std::uint64_t>(position), static_cast<std::uint64_t>(RandomStream::sampling));
   return (static_cast<std::uint64_t>(words.word[1]) << 32) | words.word[0];
 }
 
-// floor(total * bits / 2^64): uniform in [0, total). The high half of the product, from 32-bit parts.
+// floor(total * bits / 2^64), uniform in [0, total): the high 64 bits of the 128-bit product, from 32-bit halves.
 WEFT_HOST_DEVICE inline std::uint64_t sampling_target(std::uint64_t bits, std::uint64_t total) {
   const std::uint64_t a0 = bits & 0xFFFFFFFFu, a1 = bits >> 32;
   const std::uint64_t b0 = total & 0xFFFFFFFFu, b1 = total >> 32;
@@ -92,7 +91,7 @@ WEFT_HOST_DEVICE inline std::uint64_t sampling_share(double p, std::uint64_t tot
   if (p >= 1) return total;
   const double share = std::ceil(p * static_cast<double>(total));
   if (share < 1) return 1;
-  // A total beyond 2^53 may have been rounded up on its way to double.
+  // The conversion to double may have rounded a total beyond 2^53 up: never return more than the total itself.
   return share < static_cast<double>(total) ? static_cast<std::uint64_t>(share) : total;
 }
 

@@ -19,14 +19,16 @@ namespace {
 // Atomic, not sig_atomic_t: a handler may run on any thread.
 std::atomic<int> pending_stop{0};
 std::atomic<bool> pending_save{false};
-std::atomic<std::int64_t> first_stop_ms{0};  // when, on the monotonic clock
+std::atomic<std::int64_t> first_stop_ms{0};  // time of the first stop signal on the monotonic clock; 0: none yet
 static_assert(std::atomic<int>::is_always_lock_free && std::atomic<bool>::is_always_lock_free &&
               std::atomic<std::int64_t>::is_always_lock_free);
 
-// timeout(1) and batch systems signal the process and then its group: what comes so soon is the same request.
+// timeout(1) and batch systems signal the process and then its process group: a second signal within this time belongs
+// to the same request.
 constexpr std::int64_t kOneRequestMs = 100;
-constexpr unsigned kSoonSeconds = 1;
+constexpr unsigned kSoonSeconds = 1;  // time limit of OnStop::finish_soon
 
+// A message that a signal handler can print.
 struct Line {
   char text[256];
   std::size_t length = 0;
@@ -39,9 +41,9 @@ struct Line {
   // Async-signal-safe.
   void print() const {
     if (length == 0) return;
-    static constexpr char kWipe[] = "\r\033[K";
+    static constexpr char kEraseLine[] = "\r\033[K";
     [[maybe_unused]] ssize_t ignored = 0;
-    if (progress_line_shown()) ignored = ::write(STDERR_FILENO, kWipe, sizeof kWipe - 1);
+    if (progress_line_shown()) ignored = ::write(STDERR_FILENO, kEraseLine, sizeof kEraseLine - 1);
     ignored = ::write(STDERR_FILENO, text, length);
   }
 };
@@ -51,7 +53,7 @@ struct Reaction {
   Line first, left;
 };
 
-// on_stop() fills the one that no handler reads, then makes it the current one.
+// Double buffer: on_stop() fills the entry that no handler reads and then makes it the current one.
 Reaction reactions[2];
 std::atomic<int> current_reaction{0};
 
@@ -61,7 +63,7 @@ std::atomic<int> current_reaction{0};
 }
 
 extern "C" void on_stop_signal(int signal_number) {
-  // Nothing but async-signal-safe calls from here.
+  // Only async-signal-safe calls are allowed here.
   const Reaction& reaction = reactions[current_reaction.load()];
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
@@ -93,7 +95,7 @@ extern "C" void on_bus_error(int) {
   ::_exit(static_cast<int>(Exit::bad_file));
 }
 
-sigset_t polled_signals() {
+sigset_t handled_signals() {
   sigset_t set;
   sigemptyset(&set);
   for (const int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGALRM}) sigaddset(&set, signal_number);
@@ -146,8 +148,8 @@ bool take_save_request() {
 }
 
 SignalsElsewhere::SignalsElsewhere() {
-  const sigset_t polled = polled_signals();
-  pthread_sigmask(SIG_BLOCK, &polled, &before_);
+  const sigset_t handled = handled_signals();
+  pthread_sigmask(SIG_BLOCK, &handled, &before_);
 }
 
 SignalsElsewhere::~SignalsElsewhere() {

@@ -1,5 +1,5 @@
-// SIGINT, SIGTERM and SIGHUP: end the program at once, or set a flag that the loops poll at the end of a step or token.
-// SIGUSR1: a flag that asks for a checkpoint.
+// Signals: SIGINT, SIGTERM and SIGHUP end the program at once or set a flag, which the loops poll at the end of a step
+// or a token. SIGUSR1 sets a flag that asks for a checkpoint. SIGBUS ends the program with a message.
 #pragma once
 
 #include <csignal>
@@ -16,24 +16,25 @@ enum class OnStop {
   finish,       // sets stop_signal(). A second SIGINT or SIGTERM, more than 0.1 s after the first, ends the program
 };
 
-// Installs the handlers, in the state OnStop::finish without messages. SIGPIPE is ignored, so that a closed log pipe is a
-// write error, not a death. A SIGHUP that was ignored stays so: a program started with nohup is to outlive the terminal.
+// Installs the handlers, in the state OnStop::finish without messages. SIGPIPE is ignored, so that a closed log pipe is
+// a write error and does not kill the program. SIGHUP stays ignored if it was: a program started with nohup must
+// survive the end of its terminal.
 void install_signal_handlers();
 
-// Changes the state, for the signals to come. `first` is printed on stderr when a signal arrives, `left` when a signal (or
-// the end of the second of finish_soon) ends the program; both are one line without its end, at most 250 bytes, or empty.
-// Cheap enough to be called at each step. One thread at a time.
+// Sets the state for signals that come from now on. `first` is printed on stderr when the first signal arrives, `left`
+// when a signal (or the time limit of finish_soon) ends the program; both are one line of at most 250 bytes without the
+// newline, or empty. Cheap enough to be called at each step. Must not be called from two threads at the same time.
 void on_stop(OnStop action, std::string_view first = {}, std::string_view left = {});
 
 // The signal that asks the program to save and stop: SIGINT, SIGTERM or SIGHUP; 0 if none came.
 int stop_signal();
-// What a program that it stopped ends with; Exit::ok for 0. Async-signal-safe.
+// The exit code of a program that this signal has stopped; Exit::ok for 0. Async-signal-safe.
 Exit exit_after_signal(int signal_number);
 // True once after each SIGUSR1: "save a checkpoint now and go on".
 bool take_save_request();
 
-// While it lives, this thread and the threads it starts leave those signals to others: a helper thread is born in one,
-// so that a signal always interrupts what the main thread waits for.
+// While one exists, the signals above are blocked in this thread and in the threads that it starts. Helper threads are
+// started under one, so that the kernel delivers a signal to the main thread and interrupts what that waits for.
 class SignalsElsewhere {
  public:
   SignalsElsewhere();

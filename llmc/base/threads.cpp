@@ -24,27 +24,27 @@ namespace weft {
 
 namespace {
 
-// Set for the program that this one starts in its place: it does not start itself again.
-constexpr const char* kCleaned = "WEFT_THREAD_ENVIRONMENT";
+// start_again() sets this variable, so that the new program does not start itself once more.
+constexpr const char* kStartedAgain = "WEFT_THREAD_ENVIRONMENT";
 constexpr const char* kSpinCount = "GOMP_SPINCOUNT";
 constexpr const char* kShortSpin = "100";
-// Of more threads that only sleep than this, a fixed short spin is preferred.
+// If more sleeping threads would be needed, the program starts again with a fixed short spin time instead.
 constexpr int kMaxSleepers = 8;
 
 char** program_arguments = nullptr;
-int team_threads = 0;           // set_threads()' result; the setting of OpenMP itself is one of each thread
-bool short_spin_fixed = false;  // GOMP_SPINCOUNT says so, and weft has set it
+int team_threads = 0;           // result of set_threads(), for all threads: OpenMP's own setting is one per thread
+bool short_spin_fixed = false;  // weft has started again with GOMP_SPINCOUNT = kShortSpin
 
-// Returns only where it fails.
+// Replaces this process by the same program with the environment as it is now. Returns only if that fails.
 void start_again() {
   if (program_arguments == nullptr) return;
   char path[4096];
   const ssize_t length = ::readlink("/proc/self/exe", path, sizeof path - 1);
   if (length <= 0) return;
   path[length] = '\0';
-  ::setenv(kCleaned, "1", 1);
+  ::setenv(kStartedAgain, "1", 1);
   ::execv(path, program_arguments);
-  ::unsetenv(kCleaned);
+  ::unsetenv(kStartedAgain);
 }
 
 std::string text_of(const std::string& path) {
@@ -59,7 +59,8 @@ std::optional<double> quota_of(double microseconds, double period) {
   return microseconds / period;
 }
 
-// cpu.max is "150000 100000", or "max 100000" without a limit; version 1 has two files, and -1 without a limit.
+// The CPU limit that a cgroup's directory sets, in cores. cpu.max (version 2) is "150000 100000", or "max 100000"
+// without a limit; version 1 has the two numbers in two files, the first -1 without a limit.
 std::optional<double> quota_in(const std::string& directory) {
   double quota = 0, period = 0;
   std::ifstream both(directory + "/cpu.max");
@@ -69,6 +70,7 @@ std::optional<double> quota_in(const std::string& directory) {
   return std::nullopt;
 }
 
+// Whether `name` is one of the comma-separated `controllers`.
 bool lists(std::string_view controllers, std::string_view name) {
   for (std::size_t begin = 0; begin <= controllers.size();) {
     const std::size_t end = std::min(controllers.find(',', begin), controllers.size());
@@ -88,13 +90,13 @@ std::vector<bool> our_cpus() {
   return ours;
 }
 
-// Of idle threads in addition to the team, so that libgomp has more threads than cores.
+// Sleeping threads to add to the team so that libgomp has more threads than cores.
 int sleepers_needed() {
   const int team = team_threads > 0 ? team_threads : omp_get_max_threads();
   return std::max(1, omp_get_num_procs() - team + 1);
 }
 
-// The number at the front of OMP_NUM_THREADS: "4", or "4,2" with one for each level of nesting.
+// The first number of OMP_NUM_THREADS, which is "4", or "4,2" with a number for each level of nesting.
 std::optional<std::int64_t> parse_omp_threads(const std::string& text) {
   std::int64_t number = 0;
   const auto end = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -115,7 +117,7 @@ ThreadLimits thread_limits() {
 std::int64_t choose_threads(std::int64_t option, const ThreadLimits& limits) {
   if (option > 0) return option;
   std::int64_t threads = std::clamp<std::int64_t>(limits.cores, 1, kMaxThreads);
-  // Half a core is no help: a team waits for its slowest thread.
+  // Rounded down: a team waits for its slowest thread, so one that has only part of a core does not help.
   if (limits.quota) threads = std::min(threads, static_cast<std::int64_t>(std::max(1.0, std::floor(*limits.quota))));
   return std::min(threads, parse_omp_threads(limits.omp_num_threads).value_or(threads));
 }
@@ -129,7 +131,8 @@ std::optional<double> cpu_quota(std::string_view membership, const std::string& 
     const std::string controllers = line.substr(first + 1, second - first - 1);
     if (!controllers.empty() && !lists(controllers, "cpu")) continue;
     const std::string mount = controllers.empty() ? root : root + "/cpu";
-    // In a container the path may be the host's: its beginnings, down to the root, are tried as well.
+    // Every ancestor may set a limit, too. And in a container the path may be the host's, of which only a part exists
+    // here.
     for (std::string path = line.substr(second + 1);;) {
       if (const std::optional<double> quota = quota_in(mount + path))
         smallest = std::min(smallest.value_or(*quota), *quota);
@@ -143,8 +146,8 @@ std::optional<double> cpu_quota(std::string_view membership, const std::string& 
 
 void clean_thread_environment(char** argv) {
   program_arguments = argv;
-  if (std::getenv(kCleaned) != nullptr) {
-    ::unsetenv(kCleaned);
+  if (std::getenv(kStartedAgain) != nullptr) {
+    ::unsetenv(kStartedAgain);
     short_spin_fixed = std::getenv(kSpinCount) != nullptr;
     return;
   }
@@ -154,7 +157,7 @@ void clean_thread_environment(char** argv) {
     found = found || std::getenv(name) != nullptr;
     ::unsetenv(name);
   }
-  // More threads than cores only wait for each other, and libgomp ends the program where the system refuses one.
+  // More threads than cores only wait for each other, and libgomp aborts the program if the system refuses a thread.
   if (const char* wish = std::getenv("OMP_NUM_THREADS")) {
     const std::optional<std::int64_t> threads = parse_omp_threads(wish);
     if (!threads || *threads > omp_get_num_procs()) {
@@ -180,11 +183,11 @@ struct ShortWaits::Sleepers {
   std::mutex mutex;
   std::condition_variable changed;
   bool begun = false, done = false;
-  std::thread owner;  // of a team of its own; libgomp ends the team with it
+  std::thread owner;  // starts an OpenMP team of its own, which libgomp ends when this thread ends
 
   void run() {
     const int team = sleepers_needed() + 1;
-    std::atomic<int> started{0};  // the compiler leaves a region without work out
+    std::atomic<int> started{0};  // something to do: the compiler would remove an empty parallel region
 #pragma omp parallel num_threads(team)
     ++started;
     std::unique_lock<std::mutex> lock(mutex);
@@ -198,7 +201,7 @@ ShortWaits::ShortWaits() : sleepers_(std::make_unique<Sleepers>()) {
   const SignalsElsewhere signals;
   try {
     sleepers_->owner = std::thread([this] { sleepers_->run(); });
-  } catch (const std::system_error&) {  // no more threads for this user: they spin
+  } catch (const std::system_error&) {  // no more threads for this user: idle threads keep spinning
     return;
   }
   std::unique_lock<std::mutex> lock(sleepers_->mutex);
@@ -215,10 +218,11 @@ ShortWaits::~ShortWaits() {
   sleepers_->owner.join();
 }
 
+// A thread that measures every kInterval how much other processes use this process's CPUs.
 struct SharedCores::Watcher {
   static constexpr std::chrono::milliseconds kInterval{250};
-  static constexpr double kCrowded = 1.0 / 8;
-  static constexpr int kQuietIntervals = 2;  // before the cores count as ours again
+  static constexpr double kCrowded = 1.0 / 8;  // share of the cores that others use
+  static constexpr int kQuietIntervals = 2;    // below that share before threads may spin for long again
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -227,7 +231,7 @@ struct SharedCores::Watcher {
   std::thread thread;
 
   struct Sample {
-    double busy = 0, own = 0, now = 0;  // seconds: of the CPUs, of this process, and on the clock
+    double busy = 0, own = 0, now = 0;  // in seconds: CPU time of all processes, of this process, and clock time
   };
   const std::vector<bool> ours = our_cpus();
 
@@ -245,7 +249,7 @@ struct SharedCores::Watcher {
   void run() {
     const auto cores = static_cast<double>(std::max<std::ptrdiff_t>(1, std::count(ours.begin(), ours.end(), true)));
     Sample before = sample();
-    int quiet = kQuietIntervals - 1;  // the first interval decides
+    int quiet = kQuietIntervals - 1;  // at the start one quiet interval is enough
     std::unique_lock<std::mutex> lock(mutex);
     while (!changed.wait_for(lock, kInterval, [this] { return done; })) {
       const Sample after = sample();
@@ -259,9 +263,9 @@ struct SharedCores::Watcher {
 };
 
 SharedCores::SharedCores() {
-  if (omp_get_max_threads() == 1 || short_spin_fixed) return;  // nobody spins
+  if (omp_get_max_threads() == 1 || short_spin_fixed) return;  // no idle threads, or their spin time is short anyway
   watcher_ = std::make_unique<Watcher>();
-  watcher_->waits.emplace();  // until the cores are known to be ours
+  watcher_->waits.emplace();  // until the first measurement shows that no one else uses the cores
   const SignalsElsewhere signals;
   try {
     watcher_->thread = std::thread([this] { watcher_->run(); });
@@ -285,9 +289,9 @@ std::uint64_t busy_ticks(std::string_view stat, const std::vector<bool>& ours) {
   std::istringstream lines{std::string(stat)};
   for (std::string line; std::getline(lines, line);) {
     std::size_t cpu = 0;
-    if (!line.starts_with("cpu")) break;  // the CPUs come first
+    if (!line.starts_with("cpu")) break;  // the lines of the CPUs are the first of the file
     const auto number = std::from_chars(line.data() + 3, line.data() + line.size(), cpu);
-    if (number.ec != std::errc{} || cpu >= ours.size() || !ours[cpu]) continue;  // "cpu " is the sum of all
+    if (number.ec != std::errc{} || cpu >= ours.size() || !ours[cpu]) continue;  // the line "cpu " is the sum of all
     std::istringstream fields(line.substr(static_cast<std::size_t>(number.ptr - line.data())));
     std::uint64_t user = 0, nice = 0, system = 0, idle = 0, waiting = 0, interrupts = 0, soft = 0, steal = 0;
     fields >> user >> nice >> system >> idle >> waiting >> interrupts >> soft >> steal;

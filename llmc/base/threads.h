@@ -1,9 +1,9 @@
 // CPU threads: how many a program computes with, and how its idle ones wait.
 //
-// weft's loops and OpenBLAS run on the threads of OpenMP (libgomp). An idle thread of libgomp spins for some milliseconds
-// before it sleeps. That is fastest where every thread has a core of its own, and a collapse where it has not: a thread
-// that spins holds the core that the thread it waits for needs. So the time of spinning follows the load of the cores
-// (doc/threads.md), and what the environment says about waiting does not count.
+// weft's loops and OpenBLAS run on the threads of OpenMP (libgomp). An idle thread of libgomp spins for some
+// milliseconds before it sleeps. That is fastest if every thread has a core of its own. If not, it is extremely slow,
+// because a spinning thread occupies the core that the thread it waits for needs. So weft sets the spin time by the
+// load of the cores (doc/threads.md) and ignores environment variables about waiting.
 #pragma once
 
 #include <cstdint>
@@ -15,39 +15,40 @@
 
 namespace weft {
 
-inline constexpr std::int64_t kMaxThreads = 1024;  // of --threads
+inline constexpr std::int64_t kMaxThreads = 1024;  // upper bound of --threads
 inline constexpr const char* kThreadsHelp = "CPU threads; 0: as many as cores are available, at most OMP_NUM_THREADS";
 
 // ---- how many ----
 
 struct ThreadLimits {
   std::int64_t cores = 1;       // that this process may run on (taskset, cpusets)
-  std::optional<double> quota;  // cores' worth of time that its control groups allow
+  std::optional<double> quota;  // CPU time that its cgroups allow, in cores; empty: no limit
   std::string omp_num_threads;  // the variable; empty: not set
 };
 ThreadLimits thread_limits();
-// `option` (of --threads) where it is not 0. Otherwise the cores, as far as the quota goes, and no more than
-// OMP_NUM_THREADS where that is a number. At least 1.
+// `option` (of --threads) if it is not 0. Otherwise the number of cores, but at most the quota and, if it is a number,
+// OMP_NUM_THREADS. At least 1.
 std::int64_t choose_threads(std::int64_t option, const ThreadLimits& limits);
 
-// Cores' worth of time that the control groups of a process allow: the smallest on the way to the root. `membership`: the
-// text of /proc/self/cgroup; `root`: where the hierarchies (version 2, or version 1 with a directory for each controller)
-// are mounted. Empty: no limit.
+// CPU time that the cgroups of a process allow, in cores: the smallest limit on the way to the root; empty: no limit.
+// `membership`: the text of /proc/self/cgroup. `root`: where the hierarchies (version 2, or version 1 with a directory
+// for each controller) are mounted.
 std::optional<double> cpu_quota(std::string_view membership, const std::string& root);
 
-// First thing in main(): libgomp reads the environment when the program is loaded. If a variable there changes how threads
-// wait, this starts the program again without it, under the same process id; it does so once. Where that is impossible it
-// returns.
+// Removes environment variables that change how OpenMP's threads work. libgomp has read them when the program was
+// loaded, so if there is one, this starts the program again without it (execv, once). Must be the first call in main().
+// Returns if there is nothing to remove or the program cannot be started again.
 void clean_thread_environment(char** argv);
 
-// From here on OpenMP uses choose_threads() threads; returns how many. Few threads on a machine of many cores: the program
-// is started again as by clean_thread_environment(), with short spinning, so nothing may have been read or written yet.
+// Makes OpenMP use choose_threads() threads; returns how many. With few threads on a machine of many cores it starts
+// the program again, as clean_thread_environment() does, with a short spin time. So the program must not have read or
+// written anything before.
 std::int64_t set_threads(std::int64_t option);
 
 // ---- how they wait ----
 
-// While one lives, OpenMP's idle threads sleep almost at once: libgomp spins 3,000 times less while it has more threads than
-// cores (its manual: GOMP_SPINCOUNT), and this object keeps some that only sleep.
+// While one exists, OpenMP's idle threads sleep almost at once: libgomp spins 3,000 times less while it has more
+// threads than cores (its manual: GOMP_SPINCOUNT), and this object adds threads that only sleep.
 class ShortWaits {
  public:
   ShortWaits();
@@ -60,7 +61,7 @@ class ShortWaits {
   std::unique_ptr<Sleepers> sleepers_;
 };
 
-// Keeps a ShortWaits while other processes use more than an eighth of this process's cores, and none while they do not.
+// Watches the load, and holds a ShortWaits as long as other processes use more than an eighth of this process's cores.
 class SharedCores {
  public:
   SharedCores();
@@ -73,7 +74,8 @@ class SharedCores {
   std::unique_ptr<Watcher> watcher_;
 };
 
-// Clock ticks that CPUs have worked, steal included, from the text of /proc/stat. ours[i]: whether CPU i counts.
+// Clock ticks that CPUs were busy, including time stolen by the hypervisor, from the text of /proc/stat. ours[i]:
+// whether CPU i is counted.
 std::uint64_t busy_ticks(std::string_view stat, const std::vector<bool>& ours);
 
 }  // namespace weft

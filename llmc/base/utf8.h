@@ -1,4 +1,4 @@
-// UTF-8 as The Unicode Standard 15, table 3-7 defines it: no overlong forms, no surrogates, nothing past
+// Checking UTF-8, as The Unicode Standard 15, table 3-7 defines it: no overlong forms, no surrogates, nothing past
 // U+10FFFF.
 #pragma once
 
@@ -12,8 +12,8 @@ namespace weft {
 // Bytes of the well-formed sequence at the start of `text` (1 to 4), or 0 if there is none.
 std::size_t utf8_sequence_length(std::string_view text);
 
-// Bytes at the end of `text` that begin a well-formed sequence which is not complete yet (0 to 3): what a
-// streaming decoder holds back.
+// Number of bytes at the end of `text` (0 to 3) that are the beginning of a well-formed sequence: a streaming decoder
+// keeps them back until the rest arrives.
 std::size_t utf8_incomplete_suffix(std::string_view text);
 
 // `text` with each byte that is not part of a well-formed sequence replaced by U+FFFD, one U+FFFD for each

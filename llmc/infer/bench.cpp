@@ -17,8 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kWarmUpSteps = 4;
-// Before every timed run on a GPU, or it would time the ones before it: prompts in a row hold the GPU at its power limit, and
-// its clock stays down for about 70 ms after them (dev/performance/prompts.md, "The clock after a prompt").
+// Pause before every timed run on a GPU. Prompts in a row hold the GPU at its power limit, and its clock stays low for
+// about 70 ms after them (dev/performance/prompts.md, "The clock after a prompt"): without a pause they would slow the
+// next run.
 constexpr std::chrono::milliseconds kRest{200};
 
 double milliseconds(Clock::duration duration) {
@@ -35,12 +36,13 @@ std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size
   return ids;
 }
 
-// A prompt from an empty cache, then a decode step for each id of `rest`; the time of each.
+// The times of one prompt, from an empty cache, and of one decode step for each id of `decode_ids`. A model that
+// samples decodes its own ids: then only their number counts.
 struct Run {
   double first_token_ms = 0;
   std::vector<double> step_ms;
 };
-Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span<const std::int32_t> rest) {
+Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span<const std::int32_t> decode_ids) {
   Run run;
   model.reset();
   Clock::time_point before = Clock::now();
@@ -51,7 +53,7 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
   if (model.samples()) {
     GenerationRequest request;
     request.sampling = sampling_plan({});
-    request.max_ids = static_cast<std::int64_t>(rest.size()) + 1;
+    request.max_ids = static_cast<std::int64_t>(decode_ids.size()) + 1;
     bool first = true;
     model.generate_ids(prompt, request, [&](std::int32_t) {
       if (std::exchange(first, false)) {
@@ -65,7 +67,7 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
   }
   model.prefill(prompt);
   run.first_token_ms = lap();
-  for (const std::int32_t id : rest) {
+  for (const std::int32_t id : decode_ids) {
     model.decode(id);
     run.step_ms.push_back(lap());
   }
@@ -76,16 +78,16 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
   const std::vector<std::int32_t> ids =
       random_ids(prompt_tokens + std::max(tokens, kWarmUpSteps), model.config().vocab_size, seed);
   const std::span<const std::int32_t> prompt = std::span(ids).first(static_cast<std::size_t>(prompt_tokens));
-  const std::span<const std::int32_t> rest = std::span(ids).subspan(prompt.size());
+  const std::span<const std::int32_t> decode_ids = std::span(ids).subspan(prompt.size());
 
-  const std::int64_t fitting = std::min(kWarmUpSteps, model.capacity() - prompt_tokens - 1);
-  run_once(model, prompt, rest.first(static_cast<std::size_t>(std::max<std::int64_t>(fitting, 0))));
-  const auto rest_a_while = [&model] {
+  const std::int64_t warm_up = std::min(kWarmUpSteps, model.capacity() - prompt_tokens - 1);
+  run_once(model, prompt, decode_ids.first(static_cast<std::size_t>(std::max<std::int64_t>(warm_up, 0))));
+  const auto let_gpu_rest = [&model] {
     if (model.samples()) std::this_thread::sleep_for(kRest);
   };
   std::array<double, 3> first{};
   for (double& ms : first) {
-    rest_a_while();
+    let_gpu_rest();
     ms = run_once(model, prompt, {}).first_token_ms;
   }
   std::sort(first.begin(), first.end());
@@ -93,8 +95,8 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
   BenchPoint point;
   point.prompt = prompt_tokens;
   point.first_token_ms = first[1];
-  rest_a_while();
-  point.decode.inter_token_ms = run_once(model, prompt, rest.first(static_cast<std::size_t>(tokens))).step_ms;
+  let_gpu_rest();
+  point.decode.inter_token_ms = run_once(model, prompt, decode_ids.first(static_cast<std::size_t>(tokens))).step_ms;
   point.tokens = static_cast<std::int64_t>(point.decode.inter_token_ms.size());
   point.traffic = memory_traffic(model, point.prompt + point.tokens / 2, point.decode.tokens_per_second());
   return point;
@@ -158,7 +160,7 @@ BenchResult run_bench(DecodeModel& model, const BenchOptions& options) {
   }
   BenchResult result;
   result.read_ceiling = options.read_ceiling;
-  // The last id that is sampled needs a position, too.
+  // A model that samples yields one more id than decode steps, and the last id needs a position, too.
   const std::int64_t steps = model.samples() ? std::min(options.tokens, room - 1) : options.tokens;
   result.main = measure(model, kBenchPrompt, steps, options.seed);
   for (const std::int64_t context : options.contexts) {

@@ -1,4 +1,5 @@
-// How fast a model decodes: random ids in, times out. What the tokens are does not change the work.
+// infer_pythia --bench: times the prompt and the decode steps of a model, on random ids: which tokens they are does not
+// change the work.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +15,10 @@ inline constexpr std::int64_t kBenchPrompt = 32;
 inline constexpr std::int64_t kBenchContextTokens = 64;  // decoded at each of --bench-contexts, or as many as fit
 
 struct BenchOptions {
-  std::int64_t tokens = 128;                // decoded after a prompt of kBenchPrompt
-  std::vector<std::int64_t> contexts = {};  // and these lengths of the prompt
+  std::int64_t tokens = 128;                // decoded after a prompt of kBenchPrompt tokens
+  std::vector<std::int64_t> contexts = {};  // other prompt lengths to measure as well
   std::uint64_t seed = 0;
-  double read_ceiling = 0;  // GB/s that a plain read reaches on this device; 0: not measured
+  double read_ceiling = 0;  // GB/s of a kernel that only reads memory on this device; 0: not measured
 };
 
 // Positions that the cache needs for these options, at most `limit`.
@@ -25,12 +26,13 @@ std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit);
 // "64,1024,2000" as lengths from 1 to limit - 1. Anything else is Exit::usage.
 std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t limit);
 
-// One length of the prompt, as one request meets it: every run that is timed starts from a GPU that has rested. A model that
-// samples is timed with its sampling, from id to id as the host gets them; another one without.
+// The figures for one prompt length, as a single request would see them: the GPU rests before every timed run. A model
+// that samples on its device is timed with sampling, from one id to the next as they reach the host; any other model
+// without.
 struct BenchPoint {
   std::int64_t prompt = 0, tokens = 0;
   double first_token_ms = 0;  // the whole prompt, median of three
-  GenerateTimes decode;       // one value a decode step; first_token_ms unused
+  GenerateTimes decode;       // one value per decode step; its first_token_ms is unused
   MemoryTraffic traffic;
 };
 
@@ -40,11 +42,13 @@ struct BenchResult {
   double read_ceiling = 0;
 };
 
-// After a warm-up. Exit::usage if the context is too short.
+// Measures a prompt of kBenchPrompt tokens and then options.contexts, each after a warm-up. Exit::usage if the model's
+// cache is too short for the first.
 BenchResult run_bench(DecodeModel& model, const BenchOptions& options);
 
-// A model whose tokens are attention, output projection, MLP-up and GELU of every layer, and nothing else: the time of one
-// layer at a context of kLayerContext, as the tables of ClusterFusion have it (arXiv 2508.18850 and 2604.23553).
+// --bench-layer. `model` was loaded so that a token runs only attention, output projection, MLP-up and GELU of every
+// layer. The result is the time of one layer at a context of kLayerContext, as in the tables of ClusterFusion (arXiv
+// 2508.18850 and 2604.23553).
 inline constexpr std::int64_t kLayerContext = 64;
 struct LayerBenchResult {
   std::int64_t layers = 0;

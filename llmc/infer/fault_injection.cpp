@@ -27,22 +27,23 @@ void parse_fault(const std::string& spec, DecodeFaults& faults) {
   }
   const std::size_t equals = spec.find('=');
   if (equals == std::string::npos) refuse(spec);
-  const std::string place = spec.substr(0, equals), digits = spec.substr(equals + 1);
+  const std::string fault = spec.substr(0, equals), digits = spec.substr(equals + 1);
   std::int64_t number = 0;
   const auto end = std::from_chars(digits.data(), digits.data() + digits.size(), number);
   if (end.ec != std::errc{} || end.ptr != digits.data() + digits.size() || number < 1) refuse(spec);
-  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {{"nan@token", &faults.nan_token},
+  const std::pair<const char*, std::optional<std::int64_t>*> fields[] = {{"nan@token", &faults.nan_token},
                                                                          {"kill@token", &faults.kill_token},
                                                                          {"term@token", &faults.term_token},
                                                                          {"hang@token", &faults.hang_token}};
-  for (const auto& [name, field] : places) {
-    if (place != name) continue;
+  for (const auto& [name, field] : fields) {
+    if (fault != name) continue;
     *field = number;
     return;
   }
   refuse(spec);
 }
 
+// Passes every call on to `inner`, counts the tokens, and makes the planned faults happen.
 class FaultyModel final : public DecodeModel {
  public:
   FaultyModel(std::unique_ptr<DecodeModel> inner, const DecodeFaults& faults)
@@ -55,26 +56,26 @@ class FaultyModel final : public DecodeModel {
   std::int64_t length() const override { return inner_->length(); }
   void reset() override { inner_->reset(); }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override {
-    strike();
+    count_token();
     return damaged(inner_->prefill(ids));
   }
   std::span<const float> decode(std::int32_t id) override {
-    strike();
+    count_token();
     return damaged(inner_->decode(id));
   }
-  // Logits that never leave their device cannot be damaged here: the host samples where one has to be.
+  // Logits that stay on the device cannot be damaged here. If one has to be, this makes the host sample.
   bool samples() const override { return inner_->samples() && !faults_.nan_token; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override {
     inner_->generate_ids(prompt, request, [&](std::int32_t id) {
-      strike();
+      count_token();
       return on_id(id);
     });
   }
   std::vector<double> score(std::span<const std::int32_t> ids) override {
     std::vector<double> losses = inner_->score(ids);
     for (double& loss : losses) {
-      strike();
+      count_token();
       if (faults_.nan_token == token_) loss = std::numeric_limits<double>::quiet_NaN();
     }
     return losses;
@@ -83,7 +84,8 @@ class FaultyModel final : public DecodeModel {
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 
  private:
-  void strike() {
+  // Counts a token that comes next; kills, signals or stops the process if that is planned for it.
+  void count_token() {
     ++token_;
     if (faults_.kill_token == token_) ::raise(SIGKILL);
     if (faults_.term_token == token_) ::raise(SIGTERM);

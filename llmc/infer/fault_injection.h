@@ -1,10 +1,10 @@
-// Faults on purpose (--debug-inject of infer_pythia), the counterpart of llmc/train/fault_injection.h. Tokens are
-// counted from 1, over the whole process.
+// Faults on purpose, for tests: --debug-inject of infer_pythia. llmc/train/fault_injection.h is the counterpart for
+// training. Tokens are counted from 1, over the whole process.
 //
-//   nan@token=N       a logit that decides token N is not a number; with --perplexity the loss of token N is none
+//   nan@token=N       a logit that token N is chosen from is NaN; with --perplexity the loss of token N is NaN
 //   kill@token=N      the process dies (SIGKILL) before token N
 //   term@token=N      SIGTERM arrives before token N
-//   hang@token=N      token N never comes
+//   hang@token=N      the process waits for ever before token N
 //   io-error@load     a page of the model file cannot be read
 #pragma once
 
@@ -29,7 +29,7 @@ DecodeFaults parse_decode_faults(const std::vector<std::string>& specs);
 
 // Called before the model is loaded.
 void inject_before_load(const DecodeFaults& faults);
-// `model` itself where nothing is planned, otherwise a wrapper in which it happens.
+// `model` itself if no fault at a token is planned, otherwise a wrapper that makes it happen.
 std::unique_ptr<DecodeModel> with_faults(std::unique_ptr<DecodeModel> model, const DecodeFaults& faults);
 
 }  // namespace weft

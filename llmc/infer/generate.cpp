@@ -21,7 +21,7 @@ double milliseconds(Clock::duration duration) {
   return std::chrono::duration<double, std::milli>(duration).count();
 }
 
-// Token ids in, text out: decodes, looks for stop texts, and passes on what is certain.
+// Turns token ids into text: decodes them, looks for stop texts, and passes on text that cannot belong to one any more.
 class TextStream {
  public:
   TextStream(const Tokenizer* tokenizer, const std::vector<std::string>& stops, const GenerateHooks& hooks,
@@ -107,7 +107,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
   }
   GenerateResult result;
   TextStream text(tokenizer, options.stop_texts, hooks, result.text);
-  // So many ids that the last one still has a position before the end of the context.
+  // Positions that the prompt leaves in the context. The last id needs one, too, although it is not put into the cache.
   const std::int64_t room = model.capacity() - model.length() - static_cast<std::int64_t>(prompt.size());
   const std::int64_t max_ids = std::min(options.max_tokens, room);
   const auto is_stop_id = [&](std::int32_t id) {
@@ -115,7 +115,8 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
   };
 
   Clock::time_point before = Clock::now();
-  // Takes the next id; whether to go on.
+  // Records the next id and returns whether to generate another one. finish_reason is set before each check that may
+  // end the generation.
   const auto take = [&](std::int32_t id) {
     const Clock::time_point now = Clock::now();
     if (result.ids.empty()) {

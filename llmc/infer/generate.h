@@ -1,4 +1,4 @@
-// The generation loop: prompt in, tokens and text out, with the times that people ask for.
+// The generation loop: from the prompt's ids to new ids and their text, with the time of each token.
 #pragma once
 
 #include <cstdint>
@@ -37,14 +37,15 @@ struct GenerateTimes {
   double first_token_ms = 0;           // from the start of the prefill to the first token
   std::vector<double> inter_token_ms;  // between one token and the next: decode only
 
-  // Nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN if there are
-  // none.
+  // The percentile by nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN if
+  // there are no values.
   double inter_token_percentile(double percent) const;
-  double tokens_per_second() const;  // of decode only: the first token belongs to the prefill. NaN if there are none.
+  // Of decode only: the first token belongs to the prefill. NaN if there are no other tokens.
+  double tokens_per_second() const;
 };
 
 struct GenerateResult {
-  std::vector<std::int32_t> ids;  // every sampled id, a stop id and the tokens of a stop text included
+  std::vector<std::int32_t> ids;  // every sampled id, including a stop id and the ids of a stop text
   std::string text;               // their text up to the stop; empty without a tokenizer
   FinishReason finish_reason = FinishReason::max_tokens;
   GenerateTimes times;
@@ -52,9 +53,9 @@ struct GenerateResult {
 };
 
 struct GenerateHooks {
-  std::function<void(std::string_view)> on_text;  // each piece of text once it is certain: valid UTF-8
-  std::function<void()> on_id;                    // each id, before its text; the first one ends the prompt
-  std::function<bool()> interrupted;              // asked before each token; null: never
+  std::function<void(std::string_view)> on_text;  // each piece of text that the stop texts leave: valid UTF-8
+  std::function<void()> on_id;                    // each sampled id, before its text; the first one ends the prefill
+  std::function<bool()> interrupted;              // asked before each further token; null: never
 };
 
 // Appends `prompt` (not empty, in range, fitting) to what the model's cache holds and generates. The last id

@@ -19,22 +19,22 @@ namespace {
 
 enum Phase : std::sig_atomic_t { waiting, reading_prompt, writing };
 volatile std::sig_atomic_t phase = waiting;
-volatile std::sig_atomic_t received = 0;
-constexpr unsigned kPromptSeconds = 1;  // that Ctrl-C waits for the prompt
+volatile std::sig_atomic_t received_signal = 0;
+constexpr unsigned kPromptSeconds = 1;  // after Ctrl-C, until a prompt that is still in prefill ends the program
 
 extern "C" void on_signal(int signal_number) {
-  // Nothing is lost by leaving at once, and nothing but async-signal-safe calls is allowed here.
-  const bool at_once = phase == waiting || received != 0 || (phase == reading_prompt && signal_number != SIGINT);
+  // Leaving at once loses nothing. Only async-signal-safe calls are allowed here.
+  const bool at_once = phase == waiting || received_signal != 0 || (phase == reading_prompt && signal_number != SIGINT);
   if (at_once) {
     LineInput::restore_terminal();
     ::_exit(static_cast<int>(exit_after_signal(signal_number)));
   }
-  received = signal_number;
+  received_signal = signal_number;
   if (phase == reading_prompt) ::alarm(kPromptSeconds);
 }
 
 extern "C" void on_prompt_alarm(int) {
-  if (phase == reading_prompt && received != 0) ::_exit(static_cast<int>(exit_after_signal(received)));
+  if (phase == reading_prompt && received_signal != 0) ::_exit(static_cast<int>(exit_after_signal(received_signal)));
 }
 
 void install_handlers() {
@@ -59,7 +59,7 @@ class Conversation {
     GenerateHooks hooks;
     hooks.on_text = [this](std::string_view piece) { output_.write(piece); };
     hooks.on_id = [] { phase = writing; };
-    hooks.interrupted = [] { return received != 0; };
+    hooks.interrupted = [] { return received_signal != 0; };
     const GenerateResult result = generate(model_, &tokenizer_, *ids, options_, hooks);
     last_id_ = result.ids.back();
     output_.write("\n");
@@ -67,10 +67,10 @@ class Conversation {
   }
 
  private:
-  // What the line adds to the text; nothing if even an empty context could not hold it.
+  // The ids that the line adds to the text; empty if even a new context could not hold them.
   std::optional<std::vector<std::int32_t>> next_ids(const std::string& line) {
     if (model_.length() > 0) {
-      std::vector<std::int32_t> ids = {last_id_};  // sampled last time, and not in the cache yet
+      std::vector<std::int32_t> ids = {last_id_};  // the last id of the previous answer is not in the cache yet
       const std::vector<std::int32_t> added = tokenizer_.encode("\n" + line, false, special_);
       ids.insert(ids.end(), added.begin(), added.end());
       if (model_.length() + static_cast<std::int64_t>(ids.size()) < model_.capacity()) return ids;
@@ -98,7 +98,7 @@ class Conversation {
 Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
                      const GenerateOptions& options, bool statistics) {
   install_handlers();
-  // What came while the model was loaded was caught by the handlers before these.
+  // A signal that came while the model was loaded was caught by the handlers that these replace.
   if (stop_signal() != 0) return exit_after_signal(stop_signal());
   LineInput input;
   Conversation conversation(model, tokenizer, special, options, statistics);
@@ -110,11 +110,11 @@ Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::
       log_warning("this line has more than %s: it is left out", human_bytes(kMaxLineBytes).c_str());
       continue;
     }
-    received = 0;
+    received_signal = 0;
     phase = reading_prompt;
     conversation.answer(line);
     phase = waiting;
-    if (received == SIGTERM || received == SIGHUP) return Exit::terminated;
+    if (received_signal == SIGTERM || received_signal == SIGHUP) return Exit::terminated;
   }
   return Exit::ok;
 }

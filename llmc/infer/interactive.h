@@ -1,4 +1,4 @@
-// Lines in, answers out, one K/V cache for all of them.
+// infer_pythia --interactive: the model continues each line of stdin, with one K/V cache for the whole conversation.
 #pragma once
 
 #include "llmc/base/error.h"
@@ -6,14 +6,14 @@
 
 namespace weft {
 
-// Reads lines from stdin and lets the model continue the text after each: the first line begins the text,
-// every later one is appended on a line of its own. Nothing is computed twice: the cache is kept until the
-// context is full; then the text begins anew with the line at hand, and a message says so.
+// Reads lines from stdin and lets the model continue the text after each: the first line begins the text, every later
+// one is appended on a line of its own. The cache is kept, so nothing is computed twice. When the context is full, the
+// text begins anew with the current line, and a message says so.
 //
-// Ctrl-C during an answer ends the answer; while waiting for a line, or a second time in one answer, it ends the program
-// with 130, and so it does where the prompt takes more than a second to be read. SIGTERM and SIGHUP end it after the token
-// at hand, before the first one at once. End of input: Exit::ok. The signal handlers that it installs stay.
-// `statistics`: one line after each answer.
+// Ctrl-C during an answer ends the answer. It ends the program with 130 while it waits for a line, if it is the second
+// one in one answer, or if the prompt's prefill takes more than a second afterwards. SIGTERM and SIGHUP end the program
+// after the current token, or at once before the first token. End of input: Exit::ok. The signal handlers that this
+// function installs stay. `statistics`: one line after each answer.
 Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
                      const GenerateOptions& options, bool statistics);
 

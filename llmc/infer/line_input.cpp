@@ -41,7 +41,7 @@ struct LineInput::Editor {
     ::el_set(
         line, EL_PROMPT, +[](EditLine*) { return const_cast<char*>("> "); });
     ::el_set(line, EL_EDITOR, "emacs");
-    ::el_set(line, EL_SIGNAL, 0);  // weft's handlers are the ones that count
+    ::el_set(line, EL_SIGNAL, 0);  // libedit must not replace weft's signal handlers
     ::el_set(line, EL_HIST, ::history, history);
   }
   ~Editor() {
@@ -75,7 +75,7 @@ struct LineInput::Editor {
 
 namespace {
 
-// Of the terminal before it was edited on; read by a signal handler.
+// The terminal's settings from before line editing; a signal handler reads them.
 termios terminal_before;
 std::atomic<bool> terminal_known{false};
 

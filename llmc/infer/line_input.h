@@ -1,5 +1,5 @@
-// Lines of standard input, one at a time: with a prompt and, where weft was built with libedit, line editing and a history
-// if a person types them.
+// Reads the lines of standard input one at a time. On a terminal with a prompt and, if weft was built with libedit,
+// with line editing and a history.
 #pragma once
 
 #include <cstddef>
@@ -9,22 +9,23 @@
 
 namespace weft {
 
-inline constexpr std::size_t kMaxLineBytes = 1 << 20;  // of a line; longer ones are refused without being kept
+inline constexpr std::size_t kMaxLineBytes = 1 << 20;  // a longer line is discarded
 
 class LineInput {
  public:
   enum class Result { line, too_long, end };
 
-  // On a terminal it says how to leave.
+  // On a terminal, prints how to leave.
   LineInput();
   ~LineInput();
   LineInput(const LineInput&) = delete;
   LineInput& operator=(const LineInput&) = delete;
 
-  // For a signal handler that ends the program while a line is edited: the terminal as it was before. Async-signal-safe.
+  // Restores the terminal's settings from before line editing, for a signal handler that ends the program.
+  // Async-signal-safe.
   static void restore_terminal();
 
-  // The next line, without its end. too_long: it was read to its end and forgotten.
+  // The next line, without its newline. too_long: the line was read to its end and discarded.
   Result read(std::string& line);
 
  private:
@@ -33,7 +34,7 @@ class LineInput {
   std::unique_ptr<Editor> editor_;  // null: no terminal, or no libedit
 };
 
-// The same from any stream. Never holds more than `limit` bytes.
+// LineInput::read from any stream, for lines of at most `limit` bytes. Never holds more than these in memory.
 LineInput::Result read_line(std::istream& input, std::string& line, std::size_t limit);
 
 }  // namespace weft

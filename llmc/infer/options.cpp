@@ -100,8 +100,8 @@ void add_output(OptionTable& table, InferSettings& s) {
   table.only_in_help_all("debug-inject");
 }
 
-// The task that was given; none or two are an error. `given`: its option, with the dashes.
-InferTask the_task(const OptionTable& table, std::string& given) {
+// The task whose option was given; none or more than one is an error. `given`: set to that option, with its dashes.
+InferTask requested_task(const OptionTable& table, std::string& given) {
   std::string all;
   InferTask task = InferTask::prompt;
   int count = 0;
@@ -133,7 +133,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
     fail(Exit::usage, "--bench-timeline: only for --bench, without --bench-layer and --json");
   }
   std::string given;
-  s.task = the_task(table, given);
+  s.task = requested_task(table, given);
   for (const auto& [name, value] :
        {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
         std::pair("perplexity", &s.perplexity), std::pair("compare", &s.compare)}) {

@@ -1,4 +1,5 @@
-// The options of infer_pythia: one table, their values, and what is checked of them together.
+// The command-line options of infer_pythia: their table, their values, and the checks that involve more than one of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace weft {
 // What to do with the model: exactly one of these is asked for.
 enum class InferTask { prompt, prompt_file, prompt_ids, interactive, perplexity, bench, compare };
 
-// One field an option, with its default; the names and meanings are those of --help. Sizes of zero mean "not given".
+// One field per option, with its default; names and meanings are those of --help. A size of 0 means "not given".
 struct InferSettings {
   std::string model, random_model, device = "auto", decode = "auto", dtype = "auto";
   std::int64_t context = 0, threads = 0;
@@ -35,15 +36,15 @@ struct InferSettings {
   std::string color = "auto";
   std::vector<std::string> debug_inject;
 
-  InferTask task = InferTask::prompt;  // which of the ways was given
+  InferTask task = InferTask::prompt;  // the one whose option was given
 };
 
-// The table of the options, bound to the settings that it fills.
+// The table of the options and the settings that it fills.
 class InferOptionParser {
  public:
   explicit InferOptionParser(const std::string& version);
-  // Empty: --help or --version was printed. What no single value can show (no task or two, options that do not go together)
-  // is checked here too, before any file is opened: Exit::usage. Each call starts from the defaults.
+  // Empty: --help or --version was printed. Also checks what involves several options (no task or two tasks, options
+  // that exclude each other), before any file is opened: Exit::usage. Each call starts from the defaults.
   std::optional<InferSettings> parse(int argc, const char* const* argv);
 
  private:
@@ -51,7 +52,7 @@ class InferOptionParser {
   OptionTable table_;
 };
 
-// The same for the one command line of a program.
+// InferOptionParser in one call, for a program's only command line.
 std::optional<InferSettings> parse_infer_options(int argc, const char* const* argv, const std::string& version);
 
 }  // namespace weft

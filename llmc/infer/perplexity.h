@@ -1,9 +1,10 @@
-// How well a model predicts a text: a window slides over it, and every token is scored exactly once.
+// infer_pythia --perplexity: how well a model predicts a text. A window slides over the text, and every token is scored
+// exactly once.
 //
-// The text is encoded and put behind the id that begins a document (document_start of prompt.h), so that its
-// first token is predicted, too. The first window scores all of its tokens; each later one begins `stride`
-// ids further on and scores only the tokens that no window before it has reached. Those have at least window
-// - stride ids of context: a smaller stride gives each token more context and costs more passes.
+// The encoded text follows the id that begins a document (document_start of prompt.h), so that its first token is
+// predicted, too. The first window scores all of its tokens. Each later one begins `stride` ids further on and scores
+// only the tokens after the end of the previous window. These have at least window - stride ids of context: a smaller
+// stride gives each token more context and costs more passes of the model.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@
 
 namespace weft {
 
-// Exit::bad_file where the bytes of `path` are no text that a score could mean anything for: empty, with NUL bytes, or more
-// than a tenth of it not UTF-8. Warns where some of it is not UTF-8.
+// Exit::bad_file if `text`, the content of the file `path`, is not text, so that its score would be meaningless: if it
+// is empty, contains a NUL byte, or more than a tenth of it is not UTF-8. A warning if less than that is not UTF-8.
 void check_text(std::string_view text, const std::string& path);
 
 // One pass of the model: ids [begin, end) go in; the tokens at [first_scored, end) are counted.
@@ -36,7 +37,7 @@ struct PerplexityResult {
   std::int64_t windows = 0;
   double mean_nll = 0;        // natural logarithm, per token
   double standard_error = 0;  // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
-  bool interrupted = false;   // the figures cover the windows until then
+  bool interrupted = false;   // the figures cover the windows before the interruption
 
   double perplexity() const;     // exp(mean_nll)
   double bits_per_byte() const;  // comparable between tokenizers; NaN if interrupted

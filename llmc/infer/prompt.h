@@ -1,4 +1,4 @@
-// From what the user gives to the ids that the model starts from.
+// The ids that the model starts from: parses and checks what the user gave as a prompt.
 #pragma once
 
 #include <cstddef>
@@ -16,18 +16,18 @@ namespace weft {
 // <|endoftext|>, id 0). Nothing if the model has neither.
 std::optional<std::int32_t> document_start(const ModelConfig& config);
 
-// `ids`, or document_start() where they are empty; no such id is Exit::usage.
+// `ids`, or the id of document_start() if `ids` is empty; Exit::usage if the model has no such id.
 std::vector<std::int32_t> start_ids(std::vector<std::int32_t> ids, const ModelConfig& config);
 
-// "1,2,3" as ids in [0, vocab_size). Anything else, an empty text included, is Exit::usage and names the
-// culprit.
+// "1,2,3" as ids in [0, vocab_size). Anything else, also an empty text, is Exit::usage with a message that names the
+// item.
 std::vector<std::int32_t> parse_ids(const std::string& text, std::int64_t vocab_size);
 
-// The same notation, from ids.
+// The inverse of parse_ids: the ids as "1,2,3".
 std::string ids_text(std::span<const std::int32_t> ids);
 
-// Fails with Exit::usage, saying how many tokens there are and how many fit, unless `count` more ids leave
-// place for a generated one in `capacity` positions of which `used` are taken.
+// Exit::usage, with how many tokens there are and how many fit, unless `count` more ids leave room for a generated one
+// in a context of `capacity` positions of which `used` are taken.
 void check_prompt_fits(std::size_t count, std::int64_t used, std::int64_t capacity);
 
 }  // namespace weft

@@ -14,7 +14,7 @@ Json finite_or_null(double value) {
   return std::isfinite(value) ? Json(value) : Json(nullptr);
 }
 
-// The cache's length halfway between the first decode step and the last.
+// The length of the cache halfway between the first and the last decode step.
 std::int64_t middle_context(const GenerateResult& result) {
   return result.context - static_cast<std::int64_t>(result.times.inter_token_ms.size()) / 2;
 }

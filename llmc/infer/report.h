@@ -1,4 +1,4 @@
-// What is told about a generation: one line for people, one object for programs.
+// Reports on a generation or a perplexity run: lines for people, a JSON object for programs.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 
 namespace weft {
 
-// Where and how a model runs: "cpu" and "reference", say.
+// Where and how a model runs, for example "cpu" and "reference".
 struct DecodePath {
   std::string device, decode;
 };
 
-// Bytes that a decode step had to read, in the middle of the generation, and the rate that follows: a lower
-// bound of the memory traffic.
+// Bytes that a decode step has to read at the given context (usually that of the middle of the generation), and the
+// rate that follows from the speed: a lower bound of the memory traffic.
 struct MemoryTraffic {
   std::uint64_t bytes_per_token = 0;
-  double gb_per_second = 0;  // NaN where nothing was decoded
+  double gb_per_second = 0;  // NaN if nothing was decoded
 };
 MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, double tokens_per_second);
 
@@ -37,7 +37,7 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
 std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride);
 Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path);
 
-// One line of JSON. Text that is not UTF-8 has U+FFFD in the place of its bad bytes.
+// `object` as one line of JSON. U+FFFD replaces bytes that are not UTF-8.
 std::string json_line(const Json& object);
 
 }  // namespace weft

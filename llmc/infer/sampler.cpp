@@ -11,7 +11,7 @@ namespace weft {
 
 namespace {
 
-// The lowest id of the greatest logit; checks every value on the way.
+// The lowest id of the greatest logit. Fails on NaN, on +infinity, and if no logit is finite.
 std::int32_t argmax(std::span<const float> logits) {
   std::size_t best = 0;
   for (std::size_t i = 0; i < logits.size(); ++i) {
@@ -50,8 +50,7 @@ std::int32_t Sampler::sample(std::span<const float> logits, std::int64_t positio
   fail(Exit::internal, "sampling: target beyond the total");
 }
 
-// The ids that top-k, top-p and min-p leave, in order of id. An id that weighs nothing cannot be drawn and is
-// left out.
+// The ids that top-k, top-p and min-p keep, in order of id. Ids of weight 0 cannot be drawn and are left out.
 std::vector<std::int32_t> Sampler::kept_ids(std::span<const float> logits) const {
   std::vector<std::int32_t> ids;
   for (std::size_t i = 0; i < logits.size(); ++i) {
@@ -71,7 +70,7 @@ std::vector<std::int32_t> Sampler::kept_ids(std::span<const float> logits) const
     std::uint64_t total = 0;
     for (const std::int32_t id : ids) total += weight(id);
     const std::uint64_t share = sampling_share(plan_.top_p, total);
-    // A heap hands out the ids in rank order; most of the mass usually lies in few of them.
+    // A heap yields the ids in rank order without sorting all: a few of them usually have most of the weight.
     const auto ranks_after = [&](std::int32_t a, std::int32_t b) { return ranks_before(b, a); };
     std::make_heap(ids.begin(), ids.end(), ranks_after);
     auto rest = ids.end();

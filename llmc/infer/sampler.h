@@ -1,5 +1,5 @@
-// Picks the next token on the host. llmc/base/sampling.h says which; llmc/cuda/op/sampler.cuh makes the same choices on the
-// GPU.
+// Picks the next token on the host, as llmc/base/sampling.h describes. llmc/cuda/op/sampler.cuh makes the same choice
+// on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class Sampler {
   std::vector<std::int32_t> kept_ids(std::span<const float> logits) const;
 
   SamplingPlan plan_;
-  std::vector<std::uint64_t> weights_;  // by id; reused from call to call
+  std::vector<std::uint64_t> weights_;  // indexed by id; a member so that calls reuse its memory
 };
 
 }  // namespace weft

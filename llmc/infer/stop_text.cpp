@@ -19,7 +19,7 @@ std::string StopTextFilter::push(std::string_view text) {
     if (stopped_) break;
     held_ += byte;
     std::size_t complete = 0;  // bytes of the longest stop text that ends here
-    std::size_t begun = 0;     // bytes of the longest beginning of a stop text that ends here
+    std::size_t begun = 0;     // bytes of the longest prefix of a stop text that ends here
     for (const std::string& stop : stops_) {
       for (std::size_t length = std::min(stop.size(), held_.size()); length > 0; --length) {
         if (!held_.ends_with(std::string_view(stop).substr(0, length))) continue;

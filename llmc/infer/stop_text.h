@@ -1,4 +1,4 @@
-// Texts that end a generation: neither they nor a part of them is ever shown.
+// Stop texts: they end a generation, and no part of them is shown.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace weft {
 
-// Bytes go in as they are generated, in pieces of any size; out comes what cannot belong to a stop text any
-// more. The generation ends with the first byte that completes a stop text, whatever the pieces were; of
-// several that end there the longest counts.
+// A filter between the generated text and its output. push() takes the next piece of text, of any size, and returns the
+// text that cannot belong to a stop text any more. The generation ends at the first byte that completes a stop text,
+// however the text is split into pieces. If several stop texts end there, the longest is removed.
 class StopTextFilter {
  public:
   // An empty stop text is Exit::usage.
@@ -21,7 +21,7 @@ class StopTextFilter {
 
  private:
   std::vector<std::string> stops_;
-  std::string held_;  // the longest end of the text that begins a stop text
+  std::string held_;  // held back: the longest suffix of the text that is a prefix of a stop text
   bool stopped_ = false;
 };
 

@@ -1,4 +1,4 @@
-// Generated text on its way to stdout.
+// Writes generated text to stdout, to a terminal without control characters.
 #pragma once
 
 #include <string>
@@ -6,17 +6,16 @@
 
 namespace weft {
 
-// `text` with every control character but newline and tab written as \xNN: what a model says must not steer a
-// terminal.
+// `text` with every control character except newline and tab, and every byte that is not UTF-8, written as \xNN: a
+// model's output must not be able to control the terminal.
 std::string terminal_safe(std::string_view text);
 
-// Writes pieces of text to stdout at once: to a terminal through terminal_safe(), to a file or a pipe as they
-// are.
+// Writes pieces of text to stdout without delay: to a terminal through terminal_safe(), to a file or a pipe unchanged.
 class TextOutput {
  public:
   TextOutput();
   void write(std::string_view text);
-  void end_line();  // on a terminal, ends an unfinished line; a file or a pipe gets the text and nothing else
+  void end_line();  // ends an unfinished line on a terminal; a file or a pipe gets the text alone
 
  private:
   bool terminal_;
