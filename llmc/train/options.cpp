@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kMany = kMaxSteps;  // no count on this command line is larger
 
-constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // counted in 64 bits
+constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
 
 constexpr const char* kFooter =
     "A run directory resumes by itself: the same command goes on from the newest\n"
@@ -133,7 +133,7 @@ void check_batch(TrainSettings& s) {
   }
 }
 
-// "80GB", "79.5 GiB", "500MB": bytes.
+// The bytes of a size such as "80GB", "79.5 GiB" or "500MB".
 std::uint64_t parse_memory_size(const std::string& text) {
   const std::pair<const char*, double> units[] = {{"GB", 1e9},     {"GiB", 0x1p30}, {"MB", 1e6},
                                                   {"MiB", 0x1p20}, {"TB", 1e12},    {"TiB", 0x1p40}};
