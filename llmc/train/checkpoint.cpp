@@ -25,7 +25,7 @@ constexpr int kFormatVersion = 1;
 constexpr std::size_t kMaxManifestBytes = 16 << 20;  // that of the largest model, of 1,024 layers, has 6 MB
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
 // Limit for counters that are read from a file and counted on: they stay far below 2^63.
-constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;
+constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;
 
 std::string hash_text(std::uint64_t hash) {
   return format("%016llx", static_cast<unsigned long long>(hash));
@@ -229,8 +229,8 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
   TrainState state;
   state.step = json_int(object, "step", 0, kMaxSteps, source);
   state.updates = json_int(object, "updates", 0, state.step, source);
-  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kFarFuture, source));
-  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kFarFuture, source));
+  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kMaxCounter, source));
+  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kMaxCounter, source));
   state.skipped = json_int(object, "skipped", 0, state.step, source);
   state.transient = json_int(object, "transient", 0, state.step, source);
   state.loss = read_optional(object, "loss", source);

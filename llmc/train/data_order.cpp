@@ -44,7 +44,7 @@ std::uint64_t DataOrder::window_at(std::uint64_t position) const {
   const std::uint64_t epoch = position / count_;
   std::uint64_t value = position % count_;
   do value = encrypt(value, epoch);
-  while (value >= count_);  // the network permutes at most 4 count_ values: four times on average at most
+  while (value >= count_);  // the network permutes at most 4 count_ values: at most four passes on average
   return value;
 }
 

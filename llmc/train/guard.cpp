@@ -56,8 +56,8 @@ Json SpikeDetector::to_json() const {
 
 SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& source) {
   SpikeDetector detector;
-  constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;  // leaves room to count on
-  detector.observed_ = json_int(object, "observed", 0, kFarFuture, source);
+  constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;  // leaves room to count on
+  detector.observed_ = json_int(object, "observed", 0, kMaxCounter, source);
   detector.mean_ = json_number(object, "mean", source);
   detector.variance_ = json_number(object, "variance", source);
   constexpr double kLargest = 1e100;  // no gradient norm comes near; its square is still finite

@@ -85,8 +85,9 @@ Exit TrainLoop::run() {
       Step step = train_step();
       after_step(step);
     } catch (const Error& error) {
-      // Errors of the data and numeric errors are found before the update: the parameters are good, and are saved. After
-      // errors of the device or of memory nothing in the model can be trusted, and the last checkpoint has to do.
+      // The data and the guard report errors before the update: the parameters are good, and are saved. (A numeric error
+      // of a save comes back from this save too, as a warning.) After errors of the device or of memory nothing in the
+      // model can be trusted, and the last checkpoint has to do.
       ending_ = true;
       if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
       settle_save();
@@ -238,7 +239,7 @@ void TrainLoop::report(const Step& step) {
       "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number), wide(settings.steps),
       step.loss, step.learning_rate, step.gradient_norm, tokens_per_s, human_seconds(left).c_str(),
       step.val_loss ? format("  val %.4f", *step.val_loss).c_str() : "", step.skipped ? "  skipped" : "");
-  // All steps of a short run, about sixty lines of a long one, and one at least every 15 seconds.
+  // Every step of a short run, about sixty of a long one, and a step that ends 15 seconds after the last line.
   const std::int64_t interval = std::max<std::int64_t>(1, settings.steps / 60);
   const bool print =
       step.val_loss || step.skipped || step.number == first_step_ || due(interval) || seconds_since(last_line_) > 15;

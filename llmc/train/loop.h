@@ -44,8 +44,8 @@ class TrainLoop {
 
   // Trains until the last step, a signal or the time limit; saves; prints the result on stdout. Returns Exit::ok or the code
   // of the signal. Throws Exit::numeric if the guard stops the run or a save finds a value that is not finite,
-  // Exit::resources if the last save fails, and errors of the data. Before it throws a numeric or data error it saves the
-  // state of the last good step. In every case it waits for a save in progress.
+  // Exit::resources if the last save fails, and errors of the data. Before it throws an error of the guard or of the data
+  // it saves the state of the last good step. In every case it waits for a save in progress.
   Exit run();
   const TrainState& state() const { return state_; }
 
