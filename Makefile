@@ -189,7 +189,7 @@ $B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $B/libweft.a
 # Each header compiles alone: no hidden order of includes. Those of GPU code need the CUDA toolkit; without nvcc they are
 # skipped, and said to be. Of a .cuh nvcc compiles the device code, which parses all of it, for one architecture.
 ALL_HEADERS   := $(sort $(wildcard $(foreach d,llmc/* llmc/*/* llmc/*/*/* test/* dev/*,$d/*.h $d/*.cuh)))
-CUDA_HEADERS  := $(filter llmc/cuda/% test/gpu/% %.cuh,$(ALL_HEADERS))
+CUDA_HEADERS  := $(filter llmc/cuda/% test/gpu/% dev/ladder/% %.cuh,$(ALL_HEADERS))
 SKIPPED_HEADERS := $(if $(strip $(NVCC)),,$(CUDA_HEADERS))
 HEADERS       := $(filter-out $(SKIPPED_HEADERS),$(ALL_HEADERS))
 ONE_ARCH      := $(or $(filter 90a,$(GPU_ARCH)),$(lastword $(GPU_ARCH)))

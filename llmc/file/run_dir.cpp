@@ -25,7 +25,7 @@ namespace {
 constexpr const char* kLockName = "lock";
 constexpr const char* kStepPrefix = "step_";
 constexpr const char* kTemporarySuffix = ".tmp";
-constexpr const char* kReplacedSuffix = ".replaced";  // before it: an old checkpoint whose name a new one takes
+constexpr const char* kReplacedSuffix = ".replaced";  // then .tmp: the old checkpoint while a new one takes its name
 
 std::string step_name(std::int64_t step) {
   return format("step_%08lld", static_cast<long long>(step));
@@ -63,7 +63,7 @@ void rename_or_fail(const std::string& from, const std::string& to) {
   }
 }
 
-// A directory itself, not a link to one.
+// False for a symbolic link to a directory.
 bool is_real_directory(const std::string& path) {
   std::error_code error;
   return fs::symlink_status(path, error).type() == fs::file_type::directory;
@@ -79,8 +79,7 @@ bool is_name_of_a_save(const std::string& name) {
   return false;
 }
 
-// Removes the files of a save, then their directory, which stays if it holds anything else. Nothing is done to what is no
-// directory.
+// Removes the files of a save, then the directory if nothing else is left in it. Does nothing if `path` is not a directory.
 std::error_code remove_save(const std::string& path) {
   std::error_code error;
   if (!is_real_directory(path)) return error;
@@ -95,7 +94,7 @@ std::error_code remove_save(const std::string& path) {
   return error;
 }
 
-// For a directory that nobody looks for any more: what cannot be removed costs disk space, no state.
+// For a directory that is no longer a checkpoint: failing to remove it costs only disk space, so it is a warning.
 void remove_or_warn(const std::string& path) {
   std::error_code error;
   if (call_allowed("remove", path)) {
@@ -149,13 +148,14 @@ RunDirectory::RunDirectory(const std::string& path) : path_(path) {
 
 RunDirectory::~RunDirectory() {
   if (lock_ < 0) return;
-  // Emptied, not removed: a run that is waiting to open the file must find the one that we hold.
+  // Emptied, not removed: another run may have opened this file already. It would lock a file without a name, while a
+  // third run creates a new one and locks that.
   [[maybe_unused]] const int ignored = ::ftruncate(lock_, 0);
   ::close(lock_);
 }
 
-// The kernel holds the lock and drops it when the process dies, however it dies; the text only says who it
-// is.
+// The lock is the kernel's (flock): it is released when the process ends, however it ends. The text in the file only names
+// the owner in messages.
 void RunDirectory::take_lock() {
   const std::string name = file(kLockName);
   std::string problem;
@@ -250,7 +250,7 @@ void RunDirectory::commit_checkpoint(std::int64_t step) const {
 void RunDirectory::discard_checkpoint(std::int64_t step) const noexcept {
   try {
     remove_save(checkpoint_path(step) + kTemporarySuffix);
-  } catch (const std::exception&) {  // no memory for the path: the next start removes it
+  } catch (const std::exception&) {  // out of memory for the path; the next start removes the directory
   }
 }
 

@@ -7,8 +7,9 @@
 //   step_00000100/    a checkpoint; only ever appears complete
 //   step_00000100.tmp/, step_00000100.replaced.tmp/   a save or a removal that was interrupted; never loaded
 //
-// Others may have made things in this directory. What a run appends to or locks is opened by open_own_file(), every other
-// file is written under a new name and renamed, and only what a save writes is ever removed.
+// The directory may hold files that weft did not make, symbolic links included. So a file that is appended to or locked is
+// opened with open_own_file(), every other file is written under a temporary name and renamed, and nothing is removed but
+// the files that a save writes.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +22,8 @@ namespace weft {
 class RunDirectory {
  public:
   // Creates the directory if needed and takes its lock. A path that cannot be a directory is Exit::usage; one
-  // in use by another run Exit::environment with that run's pid and host. The lock of a run that is no more
-  // is taken over with a message.
+  // in use by another run is Exit::environment, naming that run's pid and host. The lock of a process that has died is
+  // taken over with a message.
   explicit RunDirectory(const std::string& path);
   ~RunDirectory();
   RunDirectory(const RunDirectory&) = delete;
@@ -30,12 +31,13 @@ class RunDirectory {
 
   const std::string& path() const { return path_; }
   std::string file(const std::string& name) const { return path_ + "/" + name; }
-  bool empty() const;  // nothing here but the lock
-  // Removes what interrupted saves and removals left. For a run that has found out that it may work here.
+  bool empty() const;  // holds nothing but the lock file
+  // Removes the temporary directories that interrupted saves and removals left. Call it only when the run has made sure
+  // that the checkpoints here are its own.
   void remove_leftovers() const;
 
-  // Everything named step_*, newest first; what can be no checkpoint (a file, a loop of links, a number too
-  // large) has a `problem`, and comes last if its name is no step.
+  // Every entry named step_* that is not a temporary one, newest first. What cannot be a checkpoint has a `problem`: a
+  // file, a loop of symbolic links, a name that weft does not write (its step is -1, and it comes last).
   struct Entry {
     std::string name;
     std::int64_t step = -1;
@@ -43,13 +45,15 @@ class RunDirectory {
   };
   std::vector<Entry> checkpoints() const;
 
-  // A save: begin() makes an empty step_N.tmp and returns its path, commit() gives it its name once its files
-  // are synced, replacing a damaged checkpoint of the same step, and discard() removes it. Something else under one of the
-  // two names (a link, a file) is Exit::environment, and stays.
+  // A save calls begin_checkpoint(), which creates an empty step_N.tmp and returns its path; when the files in it are
+  // synced, commit_checkpoint() renames it to step_N, replacing a damaged checkpoint of that step. On failure
+  // discard_checkpoint() removes step_N.tmp. If a symbolic link or a file has one of the two names, it is left alone, and
+  // the error is Exit::environment.
   std::string begin_checkpoint(std::int64_t step) const;
   void commit_checkpoint(std::int64_t step) const;
   void discard_checkpoint(std::int64_t step) const noexcept;
-  // Takes the checkpoint's name away first, so that no half-removed one is ever seen. A link to one stays.
+  // Renames the checkpoint to step_N.tmp before it deletes files, so that no half-removed one ever has a checkpoint's name.
+  // A symbolic link to a checkpoint is left alone.
   void remove_checkpoint(std::int64_t step) const;
 
   std::string checkpoint_path(std::int64_t step) const;

@@ -11,8 +11,8 @@ namespace weft {
 namespace {
 
 struct Description {
-  const char* what;  // nullptr: not recognised
-  const char* todo;
+  const char* what;    // nullptr: not recognised
+  const char* advice;  // nullptr: none
 };
 
 constexpr const char* kConvert = "convert it with scripts/convert_hf.py";
@@ -21,7 +21,7 @@ bool is_reversed(std::string_view head, std::string_view magic) {
   return head.size() >= magic.size() && std::equal(magic.rbegin(), magic.rend(), head.begin());
 }
 
-// "\x89WEFT" with other line ends after it, or with the top bit lost.
+// "\x89WEFT" with translated line ends after it, or with the top bit of the first byte lost.
 bool is_damaged_magic(std::string_view head) {
   if (head.size() < 5 || (head[0] != '\x89' && head[0] != '\t')) return false;
   return head.substr(1, 4) == "WEFT" || head.substr(1, 4) == "WTOK";
@@ -80,7 +80,7 @@ void check_magic(const MappedFile& file, std::string_view magic, const char* wan
   if (found.what == nullptr) found = describe_text(head);
   if (found.what != nullptr) {
     fail(Exit::bad_file, "%s: magic: this is %s, expected %s%s%s", path.c_str(), found.what, wanted,
-         found.todo != nullptr ? ". " : "", found.todo != nullptr ? found.todo : "");
+         found.advice != nullptr ? ". " : "", found.advice != nullptr ? found.advice : "");
   }
   const auto printable = [](unsigned char c) { return c >= 0x20 ? c != 0x7F : c == '\n' || c == '\t' || c == '\r'; };
   if (std::all_of(head.begin(), head.end(), printable)) {

@@ -1,4 +1,4 @@
-// The first bytes of a file: is it what was asked for, and if not, what is it?
+// Checks the first bytes of an input file, and says what a file of the wrong kind is instead.
 #pragma once
 
 #include <string_view>
@@ -7,12 +7,13 @@
 
 namespace weft {
 
-// PNG's idea: a first byte that is not ASCII, and line ends that a text-mode copy would damage visibly.
+// As in PNG's signature, the first byte is not ASCII, and the line ends show whether a copy has translated them.
 inline constexpr std::string_view kTensorFileMagic = "\x89WEFT\r\n\x1a";
 inline constexpr std::string_view kTokenShardMagic = "\x89WTOK\r\n\x1a";
 
-// Returns if `file` starts with `magic` (or is a non-empty beginning of it); otherwise Exit::bad_file saying
-// what the file is, where it can be recognised, and what to do. `wanted`: "a tensor file".
+// Returns if `file` starts with `magic`, or is so short that it is only a beginning of it (the caller reports the size).
+// Otherwise Exit::bad_file, which says what the file is, if it can be recognised, and what to do. `wanted` names the
+// expected kind: "a tensor file".
 void check_magic(const MappedFile& file, std::string_view magic, const char* wanted);
 
 }  // namespace weft

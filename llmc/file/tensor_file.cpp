@@ -43,8 +43,8 @@ constexpr std::uint32_t kByteOrder = 0x01020304;
 constexpr std::uint32_t kSwappedByteOrder = 0x04030201;
 constexpr std::uint64_t kTableAlignment = 8;
 constexpr std::size_t kPiece = 1 << 20;  // hash, convert and write in pieces that stay in the cache
-constexpr std::size_t kWorthAThread =
-    4 << 20;  // bytes whose conversion takes a hundred times as long as starting a thread
+// Tensors from this size on are checked on a second thread: converting them takes a hundred times as long as starting it.
+constexpr std::size_t kWorthAThread = 4 << 20;
 constexpr const char* kDamaged = "The file is damaged: get or make it again";
 constexpr const char* kAgain = "Get or make the file again";
 
@@ -65,8 +65,8 @@ std::optional<std::uint32_t> family_number(const Json& family) {
   return std::nullopt;
 }
 
-// Bytes of a tensor. Sizes of 0 are left out of the test for overflow, so that it does not depend on their
-// position: nothing where the product of the others reaches 2^63 bytes.
+// Bytes of a tensor; nothing if they reach 2^63. Sizes of 0 are left out of that product, so that the answer does not
+// depend on where in the shape they stand.
 std::optional<std::uint64_t> payload_bytes(DType dtype, std::span<const std::int64_t> shape) {
   std::uint64_t bytes = dtype_bytes(dtype);
   bool empty = false;
@@ -100,6 +100,7 @@ std::uint64_t data_offset_of(std::uint64_t config_bytes, std::uint64_t tensor_co
   return align_up(checked_add(table_offset_of(config_bytes), table_bytes, "tensor_count"), kHeaderPage, "tensor_count");
 }
 
+// The hash of all bytes before the data, with the field header_hash itself taken as zero.
 std::uint64_t hash_header(const std::byte* bytes, std::uint64_t data_offset) {
   const std::uint64_t zero = 0;
   Xxh3Stream stream;
@@ -109,14 +110,14 @@ std::uint64_t hash_header(const std::byte* bytes, std::uint64_t data_offset) {
   return stream.digest();
 }
 
-// The hash of a tensor's data and, if asked for, its first value that is not finite, in one pass over each piece while
-// it is in the cache.
+// Hashes a tensor's data and, if `finite`, finds the first value that is not finite. Each piece is hashed and searched
+// while it is in the cache, so that memory is read once.
 class DataCheck {
  public:
   DataCheck(std::span<const std::byte> data, DType dtype, bool finite) : data_(data), dtype_(dtype), finite_(finite) {}
 
-  // Bytes [begin, end); calls come in order and leave nothing out.
-  void pieces(std::size_t begin, std::size_t end) {
+  // Processes bytes [begin, end). The calls cover the data in order and without gaps.
+  void process(std::size_t begin, std::size_t end) {
     for (; begin < end; begin += kCachePiece) {
       const std::size_t size = std::min(kCachePiece, end - begin);
       stream_.update(data_.data() + begin, size);
@@ -138,6 +139,7 @@ class DataCheck {
       std::memcpy(&word, data_.data() + begin + i * sizeof word, sizeof word);
       return word;
     };
+    // Without a branch, so that the compiler vectorises it; the position is searched for only if there is one.
     bool any = false;
     for (std::size_t i = 0; i < count; ++i) any |= (at(i) & exponent) == exponent;
     for (std::size_t i = 0; any && !first_; ++i) {
@@ -157,7 +159,7 @@ class DataCheck {
   std::optional<std::size_t> first_;
 };
 
-// The checks of TensorFile::open up to the tensor table, in the order that gives the most telling message.
+// The checks of TensorFile::open up to the tensor table, in the order that gives the most specific message.
 class Validator {
  public:
   explicit Validator(const MappedFile& file) : file_(file), where_(escaped(file.path())) {}
@@ -281,7 +283,7 @@ class Validator {
   }
 
  private:
-  // The byte order first: in a swapped file every other number, the version too, is nonsense.
+  // The byte order comes first: in a file with swapped bytes no other number means anything, the version included.
   void check_version(const Header& header) const {
     if (header.byte_order != kByteOrder) {
       fail(Exit::bad_file, "%s: byte_order: got 0x%08x, expected 0x%08x. %s", where_.c_str(), header.byte_order,
@@ -328,7 +330,7 @@ class Validator {
   }
 
   std::string record_name(const Record& record, std::uint64_t index) const {
-    std::size_t length = sizeof record.name;  // without the zeros behind it
+    std::size_t length = sizeof record.name;  // without the zeros at the end
     while (length > 0 && record.name[length - 1] == '\0') --length;
     const std::string_view name(record.name, length);
     if (!valid_name(name)) {
@@ -388,8 +390,7 @@ std::string shape_text(std::span<const std::int64_t> shape) {
   return text + "]";
 }
 
-// ---- reading
-// --------------------------------------------------------------------------------------------------------
+// ---- reading ----------------------------------------------------------------------------------------------------------
 
 TensorFile TensorFile::open(const std::string& path, FileKind expected) {
   TensorFile file{MappedFile(path)};
@@ -402,7 +403,7 @@ TensorFile TensorFile::open(const std::string& path, FileKind expected) {
 
   file.data_offset_ = header.data_offset;
   file.header_hash_ = header.header_hash;
-  file.tensors_.reserve(header.tensor_count);  // the table lies in the file: at most 65,536, and bounded by its size
+  file.tensors_.reserve(header.tensor_count);  // at most kMaxTensors, and validated: the table lies within the file
   std::uint64_t end = header.data_offset;
   for (std::uint64_t i = 0; i < header.tensor_count; ++i) {
     const TensorInfo& tensor = file.tensors_.emplace_back(validate.record(header, i));
@@ -473,7 +474,8 @@ void TensorFile::read_finite_f32(const TensorInfo& tensor, float* out) const {
   read(tensor, out, true);
 }
 
-// Checking reads the same pages as converting, and does not need its result: on a second core it costs no time.
+// The check and the conversion read the same bytes and do not need each other's result: on a second core the check of a
+// large tensor costs no time.
 void TensorFile::read(const TensorInfo& tensor, float* out, bool finite) const {
   require_float(tensor);
   const std::span<const std::byte> data = bytes(tensor);
@@ -482,14 +484,14 @@ void TensorFile::read(const TensorInfo& tensor, float* out, bool finite) const {
   if (out != nullptr && data.size() >= kWorthAThread) {
     try {
       const SignalsElsewhere signals;
-      checker = std::thread([&check, &data] { check.pieces(0, data.size()); });
-    } catch (const std::system_error&) {  // no more threads for this user
+      checker = std::thread([&check, &data] { check.process(0, data.size()); });
+    } catch (const std::system_error&) {  // the user's limit of threads is reached: this thread checks as well
     }
   }
   const std::size_t element = dtype_bytes(tensor.dtype);
   for (std::size_t done = 0; done < data.size(); done += kPiece) {
     const std::size_t piece = std::min(kPiece, data.size() - done);
-    if (!checker.joinable()) check.pieces(done, done + piece);
+    if (!checker.joinable()) check.process(done, done + piece);
     if (out != nullptr) convert_to_f32(data.data() + done, tensor.dtype, out + done / element, piece / element);
   }
   if (checker.joinable()) checker.join();
@@ -500,8 +502,7 @@ void TensorFile::read(const TensorInfo& tensor, float* out, bool finite) const {
   }
 }
 
-// ---- writing
-// --------------------------------------------------------------------------------------------------------
+// ---- writing ----------------------------------------------------------------------------------------------------------
 
 struct TensorFileWriter::Hasher : Xxh3Stream {};
 
@@ -560,10 +561,10 @@ void TensorFileWriter::pad_to(std::uint64_t offset) {
   while (written_ < offset) append(zeros.data(), std::min<std::uint64_t>(zeros.size(), offset - written_));
 }
 
-// The bytes stay as they are until publish(), or no thread writes.
+// With write_behind_ the bytes must not change until publish().
 void TensorFileWriter::append(const void* data, std::size_t bytes) {
-  if (behind_ != nullptr) {
-    behind_->write(data, bytes);
+  if (write_behind_ != nullptr) {
+    write_behind_->write(data, bytes);
   } else {
     file_->write(data, bytes);
   }
@@ -599,10 +600,10 @@ void TensorFileWriter::write(const void* data, std::size_t bytes) {
   for (std::size_t done = 0; done < bytes; done += kPiece) {
     const std::size_t piece = std::min(kPiece, bytes - done);
     const std::byte* from = cursor + done;
-    if (behind_ != nullptr) {  // the caller may change its bytes when this returns
-      std::byte* room = behind_->buffer();
-      std::memcpy(room, from, piece);
-      from = room;
+    if (write_behind_ != nullptr) {  // they are written later, but the caller may change its bytes when this returns
+      std::byte* const buffer = write_behind_->buffer();
+      std::memcpy(buffer, from, piece);
+      from = buffer;
     }
     hasher_->update(from, piece);
     append(from, piece);
@@ -622,11 +623,11 @@ void TensorFileWriter::write_parts(std::size_t count, const Part& part) {
   if (count == 0) return;  // an empty tensor is already finished
   require_next(count);
   if (tensors_[current_].dtype != DType::f32) fail(Exit::internal, "%s: parts are of fp32", escaped(path_).c_str());
-  if (behind_ == nullptr) behind_ = std::make_unique<WriteBehind>(*file_);
+  if (write_behind_ == nullptr) write_behind_ = std::make_unique<WriteBehind>(*file_);
   constexpr std::size_t kValues = WriteBehind::kPiece / sizeof(float);
   for (std::size_t first = 0; first < count; first += kValues) {
     const std::size_t values = std::min(kValues, count - first);
-    const float* data = part(first, values, reinterpret_cast<float*>(behind_->buffer()));
+    const float* data = part(first, values, reinterpret_cast<float*>(write_behind_->buffer()));
     hasher_->update(data, values * sizeof(float));
     append(data, values * sizeof(float));
   }
@@ -654,7 +655,7 @@ void TensorFileWriter::publish() {
     fail(Exit::internal, "%s: tensor %s: %llu of %llu bytes written", escaped(path_).c_str(),
          escaped(tensors_[current_].name).c_str(), u64{current_bytes_}, u64{tensors_[current_].bytes});
   }
-  if (behind_ != nullptr) behind_->drain();
+  if (write_behind_ != nullptr) write_behind_->drain();
   const std::vector<std::byte> head = header_bytes();
   file_->rewrite(0, head.data(), head.size());
   file_->publish();

@@ -1,9 +1,8 @@
 // The tensor file (.bin): weft's one flat binary container, for models, training state and reference dumps.
 //
-// Layout, byte for byte, is doc/tensor_file.md; scripts/tensor_file.py is the same in Python, and both are
-// held together by the vectors in test/fixtures/tensor_file/. The reader maps the file and treats it as
-// hostile: every size is checked before it is used, the file's length must equal what the header says, and
-// each tensor has an XXH3-64.
+// doc/tensor_file.md describes the layout byte for byte. scripts/tensor_file.py implements it in Python, and both are
+// tested with the same files in test/fixtures/tensor_file/. The reader maps the file and treats it as hostile: every size
+// is checked before it is used, the file's length must equal what the header says, and each tensor has an XXH3-64.
 //
 // Anything wrong with a file is Exit::bad_file and names the file and the field.
 #pragma once
@@ -38,7 +37,7 @@ inline constexpr std::size_t kMaxTensorName = 255;
 inline constexpr std::size_t kMaxTensorRank = 8;
 inline constexpr std::size_t kMaxConfigBytes = 16 << 20;
 
-// What the table says of one tensor. An empty shape is a scalar: one element.
+// One tensor, as the file's table describes it. An empty shape is a scalar: one element.
 struct TensorInfo {
   std::string name;
   DType dtype = DType::f32;
@@ -54,9 +53,9 @@ std::string shape_text(std::span<const std::int64_t> shape);  // "[2048, 192]"
 
 class TensorFile {
  public:
-  // Maps `path` and validates header, configuration and table; does not read the tensor data. `expected`:
-  // what the caller needs; another kind of file (also a token shard, safetensors, a web page, ...) is refused
-  // by what it is.
+  // Maps `path` and validates header, configuration and table; does not read the tensor data. `expected` is the
+  // kind that the caller needs; any other file (also a token shard, safetensors, a web page, ...) is refused with a
+  // message that says what it is.
   static TensorFile open(const std::string& path, FileKind expected);
 
   const std::string& path() const { return file_.path(); }
@@ -66,23 +65,24 @@ class TensorFile {
   const TensorInfo* find(std::string_view name) const;  // nullptr if absent
   const TensorInfo& at(std::string_view name) const;    // absent: Exit::bad_file
 
-  // The bytes of a tensor, with no check of their hash.
+  // The bytes of a tensor, without checking their hash.
   std::span<const std::byte> bytes(const TensorInfo& tensor) const;
   // Reads the tensor and compares its hash: a flipped bit is Exit::bad_file naming the tensor.
   void verify(const TensorInfo& tensor) const;
-  // The same for a caller who has read and hashed the bytes already.
+  // The same check for a caller that has hashed the bytes itself: `got` is its hash.
   void compare_hash(const TensorInfo& tensor, std::uint64_t got) const;
   // Every tensor, and that the gaps between them are zero: afterwards every byte of the file is known good.
   void verify_all() const;
-  // A float tensor (f32, f16, bf16) as fp32; verifies its hash, of a large tensor on a thread beside the conversion.
-  // `out` holds tensor.elements() values.
+  // Converts a float tensor (f32, f16, bf16) to fp32 and verifies its hash, which a second thread computes meanwhile if the
+  // tensor is large. `out` holds tensor.elements() values.
   void read_f32(const TensorInfo& tensor, float* out) const;
-  // The same, and a value that is not finite is Exit::bad_file naming it.
+  // The same; in addition a value that is not finite is Exit::bad_file naming it.
   void read_finite_f32(const TensorInfo& tensor, float* out) const;
-  // What read_finite_f32() checks, without the values.
+  // The checks of read_finite_f32() without the conversion.
   void verify_finite(const TensorInfo& tensor) const;
   std::uint64_t file_bytes() const { return file_.size(); }
-  // Of header, configuration and table, which holds the hash of every tensor: equal for files with equal content.
+  // The hash of header, configuration and table. The table holds the hash of every tensor, so this one stands for the
+  // content of the whole file.
   std::uint64_t header_hash() const { return header_hash_; }
   bool unchanged() const { return file_.unchanged(); }
 
@@ -100,7 +100,7 @@ class TensorFile {
 };
 
 // Writes a tensor file: declare every tensor, then write each one's data in the order of declaration, then
-// publish. Until publish() nothing stands under `path` but what stood there before. A full disk is
+// publish. Until publish() a file that was under `path` before stays there unchanged. A full disk is
 // Exit::resources, found at the first write, which reserves the space of the whole file; misuse by the caller
 // is Exit::internal. The header's family is that of config["model"]["family"].
 class TensorFileWriter {
@@ -108,14 +108,14 @@ class TensorFileWriter {
   TensorFileWriter(const std::string& path, FileKind kind, const Json& config);
 
   void declare(const std::string& name, DType dtype, std::vector<std::int64_t> shape);
-  // Appends `bytes` of the next unfinished tensor; a tensor may be written in several pieces, an empty one
-  // needs none.
+  // Appends `bytes` bytes to the first tensor that is not complete. A tensor may be written in several pieces; one without
+  // elements needs no call.
   void write(const void* data, std::size_t bytes);
-  // The whole next tensor from fp32 values, rounded to its declared float dtype in bounded pieces.
+  // Writes all of the next tensor from fp32 values, rounded to its declared float dtype piece by piece, in little memory.
   void write_f32(const float* data, std::size_t count);
-  // The whole next tensor, which is of fp32, piece by piece: part(first, count, buffer) returns `count` values from element
-  // `first` on, in `buffer` or anywhere where they stay as they are until publish(). From the first call on a thread writes
-  // what this one makes.
+  // Writes all of the next tensor, declared as fp32, from values that are computed piece by piece: part(first, count,
+  // buffer) returns a pointer to elements first to first + count - 1, either `buffer` filled with them or memory that does
+  // not change until publish(). From the first call on a second thread does the writing (WriteBehind).
   using Part = std::function<const float*(std::size_t first, std::size_t count, float* buffer)>;
   void write_parts(std::size_t count, const Part& part);
   // Fails with Exit::internal if any tensor is not complete.
@@ -124,13 +124,13 @@ class TensorFileWriter {
   std::span<const TensorInfo> tensors() const { return tensors_; }
 
  private:
-  void begin();  // lays the file out at the first write
+  void begin();  // at the first write: assigns the offsets and creates the file
   void append(const void* data, std::size_t bytes);
   void require_next(std::size_t count) const;
   void pad_to(std::uint64_t offset);
   void start_tensor();
   void finish_tensor();
-  std::vector<std::byte> header_bytes() const;  // page, configuration and table: all before the data
+  std::vector<std::byte> header_bytes() const;  // everything before the data: header page, configuration, table
 
   std::string path_;
   FileKind kind_;
@@ -139,12 +139,12 @@ class TensorFileWriter {
   std::vector<TensorInfo> tensors_;
   std::unordered_set<std::string, SeededHash> names_;
   std::unique_ptr<AtomicFile> file_;
-  std::unique_ptr<WriteBehind> behind_;  // after file_: it ends first
-  std::uint64_t written_ = 0;            // handed to one of them
+  std::unique_ptr<WriteBehind> write_behind_;  // declared after file_, so destroyed before it
+  std::uint64_t written_ = 0;                  // bytes given to file_ or write_behind_
   std::uint64_t file_bytes_ = 0;
   std::uint64_t data_offset_ = 0;
   std::size_t current_ = 0;          // the tensor being written
-  std::uint64_t current_bytes_ = 0;  // of it, so far
+  std::uint64_t current_bytes_ = 0;  // bytes of it written so far
   struct Hasher;
   std::shared_ptr<Hasher> hasher_;
 };

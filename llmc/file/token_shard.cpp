@@ -21,7 +21,7 @@ using u64 = unsigned long long;  // what printf's %llu takes
 constexpr std::uint64_t kHeaderBytes = 256;
 constexpr std::uint32_t kVersion = 1;
 constexpr std::uint64_t kMaxVocabulary = 1'000'000;
-constexpr std::int64_t kPiece = 1 << 18;  // tokens that verify() checks at once
+constexpr std::int64_t kPiece = 1 << 18;  // tokens that verify() reads at once
 
 // The header as it lies in the file; zeros up to kHeaderBytes follow.
 struct Header {
@@ -33,7 +33,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == 64 && offsetof(Header, header_hash) == 56);
 
-// The checks of TokenShard::open, in the order that gives the most telling message.
+// The checks of TokenShard::open, in the order that gives the most specific message.
 class Validator {
  public:
   explicit Validator(const MappedFile& file) : file_(file), where_(escaped(file.path())) {}
@@ -74,15 +74,15 @@ class Validator {
   }
 
   void check_fields(const Header& header) const {
-    const bool wide = header.dtype == static_cast<std::uint32_t>(DType::u32);
-    if (header.dtype != static_cast<std::uint32_t>(DType::u16) && !wide) {
+    const bool is_u32 = header.dtype == static_cast<std::uint32_t>(DType::u32);
+    if (header.dtype != static_cast<std::uint32_t>(DType::u16) && !is_u32) {
       fail(Exit::bad_file, "%s: dtype: got %u, expected %u (u16) or %u (u32)", where_.c_str(), header.dtype,
            static_cast<unsigned>(DType::u16), static_cast<unsigned>(DType::u32));
     }
-    const std::uint64_t limit = wide ? kMaxVocabulary : 65536;
+    const std::uint64_t limit = is_u32 ? kMaxVocabulary : 65536;
     if (header.vocab_size < 1 || header.vocab_size > limit) {
       fail(Exit::bad_file, "%s: vocab_size: got %llu, expected 1 to %llu for %s", where_.c_str(),
-           u64{header.vocab_size}, u64{limit}, wide ? "u32" : "u16");
+           u64{header.vocab_size}, u64{limit}, is_u32 ? "u32" : "u16");
     }
     const std::int64_t id = header.end_of_document_id;
     if (id < -1 || id >= static_cast<std::int64_t>(header.vocab_size)) {
@@ -112,7 +112,7 @@ class Validator {
   std::string where_;
 };
 
-// Widens ids and returns the largest, as unsigned so that an id past 2^31 counts as too large.
+// Converts ids to 32 bits and returns the largest. It is unsigned, so that an id of 2^31 or more counts as too large.
 template <typename T>
 std::uint32_t widen(const std::byte* source, std::span<std::int32_t> out) {
   const auto* ids = reinterpret_cast<const T*>(source);

@@ -1,7 +1,7 @@
 // Token shards: the training text as token ids, written by dev/prepare_data.py; the layout is
 // doc/token_shard.md.
 //
-// The data hash is checked by verify(), not by open(): training opens shards far larger than memory.
+// open() checks the header only: shards may be far larger than memory. verify() reads all of a shard and checks its hash.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace weft {
 
 class TokenShard {
  public:
-  // Maps and validates the header; Exit::bad_file names the field. Another kind of file is refused by what it
-  // is. A shard without tokens is refused.
+  // Maps the file and validates its header; Exit::bad_file names the field. A file of another kind is refused with a
+  // message that says what it is. A shard without tokens is refused.
   static TokenShard open(const std::string& path);
 
   const std::string& path() const { return file_.path(); }
@@ -28,7 +28,7 @@ class TokenShard {
   // Tokens [begin, begin + out.size()), which must lie in the shard (otherwise Exit::internal). An id >=
   // vocab_size() is Exit::bad_file with its position; a shard replaced since open() is Exit::bad_file.
   void read(std::int64_t begin, std::span<std::int32_t> out) const;
-  void verify() const;  // the data hash and every id
+  void verify() const;  // reads everything: checks the data hash and every id
 
  private:
   explicit TokenShard(MappedFile file) : file_(std::move(file)) {}

@@ -7,12 +7,12 @@
 
 namespace weft {
 
-// new, not make_unique: nobody needs these bytes as zeros.
+// new, not make_unique, which would fill the buffers with zeros first.
 WriteBehind::WriteBehind(AtomicFile& file) : file_(file), buffers_(new std::byte[kBuffers * kPiece]) {
   try {
     const SignalsElsewhere signals;
     thread_ = std::thread([this] { run(); });
-  } catch (const std::system_error&) {  // no more threads for this user
+  } catch (const std::system_error&) {  // the user's limit of threads is reached: write() writes directly
   }
 }
 
@@ -53,19 +53,19 @@ void WriteBehind::rethrow() {
 }
 
 std::byte* WriteBehind::buffer() {
-  std::byte* room = buffers_.get() + next_buffer_ * kPiece;
+  std::byte* const next = buffers_.get() + next_buffer_ * kPiece;
   next_buffer_ = (next_buffer_ + 1) % kBuffers;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto in_use = [room](const Piece& piece) { return piece.data == room; };
+  const auto in_use = [next](const Piece& piece) { return piece.data == next; };
   changed_.wait(lock, [&] { return std::none_of(queue_.begin(), queue_.end(), in_use); });
   rethrow();
-  return room;
+  return next;
 }
 
 void WriteBehind::write(const void* data, std::size_t bytes) {
   if (!thread_.joinable()) return file_.write(data, bytes);
   std::unique_lock<std::mutex> lock(mutex_);
-  // As many pieces may wait as there are buffers: more would only say later that the disk is full.
+  // At most kBuffers pieces wait: a longer queue would only delay the report of a full disk.
   changed_.wait(lock, [this] { return queue_.size() < kBuffers; });
   rethrow();
   queue_.push_back({data, bytes});

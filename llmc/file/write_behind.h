@@ -1,5 +1,4 @@
-// Writes a file on a second thread: while one piece goes to the disk, the thread that fills the file computes and hashes
-// the next one.
+// Writes a file on a thread of its own: while one piece goes to the disk, the caller computes and hashes the next one.
 #pragma once
 
 #include <array>
@@ -15,23 +14,24 @@
 
 namespace weft {
 
-// Used by one thread, which fills the file; the file itself is the writing thread's from the first write() to the end of
-// drain(). An error of the file is thrown by the next call. Where no thread can be started write() writes by itself.
+// One thread calls all functions. From the first write() until drain() returns, only the writing thread may use the file.
+// An error of the file is thrown by the next call. If no thread can be started, write() writes directly.
 class WriteBehind {
  public:
-  static constexpr std::size_t kPiece = 1
-                                        << 20;  // most bytes of a piece: it stays in a core's cache until it is hashed
+  // Most bytes of a piece: small enough to stay in a core's cache from when it is computed until it is hashed.
+  static constexpr std::size_t kPiece = 1 << 20;
 
   explicit WriteBehind(AtomicFile& file);
-  ~WriteBehind();  // pieces that drain() has not waited for are not written
+  ~WriteBehind();  // finishes the piece that is being written and drops the others: drain() first
   WriteBehind(const WriteBehind&) = delete;
   WriteBehind& operator=(const WriteBehind&) = delete;
 
-  // Room for the next piece, kPiece bytes; waits until the thread is done with what lay there.
+  // A buffer of kPiece bytes for the next piece; waits until the buffer's previous piece is written.
   std::byte* buffer();
-  // Appends bytes that lie in the last buffer(), or anywhere where they stay as they are until drain().
+  // Appends `bytes` bytes of `data`: the buffer that buffer() returned last, or memory that does not change until drain()
+  // returns.
   void write(const void* data, std::size_t bytes);
-  // Waits until all of it is written.
+  // Waits until everything is written.
   void drain();
 
  private:
@@ -42,14 +42,14 @@ class WriteBehind {
   static constexpr std::size_t kBuffers = 8;
 
   void run();
-  void rethrow();  // with the lock held
+  void rethrow();  // throws error_, if there is one; call it with mutex_ locked
 
   AtomicFile& file_;
   const std::unique_ptr<std::byte[]> buffers_;
   std::size_t next_buffer_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Piece> queue_;  // its front is being written
+  std::deque<Piece> queue_;  // the front one is being written
   bool closed_ = false;
   std::exception_ptr error_;
   std::thread thread_;

@@ -29,9 +29,9 @@ bool is_space(utf8proc_int32_t c) {
          (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
-// \w of Unicode Technical Standard 18: Alphabetic, M, Nd, Pc, Join_Control. utf8proc has no Alphabetic:
-// letters, letter numbers and the circled and squared letters are it, marks count anyway. Characters newer
-// than utf8proc's tables differ.
+// \w of Unicode Technical Standard 18: Alphabetic, M, Nd, Pc, Join_Control. utf8proc does not know the property Alphabetic;
+// apart from marks, which are in \w anyway, it consists of letters, letter numbers, and circled and squared letters.
+// Characters newer than utf8proc's tables count as no part of a word.
 bool is_word(utf8proc_int32_t c) {
   switch (utf8proc_category(c)) {
     case UTF8PROC_CATEGORY_LU:
@@ -93,7 +93,7 @@ AddedTokenMatcher::AddedTokenMatcher(std::vector<AddedToken> tokens, std::size_t
   add_failure_links();
 }
 
-// A node is a range of the sorted tokens that agree in their last `depth` bytes.
+// A node at depth d stands for a range of the sorted tokens: those with the same last d bytes.
 void AddedTokenMatcher::add_nodes() {
   struct Range {
     std::uint32_t begin, end;
@@ -105,7 +105,7 @@ void AddedTokenMatcher::add_nodes() {
     for (Range range : level) {
       first_child_.push_back(static_cast<std::uint32_t>(byte_.size()));
       token_.push_back(kNone);
-      // The token that ends here is the shortest of its range and stands first.
+      // A token of exactly `depth` bytes is the shortest of its range, so it comes first.
       if (depth > 0 && tokens_[range.begin].content.size() == depth) token_.back() = range.begin++;
       while (range.begin < range.end) {
         const auto byte_at = [depth](const AddedToken& token) {
@@ -126,7 +126,7 @@ void AddedTokenMatcher::add_nodes() {
   for (std::uint32_t node = first_child_[0]; node < first_child_[1]; ++node) root_child_[byte_[node]] = node;
 }
 
-// Breadth first: the failure link of a node's parent leads to a node less deep, whose links are known.
+// In breadth-first order: step() follows only links of nodes that are less deep, which are set already.
 void AddedTokenMatcher::add_failure_links() {
   failure_.assign(byte_.size(), 0);
   for (std::uint32_t node = 0; node < byte_.size(); ++node) {
@@ -137,7 +137,7 @@ void AddedTokenMatcher::add_failure_links() {
   }
 }
 
-// 0 where there is none.
+// The child of `node` by `byte`; 0 if there is none.
 std::uint32_t AddedTokenMatcher::child(std::uint32_t node, unsigned char byte) const {
   if (node == 0) return root_child_[byte];
   const auto begin = byte_.begin() + first_child_[node], end = byte_.begin() + first_child_[node + 1];
@@ -145,6 +145,7 @@ std::uint32_t AddedTokenMatcher::child(std::uint32_t node, unsigned char byte) c
   return found != end && *found == byte ? static_cast<std::uint32_t>(found - byte_.begin()) : 0;
 }
 
+// The state of the automaton after it reads `byte` in state `node`.
 std::uint32_t AddedTokenMatcher::step(std::uint32_t node, unsigned char byte) const {
   while (true) {
     const std::uint32_t next = child(node, byte);
@@ -153,8 +154,8 @@ std::uint32_t AddedTokenMatcher::step(std::uint32_t node, unsigned char byte) co
   }
 }
 
-// The longest token at each position of [begin, end) where one begins, the last position first. A token that begins there
-// ends within longest_ bytes, so the automaton starts no further behind.
+// For each position of [begin, end) where tokens begin the longest of them, the last position first. The automaton starts
+// longest_ - 1 bytes behind the last position: no token that begins in the range ends later.
 void AddedTokenMatcher::find_matches(std::string_view text, std::size_t begin, std::size_t end,
                                      std::vector<Match>& matches) const {
   matches.clear();
@@ -168,7 +169,7 @@ void AddedTokenMatcher::find_matches(std::string_view text, std::size_t begin, s
 void AddedTokenMatcher::split(std::string_view text, bool allow_special,
                               const std::function<void(std::string_view)>& on_text,
                               const std::function<void(std::int32_t)>& on_token) const {
-  std::size_t done = 0;  // end of what has been handed on
+  std::size_t done = 0;  // end of the text that the callbacks have received
   std::size_t searched = tokens_.empty() ? text.size() : 0;
   std::vector<Match> matches;
   for (std::size_t position = 0;;) {  // end of the last match, taken or rejected

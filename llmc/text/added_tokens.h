@@ -1,12 +1,13 @@
-// Added tokens: strings that are cut out of the text before anything else looks at it.
+// Added tokens: strings such as <|endoftext|> that become one token wherever they occur. They are matched before the rest of
+// the text is pre-tokenized and encoded.
 //
-// Matching is leftmost-longest. The order of operations, also in its corners (a match that is rejected still
-// consumes its text; lstrip stops at the previous token, rstrip does not look ahead at the next), is that of
-// AddedVocabulary in the Hugging Face `tokenizers` library.
+// Matching is leftmost-longest. Its details are those of AddedVocabulary in the Hugging Face `tokenizers` library: a match
+// that is rejected still consumes its text, lstrip stops at the previous token, and rstrip takes whitespace even where the
+// next token begins in it.
 //
 // The time is linear in the text, whatever the tokens are: an automaton of the reversed tokens (Aho and Corasick, "Efficient
-// string matching", 1975) reads the text from right to left and knows, at every byte, the longest token that begins there.
-// Reading from left to right would find where tokens end, and had to go back after each match.
+// string matching", 1975) reads the text from right to left, and so knows at every byte the longest token that begins there.
+// Read from left to right it would know where tokens end, and would have to go back after each match.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +29,13 @@ struct AddedToken {
   bool single_word = false;  // only between characters that are not part of a word
 };
 
-// The tokens of one pass. Call for the raw text with those not `normalized`, then for what is left with the
-// others.
+// Finds the added tokens of one pass. The first pass finds those that are not `normalized`, in the raw text; the second
+// finds the others, in the normalized text between them.
 class AddedTokenMatcher {
  public:
-  // `tokens`: their contents as they are to be matched, none of them empty. Of equal contents the first counts. The memory
-  // is about 20 bytes for each byte of the contents; `block`: of text that is searched at once, a size for tests.
+  // `tokens`: with contents as they occur in the text of the pass, none empty. If two have the same content the first is
+  // used. Takes about 20 bytes of memory for each byte of the contents. `block`: bytes of text that are searched at once;
+  // only tests change it.
   explicit AddedTokenMatcher(std::vector<AddedToken> tokens, std::size_t block = kBlock);
 
   // Calls `on_text(part)` and `on_token(id)` in the order of `text`, valid UTF-8. With `allow_special` false
@@ -46,7 +48,7 @@ class AddedTokenMatcher {
   static constexpr std::uint32_t kNone = UINT32_MAX;
   struct Match {
     std::size_t begin;
-    std::uint32_t token;  // in tokens_
+    std::uint32_t token;  // index in tokens_
   };
 
   void add_nodes();
@@ -56,16 +58,16 @@ class AddedTokenMatcher {
   void find_matches(std::string_view text, std::size_t begin, std::size_t end, std::vector<Match>& matches) const;
 
   std::vector<AddedToken> tokens_;  // sorted by their reversed contents
-  std::size_t longest_ = 0;         // bytes of a content
+  std::size_t longest_ = 0;         // bytes of the longest content
   std::size_t block_;
 
-  // The trie of the reversed contents, breadth first, so that the children of a node stand in a row, sorted by their byte:
-  // those of node n are first_child_[n] to first_child_[n + 1] - 1. Node 0 is the root.
+  // The trie of the reversed contents. Nodes are numbered breadth first, so that the children of node n are the nodes
+  // first_child_[n] to first_child_[n + 1] - 1, sorted by byte. Node 0 is the root.
   std::vector<std::uint32_t> first_child_;
-  std::vector<unsigned char> byte_;        // on the way from the parent
-  std::vector<std::uint32_t> failure_;     // the node of the longest proper suffix that is in the trie
-  std::vector<std::uint32_t> token_;       // the longest that ends here or at a node reached by failure links; or kNone
-  std::vector<std::uint32_t> root_child_;  // by byte; 0: none
+  std::vector<unsigned char> byte_;     // of the edge from the parent
+  std::vector<std::uint32_t> failure_;  // the node of the longest proper suffix that is in the trie
+  std::vector<std::uint32_t> token_;    // index of the longest that ends here or on the path of failure links; or kNone
+  std::vector<std::uint32_t> root_child_;  // child of the root by byte; 0: none
 };
 
 }  // namespace weft

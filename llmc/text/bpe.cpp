@@ -21,7 +21,7 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
 }  // namespace
 
 // Multiply-shift hashing (Dietzfelbinger et al. 1997): the high bits of the key times an odd number. The number is random
-// in each process, so that no file can be made whose merges collide.
+// in each process, so that nobody can make a file whose merges all collide.
 std::size_t Bpe::slot_of(std::uint64_t key) const {
   return (key * multiplier_) >> shift_;
 }

@@ -1,6 +1,6 @@
-// Byte-pair encoding of one piece of text: the pair of neighbours whose merge has the lowest rank is merged,
-// the leftmost first among equals, until no pair has a merge. Source: Sennrich, Haddow, Birch 2016, "Neural
-// Machine Translation of Rare Words with Subword Units"; the order of ties is that of the Hugging Face
+// Byte-pair encoding of one piece of text: of all pairs of neighbouring tokens the one whose merge has the lowest rank is
+// replaced by the merged token, the leftmost one among equals, until no pair has a merge. Source: Sennrich, Haddow, Birch
+// 2016, "Neural Machine Translation of Rare Words with Subword Units"; the order of ties is that of the Hugging Face
 // `tokenizers` library.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// A merge of the neighbours `left` and `right` into `result`; its rank is its place in the list.
+// A merge of the neighbours `left` and `right` into `result`; its rank is its index in the list.
 struct BpeMerge {
   std::int32_t left;
   std::int32_t right;
@@ -32,11 +32,11 @@ class Bpe {
     std::vector<std::uint64_t> candidates;  // a min-heap of rank << 32 | index of the left symbol
   };
 
-  // Longest piece: indices are 32 bits wide. encode() wants about 20 bytes of scratch for each byte of the
+  // Longest piece: indices are 32 bits wide. encode() needs about 20 bytes of scratch for each byte of the
   // piece.
   static constexpr std::uint64_t kMaxPiece = 1u << 28;
 
-  // `byte_ids`: the token of each single byte; -1 for a byte that no piece has. No two merges may have the
+  // `byte_ids`: the token of each single byte; -1 for a byte that never occurs in a piece. No two merges may have the
   // same left and right.
   Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges);
 
@@ -51,13 +51,16 @@ class Bpe {
   };
   std::size_t slot_of(std::uint64_t key) const;
   const Entry* find(std::int32_t left, std::int32_t right) const;
+  // Appends the pair of symbol `left` and the next one to the candidates if it has a merge; with `heapify` keeps the heap
+  // in order.
   void add_candidate(Scratch& scratch, std::uint32_t left, bool heapify) const;
+  // Replaces symbol `left` and the next one by `result`, and adds the two new pairs.
   void merge_at(Scratch& scratch, std::uint32_t left, std::int32_t result) const;
 
   std::array<std::int32_t, 256> byte_ids_;
-  std::vector<Entry> entries_;  // open addressing, at most half full, a power of two long
-  std::uint64_t multiplier_;    // odd; another one in each process
-  int shift_;
+  std::vector<Entry> entries_;  // hash table with open addressing: a power of two of slots, at most half of them used
+  std::uint64_t multiplier_;    // odd, random in each process
+  int shift_;                   // 64 - log2 of the number of slots
 };
 
 }  // namespace weft

@@ -24,8 +24,9 @@ utf8proc_int32_t next_code_point(std::string_view text, std::size_t& position) {
   return code_point;
 }
 
-// Neither reordered nor composed with anything before it: NFC of the text is NFC of the part before such a
-// character followed by NFC of the rest. (All below the first combining mark; CJK ideographs; emoji.)
+// True for ranges of characters that NFC neither reorders nor composes with anything before them: everything below the first
+// combining mark, CJK ideographs, emoji. The text before such a character and the text from it on can be normalized
+// separately.
 bool starts_segment(utf8proc_int32_t code_point) {
   return code_point < 0x300 || (code_point >= 0x3400 && code_point <= 0x9FFF) ||
          (code_point >= 0x1F000 && code_point <= 0x1FAFF);
@@ -84,8 +85,8 @@ std::string normalize_nfc(std::string_view text) {
   out.reserve(text.size());
   Composer composer(out);
   std::size_t begin = 0;  // of the segment that is being collected
-  std::size_t plain = 0;  // how many of its first bytes are known to be their own NFC
-  const auto close = [&](std::size_t end) {
+  std::size_t plain = 0;  // bytes of its first character, if that is its own NFC: a segment of no more is copied
+  const auto finish_segment = [&](std::size_t end) {
     const std::string_view segment = text.substr(begin, end - begin);
     if (segment.size() <= plain) {
       out += segment;
@@ -98,12 +99,12 @@ std::string normalize_nfc(std::string_view text) {
     const utf8proc_int32_t code_point = next_code_point(text, position);
     const bool inert = inert_in_nfc_9(static_cast<char32_t>(code_point));
     if (!inert && !starts_segment(code_point)) continue;
-    close(before);
+    finish_segment(before);
     if (inert) out += text.substr(before, position - before);
     begin = inert ? position : before;
     plain = inert ? 0 : position - before;
   }
-  close(text.size());
+  finish_segment(text.size());
   return out;
 }
 

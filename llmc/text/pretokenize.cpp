@@ -23,8 +23,8 @@ constexpr std::uint32_t kHeapLimitKib = 256 * 1024;   // of the interpreter
 constexpr std::size_t kJitStackBytes = 1024 * 1024;   // the patterns need a constant few hundred bytes
 constexpr std::uint32_t kMatchLimit = 4'000'000'000;  // backtracking is at most twice the text's length
 
-// The patterns above for PCRE2. The capitals stand for the contents of character classes: L letters, N
-// numbers, S whitespace, D what Digits takes for a digit.
+// The patterns above for PCRE2. Capitals stand for the contents of character classes: L letters, N numbers,
+// S whitespace, D digits as the pre-tokenizer Digits defines them.
 const char* pattern_template(SplitRule rule) {
   switch (rule) {
     case SplitRule::none:
@@ -83,8 +83,8 @@ std::shared_ptr<const pcre2_real_code_8> compile(SplitRule rule, bool use_jit) {
   if (!code) {
     fail(Exit::internal, "tokenizer: PCRE2 refuses its pattern at byte %zu: %s", offset, pcre2_message(error).c_str());
   }
-  // Without the compiler (not built in, or executable memory forbidden) the interpreter does the same, more
-  // slowly.
+  // If PCRE2 cannot compile to machine code (not built in, or executable memory is forbidden) it interprets the pattern,
+  // with the same result, more slowly.
   if (use_jit) pcre2_jit_compile_8(code.get(), PCRE2_JIT_COMPLETE);
   return code;
 }

@@ -1,9 +1,8 @@
 // Pre-tokenization: cutting text into the pieces ("words") that are encoded independently.
 //
-// The Hugging Face library takes any Oniguruma pattern. Pattern dialects differ in small ways that would show
-// only as a few wrong ids, so weft takes exactly the patterns below, each translated to PCRE2 once, with the
-// Unicode classes of unicode_ranges.h, and compared with the original over all code points; any other is
-// refused.
+// The Hugging Face library accepts any Oniguruma pattern. Dialects of regular expressions differ in details that would show
+// only as a few wrong ids. So weft accepts only the rules below: each is a hand-made translation to PCRE2 with the Unicode
+// classes of unicode_ranges.h, compared with the original over all code points. Any other pattern is refused.
 #pragma once
 
 #include <memory>
@@ -19,18 +18,18 @@ namespace weft {
 enum class SplitRule {
   none,       // the whole text is one piece
   gpt2,       // GPT-2 and GPT-NeoX: ByteLevel with use_regex, or a Split with the same pattern
-  llama3,     // Llama-3: case-insensitive contractions, numbers in groups of 1 to 3, line breaks apart
-  qwen2,      // Qwen-2: Llama-3's with single digits
-  digit,      // Digits with individual_digits (SmolLM2, in front of ByteLevel)
-  digit_run,  // Digits without
+  llama3,     // Llama-3: case-insensitive contractions, numbers in groups of 1 to 3, line breaks split off
+  qwen2,      // Qwen-2: as Llama-3, but each digit is a piece of its own
+  digit,      // each digit is a piece: Digits with individual_digits (SmolLM2, before ByteLevel)
+  digit_run,  // each run of digits is a piece: Digits without individual_digits
 };
 
-// The rule whose pattern in tokenizer.json reads `pattern`.
+// The rule for a Split of tokenizer.json with this pattern; nothing if it is not supported.
 std::optional<SplitRule> split_rule_of_pattern(std::string_view pattern);
 
 struct PreTokenizerStep {
   SplitRule rule = SplitRule::none;
-  bool add_prefix_space = false;  // a space in front of a text that does not begin with one, before the rule
+  bool add_prefix_space = false;  // before splitting, puts a space in front of a text that does not begin with one
 };
 
 class PreTokenizer {
@@ -52,9 +51,8 @@ class PreTokenizer {
     std::unique_ptr<Match> match_;
   };
 
-  // Calls `sink(piece)` for each piece of `text`, valid UTF-8, in order; a piece lives until the call
-  // returns. Every byte of the text, and of the prefix spaces, is in one piece. A PCRE2 limit reached:
-  // Exit::resources.
+  // Calls `sink(piece)` for each piece of `text`, valid UTF-8, in order; the piece is valid until `sink` returns. Every byte
+  // of the text, and every added prefix space, is in exactly one piece. If a PCRE2 limit is reached: Exit::resources.
   template <typename Sink>
   void split(std::string_view text, Scratch& scratch, Sink&& sink) const {
     split_from(0, text, scratch, sink);

@@ -11,7 +11,7 @@ namespace weft {
 
 namespace {
 
-// The added tokens of one of the two passes, spelled as that pass meets them.
+// Finds the added tokens of one of the two passes. Those of the second are normalized, as its text is.
 AddedTokenMatcher matcher_of(const TokenizerSpec& spec, bool normalized) {
   std::vector<AddedToken> tokens;
   for (const AddedToken& token : spec.added) {
@@ -24,7 +24,7 @@ AddedTokenMatcher matcher_of(const TokenizerSpec& spec, bool normalized) {
 
 }  // namespace
 
-// One call of encode(): its working memory, and a cache of the words it has met.
+// One call of encode(): its working memory, and a cache of the pieces it has encoded.
 class Encoder {
  public:
   Encoder(const Tokenizer& tokenizer, std::vector<std::int32_t>& ids) : tokenizer_(tokenizer), ids_(ids) {}
@@ -47,11 +47,11 @@ class Encoder {
 
  private:
   struct Cached {
-    std::uint32_t begin;  // in ids_, where the same word stands already
+    std::uint32_t begin;  // in ids_: where the ids of an earlier occurrence begin
     std::uint32_t count;
   };
   static constexpr std::size_t kMaxCachedBytes = 32;
-  static constexpr std::size_t kMaxCachedWords = 65'536;
+  static constexpr std::size_t kMaxCachedPieces = 65'536;
 
   void encode_piece(std::string_view piece) {
     if (!tokenizer_.id_by_word_.empty()) {
@@ -70,7 +70,7 @@ class Encoder {
     }
     const std::size_t begin = ids_.size();
     tokenizer_.bpe_.encode(piece, bpe_scratch_, ids_);
-    if (cache_.size() >= kMaxCachedWords) return;
+    if (cache_.size() >= kMaxCachedPieces) return;
     cache_.emplace(key_, Cached{static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(ids_.size() - begin)});
   }
 

@@ -1,14 +1,11 @@
 // The byte-level BPE tokenizer of GPT-NeoX (Pythia) and Llama-3, read from a Hugging Face tokenizer.json.
 //
-// Same text, same ids as the Hugging Face `tokenizers` library 0.23.3, measured over all code points. Known
-// differences:
-//   - a tokenizer.json that this library does not understand completely is refused, not read in part;
-//   - characters that Unicode added after 16.0 follow the installed PCRE2 (as letters or numbers, once it
-//   knows them);
-//   - next to an added token with single_word, characters that Unicode added after utf8proc's version are no
-//   word.
-// Text that is not UTF-8 is encoded as if each maximal ill-formed part were U+FFFD (Python's
-// errors="replace").
+// It gives the same ids as the Hugging Face `tokenizers` library 0.23.3, tested over all code points. Known differences:
+//   - a tokenizer.json that weft does not understand completely is refused, not read in part;
+//   - characters that were added after Unicode 16.0 are what the installed PCRE2 takes them for (letters or numbers, once it
+//     knows them);
+//   - next to an added token with single_word, characters that are newer than utf8proc's tables are no part of a word.
+// Text that is not UTF-8 is encoded as if each maximal ill-formed part were U+FFFD (Python's errors="replace").
 #pragma once
 
 #include <cstdint>
@@ -28,7 +25,7 @@ namespace weft {
 
 struct TokenizerSpec;
 
-// Immutable once made: any number of threads may use one.
+// Immutable once made: any number of threads may use one at the same time.
 class Tokenizer {
  public:
   // Parses the text of a tokenizer.json. `source` names it in errors. Damaged or not supported:
@@ -38,13 +35,13 @@ class Tokenizer {
   Tokenizer(Tokenizer&&) = default;
   Tokenizer& operator=(Tokenizer&&) = default;
 
-  // What a special token's name in the text is: plain text (for text that users write), or the token. Added
-  // tokens that are not special, such as NeoX's runs of spaces, are tokens in both cases. As
-  // `encode_special_tokens` of the original.
+  // What encode() makes of a special token's name in the text: plain text (for text that users write), or the token. Added
+  // tokens that are not special, such as NeoX's runs of spaces, become tokens in both cases. The original's option is
+  // `encode_special_tokens`.
   enum class Special { text, allow };
 
-  // The ids of `text`; with `add_bos` after what the post-processor puts in front (nothing for NeoX). A word
-  // of more than 256 MiB, or a limit of PCRE2: Exit::resources.
+  // The ids of `text`; with `add_bos` the token that the file's post-processor puts in front comes first (NeoX has none). A
+  // piece of more than 256 MiB, or a limit of PCRE2: Exit::resources.
   std::vector<std::int32_t> encode(std::string_view text, bool add_bos, Special special = Special::text) const;
 
   // The bytes of the tokens, one after the other: possibly not UTF-8. An id out of range: Exit::usage.
@@ -63,7 +60,7 @@ class Tokenizer {
   std::vector<std::string> bytes_;     // by id
   std::vector<std::string> contents_;  // by id; id_by_content_ points into it
   std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_content_;
-  std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_word_;  // empty unless ignore_merges
+  std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_word_;  // empty without ignore_merges
   std::vector<bool> special_;
   AddedTokenMatcher raw_added_;
   AddedTokenMatcher normalized_added_;
@@ -73,18 +70,18 @@ class Tokenizer {
   std::optional<std::int32_t> bos_;
 };
 
-// Text from tokens as they come: valid UTF-8 at every step. Bytes that begin a character wait for the rest of
-// it; bytes that cannot be part of one become U+FFFD. All pushes and finish() together give
-// utf8_replace_invalid(decode(ids)).
+// Turns tokens into text one at a time, so that each piece of text is valid UTF-8. The first bytes of a character are held
+// back until the rest of it has come; bytes that cannot be part of a character become U+FFFD. All pushes and finish()
+// together give utf8_replace_invalid(decode(ids)).
 class StreamingDecoder {
  public:
   explicit StreamingDecoder(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
-  std::string push(std::int32_t id);  // the text that became certain with this token; out of range: Exit::usage
-  std::string finish();               // what still waited, as U+FFFD; afterwards the decoder is as new
+  std::string push(std::int32_t id);  // the text that this token completes; id out of range: Exit::usage
+  std::string finish();               // bytes still held back, as U+FFFD; resets the decoder
 
  private:
   const Tokenizer& tokenizer_;
-  std::string waiting_;
+  std::string waiting_;  // the bytes that are held back
 };
 
 }  // namespace weft

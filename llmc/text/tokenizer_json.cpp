@@ -16,7 +16,7 @@ namespace {
 
 const Json kNull;
 
-// One place in the document, with the path that names it in messages.
+// A value of the document, with the path that names it in messages.
 class Node {
  public:
   Node(const Json& json, std::string path, const std::string& source)
@@ -26,13 +26,13 @@ class Node {
   const std::string& path() const { return path_; }
   bool is_null() const { return json_->is_null(); }
 
-  // A member; an absent one is null, as the original reads it.
+  // A member; one that is absent reads as null, as in the original.
   Node operator[](const std::string& key) const {
     if (!json_->is_object()) refuse("an object");
     const auto found = json_->find(key);
     return {found == json_->end() ? kNull : *found, path_.empty() ? key : path_ + "." + key, *source_};
   }
-  // A member whose key comes from the file.
+  // A member whose key is chosen by the file, such as a token: the path quotes it.
   Node entry(const std::string& key) const {
     const Node member = (*this)[key];
     return {*member.json_, path_ + "[" + escaped(key) + "]", *source_};
@@ -68,8 +68,7 @@ class Node {
     fail(Exit::bad_file, "%s: %s: got %s, expected %s", source_->c_str(), path_.c_str(), escaped(got).c_str(),
          expected);
   }
-  // The same without quoting the value: for values that are too long, or problems that are not the value's
-  // alone.
+  // The same without quoting the value: for a value that is too long, or one that is not wrong by itself.
   [[noreturn]] void problem(const std::string& what) const {
     fail(Exit::bad_file, "%s: %s: %s", source_->c_str(), path_.c_str(), what.c_str());
   }
@@ -84,7 +83,7 @@ void require_null(const Node& node) {
   if (!node.is_null()) node.refuse("null (nothing else is supported)");
 }
 
-// null, "" and 0 all mean "off" for the options of the model that weft does not have.
+// For options of the model that weft does not support: null, false, "" and 0 all mean that the option is off.
 void require_off(const Node& node) {
   const Json& json = node.json();
   const bool off = json.is_null() || (json.is_boolean() && !json.get<bool>()) ||
@@ -124,7 +123,7 @@ class Reader {
   BpeMerge merge_of(const Node& merge) const;
   void read_added_tokens();
   AddedToken added_token(const Node& node) const;
-  void place(const std::string& content, std::int32_t id, const Node& where);
+  void add_token(const std::string& content, std::int32_t id, const Node& where);
   void check_ids() const;
   void read_bytes();
   void read_normalizer(const Node& node);
@@ -135,12 +134,13 @@ class Reader {
 
   Node root_;
   TokenizerSpec spec_;
-  Vocabulary ids_;  // the model's; views of the document's strings
-  std::vector<bool> taken_;
+  Vocabulary ids_;           // of the model's vocabulary; the keys point into the document
+  std::vector<bool> taken_;  // by id: a token has it
   bool byte_level_seen_ = false;
 };
 
-void Reader::place(const std::string& content, std::int32_t id, const Node& where) {
+// Gives `id` to a token, which must be its only one. `where` is named in errors.
+void Reader::add_token(const std::string& content, std::int32_t id, const Node& where) {
   const auto index = static_cast<std::size_t>(id);
   if (content.empty()) where.problem("got an empty token");
   if (content.size() > kMaxTokenBytes) {
@@ -174,7 +174,7 @@ void Reader::read_vocabulary() {
   }
   ids_.reserve(vocab.json().size());
   for (const auto& entry : vocab.json().get_ref<const Json::object_t&>()) {
-    place(entry.first, vocab.entry(entry.first).id(), vocab);
+    add_token(entry.first, vocab.entry(entry.first).id(), vocab);
     ids_.emplace(entry.first, entry.second.get<std::int32_t>());
   }
 }
@@ -203,7 +203,7 @@ BpeMerge Reader::merge_of(const Node& merge) const {
 void Reader::read_merges() {
   const Node merges = root_["model"]["merges"];
   const std::size_t count = merges.list_size();
-  // Each merge makes a token that is in the vocabulary, and a token is rarely made in more than a few ways.
+  // Each merge gives a token of the vocabulary, and few tokens come from more than a few merges: 8 is ample.
   if (count > 8 * static_cast<std::size_t>(kMaxVocabulary)) merges.problem(format("got %zu merges", count));
   spec_.merges.reserve(count);
   std::unordered_set<std::uint64_t, SeededHash> pairs;
@@ -241,12 +241,12 @@ void Reader::read_added_tokens() {
     if (!seen.insert(token.content).second) list[i]["content"].refuse("each added token once");
     const auto known = ids_.find(token.content);
     if (known == ids_.end()) {
-      // The original numbers them in the order of the list and ignores the ids, so these must agree.
+      // The original ignores the ids of new tokens and numbers them in the order of the list, so the two must agree.
       if (!spec_.contents.empty() && static_cast<std::size_t>(token.id) < spec_.contents.size()) {
         const std::string& owner = spec_.contents[static_cast<std::size_t>(token.id)];
         if (owner.empty()) list[i]["id"].refuse("added tokens in the order of their ids");
       }
-      place(token.content, token.id, list[i]);
+      add_token(token.content, token.id, list[i]);
     } else if (known->second != token.id) {
       list[i]["id"].refuse(format("%d, its id in the vocabulary", known->second).c_str());
     }
@@ -310,7 +310,7 @@ void Reader::read_split(const Node& node) {
   spec_.steps.push_back({*rule, false});
 }
 
-// After ByteLevel the original continues on the characters of the byte alphabet, so nothing may follow it.
+// ByteLevel must be last: what follows it in the original sees characters of the byte alphabet, not the text.
 void Reader::read_pre_tokenizer(const Node& node) {
   constexpr std::size_t kMaxSteps = 8;
   const std::string type = node.is_null() ? "" : node["type"].text();
@@ -340,7 +340,7 @@ void Reader::read_post_processor(const Node& node) {
     for (std::size_t i = 0; i < list.list_size(); ++i) read_post_processor(list[i]);
   } else if (type == "TemplateProcessing") {
     read_template(node);
-  } else if (type != "ByteLevel") {  // which only trims offsets
+  } else if (type != "ByteLevel") {  // ByteLevel only changes offsets, which weft does not report
     node["type"].refuse("\"ByteLevel\", \"TemplateProcessing\", \"Sequence\" or null");
   }
 }

@@ -1,5 +1,5 @@
-// tokenizer.json, read and checked: everything that weft's tokenizer depends on is either understood or
-// refused by name.
+// Reads and checks tokenizer.json. Every field that changes the ids is either understood completely or refused with its
+// name.
 #pragma once
 
 #include <array>
@@ -16,22 +16,22 @@
 namespace weft {
 
 struct TokenizerSpec {
-  std::vector<std::string> contents;  // by id, as the file writes them; no holes
-  std::vector<std::string> bytes;     // by id: what the token stands for
-  std::vector<std::int32_t> words;    // ids that a whole piece may become: the model's vocabulary in the byte alphabet
+  std::vector<std::string> contents;  // by id: the token as the file spells it; every id has one
+  std::vector<std::string> bytes;     // by id: the bytes that the token stands for
+  std::vector<std::int32_t> words;    // tokens that ignore_merges applies to: the vocabulary in the byte alphabet
   std::vector<BpeMerge> merges;       // by rank
-  std::array<std::int32_t, 256> byte_ids{};  // -1: none, for a byte that UTF-8 never uses
-  bool ignore_merges = false;                // a piece that is a word is one token, whatever the merges say
-  std::vector<AddedToken> added;             // special ones first, else in the file's order
+  std::array<std::int32_t, 256> byte_ids{};  // the token of each byte; -1: none, for a byte that UTF-8 never uses
+  bool ignore_merges = false;                // a piece that is in `words` becomes that token, without any merge
+  std::vector<AddedToken> added;             // special ones first, otherwise in the file's order
   bool nfc = false;
   std::vector<PreTokenizerStep> steps;
-  std::optional<std::int32_t> bos;
+  std::optional<std::int32_t> bos;  // the token that the post-processor puts in front of a text
 };
 
 constexpr std::int64_t kMaxVocabulary = 1'000'000;
 constexpr std::size_t kMaxTokenBytes = 4096;
-constexpr std::size_t kMaxAddedBytes = 16
-                                       << 20;  // of all added tokens: AddedTokenMatcher takes 20 times as much memory
+// Of all added tokens together: AddedTokenMatcher takes 20 times as much memory.
+constexpr std::size_t kMaxAddedBytes = 16 << 20;
 
 // Parses and checks. Anything damaged or not supported: Exit::bad_file, "<source>: <field>: got X, expected
 // Y".

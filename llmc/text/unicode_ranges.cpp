@@ -36,8 +36,8 @@ constexpr Range kNumbersAfter14[] = {
 constexpr Range kNumbersOf17[] = {{0x11DE0, 0x11DE9}, {0x16FF4, 0x16FF6}};
 
 // Combining marks (canonical combining class not 0) and parts of canonical compositions that Unicode assigned
-// after 9.0. Where a whole block is newer than 9.0 the block is listed, so that a utf8proc of Unicode 16 or
-// 17 changes nothing.
+// after 9.0. Where a whole block is newer than 9.0 the block is listed, so that a newer utf8proc (Unicode 16 or 17)
+// gives the same result.
 constexpr Range kInertInNfc9[] = {
     {0x07FD, 0x07FD},   {0x0897, 0x089F},   {0x08CA, 0x08D3},   {0x09FE, 0x09FE},   {0x0C3C, 0x0C3C},
     {0x0D3B, 0x0D3C},   {0x0EBA, 0x0EBA},   {0x1715, 0x1715},   {0x1ABF, 0x1AFF},   {0x1DF6, 0x1DFA},

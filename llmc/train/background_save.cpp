@@ -11,7 +11,7 @@ namespace weft {
 namespace {
 
 constexpr double kShareOfFreeMemory = 0.8;
-constexpr auto kPatience = std::chrono::seconds(60);  // between two messages while a save is still running
+constexpr auto kMessageInterval = std::chrono::seconds(60);  // while wait() waits
 
 std::string bytes_text(std::uint64_t bytes) {
   return human_bytes(static_cast<double>(bytes));
@@ -44,7 +44,7 @@ BackgroundSave::~BackgroundSave() {
   }
 }
 
-// Whatever goes wrong is a result: an exception that leaves a thread ends the process.
+// Every error becomes part of the result: an exception that leaves a thread ends the process.
 void BackgroundSave::write(const TrainState& state, const TensorTable& table, const TensorSource& source,
                            Result& result) const {
   result.step = state.step;
@@ -91,10 +91,10 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
   try {
     const SignalsElsewhere signals;
     thread_ = std::thread(body);
-  } catch (const std::system_error&) {  // no more threads for this user: the save is worth the wait
+  } catch (const std::system_error&) {  // the user's limit of threads is reached: save on this one
     body();
   }
-  // Not read from result_: the thread may be writing it.
+  // Kept outside of result_, which the other thread may be writing.
   stalled_seconds_ = std::chrono::duration<double>(Clock::now() - begin_).count();
 }
 
@@ -120,7 +120,7 @@ std::optional<BackgroundSave::Result> BackgroundSave::wait() {
   if (!started_) return std::nullopt;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!changed_.wait_for(lock, kPatience, [this] { return done_; })) {
+    while (!changed_.wait_for(lock, kMessageInterval, [this] { return done_; })) {
       const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
       log_info("still writing the checkpoint of step %lld after %s; a second SIGTERM or SIGINT gives it up",
                static_cast<long long>(state_.step), human_seconds(seconds).c_str());

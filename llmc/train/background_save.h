@@ -1,5 +1,6 @@
-// Saving while training goes on: the state is copied to host memory, and a thread hashes, writes, syncs and renames the
-// copy. Training waits for the copy only, and for the end of a save that is still running when the next one is due.
+// Saves checkpoints while training goes on: the state is copied to host memory, and a second thread hashes, writes, syncs
+// and renames the files. Training waits only while the state is copied, and for a save that is still running when the next
+// one is due.
 #pragma once
 
 #include <chrono>
@@ -18,17 +19,17 @@
 
 namespace weft {
 
-// Whether a run saves in the background, and the line that says so. It does if the copy leaves a fifth of the free host
-// memory to others; a machine that starts to swap, or kills the largest process, is worse than a run that waits.
+// Whether a run saves in the background, and the line of the start report that says so. It does if the copy leaves a fifth
+// of the free host memory unused: a machine that swaps, or kills the largest process, is worse than a run that waits.
 struct SavePlan {
   bool in_background = false;
-  std::string line;  // empty: there is nothing to save before the end
+  std::string line;  // empty: nothing is saved before the end of the run
 };
-// `planned_host_bytes`: what the model will take of the same memory.
+// `planned_host_bytes`: host memory that the model itself will take.
 SavePlan plan_saves(const TrainSettings& settings, const ModelConfig& config, std::uint64_t planned_host_bytes);
 
-// Owned by the training thread; everything but write() is called there. Between start() and the result the keeper belongs
-// to the thread that writes.
+// All public functions are called by the training thread. From start() until its result is taken, nothing else may use the
+// keeper: it belongs to the thread that writes.
 class BackgroundSave {
  public:
   struct Result {
@@ -36,22 +37,22 @@ class BackgroundSave {
     std::string path;            // of the checkpoint; empty if it failed
     std::optional<Error> error;  // why
     double seconds = 0;          // from start() to the end, reading back included
-    double stalled_seconds = 0;  // of them, those for which start() held training up
+    double stalled_seconds = 0;  // the part of them during which training waited
   };
 
-  // Without a copy start() writes before it returns.
+  // `copy` null: start() writes the checkpoint before it returns.
   BackgroundSave(CheckpointKeeper& keeper, std::unique_ptr<StateCopy> copy);
-  ~BackgroundSave();  // waits; a failure that nobody asked for becomes a warning
+  ~BackgroundSave();  // waits for a save in progress; its failure is a warning
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
 
-  // Not while the result of an earlier one was not taken. Throws what taking the copy throws; errors of the files are in
-  // the result.
+  // Call it only when the result of the start() before has been taken. An error of copying the state is thrown, one of
+  // writing it is in the result.
   void start(const TrainState& state, TrainModel& model);
   std::optional<Result> poll();  // the result of start(), once; empty: none, or not yet
-  std::optional<Result> wait();  // the same, but it waits, and says so once a minute
+  std::optional<Result> wait();  // the same, but waits, with a message once a minute
 
-  // On this thread, which waits for all of it. Not between start() and its result.
+  // Saves on the calling thread. Not between start() and the taking of its result.
   Result save_now(const TrainState& state, TrainModel& model);
 
  private:
@@ -70,7 +71,7 @@ class BackgroundSave {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool done_ = false;  // guarded by mutex_; result_ is the training thread's again once it is true
+  bool done_ = false;  // guarded by mutex_; once it is true the writing thread does not touch result_
 };
 
 }  // namespace weft

@@ -14,8 +14,9 @@ namespace {
 
 constexpr std::int64_t kWarmupSteps = 4, kTimedSteps = 15;
 
-// Dense bf16 rates of the datasheets. A GPU that is not here gets no share, never a wrong one: the first two have the
-// names of others in theirs, but not their rates.
+// Dense bf16 rates of the datasheets; 0 for a GPU that is not listed: no MFU is better than a wrong one. The first name that
+// the device's name contains is taken. "H100 NVL" and "GB200" contain names of other GPUs, but have other rates, so they
+// come first and count as unknown.
 double peak_bf16_flops(const std::string& device_name) {
   const std::pair<const char*, double> known[] = {{"NVL", 0},         {"GB200", 0},       {"H100 PCIe", 756.4e12},
                                                   {"H100", 989.4e12}, {"H200", 989.4e12}, {"A100", 311.9e12},
@@ -48,9 +49,9 @@ double causal_flops_per_token(const ModelConfig& config, std::int64_t T) {
 
 namespace {
 
-// Nearly normal, with the deviation of an initial model: sums of four uniform numbers.
+// Approximately normal with a new model's standard deviation, 0.02: sums of four uniform numbers.
 std::vector<float> noise_table() {
-  std::vector<float> table(1'048'573);  // a prime: rows of no width repeat within a matrix of a million elements
+  std::vector<float> table(1'048'573);  // a prime, so that no two rows of a matrix are equal
   for (std::size_t i = 0; i < table.size(); ++i) {
     const PhiloxWords words = philox(3, i, static_cast<std::uint64_t>(RandomStream::init));
     float sum = -2;
@@ -107,10 +108,10 @@ void bench_parameters(TrainModel& model) {
   for (const TensorSpec& spec : model.table().specs()) {
     values.resize(static_cast<std::size_t>(spec.elements));
     const bool normal = spec.init == Init::normal || spec.init == Init::normal_residual;
-    const float other = spec.init == Init::ones ? 1.0f : 0.0f;
+    const float constant = spec.init == Init::ones ? 1.0f : 0.0f;
     const std::size_t shift = static_cast<std::size_t>(spec.offset) % table.size();
 #pragma omp parallel for schedule(static)
-    for (std::size_t i = 0; i < values.size(); ++i) values[i] = normal ? table[(i + shift) % table.size()] : other;
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = normal ? table[(i + shift) % table.size()] : constant;
     model.write_tensor(TensorRole::parameter, spec, values.data());
   }
 }
@@ -188,7 +189,7 @@ std::vector<std::string> operator_table_text(const OperatorTable& table, const s
 
 namespace {
 
-// What was measured, and where: the same words in front of every result.
+// What was measured, and where: the fields that all results begin with.
 Json measured_json(const TrainSettings& s, const std::string& device_name) {
   return {{"device", device_name},        {"config", s.config.empty() ? s.model : s.config},
           {"precision", s.precision},     {"recompute", s.recompute},

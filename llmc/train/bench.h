@@ -14,7 +14,7 @@ namespace weft {
 struct TrainBenchResult {
   std::int64_t tokens = 0;  // of a step
   double median_ms = 0, fastest_ms = 0, slowest_ms = 0;
-  double flops_per_token = 0;  // causal: 6 N_matmul + 6 L q T; N_matmul is every matrix but the embedding
+  double flops_per_token = 0;  // causal_flops_per_token(): 6 N_matmul + 6 L q T
   double peak_flops = 0;       // dense bf16 of the GPU by its datasheet; 0: unknown
   double first_loss = 0, last_loss = 0;
 
@@ -22,11 +22,12 @@ struct TrainBenchResult {
   double mfu() const { return peak_flops > 0 ? tokens_per_s() * flops_per_token / peak_flops : 0; }
 };
 
-// Multiplications and additions of a training step for each token of sequences of T: forward and backward of every matrix
-// but the embedding, and of causal attention.
+// Multiplications and additions of a training step for each token of sequences of length T, forward and backward:
+// 6 N_matmul for the N_matmul elements of all matrices but the embedding, and 6 L q T for causal attention in L layers with
+// q = heads x head size.
 double causal_flops_per_token(const ModelConfig& config, std::int64_t T);
 
-// Random parameters of a new model's size and spread, in a fraction of the time that initialize_parameters() takes.
+// Random parameters with the standard deviation of a new model's, in a fraction of the time of initialize_parameters().
 void bench_parameters(TrainModel& model);
 
 // Warm-up steps, then timed ones, each with data, accumulation, gradient norm and update as in training. The parameters
@@ -37,11 +38,11 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
 std::vector<std::string> train_bench_text(const TrainBenchResult& result, const std::string& device_name);
 Json train_bench_json(const TrainBenchResult& result, const TrainSettings& settings, const std::string& device_name);
 
-// --bench --operators: a step's operators one by one, each the median of several steps. Exit::usage for a model without a
-// clock of its own.
+// --bench --operators: a step's operators one by one, each the median of several steps. Exit::usage for a model
+// that cannot time its operators (only those on a GPU can).
 OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings);
-// For each operator its calls, time, rate, and the share of its floor: the least time that the ceilings of the table
-// leave it.
+// For each operator its calls, time and rates, and its floor as a share of the time. The floor is the least time that the
+// measured peaks of the GPU allow, bytes_per_s and flops_per_s of the table.
 std::vector<std::string> operator_table_text(const OperatorTable& table, const std::string& device_name);
 Json operator_table_json(const OperatorTable& table, const TrainSettings& settings, const std::string& device_name);
 

@@ -22,10 +22,10 @@ constexpr const char* kStateName = "state.bin";
 constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
-constexpr std::size_t kMaxManifestBytes = 16 << 20;  // the largest model, of 1,024 layers, has 6 MB
+constexpr std::size_t kMaxManifestBytes = 16 << 20;  // that of the largest model, of 1,024 layers, has 6 MB
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
-// For counters that go on from what a file says: sums and products of them stay far below 2^63.
-constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;
+// Limit for counters that are read from a file and counted on: they stay far below 2^63.
+constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;
 
 std::string hash_text(std::uint64_t hash) {
   return format("%016llx", static_cast<unsigned long long>(hash));
@@ -52,7 +52,8 @@ const Json& json_object(const Json& object, const char* key, const std::string& 
 
 // ---- writing ----
 
-// What a manifest says beside its files: a function of what the files say, so that reading can compare them.
+// All of a manifest but its list of files. It follows from the content of the files, so that a load can compute it again
+// and compare.
 Json manifest_head(const TrainState& state, const ModelConfig& model, const Json& settings) {
   return {{"format", kFormat},
           {"format_version", kFormatVersion},
@@ -167,7 +168,7 @@ void check_against_manifest(const Json& entry, const TensorFile& file, const std
   }
 }
 
-// Reading verifies the hash; a NaN that was saved with a correct hash is no state to go on from either.
+// Checks shape, hash, and that every value is finite: a NaN with a correct hash is no state to go on from either.
 void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec) {
   const TensorInfo& tensor = file.at(name);
   if (tensor.shape != spec.shape) {
@@ -228,8 +229,8 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
   TrainState state;
   state.step = json_int(object, "step", 0, kMaxSteps, source);
   state.updates = json_int(object, "updates", 0, state.step, source);
-  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kFarFuture, source));
-  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kFarFuture, source));
+  state.windows = static_cast<std::uint64_t>(json_int(object, "windows", 0, kMaxCounter, source));
+  state.micro_steps = static_cast<std::uint64_t>(json_int(object, "micro_steps", 0, kMaxCounter, source));
   state.skipped = json_int(object, "skipped", 0, state.step, source);
   state.transient = json_int(object, "transient", 0, state.step, source);
   state.loss = read_optional(object, "loss", source);
@@ -295,7 +296,7 @@ void Checkpoint::check_tensors() const {
 void Checkpoint::require_same_model(const RunIdentity& run, const std::string& source) const {
   const Json saved = config_to_json(model());
   Json now = config_to_json(run.model);
-  // A new model takes these from its tokenizer: where they alone differ, that is what was exchanged.
+  // A new model takes these keys from its tokenizer. If nothing else differs, the tokenizer was exchanged.
   Json with_saved_ids = now;
   for (const char* key : {"bos_id", "eos_ids"}) with_saved_ids[key] = saved[key];
   const std::string saved_tokenizer = model_.has_tokenizer() ? model_.tokenizer_json() : std::string();
@@ -385,14 +386,14 @@ CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity id
 }
 
 std::string CheckpointKeeper::last_path() const {
-  return whole_.empty() ? std::string() : directory_.checkpoint_path(last_saved());
+  return intact_.empty() ? std::string() : directory_.checkpoint_path(last_saved());
 }
 
 std::string CheckpointKeeper::best_path() const {
   return best_ ? directory_.checkpoint_path(*best_) : std::string();
 }
 
-std::optional<Checkpoint> CheckpointKeeper::newest_whole(ResumeMode mode) const {
+std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const {
   const std::vector<RunDirectory::Entry> entries = directory_.checkpoints();
   for (const RunDirectory::Entry& entry : entries) {
     const std::string path = directory_.file(entry.name);
@@ -420,25 +421,25 @@ std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& 
   if (mode == ResumeMode::never && !directory_.empty()) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
-  const std::optional<Checkpoint> checkpoint = newest_whole(mode);
+  const std::optional<Checkpoint> checkpoint = newest_intact(mode);
   if (checkpoint) checkpoint->require_same_run(identity_);
   directory_.remove_leftovers();  // only now: the directory is this run's
   if (!checkpoint) return std::nullopt;
   checkpoint->load(model);
-  whole_.insert(checkpoint->state().step);
+  intact_.insert(checkpoint->state().step);
   if (checkpoint->state().best) best_ = checkpoint->state().best->step;
   return checkpoint->state();
 }
 
 TensorSource tensors_of(TrainModel& model) {
-  const auto whole = std::make_shared<std::vector<float>>();  // a model gives whole tensors
-  return {[&model, whole](TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
-                          float* buffer) -> const float* {
+  const auto tensor = std::make_shared<std::vector<float>>();  // a model can only read out complete tensors
+  return {[&model, tensor](TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
+                           float* buffer) -> const float* {
             if (first == 0) {
-              whole->resize(static_cast<std::size_t>(spec.elements));
-              model.read_tensor(role, spec, whole->data());
+              tensor->resize(static_cast<std::size_t>(spec.elements));
+              model.read_tensor(role, spec, tensor->data());
             }
-            std::copy_n(whole->data() + first, count, buffer);
+            std::copy_n(tensor->data() + first, count, buffer);
             return buffer;
           },
           false};
@@ -458,7 +459,8 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
   const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
   TensorFileWriter model = declare_model(model_path, identity_, table);
   TensorFileWriter training = declare_training_state(training_path, identity_, state, table);
-  // The files are filled beside each other, and synced and renamed in this order.
+  // Both files may be filled at the same time (not under an injected fault, which counts their bytes in order), but they
+  // are synced and renamed one after the other.
   in_parallel(2, source.for_many_threads && !write_fault_armed() ? 2 : 1, [&](std::size_t file) {
     if (file == 0) {
       fill_model(identity_, table, source, model);
@@ -482,14 +484,14 @@ std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& t
     directory_.discard_checkpoint(state.step);
     throw;
   }
-  whole_.insert(state.step);
-  if (state.best && state.best->step == state.step) best_ = state.step;  // the one before goes only now
+  intact_.insert(state.step);
+  if (state.best && state.best->step == state.step) best_ = state.step;  // only now may the best one before be removed
   remove_old();
   return directory_.checkpoint_path(state.step);
 }
 
-// What the disk gives back has to be whole before anything older may go. A value that is not finite is refused like
-// damage; only then the source is searched for it.
+// Nothing older is removed before the new checkpoint has been read from the disk and found intact. Reading refuses a value
+// that is not finite like any damage; the source is then searched for one, to tell the two apart.
 void CheckpointKeeper::read_back(const std::string& path, const TrainState& state, const TensorTable& table,
                                  const TensorSource& source) const {
   try {
@@ -499,24 +501,24 @@ void CheckpointKeeper::read_back(const std::string& path, const TrainState& stat
     if (const std::string value = first_not_finite(table, source); !value.empty()) {
       fail(Exit::numeric, "step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step),
            value.c_str(),
-           whole_.empty() ? "There is no older checkpoint"
-                          : ("The newest checkpoint is " + escaped(last_path())).c_str());
+           intact_.empty() ? "There is no older checkpoint"
+                           : ("The newest checkpoint is " + escaped(last_path())).c_str());
     }
     throw;
   }
 }
 
-// Counts only checkpoints that this process has seen whole; what it has not read may be damaged and counts
-// for nothing.
+// Removes what is older than the newest `keep_` checkpoints that this process has found intact. One that it has not read
+// may be damaged, so it does not count among them.
 void CheckpointKeeper::remove_old() const {
-  if (whole_.size() < keep_) return;
-  const std::int64_t oldest_kept = *std::next(whole_.rbegin(), static_cast<std::ptrdiff_t>(keep_) - 1);
+  if (intact_.size() < keep_) return;
+  const std::int64_t oldest_kept = *std::next(intact_.rbegin(), static_cast<std::ptrdiff_t>(keep_) - 1);
   for (const RunDirectory::Entry& entry : directory_.checkpoints()) {
     if (entry.step < 0 || entry.step >= oldest_kept || !entry.problem.empty()) continue;
     if (entry.step == best_) continue;
     try {
       directory_.remove_checkpoint(entry.step);
-    } catch (const Error& error) {  // costs disk space, no state
+    } catch (const Error& error) {  // costs only disk space
       log_warning("%s", error.what());
     }
   }

@@ -3,7 +3,7 @@
 // step_00000100/ holds model.bin (a model file: parameters in fp32 and the tokenizer; --model and
 // export_hf.py read it), state.bin (a training state: both moments, and a JSON object with TrainState and
 // RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
-// and renames it; a load trusts nothing whose sizes, hashes, step or values do not agree.
+// and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
 #pragma once
 
 #include <cstddef>
@@ -22,16 +22,15 @@
 
 namespace weft {
 
-// Where a run stands: beside parameters and moments, the whole state of the loop. Random numbers are
-// addressed by (seed, position), so positions are all there is to keep.
+// The state of the training loop: with the parameters and moments all that a run needs to go on. Random numbers are
+// functions of (seed, position), so positions are kept in place of generators.
 struct TrainState {
-  std::int64_t step = 0;          // steps finished
-  std::int64_t updates = 0;       // of them, those that changed the parameters: AdamW's bias correction
-  std::uint64_t windows = 0;      // data consumed: the position of the DataLoader
-  std::uint64_t micro_steps = 0;  // micro-batches computed: the address of the next dropout mask
-  std::int64_t skipped = 0,
-               transient = 0;            // steps the numeric guard skipped, or repaired by running them again
-  std::optional<double> loss, val_loss;  // the last of each
+  std::int64_t step = 0;                    // steps finished
+  std::int64_t updates = 0;                 // of them, those that changed the parameters: AdamW's bias correction
+  std::uint64_t windows = 0;                // data consumed: the position of the DataLoader
+  std::uint64_t micro_steps = 0;            // micro-batches computed: selects the next dropout mask
+  std::int64_t skipped = 0, transient = 0;  // steps that the numeric guard skipped, or repaired by running them again
+  std::optional<double> loss, val_loss;     // the last of each
   SpikeDetector spikes;
   struct Best {
     std::int64_t step = 0;
@@ -45,7 +44,7 @@ struct TrainState {
   bool operator==(const TrainState&) const = default;
 };
 
-// What a run is: a checkpoint may only be continued by the same one.
+// What identifies a run: only a run that agrees in it may continue a checkpoint.
 struct RunIdentity {
   ModelConfig model;
   Json settings;           // TrainSettings::numeric_settings()
@@ -53,12 +52,11 @@ struct RunIdentity {
   Json data;               // TokenDataset::fingerprint() of the training shards
   std::string device;      // "cpu", "cuda": another one is allowed, with a warning
   std::string version;
-  std::string tokenizer;  // text of tokenizer.json; may be empty
-  std::string
-      began_from;  // the header hash of the model file (--model) that gave the first parameters; empty: new ones
+  std::string tokenizer;   // text of tokenizer.json; may be empty
+  std::string began_from;  // header hash of the model file (--model) that the run began with; empty: new parameters
 };
 
-// A checkpoint that was read completely and found whole.
+// A checkpoint that was read completely and found intact.
 class Checkpoint {
  public:
   // Checks manifest, sizes, every hash, and that every value is finite; Exit::bad_file says what is wrong.
@@ -66,8 +64,8 @@ class Checkpoint {
 
   const TrainState& state() const { return state_; }
   const ModelConfig& model() const { return model_.config(); }
-  // The run it belongs to, against the one that wants to go on: Exit::usage names the option that differs,
-  // Exit::bad_file the training shard.
+  // Checks that `run` may continue this checkpoint: Exit::usage names an option that differs, Exit::bad_file a training
+  // shard.
   void require_same_run(const RunIdentity& run) const;
   void load(TrainModel& model) const;
 
@@ -86,10 +84,10 @@ class Checkpoint {
 
 // Where a save gets its tensors from: a model, or a copy of its state.
 struct TensorSource {
-  // `count` values of a tensor from `first` on, in `buffer` or where they stay until the save has ended. The parts of a
-  // tensor are asked for in order, from 0 on.
+  // Returns a pointer to elements first to first + count - 1 of a tensor: either `buffer` filled with them, or memory that
+  // does not change until the save has ended. The elements of a tensor are read in order, from 0 on.
   std::function<const float*(TensorRole, const TensorSpec&, std::size_t first, std::size_t count, float* buffer)> read;
-  bool for_many_threads = false;  // two files are written at once
+  bool for_many_threads = false;  // `read` may be called by several threads: both files are written at once
 };
 TensorSource tensors_of(TrainModel& model);
 TensorSource tensors_of(const StateCopy& copy);
@@ -99,10 +97,10 @@ class CheckpointKeeper {
  public:
   CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep);
 
-  // Brings `model` to the newest checkpoint that is whole, warning of each damaged one on the way, and
-  // returns its state; then removes what interrupted saves left. Empty: there is none, the run begins. Checkpoints of
-  // which none is whole are Exit::bad_file: a run is never silently started over. ResumeMode::must: the newest has to be whole.
-  // ResumeMode::never: a directory with anything in it is Exit::usage.
+  // Loads the newest intact checkpoint into `model`, with a warning for each damaged one that is newer, removes what
+  // interrupted saves left, and returns the checkpoint's state; nothing if there is no checkpoint and the run begins. If
+  // there are checkpoints but none is intact: Exit::bad_file, because a run is never silently started over.
+  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that is not empty is Exit::usage.
   std::optional<TrainState> resume(ResumeMode mode, TrainModel& model);
 
   // Writes a checkpoint, reads it back, gives it its name, and only then removes old ones. On failure nothing older is
@@ -111,12 +109,12 @@ class CheckpointKeeper {
   std::string save(const TrainState& state, const TensorTable& table, const TensorSource& source);
   std::string save(const TrainState& state, TrainModel& model) { return save(state, model.table(), tensors_of(model)); }
 
-  std::int64_t last_saved() const { return whole_.empty() ? -1 : *whole_.rbegin(); }
-  std::string last_path() const;  // empty if there is none
+  std::int64_t last_saved() const { return intact_.empty() ? -1 : *intact_.rbegin(); }  // step of the newest; -1: none
+  std::string last_path() const;                                                        // empty if there is none
   std::string best_path() const;  // of the checkpoint with the lowest loss on --val, with --keep-best; else empty
 
  private:
-  std::optional<Checkpoint> newest_whole(ResumeMode mode) const;
+  std::optional<Checkpoint> newest_intact(ResumeMode mode) const;
   void write(const std::string& path, const TrainState& state, const TensorTable& table,
              const TensorSource& source) const;
   void read_back(const std::string& path, const TrainState& state, const TensorTable& table,
@@ -126,7 +124,7 @@ class CheckpointKeeper {
   const RunDirectory& directory_;
   const RunIdentity identity_;
   const std::size_t keep_;
-  std::set<std::int64_t> whole_;      // steps whose checkpoint this process has read completely
+  std::set<std::int64_t> intact_;     // steps whose checkpoint this process has read completely and found intact
   std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };
 

@@ -1,5 +1,4 @@
-// Training data: token shards cut into windows of T + 1 tokens, in shuffled order, prepared one step ahead by
-// a thread.
+// Training data: token shards cut into windows of T + 1 tokens, in shuffled order, read ahead by a thread.
 #pragma once
 
 #include <condition_variable>
@@ -24,8 +23,8 @@ namespace weft {
 // What is left over at the end of a shard, fewer than T tokens, is not used.
 class TokenDataset {
  public:
-  // `pattern`: a shell pattern, taken in lexicographic order. Exit::bad_file: nothing matches, a shard holds
-  // fewer than T + 1 tokens, or the shards were made with different tokenizers.
+  // `pattern`: a shell pattern; the files that match are used in lexicographic order. Exit::bad_file: nothing matches, a
+  // shard holds fewer than T + 1 tokens, or the shards were made with different tokenizers.
   TokenDataset(const std::string& pattern, std::int64_t seq_len);
 
   std::int64_t seq_len() const { return seq_len_; }
@@ -80,7 +79,7 @@ class DataLoader {
   const TokenDataset& data_;
   const std::int64_t micro_batch_;
   const DataOrder order_;
-  std::uint64_t position_;  // of the consumer; the thread counts for itself
+  std::uint64_t position_;  // of next(); the thread has a position of its own
 
   std::mutex mutex_;
   std::condition_variable changed_;

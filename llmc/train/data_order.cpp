@@ -10,8 +10,8 @@ namespace weft {
 
 namespace {
 
-// Four rounds are the theory's minimum for a strong pseudo-random permutation; halves of few bits mix slowly,
-// and eight still cost less than reading one token of the window.
+// Theory asks for at least four rounds for a strong pseudo-random permutation; halves of few bits mix slowly, so there are
+// eight, which still cost little beside reading the window.
 constexpr std::uint64_t kRounds = 8;
 
 std::uint64_t round_function(std::uint64_t half, std::uint64_t round, std::uint64_t epoch, std::uint64_t seed) {
@@ -44,7 +44,7 @@ std::uint64_t DataOrder::window_at(std::uint64_t position) const {
   const std::uint64_t epoch = position / count_;
   std::uint64_t value = position % count_;
   do value = encrypt(value, epoch);
-  while (value >= count_);  // at most four values in number exist for each window, so a few rounds suffice
+  while (value >= count_);  // the network permutes at most 4 count_ values: at most four passes on average
   return value;
 }
 

@@ -1,6 +1,5 @@
-// The order in which a run sees its windows: for each epoch another permutation of all of them, computed
-// where it is needed instead of stored, so that a corpus of any size costs no memory and a resumed run needs
-// only a position.
+// The order in which a run sees its windows: in each epoch another permutation of all of them. It is computed, not stored,
+// so that a corpus of any size costs no memory and a resumed run needs only a position.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +7,8 @@
 namespace weft {
 
 // A keyed bijection of [0, count): a Feistel network (Luby and Rackoff, 1988) over the smallest even number
-// of bits that holds count, with Philox as its round function, walked until the value falls below count
-// (Black and Rogaway, 2002).
+// of bits that holds count, with Philox as its round function, applied again until the value is below count
+// (cycle walking: Black and Rogaway, 2002).
 class DataOrder {
  public:
   DataOrder(std::uint64_t count, std::uint64_t seed);  // count > 0

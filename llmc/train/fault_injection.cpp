@@ -20,17 +20,18 @@ namespace {
 // files beside checkpoints are not counted.
 FaultPlan armed;
 std::string current_save;        // the step_N.tmp that is being written
-std::uint64_t bytes_before = 0;  // that this save has written
+std::uint64_t bytes_before = 0;  // bytes that this save has written so far
 std::int64_t calls_before = 0, log_records = 0;
-bool save_struck = false, call_struck = false;
+bool save_fault_done = false, call_fault_done = false;
 
 bool belongs_to_save(const std::string& directory) {
   return directory.ends_with(".tmp") && directory.find("step_") != std::string::npos;
 }
 
-void strike(const std::string& path) {
+// Carries out the fault of the save.
+void fail_save(const std::string& path) {
   if (armed.save == SaveFault::kill) ::raise(SIGKILL);
-  save_struck = true;
+  save_fault_done = true;
   if (armed.save == SaveFault::term) {
     ::kill(::getpid(), SIGTERM);
     return;
@@ -43,21 +44,21 @@ void strike(const std::string& path) {
 
 std::size_t on_write(const std::string& path, std::uint64_t /*offset*/, std::size_t bytes) {
   const std::string directory = parent_directory(path);
-  if (save_struck || !belongs_to_save(directory)) return bytes;
+  if (save_fault_done || !belongs_to_save(directory)) return bytes;
   if (directory != current_save) {
     current_save = directory;
     bytes_before = 0;
   }
-  if (bytes_before == armed.save_byte) strike(path);
+  if (bytes_before == armed.save_byte) fail_save(path);
   if (bytes_before < armed.save_byte) bytes = std::min<std::uint64_t>(bytes, armed.save_byte - bytes_before);
   bytes_before += bytes;
   return bytes;
 }
 
 bool on_call(const char* /*call*/, const std::string& /*path*/) {
-  if (call_struck || calls_before++ != armed.call_number) return true;
+  if (call_fault_done || calls_before++ != armed.call_number) return true;
   if (armed.call == CallAction::kill) ::raise(SIGKILL);
-  call_struck = true;
+  call_fault_done = true;
   return false;
 }
 
@@ -71,8 +72,8 @@ constexpr const char* kForms =
   fail(Exit::usage, "--debug-inject: got %s, expected one of %s", escaped(spec).c_str(), kForms);
 }
 
-bool set_step_fault(FaultPlan& plan, const std::string& place, std::int64_t step) {
-  const std::pair<const char*, std::optional<std::int64_t>*> places[] = {{"nan@step", &plan.nan_step},
+bool set_step_fault(FaultPlan& plan, const std::string& point, std::int64_t step) {
+  const std::pair<const char*, std::optional<std::int64_t>*> points[] = {{"nan@step", &plan.nan_step},
                                                                          {"kill@step", &plan.kill_step},
                                                                          {"hang@step", &plan.hang_step},
                                                                          {"gpu@step", &plan.gpu_step},
@@ -84,20 +85,20 @@ bool set_step_fault(FaultPlan& plan, const std::string& place, std::int64_t step
                                                                          {"term@sample", &plan.term_sample},
                                                                          {"inf@moment", &plan.inf_moment},
                                                                          {"enospc@log", &plan.log_record}};
-  for (const auto& [name, field] : places) {
-    if (place == name) *field = step;
-    if (place == name) return true;
+  for (const auto& [name, field] : points) {
+    if (point == name) *field = step;
+    if (point == name) return true;
   }
   return false;
 }
 
-bool set_save_fault(FaultPlan& plan, const std::string& place, std::int64_t byte) {
-  const std::pair<const char*, SaveFault> places[] = {{"kill@save", SaveFault::kill},
+bool set_save_fault(FaultPlan& plan, const std::string& point, std::int64_t byte) {
+  const std::pair<const char*, SaveFault> points[] = {{"kill@save", SaveFault::kill},
                                                       {"term@save", SaveFault::term},
                                                       {"io-error@save", SaveFault::io_error},
                                                       {"enospc@save", SaveFault::enospc}};
-  for (const auto& [name, fault] : places) {
-    if (place != name) continue;
+  for (const auto& [name, fault] : points) {
+    if (point != name) continue;
     plan.save = fault;
     plan.save_byte = static_cast<std::uint64_t>(byte);
     return true;
@@ -105,9 +106,9 @@ bool set_save_fault(FaultPlan& plan, const std::string& place, std::int64_t byte
   return false;
 }
 
-bool set_call_action(FaultPlan& plan, const std::string& place, std::int64_t number) {
-  if (place != "kill@call" && place != "io-error@call") return false;
-  plan.call = place == "kill@call" ? CallAction::kill : CallAction::io_error;
+bool set_call_action(FaultPlan& plan, const std::string& point, std::int64_t number) {
+  if (point != "kill@call" && point != "io-error@call") return false;
+  plan.call = point == "kill@call" ? CallAction::kill : CallAction::io_error;
   plan.call_number = number;
   return true;
 }
@@ -115,12 +116,12 @@ bool set_call_action(FaultPlan& plan, const std::string& place, std::int64_t num
 void parse_fault(const std::string& spec, FaultPlan& plan) {
   const std::size_t equals = spec.find('=');
   if (equals == std::string::npos) refuse(spec);
-  const std::string place = spec.substr(0, equals), digits = spec.substr(equals + 1);
+  const std::string point = spec.substr(0, equals), digits = spec.substr(equals + 1);
   std::int64_t number = -1;
   const auto end = std::from_chars(digits.data(), digits.data() + digits.size(), number);
   if (end.ec != std::errc{} || end.ptr != digits.data() + digits.size() || number < 0) refuse(spec);
-  const bool known = set_step_fault(plan, place, number) || set_save_fault(plan, place, number) ||
-                     set_call_action(plan, place, number);
+  const bool known = set_step_fault(plan, point, number) || set_save_fault(plan, point, number) ||
+                     set_call_action(plan, point, number);
   if (!known) refuse(spec);
 }
 
@@ -142,7 +143,7 @@ void arm_save_fault(const FaultPlan& plan) {
   current_save.clear();
   bytes_before = 0;
   calls_before = log_records = 0;
-  save_struck = call_struck = false;
+  save_fault_done = call_fault_done = false;
   set_write_fault(plan.save == SaveFault::none ? nullptr : on_write);
   set_call_fault(plan.call == CallAction::none ? nullptr : on_call);
 }

@@ -37,7 +37,7 @@ std::string first_bad_gradient(TrainModel& model) {
 }
 
 std::optional<double> SpikeDetector::observe(double norm) {
-  constexpr std::int64_t kWarmup = 32;  // observations before an opinion
+  constexpr std::int64_t kWarmup = 32;  // observations before the first result
   constexpr double kMemory = 100;       // steps that the averages look back over
   const double weight =
       1.0 / static_cast<double>(std::min<std::int64_t>(observed_ + 1, static_cast<std::int64_t>(kMemory)));
@@ -56,8 +56,8 @@ Json SpikeDetector::to_json() const {
 
 SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& source) {
   SpikeDetector detector;
-  constexpr std::int64_t kFarFuture = 1'000'000'000'000'000'000;  // room to go on counting
-  detector.observed_ = json_int(object, "observed", 0, kFarFuture, source);
+  constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;  // leaves room to count on
+  detector.observed_ = json_int(object, "observed", 0, kMaxCounter, source);
   detector.mean_ = json_number(object, "mean", source);
   detector.variance_ = json_number(object, "variance", source);
   constexpr double kLargest = 1e100;  // no gradient norm comes near; its square is still finite

@@ -1,5 +1,5 @@
-// The numeric guard: looks at the loss and the gradient norm of a step before its update, and decides whether
-// it may happen.
+// The numeric guard: checks the loss and the gradient norm of a step before its update, and decides whether the update is
+// applied.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace weft {
 enum class OnNonFinite {
   abort,  // stop with Exit::numeric
   skip,   // leave the parameters and moments alone and go on with the next step
-  rerun,  // compute the step again: finite now means the hardware erred once, otherwise abort
+  rerun,  // compute the step again: if it is finite then, the hardware erred once; if not, abort
 };
 const std::vector<std::string>& on_non_finite_names();         // in the order of the enum
 OnNonFinite on_non_finite_from_name(const std::string& name);  // Exit::usage if unknown
@@ -27,13 +27,13 @@ bool is_finite(const StepStatistics& statistics);
 // none.
 std::string first_bad_gradient(TrainModel& model);
 
-// A running picture of the gradient norm (exponentially weighted mean and variance) that tells a spike from
-// noise. It only ever sees finite, applied steps: one bad value would blind it for good. Part of a
-// checkpoint.
+// The running mean and variance of the gradient norm (exponentially weighted), by which a spike is told from noise. Only
+// finite norms of applied steps are observed: after one that is not finite, mean and variance would never be finite again.
+// Part of a checkpoint.
 class SpikeDetector {
  public:
-  // How many standard deviations `norm` lies above the mean, then takes it in; nothing during the first
-  // observations.
+  // Returns how many standard deviations `norm` lies above the mean (nothing during the first observations), then adds
+  // `norm` to mean and variance.
   std::optional<double> observe(double norm);
 
   Json to_json() const;
@@ -44,6 +44,6 @@ class SpikeDetector {
   std::int64_t observed_ = 0;
   double mean_ = 0, variance_ = 0;
 };
-inline constexpr double kSpikeDeviations = 6;  // from here on a step is reported
+inline constexpr double kSpikeDeviations = 6;  // a step above it is reported
 
 }  // namespace weft

@@ -10,8 +10,8 @@ namespace weft {
 
 namespace {
 
-constexpr std::size_t kMaxBytes = 8 << 20;  // as scripts/hf_config.py
-// Those of SECURITY.md, which config_from_json() checks as well, under the names of weft.
+constexpr std::size_t kMaxBytes = 8 << 20;  // the limit of scripts/hf_config.py
+// The limits of SECURITY.md. config_from_json() checks them as well, but its messages have weft's names of the keys.
 constexpr std::int64_t kMaxVocab = 1'000'000, kMaxLayers = 1024, kMaxWidth = 1 << 20, kMaxHeads = 1024,
                        kMaxHeadDim = 1024, kMaxPositions = 1 << 24;
 
@@ -41,20 +41,21 @@ struct Object {
   }
 };
 
-struct Place {
+// A key, and an object that may hold it.
+struct Location {
   const Object* object;
   std::string key;
 };
 
-// The first of the places that holds a value; the others that hold one must agree with it. Null: none does.
-const Place* agreed(const std::vector<Place>& places) {
-  const Place* first = nullptr;
-  for (const Place& place : places) {
-    if (!place.object->has(place.key)) continue;
+// The first of the locations that holds a value; the others that hold one must agree with it. Null: none does.
+const Location* agreed(const std::vector<Location>& locations) {
+  const Location* first = nullptr;
+  for (const Location& location : locations) {
+    if (!location.object->has(location.key)) continue;
     if (first == nullptr) {
-      first = &place;
-    } else if (place.object->values[place.key] != first->object->values[first->key]) {
-      place.object->refuse(place.key, "disagrees with " + first->object->source + ": " + first->key);
+      first = &location;
+    } else if (location.object->values[location.key] != first->object->values[first->key]) {
+      location.object->refuse(location.key, "disagrees with " + first->object->source + ": " + first->key);
     }
   }
   return first;
@@ -104,13 +105,13 @@ std::string rope_type_of(const Object& scaling, const Object& parameters) {
       }
     }
   }
-  const std::vector<Place> places = {
+  const std::vector<Location> locations = {
       {&parameters, "rope_type"}, {&parameters, "type"}, {&scaling, "rope_type"}, {&scaling, "type"}};
-  const Place* place = agreed(places);
-  if (place == nullptr) return "default";
-  const std::string type = place->object->text(place->key);
+  const Location* location = agreed(locations);
+  if (location == nullptr) return "default";
+  const std::string type = location->object->text(location->key);
   if (type != "default" && type != "llama3") {
-    place->object->refuse(place->key, "got " + escaped(type) + ", expected default or llama3");
+    location->object->refuse(location->key, "got " + escaped(type) + ", expected default or llama3");
   }
   return type;
 }
@@ -119,22 +120,23 @@ RopeConfig rope_of(const Object& config, std::int64_t head_dim) {
   const Object scaling = config.object("rope_scaling"), parameters = config.object("rope_parameters");
   RopeConfig rope;
   rope.rotary_dim = head_dim;
-  const std::vector<Place> bases = {{&config, "rope_theta"}, {&parameters, "rope_theta"}, {&scaling, "rope_theta"}};
-  const Place* base = agreed(bases);
+  const std::vector<Location> bases = {{&config, "rope_theta"}, {&parameters, "rope_theta"}, {&scaling, "rope_theta"}};
+  const Location* base = agreed(bases);
   if (base == nullptr) config.refuse("rope_theta", "missing, expected a number above 0");
   rope.theta = base->object->positive(base->key);
-  const std::vector<Place> fractions = {
+  const std::vector<Location> fractions = {
       {&config, "partial_rotary_factor"}, {&parameters, "partial_rotary_factor"}, {&scaling, "partial_rotary_factor"}};
-  if (const Place* place = agreed(fractions); place != nullptr && place->object->positive(place->key) != 1) {
-    place->object->refuse(place->key, "expected 1: Llama models rotate whole heads");
+  if (const Location* location = agreed(fractions);
+      location != nullptr && location->object->positive(location->key) != 1) {
+    location->object->refuse(location->key, "expected 1: Llama models rotate whole heads");
   }
   if (rope_type_of(scaling, parameters) == "default") return rope;
   rope.type = RopeType::llama3;
-  const Object& home = scaling.values.empty() ? parameters : scaling;  // where a missing key is missed
+  const Object& home = scaling.values.empty() ? parameters : scaling;  // named in errors about missing keys
   const auto owner = [&](const std::string& key, const Object& more) -> const Object& {
-    const std::vector<Place> places = {{&parameters, key}, {&scaling, key}, {&more, key}};
-    const Place* place = agreed(places);
-    return place != nullptr ? *place->object : home;
+    const std::vector<Location> locations = {{&parameters, key}, {&scaling, key}, {&more, key}};
+    const Location* location = agreed(locations);
+    return location != nullptr ? *location->object : home;
   };
   rope.factor = owner("factor", parameters).positive("factor");
   rope.low_freq_factor = owner("low_freq_factor", parameters).positive("low_freq_factor");
@@ -173,7 +175,7 @@ ModelConfig llama_from_hf_config(const Json& json, const std::string& source) {
   model.norm_eps = config.positive("rms_norm_eps");
   model.tied_embeddings = config.flag("tie_word_embeddings");
   model.rope = rope_of(config, model.head_dim);
-  return config_from_json(config_to_json(model), source);  // whatever was forgotten here
+  return config_from_json(config_to_json(model), source);  // weft's own checks, as of any configuration
 }
 
 ModelConfig read_hf_config(const std::string& path) {

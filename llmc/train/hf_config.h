@@ -8,13 +8,13 @@
 
 namespace weft {
 
-// The Llama that `json` describes, with the keys of transformers 4 and 5, which have to agree where both are present.
-// What changes the arithmetic has no silent default, and what weft does not compute is refused by its key: as
-// scripts/hf_config.py, which reads the same files for the converter. Special ids are left out: a run takes them from the
+// The Llama that `json` describes. It may have the keys of transformers 4, of transformers 5, or both if they agree. A key
+// that changes the arithmetic has no silent default, and what weft does not compute is refused with its key;
+// scripts/hf_config.py follows the same rules for the converter. Special ids are not read: a run takes them from the
 // tokenizer of its data. `source` names the file in errors, which are Exit::bad_file.
 ModelConfig llama_from_hf_config(const Json& json, const std::string& source);
 
-// Of a file.
+// The same for the file `path`.
 ModelConfig read_hf_config(const std::string& path);
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// The parameters of a model that starts from nothing.
+// The initial parameters of a new model.
 #pragma once
 
 #include <cstdint>

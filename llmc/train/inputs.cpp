@@ -19,9 +19,9 @@ namespace {
 
 constexpr std::uint64_t kMaxTokenizerBytes = 100'000'000;
 constexpr std::int64_t kMaxVocabulary = 1'000'000;  // of a model (llmc/model/config.cpp)
-constexpr std::int64_t kVocabularyRows = 128;       // a new model's vocabulary is a multiple of them
-// Hashing all shards takes a second for each gigabyte: done at every start up to here, and in a dry run for
-// any size.
+constexpr std::int64_t kVocabularyRows = 128;       // a new model's vocabulary is padded to a multiple of this
+// Hashing shards takes a second for each gigabyte. Data of up to so many tokens is verified at every start, larger data only
+// in a dry run.
 constexpr std::int64_t kVerifyTokens = 200'000'000;
 
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
@@ -37,7 +37,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
            norm_kind_name(inputs.config.norm));
     }
   }
-  // A reference dump brings its own shape.
+  // With --compare the reference dump says how long its sequences are.
   if (settings.compare.empty() && settings.seq_len > inputs.config.max_positions) {
     fail(Exit::usage, "--seq-len: got %lld, expected at most the %lld positions of the model",
          static_cast<long long>(settings.seq_len), static_cast<long long>(inputs.config.max_positions));
@@ -62,8 +62,8 @@ void open_tokenizer(const TrainSettings& settings, TrainInputs& inputs) {
   inputs.tokenizer = read_text_file(inputs.tokenizer_source, kMaxTokenizerBytes);
 }
 
-// Of a new model: as many rows as its data has ids, padded to what GEMMs like, unless --vocab-size says otherwise. Without
-// data (--bench, --print-config) the configuration's own.
+// The vocabulary of a new model: --vocab-size if it is given, otherwise the ids of the training data, padded to a multiple
+// of kVocabularyRows, with which GEMMs are faster. Without data (--bench, --print-config) that of the configuration stays.
 void choose_vocabulary(const TrainSettings& settings, TrainInputs& inputs) {
   if (inputs.weights) return;
   ModelConfig& config = inputs.config;
@@ -115,8 +115,7 @@ void adopt_tokenizer(TrainInputs& inputs) {
   }
 }
 
-// Two runs must not write where one of them reads: checkpoints beside shards would be found by the same
-// patterns.
+// A run must not write where it reads: files of checkpoints beside shards would match the same patterns.
 void check_output(const TrainSettings& settings, const TrainInputs& inputs) {
   if (settings.out.empty()) return;
   std::error_code error;

@@ -13,15 +13,15 @@
 namespace weft {
 
 struct TrainInputs {
-  ModelConfig config;                       // of a new model: with the vocabulary of its data
+  ModelConfig config;                       // of the model; a new one has the vocabulary of its data
   std::optional<ModelFile> weights;         // of --model
   std::string began_from;                   // its header hash (RunIdentity); empty without one
-  std::string tokenizer, tokenizer_source;  // text of tokenizer.json and where it is from; empty without one
+  std::string tokenizer, tokenizer_source;  // text of tokenizer.json and the file it is from; empty without one
   std::optional<TokenDataset> train, val;   // absent if not asked for
 };
 
-// Opens everything that the settings name. Sizes that do not fit are Exit::usage, shards of another tokenizer
-// and damaged files Exit::bad_file. Allocates nothing of the model's size.
+// Opens everything that the settings name. Sizes that do not fit together are Exit::usage, shards of another
+// tokenizer and damaged files Exit::bad_file. Allocates no memory for the model.
 TrainInputs open_inputs(const TrainSettings& settings);
 
 // The parameters of --model, or initial ones.

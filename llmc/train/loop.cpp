@@ -18,11 +18,12 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+// For printf's %lld.
 long long wide(std::int64_t value) {
   return static_cast<long long>(value);
 }
 
-// Text of the model for the terminal: lines stay, other control characters would steer it.
+// Generated text for the terminal: keeps line breaks and replaces other control characters, which the terminal would obey.
 std::string printable(std::string text) {
   std::replace_if(
       text.begin(), text.end(), [](unsigned char c) { return (c < 0x20 && c != '\n') || c == 0x7F; }, '?');
@@ -34,8 +35,8 @@ std::string printable(std::string text) {
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                 std::int64_t batches) {
   const auto B = static_cast<std::uint64_t>(micro_batch);
-  const std::uint64_t whole = (data.windows() + B - 1) / B;
-  const std::uint64_t count = batches == 0 ? whole : std::min(static_cast<std::uint64_t>(batches), whole);
+  const std::uint64_t all_batches = (data.windows() + B - 1) / B;
+  const std::uint64_t count = batches == 0 ? all_batches : std::min(static_cast<std::uint64_t>(batches), all_batches);
   const auto T = static_cast<std::size_t>(data.seq_len());
   MicroBatch batch{std::vector<std::int32_t>(B * T), std::vector<std::int32_t>(B * T)};
   double sum = 0;
@@ -43,7 +44,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
   for (std::uint64_t i = 0; i < count; ++i) {
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
-      const bool exists = row < data.windows();  // the rows that fill up the last micro-batch do not count
+      const bool exists = row < data.windows();  // rows that only fill up the last micro-batch do not count
       const std::uint64_t window = exists ? row * data.windows() / std::min(count * B, data.windows()) : 0;
       const auto row_labels = std::span(batch.labels).subspan(b * T, T);
       data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
@@ -68,9 +69,9 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
   arm_save_fault(faults_);
 }
 
-// What a first and a second signal say from now on.
+// Sets the messages for the first and the second signal from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
-  // A save that runs beside this step may be complete before the signal.
+  // "Or later": a save in the background may complete before the signal comes.
   const std::string newest =
       saved_step_ > 0 ? format("(step %lld or later)", wide(saved_step_)) : std::string("(if any)");
   on_stop(OnStop::finish, doing + "; a second signal stops at once",
@@ -84,8 +85,9 @@ Exit TrainLoop::run() {
       Step step = train_step();
       after_step(step);
     } catch (const Error& error) {
-      // Neither error touched the parameters: the steps so far need not be lost. After errors of the device
-      // or of memory nothing in the model can be trusted, and the last checkpoint stands.
+      // The data and the guard report errors before the update: the parameters are good, and are saved. (A numeric error
+      // of a save comes back from this save too, as a warning.) After errors of the device or of memory nothing in the
+      // model can be trusted, and the last checkpoint has to do.
       ending_ = true;
       if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
       settle_save();
@@ -101,7 +103,7 @@ TrainLoop::Step TrainLoop::train_step() {
   step.number = state_.step + 1;
   inject_before_step(faults_, step.number);
   const Clock::time_point begin = Clock::now();
-  // All of the step's data before any of its computation: an error of the data leaves the model as it was,
+  // All of the step's data is read before anything is computed: an error of the data leaves the model as it was,
   // and a step that is run again sees the same windows.
   std::vector<MicroBatch> batches;
   for (std::int64_t i = 0; i < parts_.settings.accumulation(); ++i) batches.push_back(parts_.data.next());
@@ -237,7 +239,7 @@ void TrainLoop::report(const Step& step) {
       "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s left%s%s", wide(step.number), wide(settings.steps),
       step.loss, step.learning_rate, step.gradient_norm, tokens_per_s, human_seconds(left).c_str(),
       step.val_loss ? format("  val %.4f", *step.val_loss).c_str() : "", step.skipped ? "  skipped" : "");
-  // All steps of a short run, about sixty lines of a long one, and a sign of life every quarter of a minute.
+  // Every step of a short run, about sixty of a long one, and a step that ends 15 seconds after the last line.
   const std::int64_t interval = std::max<std::int64_t>(1, settings.steps / 60);
   const bool print =
       step.val_loss || step.skipped || step.number == first_step_ || due(interval) || seconds_since(last_line_) > 15;
@@ -252,12 +254,12 @@ void TrainLoop::write_sample() {
     const std::string text = parts_.sample(state_.step);
     log_info("sample: %s", printable(text).c_str());
     parts_.log.write({{"type", "sample"}, {"step", state_.step}, {"text", text}});
-  } catch (const Error& error) {  // a look at the model must not end its training
+  } catch (const Error& error) {  // a sample that fails must not end the training
     log_warning("no sample: %s", error.what());
   }
 }
 
-// Training goes on as soon as the state is copied.
+// Starts a save, which goes on in the background once the state is copied.
 void TrainLoop::begin_save() {
   const Clock::time_point begin = Clock::now();
   settle_save();
@@ -269,8 +271,8 @@ void TrainLoop::begin_save() {
   saves_.start(state_, parts_.model);
 }
 
-// Training stands still for it. A save that fails costs a warning, unless nothing comes after it or the state itself is
-// broken.
+// Saves while training waits. A save that fails is a warning, unless it is the last one or the state holds a value that is
+// not finite.
 void TrainLoop::save_now(bool last) {
   settle_save();
   if (parts_.checkpoints.last_saved() == state_.step) return;
@@ -281,6 +283,7 @@ void TrainLoop::save_now(bool last) {
   report_save(result);
 }
 
+// Waits for the save in progress and reports it.
 void TrainLoop::settle_save() {
   report_save(saves_.wait());
 }
@@ -318,7 +321,7 @@ Exit TrainLoop::finish() {
              escaped(parts_.checkpoints.best_path(), 4096).c_str());
   }
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
-  // A run that a signal ended was last validated some steps before.
+  // The last validation may be some steps back if a signal or the time limit ended the run.
   const std::string validated =
       validated_step_ && *validated_step_ != state_.step ? format(" (step %lld)", wide(*validated_step_)) : "";
   write_stdout(format("step %lld  train loss %s  val loss %s%s  checkpoint %s\n", wide(state_.step),

@@ -20,8 +20,9 @@
 
 namespace weft {
 
-// Sum of -log p over `batches` micro-batches of B windows, spread evenly over the dataset and the same at every call,
-// divided by the labels counted; 0, or more than there are: every window once. Empty if a signal came meanwhile.
+// The mean loss, -log p of a label, over `batches` micro-batches of `micro_batch` windows. The windows are spread evenly
+// over the dataset, and are the same at every call; `batches` 0, or more than there are: every window once. Nothing if a
+// signal came meanwhile.
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                 std::int64_t batches);
 
@@ -38,14 +39,13 @@ class TrainLoop {
     std::unique_ptr<StateCopy> copy;                       // absent: training waits for each save
   };
 
-  // Goes on from `start`, whose parameters and moments are in the model and at whose position the data
-  // stands.
+  // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.
   TrainLoop(Parts parts, TrainState start);
 
-  // Steps until the last one, a signal or the time limit; saves; prints the result on stdout. Exit::ok, or
-  // the code of the signal. Throws Exit::numeric where the guard stops the run or a save finds a value that is not finite,
-  // Exit::resources if the last save fails, and what the data reports; before both numeric and data errors the state of the last good
-  // step is saved. However it ends, a save in progress is brought to its end.
+  // Trains until the last step, a signal or the time limit; saves; prints the result on stdout. Returns Exit::ok or the code
+  // of the signal. Throws Exit::numeric if the guard stops the run or a save finds a value that is not finite,
+  // Exit::resources if the last save fails, and errors of the data. Before it throws an error of the guard or of the data
+  // it saves the state of the last good step. In every case it waits for a save in progress.
   Exit run();
   const TrainState& state() const { return state_; }
 
@@ -80,10 +80,10 @@ class TrainLoop {
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;
-  bool ending_ = false;                         // an error ends the run: a save that fails as well is a warning
+  bool ending_ = false;                         // an error is ending the run: a save that fails too is only a warning
   std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
-  double mean_step_seconds_ = 0;                // exponentially weighted, for the time left
-  std::optional<std::int64_t> validated_step_;  // whose loss state_.val_loss is, if it was measured here
+  double mean_step_seconds_ = 0;                // exponentially weighted mean, for the time left
+  std::optional<std::int64_t> validated_step_;  // where state_.val_loss was measured, if by this process
   ProgressLine progress_;
 };
 

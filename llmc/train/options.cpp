@@ -14,9 +14,9 @@ namespace weft {
 
 namespace {
 
-constexpr std::int64_t kMany = kMaxSteps;  // no count on this command line is larger
+constexpr std::int64_t kMaxCount = kMaxSteps;  // no count on this command line is larger
 
-constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // counted in 64 bits
+constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
 
 constexpr const char* kFooter =
     "A run directory resumes by itself: the same command goes on from the newest\n"
@@ -51,7 +51,7 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.choice("resume", s.resume, {"auto", "must", "never"},
                "auto goes on from the newest whole checkpoint, must insists on the newest, never refuses a used "
                "directory");
-  table.integer("save-every", s.save_every, 0, kMany, "steps between checkpoints; 0 saves only at the end");
+  table.integer("save-every", s.save_every, 0, kMaxCount, "steps between checkpoints; 0 saves only at the end");
   table.integer("keep", s.keep, 2, 1'000'000, "checkpoints to keep");
   table.flag("keep-best", s.keep_best,
              "save at each new lowest loss on --val, and keep the newest such checkpoint as well");
@@ -59,15 +59,15 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
 
 void add_optimization(OptionTable& table, TrainSettings& s) {
   table.group("Optimisation");
-  table.integer("steps", s.steps, 1, kMany, "optimizer steps of the whole run");
+  table.integer("steps", s.steps, 1, kMaxCount, "optimizer steps of the whole run");
   table.integer("micro-batch", s.micro_batch, 1, 1'000'000, "sequences computed at once");
   table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
-  table.integer("batch-tokens", s.batch_tokens, 0, kMany,
+  table.integer("batch-tokens", s.batch_tokens, 0, kMaxCount,
                 "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch");
   table.number("lr", s.lr, 0, 10,
                "peak learning rate; the default suits --config tiny, models of a billion parameters want a tenth");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
-  table.integer("warmup-steps", s.warmup_steps, 0, kMany, "steps of linear warm-up");
+  table.integer("warmup-steps", s.warmup_steps, 0, kMaxCount, "steps of linear warm-up");
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
   table.number("wsd-decay-fraction", s.wsd_decay_fraction, 0, 1, "share of all steps that decays, with wsd");
   table.number("weight-decay", s.weight_decay, 0, 10, "AdamW decay of the matrices");
@@ -98,9 +98,9 @@ void add_execution(OptionTable& table, TrainSettings& s) {
 
 void add_reports(OptionTable& table, TrainSettings& s) {
   table.group("Reports");
-  table.integer("val-every", s.val_every, 0, kMany, "steps between measurements on --val; 0: only at the end");
-  table.integer("val-batches", s.val_batches, 0, kMany, "micro-batches of a measurement; 0: all of --val");
-  table.integer("sample-every", s.sample_every, 0, kMany, "steps between generated samples; 0: none");
+  table.integer("val-every", s.val_every, 0, kMaxCount, "steps between measurements on --val; 0: only at the end");
+  table.integer("val-batches", s.val_batches, 0, kMaxCount, "micro-batches of a measurement; 0: all of --val");
+  table.integer("sample-every", s.sample_every, 0, kMaxCount, "steps between generated samples; 0: none");
   table.text("sample-prompt", s.sample_prompt, "TEXT", "what a sample begins with");
   table.integer("sample-tokens", s.sample_tokens, 1, 1'000'000, "tokens of a sample");
   table.number("temperature", s.temperature, 0, 100, "of the samples; 0: the likeliest token");
@@ -133,7 +133,7 @@ void check_batch(TrainSettings& s) {
   }
 }
 
-// "80GB", "79.5 GiB", "500MB": bytes.
+// The bytes of a size such as "80GB", "79.5 GiB" or "500MB".
 std::uint64_t parse_memory_size(const std::string& text) {
   const std::pair<const char*, double> units[] = {{"GB", 1e9},     {"GiB", 0x1p30}, {"MB", 1e6},
                                                   {"MiB", 0x1p20}, {"TB", 1e12},    {"TiB", 0x1p40}};

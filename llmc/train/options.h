@@ -1,4 +1,4 @@
-// The command line of train_llama.
+// The command line of train_llama: its options, their checks, and the settings that they give.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,7 @@ inline constexpr std::int64_t kMaxSteps = 1'000'000'000'000;  // of a run
 
 enum class ResumeMode { automatic, must, never };
 
-// One field an option, with its default; the names and meanings are those of --help. Sizes of zero mean "not
-// given".
+// One field for each option, with its default; names and meanings are those of --help. A size of zero means "not given".
 struct TrainSettings {
   std::string model, config, norm = "rmsnorm";
   std::int64_t vocab_size = 0;
@@ -74,7 +73,7 @@ struct TrainSettings {
   TrainOptions model_options() const;
   ResumeMode resume_mode() const;
   // The fields that decide the numbers of a run, by option name: what a checkpoint must agree with. --steps
-  // is not among them, so that a run can be prolonged.
+  // is not among them, so that a run can be extended.
   Json numeric_settings() const;
 };
 
@@ -82,8 +81,8 @@ struct TrainSettings {
 class TrainOptionParser {
  public:
   explicit TrainOptionParser(const std::string& version);
-  // Empty: --help or --version was printed. What no single value can show (missing or conflicting options, a batch that
-  // does not divide) is checked here too: Exit::usage. Each call starts from the defaults.
+  // Nothing: --help or --version was printed. Also checks options against each other (missing or conflicting ones, a batch
+  // that does not divide): Exit::usage. Each call starts from the defaults.
   std::optional<TrainSettings> parse(int argc, const char* const* argv);
 
  private:
@@ -91,7 +90,7 @@ class TrainOptionParser {
   OptionTable table_;
 };
 
-// The same for the one command line of a program.
+// Parses the command line of a program, with a parser of its own.
 std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version);
 
 }  // namespace weft

@@ -28,7 +28,7 @@ std::string data_line(const char* name, const TokenDataset& data) {
                 static_cast<long long>(data.seq_len()));
 }
 
-// Without --verbose those that the user gave, and those that say most about a run.
+// Without --verbose only the settings that the user gave, and those that say most about a run.
 std::vector<std::string> settings_table(const TrainSettings& settings) {
   static const std::set<std::string> kAlways = {"device", "precision", "threads", "lr", "seed"};
   std::vector<std::string> lines;
@@ -40,14 +40,14 @@ std::vector<std::string> settings_table(const TrainSettings& settings) {
       continue;
     }
     const std::string text = escaped(value, 4096);
-    const bool plain = text.size() == value.size() + 2;  // but for the quotes
+    const bool plain = text.size() == value.size() + 2;  // nothing is escaped: only the quotes were added
     lines.push_back(format("  %-20s %s", name.c_str(), plain ? value.c_str() : text.c_str()));
   }
   if (left_out > 0) lines.push_back(format("  and %zu defaults: --verbose shows them", left_out));
   return lines;
 }
 
-// The part that no option shows: what a step costs and how much of the data the run sees.
+// What no option shows: the size of a step, and how much of the data the run sees.
 std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& inputs) {
   const double all_tokens = static_cast<double>(s.steps) * static_cast<double>(s.batch_tokens);
   std::vector<std::string> lines;

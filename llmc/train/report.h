@@ -1,4 +1,4 @@
-// What a run says of itself before it starts: settings, data, memory; for people, for log.jsonl and for
+// The report of a run before it starts, on settings, data and memory: as text for people, as JSON for log.jsonl and
 // config.json.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// Every effective setting, the model, the data and the memory plan, one line a string.
+// Every effective setting, the model, the data and the memory plan, a string for each line.
 std::vector<std::string> start_report(const TrainSettings& settings, const TrainInputs& inputs,
                                       const std::vector<MemoryLine>& memory);
 

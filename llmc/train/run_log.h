@@ -1,10 +1,8 @@
-// log.jsonl, the record of a run that other tools read: one JSON object a line, written as soon as it is
-// known.
+// Writes log.jsonl, the record of a run that other tools read: one JSON object a line, written as soon as it is known.
 //
 //   {"type": "header", ...}  settings, model, version, host: once per start
 //   {"type": "resume", "step": N, ...}  what follows replaces earlier records of steps above N
-//   {"type": "step", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "dt_ms", "skipped", "time",
-//   ...}
+//   {"type": "step", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "dt_ms", "skipped", "time", ...}
 //            with "val_loss" where it was measured; a number that is not finite is null
 //   {"type": "sample", "step", "text"}, {"type": "save", "step", ...}, {"type": "non_finite", "step", ...}
 //
@@ -19,7 +17,7 @@ namespace weft {
 
 class RunLog {
  public:
-  // Appends to `path`; a last line that a killed run left unfinished is closed first. A log that cannot be opened or
+  // Appends to `path`; a last line that a killed run left unfinished is ended first. A log that cannot be opened or
   // written, or that is no regular file (open_own_file()), is one warning, and the run goes on without it.
   explicit RunLog(const std::string& path);
   ~RunLog();

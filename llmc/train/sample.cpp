@@ -29,7 +29,7 @@ std::string SampleWriter::write(std::int64_t step) {
   options.sampler.temperature = settings_.temperature;
   options.sampler.vocab_limit = std::min(tokenizer_.vocab_size(), decoder_->config().vocab_size);
   options.stop_ids = decoder_->config().eos_ids;
-  // Another seed for each step, or every sample would make the same choices.
+  // Another seed for each step: with one seed every sample would draw the same random numbers.
   const PhiloxWords words = philox(static_cast<std::uint64_t>(settings_.seed), static_cast<std::uint64_t>(step),
                                    static_cast<std::uint64_t>(RandomStream::sampling));
   options.sampler.seed = static_cast<std::uint64_t>(words.word[1]) << 32 | words.word[0];

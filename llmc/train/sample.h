@@ -1,4 +1,4 @@
-// A sample of what the model writes, for the people who watch a run.
+// Generates text during training, so that people who watch a run see what the model writes.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ class SampleWriter {
   SampleWriter(const TrainSettings& settings, const std::string& tokenizer_json, const ModelConfig& config);
   ~SampleWriter();
 
-  std::int64_t positions() const { return positions_; }  // of the decoder that it will ask the model for
+  std::int64_t positions() const { return positions_; }  // capacity of the decoder that attach() asks for
   // Once, before the first write(). The model must outlive the writer.
   void attach(TrainModel& model) { decoder_ = model.decoder(positions_); }
 
-  // Prompt and continuation after step `step`: the same for the same parameters, seed and step. Text of the
-  // model, not escaped.
+  // Prompt and continuation after step `step`: the same for the same parameters, seed and step. The generated
+  // text is not escaped.
   std::string write(std::int64_t step);
 
  private:

@@ -23,8 +23,8 @@ struct Schedule {
 
   std::int64_t wsd_decay_steps() const;
 
-  // The rate of step `step`, 1 for the first. With p the share of the decay that lies behind (0 at its first
-  // step, so that no step is spent at the very end of the curve):
+  // The rate of step `step`; the first is 1. With p the share of the decay that is done (0 at its first step, below 1 at
+  // its last, so that no step is spent on the end of the curve):
   //   cosine    min + (peak - min) (1 + cos(pi p)) / 2                     Loshchilov and Hutter, SGDR (2017)
   //   linear    peak - (peak - min) p
   //   constant  peak
