@@ -112,7 +112,7 @@ def cpp_tests(folder: str) -> dict[str, str]:
     for path in sorted((ROOT / "test" / folder).glob("*_test.cpp")):
         pieces = re.split(r"^(?=TEST(?:_F|_P)?\()", path.read_text(), flags=re.M)
         for piece in pieces[1:]:
-            suite, name = re.match(r"\w+\(\s*(\w+)\s*,\s*(\w+)\s*\)", piece).groups()  # type: ignore[union-attr]
+            suite, name = re.match(r"\w+\(\s*(\w+)\s*,\s*(\w+)\s*\)", piece).groups()
             tests[f"{suite}.{name}"] = piece
     return tests
 
