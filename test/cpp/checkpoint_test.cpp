@@ -622,7 +622,9 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "val",         "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
       "gpu-memory",  "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
       "val-batches", "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
-      "operators",   "json",         "dry-run",       "print-config",  "color"};
+      "operators",   "json",         "dry-run",       "print-config",  "color",       "verbose",
+      "threads",  // any number of them gives the same bits
+  };
   const char* words[] = {"train_llama", "--config", "tiny", "--print-config", "--schedule", "wsd", "--moments", "bf16"};
   const TrainSettings settings = *parse_train_options(8, words, "test");
   std::set<std::string> expected, got = others;

@@ -204,6 +204,18 @@ def test_the_seed_decides(model):
     assert prompt(model, "--temperature", 1.5, "--top-k", 1)["ids"] == prompt(model)["ids"]
 
 
+@pytest.mark.parametrize("narrow, wide", [(["--top-k", 1], ["--top-k", 0]), (["--top-p", 1e-6], ["--top-p", 1]),
+                                          (["--min-p", 1], ["--min-p", 0]), (["--temperature", 1e-3], ["--temperature", 3])])
+def test_each_filter_alone_leaves_the_likeliest_token(model, narrow, wide):
+    """At its narrowest each is greedy, however hot; at its widest it takes nothing away."""
+    def sampled(*arguments) -> list[int]:
+        hot = [] if "--temperature" in arguments else ["--temperature", 3]
+        return prompt(model, *hot, "--seed", 1, *arguments)["ids"]
+    greedy = prompt(model)["ids"]
+    assert sampled(*narrow) == greedy
+    assert sampled(*wide) == sampled() != greedy
+
+
 def test_text_is_the_text_of_json(model):
     done = run("--model", model, "--prompt", "Hello", "--max-tokens", 24)
     assert done.stdout.decode() == prompt(model)["text"], "a pipe gets the text and nothing else"
@@ -313,6 +325,15 @@ def test_perplexity_refuses(model, tmp_path):
     assert "--stride" in refused(USAGE, "--model", model, "--prompt", "x", "--stride", 5)
 
 
+def test_compare_with_a_reference_dump():
+    golden = ROOT / "test" / "fixtures" / "golden"
+    words = ["--device", "cpu", "--model", golden / "neox-hs32-padded.model.bin", "--compare"]
+    done = run(*words, golden / "neox-hs32-padded.dump.bin")
+    assert done.returncode == OK and b" 0 failed" in done.stdout, done.stderr
+    others = [path for path in golden.glob("neox-*.dump.bin") if "padded" not in path.name]
+    assert others and all(run(*words, other).returncode in (INTERNAL, BAD_FILE) for other in others)
+
+
 def test_bench(model):
     result = object_of("--model", model, "--bench", "--max-tokens", 20)
     assert result["tokens"] == 20 and result["prompt_tokens"] == 32
@@ -380,6 +401,18 @@ def test_what_the_machine_lacks_is_an_environment_error(model, arguments):
         pytest.skip("this machine has a GPU")
     message = refused(ENVIRONMENT, "--model", model, "--prompt", "x", *arguments)
     assert arguments[-1].split("=")[-1] in message
+
+
+def test_what_needs_a_gpu_says_so(model):
+    bench = ["--device", "cpu", "--bench"]
+    for more in (["--bench-layer"], ["--bench-timeline"]):
+        assert more[0] in refused(ENVIRONMENT, "--model", model, *bench, "--max-tokens", 4, *more)
+    assert "--random-model: needs a GPU" in refused(ENVIRONMENT, *bench, "--random-model", "pythia-14m")
+    for dtype in ("fp16", "bf16"):
+        message = refused(USAGE, "--model", model, "--device", "cpu", "--prompt", "x", "--dtype", dtype)
+        assert f"--dtype: got {dtype}, the CPU computes in fp32 only" in message
+    for dtype in ("auto", "fp32"):
+        assert prompt(model, "--device", "cpu", "--dtype", dtype)["ids"] == prompt(model)["ids"]
 
 
 def test_auto_says_what_it_took(model):
@@ -534,6 +567,9 @@ def test_plain_terminals_get_no_escapes(model, env):
 def test_color_is_for_terminals_or_on_demand(model):
     assert b"\x1b" not in run("--model", "missing.bin", "--prompt", "x", TERM="xterm").stderr
     assert b"\x1b[31merror:" in run("--model", "missing.bin", "--prompt", "x", "--color", "always").stderr
+    for auto in ([], ["--color", "auto"]):
+        terminal = Terminal("--model", "missing.bin", "--prompt", "x", *auto, TERM="xterm", NO_COLOR="")
+        assert b"\x1b[31merror:" in terminal.finish()[1]
     terminal = Terminal("--model", "missing.bin", "--prompt", "x", "--color", "never", TERM="xterm")
     assert b"\x1b" not in terminal.finish()[1]
 

@@ -166,6 +166,49 @@ def test_bench_has_every_figure(tiny):
     assert len(table) == 4 and "a plain read reaches" in table[-1]
 
 
+STORED = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp16", "bf16", "fp32"])
+def test_weights_are_stored_as_asked_for(tiny, dtype):
+    """auto: as the file has them, fp16. A token of fp32 reads twice the bytes; bf16 has other scores than fp16."""
+    words = ["--model", tiny, "--prompt", "Once", "--max-tokens", 4, "--ignore-eos", "--decode", "graph"]
+    done = run("--device", "cuda", *words, "--dtype", dtype)
+    assert done.returncode == OK, done.stderr.decode()
+    assert f" in {STORED.get(dtype, 'f16')}, decode graph" in done.stderr.decode()
+    half, asked = (object_of(*words, "--dtype", name)["bytes_per_token"] for name in ("fp16", dtype))
+    assert asked == pytest.approx(2 * half if dtype == "fp32" else half, rel=0.02)
+
+
+def test_bf16_rounds_the_weights_of_an_fp16_file(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    scores = {dtype: object_of("--model", tiny, "--perplexity", tmp_path / "text.txt", "--dtype", dtype)["perplexity"]
+              for dtype in ("auto", "fp16", "bf16", "fp32")}
+    assert scores["auto"] == scores["fp16"]
+    assert len(set(scores.values())) == 3, scores
+
+
+def test_bench_layer_times_one_layer(tiny):
+    for decode in modes("fp16"):
+        words = ["--model", tiny, "--bench", "--bench-layer", "--decode", decode]
+        result = object_of(*words)
+        assert set(result) == {"layers", "context", "layer_ms", "device", "decode"}
+        assert (result["layers"], result["context"], result["device"], result["decode"]) == (6, 64, "cuda", decode)
+        token = object_of("--model", tiny, "--bench", "--max-tokens", 16, "--bench-contexts", 64, "--decode", decode)
+        assert 0 < result["layer_ms"] < token["contexts"][0]["itl_ms_p50"], "a layer is less than a token of six"
+        text = run("--device", "cuda", *words).stdout.decode()
+        assert text.startswith("attention, MLP-up and GELU of one layer of 6 in turn, context 64, decode " + decode)
+    assert "--bench-layer" in refused(USAGE, "--model", tiny, "--bench", "--bench-layer", "--bench-contexts", 64)
+
+
+def test_random_models_have_the_size_of_their_name():
+    """Bytes of the weights that a token reads: those of Pythia without its embedding, in fp16."""
+    for name, parameters in (("pythia-14m", 7.6e6), ("pythia-70m", 44.7e6)):
+        result = object_of("--bench", "--random-model", name, "--max-tokens", 4, "--bench-contexts", 32)
+        assert result["bytes_per_token"] == pytest.approx(2 * parameters, rel=0.1), name
+        assert [point["prompt_tokens"] for point in result["contexts"]] == [32]
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 def test_no_visible_gpu(tiny):

@@ -3,6 +3,7 @@ used or that fail, and the kernels under compute-sanitizer. Skipped without a GP
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, environment, losses, records,
                         run_program, state_bytes)
 from train_runs import data_fixture  # noqa: F401, pytest finds it here
+import tensor_file
 import train_runs
 
 GPU_TESTS = ROOT / "build" / "release" / "gpu_tests"
@@ -158,6 +160,77 @@ def test_a_damaged_file_of_plans_is_a_warning(data, tmp_path):
     done = train(data, out, "--schedule", "cosine", steps=8)
     assert done.returncode == 0 and "matmul_plans.txt" in done.stderr, done.stderr
     assert (out / "matmul_plans.txt").read_text().startswith("weft matmul plans 2\n")
+
+
+# ---- options whose effect needs a GPU --------------------------------------------------------------------------------
+
+
+def header(out):
+    return next(r for r in records(out) if r["type"] == "header")
+
+
+def test_auto_takes_the_gpu_and_bf16(data, tmp_path, whole):
+    for name, options in (("plain", []), ("auto", ["--device", "auto", "--precision", "auto"])):
+        done = train_runs.train(data, tmp_path / name, *options)
+        assert done.returncode == 0 and "running on the CPU" not in done.stderr, done.stderr
+        settings = header(tmp_path / name)["settings"]
+        assert (header(tmp_path / name)["device"], settings["device"], settings["precision"]) == ("cuda", "cuda", "bf16")
+        assert_same_run(tmp_path / name, whole)
+
+
+def test_precision_is_that_of_the_activations(data, tmp_path):
+    """fp32 on the GPU follows the CPU; bf16 has other numbers, near them."""
+    loss = {}
+    for name, options in (("cpu", ["--device", "cpu"]), ("fp32", ["--device", "cuda", "--precision", "fp32"]),
+                          ("bf16", ["--device", "cuda", "--precision", "bf16"])):
+        done = train_runs.train(data, tmp_path / name, *options, "--grad-clip", 0, steps=3)
+        assert done.returncode == 0, done.stderr
+        loss[name] = losses(tmp_path / name)[1][0]
+    assert abs(loss["fp32"] / loss["cpu"] - 1) < 1e-4
+    assert 1e-6 < abs(loss["bf16"] / loss["cpu"] - 1) < 2e-2
+    assert "  activations (fp32) " in train(data, tmp_path / "no", "--precision", "fp32", "--dry-run").stdout
+    assert "  activations (bf16) " in train(data, tmp_path / "no", "--precision", "bf16", "--dry-run").stdout
+
+
+def test_moments_are_stored_as_asked_for(data, tmp_path):
+    """A checkpoint holds fp32: of moments that were bf16 the lower 16 bits are zero."""
+    low_bits = {}
+    for moments in ("fp32", "bf16"):
+        done = train(data, tmp_path / moments, "--moments", moments)
+        assert done.returncode == 0 and f"  AdamW moments ({moments}) " in done.stderr, done.stderr
+        state = tensor_file.read(tmp_path / moments / "step_00000012" / "state.bin")
+        values = [state.f32(name) for name in state.tensors if name.startswith(("moment1.", "moment2."))]
+        assert any(value.any() for value in values)
+        low_bits[moments] = sum(int((value.view("u4") & 0xFFFF).astype(bool).sum()) for value in values)
+    assert low_bits["fp32"] > 1000 and low_bits["bf16"] == 0
+    one, two = (losses(tmp_path / moments) for moments in ("fp32", "bf16"))
+    assert one[1] == two[1] and one[12] != two[12], "the first loss has seen no moments"
+    assert abs(one[12][0] / two[12][0] - 1) < 0.05
+
+
+def test_a_graph_saves_the_time_of_launches():
+    """A model so small that its kernels take less time than their launches: without a graph it is slower, by more than
+    the machine's noise."""
+    def fastest(*options):
+        results = [bench("--config", "tiny", "--seq-len", 16, "--micro-batch", 1, "--json", *options) for _ in range(3)]
+        assert all(done.returncode == 0 for done in results), results[0].stderr
+        return min(json.loads(done.stdout)["median_ms"] for done in results)
+    assert fastest() < 0.95 * fastest("--no-graph")
+
+
+def test_every_operator_of_a_step_has_its_time():
+    words = ["--config", "tiny", "--seq-len", 128, "--micro-batch", 2, "--operators"]
+    done = bench(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    times = {entry["name"]: entry for entry in table["operators"]}
+    assert {"attention", "norm", "head", "adamw"} <= set(times) and times["head"]["calls"] == times["adamw"]["calls"] == 1
+    for entry in times.values():
+        assert entry["calls"] > 0 and entry["ms"] > 0 and entry["bytes"] > 0 and 0 < entry["floor_ms"], entry
+    assert sum(entry["ms"] for entry in times.values()) <= 1.05 * table["step_ms"]
+    lines = bench(*words).stdout.splitlines()
+    assert lines[2].split()[:3] == ["operator", "calls", "us"] and len(lines) == 4 + len(times)
+    assert lines[-1].startswith("sum ")
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------
