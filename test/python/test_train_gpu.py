@@ -296,7 +296,7 @@ def test_a_program_for_another_gpu(data, tmp_path):
 def test_memory_that_another_process_holds_is_refused_at_plan_time(data, tmp_path):
     with GPU.all_but(3 << 30):
         done = bench("--config", "d12", "--seq-len", 1024, "--micro-batch", 16)
-        assert_refused(done, 5, "the plan needs", "available", "--micro-batch")
+        assert_refused(done, 5, "the plan needs", " free. ", "--micro-batch")
         assert train(data, tmp_path / "run").returncode == 0, "a small run still fits"
 
 
@@ -307,7 +307,7 @@ def test_memory_that_another_process_takes_after_the_plan(data, tmp_path):
     assert train(data, out, *options, "--debug-inject", "kill@step=6").returncode == -signal.SIGKILL
     before = checkpoints(out), state_bytes(out, 4)
     with GPU.all_but(2 << 30):
-        assert_refused(train(data, out, *options), 5, "the plan needs", "available")
+        assert_refused(train(data, out, *options), 5, "the plan needs", " free. ")
         done = train(data, out, *options, "--debug-inject", f"free@gpu={1 << 40}")
         assert_refused(done, 5, "of GPU memory planned", "are free")
     assert (checkpoints(out), state_bytes(out, 4)) == before
