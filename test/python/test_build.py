@@ -47,7 +47,7 @@ def test_without_cuda_its_headers_are_skipped_and_counted(tmp_path):
     """A machine without the toolkit has no cuda_bf16.h: make test failed there."""
     found = headers("")
     assert {name for name, kind in found.items() if kind == "compiled"} >= {"llmc/base/error.h", "llmc/cpu/matmul.h"}
-    gpu_code = {name for name in found if name.startswith(("llmc/cuda/", "test/gpu/")) or name.endswith(".cuh")}
+    gpu_code = {name for name in found if name.startswith(("llmc/cuda/", "test/gpu/", "dev/ladder/")) or name.endswith(".cuh")}
     assert len(gpu_code) > 40 and all(found[name] == "skipped" for name in gpu_code)
     commands = make("-n", "NVCC=", f"B={tmp_path}/b", "headers")
     assert "llmc/base/error.h" in commands and "llmc/cuda" not in commands
