@@ -264,8 +264,6 @@ CPU = [
            "if entry.begin < position:",
            ("py:test_convert.py::test_hostile_weight_file",)),
     # ---- whole models: pieces of rows, and dropout --------------------------------------------------------------------
-    Mutant("labels of the first piece of rows for all", "llmc/cpu/llama.cpp", "labels.data() + row", "labels.data()",
-           unit("WholeModel.Pieces*")),
     Mutant("one dropout mask for all branches", "llmc/cpu/llama.cpp",
            "dropout_offset(micro_step_, std::max<std::int64_t>(branch, 0),", "dropout_offset(micro_step_, 0,",
            unit("WholeModel.EachBranch*")),
