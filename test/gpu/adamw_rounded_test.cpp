@@ -23,8 +23,8 @@ struct State {
 
   State(const Floats& masters, const Floats& m, const Floats& v)
       : parameters(masters.size()), moment1(stored<bf16>(m)), moment2(stored<bf16>(v)), low(masters.size()) {
-    const DeviceBuffer<float> whole(masters);
-    split_masters(parameters.data(), low.data(), whole.data(), static_cast<std::int64_t>(masters.size()), nullptr);
+    const DeviceBuffer<float> joined(masters);
+    split_masters(parameters.data(), low.data(), joined.data(), static_cast<std::int64_t>(masters.size()), nullptr);
     check(cudaDeviceSynchronize(), "split_masters");
   }
   void update(const Floats& gradients, const std::vector<AdamWRange>& ranges, const AdamWStep& step,
@@ -36,9 +36,9 @@ struct State {
     check(cudaDeviceSynchronize(), "adamw");
   }
   Floats masters() const {
-    const DeviceBuffer<float> whole(low.size());
-    join_masters(whole.data(), parameters.data(), low.data(), static_cast<std::int64_t>(low.size()), nullptr);
-    return on_host(whole);
+    const DeviceBuffer<float> joined(low.size());
+    join_masters(joined.data(), parameters.data(), low.data(), static_cast<std::int64_t>(low.size()), nullptr);
+    return on_host(joined);
   }
 };
 
@@ -51,8 +51,8 @@ AdamWStep some_step(std::int64_t number) {
   return step;
 }
 
-// Ranges that begin and end between two quads, with padding that belongs to nobody.
-TEST(AdamWRounded, UpdatesLikeTheCpuAndRoundsByItsOwnWords) {
+// Ranges that begin and end inside of a group of four elements, with padding that no range covers.
+TEST(AdamWRounded, UpdatesLikeTheCpuAndRoundsWithItsOwnRandomBits) {
   const std::vector<AdamWRange> ranges = {{0, 20'001, true}, {20'001, 20'010, false}, {20'014, 41'111, true}};
   const std::int64_t count = 41'120;
   const Floats masters = random_floats(count, 1), gradients = random_floats(count, 2);
@@ -90,8 +90,8 @@ TEST(AdamWRounded, UpdatesLikeTheCpuAndRoundsByItsOwnWords) {
   }
 }
 
-// v = 1 and a gradient of 0 decay by 0.95 a step, which bf16 holds; increments of 2^-12 of the value would all be lost by
-// rounding to nearest, whose half unit is 2^-9.
+// v starts at 1 and grows by about 3 x 2^-12 a step. Half a unit of bf16 is 2^-8 there: rounding to nearest would lose every
+// increment.
 TEST(AdamWRounded, SmallIncrementsArriveOnAverage) {
   const std::int64_t count = 1 << 16;
   AdamWStep step = some_step(1);

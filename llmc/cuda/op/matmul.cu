@@ -41,13 +41,13 @@ std::size_t type_bytes(cudaDataType_t type) {
 }
 
 // The matrices of a GEMM as cuBLASLt sees them.
-struct Columns {
+struct ColumnMajor {
   std::int64_t a_rows, a_columns, b_rows, b_columns, d_rows, d_columns;
   cublasOperation_t a_operation, b_operation;
   cudaDataType_t d_type;
 };
 
-Columns columns(const MatmulShape& s) {
+ColumnMajor columns(const MatmulShape& s) {
   switch (s.gemm) {
     case Gemm::forward:
       return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type};
@@ -77,11 +77,12 @@ struct Operand {
 
 // uniform: in [-1, 1), for timing, because the power a GEMM draws, and with it the clock, depends on its data.
 //
-// The others are for comparing algorithms. wide: numbers of very different sizes, so that even short sums are rounded.
+// The others are for comparing algorithms. many_magnitudes: numbers of very different sizes, so that even short sums are
+// rounded.
 // cancelling: such numbers, the second half of every sum being minus the first. The exact result is 0, so what comes out
-// is rounding noise alone, and it differs as soon as the order of the additions does. On ordinary data a 16-bit result
-// hides another order almost always.
-enum class Data { uniform, wide, cancelling };
+// is rounding noise alone, and it differs as soon as the order of the additions does. On ordinary data the rounding to
+// 16 bits nearly always hides a different order.
+enum class Data { uniform, many_magnitudes, cancelling };
 template <typename T>
 __global__ void fill_kernel(T* out, Operand operand, Data data) {
   const std::int64_t count = operand.rows * operand.columns, stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
@@ -110,14 +111,14 @@ void fill(void* out, cudaDataType_t type, const Operand& operand, Data kind, cud
   check_launch("fill");
 }
 
-__global__ void count_differences_kernel(const std::uint32_t* a, const std::uint32_t* b, std::int64_t words,
-                                         unsigned* differences) {
+__global__ void any_difference_kernel(const std::uint32_t* a, const std::uint32_t* b, std::int64_t words,
+                                      unsigned* differences) {
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   bool different = false;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride) {
     different |= a[i] != b[i];
   }
-  if (different) atomicOr(differences, 1u);  // order-free: only zero or not matters
+  if (different) atomicOr(differences, 1u);  // the order of the atomics does not matter: the flag is zero or one
 }
 
 // The name under which a plan is remembered.
@@ -206,7 +207,7 @@ Matmul::~Matmul() {
 }
 
 Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
-  const Columns c = columns(shape);
+  const ColumnMajor c = columns(shape);
   Plan plan;
   check_blas(cublasLtMatmulDescCreate(&plan.descriptor, CUBLAS_COMPUTE_32F, CUDA_R_32F), "matmul descriptor");
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
@@ -236,7 +237,7 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
 // visited, and the shape of a cluster. On an H200 the fastest is a variant for two shapes of three, by 1 to 14 %. Split
 // sums are added in fp32.
 std::vector<Matmul::Candidate> Matmul::candidates(const Plan& plan) const {
-  constexpr int kMost = 64;
+  constexpr int kMaxSuggestions = 64;
   cublasLtMatmulPreference_t preference = nullptr;
   check_blas(cublasLtMatmulPreferenceCreate(&preference), "matmul preference");
   const std::size_t workspace = kWorkspaceBytes;
@@ -250,10 +251,10 @@ std::vector<Matmul::Candidate> Matmul::candidates(const Plan& plan) const {
                            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment);
   }
-  cublasLtMatmulHeuristicResult_t results[kMost];
+  cublasLtMatmulHeuristicResult_t results[kMaxSuggestions];
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, plan.descriptor, plan.a, plan.b, plan.d, plan.d,
-                                                               preference, kMost, results, &found);
+                                                               preference, kMaxSuggestions, results, &found);
   cublasLtMatmulPreferenceDestroy(preference);
   std::vector<Candidate> list;
   std::set<StoredAlgorithm> seen;
@@ -314,7 +315,7 @@ void Matmul::fill_random(bf16* data, std::int64_t count) const {
   fill(data, CUDA_R_16BF, {count, 1, count, true, false, static_cast<std::uint32_t>(count)}, Data::uniform, stream_);
 }
 
-// Operands and results of one shape, for the time of its measurement.
+// Operands, results and checks that are used while the algorithms of one shape are timed.
 struct Matmul::Trial {
   Matmul& matmul;
   MatmulShape shape;
@@ -322,10 +323,10 @@ struct Matmul::Trial {
   Scratch a, b, bias, addend, expected, result, differences;
   Event start, stop;
 
-  static std::size_t result_bytes(const Columns& c) {
+  static std::size_t result_bytes(const ColumnMajor& c) {
     return (static_cast<std::size_t>(c.d_rows * c.d_columns) * type_bytes(c.d_type) + 3) / 4 * 4;
   }
-  Trial(Matmul& matmul_, const MatmulShape& shape_, const Columns& c)
+  Trial(Matmul& matmul_, const MatmulShape& shape_, const ColumnMajor& c)
       : matmul(matmul_),
         shape(shape_),
         a_operand{c.a_rows,
@@ -352,7 +353,7 @@ struct Matmul::Trial {
   }
 
   // The algorithm that the next run uses.
-  void take(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
+  void select(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
   void fill_operands(Data data) const {
     fill(a.data(), shape.type, a_operand, data, matmul.stream_);
     fill(b.data(), shape.type, b_operand, data, matmul.stream_);
@@ -363,19 +364,19 @@ struct Matmul::Trial {
     check(cudaMemsetAsync(scratch.data(), 0, scratch.bytes(), matmul.stream_), "matmul: clear");
   }
   void run(const Scratch& out) const { matmul.run(shape, a.data(), b.data(), bias.data(), addend.data(), out.data()); }
-  void expect() const {
+  void compute_expected() const {
     clear(expected);
     run(expected);
   }
   // Whether the chosen algorithm gives the bits of `expected`.
-  bool agrees() const {
+  bool same_bits() const {
     clear(result);
     clear(differences);
     run(result);
-    count_differences_kernel<<<512, 256, 0, matmul.stream_>>>(
+    any_difference_kernel<<<512, 256, 0, matmul.stream_>>>(
         static_cast<const std::uint32_t*>(expected.data()), static_cast<const std::uint32_t*>(result.data()),
         static_cast<std::int64_t>(result.bytes() / 4), static_cast<unsigned*>(differences.data()));
-    check_launch("count_differences");
+    check_launch("any_difference");
     unsigned different = 0;
     check(cudaMemcpyAsync(&different, differences.data(), sizeof different, cudaMemcpyDeviceToHost, matmul.stream_),
           "matmul: compare");
@@ -385,7 +386,7 @@ struct Matmul::Trial {
   // Whether the chosen algorithm computes the GEMM of `expected` on uniform data, up to the order of its additions: an
   // error of 2^-6 of the largest element is beyond any rounding and below any missing or doubled tile.
   template <typename T>
-  bool close() const {
+  bool near_expected_as() const {
     const std::int64_t count = static_cast<std::int64_t>(columns(shape).d_rows * columns(shape).d_columns);
     clear(result);
     clear(differences);
@@ -400,14 +401,16 @@ struct Matmul::Trial {
     check(cudaStreamSynchronize(matmul.stream_), "matmul: candidate");
     return largest[1] <= 0x1p-6f * largest[0];
   }
-  bool correct() const {
+  bool near_expected() const {
     const cudaDataType_t type = columns(shape).d_type;
-    return type == CUDA_R_32F ? close<float>() : type == CUDA_R_16BF ? close<bf16>() : close<fp16>();
+    return type == CUDA_R_32F    ? near_expected_as<float>()
+           : type == CUDA_R_16BF ? near_expected_as<bf16>()
+                                 : near_expected_as<fp16>();
   }
   // Whether it gives the same bits every time.
-  bool repeats() const {
-    expect();
-    return agrees() && agrees();
+  bool is_deterministic() const {
+    compute_expected();
+    return same_bits() && same_bits();
   }
   float milliseconds() const {
     check(cudaEventRecord(start, matmul.stream_), "event");
@@ -422,19 +425,19 @@ struct Matmul::Trial {
 
 // Two rounds: each candidate once, then the fastest ones alternately, so that clock and temperature are the same for all.
 cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
-  constexpr float kWarmUpMilliseconds = 10, kAhead = 0.99f;  // a later candidate must be faster by this factor
+  constexpr float kWarmUpMilliseconds = 10, kRequiredSpeed = 0.99f;  // a later candidate must be faster by this factor
   constexpr std::size_t kFinalists = 8, kRounds = 7;
   const Plan& chosen = plan(shape);
   std::vector<Candidate> list = candidates(chosen);
   const Trial trial(*this, shape, columns(shape));
   if (!remembered_.remembers()) {
-    for (const Data data : {Data::cancelling, Data::wide, Data::uniform}) {
+    for (const Data data : {Data::cancelling, Data::many_magnitudes, Data::uniform}) {
       trial.fill_operands(data);
-      trial.take(list[0].algorithm);
-      trial.expect();
+      trial.select(list[0].algorithm);
+      trial.compute_expected();
       std::erase_if(list, [&](const Candidate& candidate) {
-        trial.take(candidate.algorithm);
-        return !trial.agrees();
+        trial.select(candidate.algorithm);
+        return !trial.same_bits();
       });
     }
   }
@@ -448,10 +451,10 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
     }
   };
   const auto measure = [&](Timing& timing) {
-    trial.take(list[timing.index].algorithm);
+    trial.select(list[timing.index].algorithm);
     timing.ms.push_back(trial.milliseconds());
   };
-  trial.take(list[0].algorithm);
+  trial.select(list[0].algorithm);
   for (float spent = 0; spent < kWarmUpMilliseconds;) spent += std::max(trial.milliseconds(), 0.1f);
   std::vector<Timing> timings;
   for (std::size_t i = 0; i < list.size(); ++i) {
@@ -467,11 +470,11 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
     for (Timing& timing : timings) measure(timing);
   }
   std::sort(timings.begin(), timings.end(), [](const Timing& x, const Timing& y) { return x.index < y.index; });
-  trial.take(list[0].algorithm);
-  trial.expect();
+  trial.select(list[0].algorithm);
+  trial.compute_expected();
   std::erase_if(timings, [&](const Timing& timing) {
-    trial.take(list[timing.index].algorithm);
-    return !trial.correct();
+    trial.select(list[timing.index].algorithm);
+    return !trial.near_expected();
   });
   if (timings.empty()) fail(Exit::environment, "matmul %s: cuBLASLt contradicts itself", gemm_key(shape).c_str());
   trial.fill_operands(Data::cancelling);
@@ -479,9 +482,9 @@ cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
   float best_ms = first_ms;
   std::size_t best = 0;
   for (Timing& timing : timings) {
-    if (timing.median() > kAhead * best_ms) continue;
-    trial.take(list[timing.index].algorithm);
-    if (!trial.repeats()) continue;
+    if (timing.median() > kRequiredSpeed * best_ms) continue;
+    trial.select(list[timing.index].algorithm);
+    if (!trial.is_deterministic()) continue;
     best = timing.index;
     best_ms = timing.median();
   }

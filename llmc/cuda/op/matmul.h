@@ -1,11 +1,11 @@
-// Linear layers by cuBLASLt, with one plan a shape.
+// Linear layers by cuBLASLt, with one plan per shape.
 //
 // The weight is as Hugging Face stores it, [OC, C]. Storage type T is float, bf16 or fp16; accumulation is
 // fp32, and T = float computes in true fp32, not TF32.
 //
 // A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
-// timed on random data alternately, and the fastest that gives the same bits every time is kept; one that is not at least
-// 1 % faster than an earlier one loses to it. Candidates may add in different orders, so the choice is remembered
+// timed on random data alternately, and the fastest that gives the same bits every time is kept; a later candidate replaces
+// an earlier one only if it is at least 1 % faster. Candidates may add in different orders, so the choice is remembered
 // (llmc/cuda/op/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where it cannot be
 // remembered only the candidates that give the bits of the first suggestion are eligible.
 #pragma once
@@ -51,8 +51,8 @@ struct MatmulShape {
 
 class Matmul {
  public:
-  // Allocates and owns the workspace (partial sums of split-K), which one stream uses at a time. `run_plans`: the run's own
-  // file of plans; empty: none.
+  // Allocates and owns the workspace (partial sums of split-K), which one stream uses at a time. `run_plans`: the plan
+  // file in the run directory; empty: none.
   explicit Matmul(cudaStream_t stream, const std::string& run_plans = {});
   ~Matmul();
   Matmul(const Matmul&) = delete;
@@ -62,15 +62,15 @@ class Matmul {
 
   // While this object exists the GEMMs of `matmul` run in another stream, by the same plans, with a workspace of
   // kWorkspaceBytes that nothing else uses during that time.
-  class Elsewhere {
+  class OnStream {
    public:
-    Elsewhere(Matmul& matmul, cudaStream_t stream, void* workspace)
+    OnStream(Matmul& matmul, cudaStream_t stream, void* workspace)
         : matmul_(matmul), stream_(stream), workspace_(workspace) {
       exchange();
     }
-    ~Elsewhere() { exchange(); }
-    Elsewhere(const Elsewhere&) = delete;
-    Elsewhere& operator=(const Elsewhere&) = delete;
+    ~OnStream() { exchange(); }
+    OnStream(const OnStream&) = delete;
+    OnStream& operator=(const OnStream&) = delete;
 
    private:
     void exchange() {
@@ -83,7 +83,8 @@ class Matmul {
   };
 
   // Chooses the plans of these shapes: the remembered ones, or by timing on scratch memory that is freed again. Call it
-  // once for all shapes and before the arenas are allocated; a shape that was not prepared runs on the first suggestion.
+  // once for all shapes and before the arenas are allocated; a shape that was not prepared uses cuBLASLt's first
+  // suggestion.
   void prepare(std::span<const MatmulShape> shapes);
   void prepare(const MatmulShape& shape) { prepare({&shape, 1}); }
 

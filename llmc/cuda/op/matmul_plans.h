@@ -1,9 +1,9 @@
 // Which algorithm of cuBLASLt computes a GEMM, remembered between runs.
 //
 // Algorithms are chosen by timing, and two of them may add in different orders. So that one machine always gives the
-// same bits, a choice is made once: it is kept in a file of the user and, for a training run, also in the run's
-// directory, which a resumed run reads first. Where no file of the user can be written a choice would not outlive the
-// process; remembers() is false then, and only algorithms of one common order of additions may be chosen
+// same bits, a choice is made once: it is kept in a cache file in the user's home and, for a training run, also in the run's
+// directory, which a resumed run reads first. Where no cache file can be written a choice would not outlive the
+// process; remembers() is false then, and only algorithms that add in the same order may be chosen
 // (llmc/cuda/op/matmul.h).
 //
 // The user's file is $WEFT_CACHE_DIR/matmul-<hash>.txt, by default in $XDG_CACHE_HOME/weft or ~/.cache/weft. It is text:

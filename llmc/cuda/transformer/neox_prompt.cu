@@ -112,7 +112,7 @@ void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows, RowRange wante
   if (beside) fork_stream(stream_, side_stream_, normed_, "prompt");
   named("QKV", [&] { linear(b_.qkv, b_.norm1, w.qkv, {0, static_cast<int>(rows)}, C, 3 * C); });
   if (beside) {
-    const Matmul::Elsewhere elsewhere(matmul_, side_stream_, b_.side_workspace);
+    const Matmul::OnStream on_side_stream(matmul_, side_stream_, b_.side_workspace);
     run_up(w, wanted, side_stream_);
     check(cudaEventRecord(up_done_, side_stream_), "prompt");
   }
