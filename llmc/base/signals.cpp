@@ -2,12 +2,10 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <ctime>
 
 #include "llmc/base/log.h"
@@ -34,8 +32,7 @@ struct Line {
   std::size_t length = 0;
 
   void set(std::string_view line) {
-    length = std::min(line.size(), sizeof text - 1);
-    std::memcpy(text, line.data(), length);
+    length = line.copy(text, sizeof text - 1);  // an empty view has no address to copy from
     if (length > 0) text[length++] = '\n';
   }
   // Async-signal-safe.
