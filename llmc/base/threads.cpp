@@ -186,7 +186,7 @@ struct ShortWaits::Sleepers {
   std::thread owner;  // starts an OpenMP team of its own, which libgomp ends when this thread ends
 
   void run() {
-    const int team = sleepers_needed() + 1;
+    [[maybe_unused]] const int team = sleepers_needed() + 1;
     std::atomic<int> started{0};  // something to do: the compiler would remove an empty parallel region
 #pragma omp parallel num_threads(team)
     ++started;
