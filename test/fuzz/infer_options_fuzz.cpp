@@ -1,24 +1,11 @@
 // The command line of infer_pythia, one argument a line: its table, and what it checks of the values together.
-#include <memory>
-#include <vector>
-
 #include "llmc/infer/options.h"
-#include "test/fuzz/target.h"
+#include "test/fuzz/option_words.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace weft;
   using namespace weft::fuzz;
-  const std::vector<std::string> words = lines(Input(data, size).take_rest());
-  std::vector<const char*> arguments = {"fuzz"};
-  for (const std::string& word : words) arguments.push_back(word.c_str());
-  // As in train_options_fuzz.cpp: making the table takes most of the time of a parse.
-  static std::unique_ptr<InferOptionParser> parser;
-  static int parsed = 0;
-  if (parsed++ % 1000 == 0) parser = std::make_unique<InferOptionParser>("fuzz");
-  accepts([&] {
-    const auto settings = parser->parse(static_cast<int>(arguments.size()), arguments.data());
-    if (!settings) return;
-    const InferSettings& s = *settings;
+  parse_words<InferOptionParser>(data, size, [](const InferSettings& s) {
     // The task is the one that was asked for, with what it needs.
     FUZZ_CHECK(s.model.empty() != s.random_model.empty());
     FUZZ_CHECK((s.task == InferTask::prompt_file) == !s.prompt_file.empty());
