@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "test-results"
 CORES = len(os.sched_getaffinity(0))
 OUTPUT = threading.Lock()  # of the failures that are shown
+PYTEST_COLLECTED_NOTHING = 5  # its exit code
 # Suites share the cores: threads that wait must not keep the others from running.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
 
@@ -112,7 +113,9 @@ def run_pytest(name: str = "python", selection: tuple[str, ...] = ("test/python"
                 outcome.skipped += 1
             else:
                 outcome.passed += 1
-    if not report.exists() or (code != 0 and outcome.failed == 0):
+    # A file that skips itself as a whole (the GPU tests on a machine without one) collects nothing, which pytest calls an error.
+    ended_well = code == 0 or (code == PYTEST_COLLECTED_NOTHING and outcome.skipped > 0)
+    if not report.exists() or (not ended_well and outcome.failed == 0):
         outcome.fail(f"pytest ended with exit code {code}")
     return outcome
 
