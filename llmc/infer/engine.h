@@ -1,0 +1,106 @@
+// The engine: many requests on one InferenceModel, with in-flight batching (Yu et al., "Orca", OSDI 2022). Knows no device,
+// no text and no protocol.
+//
+// Each step has a budget of rows. First every running sequence gets its row, then waiting prompts get chunks of what is left,
+// in the order of arrival, none more than a share of it while others wait. A sequence that finds no free page takes those of
+// the youngest running one, which waits again and is computed anew from its ids (preemption by recomputation). Full pages are
+// shared between sequences that begin with the same ids (llmc/infer/page_pool.h).
+//
+// None of this changes a request's ids or bits: InferenceModel promises that.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/sampling.h"
+#include "llmc/model/inference_model.h"
+
+namespace weft {
+
+enum class RequestEnd {
+  stop_id,     // one of stop_ids was sampled; on_id got it
+  listener,    // on_id returned false
+  max_ids,     // as many ids as asked for
+  full,        // the longest sequence that the model can hold
+  cancelled,   // by cancel()
+  deadline,    // the time was up
+  not_finite,  // logits that are not finite: nothing can be sampled
+};
+
+// What the engine tells about one request. Called from step(), in this order: on_prompt once if asked for, on_id for each id,
+// on_end once. May call submit() and cancel(). Must not throw.
+class RequestListener {
+ public:
+  virtual ~RequestListener() = default;
+  // The log-probabilities of prompt[1], prompt[2], ...
+  virtual void on_prompt(std::span<const ScoredId> /*scored*/) {}
+  // Returns false to end the request: then this id was its last.
+  virtual bool on_id(const ScoredId& id) = 0;
+  virtual void on_end(RequestEnd end) = 0;
+};
+
+struct EngineRequest {
+  std::vector<std::int32_t> prompt;  // at least one id, all in [0, vocab_size)
+  SamplingPlan sampling;
+  std::vector<std::int32_t> stop_ids;
+  std::int64_t max_ids = 0;        // at least 1
+  std::int32_t alternatives = -1;  // InferenceModel's Span::alternatives
+  bool score_prompt = false;       // on_prompt() is wanted
+  std::optional<std::chrono::steady_clock::time_point> deadline;
+};
+
+struct EngineOptions {
+  std::int64_t max_running = 256;    // sequences at once; at most the model's slots()
+  std::int64_t rows_per_step = 512;  // at most the model's max_rows()
+  bool share_prefixes = true;
+};
+
+// Counters since the engine was made, and the state of the moment.
+struct EngineStatistics {
+  std::int64_t running = 0, waiting = 0;
+  std::int64_t pages = 0, pages_in_use = 0,
+               pages_cached = 0;  // cached: not in use, kept for a prefix that may come again
+  std::int64_t steps = 0, rows = 0, prompt_ids = 0, generated_ids = 0;
+  std::int64_t prefix_ids = 0;  // ids of prompts that were found in shared pages
+  std::int64_t preemptions = 0;
+};
+
+using RequestId = std::uint64_t;
+
+class Engine {
+ public:
+  // `model` must outlive the engine. Options out of range: Exit::usage.
+  Engine(InferenceModel& model, const EngineOptions& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Why a request of this size can never run, with the number that could; empty if it can. It needs pages for its prompt and
+  // max_ids - 1 further positions, all in the pool at once; max_ids is cut to max_positions, so that only a prompt that
+  // leaves no room for one id is refused for its length.
+  std::string refusal(std::int64_t prompt_ids, std::int64_t max_ids) const;
+
+  // From any thread. The request waits until step() takes it up. A request that refusal() refuses is Exit::usage.
+  RequestId submit(EngineRequest request, std::shared_ptr<RequestListener> listener);
+  // From any thread. The request ends in the next step, unless it has ended already.
+  void cancel(RequestId id);
+
+  // From one thread: takes up what came in, submits a step and hands out the results of the oldest one. Returns whether there
+  // is more to do.
+  bool step();
+  // Blocks until there is something to do, or until `until`.
+  void wait(std::chrono::steady_clock::time_point until);
+  // From any thread.
+  EngineStatistics statistics() const;
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace weft

@@ -1,0 +1,95 @@
+// A model that runs many sequences at once: one interface, implemented on the CPU and on the GPU.
+//
+// A step takes rows of several sequences. One row is one position of one sequence; a prompt is a span of many rows, a decode
+// step a span of one, a chunk of a prompt a span in the middle. Keys and values lie in pages of one pool; a block table, the
+// list of a sequence's pages, says where its positions are (Kwon et al., "Efficient Memory Management for Large Language
+// Model Serving with PagedAttention", SOSP 2023). Who owns which page is decided above (llmc/infer/page_pool.h): the model
+// reads and writes the pages that a span names.
+//
+// The bits of a row depend on its sequence alone: on the ids up to its position. Not on the other rows of the step, nor on
+// how the sequence was cut into spans, nor on which pages hold it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/base/sampling.h"
+#include "llmc/model/config.h"
+
+namespace weft {
+
+// Rows of one sequence for one step.
+struct Span {
+  // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages
+  // that two spans of a step share are only read by both: the positions that a span appends lie in pages of its own.
+  std::span<const std::int32_t> pages;
+  std::int64_t first_position = 0;    // the positions before it are in the pages already
+  std::span<const std::int32_t> ids;  // in [0, vocab_size). Empty: one row, with the id that was sampled last in `slot`
+
+  // Where an id that is sampled here is kept for the next span without ids, in [0, slots()). One sequence a slot.
+  std::int32_t slot = 0;
+  // Not null: an id is sampled from the last row, for position first_position + rows. Valid until submit() returns.
+  const SamplingPlan* sampling = nullptr;
+  // The log-probability of targets[i] by row i is reported; at most as many as there are rows.
+  std::span<const std::int32_t> targets;
+  // Of the sampled id and of each target, this many most likely ids are reported with it; -1: not even the log-probability
+  // of the sampled id.
+  std::int32_t alternatives = -1;
+  bool keep_logits = false;  // of the last row, for SpanResult::logits
+};
+
+struct IdLogprob {
+  std::int32_t id = 0;
+  float logprob = 0;  // natural logarithm of softmax(logits), at temperature 1, over the whole vocabulary
+};
+
+struct ScoredId {
+  std::int32_t id = 0;
+  float logprob = 0;
+  std::vector<IdLogprob> alternatives;  // the most likely first, equal ones by id; no padding rows
+};
+
+struct SpanResult {
+  std::optional<ScoredId> sampled;
+  SampleError error =
+      SampleError::none;  // why nothing was sampled although it was asked for: only this span is affected
+  std::vector<ScoredId> targets;
+  std::span<const float> logits;  // [vocab_size], valid until the next submit(); empty unless asked for
+};
+
+class InferenceModel {
+ public:
+  virtual ~InferenceModel() = default;
+
+  virtual const ModelConfig& config() const = 0;
+  virtual std::vector<MemoryLine> memory() const = 0;
+  // Bytes that a step of one row must read for each of its sequences, at `context` positions each: the weights once, then
+  // an embedding row and the K/V of every sequence.
+  virtual std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const = 0;
+
+  virtual std::int64_t page_size() const = 0;      // positions a page
+  virtual std::int64_t num_pages() const = 0;      // of the pool: ids 0 .. num_pages() - 1
+  virtual std::int64_t slots() const = 0;          // sequences that may have an id on the device
+  virtual std::int64_t max_rows() const = 0;       // of a step, all spans together
+  virtual std::int64_t max_positions() const = 0;  // longest sequence, at most config().max_positions
+  virtual std::int64_t depth() const = 0;  // steps that may be submitted before the first is collected; at least 1
+
+  // Queues a step: appends the keys and values of all rows, and computes what the spans ask for. At least one span, at most
+  // max_rows() rows, at most one span a sequence. The caller has checked ids and pages. More than depth() uncollected steps,
+  // or rows that do not fit: Exit::internal.
+  virtual void submit(std::span<const Span> work) = 0;
+  // Waits for the oldest step that was not collected: one result a span, in the order of submit(). Valid until the next
+  // collect() or submit().
+  virtual std::span<const SpanResult> collect() = 0;
+
+  // The activation `name` (names of scripts/dump_reference.py) of the last step, fp32, rows in the order of its spans; empty
+  // if not kept. Kept only after keep_activations(true).
+  virtual void keep_activations(bool keep) = 0;
+  virtual std::vector<float> activation(const std::string& name) = 0;
+};
+
+}  // namespace weft
