@@ -31,7 +31,7 @@ Floats random_floats(std::size_t count, std::uint32_t seed) {
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 
-// Every number of rows around the blocks of 4, and shapes around the blocks of outputs, panels and vectors.
+// Every number of rows around the blocks, and shapes around the blocks of outputs, panels and vectors.
 TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
   struct Shape {
     std::int64_t C, OC;
