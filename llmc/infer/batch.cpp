@@ -32,6 +32,10 @@ struct BatchRequest {
   CompletionOptions options;
 };
 
+std::string shown(const Json& id) {
+  return escaped(id.is_string() ? id.get_ref<const std::string&>() : json_text(id));
+}
+
 // Collects the pieces of one answer.
 class Collector : public CompletionSink {
  public:
@@ -177,8 +181,7 @@ void Batch::take_line(const std::string& line) {
   try {
     read_request(parse_json(line, "this line", {kMaxRequestBytes, kRequestDepth}), request);
     if (!ids_.insert(json_text(request.id)).second) {
-      fail(Exit::usage, "id: got %s a second time, expected another one for each line",
-           escaped(json_text(request.id)).c_str());
+      fail(Exit::usage, "id: got %s a second time, expected another one for each line", shown(request.id).c_str());
     }
     submit(std::move(request));
   } catch (const Error& error) {
@@ -194,7 +197,7 @@ void Batch::read_request(const Json& object, BatchRequest& request) const {
   const bool is_text = id != object.end() && id->is_string() && id->get_ref<const std::string&>().size() <= kMaxIdBytes;
   if (!is_text && (id == object.end() || !id->is_number_integer())) {
     fail(Exit::usage, "id: got %s, expected a text of at most %zu bytes or an integer",
-         id == object.end() ? "none" : escaped(json_text(*id)).c_str(), kMaxIdBytes);
+         id == object.end() ? "none" : shown(*id).c_str(), kMaxIdBytes);
   }
   request.id = *id;
   for (const auto& [name, value] : object.items()) {
@@ -231,7 +234,7 @@ void Batch::submit(BatchRequest request) {
     log_warning(
         "line %zu: id %s: the output has an answer to another request, or of another model, under this id. It "
         "stays. For a new one choose another --output, or remove its line",
-        line_, escaped(json_text(request.id)).c_str());
+        line_, shown(request.id).c_str());
     return;
   }
   const std::string refusal =

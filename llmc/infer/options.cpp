@@ -135,6 +135,9 @@ void check_many(const OptionTable& table, InferSettings& s) {
   for (const char* name : {"output", "kv-memory", "max-running"}) {
     if (table.given(name) && s.task != InferTask::batch) fail(Exit::usage, "--%s: only for --batch", name);
   }
+  if (s.task == InferTask::batch && table.given("context")) {
+    fail(Exit::usage, "--context: not for --batch, where --kv-memory says what there is for all sequences");
+  }
   if (s.task == InferTask::batch && !table.given("output")) {
     fail(Exit::usage, "--output: missing, expected a file for the answers of --batch, or - for stdout");
   }

@@ -141,7 +141,7 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
       {R"({"id": 1, "prompt_ids": [4, 259]})", "prompt_ids: id 2: got '259'"},
       {R"({"id": 1, "prompt_ids": []})", "prompt_ids: got '[]'"},
       {R"({"id": 1, "prompt": "x", "temprature": 1})", "'temprature': unknown field"},
-      {R"({"id": 1, "prompt": "x", "temperature": "hot"})", "temperature: got '\\\"hot\\\"', expected a number"},
+      {R"({"id": 1, "prompt": "x", "temperature": "hot"})", "temperature: got '\"hot\"', expected a number"},
       {R"({"id": 1, "prompt": "x", "top_p": 1.5})", "top_p: got '1.5', expected a number from 0 to 1"},
       {R"({"id": 1, "prompt": "x", "max_tokens": 0})", "max_tokens: got 0"},
       {R"({"id": 1, "prompt": "x", "stop": [""]})", "stop: got"},
