@@ -112,7 +112,7 @@ class Batch {
   void take_lines();
   void take_line(const std::string& line);
   void read_request(const Json& object, BatchRequest& request) const;
-  void submit(BatchRequest request);
+  void submit(const BatchRequest& request);
   void refuse(const Json& id, const std::string& error);
   void write_answers();
   void show_progress();
@@ -183,7 +183,7 @@ void Batch::take_line(const std::string& line) {
     if (!ids_.insert(json_text(request.id)).second) {
       fail(Exit::usage, "id: got %s a second time, expected another one for each line", shown(request.id).c_str());
     }
-    submit(std::move(request));
+    submit(request);
   } catch (const Error& error) {
     if (error.code() == Exit::internal) throw;
     refuse(request.id, error.what());
@@ -224,7 +224,7 @@ void Batch::read_request(const Json& object, BatchRequest& request) const {
       prompt_from_text(prompt.get_ref<const std::string&>(), tokenizer_, settings_.special, config_, "prompt");
 }
 
-void Batch::submit(BatchRequest request) {
+void Batch::submit(const BatchRequest& request) {
   if (const std::optional<std::string> before = output_.answered(request.id)) {
     if (*before == fingerprint(request, config_)) {
       ++skipped_;
@@ -243,7 +243,7 @@ void Batch::submit(BatchRequest request) {
   auto collector = std::make_shared<Collector>(request.options.logprobs >= 0);
   Completion completion = make_completion(request.prompt, request.options, tokenizer_, config_, collector);
   const RequestId id = engine_.submit(std::move(completion.request), std::move(completion.listener));
-  pending_.emplace(id, Pending{std::move(request), line_, std::move(collector)});
+  pending_.emplace(id, Pending{request, line_, std::move(collector)});
 }
 
 void Batch::refuse(const Json& id, const std::string& error) {

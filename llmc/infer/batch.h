@@ -1,5 +1,5 @@
 // infer_pythia --batch: a file of requests, one JSON object a line, answered in the order in which they end
-// (doc/serving.md says what the lines hold).
+// (doc/batch.md says what the lines hold).
 #pragma once
 
 #include <cstddef>

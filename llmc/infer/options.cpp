@@ -59,7 +59,7 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("prompt-ids", s.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
   table.flag("interactive", s.interactive, "continue each line of stdin, in one growing text");
   table.text("batch", s.batch, "FILE",
-             "answer each line of this file of requests, see doc/serving.md; - is stdin; needs --output");
+             "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
   table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");

@@ -70,7 +70,11 @@ class BatchTest : public testing::Test {
     if (all.size() != 1) return "";
     EXPECT_EQ(all[0]["finish_reason"], "error") << line;
     EXPECT_EQ(all[0]["line"], 1);
-    return all[0].value("error", "");
+    // The id is known unless the line is no JSON.
+    const std::string message = all[0].value("error", "");
+    const bool known = line.starts_with("{\"id\": 1,") || line.starts_with("{\"id\": 1}");
+    EXPECT_EQ(all[0]["id"], known && message.find("JSON") == std::string::npos ? Json(1) : Json()) << line;
+    return message;
   }
 
   TemporaryDirectory directory_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,13 +132,17 @@ def test_another_request_under_an_answered_id(model, tmp_path):
 def test_memory_of_keys_and_values(model, tmp_path):
     requests = stories(6, max_tokens=60, ignore_eos=True)
     run(model, "--batch", write_requests(tmp_path / "in", requests), "--output", tmp_path / "roomy")
-    # Room for one or two of the sequences: they displace each other, which changes no id.
-    done = run(model, "--batch", tmp_path / "in", "--output", tmp_path / "tight", "--kv-memory", "0.13MB")
+    # Seven pages of 32 positions, where each of the sequences fills three: they displace each other, which changes no id.
+    small = run(model, "--batch", tmp_path / "in", "--output", tmp_path / "none", "--kv-memory", "0.001MB", code=RESOURCES)
+    pages, unit = re.search(r"at least the ([0-9.]+) (KB|MB) of 2 pages of 32 positions", small.stderr).groups()
+    memory = f"{float(pages) * (1e-3 if unit == 'KB' else 1) * 3.6}MB"
+    done = run(model, "--batch", tmp_path / "in", "--output", tmp_path / "tight", "--kv-memory", memory)
     assert answers(tmp_path / "tight") == answers(tmp_path / "roomy"), done.stderr
-    long = [{"id": "long", "prompt": "The hen " * 60, "max_tokens": 60}]
-    run(model, "--batch", write_requests(tmp_path / "in", long), "--output", tmp_path / "long", "--kv-memory", "0.13MB")
+    assert int(re.search(r"(\d+) preemptions", done.stderr)[1]) > 0, done.stderr
+    long = [{"id": "long", "prompt": "The hen " * 60, "max_tokens": 1000}]
+    run(model, "--batch", write_requests(tmp_path / "in", long), "--output", tmp_path / "long", "--kv-memory", memory)
     error = answers(tmp_path / "long")["long"]["error"]
-    assert "needs memory for the keys and values of" in error
+    assert "needs memory for the keys and values of" in error and "there is memory for 224" in error
 
 
 def test_what_is_refused(model, tmp_path):
