@@ -194,17 +194,22 @@ TEST_F(BatchTest, RunningAgainGoesOnWithWhatIsMissing) {
   for (const Json& one : answers()) expected[one["id"]] = one;
   write_bytes(out_, "");
   EXPECT_EQ(run(first + "{\"id\": 7, \"prompt\": 3}\n"), Exit::ok);
-  // A killed run leaves a line without its end.
-  const std::string before = read_bytes(out_);
-  for (const std::string& torn :
-       {std::string("{\"id\":9,\"prompt_ids\":[1"), std::string("{"), std::string("{\"id\":9")}) {
-    write_bytes(out_, before + torn);
-    EXPECT_EQ(run(all), Exit::ok);
-    const std::string after = read_bytes(out_);
-    EXPECT_EQ(answers().size(), 10u) << torn;
-    for (const auto& [id, one] : expected) EXPECT_EQ(answer(id), one);
-    EXPECT_EQ(run(all), Exit::ok);  // nothing is missing
-    EXPECT_EQ(read_bytes(out_), after);
+  // A killed run leaves a line without its end. Once with an answer with an error before it, once without.
+  const std::string with_error = read_bytes(out_);
+  EXPECT_EQ(run(first), Exit::ok);
+  const std::string without = read_bytes(out_);
+  EXPECT_LT(without.size(), with_error.size());
+  for (const std::string& before : {with_error, without}) {
+    for (const std::string& torn :
+         {std::string("{\"id\":9,\"prompt_ids\":[1"), std::string("{"), std::string("{\"id\":9")}) {
+      write_bytes(out_, before + torn);
+      EXPECT_EQ(run(all), Exit::ok);
+      const std::string after = read_bytes(out_);
+      EXPECT_EQ(answers().size(), 10u) << torn;
+      for (const auto& [id, one] : expected) EXPECT_EQ(answer(id), one);
+      EXPECT_EQ(run(all), Exit::ok);  // nothing is missing
+      EXPECT_EQ(read_bytes(out_), after);
+    }
   }
 }
 
