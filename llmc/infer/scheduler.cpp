@@ -76,7 +76,7 @@ std::span<const PlannedSpan> Scheduler::plan() {
   }
   // Pages get their names after all prefixes were looked up: a page that this step fills is for later steps.
   for (const PlannedSpan& span : plan_) name_pages(*span.sequence);
-  std::ranges::stable_partition(plan_, [](const PlannedSpan& span) { return span.id_on_device; });
+  std::stable_partition(plan_.begin(), plan_.end(), [](const PlannedSpan& span) { return span.id_on_device; });
   return plan_;
 }
 

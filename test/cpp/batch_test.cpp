@@ -317,6 +317,25 @@ TEST(PolledLines, LinesComeInPiecesOfAnySize) {
   ::close(ends[0]);
 }
 
+TEST(PolledLines, LinesGoAcrossTheEndsOfPieces) {
+  const TemporaryDirectory directory;
+  std::string all;
+  std::vector<std::string> expected;
+  for (std::size_t i = 0; all.size() < 300'000; ++i) {
+    expected.push_back(std::string(i * 37 % 5000, static_cast<char>('a' + i % 26)));
+    all += expected.back() + "\n";
+  }
+  expected.push_back(std::string((1 << 16) - 1, 'z'));  // with its newline as long as a piece
+  write_bytes(directory.file("lines"), all + expected.back() + "\n");
+  PolledLines lines(directory.file("lines"), 1 << 16);
+  std::string line;
+  for (const std::string& one : expected) {
+    ASSERT_EQ(lines.next(line, 0), PolledLines::Result::line);
+    ASSERT_EQ(line, one);
+  }
+  EXPECT_EQ(lines.next(line, 0), PolledLines::Result::end);
+}
+
 TEST(PolledLines, FilesThatCannotBeRead) {
   const TemporaryDirectory directory;
   error_of(Exit::bad_file, [&] { PolledLines(directory.file("none"), 8); });
