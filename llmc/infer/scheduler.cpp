@@ -91,7 +91,10 @@ void Scheduler::admit() {
     s.id_on_device = false;
     s.running = true;
     running_.push_back(&s);
-    if (!s.preempted) prompt_ids_ += s.prompt_size;
+    if (s.preempted) continue;
+    prompt_ids_ += s.prompt_size;
+    s.ids.reserve(static_cast<std::size_t>(s.prompt_size + s.max_ids));
+    s.table.reserve(s.table.missing(s.prompt_size + s.max_ids));
   }
 }
 
