@@ -57,6 +57,12 @@ std::span<const float> Decoder::prefill(std::span<const std::int32_t> ids) {
   return {logits_.data(), static_cast<std::size_t>(config_.vocab_size)};
 }
 
+std::span<const float> Decoder::decode(std::int32_t id) {
+  std::span<const float> logits;
+  threads_.run([&] { logits = prefill({&id, 1}); });
+  return logits;
+}
+
 std::vector<double> Decoder::score(std::span<const std::int32_t> ids) {
   reset();
   check_room(ids.size());

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/threads.h"
 #include "llmc/cpu/head_view.h"
 #include "llmc/model/decode_model.h"
 
@@ -21,7 +22,7 @@ class Decoder : public DecodeModel {
   std::int64_t length() const final { return length_; }
   void reset() final { length_ = 0; }
   std::span<const float> prefill(std::span<const std::int32_t> ids) final;
-  std::span<const float> decode(std::int32_t id) final { return prefill({&id, 1}); }
+  std::span<const float> decode(std::int32_t id) final;
   std::vector<double> score(std::span<const std::int32_t> ids) final;
   void keep_activations(bool keep) final { keep_ = keep; }
   std::vector<float> activation(const std::string& name) final;
@@ -60,6 +61,7 @@ class Decoder : public DecodeModel {
   RopeTable rope_;
   std::vector<float> final_norm_;  // [kChunk, C]
   std::vector<float> logits_;      // [V]
+  StepThreads threads_;            // of decode()
   bool keep_ = false;
   std::map<std::string, std::vector<float>> kept_;
 };
