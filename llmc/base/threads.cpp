@@ -188,24 +188,22 @@ void StepThreads::begin(bool probing) {
 }
 
 void StepThreads::took(double seconds, int threads) {
-  constexpr std::int64_t kSteps = 8;  // of a measurement. Before them comes one in which threads wake up or fall asleep
-  constexpr double kMemory = 32;      // steps that step_seconds_ looks back over
-  constexpr double kGain = 0.9;       // the other choice has to take less than this share of the present time
+  // A probe lasts longer than the time slices of busy cores. Within one slice a single thread is always fast; it pays
+  // afterwards, while the other processes have theirs.
+  constexpr double kProbe = 0.05;            // seconds
+  constexpr double kFirst = 0.2, kLast = 2;  // seconds before a probe: doubled when it has confirmed the choice,
+  constexpr double kCost = 10;               // and at least so many times what it took
+  constexpr double kGain = 0.9;              // the other choice has to take less than this share of the time
   constexpr double kLongestStep = 0.1;  // a step that may take longer with one thread is not tried: one would notice
-  constexpr double kFirst = 0.1, kLast = 2;  // seconds before a probe: doubled when the choice is confirmed
-  constexpr double kCost = 20;               // and at least so many times what the probe took
   ++steps_;
   spent_ += seconds;
-  if (steps_ == 1) return;
-  const auto measured = static_cast<double>(steps_ - 1);
+  if (spent_ < (probing_ ? kProbe : std::max(kProbe, probe_after_))) return;
+  const double mean = spent_ / static_cast<double>(steps_);
   if (!probing_) {
-    step_seconds_ += (seconds - step_seconds_) / std::min(measured, kMemory);
-    if (steps_ <= kSteps || spent_ < probe_after_) return;
-    if (one_ || step_seconds_ * threads < kLongestStep) begin(true);
-    return;
+    step_seconds_ = mean;
+    return begin(one_ || mean * threads < kLongestStep);
   }
-  const bool lost = spent_ > kGain * step_seconds_ * static_cast<double>(kSteps + 1);
-  if (!lost && steps_ <= kSteps) return;
+  const bool lost = mean > kGain * step_seconds_;
   probe_after_ = std::max(kCost * spent_, lost ? std::clamp(2 * probe_after_, kFirst, kLast) : kFirst);
   if (!lost) one_ = !one_;
   begin(false);

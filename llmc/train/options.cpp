@@ -165,14 +165,17 @@ void check_purpose(TrainSettings& s) {
   s.gpu_memory_bytes = parse_memory_size(s.gpu_memory);
 }
 
-void check_schedule(const TrainSettings& s, bool warmup_given) {
+// Values that were given have to fit together. The default warm-up may be longer than a short run, which then stays in it.
+void check_schedule(const TrainSettings& s, bool warmup_given, bool decay_given) {
   if (warmup_given && s.warmup_steps > s.steps) {
     fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld", static_cast<long long>(s.warmup_steps),
          static_cast<long long>(s.steps));
   }
   const Schedule schedule = s.learning_rate();
-  if (warmup_given && schedule.shape == ScheduleShape::wsd && s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
-    fail(Exit::usage, "--wsd-decay-fraction: %lld warm-up and %lld decay steps do not fit into --steps %lld",
+  if ((warmup_given || decay_given) && schedule.shape == ScheduleShape::wsd &&
+      s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
+    fail(Exit::usage,
+         "--wsd-decay-fraction: %lld warm-up (--warmup-steps) and %lld decay steps do not fit into --steps %lld",
          static_cast<long long>(s.warmup_steps), static_cast<long long>(schedule.wsd_decay_steps()),
          static_cast<long long>(s.steps));
   }
@@ -185,7 +188,7 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   }
   if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
   check_batch(s);
-  check_schedule(s, table.given("warmup-steps"));
+  check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   parse_faults(s.debug_inject);
   check_purpose(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;

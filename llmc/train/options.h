@@ -31,7 +31,7 @@ struct TrainSettings {
 
   std::int64_t steps = 400, micro_batch = 8, seq_len = 256, batch_tokens = 0;
   double lr = 0, min_lr_ratio = 0.1;  // lr without --lr: default_learning_rate() of the model, once that is known
-  std::int64_t warmup_steps = 100;
+  std::int64_t warmup_steps = 200;
   std::string schedule = "cosine";
   double wsd_decay_fraction = 0.2;
   double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;

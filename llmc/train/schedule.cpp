@@ -11,7 +11,7 @@ namespace weft {
 
 double default_learning_rate(std::int64_t parameters, bool pretrained) {
   // Up to 30 million parameters from runs of weft, above from GPT-3 (Brown et al., 2020, table 2.1) and Pythia (Biderman et
-  // al., 2023, appendix E), which agree within a factor of 1.5.
+  // al., 2023, table 1), which agree within a factor of 1.5.
   // In millionths, so that a rate is the same number as when it is typed: 60 / 1e6 is 6e-5, but 6e-4 / 10 is not.
   constexpr struct {
     std::int64_t parameters;  // the row's rate holds up to here

@@ -614,7 +614,7 @@ double relative_to_the_best(StepThreads& threads, int count, double seconds, con
 TEST(StepThreads, KeepToTheFasterChoice) {
   const auto constant = [](double seconds) { return [seconds](double) { return seconds; }; };
   StepThreads busy;  // as measured for the smallest model on busy cores
-  EXPECT_LT(relative_to_the_best(busy, 2, 10, constant(1.1e-3), constant(0.32e-3)), 1.02);
+  EXPECT_LT(relative_to_the_best(busy, 2, 10, constant(1.1e-3), constant(0.32e-3)), 1.05);
   EXPECT_TRUE(busy.one_thread());
   StepThreads idle;
   EXPECT_LT(relative_to_the_best(idle, 2, 10, constant(0.2e-3), constant(0.32e-3)), 1.02);
@@ -653,12 +653,12 @@ TEST(StepThreads, RunSetsTheTeamAndSetsItBack) {
   for (int i = 0; i < 200; ++i) {
     threads.run([&] {
       seen.insert(omp_get_max_threads());
-      std::this_thread::sleep_for(std::chrono::microseconds(omp_get_max_threads() == 1 ? 100 : 300));
+      std::this_thread::sleep_for(std::chrono::milliseconds(omp_get_max_threads() == 1 ? 1 : 5));
     });
     ASSERT_EQ(omp_get_max_threads(), 3);
   }
   EXPECT_EQ(seen, (std::set<int>{1, 3}));
-  EXPECT_TRUE(threads.one_thread()) << "three times faster";
+  EXPECT_TRUE(threads.one_thread()) << "five times faster";
   EXPECT_THROW(threads.run([] { fail(Exit::internal, "a step that fails"); }), Error);
   EXPECT_EQ(omp_get_max_threads(), 3);
   omp_set_num_threads(before);

@@ -102,14 +102,14 @@ def test_the_learning_rate_follows_the_size_of_the_model(config, rate):
 
 
 def test_weights_that_are_there_get_a_tenth_of_the_learning_rate(data, tmp_path):
-    assert float(settings_of("--model", MODEL)["lr"]) == 3e-4
+    assert float(settings_of("--model", MODEL, "--seq-len", 16)["lr"]) == 3e-4
     assert train(data, tmp_path / "run", "--lr", "3e-4", steps=2).returncode == 0
     command = arguments(data, tmp_path / "run", steps=3)
     place = command.index("--lr")
     del command[place:place + 2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
     assert done.returncode == 0 and "resuming after step 2 of 3" in done.stderr, done.stderr
-    assert records(tmp_path / "run")[0]["settings"]["lr"] == "3e-4"
+    assert records(tmp_path / "run")[0]["settings"]["lr"] == "3e-04"
     header = [record for record in records(tmp_path / "run") if record["type"] == "header"][-1]
     assert float(header["settings"]["lr"]) == 3e-4, "the rate that the run has, not a placeholder"
 
