@@ -129,7 +129,7 @@ CPU = [
            "return std::isfinite(statistics.gradient_norm);", unit("TrainLoopTest.InfiniteLossAloneStopsToo")),
     Mutant("a spike raises the level that hides the next one", "llmc/train/guard.cpp", "if (spike) value = limit;", "",
            unit("Guard.*")),
-    Mutant("a spike that lasts is said at every step", "llmc/train/guard.cpp", "quiet_ = kQuiet;", "quiet_ = 0;", unit("Guard.*")),
+    Mutant("a spike that lasts is said at every step", "llmc/train/guard.cpp", "quiet_ = kQuiet;", "quiet_ = 0 * kQuiet;", unit("Guard.*")),
     Mutant("trained weights get the learning rate of new ones", "llmc/train/schedule.cpp",
            "pretrained ? millionths / 10 : millionths", "pretrained ? millionths : millionths", unit("Schedule.*")),
     Mutant("a step keeps to the slower number of threads", "llmc/base/threads.cpp", "if (!lost) one_ = !one_;", "one_ = true;",
