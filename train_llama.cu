@@ -167,6 +167,10 @@ Exit run(int argc, char** argv) {
   refuse_model_directory(settings.model);
   refuse_tokenizer_directory(settings.tokenizer);
   const TrainInputs inputs = open_inputs(settings);
+  if (!settings.given.contains("lr")) {
+    settings.set_learning_rate(
+        default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights.has_value()));
+  }
   if (settings.print_config) {
     write_stdout(json_text(config_record(settings, inputs.config), 1) + "\n");
     return Exit::ok;

@@ -139,7 +139,7 @@ def learning_rate(s: Settings, step: int) -> float:
         return s.lr * step / s.warmup_steps
     begin = s.warmup_steps
     if s.schedule == "wsd":
-        begin = s.steps - math.floor(s.wsd_decay_fraction * s.steps + 0.5)
+        begin = max(begin, s.steps - math.floor(s.wsd_decay_fraction * s.steps + 0.5))
     if step <= begin or s.schedule == "constant":
         return s.lr
     done = min(1.0, (step - 1 - begin) / (s.steps - begin))

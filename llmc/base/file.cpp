@@ -30,11 +30,13 @@ std::atomic<CallFault> call_fault{nullptr};
        std::strerror(error));
 }
 
-std::int64_t modification_ns(const struct stat& info) {
-  return static_cast<std::int64_t>(info.st_mtim.tv_sec) * 1'000'000'000 + info.st_mtim.tv_nsec;
-}
-
 }  // namespace
+
+FileIdentity FileIdentity::of(const struct stat& info) {
+  return {static_cast<std::uint64_t>(info.st_dev), static_cast<std::uint64_t>(info.st_ino),
+          static_cast<std::uint64_t>(info.st_size),
+          static_cast<std::int64_t>(info.st_mtim.tv_sec) * 1'000'000'000 + info.st_mtim.tv_nsec};
+}
 
 MappedFile::MappedFile(const std::string& path) : path_(path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: a FIFO must not hang us
@@ -46,8 +48,7 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
          S_ISDIR(info.st_mode) ? "this is a directory, not a regular file" : "not a regular file");
   }
   size_ = static_cast<std::uint64_t>(info.st_size);
-  inode_ = info.st_ino;
-  modified_ns_ = modification_ns(info);
+  identity_ = FileIdentity::of(info);
   if (size_ > 0) {  // mmap refuses length 0
     void* address = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
     const int error = errno;
@@ -66,15 +67,13 @@ MappedFile::MappedFile(MappedFile&& other) noexcept
     : path_(std::move(other.path_)),
       data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
-      inode_(other.inode_),
-      modified_ns_(other.modified_ns_) {}
+      identity_(other.identity_) {}
 
 MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
-  std::swap(inode_, other.inode_);
-  std::swap(modified_ns_, other.modified_ns_);
+  std::swap(identity_, other.identity_);
   return *this;
 }
 
@@ -84,8 +83,7 @@ MappedFile::~MappedFile() {
 
 bool MappedFile::unchanged() const {
   struct stat info {};
-  return ::stat(path_.c_str(), &info) == 0 && info.st_ino == inode_ &&
-         static_cast<std::uint64_t>(info.st_size) == size_ && modification_ns(info) == modified_ns_;
+  return ::stat(path_.c_str(), &info) == 0 && FileIdentity::of(info) == identity_;
 }
 
 AtomicFile::AtomicFile(const std::string& path, std::uint64_t expected_bytes)

@@ -12,7 +12,19 @@
 #include <string_view>
 #include <vector>
 
+struct stat;  // <sys/stat.h>
+
 namespace weft {
+
+// By what a file is known again: two with the same identity are the same file with the same content, as far as the file
+// system says. Inode numbers are those of one file system, so its device number belongs to them.
+struct FileIdentity {
+  std::uint64_t device = 0, inode = 0, size = 0;
+  std::int64_t modified_ns = 0;
+
+  static FileIdentity of(const struct stat& info);
+  bool operator==(const FileIdentity&) const = default;
+};
 
 // A whole file mapped read-only. Only regular files are accepted. Movable, not copyable.
 class MappedFile {
@@ -27,15 +39,14 @@ class MappedFile {
   std::uint64_t size() const { return size_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(data_), size_}; }
 
-  // True if the file at path() is still the one that was mapped: same inode, size and modification time.
+  // True if the file at path() is still the one that was mapped: the same FileIdentity.
   bool unchanged() const;
 
  private:
   std::string path_;
   const std::byte* data_ = nullptr;
   std::uint64_t size_ = 0;
-  std::uint64_t inode_ = 0;
-  std::int64_t modified_ns_ = 0;
+  FileIdentity identity_;
 };
 
 // Writes to "<path>.tmp.<pid>", which publish() renames to `path`: preallocate -> write -> fsync -> rename -> fsync of

@@ -39,8 +39,12 @@ std::size_t character_columns(std::string_view bytes) {
 }
 
 void write_line(const char* color, const char* prefix, const char* fmt, std::va_list args) {
-  char text[8192];
-  std::vsnprintf(text, sizeof text, fmt, args);
+  std::va_list again;
+  va_copy(again, args);
+  const int length = std::vsnprintf(nullptr, 0, fmt, args);
+  std::string text(static_cast<std::size_t>(std::max(0, length)), '\0');
+  std::vsnprintf(text.data(), text.size() + 1, fmt, again);
+  va_end(again);
   const std::lock_guard<std::mutex> lock(output_mutex);
   if (progress_shown) std::fputs("\r\033[K", stderr);
   progress_shown = false;
@@ -48,7 +52,7 @@ void write_line(const char* color, const char* prefix, const char* fmt, std::va_
     const bool colored = use_color();
     std::fprintf(stderr, "%s%s%s ", colored ? color : "", prefix, colored ? "\033[0m" : "");
   }
-  std::fprintf(stderr, "%s\n", text);
+  std::fprintf(stderr, "%s\n", text.c_str());
   std::fflush(stderr);
 }
 

@@ -272,6 +272,10 @@ void OptionTable::short_name(char letter, const std::string& name) {
   impl_->at(name).letter = letter;
 }
 
+void OptionTable::default_note(const std::string& name, const std::string& text) {
+  impl_->at(name).default_text = text;
+}
+
 void OptionTable::only_in_help_all(const std::string& name) {
   impl_->at(name).only_in_help_all = true;
 }

@@ -44,6 +44,8 @@ class OptionTable {
 
   // Lets `-m` stand for an option that is in the table: "-m VALUE" or "-mVALUE".
   void short_name(char letter, const std::string& name);
+  // What --help shows as the default of an option in the table whose default follows from something else.
+  void default_note(const std::string& name, const std::string& text);
   // Leaves an option that is in the table out of --help: only --help-all shows it.
   void only_in_help_all(const std::string& name);
   // What --version and -V print; without it there are no such options.

@@ -33,6 +33,7 @@ constexpr int kMaxSleepers = 8;
 
 char** program_arguments = nullptr;
 int team_threads = 0;           // result of set_threads(), for all threads: OpenMP's own setting is one per thread
+bool threads_fixed = false;     // --threads says how many
 bool short_spin_fixed = false;  // weft has started again with GOMP_SPINCOUNT = kShortSpin
 
 // Replaces this process by the same program with the environment as it is now. Returns only if that fails.
@@ -171,12 +172,54 @@ void clean_thread_environment(char** argv) {
 std::int64_t set_threads(std::int64_t option) {
   const std::int64_t threads = choose_threads(option, thread_limits());
   team_threads = static_cast<int>(threads);
+  threads_fixed = option > 0;
   omp_set_num_threads(team_threads);
   if (threads > 1 && sleepers_needed() > kMaxSleepers && !short_spin_fixed) {
     ::setenv(kSpinCount, kShortSpin, 1);
     start_again();
   }
   return threads;
+}
+
+void StepThreads::begin(bool probing) {
+  probing_ = probing;
+  steps_ = 0;
+  spent_ = 0;
+}
+
+void StepThreads::took(double seconds, int threads) {
+  // A probe lasts longer than the time slices of busy cores. Within one slice a single thread is always fast; it pays
+  // afterwards, while the other processes have theirs.
+  constexpr double kProbe = 0.05;            // seconds
+  constexpr double kFirst = 0.2, kLast = 2;  // seconds before a probe: doubled when it has confirmed the choice,
+  constexpr double kCost = 10;               // and at least so many times what it took
+  constexpr double kGain = 0.9;              // the other choice has to take less than this share of the time
+  constexpr double kLongestStep = 0.1;  // a step that may take longer with one thread is not tried: one would notice
+  ++steps_;
+  spent_ += seconds;
+  if (spent_ < (probing_ ? kProbe : std::max(kProbe, probe_after_))) return;
+  const double mean = spent_ / static_cast<double>(steps_);
+  if (!probing_) {
+    step_seconds_ = mean;
+    return begin(one_ || mean * threads < kLongestStep);
+  }
+  const bool lost = mean > kGain * step_seconds_;
+  probe_after_ = std::max(kCost * spent_, lost ? std::clamp(2 * probe_after_, kFirst, kLast) : kFirst);
+  if (!lost) one_ = !one_;
+  begin(false);
+}
+
+void StepThreads::run(const std::function<void()>& step) {
+  const int all = omp_get_max_threads();
+  if (all == 1 || threads_fixed) return step();
+  const struct Restore {
+    int threads;
+    ~Restore() { omp_set_num_threads(threads); }
+  } restore{all};
+  if (one_thread()) omp_set_num_threads(1);
+  const auto before = std::chrono::steady_clock::now();
+  step();
+  took(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(), all);
 }
 
 struct ShortWaits::Sleepers {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,30 @@ void clean_thread_environment(char** argv);
 // the program again, as clean_thread_environment() does, with a short spin time. So the program must not have read or
 // written anything before.
 std::int64_t set_threads(std::int64_t option);
+
+// Chooses between all threads and one for a short step that is computed again and again, such as a token. In every parallel
+// region the threads wait for the slowest one. A small model has more to lose by that than its work can gain, and on
+// busy cores much more. So this measures both from time to time and keeps to the faster one.
+class StepThreads {
+ public:
+  // Calls step() once, with all threads of the calling thread's OpenMP team or with one. Only with all if --threads has
+  // fixed their number.
+  void run(const std::function<void()>& step);
+
+  // What run() decides by. Whether the next step takes one thread:
+  bool one_thread() const { return one_ != probing_; }
+  void took(double seconds, int threads);  // duration of that step; `threads`: how many all are
+
+ private:
+  void begin(bool probing);
+
+  bool one_ = false;         // the choice
+  bool probing_ = false;     // the next steps try the other one
+  std::int64_t steps_ = 0;   // since the choice or the probe began
+  double spent_ = 0;         // seconds of these steps
+  double step_seconds_ = 0;  // mean of the choice, before the probe
+  double probe_after_ = 0;   // seconds that the choice stays before the other one is tried again
+};
 
 // ---- how they wait ----
 

@@ -61,8 +61,15 @@ std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t con
 void Inference::submit(std::span<const Span> work) {
   check(work);
   take_rows(work);
-  run_layers(ids_);
-  compute_logits(work);
+  const auto run = [&] {
+    run_layers(ids_);
+    compute_logits(work);
+  };
+  if (ids_.size() == 1) {
+    threads_.run(run);
+  } else {
+    run();
+  }
   uncollected_ = true;
 }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "llmc/base/sampler.h"
+#include "llmc/base/threads.h"
 #include "llmc/cpu/head_view.h"
 #include "llmc/cpu/paged_attention.h"
 #include "llmc/model/decode_model.h"
@@ -90,6 +91,7 @@ class Inference : public InferenceModel {
   std::vector<SpanResult> results_;
   std::vector<std::vector<float>> kept_logits_;  // by span
   bool uncollected_ = false;
+  StepThreads threads_;  // of steps of one row
 
   bool keep_ = false;
   std::map<std::string, std::vector<float>> kept_;

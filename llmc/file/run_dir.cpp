@@ -233,7 +233,10 @@ void RunDirectory::commit_checkpoint(std::int64_t step) const {
   const std::string target = checkpoint_path(step), temporary = target + kTemporarySuffix;
   sync_directory(temporary);
   const std::string replaced = target + kReplacedSuffix + kTemporarySuffix;
-  const bool exists = fs::symlink_status(target).type() != fs::file_type::not_found;
+  std::error_code error;
+  const fs::file_type type = fs::symlink_status(target, error).type();
+  if (type == fs::file_type::none) fail_at(Exit::environment, target, "replace", error.value());
+  const bool exists = type != fs::file_type::not_found;
   if (exists && !is_real_directory(target)) fail_at(Exit::environment, target, "replace", ENOTDIR);
   if (exists) remove_save(replaced);
   if (exists) rename_or_fail(target, replaced);  // rename() does not replace a directory that holds files

@@ -73,6 +73,7 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
   if (started_) fail(Exit::internal, "a save is in progress");
   if (copy_ == nullptr) {
     result_ = save_now(state, model);
+    stalled_seconds_ = result_.stalled_seconds;
     started_ = done_ = true;
     return;
   }
@@ -99,10 +100,8 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
 }
 
 std::optional<BackgroundSave::Result> BackgroundSave::take_result() {
-  if (thread_.joinable()) {
-    thread_.join();
-    result_.stalled_seconds = stalled_seconds_;
-  }
+  if (thread_.joinable()) thread_.join();
+  result_.stalled_seconds = stalled_seconds_;
   started_ = false;
   return std::move(result_);
 }

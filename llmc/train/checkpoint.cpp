@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "llmc/base/error.h"
@@ -66,13 +67,14 @@ Json manifest_head(const TrainState& state, const ModelConfig& model, const Json
 }
 
 Json describe_file(const std::string& path, std::span<const TensorInfo> tensors) {
+  std::error_code error;
+  const std::uintmax_t bytes = std::filesystem::file_size(path, error);
+  if (error) fail(Exit::environment, "%s: cannot read its size: %s", escaped(path).c_str(), error.message().c_str());
   Json list = Json::array();
   for (const TensorInfo& tensor : tensors) {
     list.push_back({{"name", tensor.name}, {"bytes", tensor.bytes}, {"xxh3", hash_text(tensor.hash)}});
   }
-  return {{"name", std::filesystem::path(path).filename().string()},
-          {"bytes", std::filesystem::file_size(path)},
-          {"tensors", std::move(list)}};
+  return {{"name", std::filesystem::path(path).filename().string()}, {"bytes", bytes}, {"tensors", std::move(list)}};
 }
 
 void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSpec& spec, TensorFileWriter& writer) {

@@ -65,6 +65,11 @@ void TokenDataset::verify() const {
   for (const TokenShard& shard : shards_) shard.verify();
 }
 
+std::uint64_t TokenDataset::spread_window(std::uint64_t row, std::uint64_t rows, std::uint64_t windows) {
+  __extension__ using Wide = unsigned __int128;  // a product of two counts of windows may need more than 64 bits
+  return static_cast<std::uint64_t>(static_cast<Wide>(row) * windows / rows);
+}
+
 Json TokenDataset::fingerprint() const {
   Json list = Json::array();
   for (const TokenShard& shard : shards_) {

@@ -39,6 +39,9 @@ class TokenDataset {
   void read_window(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels) const;
   void verify() const;  // every shard's data hash and every id
 
+  // The window that row `row` of a measurement reads, whose `rows` rows are spread evenly over all windows. row < rows.
+  static std::uint64_t spread_window(std::uint64_t row, std::uint64_t rows, std::uint64_t windows);
+
   // [{"name", "tokens", "xxh3"}, ...]: what a checkpoint records of the data. The hash is that of the shard's
   // header, which contains the hash of its tokens.
   Json fingerprint() const;

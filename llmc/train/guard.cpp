@@ -36,35 +36,61 @@ std::string first_bad_gradient(TrainModel& model) {
   return {};
 }
 
-std::optional<double> SpikeDetector::observe(double norm) {
-  constexpr std::int64_t kWarmup = 32;  // observations before the first result
-  constexpr double kMemory = 100;       // steps that the averages look back over
-  const double weight =
-      1.0 / static_cast<double>(std::min<std::int64_t>(observed_ + 1, static_cast<std::int64_t>(kMemory)));
-  const double difference = norm - mean_;
-  std::optional<double> deviations;
-  if (observed_ >= kWarmup && variance_ > 0) deviations = difference / std::sqrt(variance_);
-  mean_ += weight * difference;
-  variance_ = (1 - weight) * (variance_ + weight * difference * difference);
+// Adds `value` to a level; returns whether it is a spike. `least_deviation` takes the place of a smaller standard deviation,
+// so that in a smooth run an ordinary step is none.
+bool SpikeDetector::observe(Level& level, double value, double least_deviation) const {
+  constexpr std::int64_t kFirst = 8;    // steps before the first result
+  constexpr std::int64_t kMemory = 16;  // steps that mean and variance look back over
+  const double limit = level.mean + kSpikeDeviations * std::max(std::sqrt(level.variance), least_deviation);
+  const bool spike = observed_ >= kFirst && value > limit;
+  if (spike) value = limit;  // a spike must not raise the level so far that the next one is missed
+  const double weight = 1.0 / static_cast<double>(std::min(observed_ + 1, kMemory));
+  const double difference = value - level.mean;
+  level.mean += weight * difference;
+  level.variance = (1 - weight) * (level.variance + weight * difference * difference);
+  return spike;
+}
+
+std::optional<Spike> SpikeDetector::observe(double loss, double gradient_norm) {
+  constexpr std::int64_t kQuiet = 16;           // steps after a spike that are not reported
+  constexpr double kLeastLossDeviation = 0.1;   // a spike is at least 0.6 above the mean loss
+  constexpr double kLeastNormDeviation = 0.25;  // and at least exp(1.5) = 4.5 times the mean norm
+  constexpr double kLeastNorm = 1e-30;          // the logarithm of 0 is not finite
+  Spike spike{loss_.mean, std::exp(log_norm_.mean)};
+  spike.of_loss = observe(loss_, loss, kLeastLossDeviation);
+  spike.of_norm = observe(log_norm_, std::log(std::max(gradient_norm, kLeastNorm)), kLeastNormDeviation);
   ++observed_;
-  return deviations;
+  const bool silent = quiet_ > 0;
+  if (silent) --quiet_;
+  if (silent || !(spike.of_loss || spike.of_norm)) return std::nullopt;
+  quiet_ = kQuiet;
+  return spike;
 }
 
 Json SpikeDetector::to_json() const {
-  return {{"observed", observed_}, {"mean", mean_}, {"variance", variance_}};
+  return {{"observed", observed_},           {"quiet", quiet_},
+          {"loss_mean", loss_.mean},         {"loss_variance", loss_.variance},
+          {"log_norm_mean", log_norm_.mean}, {"log_norm_variance", log_norm_.variance}};
 }
 
 SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& source) {
   SpikeDetector detector;
   constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;  // leaves room to count on
   detector.observed_ = json_int(object, "observed", 0, kMaxCounter, source);
-  detector.mean_ = json_number(object, "mean", source);
-  detector.variance_ = json_number(object, "variance", source);
-  constexpr double kLargest = 1e100;  // no gradient norm comes near; its square is still finite
-  if (std::abs(detector.mean_) > kLargest || detector.variance_ < 0 || detector.variance_ > kLargest * kLargest) {
-    fail(Exit::bad_file, "%s: spikes: mean %g and variance %g are not those of gradient norms", source.c_str(),
-         detector.mean_, detector.variance_);
-  }
+  if (object.contains("mean")) return SpikeDetector();
+  detector.quiet_ = json_int(object, "quiet", 0, kMaxCounter, source);
+  const auto level = [&](const std::string& name) {
+    const Level read{json_number(object, (name + "_mean").c_str(), source),
+                     json_number(object, (name + "_variance").c_str(), source)};
+    constexpr double kLargest = 1e100;  // no loss or norm comes near; its square is still finite
+    if (std::abs(read.mean) > kLargest || read.variance < 0 || read.variance > kLargest * kLargest) {
+      fail(Exit::bad_file, "%s: spikes: %s_mean %g and %s_variance %g are not those of a run", source.c_str(),
+           name.c_str(), read.mean, name.c_str(), read.variance);
+    }
+    return read;
+  };
+  detector.loss_ = level("loss");
+  detector.log_norm_ = level("log_norm");
   return detector;
 }
 

@@ -1,5 +1,5 @@
-// The numeric guard: checks the loss and the gradient norm of a step before its update, and decides whether the update is
-// applied.
+// The numeric guard: checks that the loss and the gradient norm of a step are finite, decides whether its update is applied,
+// and finds steps in which one of them jumps.
 #pragma once
 
 #include <cstdint>
@@ -27,23 +27,38 @@ bool is_finite(const StepStatistics& statistics);
 // none.
 std::string first_bad_gradient(TrainModel& model);
 
-// The running mean and variance of the gradient norm (exponentially weighted), by which a spike is told from noise. Only
-// finite norms of applied steps are observed: after one that is not finite, mean and variance would never be finite again.
-// Part of a checkpoint.
+// A step whose loss or gradient norm is far above its level.
+struct Spike {
+  double loss_level = 0;  // running mean of the loss before the step
+  double norm_level = 0;  // running geometric mean of the gradient norm before it
+  bool of_loss = false, of_norm = false;
+};
+
+// Finds spikes of the loss and of the gradient norm. For each it keeps a running mean and variance (exponentially weighted;
+// of the norm's logarithm, because norms vary by factors). Only finite values of applied steps are observed: after one that
+// is not finite, mean and variance would never be finite again. Part of a checkpoint.
 class SpikeDetector {
  public:
-  // Returns how many standard deviations `norm` lies above the mean (nothing during the first observations), then adds
-  // `norm` to mean and variance.
-  std::optional<double> observe(double norm);
+  // Nothing unless a value lies more than kSpikeDeviations standard deviations above its mean; then adds both to the means.
+  // Nothing during the first steps either, nor in the steps that follow a spike: it is reported once.
+  std::optional<Spike> observe(double loss, double gradient_norm);
 
   Json to_json() const;
+  // A checkpoint of a version that watched the norm alone gives a detector that begins anew.
   static SpikeDetector from_json(const Json& object, const std::string& source);
   bool operator==(const SpikeDetector&) const = default;
 
  private:
+  struct Level {
+    double mean = 0, variance = 0;
+    bool operator==(const Level&) const = default;
+  };
+  bool observe(Level& level, double value, double least_deviation) const;
+
   std::int64_t observed_ = 0;
-  double mean_ = 0, variance_ = 0;
+  std::int64_t quiet_ = 0;  // steps that are still not reported
+  Level loss_, log_norm_;
 };
-inline constexpr double kSpikeDeviations = 6;  // a step above it is reported
+inline constexpr double kSpikeDeviations = 6;
 
 }  // namespace weft

@@ -45,7 +45,8 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
       const bool exists = row < data.windows();  // rows that only fill up the last micro-batch do not count
-      const std::uint64_t window = exists ? row * data.windows() / std::min(count * B, data.windows()) : 0;
+      const std::uint64_t rows = std::min(count * B, data.windows());
+      const std::uint64_t window = exists ? TokenDataset::spread_window(row, rows, data.windows()) : 0;
       const auto row_labels = std::span(batch.labels).subspan(b * T, T);
       data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
       if (!exists) std::fill(row_labels.begin(), row_labels.end(), kIgnoredLabel);
@@ -184,11 +185,32 @@ void TrainLoop::apply(const Step& step) {
   inject_moment_fault(faults_, step.number, parts_.model);
   ++state_.updates;
   state_.loss = step.loss;
-  const std::optional<double> deviations = state_.spikes.observe(step.gradient_norm);
-  if (deviations && *deviations > kSpikeDeviations) {
-    log_warning("step %lld: the gradient norm %.3g is %.0f standard deviations above its mean", wide(step.number),
-                step.gradient_norm, *deviations);
+  if (const std::optional<Spike> spike = state_.spikes.observe(step.loss, step.gradient_norm)) {
+    report_spike(step, *spike);
   }
+}
+
+void TrainLoop::report_spike(const Step& step, const Spike& spike) {
+  const double clip = parts_.settings.grad_clip;
+  const bool warming_up = step.number <= 2 * parts_.settings.warmup_steps;
+  log_warning(
+      "step %lld: spike of the %s: gradient norm %.3g (running %.3g), loss %.3f (running %.3f). %s. If spikes "
+      "recur: lower --lr%s%s",
+      wide(step.number),
+      spike.of_loss && spike.of_norm ? "loss and the gradient norm"
+      : spike.of_loss                ? "loss"
+                                     : "gradient norm",
+      step.gradient_norm, spike.norm_level, step.loss, spike.loss_level,
+      clip > 0 && step.gradient_norm > clip ? format("The update was clipped to norm %g", clip).c_str()
+                                            : "The update was not clipped",
+      warming_up ? " or raise --warmup-steps" : "", clip > 0 ? "" : ", and set --grad-clip 1");
+  parts_.log.write({{"type", "spike"},
+                    {"step", step.number},
+                    {"loss", step.loss},
+                    {"loss_level", spike.loss_level},
+                    {"grad_norm", step.gradient_norm},
+                    {"grad_norm_level", spike.norm_level},
+                    {"windows", {state_.windows, parts_.data.position()}}});
 }
 
 bool TrainLoop::due(std::int64_t every) const {

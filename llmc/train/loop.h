@@ -16,6 +16,7 @@
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/data_loader.h"
 #include "llmc/train/fault_injection.h"
+#include "llmc/train/guard.h"
 #include "llmc/train/run_log.h"
 
 namespace weft {
@@ -61,6 +62,7 @@ class TrainLoop {
   StepStatistics compute(std::int64_t step, const std::vector<MicroBatch>& batches);
   bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);
   void apply(const Step& step);
+  void report_spike(const Step& step, const Spike& spike);
   bool due(std::int64_t every) const;
   bool stop_requested() const;
   void announce_stop(const std::string& doing) const;

@@ -64,8 +64,8 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
   table.integer("batch-tokens", s.batch_tokens, 0, kMaxCount,
                 "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch");
-  table.number("lr", s.lr, 0, 10,
-               "peak learning rate; the default suits --config tiny, models of a billion parameters want a tenth");
+  table.number("lr", s.lr, 0, 10, "peak learning rate (doc/hyperparameters.md)");
+  table.default_note("lr", "by the size of the model, with --model a tenth of it");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
   table.integer("warmup-steps", s.warmup_steps, 0, kMaxCount, "steps of linear warm-up");
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
@@ -151,14 +151,17 @@ void check_purpose(TrainSettings& s) {
   s.gpu_memory_bytes = memory_size("--gpu-memory", s.gpu_memory);
 }
 
-void check_schedule(const TrainSettings& s, bool warmup_given) {
+// Values that were given have to fit together. The default warm-up may be longer than a short run, which then stays in it.
+void check_schedule(const TrainSettings& s, bool warmup_given, bool decay_given) {
   if (warmup_given && s.warmup_steps > s.steps) {
     fail(Exit::usage, "--warmup-steps: got %lld, expected at most --steps %lld", static_cast<long long>(s.warmup_steps),
          static_cast<long long>(s.steps));
   }
   const Schedule schedule = s.learning_rate();
-  if (schedule.shape == ScheduleShape::wsd && s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
-    fail(Exit::usage, "--wsd-decay-fraction: %lld warm-up and %lld decay steps do not fit into --steps %lld",
+  if ((warmup_given || decay_given) && schedule.shape == ScheduleShape::wsd &&
+      s.warmup_steps + schedule.wsd_decay_steps() > s.steps) {
+    fail(Exit::usage,
+         "--wsd-decay-fraction: %lld warm-up (--warmup-steps) and %lld decay steps do not fit into --steps %lld",
          static_cast<long long>(s.warmup_steps), static_cast<long long>(schedule.wsd_decay_steps()),
          static_cast<long long>(s.steps));
   }
@@ -171,7 +174,7 @@ void check_together(TrainSettings& s, const OptionTable& table) {
   }
   if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
   check_batch(s);
-  check_schedule(s, table.given("warmup-steps"));
+  check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   parse_faults(s.debug_inject);
   check_purpose(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
@@ -186,6 +189,15 @@ void TrainSettings::set_threads(std::int64_t count) {
   threads = count;
   for (auto& [name, value] : effective) {
     if (name == "threads") value = std::to_string(count);
+  }
+}
+
+void TrainSettings::set_learning_rate(double rate) {
+  lr = rate;
+  char text[32];
+  const std::to_chars_result end = std::to_chars(text, text + sizeof text, rate);
+  for (auto& [name, value] : effective) {
+    if (name == "lr") value.assign(text, end.ptr);
   }
 }
 

@@ -5,6 +5,7 @@
 //   {"type": "step", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "dt_ms", "skipped", "time", ...}
 //            with "val_loss" where it was measured; a number that is not finite is null
 //   {"type": "sample", "step", "text"}, {"type": "save", "step", ...}, {"type": "non_finite", "step", ...}
+//   {"type": "spike", "step", "loss", "loss_level", "grad_norm", "grad_norm_level", "windows": [begin, end]}
 //
 // Numbers keep every bit: reading one back gives the same double.
 #pragma once

@@ -8,6 +8,10 @@
 
 namespace weft {
 
+// The peak for a model of so many parameters. `pretrained`: the run goes on from weights (--model), which a rate for new
+// ones would destroy. doc/hyperparameters.md has the sources.
+double default_learning_rate(std::int64_t parameters, bool pretrained);
+
 enum class ScheduleShape { cosine, linear, constant, wsd };
 
 const std::vector<std::string>& schedule_names();           // in the order of ScheduleShape
@@ -21,7 +25,7 @@ struct Schedule {
   std::int64_t steps = 1;           // of the whole run
   double wsd_decay_fraction = 0.2;  // wsd only: the share of all steps that decays
 
-  std::int64_t wsd_decay_steps() const;
+  std::int64_t wsd_decay_steps() const;  // where the warm-up leaves room for so many; otherwise the rest decays
 
   // The rate of step `step`; the first is 1. With p the share of the decay that is done (0 at its first step, below 1 at
   // its last, so that no step is spent on the end of the curve):

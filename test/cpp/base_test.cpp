@@ -17,8 +17,11 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <optional>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "colliding_names.h"
@@ -428,6 +431,25 @@ TEST(AtomicFile, TheFaultHookMayCutAWriteIntoPieces) {
   EXPECT_EQ(read_bytes(directory.file("x")), "abcdefghij");
 }
 
+// Inode numbers are those of one file system: a file of another one may have the same.
+TEST(FileIdentity, TellsFilesApart) {
+  struct stat info {};
+  info.st_dev = 1, info.st_ino = 2, info.st_size = 3, info.st_mtim.tv_sec = 4, info.st_mtim.tv_nsec = 5;
+  struct stat device = info, inode = info, size = info, seconds = info, nanoseconds = info;
+  ++device.st_dev, ++inode.st_ino, ++size.st_size, ++seconds.st_mtim.tv_sec, ++nanoseconds.st_mtim.tv_nsec;
+  EXPECT_TRUE(FileIdentity::of(info) == FileIdentity::of(info));
+  for (const struct stat& other : {device, inode, size, seconds, nanoseconds}) {
+    EXPECT_FALSE(FileIdentity::of(other) == FileIdentity::of(info));
+  }
+}
+
+TEST(Log, LinesOfAnyLengthAreWhole) {
+  const std::string text(100'000, 'x');
+  testing::internal::CaptureStderr();
+  log_info("%s.", text.c_str());
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), text + ".\n");
+}
+
 TEST(AtomicFile, ACallThatFailsLeavesTheOldFile) {
   const TemporaryDirectory directory;
   write_file_atomically(directory.file("x"), "old");
@@ -573,6 +595,73 @@ double idle_milliseconds() {
   }
   std::sort(times.begin(), times.end());
   return times[times.size() / 2];
+}
+
+// Simulates steps that take `all(time)` seconds with all threads and `one(time)` with one, for `seconds`; returns what
+// they took altogether, relative to the faster of the two at each step.
+double relative_to_the_best(StepThreads& threads, int count, double seconds, const std::function<double(double)>& all,
+                            const std::function<double(double)>& one) {
+  double time = 0, best = 0;
+  while (time < seconds) {
+    const double step = threads.one_thread() ? one(time) : all(time);
+    best += step * std::min(all(time), one(time)) / step;
+    time += step;
+    threads.took(step, count);
+  }
+  return time / best;
+}
+
+TEST(StepThreads, KeepToTheFasterChoice) {
+  const auto constant = [](double seconds) { return [seconds](double) { return seconds; }; };
+  StepThreads busy;  // as measured for the smallest model on busy cores
+  EXPECT_LT(relative_to_the_best(busy, 2, 10, constant(1.1e-3), constant(0.32e-3)), 1.05);
+  EXPECT_TRUE(busy.one_thread());
+  StepThreads idle;
+  EXPECT_LT(relative_to_the_best(idle, 2, 10, constant(0.2e-3), constant(0.32e-3)), 1.02);
+  StepThreads equal;
+  EXPECT_LT(relative_to_the_best(equal, 2, 10, constant(1e-3), constant(0.98e-3)), 1.03);
+  EXPECT_FALSE(equal.one_thread()) << "a difference of 2 % is noise";
+  StepThreads many;
+  EXPECT_LT(relative_to_the_best(many, 64, 10, constant(0.5e-3), constant(30e-3)), 1.1);
+  StepThreads collapsed;  // all threads are a hundred times slower, and still tried now and then
+  EXPECT_LT(relative_to_the_best(collapsed, 2, 20, constant(30e-3), constant(0.3e-3)), 1.1);
+}
+
+TEST(StepThreads, FollowTheLoad) {
+  const auto noise = [](double time) { return 1 + 0.2 * std::sin(1e4 * time); };
+  const auto crowded = [](double time) { return std::fmod(time, 20) > 10; };
+  StepThreads threads;
+  EXPECT_LT(relative_to_the_best(
+                threads, 2, 200, [&](double time) { return noise(time) * (crowded(time) ? 1.2e-3 : 0.2e-3); },
+                [&](double time) { return noise(time) * (crowded(time) ? 0.4e-3 : 0.32e-3); }),
+            1.2);
+}
+
+TEST(StepThreads, AStepThatWouldTakeLongWithOneThreadIsNotTried) {
+  StepThreads threads;
+  for (int i = 0; i < 1000; ++i) {
+    ASSERT_FALSE(threads.one_thread());
+    threads.took(0.01, 64);
+  }
+}
+
+TEST(StepThreads, RunSetsTheTeamAndSetsItBack) {
+  const int before = omp_get_max_threads();
+  omp_set_num_threads(3);
+  StepThreads threads;
+  std::set<int> seen;
+  for (int i = 0; i < 200; ++i) {
+    threads.run([&] {
+      seen.insert(omp_get_max_threads());
+      std::this_thread::sleep_for(std::chrono::milliseconds(omp_get_max_threads() == 1 ? 1 : 5));
+    });
+    ASSERT_EQ(omp_get_max_threads(), 3);
+  }
+  EXPECT_EQ(seen, (std::set<int>{1, 3}));
+  EXPECT_TRUE(threads.one_thread()) << "five times faster";
+  EXPECT_THROW(threads.run([] { fail(Exit::internal, "a step that fails"); }), Error);
+  EXPECT_EQ(omp_get_max_threads(), 3);
+  omp_set_num_threads(before);
 }
 
 TEST(Threads, ShortWaitsSendIdleThreadsToSleep) {

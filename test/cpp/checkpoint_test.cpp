@@ -3,6 +3,7 @@
 #include "llmc/train/checkpoint.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -52,7 +53,7 @@ class CheckpointTest : public testing::Test {
     state.windows = static_cast<std::uint64_t>(step) * 2;
     state.micro_steps = static_cast<std::uint64_t>(step);
     state.loss = 1.0 / 3.0 + static_cast<double>(step);
-    for (int i = 0; i < 40; ++i) state.spikes.observe(std::sqrt(i + 2.0));
+    for (int i = 0; i < 40; ++i) state.spikes.observe(3.0 / (i + 1), std::sqrt(i + 2.0));
     return state;
   }
   void fill(TensorRole role, float base) {
@@ -855,6 +856,59 @@ TEST_F(BackgroundSaveTest, TheSameBytesAsASaveThatWaits) {
   EXPECT_EQ(files(3), background);
   EXPECT_FALSE(without.save_now(state, *model_).error.has_value());
   EXPECT_EQ(files(3), background);
+}
+
+// Without a thread to be had, start() is the save, and training waited for all of it.
+TEST_F(BackgroundSaveTest, WithoutAThreadTrainingWaitsAndTheResultSaysSo) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  BackgroundSave saves(keeper, model_->make_state_copy());
+  const TrainState state = make_state(3);
+  pthread_attr_t usual, huge;
+  pthread_getattr_default_np(&usual);
+  pthread_attr_init(&huge);
+  pthread_attr_setstacksize(&huge, std::size_t{1} << 50);  // no address space has room for it: no thread can be created
+  ASSERT_EQ(pthread_setattr_default_np(&huge), 0);
+  saves.start(state, *model_);
+  pthread_setattr_default_np(&usual);
+  pthread_attr_destroy(&huge);
+  pthread_attr_destroy(&usual);
+  const std::optional<BackgroundSave::Result> result = saves.poll();
+  ASSERT_TRUE(result.has_value()) << "it is done";
+  ASSERT_FALSE(result->error.has_value()) << result->error->what();
+  EXPECT_GT(result->stalled_seconds, 0);
+  EXPECT_GE(result->stalled_seconds, 0.9 * result->seconds);
+}
+
+// What another program does to the run directory meanwhile is an error of the run, never an exception of std::filesystem.
+TEST_F(BackgroundSaveTest, AFileThatDisappearsWhileItIsSavedIsAnError) {
+  const RunDirectory run(run_path());
+  CheckpointKeeper keeper(run, identity(), 2);
+  static std::string gone;
+  gone = run_path() + "/step_00000003.tmp/model.bin";
+  set_call_fault([](const char* call, const std::string& path) {
+    if (std::string(call) == "sync" && path == parent_directory(gone)) std::filesystem::remove(gone);
+    return true;
+  });
+  const TrainState state = make_state(3);
+  const std::string message = error_of(Exit::environment, [&] { keeper.save(state, *model_); });
+  expect_contains(message, "model.bin");
+}
+
+TEST_F(BackgroundSaveTest, ARunDirectoryThatBecomesALinkLoopIsAnError) {
+  const RunDirectory run(run_path());
+  static std::string directory;
+  directory = run_path();
+  run.begin_checkpoint(3);
+  set_call_fault([](const char* call, const std::string& path) {
+    if (std::string(call) == "sync" && path.ends_with(".tmp")) {
+      std::filesystem::rename(directory, directory + ".moved");
+      std::filesystem::create_symlink(directory, directory);
+    }
+    return true;
+  });
+  const std::string message = error_of(Exit::environment, [&] { run.commit_checkpoint(3); });
+  expect_contains(message, "step_00000003");
 }
 
 TEST_F(BackgroundSaveTest, ErrorsAreResultsAndTheNextSaveWorks) {

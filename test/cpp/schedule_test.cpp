@@ -7,6 +7,8 @@
 #include <numbers>
 
 #include "llmc/base/error.h"
+#include "llmc/model/config.h"
+#include "llmc/model/tensor_table.h"
 
 namespace weft {
 namespace {
@@ -60,6 +62,28 @@ TEST(Schedule, WsdHoldsThenDecaysByTheSquareRoot) {
   for (int n = 89; n <= 110; ++n) EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * std::sqrt((n - 89) / 22.0), 1e-18);
 }
 
+// The rate of a new model falls with its size; weights that are there get a tenth of it.
+TEST(Schedule, TheDefaultRateFollowsTheSizeOfTheModel) {
+  const auto rate = [](const char* name, bool pretrained) {
+    return default_learning_rate(TensorTable(preset_config(name)).parameters(), pretrained);
+  };
+  EXPECT_EQ(rate("tiny", false), 3e-3);
+  EXPECT_EQ(rate("d12", false), 6e-4);
+  EXPECT_EQ(rate("smollm2-135m", false), 6e-4);
+  EXPECT_EQ(rate("tinyllama-1.1b", false), 2e-4);
+  EXPECT_EQ(rate("llama3.2-1b", false), 2e-4);
+  EXPECT_EQ(rate("llama3.2-3b", false), 1.6e-4);
+  EXPECT_EQ(rate("llama3.1-8b", false), 1.2e-4);
+  EXPECT_EQ(rate("tiny", true), 3e-4);
+  EXPECT_EQ(rate("d12", true), 6e-5) << "as if it were typed: a run may be resumed with --lr 6e-5";
+  EXPECT_EQ(rate("llama3.1-8b", true), 1.2e-5);
+  double before = 1;
+  for (std::int64_t parameters = 1; parameters < std::int64_t{1} << 40; parameters *= 2) {
+    EXPECT_LE(default_learning_rate(parameters, false), before);
+    before = default_learning_rate(parameters, false);
+  }
+}
+
 TEST(Schedule, WithoutWarmupAndOfOneStep) {
   Schedule schedule = make(ScheduleShape::cosine);
   schedule.warmup_steps = 0;
@@ -68,6 +92,17 @@ TEST(Schedule, WithoutWarmupAndOfOneStep) {
   EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4);
   schedule.warmup_steps = 20;  // longer than the run: it never leaves the warm-up
   EXPECT_DOUBLE_EQ(schedule.at(1), 3e-4 / 20);
+}
+
+// As it is with the default warm-up in a short run: the decay begins where the warm-up ends.
+TEST(Schedule, WsdDecaysInWhatTheWarmupLeaves) {
+  Schedule schedule = make(ScheduleShape::wsd);
+  schedule.warmup_steps = 100;
+  ASSERT_EQ(schedule.wsd_decay_steps(), 22);
+  EXPECT_DOUBLE_EQ(schedule.at(100), 3e-4);
+  for (int n = 101; n <= 110; ++n) EXPECT_NEAR(schedule.at(n), 3e-4 - 2.7e-4 * std::sqrt((n - 101) / 10.0), 1e-18);
+  schedule.warmup_steps = 200;
+  EXPECT_DOUBLE_EQ(schedule.at(110), 3e-4 * 110 / 200);
 }
 
 TEST(Schedule, WsdWithoutDecayIsConstant) {

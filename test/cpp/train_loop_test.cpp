@@ -13,6 +13,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <sstream>
 #include <thread>
 
 #include "llmc/base/philox.h"
@@ -320,6 +321,12 @@ TEST_F(TrainLoopTest, ValidationIsSpreadOverTheData) {
   for (const std::int64_t batches : {0, 7, 100}) EXPECT_EQ(measured(4, batches), all) << batches;
 }
 
+TEST_F(TrainLoopTest, RowsOfAMeasurementAreSpreadOverWindowsOfAnyNumber) {
+  const std::uint64_t windows = std::uint64_t{1} << 44, rows = windows / 2;  // the product needs 87 bits
+  EXPECT_EQ(TokenDataset::spread_window(rows - 1, rows, windows), windows - 2);
+  EXPECT_EQ(TokenDataset::spread_window(5, 6, 25), 20u);
+}
+
 // With --keep-best each new lowest loss is saved, and the newest of these stays beside the newest checkpoints.
 TEST_F(TrainLoopTest, TheCheckpointWithTheLowestValidationLossIsKept) {
   const std::map<std::int64_t, double> losses = {{2, 5.0}, {4, 3.0}, {6, 4.0}, {8, 4.5}, {10, 3.5}};
@@ -615,20 +622,149 @@ TEST_F(TrainLoopTest, RerunGivesUpOnAPersistentFault) {
   EXPECT_EQ(result.state.step, 4);
 }
 
+// Loss and gradient norm of the first steps of a run that warmed up too fast: step 15 is a spike.
+constexpr double kSpikedRun[][2] = {
+    {7.681, 2.38}, {7.583, 2.73}, {7.419, 2.39}, {7.293, 1.74}, {7.183, 1.46}, {7.063, 1.31}, {6.900, 1.26},
+    {6.744, 1.22}, {6.498, 1.24}, {6.367, 1.91}, {6.123, 1.09}, {6.003, 1.11}, {5.941, 0.76}, {5.794, 2.59},
+    {8.742, 240},  {5.732, 0.95}, {5.647, 0.67}, {5.519, 1.37}, {5.647, 1.05}, {5.704, 4.42}, {5.526, 2.67},
+    {5.464, 0.98}, {5.488, 4.56}, {5.633, 3.31}, {5.482, 3.27}, {5.399, 1.43}};
+
+TEST(Guard, ASpikeIsFoundInTheWarmUp) {
+  SpikeDetector detector;
+  for (int step = 1; step <= 26; ++step) {
+    const std::optional<Spike> spike = detector.observe(kSpikedRun[step - 1][0], kSpikedRun[step - 1][1]);
+    EXPECT_EQ(spike.has_value(), step == 15) << step;
+    if (!spike) continue;
+    EXPECT_TRUE(spike->of_norm);
+    EXPECT_NEAR(spike->norm_level, 1.55, 0.01) << "the geometric mean of the steps before";
+    EXPECT_NEAR(spike->loss_level, 6.757, 0.01);
+  }
+  EXPECT_TRUE(SpikeDetector::from_json(detector.to_json(), "test") == detector);
+}
+
 TEST(Guard, SpikesAreFoundAgainAndAgain) {
   SpikeDetector detector;
   int reported = 0;
   for (int i = 0; i < 400; ++i) {
     const bool spike = i >= 100 && i % 100 == 0;
-    const std::optional<double> deviations = detector.observe(spike ? 10.0 : 1.0 + 0.1 * (i % 3));
-    EXPECT_TRUE(i >= 32 || !deviations.has_value());
-    if (deviations && *deviations > kSpikeDeviations) {
-      EXPECT_TRUE(spike) << i;
-      ++reported;
-    }
+    const std::optional<Spike> found = detector.observe(2.0, spike ? 10.0 : 1.0 + 0.1 * (i % 3));
+    EXPECT_EQ(found.has_value(), spike) << i;
+    EXPECT_TRUE(!found || (found->of_norm && !found->of_loss));
+    reported += found.has_value();
   }
   EXPECT_EQ(reported, 3);
-  EXPECT_TRUE(SpikeDetector::from_json(detector.to_json(), "test") == detector);
+}
+
+TEST(Guard, AHugeSpikeDoesNotHideTheNextOne) {
+  SpikeDetector detector;
+  for (int i = 0; i < 100; ++i) {
+    const double norm = i == 50 ? 1e6 : i == 70 ? 100 : 1;
+    const std::optional<Spike> found = detector.observe(2.0, norm);
+    ASSERT_EQ(found.has_value(), norm > 1) << i;
+    EXPECT_TRUE(i != 70 || found->norm_level < 1.1);
+  }
+}
+
+TEST(Guard, ASpikeOfTheLossAlone) {
+  SpikeDetector detector;
+  for (int i = 0; i < 60; ++i) {
+    const std::optional<Spike> found = detector.observe(i == 40 ? 3.5 : 2.0 + 0.05 * (i % 2), 1.0);
+    ASSERT_EQ(found.has_value(), i == 40) << i;
+    EXPECT_TRUE(!found || (found->of_loss && !found->of_norm));
+  }
+}
+
+// A run that stays bad is reported once, not at every step; one that is bad again much later is reported again.
+TEST(Guard, ASpikeThatLastsIsOneReport) {
+  SpikeDetector detector;
+  std::vector<int> reported;
+  for (int i = 0; i < 200; ++i) {
+    const bool bad = (i >= 50 && i < 60) || i == 150;
+    if (detector.observe(bad ? 9.0 : 2.0, bad ? 50.0 : 1.0)) reported.push_back(i);
+  }
+  EXPECT_EQ(reported, (std::vector<int>{50, 150}));
+}
+
+// Losses and norms as batches give them: noise with a standard deviation of a tenth and of 40 %, around a falling curve.
+TEST(Guard, NoiseIsNoSpike) {
+  SpikeDetector detector;
+  for (std::uint64_t i = 0; i < 20000; ++i) {
+    double sum = -6, other = -6;  // the sum of 12 uniform numbers is nearly normal
+    for (std::uint64_t j = 0; j < 3; ++j) {
+      const PhiloxWords more = philox(7, i, 1 + j);
+      for (int k = 0; k < 4; ++k) sum += more.word[k] * 0x1p-32;
+      const PhiloxWords last = philox(8, i, 1 + j);
+      for (int k = 0; k < 4; ++k) other += last.word[k] * 0x1p-32;
+    }
+    const double falling = 2 + 5.5 * std::exp(-static_cast<double>(i) / 300);
+    ASSERT_FALSE(detector.observe(falling + 0.1 * sum, std::exp(0.4 * other)).has_value()) << i;
+  }
+}
+
+TEST(Guard, ANormOfZeroIsObserved) {
+  SpikeDetector detector;
+  for (int i = 0; i < 20; ++i) EXPECT_FALSE(detector.observe(0.0, 0.0).has_value());
+  EXPECT_TRUE(SpikeDetector::from_json(detector.to_json(), "test") == detector) << "every value is finite";
+}
+
+TEST(Guard, TheStateOfAnOlderVersionBeginsAnew) {
+  const Json old = {{"observed", 40}, {"mean", 1.5}, {"variance", 0.25}};
+  EXPECT_TRUE(SpikeDetector::from_json(old, "test") == SpikeDetector());
+  Json now = SpikeDetector().to_json();
+  for (const char* key : {"observed", "quiet", "loss_variance", "log_norm_variance"}) {
+    Json bad = now;
+    bad[key] = -1;
+    expect_contains(error_of(Exit::bad_file, [&] { SpikeDetector::from_json(bad, "state"); }), key);
+  }
+}
+
+TEST_F(TrainLoopTest, ASpikeIsSaidInOneLineAndLogged) {
+  settings_.steps = 30;
+  const auto spike_at = [](int n, double factor) {
+    return [=](HookedModel& model) {
+      auto count = std::make_shared<int>(0);
+      model.after_statistics = [=](StepStatistics& statistics) {
+        if (++*count == n) statistics.gradient_norm *= factor;
+      };
+    };
+  };
+  const auto warnings_of = [&](const std::string& name, int step) {
+    testing::internal::CaptureStderr();
+    const Result result = run(name, spike_at(step, 1000));
+    std::istringstream text(testing::internal::GetCapturedStderr());
+    EXPECT_EQ(result.exit, Exit::ok);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(text, line);) {
+      if (line.starts_with("warning:")) lines.push_back(line);
+    }
+    return lines;
+  };
+  EXPECT_TRUE(warnings_of("calm", 0).empty());
+  settings_.warmup_steps = 20;
+  const std::vector<std::string> clipped = warnings_of("clipped", 12);
+  ASSERT_EQ(clipped.size(), 1u);
+  for (const char* part : {"step 12: spike of the gradient norm: gradient norm ", " (running ", "loss ",
+                           "The update was clipped to norm 1. If spikes recur: lower --lr or raise --warmup-steps"}) {
+    expect_contains(clipped.front(), part);
+  }
+  settings_.grad_clip = 0;
+  settings_.warmup_steps = 2;
+  const std::vector<std::string> unclipped = warnings_of("unclipped", 12);
+  ASSERT_EQ(unclipped.size(), 1u);
+  expect_contains(unclipped.front(), "The update was not clipped. If spikes recur: lower --lr, and set --grad-clip 1");
+
+  std::ifstream file(temporary_.file("clipped") + "/log.jsonl");
+  int logged_spikes = 0;
+  for (std::string line; std::getline(file, line);) {
+    const Json record = Json::parse(line);
+    if (record["type"] != "spike") continue;
+    ++logged_spikes;
+    EXPECT_EQ(record["step"], 12);
+    EXPECT_EQ(record["windows"], (Json{22, 24})) << "of the data of this step";
+    EXPECT_GT(record["grad_norm"].get<double>(), 100 * record["grad_norm_level"].get<double>());
+    EXPECT_GT(record["loss_level"].get<double>(), 0);
+  }
+  EXPECT_EQ(logged_spikes, 1);
 }
 
 // ---- files ----

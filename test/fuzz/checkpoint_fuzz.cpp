@@ -86,7 +86,7 @@ void use(const Checkpoint& checkpoint) {
   FUZZ_CHECK(state.step == kStep && state.updates >= 0 && state.updates <= state.step);
   FUZZ_CHECK(TrainState::from_json(parse_json(state.to_json().dump(), "again"), "again") == state);
   SpikeDetector spikes = state.spikes;
-  spikes.observe(1.0);
+  spikes.observe(1.0, 1.0);
   accepts([&] { checkpoint.require_same_run(wanting_run()); });
 }
 

@@ -873,7 +873,7 @@ CHECKPOINTS = [
     checkpoint("the best is a list", forged(best=[]), "best"),
     checkpoint("the best is a later step", forged(best={"step": STEPS + 1, "val_loss": 1}), "step"),
     checkpoint("variance below zero", lambda step: forge(
-        step, lambda config, _: config["training"]["spikes"].update(variance=-1)), "spikes", "variance"),
+        step, lambda config, _: config["training"]["spikes"].update(loss_variance=-1)), "spikes", "variance"),
     checkpoint("step below zero in the state", forged(step=-1), "step"),
     checkpoint("more updates than steps", forged(updates=STEPS + 1), "updates"),
     checkpoint("windows are text", forged(windows="4"), "windows"),

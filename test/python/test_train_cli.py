@@ -88,6 +88,37 @@ def test_print_config_is_json():
     assert config["model"]["hidden_size"] == 192
 
 
+def settings_of(*options):
+    done = run_program("--device", "cpu", "--print-config", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["settings"]
+
+
+@pytest.mark.parametrize("config, rate", [("tiny", 3e-3), ("d12", 6e-4), ("smollm2-135m", 6e-4), ("llama3.2-1b", 2e-4),
+                                          ("llama3.1-8b", 1.2e-4)])
+def test_the_learning_rate_follows_the_size_of_the_model(config, rate):
+    assert float(settings_of("--config", config)["lr"]) == rate
+    assert float(settings_of("--config", config, "--lr", 0)["lr"]) == 0, "an --lr that is given counts"
+
+
+def test_weights_that_are_there_get_a_tenth_of_the_learning_rate(data, tmp_path):
+    assert float(settings_of("--model", MODEL, "--seq-len", 16)["lr"]) == 3e-4
+    assert train(data, tmp_path / "run", "--lr", "3e-4", steps=2).returncode == 0
+    command = arguments(data, tmp_path / "run", steps=3)
+    place = command.index("--lr")
+    del command[place:place + 2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
+    assert done.returncode == 0 and "resuming after step 2 of 3" in done.stderr, done.stderr
+    assert records(tmp_path / "run")[0]["settings"]["lr"] == "3e-04"
+    header = [record for record in records(tmp_path / "run") if record["type"] == "header"][-1]
+    assert float(header["settings"]["lr"]) == 3e-4, "the rate that the run has, not a placeholder"
+
+
+def test_help_says_where_the_learning_rate_comes_from():
+    text = " ".join(run_program("--help").stdout.split())
+    assert "--lr X peak learning rate (doc/hyperparameters.md) (from 0 to 10; default by the size of the model" in text
+
+
 @pytest.mark.skipif("CUDA" in run_program("--version").stdout and shutil.which("nvidia-smi") is not None,
                     reason="this machine may have a GPU")
 def test_a_gpu_that_is_not_there_is_exit_4(data, tmp_path):

@@ -65,7 +65,7 @@ def environment(**more):
 def arguments(data, out, *more, steps=12):
     """A run of a few milliseconds a step; options in `more` replace those here."""
     chosen = {"--model": MODEL, "--train": data / "train_*.bin", "--val": data / "val_*.bin", "--out": out, "--steps": steps,
-              "--micro-batch": 2, "--seq-len": 16, "--batch-tokens": 64, "--schedule": "cosine", "--warmup-steps": 2,
+              "--micro-batch": 2, "--seq-len": 16, "--batch-tokens": 64, "--schedule": "cosine", "--lr": 0.003, "--warmup-steps": 2,
               "--save-every": 4, "--val-every": 5, "--val-batches": 2}
     given = {str(option).split("=")[0] for option in more}
     kept = [str(word) for option, value in chosen.items() if option not in given for word in (option, value)]
