@@ -128,8 +128,10 @@ def test_limits_in_the_security_notes_are_those_of_the_code():
     assert value("kMaxTensors", "llmc/file/tensor_file.h") == "65536"
     assert value("kMaxTensorRank", "llmc/file/tensor_file.h") == "8"
     assert value("kMaxTensorName", "llmc/file/tensor_file.h") == "255"
-    assert "depth 64, 100 MB; in a tensor file 16 MiB" in text
-    assert "bytes = 100'000'000" in sources[ROOT / "llmc/base/json.h"] and "depth = 64" in sources[ROOT / "llmc/base/json.h"]
+    assert "depth 64, 100 MB, 5,000,000 values; in a tensor file 16 MiB" in text and "each of 1,000,000 values" in text
+    json_header = sources[ROOT / "llmc/base/json.h"]
+    assert "bytes = 100'000'000" in json_header and "depth = 64" in json_header and "values = 5'000'000" in json_header
+    assert value("kMaxConfigValues", "llmc/base/json.h") == "1'000'000"
     assert value("kMaxConfigBytes", "llmc/file/tensor_file.h") == "16 << 20"
     assert "1,024 layers, 1,000,000 tokens, hidden and FFN size 2^20, 1,024 heads of at most 1,024, 2^24 positions" in text
     config = "llmc/model/config.cpp"
