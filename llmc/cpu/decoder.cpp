@@ -63,7 +63,7 @@ std::vector<double> Decoder::score(std::span<const std::int32_t> ids) {
   const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
   std::vector<double> nll;
   std::vector<float> losses(kChunk), logits(static_cast<std::size_t>(std::min<std::int64_t>(kChunk, ids.size()) * V));
-  for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
+  for (std::size_t begin = 0; begin + 1 < ids.size() && !score_interrupted(); begin += kChunk) {
     const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
     run_layers(ids.subspan(begin, static_cast<std::size_t>(rows)));
     length_ += rows;
