@@ -71,7 +71,7 @@ def test_the_commands_of_the_guides_work(place):
             done = subprocess.run(["bash", "-ec", shorter(block)], cwd=place, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, (guide, block, done.stdout, done.stderr)
             ran += 1
-    assert ran > 15
+    assert ran >= 14
     assert (place / "exported" / "tokenizer.json").exists() and (place / "tuned" / "model.safetensors").exists()
     assert {path.name for path in (place / "runs" / "mine").glob("step_*")} == {"step_00000002", "step_00000004"}
 
