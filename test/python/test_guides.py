@@ -35,9 +35,8 @@ def commands(guide: str) -> list[list[str]]:
 
 def shorter(block: str) -> str:
     """The same commands with a fiftieth of the steps."""
-    block = re.sub(r"(--(?:steps|sample-every|warmup-steps)) (\d+)", lambda m: f"{m[1]} {int(m[2]) // STEPS}", block)
-    block = re.sub(r"step_(\d{8})", lambda m: f"step_{int(m[1]) // STEPS:08}", block)
-    return re.sub(r"(--out \S+)", r"\1 --save-every 2", block)
+    block = re.sub(r"(--(?:steps|sample-every|save-every|val-every|warmup-steps)) (\d+)", lambda m: f"{m[1]} {int(m[2]) // STEPS}", block)
+    return re.sub(r"step_(\d{8})", lambda m: f"step_{int(m[1]) // STEPS:08}", block)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def test_the_commands_of_the_guides_work(place):
             ran += 1
     assert ran >= 14
     assert (place / "exported" / "tokenizer.json").exists() and (place / "tuned" / "model.safetensors").exists()
-    assert {path.name for path in (place / "runs" / "mine").glob("step_*")} == {"step_00000002", "step_00000004"}
+    assert {path.name for path in (place / "runs" / "mine").glob("step_*")} >= {"step_00000003", "step_00000004"}
 
 
 def help_of(command: list[str]) -> str:
