@@ -43,7 +43,7 @@ def shorter(block: str) -> str:
 def place(tmp_path_factory) -> Path:
     """A directory like a checkout, with a text of one's own."""
     place = tmp_path_factory.mktemp("checkout")
-    for name in ("scripts", "dev", "models", "test", "doc", "README.md"):
+    for name in ("scripts", "dev", "models", "test", "doc"):
         (place / name).symlink_to(ROOT / name)
     for name in ("train_llama", "infer_pythia"):
         if not (PROGRAMS / name).exists():
