@@ -72,7 +72,7 @@ def test_the_commands_of_the_guides_work(place):
             ran += 1
     assert ran >= 14
     assert (place / "exported" / "tokenizer.json").exists() and (place / "tuned" / "model.safetensors").exists()
-    assert {path.name for path in (place / "runs" / "mine").glob("step_*")} >= {"step_00000003", "step_00000004"}
+    assert {path.name for path in (place / "runs" / "own").glob("step_*")} >= {"step_00000003", "step_00000004"}
 
 
 def help_of(command: list[str]) -> str:
