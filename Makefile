@@ -231,7 +231,7 @@ doctor:
 	@NVCC='$(NVCC)' scripts/doctor.sh
 
 venv: .venv/ready
-.venv/ready: scripts/requirements.txt | deps
+.venv/ready: scripts/requirements.txt | $(if $(DEPS_DONE),,deps)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("venv: $(PYTHON) is %d.%d, the scripts need 3.11 to 3.13. PYTHON= names another" % v)'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -241,9 +241,10 @@ venv: .venv/ready
 torch: venv
 	.venv/bin/python -m pip install --disable-pip-version-check -r scripts/requirements-torch.txt
 
-# Without a GPU the demo runs on the CPU: no GPU code is compiled for it, unless GPU_ARCH= asks for some.
-demo: deps venv
-	@$(MAKE) --no-print-directory all $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
+# Without a GPU the demo runs on the CPU: no GPU code is compiled for it, unless GPU_ARCH= asks for some. The packages of the
+# scripts are fetched while the programs are compiled: DEPS_DONE, because a second check of deps would put venv behind them.
+demo: deps
+	@$(MAKE) --no-print-directory DEPS_DONE=1 venv all $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
 	@scripts/run_demo.sh
 
 # Training steps and decoding beside PyTorch (make torch), on the GPU of this machine.

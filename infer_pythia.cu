@@ -19,6 +19,7 @@
 #include "llmc/base/threads.h"
 #include "llmc/infer/batch.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/fault_injection.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/interactive.h"
 #include "llmc/infer/options.h"
@@ -116,8 +117,10 @@ Exit run_perplexity(const DecodeSession& s) {
   ProgressLine progress;
   PerplexityHooks hooks;
   hooks.interrupted = stop_requested;
+  hooks.on_loss = loss_faults(parse_decode_faults(settings.debug_inject));
   hooks.on_window = [&progress](std::int64_t done, std::int64_t all, double so_far) {
-    on_stop(OnStop::finish, "finishing this window; a second signal leaves without a result", "left without a result");
+    on_stop(OnStop::finish, "stopping: the result covers the tokens scored so far; a second signal leaves without one",
+            "left without a result");
     progress.show(format("window %lld of %lld, perplexity %.3f", static_cast<long long>(done),
                          static_cast<long long>(all), so_far));
   };

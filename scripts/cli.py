@@ -151,17 +151,21 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def json_depth(value: Any) -> int:
-    """How many arrays and objects lie within each other at most."""
-    deepest, level = 0, [value] if isinstance(value, (dict, list)) else []
+def json_extent(value: Any) -> tuple[int, int]:
+    """How many arrays and objects lie within each other at most, and how many values there are in all."""
+    deepest, values, level = 0, 1, [value] if isinstance(value, (dict, list)) else []
     while level:
         deepest += 1
+        values += sum(map(len, level))
         level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)
                  if isinstance(child, (dict, list))]
-    return deepest
+    return deepest, values
 
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that may be half of a pair
+
+
+MAX_JSON_VALUES = 5_000_000  # as the programs read: a value takes two bytes of text, but up to 100 of memory
 
 
 def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000) -> Any:
@@ -169,6 +173,10 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
 
     More than `max_objects` objects raise TooManyObjects, so that the caller can say what they are.
     """
+    too_many = f"more than {MAX_JSON_VALUES} JSON values are not accepted"
+    # Before memory is taken: an upper bound of their number, were no text to hold commas and brackets. Some do.
+    if data.count(b",") + 2 * data.count(b"[") + 2 * data.count(b"{") > 2 * MAX_JSON_VALUES:
+        bad_file(source, field, too_many)
     try:
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object_hook(max_objects), parse_constant=_no_constant,
@@ -185,8 +193,11 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
         bad_file(source, field, f"not valid JSON: {error}", AGAIN)
     except ValueError as error:  # json.JSONDecodeError is one
         bad_file(source, field, f"not valid JSON: {escaped(str(error))[1:-1]}", AGAIN)
-    if json_depth(value) > MAX_JSON_DEPTH:
+    depth, values = json_extent(value)
+    if depth > MAX_JSON_DEPTH:
         bad_file(source, field, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
+    if values > MAX_JSON_VALUES:
+        bad_file(source, field, too_many)
     return value
 
 

@@ -25,7 +25,7 @@ from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
 from safetensors_reader import Entry, SafetensorsFile
-from tensor_file import (MAGIC, MAX_CONFIG_BYTES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
+from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
                          f32_to_bf16, shape_text)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -213,13 +213,15 @@ class Conversion:
 def file_configuration(checkpoint: Checkpoint, source: Path) -> dict[str, Any]:
     """The configuration of the model file, with config.json, `source`, in it. FileError BAD_FILE where readers would refuse it."""
     config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
-    depth, size = cli.json_depth(config), len(configuration_text(config))
+    (depth, values), size = cli.json_extent(config), len(configuration_text(config))
     if depth > cli.MAX_JSON_DEPTH:
         bad_file(source, "", f"got JSON nested {depth - 1} levels deep, expected at most "
                  f"{cli.MAX_JSON_DEPTH - 1}: the model file holds it in an object of its own")
     if size > MAX_CONFIG_BYTES:
         bad_file(source, "", f"got {size} bytes with every number written out, expected at most "
                  f"{MAX_CONFIG_BYTES}, which is what a model file can hold of it")
+    if values > MAX_CONFIG_VALUES:
+        bad_file(source, "", f"got {values} JSON values, expected at most {MAX_CONFIG_VALUES}, which is what a model file can hold")
     return config
 
 

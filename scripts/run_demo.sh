@@ -25,3 +25,6 @@ $python scripts/plot_log.py runs/demo -o runs/demo/loss.png
 say "inference: the tiny Pythia that comes with weft"
 $python scripts/convert_hf.py models/tiny-pythia -o runs/demo/tiny-pythia.bin
 ./infer_pythia --model runs/demo/tiny-pythia.bin --prompt "Once upon a time" --max-tokens 160 --temperature 0.7 --seed 1
+
+say "next: your own text (doc/own_tokenizer.md), or more of this model"
+echo "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800"

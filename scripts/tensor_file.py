@@ -44,6 +44,7 @@ MAX_TENSORS = 65536
 MAX_NAME = 255
 MAX_RANK = 8
 MAX_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_VALUES = 1_000_000  # JSON values: the programs refuse more
 MAX_JSON_DEPTH = 64
 
 HEADER = struct.Struct("<8sIIIIQQQQQQ")

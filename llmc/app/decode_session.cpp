@@ -131,7 +131,9 @@ std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& c
 
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity) {
-  std::unique_ptr<DecodeModel> model = device.make_random(config, capacity);
+  const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
+  inject_before_load(faults);
+  std::unique_ptr<DecodeModel> model = with_faults(device.make_random(config, capacity), faults);
   announce(*model, settings.random_model, "a random generator", 0, context_of(*model));
   return model;
 }

@@ -26,6 +26,11 @@ DeviceChoice choose_device(const DeviceRequest& request) {
   const std::string problem = gpu.problem;
   const Exit code = gpu.code;
 #else
+  if (!request.planned_gpu.empty()) {
+    fail(Exit::environment,
+         "--gpu-memory: this program was built without nvcc, and what the kernels of a GPU need is in code that nvcc "
+         "compiles. With the CUDA toolkit installed, make builds it; a GPU is not needed");
+  }
   const std::string problem = "this program was built without nvcc and has no GPU code";
   const Exit code = Exit::environment;
 #endif

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <optional>
 
+#include "llmc/base/cgroup.h"
 #include "llmc/base/checked.h"
 #include "llmc/base/log.h"
 
@@ -43,9 +44,7 @@ std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines) {
 std::uint64_t available_host_memory() {
   std::uint64_t available =
       static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  std::uint64_t limit = 0;
-  std::ifstream cgroup("/sys/fs/cgroup/memory.max");  // "max" leaves the extraction failed and the limit unused
-  if (cgroup >> limit) available = std::min(available, limit);
+  available = std::min(available, cgroup_memory(cgroup_membership(), kCgroupRoot).limit);
   rlimit address_space{};
   if (::getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
     available = std::min(available, static_cast<std::uint64_t>(address_space.rlim_cur));
@@ -83,13 +82,7 @@ std::optional<std::uint64_t> free_address_space() {
 }  // namespace
 
 std::uint64_t free_host_memory() {
-  const std::uint64_t total = available_host_memory();
-  std::uint64_t used = 0;
-  // A cgroup with a limit counts its own use. What the machine has left is a second bound.
-  std::uint64_t limit = 0;
-  std::ifstream cgroup("/sys/fs/cgroup/memory.max");
-  if (cgroup >> limit) used = number_after("/sys/fs/cgroup/memory.stat", "anon");
-  std::uint64_t free = total > used ? total - used : 0;
+  std::uint64_t free = std::min(available_host_memory(), cgroup_memory(cgroup_membership(), kCgroupRoot).free);
   if (const std::uint64_t kilobytes = number_after("/proc/meminfo", "MemAvailable:"); kilobytes > 0) {
     free = std::min(free, kilobytes * 1024);
   }

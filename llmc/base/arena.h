@@ -37,8 +37,8 @@ std::uint64_t total_bytes(const std::vector<MemoryLine>& lines);
 // "parameters 7.9 MB, gradients ..." as an aligned table with its total, one string a line.
 std::vector<std::string> memory_table(const std::vector<MemoryLine>& lines);
 
-// Upper bound of the memory that this process can get: the machine's physical memory, or the limit of its cgroup or of
-// ulimit -v where that is lower.
+// Upper bound of the memory that this process can get: the machine's physical memory, or the limit of one of its cgroups or
+// of ulimit -v where that is lower.
 std::uint64_t available_host_memory();
 
 // The part of available_host_memory() that is unused now. File caches count as unused: the kernel gives them up.

@@ -11,20 +11,20 @@ namespace weft {
 
 namespace {
 
-// A first pass that builds no values. It bounds the depth and refuses a key that occurs twice in one object, of which
+// A first pass that builds no values. It bounds their number and depth and refuses a key that occurs twice in one object, of which
 // the library would silently keep the last. The library's parser could check this through a callback, but with one it
 // searches all siblings at the end of each object: quadratic time for a long list of objects.
 class Guard : public nlohmann::json_sax<Json> {
  public:
-  Guard(const std::string& source, int max_depth) : source_(source), max_depth_(max_depth) {}
+  Guard(const std::string& source, const JsonLimits& limits) : source_(source), limits_(limits) {}
 
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool string(string_t&) override { return true; }
-  bool binary(binary_t&) override { return true; }
+  bool null() override { return count(); }
+  bool boolean(bool) override { return count(); }
+  bool number_integer(number_integer_t) override { return count(); }
+  bool number_unsigned(number_unsigned_t) override { return count(); }
+  bool number_float(number_float_t, const string_t&) override { return count(); }
+  bool string(string_t&) override { return count(); }
+  bool binary(binary_t&) override { return count(); }
   bool start_object(std::size_t) override { return open(); }
   bool start_array(std::size_t) override { return open(); }
   bool end_object() override { return close(); }
@@ -39,12 +39,18 @@ class Guard : public nlohmann::json_sax<Json> {
   bool parse_error(std::size_t, const std::string&, const Json::exception&) override { return false; }
 
  private:
+  bool count() {
+    if (values_++ == limits_.values) {
+      fail(Exit::bad_file, "%s: more than %zu JSON values are not accepted", source_.c_str(), limits_.values);
+    }
+    return true;
+  }
   bool open() {
-    if (static_cast<int>(keys_.size()) >= max_depth_) {
-      fail(Exit::bad_file, "%s: JSON nested deeper than %d levels", source_.c_str(), max_depth_);
+    if (static_cast<int>(keys_.size()) >= limits_.depth) {
+      fail(Exit::bad_file, "%s: JSON nested deeper than %d levels", source_.c_str(), limits_.depth);
     }
     keys_.emplace_back();
-    return true;
+    return count();
   }
   bool close() {
     keys_.pop_back();
@@ -52,7 +58,8 @@ class Guard : public nlohmann::json_sax<Json> {
   }
 
   const std::string& source_;
-  int max_depth_;
+  const JsonLimits& limits_;
+  std::size_t values_ = 0;
   std::vector<std::unordered_set<std::string, SeededHash>> keys_;
 };
 
@@ -81,7 +88,7 @@ Json parse_json(std::string_view text, const std::string& source, const JsonLimi
   if (text.size() > limits.bytes) {
     fail(Exit::bad_file, "%s: %zu bytes of JSON, at most %zu are accepted", source.c_str(), text.size(), limits.bytes);
   }
-  Guard guard(source, limits.depth);
+  Guard guard(source, limits);
   try {
     Json::sax_parse(text.begin(), text.end(), &guard);
     return Json::parse(text.begin(), text.end());

@@ -1,4 +1,5 @@
-// JSON from files that nobody has checked: nlohmann-json with limits on size and depth, and typed access to members.
+// JSON from files that nobody has checked: nlohmann-json with limits on size, number of values and depth, and typed access
+// to members.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +13,17 @@ namespace weft {
 
 using Json = nlohmann::json;
 
+// The defaults are those of the largest text that weft reads: a tokenizer of 1,000,000 tokens, whose vocabulary has a
+// value for each token, and whose merges have three (a pair of texts).
 struct JsonLimits {
   std::size_t bytes = 100'000'000;
+  std::size_t values = 5'000'000;  // a value takes two bytes of text ("0,"), but 16 to 200 bytes of memory
   int depth = 64;
 };
+// For a configuration: of a model, of a tensor file, of a checkpoint.
+inline constexpr std::size_t kMaxConfigValues = 1'000'000;
 
-// Parses `text`. Too long, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error:
+// Parses `text`. Too long, too many values, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error:
 // Exit::bad_file with "<source>: ...". Never recurses deeper than the limit.
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits = {});
 

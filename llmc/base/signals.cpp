@@ -107,12 +107,12 @@ void install(int signal_number, void (*handler)(int)) {
   sigaction(signal_number, &action, nullptr);
 }
 
+}  // namespace
+
 bool is_ignored(int signal_number) {
   struct sigaction action {};
   return sigaction(signal_number, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
 }
-
-}  // namespace
 
 void install_signal_handlers() {
   install(SIGALRM, on_alarm);

@@ -20,6 +20,8 @@ enum class OnStop {
 // a write error and does not kill the program. SIGHUP stays ignored if it was: a program started with nohup must
 // survive the end of its terminal.
 void install_signal_handlers();
+// Whether this signal has no effect on the process: started with nohup, SIGHUP is ignored.
+bool is_ignored(int signal_number);
 
 // Sets the state for signals that come from now on. `first` is printed on stderr when the first signal arrives, `left`
 // when a signal (or the time limit of finish_soon) ends the program; both are one line of at most 250 bytes without the

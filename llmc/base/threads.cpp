@@ -18,6 +18,7 @@
 #include <system_error>
 #include <thread>
 
+#include "llmc/base/cgroup.h"
 #include "llmc/base/signals.h"
 
 namespace weft {
@@ -71,16 +72,6 @@ std::optional<double> quota_in(const std::string& directory) {
   return std::nullopt;
 }
 
-// Whether `name` is one of the comma-separated `controllers`.
-bool lists(std::string_view controllers, std::string_view name) {
-  for (std::size_t begin = 0; begin <= controllers.size();) {
-    const std::size_t end = std::min(controllers.find(',', begin), controllers.size());
-    if (controllers.substr(begin, end - begin) == name) return true;
-    begin = end + 1;
-  }
-  return false;
-}
-
 // CPUs that this process may run on.
 std::vector<bool> our_cpus() {
   cpu_set_t set;
@@ -110,7 +101,7 @@ std::optional<std::int64_t> parse_omp_threads(const std::string& text) {
 ThreadLimits thread_limits() {
   ThreadLimits limits;
   limits.cores = std::max(1, omp_get_num_procs());  // libgomp counts the affinity of the process
-  limits.quota = cpu_quota(text_of("/proc/self/cgroup"), "/sys/fs/cgroup");
+  limits.quota = cpu_quota(cgroup_membership(), kCgroupRoot);
   if (const char* wish = std::getenv("OMP_NUM_THREADS")) limits.omp_num_threads = wish;
   return limits;
 }
@@ -125,22 +116,8 @@ std::int64_t choose_threads(std::int64_t option, const ThreadLimits& limits) {
 
 std::optional<double> cpu_quota(std::string_view membership, const std::string& root) {
   std::optional<double> smallest;
-  std::istringstream lines{std::string(membership)};
-  for (std::string line; std::getline(lines, line);) {  // "ID:CONTROLLERS:PATH"; version 2 is "0::PATH"
-    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (!controllers.empty() && !lists(controllers, "cpu")) continue;
-    const std::string mount = controllers.empty() ? root : root + "/cpu";
-    // Every ancestor may set a limit, too. And in a container the path may be the host's, of which only a part exists
-    // here.
-    for (std::string path = line.substr(second + 1);;) {
-      if (const std::optional<double> quota = quota_in(mount + path))
-        smallest = std::min(smallest.value_or(*quota), *quota);
-      const std::size_t slash = path.rfind('/');
-      if (slash == std::string::npos) break;
-      path.resize(slash);
-    }
+  for (const std::string& directory : cgroup_directories(membership, "cpu", root)) {
+    if (const std::optional<double> quota = quota_in(directory)) smallest = std::min(smallest.value_or(*quota), *quota);
   }
   return smallest;
 }

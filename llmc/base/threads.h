@@ -32,8 +32,7 @@ ThreadLimits thread_limits();
 std::int64_t choose_threads(std::int64_t option, const ThreadLimits& limits);
 
 // CPU time that the cgroups of a process allow, in cores: the smallest limit on the way to the root; empty: no limit.
-// `membership`: the text of /proc/self/cgroup. `root`: where the hierarchies (version 2, or version 1 with a directory
-// for each controller) are mounted.
+// Arguments as for cgroup_directories().
 std::optional<double> cpu_quota(std::string_view membership, const std::string& root);
 
 // Removes environment variables that change how OpenMP's threads work. libgomp has read them when the program was

@@ -203,7 +203,7 @@ class Validator {
     if (!text.starts_with('{')) {
       fail(Exit::bad_file, "%s: configuration: expected a JSON object", where_.c_str());
     }
-    return parse_json(text, where_ + ": configuration", {.bytes = kMaxConfigBytes, .depth = 64});
+    return parse_json(text, where_ + ": configuration", {.bytes = kMaxConfigBytes, .values = kMaxConfigValues});
   }
 
   void family(const Header& header, const Json& config) const {

@@ -43,7 +43,35 @@ void parse_fault(const std::string& spec, DecodeFaults& faults) {
   refuse(spec);
 }
 
-// Passes every call on to `inner`, counts the tokens, and makes the planned faults happen.
+// Counts tokens and makes the planned faults happen.
+class TokenFaults {
+ public:
+  explicit TokenFaults(const DecodeFaults& faults) : faults_(faults) {}
+
+  // Counts a token that comes next; kills, signals or stops the process if that is planned for it.
+  void count() {
+    ++token_;
+    if (faults_.kill_token == token_) ::raise(SIGKILL);
+    if (faults_.term_token == token_) ::raise(SIGTERM);
+    if (faults_.hang_token == token_) {
+      log_warning("token %lld never comes (injected)", static_cast<long long>(token_));
+      while (true) ::pause();
+    }
+  }
+  // Whether the numbers of the token that was counted last are to be NaN.
+  bool nan() const { return faults_.nan_token == token_; }
+  bool nan_planned() const { return faults_.nan_token.has_value(); }
+
+ private:
+  DecodeFaults faults_;
+  std::int64_t token_ = 0;
+};
+
+bool faults_at_tokens(const DecodeFaults& faults) {
+  return faults.nan_token || faults.kill_token || faults.term_token || faults.hang_token;
+}
+
+// Passes every call on to `inner`, counts the tokens that it generates, and makes the planned faults happen.
 class FaultyModel final : public DecodeModel {
  public:
   FaultyModel(std::unique_ptr<DecodeModel> inner, const DecodeFaults& faults)
@@ -56,54 +84,39 @@ class FaultyModel final : public DecodeModel {
   std::int64_t length() const override { return inner_->length(); }
   void reset() override { inner_->reset(); }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override {
-    count_token();
+    faults_.count();
     return damaged(inner_->prefill(ids));
   }
   std::span<const float> decode(std::int32_t id) override {
-    count_token();
+    faults_.count();
     return damaged(inner_->decode(id));
   }
   // Logits that stay on the device cannot be damaged here. If one has to be, this makes the host sample.
-  bool samples() const override { return inner_->samples() && !faults_.nan_token; }
+  bool samples() const override { return inner_->samples() && !faults_.nan_planned(); }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override {
     inner_->generate_ids(prompt, request, [&](std::int32_t id) {
-      count_token();
+      faults_.count();
       return on_id(id);
     });
   }
-  std::vector<double> score(std::span<const std::int32_t> ids) override {
-    std::vector<double> losses = inner_->score(ids);
-    for (double& loss : losses) {
-      count_token();
-      if (faults_.nan_token == token_) loss = std::numeric_limits<double>::quiet_NaN();
-    }
-    return losses;
-  }
+  std::string decode_timeline(std::int32_t id) override { return inner_->decode_timeline(id); }
+  // Windows overlap, and only the caller knows which losses count: loss_faults() has the faults of scored tokens.
+  std::vector<double> score(std::span<const std::int32_t> ids) override { return inner_->score(ids); }
+  void interrupt_score(std::function<bool()> interrupted) override { inner_->interrupt_score(std::move(interrupted)); }
   void keep_activations(bool keep) override { inner_->keep_activations(keep); }
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 
  private:
-  // Counts a token that comes next; kills, signals or stops the process if that is planned for it.
-  void count_token() {
-    ++token_;
-    if (faults_.kill_token == token_) ::raise(SIGKILL);
-    if (faults_.term_token == token_) ::raise(SIGTERM);
-    if (faults_.hang_token == token_) {
-      log_warning("token %lld never comes (injected)", static_cast<long long>(token_));
-      while (true) ::pause();
-    }
-  }
   std::span<const float> damaged(std::span<const float> logits) {
-    if (faults_.nan_token != token_) return logits;
+    if (!faults_.nan()) return logits;
     logits_.assign(logits.begin(), logits.end());
     logits_[logits_.size() / 2] = std::numeric_limits<float>::quiet_NaN();
     return logits_;
   }
 
   std::unique_ptr<DecodeModel> inner_;
-  DecodeFaults faults_;
-  std::int64_t token_ = 0;
+  TokenFaults faults_;
   std::vector<float> logits_;
 };
 
@@ -125,9 +138,16 @@ void inject_before_load(const DecodeFaults& faults) {
 }
 
 std::unique_ptr<DecodeModel> with_faults(std::unique_ptr<DecodeModel> model, const DecodeFaults& faults) {
-  const bool planned = faults.nan_token || faults.kill_token || faults.term_token || faults.hang_token;
-  if (!planned) return model;
+  if (!faults_at_tokens(faults)) return model;
   return std::make_unique<FaultyModel>(std::move(model), faults);
+}
+
+std::function<double(double)> loss_faults(const DecodeFaults& faults) {
+  if (!faults_at_tokens(faults)) return {};
+  return [counted = TokenFaults(faults)](double loss) mutable {
+    counted.count();
+    return counted.nan() ? std::numeric_limits<double>::quiet_NaN() : loss;
+  };
 }
 
 }  // namespace weft

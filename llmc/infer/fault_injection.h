@@ -1,5 +1,6 @@
 // Faults on purpose, for tests: --debug-inject of infer_pythia. llmc/train/fault_injection.h is the counterpart for
-// training. Tokens are counted from 1, over the whole process.
+// training. Tokens are counted from 1, over the whole process: those that are generated, and with --perplexity those whose
+// loss counts.
 //
 //   nan@token=N       a logit that token N is chosen from is NaN; with --perplexity the loss of token N is NaN
 //   kill@token=N      the process dies (SIGKILL) before token N
@@ -9,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,7 +31,9 @@ DecodeFaults parse_decode_faults(const std::vector<std::string>& specs);
 
 // Called before the model is loaded.
 void inject_before_load(const DecodeFaults& faults);
-// `model` itself if no fault at a token is planned, otherwise a wrapper that makes it happen.
+// `model` itself if no fault at a token is planned, otherwise a wrapper that makes it happen when that token is generated.
 std::unique_ptr<DecodeModel> with_faults(std::unique_ptr<DecodeModel> model, const DecodeFaults& faults);
+// For PerplexityHooks::on_loss: the faults at tokens that are scored. Empty if none is planned.
+std::function<double(double)> loss_faults(const DecodeFaults& faults);
 
 }  // namespace weft

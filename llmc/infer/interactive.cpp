@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <optional>
 #include <string>
@@ -17,24 +18,28 @@ namespace weft {
 
 namespace {
 
-enum Phase : std::sig_atomic_t { waiting, reading_prompt, writing };
-volatile std::sig_atomic_t phase = waiting;
-volatile std::sig_atomic_t received_signal = 0;
+enum Phase { waiting, reading_prompt, writing };
+// Atomic, not sig_atomic_t: a handler may run on any thread.
+std::atomic<Phase> phase{waiting};
+std::atomic<int> received_signal{0};
+static_assert(std::atomic<Phase>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
 constexpr unsigned kPromptSeconds = 1;  // after Ctrl-C, until a prompt that is still in prefill ends the program
 
 extern "C" void on_signal(int signal_number) {
   // Leaving at once loses nothing. Only async-signal-safe calls are allowed here.
-  const bool at_once = phase == waiting || received_signal != 0 || (phase == reading_prompt && signal_number != SIGINT);
-  if (at_once) {
+  const Phase now = phase;
+  int first = 0;  // exchanged in one step: two threads may take a signal at the same time
+  const bool second = !received_signal.compare_exchange_strong(first, signal_number);
+  if (now == waiting || second || (now == reading_prompt && signal_number != SIGINT)) {
     LineInput::restore_terminal();
     ::_exit(static_cast<int>(exit_after_signal(signal_number)));
   }
-  received_signal = signal_number;
-  if (phase == reading_prompt) ::alarm(kPromptSeconds);
+  if (now == reading_prompt) ::alarm(kPromptSeconds);
 }
 
 extern "C" void on_prompt_alarm(int) {
-  if (phase == reading_prompt && received_signal != 0) ::_exit(static_cast<int>(exit_after_signal(received_signal)));
+  const int signal_number = received_signal;
+  if (phase == reading_prompt && signal_number != 0) ::_exit(static_cast<int>(exit_after_signal(signal_number)));
 }
 
 void install_handlers() {
@@ -44,7 +49,8 @@ void install_handlers() {
   action.sa_handler = on_prompt_alarm;
   sigaction(SIGALRM, &action, nullptr);
   action.sa_handler = on_signal;
-  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP}) sigaction(signal_number, &action, nullptr);
+  for (const int signal_number : {SIGINT, SIGTERM}) sigaction(signal_number, &action, nullptr);
+  if (!is_ignored(SIGHUP)) sigaction(SIGHUP, &action, nullptr);
 }
 
 class Conversation {

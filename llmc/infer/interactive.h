@@ -12,7 +12,7 @@ namespace weft {
 //
 // Ctrl-C during an answer ends the answer. It ends the program with 130 while it waits for a line, if it is the second
 // one in one answer, or if the prompt's prefill takes more than a second afterwards. SIGTERM and SIGHUP end the program
-// after the current token, or at once before the first token. End of input: Exit::ok. The signal handlers that this
+// after the current token, or at once before the first token; a SIGHUP that was ignored (nohup) stays ignored. End of input: Exit::ok. The signal handlers that this
 // function installs stay. `statistics`: one line after each answer.
 Exit run_interactive(DecodeModel& model, const Tokenizer& tokenizer, Tokenizer::Special special,
                      const GenerateOptions& options, bool statistics);

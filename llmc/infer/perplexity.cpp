@@ -92,26 +92,30 @@ PerplexityResult perplexity(DecodeModel& model, std::span<const std::int32_t> id
   PerplexityResult result;
   result.bytes = bytes;
   RunningMoments moments;
+  model.interrupt_score(hooks.interrupted);
   for (const PerplexityWindow& window : windows) {
-    if (hooks.interrupted && hooks.interrupted()) {
-      result.interrupted = true;
-      break;
-    }
+    result.interrupted = hooks.interrupted && hooks.interrupted();
+    if (result.interrupted) break;
     const std::size_t begin = static_cast<std::size_t>(window.begin);
     const std::vector<double> nll =
         model.score(ids.subspan(begin, static_cast<std::size_t>(window.end - window.begin)));
-    for (std::int64_t i = window.first_scored; i < window.end; ++i) {
-      const double value = nll[static_cast<std::size_t>(i - window.begin - 1)];  // nll[j] is of token j + 1
+    const std::int64_t end = window.begin + 1 + static_cast<std::int64_t>(nll.size());  // of the ids that have a loss
+    for (std::int64_t i = window.first_scored; i < end; ++i) {
+      double value = nll[static_cast<std::size_t>(i - window.begin - 1)];  // nll[j] is of token j + 1
+      if (hooks.on_loss) value = hooks.on_loss(value);
       if (!std::isfinite(value)) {
         fail(Exit::numeric, "perplexity: the loss of token %lld is not finite", static_cast<long long>(i));
       }
       moments.add(value);
     }
+    result.interrupted = end < window.end;
+    if (result.interrupted) break;
     ++result.windows;
     if (hooks.on_window) {
       hooks.on_window(result.windows, static_cast<std::int64_t>(windows.size()), std::exp(moments.mean()));
     }
   }
+  model.interrupt_score({});
   result.tokens = moments.count();
   result.mean_nll = moments.mean();
   result.standard_error = moments.standard_error();

@@ -32,12 +32,12 @@ struct PerplexityWindow {
 std::vector<PerplexityWindow> perplexity_windows(std::int64_t count, std::int64_t window, std::int64_t stride);
 
 struct PerplexityResult {
-  std::int64_t tokens = 0;  // scored
-  std::int64_t bytes = 0;   // of the text
-  std::int64_t windows = 0;
+  std::int64_t tokens = 0;    // scored
+  std::int64_t bytes = 0;     // of the text
+  std::int64_t windows = 0;   // complete ones
   double mean_nll = 0;        // natural logarithm, per token
   double standard_error = 0;  // of mean_nll: standard deviation / sqrt(tokens), as if tokens were independent
-  bool interrupted = false;   // the figures cover the windows before the interruption
+  bool interrupted = false;   // the figures cover the tokens that were scored before the interruption
 
   double perplexity() const;     // exp(mean_nll)
   double bits_per_byte() const;  // comparable between tokenizers; NaN if interrupted
@@ -45,7 +45,8 @@ struct PerplexityResult {
 
 struct PerplexityHooks {
   std::function<void(std::int64_t done, std::int64_t all, double perplexity_so_far)> on_window;
-  std::function<bool()> interrupted;
+  std::function<bool()> interrupted;      // polled before each window, and within it before each piece
+  std::function<double(double)> on_loss;  // replaces each loss that counts, in order: faults on purpose
 };
 
 // Scores `ids` (at least two, the first one starts the document) with windows of the model's capacity.

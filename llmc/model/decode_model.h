@@ -5,6 +5,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/base/arena.h"
@@ -59,11 +60,20 @@ class DecodeModel {
 
   // reset(), then nll[i] = -log p(ids[i + 1] | ids[0..i]) for i < ids.size() - 1: perplexity.
   virtual std::vector<double> score(std::span<const std::int32_t> ids) = 0;
+  // From now on score() polls `interrupted` before each piece of the ids that it computes at once. When that returns
+  // true, score() ends with the losses that it has.
+  virtual void interrupt_score(std::function<bool()> interrupted) { interrupted_ = std::move(interrupted); }
 
   // The activation `name` (names of scripts/dump_reference.py) of the last prefill, fp32; empty if not kept.
   // Kept only after keep_activations(true).
   virtual void keep_activations(bool keep) = 0;
   virtual std::vector<float> activation(const std::string& name) = 0;
+
+ protected:
+  bool score_interrupted() const { return interrupted_ && interrupted_(); }
+
+ private:
+  std::function<bool()> interrupted_;
 };
 
 }  // namespace weft

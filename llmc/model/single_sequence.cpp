@@ -39,11 +39,12 @@ class SingleSequence final : public DecodeModel {
            static_cast<long long>(length_), static_cast<long long>(capacity_));
     }
   }
-  // Appends `ids`, max_rows() of them a step. `want` completes the span of a step that begins at ids[begin].
-  template <typename Want, typename Take>
-  void append(std::span<const std::int32_t> ids, const Want& want, const Take& take) {
+  // Appends `ids`, max_rows() of them a step, until `ends` returns true. `want` completes the span of a step that begins at
+  // ids[begin].
+  template <typename Want, typename Take, typename Ends>
+  void append(std::span<const std::int32_t> ids, const Want& want, const Take& take, const Ends& ends) {
     const std::size_t most = static_cast<std::size_t>(model_->max_rows());
-    for (std::size_t begin = 0; begin < ids.size(); begin += most) {
+    for (std::size_t begin = 0; begin < ids.size() && !ends(); begin += most) {
       Span span;
       span.pages = pages_;
       span.first_position = length_;
@@ -67,7 +68,7 @@ std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids
   std::span<const float> logits;
   append(
       ids, [&](Span& span, std::size_t begin) { span.keep_logits = begin + span.ids.size() == ids.size(); },
-      [&](const SpanResult& result) { logits = result.logits; });
+      [&](const SpanResult& result) { logits = result.logits; }, [] { return false; });
   return logits;
 }
 
@@ -81,7 +82,8 @@ std::vector<double> SingleSequence::score(std::span<const std::int32_t> ids) {
       [&](Span& span, std::size_t begin) { span.targets = ids.subspan(begin + 1, span.ids.size()); },
       [&](const SpanResult& result) {
         for (const ScoredId& target : result.targets) nll.push_back(-static_cast<double>(target.logprob));
-      });
+      },
+      [&] { return score_interrupted(); });
   return nll;
 }
 

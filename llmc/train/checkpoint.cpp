@@ -247,8 +247,8 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
 
 Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
   const std::string manifest_path = path + "/" + kManifestName, source = escaped(manifest_path);
-  const Json manifest =
-      parse_json(read_text_file(manifest_path, kMaxManifestBytes), source, {.bytes = kMaxManifestBytes, .depth = 64});
+  const Json manifest = parse_json(read_text_file(manifest_path, kMaxManifestBytes), source,
+                                   {.bytes = kMaxManifestBytes, .values = kMaxConfigValues});
   const auto files = manifest.is_object() ? manifest.find("files") : manifest.end();
   if (files == manifest.end() || !files->is_array() || files->size() != 2 || !(*files)[0].is_object() ||
       !(*files)[1].is_object()) {

@@ -180,8 +180,8 @@ ModelConfig llama_from_hf_config(const Json& json, const std::string& source) {
 
 ModelConfig read_hf_config(const std::string& path) {
   const std::string source = escaped(path);
-  return llama_from_hf_config(parse_json(read_text_file(path, kMaxBytes), source, {.bytes = kMaxBytes, .depth = 64}),
-                              source);
+  return llama_from_hf_config(
+      parse_json(read_text_file(path, kMaxBytes), source, {.bytes = kMaxBytes, .values = kMaxConfigValues}), source);
 }
 
 }  // namespace weft

@@ -26,6 +26,7 @@
 
 #include "colliding_names.h"
 #include "llmc/base/arena.h"
+#include "llmc/base/cgroup.h"
 #include "llmc/base/checked.h"
 #include "llmc/base/dtype.h"
 #include "llmc/base/file.h"
@@ -144,6 +145,22 @@ TEST(Json, AcceptsWhatIsWithinTheLimits) {
   const std::string nested = std::string(64, '[') + std::string(64, ']');
   EXPECT_TRUE(parse_json(nested, "x.json").is_array());
   EXPECT_EQ(parse_json("7", "x.json", {.bytes = 1}), 7);
+}
+
+TEST(Json, NoMoreValuesThanAllowed) {
+  const std::string three = R"({"a":[1,""],"b":null})";  // the object, the array, and what is in them: 5
+  EXPECT_EQ(parse_json(three, "x.json", {.values = 5}).size(), 2u);
+  expect_contains(json_error(three, {.values = 4}), "x.json: more than 4 JSON values are not accepted");
+  const auto repeated = [](const std::string& value, std::size_t count) {
+    std::string text = "[" + value;
+    for (std::size_t i = 1; i < count; ++i) text += "," + value;
+    return text + "]";
+  };
+  for (const char* value : {"0", "\"\"", "[]", "{}", "null", "true", "0.5", "-1"}) {
+    EXPECT_EQ(parse_json(repeated(value, 9), "x.json", {.values = 10}).size(), 9u) << value;
+    expect_contains(json_error(repeated(value, 10), {.values = 10}), "more than 10 JSON values");
+  }
+  expect_contains(json_error(repeated("0", 5'000'000)), "more than 5000000 JSON values");
 }
 
 TEST(Json, KeysThatCollideCostNoMoreThanOthers) {
@@ -566,6 +583,38 @@ TEST(Threads, TheQuotaOfAControlGroupIsTheSmallestOnTheWay) {
   write("cpu/x/cpu.cfs_quota_us", "-1\n");
   EXPECT_EQ(cpu_quota("2:cpu:/x\n", root), std::nullopt);
   EXPECT_EQ(cpu_quota("damaged", root), std::nullopt);
+}
+
+TEST(Memory, TheLimitOfAControlGroupIsTheSmallestOnTheWay) {
+  const TemporaryDirectory folder;
+  const auto write = [&](const std::string& file, const std::string& text) {
+    std::filesystem::create_directories(std::filesystem::path(folder.file(file)).parent_path());
+    std::ofstream(folder.file(file)) << text;
+  };
+  const std::string root = folder.file("");
+  constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
+  const auto limit = [&](const char* membership) { return cgroup_memory(membership, root).limit; };
+  const auto free = [&](const char* membership) { return cgroup_memory(membership, root).free; };
+  EXPECT_EQ(limit("0::/a/b\n"), kNone);
+  write("a/b/memory.max", "max\n");
+  EXPECT_EQ(limit("0::/a/b\n"), kNone);
+  EXPECT_EQ(free("0::/a/b\n"), kNone);
+  write("a/memory.max", "3000\n");
+  write("a/memory.stat", "anon 1000\nfile 500\n");
+  write("memory.max", "5000\n");
+  write("memory.stat", "file 700\nanon 4500\n");
+  EXPECT_EQ(limit("0::/a/b\n"), 3000u) << "of the group around it";
+  EXPECT_EQ(free("0::/a/b\n"), 500u) << "the root has less left than the smaller group in it";
+  EXPECT_EQ(limit("0::/elsewhere\n"), 5000u) << "a path of the host: the root counts";
+  write("memory/x/memory.limit_in_bytes", "9223372036854771712\n");
+  EXPECT_EQ(limit("3:memory:/x/y\n2:cpu,cpuacct:/a\n"), 9223372036854771712u) << "version 1 without a limit";
+  write("memory/x/y/memory.limit_in_bytes", "2000\n");
+  write("memory/x/y/memory.stat", "rss 1\ntotal_rss 1900\n");
+  EXPECT_EQ(limit("3:memory:/x/y\n2:cpu,cpuacct:/a\n"), 2000u);
+  EXPECT_EQ(free("3:hugetlb,memory:/x/y\n"), 100u);
+  write("memory/x/y/memory.stat", "total_rss 2100\n");
+  EXPECT_EQ(free("3:memory:/x/y\n"), 0u);
+  EXPECT_EQ(limit("damaged"), kNone);
 }
 
 TEST(Threads, BusyTicksAreThoseOfOurCpus) {

@@ -40,6 +40,10 @@ void expect_chunks_agree_with_single_tokens(DecodeModel& model) {
   expect_close(copied(model.prefill({ids.data() + 300, ids.size() - 300})), last, "two prompts");
   const std::vector<double> together = model.score(ids);
   expect_close(Floats(together.begin(), together.end()), scores, "scores");
+  int polls = 0;
+  model.interrupt_score([&polls] { return ++polls == 3; });
+  const std::vector<double> cut = model.score(ids);
+  EXPECT_EQ(cut, std::vector<double>(together.begin(), together.begin() + 512)) << "two pieces of 256";
 }
 
 TEST(CpuDecoder, NeoxPromptOfSeveralChunks) {

@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <memory>
 #include <numbers>
 #include <sstream>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/fault_injection.h"
 #include "llmc/infer/line_input.h"
 #include "llmc/infer/perplexity.h"
 #include "llmc/infer/prompt.h"
@@ -404,6 +406,71 @@ TEST(Perplexity, EdgesAndFailures) {
     }
   } broken;
   EXPECT_EQ(code_of([&] { perplexity(broken, many, 30, 4); }), Exit::numeric);
+}
+
+TEST(Perplexity, AnInterruptedWindowCountsAsFarAsItWent) {
+  // Scores three ids at once, and is interrupted in the middle of the second window.
+  struct Slow : ScriptedModel {
+    Slow() : ScriptedModel({}, 8) {}
+    std::vector<double> score(std::span<const std::int32_t> ids) override {
+      std::vector<double> nll = ScriptedModel::score(ids);
+      std::size_t done = 0;
+      while (done < nll.size() && !score_interrupted()) done = std::min(done + 3, nll.size());
+      nll.resize(done);
+      return nll;
+    }
+  } model;
+  const std::vector<std::int32_t> many(30, 3);
+  PerplexityHooks hooks;
+  int polls = 0;
+  hooks.interrupted = [&polls] { return ++polls > 7; };  // before a window and its three pieces, twice
+  const PerplexityResult cut = perplexity(model, many, 30, 4, hooks);
+  EXPECT_TRUE(cut.interrupted);
+  EXPECT_EQ(cut.windows, 1);
+  EXPECT_EQ(cut.tokens, 7 + 3) << "six losses of the window that begins at id 4: three are of the overlap";
+  EXPECT_NEAR(cut.mean_nll, ScriptedModel::nll_of(3, 3), 1e-12);
+  EXPECT_FALSE(perplexity(model, many, 30, 4).interrupted) << "nobody polls after that";
+}
+
+TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
+  const std::vector<std::int32_t> many(30, 3);
+  for (const std::int64_t token : {1, 7, 8, 11, 12, 29}) {
+    PerplexityHooks hooks;
+    const DecodeFaults faults = parse_decode_faults({format("nan@token=%lld", static_cast<long long>(token))});
+    hooks.on_loss = loss_faults(faults);
+    const std::unique_ptr<DecodeModel> model =
+        with_faults(std::make_unique<ScriptedModel>(std::vector<std::int32_t>{}, 8), faults);
+    EXPECT_EQ(code_of([&] { perplexity(*model, many, 30, 4, hooks); }), Exit::numeric);
+    const std::string expected = format("the loss of token %lld is not finite", static_cast<long long>(token));
+    hooks.on_loss = loss_faults(faults);
+    try {
+      perplexity(*model, many, 30, 4, hooks);
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
+    }
+  }
+  PerplexityHooks hooks;
+  hooks.on_loss = loss_faults(parse_decode_faults({"nan@token=30"}));
+  ScriptedModel model({}, 8);
+  EXPECT_EQ(perplexity(model, many, 30, 4, hooks).tokens, 29) << "there is no thirtieth";
+  EXPECT_FALSE(loss_faults({})) << "no fault, no function";
+}
+
+TEST(Faults, TheFaultyModelPassesEverythingOn) {
+  struct Timed : ScriptedModel {
+    Timed() : ScriptedModel({5, 6}, 8) {}
+    std::string decode_timeline(std::int32_t id) override { return "timeline of " + std::to_string(id); }
+    std::vector<double> score(std::span<const std::int32_t> ids) override {
+      return score_interrupted() ? std::vector<double>{} : ScriptedModel::score(ids);
+    }
+  };
+  const std::unique_ptr<DecodeModel> model =
+      with_faults(std::make_unique<Timed>(), parse_decode_faults({"kill@token=9"}));
+  EXPECT_EQ(model->decode_timeline(4), "timeline of 4");
+  const std::vector<std::int32_t> ids = {1, 2, 3};
+  EXPECT_EQ(model->score(ids).size(), 2u);
+  model->interrupt_score([] { return true; });
+  EXPECT_EQ(model->score(ids).size(), 0u);
 }
 
 TEST(Bench, FitsTheContextOrSaysSo) {

@@ -542,6 +542,35 @@ def test_numbers_that_the_programs_cannot_read(tmp_path, number, accepted):
         refuse(model, "config.json", "is out of range")
 
 
+def test_a_config_of_more_values_than_a_model_file_can_hold(tmp_path):
+    model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX | {"extra": []})
+    room = 1_000_000 - cli.json_extent(convert_hf.file_configuration(hf_config.read_checkpoint(model), model))[1]
+    (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": [0] * room}))
+    ck.convert(model, tmp_path / "a.bin")
+    runs(tmp_path / "a.bin")
+    (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": [0] * (room + 1)}))
+    refuse(model, "config.json", "got 1000001 JSON values, expected at most 1000000")
+
+
+@pytest.mark.parametrize("value", ["0", "[]", '{"":0}'])
+def test_many_small_values_cost_nothing(value):
+    """100 MB of them would take gigabytes: refused before memory is taken."""
+    data = b'{"model":[' + b",".join([value.encode()] * 11_000_000) + b"]}"
+    tracemalloc.start()
+    with pytest.raises(tensor_file.FileError, match="more than 5000000 JSON values"):
+        cli.parse_json(data, "tokenizer.json")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_values_are_counted_exactly(monkeypatch):
+    monkeypatch.setattr(cli, "MAX_JSON_VALUES", 5)
+    assert cli.parse_json(b'{"a": [1, "commas, too"], "b": null}', "x") == {"a": [1, "commas, too"], "b": None}
+    with pytest.raises(tensor_file.FileError, match="more than 5 JSON values"):
+        cli.parse_json(b'{"a": [1, 2, 3, 4]}', "x")
+
+
 def test_a_config_that_grows_when_its_numbers_are_written_out(llama):
     text = json.dumps(ck.LLAMA)
     (llama / "config.json").write_text(text[:-1] + ', "extra": [' + ",".join(["1e15"] * 1_000_000) + "]}")

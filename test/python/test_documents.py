@@ -112,6 +112,64 @@ def test_a_message_that_nobody_prints_is_found():
     assert not source.holds("the disk is tired of you")
 
 
+# ---- usage errors: each has an entry ----------------------------------------------------------------------------------
+USAGE_ROOMS = ("base", "text", "model", "train", "infer", "app")
+SPEC = r"%[-+ #0]*\d*(?:\.(?:\d+|\*))?(?:hh|h|ll|l|z|t)?[diouxXeEfgGscp]"
+
+
+def failures(text: str, codes: str) -> list[str]:
+    """The messages of the calls fail(code, MESSAGE, ...) of a source, `...` for each value. MESSAGE may choose between two."""
+    text = re.sub(r"//[^\n]*", "", text)
+    found = []
+    for call in re.finditer(rf"\bfail\(\s*(?:{codes}),", text):
+        depth, at, message = 0, call.end(), ""
+        while depth > 0 or text[at] not in ",)":
+            piece = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.S).match(text, at)[0]
+            depth += (piece in "([{") - (piece in ")]}")
+            message, at = message + piece, at + len(piece)
+        message = re.sub(r'"\s*"', "", message)
+        found += [re.sub(rf"(?:{SPEC})+", "...", literal) for literal in re.findall(r'"((?:[^"\\]|\\.)*)"', message)]
+    return found
+
+
+def explains(entry: str, message: str) -> bool:
+    """Whether an entry is about a message: both begin with the same option, or with any, and the words of the entry are those
+    of the message, in order."""
+    option = re.match(r"--(?:[a-z][a-z-]*|\.\.\.)", message)
+    words = [part.strip() for part in entry.split("...") if part.strip()]
+    if option is not None and not re.match(re.escape(option[0]) + r"(?![a-z-])", entry):
+        return False
+    return sum(map(len, words)) >= 10 and re.search(".*?".join(map(re.escape, words)), message) is not None
+
+
+def unexplained(sources: dict[str, str], entries: list[str]) -> list[str]:
+    absent = []
+    for name, text in sources.items():
+        codes = r"Exit::\w+|code" if "/app/" in name else "Exit::usage"
+        messages = [message for message in failures(text, codes) if re.search("[a-z]", message)]
+        absent += [f"{name}: {message}" for message in messages if not any(explains(entry, message) for entry in entries)]
+    return absent
+
+
+def usage_sources() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for room in USAGE_ROOMS for path in (ROOT / "llmc" / room).glob("*.cpp")}
+
+
+def test_every_usage_error_has_an_entry():
+    sources = usage_sources()
+    assert sum(len(failures(text, "Exit::usage")) for text in sources.values()) > 60
+    absent = unexplained(sources, documented(ROOT / "doc" / "troubleshooting.md"))
+    assert not absent, "without an entry in doc/troubleshooting.md:\n" + "\n".join(absent)
+
+
+def test_a_usage_error_without_an_entry_is_found():
+    entries = documented(ROOT / "doc" / "troubleshooting.md")
+    name = "llmc/train/options.cpp"
+    for line in ('fail(Exit::usage, "--moon: got %s, expected a phase", x);', 'fail(Exit::usage, full ? "--out: needed" : "--moon: blue");',
+                 'fail(Exit::usage,\n     "--eval: needs "\n     "--moon, the %d");', 'fail(Exit::usage, "the moon is %s", phase(1, "x").c_str());'):
+        assert len(unexplained({name: line}, entries)) == 1, line
+
+
 def test_every_exit_code_is_documented():
     header = (ROOT / "llmc" / "base" / "error.h").read_text()
     codes = re.findall(r"^  \w+ = (\d+),", header, re.M)
@@ -128,8 +186,10 @@ def test_limits_in_the_security_notes_are_those_of_the_code():
     assert value("kMaxTensors", "llmc/file/tensor_file.h") == "65536"
     assert value("kMaxTensorRank", "llmc/file/tensor_file.h") == "8"
     assert value("kMaxTensorName", "llmc/file/tensor_file.h") == "255"
-    assert "depth 64, 100 MB; in a tensor file 16 MiB" in text
-    assert "bytes = 100'000'000" in sources[ROOT / "llmc/base/json.h"] and "depth = 64" in sources[ROOT / "llmc/base/json.h"]
+    assert "depth 64, 100 MB, 5,000,000 values; in a tensor file 16 MiB" in text and "each of 1,000,000 values" in text
+    json_header = sources[ROOT / "llmc/base/json.h"]
+    assert "bytes = 100'000'000" in json_header and "depth = 64" in json_header and "values = 5'000'000" in json_header
+    assert value("kMaxConfigValues", "llmc/base/json.h") == "1'000'000"
     assert value("kMaxConfigBytes", "llmc/file/tensor_file.h") == "16 << 20"
     assert "1,024 layers, 1,000,000 tokens, hidden and FFN size 2^20, 1,024 heads of at most 1,024, 2^24 positions" in text
     config = "llmc/model/config.cpp"
@@ -403,7 +463,7 @@ def test_an_include_against_the_direction_is_found(name, included):
 
 SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py", "scripts/dump_reference.py",
            "scripts/train_reference.py", "scripts/tensor_file.py", "dev/prepare_data.py", "scripts/export_log.py",
-           "dev/train_tokenizer.py"]
+           "dev/train_tokenizer.py", "dev/memory_table.py"]
 
 
 def refused(*command, code=4, **environment) -> str:

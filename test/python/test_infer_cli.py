@@ -686,6 +686,17 @@ def test_interactive_terminates_while_waiting(model):
     process.communicate()
 
 
+def test_interactive_outlives_its_terminal_under_nohup(model):
+    process = subprocess.Popen([PROGRAM, "--model", model, "--interactive", "--max-tokens", "3"], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), bufsize=0,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for_message(process, b"context of")
+    wait_until_it_reads(process)
+    process.send_signal(signal.SIGHUP)
+    stdout, _ = process.communicate(b"Hello\n", timeout=60)
+    assert process.returncode == OK and stdout.count(b"\n") == 1
+
+
 # SIGTERM in the last moment before --interactive takes SIGINT over from the handlers of the start.
 LATE_TERMINATION = r"""
 #define _GNU_SOURCE
@@ -753,6 +764,36 @@ def test_a_signal_ends_what_has_no_result_yet(slow_model, tmp_path, task, number
     assert time.monotonic() - begin < 2.5, "a second, and what a busy machine adds"
 
 
+def test_a_signal_cuts_a_window_short(slow_model, tmp_path):
+    """The second of two windows of 16,000 tokens: its result covers what was scored before the signal."""
+    (tmp_path / "long.txt").write_bytes(b"a" * 31000)
+    terminal = Terminal("--model", slow_model, "--perplexity", tmp_path / "long.txt", "--context", 16000, "--stride", 15900,
+                        "--threads", 1, TERM="xterm")
+    terminal.read_until(lambda output: b"window 1 of 2" in output)
+    time.sleep(0.2)
+    os.kill(terminal.process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    code, output = terminal.finish()
+    assert code == 130 and b"stopping: the result covers" in output and b"interrupted" in output, output
+    tokens = int(re.search(rb"tokens +(\d+) of 31000 bytes", output)[1])
+    assert b"windows        1 of 16000 tokens" in output and 15999 <= tokens < 31000 - 512, output
+    assert time.monotonic() - begin < 2, "a piece of 256 tokens, not a window"
+
+
+@pytest.mark.parametrize("token", [1, 60, 96, 97, 130])
+def test_the_loss_of_a_token_is_that_of_the_text(model, tmp_path, token):
+    """Windows of 96 tokens overlap by half: a fault at a token is at its only loss that counts."""
+    (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 30)
+    message = refused(NUMERIC, "--model", model, "--perplexity", tmp_path / "text.txt", "--debug-inject", f"nan@token={token}")
+    assert f"the loss of token {token} is not finite" in message
+
+
+def test_a_random_model_fails_on_purpose_too():
+    """Without a GPU there is none; the fault at its loading comes before."""
+    assert "bus error" in refused(BAD_FILE, "--device", "cpu", "--bench", "--random-model", "pythia-14m", "--debug-inject",
+                                  "io-error@load")
+
+
 def test_the_line_at_the_end_says_what_ended_the_text(tmp_path, model):
     ends = write_model(tmp_path / "ends.bin", tokenizer_json(), constant_head(b"a"))
     def reason(*arguments) -> str:
@@ -765,6 +806,28 @@ def test_the_line_at_the_end_says_what_ended_the_text(tmp_path, model):
     head[END_OF_TEXT] = 1
     write_model(ends, tokenizer_json(), head)
     assert reason() == "the end of the text"
+
+
+# A small process that starts the program and prints its exit code and greatest resident set, in KiB: that of a child
+# begins with the size of the process that forks.
+PEAK = """
+import os, sys
+child = os.fork()
+if child == 0:
+    os.execv(sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(child, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
+"""
+
+
+def test_many_small_json_values_cost_little(tmp_path):
+    """33 million arrays fit into the 100 MB that a tokenizer may have; in memory they would take 2 GB."""
+    path = write_model(tmp_path / "many.bin", "[" + "[]," * 33_000_000 + "0]")
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", PEAK, PROGRAM, "--model", path, "--prompt", "x"],
+                          capture_output=True, text=True, timeout=120, env=environment())
+    code, kilobytes = map(int, done.stdout.splitlines()[-1].split())
+    assert code == BAD_FILE and "more than 5000000 JSON values" in done.stderr, done
+    assert kilobytes < 400_000
 
 
 def test_perplexity_of_what_is_no_text(model, tmp_path):

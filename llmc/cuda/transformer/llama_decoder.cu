@@ -245,7 +245,7 @@ std::vector<double> LlamaDecoder<S>::score(std::span<const std::int32_t> ids) {
   reset();
   check_room(ids.size());
   std::vector<double> nll;
-  for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
+  for (std::size_t begin = 0; begin + 1 < ids.size() && !this->score_interrupted(); begin += kChunk) {
     const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
     const auto count = static_cast<std::size_t>(rows);
     run_layers(ids.subspan(begin, count));

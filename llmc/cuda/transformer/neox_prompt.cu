@@ -187,7 +187,7 @@ std::vector<double> NeoxDecoder<S>::score(std::span<const std::int32_t> ids) {
   const bool keep = std::exchange(keep_, false);
   std::vector<double> nll;
   std::vector<float> losses(static_cast<std::size_t>(kScoreChunk));
-  for (std::size_t begin = 0; begin + 1 < ids.size(); begin += kChunk) {
+  for (std::size_t begin = 0; begin + 1 < ids.size() && !this->score_interrupted(); begin += kChunk) {
     const std::int64_t rows = std::min<std::int64_t>(kChunk, static_cast<std::int64_t>(ids.size() - 1 - begin));
     run_chunk(ids.subspan(begin, static_cast<std::size_t>(rows)), Wanted::all);
     for (std::int64_t first = 0; first < rows; first += kScoreChunk) {

@@ -1,0 +1,117 @@
+"""The commands of the guides in doc/, run one after the other by a shell as they stand, with fewer steps and a small text."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(os.environ.get("WEFT_BIN_DIR", ROOT))
+GUIDES = ("own_tokenizer", "evaluation", "fine_tuning", "memory")  # in the order in which one uses what another made
+STEPS = 50  # a run of the guides, divided by this
+NOT_RUN = {"memory": "plans for a GPU, and writes doc/memory.md: test_memory_table.py"}
+
+
+def blocks(guide: str) -> list[str]:
+    """Indented commands; those of one block belong together, as a shell reads them."""
+    text = (ROOT / "doc" / f"{guide}.md").read_text(encoding="utf-8")
+    return [re.sub(r"^ {4}", "", block, flags=re.M) for block in re.findall(r"(?:^ {4}.*\n)+", text, re.M)]
+
+
+def commands(guide: str) -> list[list[str]]:
+    lines = [line for block in blocks(guide) for line in re.sub(r"<<'END'\n.*?\nEND\n", "\n", block, flags=re.S).splitlines()]
+    return [shlex.split(line) for line in lines if line.strip()]
+
+
+def shorter(block: str) -> str:
+    """The same commands with a fiftieth of the steps."""
+    block = re.sub(r"(--(?:steps|sample-every|save-every|val-every|warmup-steps)) (\d+)", lambda m: f"{m[1]} {int(m[2]) // STEPS}", block)
+    return re.sub(r"step_(\d{8})", lambda m: f"step_{int(m[1]) // STEPS:08}", block)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory like a checkout, with a text of one's own."""
+    place = tmp_path_factory.mktemp("checkout")
+    for name in ("scripts", "dev", "models", "test", "doc"):
+        (place / name).symlink_to(ROOT / name)
+    for name in ("train_llama", "infer_pythia"):
+        if not (PROGRAMS / name).exists():
+            pytest.skip(f"{name} is not built")
+        (place / name).symlink_to(PROGRAMS / name)
+    (place / ".venv" / "bin").mkdir(parents=True)
+    python = place / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    subprocess.run([sys.executable, ROOT / "dev/data/make_stories.py", "-o", place / "stories", "--stories", "250"], check=True,
+                   capture_output=True)
+    (place / "stories" / "train.txt").rename(place / "my.txt")
+    return place
+
+
+def test_the_commands_of_the_guides_work(place):
+    if not all((PROGRAMS / name).exists() for name in ("train_llama", "infer_pythia")):
+        pytest.skip("the programs are not built")
+    ran = 0
+    for guide in GUIDES:
+        for block in blocks(guide) if guide not in NOT_RUN else ():
+            if "plot_log.py" in block and subprocess.run([sys.executable, "-c", "import matplotlib"], capture_output=True).returncode:
+                continue
+            done = subprocess.run(["bash", "-ec", shorter(block)], cwd=place, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, (guide, block, done.stdout, done.stderr)
+            ran += 1
+    assert ran >= 14
+    assert (place / "exported" / "tokenizer.json").exists() and (place / "tuned" / "model.safetensors").exists()
+    assert {path.name for path in (place / "runs" / "own").glob("step_*")} >= {"step_00000003", "step_00000004"}
+
+
+def help_of(command: list[str]) -> str:
+    """What --help-all, or --help of a script, says of the program that a command starts."""
+    program = command[1:2] if command[0] == ".venv/bin/python" else command[:1]
+    if program[0].endswith(".py"):
+        return subprocess.run([sys.executable, ROOT / program[0], "--help"], capture_output=True, text=True, check=True).stdout
+    binary = PROGRAMS / program[0].removeprefix("./")
+    if not binary.exists():
+        pytest.skip(f"{binary} is not built")
+    return subprocess.run([binary, "--help-all"], capture_output=True, text=True, check=True).stdout
+
+
+def unknown_options(guide_commands: list[list[str]]) -> list[str]:
+    helps, absent = {}, []
+    for command in guide_commands:
+        if command[0] not in ("./train_llama", "./infer_pythia", ".venv/bin/python"):
+            continue
+        key = " ".join(command[:2]) if command[0].startswith(".venv") else command[0]
+        helps.setdefault(key, help_of(command))
+        absent += [f"{key}: {word}" for word in command if re.match("-", word) and not re.search(rf"(?<![\w-]){word}(?![\w-])", helps[key])]
+    return absent
+
+
+def test_the_options_of_the_guides_are_those_of_their_programs():
+    found = [command for guide in GUIDES for command in commands(guide)]
+    assert len(found) > 20 and unknown_options(found) == []
+    assert unknown_options([["./train_llama", "--prompt", "x"], ["./infer_pythia", "--steps", "3"]]) == [
+        "./train_llama: --prompt", "./infer_pythia: --steps"]
+
+
+def test_readme_links_every_guide():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [guide for guide in GUIDES if f"(doc/{guide}.md)" not in readme] == []
+
+
+def test_steps_are_fewer_everywhere():
+    """A run that kept all of its steps would take minutes."""
+    long = [command for guide in GUIDES if guide not in NOT_RUN for command in map(shlex.split, re.findall(
+        r"^\./train_llama .*--out.*$", "\n".join(map(shorter, blocks(guide))), re.M))
+            if int(command[command.index("--steps") + 1]) > 4]
+    assert not long
