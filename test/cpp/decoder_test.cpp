@@ -7,6 +7,7 @@
 #include "gradient_check.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/cpu/neox.h"
+#include "test_files.h"
 
 namespace weft {
 namespace {
@@ -54,6 +55,28 @@ TEST(CpuDecoder, LlamaPromptOfSeveralChunks) {
   const auto model = cpu::make_llama(file.config(), options);
   load_parameters(file, *model);
   expect_chunks_agree_with_single_tokens(*model->decoder(kTokens));
+}
+
+// What the cache cannot hold is refused before anything is written, however much of it is taken already.
+TEST(CpuDecoder, NothingIsWrittenPastTheCache) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
+  constexpr std::int64_t kCapacity = 6;
+  const auto model = cpu::load_neox(file, kCapacity);
+  const std::vector<std::int32_t> ids(kCapacity + 1, 1);
+  const auto refused = [&](const auto& call) {
+    const std::int64_t before = model->length();
+    expect_contains(error_of(Exit::internal, call), "do not fit");
+    EXPECT_EQ(model->length(), before);
+  };
+  refused([&] { model->prefill(ids); });
+  refused([&] { model->prefill({}); });
+  refused([&] { model->score(ids); });
+  model->prefill({ids.data(), 4});
+  refused([&] { model->prefill({ids.data(), 3}); });
+  model->prefill({ids.data(), 2});
+  refused([&] { model->decode(1); });
+  model->reset();
+  model->prefill({ids.data(), kCapacity});
 }
 
 }  // namespace

@@ -282,6 +282,29 @@ TEST(ModelConfig, HostileValuesAreRefusedByName) {
   }
 }
 
+// What the scaling divides by is not zero: the limits themselves are refused, their neighbours are not.
+TEST(ModelConfig, LimitsOfTheLlama3Scaling) {
+  const Json good = config_to_json(preset_config("llama3.2-1b"));
+  const auto accepted = [&](const char* key, const Json& value) {
+    Json config = good;
+    config["rope"][key] = value;
+    try {
+      config_from_json(config, "file.bin");
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file);
+      return false;
+    }
+  };
+  EXPECT_FALSE(accepted("high_freq_factor", 1)) << "equal to the low one";
+  EXPECT_TRUE(accepted("high_freq_factor", 1.001));
+  EXPECT_FALSE(accepted("high_freq_factor", 0.999));
+  EXPECT_FALSE(accepted("original_max_positions", 0));
+  EXPECT_TRUE(accepted("original_max_positions", 1));
+  EXPECT_FALSE(accepted("low_freq_factor", 4));
+  EXPECT_FALSE(accepted("factor", 0));
+}
+
 TEST(ModelConfig, UnknownPresetListsTheKnownOnes) {
   try {
     preset_config("llama4");

@@ -773,6 +773,22 @@ TEST_F(TrainSignalTest, User1SavesAndGoesOn) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGUSR1); }, {4, 10}), testing::ExitedWithCode(0), "step 10/10");
 }
 
+// One request is one checkpoint, also where a save is due anyway: it does not stay for the next step.
+TEST_F(TrainSignalTest, User1AtASaveIsThatSave) {
+  settings_.save_every = 4;
+  settings_.keep = 10;
+  const auto leave = [this] { ::raise(SIGUSR1); };
+  const auto without_a_second = [&] {
+    const std::string next = temporary_.file("run") + "/step_00000005";
+    install_signal_handlers();
+    run("run", at_forward(4, leave));
+    const bool good = has_checkpoint("run", 4) && has_checkpoint("run", 10) && !fs::exists(next);
+    fs::remove_all(temporary_.file(""));
+    ::_exit(good ? 0 : 1);
+  };
+  EXPECT_EXIT(without_a_second(), testing::ExitedWithCode(0), "step 10/10");
+}
+
 TEST(Faults, MalformedSpecsAreRefused) {
   for (const char* spec : {"", "nan", "nan@step", "nan@step=", "nan@step=x", "nan@step=-1", "nan@step=3x",
                            "boom@step=3", "kill@save=99999999999999999999"}) {
