@@ -631,6 +631,25 @@ TEST(Guard, SpikesAreFoundAgainAndAgain) {
   EXPECT_TRUE(SpikeDetector::from_json(detector.to_json(), "test") == detector);
 }
 
+// The first hundred norms count alike: mean and variance are those of all of them, and a deviation is told in these.
+TEST(Guard, DeviationsAreThoseOfTheNormsSoFar) {
+  SpikeDetector detector;
+  std::vector<double> norms;
+  for (int i = 0; i < 90; ++i) {
+    const double norm = 1.0 + 0.3 * std::sin(static_cast<double>(i * i));
+    const std::optional<double> deviations = detector.observe(norm);
+    EXPECT_EQ(deviations.has_value(), i >= 32) << i;
+    if (deviations) {
+      const auto count = static_cast<double>(norms.size());
+      double mean = 0, variance = 0;
+      for (const double each : norms) mean += each / count;
+      for (const double each : norms) variance += (each - mean) * (each - mean) / count;
+      EXPECT_NEAR(*deviations, (norm - mean) / std::sqrt(variance), 1e-9) << i;
+    }
+    norms.push_back(norm);
+  }
+}
+
 // ---- files ----
 
 TEST_F(TrainLoopTest, AReplacedShardEndsTheRunAfterASave) {
