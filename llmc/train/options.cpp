@@ -1,5 +1,6 @@
 #include "llmc/train/options.h"
 
+#include <charconv>
 #include <limits>
 #include <utility>
 

@@ -522,18 +522,22 @@ TEST(SignalsDeathTest, LeaveEndsTheProgramAtOnce) {
 }
 
 TEST(SignalsDeathTest, FinishSaysWhatItDoesAndWhatASecondSignalCosts) {
-  const auto finish = [](bool twice) {
+  const auto finish = [](int signal_number, bool twice) {
+    ::signal(SIGHUP, SIG_DFL);  // the tests may run under nohup
     install_signal_handlers();
     on_stop(OnStop::finish, "finishing", "stopped at once");
-    ::raise(SIGINT);
+    ::raise(signal_number);
     if (twice) {
       ::usleep(150'000);  // two within 0.1 s are one
-      ::raise(SIGINT);
+      ::raise(signal_number);
     }
     ::_exit(stop_signal());
   };
-  EXPECT_EXIT(finish(false), testing::ExitedWithCode(SIGINT), "^finishing\n$");
-  EXPECT_EXIT(finish(true), testing::ExitedWithCode(130), "^finishing\nstopped at once\n$");
+  EXPECT_EXIT(finish(SIGINT, false), testing::ExitedWithCode(SIGINT), "^finishing\n$");
+  EXPECT_EXIT(finish(SIGINT, true), testing::ExitedWithCode(130), "^finishing\nstopped at once\n$");
+  EXPECT_EXIT(finish(SIGTERM, true), testing::ExitedWithCode(143), "^finishing\nstopped at once\n$");
+  // A terminal may hang up more than once, and nobody is there to insist.
+  EXPECT_EXIT(finish(SIGHUP, true), testing::ExitedWithCode(SIGHUP), "^finishing\n$");
 }
 
 TEST(SignalsDeathTest, FinishSoonHasASecond) {
@@ -577,6 +581,10 @@ TEST(Threads, TheQuotaOfAControlGroupIsTheSmallestOnTheWay) {
   write("cpu.max", "400000 100000\n");
   EXPECT_EQ(cpu_quota("0::/a/b\n", root), 1.5);
   EXPECT_EQ(cpu_quota("0::/elsewhere\n", root), 4.0) << "a path of the host: the root counts";
+  write("a/b/cpu.max", "300000 100000\n");
+  EXPECT_EQ(cpu_quota("0::/a/b\n", root), 1.5) << "that of the parent";
+  write("a/b/cpu.max", "25000 100000\n");
+  EXPECT_EQ(cpu_quota("0::/a/b\n", root), 0.25) << "that of the group itself";
   write("cpu/x/cpu.cfs_quota_us", "50000\n");
   write("cpu/x/cpu.cfs_period_us", "100000\n");
   EXPECT_EQ(cpu_quota("3:memory:/y\n2:cpu,cpuacct:/x\n", root), 0.5);
@@ -760,6 +768,13 @@ TEST(MappedFile, KnowsThatTheFileWasReplaced) {
   write_file_atomically(path, "content");
   EXPECT_FALSE(file.unchanged());
   EXPECT_EQ(file.text(), "content");  // the mapping still shows the old file
+  const MappedFile second(path);
+  for (const int seconds : {-1, 1}) {  // written over in place, at another time: the same inode and size
+    std::filesystem::last_write_time(path, std::filesystem::last_write_time(path) + std::chrono::seconds(seconds));
+    EXPECT_EQ(second.unchanged(), seconds == 1) << seconds;
+  }
+  std::filesystem::last_write_time(path, std::filesystem::last_write_time(path) + std::chrono::seconds(1));
+  EXPECT_FALSE(second.unchanged());
   std::filesystem::remove(path);
   EXPECT_FALSE(file.unchanged());
 }

@@ -758,6 +758,26 @@ TEST_F(CheckpointTest, AMissingTokenizerIsBlamedAndNotTheModel) {
   expect_contains(message("{}", "", 2), "--config or --model: ");
 }
 
+// A field that is not read back is as if the run had begun there: each of them has a value that is not its default.
+TEST(TrainStateTest, EveryFieldComesBack) {
+  TrainState state;
+  state.step = 90;
+  state.updates = 80;
+  state.windows = 70;
+  state.micro_steps = 60;
+  state.skipped = 10;
+  state.transient = 5;
+  state.loss = 1.0 / 3;
+  state.val_loss = 2.0 / 3;
+  for (int i = 0; i < 40; ++i)
+    state.spikes.observe(std::sqrt(i + 2.0), i == 39 ? 1e6 : 1.0);  // the last one is a spike
+  state.best = TrainState::Best{40, 0.7};
+  const Json json = state.to_json(), untouched = TrainState{}.to_json();
+  for (const auto& [key, value] : json.items()) EXPECT_NE(value, untouched.value(key, Json())) << key;
+  const TrainState back = TrainState::from_json(json, "state");
+  EXPECT_TRUE(back == state) << back.to_json().dump() << "\n" << json.dump();
+}
+
 // Counters so large that what is added to them would not fit are no counters of a run.
 TEST(TrainStateTest, CountersNearTheEndOfTheirTypeAreRefused) {
   const Json good = TrainState{}.to_json();
@@ -988,6 +1008,11 @@ TEST(SavePlanTest, ACopyHasToLeaveMemoryToOthers) {
   expect_contains(too_large.line, "training waits for each");
   settings.save_every = settings.steps;
   EXPECT_FALSE(plan_saves(settings, micro_config(), 0).in_background);
+  settings.keep_best = true;  // a new lowest loss may come at any step, whatever --save-every says
+  for (const std::int64_t every : {std::int64_t{0}, settings.steps}) {
+    settings.save_every = every;
+    EXPECT_TRUE(plan_saves(settings, micro_config(), 0).in_background) << every;
+  }
 }
 
 TEST(FreeMemory, IsPartOfWhatThereIs) {
@@ -1043,8 +1068,18 @@ TEST(RunDirectoryTest, ACheckpointIsSyncedBeforeItHasItsNameAndItsNameAfter) {
     return true;
   });
   run.commit_checkpoint(3);
-  set_call_fault(nullptr);
   EXPECT_EQ(calls_seen, (std::vector<std::string>{"sync step_00000003.tmp", "rename step_00000003.tmp", "sync run"}));
+  // What another one replaces, or what is old, is deleted once the directory says so on the disk.
+  write_bytes(run.begin_checkpoint(3) + "/model.bin", "y");
+  calls_seen.clear();
+  run.commit_checkpoint(3);
+  EXPECT_EQ(calls_seen,
+            (std::vector<std::string>{"sync step_00000003.tmp", "rename step_00000003", "rename step_00000003.tmp",
+                                      "sync run", "remove step_00000003.replaced.tmp"}));
+  calls_seen.clear();
+  run.remove_checkpoint(3);
+  set_call_fault(nullptr);
+  EXPECT_EQ(calls_seen, (std::vector<std::string>{"rename step_00000003", "sync run", "remove step_00000003.tmp"}));
 }
 
 TEST(RunLogTest, NumbersKeepEveryBitAndABrokenLastLineIsClosed) {

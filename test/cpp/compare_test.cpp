@@ -78,7 +78,8 @@ class CompareDump : public testing::Test {
     if (sixteen_bit != nullptr) {
       writer.declare("act16.embedding", DType::f32, {static_cast<std::int64_t>(sixteen_bit->size())});
     }
-    for (int i = 0; i < 2; ++i) writer.write(ids_.data(), ids_.size() * 4);
+    writer.write(ids_.data(), ids_.size() * 4);
+    writer.write(labels_.data(), labels_.size() * 4);
     writer.write_f32(activation.data(), activation.size());
     if (sixteen_bit != nullptr) writer.write_f32(sixteen_bit->data(), sixteen_bit->size());
     writer.publish();
@@ -104,7 +105,24 @@ class CompareDump : public testing::Test {
   TemporaryDirectory directory_;
   const std::string path_ = directory_.file("dump.bin");
   const std::vector<std::int32_t> ids_ = {1, 2, 3, 4, 5, 6, 7, 8};
+  std::vector<std::int32_t> labels_ = ids_;
 };
+
+// A mean over no labels is no number; one label is enough. Every other id has to be of the vocabulary.
+TEST_F(CompareDump, LabelsCountOrAreIgnored) {
+  const std::vector<float> values = embedding();
+  labels_.assign(8, kIgnoredLabel);
+  write(values, nullptr);
+  expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }), "every label is ignored");
+  labels_[3] = 31;
+  write(values, nullptr);
+  EXPECT_TRUE(compare(Precision::fp32).passed());
+  for (const std::int32_t bad : {32, -1}) {
+    labels_[3] = bad;
+    write(values, nullptr);
+    expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }), "outside the vocabulary");
+  }
+}
 
 TEST_F(CompareDump, ANanInTheReferenceFails) {
   std::vector<float> values = embedding();

@@ -170,8 +170,12 @@ TEST_F(Loader, IdOutsideTheVocabularySurfacesInTheConsumer) {
 TEST_F(Loader, RefusesShardsThatDoNotFit) {
   expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 9); }), "train_1.bin");  // 9 < 9 + 1
   expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(directory_.file("none_*.bin"), 8); }), "none_");
-  write_shard(directory_.file("train_3.bin"), patterned_tokens(30), 1000, 8);
-  expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 8); }), "another tokenizer");
+  EXPECT_EQ(TokenDataset(pattern(), 8).shards().size(), 3u);
+  for (const auto& [vocabulary, hash] : {std::pair(1000, 8), std::pair(999, 7)}) {  // each of the two differs alone
+    write_shard(directory_.file("train_3.bin"), patterned_tokens(30), static_cast<std::uint64_t>(vocabulary),
+                static_cast<std::uint64_t>(hash));
+    expect_contains(error_of(Exit::bad_file, [&] { TokenDataset(pattern(), 8); }), "another tokenizer");
+  }
 }
 
 TEST_F(Loader, FingerprintKnowsContentAndOrder) {

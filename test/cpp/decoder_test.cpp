@@ -5,8 +5,9 @@
 
 #include "golden_cases.h"
 #include "gradient_check.h"
-#include "llmc/cpu/llama.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/cpu/llama.h"
+#include "test_files.h"
 
 namespace weft {
 namespace {
@@ -58,6 +59,51 @@ TEST(CpuDecoder, LlamaPromptOfSeveralChunks) {
   const auto model = cpu::make_llama(file.config(), options);
   load_parameters(file, *model);
   expect_chunks_agree_with_single_tokens(*model->decoder(kTokens));
+}
+
+// A token reads every weight once, but of an embedding that is not the head as well one row, and the K/V cache.
+void expect_bytes_of_a_token(const DecodeModel& model) {
+  const ModelConfig& config = model.config();
+  const TensorTable table(config);
+  ASSERT_FALSE(config.tied_embeddings);
+  const std::int64_t read = table.parameters() - config.vocab_size * config.hidden_size + config.hidden_size;
+  EXPECT_EQ(model.bytes_per_token(0), 4 * static_cast<std::uint64_t>(read));
+  const std::int64_t cached = 2 * config.num_layers * config.kv_size() * 10;
+  EXPECT_EQ(model.bytes_per_token(10), 4 * static_cast<std::uint64_t>(read + cached));
+}
+
+TEST(CpuDecoder, BytesOfATokenAreWhatItReads) {
+  for (const char* name : {"neox-hs32-padded", "neox-hs32-sequential-nobias"}) {
+    const std::string path = std::string("test/fixtures/golden/") + name + ".model.bin";
+    expect_bytes_of_a_token(*cpu::load_decoder(ModelFile::open(path, Family::gpt_neox), 16));
+  }
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  TrainOptions options;
+  options.seq_len = 1;
+  const auto model = cpu::make_llama(file.config(), options);
+  expect_bytes_of_a_token(*model->decoder(16));
+}
+
+// What the cache cannot hold is refused before anything is written, however much of it is taken already.
+TEST(CpuDecoder, NothingIsWrittenPastTheCache) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
+  constexpr std::int64_t kCapacity = 6;
+  const auto model = cpu::load_decoder(file, kCapacity);
+  const std::vector<std::int32_t> ids(kCapacity + 1, 1);
+  const auto refused = [&](const auto& call) {
+    const std::int64_t before = model->length();
+    expect_contains(error_of(Exit::internal, call), "do not fit");
+    EXPECT_EQ(model->length(), before);
+  };
+  refused([&] { model->prefill(ids); });
+  refused([&] { model->prefill({}); });
+  refused([&] { model->score(ids); });
+  model->prefill({ids.data(), 4});
+  refused([&] { model->prefill({ids.data(), 3}); });
+  model->prefill({ids.data(), 2});
+  refused([&] { model->decode(1); });
+  model->reset();
+  model->prefill({ids.data(), kCapacity});
 }
 
 }  // namespace

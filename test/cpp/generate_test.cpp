@@ -312,6 +312,9 @@ TEST(TextOutput, NothingThatSteersATerminalPasses) {
             "\\xc2\\x9b"
             "2J");
   EXPECT_EQ(terminal_safe("\xff"), "\\xff");
+  // The last controls of both ranges, and the first characters after them: a space and a no-break space.
+  EXPECT_EQ(terminal_safe("\x1f \x7e"), "\\x1f \x7e");
+  EXPECT_EQ(terminal_safe("\xc2\x80\xc2\x9f\xc2\xa0\xc2\xbf"), "\\xc2\\x80\\xc2\\x9f\xc2\xa0\xc2\xbf");
 }
 
 TEST(Report, TheObjectHasEveryFieldAndNullForTheUnknown) {

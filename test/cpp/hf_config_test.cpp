@@ -132,6 +132,17 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
     config["rope_scaling"][key] = Json::array();
     expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
   }
+  // Wherever it may stand: a part of each head is not what these models rotate.
+  for (const char* home : {"rope_scaling", "rope_parameters"}) {
+    Json partial = llama_1b();
+    partial[home] = partial["rope_scaling"];
+    partial[home]["partial_rotary_factor"] = 0.5;
+    expect_contains(error_of(Exit::bad_file, [&] { parsed(partial); }), "partial_rotary_factor");
+    partial[home]["partial_rotary_factor"] = 1.0;
+    EXPECT_TRUE(parsed(partial) == preset_config("llama3.2-1b")) << home;
+    partial[home]["high_freq_factor"] = partial[home]["low_freq_factor"];
+    expect_contains(error_of(Exit::bad_file, [&] { parsed(partial); }), "high_freq_factor");
+  }
   Json uneven = llama_1b();
   uneven.erase("head_dim");
   uneven["hidden_size"] = 2047;

@@ -46,6 +46,38 @@ TEST(TensorTable, PublishedParameterCounts) {
   EXPECT_EQ(TensorTable(pythia(36, 5120, 40, 50688)).parameters(), 11'846'072'320);
 }
 
+// What the number of parameters does not show, from the config.json of each published model.
+TEST(ModelConfig, PresetsAreThePublishedModels) {
+  struct Published {
+    const char* name;
+    std::int64_t heads, kv_heads, head_dim, positions;
+    double theta, factor;
+    bool tied;
+  };
+  for (const Published& p : {Published{"smollm2-135m", 9, 3, 64, 8192, 100000, 0, true},
+                             {"tinyllama-1.1b", 32, 4, 64, 2048, 10000, 0, false},
+                             {"llama3.2-1b", 32, 8, 64, 131072, 500000, 32, true},
+                             {"llama3.2-3b", 24, 8, 128, 131072, 500000, 32, true},
+                             {"llama3.1-8b", 32, 8, 128, 131072, 500000, 8, false}}) {
+    const ModelConfig config = preset_config(p.name);
+    EXPECT_EQ(config.num_heads, p.heads) << p.name;
+    EXPECT_EQ(config.num_kv_heads, p.kv_heads) << p.name;
+    EXPECT_EQ(config.head_dim, p.head_dim) << p.name;
+    EXPECT_EQ(config.max_positions, p.positions) << p.name;
+    EXPECT_EQ(config.tied_embeddings, p.tied) << p.name;
+    EXPECT_EQ(config.norm_eps, 1e-5) << p.name;
+    const RopeConfig& rope = config.rope;
+    EXPECT_EQ(rope.theta, p.theta) << p.name;
+    EXPECT_EQ(rope.rotary_dim, p.head_dim) << p.name;
+    EXPECT_EQ(rope.type, p.factor > 0 ? RopeType::llama3 : RopeType::standard) << p.name;
+    if (p.factor == 0) continue;
+    EXPECT_EQ(rope.factor, p.factor) << p.name;
+    EXPECT_EQ(rope.low_freq_factor, 1) << p.name;
+    EXPECT_EQ(rope.high_freq_factor, 4) << p.name;
+    EXPECT_EQ(rope.original_max_positions, 8192) << p.name;
+  }
+}
+
 TEST(TensorTable, PackedNeighboursHaveNoGap) {
   for (const std::string& name : preset_names()) {
     const TensorTable table(preset_config(name));
@@ -280,6 +312,29 @@ TEST(ModelConfig, HostileValuesAreRefusedByName) {
     bad["rope"][key] = value;
     EXPECT_THROW(config_from_json(bad, "file.bin"), Error) << key;
   }
+}
+
+// What the scaling divides by is not zero: the limits themselves are refused, their neighbours are not.
+TEST(ModelConfig, LimitsOfTheLlama3Scaling) {
+  const Json good = config_to_json(preset_config("llama3.2-1b"));
+  const auto accepted = [&](const char* key, const Json& value) {
+    Json config = good;
+    config["rope"][key] = value;
+    try {
+      config_from_json(config, "file.bin");
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file);
+      return false;
+    }
+  };
+  EXPECT_FALSE(accepted("high_freq_factor", 1)) << "equal to the low one";
+  EXPECT_TRUE(accepted("high_freq_factor", 1.001));
+  EXPECT_FALSE(accepted("high_freq_factor", 0.999));
+  EXPECT_FALSE(accepted("original_max_positions", 0));
+  EXPECT_TRUE(accepted("original_max_positions", 1));
+  EXPECT_FALSE(accepted("low_freq_factor", 4));
+  EXPECT_FALSE(accepted("factor", 0));
 }
 
 TEST(ModelConfig, UnknownPresetListsTheKnownOnes) {

@@ -328,6 +328,31 @@ TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
   EXPECT_NE(refusal({"-mx", "-py", "--debug-inject=boom"}).find("nan@token=N"), std::string::npos);
 }
 
+// Each condition of an option that does not go with others, alone: what it needs, and each that it excludes.
+TEST(InferOptionParser, ChecksEachOptionOfABenchmark) {
+  const auto accepted = [](std::vector<const char*> arguments) {
+    arguments.insert(arguments.begin(), "infer_pythia");
+    try {
+      return parse_infer_options(static_cast<int>(arguments.size()), arguments.data(), "1.2.3").has_value();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      return false;
+    }
+  };
+  for (const char* option : {"--bench-contexts=8", "--bench-layer", "--bench-timeline"}) {
+    EXPECT_TRUE(accepted({"-mx", "--bench", option})) << option;
+    EXPECT_FALSE(accepted({"-mx", "-py", option})) << option << " without --bench";
+  }
+  EXPECT_TRUE(accepted({"-mx", "--bench", "--bench-layer", "--json"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-layer", "--bench-contexts=8"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-timeline", "--bench-layer"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-timeline", "--json"}));
+  EXPECT_TRUE(accepted({"--random-model=pythia-14m", "--bench"}));
+  EXPECT_FALSE(accepted({"--random-model=pythia-15m", "--bench"}));
+  EXPECT_FALSE(accepted({"--random-model=pythia-14m", "--bench", "-mx"}));
+  EXPECT_FALSE(accepted({"--random-model=pythia-14m", "-py"}));
+}
+
 // Runs in a process of its own: the descriptors are those of the whole process.
 void expect_occupied_descriptors() {
   for (const int fd : {0, 1, 2}) ::close(fd);

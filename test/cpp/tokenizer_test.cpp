@@ -260,6 +260,25 @@ TEST(Tokenizer, CanBeMoved) {
 // ---- both engines of PCRE2
 // --------------------------------------------------------------------------------------------
 
+// The rules differ in a few places, and a sample that has them all tells each from each.
+TEST(PreTokenizer, EachRuleHasItsOwnPieces) {
+  const std::string text = "I'm 12345 DON'T\t(x)\n\n y2  ";
+  using Pieces = std::vector<std::string>;
+  const std::vector<std::pair<SplitRule, Pieces>> expected = {
+      {SplitRule::gpt2, {"I", "'m", " 12345", " DON", "'", "T", "\t", "(", "x", ")", "\n\n", " y", "2", "  "}},
+      {SplitRule::llama3, {"I", "'m", " ", "123", "45", " DON", "'T", "\t", "(x", ")\n\n", " y", "2", "  "}},
+      {SplitRule::qwen2, {"I", "'m", " ", "1", "2", "3", "4", "5", " DON", "'T", "\t", "(x", ")\n\n", " y", "2", "  "}},
+      {SplitRule::digit, {"I'm ", "1", "2", "3", "4", "5", " DON'T\t(x)\n\n y", "2", "  "}},
+      {SplitRule::digit_run, {"I'm ", "12345", " DON'T\t(x)\n\n y", "2", "  "}},
+      {SplitRule::none, {text}}};
+  for (const auto& [rule, pieces] : expected) {
+    PreTokenizer::Scratch scratch;
+    Pieces found;
+    PreTokenizer({{rule, false}}).split(text, scratch, [&](std::string_view piece) { found.emplace_back(piece); });
+    EXPECT_EQ(found, pieces) << static_cast<int>(rule);
+  }
+}
+
 TEST(PreTokenizer, InterpreterAndCompilerAgree) {
   const Vectors vectors = VectorReader(kFixtures + "llama3_style.vectors.bin").read();
   for (const SplitRule rule :
@@ -438,6 +457,20 @@ TEST(TokenizerFile, RefusesBadAddedTokens) {
   expect_refusal([&](Json& j) { with("yyy", size + 1)(j), with("zzz", size)(j); }, {"order of their ids"});
   expect_refusal([](Json& j) { j["added_tokens"][0]["special"] = "yes"; },
                  {"added_tokens[0].special", "true or false"});
+}
+
+// Without the key a special token is sought in the text as it is, any other in the normalized one.
+TEST(TokenizerFile, TheDefaultOfNormalizedIsForTokensThatAreNotSpecial) {
+  const auto [decomposed, composed] = std::pair("<e\xCC\x81>", "<\xC3\xA9>");
+  for (const bool special : {true, false}) {
+    Json json = document("neox_style");
+    ASSERT_FALSE(json["normalizer"].is_null());
+    const auto id = static_cast<std::int32_t>(fixture("neox_style").vocab_size());
+    json["added_tokens"].push_back({{"content", decomposed}, {"id", id}, {"special", special}});
+    const Tokenizer tokenizer = Tokenizer::from_json(json.dump(), "x");
+    EXPECT_EQ(tokenizer.encode(decomposed, false, Tokenizer::Special::allow), Ids{id}) << special;
+    EXPECT_EQ(tokenizer.encode(composed, false, Tokenizer::Special::allow) == Ids{id}, !special) << special;
+  }
 }
 
 TEST(TokenizerFile, RefusesWhatItDoesNotSupportByName) {

@@ -767,6 +767,23 @@ TEST_F(TrainLoopTest, ASpikeIsSaidInOneLineAndLogged) {
   EXPECT_EQ(logged_spikes, 1);
 }
 
+// The first 16 steps count alike: mean and variance are those of all of them.
+TEST(Guard, TheLevelIsThatOfTheStepsSoFar) {
+  SpikeDetector detector;
+  std::vector<double> losses;
+  for (int i = 0; i < 16; ++i) {
+    losses.push_back(3.0 + 0.3 * std::sin(static_cast<double>(i * i)));
+    EXPECT_FALSE(detector.observe(losses.back(), 1.0).has_value()) << i;
+    const auto count = static_cast<double>(losses.size());
+    double mean = 0, variance = 0;
+    for (const double each : losses) mean += each / count;
+    for (const double each : losses) variance += (each - mean) * (each - mean) / count;
+    const Json level = detector.to_json();
+    EXPECT_NEAR(level["loss_mean"].get<double>(), mean, 1e-12) << i;
+    EXPECT_NEAR(level["loss_variance"].get<double>(), variance, 1e-12) << i;
+  }
+}
+
 // ---- files ----
 
 TEST_F(TrainLoopTest, AReplacedShardEndsTheRunAfterASave) {
@@ -907,6 +924,22 @@ TEST_F(TrainSignalTest, TwoSignalsAtOnceAreOneRequest) {
 
 TEST_F(TrainSignalTest, User1SavesAndGoesOn) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGUSR1); }, {4, 10}), testing::ExitedWithCode(0), "step 10/10");
+}
+
+// One request is one checkpoint, also where a save is due anyway: it does not stay for the next step.
+TEST_F(TrainSignalTest, User1AtASaveIsThatSave) {
+  settings_.save_every = 4;
+  settings_.keep = 10;
+  const auto leave = [this] { ::raise(SIGUSR1); };
+  const auto without_a_second = [&] {
+    const std::string next = temporary_.file("run") + "/step_00000005";
+    install_signal_handlers();
+    run("run", at_forward(4, leave));
+    const bool good = has_checkpoint("run", 4) && has_checkpoint("run", 10) && !fs::exists(next);
+    fs::remove_all(temporary_.file(""));
+    ::_exit(good ? 0 : 1);
+  };
+  EXPECT_EXIT(without_a_second(), testing::ExitedWithCode(0), "step 10/10");
 }
 
 TEST(Faults, MalformedSpecsAreRefused) {

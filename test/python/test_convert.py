@@ -228,6 +228,43 @@ def test_non_finite_weights(tmp_path, value):  # B34
     assert "model.layers.1.mlp.down_proj.weight" in done.stderr
 
 
+@pytest.mark.parametrize("row", [0, 20, -1])
+def test_each_piece_of_a_tensor_is_watched(tmp_path, monkeypatch, capsys, row):
+    """A tensor goes through in pieces: what is wrong in the first, a middle or the last one is found."""
+    name = "model.embed_tokens.weight"
+    weights = ck.weights_of(ck.LLAMA)
+    monkeypatch.setattr(convert_hf, "CHUNK_ELEMENTS", weights[name].shape[1])  # a row
+
+    def convert(dtype):
+        directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+        checkpoint, warnings = hf_config.read_checkpoint(directory), cli.Warnings()
+        tensors = convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, warnings)
+        convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, dtype, False, warnings)
+        return capsys.readouterr().err
+
+    weights[name][row, 1] = np.nan
+    assert f"{name}: holds NaN or infinity" in convert(None)
+    weights[name][row, 1] = 1e6
+    with pytest.raises(tensor_file.FileError, match="does not fit in f16"):
+        convert("f16")
+    weights[name][:] = 0
+    assert f"{name}: every value is zero" in convert(None)
+    weights[name][row, 1] = 1
+    assert convert(None) == ""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_infinities_stay_whatever_the_dtype(tmp_path, dtype):
+    """An infinity that was there is a warning, as without --dtype: only a finite value that becomes one is refused."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = ck.weights_of(ck.LLAMA)
+    weights[name][3, 4:6] = np.inf, -np.inf
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a.bin", "--dtype", dtype)
+    assert done.returncode == 0 and f"{name}: holds NaN or infinity" in done.stderr, done.stderr
+    assert tensor_file.read(tmp_path / "a.bin").f32(name)[3, 4:6].tolist() == [np.inf, -np.inf]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("bits", [0x7F800001, 0xFFBFFFFF])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -367,6 +404,12 @@ def test_gpt_neox_head_under_its_newer_name(tmp_path):
     ck.convert(whole, tmp_path / "a.bin")
     ck.convert(newer, tmp_path / "b.bin")
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    # Under both names: the published one counts, the other is no part of the model.
+    both = weights | {"lm_head.weight": weights["embed_out.weight"] + 1}
+    done = ck.run_script("convert_hf.py", ck.write_checkpoint(tmp_path / "both", ck.GPT_NEOX, both), "-o", tmp_path / "c.bin")
+    assert done.returncode == 0 and "'lm_head.weight' is not part" in done.stderr, done.stderr
+    a, c = (tensor_file.read(tmp_path / name) for name in ("a.bin", "c.bin"))
+    assert [info.hash for info in c.tensors.values()] == [info.hash for info in a.tensors.values()]
 
 
 # ---- config.json, generation_config.json, tokenizer.json -------------------------------------------------------------

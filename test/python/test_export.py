@@ -104,6 +104,24 @@ def test_export_never_destroys(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "first.bin", "model"]
 
 
+def test_an_export_that_cannot_get_its_name_leaves_the_earlier_one(tmp_path, monkeypatch):
+    for name in ("exported", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    rename = export_hf.os.rename
+
+    def second_fails(source, target):
+        if source == tmp_path / "new":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(export_hf.os, "rename", second_fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        export_hf.publish(tmp_path / "new", tmp_path / "exported")
+    assert (tmp_path / "exported" / "config.json").read_text() == "exported"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "new"]
+
+
 def test_force_where_the_name_with_old_is_taken(tmp_path):
     """What stands under DIR.old is the user's."""
     directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)

@@ -247,6 +247,9 @@ def test_old_and_new_keys_that_disagree():  # B46
 def test_rotary_dimensions():  # B47: heads of 8
     for fraction, rotary in ((0.25, 2), (0.5, 4), (1.0, 8), (1, 8), (0.3, 2)):
         assert parse(ck.GPT_NEOX | {"rotary_pct": fraction}).rope.rotary_dim == rotary
+    for fraction, rotary in ((0.36, 2), (0.62, 4)):  # 2.88 and 4.96: truncated, as transformers does it
+        assert parse(ck.GPT_NEOX | {"rotary_pct": fraction}).rope.rotary_dim == rotary
+    refused(ck.GPT_NEOX | {"rotary_pct": 0.99}, "rotary_pct", "7")
     for fraction in (0.375, 0.1, 1.5, 0, -0.25, 1e300, 1e301):
         refused(ck.GPT_NEOX | {"rotary_pct": fraction}, "rotary_pct")
     refused(ck.LLAMA | {"head_dim": 5}, "head_dim", "5", "even")

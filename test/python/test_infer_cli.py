@@ -286,6 +286,7 @@ def test_without_a_tokenizer_only_ids_work(models):
     bare = models / "no_tokenizer.bin"
     result = object_of("--model", bare, "--prompt-ids", "1,2,3", "--max-tokens", 5)
     assert result["text"] == "" and len(result["ids"]) == 5
+    assert max(result["ids"]) < TOKENS, "the rows of padding are ahead, and no token has their ids"
     done = run("--model", bare, "--prompt-ids", "1,2,3", "--max-tokens", 5)
     assert done.stdout.decode() == ",".join(map(str, result["ids"])) and b"no tokenizer" in done.stderr
     for arguments in (["--prompt", "Hello"], ["--interactive"], ["--perplexity", __file__]):

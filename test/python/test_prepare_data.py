@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -90,13 +91,25 @@ def test_special_tokens_in_the_text_are_text(prepare, tokenizer_path, tmp_path):
     assert tokenizers.Tokenizer.from_file(str(tokenizer_path)).decode(shard.tokens[:-1].tolist()) == text
 
 
-def test_jsonl_and_gzip(prepare, tokenizer_path, tmp_path):
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.ndjson.gz"])
+def test_jsonl_and_gzip(prepare, tokenizer_path, tmp_path, name):
     lines = [json.dumps({"id": i, "body": f"document {i}\n{END}\nstill {i}"}) for i in range(3)]
-    path = write(tmp_path / "a.jsonl.gz", gzip.compress("\n".join([*lines, ""]).encode()))
+    data = "\n".join([*lines, ""]).encode()
+    path = write(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
     done = prepare(path, "--jsonl-field", "body", "--val-fraction", 0)
     assert done.returncode == 0, done.stderr
     shard = TokenShard(tmp_path / "out" / "train_00000.bin")
     assert (shard.tokens == shard.end_of_document_id).sum() == 3  # a separator within JSON text separates nothing
+
+
+def test_the_report_counts_documents_tokens_and_bytes(prepare, tokenizer_path, tmp_path):
+    """Bytes of the text, not characters: the figure is compared between tokenizers and languages."""
+    texts = ["plain", "\u00e4\u00f6\u00fc \u4e2d\u6587 \U0001f600"]
+    done = prepare(write(tmp_path / "a.txt", f"\n{END}\n".join(texts)), "--val-fraction", 0)
+    assert done.returncode == 0, done.stderr
+    tokens = TokenShard(tmp_path / "out" / "train_00000.bin").count
+    size = sum(len(text.encode()) for text in texts)
+    assert re.search(rf"^train +2 documents +{tokens} tokens +{size / tokens:.2f} bytes per token +1 shard$", done.stdout, re.M), done.stdout
 
 
 def test_shards_have_the_size_asked_for(prepare, tokenizer_path, tmp_path):

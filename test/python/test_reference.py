@@ -6,6 +6,7 @@ torch nor transformers. What does need them is skipped without.
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -312,6 +313,10 @@ def test_shifted_labels():
     ids, labels = dump_reference.random_batch(model, 2, 9, 4)
     assert np.array_equal(ids[:, 1:], labels[:, :-1]) and ids.max() < 37
     assert not np.array_equal(ids, dump_reference.random_batch(model, 2, 9, 5)[0])
+    # The rows of padding have no tokens: their ids are in no text.
+    padded = replace(model, tokenizer_vocab=3)
+    for values in dump_reference.random_batch(padded, 4, 100, 6):
+        assert set(values.flatten().tolist()) == {0, 1, 2}
 
 
 @pytest.fixture

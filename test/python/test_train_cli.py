@@ -216,6 +216,14 @@ def test_output_directories_that_cannot_be_one(data, tmp_path):
     assert_refused(train(data, tmp_path / "file"), 2, "--out")
     assert_refused(train(data, tmp_path / "file" / "run"), 2, "--out")
     assert_refused(train(data, data), 2, "--out", "input")
+    apart, models = tmp_path / "validation", tmp_path / "models"  # each of the directories that are read counts
+    for directory in (apart, models):
+        directory.mkdir()
+    shutil.copy(data / "val_0.bin", apart)
+    shutil.copy(MODEL, models / "model.bin")
+    assert_refused(train(data, apart, "--val", apart / "val_*.bin"), 2, "--out", "input")
+    assert_refused(train(data, models, "--model", models / "model.bin"), 2, "--out", "input")
+    assert [path.name for directory in (apart, models) for path in directory.iterdir()] == ["val_0.bin", "model.bin"]
     assert_refused(train(data, "x" * 5000), 2, "--out")
 
 
@@ -370,6 +378,9 @@ def test_a_checkpoint_is_measured_and_nothing_is_written(data, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith(f"val loss {expected:.4f}  perplexity ")
     done = run_program(*words, "--json", "--val-batches", 2)
     assert json.loads(done.stdout)["tokens"] == 4 * 16
+    for batches in (6, 7, 1000):  # all there are, and more
+        done = run_program(*words, "--json", "--val-batches", batches)
+        assert json.loads(done.stdout) == result, batches
     assert sorted(tmp_path.rglob("*")) == before
     assert_refused(run_program("--eval", "--model", model), 2, "--eval", "--val")
     assert_refused(run_program("--eval", "--config", "tiny", "--val", data / "val_*.bin"), 2, "--eval", "--model")
