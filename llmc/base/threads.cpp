@@ -174,7 +174,7 @@ void StepThreads::took(double seconds, int threads) {
   constexpr double kLongestStep = 0.1;  // a step that may take longer with one thread is not tried: one would notice
   ++steps_;
   spent_ += seconds;
-  if (spent_ < (probing_ ? kProbe : std::max(kProbe, probe_after_))) return;
+  if (spent_ < (probing_ ? kProbe : probe_after_)) return;
   const double mean = spent_ / static_cast<double>(steps_);
   if (!probing_) {
     step_seconds_ = mean;

@@ -61,12 +61,12 @@ class StepThreads {
  private:
   void begin(bool probing);
 
-  bool one_ = false;         // the choice
-  bool probing_ = false;     // the next steps try the other one
-  std::int64_t steps_ = 0;   // since the choice or the probe began
-  double spent_ = 0;         // seconds of these steps
-  double step_seconds_ = 0;  // mean of the choice, before the probe
-  double probe_after_ = 0;   // seconds that the choice stays before the other one is tried again
+  bool one_ = false;            // the choice
+  bool probing_ = false;        // the next steps try the other one
+  std::int64_t steps_ = 0;      // since the choice or the probe began
+  double spent_ = 0;            // seconds of these steps
+  double step_seconds_ = 0;     // mean of the choice, before the probe
+  double probe_after_ = 0.015;  // seconds that the choice stays before the other one is tried
 };
 
 // ---- how they wait ----

@@ -204,6 +204,8 @@ def checkpoint() -> dict[str, bytes]:
         "step-5": seed(training=state(step=5, updates=5)), "updates": seed(training=state(updates=5)),
         "far": seed(training=state(windows=2**62)), "text": seed(training=state(loss="nan")),
         "spikes": seed(training=state(spikes={"observed": 2**63 - 1, "mean": 1e300, "variance": -1.0})),
+        "levels": seed(training=state(spikes={"observed": 4, "quiet": 2, "loss_mean": 2.0, "loss_variance": 0.25,
+                                              "log_norm_mean": 0.5, "log_norm_variance": 0.25})),
         "neox": seed(model=described(MODEL, NEOX, {"model": model_config("gpt_neox")}, neox_tensors())),
     }
 
