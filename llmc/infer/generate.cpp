@@ -24,10 +24,10 @@ double milliseconds(Clock::duration duration) {
 // Turns token ids into text: decodes them, looks for stop texts, and passes on text that cannot belong to one any more.
 class TextStream {
  public:
-  TextStream(const Tokenizer* tokenizer, const std::vector<std::string>& stops, const GenerateHooks& hooks,
-             std::string& text)
+  TextStream(const Tokenizer* tokenizer, std::span<const std::int32_t> prompt, const std::vector<std::string>& stops,
+             const GenerateHooks& hooks, std::string& text)
       : stops_(stops), hooks_(hooks), text_(text) {
-    if (tokenizer != nullptr) decoder_.emplace(*tokenizer);
+    if (tokenizer != nullptr) decoder_.emplace(*tokenizer, prompt);
   }
 
   void push(std::int32_t id) {
@@ -106,7 +106,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     fail(Exit::usage, "a stop text needs a tokenizer, and the model file has none");
   }
   GenerateResult result;
-  TextStream text(tokenizer, options.stop_texts, hooks, result.text);
+  TextStream text(tokenizer, prompt, options.stop_texts, hooks, result.text);
   // Positions that the prompt leaves in the context. The last id needs one, too, although it is not put into the cache.
   const std::int64_t room = model.capacity() - model.length() - static_cast<std::int64_t>(prompt.size());
   const std::int64_t max_ids = std::min(options.max_tokens, room);
