@@ -6,6 +6,7 @@ accepted stands in doc/tokenizers.md. Errors are FileError BAD_FILE and name the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +20,6 @@ MAX_STEPS, MAX_PREPEND_BYTES, MAX_STRIPPED = 8, 64, 1 << 20
 _PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 PATTERNS = {r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", _PIECES % "{1,3}", _PIECES % ""}
-
-SENTENCEPIECE_MODEL = "tokenizer.model"
 
 
 class Node:
@@ -381,16 +380,35 @@ class _Reader:
         node["start"].integer(0, MAX_STRIPPED, "number")
 
 
+# ---- files of other kinds --------------------------------------------------------------------------------------------
+
+
+def other_kind(data: bytes) -> str:
+    """What a file called tokenizer.model is, for a message; nothing for other files."""
+    if len(data) > 4 and data[0] == data[2] == 0x0A and data[4 + data[3]:5 + data[3]] == b"\x15":
+        return "a SentencePiece model"  # a protobuf: a piece, in it a text and, of type 0x15, its score
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:8192]):
+        return "a list of tokens and ranks (tiktoken)"
+    return ""
+
+
+MAKE_TOKENIZER_JSON = (
+    "Take tokenizer.json from the model's page, or make it where transformers, sentencepiece and tiktoken are installed: "
+    "transformers.AutoTokenizer.from_pretrained('DIR').save_pretrained('DIR')")
+
+
+def missing_tokenizer(directory: Path) -> str:
+    """Of a directory without a tokenizer.json: what is there instead and what to do, or nothing."""
+    path = directory / "tokenizer.model"
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        kind = other_kind(file.read(8192))
+    return f"tokenizer.model beside it is {kind or 'of another format'}. {MAKE_TOKENIZER_JSON}"
+
+
 def tokenizer_vocabulary(text: bytes, source: Path) -> int:
     """Highest token id + 1 of a tokenizer.json, all of which is checked."""
+    if kind := other_kind(text):
+        bad_file(source, "", f"this is {kind}, expected tokenizer.json", MAKE_TOKENIZER_JSON)
     return _Reader(Node(parse_json_object(text, source), "", source)).read()
-
-
-def is_sentencepiece(data: bytes) -> bool:
-    """Whether a file begins as a tokenizer.model of SentencePiece does: a protobuf whose first field is a piece, with its
-    text and its score."""
-    return len(data) > 4 and data[0] == 0x0A and data[2] == 0x0A and data[3] + 2 <= data[1] < 0x80
-
-
-SENTENCEPIECE_ADVICE = ("Make a tokenizer.json of it where transformers and sentencepiece are installed: "
-                        "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")

@@ -128,7 +128,9 @@ class TokenizerVectors : public testing::TestWithParam<const char*> {
   const Vectors vectors_ = VectorReader(kFixtures + GetParam() + ".vectors.bin").read();
 };
 
-INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors, testing::Values("neox_style", "llama3_style", "options"),
+INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors,
+                         testing::Values("neox_style", "llama3_style", "options", "llama2_style", "mistral_style",
+                                         "metaspace_style"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(TokenizerVectors, EncodesEveryStringAsTheOriginal) {
@@ -156,10 +158,10 @@ TEST_P(TokenizerVectors, EncodesEveryCodePointAsTheOriginal) {
   EXPECT_EQ(wrong, "") << "chunks of 256 code points / form";
 }
 
-// The added tokens of `options` take whitespace away and are composed, so decoding does not give back the
-// text.
+// The added tokens of `options` take whitespace away and are composed, and SentencePiece's ▁ and unknown tokens are not what
+// they stand for, so decoding does not give back these texts.
 TEST_P(TokenizerVectors, DecodingGivesTheNormalizedTextBack) {
-  if (GetParam() == std::string("options")) return;
+  if (GetParam() != std::string("neox_style") && GetParam() != std::string("llama3_style")) return;
   for (const Vector& vector : vectors_.strings) {
     const std::string valid = utf8_replace_invalid(vector.text);
     const std::string expected = GetParam() == std::string("neox_style") ? normalize_nfc(valid) : valid;
