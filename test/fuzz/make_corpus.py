@@ -152,6 +152,15 @@ def model_config_seeds() -> dict[str, bytes]:
                     "escapes": rb'{"\u00e9\ud83d\ude00":"\n\\\""}', "half-pair": rb'["\ud83d"]'}
 
 
+def sentencepiece(name: str) -> bytes:
+    """A fixture with so small a vocabulary that the fuzzer can hold on to it."""
+    document = json.loads((ROOT / "test/fixtures/tokenizer" / f"{name}.tokenizer.json").read_text())
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "\u2581a", "<0x41>"]
+    document["model"].update(vocab={token: number for number, token in enumerate(tokens)}, merges=[["\u2581", "a"]])
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 3]
+    return b"\1" + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def tokenizer_json() -> dict[str, bytes]:
     def seed(*, vocab: str = "", flags: int = 0, **changes: object) -> bytes:
         document = {"truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
@@ -181,6 +190,7 @@ def tokenizer_json() -> dict[str, bytes]:
         "unknown-merge": seed(model={"type": "BPE", "vocab": "V", "merges": ["q q"]}),
         "unigram": seed(model={"type": "Unigram", "vocab": "V", "merges": []}),
         "as-it-is": b"\1{}", "list": b"\1[]",
+        **{name.removesuffix("_style"): sentencepiece(name) for name in ("llama2_style", "mistral_style", "metaspace_style")},
     }
 
 
