@@ -238,7 +238,7 @@ CPU = [
     Mutant("half a character falls back to bytes", "llmc/text/base_tokens.cpp", "if (!std::all_of(character.begin()",
            "if (!std::any_of(character.begin()", unit("*TokenizerVectors.EncodesEveryString*mistral*")),
     Mutant("Metaspace's first is every piece", "llmc/text/pretokenize.cpp", "MetaspaceRule::Prepend::first && at_start)",
-           "MetaspaceRule::Prepend::first)", unit("SentencePieceEncoder.*")),
+           "MetaspaceRule::Prepend::first && (at_start || !text.empty()))", unit("SentencePieceEncoder.*")),
     Mutant("a row of byte tokens is shown too early", "llmc/text/token_decoder.cpp",
            "if (state.complete < state.row.size()) {", "if (state.complete < state.row.size() && state.complete == 0) {",
            unit("SentencePieceDecoder.*", "Tokenizer/SentencePiece.*")),
@@ -246,7 +246,7 @@ CPU = [
            "if (!text.empty()) state.stripped = spec_.strip_count;", "",
            unit("SentencePieceDecoder.*", "Tokenizer/SentencePiece.*")),
     Mutant("what follows a prompt loses its space", "llmc/infer/generate.cpp", "decoder_.emplace(*tokenizer, prompt);",
-           "decoder_.emplace(*tokenizer);", unit("Generate.*")),
+           "decoder_.emplace(*tokenizer, prompt.first(0));", unit("Generate.*")),
     Mutant("a long path loses its file name", "llmc/base/error.cpp", "text.size() - (limit - limit / 3)", "text.size()",
            unit("Escaped.*")),
     # ---- generation --------------------------------------------------------------------------------------------------
