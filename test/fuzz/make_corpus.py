@@ -198,7 +198,7 @@ def encode() -> dict[str, bytes]:
     texts = {"english": "It's 1234 o'clock; don't   they'LL?\r\n\n", "special": "a <|endoftext|> b<|begin_of_text|>",
              "marks": "e\u0301e\u0300\u0323\u1100\u1161\u11a8 \u212b", "scripts": "Привет 世界 \U0001f600\u200d\U0001f525 ١٢٣",
              "spaces": "  \t \u00a0\u3000   x    ", "long": "ab" * 60}
-    seeds = {f"{name}-{flags}": bytes([flags]) + text.encode() for name, text in texts.items() for flags in (3, 4, 11)}
+    seeds = {f"{name}-{flags}": bytes([flags]) + text.encode() for name, text in texts.items() for flags in (3, 4, 11, 15, 19, 23)}
     return seeds | {"not-utf8": b"\4\xff\xc0\xaf\xed\xa0\x80\xf0\x9f\x98", "nul": b"\4a\0b", "bom": b"\0\xef\xbb\xbfx"}
 
 
