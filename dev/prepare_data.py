@@ -25,6 +25,7 @@ import contextlib
 import fcntl
 import glob
 import gzip
+import json
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ import xxhash  # noqa: E402
 import cli  # noqa: E402
 from cli import Progress, bad_file, shown  # noqa: E402
 from hf_config import MAX_TOKENIZER_BYTES  # noqa: E402
+from hf_tokenizer import MAKE_TOKENIZER_JSON, missing_tokenizer, other_kind, tokenizer_vocabulary  # noqa: E402
 from tensor_file import AtomicFile, FileError  # noqa: E402
 from token_shard import MAX_VOCABULARY, ShardWriter  # noqa: E402
 
@@ -57,20 +59,21 @@ MIN_VALIDATION_DOCUMENTS = 10
 SHARD_NAME = re.compile(r"(train|val)_\d{5,}\.bin")
 TERMINATED = 143
 
-# Where a text can be cut without changing its tokens, for the pre-tokenizers of GPT-2, GPT-NeoX and Llama 3: before a
-# single space between a word and a letter (the space belongs to the word behind it), and after a single line feed
-# between two characters that are not white space.
-CUT = re.compile(r"(?<=\w)(?= [^\W\d_])|(?<=\S\n)(?=\S)")
+# Where a text can be cut without changing its tokens: before a single space between a word and a letter (the space belongs to
+# the word behind it); with the pre-tokenizers of GPT-2, GPT-NeoX and Llama 3 also after a single line feed between two
+# characters that are not white space.
+CUT_AT_SPACE = re.compile(r"(?<=\w)(?= [^\W\d_])")
+CUT = re.compile(CUT_AT_SPACE.pattern + r"|(?<=\S\n)(?=\S)")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def last_cut(text: str, begin: int, end: int) -> int:
+def last_cut(text: str, begin: int, end: int, where: re.Pattern[str]) -> int:
     """The last place within (begin, end) where the text can be cut; 0 if there is none."""
     for start in (max(begin + 1, end - 1024), begin + 1):  # nearly always it is close to the end
         cut = 0
-        for match in CUT.finditer(text, start, end):
+        for match in where.finditer(text, start, end):
             cut = match.start()
         if cut:
             return cut
@@ -78,9 +81,10 @@ def last_cut(text: str, begin: int, end: int) -> int:
 
 
 class PieceBuffer:
-    """Cuts a text that arrives in parts into pieces whose tokens are those of the whole."""
+    """Cuts a text that arrives in parts into pieces whose tokens are those of the whole. `cut`: where it may; None: nowhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: re.Pattern[str] | None) -> None:
+        self._cut = cut
         self._parts: list[str] = []
         self._length = 0
         self._wanted = PIECE_CHARACTERS  # grows where no cut is found, so that the search stays linear
@@ -89,11 +93,11 @@ class PieceBuffer:
         """Takes the next part and yields the pieces that are complete."""
         self._parts.append(part)
         self._length += len(part)
-        if self._length < self._wanted:
+        if self._cut is None or self._length < self._wanted:
             return
         text, begin = "".join(self._parts), 0
         while len(text) - begin >= self._wanted:
-            if cut := last_cut(text, begin, begin + self._wanted):
+            if cut := last_cut(text, begin, begin + self._wanted, self._cut):
                 yield text[begin:cut]
                 begin, self._wanted = cut, PIECE_CHARACTERS
             else:
@@ -105,9 +109,9 @@ class PieceBuffer:
         return "".join(self._parts).rstrip("\n")
 
 
-def pieces_of(lines: Iterable[str]) -> Iterator[str]:
+def pieces_of(lines: Iterable[str], where: re.Pattern[str] | None = CUT) -> Iterator[str]:
     """A document in pieces, without line feeds at its ends; nothing for an empty document."""
-    buffer, begun = PieceBuffer(), False
+    buffer, begun = PieceBuffer(where), False
     for line in lines:
         if not begun:
             line = line.lstrip("\n")
@@ -126,6 +130,7 @@ class Source:
     jsonl: bool
     json_field: str
     separator: str
+    cut: re.Pattern[str] | None
 
     def documents(self, progress: Progress | None = None) -> Iterator[Iterator[str]]:
         """The documents, each as an iterator of its pieces, which is used up before the next document is asked for."""
@@ -133,10 +138,10 @@ class Source:
         if self.jsonl:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield pieces_of([self._text_of(line, number)])
+                    yield pieces_of([self._text_of(line, number)], self.cut)
             return
         for line in lines:  # the first line of a document
-            yield pieces_of(self._until_separator(line, lines))
+            yield pieces_of(self._until_separator(line, lines), self.cut)
 
     def _until_separator(self, line: str | None, lines: Iterator[str]) -> Iterator[str]:
         while line is not None and line.rstrip("\n") != self.separator:
@@ -182,14 +187,14 @@ class Source:
             bad_file(self.path, "", f"cannot be read: {problem.strerror}")
 
 
-def open_sources(paths: list[Path], options: argparse.Namespace) -> list[Source]:
+def open_sources(paths: list[Path], options: argparse.Namespace, cut: re.Pattern[str] | None) -> list[Source]:
     sources = []
     for path in paths:
         if not path.is_file():
             bad_file(path, "", "not a file" if path.exists() else "no such file")
         plain = path.with_suffix("") if path.suffix == ".gz" else path
         jsonl = options.format == "jsonl" or options.format == "auto" and plain.suffix in (".jsonl", ".ndjson")
-        sources.append(Source(path, jsonl, options.jsonl_field, options.document_separator))
+        sources.append(Source(path, jsonl, options.jsonl_field, options.document_separator, cut))
     return sources
 
 
@@ -237,27 +242,90 @@ def check_tokenizer(tokenizer: dict[str, Any], path: Path) -> None:
                  for child in (node.values() if isinstance(node, dict) else node)]
 
 
+def tokenizer_from(text: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # as plain text
+    return tokenizer
+
+
+def steps_of(stage: Any, children: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as the list of its steps."""
+    if stage is None:
+        return []
+    return [step for child in stage[children] for step in steps_of(child, children)] if stage["type"] == "Sequence" else [stage]
+
+
+def without_prepend(normalizer: Any) -> Any:
+    steps = steps_of(normalizer, "normalizers")
+    rest = [step for step in steps if step["type"] != "Prepend"]
+    return normalizer if rest == steps else {"type": "Sequence", "normalizers": rest}
+
+
+def safe_cut(tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
+    """Where a document may be cut without a change of its tokens; None: nowhere, and documents are encoded whole."""
+    normalizers = steps_of(tokenizer.get("normalizer"), "normalizers")
+    steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if steps and steps[-1]["type"] == "ByteLevel":
+        splits = steps[-1].get("use_regex") is not False or any(step["type"] == "Split" for step in steps)
+        if not splits or any(step["type"] != "NFC" for step in normalizers):
+            return None
+        return CUT_AT_SPACE if steps[-1].get("add_prefix_space") is not False else CUT
+    return CUT_AT_SPACE if words_begin_at_spaces(tokenizer, normalizers, steps) else None
+
+
+def words_begin_at_spaces(tokenizer: dict[str, Any], normalizers: list[dict[str, Any]], steps: list[dict[str, Any]]) -> bool:
+    """Of a SentencePiece-style tokenizer: whether no token can reach across the cut before a single space."""
+    model, mark = tokenizer["model"], " "
+    for step in normalizers:
+        if step["type"] == "Replace":
+            mark = step["content"] if step["pattern"]["String"] == mark else mark
+    metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
+    if metaspace is not None and mark == " ":
+        mark = metaspace["replacement"]
+    others = [step for step in normalizers if step["type"] == "Replace" and step["pattern"]["String"] != " "]
+    if re.match(r"\w", mark) or mark not in model["vocab"] or any(step["content"] == mark for step in others):
+        return False
+    if any(step["type"] == "Split" for step in steps):
+        return False
+    if model.get("ignore_merges") and (metaspace is None or metaspace.get("split") is False):
+        return False  # a piece may read as a token that the whole does not
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    if any(mark in "".join(merge).lstrip(mark) for merge in merges):
+        return False
+    prepends = any(step["type"] == "Prepend" for step in normalizers)
+    return not any(" " in token["content"] or mark in token["content"] or token.get("lstrip") or token.get("rstrip")
+                   or prepends and token.get("normalized", not token.get("special")) for token in tokenizer.get("added_tokens") or [])
+
+
 class Encoder:
     """A tokenizer.json, and what it takes to make documents of token ids with it."""
 
     def __init__(self, path: Path, end_of_text: str | None):
         self.path = path
+        if not path.exists() and (why := missing_tokenizer(path.parent)):
+            bad_file(path, "", "no such file", why)
         self.text = cli.read_bytes(path, MAX_TOKENIZER_BYTES)
+        if kind := other_kind(self.text):
+            bad_file(path, "", f"this is {kind}, expected tokenizer.json", MAKE_TOKENIZER_JSON)
         parsed = cli.parse_json_object(self.text, path)
         if not isinstance(parsed.get("model"), dict):
             bad_file(path, "model", "missing", "A tokenizer.json of the Hugging Face tokenizers library is needed")
         check_tokenizer(parsed, path)
         with library_speaks_through_us(path):
-            self._tokenizer = tokenizers.Tokenizer.from_str(self.text.decode("utf-8"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # as plain text
+            self._tokenizer = tokenizer_from(self.text.decode("utf-8"))
         self.hash = xxhash.xxh3_64_intdigest(self.text)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 1 <= self.vocab_size <= MAX_VOCABULARY:
             bad_file(path, "vocabulary", f"got {self.vocab_size} tokens, expected 1 to {MAX_VOCABULARY}")
         self.end_of_text = self._find_end_of_text(end_of_text)
         self.prefix = self._find_prefix()
+        tokenizer_vocabulary(json.dumps(parsed | {"truncation": None, "padding": None}).encode(), path)
+        self.cut = safe_cut(parsed)
+        # Of the later pieces of a document, which begin with a space: without what is put in front of a text.
+        rest = parsed | {"normalizer": without_prepend(parsed.get("normalizer"))}
+        self._rest = self._tokenizer if rest == parsed else tokenizer_from(json.dumps(rest))
 
     def _find_end_of_text(self, wanted: str | None) -> int:
         for token in [wanted] if wanted is not None else END_OF_TEXT:
@@ -275,10 +343,18 @@ class Encoder:
         begin = next((i for i in range(len(full)) if full[i:i + len(plain)] == plain), 0)
         return np.array(full[:begin], dtype=np.uint32)
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        with library_speaks_through_us(self.path):
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+    def encode(self, texts: list[str], begins: list[bool] | None = None) -> list[np.ndarray]:
+        """The ids of each text. `begins`: whether it begins a document; without it they are the pieces of one document."""
+        begins = [i == 0 for i in range(len(texts))] if begins is None else begins
+        ids: list[np.ndarray] = [np.array([], dtype=np.uint32)] * len(texts)
+        same = self._rest is self._tokenizer
+        for tokenizer, first in [(self._tokenizer, True)] + ([] if same else [(self._rest, False)]):
+            chosen = [i for i, begin in enumerate(begins) if same or begin == first]
+            with library_speaks_through_us(self.path):
+                encodings = tokenizer.encode_batch_fast([texts[i] for i in chosen], add_special_tokens=False)
+            for i, encoding in zip(chosen, encodings, strict=True):
+                ids[i] = np.array(encoding.ids, dtype=np.uint32)
+        return ids
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -354,7 +430,8 @@ class Pipeline:
 
     def flush(self) -> None:
         batch, self._batch, self._characters = self._batch, [], 0
-        for piece, ids in zip(batch, self.encoder.encode([piece.text for piece in batch]), strict=True):
+        ids_of_batch = self.encoder.encode([piece.text for piece in batch], [piece.first for piece in batch])
+        for piece, ids in zip(batch, ids_of_batch, strict=True):
             if piece.first:
                 piece.split.write(self.encoder.prefix)
             piece.split.write(ids)
@@ -371,7 +448,7 @@ def is_for_validation(index: int, seed: int, fraction: float) -> bool:
     return xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed) < fraction * 2.0**64
 
 
-def cut_at(pieces: Iterator[str], position: int) -> tuple[Iterator[str], Iterator[str]]:
+def cut_at(pieces: Iterator[str], position: int, where: re.Pattern[str] | None) -> tuple[Iterator[str], Iterator[str]]:
     """The text before and after the first line end at or after `position`; the first part is to be used up first."""
     rest: list[str] = []
 
@@ -389,7 +466,7 @@ def cut_at(pieces: Iterator[str], position: int) -> tuple[Iterator[str], Iterato
                 yield piece[:cut]
             return
 
-    return before(), pieces_of(chain(rest, pieces))
+    return before(), pieces_of(chain(rest, pieces), where)
 
 
 def lengths_if_few(sources: list[Source], fraction: float) -> list[int] | None:
@@ -412,7 +489,7 @@ def add_with_split(sources: list[Source], pipeline: Pipeline, train: Split, val:
     for source in sources:
         for pieces in source.documents(progress):
             if lengths is not None:
-                before, after = cut_at(pieces, round(lengths[index] * (1 - fraction)))
+                before, after = cut_at(pieces, round(lengths[index] * (1 - fraction)), source.cut)
                 pipeline.add_document(train, before)
                 pipeline.add_document(val, after)
             else:
@@ -453,7 +530,7 @@ def staging_directory(output: Path) -> Iterator[Path]:
 def prepare(options: argparse.Namespace, staging: Path) -> tuple[Encoder, list[Split]]:
     """Writes all shards into `staging`."""
     encoder = Encoder(options.tokenizer, options.eos)
-    sources, val_sources = open_sources(options.text, options), open_sources(options.val or [], options)
+    sources, val_sources = (open_sources(paths, options, encoder.cut) for paths in (options.text, options.val or []))
     train, val = (Split(name, staging, encoder, options.shard_tokens) for name in ("train", "val"))
     pipeline = Pipeline(encoder)
     progress = Progress("encoding", sum(source.path.stat().st_size for source in sources + val_sources))

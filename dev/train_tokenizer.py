@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a byte-level BPE tokenizer on one's own text and writes it as tokenizer.json, for dev/prepare_data.py and train_llama.
+"""Trains a BPE tokenizer on one's own text and writes it as tokenizer.json, for dev/prepare_data.py and train_llama.
 
     .venv/bin/python dev/train_tokenizer.py my.txt --vocab-size 2048 -o tokenizer.json
 
-It is of Llama 3's kind: its pattern, its special tokens, any text is encodable. Documents are divided by lines that hold only
-<|endoftext|>. A model of train_llama needs a row for each token: --config tiny has 2048. Exit codes: 2 usage, 3 bad input
+It is byte-level and of Llama 3's kind: its pattern, its special tokens. With --style sentencepiece it is of the kind of Llama 2,
+TinyLlama and Mistral: pieces of words with their space in front, and tokens of bytes for rare characters. Either encodes any
+text. Documents are divided by lines that hold only <|endoftext|>. A model of train_llama needs a row for each token: --config tiny has 2048. Exit codes: 2 usage, 3 bad input
 file, 4 cannot write, 5 disk or memory full.
 """
 
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
     parser.add_argument("--vocab-size", type=cli.number_in(LEAST, MOST, int), default=2048, metavar="N",
                         help=f"tokens in all, from {LEAST} (default 2048)")
+    parser.add_argument("--style", choices=("llama3", "sentencepiece"), default="llama3", help="its kind (default llama3)")
     return parser.parse_args()
 
 
@@ -52,10 +54,10 @@ def main() -> int:
     options = arguments()
     try:
         kinds = styles()
-        tokenizer = kinds.train_llama3(command_line.read_stories(options.texts), options.vocab_size)
+        tokenizer = kinds.STYLES[options.style](command_line.read_stories(options.texts), options.vocab_size)
     except command_line.InputError as problem:
         raise FileError(BAD_FILE, str(problem)) from None
-    text = kinds.to_json(tokenizer, "llama3").encode("utf-8")
+    text = kinds.to_json(tokenizer, options.style).encode("utf-8")
     with AtomicFile(options.output) as output:
         output.write(text)
     print(f"{cli.shown(str(options.output))}: {tokenizer.get_vocab_size():,} tokens")

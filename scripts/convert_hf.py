@@ -24,6 +24,7 @@ import cli
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
+from hf_tokenizer import missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
                          f32_to_bf16, shape_text)
@@ -313,7 +314,9 @@ def main() -> int:
     warnings = Warnings()
     checkpoint = read_checkpoint(options.directory, options.rope_theta)
     if checkpoint.tokenizer is None:
-        warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids")
+        why = missing_tokenizer(options.directory)
+        warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids"
+                     + (f". {why}" if why else ""))
     file_configuration(checkpoint, options.directory / "config.json")  # refused before the weights are read
     tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
     dtype = DTYPE_OPTIONS.get(options.dtype)

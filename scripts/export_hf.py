@@ -24,8 +24,8 @@ from tensor_file import AtomicFile, FileError, TensorFile, escaped, shape_text
 
 import cli
 from cli import bad_file, shown
-from hf_config import (LLAMA, Model, embedding_name, expected_tensors, export_config, model_from_json, one_or_all,
-                       tokenizer_vocabulary)
+from hf_config import LLAMA, Model, embedding_name, expected_tensors, export_config, model_from_json, one_or_all
+from hf_tokenizer import tokenizer_vocabulary
 
 SAFETENSORS_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}

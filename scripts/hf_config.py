@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cli import bad_file, json_type, parse_json_object, read_bytes, read_json_object, shown
+from cli import bad_file, json_type, read_bytes, read_json_object, shown
+from hf_tokenizer import tokenizer_vocabulary
 
 LLAMA, GPT_NEOX = "llama", "gpt_neox"
 ARCHITECTURES = {LLAMA: "LlamaForCausalLM", GPT_NEOX: "GPTNeoXForCausalLM"}
@@ -412,48 +413,6 @@ def _token_ids(config: _Reader, generation: _Reader, vocab: int) -> tuple[list[i
 def _check_id(owner: _Reader, key: str, value: Any, vocab: int) -> None:
     if type(value) is not int or not 0 <= value < vocab:
         owner.fail(key, f"got {_got(value)}, expected a token id below vocab_size = {vocab}")
-
-
-def tokenizer_vocabulary(text: bytes, source: Path) -> int:
-    """Highest token id + 1 of a tokenizer.json. Duplicate ids, holes and merges of unknown tokens are refused."""
-    tokenizer = parse_json_object(text, source)
-    model = tokenizer.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(vocab, dict):
-        bad_file(source, "model.vocab", f"got {json_type(vocab)}, expected an object of tokens and ids")
-    tokens: dict[int, str] = {}
-    for name, token_id in [*vocab.items(), *_added_tokens(tokenizer, source)]:
-        if type(token_id) is not int or not 0 <= token_id < 2**31:
-            bad_file(source, f"token {shown(name)}", f"id: got {_got(token_id)}, expected an integer from 0 to 2^31-1")
-        if tokens.setdefault(token_id, name) != name:
-            bad_file(source, f"token {shown(name)}", f"id: got {token_id}, which {shown(tokens[token_id])} has already")
-    if not tokens:
-        bad_file(source, "model.vocab", "got no tokens")
-    if len(tokens) != max(tokens) + 1:
-        hole = next(number for number in range(len(tokens)) if number not in tokens)
-        bad_file(source, "model.vocab", f"id {hole} names no token, expected ids without holes")
-    _check_merges(model.get("merges"), vocab, source)
-    return len(tokens)
-
-
-def _added_tokens(tokenizer: dict[str, Any], source: object) -> list[tuple[str, Any]]:
-    added = tokenizer.get("added_tokens") or []
-    if not isinstance(added, list):
-        bad_file(source, "added_tokens", f"got {json_type(added)}, expected an array")
-    for token in added:
-        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
-            bad_file(source, "added_tokens", f"got {shown(token)}, expected objects with content and id")
-    return [(token["content"], token.get("id")) for token in added]
-
-
-def _check_merges(merges: Any, vocab: dict[str, Any], source: object) -> None:
-    for merge in merges if isinstance(merges, list) else []:
-        parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
-            bad_file(source, "model.merges", f"got {shown(merge)}, expected 'a b' or ['a', 'b']")
-        for token in (*parts, parts[0] + parts[1]):
-            if token not in vocab:
-                bad_file(source, "model.merges", f"{shown(merge)} needs the token {shown(token)}, which is unknown")
 
 
 # ---- a whole directory -----------------------------------------------------------------------------------------------

@@ -3,14 +3,19 @@
 
     python3 scripts/make_tokenizer_vectors.py [-o test/fixtures/tokenizer]
 
-For each NAME in neox_style, llama3_style and options: NAME.tokenizer.json and NAME.vectors.bin (little endian):
+For each NAME in neox_style, llama3_style, options, llama2_style, mistral_style and metaspace_style: NAME.tokenizer.json and
+NAME.vectors.bin (little endian):
 
     "WTOKVEC1"
     u32 count, then for each string: u8 flags (1: special tokens allowed, 2: add BOS), u32 length, bytes, u32 count, u16 ids
     u32 forms, u32 chunks, then for each form and chunk: u64 FNV-1a of the ids (as u16) of chunk_text(form, chunk)
 
 The chunks hold every code point, in surroundings that show its class and its combining class. Strings may be invalid
-UTF-8; the ids are those of bytes.decode("utf-8", errors="replace").
+UTF-8; the ids are those of bytes.decode("utf-8", errors="replace"). The last three have besides NAME.texts.bin, what ids
+decode to:
+
+    "WTOKTXT1"
+    u32 count, then for each list of ids: u8 flags (8: special tokens left out), u32 count, u16 ids, u32 length, UTF-8
 """
 
 import argparse
@@ -28,7 +33,7 @@ LLAMA3_PATTERN = (
 CHUNK = 256
 CHUNKS = 0x110000 // CHUNK
 FORMS = 3
-ALLOW_SPECIAL, ADD_BOS = 1, 2
+ALLOW_SPECIAL, ADD_BOS, IDS, SKIP_SPECIAL = 1, 2, 4, 8  # the last two: test/cpp/tokenize_main.cpp
 
 SYLLABLES = {
     "latin": "ba be bi do du fa ga he in an er on st tion the and ing ck sh qu ou ea ly".split(),
@@ -222,6 +227,121 @@ def options():
     return with_added(document, tokens)
 
 
+# ---- SentencePiece-style ---------------------------------------------------------------------------------------------
+
+
+def sentencepiece_vocabulary(seed, size, fallback, alphabet):
+    """A model of Llama-2's kind: <unk>, <s>, </s>, the tokens of the bytes in `fallback`, then pieces of words with their ▁.
+    `alphabet`: how many characters have tokens of their own."""
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=alphabet,
+                                  special_tokens=special + [f"<0x{byte:02X}>" for byte in fallback])
+    tokenizer.train_from_iterator(training_text(random.Random(seed), lines=2000), trainer)
+    document = json.loads(tokenizer.to_str())
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] in special]
+    document["pre_tokenizer"] = None
+    return document
+
+
+def with_bos(document, name="<s>"):
+    number = document["model"]["vocab"][name]
+    document["post_processor"] = {
+        "type": "TemplateProcessing", "pair": [],
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}}}
+    return document
+
+
+def replace_step(character, content):
+    return {"type": "Replace", "pattern": {"String": character}, "content": content}
+
+
+STRIP_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def metaspace_step(scheme, split):
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
+
+
+def llama2_style():
+    """Llama 2, TinyLlama, Mistral 7B: normalizers put ▁ in front and in the place of spaces, all bytes have tokens."""
+    document = sentencepiece_vocabulary(5, 800, range(256), 90)
+    document["normalizer"] = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"}, replace_step(" ", "▁")]}
+    document["decoder"] = {"type": "Sequence", "decoders": [
+        replace_step("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"}, STRIP_SPACE]}
+    return with_added(with_bos(document), [AddedToken("<|user|>", special=True, rstrip=True, normalized=False),
+                                           AddedToken("<tab>", special=False, normalized=True)])
+
+
+def mistral_style():
+    """As newer conversions write it: no normalizer, Metaspace for the first piece alone. With bytes that have no token, so
+    that unknown tokens and byte tokens meet, a merge of the unknown token, and the decoders in their other order."""
+    document = sentencepiece_vocabulary(6, 600, [byte for byte in range(256) if byte % 5], 60)
+    model = document["model"]
+    for left, right in (("<unk>", "<unk>"), ("<unk>", "▁")):
+        model["vocab"][left + right] = len(model["vocab"])
+        model["merges"].append([left, right])
+    model["fuse_unk"] = False
+    document["pre_tokenizer"] = metaspace_step("first", False)
+    document["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "ByteFallback"}, {"type": "Fuse"}, replace_step("▁", " "), STRIP_SPACE]}
+    return with_added(with_bos(document), [AddedToken("[INST]", special=True, normalized=False),
+                                           AddedToken("ba", special=False, single_word=True, normalized=True)])
+
+
+def metaspace_style():
+    """Words cut at ▁, whole words first, no byte fallback; runs of digits are pieces; the decoder Metaspace."""
+    document = sentencepiece_vocabulary(7, 500, [], 70)
+    rng = random.Random(8)
+    merges = document["model"]["merges"]
+    dropped = set(rng.sample(range(len(merges) // 2, len(merges)), 40))  # so that ignore_merges shows
+    document["model"]["merges"] = [pair for i, pair in enumerate(merges) if i not in dropped]
+    document["model"].update(ignore_merges=True, byte_fallback=False, fuse_unk=True)
+    document["normalizer"] = {"type": "NFC"}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        metaspace_step("always", True), {"type": "Digits", "individual_digits": False}]}
+    document["decoder"] = metaspace_step("always", True)
+    return with_added(document, [AddedToken("<left>", special=False, lstrip=True, normalized=False),
+                                 AddedToken("cafe\u0301", special=True, normalized=True)])
+
+
+def hostile_names(document):
+    """Contents of added tokens, and what looks like a token or like ▁."""
+    added = [token["content"] for token in document["added_tokens"]]
+    return added + ["▁", "▁▁", "<0x41>", "<0x0A>", "<0xe2>", "<unk>", "\xe2\x96", "ABC", "Ж▁", " ▁ ", "  "]
+
+
+def random_ids(rng, document):
+    """Ids in any order, with rows of byte tokens that are text, and others that are not."""
+    vocab = document["model"]["vocab"]
+    last = max([*vocab.values(), *(token["id"] for token in document["added_tokens"])])
+    byte_ids = [number for token, number in vocab.items() if token.startswith("<0x")] or [0]
+    ids = []
+    for _ in range(rng.randint(0, 10)):
+        kind = rng.randrange(3)
+        if kind == 0:
+            ids.append(rng.randint(0, last))
+        elif kind == 1:
+            ids += [vocab.get(f"<0x{byte:02X}>", 0) for byte in rng.choice(["é", "▁", "中", "😀", " ", "\n", "▁▁"]).encode()]
+        else:
+            ids += rng.choices(byte_ids, k=rng.randint(1, 4))
+    return ids
+
+
+def decoded_vectors(document, count, seed):
+    rng = random.Random(seed + " texts")
+    tokenizer = Tokenizer.from_str(json.dumps(document))
+    out = [b"WTOKTXT1", struct.pack("<I", count)]
+    for index in range(count):
+        ids, flags = random_ids(rng, document) if index else [], rng.choice([0, SKIP_SPECIAL])
+        text = tokenizer.decode(ids, skip_special_tokens=bool(flags)).encode()
+        out.append(struct.pack(f"<BI{len(ids)}HI", flags, len(ids), *ids, len(text)) + text)
+    return b"".join(out)
+
+
 def fnv1a(ids):
     value = 0xCBF29CE484222325
     for byte in struct.pack(f"<{len(ids)}H", *ids):
@@ -235,18 +355,18 @@ def expected_ids(tokenizer, data, flags):
     return tokenizer.encode(text, add_special_tokens=bool(flags & ADD_BOS)).ids
 
 
-def vectors(document, count, seed):
+def vectors(document, count, seed, forms, names):
+    """`names`: strings that the texts are to hold, as the contents of added tokens."""
     rng = random.Random(seed)
     tokenizer = Tokenizer.from_str(json.dumps(document))
-    added = [token["content"] for token in document["added_tokens"]]
     out = [b"WTOKVEC1", struct.pack("<I", count)]
     for index in range(count):
-        data = fuzz_bytes(rng, added) if index else b""
+        data = fuzz_bytes(rng, names) if index else b""
         flags = rng.randrange(4)
         ids = expected_ids(tokenizer, data, flags)
         out.append(struct.pack("<BI", flags, len(data)) + data + struct.pack(f"<I{len(ids)}H", len(ids), *ids))
-    out.append(struct.pack("<II", FORMS, CHUNKS))
-    for form in range(FORMS):
+    out.append(struct.pack("<II", forms, CHUNKS))
+    for form in range(forms):
         for chunk in range(CHUNKS):
             ids = expected_ids(tokenizer, chunk_text(form, chunk).encode(), 0)
             out.append(struct.pack("<Q", fnv1a(ids)))
@@ -258,14 +378,18 @@ def main():
     parser.add_argument("-o", "--output", type=pathlib.Path, default=pathlib.Path("test/fixtures/tokenizer"))
     directory = parser.parse_args().output
     directory.mkdir(parents=True, exist_ok=True)
-    for make, count in ((neox_style, 5500), (llama3_style, 5500), (options, 1000)):
+    for make, count, forms in ((neox_style, 5500, FORMS), (llama3_style, 5500, FORMS), (options, 1000, FORMS),
+                               (llama2_style, 700, 1), (mistral_style, 700, 1), (metaspace_style, 700, 1)):
         document = make()
-        name = make.__name__
-        text = json.dumps(document, ensure_ascii=False, indent=1)
+        name, sentencepiece = make.__name__, make in (llama2_style, mistral_style, metaspace_style)
+        text = json.dumps(document, ensure_ascii=False, indent=None if sentencepiece else 1)
         (directory / f"{name}.tokenizer.json").write_text(text + "\n", encoding="utf-8")
-        data = vectors(document, count, seed=name)
+        names = hostile_names(document) if sentencepiece else [token["content"] for token in document["added_tokens"]]
+        data = vectors(document, count, name, forms, names)
         (directory / f"{name}.vectors.bin").write_bytes(data)
-        print(f"{name}: {count} strings, {FORMS * CHUNKS} chunks of all code points, {len(data)} bytes")
+        if sentencepiece:
+            (directory / f"{name}.texts.bin").write_bytes(decoded_vectors(document, count, name))
+        print(f"{name}: {count} strings, {forms * CHUNKS} chunks of all code points, {len(data)} bytes")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Trains a byte-level BPE tokenizer and writes it as a Hugging Face tokenizer.json.
+"""Trains a BPE tokenizer and writes it as a Hugging Face tokenizer.json.
 
   neox    as GPT-NeoX-20B and Pythia: NFC, GPT-2 pattern, <|endoftext|> = 0, <|padding|> = 1, runs of 24 … 2 spaces as
           added tokens at the end of the vocabulary, merges written as strings
   llama3  as Llama 3: no normalizer, the Llama 3 pattern, ignore_merges, special tokens at the end of the vocabulary,
           a post-processor that puts <|begin_of_text|> first, merges written as pairs
+  sentencepiece
+          as Llama 2, TinyLlama and Mistral: <unk>, <s>, </s>, a token for each byte, then pieces of words with ▁ for the
+          space in front; characters without a token become bytes, and <s> is put first
 """
 
 import argparse
@@ -25,6 +28,7 @@ NEOX_SPECIAL = ["<|endoftext|>", "<|padding|>"]
 SPACE_RUNS = range(24, 1, -1)
 LLAMA_BOS, LLAMA_EOS = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA_SPECIAL = [LLAMA_BOS, LLAMA_EOS] + [f"<|reserved_special_token_{i}|>" for i in range(6)]
+SENTENCEPIECE_SPECIAL = ["<unk>", "<s>", "</s>"]
 LLAMA_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -82,7 +86,33 @@ def train_llama3(stories: list[str], size: int) -> Tokenizer:
     return tokenizer
 
 
-STYLES = {"neox": train_neox, "llama3": train_llama3}
+def train_sentencepiece(stories: list[str], size: int) -> Tokenizer:
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=SENTENCEPIECE_SPECIAL + [f"<0x{byte:02X}>" for byte in range(BYTES)],
+        limit_alphabet=(size - BYTES - len(SENTENCEPIECE_SPECIAL)) // 2,
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)  # while training: words end at spaces
+    tokenizer.train_from_iterator((line for story in stories for line in story.split("\n") if line), trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = content["added_tokens"][:len(SENTENCEPIECE_SPECIAL)]  # bytes are none
+    content["pre_tokenizer"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    check_size(tokenizer, size)
+    return tokenizer
+
+
+STYLES = {"neox": train_neox, "llama3": train_llama3, "sentencepiece": train_sentencepiece}
 
 
 def to_json(tokenizer: Tokenizer, style: str) -> str:
@@ -93,7 +123,7 @@ def to_json(tokenizer: Tokenizer, style: str) -> str:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Train a byte-level BPE tokenizer on text files and write tokenizer.json.",
+    parser = Parser(description="Train a BPE tokenizer on text files and write tokenizer.json.",
                     epilog=f"Texts are split into documents at {SEPARATOR}.")
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT", help="UTF-8 text file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="tokenizer.json to write")

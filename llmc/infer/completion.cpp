@@ -68,7 +68,7 @@ class CompletionListener : public RequestListener {
       : prompt_ids_(static_cast<std::int64_t>(prompt.ids.size())),
         prompt_text_(std::move(prompt.text)),
         echo_(options.echo),
-        text_(tokenizer, options.stop),
+        text_(tokenizer, prompt.ids, options.stop),
         stop_ids_(std::move(stop_ids)),
         sink_(std::move(sink)) {}
 

@@ -73,7 +73,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     fail(Exit::usage, "a stop text needs a tokenizer, and the model file has none");
   }
   GenerateResult result;
-  TextStream text(tokenizer, options.stop_texts);
+  TextStream text(tokenizer, prompt, options.stop_texts);
   const auto emit = [&](const std::string& piece) {
     if (piece.empty()) return;
     result.text += piece;

@@ -4,8 +4,9 @@
 
 namespace weft {
 
-TextStream::TextStream(const Tokenizer* tokenizer, std::vector<std::string> stops) : stops_(std::move(stops)) {
-  if (tokenizer != nullptr) decoder_.emplace(*tokenizer);
+TextStream::TextStream(const Tokenizer* tokenizer, std::span<const std::int32_t> before, std::vector<std::string> stops)
+    : stops_(std::move(stops)) {
+  if (tokenizer != nullptr) decoder_.emplace(*tokenizer, before);
 }
 
 std::string TextStream::push(std::int32_t id) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,8 +16,9 @@ namespace weft {
 // character or to a stop text is held back.
 class TextStream {
  public:
-  // `tokenizer` may be null: all pieces are empty then. An empty stop text is Exit::usage.
-  TextStream(const Tokenizer* tokenizer, std::vector<std::string> stops);
+  // `tokenizer` may be null: all pieces are empty then. `before`: the prompt, as StreamingDecoder takes it. An empty stop text
+  // is Exit::usage.
+  TextStream(const Tokenizer* tokenizer, std::span<const std::int32_t> before, std::vector<std::string> stops);
 
   std::string push(std::int32_t id);  // the text that this id releases
   std::string finish();               // what was held back, if no stop text came of it

@@ -4,7 +4,6 @@
 #include <bit>
 #include <functional>
 
-#include "llmc/base/error.h"
 #include "llmc/base/hash.h"
 
 namespace weft {
@@ -26,8 +25,7 @@ std::size_t Bpe::slot_of(std::uint64_t key) const {
   return (key * multiplier_) >> shift_;
 }
 
-Bpe::Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges)
-    : byte_ids_(byte_ids), multiplier_(SeededHash()("merges") | 1) {
+Bpe::Bpe(const std::vector<BpeMerge>& merges) : multiplier_(SeededHash()("merges") | 1) {
   const std::size_t slots = std::bit_ceil(2 * merges.size() + 2);
   shift_ = 64 - std::countr_zero(slots);
   entries_.assign(slots, Entry{kEmpty, 0, 0});
@@ -67,20 +65,15 @@ void Bpe::merge_at(Scratch& scratch, std::uint32_t left, std::int32_t result) co
   add_candidate(scratch, left, true);
 }
 
-void Bpe::encode(std::string_view piece, Scratch& scratch, std::vector<std::int32_t>& ids) const {
-  if (piece.empty()) return;
-  if (piece.size() > kMaxPiece) {
-    fail(Exit::resources, "tokenizer: got a word of %zu bytes, at most %llu are accepted", piece.size(),
-         static_cast<unsigned long long>(kMaxPiece));
-  }
-  const auto length = static_cast<std::uint32_t>(piece.size());
+void Bpe::merge(std::span<const std::int32_t> tokens, Scratch& scratch, std::vector<std::int32_t>& ids) const {
+  if (tokens.empty()) return;
+  const auto length = static_cast<std::uint32_t>(tokens.size());
   auto& symbols = scratch.symbols;
   auto& candidates = scratch.candidates;
   symbols.resize(length);
   candidates.clear();
   for (std::uint32_t i = 0; i < length; ++i) {
-    symbols[i] = {byte_ids_[static_cast<unsigned char>(piece[i])], i == 0 ? kNone : i - 1,
-                  i + 1 == length ? kNone : i + 1};
+    symbols[i] = {tokens[i], i == 0 ? kNone : i - 1, i + 1 == length ? kNone : i + 1};
   }
   for (std::uint32_t i = 0; i + 1 < length; ++i) add_candidate(scratch, i, false);
   std::make_heap(candidates.begin(), candidates.end(), std::greater<>());

@@ -1,12 +1,11 @@
-// Byte-pair encoding of one piece of text: of all pairs of neighbouring tokens the one whose merge has the lowest rank is
+// Byte-pair encoding of the tokens of one piece of text: of all pairs of neighbouring tokens the one whose merge has the lowest rank is
 // replaced by the merged token, the leftmost one among equals, until no pair has a merge. Source: Sennrich, Haddow, Birch
 // 2016, "Neural Machine Translation of Rare Words with Subword Units"; the order of ties is that of the Hugging Face
 // `tokenizers` library.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <string_view>
+#include <span>
 #include <vector>
 
 namespace weft {
@@ -32,16 +31,14 @@ class Bpe {
     std::vector<std::uint64_t> candidates;  // a min-heap of rank << 32 | index of the left symbol
   };
 
-  // Longest piece: indices are 32 bits wide. encode() needs about 20 bytes of scratch for each byte of the
-  // piece.
-  static constexpr std::uint64_t kMaxPiece = 1u << 28;
+  // Most tokens that merge() takes: indices are 32 bits wide. It needs about 20 bytes of scratch for each of them.
+  static constexpr std::uint64_t kMaxTokens = 1u << 28;
 
-  // `byte_ids`: the token of each single byte; -1 for a byte that never occurs in a piece. No two merges may have the
-  // same left and right.
-  Bpe(const std::array<std::int32_t, 256>& byte_ids, const std::vector<BpeMerge>& merges);
+  // No two merges may have the same left and right.
+  explicit Bpe(const std::vector<BpeMerge>& merges);
 
-  // Appends the tokens of `piece` to `ids` in O(n log n). Longer than kMaxPiece: Exit::resources.
-  void encode(std::string_view piece, Scratch& scratch, std::vector<std::int32_t>& ids) const;
+  // Appends to `ids` what the merges make of `tokens` (at most kMaxTokens, none below 0) in O(n log n).
+  void merge(std::span<const std::int32_t> tokens, Scratch& scratch, std::vector<std::int32_t>& ids) const;
 
  private:
   struct Entry {
@@ -57,7 +54,6 @@ class Bpe {
   // Replaces symbol `left` and the next one by `result`, and adds the two new pairs.
   void merge_at(Scratch& scratch, std::uint32_t left, std::int32_t result) const;
 
-  std::array<std::int32_t, 256> byte_ids_;
   std::vector<Entry> entries_;  // hash table with open addressing: a power of two of slots, at most half of them used
   std::uint64_t multiplier_;    // odd, random in each process
   int shift_;                   // 64 - log2 of the number of slots

@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "llmc/base/error.h"
+#include "llmc/text/normalizer.h"
 #include "llmc/text/unicode_ranges.h"
 
 namespace weft {
@@ -126,8 +127,16 @@ PreTokenizer::Scratch::~Scratch() = default;
 
 PreTokenizer::PreTokenizer(const std::vector<PreTokenizerStep>& steps, bool use_jit) {
   for (const PreTokenizerStep& step : steps) {
-    steps_.push_back({step.add_prefix_space, compile(step.rule, use_jit)});
+    steps_.push_back({step.add_prefix_space, compile(step.rule, use_jit), step.metaspace});
   }
+}
+
+std::string PreTokenizer::with_metaspace(const MetaspaceRule& rule, std::string_view text, bool at_start) {
+  std::string marked = replace_all(text, " ", rule.character);
+  const bool wanted =
+      rule.prepend == MetaspaceRule::Prepend::always || (rule.prepend == MetaspaceRule::Prepend::first && at_start);
+  if (wanted && !marked.starts_with(rule.character)) marked.insert(0, rule.character);
+  return marked;
 }
 
 std::optional<PreTokenizer::Span> PreTokenizer::next_match(const pcre2_real_code_8& pattern, std::string_view text,

@@ -4,7 +4,6 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/utf8.h"
-#include "llmc/text/normalize.h"
 #include "llmc/text/tokenizer_json.h"
 
 namespace weft {
@@ -13,11 +12,12 @@ namespace {
 
 // Finds the added tokens of one of the two passes. Those of the second are normalized, as its text is.
 AddedTokenMatcher matcher_of(const TokenizerSpec& spec, bool normalized) {
+  const Normalizer normalizer(spec.normalizers);
   std::vector<AddedToken> tokens;
   for (const AddedToken& token : spec.added) {
     if (token.normalized != normalized) continue;
     tokens.push_back(token);
-    if (normalized && spec.nfc) tokens.back().content = normalize_nfc(token.content);
+    if (normalized) tokens.back().content = normalizer.apply(token.content);
   }
   return AddedTokenMatcher(std::move(tokens));
 }
@@ -32,12 +32,13 @@ class Encoder {
   void encode(std::string_view text, bool allow_special) {
     const auto on_token = [&](std::int32_t id) { ids_.push_back(id); };
     const auto on_raw_part = [&](std::string_view part) {
+      const bool at_start = part.data() == text.data();
       std::string normalized;
-      if (tokenizer_.nfc_) part = normalized = normalize_nfc(part);
+      if (!tokenizer_.normalizer_.changes_nothing()) part = normalized = tokenizer_.normalizer_.apply(part);
       tokenizer_.normalized_added_.split(
           part, allow_special,
           [&](std::string_view plain) {
-            tokenizer_.pre_tokenizer_.split(plain, split_scratch_,
+            tokenizer_.pre_tokenizer_.split(plain, at_start && plain.data() == part.data(), split_scratch_,
                                             [&](std::string_view piece) { encode_piece(piece); });
           },
           on_token);
@@ -54,13 +55,12 @@ class Encoder {
   static constexpr std::size_t kMaxCachedPieces = 65'536;
 
   void encode_piece(std::string_view piece) {
-    if (!tokenizer_.id_by_word_.empty()) {
-      const auto word = tokenizer_.id_by_word_.find(piece);
+    if (!tokenizer_.id_by_word_.empty() && piece.size() <= kMaxTokenBytes) {
+      key_.assign(piece);
+      const auto word = tokenizer_.id_by_word_.find(key_);
       if (word != tokenizer_.id_by_word_.end()) return ids_.push_back(word->second);
     }
-    if (piece.size() > kMaxCachedBytes || ids_.size() > UINT32_MAX - kMaxCachedBytes) {
-      return tokenizer_.bpe_.encode(piece, bpe_scratch_, ids_);
-    }
+    if (piece.size() > kMaxCachedBytes || ids_.size() > UINT32_MAX - kMaxCachedBytes) return merge_piece(piece);
     key_.assign(piece);
     const auto cached = cache_.find(key_);
     if (cached != cache_.end()) {
@@ -69,13 +69,24 @@ class Encoder {
       return;
     }
     const std::size_t begin = ids_.size();
-    tokenizer_.bpe_.encode(piece, bpe_scratch_, ids_);
+    merge_piece(piece);
     if (cache_.size() >= kMaxCachedPieces) return;
     cache_.emplace(key_, Cached{static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(ids_.size() - begin)});
   }
 
+  void merge_piece(std::string_view piece) {
+    if (piece.size() > Bpe::kMaxTokens) {  // a byte gives at most one token
+      fail(Exit::resources, "tokenizer: got a word of %zu bytes, at most %llu are accepted", piece.size(),
+           static_cast<unsigned long long>(Bpe::kMaxTokens));
+    }
+    base_.clear();
+    tokenizer_.base_tokens_.append(piece, base_);
+    tokenizer_.bpe_.merge(base_, bpe_scratch_, ids_);
+  }
+
   const Tokenizer& tokenizer_;
   std::vector<std::int32_t>& ids_;
+  std::vector<std::int32_t> base_;  // tokens of a piece before the merges
   PreTokenizer::Scratch split_scratch_;
   Bpe::Scratch bpe_scratch_;
   std::unordered_map<std::string, Cached, SeededHash> cache_;
@@ -83,23 +94,24 @@ class Encoder {
 };
 
 Tokenizer::Tokenizer(TokenizerSpec spec)
-    : bytes_(std::move(spec.bytes)),
-      contents_(std::move(spec.contents)),
+    : contents_(std::move(spec.contents)),
       special_(contents_.size(), false),
+      left_out_(std::move(spec.left_out)),
+      normalizer_(spec.normalizers),
       raw_added_(matcher_of(spec, false)),
       normalized_added_(matcher_of(spec, true)),
-      nfc_(spec.nfc),
       pre_tokenizer_(spec.steps),
-      bpe_(spec.byte_ids, spec.merges),
+      base_tokens_(spec.base),
+      bpe_(spec.merges),
+      decoder_(spec.texts, std::move(spec.decoder)),
       bos_(spec.bos) {
   id_by_content_.reserve(contents_.size());
   for (std::size_t id = 0; id < contents_.size(); ++id) {
     id_by_content_.emplace(contents_[id], static_cast<std::int32_t>(id));
   }
   for (const AddedToken& token : spec.added) special_[static_cast<std::size_t>(token.id)] = token.special;
-  if (!spec.ignore_merges) return;
   id_by_word_.reserve(spec.words.size());
-  for (const std::int32_t id : spec.words) id_by_word_.emplace(bytes_[static_cast<std::size_t>(id)], id);
+  for (TokenizerSpec::Word& word : spec.words) id_by_word_.emplace(std::move(word.bytes), word.id);
 }
 
 Tokenizer Tokenizer::from_json(std::string_view text, const std::string& source) {
@@ -114,19 +126,19 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_bos,
 }
 
 std::string Tokenizer::decode(std::span<const std::int32_t> ids, bool skip_special) const {
-  std::string bytes;
+  TokenDecoder::State state;
+  std::string text;
   for (const std::int32_t id : ids) {
-    const std::string_view token = token_bytes(id);
-    if (!skip_special || !is_special(id)) bytes += token;
+    check_id(id);
+    if (!skip_special || !left_out_[static_cast<std::size_t>(id)]) decoder_.push(state, id, text);
   }
-  return bytes;
+  decoder_.finish(state, text);
+  return text;
 }
 
-std::string_view Tokenizer::token_bytes(std::int32_t id) const {
-  if (id < 0 || id >= vocab_size()) {
-    fail(Exit::usage, "token id: got %d, expected 0 to %lld", id, static_cast<long long>(vocab_size() - 1));
-  }
-  return bytes_[static_cast<std::size_t>(id)];
+void Tokenizer::check_id(std::int32_t id) const {
+  if (id >= 0 && id < vocab_size()) return;
+  fail(Exit::usage, "token id: got %d, expected 0 to %lld", id, static_cast<long long>(vocab_size() - 1));
 }
 
 std::int64_t Tokenizer::vocab_size() const {
@@ -143,8 +155,19 @@ bool Tokenizer::is_special(std::int32_t id) const {
   return id >= 0 && id < vocab_size() && special_[static_cast<std::size_t>(id)];
 }
 
+StreamingDecoder::StreamingDecoder(const Tokenizer& tokenizer, std::span<const std::int32_t> before)
+    : tokenizer_(tokenizer) {
+  std::string shown;
+  for (const std::int32_t id : before) {
+    const bool known = id >= 0 && id < tokenizer_.vocab_size();
+    if (known && !tokenizer_.is_special(id)) tokenizer_.decoder_.push(state_, id, shown);
+  }
+  tokenizer_.decoder_.finish(state_, shown);
+}
+
 std::string StreamingDecoder::push(std::int32_t id) {
-  waiting_ += tokenizer_.token_bytes(id);
+  tokenizer_.check_id(id);
+  tokenizer_.decoder_.push(state_, id, waiting_);
   const std::size_t incomplete = utf8_incomplete_suffix(waiting_);
   const std::string certain = utf8_replace_invalid(std::string_view(waiting_).substr(0, waiting_.size() - incomplete));
   waiting_.erase(0, waiting_.size() - incomplete);
@@ -152,6 +175,8 @@ std::string StreamingDecoder::push(std::int32_t id) {
 }
 
 std::string StreamingDecoder::finish() {
+  tokenizer_.decoder_.finish(state_, waiting_);
+  state_ = {};
   return utf8_replace_invalid(std::exchange(waiting_, {}));
 }
 

@@ -1,4 +1,5 @@
-// The byte-level BPE tokenizer of GPT-NeoX (Pythia) and Llama-3, read from a Hugging Face tokenizer.json.
+// BPE tokenizers, read from a Hugging Face tokenizer.json: the byte-level ones of GPT-NeoX (Pythia) and Llama-3, and those in
+// the style of SentencePiece of Llama-2, TinyLlama and Mistral (doc/tokenizers.md says what is accepted).
 //
 // It gives the same ids as the Hugging Face `tokenizers` library 0.23.3, tested over all code points. Known differences:
 //   - a tokenizer.json that weft does not understand completely is refused, not read in part;
@@ -18,8 +19,11 @@
 
 #include "llmc/base/hash.h"
 #include "llmc/text/added_tokens.h"
+#include "llmc/text/base_tokens.h"
 #include "llmc/text/bpe.h"
+#include "llmc/text/normalizer.h"
 #include "llmc/text/pretokenize.h"
+#include "llmc/text/token_decoder.h"
 
 namespace weft {
 
@@ -44,10 +48,11 @@ class Tokenizer {
   // piece of more than 256 MiB, or a limit of PCRE2: Exit::resources.
   std::vector<std::int32_t> encode(std::string_view text, bool add_bos, Special special = Special::text) const;
 
-  // The bytes of the tokens, one after the other: possibly not UTF-8. An id out of range: Exit::usage.
+  // The text of the tokens. Of byte-level tokens it is their bytes, one after the other: possibly not UTF-8. `skip_special`
+  // leaves special tokens out, apart from those whose content the normalizer changes, as the original does. An id out of
+  // range: Exit::usage.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = false) const;
 
-  std::string_view token_bytes(std::int32_t id) const;              // of one token; out of range: Exit::usage
   std::int64_t vocab_size() const;                                  // ids go from 0 to vocab_size() - 1, without holes
   std::optional<std::int32_t> id_of(std::string_view token) const;  // by the file's spelling: "<|endoftext|>", "Ġthe"
   std::optional<std::int32_t> bos_id() const { return bos_; }       // what add_bos puts in front
@@ -55,32 +60,39 @@ class Tokenizer {
 
  private:
   friend class Encoder;
+  friend class StreamingDecoder;
   explicit Tokenizer(TokenizerSpec spec);
+  void check_id(std::int32_t id) const;
 
-  std::vector<std::string> bytes_;     // by id
   std::vector<std::string> contents_;  // by id; id_by_content_ points into it
   std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_content_;
-  std::unordered_map<std::string_view, std::int32_t, SeededHash> id_by_word_;  // empty without ignore_merges
+  std::unordered_map<std::string, std::int32_t, SeededHash> id_by_word_;  // empty without ignore_merges
   std::vector<bool> special_;
+  std::vector<bool> left_out_;  // by decode(skip_special)
+  Normalizer normalizer_;
   AddedTokenMatcher raw_added_;
   AddedTokenMatcher normalized_added_;
-  bool nfc_;
   PreTokenizer pre_tokenizer_;
+  BaseTokens base_tokens_;
   Bpe bpe_;
+  TokenDecoder decoder_;
   std::optional<std::int32_t> bos_;
 };
 
-// Turns tokens into text one at a time, so that each piece of text is valid UTF-8. The first bytes of a character are held
-// back until the rest of it has come; bytes that cannot be part of a character become U+FFFD. All pushes and finish()
-// together give utf8_replace_invalid(decode(ids)).
+// Turns tokens into text one at a time, so that each piece of text is valid UTF-8. What later tokens may change is held back:
+// the first bytes of a character, and a row of byte tokens, which are all U+FFFD if one of them is wrong. Bytes that cannot be
+// part of a character become U+FFFD. All pushes and finish() together give utf8_replace_invalid(decode(ids)).
 class StreamingDecoder {
  public:
-  explicit StreamingDecoder(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
+  // `before`: tokens whose text has been shown already, as that of a prompt. What follows them is decoded as the middle of a
+  // text: a space in front of it stays. Special tokens and ids out of range do not count.
+  explicit StreamingDecoder(const Tokenizer& tokenizer, std::span<const std::int32_t> before = {});
   std::string push(std::int32_t id);  // the text that this token completes; id out of range: Exit::usage
-  std::string finish();               // bytes still held back, as U+FFFD; resets the decoder
+  std::string finish();               // the rest of the text; then the decoder is at the beginning of another one
 
  private:
   const Tokenizer& tokenizer_;
+  TokenDecoder::State state_;
   std::string waiting_;  // the bytes that are held back
 };
 

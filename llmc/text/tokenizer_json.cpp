@@ -7,77 +7,19 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
-#include "llmc/base/json.h"
+#include "llmc/base/utf8.h"
 #include "llmc/text/byte_alphabet.h"
+#include "llmc/text/code_points.h"
+#include "llmc/text/json_node.h"
+#include "llmc/text/tokenizer_stages.h"
 
 namespace weft {
 
 namespace {
 
-const Json kNull;
-
-// A value of the document, with the path that names it in messages.
-class Node {
- public:
-  Node(const Json& json, std::string path, const std::string& source)
-      : json_(&json), path_(std::move(path)), source_(&source) {}
-
-  const Json& json() const { return *json_; }
-  const std::string& path() const { return path_; }
-  bool is_null() const { return json_->is_null(); }
-
-  // A member; one that is absent reads as null, as in the original.
-  Node operator[](const std::string& key) const {
-    if (!json_->is_object()) refuse("an object");
-    const auto found = json_->find(key);
-    return {found == json_->end() ? kNull : *found, path_.empty() ? key : path_ + "." + key, *source_};
-  }
-  // A member whose key is chosen by the file, such as a token: the path quotes it.
-  Node entry(const std::string& key) const {
-    const Node member = (*this)[key];
-    return {*member.json_, path_ + "[" + escaped(key) + "]", *source_};
-  }
-  Node operator[](std::size_t index) const {
-    return {(*json_)[index], format("%s[%zu]", path_.c_str(), index), *source_};
-  }
-
-  std::size_t list_size() const {
-    if (!json_->is_array()) refuse("a list");
-    return json_->size();
-  }
-  const std::string& text() const {
-    if (!json_->is_string()) refuse("a string");
-    return json_->get_ref<const std::string&>();
-  }
-  bool flag(bool absent) const {
-    if (is_null()) return absent;
-    if (!json_->is_boolean()) refuse("true or false");
-    return json_->get<bool>();
-  }
-  std::int32_t id() const {
-    const bool integer = json_->is_number_integer();
-    if (integer && (!json_->is_number_unsigned() || json_->get<std::uint64_t>() < kMaxVocabulary)) {
-      const std::int64_t value = json_->get<std::int64_t>();
-      if (value >= 0 && value < kMaxVocabulary) return static_cast<std::int32_t>(value);
-    }
-    refuse(format("a token id from 0 to %lld", static_cast<long long>(kMaxVocabulary - 1)).c_str());
-  }
-
-  [[noreturn]] void refuse(const char* expected) const {
-    const std::string got = json_->dump(-1, ' ', true, Json::error_handler_t::replace);
-    fail(Exit::bad_file, "%s: %s: got %s, expected %s", source_->c_str(), path_.c_str(), escaped(got).c_str(),
-         expected);
-  }
-  // The same without quoting the value: for a value that is too long, or one that is not wrong by itself.
-  [[noreturn]] void problem(const std::string& what) const {
-    fail(Exit::bad_file, "%s: %s: %s", source_->c_str(), path_.c_str(), what.c_str());
-  }
-
- private:
-  const Json* json_;
-  std::string path_;
-  const std::string* source_;
-};
+std::int32_t token_id(const Node& node) {
+  return static_cast<std::int32_t>(node.integer(0, kMaxVocabulary - 1, "token id"));
+}
 
 void require_null(const Node& node) {
   if (!node.is_null()) node.refuse("null (nothing else is supported)");
@@ -102,21 +44,25 @@ class Reader {
   TokenizerSpec read() {
     require_null(root_["truncation"]);
     require_null(root_["padding"]);
+    spec_.base.by_character = !is_byte_level(root_);
+    read_model_options();
     read_vocabulary();
     check_ids();
     read_merges();
     read_added_tokens();
     check_ids();
-    read_bytes();
-    read_normalizer(root_["normalizer"]);
-    read_pre_tokenizer(root_["pre_tokenizer"]);
-    read_post_processor(root_["post_processor"]);
-    const Node decoder = root_["decoder"];
-    if (decoder["type"].text() != "ByteLevel") decoder["type"].refuse("\"ByteLevel\"");
+    if (spec_.base.by_character) {
+      read_characters();
+    } else {
+      read_bytes();
+    }
+    read_stages(root_, spec_);
+    read_texts();
     return std::move(spec_);
   }
 
  private:
+  void read_model_options();
   void read_vocabulary();
   void read_merges();
   std::pair<std::string, std::string> merge_parts(const Node& merge) const;
@@ -126,17 +72,14 @@ class Reader {
   void add_token(const std::string& content, std::int32_t id, const Node& where);
   void check_ids() const;
   void read_bytes();
-  void read_normalizer(const Node& node);
-  void read_pre_tokenizer(const Node& node);
-  void read_split(const Node& node);
-  void read_post_processor(const Node& node);
-  void read_template(const Node& node);
+  void read_characters();
+  void read_texts();
+  std::string text_of(const std::string& content) const;
 
   Node root_;
   TokenizerSpec spec_;
   Vocabulary ids_;           // of the model's vocabulary; the keys point into the document
   std::vector<bool> taken_;  // by id: a token has it
-  bool byte_level_seen_ = false;
 };
 
 // Gives `id` to a token, which must be its only one. `where` is named in errors.
@@ -158,15 +101,19 @@ void Reader::add_token(const std::string& content, std::int32_t id, const Node& 
   spec_.contents[index] = content;
 }
 
-void Reader::read_vocabulary() {
+void Reader::read_model_options() {
   const Node model = root_["model"];
-  const Node vocab = model["vocab"];
   if (model["type"].text() != "BPE") model["type"].refuse("\"BPE\"");
-  for (const char* option :
-       {"unk_token", "dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"}) {
-    require_off(model[option]);
+  for (const char* option : {"dropout", "continuing_subword_prefix", "end_of_word_suffix"}) require_off(model[option]);
+  if (!spec_.base.by_character) {  // every byte has a token
+    for (const char* option : {"unk_token", "byte_fallback"}) require_off(model[option]);
   }
+  spec_.base.fuse_unknown = model["fuse_unk"].flag(false);
   spec_.ignore_merges = model["ignore_merges"].flag(false);
+}
+
+void Reader::read_vocabulary() {
+  const Node vocab = root_["model"]["vocab"];
   if (!vocab.json().is_object()) vocab.problem("got no object, expected the tokens and their ids");
   if (vocab.json().size() > static_cast<std::size_t>(kMaxVocabulary)) {
     vocab.problem(format("got %zu tokens, at most %lld are accepted", vocab.json().size(),
@@ -174,7 +121,7 @@ void Reader::read_vocabulary() {
   }
   ids_.reserve(vocab.json().size());
   for (const auto& entry : vocab.json().get_ref<const Json::object_t&>()) {
-    add_token(entry.first, vocab.entry(entry.first).id(), vocab);
+    add_token(entry.first, token_id(vocab.entry(entry.first)), vocab);
     ids_.emplace(entry.first, entry.second.get<std::int32_t>());
   }
 }
@@ -218,7 +165,7 @@ void Reader::read_merges() {
 AddedToken Reader::added_token(const Node& node) const {
   AddedToken token;
   token.content = node["content"].text();
-  token.id = node["id"].id();
+  token.id = token_id(node["id"]);
   token.special = node["special"].flag(false);
   token.normalized = node["normalized"].flag(!token.special);
   token.lstrip = node["lstrip"].flag(false);
@@ -265,8 +212,6 @@ void Reader::check_ids() const {
   }
 }
 
-// Tokens with a character outside the alphabet, such as an added "  ", stand for their own UTF-8. (The
-// original decodes added tokens through the alphabet too: one that reads "né" comes out as the bytes 6E E9.)
 void Reader::read_bytes() {
   for (int byte = 0; byte < 256; ++byte) {
     const std::string character = alphabet_character(static_cast<std::uint8_t>(byte));
@@ -277,88 +222,58 @@ void Reader::read_bytes() {
       root_["model"]["vocab"].problem(
           format("no token for the byte 0x%02X (%s)", static_cast<unsigned>(byte), escaped(character).c_str()));
     }
-    spec_.byte_ids[byte] = found == ids_.end() ? -1 : found->second;
-  }
-  spec_.bytes.reserve(spec_.contents.size());
-  for (std::size_t id = 0; id < spec_.contents.size(); ++id) {
-    const std::string& content = spec_.contents[id];
-    auto bytes = bytes_of_alphabet(content);
-    if (bytes && ids_.contains(content)) spec_.words.push_back(static_cast<std::int32_t>(id));
-    spec_.bytes.push_back(bytes ? *bytes : content);
+    spec_.base.byte_ids[byte] = found == ids_.end() ? -1 : found->second;
   }
 }
 
-void Reader::read_normalizer(const Node& node) {
-  if (node.is_null()) return;
-  const std::string type = node["type"].text();
-  if (type == "NFC") {
-    spec_.nfc = true;
-  } else if (type == "Sequence") {
-    const Node list = node["normalizers"];
-    for (std::size_t i = 0; i < list.list_size(); ++i) read_normalizer(list[i]);
-  } else {
-    node["type"].refuse("\"NFC\", \"Sequence\" or null");
+// The tokens of single characters, those of byte fallback, and the unknown token: all of the model's vocabulary, not of the
+// added tokens.
+void Reader::read_characters() {
+  const Node model = root_["model"];
+  BaseTokenSpec& base = spec_.base;
+  for (const auto& [token, id] : ids_) {
+    if (utf8_sequence_length(token) == token.size()) base.characters.push_back({code_point_of(token), id});
+  }
+  const bool fallback = model["byte_fallback"].flag(false);
+  for (int byte = 0; byte < 256; ++byte) {
+    const auto found = fallback ? ids_.find(format("<0x%02X>", static_cast<unsigned>(byte))) : ids_.end();
+    base.byte_ids[static_cast<std::size_t>(byte)] = found == ids_.end() ? -1 : found->second;
+  }
+  if (!model["unk_token"].is_null()) {
+    const auto found = ids_.find(model["unk_token"].text());
+    if (found == ids_.end()) model["unk_token"].refuse("a token of model.vocab, or null");
+    base.unknown = found->second;
   }
 }
 
-void Reader::read_split(const Node& node) {
-  const Node pattern = node["pattern"];
-  const auto rule = split_rule_of_pattern(pattern["Regex"].is_null() ? "" : pattern["Regex"].text());
-  if (!rule) pattern.refuse("the pattern of GPT-2, Llama-3 or Qwen-2 (no other has been verified)");
-  if (node["behavior"].text() != "Isolated") node["behavior"].refuse("\"Isolated\"");
-  if (node["invert"].flag(false)) node["invert"].refuse("false");
-  spec_.steps.push_back({*rule, false});
+// What the decoder gets for a token that reads `content`. Byte-level tokens with a character outside the alphabet, such as an
+// added "  ", stand for their own UTF-8. (The original decodes added tokens through the alphabet, too: one that reads "né"
+// comes out as the bytes 6E E9.)
+std::string Reader::text_of(const std::string& content) const {
+  return spec_.base.by_character ? content : bytes_of_alphabet(content).value_or(content);
 }
 
-// ByteLevel must be last: what follows it in the original sees characters of the byte alphabet, not the text.
-void Reader::read_pre_tokenizer(const Node& node) {
-  constexpr std::size_t kMaxSteps = 8;
-  const std::string type = node.is_null() ? "" : node["type"].text();
-  if (byte_level_seen_ || spec_.steps.size() >= kMaxSteps) node.refuse("ByteLevel as the last pre-tokenizer");
-  if (type == "Sequence") {
-    const Node list = node["pretokenizers"];
-    for (std::size_t i = 0; i < list.list_size(); ++i) read_pre_tokenizer(list[i]);
-  } else if (type == "ByteLevel") {
-    const bool use_regex = node["use_regex"].flag(true);
-    spec_.steps.push_back({use_regex ? SplitRule::gpt2 : SplitRule::none, node["add_prefix_space"].flag(true)});
-    byte_level_seen_ = true;
-  } else if (type == "Split") {
-    read_split(node);
-  } else if (type == "Digits") {
-    spec_.steps.push_back({node["individual_digits"].flag(false) ? SplitRule::digit : SplitRule::digit_run, false});
-  } else {
-    node["type"].refuse("\"ByteLevel\", \"Split\", \"Digits\" or \"Sequence\"");
+// An added token that is matched in the normalized text is decoded as its content is normalized. As the original knows special
+// tokens by what is decoded, it then leaves such a one out only if that, too, is the content of a special token.
+void Reader::read_texts() {
+  const Normalizer normalizer(spec_.normalizers);
+  std::vector<std::string> decoded = spec_.contents;
+  std::unordered_set<std::string_view, SeededHash> special;
+  for (const AddedToken& token : spec_.added) {
+    if (token.special) special.insert(token.content);
+    if (token.normalized) decoded[static_cast<std::size_t>(token.id)] = normalizer.apply(token.content);
   }
-  if (node.path() == "pre_tokenizer" && !byte_level_seen_) node.refuse("ByteLevel as the last pre-tokenizer");
-}
-
-void Reader::read_post_processor(const Node& node) {
-  if (node.is_null()) return;
-  const std::string type = node["type"].text();
-  if (type == "Sequence") {
-    const Node list = node["processors"];
-    for (std::size_t i = 0; i < list.list_size(); ++i) read_post_processor(list[i]);
-  } else if (type == "TemplateProcessing") {
-    read_template(node);
-  } else if (type != "ByteLevel") {  // ByteLevel only changes offsets, which weft does not report
-    node["type"].refuse("\"ByteLevel\", \"TemplateProcessing\", \"Sequence\" or null");
+  spec_.texts.reserve(decoded.size());
+  for (const std::string& content : decoded) {
+    spec_.texts.push_back(text_of(content));
+    spec_.left_out.push_back(special.contains(content));
   }
-}
-
-// The template of a single text: one special token, or none, before the text. weft encodes no pairs.
-void Reader::read_template(const Node& node) {
-  const Node single = node["single"];
-  const std::size_t count = single.list_size();
-  if (spec_.bos || count < 1 || count > 2 || single[count - 1]["Sequence"].is_null()) {
-    single.refuse("at most one token, in front of the text");
+  if (!spec_.ignore_merges) return;
+  spec_.words.reserve(ids_.size());
+  for (const auto& [token, id] : ids_) {
+    const std::string content(token);
+    if (spec_.base.by_character || bytes_of_alphabet(content)) spec_.words.push_back({text_of(content), id});
   }
-  if (count == 1) return;
-  const std::string name = single[0]["SpecialToken"]["id"].text();
-  const Node ids = node["special_tokens"].entry(name)["ids"];
-  if (ids.list_size() != 1) ids.refuse("one id");
-  const std::int32_t id = ids[0].id();
-  if (static_cast<std::size_t>(id) >= spec_.contents.size()) ids.refuse("an id of the vocabulary");
-  spec_.bos = id;
 }
 
 }  // namespace

@@ -241,6 +241,26 @@ TEST(Generate, TokensDependOnTheirPositionNotOnTheCall) {
   EXPECT_EQ(got, expected);
 }
 
+// A SentencePiece-style decoder takes the space in front of a text away, which the text after a prompt is not.
+TEST(Generate, TheTextGoesOnWhereThePromptEnds) {
+  const Tokenizer tokenizer = Tokenizer::from_json(
+      R"({"model": {"type": "BPE", "merges": [], "vocab": {"</s>": 0, "<s>": 1, "\u2581": 2, "a": 3, "b": 4}},
+          "added_tokens": [{"id": 0, "content": "</s>", "special": true}, {"id": 1, "content": "<s>", "special": true}],
+          "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}})",
+      "test tokenizer");
+  const auto text_after = [&](const std::vector<std::int32_t>& prompt) {
+    ScriptedModel model({2, 4, 2, 3}, 100);
+    GenerateOptions options;
+    options.max_tokens = 4;
+    options.sampler.vocab_limit = 5;
+    return generate(model, &tokenizer, prompt, options).text;
+  };
+  EXPECT_EQ(text_after({1, 2, 3}), " b a");
+  EXPECT_EQ(text_after({1}), "b a");
+}
+
 TEST(Generate, WithoutATokenizerThereIsNoTextAndNoStopText) {
   ScriptedModel model(ids_of("abc"), 100);
   const std::vector<std::int32_t> prompt = {5};

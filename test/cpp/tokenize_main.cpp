@@ -1,15 +1,17 @@
 // tokenize TOKENIZER_JSON < strings > tokens: lets a script compare weft's tokenizer with another one.
 //
-// Input (little endian), for each string: u8 flags (1: special tokens allowed, 2: add BOS), u32 length,
-// bytes. Output for each: u32 count, i32 ids, u32 length, the bytes that the ids decode to through
-// StreamingDecoder.
+// Input (little endian), for each string: u8 flags (1: special tokens allowed, 2: add BOS, 4: the bytes are i32 ids, 8: leave
+// special tokens out of the text), u32 length, bytes. Output for each: u32 count, i32 ids, u32 length, the text of the ids.
+// The text comes through StreamingDecoder, piece by piece, and must be what decode() gives.
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/utf8.h"
 #include "llmc/text/tokenizer.h"
 
 namespace weft {
@@ -26,13 +28,31 @@ void write_counted(const void* data, std::size_t count, std::size_t size) {
   if (!written) fail(Exit::resources, "standard output: cannot write");
 }
 
+std::string streamed(const Tokenizer& tokenizer, const std::vector<std::int32_t>& ids) {
+  StreamingDecoder decoder(tokenizer);
+  std::string text;
+  const auto add = [&](const std::string& part) {
+    if (utf8_replace_invalid(part) != part) fail(Exit::internal, "a part of the text is not UTF-8");
+    text += part;
+  };
+  for (const std::int32_t id : ids) add(decoder.push(id));
+  add(decoder.finish());
+  if (text != utf8_replace_invalid(tokenizer.decode(ids))) {
+    fail(Exit::internal, "the text in pieces is not the text at once");
+  }
+  return text;
+}
+
 void answer(const Tokenizer& tokenizer, std::uint8_t flags, const std::string& text) {
-  const auto special = flags & 1 ? Tokenizer::Special::allow : Tokenizer::Special::text;
-  const std::vector<std::int32_t> ids = tokenizer.encode(text, flags & 2, special);
-  StreamingDecoder stream(tokenizer);
-  std::string decoded;
-  for (const std::int32_t id : ids) decoded += stream.push(id);
-  decoded += stream.finish();
+  std::vector<std::int32_t> ids;
+  if (flags & 4) {
+    ids.resize(text.size() / sizeof ids[0]);
+    std::memcpy(ids.data(), text.data(), ids.size() * sizeof ids[0]);
+  } else {
+    const auto special = flags & 1 ? Tokenizer::Special::allow : Tokenizer::Special::text;
+    ids = tokenizer.encode(text, flags & 2, special);
+  }
+  const std::string decoded = flags & 8 ? utf8_replace_invalid(tokenizer.decode(ids, true)) : streamed(tokenizer, ids);
   write_counted(ids.data(), ids.size(), sizeof ids[0]);
   write_counted(decoded.data(), decoded.size(), 1);
 }

@@ -128,7 +128,9 @@ class TokenizerVectors : public testing::TestWithParam<const char*> {
   const Vectors vectors_ = VectorReader(kFixtures + GetParam() + ".vectors.bin").read();
 };
 
-INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors, testing::Values("neox_style", "llama3_style", "options"),
+INSTANTIATE_TEST_SUITE_P(Tokenizer, TokenizerVectors,
+                         testing::Values("neox_style", "llama3_style", "options", "llama2_style", "mistral_style",
+                                         "metaspace_style"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(TokenizerVectors, EncodesEveryStringAsTheOriginal) {
@@ -156,10 +158,10 @@ TEST_P(TokenizerVectors, EncodesEveryCodePointAsTheOriginal) {
   EXPECT_EQ(wrong, "") << "chunks of 256 code points / form";
 }
 
-// The added tokens of `options` take whitespace away and are composed, so decoding does not give back the
-// text.
+// The added tokens of `options` take whitespace away and are composed, and SentencePiece's ▁ and unknown tokens are not what
+// they stand for, so decoding does not give back these texts.
 TEST_P(TokenizerVectors, DecodingGivesTheNormalizedTextBack) {
-  if (GetParam() == std::string("options")) return;
+  if (GetParam() != std::string("neox_style") && GetParam() != std::string("llama3_style")) return;
   for (const Vector& vector : vectors_.strings) {
     const std::string valid = utf8_replace_invalid(vector.text);
     const std::string expected = GetParam() == std::string("neox_style") ? normalize_nfc(valid) : valid;
@@ -216,7 +218,7 @@ TEST(Tokenizer, SpecialTokensAreTextUnlessAllowed) {
   const Ids as_text = tokenizer.encode("<|endoftext|>", false);
   EXPECT_GT(as_text.size(), 1u);
   EXPECT_EQ(tokenizer.decode(as_text), "<|endoftext|>");
-  EXPECT_EQ(tokenizer.decode(Ids{end, as_text[0]}, true), tokenizer.token_bytes(as_text[0]));
+  EXPECT_EQ(tokenizer.decode(Ids{end, as_text[0]}, true), tokenizer.decode(Ids{as_text[0]}));
   const std::int32_t spaces = tokenizer.id_of("    ").value();  // added, not special: a token in both modes
   EXPECT_FALSE(tokenizer.is_special(spaces));
   EXPECT_EQ(tokenizer.encode("    ", false), Ids{spaces});
@@ -288,7 +290,7 @@ TEST(PreTokenizer, InterpreterAndCompilerAgree) {
     PreTokenizer::Scratch scratch;
     const auto pieces = [&](const PreTokenizer& pre_tokenizer, const std::string& text) {
       std::vector<std::string> out;
-      pre_tokenizer.split(text, scratch, [&](std::string_view piece) { out.emplace_back(piece); });
+      pre_tokenizer.split(text, true, scratch, [&](std::string_view piece) { out.emplace_back(piece); });
       return out;
     };
     for (std::size_t i = 0; i < vectors.strings.size(); i += 10) {

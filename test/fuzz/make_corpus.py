@@ -152,6 +152,15 @@ def model_config_seeds() -> dict[str, bytes]:
                     "escapes": rb'{"\u00e9\ud83d\ude00":"\n\\\""}', "half-pair": rb'["\ud83d"]'}
 
 
+def sentencepiece(name: str) -> bytes:
+    """A fixture with so small a vocabulary that the fuzzer can hold on to it."""
+    document = json.loads((ROOT / "test/fixtures/tokenizer" / f"{name}.tokenizer.json").read_text())
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "\u2581a", "<0x41>"]
+    document["model"].update(vocab={token: number for number, token in enumerate(tokens)}, merges=[["\u2581", "a"]])
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 3]
+    return b"\1" + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def tokenizer_json() -> dict[str, bytes]:
     def seed(*, vocab: str = "", flags: int = 0, **changes: object) -> bytes:
         document = {"truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
@@ -181,6 +190,7 @@ def tokenizer_json() -> dict[str, bytes]:
         "unknown-merge": seed(model={"type": "BPE", "vocab": "V", "merges": ["q q"]}),
         "unigram": seed(model={"type": "Unigram", "vocab": "V", "merges": []}),
         "as-it-is": b"\1{}", "list": b"\1[]",
+        **{name.removesuffix("_style"): sentencepiece(name) for name in ("llama2_style", "mistral_style", "metaspace_style")},
     }
 
 
@@ -188,7 +198,7 @@ def encode() -> dict[str, bytes]:
     texts = {"english": "It's 1234 o'clock; don't   they'LL?\r\n\n", "special": "a <|endoftext|> b<|begin_of_text|>",
              "marks": "e\u0301e\u0300\u0323\u1100\u1161\u11a8 \u212b", "scripts": "Привет 世界 \U0001f600\u200d\U0001f525 ١٢٣",
              "spaces": "  \t \u00a0\u3000   x    ", "long": "ab" * 60}
-    seeds = {f"{name}-{flags}": bytes([flags]) + text.encode() for name, text in texts.items() for flags in (3, 4, 11)}
+    seeds = {f"{name}-{flags}": bytes([flags]) + text.encode() for name, text in texts.items() for flags in (3, 4, 11, 15, 19, 23)}
     return seeds | {"not-utf8": b"\4\xff\xc0\xaf\xed\xa0\x80\xf0\x9f\x98", "nul": b"\4a\0b", "bom": b"\0\xef\xbb\xbfx"}
 
 

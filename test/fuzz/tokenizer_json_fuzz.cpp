@@ -33,14 +33,21 @@ std::string expanded(std::string_view document) {
 void use(const TokenizerSpec& spec) {
   const auto size = static_cast<std::int32_t>(spec.contents.size());
   const auto is_id = [&](std::int32_t id) { return id >= 0 && id < size; };
-  FUZZ_CHECK(spec.bytes.size() == spec.contents.size() && size <= kMaxVocabulary && spec.steps.size() <= 8);
+  FUZZ_CHECK(spec.texts.size() == spec.contents.size() && spec.left_out.size() == spec.contents.size());
+  FUZZ_CHECK(size <= kMaxVocabulary && spec.steps.size() <= kMaxSteps && spec.normalizers.size() <= kMaxSteps);
+  FUZZ_CHECK(spec.decoder.before_bytes.size() + spec.decoder.after_bytes.size() <= kMaxSteps);
   for (const BpeMerge& merge : spec.merges) {
     FUZZ_CHECK(is_id(merge.left) && is_id(merge.right) && is_id(merge.result));
-    const auto bytes = [&](std::int32_t id) -> const std::string& { return spec.bytes[static_cast<std::size_t>(id)]; };
-    FUZZ_CHECK(bytes(merge.result).size() >= bytes(merge.left).size());
+    const auto text = [&](std::int32_t id) -> const std::string& {
+      return spec.contents[static_cast<std::size_t>(id)];
+    };
+    FUZZ_CHECK(text(merge.result).size() >= text(merge.left).size());
   }
-  for (const std::int32_t id : spec.words) FUZZ_CHECK(is_id(id));
-  for (const std::int32_t id : spec.byte_ids) FUZZ_CHECK(id == -1 || is_id(id));
+  FUZZ_CHECK(spec.ignore_merges || spec.words.empty());
+  for (const TokenizerSpec::Word& word : spec.words) FUZZ_CHECK(is_id(word.id) && !word.bytes.empty());
+  for (const std::int32_t id : spec.base.byte_ids) FUZZ_CHECK(id == -1 || is_id(id));
+  for (const auto& [character, id] : spec.base.characters) FUZZ_CHECK(is_id(id) && character < 0x110000);
+  FUZZ_CHECK(!spec.base.unknown || is_id(*spec.base.unknown));
   for (const AddedToken& token : spec.added) FUZZ_CHECK(is_id(token.id) && !token.content.empty());
   FUZZ_CHECK(!spec.bos || is_id(*spec.bos));
 }

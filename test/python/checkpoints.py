@@ -96,7 +96,7 @@ def write_shards(directory, shards, weight_map=None):
 def tokenizer_of(size, merges=()):
     """A tokenizer.json of `size` tokens t0, t1, ..."""
     vocab = {f"t{number}": number for number in range(size)}
-    return {"version": "1.0", "added_tokens": [{"id": 0, "content": "t0"}],
+    return {"version": "1.0", "added_tokens": [{"id": 0, "content": "t0"}], "decoder": {"type": "Fuse"},
             "model": {"type": "BPE", "vocab": vocab, "merges": list(merges)}}
 
 

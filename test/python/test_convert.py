@@ -468,6 +468,28 @@ def test_tokenizer_travels_with_the_model(tmp_path):
     assert "tokenizer.json" not in file.tensors and file.config["model"]["tokenizer_vocab"] == 37
 
 
+def test_a_tokenizer_that_the_programs_refuse_is_refused(tmp_path):
+    tokenizer = ck.tokenizer_of(30)
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=tokenizer)
+    for change, words in (({"normalizer": {"type": "NFKC"}}, ("normalizer.type", "'NFKC'")),
+                          ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, ("pre_tokenizer.type", "'WhitespaceSplit'")),
+                          ({"decoder": {"type": "WordPiece"}}, ("decoder.type", "'WordPiece'")),
+                          ({"model": tokenizer["model"] | {"type": "Unigram"}}, ("model.type", "'Unigram'"))):
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer | change))
+        refuse(directory, "tokenizer.json", *words)
+
+
+def test_a_tokenizer_model_is_named_with_what_to_do(tmp_path):
+    """A SentencePiece model in the place of tokenizer.json is refused; beside it, the model has no tokenizer and is told why."""
+    pieces = b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02" * 5
+    directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA)
+    (directory / "tokenizer.model").write_bytes(pieces)
+    done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "b.bin")
+    assert done.returncode == 0 and "tokenizer.model beside it is a SentencePiece model. Take tokenizer.json" in done.stderr
+    (directory / "tokenizer.json").write_bytes(pieces)
+    refuse(directory, "tokenizer.json", "this is a SentencePiece model, expected tokenizer.json", "save_pretrained")
+
+
 def test_tokenizer_larger_than_the_model(tmp_path):  # B82
     directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(38))
     refuse(directory, "tokenizer.json", "38", "37")

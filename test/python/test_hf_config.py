@@ -11,6 +11,7 @@ pytest.importorskip("xxhash")
 import checkpoints as ck  # noqa: E402
 import cli  # noqa: E402
 import hf_config  # noqa: E402
+import hf_tokenizer  # noqa: E402
 import tensor_file  # noqa: E402
 
 SOURCE = pathlib.Path("model") / "config.json"
@@ -278,7 +279,7 @@ def test_stop_ids():  # B51
 
 
 def vocabulary(tokenizer):
-    return hf_config.tokenizer_vocabulary(json.dumps(tokenizer).encode(), pathlib.Path("tokenizer.json"))
+    return hf_tokenizer.tokenizer_vocabulary(json.dumps(tokenizer).encode(), pathlib.Path("tokenizer.json"))
 
 
 def test_tokenizer_vocabulary():  # B74 to B78
@@ -291,11 +292,13 @@ def test_tokenizer_vocabulary():  # B74 to B78
     assert vocabulary(document) == 7
     for change, words in (
             ({"merges": ["t0 x"]}, "'x'"), ({"merges": ["t2 t3"]}, "t2t3"), ({"merges": ["t0"]}, "merges"),
-            ({"merges": [["t0", 1]]}, "merges"), ({"vocab": {"a": 0, "b": 0}}, "has already"),
-            ({"vocab": {"a": 0, "b": 2}}, "id 1 names no token"), ({"vocab": {"a": 2**31}}, "2147483648"),
-            ({"vocab": {"a": -1}}, "-1"), ({"vocab": {"a": "0"}}, "string"), ({"vocab": {"a": True}}, "boolean"),
-            ({"vocab": [["a", 0.5]]}, "array"), ({"vocab": {}}, "no tokens"), ({"vocab": None}, "null")):
-        bad = {"model": ck.tokenizer_of(4)["model"] | {"merges": []} | change}
+            ({"merges": [["t0", 1]]}, "merges"), ({"vocab": {"a": 0, "b": 0}}, "id 0 belongs to both 'a' and 'b'"),
+            ({"vocab": {"a": 0, "b": 2}}, "no token has the id 1"), ({"vocab": {"a": 2**31}}, "got 2147483648, expected a token id"),
+            ({"vocab": {"a": -1}}, "got -1, expected a token id"), ({"vocab": {"a": "0"}}, "got '0', expected a token id"),
+            ({"vocab": {"a": True}}, "got true, expected a token id"), ({"vocab": [["a", 0.5]]}, "got no object"),
+            ({"vocab": {}}, "no tokens"), ({"vocab": None}, "got no object"), ({"type": "Unigram"}, "'Unigram', expected \"BPE\""),
+            ({"unk_token": "<unk>"}, "model.unk_token")):
+        bad = {"model": ck.tokenizer_of(4)["model"] | {"merges": []} | change, "decoder": {"type": "Fuse"}}
         with pytest.raises(tensor_file.FileError, match="tokenizer.json") as failure:
             vocabulary(bad)
         assert words in str(failure.value), str(failure.value)

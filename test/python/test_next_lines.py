@@ -138,12 +138,13 @@ def test_the_preset_has_a_row_for_each_token():
         "tiny", "tiny", "smollm2-135m", "smollm2-135m", "d12", "llama3.2-1b"]
 
 
-def test_a_tokenizer_of_ones_own(place):
+@pytest.mark.parametrize("style", [(), ("--style", "sentencepiece")], ids=["llama3", "sentencepiece"])
+def test_a_tokenizer_of_ones_own(place, style):
     """From a text to shards, and to a model that trains on them."""
     words = [f"{one}{two}" for one in ("weft", "warp", "loom", "thread") for two in ("ing", "ed", "er", "s", "ish", "")]
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) + ".\n" for i in range(3000)]
     (place / "my text.txt").write_text("".join(lines))
-    (line,) = next_lines(script(place, "dev/train_tokenizer.py", "my text.txt", "--vocab-size", 330, "-o", "own.json"))
+    (line,) = next_lines(script(place, "dev/train_tokenizer.py", "my text.txt", "--vocab-size", 330, "-o", "own.json", *style))
     (train,) = next_lines(shell(place, line).stdout)
     assert "--config tiny" in train
     trains(place, train)

@@ -185,6 +185,71 @@ def test_pieces_have_the_tokens_of_the_whole(text, pattern, tokenizer_path, tmp_
     np.testing.assert_array_equal(np.concatenate(encoder.encode(pieces)), whole)
 
 
+SENTENCEPIECE_TEXTS = {
+    "prose": TEXT * 3000, "spaces": f"{TEXT}\n\n  indented \n\t\ttabs   and  ▁ marks▁ x \n\n\n" * 2000,
+    "unknown": "жуж жжж word щ б\n" * 20_000, "one word": "a" * 200_000 + " b" * 100_000,
+}
+
+
+def sentencepiece(name: str) -> dict:
+    return json.loads((ROOT / "test" / "fixtures" / "tokenizer" / f"{name}.tokenizer.json").read_text())
+
+
+def no_added(document: dict) -> None:
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 3]
+
+
+def no_unknown_merges(document: dict) -> None:
+    no_added(document)
+    document["model"]["merges"] = [merge for merge in document["model"]["merges"] if "<unk>" not in merge]
+
+
+def mark_within(document: dict) -> None:
+    """A token that goes on behind a space: nothing may be cut."""
+    no_added(document)
+    document["model"]["vocab"]["e▁"] = len(document["model"]["vocab"])
+    document["model"]["merges"].insert(0, ["e", "▁"])
+
+
+@pytest.mark.parametrize("text", SENTENCEPIECE_TEXTS.values(), ids=SENTENCEPIECE_TEXTS)
+@pytest.mark.parametrize("name, change, cut", [
+    ("llama2_style", no_added, True), ("mistral_style", no_unknown_merges, True), ("metaspace_style", no_added, True),
+    ("llama2_style", lambda document: None, False), ("llama2_style", mark_within, False), ("mistral_style", no_added, False),
+], ids=["llama2", "mistral", "metaspace", "added tokens", "a mark within a token", "a mark behind the unknown token"])
+def test_pieces_have_the_tokens_of_the_whole_sentencepiece(name, change, cut, text, tmp_path):
+    document = sentencepiece(name)
+    change(document)
+    path = write(tmp_path / "tokenizer.json", json.dumps(document))
+    encoder = prepare_data.Encoder(path, None)
+    assert (encoder.cut is not None) == cut
+    pieces = list(prepare_data.pieces_of(text.splitlines(keepends=True), encoder.cut))
+    assert len(pieces) > 1 or not cut or " " not in text[:prepare_data.PIECE_CHARACTERS] or "жуж" in text
+    whole = tokenizers.Tokenizer.from_file(str(path)).encode(text.strip("\n"), add_special_tokens=False).ids
+    assert np.concatenate(encoder.encode(pieces)).tolist() == whole
+
+
+def test_what_the_programs_refuse_is_refused(prepare, tokenizer_path, tmp_path):
+    document = json.loads(tokenizer_path.read_text()) | {"normalizer": {"type": "Lowercase"}}
+    done = prepare(write(tmp_path / "a.txt", "text"), tokenizer=write(tmp_path / "lower.json", json.dumps(document)))
+    assert done.returncode == 3 and "normalizer.type: got 'Lowercase', expected" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_tokenizer_model_is_named_with_what_to_do(prepare, tmp_path):
+    """A file of SentencePiece or tiktoken in the place of tokenizer.json, or beside where it should be."""
+    pieces = b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\n\x0c\n\x03<s>\x15\0\0\0\0\x18\x03" * 5
+    for content, words in ((pieces, "a SentencePiece model"), (b"IQ== 0\nIg== 1\nIw== 2\n", "a list of tokens and ranks (tiktoken)")):
+        for name in ("tokenizer.model", "tokenizer.json"):
+            done = prepare(write(tmp_path / "a.txt", "text"), tokenizer=write(tmp_path / name, content))
+            assert done.returncode == 3 and done.stderr.count("\n") == 1
+            assert f"{name}': this is {words}, expected tokenizer.json" in done.stderr, done.stderr
+            assert "save_pretrained" in done.stderr
+            if name == "tokenizer.json":
+                (tmp_path / name).unlink()
+        done = prepare(write(tmp_path / "a.txt", "text"), tokenizer=tmp_path / "tokenizer.json")
+        assert done.returncode == 3 and "no such file" in done.stderr and f"tokenizer.model beside it is {words}." in done.stderr
+
+
 def test_prose_is_cut_into_pieces_of_bounded_size():
     pieces = list(prepare_data.pieces_of([TEXT * 10_000]))
     assert len(pieces) > 5 and max(map(len, pieces)) <= prepare_data.PIECE_CHARACTERS

@@ -1,10 +1,12 @@
-"""The C++ tokenizer against the Hugging Face `tokenizers` library on the published vocabularies of GPT-NeoX and Llama-3.
+"""The C++ tokenizer against the Hugging Face `tokenizers` library on the published vocabularies of GPT-NeoX and Llama-3, and
+on SentencePiece-style ones in many configurations; and against scripts/hf_tokenizer.py on what is accepted.
 
 Needs the program build/release/tokenize (`make tests`; WEFT_BUILD names another build directory), and the published ones
 WEFT_SHARED_DATA, a directory with gpt-neox-20b.tokenizer.json and llama3.tokenizer.model (the ranks of Llama-3's tokens).
 """
 
 import base64
+import copy
 import json
 import os
 import pathlib
@@ -20,7 +22,9 @@ tokenizers = pytest.importorskip("tokenizers")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import hf_tokenizer  # noqa: E402
 import make_tokenizer_vectors as vectors  # noqa: E402
+from tensor_file import FileError  # noqa: E402
 
 DATA = pathlib.Path(os.environ.get("WEFT_SHARED_DATA", "/nonexistent"))
 TOKENIZE = pathlib.Path(os.environ.get("WEFT_BUILD", ROOT / "build" / "release")).absolute() / "tokenize"
@@ -55,7 +59,7 @@ def llama3(directory):
 
 
 def weft(path, strings):
-    """(ids, text) of each (flags, bytes)."""
+    """(ids, text) of each (flags, bytes); flags as test/cpp/tokenize_main.cpp explains them."""
     payload = b"".join(struct.pack("<BI", flags, len(data)) + data for flags, data in strings)
     done = subprocess.run([TOKENIZE, path], input=payload, stdout=subprocess.PIPE, check=True)
     out, position = done.stdout, 0
@@ -102,3 +106,145 @@ def test_the_pinned_library_is_the_one_the_tables_were_measured_against():
     measured = re.search(r"measured against tokenizers ([\d.]+\d)", (ROOT / "llmc" / "text" / "unicode_ranges.h").read_text())
     assert measured is not None
     assert f"tokenizers=={measured[1]} " in (ROOT / "scripts" / "requirements.txt").read_text()
+
+
+# ---- SentencePiece-style ---------------------------------------------------------------------------------------------
+
+
+def fixture(name):
+    return json.loads((ROOT / "test" / "fixtures" / "tokenizer" / f"{name}.tokenizer.json").read_text(encoding="utf-8"))
+
+
+STYLES = ["llama2_style", "mistral_style", "metaspace_style"]
+STEP = vectors.metaspace_step
+SPACE, MARK = vectors.replace_step(" ", "▁"), vectors.replace_step("▁", " ")
+PREPEND, BYTES, FUSE = {"type": "Prepend", "prepend": "▁"}, {"type": "ByteFallback"}, {"type": "Fuse"}
+
+
+def sequence(key, *steps):
+    return {"type": "Sequence", key: list(steps)}
+
+
+NORMALIZERS = [None, sequence("normalizers", PREPEND, SPACE), SPACE, PREPEND, sequence("normalizers", {"type": "NFC"}, PREPEND, SPACE)]
+PRE_TOKENIZERS = [None, *(STEP(scheme, split) for scheme in ("always", "first", "never") for split in (True, False)),
+                  {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True, "str_rep": "▁"},
+                  sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, STEP("always", False)),
+                  sequence("pretokenizers", STEP("first", True), {"type": "Split", "behavior": "Isolated", "invert": False,
+                                                                  "pattern": {"Regex": vectors.LLAMA3_PATTERN}})]
+DECODERS = [sequence("decoders", MARK, BYTES, FUSE, vectors.STRIP_SPACE), sequence("decoders", BYTES, FUSE, MARK, vectors.STRIP_SPACE),
+            sequence("decoders", MARK, BYTES, FUSE), sequence("decoders", BYTES, STEP("always", True)), STEP("first", False),
+            STEP("never", True), sequence("decoders", MARK, FUSE, vectors.STRIP_SPACE | {"start": 3})]
+
+
+def added(content, **flags):
+    return {"id": 0, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": False} | flags
+
+
+ADDED = [added("<sp>", special=True, lstrip=True), added("<both>", lstrip=True, rstrip=True), added("ba", single_word=True),
+         added("▁▁▁"), added("a b"), added("\n\n"), added("<0x41>x"), added("é", special=True, rstrip=True), added(" "),
+         added("ba he", normalized=True), added(" x", normalized=True, special=True), added("▁", normalized=True)]
+
+
+def configured(rng):
+    """One of the vocabularies with every stage and option drawn at random."""
+    document = fixture(rng.choice(STYLES))
+    model = document["model"]
+    model.update(unk_token=rng.choice(["<unk>", "<unk>", None]), fuse_unk=rng.random() < 0.5, byte_fallback=rng.random() < 0.7,
+                 ignore_merges=rng.random() < 0.3)
+    document.update(normalizer=rng.choice(NORMALIZERS), pre_tokenizer=rng.choice(PRE_TOKENIZERS), decoder=rng.choice(DECODERS))
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 3]
+    for token in rng.sample(ADDED, rng.choice([0, 0, 2, 4])):
+        known = model["vocab"].get(token["content"])
+        number = 1 + max([*model["vocab"].values(), *(one["id"] for one in document["added_tokens"])])
+        document["added_tokens"].append(token | {"id": number if known is None else known})
+    return document
+
+
+def test_sentencepiece_styles_in_many_configurations(tmp_path):
+    """Ids and texts, streamed and at once, byte for byte: 150 configurations of three vocabularies."""
+    rng, path, compared, configurations = random.Random("sentencepiece"), tmp_path / "t.json", 0, 0
+    while configurations < 150:
+        document = configured(rng)
+        path.write_text(json.dumps(document), encoding="utf-8")
+        try:
+            hf_tokenizer.tokenizer_vocabulary(path.read_bytes(), path)
+        except FileError as problem:
+            assert "prepend_scheme" in str(problem) and "normalized" in str(problem)
+            continue
+        configurations += 1
+        original = tokenizers.Tokenizer.from_file(str(path))
+        names = vectors.hostile_names(document)
+        strings = [(0, b"")] + [(rng.randrange(4), vectors.fuzz_bytes(rng, names)) for _ in range(80)]
+        lists = [vectors.random_ids(rng, document) for _ in range(25)]
+        strings += [(vectors.IDS | rng.choice([0, vectors.SKIP_SPECIAL]), struct.pack(f"<{len(ids)}i", *ids)) for ids in lists]
+        for (flags, data), (ids, text) in zip(strings, weft(path, strings)):
+            compared += 1
+            if not flags & vectors.IDS:
+                assert ids == vectors.expected_ids(original, data, flags), (data[:200], document["normalizer"], document["pre_tokenizer"])
+            skipped = bool(flags & vectors.SKIP_SPECIAL)
+            assert text == original.decode(ids, skip_special_tokens=skipped), (ids, skipped, document["decoder"])
+    assert compared > 15_000
+
+
+def test_a_sentencepiece_word_of_a_megabyte(tmp_path):
+    rng = random.Random("long")
+    text = " ".join(vectors.word(rng) for _ in range(40_000)) + " " * 100_000 + "e" * 100_000 + "ж" * 50_000
+    path = ROOT / "test" / "fixtures" / "tokenizer" / "llama2_style.tokenizer.json"
+    original = tokenizers.Tokenizer.from_file(str(path))
+    ((ids, back),) = weft(path, [(2, text.encode())])
+    assert ids == original.encode(text).ids and back == original.decode(ids, skip_special_tokens=False)
+
+
+# ---- what is accepted ------------------------------------------------------------------------------------------------
+
+VALUES = [None, True, False, 0, 1, -1, 2**31, 2**70, 1.5, "", "x", "▁", " ", "▁▁", "BPE", "ByteLevel", "Metaspace", "NFC", "Fuse", "first",
+          "never", [], {}, [1], {"type": "NFC"}, {"type": "Fuse"}, BYTES, MARK, SPACE, PREPEND, STEP("first", True), STEP("never", False),
+          vectors.STRIP_SPACE, {"String": " "}, {"Regex": vectors.LLAMA3_PATTERN}, {"type": "ByteLevel"}, {"type": "Digits"},
+          {"type": "Strip", "content": " ", "start": 1, "stop": 1}, {"type": "WhitespaceSplit"}, "y" * 5000,
+          sequence("decoders", MARK, BYTES, FUSE), sequence("pretokenizers", STEP("always", True), STEP("always", True))]
+
+
+def places(value, path=()):
+    """Every place of a document, the long lists of its model by a few members."""
+    yield path
+    children = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    for key, child in children if len(children) < 20 else [*children[:2], *children[-2:]]:
+        yield from places(child, (*path, key))
+
+
+def changed(document, path, value):
+    made = copy.deepcopy(document)
+    if not path:
+        return value
+    *outer, last = path
+    node = made
+    for key in outer:
+        node = node[key]
+    node[last] = value
+    return made
+
+
+def accepted_by_programs(path):
+    done = subprocess.run([TOKENIZE, path], input=b"", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode in (0, 3) and done.stderr.count(b"\n") == (done.returncode == 3), done.stderr
+    return done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("name", [*STYLES, "neox_style", "llama3_style"])
+def test_scripts_and_programs_accept_the_same_tokenizers(name, tmp_path):
+    rng, path = random.Random(name), tmp_path / "t.json"
+    document = fixture(name)
+    all_places, verdicts = list(places(document)), []
+    for number in range(150):
+        made = changed(document, rng.choice(all_places), rng.choice(VALUES)) if number else document
+        path.write_text(json.dumps(made), encoding="utf-8")
+        try:
+            hf_tokenizer.tokenizer_vocabulary(path.read_bytes(), path)
+            here, why = True, ""
+        except FileError as problem:
+            here, why = False, str(problem)
+        there, message = accepted_by_programs(path)
+        assert here == there, (why, message)
+        verdicts.append(here)
+    assert verdicts[0] and 2 < sum(verdicts) < 145

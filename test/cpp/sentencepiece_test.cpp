@@ -1,0 +1,344 @@
+// SentencePiece-style tokenizers: decoding against the Hugging Face `tokenizers` library (test/fixtures/tokenizer, made by
+// scripts/make_tokenizer_vectors.py), streams, files that are refused, and time bounds. That encoding agrees, too, is tested
+// in tokenizer_test.cpp.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "colliding_names.h"
+#include "llmc/base/error.h"
+#include "llmc/base/file.h"
+#include "llmc/base/json.h"
+#include "llmc/base/utf8.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+const std::string kFixtures = "test/fixtures/tokenizer/";
+
+Json document(const std::string& name) {
+  const MappedFile file(kFixtures + name + ".tokenizer.json");
+  return Json::parse(file.text());
+}
+
+Tokenizer parse(const Json& json) {
+  return Tokenizer::from_json(json.dump(), "t.json");
+}
+
+// A tokenizer of few tokens: those of the bytes of é, but not of ж; without normalizer, pre-tokenizer and merges.
+Json small() {
+  return Json::parse(R"({
+    "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": true, "fuse_unk": false, "merges": [],
+              "vocab": {"<unk>": 0, "<s>": 1, "\u2581": 2, "a": 3, "b": 4, "<0xC3>": 5, "<0xA9>": 6, "ab": 7}},
+    "added_tokens": [{"id": 1, "content": "<s>", "special": true}],
+    "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+    "decoder": {"type": "Sequence", "decoders": [
+      {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
+      {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}})");
+}
+
+std::string streamed(const Tokenizer& tokenizer, const Ids& before, const Ids& ids) {
+  StreamingDecoder stream(tokenizer, before);
+  std::string text;
+  for (const std::int32_t id : ids) {
+    const std::string part = stream.push(id);
+    EXPECT_EQ(utf8_replace_invalid(part), part) << "a part that is not UTF-8";
+    text += part;
+  }
+  return text + stream.finish();
+}
+
+// ---- decoding --------------------------------------------------------------------------------------------------------
+
+struct Decoded {
+  bool skip_special;
+  Ids ids;
+  std::string text;
+};
+
+std::vector<Decoded> decoded_vectors(const std::string& name) {
+  const MappedFile file(kFixtures + name + ".texts.bin");
+  std::size_t position = 0;
+  const auto take = [&](std::size_t bytes) {
+    const std::string_view taken = file.text().substr(position, bytes);
+    if (taken.size() != bytes) throw std::runtime_error("decoded vectors: short file");
+    position += bytes;
+    return taken;
+  };
+  const auto number = [&]<typename T>(T value) {
+    std::memcpy(&value, take(sizeof value).data(), sizeof value);
+    return value;
+  };
+  if (take(8) != "WTOKTXT1") throw std::runtime_error("not a file of decoded vectors");
+  std::vector<Decoded> vectors(number(std::uint32_t{}));
+  for (Decoded& one : vectors) {
+    one.skip_special = (number(std::uint8_t{}) & 8) != 0;
+    one.ids.resize(number(std::uint32_t{}));
+    for (std::int32_t& id : one.ids) id = number(std::uint16_t{});
+    one.text = take(number(std::uint32_t{}));
+  }
+  return vectors;
+}
+
+class SentencePiece : public testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Tokenizer, SentencePiece, testing::Values("llama2_style", "mistral_style", "metaspace_style"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(SentencePiece, DecodesEveryListOfIdsAsTheOriginal) {
+  const Tokenizer tokenizer = parse(document(GetParam()));
+  const std::vector<Decoded> vectors = decoded_vectors(GetParam());
+  EXPECT_GE(vectors.size(), 500u);
+  for (const Decoded& one : vectors) {
+    ASSERT_EQ(tokenizer.decode(one.ids, one.skip_special), one.text) << testing::PrintToString(one.ids);
+    if (one.skip_special) continue;
+    ASSERT_EQ(streamed(tokenizer, {}, one.ids), one.text) << testing::PrintToString(one.ids);
+  }
+}
+
+// What a stream gives after every prefix of the ids is the beginning of what it gives in the end.
+TEST_P(SentencePiece, StreamsNeverTakeTextBack) {
+  const Tokenizer tokenizer = parse(document(GetParam()));
+  for (const Decoded& one : decoded_vectors(GetParam())) {
+    for (std::size_t cut = 0; cut <= one.ids.size(); ++cut) {
+      const Ids before(one.ids.begin(), one.ids.begin() + static_cast<std::ptrdiff_t>(cut));
+      StreamingDecoder stream(tokenizer);
+      std::string text;
+      for (const std::int32_t id : before) text += stream.push(id);
+      ASSERT_TRUE(tokenizer.decode(one.ids).starts_with(text)) << testing::PrintToString(before);
+    }
+  }
+}
+
+TEST(SentencePieceDecoder, OneWrongByteMakesTheWholeRowWrong) {
+  const Tokenizer tokenizer = parse(small());
+  EXPECT_EQ(tokenizer.decode(Ids{5, 6, 5, 6}), "éé");
+  EXPECT_EQ(tokenizer.decode(Ids{5, 6, 5}), "\uFFFD\uFFFD\uFFFD");
+  EXPECT_EQ(tokenizer.decode(Ids{5, 6, 6, 3, 5, 6}), "\uFFFD\uFFFD\uFFFDaé");
+  StreamingDecoder stream(tokenizer);
+  EXPECT_EQ(stream.push(5), "");
+  EXPECT_EQ(stream.push(6), "") << "a wrong byte may follow";
+  EXPECT_EQ(stream.push(3), "éa");
+  EXPECT_EQ(stream.push(6), "\uFFFD") << "nothing can make this byte right";
+  EXPECT_EQ(stream.push(5), "\uFFFD");
+  EXPECT_EQ(stream.finish(), "");
+}
+
+TEST(SentencePieceDecoder, OnlyTheFirstSpaceOfATextIsTakenAway) {
+  const Tokenizer tokenizer = parse(small());
+  EXPECT_EQ(tokenizer.decode(Ids{2, 3, 2, 3}), "a a");
+  EXPECT_EQ(tokenizer.decode(Ids{2, 2, 3}), " a");
+  EXPECT_EQ(tokenizer.decode(Ids{1, 2, 3}), "<s> a");
+  EXPECT_EQ(tokenizer.decode(Ids{1, 2, 3}, true), "a");
+  EXPECT_EQ(streamed(tokenizer, {}, {2, 3}), "a");
+  StreamingDecoder stream(tokenizer);
+  for (int text = 0; text < 2; ++text) {  // finish() ends one text and begins another
+    EXPECT_EQ(stream.push(2), "");
+    EXPECT_EQ(stream.push(3), "a");
+    EXPECT_EQ(stream.push(2), " ");
+    EXPECT_EQ(stream.finish(), "");
+  }
+}
+
+TEST(SentencePieceDecoder, GoesOnWhereAPromptEnds) {
+  const Tokenizer tokenizer = parse(small());
+  EXPECT_EQ(streamed(tokenizer, Ids{1, 2, 3}, Ids{2, 4}), " b");
+  EXPECT_EQ(streamed(tokenizer, Ids{1}, Ids{2, 4}), "b") << "nothing has been shown of a special token";
+  EXPECT_EQ(streamed(tokenizer, Ids{-1, 999}, Ids{2, 4}), "b");
+  EXPECT_EQ(streamed(tokenizer, Ids{5}, Ids{6, 3}), "\uFFFDa") << "the prompt's byte has been shown as wrong";
+  Json metaspace = small();
+  metaspace["decoder"] = {{"type", "Metaspace"}, {"replacement", "\u2581"}};
+  EXPECT_EQ(streamed(parse(metaspace), Ids{3}, Ids{2, 4}), " b");
+  EXPECT_EQ(streamed(parse(metaspace), {}, Ids{2, 4}), "b");
+}
+
+// ---- encoding: what the vectors show among much else ----------------------------------------------------------------
+
+TEST(SentencePieceEncoder, UnknownTokensWaitBehindByteTokens) {
+  Json json = small();
+  EXPECT_EQ(parse(json).encode("жéжa", false), (Ids{5, 6, 0, 0, 3}));
+  json["model"]["fuse_unk"] = true;
+  EXPECT_EQ(parse(json).encode("жéжa", false), (Ids{5, 6, 0, 3}));
+  json["model"]["byte_fallback"] = false;
+  EXPECT_EQ(parse(json).encode("жéaж", false), (Ids{0, 3, 0}));
+  json["model"]["unk_token"] = nullptr;
+  EXPECT_EQ(parse(json).encode("жéaж", false), (Ids{3}));
+}
+
+TEST(SentencePieceEncoder, MetaspaceInAllItsForms) {
+  Json json = small();
+  json["model"]["merges"] = {"a b"};
+  const auto ids = [&](const char* scheme, bool split, const char* text) {
+    json["pre_tokenizer"] = {
+        {"type", "Metaspace"}, {"replacement", "\u2581"}, {"prepend_scheme", scheme}, {"split", split}};
+    return parse(json).encode(text, false, Tokenizer::Special::allow);
+  };
+  EXPECT_EQ(ids("always", true, "a<s>ab ab"), (Ids{2, 3, 1, 2, 7, 2, 7}));
+  EXPECT_EQ(ids("first", true, "a<s>ab ab"), (Ids{2, 3, 1, 7, 2, 7}));
+  EXPECT_EQ(ids("first", true, "<s>ab"), (Ids{1, 7}));
+  EXPECT_EQ(ids("never", true, "a<s>ab ab"), (Ids{3, 1, 7, 2, 7}));
+  EXPECT_EQ(ids("always", false, " a"), (Ids{2, 3}));
+  EXPECT_EQ(ids("always", false, ""), Ids{});
+  // A merge across ▁ happens only where nothing is split.
+  json["model"]["vocab"]["b\u2581"] = 8;
+  json["model"]["merges"] = {"b \u2581"};
+  EXPECT_EQ(ids("never", false, "ab a"), (Ids{3, 8, 3}));
+  EXPECT_EQ(ids("never", true, "ab a"), (Ids{3, 4, 2, 3}));
+}
+
+// ---- files -----------------------------------------------------------------------------------------------------------
+
+std::string refusal(const std::function<void(Json&)>& change, const std::string& name = "llama2_style") {
+  Json json = document(name);
+  change(json);
+  try {
+    parse(json);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::bad_file);
+    return error.what();
+  }
+  return "accepted";
+}
+
+void expect_refusal(const std::function<void(Json&)>& change, std::vector<std::string> words) {
+  const std::string message = refusal(change);
+  words.push_back("t.json: ");
+  for (const std::string& word : words)
+    EXPECT_NE(message.find(word), std::string::npos) << message << "\nlacks " << word;
+  EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+}
+
+Json step(const char* type, const Json& more = Json::object()) {
+  Json made = {{"type", type}};
+  made.update(more);
+  return made;
+}
+
+Json replace(const std::string& from, const std::string& to) {
+  return step("Replace", {{"pattern", {{"String", from}}}, {"content", to}});
+}
+
+TEST(SentencePieceFile, RefusesModelsThatItDoesNotKnow) {
+  expect_refusal([](Json& j) { j["model"]["type"] = "Unigram"; }, {"model.type", "Unigram"});
+  expect_refusal([](Json& j) { j["model"]["unk_token"] = "<nope>"; }, {"model.unk_token", "<nope>", "model.vocab"});
+  expect_refusal([](Json& j) { j["model"]["unk_token"] = 0; }, {"model.unk_token", "a string"});
+  expect_refusal([](Json& j) { j["model"]["byte_fallback"] = 1; }, {"model.byte_fallback", "true or false"});
+  expect_refusal([](Json& j) { j["model"]["fuse_unk"] = "yes"; }, {"model.fuse_unk", "true or false"});
+  expect_refusal([](Json& j) { j["model"]["dropout"] = 0.5; }, {"model.dropout"});
+  expect_refusal([](Json& j) { j["model"]["continuing_subword_prefix"] = "##"; }, {"continuing_subword_prefix"});
+  expect_refusal([](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, {"end_of_word_suffix"});
+  expect_refusal([](Json& j) { j["model"]["vocab"]["zzz"] = 9'999; }, {"holes"});
+  expect_refusal([](Json& j) { j["model"]["merges"].push_back({"q", "zzz"}); }, {"model.merges[", "zzz"});
+}
+
+TEST(SentencePieceFile, RefusesNormalizersAndPreTokenizersThatItDoesNotKnow) {
+  const auto normalizer = [](const Json& value) { return [=](Json& j) { j["normalizer"] = value; }; };
+  expect_refusal(normalizer(step("NFKC")), {"normalizer.type", "NFKC", "Prepend"});
+  expect_refusal(normalizer(step("Precompiled")), {"normalizer.type", "Precompiled"});
+  expect_refusal(normalizer(replace("  ", "\u2581")), {"normalizer.pattern.String", "one character"});
+  expect_refusal(normalizer(replace(" ", "")), {"normalizer.content", "one character"});
+  expect_refusal(normalizer(step("Replace", {{"pattern", {{"Regex", " "}}}, {"content", "x"}})), {"pattern.String"});
+  expect_refusal(normalizer(step("Prepend")), {"normalizer.prepend", "a string"});
+  expect_refusal(normalizer(step("Prepend", {{"prepend", ""}})), {"normalizer.prepend", "got 0 bytes"});
+  expect_refusal(normalizer(step("Prepend", {{"prepend", std::string(65, 'x')}})), {"got 65 bytes", "64"});
+  expect_refusal(normalizer(step("Sequence", {{"normalizers", Json::array_t(9, step("NFC"))}})), {"more than 8"});
+
+  const auto pre = [](const Json& value) { return [=](Json& j) { j["pre_tokenizer"] = value; }; };
+  const Json metaspace = step("Metaspace", {{"replacement", "\u2581"}});
+  const auto with = [&](const Json& more) {
+    Json made = metaspace;
+    made.update(more);
+    return pre(made);
+  };
+  EXPECT_EQ(refusal(pre(metaspace)), "accepted");
+  EXPECT_EQ(refusal(with({{"add_prefix_space", true}, {"str_rep", "\u2581"}})), "accepted");
+  EXPECT_EQ(refusal(with({{"add_prefix_space", false}, {"prepend_scheme", "never"}})), "accepted");
+  expect_refusal(with({{"add_prefix_space", false}}), {"pre_tokenizer.add_prefix_space", "prepend_scheme"});
+  expect_refusal(with({{"replacement", "__"}}), {"pre_tokenizer.replacement", "one character"});
+  expect_refusal(with({{"replacement", nullptr}}), {"pre_tokenizer.replacement", "a string"});
+  expect_refusal(with({{"prepend_scheme", "sometimes"}}), {"pre_tokenizer.prepend_scheme", "sometimes"});
+  expect_refusal(with({{"split", 1}}), {"pre_tokenizer.split", "true or false"});
+  expect_refusal(with({{"prepend_scheme", "first"}}), {"prepend_scheme", "normalized"});
+  expect_refusal(pre(step("Sequence", {{"pretokenizers", {metaspace, metaspace}}})), {"second Metaspace"});
+  expect_refusal(
+      pre(step("Sequence",
+               {{"pretokenizers",
+                 {step("Digits"), step("Metaspace", {{"replacement", "\u2581"}, {"prepend_scheme", "first"}})}}})),
+      {"the first pre-tokenizer alone"});
+  expect_refusal(pre(step("WhitespaceSplit")), {"pre_tokenizer.type", "WhitespaceSplit", "Metaspace"});
+  expect_refusal(pre(step("ByteLevel")), {"model.unk_token"});  // byte-level tokens know no unknown characters
+}
+
+TEST(SentencePieceFile, RefusesDecodersThatItDoesNotKnow) {
+  const auto decoder = [](const Json& value) { return [=](Json& j) { j["decoder"] = value; }; };
+  const auto sequence = [&](const Json::array_t& list) { return decoder(step("Sequence", {{"decoders", list}})); };
+  const Json strip = step("Strip", {{"content", " "}, {"start", 1}, {"stop", 0}});
+  const Json metaspace = step("Metaspace", {{"replacement", "\u2581"}});
+  const Json fuse = step("Fuse"), bytes = step("ByteFallback"), spaces = replace("\u2581", " ");
+  for (const Json& list : {Json::array({spaces}), Json::array({bytes, metaspace}), Json::array({spaces, bytes}),
+                           Json::array({spaces, bytes, fuse}), Json::array({bytes, fuse, spaces, strip})}) {
+    EXPECT_EQ(refusal(sequence(list)), "accepted") << list;
+  }
+  expect_refusal(decoder(nullptr), {"decoder", "null", "a decoder"});
+  expect_refusal(decoder(step("WordPiece")), {"decoder.type", "WordPiece"});
+  expect_refusal(sequence({step("CTC")}), {"decoder.decoders[0].type", "CTC"});
+  expect_refusal(sequence({bytes, strip}), {"decoder.decoders[1].type", "Fuse before Strip"});
+  expect_refusal(sequence({fuse, strip, spaces}), {"Strip as the last"});
+  expect_refusal(sequence({fuse, bytes}), {"ByteFallback, before Fuse"});
+  expect_refusal(sequence({metaspace, bytes}), {"before Fuse and Metaspace"});
+  expect_refusal(sequence({bytes, bytes}), {"one ByteFallback"});
+  expect_refusal(sequence({fuse, metaspace}), {"one Metaspace, before Fuse"});
+  expect_refusal(sequence({replace("\u2581\u2581", " ")}), {"decoders[0].pattern.String", "one character"});
+  const auto stripping = [&](const Json& more) {
+    Json made = strip;
+    made.update(more);
+    return sequence({fuse, made});
+  };
+  expect_refusal(stripping({{"stop", 1}}), {"decoders[1].stop", "got '1', expected 0"});
+  expect_refusal(stripping({{"content", "  "}}), {"decoders[1].content", "one character"});
+  expect_refusal(stripping({{"start", -1}}), {"decoders[1].start", "from 0 to 1048576"});
+  expect_refusal(sequence(Json::array_t(9, fuse)), {"more than 8"});
+}
+
+// ---- time ------------------------------------------------------------------------------------------------------------
+
+// Without a pre-tokenizer a text is one word, however long. Eight times the text may take eight times as long and somewhat
+// more (n log n, caches); a quadratic algorithm takes 64 times as long.
+TEST(SentencePieceTime, AWordOfMegabytesIsNotQuadratic) {
+  const Tokenizer tokenizer = parse(document("llama2_style"));
+  std::string prose;
+  const char* words[] = {"the ", "stone ", "Жуж ", "\n", "dodo ", "\u2581\u2581", "shing, "};
+  for (std::uint32_t i = 0, random = 1; prose.size() < 2'000'000; ++i) {
+    random = random * 1664525 + 1013904223;
+    prose += words[(random >> 16) % 7];
+  }
+  const std::string texts[] = {prose, std::string(2'000'000, ' '), std::string(2'000'000, 'e')};
+  for (const std::string& text : texts) {
+    Ids ids;
+    const auto encode = [&](std::size_t bytes) {
+      const std::string part = utf8_replace_invalid(text.substr(0, bytes));
+      return processor_seconds([&] { ids = tokenizer.encode(part, false); });
+    };
+    const double few = std::min(encode(text.size() / 8), encode(text.size() / 8));
+    EXPECT_LT(encode(text.size()), 25 * few + 0.1);
+    const double decoding = processor_seconds([&] { EXPECT_EQ(streamed(tokenizer, {}, ids), tokenizer.decode(ids)); });
+    EXPECT_LT(decoding, 10 + 100 * few);
+  }
+}
+
+// A row of byte tokens is held back until it ends: each byte is looked at once.
+TEST(SentencePieceTime, ALongRowOfBytesIsNotQuadratic) {
+  const Tokenizer tokenizer = parse(small());
+  Ids ids;
+  for (int i = 0; i < 1'000'000; ++i) ids.push_back(5 + i % 2);
+  EXPECT_LT(processor_seconds([&] { EXPECT_EQ(streamed(tokenizer, {}, ids).size(), ids.size()); }), 10);
+}
+
+}  // namespace
+}  // namespace weft
