@@ -48,7 +48,7 @@ struct EngineRequest {
   std::vector<std::int32_t> prompt;  // at least one id, all in [0, vocab_size)
   SamplingPlan sampling;
   std::vector<std::int32_t> stop_ids;
-  std::int64_t max_ids = 0;        // at least 1
+  std::int64_t max_ids = 0;        // at least 1; 0 only with score_prompt: nothing is sampled
   std::int32_t alternatives = -1;  // InferenceModel's Span::alternatives
   bool score_prompt = false;       // on_prompt() is wanted
   std::optional<std::chrono::steady_clock::time_point> deadline;

@@ -5,11 +5,10 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <optional>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/prompt.h"
-#include "llmc/infer/stop_text.h"
+#include "llmc/infer/text_stream.h"
 
 namespace weft {
 
@@ -20,38 +19,6 @@ using Clock = std::chrono::steady_clock;
 double milliseconds(Clock::duration duration) {
   return std::chrono::duration<double, std::milli>(duration).count();
 }
-
-// Turns token ids into text: decodes them, looks for stop texts, and passes on text that cannot belong to one any more.
-class TextStream {
- public:
-  TextStream(const Tokenizer* tokenizer, const std::vector<std::string>& stops, const GenerateHooks& hooks,
-             std::string& text)
-      : stops_(stops), hooks_(hooks), text_(text) {
-    if (tokenizer != nullptr) decoder_.emplace(*tokenizer);
-  }
-
-  void push(std::int32_t id) {
-    if (decoder_.has_value()) emit(stops_.push(decoder_->push(id)));
-  }
-  void finish() {
-    if (!decoder_.has_value()) return;
-    emit(stops_.push(decoder_->finish()));
-    emit(stops_.finish());
-  }
-  bool stopped() const { return stops_.stopped(); }
-
- private:
-  void emit(const std::string& piece) {
-    if (piece.empty()) return;
-    text_ += piece;
-    if (hooks_.on_text) hooks_.on_text(piece);
-  }
-
-  std::optional<StreamingDecoder> decoder_;
-  StopTextFilter stops_;
-  const GenerateHooks& hooks_;
-  std::string& text_;
-};
 
 }  // namespace
 
@@ -106,7 +73,12 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     fail(Exit::usage, "a stop text needs a tokenizer, and the model file has none");
   }
   GenerateResult result;
-  TextStream text(tokenizer, options.stop_texts, hooks, result.text);
+  TextStream text(tokenizer, options.stop_texts);
+  const auto emit = [&](const std::string& piece) {
+    if (piece.empty()) return;
+    result.text += piece;
+    if (hooks.on_text) hooks.on_text(piece);
+  };
   // Positions that the prompt leaves in the context. The last id needs one, too, although it is not put into the cache.
   const std::int64_t room = model.capacity() - model.length() - static_cast<std::int64_t>(prompt.size());
   const std::int64_t max_ids = std::min(options.max_tokens, room);
@@ -130,7 +102,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     if (hooks.on_id) hooks.on_id();
     result.finish_reason = FinishReason::end_of_text;
     if (is_stop_id(id)) return false;
-    text.push(id);
+    emit(text.push(id));
     result.finish_reason = FinishReason::stop_text;
     if (text.stopped()) return false;
     result.finish_reason = room < options.max_tokens ? FinishReason::context_full : FinishReason::max_tokens;
@@ -145,7 +117,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
     std::span<const float> logits = model.prefill(prompt);
     while (take(sampler.sample(logits, model.length()))) logits = model.decode(result.ids.back());
   }
-  text.finish();
+  emit(text.finish());
   if (text.stopped()) result.finish_reason = FinishReason::stop_text;
   result.context = model.length();
   return result;

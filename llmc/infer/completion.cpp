@@ -1,0 +1,240 @@
+#include "llmc/infer/completion.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "llmc/base/error.h"
+#include "llmc/base/utf8.h"
+#include "llmc/infer/prompt.h"
+#include "llmc/infer/text_stream.h"
+
+namespace weft {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& name, const Json& got, const std::string& expected) {
+  fail(Exit::usage, "%s: got %s, expected %s", name.c_str(), escaped(json_text(got)).c_str(), expected.c_str());
+}
+
+// Empty: not an integer that fits.
+std::optional<std::int64_t> integer_of(const Json& value) {
+  if (!value.is_number_integer()) return std::nullopt;
+  if (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(INT64_MAX)) {
+    return std::nullopt;
+  }
+  return value.get<std::int64_t>();
+}
+
+std::int64_t read_integer(const std::string& name, const Json& value, std::int64_t low, std::int64_t high) {
+  const std::optional<std::int64_t> number = integer_of(value);
+  if (number.has_value() && *number >= low && *number <= high) return *number;
+  refuse(name, value,
+         high == INT64_MAX
+             ? format("an integer of at least %lld", static_cast<long long>(low))
+             : format("an integer from %lld to %lld", static_cast<long long>(low), static_cast<long long>(high)));
+}
+
+double read_number(const std::string& name, const Json& value, double high) {
+  const double number = value.is_number() ? value.get<double>() : -1;
+  if (std::isfinite(number) && number >= 0 && number <= high) return number;
+  refuse(name, value, high == 1 ? "a number from 0 to 1" : "a number of at least 0");
+}
+
+bool read_bool(const std::string& name, const Json& value) {
+  if (value.is_boolean()) return value.get<bool>();
+  refuse(name, value, "true or false");
+}
+
+std::vector<std::string> read_stop(const std::string& name, const Json& value) {
+  const Json list = value.is_string() ? Json::array({value}) : value;
+  const auto is_stop = [](const Json& text) {
+    return text.is_string() && !text.get_ref<const std::string&>().empty() &&
+           text.get_ref<const std::string&>().size() <= kMaxStopTextBytes;
+  };
+  if (!list.is_array() || list.size() > kMaxStopTexts || !std::all_of(list.begin(), list.end(), is_stop)) {
+    refuse(name, value,
+           format("a text of 1 to %zu bytes, or a list of at most %zu of them", kMaxStopTextBytes, kMaxStopTexts));
+  }
+  return list.get<std::vector<std::string>>();
+}
+
+// Decodes ids, applies the stop texts and names the reason of the end.
+class CompletionListener : public RequestListener {
+ public:
+  CompletionListener(CompletionPrompt prompt, const CompletionOptions& options, const Tokenizer* tokenizer,
+                     std::vector<std::int32_t> stop_ids, std::shared_ptr<CompletionSink> sink)
+      : prompt_ids_(static_cast<std::int64_t>(prompt.ids.size())),
+        prompt_text_(std::move(prompt.text)),
+        echo_(options.echo),
+        text_(tokenizer, options.stop),
+        stop_ids_(std::move(stop_ids)),
+        sink_(std::move(sink)) {}
+
+  void on_prompt(std::span<const ScoredId> scored) override { echo_prompt(scored); }
+
+  bool on_id(const ScoredId& id) override {
+    echo_prompt({});
+    ++generated_;
+    const bool stop_id = std::find(stop_ids_.begin(), stop_ids_.end(), id.id) != stop_ids_.end();
+    send({.text = stop_id ? "" : text_.push(id.id), .id = id, .prompt = {}, .is_prompt = false});
+    return !gone_ && !text_.stopped();
+  }
+
+  void on_end(RequestEnd reason) override {
+    CompletionEnd end = end_of(reason);
+    end.prompt_ids = prompt_ids_;
+    end.generated_ids = generated_;
+    if (end.reason == FinishedBy::stop || end.reason == FinishedBy::length) {
+      echo_prompt({});
+      std::string rest = text_.finish();
+      if (text_.stopped()) end.reason = FinishedBy::stop;
+      if (!rest.empty()) send({.text = std::move(rest), .id = {}, .prompt = {}, .is_prompt = false});
+    }
+    sink_->on_end(end);
+  }
+
+ private:
+  void send(CompletionPiece piece) {
+    if (!gone_) gone_ = !sink_->on_piece(std::move(piece));
+  }
+
+  void echo_prompt(std::span<const ScoredId> scored) {
+    if (!std::exchange(echo_, false)) return;
+    send({.text = std::move(prompt_text_), .id = {}, .prompt = {scored.begin(), scored.end()}, .is_prompt = true});
+  }
+
+  CompletionEnd end_of(RequestEnd reason) const {
+    switch (reason) {
+      case RequestEnd::stop_id:
+        return {FinishedBy::stop, "", 0, 0};
+      case RequestEnd::listener:
+        if (text_.stopped()) return {FinishedBy::stop, "", 0, 0};
+        return {FinishedBy::cancelled, "the receiver has gone", 0, 0};
+      case RequestEnd::max_ids:
+      case RequestEnd::full:
+        return {FinishedBy::length, "", 0, 0};
+      case RequestEnd::cancelled:
+        return {FinishedBy::cancelled, "cancelled", 0, 0};
+      case RequestEnd::deadline:
+        return {FinishedBy::cancelled, "the time limit of this request is over", 0, 0};
+      case RequestEnd::not_finite:
+        break;
+    }
+    return {FinishedBy::error,
+            "the logits of this request are not finite: the model's weights or its arithmetic are damaged", 0, 0};
+  }
+
+  const std::int64_t prompt_ids_;
+  std::string prompt_text_;
+  bool echo_;  // the prompt's piece is still to be sent
+  TextStream text_;
+  const std::vector<std::int32_t> stop_ids_;
+  const std::shared_ptr<CompletionSink> sink_;
+  std::int64_t generated_ = 0;
+  bool gone_ = false;  // the sink takes no more pieces
+};
+
+}  // namespace
+
+bool read_completion_option(const std::string& name, const Json& value, CompletionOptions& options) {
+  if (name == "max_tokens") {
+    options.max_tokens = read_integer(name, value, 0, INT64_MAX);
+  } else if (name == "temperature") {
+    options.sampler.temperature = read_number(name, value, std::numeric_limits<double>::max());
+  } else if (name == "top_k") {
+    options.sampler.top_k = read_integer(name, value, 0, INT64_MAX);
+  } else if (name == "top_p") {
+    options.sampler.top_p = read_number(name, value, 1);
+  } else if (name == "min_p") {
+    options.sampler.min_p = read_number(name, value, 1);
+  } else if (name == "seed") {
+    options.sampler.seed = static_cast<std::uint64_t>(read_integer(name, value, 0, INT64_MAX));
+  } else if (name == "stop") {
+    options.stop = read_stop(name, value);
+  } else if (name == "ignore_eos") {
+    options.ignore_eos = read_bool(name, value);
+  } else if (name == "logprobs") {
+    options.logprobs = static_cast<std::int32_t>(read_integer(name, value, 0, kMaxLogprobs));
+  } else if (name == "echo") {
+    options.echo = read_bool(name, value);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+void check_completion_options(const CompletionOptions& options) {
+  if (options.max_tokens == 0 && !options.echo) {
+    fail(Exit::usage, "max_tokens: got 0, expected at least 1. 0 is for echo, which then scores the prompt alone");
+  }
+}
+
+CompletionPrompt prompt_from_text(std::string_view text, const Tokenizer* tokenizer, Tokenizer::Special special,
+                                  const ModelConfig& config, const std::string& name) {
+  if (tokenizer == nullptr) {
+    fail(Exit::usage, "%s: the model file has no tokenizer, so text cannot be read. Give token ids", name.c_str());
+  }
+  return {start_ids(tokenizer->encode(text, true, special), config), utf8_replace_invalid(text)};
+}
+
+CompletionPrompt prompt_from_ids(const Json& list, const Tokenizer* tokenizer, const ModelConfig& config,
+                                 const std::string& name) {
+  const std::string expected =
+      format("integers from 0 to %lld in a list of at least one", static_cast<long long>(config.vocab_size - 1));
+  if (!list.is_array() || list.empty()) refuse(name, list, expected);
+  CompletionPrompt prompt;
+  prompt.ids.reserve(list.size());
+  for (const Json& item : list) {
+    const std::optional<std::int64_t> id = integer_of(item);
+    if (!id.has_value() || *id < 0 || *id >= config.vocab_size) {
+      refuse(format("%s: id %zu", name.c_str(), prompt.ids.size() + 1), item, expected);
+    }
+    prompt.ids.push_back(static_cast<std::int32_t>(*id));
+  }
+  // Ids past the tokenizer's are padding rows of the embedding: they have no text.
+  std::vector<std::int32_t> known;
+  for (const std::int32_t id : prompt.ids) {
+    if (tokenizer != nullptr && id < tokenizer->vocab_size()) known.push_back(id);
+  }
+  if (tokenizer != nullptr) prompt.text = utf8_replace_invalid(tokenizer->decode(known));
+  return prompt;
+}
+
+const char* finished_by_name(FinishedBy reason) {
+  switch (reason) {
+    case FinishedBy::stop:
+      return "stop";
+    case FinishedBy::length:
+      return "length";
+    case FinishedBy::cancelled:
+      return "cancelled";
+    case FinishedBy::error:
+      return "error";
+  }
+  return "?";
+}
+
+Completion make_completion(CompletionPrompt prompt, const CompletionOptions& options, const Tokenizer* tokenizer,
+                           const ModelConfig& config, std::shared_ptr<CompletionSink> sink) {
+  check_completion_options(options);
+  if (tokenizer == nullptr && !options.stop.empty()) {
+    fail(Exit::usage, "stop: a stop text needs a tokenizer, and the model file has none");
+  }
+  SamplerOptions sampler = options.sampler;
+  sampler.vocab_limit = tokenizer != nullptr ? tokenizer->vocab_size() : config.tokenizer_vocab;
+  EngineRequest request;
+  request.prompt = prompt.ids;
+  request.sampling = sampling_plan(sampler);
+  if (!options.ignore_eos) request.stop_ids = config.eos_ids;
+  request.max_ids = options.max_tokens;
+  request.alternatives = options.logprobs;
+  request.score_prompt = options.echo && (options.logprobs >= 0 || options.max_tokens == 0);
+  request.deadline = options.deadline;
+  auto listener =
+      std::make_shared<CompletionListener>(std::move(prompt), options, tokenizer, request.stop_ids, std::move(sink));
+  return {std::move(request), std::move(listener)};
+}
+
+}  // namespace weft

@@ -1,0 +1,30 @@
+// Turns the ids of a generation into its text, piece by piece, up to a stop text.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/infer/stop_text.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft {
+
+// A StreamingDecoder with a StopTextFilter behind it. Every piece is valid UTF-8; text that may belong to an unfinished
+// character or to a stop text is held back.
+class TextStream {
+ public:
+  // `tokenizer` may be null: all pieces are empty then. An empty stop text is Exit::usage.
+  TextStream(const Tokenizer* tokenizer, std::vector<std::string> stops);
+
+  std::string push(std::int32_t id);  // the text that this id releases
+  std::string finish();               // what was held back, if no stop text came of it
+  bool stopped() const { return stops_.stopped(); }
+
+ private:
+  std::optional<StreamingDecoder> decoder_;
+  StopTextFilter stops_;
+};
+
+}  // namespace weft
