@@ -125,6 +125,9 @@ $B/%.o: %.cpp $B/host-flags
 $B/llmc/app/%.o: CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
 
+# The page is put in by the assembler, of which -MMD knows nothing.
+$B/llmc/serve/page.o: llmc/serve/page.html
+
 $B/llmc/infer/line_input.o: CXXFLAGS += $(EDIT_FLAGS)
 $B/llmc/infer/line_input.o: $B/link-flags
 

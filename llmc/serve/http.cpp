@@ -350,6 +350,7 @@ void Connection::refuse(int status, const std::string& message) {
 }
 
 void Connection::hand_over() {
+  if (server_.stopping) return close();
   read_timer_.cancel();
   phase_ = Phase::answering;
   auto& message = parser_->get();
@@ -367,7 +368,7 @@ void Connection::hand_over() {
   request.content_encoding = field(http::field::content_encoding);
   request.body = std::move(message.body());
   chunked_ = message.version() >= 11;
-  if (!message.keep_alive() || server_.stopping) close_after_ = true;
+  if (!message.keep_alive()) close_after_ = true;
   parser_.reset();
 
   exchange_ = std::make_shared<Exchange>(server_.io, weak_from_this(), std::move(request));
@@ -572,7 +573,6 @@ void HttpServer::start() {
 }
 
 void HttpServer::stop(double seconds) {
-  state_->workers.join();
   if (!state_->thread.joinable()) return;
   const auto until = std::chrono::steady_clock::now() + duration(seconds);
   asio::post(state_->io, [state = state_.get()] {
@@ -582,6 +582,7 @@ void HttpServer::stop(double seconds) {
     const std::vector<Connection*> all(state->connections.begin(), state->connections.end());
     for (Connection* connection : all) connection->close_soon();
   });
+  state_->workers.join();
   while (state_->open > 0 && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
