@@ -39,6 +39,7 @@ namespace {
 
 constexpr std::size_t kReadBytes = 16 << 10;       // asked of the socket at once
 constexpr std::size_t kPipelinedBytes = 64 << 10;  // of later requests, read while one is being answered
+constexpr std::size_t kBufferBytes = 128 << 10;    // of a connection: also the longest line between two chunks
 constexpr std::size_t kBuffersAtOnce = 64;         // pieces of the queue in one write
 constexpr double kLingerSeconds = 2;               // for a client to read an error before the connection is closed
 constexpr auto kAcceptPause = std::chrono::milliseconds(100);  // after a failed accept, such as no free descriptor
@@ -176,7 +177,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Phase phase_ = Phase::idle;
   bool closed_ = false, close_after_ = false;
 
-  boost::beast::flat_buffer buffer_;
+  boost::beast::flat_buffer buffer_{kBufferBytes};
   bool reads_ =
       false;  // read_some() is under way: in every phase but `reading`, so that the end of a client is noticed
   std::optional<Parser> parser_;
@@ -310,6 +311,11 @@ void Connection::read_header() {
 
 void Connection::on_header(const error_code& error) {
   if (error) return answer_read_error(error);
+  // Beast takes a body in another encoding for none, and what it holds for the next request.
+  const auto encoding = parser_->get()[http::field::transfer_encoding];
+  if (!encoding.empty() && (!boost::beast::iequals(encoding, "chunked") || parser_->get().version() < 11)) {
+    return refuse(400, "Transfer-Encoding: got " + escaped(std::string(encoding)) + ", expected chunked, in HTTP/1.1");
+  }
   // How long a chunked body is shows at its end only.
   const auto length = parser_->content_length();
   const std::size_t bytes =
@@ -334,6 +340,7 @@ void Connection::answer_read_error(const error_code& error) {
   if (error == http::error::header_limit) {
     return refuse(431, format("the header has more than the %zu bytes that are accepted", server_.limits.header_bytes));
   }
+  if (error == http::error::buffer_overflow) return refuse(400, "a line between two chunks is too long");
   // Errors of the parser are of a category of their own; after one of the socket there is nobody to tell.
   if (error.category() != make_error_code(http::error::bad_method).category() || error == http::error::end_of_stream ||
       error == http::error::partial_message) {
