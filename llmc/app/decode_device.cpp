@@ -4,7 +4,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
-#include "llmc/cpu/neox.h"
+#include "llmc/cpu/inference.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/op/ceilings.h"
 #include "llmc/cuda/transformer/neox.h"
@@ -71,7 +71,9 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string refusal = cuda::neox_refusal(config, dtype_);
+  const std::string refusal = config.family == Family::gpt_neox
+                                  ? cuda::neox_refusal(config, dtype_)
+                                  : "the GPU runs GPT-NeoX models only, and this is a Llama";
   if (refusal.empty()) return choose_decode(config);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
   use_cpu(choose_cpu(refusal));
@@ -112,7 +114,7 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  if (!choice_.gpu) return cpu::load_neox(file, capacity);
+  if (!choice_.gpu) return cpu::load_decoder(file, capacity);
   log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
   check_memory(file.config(), capacity);
   return load_on_gpu(file, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
@@ -135,7 +137,7 @@ double DecodeDevice::read_ceiling() const {
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
-  return cpu::load_neox(file, capacity);
+  return cpu::load_decoder(file, capacity);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig&, std::int64_t) const {

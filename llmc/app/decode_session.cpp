@@ -17,7 +17,7 @@ namespace {
 
 ModelFile open_model(const std::string& path) {
   refuse_model_directory(path);
-  return ModelFile::open(path, Family::gpt_neox);
+  return ModelFile::open(path);
 }
 
 // Empty if the file has none.

@@ -35,6 +35,7 @@
 #include <vector>
 
 #include "llmc/cpu/exp.h"
+#include "llmc/cpu/lanes.h"
 
 namespace weft::cpu {
 
@@ -43,28 +44,6 @@ namespace {
 constexpr std::int64_t kBlock = 64;      // queries, and keys, of a block
 constexpr std::int64_t kFewQueries = 8;  // up to this many queries go row by row
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// A vector register of floats, read and written at any address. The compiler would split a type wider than the machine's
-// registers and pass its parts through memory.
-#if defined(__AVX512F__)
-constexpr std::int64_t kLanes = 16;
-#elif defined(__AVX__)
-constexpr std::int64_t kLanes = 8;
-#else
-constexpr std::int64_t kLanes = 4;
-#endif
-using Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(alignof(float)), may_alias)) = float;
-
-Lanes* lanes(float* values) {
-  return reinterpret_cast<Lanes*>(values);
-}
-const Lanes* lanes(const float* values) {
-  return reinterpret_cast<const Lanes*>(values);
-}
-
-std::int64_t padded(std::int64_t size) {
-  return (size + kLanes - 1) / kLanes * kLanes;
-}
 
 // A row-major block in scratch or, by strides, its transpose: element (i, j) is data[i * row + j * column].
 struct Strided {

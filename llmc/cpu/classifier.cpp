@@ -41,6 +41,15 @@ double sum_of_exponentials(const float* row, std::int64_t V, float maximum) {
 
 }  // namespace
 
+float LogSoftmax::loss(float logit) const {
+  return static_cast<float>(std::log(sum) + (static_cast<double>(maximum) - logit));
+}
+
+LogSoftmax log_softmax(const float* row, std::int64_t V) {
+  const float maximum = row_maximum(row, V);
+  return {maximum, sum_of_exponentials(row, V, maximum)};
+}
+
 void classifier(float* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
                 float loss_scale, bool write_gradient) {
 #pragma omp parallel for schedule(static)
@@ -51,13 +60,12 @@ void classifier(float* logits, float* losses, const std::int32_t* labels, std::i
       if (write_gradient) std::fill(row, row + V, 0.0f);
       continue;
     }
-    const float maximum = row_maximum(row, V);
-    const double sum = sum_of_exponentials(row, V, maximum);
-    losses[n] = static_cast<float>(std::log(sum) + (static_cast<double>(maximum) - row[labels[n]]));
+    const LogSoftmax softmax = log_softmax(row, V);
+    losses[n] = softmax.loss(row[labels[n]]);
     if (!write_gradient) continue;
-    const float scale = static_cast<float>(loss_scale / sum);
+    const float scale = static_cast<float>(loss_scale / softmax.sum);
 #pragma omp simd
-    for (std::int64_t v = 0; v < V; ++v) row[v] = exp_f32(row[v] - maximum) * scale;
+    for (std::int64_t v = 0; v < V; ++v) row[v] = exp_f32(row[v] - softmax.maximum) * scale;
     row[labels[n]] -= loss_scale;
   }
 }

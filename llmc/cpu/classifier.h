@@ -5,6 +5,16 @@
 
 namespace weft::cpu {
 
+// What a row's log-probabilities need of all its logits.
+struct LogSoftmax {
+  float maximum = 0;
+  double sum = 0;  // of e^(logit - maximum)
+
+  // -log softmax of one of the row's logits.
+  float loss(float logit) const;
+};
+LogSoftmax log_softmax(const float* row, std::int64_t V);
+
 // For each row n of logits [N, V]: losses[n] = -log softmax(logits[n])[labels[n]], 0 where labels[n] is kIgnoredLabel.
 // With write_gradient the logits become loss_scale * d(sum of losses)/d(logits), zero in ignored rows.
 // A NaN logit makes its row's loss and gradient NaN; an ignored row's logits are not read.

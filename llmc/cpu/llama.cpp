@@ -14,12 +14,13 @@
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/embedding.h"
-#include "llmc/cpu/llama_decoder.h"
+#include "llmc/cpu/llama_inference.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
 #include "llmc/model/llama_layout.h"
+#include "llmc/model/single_sequence.h"
 
 namespace weft::cpu {
 
@@ -81,7 +82,7 @@ class Llama final : public TrainModel {
   }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
-    return make_llama_decoder(config_, weights_, capacity);
+    return single_sequence(make_llama_inference(config_, weights_, one_sequence(capacity)), capacity);
   }
 
  private:

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/infer/sampler.h"
+#include "llmc/base/sampler.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/text/tokenizer.h"
 

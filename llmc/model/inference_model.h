@@ -22,6 +22,15 @@
 
 namespace weft {
 
+struct InferenceOptions {
+  std::int64_t num_pages = 1;
+  std::int64_t page_size = 32;  // positions
+  std::int64_t slots = 1;
+  std::int64_t max_rows = 256;
+  // Of a sequence, if the pages hold as many; 0: what the model was made for.
+  std::int64_t max_positions = 0;
+};
+
 // Rows of one sequence for one step.
 struct Span {
   // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages
@@ -67,15 +76,15 @@ class InferenceModel {
 
   virtual const ModelConfig& config() const = 0;
   virtual std::vector<MemoryLine> memory() const = 0;
-  // Bytes that a step of one row must read for each of its sequences, at `context` positions each: the weights once, then
-  // an embedding row and the K/V of every sequence.
+  // Bytes that a step must read that takes one row of each of `sequences` sequences of `context` positions: the weights
+  // once, then an embedding row and the K/V of every sequence.
   virtual std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const = 0;
 
   virtual std::int64_t page_size() const = 0;      // positions a page
   virtual std::int64_t num_pages() const = 0;      // of the pool: ids 0 .. num_pages() - 1
   virtual std::int64_t slots() const = 0;          // sequences that may have an id on the device
   virtual std::int64_t max_rows() const = 0;       // of a step, all spans together
-  virtual std::int64_t max_positions() const = 0;  // longest sequence, at most config().max_positions
+  virtual std::int64_t max_positions() const = 0;  // longest sequence
   virtual std::int64_t depth() const = 0;  // steps that may be submitted before the first is collected; at least 1
 
   // Queues a step: appends the keys and values of all rows, and computes what the spans ask for. At least one span, at most
@@ -86,8 +95,8 @@ class InferenceModel {
   // collect() or submit().
   virtual std::span<const SpanResult> collect() = 0;
 
-  // The activation `name` (names of scripts/dump_reference.py) of the last step, fp32, rows in the order of its spans; empty
-  // if not kept. Kept only after keep_activations(true).
+  // The activation `name` (names of scripts/dump_reference.py) of all steps since keep_activations(true), fp32, rows in the
+  // order of the steps and their spans; empty if not kept.
   virtual void keep_activations(bool keep) = 0;
   virtual std::vector<float> activation(const std::string& name) = 0;
 };

@@ -49,15 +49,14 @@ void refuse_unknown_tensors(const TensorFile& file, const TensorTable& table) {
   }
 }
 
-ModelConfig read_config(const TensorFile& file, Family expected) {
+ModelConfig read_config(const TensorFile& file, std::optional<Family> expected) {
   const std::string source = escaped(file.path()) + ": model";
   const auto model = file.config().find("model");
   if (model == file.config().end()) fail(Exit::bad_file, "%s: missing from the configuration", source.c_str());
   ModelConfig config = config_from_json(*model, source);
-  if (config.family != expected) {
-    const char* program = config.family == Family::llama ? "train_llama" : "infer_pythia";
-    fail(Exit::bad_file, "%s: family: got %s, expected %s. %s runs this model", source.c_str(),
-         family_name(config.family), family_name(expected), program);
+  if (expected && config.family != *expected) {
+    fail(Exit::bad_file, "%s: family: got %s, expected %s. infer_pythia runs this model", source.c_str(),
+         family_name(config.family), family_name(*expected));
   }
   return config;
 }
@@ -67,7 +66,7 @@ ModelConfig read_config(const TensorFile& file, Family expected) {
 ModelFile::ModelFile(TensorFile file, ModelConfig config)
     : file_(std::move(file)), config_(std::move(config)), table_(config_) {}
 
-ModelFile ModelFile::open(const std::string& path, Family expected) {
+ModelFile ModelFile::open(const std::string& path, std::optional<Family> expected) {
   TensorFile file = TensorFile::open(path, FileKind::model);
   ModelConfig config = read_config(file, expected);
   // Every layer has several tensors: refused before a table of so many layers is built.

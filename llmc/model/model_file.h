@@ -15,10 +15,10 @@ inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the te
 
 class ModelFile {
  public:
-  // Opens and checks everything but the tensor data: configuration valid, family as asked, every tensor of
-  // the table present with its shape and a float dtype, nothing missing. Exit::bad_file names what does not
-  // fit.
-  static ModelFile open(const std::string& path, Family expected);
+  // Opens and checks everything but the tensor data: configuration valid, family as asked (none: either), every
+  // tensor of the table present with its shape and a float dtype, nothing missing. Exit::bad_file names what does
+  // not fit.
+  static ModelFile open(const std::string& path, std::optional<Family> expected = {});
 
   const ModelConfig& config() const { return config_; }
   const TensorTable& table() const { return table_; }

@@ -6,7 +6,7 @@
 #include "golden_cases.h"
 #include "gradient_check.h"
 #include "llmc/cpu/llama.h"
-#include "llmc/cpu/neox.h"
+#include "llmc/cpu/inference.h"
 
 namespace weft {
 namespace {
@@ -44,7 +44,7 @@ void expect_chunks_agree_with_single_tokens(DecodeModel& model) {
 
 TEST(CpuDecoder, NeoxPromptOfSeveralChunks) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox);
-  expect_chunks_agree_with_single_tokens(*cpu::load_neox(file, kTokens));
+  expect_chunks_agree_with_single_tokens(*cpu::load_decoder(file, kTokens));
 }
 
 TEST(CpuDecoder, LlamaPromptOfSeveralChunks) {

@@ -7,7 +7,7 @@
 
 #include "golden_cases.h"
 #include "llmc/cpu/llama.h"
-#include "llmc/cpu/neox.h"
+#include "llmc/cpu/inference.h"
 #include "llmc/model/compare.h"
 
 namespace weft {
@@ -46,7 +46,7 @@ TEST(Golden, NeoxDecodingMatchesPyTorch) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model, Family::gpt_neox);
     expect_passed(compare_decoding(TensorFile::open(golden.dump, FileKind::reference_dump), kTolerance,
-                                   *cpu::load_neox(file, file.config().max_positions)));
+                                   *cpu::load_decoder(file, file.config().max_positions)));
   }
 }
 

@@ -1,4 +1,4 @@
-#include "llmc/infer/sampler.h"
+#include "llmc/base/sampler.h"
 
 #include <gtest/gtest.h>
 

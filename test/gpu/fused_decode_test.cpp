@@ -15,12 +15,12 @@
 #include <set>
 
 #include "llmc/base/error.h"
-#include "llmc/cpu/neox.h"
+#include "llmc/cpu/inference.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/file/tensor_file.h"
-#include "llmc/infer/sampler.h"
+#include "llmc/base/sampler.h"
 #include "llmc/model/model_file.h"
 #include "test/cpp/test_files.h"
 #include "test/gpu/operator_tools.h"
@@ -103,7 +103,7 @@ class Model {
       writer.write_f32(parameters_.data() + spec.offset, static_cast<std::size_t>(spec.elements));
     }
     writer.publish();
-    return cpu::load_neox(ModelFile::open(path, Family::gpt_neox), capacity_);
+    return cpu::load_decoder(ModelFile::open(path, Family::gpt_neox), capacity_);
   }
 
   std::unique_ptr<cuda::FusedDecode<S, S, S>> fused(const cuda::FusedTuning& tuning = {}) {

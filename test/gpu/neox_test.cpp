@@ -5,7 +5,7 @@
 #include <iostream>
 
 #include "llmc/base/error.h"
-#include "llmc/cpu/neox.h"
+#include "llmc/cpu/inference.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/infer/generate.h"
 #include "llmc/model/compare.h"
@@ -65,7 +65,7 @@ class Fixture {
     return cuda::load_neox(ModelFile::open(path(), Family::gpt_neox), options_of(dtype, mode, capacity));
   }
   std::unique_ptr<DecodeModel> on_cpu(std::int64_t capacity) const {
-    return cpu::load_neox(ModelFile::open(path(), Family::gpt_neox), capacity);
+    return cpu::load_decoder(ModelFile::open(path(), Family::gpt_neox), capacity);
   }
 
  private:

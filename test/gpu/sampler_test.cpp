@@ -11,7 +11,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"
-#include "llmc/infer/sampler.h"
+#include "llmc/base/sampler.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {

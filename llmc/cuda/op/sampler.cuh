@@ -1,5 +1,5 @@
 // Sampling by one group of threads, on its own (sampler.cu) or inside another kernel. The choice is the host's
-// (llmc/infer/sampler.h) bit for bit: weights are integers, and an integer sum does not depend on its order.
+// (llmc/base/sampler.h) bit for bit: weights are integers, and an integer sum does not depend on its order.
 //
 // An id's rank is its logit and, among equals, the lower id: one 64-bit number, so what top-k and top-p keep is "all ranks
 // from a bound up". The bound is found without sorting:

@@ -14,13 +14,17 @@ class Sampler {
  public:
   // Options out of range: Exit::usage.
   explicit Sampler(const SamplerOptions& options) : plan_(sampling_plan(options)) {}
+  explicit Sampler(const SamplingPlan& plan) : plan_(plan) {}
 
   // The id for `position` (0-based, in the whole sequence) from fp32 logits [vocab_size]. A pure function of
   // options, logits and position. -infinity masks an id; NaN, +infinity or nothing but -infinity is
   // Exit::numeric.
   std::int32_t sample(std::span<const float> logits, std::int64_t position);
+  // The same with the reason in the place of an exception; *id is written only if there is none.
+  SampleError try_sample(std::span<const float> logits, std::int64_t position, std::int32_t* id);
 
  private:
+  std::span<const float> sampled_part(std::span<const float> logits) const;
   std::vector<std::int32_t> kept_ids(std::span<const float> logits) const;
 
   SamplingPlan plan_;

@@ -1,4 +1,4 @@
-#include "llmc/infer/sampler.h"
+#include "llmc/base/sampler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,41 +11,65 @@ namespace weft {
 
 namespace {
 
-// The lowest id of the greatest logit. Fails on NaN, on +infinity, and if no logit is finite.
-std::int32_t argmax(std::span<const float> logits) {
-  std::size_t best = 0;
+// The lowest id of the greatest logit.
+SampleError argmax(std::span<const float> logits, std::size_t* best) {
+  *best = 0;
   for (std::size_t i = 0; i < logits.size(); ++i) {
-    if (std::isnan(logits[i]) || logits[i] == std::numeric_limits<float>::infinity()) {
-      fail(Exit::numeric, "logit of id %zu is %s: the model's weights or its arithmetic are damaged", i,
-           std::isnan(logits[i]) ? "NaN" : "infinite");
-    }
-    if (logits[i] > logits[best]) best = i;
+    if (std::isnan(logits[i])) return SampleError::not_a_number;
+    if (logits[i] == std::numeric_limits<float>::infinity()) return SampleError::infinite;
+    if (logits[i] > logits[*best]) *best = i;
   }
-  if (logits.empty() || !std::isfinite(logits[best])) fail(Exit::numeric, "no logit is finite: no token is possible");
-  return static_cast<std::int32_t>(best);
+  return logits.empty() || !std::isfinite(logits[*best]) ? SampleError::nothing_finite : SampleError::none;
 }
 
 }  // namespace
 
-std::int32_t Sampler::sample(std::span<const float> logits, std::int64_t position) {
+std::span<const float> Sampler::sampled_part(std::span<const float> logits) const {
   if (plan_.vocab_limit > 0) {
     logits = logits.first(std::min(logits.size(), static_cast<std::size_t>(plan_.vocab_limit)));
   }
-  const std::int32_t best = argmax(logits);
-  if (plan_.greedy) return best;
+  return logits;
+}
 
-  const float greatest = logits[static_cast<std::size_t>(best)];
+std::int32_t Sampler::sample(std::span<const float> logits, std::int64_t position) {
+  std::int32_t id = 0;
+  const SampleError error = try_sample(logits, position, &id);
+  if (error == SampleError::not_a_number || error == SampleError::infinite) {
+    logits = sampled_part(logits);
+    const auto damaged = [](float x) { return std::isnan(x) || x == std::numeric_limits<float>::infinity(); };
+    const auto first = std::find_if(logits.begin(), logits.end(), damaged);
+    fail(Exit::numeric, "logit of id %td is %s: the model's weights or its arithmetic are damaged",
+         first - logits.begin(), error == SampleError::not_a_number ? "NaN" : "infinite");
+  }
+  check_sample(error);
+  return id;
+}
+
+SampleError Sampler::try_sample(std::span<const float> logits, std::int64_t position, std::int32_t* id) {
+  logits = sampled_part(logits);
+  std::size_t best = 0;
+  const SampleError error = argmax(logits, &best);
+  if (error != SampleError::none) return error;
+  if (plan_.greedy) {
+    *id = static_cast<std::int32_t>(best);
+    return SampleError::none;
+  }
+
+  const float greatest = logits[best];
   weights_.resize(logits.size());
   for (std::size_t i = 0; i < logits.size(); ++i) weights_[i] = sampling_weight(logits[i], greatest, plan_.scale);
 
   const std::vector<std::int32_t> kept = kept_ids(logits);
   std::uint64_t total = 0;
-  for (const std::int32_t id : kept) total += weights_[static_cast<std::size_t>(id)];
+  for (const std::int32_t candidate : kept) total += weights_[static_cast<std::size_t>(candidate)];
   const std::uint64_t target = sampling_target(sampling_bits(plan_.seed, position), total);
   std::uint64_t cumulative = 0;
-  for (const std::int32_t id : kept) {
-    cumulative += weights_[static_cast<std::size_t>(id)];
-    if (cumulative > target) return id;
+  for (const std::int32_t candidate : kept) {
+    cumulative += weights_[static_cast<std::size_t>(candidate)];
+    if (cumulative > target) {
+      *id = candidate;
+      return SampleError::none;
+    }
   }
   fail(Exit::internal, "sampling: target beyond the total");
 }

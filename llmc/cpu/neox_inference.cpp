@@ -5,14 +5,12 @@
 //
 // The fused QKV keeps the layout of the checkpoint, [head][q, k, v][HS] in each row: head views with a stride of 3 HS
 // read it in place.
-#include "llmc/cpu/neox.h"
+#include "llmc/cpu/neox_inference.h"
 
-#include <algorithm>
-
-#include "llmc/cpu/decoder.h"
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/gelu.h"
-#include "llmc/cpu/matmul.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/model/neox_layout.h"
 
@@ -20,15 +18,14 @@ namespace weft::cpu {
 
 namespace {
 
-class NeoxDecoder final : public Decoder {
+class NeoxInference final : public Inference {
  public:
-  NeoxDecoder(const ModelFile& file, std::int64_t capacity)
-      : Decoder(file.config(), capacity),
+  NeoxInference(const ModelFile& file, const InferenceOptions& options)
+      : Inference(file.config(), options),
         arena_(per_parameter_plan("parameters", file.table(), sizeof(float))),
-        parameters_(file.table().parameters()),
         weights_(file.config(), file.table(), arena_.at<const float>(0)) {
     for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, arena_.at<float>(0) + spec.offset);
-    const std::size_t rows = static_cast<std::size_t>(std::min(kChunk, capacity));
+    const std::size_t rows = static_cast<std::size_t>(max_rows());
     const std::size_t C = static_cast<std::size_t>(config().hidden_size),
                       F = static_cast<std::size_t>(config().ffn_size);
     residual_.resize(rows * C);
@@ -43,17 +40,13 @@ class NeoxDecoder final : public Decoder {
   std::vector<MemoryLine> memory() const override {
     const std::size_t scratch = 5 * residual_.size() + qkv_.size() + up_.size();
     return {{"parameters (fp32)", arena_.bytes()},
-            {"K/V cache (fp32)", cache_bytes()},
+            {"K/V cache (fp32)", kv_bytes()},
             {"workspace (fp32)", scratch * sizeof(float)}};
   }
 
  protected:
   void run_layers(std::span<const std::int32_t> ids) override;
   const float* head() const override { return weights_.head; }
-  std::uint64_t weight_bytes() const override {
-    const std::int64_t embedding = config().vocab_size * config().hidden_size;
-    return static_cast<std::uint64_t>(parameters_ - embedding + config().hidden_size) * sizeof(float);
-  }
 
  private:
   void run_layer(std::int64_t l, std::int64_t rows);
@@ -92,12 +85,11 @@ class NeoxDecoder final : public Decoder {
   }
 
   HostArena arena_;
-  const std::int64_t parameters_;
   const NeoxParameters<const float> weights_;
   std::vector<float> residual_, norm1_, norm2_, branch_, attention_, qkv_, up_;
 };
 
-void NeoxDecoder::run_layers(std::span<const std::int32_t> ids) {
+void NeoxInference::run_layers(std::span<const std::int32_t> ids) {
   const std::int64_t rows = static_cast<std::int64_t>(ids.size()), C = config().hidden_size;
   embedding_forward(residual_.data(), ids.data(), weights_.embedding, rows, C);
   keep("embedding", residual_.data(), rows, C);
@@ -106,7 +98,7 @@ void NeoxDecoder::run_layers(std::span<const std::int32_t> ids) {
   keep("final_norm", final_norm(), rows, C);
 }
 
-void NeoxDecoder::run_layer(std::int64_t l, std::int64_t rows) {
+void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
   const ModelConfig& c = config();
   const NeoxLayerParameters<const float>& w = weights_.layers[static_cast<std::size_t>(l)];
   const std::int64_t C = c.hidden_size, F = c.ffn_size, HS = c.head_dim;
@@ -114,25 +106,25 @@ void NeoxDecoder::run_layer(std::int64_t l, std::int64_t rows) {
   const std::string prefix = "layers." + std::to_string(l) + ".";
 
   keep(prefix + "input_norm", norm1_.data(), rows, C);
-  matmul_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, rows, C, 3 * C);
-  attend(l, heads(0), heads(1), heads(2), rows, attention_.data());
-  matmul_forward(branch_.data(), attention_.data(), w.dense.weight, w.dense.bias, rows, C, C);
+  matmul_rows_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, rows, C, 3 * C);
+  attend(l, heads(0), heads(1), heads(2), attention_.data());
+  matmul_rows_forward(branch_.data(), attention_.data(), w.dense.weight, w.dense.bias, rows, C, C);
   if (!c.parallel_residual) normalize(rows, branch_.data(), w.post_norm, norm2_.data(), {}, nullptr);
   keep(prefix + "post_attention_norm", norm2_.data(), rows, C);
-  matmul_forward(up_.data(), norm2_.data(), w.up.weight, w.up.bias, rows, C, F);
+  matmul_rows_forward(up_.data(), norm2_.data(), w.up.weight, w.up.bias, rows, C, F);
   gelu_forward(up_.data(), up_.data(), rows * F);
   keep(prefix + "mlp_product", up_.data(), rows, F);
   // Parallel residual: both branches are added at once, so the MLP accumulates into what attention left.
-  matmul_forward(branch_.data(), up_.data(), w.down.weight, w.down.bias, rows, F, C,
-                 c.parallel_residual ? Accumulate::yes : Accumulate::no);
+  matmul_rows_forward(branch_.data(), up_.data(), w.down.weight, w.down.bias, rows, F, C,
+                      c.parallel_residual ? Accumulate::yes : Accumulate::no);
   normalize_input(l + 1, rows, branch_.data());
   keep(prefix + "residual", residual_.data(), rows, C);
 }
 
 }  // namespace
 
-std::unique_ptr<DecodeModel> load_neox(const ModelFile& file, std::int64_t capacity) {
-  return std::make_unique<NeoxDecoder>(file, capacity);
+std::unique_ptr<InferenceModel> load_neox_inference(const ModelFile& file, const InferenceOptions& options) {
+  return std::make_unique<NeoxInference>(file, options);
 }
 
 }  // namespace weft::cpu

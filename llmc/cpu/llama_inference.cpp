@@ -1,10 +1,14 @@
-#include "llmc/cpu/llama_decoder.h"
+// Llama (Touvron et al., 2023) on the CPU: run_layers() and run_layer() are the model as a straight list of operators.
+//
+//   h1 = h + attention(norm1(h));  h' = h1 + down(silu(gate(norm2(h1))) * up(norm2(h1)))
+#include "llmc/cpu/llama_inference.h"
 
-#include <algorithm>
+#include <utility>
+#include <vector>
 
-#include "llmc/cpu/decoder.h"
 #include "llmc/cpu/embedding.h"
-#include "llmc/cpu/matmul.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/swiglu.h"
 
@@ -12,11 +16,25 @@ namespace weft::cpu {
 
 namespace {
 
-class LlamaDecoder final : public Decoder {
+// The parameters of a file in memory of their own, one after another in fp32.
+struct FileParameters {
+  explicit FileParameters(const ModelFile& file)
+      : arena(per_parameter_plan("parameters", file.table(), sizeof(float))),
+        weights(file.config(), file.table(), arena.at<float>(0), Offsets::elements) {
+    for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, arena.at<float>(0) + spec.offset);
+  }
+
+  HostArena arena;
+  LlamaParameters<float> weights;
+};
+
+class LlamaInference final : public Inference {
  public:
-  LlamaDecoder(const ModelConfig& config, const LlamaParameters<float>& weights, std::int64_t capacity)
-      : Decoder(config, capacity), weights_(weights) {
-    const std::size_t rows = static_cast<std::size_t>(std::min(kChunk, capacity));
+  LlamaInference(const ModelFile& file, const InferenceOptions& options)
+      : LlamaInference(file.config(), std::make_unique<FileParameters>(file), options) {}
+  LlamaInference(const ModelConfig& config, const LlamaParameters<float>& weights, const InferenceOptions& options)
+      : Inference(config, options), weights_(weights) {
+    const std::size_t rows = static_cast<std::size_t>(max_rows());
     const std::size_t C = static_cast<std::size_t>(config.hidden_size), F = static_cast<std::size_t>(config.ffn_size);
     residual_.resize(rows * C);
     norm_.resize(rows * C);
@@ -30,7 +48,9 @@ class LlamaDecoder final : public Decoder {
   std::vector<MemoryLine> memory() const override {
     const std::size_t scratch = residual_.size() + norm_.size() + branch_.size() + qkv_.size() + attention_.size() +
                                 gate_up_.size() + product_.size();
-    return {{"K/V cache (fp32)", cache_bytes()}, {"workspace (fp32)", scratch * sizeof(float)}};
+    std::vector<MemoryLine> lines = {{"K/V cache (fp32)", kv_bytes()}, {"workspace (fp32)", scratch * sizeof(float)}};
+    if (own_ != nullptr) lines.insert(lines.begin(), {"parameters (fp32)", own_->arena.bytes()});
+    return lines;
   }
 
  protected:
@@ -42,9 +62,13 @@ class LlamaDecoder final : public Decoder {
     for (std::int64_t l = 0; l < config().num_layers; ++l) run_layer(l, rows);
   }
   const float* head() const override { return weights_.head; }
-  std::uint64_t weight_bytes() const override;
 
  private:
+  LlamaInference(const ModelConfig& config, std::unique_ptr<FileParameters> own, const InferenceOptions& options)
+      : LlamaInference(config, own->weights, options) {
+    own_ = std::move(own);
+  }
+
   // residual += branch (unless null), out = norm(residual).
   void normalize(const NormParameters<float>& norm, std::int64_t rows, const float* branch, float* out) {
     ResidualNormShape shape;
@@ -71,38 +95,35 @@ class LlamaDecoder final : public Decoder {
     const bool last = l + 1 == c.num_layers;
 
     keep(prefix + "input_norm", norm_.data(), rows, C);
-    matmul_forward(qkv_.data(), norm_.data(), w.qkv, nullptr, rows, C, row);
-    attend(l, heads(0), heads(q), heads(q + kv), rows, attention_.data());
-    matmul_forward(branch_.data(), attention_.data(), w.output, nullptr, rows, q, C);
+    matmul_rows_forward(qkv_.data(), norm_.data(), w.qkv, nullptr, rows, C, row);
+    attend(l, heads(0), heads(q), heads(q + kv), attention_.data());
+    matmul_rows_forward(branch_.data(), attention_.data(), w.output, nullptr, rows, q, C);
     normalize(w.post_norm, rows, branch_.data(), norm_.data());
     keep(prefix + "post_attention_norm", norm_.data(), rows, C);
-    matmul_forward(gate_up_.data(), norm_.data(), w.gate_up, nullptr, rows, C, 2 * F);
+    matmul_rows_forward(gate_up_.data(), norm_.data(), w.gate_up, nullptr, rows, C, 2 * F);
     swiglu_forward(product_.data(), gate_up_.data(), rows, F);
     keep(prefix + "mlp_product", product_.data(), rows, F);
-    matmul_forward(branch_.data(), product_.data(), w.down, nullptr, rows, F, C);
+    matmul_rows_forward(branch_.data(), product_.data(), w.down, nullptr, rows, F, C);
     normalize(last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm, rows,
               branch_.data(), last ? final_norm() : norm_.data());
     keep(prefix + "residual", residual_.data(), rows, C);
     if (last) keep("final_norm", final_norm(), rows, C);
   }
 
+  std::unique_ptr<FileParameters> own_;   // null: they live elsewhere
   const LlamaParameters<float> weights_;  // pointers: cheap to copy
   std::vector<float> residual_, norm_, branch_, qkv_, attention_, gate_up_, product_;
 };
 
-std::uint64_t LlamaDecoder::weight_bytes() const {
-  const ModelConfig& c = config();
-  const std::int64_t norms = c.norm == NormKind::layernorm ? 2 * c.hidden_size : c.hidden_size;
-  const std::int64_t layer = c.hidden_size * (2 * c.q_size() + 2 * c.kv_size() + 3 * c.ffn_size) + 2 * norms;
-  const std::int64_t elements = c.num_layers * layer + norms + c.vocab_size * c.hidden_size + c.hidden_size;
-  return static_cast<std::uint64_t>(elements) * sizeof(float);
-}
-
 }  // namespace
 
-std::unique_ptr<DecodeModel> make_llama_decoder(const ModelConfig& config, const LlamaParameters<float>& weights,
-                                                std::int64_t capacity) {
-  return std::make_unique<LlamaDecoder>(config, weights, capacity);
+std::unique_ptr<InferenceModel> load_llama_inference(const ModelFile& file, const InferenceOptions& options) {
+  return std::make_unique<LlamaInference>(file, options);
+}
+
+std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, const LlamaParameters<float>& weights,
+                                                     const InferenceOptions& options) {
+  return std::make_unique<LlamaInference>(config, weights, options);
 }
 
 }  // namespace weft::cpu

@@ -1,0 +1,272 @@
+#include "llmc/cpu/inference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/classifier.h"
+#include "llmc/cpu/llama_inference.h"
+#include "llmc/cpu/matmul_rows.h"
+#include "llmc/cpu/neox_inference.h"
+#include "llmc/cpu/rope.h"
+#include "llmc/model/single_sequence.h"
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr std::int64_t kLogitRows = 64;  // rows of logits that exist at the same time: bounds the memory of scoring
+
+std::int64_t kv_elements(const ModelConfig& config, const InferenceOptions& options) {
+  return config.num_layers * config.kv_size() * options.num_pages * options.page_size;
+}
+
+MemoryPlan kv_plan(const ModelConfig& config, const InferenceOptions& options) {
+  MemoryPlan plan("K/V cache");
+  plan.add(2 * static_cast<std::uint64_t>(kv_elements(config, options)) * sizeof(float));
+  return plan;
+}
+
+InferenceOptions completed(InferenceOptions options, const ModelConfig& config) {
+  if (options.max_positions == 0) options.max_positions = config.max_positions;
+  options.max_positions = std::min(options.max_positions, options.num_pages * options.page_size);
+  return options;
+}
+
+std::int64_t rows_of(const Span& span) {
+  return span.ids.empty() ? 1 : static_cast<std::int64_t>(span.ids.size());
+}
+
+}  // namespace
+
+Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
+    : config_(config),
+      kv_arena_(kv_plan(config, options)),
+      options_(completed(options, config)),
+      rope_(rope_table(config.rope, options_.max_positions)) {
+  last_ids_.resize(static_cast<std::size_t>(options_.slots));
+  final_norm_.resize(static_cast<std::size_t>(options_.max_rows * config.hidden_size));
+}
+
+std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
+  const std::int64_t embedding = config_.tied_embeddings ? 0 : config_.vocab_size * config_.hidden_size;
+  const std::int64_t weights = TensorTable(config_).parameters() - embedding;
+  const std::int64_t of_sequence = config_.hidden_size + 2 * config_.num_layers * config_.kv_size() * context;
+  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * sizeof(float);
+}
+
+// ---- a step ---------------------------------------------------------------------------------------------------------
+
+void Inference::submit(std::span<const Span> work) {
+  check(work);
+  take_rows(work);
+  run_layers(ids_);
+  compute_logits(work);
+  uncollected_ = true;
+}
+
+std::span<const SpanResult> Inference::collect() {
+  if (!uncollected_) fail(Exit::internal, "inference: collect() without a step");
+  uncollected_ = false;
+  return results_;
+}
+
+// What would read or write memory that is not the span's own.
+void Inference::check(std::span<const Span> work) const {
+  if (uncollected_) fail(Exit::internal, "inference: the step before was not collected");
+  std::int64_t rows = 0;
+  for (const Span& span : work) {
+    const std::int64_t end = span.first_position + rows_of(span);
+    const std::int64_t covered = static_cast<std::int64_t>(span.pages.size()) * options_.page_size;
+    if (span.first_position < 0 || end > std::min(covered, options_.max_positions)) {
+      fail(Exit::internal, "inference: positions %lld to %lld: %lld are covered by pages, %lld are possible",
+           static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
+           static_cast<long long>(options_.max_positions));
+    }
+    for (const std::int32_t page : span.pages) {
+      if (page < 0 || page >= options_.num_pages) fail(Exit::internal, "inference: page %d does not exist", page);
+    }
+    if (span.slot < 0 || span.slot >= options_.slots)
+      fail(Exit::internal, "inference: slot %d does not exist", span.slot);
+    if (static_cast<std::int64_t>(span.targets.size()) > rows_of(span)) {
+      fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
+           static_cast<long long>(rows_of(span)));
+    }
+    rows += rows_of(span);
+  }
+  if (work.empty() || rows > options_.max_rows) {
+    fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
+         static_cast<long long>(options_.max_rows));
+  }
+}
+
+void Inference::take_rows(std::span<const Span> work) {
+  ids_.clear();
+  rows_.clear();
+  for (const Span& span : work) {
+    rows_.push_back({span.pages, span.first_position, rows_of(span), static_cast<std::int64_t>(ids_.size())});
+    if (span.ids.empty()) {
+      ids_.push_back(last_ids_[static_cast<std::size_t>(span.slot)]);
+    } else {
+      ids_.insert(ids_.end(), span.ids.begin(), span.ids.end());
+    }
+  }
+}
+
+PagedKv Inference::pages_of_layer(std::int64_t l) const {
+  const std::int64_t all = kv_elements(config_, options_), layer = all / config_.num_layers;
+  float* keys = kv_arena_.at<float>(0) + l * layer;
+  return {keys, keys + all, options_.page_size, config_.num_kv_heads, config_.head_dim};
+}
+
+void Inference::attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float* out) {
+  const std::int64_t NH = config_.num_heads, NKV = config_.num_kv_heads, HS = config_.head_dim;
+  const std::int64_t P = options_.page_size, all_rows = static_cast<std::int64_t>(ids_.size());
+  const PagedKv kv = pages_of_layer(l);
+  const auto from_row = [](HeadView view, std::int64_t row) {
+    view.data += row * view.token_stride;
+    return view;
+  };
+  for (const PagedRows& span : rows_) {
+    rope_forward(from_row(q, span.first_row), rope_, 1, span.rows, NH, span.first_position);
+    rope_forward(from_row(k, span.first_row), rope_, 1, span.rows, NKV, span.first_position);
+    for (std::int64_t t = 0; t < span.rows; ++t) {
+      const std::int64_t position = span.first_position + t;
+      for (std::int64_t h = 0; h < NKV; ++h) {
+        const std::int64_t at = kv.offset(span.pages[position / P], h) + position % P * HS;
+        std::copy_n(k.at(0, span.first_row + t, h), HS, kv.keys + at);
+        std::copy_n(v.at(0, span.first_row + t, h), HS, kv.values + at);
+      }
+    }
+  }
+  const float scale = 1.0f / std::sqrt(static_cast<float>(HS));
+  paged_attention({NH, scale, q.token_stride, q.head_stride}, out, q.data, kv, rows_);
+  if (!keep_) return;
+  const std::string prefix = "layers." + std::to_string(l) + ".";
+  keep_heads(prefix + "q", q, all_rows, NH);
+  keep_heads(prefix + "k", k, all_rows, NKV);
+  keep_heads(prefix + "v", v, all_rows, NKV);
+  keep(prefix + "attention", out, all_rows, NH * HS);
+}
+
+// ---- logits ---------------------------------------------------------------------------------------------------------
+
+std::vector<Inference::WantedRow> Inference::wanted_rows(std::span<const Span> work) const {
+  std::vector<WantedRow> wanted;
+  for (std::size_t s = 0; s < work.size(); ++s) {
+    const std::int64_t rows = rows_[s].rows, targets = static_cast<std::int64_t>(work[s].targets.size());
+    const bool last_is_wanted = work[s].sampling != nullptr || work[s].keep_logits;
+    for (std::int64_t t = 0; t < rows; ++t) {
+      const bool last = t + 1 == rows && last_is_wanted;
+      if (t < targets || last) wanted.push_back({rows_[s].first_row + t, s, t < targets ? t : -1, last});
+    }
+  }
+  return wanted;
+}
+
+void Inference::compute_logits(std::span<const Span> work) {
+  const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
+  results_.assign(work.size(), {});
+  kept_logits_.assign(work.size(), {});
+  for (std::size_t s = 0; s < work.size(); ++s) results_[s].targets.resize(work[s].targets.size());
+
+  const std::vector<WantedRow> wanted = wanted_rows(work);
+  const std::int64_t count = static_cast<std::int64_t>(wanted.size()), piece = std::min(count, kLogitRows);
+  std::vector<float> hidden(static_cast<std::size_t>(piece * C)), logits(static_cast<std::size_t>(piece * V));
+  for (std::int64_t first = 0; first < count; first += kLogitRows) {
+    const std::int64_t rows = std::min(kLogitRows, count - first);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      std::copy_n(final_norm() + wanted[static_cast<std::size_t>(first + i)].row * C, C, hidden.data() + i * C);
+    }
+    matmul_rows_forward(logits.data(), hidden.data(), head(), nullptr, rows, C, V);
+#pragma omp parallel for schedule(dynamic)
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const WantedRow& row = wanted[static_cast<std::size_t>(first + i)];
+      finish_row(work[row.span], row, {logits.data() + i * V, static_cast<std::size_t>(V)});
+    }
+  }
+}
+
+void Inference::finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits) {
+  SpanResult& result = results_[wanted.span];
+  if (wanted.target >= 0) {
+    const std::size_t target = static_cast<std::size_t>(wanted.target);
+    result.targets[target] = scored(span.targets[target], logits, span.alternatives);
+  }
+  if (!wanted.last) return;
+  if (span.keep_logits) {
+    kept_logits_[wanted.span].assign(logits.begin(), logits.end());
+    result.logits = kept_logits_[wanted.span];
+  }
+  if (span.sampling == nullptr) return;
+  std::int32_t id = 0;
+  result.error = Sampler(*span.sampling).try_sample(logits, span.first_position + rows_[wanted.span].rows, &id);
+  if (result.error != SampleError::none) return;
+  last_ids_[static_cast<std::size_t>(span.slot)] = id;
+  result.sampled = span.alternatives < 0 ? ScoredId{id, 0, {}} : scored(id, logits, span.alternatives);
+}
+
+ScoredId Inference::scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const {
+  const LogSoftmax softmax = log_softmax(logits.data(), config_.vocab_size);
+  const auto logit = [&](std::int32_t of) { return logits[static_cast<std::size_t>(of)]; };
+  ScoredId result = {id, -softmax.loss(logit(id)), {}};
+  if (alternatives <= 0) return result;
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(config_.tokenizer_vocab));
+  std::iota(ids.begin(), ids.end(), 0);
+  const auto end = ids.begin() + std::min<std::ptrdiff_t>(alternatives, std::ssize(ids));
+  // NaN ranks last: an order needs every pair to compare.
+  const auto rank = [&](std::int32_t of) { return std::isnan(logit(of)) ? -INFINITY : logit(of); };
+  std::partial_sort(ids.begin(), end, ids.end(),
+                    [&](std::int32_t a, std::int32_t b) { return rank(a) != rank(b) ? rank(a) > rank(b) : a < b; });
+  for (auto each = ids.begin(); each != end; ++each) {
+    result.alternatives.push_back({*each, -softmax.loss(logit(*each))});
+  }
+  return result;
+}
+
+// ---- activations ----------------------------------------------------------------------------------------------------
+
+void Inference::keep_activations(bool keep) {
+  keep_ = keep;
+  kept_.clear();
+}
+
+void Inference::keep(const std::string& name, const float* data, std::int64_t rows, std::int64_t columns) {
+  if (!keep_) return;
+  std::vector<float>& kept = kept_[name];
+  kept.insert(kept.end(), data, data + rows * columns);
+}
+
+void Inference::keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count) {
+  for (std::int64_t t = 0; t < rows; ++t) {
+    for (std::int64_t h = 0; h < count; ++h) keep(name, heads.at(0, t, h), 1, config_.head_dim);
+  }
+}
+
+std::vector<float> Inference::activation(const std::string& name) {
+  if (name == "logits") {  // of every position, from the final norm that was kept
+    const auto found = kept_.find("final_norm");
+    if (found == kept_.end()) return {};
+    const std::int64_t rows = static_cast<std::int64_t>(found->second.size()) / config_.hidden_size;
+    std::vector<float> logits(static_cast<std::size_t>(rows * config_.vocab_size));
+    matmul_rows_forward(logits.data(), found->second.data(), head(), nullptr, rows, config_.hidden_size,
+                        config_.vocab_size);
+    return logits;
+  }
+  const auto found = kept_.find(name);
+  return found == kept_.end() ? std::vector<float>{} : found->second;
+}
+
+// ---- loading --------------------------------------------------------------------------------------------------------
+
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options) {
+  return file.config().family == Family::llama ? load_llama_inference(file, options)
+                                               : load_neox_inference(file, options);
+}
+
+std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity) {
+  return single_sequence(load_inference(file, one_sequence(capacity)), capacity);
+}
+
+}  // namespace weft::cpu

@@ -1,0 +1,98 @@
+// InferenceModel on the CPU in fp32: pages of keys and values, logits, sampling and scoring of any rows, and keeping
+// activations for comparison. A family (neox_inference.cpp, llama_inference.cpp) adds run_layers(), the list of operators from
+// ids to the final norm.
+//
+// Every operator here treats a row as if it were alone, so that its bits do not depend on the others: GEMMs are
+// matmul_rows_forward(), attention goes page by page.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/sampler.h"
+#include "llmc/cpu/head_view.h"
+#include "llmc/cpu/paged_attention.h"
+#include "llmc/model/decode_model.h"
+#include "llmc/model/inference_model.h"
+#include "llmc/model/model_file.h"
+
+namespace weft::cpu {
+
+// Either family from its file: reads and verifies every parameter (fp16, bf16 or fp32) into fp32 memory. Exit::bad_file for
+// damaged tensors, Exit::resources if the memory cannot be had.
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options);
+// The same for one sequence of at most `capacity` positions, 1 .. max_positions.
+std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity);
+
+class Inference : public InferenceModel {
+ public:
+  Inference(const ModelConfig& config, const InferenceOptions& options);
+
+  const ModelConfig& config() const final { return config_; }
+  std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const final;
+  std::int64_t page_size() const final { return options_.page_size; }
+  std::int64_t num_pages() const final { return options_.num_pages; }
+  std::int64_t slots() const final { return options_.slots; }
+  std::int64_t max_rows() const final { return options_.max_rows; }
+  std::int64_t max_positions() const final { return options_.max_positions; }
+  std::int64_t depth() const final { return 1; }
+  void submit(std::span<const Span> work) final;
+  std::span<const SpanResult> collect() final;
+  void keep_activations(bool keep) final;
+  std::vector<float> activation(const std::string& name) final;
+
+ protected:
+  // Runs the rows of the step, whose ids these are, and leaves the output of the final norm in final_norm() [rows, C].
+  virtual void run_layers(std::span<const std::int32_t> ids) = 0;
+  virtual const float* head() const = 0;  // [V, C]
+
+  float* final_norm() { return final_norm_.data(); }
+  std::uint64_t kv_bytes() const { return kv_arena_.bytes(); }
+
+  // Rotates q and k, appends k and v of all rows to layer l's pages, and attends. q, k, v view the step's rows;
+  // out [rows, NH HS].
+  void attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float* out);
+
+  bool keeping() const { return keep_; }
+  // Adds `rows` rows of the activation `name`.
+  void keep(const std::string& name, const float* data, std::int64_t rows, std::int64_t columns);
+
+ private:
+  struct WantedRow {
+    std::int64_t row;  // of the step
+    std::size_t span;
+    std::int64_t target;  // index in the span's targets; -1: none
+    bool last;            // of its span: sampled and kept where that is asked for
+  };
+
+  PagedKv pages_of_layer(std::int64_t l) const;
+  void check(std::span<const Span> work) const;
+  void take_rows(std::span<const Span> work);
+  std::vector<WantedRow> wanted_rows(std::span<const Span> work) const;
+  void compute_logits(std::span<const Span> work);
+  void finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits);
+  ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
+  void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count);
+
+  ModelConfig config_;
+  HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
+  InferenceOptions options_;
+  RopeTable rope_;
+  std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each
+  std::vector<float> final_norm_;       // [max_rows, C]
+
+  // Of the step.
+  std::vector<std::int32_t> ids_;
+  std::vector<PagedRows> rows_;
+  std::vector<SpanResult> results_;
+  std::vector<std::vector<float>> kept_logits_;  // by span
+  bool uncollected_ = false;
+
+  bool keep_ = false;
+  std::map<std::string, std::vector<float>> kept_;
+};
+
+}  // namespace weft::cpu

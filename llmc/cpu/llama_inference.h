@@ -1,0 +1,19 @@
+// Llama inference on the CPU in fp32.
+#pragma once
+
+#include <memory>
+
+#include "llmc/model/inference_model.h"
+#include "llmc/model/llama_layout.h"
+#include "llmc/model/model_file.h"
+
+namespace weft::cpu {
+
+std::unique_ptr<InferenceModel> load_llama_inference(const ModelFile& file, const InferenceOptions& options);
+
+// From parameters that live elsewhere. `weights` must stay valid as long as the model; later changes to them are seen, but
+// pages that were written before do not know of them.
+std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, const LlamaParameters<float>& weights,
+                                                     const InferenceOptions& options);
+
+}  // namespace weft::cpu

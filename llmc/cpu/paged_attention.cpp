@@ -1,0 +1,154 @@
+// Pages that several neighbouring rows see in full are read once for up to kRows of them; the pages at the rows' own positions
+// are taken row by row. Every row does the same operations in the same order either way.
+#include "llmc/cpu/paged_attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "llmc/cpu/dot_products.h"
+#include "llmc/cpu/exp.h"
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr int kRows = 4, kKeys = 3;
+
+// The running softmax of one row and head.
+struct RowState {
+  float* out;  // [HS]: sum of e^(score - maximum) v
+  float maximum = -std::numeric_limits<float>::infinity();
+  float sum = 0;
+};
+
+// Turns the scores of `count` keys into weights and brings what the row has so far to the new maximum. One function that is
+// not inlined: a compiler that fused multiplications and additions differently in two places would break the promise.
+[[gnu::noinline]] void take_scores(RowState& row, float* scores, std::int64_t count, float scale, std::int64_t HS) {
+  float maximum = row.maximum;
+#pragma omp simd reduction(max : maximum)
+  for (std::int64_t j = 0; j < count; ++j) {
+    scores[j] *= scale;
+    maximum = scores[j] > maximum ? scores[j] : maximum;
+  }
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t j = 0; j < count; ++j) {
+    scores[j] = exp_f32(scores[j] - maximum);
+    sum += scores[j];
+  }
+  const float factor = exp_f32(row.maximum - maximum);  // 0 for the first page
+  row.sum = row.sum * factor + sum;
+  row.maximum = maximum;
+#pragma omp simd
+  for (std::int64_t d = 0; d < HS; ++d) row.out[d] *= factor;
+}
+
+template <int Rows, int Keys>
+void score_block(float* const* scores, const float* q, std::int64_t q_stride, const float* keys, std::int64_t first,
+                 std::int64_t HS) {
+  float sums[Rows][Keys];
+  dot_products(sums, q, q_stride, keys + first * HS, HS, HS);
+  for (int r = 0; r < Rows; ++r) {
+    for (int k = 0; k < Keys; ++k) scores[r][first + k] = sums[r][k];
+  }
+}
+
+// out[r] += sum over j < count, in order, of weights[r][j] v[j].
+template <int Rows>
+void add_values(RowState* rows, float* const* weights, const float* values, std::int64_t count, std::int64_t HS) {
+  const auto add = [&](std::int64_t d, const auto& load, const auto& store) {
+    Lanes sums[Rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) sums[r] = load(rows[r].out + d);
+    for (std::int64_t j = 0; j < count; ++j) {
+      const Lanes value = load(values + j * HS + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) sums[r] += weights[r][j] * value;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) store(rows[r].out + d, sums[r]);
+  };
+  const std::int64_t whole = HS / kLanes * kLanes, rest = HS - whole;
+  for (std::int64_t d = 0; d < whole; d += kLanes) {
+    add(
+        d, [](const float* p) { return *lanes(p); }, [](float* p, const Lanes& v) { *lanes(p) = v; });
+  }
+  if (rest == 0) return;
+  add(
+      whole, [rest](const float* p) { return partial_lanes(p, rest); },
+      [rest](float* p, const Lanes& v) { std::memcpy(p, &v, static_cast<std::size_t>(rest) * sizeof(float)); });
+}
+
+// One page, of which the rows see the first `count` positions.
+template <int Rows>
+void take_page(RowState* rows, float* const* scores, const float* q, std::int64_t q_stride, const float* keys,
+               const float* values, std::int64_t count, float scale, std::int64_t HS) {
+  std::int64_t k = 0;
+  for (; k + kKeys <= count; k += kKeys) score_block<Rows, kKeys>(scores, q, q_stride, keys, k, HS);
+  for (; k < count; ++k) score_block<Rows, 1>(scores, q, q_stride, keys, k, HS);
+  for (int r = 0; r < Rows; ++r) take_scores(rows[r], scores[r], count, scale, HS);
+  add_values<Rows>(rows, scores, values, count, HS);
+}
+
+// At most kRows neighbouring rows of a sequence.
+struct Group {
+  const PagedRows* work;
+  std::int64_t first, rows;  // in *work
+};
+
+void attend(const PagedAttentionShape& shape, float* out, const float* q, const PagedKv& kv, const Group& group,
+            std::int64_t head, float* scratch) {
+  const std::int64_t HS = kv.HS, P = kv.page_size, kv_head = head / (shape.NH / kv.NKV);
+  const std::int64_t row = group.work->first_row + group.first, position = group.work->first_position + group.first;
+  const float* queries = q + row * shape.q_row_stride + head * shape.q_head_stride;
+  RowState rows[kRows];
+  float* scores[kRows];
+  for (std::int64_t r = 0; r < group.rows; ++r) {
+    rows[r].out = out + ((row + r) * shape.NH + head) * HS;
+    std::fill_n(rows[r].out, HS, 0.0f);
+    scores[r] = scratch + r * P;
+  }
+  const auto keys = [&](std::int64_t page) { return kv.keys + kv.offset(group.work->pages[page], kv_head); };
+  const auto values = [&](std::int64_t page) { return kv.values + kv.offset(group.work->pages[page], kv_head); };
+
+  // The pages that lie wholly at or before the first row's position.
+  const std::int64_t common = group.rows == kRows ? (position + 1) / P : 0;
+  for (std::int64_t page = 0; page < common; ++page) {
+    take_page<kRows>(rows, scores, queries, shape.q_row_stride, keys(page), values(page), P, shape.scale, HS);
+  }
+  for (std::int64_t r = 0; r < group.rows; ++r) {
+    const std::int64_t visible = position + r + 1;
+    for (std::int64_t page = common; page * P < visible; ++page) {
+      take_page<1>(rows + r, scores + r, queries + r * shape.q_row_stride, 0, keys(page), values(page),
+                   std::min(P, visible - page * P), shape.scale, HS);
+    }
+    const float normalizer = 1 / rows[r].sum;
+#pragma omp simd
+    for (std::int64_t d = 0; d < HS; ++d) rows[r].out[d] *= normalizer;
+  }
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttentionShape& shape, float* out, const float* q, const PagedKv& kv,
+                     std::span<const PagedRows> work) {
+  std::vector<Group> groups;
+  for (const PagedRows& rows : work) {
+    for (std::int64_t first = 0; first < rows.rows; first += kRows) {
+      groups.push_back({&rows, first, std::min<std::int64_t>(kRows, rows.rows - first)});
+    }
+  }
+#pragma omp parallel
+  {
+    std::vector<float> scratch(static_cast<std::size_t>(kRows * kv.page_size));
+#pragma omp for collapse(2) schedule(dynamic)
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (std::int64_t head = 0; head < shape.NH; ++head) {
+        attend(shape, out, q, kv, groups[g], head, scratch.data());
+      }
+    }
+  }
+}
+
+}  // namespace weft::cpu

@@ -1,0 +1,39 @@
+// Attention over keys and values in pages, for rows of many sequences: out = softmax(q k^T * scale) v, where row r sees the
+// positions 0 .. position of its own sequence, and query head h reads K/V head h / (NH / NKV).
+//
+// The softmax is taken page by page in the order of positions (Dao et al., FlashAttention, 2022, algorithm 1): a row's bits
+// depend on its query and on the keys and values of its positions, not on the other rows of the call, nor on which pages of
+// the pool they lie in.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace weft::cpu {
+
+// The pages of one layer.
+struct PagedKv {
+  float *keys = nullptr, *values = nullptr;  // [page][NKV][page_size][HS] each
+  std::int64_t page_size = 0, NKV = 0, HS = 0;
+
+  std::int64_t offset(std::int32_t page, std::int64_t kv_head) const { return (page * NKV + kv_head) * page_size * HS; }
+};
+
+// Consecutive positions of one sequence.
+struct PagedRows {
+  std::span<const std::int32_t> pages;  // block table; covers the last of the rows
+  std::int64_t first_position = 0, rows = 0;
+  std::int64_t first_row = 0;  // in q and out
+};
+
+struct PagedAttentionShape {
+  std::int64_t NH = 0;
+  float scale = 0;
+  std::int64_t q_row_stride = 0, q_head_stride = 0;  // in elements
+};
+
+// q: rows of NH heads; out [rows, NH, HS].
+void paged_attention(const PagedAttentionShape& shape, float* out, const float* q, const PagedKv& kv,
+                     std::span<const PagedRows> work);
+
+}  // namespace weft::cpu

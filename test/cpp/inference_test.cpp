@@ -1,0 +1,340 @@
+// InferenceModel on the CPU: a row's bits depend on its own sequence alone. Both families, all golden shapes.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "golden_cases.h"
+#include "gradient_check.h"
+#include "llmc/cpu/attention.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cpu/llama_inference.h"
+#include "llmc/cpu/matmul_rows.h"
+#include "llmc/cpu/paged_attention.h"
+#include "test_files.h"
+
+namespace weft {
+namespace {
+
+using test::expect_close;
+using test::Floats;
+
+Floats random_floats(std::size_t count, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  Floats values(count);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+// ---- operators ------------------------------------------------------------------------------------------------------
+
+// Every number of rows around the blocks of 4, and shapes around the blocks of outputs, panels and vectors.
+TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
+  struct Shape {
+    std::int64_t C, OC;
+  };
+  for (const auto& [C, OC] : {Shape{1, 1}, Shape{37, 5}, Shape{64, 50}, Shape{129, 24}, Shape{3000, 61}}) {
+    constexpr std::int64_t kMost = 19;
+    const Floats x = random_floats(kMost * C, 1), weight = random_floats(OC * C, 2), bias = random_floats(OC, 3);
+    const Floats before = random_floats(kMost * OC, 4);
+    for (const bool accumulate : {false, true}) {
+      const cpu::Accumulate how = accumulate ? cpu::Accumulate::yes : cpu::Accumulate::no;
+      Floats alone = before, plain = before;
+      for (std::int64_t n = 0; n < kMost; ++n) {
+        cpu::matmul_rows_forward(alone.data() + n * OC, x.data() + n * C, weight.data(), bias.data(), 1, C, OC, how);
+      }
+      cpu::plain::matmul_forward(plain.data(), x.data(), weight.data(), bias.data(), kMost, C, OC, how);
+      expect_close(alone, plain, "C " + std::to_string(C));
+      for (std::int64_t N = 1; N <= kMost; ++N) {
+        Floats together(before.begin(), before.begin() + N * OC);
+        cpu::matmul_rows_forward(together.data(), x.data(), weight.data(), bias.data(), N, C, OC, how);
+        EXPECT_TRUE(std::equal(together.begin(), together.end(), alone.begin())) << C << " " << OC << ", rows " << N;
+      }
+    }
+  }
+}
+
+// Two sequences in shuffled pages against attention over contiguous keys: every split of the rows into calls, heads that
+// share keys, head sizes that are no multiple of a vector, several pages and a ragged last one.
+TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
+  constexpr std::int64_t P = 8;
+  struct Shape {
+    std::int64_t NH, NKV, HS;
+  };
+  for (const auto& [NH, NKV, HS] : {Shape{4, 2, 16}, Shape{3, 1, 20}, Shape{2, 2, 5}}) {
+    const std::int64_t T = 3 * P + 5;
+    const Floats q = random_floats(T * NH * HS, 5), k = random_floats(T * NKV * HS, 6),
+                 v = random_floats(T * NKV * HS, 7);
+    const float scale = 0.3f;
+    Floats want(q.size());
+    AttentionShape shape;
+    shape.B = 1, shape.TQ = T, shape.TK = T, shape.NH = NH, shape.NKV = NKV, shape.HS = HS, shape.scale = scale;
+    const auto view = [HS = HS](const Floats& data, std::int64_t heads) {
+      return cpu::ConstHeadView{data.data(), 0, heads * HS, HS};
+    };
+    cpu::plain::attention_forward(shape, {want.data(), 0, NH * HS, HS}, nullptr, view(q, NH), view(k, NKV),
+                                  view(v, NKV));
+
+    const Floats garbage(12 * NKV * P * HS, std::nanf(""));  // of pages that nobody wrote: it must not be read
+    Floats first;
+    for (const std::vector<std::int32_t>& pages : {std::vector<std::int32_t>{0, 1, 2, 3}, {11, 2, 7, 5}}) {
+      Floats keys = garbage, values = garbage;
+      const cpu::PagedKv kv = {keys.data(), values.data(), P, NKV, HS};
+      for (std::int64_t t = 0; t < T; ++t) {
+        for (std::int64_t h = 0; h < NKV; ++h) {
+          const std::int64_t at = kv.offset(pages[t / P], h) + t % P * HS;
+          std::copy_n(k.data() + (t * NKV + h) * HS, HS, keys.data() + at);
+          std::copy_n(v.data() + (t * NKV + h) * HS, HS, values.data() + at);
+        }
+      }
+      for (const std::int64_t piece : {std::int64_t{1}, std::int64_t{3}, std::int64_t{4}, std::int64_t{7}, T}) {
+        Floats got(q.size());
+        std::vector<cpu::PagedRows> work;
+        for (std::int64_t t = 0; t < T; t += piece) work.push_back({pages, t, std::min(piece, T - t), t});
+        cpu::paged_attention({NH, scale, NH * HS, HS}, got.data(), q.data(), kv, work);
+        expect_close(got, want, "paged attention");
+        if (first.empty()) first = got;
+        EXPECT_EQ(got, first) << "pieces of " << piece;
+      }
+    }
+  }
+}
+
+// ---- models ---------------------------------------------------------------------------------------------------------
+
+// What a sequence gives: a sampled id and the logits after every span, and the log-probabilities of its prompt.
+struct Trace {
+  std::vector<std::int32_t> ids;
+  std::vector<Floats> logits;
+  std::vector<float> logprobs;
+  bool operator==(const Trace&) const = default;
+};
+
+struct Sequence {
+  std::vector<std::int32_t> prompt;
+  SamplingPlan plan;
+};
+
+constexpr std::int64_t kPage = 4, kGenerated = 9, kSlots = 7;
+
+std::vector<Sequence> sequences(const ModelConfig& config) {
+  std::vector<Sequence> all;
+  std::mt19937 random(8);
+  for (std::int64_t i = 0; i < kSlots; ++i) {
+    Sequence sequence;
+    sequence.prompt.resize(1 + random() % 30);
+    for (std::int32_t& id : sequence.prompt) id = static_cast<std::int32_t>(random() % config.vocab_size);
+    SamplerOptions options;
+    options.temperature = i % 2 == 0 ? 0.8 : 0;
+    options.seed = static_cast<std::uint64_t>(i);
+    options.vocab_limit = config.tokenizer_vocab;
+    sequence.plan = sampling_plan(options);
+    all.push_back(sequence);
+  }
+  return all;
+}
+
+InferenceOptions pool(std::int64_t pages, std::int64_t page_size = kPage) {
+  InferenceOptions options;
+  options.page_size = page_size;
+  options.num_pages = pages;
+  options.slots = kSlots;
+  options.max_rows = 64;
+  options.max_positions = 48;
+  return options;
+}
+
+// Runs the sequences side by side: their prompts in chunks of random sizes up to `chunk`, their spans in random order, in
+// pages that are dealt out at random. With `chained` a decode step takes its id from the slot.
+std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>& all, std::int64_t chunk, bool chained,
+                       std::uint32_t seed) {
+  struct State {
+    std::vector<std::int32_t> pages, ids;  // ids: prompt, then what was sampled
+    std::int64_t done = 0;                 // positions in the pages
+  };
+  std::mt19937 random(seed);
+  std::vector<std::int32_t> free(static_cast<std::size_t>(model.num_pages()));
+  std::iota(free.begin(), free.end(), 0);
+  std::shuffle(free.begin(), free.end(), random);
+  std::vector<State> states;
+  for (const Sequence& sequence : all) states.push_back({{}, sequence.prompt});
+  std::vector<Trace> traces(all.size());
+  const auto ended = [&](std::size_t s) { return traces[s].ids.size() == kGenerated; };
+
+  while (true) {
+    std::vector<std::size_t> order;
+    for (std::size_t s = 0; s < all.size(); ++s) {
+      if (!ended(s) && random() % 4 != 0) order.push_back(s);  // a sequence may wait a step
+    }
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<Span> work;
+    std::int64_t rows = 0;
+    for (const std::size_t s : order) {
+      State& state = states[s];
+      const std::int64_t left = std::ssize(state.ids) - state.done;
+      const std::int64_t count = std::min<std::int64_t>(left, 1 + static_cast<std::int64_t>(random()) % chunk);
+      rows += count;
+      if (rows > model.max_rows()) break;
+      while (std::ssize(state.pages) * model.page_size() < state.done + count) {
+        state.pages.push_back(free.back());
+        free.pop_back();
+      }
+      Span span;
+      span.pages = state.pages;
+      span.first_position = state.done;
+      span.slot = static_cast<std::int32_t>(s);
+      span.alternatives = 2;
+      const std::span<const std::int32_t> ids = std::span(state.ids).subspan(static_cast<std::size_t>(state.done));
+      const bool in_prompt = state.done < std::ssize(all[s].prompt);
+      if (!(chained && !in_prompt)) span.ids = ids.first(static_cast<std::size_t>(count));
+      if (in_prompt) span.targets = ids.subspan(1, static_cast<std::size_t>(std::min(count, left - 1)));
+      if (count == left) span.sampling = &all[s].plan, span.keep_logits = true;
+      work.push_back(span);
+      state.done += count;
+    }
+    if (work.empty()) {
+      if (std::all_of(states.begin(), states.end(), [&](const State& s) { return ended(&s - states.data()); })) break;
+      continue;
+    }
+    model.submit(work);
+    const std::span<const SpanResult> results = model.collect();
+    for (std::size_t w = 0; w < work.size(); ++w) {
+      const std::size_t s = static_cast<std::size_t>(work[w].slot);
+      for (const ScoredId& target : results[w].targets) traces[s].logprobs.push_back(target.logprob);
+      if (!results[w].sampled) continue;
+      states[s].ids.push_back(results[w].sampled->id);
+      traces[s].ids.push_back(results[w].sampled->id);
+      traces[s].logprobs.push_back(results[w].sampled->logprob);
+      for (const IdLogprob& other : results[w].sampled->alternatives) traces[s].logprobs.push_back(other.logprob);
+      traces[s].logits.emplace_back(results[w].logits.begin(), results[w].logits.end());
+    }
+  }
+  return traces;
+}
+
+TEST(CpuInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
+  for (const GoldenCase& golden : golden_cases()) {
+    SCOPED_TRACE(golden.name);
+    const auto model = cpu::load_inference(ModelFile::open(golden.model), pool(90));
+    const std::vector<Sequence> all = sequences(model->config());
+    std::vector<Trace> alone;
+    for (const Sequence& sequence : all) alone.push_back(run(*model, {sequence}, 64, false, 1)[0]);
+    for (const std::int64_t chunk : {1, 5, 64}) {
+      for (const bool chained : {false, true}) {
+        EXPECT_TRUE(run(*model, all, chunk, chained, 9) == alone) << "chunks of " << chunk << ", chained " << chained;
+      }
+    }
+  }
+}
+
+// The log-probabilities are those of the logits; the alternatives are the most likely ids, and none is a padding row.
+TEST(CpuInference, LogprobsFollowTheLogits) {
+  const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin"), pool(8));
+  const std::vector<std::int32_t> pages = {3, 1}, ids = {5, 9, 2, 40, 7};
+  Span span;
+  span.pages = pages;
+  span.ids = ids;
+  span.targets = std::span(ids).subspan(1);
+  span.alternatives = 4;
+  span.keep_logits = true;
+  SamplingPlan plan;
+  plan.vocab_limit = model->config().tokenizer_vocab;
+  span.sampling = &plan;
+  model->submit({&span, 1});
+  const SpanResult result = model->collect()[0];
+  ASSERT_TRUE(result.sampled.has_value());
+  double sum = 0;
+  for (const float logit : result.logits) sum += std::exp(static_cast<double>(logit));
+  const auto logprob = [&](std::int32_t id) { return result.logits[static_cast<std::size_t>(id)] - std::log(sum); };
+  EXPECT_NEAR(result.sampled->logprob, logprob(result.sampled->id), 1e-5);
+  ASSERT_EQ(result.sampled->alternatives.size(), 4u);
+  EXPECT_EQ(result.sampled->alternatives[0].id, result.sampled->id);  // greedy
+  for (std::size_t i = 0; i < 4; ++i) {
+    const IdLogprob& other = result.sampled->alternatives[i];
+    EXPECT_NEAR(other.logprob, logprob(other.id), 1e-5);
+    EXPECT_LT(other.id, model->config().tokenizer_vocab);
+    EXPECT_LE(other.logprob, result.sampled->alternatives[i == 0 ? 0 : i - 1].logprob);
+  }
+  ASSERT_EQ(result.targets.size(), 4u);
+  const auto decoder = cpu::load_decoder(ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin"), 8);
+  const std::vector<double> nll = decoder->score(ids);
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(result.targets[i].id, ids[i + 1]);
+    EXPECT_EQ(static_cast<double>(-result.targets[i].logprob), nll[i]);
+  }
+}
+
+TEST(CpuInference, RefusesWhatWouldTouchMemoryOfOthers) {
+  const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool(8));
+  const std::vector<std::int32_t> pages = {3, 1}, ids = {5, 9, 2};
+  Span good;
+  good.pages = pages;
+  good.ids = ids;
+  const auto refused = [&](const char* what, const auto& change) {
+    Span span = good;
+    change(span);
+    const std::string message = error_of(Exit::internal, [&] { model->submit({&span, 1}); });
+    EXPECT_NE(message.find(what), std::string::npos) << message;
+  };
+  refused("8 are covered", [](Span& s) { s.first_position = 6; });
+  refused("positions -1", [](Span& s) { s.first_position = -1; });
+  refused("page 8", [](Span& s) {
+    static const std::vector<std::int32_t> wrong = {3, 8};
+    s.pages = wrong;
+  });
+  refused("page -1", [](Span& s) {
+    static const std::vector<std::int32_t> wrong = {-1};
+    s.pages = wrong;
+  });
+  refused("slot 7", [](Span& s) { s.slot = kSlots; });
+  refused("4 targets", [](Span& s) {
+    static const std::vector<std::int32_t> four = {1, 2, 3, 4};
+    s.targets = four;
+  });
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({}); }).find("0 rows"), std::string::npos);
+  const std::vector<Span> many(22, good);
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit(many); }).find("66 rows"), std::string::npos);
+  EXPECT_NE(error_of(Exit::internal, [&] { model->collect(); }).find("without a step"), std::string::npos);
+  model->submit({&good, 1});
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("not collected"), std::string::npos);
+}
+
+// A span whose logits are not finite says so, and the others get what they would get without it.
+TEST(CpuInference, ASpanThatCannotBeSampledFailsAlone) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama);
+  ASSERT_FALSE(file.config().tied_embeddings);
+  const TensorTable table(file.config());
+  Floats arena(static_cast<std::size_t>(table.arena_elements()));
+  for (const TensorSpec& spec : table.specs()) file.read_parameter(spec, arena.data() + spec.offset);
+  const LlamaParameters<float> weights(file.config(), table, arena.data(), Offsets::elements);
+  constexpr std::int32_t kDamaged = 5;
+  weights.embedding[kDamaged * file.config().hidden_size] = std::nanf("");
+
+  const auto model = cpu::make_llama_inference(file.config(), weights, pool(4));
+  const SamplingPlan greedy;
+  const std::vector<std::vector<std::int32_t>> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, kDamaged}, {3}};
+  std::vector<Span> work(3);
+  for (std::size_t s = 0; s < 3; ++s) {
+    work[s].pages = pages[s];
+    work[s].ids = ids[s];
+    work[s].slot = static_cast<std::int32_t>(s);
+    work[s].sampling = &greedy;
+  }
+  model->submit(work);
+  std::vector<SpanResult> together(3);
+  std::ranges::copy(model->collect(), together.begin());
+  EXPECT_EQ(together[1].error, SampleError::not_a_number);
+  EXPECT_FALSE(together[1].sampled.has_value());
+  for (const std::size_t s : {0, 2}) {
+    model->submit({&work[s], 1});
+    const SpanResult alone = model->collect()[0];
+    ASSERT_TRUE(alone.sampled && together[s].sampled);
+    EXPECT_EQ(alone.sampled->id, together[s].sampled->id);
+  }
+}
+
+}  // namespace
+}  // namespace weft
