@@ -15,6 +15,7 @@ needs=(
   "pcre2.h               libpcre2-dev          pcre2-devel"
   "utf8proc.h            libutf8proc-dev       utf8proc-devel"
   "openblas_config.h     libopenblas-openmp-dev openblas-devel"
+  "boost/beast.hpp       libboost-dev          boost-devel"
   "gtest/gtest.h         libgtest-dev          gtest-devel"
 )
 
