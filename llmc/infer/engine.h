@@ -1,10 +1,10 @@
 // The engine: many requests on one InferenceModel, with in-flight batching (Yu et al., "Orca", OSDI 2022). Knows no device,
 // no text and no protocol.
 //
-// Each step has a budget of rows. First every running sequence gets its row, then waiting prompts get chunks of what is left,
-// in the order of arrival, none more than a share of it while others wait. A sequence that finds no free page takes those of
-// the youngest running one, which waits again and is computed anew from its ids (preemption by recomputation). Full pages are
-// shared between sequences that begin with the same ids (llmc/infer/page_pool.h).
+// Each step has a budget of rows. First every sequence that generates gets its row, then prompts get chunks of what is left:
+// half of it the oldest, the rest those that are completed soonest. A sequence that finds no free page takes those of the
+// youngest running one, which waits again and is computed anew from its ids (preemption by recomputation). Full pages are
+// shared between sequences that begin with the same ids. llmc/infer/scheduler.h and page_pool.h say how.
 //
 // None of this changes a request's ids or bits: InferenceModel promises that.
 #pragma once
@@ -33,7 +33,7 @@ enum class RequestEnd {
 };
 
 // What the engine tells about one request. Called from step(), in this order: on_prompt once if asked for, on_id for each id,
-// on_end once. May call submit() and cancel(). Must not throw.
+// on_end once; after an early end not all of the former. May call submit() and cancel(). Must not throw.
 class RequestListener {
  public:
   virtual ~RequestListener() = default;
@@ -91,12 +91,14 @@ class Engine {
   void cancel(RequestId id);
 
   // From one thread: takes up what came in, submits a step and hands out the results of the oldest one. Returns whether there
-  // is more to do.
+  // is more to do. What the model throws passes through; the engine cannot go on then, and no listener hears of it.
   bool step();
   // Blocks until there is something to do, or until `until`.
   void wait(std::chrono::steady_clock::time_point until);
   // From any thread.
   EngineStatistics statistics() const;
+  // PagePool::inconsistency(), for tests. From the thread that calls step().
+  std::string inconsistency() const;
 
  private:
   class State;

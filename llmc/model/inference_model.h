@@ -36,8 +36,10 @@ struct Span {
   // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages
   // that two spans of a step share are only read by both: the positions that a span appends lie in pages of its own.
   std::span<const std::int32_t> pages;
-  std::int64_t first_position = 0;    // the positions before it are in the pages already
-  std::span<const std::int32_t> ids;  // in [0, vocab_size). Empty: one row, with the id that was sampled last in `slot`
+  std::int64_t first_position = 0;  // the positions before it are in the pages already
+  // In [0, vocab_size). Empty: one row, with the id that was sampled last in `slot`; after a SampleError, which the caller may
+  // not have collected yet, with any id in [0, vocab_size).
+  std::span<const std::int32_t> ids;
 
   // Where an id that is sampled here is kept for the next span without ids, in [0, slots()). One sequence a slot.
   std::int32_t slot = 0;

@@ -1,0 +1,218 @@
+#include "llmc/infer/scheduler.h"
+
+#include <algorithm>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+namespace {
+
+bool decodes(const Sequence& s) {
+  return s.id_on_device && s.known_rows() - s.rows <= 1 && s.sampled < s.max_ids;
+}
+
+bool has_prompt_rows(const Sequence& s) {
+  return !s.id_on_device && s.rows < s.known_rows();
+}
+
+// Of `remaining` rows from `position` on, at most `limit`, up to the end of a page if not all of them fit.
+std::int64_t whole_pages(std::int64_t position, std::int64_t remaining, std::int64_t limit, std::int64_t page_size) {
+  if (remaining <= limit) return remaining;
+  const std::int64_t beyond = (position + limit) % page_size;
+  return beyond < limit ? limit - beyond : limit;
+}
+
+}  // namespace
+
+std::vector<std::int64_t> divide_rows(std::int64_t budget, std::span<const PromptRows> prompts,
+                                      std::int64_t page_size) {
+  std::vector<std::int64_t> rows(prompts.size(), 0);
+  const auto give = [&](std::size_t i, std::int64_t limit) {
+    budget += rows[i];
+    rows[i] = whole_pages(prompts[i].position, prompts[i].remaining, std::min(limit, budget), page_size);
+    budget -= rows[i];
+  };
+  if (prompts.empty()) return rows;
+  give(0, (budget + 1) / 2);
+  std::vector<std::size_t> shortest_first;
+  for (std::size_t i = 1; i < prompts.size(); ++i) shortest_first.push_back(i);
+  std::ranges::stable_sort(shortest_first, {}, [&](std::size_t i) { return prompts[i].remaining; });
+  for (const std::size_t i : shortest_first) give(i, budget);
+  give(0, rows[0] + budget);
+  return rows;
+}
+
+Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options) : pool_(pool), options_(options) {
+  for (std::int64_t slot = options.slots - 1; slot >= 0; --slot) slots_.push_back(static_cast<std::int32_t>(slot));
+  running_.reserve(static_cast<std::size_t>(options.max_running));
+  shares_.reserve(static_cast<std::size_t>(options.max_running));
+  plan_.reserve(static_cast<std::size_t>(options.max_running));
+}
+
+void Scheduler::add(Sequence& sequence) {
+  waiting_.push_back(&sequence);
+}
+
+std::span<const PlannedSpan> Scheduler::plan() {
+  admit();
+  for (Sequence* s : running_) use_prefix(*s);
+  divide();
+  plan_.clear();
+  // In the order of arrival: whoever is preempted for a page is younger and has no span yet.
+  for (std::size_t i = 0; i < shares_.size(); ++i) {
+    Share& share = shares_[i];
+    Sequence& s = *share.sequence;
+    if (!s.running || !get_pages(share)) continue;
+    PlannedSpan span{&s, s.rows, share.rows, share.decodes, false};
+    s.rows += share.rows;
+    ++s.in_flight;
+    span.sample = s.max_ids > 0 && (share.decodes || s.rows == s.known_rows());
+    if (span.sample) {
+      ++s.sampled;
+      s.id_on_device = true;
+    }
+    plan_.push_back(span);
+  }
+  // Pages get their names after all prefixes were looked up: a page that this step fills is for later steps.
+  for (const PlannedSpan& span : plan_) name_pages(*span.sequence);
+  std::ranges::stable_partition(plan_, [](const PlannedSpan& span) { return span.id_on_device; });
+  return plan_;
+}
+
+void Scheduler::admit() {
+  const std::int64_t limit = std::min(options_.max_running, options_.rows_per_step);
+  while (!waiting_.empty() && running() < limit && !slots_.empty() && admissible(*waiting_.front())) {
+    Sequence& s = *waiting_.front();
+    waiting_.pop_front();
+    s.slot = slots_.back();
+    slots_.pop_back();
+    s.rows = 0;
+    s.id_on_device = false;
+    s.running = true;
+    running_.push_back(&s);
+    if (!s.preempted) prompt_ids_ += s.prompt_size;
+  }
+}
+
+// Whether there are pages for all rows that are known now, beside what running prompts will take and one page for each
+// running sequence: a sequence that is admitted too early is preempted soon and computed twice.
+bool Scheduler::admissible(const Sequence& s) const {
+  if (s.in_flight > 0) return false;  // preempted, and an id of it is not known yet
+  std::int64_t needed = s.table.missing(s.known_rows());
+  if (options_.share_prefixes) {
+    const BlockTable::PrefixHit hit = s.table.prefix_hit(s.ids, s.first_needed_row());
+    needed += hit.cached - hit.pages;
+  }
+  for (const Sequence* other : running_) needed += 1 + other->table.missing(other->known_rows());
+  return needed <= pool_.available();
+}
+
+// Skips rows whose keys and values another sequence has computed, perhaps since this one was admitted.
+void Scheduler::use_prefix(Sequence& s) {
+  const std::int64_t covered = std::ssize(s.table.pages()) * pool_.page_size();
+  if (!options_.share_prefixes || !has_prompt_rows(s) || s.rows != covered) return;
+  s.rows = s.table.extend_by_prefix(s.ids, s.first_needed_row());
+  if (!s.preempted) prefix_ids_ += s.rows - covered;
+}
+
+// Whether an older prompt is about to fill a page that this one can use: then this one waits for it.
+bool Scheduler::follows_another(const Sequence& s) const {
+  const std::int64_t next_page_end = s.rows + pool_.page_size();
+  if (!options_.share_prefixes || next_page_end > s.first_needed_row()) return false;
+  for (const Sequence* other : running_) {
+    if (other == &s) break;
+    if (!has_prompt_rows(*other) || other->known_rows() < next_page_end) continue;
+    if (s.table.has_same_next_page(s.ids, other->table, other->ids)) return true;
+  }
+  return false;
+}
+
+void Scheduler::divide() {
+  shares_.clear();
+  std::int64_t budget = options_.rows_per_step;
+  std::vector<PromptRows> prompts;
+  for (Sequence* s : running_) {
+    if (decodes(*s)) {
+      shares_.push_back({s, 1, true});
+      --budget;
+    } else if (has_prompt_rows(*s) && !follows_another(*s)) {
+      shares_.push_back({s, 0, false});
+      prompts.push_back({s->rows, s->known_rows() - s->rows});
+    }
+  }
+  const std::vector<std::int64_t> rows = divide_rows(budget, prompts, pool_.page_size());
+  for (std::size_t i = 0, prompt = 0; i < shares_.size(); ++i) {
+    if (!shares_[i].decodes) shares_[i].rows = rows[prompt++];
+  }
+}
+
+// Pages for the rows of `share`, if need be from younger sequences. Where these do not suffice it gets fewer rows; false: none.
+bool Scheduler::get_pages(Share& share) {
+  Sequence& s = *share.sequence;
+  if (share.rows == 0) return false;
+  while (!s.table.grow(s.rows + share.rows)) {
+    if (preempt_younger_than(s)) continue;
+    const std::int64_t pages = std::ssize(s.table.pages()) + pool_.available();
+    share.rows = std::min(share.rows, pages * pool_.page_size() - s.rows);
+    if (share.rows <= 0) return false;
+  }
+  return true;
+}
+
+// Takes the pages of the youngest running sequence that is younger than `sequence`. False if there is none, or if pages will be
+// free anyway once a step is collected.
+bool Scheduler::preempt_younger_than(const Sequence& sequence) {
+  if (pages_in_flight_ > 0 || running_.back()->order <= sequence.order) return false;
+  Sequence& youngest = *running_.back();
+  stop_running(youngest);
+  youngest.preempted = true;
+  waiting_.push_front(&youngest);
+  ++preemptions_;
+  return true;
+}
+
+void Scheduler::name_pages(Sequence& s) {
+  if (options_.share_prefixes) s.table.name_full_pages(s.ids, std::min(s.rows, std::ssize(s.ids)));
+}
+
+void Scheduler::stop_running(Sequence& s) {
+  running_.erase(std::ranges::find(running_, &s));
+  s.running = false;
+  name_pages(s);
+  if (s.in_flight == 0) {
+    give_back(s);
+  } else {
+    pages_in_flight_ += std::ssize(s.table.pages());
+  }
+}
+
+void Scheduler::give_back(Sequence& s) {
+  s.table.release(s.forget_pages);
+  slots_.push_back(s.slot);
+  s.slot = -1;
+}
+
+void Scheduler::collected(Sequence& s) {
+  if (s.in_flight <= 0) fail(Exit::internal, "scheduler: a step was collected that has no rows of this sequence");
+  --s.in_flight;
+  if (s.in_flight > 0 || s.running) return;
+  pages_in_flight_ -= std::ssize(s.table.pages());
+  give_back(s);
+}
+
+void Scheduler::end(Sequence& s, bool forget_pages) {
+  s.ended = true;
+  s.forget_pages = forget_pages;
+  if (s.running) {
+    stop_running(s);
+  } else {
+    waiting_.erase(std::ranges::find(waiting_, &s));
+  }
+}
+
+bool Scheduler::released(const Sequence& s) {
+  return s.ended && s.in_flight == 0;
+}
+
+}  // namespace weft

@@ -1,0 +1,123 @@
+// Decides what each step of the engine computes: which sequences run, how many rows each of them gets, and who gives up its
+// pages when there are too few. Knows sequences and pages, but neither the model nor who asked.
+//
+// Sequences are ordered by arrival. Those that run are always older than those that wait: the oldest waiting one is admitted
+// first, and the youngest running one is preempted first. So the oldest sequence of all always runs and gets every page that
+// it asks for. It ends after finitely many steps, and then another one is the oldest: no sequence waits for ever.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <vector>
+
+#include "llmc/infer/page_pool.h"
+
+namespace weft {
+
+struct Sequence {
+  Sequence(PagePool& pool, std::uint64_t arrival) : order(arrival), table(pool) {}
+
+  std::uint64_t order;            // of arrival: a smaller one is older
+  std::vector<std::int32_t> ids;  // the prompt and what was sampled, as far as the host knows it
+  std::int64_t prompt_size = 0;
+  std::int64_t max_ids = 0;        // to sample; 0: the prompt is scored, all but its last row are computed
+  std::int64_t rows_to_score = 0;  // from the first one on, whose log-probabilities are wanted
+  std::int64_t scored_rows = 0;    // of them, those that were collected
+
+  BlockTable table;
+  std::int32_t slot = -1;      // of the model; -1: none
+  std::int64_t rows = 0;       // rows that were submitted since it was admitted, or found in shared pages
+  std::int64_t sampled = 0;    // ids that were sampled, or that a submitted step will sample
+  std::int64_t in_flight = 0;  // submitted steps with rows of this sequence that were not collected
+  bool id_on_device = false;   // its last id was sampled in its slot, so a step needs no id from the host
+  bool running = false;
+  bool preempted = false;  // at least once
+  bool ended = false;
+  bool forget_pages = false;  // ended: its pages are not to be shared
+
+  // Rows whose ids are known and that are to be computed. The first of them whose result is needed: rows before it may be
+  // found in the prefix cache.
+  std::int64_t known_rows() const { return max_ids > 0 ? std::ssize(ids) : prompt_size - 1; }
+  std::int64_t first_needed_row() const { return scored_rows < rows_to_score ? scored_rows : known_rows() - 1; }
+};
+
+// What a prompt, or the ids of a preempted sequence, still has to compute.
+struct PromptRows {
+  std::int64_t position = 0;   // of the next row
+  std::int64_t remaining = 0;  // at least 1
+};
+// Divides `budget` rows between prompts, given in the order of arrival: rows for each. The oldest gets half of them, so that
+// it advances whatever arrives after it; the rest goes to the prompts with the fewest rows left, so that a short one does not
+// wait for a long one (shortest remaining processing time first); what is left then goes to the oldest. A prompt that is not
+// completed stops at the end of a page, if it reaches one: prefixes are shared by full pages.
+std::vector<std::int64_t> divide_rows(std::int64_t budget, std::span<const PromptRows> prompts, std::int64_t page_size);
+
+struct SchedulerOptions {
+  std::int64_t max_running = 0;
+  std::int64_t rows_per_step = 0;
+  std::int64_t slots = 0;
+  bool share_prefixes = true;
+};
+
+// Rows of one sequence in a step.
+struct PlannedSpan {
+  Sequence* sequence = nullptr;
+  std::int64_t first_position = 0, rows = 0;
+  bool id_on_device = false;  // one row, whose id is the one that was sampled last in the sequence's slot
+  bool sample = false;        // an id is sampled from the last row
+};
+
+class Scheduler {
+ public:
+  Scheduler(PagePool& pool, const SchedulerOptions& options);
+
+  // The sequence, younger than all before it, waits. It must stay at its address until released() says so.
+  void add(Sequence& sequence);
+  // The rows of the next step, decodes first; the caller submits them. Empty if nothing can be computed before a submitted
+  // step is collected, or at all. Valid until the next call.
+  std::span<const PlannedSpan> plan();
+  // A step with rows of `sequence` was collected.
+  void collected(Sequence& sequence);
+  // `sequence` computes nothing more. Its pages and its slot are free as soon as none of its rows is in flight.
+  void end(Sequence& sequence, bool forget_pages);
+  // True if `sequence` has ended and holds nothing.
+  static bool released(const Sequence& sequence);
+
+  std::int64_t running() const { return std::ssize(running_); }
+  std::int64_t waiting() const { return std::ssize(waiting_); }
+  std::int64_t preemptions() const { return preemptions_; }
+  std::int64_t prompt_ids() const { return prompt_ids_; }  // of the prompts that were admitted
+  std::int64_t prefix_ids() const { return prefix_ids_; }  // of those, ids that were found in shared pages
+
+ private:
+  // Rows that a running sequence gets in the step that is planned.
+  struct Share {
+    Sequence* sequence;
+    std::int64_t rows;
+    bool decodes;
+  };
+
+  void admit();
+  bool admissible(const Sequence& sequence) const;
+  void use_prefix(Sequence& sequence);
+  bool follows_another(const Sequence& sequence) const;
+  void divide();
+  bool get_pages(Share& share);
+  bool preempt_younger_than(const Sequence& sequence);
+  void name_pages(Sequence& sequence);
+  void stop_running(Sequence& sequence);
+  void give_back(Sequence& sequence);
+
+  PagePool& pool_;
+  const SchedulerOptions options_;
+  std::deque<Sequence*> waiting_;     // the oldest first
+  std::vector<Sequence*> running_;    // the oldest first
+  std::vector<std::int32_t> slots_;   // free
+  std::int64_t pages_in_flight_ = 0;  // of sequences that run no more, but have rows in flight
+  std::vector<Share> shares_;
+  std::vector<PlannedSpan> plan_;
+  std::int64_t preemptions_ = 0, prompt_ids_ = 0, prefix_ids_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,624 @@
+#include "llmc/infer/engine.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "llmc/infer/scheduler.h"
+#include "test/cpp/paged_fake.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::int32_t kStop = 5;
+
+// What a request gives when nothing else runs, from the formula alone.
+struct Alone {
+  Ids ids;
+  std::vector<float> logprobs, prompt_logprobs;
+  RequestEnd end = RequestEnd::max_ids;
+};
+
+Alone alone(const EngineRequest& request, const InferenceModel& model) {
+  Alone result;
+  Ids ids = request.prompt;
+  for (std::size_t i = 1; i < ids.size(); ++i) {
+    result.prompt_logprobs.push_back(PagedFake::logprob_from(PagedFake::state_of(std::span(ids).first(i)), ids[i]));
+  }
+  std::uint64_t state = PagedFake::state_of(ids);
+  while (std::ssize(result.ids) < request.max_ids) {
+    if (std::ssize(ids) == model.max_positions()) {
+      result.end = RequestEnd::full;
+      break;
+    }
+    const std::int32_t id =
+        PagedFake::sampled_from(state, request.sampling.seed, std::ssize(ids), model.config().vocab_size);
+    result.ids.push_back(id);
+    result.logprobs.push_back(PagedFake::logprob_from(state, id));
+    ids.push_back(id);
+    state = PagedFake::state_after(state, id);
+    if (std::ranges::find(request.stop_ids, id) != request.stop_ids.end()) {
+      result.end = RequestEnd::stop_id;
+      break;
+    }
+  }
+  return result;
+}
+
+// Keeps what it is told, and checks the order.
+class Recorder : public RequestListener {
+ public:
+  void on_prompt(std::span<const ScoredId> scored) override {
+    EXPECT_TRUE(!told && ids.empty() && !end.has_value());
+    told = true;
+    for (const ScoredId& id : scored) prompt.push_back(id.logprob);
+    if (!scored.empty()) alternatives = std::ssize(scored.back().alternatives);
+  }
+  bool on_id(const ScoredId& id) override {
+    EXPECT_FALSE(end.has_value());
+    ids.push_back(id.id);
+    logprobs.push_back(id.logprob);
+    alternatives = std::ssize(id.alternatives);
+    if (during) during();
+    return std::ssize(ids) != stop_after;
+  }
+  void on_end(RequestEnd reason) override {
+    EXPECT_FALSE(end.has_value());
+    end = reason;
+  }
+
+  Ids ids;
+  std::vector<float> prompt, logprobs;
+  std::int64_t alternatives = -1, stop_after = -1;
+  bool told = false;
+  std::optional<RequestEnd> end;
+  std::function<void()> during;
+};
+
+EngineRequest request_of(Ids prompt, std::int64_t max_ids, std::uint64_t seed = 0) {
+  EngineRequest request;
+  request.prompt = std::move(prompt);
+  request.max_ids = max_ids;
+  request.sampling.seed = seed;
+  return request;
+}
+
+Ids random_ids(std::int64_t count, std::uint64_t seed, std::int32_t vocab_size = 64) {
+  std::mt19937_64 random(seed);
+  Ids ids;
+  for (std::int64_t i = 0; i < count; ++i) {
+    ids.push_back(2 + static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(vocab_size - 2)));
+  }
+  return ids;
+}
+
+std::shared_ptr<Recorder> submit(Engine& engine, EngineRequest request) {
+  auto recorder = std::make_shared<Recorder>();
+  engine.submit(std::move(request), recorder);
+  return recorder;
+}
+
+// Steps until nothing is left; more than `limit` steps are a failure.
+std::int64_t finish(Engine& engine, std::int64_t limit = 100000) {
+  std::int64_t steps = 0;
+  while (engine.step() && steps < limit) ++steps;
+  EXPECT_LT(steps, limit) << "the engine does not come to an end";
+  return steps;
+}
+
+void expect_all_free(const Engine& engine) {
+  const EngineStatistics statistics = engine.statistics();
+  EXPECT_EQ(statistics.running, 0);
+  EXPECT_EQ(statistics.waiting, 0);
+  EXPECT_EQ(statistics.pages_in_use, 0);
+  EXPECT_EQ(engine.inconsistency(), "");
+}
+
+TEST(Engine, ARequestAloneGivesTheModelsIds) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    PagedFake model({.depth = depth});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 7});
+    EngineRequest request = request_of(random_ids(30, 1), 20, 3);
+    request.alternatives = 2;
+    request.score_prompt = true;
+    const Alone expected = alone(request, model);
+    const auto got = submit(engine, request);
+    finish(engine);
+    EXPECT_EQ(got->ids, expected.ids);
+    EXPECT_EQ(got->logprobs, expected.logprobs);
+    EXPECT_EQ(got->prompt, expected.prompt_logprobs);
+    EXPECT_EQ(got->alternatives, 2);
+    EXPECT_EQ(got->end, RequestEnd::max_ids);
+    const EngineStatistics statistics = engine.statistics();
+    EXPECT_EQ(statistics.prompt_ids, 30);
+    EXPECT_EQ(statistics.generated_ids, 20);
+    EXPECT_EQ(statistics.rows, 49);  // the last id is not appended
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, EndsOfEveryKind) {
+  for (const std::int64_t depth : {1, 2}) {
+    PagedFake model({.depth = depth});
+    Engine engine(model, {.max_running = 8, .rows_per_step = 32});
+    EngineRequest stops = request_of(random_ids(5, 2), 100);
+    stops.stop_ids = {alone(stops, model).ids[6]};
+    const Alone stopped = alone(stops, model);
+    const auto by_id = submit(engine, stops);
+    const auto full = submit(engine, request_of(random_ids(190, 3), 1000));
+    const auto one = submit(engine, request_of(random_ids(9, 4), 1));
+    const auto by_listener = submit(engine, request_of(random_ids(9, 5), 50));
+    by_listener->stop_after = 4;
+    EngineRequest late = request_of(random_ids(9, 6), 50);
+    late.deadline = Clock::now() - std::chrono::seconds(1);
+    const auto deadline = submit(engine, late);
+    const auto cancelled = std::make_shared<Recorder>();
+    const RequestId id = engine.submit(request_of(random_ids(9, 7), 50), cancelled);
+    for (int i = 0; i < 5; ++i) engine.step();
+    engine.cancel(id);
+    engine.cancel(id);
+    engine.cancel(12345);
+    finish(engine);
+    EXPECT_EQ(by_id->end, RequestEnd::stop_id);
+    EXPECT_EQ(by_id->ids, stopped.ids);
+    EXPECT_EQ(full->end, RequestEnd::full);
+    EXPECT_EQ(full->ids.size(), 10u);
+    EXPECT_EQ(one->end, RequestEnd::max_ids);
+    EXPECT_EQ(one->ids.size(), 1u);
+    EXPECT_EQ(by_listener->end, RequestEnd::listener);
+    EXPECT_EQ(by_listener->ids.size(), 4u);
+    EXPECT_EQ(deadline->end, RequestEnd::deadline);
+    EXPECT_TRUE(deadline->ids.empty());
+    EXPECT_EQ(cancelled->end, RequestEnd::cancelled);
+    EXPECT_FALSE(cancelled->ids.empty());
+    EXPECT_LE(cancelled->ids.size(), 5u);
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, APromptCanBeScoredWithoutGenerating) {
+  for (const std::int64_t length : {1, 2, 41}) {
+    PagedFake model({.depth = 2});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 8});
+    EngineRequest request = request_of(random_ids(length, 1), 0);
+    request.score_prompt = true;
+    const auto got = submit(engine, request);
+    finish(engine);
+    EXPECT_TRUE(got->told);
+    EXPECT_EQ(got->prompt, alone(request, model).prompt_logprobs);
+    EXPECT_EQ(got->end, RequestEnd::max_ids);
+    EXPECT_EQ(engine.statistics().rows, length - 1);
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, RequestsThatCanNeverRunAreRefusedWithTheNumberThatCould) {
+  PagedFake model({.num_pages = 10, .max_positions = 100});  // 40 positions
+  Engine engine(model, {.max_running = 4, .rows_per_step = 8});
+  EXPECT_EQ(engine.refusal(10, 31), "");
+  EXPECT_EQ(engine.refusal(10, 32),
+            "the request needs memory for the keys and values of 41 positions, and there is memory for 40. After this "
+            "prompt at most 31 ids can be generated");
+  EXPECT_EQ(engine.refusal(41, 1),
+            "the request needs memory for the keys and values of 41 positions, and there is memory for 40. Its prompt "
+            "alone has 41 ids");
+  EXPECT_EQ(engine.refusal(100, 1), "the prompt has 100 ids, and this model takes at most 99 and a generated one");
+  EXPECT_EQ(engine.refusal(101, 0), "the prompt has 101 ids, and this model takes at most 100");
+  error_of(Exit::usage, [&] { submit(engine, request_of(random_ids(10, 1), 32)); });
+  error_of(Exit::usage, [&] { submit(engine, request_of({}, 1)); });
+  error_of(Exit::usage, [&] { submit(engine, request_of({3, 64}, 1)); });
+  error_of(Exit::usage, [&] { submit(engine, request_of({3, -1}, 1)); });
+  error_of(Exit::usage, [&] { submit(engine, request_of({3}, 0)); });
+  error_of(Exit::usage, [&] { submit(engine, request_of({3}, -1)); });
+  const auto fits = submit(engine, request_of(random_ids(10, 1), 31));
+  finish(engine);
+  EXPECT_EQ(fits->ids, alone(request_of(random_ids(10, 1), 31), model).ids);
+
+  PagedFake roomy({.num_pages = 100, .max_positions = 100});  // max_ids is cut to what the model can hold
+  EXPECT_EQ(Engine(roomy, {.max_running = 4, .rows_per_step = 8}).refusal(50, INT64_MAX), "");
+}
+
+TEST(Engine, OptionsOutOfRange) {
+  PagedFake model({.slots = 4, .max_rows = 8});
+  for (const EngineOptions& options :
+       {EngineOptions{.max_running = 0, .rows_per_step = 4}, EngineOptions{.max_running = 5, .rows_per_step = 4},
+        EngineOptions{.max_running = 4, .rows_per_step = 0}, EngineOptions{.max_running = 4, .rows_per_step = 9}}) {
+    error_of(Exit::usage, [&] { Engine(model, options); });
+  }
+}
+
+TEST(Engine, LogitsThatAreNotFiniteEndTheirRequestAlone) {
+  for (const bool scored : {false, true}) {
+    PagedFake model({.depth = 2});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 16});
+    Ids damaged = random_ids(17, 1);
+    damaged[9] = PagedFake::kPoison;
+    EngineRequest bad = request_of(damaged, 10);
+    bad.score_prompt = scored;
+    const auto good = submit(engine, request_of(random_ids(12, 2), 30));
+    const auto first = submit(engine, bad);
+    finish(engine);
+    EXPECT_EQ(good->ids, alone(request_of(random_ids(12, 2), 30), model).ids);
+    EXPECT_EQ(first->end, RequestEnd::not_finite);
+    EXPECT_TRUE(first->ids.empty());
+    // Its pages are not shared any more: the same request is computed again.
+    const auto second = submit(engine, bad);
+    finish(engine);
+    EXPECT_EQ(second->end, RequestEnd::not_finite);
+    EXPECT_EQ(engine.statistics().prefix_ids, 0);
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, APrefixThatIsThereIsNotComputedAgain) {
+  for (const bool share : {true, false}) {
+    PagedFake model({.num_pages = 200, .depth = 2});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 32, .share_prefixes = share});
+    const EngineRequest request = request_of(random_ids(40, 1), 1);
+    EngineRequest scored = request;
+    scored.score_prompt = true;
+    submit(engine, request);
+    finish(engine);
+    EXPECT_EQ(engine.statistics().rows, 40);
+    const auto again = submit(engine, request);
+    finish(engine);
+    EXPECT_EQ(again->ids, alone(request, model).ids);
+    EXPECT_EQ(engine.statistics().prefix_ids, share ? 36 : 0);  // the last id gives the logits: its page is computed
+    EXPECT_EQ(engine.statistics().rows, share ? 44 : 80);
+    const auto with_scores = submit(engine, scored);
+    finish(engine);
+    EXPECT_EQ(with_scores->prompt, alone(scored, model).prompt_logprobs);
+    EXPECT_EQ(engine.statistics().rows, share ? 84 : 120);
+    EXPECT_EQ(engine.statistics().pages_cached > 0, share);
+  }
+}
+
+// A conversation's next prompt contains the answer: what was generated is shared, too.
+TEST(Engine, GeneratedIdsArePartOfAPrefix) {
+  PagedFake model({.depth = 2});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  Ids ids = random_ids(10, 1);
+  const auto answer = submit(engine, request_of(ids, 20));
+  finish(engine);
+  ids.insert(ids.end(), answer->ids.begin(), answer->ids.end());
+  ids.push_back(9);
+  const auto next = submit(engine, request_of(ids, 5));
+  finish(engine);
+  EXPECT_EQ(next->ids, alone(request_of(ids, 5), model).ids);
+  EXPECT_EQ(engine.statistics().prefix_ids, 28);
+}
+
+// Four long prompts that begin alike and arrive together: the first one computes, the others follow it.
+TEST(Engine, PromptsThatArriveTogetherComputeTheirPrefixOnce) {
+  PagedFake model({.num_pages = 400, .max_positions = 400, .depth = 2});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  for (std::int32_t i = 0; i < 4; ++i) {
+    Ids ids = random_ids(300, 1);
+    ids.push_back(10 + i);
+    submit(engine, request_of(ids, 1));
+  }
+  finish(engine);
+  EXPECT_LT(engine.statistics().rows, 301 + 3 * 64);
+  expect_all_free(engine);
+}
+
+TEST(Engine, AShortPromptDoesNotWaitForALongOne) {
+  for (const std::int64_t long_prompts : {1, 6}) {
+    PagedFake model({.page_size = 16,
+                     .num_pages = 6000,
+                     .slots = 32,
+                     .max_rows = 256,
+                     .max_positions = 12000,
+                     .depth = 2,
+                     .read_everything = false});
+    Engine engine(model, {.max_running = 32, .rows_per_step = 256});
+    std::vector<std::shared_ptr<Recorder>> slow;
+    for (std::int64_t i = 0; i < long_prompts; ++i) {
+      slow.push_back(submit(engine, request_of(random_ids(10000, static_cast<std::uint64_t>(i)), 2)));
+    }
+    for (int i = 0; i < 3; ++i) engine.step();
+    const auto quick = submit(engine, request_of(random_ids(100, 77), 2));
+    for (int i = 0; i < 3; ++i) engine.step();
+    EXPECT_GE(quick->ids.size(), 1u);
+    EXPECT_TRUE(slow[0]->ids.empty());
+    // A stream of short prompts leaves the oldest long one half of the rows: 10,000 rows in 80 steps of 128.
+    std::int64_t steps = 0;
+    for (; slow[0]->ids.empty() && steps < 200; ++steps) {
+      submit(engine, request_of(random_ids(120, 1000 + static_cast<std::uint64_t>(steps)), 1));
+      submit(engine, request_of(random_ids(120, 5000 + static_cast<std::uint64_t>(steps)), 1));
+      engine.step();
+    }
+    EXPECT_LE(steps, 10000 / 120 + 5);
+    finish(engine);
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, EachStepDecodesEveryRunningSequenceWhilePromptsArrive) {
+  PagedFake model({.page_size = 16,
+                   .num_pages = 4000,
+                   .slots = 32,
+                   .max_rows = 64,
+                   .max_positions = 12000,
+                   .depth = 2,
+                   .read_everything = false});
+  Engine engine(model, {.max_running = 32, .rows_per_step = 64});
+  std::vector<std::shared_ptr<Recorder>> running;
+  for (std::uint64_t i = 0; i < 8; ++i) running.push_back(submit(engine, request_of(random_ids(6, i), 300)));
+  for (int i = 0; i < 4; ++i) engine.step();
+  for (std::uint64_t i = 0; i < 3; ++i) submit(engine, request_of(random_ids(3000, 100 + i), 1));
+  for (int step = 0; step < 100; ++step) {
+    const std::size_t before = running[0]->ids.size();
+    engine.step();
+    for (const auto& one : running) ASSERT_EQ(one->ids.size(), before + 1);
+    ASSERT_LE(model.rows_of_last_step.size(), 11u);
+    for (std::size_t i = 0; i < 8; ++i) ASSERT_EQ(model.rows_of_last_step[i].rows, 1);  // decodes come first
+  }
+  finish(engine);
+}
+
+TEST(Engine, DividesRowsBetweenPrompts) {
+  const auto divide = [](std::int64_t budget, const std::vector<PromptRows>& prompts, std::int64_t page_size) {
+    return divide_rows(budget, prompts, page_size);
+  };
+  using Rows = std::vector<std::int64_t>;
+  EXPECT_EQ(divide(64, {}, 16), Rows{});
+  EXPECT_EQ(divide(64, {{0, 1000}}, 16), Rows{64});
+  EXPECT_EQ(divide(64, {{8, 1000}}, 16), Rows{56});  // up to the end of a page
+  EXPECT_EQ(divide(5, {{8, 1000}}, 16), Rows{5});    // the page does not end in the chunk
+  EXPECT_EQ(divide(64, {{0, 30}}, 16), Rows{30});
+  EXPECT_EQ(divide(64, {{0, 1000}, {0, 1000}}, 16), (Rows{32, 32}));
+  EXPECT_EQ(divide(64, {{0, 1000}, {0, 1000}, {0, 10}}, 16), (Rows{32, 16, 10}));
+  EXPECT_EQ(divide(64, {{0, 1000}, {0, 10}}, 16), (Rows{48, 10}));  // the rest goes to the oldest
+  EXPECT_EQ(divide(64, {{0, 3}, {0, 10}}, 16), (Rows{3, 10}));
+  EXPECT_EQ(divide(1, {{0, 3}, {0, 1}}, 16), (Rows{1, 0}));
+  EXPECT_EQ(divide(0, {{5, 3}, {0, 1}}, 16), (Rows{0, 0}));
+}
+
+// Each of them needs almost the whole pool, so that they can only run one after the other.
+TEST(Engine, RequestsThatDisplaceEachOtherAllFinish) {
+  for (const std::int64_t depth : {1, 2}) {
+    PagedFake model({.num_pages = 16, .slots = 8, .depth = depth});  // 64 positions
+    Engine engine(model, {.max_running = 8, .rows_per_step = 16});
+    std::vector<std::shared_ptr<Recorder>> recorders;
+    std::vector<EngineRequest> requests;
+    for (std::uint64_t i = 0; i < 8; ++i) {
+      requests.push_back(request_of(random_ids(4, i), 60, i));
+      recorders.push_back(submit(engine, requests.back()));
+    }
+    std::int64_t last_end = 0;
+    for (std::int64_t step = 1; engine.step() && step < 2000; ++step) {
+      for (const auto& one : recorders) {
+        if (one->end.has_value()) last_end = step;
+      }
+    }
+    EXPECT_LT(last_end, 8 * 70);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      EXPECT_EQ(recorders[i]->end, RequestEnd::max_ids);
+      EXPECT_EQ(recorders[i]->ids, alone(requests[i], model).ids);
+    }
+    EXPECT_GT(engine.statistics().preemptions, 0);
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, AListenerMaySubmitAndCancel) {
+  PagedFake model({.depth = 2});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 16});
+  auto first = std::make_shared<Recorder>(), next = std::make_shared<Recorder>();
+  RequestId id = 0;
+  first->during = [&] {
+    if (first->ids.size() != 3) return;
+    engine.submit(request_of({2, 3}, 4), next);
+    engine.cancel(id);
+  };
+  id = engine.submit(request_of({4, 5, 6}, 100), first);
+  finish(engine);
+  EXPECT_EQ(first->end, RequestEnd::cancelled);
+  EXPECT_LE(first->ids.size(), 4u);
+  EXPECT_EQ(next->ids, alone(request_of({2, 3}, 4), model).ids);
+}
+
+TEST(Engine, RequestsComeFromOtherThreads) {
+  PagedFake model({.depth = 2});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 16});
+  constexpr int kThreads = 4, kEach = 50;
+  std::atomic<int> ended = 0;
+  class Counter : public RequestListener {
+   public:
+    explicit Counter(std::atomic<int>& ended) : ended_(ended) {}
+    bool on_id(const ScoredId&) override { return true; }
+    void on_end(RequestEnd) override { ++ended_; }
+
+   private:
+    std::atomic<int>& ended_;
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < kEach; ++i) {
+        const auto seed = static_cast<std::uint64_t>(t * kEach + i);
+        const RequestId id = engine.submit(request_of(random_ids(5, seed), 5), std::make_shared<Counter>(ended));
+        if (i % 3 == 0) engine.cancel(id);
+        EXPECT_GE(engine.statistics().pages, 0);
+      }
+    });
+  }
+  while (ended < kThreads * kEach) {
+    engine.wait(Clock::now() + std::chrono::seconds(1));
+    engine.step();
+  }
+  for (std::thread& thread : threads) thread.join();
+  finish(engine);
+  expect_all_free(engine);
+  const Clock::time_point before = Clock::now();
+  engine.wait(before + std::chrono::milliseconds(20));  // nothing to do: until the time is up
+  EXPECT_GE(Clock::now() - before, std::chrono::milliseconds(20));
+}
+
+// ---- randomised schedules --------------------------------------------------------------------------------------------
+
+struct Asked {
+  EngineRequest request;
+  std::shared_ptr<Recorder> recorder;
+  RequestId id = 0;
+};
+
+// A request like others before it: its prompt begins with some of the ids of one of four texts.
+EngineRequest random_request(std::mt19937_64& random, std::int64_t max_prompt, std::int64_t max_ids) {
+  const auto below = [&](std::int64_t limit) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
+  };
+  Ids prompt = random_ids(below(max_prompt), 1000 + static_cast<std::uint64_t>(below(4)));
+  const Ids tail = random_ids(1 + below(std::max<std::int64_t>(max_prompt - std::ssize(prompt), 1)), random());
+  prompt.insert(prompt.end(), tail.begin(), tail.end());
+  if (below(40) == 0) prompt[static_cast<std::size_t>(below(std::ssize(prompt)))] = PagedFake::kPoison;
+  EngineRequest request = request_of(std::move(prompt), 1 + below(max_ids), random() % 5);
+  if (below(2) == 0) request.stop_ids = {kStop, 7};
+  if (below(4) == 0) request.score_prompt = true;
+  if (request.score_prompt && below(4) == 0) request.max_ids = 0;
+  request.alternatives = static_cast<std::int32_t>(below(3)) - 1;
+  return request;
+}
+
+void expect_as_alone(const Asked& asked, const InferenceModel& model) {
+  const EngineRequest& request = asked.request;
+  const Recorder& got = *asked.recorder;
+  ASSERT_TRUE(got.end.has_value());
+  const bool poisoned = std::ranges::find(request.prompt, PagedFake::kPoison) != request.prompt.end();
+  const Alone expected = alone(request, model);
+  const bool early = *got.end == RequestEnd::cancelled || *got.end == RequestEnd::deadline;
+  if (poisoned && !early) {
+    // Scores without an id need not reach the damaged id: it may be the last one.
+    if (request.max_ids > 0) {
+      EXPECT_EQ(*got.end, RequestEnd::not_finite);
+    }
+    EXPECT_TRUE(got.ids.empty());
+    return;
+  }
+  if (got.told && !poisoned) {
+    EXPECT_EQ(got.prompt, expected.prompt_logprobs);
+  }
+  if (early || *got.end == RequestEnd::listener) {
+    ASSERT_LE(got.ids.size(), expected.ids.size());
+    EXPECT_TRUE(std::equal(got.ids.begin(), got.ids.end(), expected.ids.begin()));
+    return;
+  }
+  EXPECT_EQ(got.ids, expected.ids);
+  EXPECT_EQ(got.logprobs, expected.logprobs);
+  EXPECT_EQ(*got.end, expected.end);
+  EXPECT_EQ(got.told, request.score_prompt);
+}
+
+// One schedule: requests arrive at random, some are cancelled, late, or ended by their listener.
+EngineStatistics run_schedule(const PagedFakeSizes& sizes, const EngineOptions& options, std::uint64_t seed,
+                              std::int64_t steps) {
+  std::mt19937_64 random(seed);
+  PagedFake model(sizes);
+  Engine engine(model, options);
+  std::vector<Asked> all;
+  const std::int64_t longest = sizes.num_pages * sizes.page_size;
+  for (std::int64_t step = 0; step < steps; ++step) {
+    const EngineStatistics now = engine.statistics();
+    if (now.waiting < 6 && random() % 3 == 0) {
+      Asked asked{random_request(random, longest / 2, longest / 2), std::make_shared<Recorder>()};
+      if (random() % 16 == 0) asked.request.deadline = Clock::now() + std::chrono::microseconds(random() % 500);
+      if (random() % 16 == 0) asked.recorder->stop_after = 3;
+      asked.id = engine.submit(asked.request, asked.recorder);
+      all.push_back(std::move(asked));
+    }
+    if (!all.empty() && random() % 20 == 0)
+      engine.cancel(all[all.size() - 1 - random() % std::min<std::size_t>(all.size(), 8)].id);
+    engine.step();
+    if (step % 64 == 0) {
+      EXPECT_EQ(engine.inconsistency(), "");
+    }
+  }
+  finish(engine);
+  for (const Asked& asked : all) expect_as_alone(asked, model);
+  expect_all_free(engine);
+  EXPECT_GT(all.size(), static_cast<std::size_t>(steps / 20));
+  return engine.statistics();
+}
+
+TEST(Engine, RandomSchedulesGiveTheIdsOfEachRequestAlone) {
+  EngineStatistics sum;
+  std::uint64_t seed = 0;
+  for (const std::int64_t depth : {1, 2, 3}) {
+    for (const bool share : {true, false}) {
+      for (const std::int64_t num_pages : {20, 36}) {
+        for (const std::int64_t page_size : {1, 4}) {
+          const PagedFakeSizes sizes{.page_size = page_size,
+                                     .num_pages = num_pages,
+                                     .slots = 7,
+                                     .max_rows = 24,
+                                     .max_positions = 80,
+                                     .depth = depth};
+          const EngineOptions options{
+              .max_running = 6, .rows_per_step = 10 + static_cast<std::int64_t>(seed % 15), .share_prefixes = share};
+          const EngineStatistics one = run_schedule(sizes, options, ++seed, 1500);
+          sum.steps += one.steps;
+          sum.preemptions += one.preemptions;
+          sum.prefix_ids += one.prefix_ids;
+          if (HasFailure()) FAIL() << "seed " << seed;
+        }
+      }
+    }
+  }
+  EXPECT_GE(sum.steps, 30000);
+  EXPECT_GT(sum.preemptions, 1000);
+  EXPECT_GT(sum.prefix_ids, 1000);
+}
+
+std::int64_t resident_pages() {
+  std::ifstream file("/proc/self/statm");
+  std::int64_t all = 0, resident = 0;
+  file >> all >> resident;
+  return resident;
+}
+
+TEST(Engine, ASoakOf20000RequestsLeavesNothingBehind) {
+  PagedFake model({.page_size = 8,
+                   .num_pages = 80,
+                   .slots = 32,
+                   .max_rows = 256,
+                   .max_positions = 300,
+                   .depth = 2,
+                   .read_everything = false});
+  Engine engine(model, {.max_running = 32, .rows_per_step = 128});
+  std::mt19937_64 random(5);
+  std::int64_t ended = 0, before = 0;
+  std::deque<Asked> recent;
+  for (int i = 0; i < 20000; ++i) {
+    if (i == 4000) before = resident_pages();
+    Asked asked{random_request(random, 100, 40), std::make_shared<Recorder>()};
+    asked.id = engine.submit(asked.request, asked.recorder);
+    recent.push_back(std::move(asked));
+    if (random() % 10 == 0) engine.cancel(recent[random() % recent.size()].id);
+    while (engine.statistics().waiting > 40) engine.step();
+    for (; recent.size() > 100 && recent.front().recorder->end.has_value(); recent.pop_front()) {
+      expect_as_alone(recent.front(), model);
+      ++ended;
+    }
+  }
+  const std::int64_t growth = (resident_pages() - before) * ::sysconf(_SC_PAGESIZE);
+  EXPECT_LT(growth, 4 << 20);
+  finish(engine);
+  for (const Asked& asked : recent) expect_as_alone(asked, model);
+  EXPECT_EQ(ended + std::ssize(recent), 20000);
+  EXPECT_GT(engine.statistics().preemptions, 100);
+  expect_all_free(engine);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,244 @@
+// A model for tests of what stands above InferenceModel: instead of keys and values its pages hold ids, and what it samples is
+// a pure function of all ids that it finds through a sequence's block table. A wrong page, a page with two owners, a missing
+// or a repeated append give other ids, or an error. It checks what submit() demands of its caller.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/model/inference_model.h"
+
+namespace weft {
+
+struct PagedFakeSizes {
+  std::int64_t vocab_size = 64;
+  std::int64_t page_size = 4;
+  std::int64_t num_pages = 64;
+  std::int64_t slots = 8;
+  std::int64_t max_rows = 32;
+  std::int64_t max_positions = 200;
+  std::int64_t depth = 1;
+  bool read_everything = true;  // each row reads all ids before it; otherwise the state of the one before alone
+};
+
+class PagedFake : public InferenceModel {
+ public:
+  static constexpr std::int32_t kPoison = 1;  // after this id no logit is a number
+
+  explicit PagedFake(const PagedFakeSizes& sizes) : sizes_(sizes) {
+    config_.vocab_size = config_.tokenizer_vocab = sizes.vocab_size;
+    config_.max_positions = sizes.max_positions;
+    cells_.resize(static_cast<std::size_t>(sizes.num_pages * sizes.page_size));
+    used_.resize(static_cast<std::size_t>(sizes.num_pages));
+    slots_.resize(static_cast<std::size_t>(sizes.slots));
+  }
+
+  // What it samples after `ids`, and the log-probability of `id` there.
+  static std::uint64_t state_after(std::uint64_t before, std::int32_t id) {
+    std::uint64_t x = (before ^ static_cast<std::uint64_t>(id)) + 0x9e3779b97f4a7c15u;  // splitmix64
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  static std::uint64_t state_of(std::span<const std::int32_t> ids) {
+    std::uint64_t state = 0;
+    for (const std::int32_t id : ids) state = state_after(state, id);
+    return state;
+  }
+  // Never kPoison.
+  static std::int32_t sampled_from(std::uint64_t state, std::uint64_t seed, std::int64_t position,
+                                   std::int64_t vocab_size) {
+    const std::uint64_t random =
+        state_after(state_after(state, static_cast<std::int32_t>(position)), static_cast<std::int32_t>(seed) + 7);
+    const auto id = static_cast<std::int32_t>(random % static_cast<std::uint64_t>(vocab_size));
+    return id == kPoison ? kPoison + 1 : id;
+  }
+  static float logprob_from(std::uint64_t state, std::int32_t id) {
+    return -static_cast<float>(state_after(state, id) >> 40) * 0x1p-20f;
+  }
+
+  const ModelConfig& config() const override { return config_; }
+  ModelConfig& change_config() { return config_; }
+  std::vector<MemoryLine> memory() const override { return {}; }
+  std::uint64_t bytes_per_step(std::int64_t, std::int64_t) const override { return 0; }
+  std::int64_t page_size() const override { return sizes_.page_size; }
+  std::int64_t num_pages() const override { return sizes_.num_pages; }
+  std::int64_t slots() const override { return sizes_.slots; }
+  std::int64_t max_rows() const override { return sizes_.max_rows; }
+  std::int64_t max_positions() const override { return sizes_.max_positions; }
+  std::int64_t depth() const override { return sizes_.depth; }
+  void keep_activations(bool) override {}
+  std::vector<float> activation(const std::string&) override { return {}; }
+
+  void submit(std::span<const Span> work) override {
+    if (std::ssize(flights_) >= sizes_.depth) fail(Exit::internal, "fake: too many steps");
+    ++step_;
+    rows_of_last_step.clear();
+    std::int64_t rows = 0;
+    std::set<std::int32_t> slots;
+    for (const Span& span : work) {
+      rows += rows_of(span);
+      check_span(span);
+      if (!slots.insert(span.slot).second) fail(Exit::internal, "fake: slot %d twice", span.slot);
+      rows_of_last_step.push_back({span.slot, rows_of(span)});
+    }
+    if (work.empty() || rows > sizes_.max_rows) fail(Exit::internal, "fake: a step of %lld rows", wide(rows));
+    check_pages(work);
+    std::vector<SpanResult>& results = flights_.emplace_back();
+    for (const Span& span : work) results.push_back(run(span));
+  }
+
+  std::span<const SpanResult> collect() override {
+    if (flights_.empty()) fail(Exit::internal, "fake: nothing to collect");
+    collected_ = std::move(flights_.front());
+    flights_.pop_front();
+    return collected_;
+  }
+
+  struct SpanRows {
+    std::int32_t slot;
+    std::int64_t rows;
+  };
+  std::vector<SpanRows> rows_of_last_step;
+
+ private:
+  struct Cell {
+    std::int32_t id = -1;  // -1: never written
+    std::uint64_t state = 0;
+    bool poisoned = false;
+  };
+  // The last step that has a page in a block table, and the slot of the span; -2: of several.
+  struct Use {
+    std::int64_t step = 0;
+    std::int32_t slot = -1;
+  };
+  struct Slot {
+    std::int32_t id = -1;  // sampled last
+    std::int64_t position = -1;
+  };
+
+  static long long wide(std::int64_t value) { return value; }
+  static std::int64_t rows_of(const Span& span) { return std::max<std::int64_t>(std::ssize(span.ids), 1); }
+  Cell& cell(const Span& span, std::int64_t position) {
+    const std::int64_t page = span.pages[static_cast<std::size_t>(position / sizes_.page_size)];
+    return cells_[static_cast<std::size_t>(page * sizes_.page_size + position % sizes_.page_size)];
+  }
+
+  void check_span(const Span& span) const {
+    const std::int64_t end = span.first_position + rows_of(span);
+    if (span.first_position < 0 || end > sizes_.max_positions) fail(Exit::internal, "fake: position %lld", wide(end));
+    if (std::ssize(span.pages) * sizes_.page_size < end) fail(Exit::internal, "fake: too few pages");
+    const std::set<std::int32_t> pages(span.pages.begin(), span.pages.end());
+    if (pages.size() != span.pages.size()) fail(Exit::internal, "fake: a page twice in one table");
+    if (*pages.begin() < 0 || *pages.rbegin() >= sizes_.num_pages) fail(Exit::internal, "fake: page out of range");
+    for (const std::int32_t id : span.ids) {
+      if (id < 0 || id >= sizes_.vocab_size) fail(Exit::internal, "fake: id %d", id);
+    }
+    if (span.slot < 0 || span.slot >= sizes_.slots) fail(Exit::internal, "fake: slot %d", span.slot);
+    const Slot& slot = slots_[static_cast<std::size_t>(span.slot)];
+    if (span.ids.empty() && (slot.id < 0 || slot.position != span.first_position)) {
+      fail(Exit::internal, "fake: slot %d has no id for position %lld", span.slot, wide(span.first_position));
+    }
+    if (std::ssize(span.targets) > rows_of(span)) fail(Exit::internal, "fake: more targets than rows");
+    for (const std::int32_t id : span.targets) {
+      if (id < 0 || id >= sizes_.vocab_size) fail(Exit::internal, "fake: target %d", id);
+    }
+  }
+
+  // Appended pages belong to one span, in this step and in those that are not collected.
+  void check_pages(std::span<const Span> work) {
+    const std::int64_t oldest_in_flight = step_ - std::ssize(flights_);
+    for (const Span& span : work) {
+      for (std::size_t i = first_appended(span); i < span.pages.size(); ++i) {
+        const Use& use = used_[static_cast<std::size_t>(span.pages[i])];
+        if (use.step >= oldest_in_flight && use.slot != span.slot) {
+          fail(Exit::internal, "fake: page %d is appended to while slot %d uses it", span.pages[i], use.slot);
+        }
+      }
+    }
+    for (const Span& span : work) {
+      for (const std::int32_t page : span.pages) {
+        Use& use = used_[static_cast<std::size_t>(page)];
+        const bool others = use.step >= oldest_in_flight && use.slot != span.slot;
+        use = {step_, others ? -2 : span.slot};
+      }
+    }
+    for (const Span& span : work) {
+      for (std::size_t i = first_appended(span); i < span.pages.size(); ++i) {
+        if (used_[static_cast<std::size_t>(span.pages[i])].slot == span.slot) continue;
+        fail(Exit::internal, "fake: page %d is appended to and in another span", span.pages[i]);
+      }
+    }
+  }
+  std::size_t first_appended(const Span& span) const {
+    return static_cast<std::size_t>(span.first_position / sizes_.page_size);
+  }
+
+  SpanResult run(const Span& span) {
+    SpanResult result;
+    Slot& slot = slots_[static_cast<std::size_t>(span.slot)];
+    std::uint64_t state = 0;
+    bool poisoned = false;
+    for (std::int64_t row = 0; row < rows_of(span); ++row) {
+      const std::int64_t position = span.first_position + row;
+      read_before(span, position, state, poisoned);
+      const std::int32_t id = span.ids.empty() ? slot.id : span.ids[static_cast<std::size_t>(row)];
+      state = state_after(state, id);
+      poisoned = poisoned || id == kPoison;
+      cell(span, position) = {id, state, poisoned};
+      if (row < std::ssize(span.targets)) {
+        result.targets.push_back(scored(span, state, span.targets[static_cast<std::size_t>(row)]));
+        if (poisoned) result.targets.back().logprob = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+    if (span.sampling == nullptr) return result;
+    slot.position = span.first_position + rows_of(span);
+    if (poisoned) {
+      result.error = SampleError::not_a_number;
+      slot.id = 0;
+      return result;
+    }
+    slot.id = sampled_from(state, span.sampling->seed, slot.position, sizes_.vocab_size);
+    result.sampled = scored(span, state, slot.id);
+    return result;
+  }
+
+  void read_before(const Span& span, std::int64_t position, std::uint64_t& state, bool& poisoned) {
+    state = 0;
+    poisoned = false;
+    for (std::int64_t i = sizes_.read_everything ? 0 : std::max<std::int64_t>(position - 1, 0); i < position; ++i) {
+      const Cell& before = cell(span, i);
+      if (before.id < 0) fail(Exit::internal, "fake: position %lld was not written", wide(i));
+      if (!sizes_.read_everything) state = before.state;
+      if (sizes_.read_everything) state = state_after(state, before.id);
+      if (before.state != state) fail(Exit::internal, "fake: position %lld is another sequence's", wide(i));
+      poisoned = before.poisoned;
+    }
+  }
+
+  static ScoredId scored(const Span& span, std::uint64_t state, std::int32_t id) {
+    ScoredId result{id, logprob_from(state, id), {}};
+    for (std::int32_t i = 0; i < span.alternatives; ++i) result.alternatives.push_back({i, logprob_from(state, i)});
+    return result;
+  }
+
+  const PagedFakeSizes sizes_;
+  ModelConfig config_;
+  std::vector<Cell> cells_;
+  std::vector<Use> used_;
+  std::vector<Slot> slots_;
+  std::deque<std::vector<SpanResult>> flights_;
+  std::vector<SpanResult> collected_;
+  std::int64_t step_ = 0;
+};
+
+}  // namespace weft
