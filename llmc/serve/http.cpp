@@ -314,7 +314,8 @@ void Connection::on_header(const error_code& error) {
   // Beast takes a body in another encoding for none, and what it holds for the next request.
   const auto encoding = parser_->get()[http::field::transfer_encoding];
   if (!encoding.empty() && (!boost::beast::iequals(encoding, "chunked") || parser_->get().version() < 11)) {
-    return refuse(400, "Transfer-Encoding: got " + escaped(std::string(encoding)) + ", expected chunked, in HTTP/1.1");
+    return refuse(
+        400, "Transfer-Encoding: got " + escaped(std::string(encoding)) + ", expected none, or chunked since HTTP 1.1");
   }
   // How long a chunked body is shows at its end only.
   const auto length = parser_->content_length();

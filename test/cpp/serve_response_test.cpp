@@ -94,7 +94,8 @@ TEST(CompletionsChoice, TokensOfAStopTextAreNotShown) {
 TEST(CompletionsChoice, EchoScoresThePrompt) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->text = "ab";
-  prompt->ids = {0, byte_id('a'), byte_id('b')};  // 0: begins the document, none of the text
+  const std::int32_t start = tokenizer().id_of("<|endoftext|>").value();  // none of the text
+  prompt->ids = {start, byte_id('a'), byte_id('b')};
   CompletionsChoice choice(0, &tokenizer(), 0, prompt);
   CompletionPiece echo;
   echo.is_prompt = true;

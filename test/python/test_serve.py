@@ -194,7 +194,6 @@ def test_small_answers(server):
     assert [one["id"] for one in models["data"]] == ["small"] and models["data"][0]["max_model_len"] == CONTEXT
     status, headers, _ = server.ask("HEAD", "/health")
     assert status == 200 and "Access-Control-Allow-Origin" not in headers
-    assert server.process.stdout.read1 is not None
 
 
 def test_greedy_text_is_that_of_the_command_line(server, model):
@@ -289,7 +288,7 @@ def test_a_long_prompt_is_refused_with_the_number_that_fits(server):
     ({"prompt": "a", "n": -1}, "n"), ({"prompt": "a", "max_tokens": -(2**63)}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 2**64}, "max_tokens"), ({"prompt": "a", "logprobs": 10**9}, "logprobs"),
     ({"prompt": "a", "temperature": -1}, "temperature"), ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"), ({"prompt": ["a"] * 1025}, "n"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"), ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": ["a"] * 1000, "n": 128}, "n"),
     (b'{"prompt": "\xff"}', None), (b'{"prompt": "a", "prompt": "b"}', None),
 ])
 def test_a_bad_request_names_its_field_and_stops_nobody(server, body, param):
@@ -371,7 +370,7 @@ def test_a_large_prompt_costs_no_more_than_its_body(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_pages(server, stream):
-    before = server.metric("vllm:request_success_total{.*abort.*}") if False else server.metric("vllm:generation_tokens_total")
+    before = server.metric("vllm:generation_tokens_total")
     client = server.open({**LONG, "n": 8, "stream": stream})
     until(lambda: server.metric("vllm:num_requests_running") == 8)
     assert server.metric("weft:kv_pages_in_use") > 0
@@ -414,7 +413,13 @@ def test_slow_and_idle_clients_are_closed(model):
         assert receive(clients[3]) == b""  # one too many
         for client in clients:
             client.close()
-        until(lambda: server.metric("weft:connections_refused_total") >= 1)
+
+        def refused_one() -> bool:
+            try:
+                return server.metric("weft:connections_refused_total") >= 1
+            except (OSError, http.client.HTTPException):
+                return False  # the server has not seen yet that they are closed
+        until(refused_one)
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
@@ -525,10 +530,12 @@ def test_what_is_not_finished_in_time_is_told_so(model):
     with Server(model, "--drain-seconds", "0.2") as server:
         client = server.open({**LONG, "n": 64, "stream": True})
         until(lambda: server.metric("vllm:num_requests_running") > 0)
-        assert server.stop() == 143
-        text = receive(client)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(receive, client)
+            assert server.stop() == 143
+            text = reading.result()
         client.close()
-        assert b'"finish_reason":"abort"' in text and text.rstrip().endswith(b"0") and b"data: [DONE]" in text
+        assert text.count(b'"finish_reason":"abort"') > 0 and text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_a_second_signal_leaves_at_once(model):
@@ -622,7 +629,7 @@ def test_the_client_of_openai_streams(client):
 
 def test_the_client_of_openai_understands_refusals(client):
     import openai
-    with pytest.raises(openai.BadRequestError, match="temperature: got -1") as caught:
+    with pytest.raises(openai.BadRequestError, match="temperature: got '-1'") as caught:
         client.completions.create(model="small", prompt="a", temperature=-1)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError, match="model"):
