@@ -20,6 +20,7 @@
 #include "llmc/base/threads.h"
 #include "llmc/base/utf8.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/infer/batch.h"
 #include "llmc/infer/bench.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/interactive.h"
@@ -78,6 +79,27 @@ Exit run_interactive(const DecodeSession& s) {
   const Tokenizer& tokenizer = s.need_tokenizer();
   const std::unique_ptr<DecodeModel> model = s.load_model(choose_capacity(s.settings(), s.config(), kDefaultWindow));
   return run_interactive(*model, tokenizer, s.special(), s.generate_options(), s.settings().stats);
+}
+
+// The engine for many requests on this model.
+EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model) {
+  EngineOptions options;
+  options.max_running = settings.max_running;
+  options.rows_per_step = std::min(options.rows_per_step, model.max_rows());
+  return options;
+}
+
+Exit run_batch(const DecodeSession& s) {
+  const InferSettings& settings = s.settings();
+  PolledLines input(settings.batch, kMaxRequestBytes);
+  AnswerFile output(settings.output);  // before the model is loaded: what is wrong with the files is said at once
+  const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
+  const GenerateOptions generate = s.generate_options();
+  const CompletionOptions defaults = {.max_tokens = settings.max_tokens,
+                                      .sampler = generate.sampler,
+                                      .stop = settings.stop,
+                                      .ignore_eos = settings.ignore_eos};
+  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine_options(settings, *model)}, input, output);
 }
 
 Exit run_perplexity(const DecodeSession& s) {
@@ -212,6 +234,8 @@ Exit run(int argc, char** argv) {
   switch (settings->task) {
     case InferTask::interactive:
       return run_interactive(session);
+    case InferTask::batch:
+      return run_batch(session);
     case InferTask::perplexity:
       return run_perplexity(session);
     case InferTask::compare:

@@ -1,5 +1,6 @@
 #include "llmc/app/decode_device.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "llmc/base/error.h"
@@ -31,6 +32,32 @@ void DecodeDevice::use_cpu(const DeviceChoice& cpu) {
   }
   announce_cpu(choice_);
   shared_cores_.emplace();
+}
+
+namespace {
+
+// On the CPU a step of many rows takes long, and the sequences that are being decoded wait for it.
+constexpr std::int64_t kCpuRows = 128;
+constexpr double kKvShare = 0.8;  // of the memory that is free beside the parameters
+
+}  // namespace
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                             std::int64_t sequences) const {
+  if (choice_.gpu) fail(Exit::internal, "many sequences at once: only on the CPU");
+  std::uint64_t bytes = kv_memory;
+  if (bytes == 0) {
+    const std::uint64_t free = free_host_memory(),
+                        parameters = static_cast<std::uint64_t>(file.table().parameters()) * sizeof(float);
+    if (free != 0 && free <= parameters) {
+      fail(Exit::resources, "the parameters need %s of memory, %s are free",
+           human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
+    }
+    bytes = static_cast<std::uint64_t>(kKvShare * static_cast<double>(free - parameters));
+  }
+  InferenceOptions options = pool_options(file.config(), bytes, sequences, sizeof(float));
+  options.max_rows = std::max(kCpuRows, sequences);
+  return cpu::load_inference(file, options);
 }
 
 #ifdef WEFT_CUDA

@@ -14,6 +14,7 @@
 #include "llmc/infer/report.h"
 #include "llmc/model/config.h"
 #include "llmc/model/decode_model.h"
+#include "llmc/model/inference_model.h"
 #include "llmc/model/model_file.h"
 
 namespace weft {
@@ -37,7 +38,11 @@ class DecodeDevice {
 
   // Loads the model, with a K/V cache of `capacity` positions. Exit::resources, with advice, if it does not fit.
   std::unique_ptr<DecodeModel> load(const ModelFile& file, std::int64_t capacity) const;
-  // The same with random weights; needs a GPU.
+  // Loads the model for at most `sequences` sequences at once, with K/V pages in `kv_memory` bytes; 0: in most of what is
+  // free, but no more than so many sequences can fill. Exit::resources, with how much is needed, if it does not fit.
+  std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                 std::int64_t sequences) const;
+  // The same as load() with random weights; needs a GPU.
   std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) const;
 
  private:

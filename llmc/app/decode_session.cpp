@@ -51,15 +51,21 @@ std::string read_prompt_text(const InferSettings& settings) {
   return settings.prompt_file == "-" ? read_standard_input() : read_text_file(settings.prompt_file, kMaxPromptBytes);
 }
 
-// Logs one line about a loaded model. `threads`: the CPU threads that compute; 0 if the GPU does.
-void announce(const DecodeModel& model, const std::string& name, const char* dtype, std::int64_t threads) {
+// Logs one line about a loaded model. `room`: what its memory is for. `threads`: the CPU threads that compute; 0 if the GPU
+// does.
+template <typename Model>
+void announce(const Model& model, const std::string& name, const char* dtype, std::int64_t threads,
+              const std::string& room) {
   const std::string on_threads =
       threads > 0 ? format("; %lld thread%s", static_cast<long long>(threads), threads == 1 ? "" : "s") : "";
-  log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for a context of %lld%s", name.c_str(),
+  log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for %s%s", name.c_str(),
            static_cast<long long>(model.config().num_layers), static_cast<long long>(model.config().hidden_size),
            static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, dtype,
-           human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(),
-           static_cast<long long>(model.capacity()), on_threads.c_str());
+           human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(), room.c_str(), on_threads.c_str());
+}
+
+std::string context_of(const DecodeModel& model) {
+  return format("a context of %lld", static_cast<long long>(model.capacity()));
 }
 
 }  // namespace
@@ -103,7 +109,16 @@ std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) co
   const DecodeFaults faults = parse_decode_faults(settings_.debug_inject);
   inject_before_load(faults);
   std::unique_ptr<DecodeModel> model = with_faults(device_.load(file_, capacity), faults);
-  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads);
+  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads,
+           context_of(*model));
+  return model;
+}
+
+std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
+  std::unique_ptr<InferenceModel> model = device_.load_inference(file_, kv_memory, sequences);
+  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), settings_.threads,
+           format("%lld sequences of %lld positions in all", static_cast<long long>(sequences),
+                  static_cast<long long>(model->num_pages() * model->page_size())));
   return model;
 }
 
@@ -117,7 +132,7 @@ std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& c
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity) {
   std::unique_ptr<DecodeModel> model = device.make_random(config, capacity);
-  announce(*model, settings.random_model, "a random generator", 0);
+  announce(*model, settings.random_model, "a random generator", 0, context_of(*model));
   return model;
 }
 

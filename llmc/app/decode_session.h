@@ -43,6 +43,8 @@ class DecodeSession {
   GenerateOptions generate_options() const;
   // Loads the model, with a cache of `capacity` positions, and logs one line about it.
   std::unique_ptr<DecodeModel> load_model(std::int64_t capacity) const;
+  // Loads the model for many sequences at once (DecodeDevice::load_inference()), and logs one line about it.
+  std::unique_ptr<InferenceModel> load_inference(std::uint64_t kv_memory, std::int64_t sequences) const;
 
  private:
   const InferSettings& settings_;

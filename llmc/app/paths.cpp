@@ -18,12 +18,16 @@ bool is_directory(const std::string& path) {
 
 void refuse_model_directory(const std::string& path) {
   if (!is_directory(path)) return;
-  const std::string name = escaped(path);
-  std::error_code error;
-  const bool hugging_face = std::filesystem::exists(path + "/config.json", error);
-  fail(Exit::bad_file, "--model: %s: this is a directory, not a regular file. %s%s%s", name.c_str(),
-       hugging_face ? "Convert it first: python3 scripts/convert_hf.py " : "Give the model file in it",
-       hugging_face ? name.c_str() : "", hugging_face ? " -o model.bin" : "");
+  const auto has = [&path](const char* name) {
+    std::error_code error;
+    return std::filesystem::exists(path + name, error);
+  };
+  const std::string advice = has("/config.json")
+                                 ? "Convert it first: python3 scripts/convert_hf.py " + escaped(path) + " -o model.bin"
+                             : has("/model.bin") ? "Give its model file: --model " + escaped(path + "/model.bin")
+                                                 : "Give a model file";
+  fail(Exit::bad_file, "--model: %s: this is a directory, not a regular file. %s", escaped(path).c_str(),
+       advice.c_str());
 }
 
 void refuse_tokenizer_directory(const std::string& path) {

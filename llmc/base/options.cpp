@@ -432,6 +432,19 @@ std::vector<std::pair<std::string, std::string>> OptionTable::effective() const 
   return values;
 }
 
+std::uint64_t memory_size(const std::string& option, const std::string& text) {
+  const std::pair<const char*, double> units[] = {{"GB", 1e9},     {"GiB", 0x1p30}, {"MB", 1e6},
+                                                  {"MiB", 0x1p20}, {"TB", 1e12},    {"TiB", 0x1p40}};
+  double number = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), number);
+  const std::size_t unit = text.find_first_not_of(' ', static_cast<std::size_t>(end.ptr - text.data()));
+  for (const auto& [name, bytes] : units) {
+    if (end.ec != std::errc{} || unit == std::string::npos || text.substr(unit) != name) continue;
+    if (number >= 1 / bytes && number * bytes <= 1e15) return static_cast<std::uint64_t>(number * bytes);
+  }
+  fail(Exit::usage, "%s: got %s, expected a size such as 80GB or 79.5GiB", option.c_str(), escaped(text).c_str());
+}
+
 void write_stdout(std::string_view text) {
   const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
   if (std::fflush(stdout) == 0 && written) return;

@@ -68,6 +68,9 @@ class OptionTable {
   std::unique_ptr<Impl> impl_;
 };
 
+// The bytes of a size such as "80GB", "79.5 GiB" or "500MB", the value of `option`. Anything else is Exit::usage.
+std::uint64_t memory_size(const std::string& option, const std::string& text);
+
 // Writes a result to stdout and flushes it. Throws OutputClosed if the reader has closed its end of the pipe; any other
 // failure is Exit::resources (disk full) or Exit::environment.
 void write_stdout(std::string_view text);

@@ -15,11 +15,14 @@ inline void dot_products(float (&sums)[Rows][Outputs], const float* x, std::int6
                          std::int64_t w_stride, std::int64_t C) {
   Lanes partial[Rows][Outputs] = {};
   const auto add = [&](const auto& load) {
+    Lanes weights[Outputs];
 #pragma GCC unroll 8
-    for (int o = 0; o < Outputs; ++o) {
-      const Lanes weight = load(w + o * w_stride);
+    for (int o = 0; o < Outputs; ++o) weights[o] = load(w + o * w_stride);
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) partial[r][o] += load(x + r * x_stride) * weight;
+    for (int r = 0; r < Rows; ++r) {
+      const Lanes row = load(x + r * x_stride);
+#pragma GCC unroll 8
+      for (int o = 0; o < Outputs; ++o) partial[r][o] += row * weights[o];
     }
   };
   const std::int64_t whole = C / kLanes * kLanes;

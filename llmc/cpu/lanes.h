@@ -30,14 +30,27 @@ inline Lanes partial_lanes(const float* values, std::int64_t count) {
   return result;
 }
 
-// The sum of a register's floats, in one order.
+// The sum of a register's floats, in one order: halves are added until one float is left.
+using Lanes4 __attribute__((vector_size(16))) = float;
+using Lanes8 __attribute__((vector_size(32))) = float;
+
+template <typename Half>
+Half added_halves(const void* values) {
+  Half low, high;
+  std::memcpy(&low, values, sizeof low);
+  std::memcpy(&high, static_cast<const char*>(values) + sizeof low, sizeof high);
+  return low + high;
+}
 inline float sum_of_lanes(const Lanes& values) {
-  float parts[kLanes];
-  std::memcpy(parts, &values, sizeof parts);
-  for (std::int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (std::int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
-  }
-  return parts[0];
+#if defined(__AVX512F__)
+  const Lanes8 eight = added_halves<Lanes8>(&values);
+  const Lanes4 four = added_halves<Lanes4>(&eight);
+#elif defined(__AVX__)
+  const Lanes4 four = added_halves<Lanes4>(&values);
+#else
+  const Lanes4 four = values;
+#endif
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 inline std::int64_t padded(std::int64_t size) {

@@ -10,11 +10,16 @@ namespace weft::cpu {
 
 namespace {
 
-// Blocks of 4 rows by 3 outputs: 12 sums in registers, and 16 registers in all on AVX2. A single row takes 8 outputs, enough
-// independent sums to hide the latency of an addition.
-constexpr int kRows = 4, kOutputs = 3, kOutputsOfOneRow = 8;
+// Blocks whose sums, weights and one piece of a row fill the registers: 4 x 3 sums of AVX2's 16, 6 x 4 of AVX-512's 32. A
+// single row takes 8 outputs, enough independent sums to hide the latency of an addition.
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kOutputs = 4;
+#else
+constexpr int kRows = 4, kOutputs = 3;
+#endif
+constexpr int kOutputsOfOneRow = 8;
 // Outputs are taken in panels whose weights stay in the second-level cache while all rows pass.
-constexpr std::int64_t kPanelFloats = std::int64_t{1} << 16, kLeastPanel = kOutputs * kOutputsOfOneRow;
+constexpr std::int64_t kPanelFloats = std::int64_t{1} << 16, kLeastPanel = 24;  // of both blocks a multiple
 // Below this many multiplications waking other threads costs more than they bring.
 constexpr std::int64_t kEnoughForThreads = std::int64_t{1} << 16;
 
@@ -64,7 +69,8 @@ void matmul_rows_forward(float* out, const float* x, const float* weight, const 
     const std::int64_t last = std::min(first + panel, OC);
     std::int64_t n = 0;
     for (; n + kRows <= N; n += kRows) linear.outputs<kRows, kOutputs>(n, first, last);
-    for (; n < N; ++n) linear.outputs<1, kOutputsOfOneRow>(n, first, last);
+    for (; n + 2 <= N; n += 2) linear.outputs<2, kOutputs>(n, first, last);
+    if (n < N) linear.outputs<1, kOutputsOfOneRow>(n, first, last);
   }
 }
 

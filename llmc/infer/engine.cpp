@@ -30,6 +30,13 @@ struct Request {
   bool prompt_told = false;
 };
 
+// The longest sequence that requests are cut to. A model may say less than it was made for, because its pages hold no more; that
+// is a reason to refuse a request, with the number that would fit, and not to cut it.
+std::int64_t longest_sequence(const InferenceModel& model) {
+  const bool pages_limit = model.max_positions() >= model.num_pages() * model.page_size();
+  return pages_limit ? std::max(model.config().max_positions, model.max_positions()) : model.max_positions();
+}
+
 // What came in between two steps.
 struct Command {
   RequestId id;
@@ -60,6 +67,7 @@ class Engine::State {
  public:
   State(InferenceModel& model, const EngineOptions& options)
       : model_(model),
+        longest_(longest_sequence(model)),
         pool_(model.num_pages(), model.page_size()),
         scheduler_(pool_, {options.max_running, options.rows_per_step, model.slots(), options.share_prefixes}) {
     update_statistics();
@@ -75,7 +83,7 @@ class Engine::State {
 
  private:
   std::int64_t max_ids_of(std::int64_t prompt_ids, std::int64_t max_ids) const {
-    return std::min(max_ids, model_.max_positions() - prompt_ids);
+    return std::min(max_ids, longest_ - prompt_ids);
   }
   void check(const EngineRequest& asked) const;
 
@@ -90,6 +98,7 @@ class Engine::State {
   bool update_statistics();
 
   InferenceModel& model_;
+  const std::int64_t longest_;
   PagePool pool_;
   Scheduler scheduler_;
   std::map<RequestId, std::unique_ptr<Request>> requests_;       // waiting, running, or ended with rows in flight
@@ -110,13 +119,12 @@ class Engine::State {
 
 std::string Engine::State::refusal(std::int64_t prompt_ids, std::int64_t max_ids) const {
   const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
-  if (prompt_ids >= model_.max_positions() && max_ids > 0) {
+  if (prompt_ids >= longest_ && max_ids > 0) {
     return format("the prompt has %lld ids, and this model takes at most %lld and a generated one", wide(prompt_ids),
-                  wide(model_.max_positions() - 1));
+                  wide(longest_ - 1));
   }
-  if (prompt_ids > model_.max_positions()) {
-    return format("the prompt has %lld ids, and this model takes at most %lld", wide(prompt_ids),
-                  wide(model_.max_positions()));
+  if (prompt_ids > longest_) {
+    return format("the prompt has %lld ids, and this model takes at most %lld", wide(prompt_ids), wide(longest_));
   }
   const std::int64_t room = pool_.num_pages() * pool_.page_size();
   const std::int64_t rows = prompt_ids + max_ids_of(prompt_ids, max_ids) - 1;

@@ -81,8 +81,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Why a request of this size can never run, with the number that could; empty if it can. It needs pages for its prompt and
-  // max_ids - 1 further positions, all in the pool at once; max_ids is cut to max_positions, so that only a prompt that
-  // leaves no room for one id is refused for its length.
+  // max_ids - 1 further positions, all in the pool at once; max_ids is cut to what the model was made for, so that only a
+  // prompt that leaves no room for one id is refused for its length.
   std::string refusal(std::int64_t prompt_ids, std::int64_t max_ids) const;
 
   // From any thread. The request waits until step() takes it up. A request that refusal() refuses is Exit::usage.

@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 
+constexpr std::int64_t kMostRunning = 4096;
+
 constexpr const char* kFooter =
     "Text goes to stdout as it is generated, messages and statistics go to stderr.\n"
     "Exit codes: 0 ok, 1 internal error or failed comparison, 2 usage, 3 bad input\n"
@@ -31,8 +33,9 @@ struct TaskName {
 constexpr TaskName kTasks[] = {
     {InferTask::prompt, "prompt"},         {InferTask::prompt_file, "prompt-file"},
     {InferTask::prompt_ids, "prompt-ids"}, {InferTask::interactive, "interactive"},
+    {InferTask::batch, "batch"},           {InferTask::serve, "serve"},
     {InferTask::perplexity, "perplexity"}, {InferTask::bench, "bench"},
-    {InferTask::compare, "compare"},       {InferTask::serve, "serve"},
+    {InferTask::compare, "compare"},
 };
 
 void add_model(OptionTable& table, InferSettings& s) {
@@ -56,6 +59,8 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("prompt-file", s.prompt_file, "FILE", "continue the text of this file, every byte of it; - is stdin");
   table.text("prompt-ids", s.prompt_ids, "1,2,3", "continue these token ids; works without a tokenizer");
   table.flag("interactive", s.interactive, "continue each line of stdin, in one growing text");
+  table.text("batch", s.batch, "FILE",
+             "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
   table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
@@ -75,6 +80,15 @@ void add_generation(OptionTable& table, InferSettings& s) {
   table.number("top-p", s.top_p, 0, 1, "then keep the likeliest tokens that make up this share");
   table.number("min-p", s.min_p, 0, 1, "then keep tokens of at least this share of the likeliest one");
   table.integer("seed", s.seed, 0, kNoLimit, "of the random numbers");
+}
+
+void add_batch(OptionTable& table, InferSettings& s) {
+  table.group("Many requests at once");
+  table.text("output", s.output, "FILE",
+             "where --batch puts the answers; those that are in it already are not computed again; - is stdout");
+  table.text("kv-memory", s.kv_memory, "SIZE",
+             "of the keys and values of all sequences, as 8GB; default: what they can need, or what is free");
+  table.integer("max-running", s.max_running, 1, kMostRunning, "sequences at once");
 }
 
 void add_measurements(OptionTable& table, InferSettings& s) {
@@ -154,6 +168,23 @@ void check_server(const OptionTable& table, const InferSettings& s) {
   }
 }
 
+// Options of the engine that runs many requests at once.
+void check_many(const OptionTable& table, InferSettings& s) {
+  const bool many = s.task == InferTask::batch || s.task == InferTask::serve;
+  for (const char* name : {"kv-memory", "max-running"}) {
+    if (table.given(name) && !many) fail(Exit::usage, "--%s: only for --batch and --serve", name);
+  }
+  if (table.given("output") && s.task != InferTask::batch) fail(Exit::usage, "--output: only for --batch");
+  if (many && table.given("context")) {
+    fail(Exit::usage, "--context: not for --%s, where --kv-memory says what there is for all sequences",
+         s.task == InferTask::batch ? "batch" : "serve");
+  }
+  if (s.task == InferTask::batch && !table.given("output")) {
+    fail(Exit::usage, "--output: missing, expected a file for the answers of --batch, or - for stdout");
+  }
+  if (table.given("kv-memory")) s.kv_bytes = memory_size("--kv-memory", s.kv_memory);
+}
+
 void check_together(const OptionTable& table, InferSettings& s) {
   if (table.given("random-model")) {
     if (!s.bench || table.given("model")) {
@@ -173,11 +204,14 @@ void check_together(const OptionTable& table, InferSettings& s) {
   s.task = requested_task(table, given);
   for (const auto& [name, value] :
        {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
-        std::pair("perplexity", &s.perplexity), std::pair("compare", &s.compare)}) {
+        std::pair("batch", &s.batch), std::pair("output", &s.output), std::pair("perplexity", &s.perplexity),
+        std::pair("compare", &s.compare)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
+  check_many(table, s);
   check_server(table, s);
-  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::compare || s.task == InferTask::serve)) {
+  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::batch || s.task == InferTask::serve ||
+                 s.task == InferTask::compare)) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());
   }
   if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
@@ -198,6 +232,7 @@ InferOptionParser::InferOptionParser(const std::string& version)
   add_model(table_, settings_);
   add_tasks(table_, settings_);
   add_generation(table_, settings_);
+  add_batch(table_, settings_);
   add_measurements(table_, settings_);
   add_server(table_, settings_);
   add_output(table_, settings_);

@@ -13,20 +13,25 @@
 namespace weft {
 
 // What to do with the model: exactly one of these is asked for.
-enum class InferTask { prompt, prompt_file, prompt_ids, interactive, perplexity, bench, compare, serve };
+enum class InferTask { prompt, prompt_file, prompt_ids, interactive, batch, serve, perplexity, bench, compare };
 
 // One field per option, with its default; names and meanings are those of --help. A size of 0 means "not given".
 struct InferSettings {
   std::string model, random_model, device = "auto", decode = "auto", dtype = "auto";
   std::int64_t context = 0, threads = 0;
 
-  std::string prompt, prompt_file, prompt_ids, perplexity, compare;
+  std::string prompt, prompt_file, prompt_ids, batch, perplexity, compare;
   bool interactive = false, bench = false;
 
   std::int64_t max_tokens = 128, top_k = 0, seed = 0;
   double temperature = 0, top_p = 1, min_p = 0;
   std::vector<std::string> stop;
   bool ignore_eos = false, special = false;
+
+  std::string output;             // of --batch
+  std::string kv_memory;          // as it was given
+  std::uint64_t kv_bytes = 0;     // the same in bytes
+  std::int64_t max_running = 64;  // sequences at once
 
   std::int64_t stride = 0;
   std::string bench_contexts;

@@ -76,7 +76,7 @@ std::span<const PlannedSpan> Scheduler::plan() {
   }
   // Pages get their names after all prefixes were looked up: a page that this step fills is for later steps.
   for (const PlannedSpan& span : plan_) name_pages(*span.sequence);
-  std::ranges::stable_partition(plan_, [](const PlannedSpan& span) { return span.id_on_device; });
+  std::stable_partition(plan_.begin(), plan_.end(), [](const PlannedSpan& span) { return span.id_on_device; });
   return plan_;
 }
 
@@ -91,7 +91,10 @@ void Scheduler::admit() {
     s.id_on_device = false;
     s.running = true;
     running_.push_back(&s);
-    if (!s.preempted) prompt_ids_ += s.prompt_size;
+    if (s.preempted) continue;
+    prompt_ids_ += s.prompt_size;
+    s.ids.reserve(static_cast<std::size_t>(s.prompt_size + s.max_ids));
+    s.table.reserve(s.table.missing(s.prompt_size + s.max_ids));
   }
 }
 

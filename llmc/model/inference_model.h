@@ -31,6 +31,13 @@ struct InferenceOptions {
   std::int64_t max_positions = 0;
 };
 
+// Bytes of keys and values of `positions` positions, in elements of `element_bytes`.
+std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::uint64_t element_bytes);
+// A pool for at most `sequences` sequences in at most `bytes`, and not larger than they could ever fill. Exit::resources,
+// with how much is needed, if that is less than two pages.
+InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, std::int64_t sequences,
+                              std::uint64_t element_bytes);
+
 // Rows of one sequence for one step.
 struct Span {
   // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages

@@ -1,11 +1,11 @@
 #include "llmc/train/options.h"
 
-#include <charconv>
 #include <limits>
 #include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
+#include "llmc/base/options.h"
 #include "llmc/base/threads.h"
 #include "llmc/model/config.h"
 #include "llmc/train/fault_injection.h"
@@ -133,20 +133,6 @@ void check_batch(TrainSettings& s) {
   }
 }
 
-// The bytes of a size such as "80GB", "79.5 GiB" or "500MB".
-std::uint64_t parse_memory_size(const std::string& text) {
-  const std::pair<const char*, double> units[] = {{"GB", 1e9},     {"GiB", 0x1p30}, {"MB", 1e6},
-                                                  {"MiB", 0x1p20}, {"TB", 1e12},    {"TiB", 0x1p40}};
-  double number = 0;
-  const auto end = std::from_chars(text.data(), text.data() + text.size(), number);
-  const std::size_t unit = text.find_first_not_of(' ', static_cast<std::size_t>(end.ptr - text.data()));
-  for (const auto& [name, bytes] : units) {
-    if (end.ec != std::errc{} || unit == std::string::npos || text.substr(unit) != name) continue;
-    if (number >= 1 / bytes && number * bytes <= 1e15) return static_cast<std::uint64_t>(number * bytes);
-  }
-  fail(Exit::usage, "--gpu-memory: got %s, expected a size such as 80GB or 79.5GiB", escaped(text).c_str());
-}
-
 void check_purpose(TrainSettings& s) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
@@ -162,7 +148,7 @@ void check_purpose(TrainSettings& s) {
   if (s.gpu_memory.empty()) return;
   if (!s.dry_run) fail(Exit::usage, "--gpu-memory: only with --dry-run");
   if (s.device == "cpu") fail(Exit::usage, "--gpu-memory: not with --device cpu");
-  s.gpu_memory_bytes = parse_memory_size(s.gpu_memory);
+  s.gpu_memory_bytes = memory_size("--gpu-memory", s.gpu_memory);
 }
 
 void check_schedule(const TrainSettings& s, bool warmup_given) {

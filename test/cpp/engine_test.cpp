@@ -224,6 +224,11 @@ TEST(Engine, RequestsThatCanNeverRunAreRefusedWithTheNumberThatCould) {
   finish(engine);
   EXPECT_EQ(fits->ids, alone(request_of(random_ids(10, 1), 31), model).ids);
 
+  // A model says that it takes no more than its pages hold: the request is refused, and not cut.
+  PagedFake small({.num_pages = 10, .max_positions = 40});
+  small.change_config().max_positions = 100;
+  EXPECT_EQ(Engine(small, {.max_running = 4, .rows_per_step = 8}).refusal(10, 32), engine.refusal(10, 32));
+
   PagedFake roomy({.num_pages = 100, .max_positions = 100});  // max_ids is cut to what the model can hold
   EXPECT_EQ(Engine(roomy, {.max_running = 4, .rows_per_step = 8}).refusal(50, INT64_MAX), "");
 }

@@ -18,59 +18,12 @@
 #include "llmc/infer/report.h"
 #include "llmc/infer/stop_text.h"
 #include "llmc/infer/text_output.h"
-#include "llmc/text/byte_alphabet.h"
+#include "test/cpp/byte_tokenizer.h"
 
 namespace weft {
 namespace {
 
 constexpr std::int64_t kVocab = 300;  // 259 tokens and padding rows
-
-// Byte b is token b + 2, after <|endoftext|> (0) and <|padding|> (1); "ab" is one token, 258.
-constexpr std::int32_t kEndOfText = 0;
-constexpr std::int32_t kAb = 258;
-std::int32_t byte_id(char byte) {
-  return static_cast<unsigned char>(byte) + 2;
-}
-
-const Tokenizer& byte_tokenizer() {
-  static const Tokenizer tokenizer = [] {
-    Json vocab = {{"<|endoftext|>", 0}, {"<|padding|>", 1}, {"ab", kAb}};
-    for (int byte = 0; byte < 256; ++byte) vocab[alphabet_character(static_cast<std::uint8_t>(byte))] = byte + 2;
-    Json added = Json::array();
-    for (const auto& [id, content] : std::map<int, std::string>{{0, "<|endoftext|>"}, {1, "<|padding|>"}}) {
-      added.push_back({{"id", id},
-                       {"content", content},
-                       {"single_word", false},
-                       {"lstrip", false},
-                       {"rstrip", false},
-                       {"normalized", false},
-                       {"special", true}});
-    }
-    const Json byte_level = {
-        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", true}};
-    const Json model = {{"type", "BPE"},
-                        {"dropout", nullptr},
-                        {"unk_token", nullptr},
-                        {"continuing_subword_prefix", nullptr},
-                        {"end_of_word_suffix", nullptr},
-                        {"fuse_unk", false},
-                        {"byte_fallback", false},
-                        {"ignore_merges", false},
-                        {"vocab", vocab},
-                        {"merges", {"a b"}}};
-    const Json all = {{"version", "1.0"},
-                      {"truncation", nullptr},
-                      {"padding", nullptr},
-                      {"added_tokens", added},
-                      {"normalizer", {{"type", "NFC"}}},
-                      {"pre_tokenizer", byte_level},
-                      {"post_processor", byte_level},
-                      {"decoder", byte_level},
-                      {"model", model}};
-    return Tokenizer::from_json(all.dump(), "test tokenizer");
-  }();
-  return tokenizer;
-}
 
 ModelConfig fake_config() {
   ModelConfig config;

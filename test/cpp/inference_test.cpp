@@ -31,7 +31,7 @@ Floats random_floats(std::size_t count, std::uint32_t seed) {
 
 // ---- operators ------------------------------------------------------------------------------------------------------
 
-// Every number of rows around the blocks of 4, and shapes around the blocks of outputs, panels and vectors.
+// Every number of rows around the blocks, and shapes around the blocks of outputs, panels and vectors.
 TEST(MatmulRows, ARowHasTheSameBitsAmongAnyNumberOfOthers) {
   struct Shape {
     std::int64_t C, OC;
@@ -300,6 +300,20 @@ TEST(CpuInference, RefusesWhatWouldTouchMemoryOfOthers) {
   EXPECT_NE(error_of(Exit::internal, [&] { model->collect(); }).find("without a step"), std::string::npos);
   model->submit({&good, 1});
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("not collected"), std::string::npos);
+}
+
+TEST(InferencePool, HoldsWhatTheMemoryHoldsAndNoMoreThanTheSequencesFill) {
+  ModelConfig config = preset_config("tiny");
+  config.max_positions = 100;  // four pages of 32
+  const std::uint64_t page = kv_bytes(config, 32, 2);
+  EXPECT_EQ(page, static_cast<std::uint64_t>(2 * config.num_layers * config.kv_size() * 2 * 32));
+  EXPECT_EQ(pool_options(config, 10 * page + 1, 5, 2).num_pages, 10);
+  EXPECT_EQ(pool_options(config, 10 * page - 1, 5, 2).num_pages, 9);
+  EXPECT_EQ(pool_options(config, 1000 * page, 5, 2).num_pages, 20);
+  EXPECT_EQ(pool_options(config, 1000 * page, 5, 2).slots, 5);
+  EXPECT_EQ(pool_options(config, 2 * page, 5, 2).num_pages, 2);
+  EXPECT_NE(error_of(Exit::resources, [&] { pool_options(config, 2 * page - 1, 5, 2); }).find("2 pages of 32"),
+            std::string::npos);
 }
 
 // A span whose logits are not finite says so, and the others get what they would get without it.

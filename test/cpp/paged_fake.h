@@ -62,6 +62,17 @@ class PagedFake : public InferenceModel {
     const auto id = static_cast<std::int32_t>(random % static_cast<std::uint64_t>(vocab_size));
     return id == kPoison ? kPoison + 1 : id;
   }
+  // `count` ids after a prompt.
+  static std::vector<std::int32_t> ids_after(const std::vector<std::int32_t>& prompt, std::int64_t count,
+                                             std::uint64_t seed, std::int64_t vocab_size) {
+    std::vector<std::int32_t> ids;
+    std::uint64_t state = state_of(prompt);
+    while (std::ssize(ids) < count) {
+      ids.push_back(sampled_from(state, seed, std::ssize(prompt) + std::ssize(ids), vocab_size));
+      state = state_after(state, ids.back());
+    }
+    return ids;
+  }
   static float logprob_from(std::uint64_t state, std::int32_t id) {
     return -static_cast<float>(state_after(state, id) >> 40) * 0x1p-20f;
   }

@@ -10,6 +10,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     FUZZ_CHECK(s.model.empty() != s.random_model.empty());
     FUZZ_CHECK((s.task == InferTask::prompt_file) == !s.prompt_file.empty());
     FUZZ_CHECK((s.task == InferTask::prompt_ids) == !s.prompt_ids.empty());
+    FUZZ_CHECK((s.task == InferTask::batch) == !s.batch.empty());
+    FUZZ_CHECK((s.task == InferTask::batch) == !s.output.empty());
+    FUZZ_CHECK((s.kv_bytes > 0) == !s.kv_memory.empty() && (s.kv_bytes == 0 || s.task == InferTask::batch));
+    FUZZ_CHECK(s.max_running >= 1);
     FUZZ_CHECK((s.task == InferTask::perplexity) == !s.perplexity.empty());
     FUZZ_CHECK((s.task == InferTask::compare) == !s.compare.empty());
     FUZZ_CHECK((s.task == InferTask::serve) == !s.serve.empty());

@@ -240,6 +240,7 @@ def infer_options() -> dict[str, bytes]:
         "random": ("--bench", "--random-model=pythia-70m", "--bench-layer"),
         "compare": ("--model=m", "--compare=dump", "--dtype=fp16"),
         "serve": ("--model=m", "--serve", "[::1]:8000", "--max-queue=4", "--drain-seconds=0.5", "--api-key-file=k"),
+        "batch": ("--model=m", "--batch=in", "--output=out", "--kv-memory=8GB", "--max-running=3"),
         "inject": ("--model=m", "--prompt-ids=1,2", "--debug-inject=nan@token=3"), "two": ("--model=m", "--prompt=", "--bench"),
     }
     return {name: "\n".join(words).encode() for name, words in lines.items()}

@@ -781,7 +781,7 @@ def test_a_directory_and_a_pattern_say_what_to_do(model, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "scripts/convert_hf.py" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
     (tmp_path / "config.json").unlink()
-    assert "Give the model file in it" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
+    assert "Give a model file" in refused(BAD_FILE, "--model", tmp_path, "--prompt", "x")
     assert "Quote patterns" in refused(USAGE, "--model", model, model, "--prompt", "x")
 
 

@@ -2,7 +2,7 @@
 // one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
 // decode.cu says how it works.
 //
-// It computes what llmc/cpu/neox.cpp specifies, in fp32, with matrices stored in W, embedding, biases and norms in A, the
+// It computes what llmc/cpu/neox_inference.cpp specifies, in fp32, with matrices stored in W, embedding, biases and norms in A, the
 // cache in KV (all fp16, or all bf16). Sums are added in an
 // order that depends on the model and on the number of multiprocessors only: same bits every run.
 #pragma once

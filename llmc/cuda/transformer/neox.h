@@ -1,4 +1,4 @@
-// GPT-NeoX / Pythia generation on the GPU. llmc/cpu/neox.cpp specifies what it computes.
+// GPT-NeoX / Pythia generation on the GPU. llmc/cpu/neox_inference.cpp specifies what it computes.
 #pragma once
 
 #include <cstdint>

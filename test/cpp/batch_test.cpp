@@ -1,0 +1,352 @@
+#include "llmc/infer/batch.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "llmc/base/utf8.h"
+#include "test/cpp/byte_tokenizer.h"
+#include "test/cpp/paged_fake.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+PagedFakeSizes sizes() {
+  return {.vocab_size = 259, .num_pages = 40, .slots = 4, .max_rows = 32, .max_positions = 150, .depth = 2};
+}
+
+ModelConfig config() {
+  ModelConfig config;
+  config.family = Family::gpt_neox;
+  config.vocab_size = config.tokenizer_vocab = 259;
+  config.max_positions = 150;
+  config.eos_ids = {kEndOfText};
+  return config;
+}
+
+class BatchTest : public testing::Test {
+ protected:
+  // Runs the batch of these lines; the answers are in the file "out".
+  Exit run(const std::string& lines, const CompletionOptions& defaults = {.max_tokens = 12}) {
+    write_bytes(in_, lines);
+    PagedFake model(sizes());
+    model.change_config() = config();
+    PolledLines input(in_, kMaxRequestBytes);
+    AnswerFile output(out_);
+    return run_batch(model, &byte_tokenizer(), {defaults, Tokenizer::Special::text, {4, 32, true}}, input, output);
+  }
+
+  std::vector<Json> answers() const {
+    std::vector<Json> all;
+    std::istringstream lines(read_bytes(out_));
+    for (std::string line; std::getline(lines, line);) all.push_back(Json::parse(line));
+    return all;
+  }
+  Json answer(const Json& id) const {
+    Json found;
+    for (const Json& one : answers()) {
+      if (one["id"] != id) continue;
+      EXPECT_TRUE(found.is_null()) << "two answers to " << id;
+      found = one;
+    }
+    return found;
+  }
+  std::string error(const std::string& line) {
+    write_bytes(out_, "");
+    EXPECT_EQ(run(line + "\n"), Exit::ok);
+    const std::vector<Json> all = answers();
+    EXPECT_EQ(all.size(), 1u) << line;
+    if (all.size() != 1) return "";
+    EXPECT_EQ(all[0]["finish_reason"], "error") << line;
+    EXPECT_EQ(all[0]["line"], 1);
+    // The id is known unless the line is no JSON.
+    const std::string message = all[0].value("error", "");
+    const bool known = line.starts_with("{\"id\": 1,") || line.starts_with("{\"id\": 1}");
+    EXPECT_EQ(all[0]["id"], known && message.find("JSON") == std::string::npos ? Json(1) : Json()) << line;
+    return message;
+  }
+
+  TemporaryDirectory directory_;
+  const std::string in_ = directory_.file("in"), out_ = directory_.file("out");
+};
+
+Ids ids_of(const std::string& text) {
+  Ids ids;
+  for (const char byte : text) ids.push_back(byte_id(byte));
+  return ids;
+}
+
+TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
+  std::string lines;
+  for (int i = 0; i < 60; ++i) {
+    const std::string prompt = "request " + std::to_string(i % 7) + std::string(static_cast<std::size_t>(i), 'x');
+    lines +=
+        Json({{"id", i}, {"prompt", prompt}, {"max_tokens", 1 + i % 30}, {"seed", i}, {"ignore_eos", true}}).dump();
+    lines += i % 5 == 0 ? "\n\n" : "\r\n";
+  }
+  lines += R"({"id": "by ids", "prompt_ids": [5, 6, 7], "seed": 3})";  // without a newline
+  EXPECT_EQ(run(lines), Exit::ok);
+  EXPECT_EQ(answers().size(), 61u);
+  for (int i = 0; i < 60; ++i) {
+    const std::string prompt = "request " + std::to_string(i % 7) + std::string(static_cast<std::size_t>(i), 'x');
+    const Json got = answer(i);
+    const Ids expected = PagedFake::ids_after(ids_of(prompt), 1 + i % 30, static_cast<std::uint64_t>(i), 259);
+    EXPECT_EQ(got["prompt_ids"], ids_of(prompt));
+    EXPECT_EQ(got["ids"], expected);
+    EXPECT_EQ(got["text"], utf8_replace_invalid(byte_tokenizer().decode(expected)));
+    EXPECT_EQ(got["finish_reason"], "length");
+    EXPECT_FALSE(got.contains("error") || got.contains("logprobs"));
+  }
+  EXPECT_EQ(answer("by ids")["ids"].size(), 12u);  // the default
+  EXPECT_EQ(read_bytes(out_).substr(0, 6), "{\"id\":");
+}
+
+TEST_F(BatchTest, LogprobsAndEcho) {
+  EXPECT_EQ(
+      run(R"({"id": 1, "prompt": "abc", "max_tokens": 3, "logprobs": 2, "echo": true, "ignore_eos": true, "stop": null})"
+          "\n"
+          R"({"id": 2, "prompt": "xyz", "max_tokens": 0, "logprobs": 0, "echo": true})"),
+      Exit::ok);
+  const Json both = answer(1);
+  EXPECT_EQ(both["text"].get<std::string>().substr(0, 2), "ab");
+  ASSERT_EQ(both["logprobs"].size(), 3u);
+  EXPECT_EQ(both["logprobs"][0]["id"], both["ids"][0]);
+  EXPECT_EQ(both["logprobs"][0]["top"].size(), 2u);
+  ASSERT_EQ(both["prompt_logprobs"].size(), 1u);  // "ab" is one token
+  EXPECT_EQ(both["prompt_logprobs"][0]["id"], byte_id('c'));
+  const Json scored = answer(2);
+  EXPECT_EQ(scored["text"], "xyz");
+  EXPECT_TRUE(scored["ids"].empty());
+  const auto state = PagedFake::state_of(ids_of("xy"));
+  EXPECT_EQ(scored["prompt_logprobs"][1]["logprob"].get<float>(), PagedFake::logprob_from(state, byte_id('z')));
+}
+
+TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
+  const std::map<std::string, std::string> cases = {
+      {R"(no JSON)", "not valid JSON"},
+      {R"([1, 2])", "expected an object"},
+      {R"({"prompt": "x"})", "id: got none"},
+      {R"({"id": 1.5, "prompt": "x"})", "id: got '1.5'"},
+      {R"({"id": null, "prompt": "x"})", "id: got 'null'"},
+      {R"({"id": 1})", "prompt: got none"},
+      {R"({"id": 1, "prompt": "x", "prompt_ids": [4]})", "prompt: got both"},
+      {R"({"id": 1, "prompt": 5})", "prompt: got '5', expected a text"},
+      {R"({"id": 1, "prompt_ids": [4, 259]})", "prompt_ids: id 2: got '259'"},
+      {R"({"id": 1, "prompt_ids": []})", "prompt_ids: got '[]'"},
+      {R"({"id": 1, "prompt": "x", "temprature": 1})", "'temprature': unknown field"},
+      {R"({"id": 1, "prompt": "x", "temperature": "hot"})", "temperature: got '\"hot\"', expected a number"},
+      {R"({"id": 1, "prompt": "x", "top_p": 1.5})", "top_p: got '1.5', expected a number from 0 to 1"},
+      {R"({"id": 1, "prompt": "x", "max_tokens": 0})", "max_tokens: got 0"},
+      {R"({"id": 1, "prompt": "x", "stop": [""]})", "stop: got"},
+      {R"({"id": 1, "id": 2, "prompt": "x"})", "'id' occurs twice"},
+      {R"({"id": 1, "prompt": "x", "stop": [[[[[[[[[]]]]]]]]]})", "nested deeper"},
+      {R"({"id": 1, "prompt": ")" + std::string(200, 'x') + "\"}", "the prompt has 200 ids"},
+  };
+  for (const auto& [line, message] : cases) {
+    const std::string got = error(line);
+    EXPECT_NE(got.find(message), std::string::npos) << line << "\n" << got;
+  }
+  // The others are answered, and a second request of the same id is an error.
+  write_bytes(out_, "");
+  EXPECT_EQ(
+      run("{\"id\": 1, \"prompt\": \"a\"}\nbad\n{\"id\": 1, \"prompt\": \"b\"}\n{\"id\": 2, \"prompt\": \"c\"}\n"),
+      Exit::ok);
+  std::vector<Json> errors;
+  for (const Json& one : answers()) {
+    if (one["finish_reason"] == "error") errors.push_back(one);
+  }
+  ASSERT_EQ(errors.size(), 2u);
+  EXPECT_EQ(errors[0]["id"], nullptr);
+  EXPECT_EQ(errors[0]["line"], 2);
+  EXPECT_EQ(errors[1]["line"], 3);
+  EXPECT_NE(errors[1]["error"].get<std::string>().find("id: got '1' a second time"), std::string::npos);
+  EXPECT_EQ(answers().size(), 4u);
+  EXPECT_EQ(answer(2)["ids"].size(), 12u);
+}
+
+TEST_F(BatchTest, LogitsThatAreNotFiniteAreAnErrorOfTheirRequest) {
+  EXPECT_EQ(run("{\"id\": 1, \"prompt_ids\": [3, 1, 3]}\n{\"id\": 2, \"prompt\": \"c\"}\n"), Exit::ok);
+  EXPECT_EQ(answer(1)["finish_reason"], "error");
+  EXPECT_NE(answer(1)["error"].get<std::string>().find("not finite"), std::string::npos);
+  EXPECT_EQ(answer(2)["finish_reason"], "length");
+}
+
+TEST_F(BatchTest, RunningAgainGoesOnWithWhatIsMissing) {
+  std::string first, all;
+  for (int i = 0; i < 10; ++i) {
+    const std::string line = Json({{"id", i}, {"prompt", "p" + std::to_string(i)}}).dump() + "\n";
+    all += line;
+    if (i % 2 == 0) first += line;
+  }
+  EXPECT_EQ(run(all), Exit::ok);
+  std::map<Json, Json> expected;
+  for (const Json& one : answers()) expected[one["id"]] = one;
+  write_bytes(out_, "");
+  EXPECT_EQ(run(first + "{\"id\": 7, \"prompt\": 3}\n"), Exit::ok);
+  // A killed run leaves a line without its end. Once with an answer with an error before it, once without.
+  const std::string with_error = read_bytes(out_);
+  EXPECT_EQ(run(first), Exit::ok);
+  const std::string without = read_bytes(out_);
+  EXPECT_LT(without.size(), with_error.size());
+  for (const std::string& before : {with_error, without}) {
+    for (const std::string& torn :
+         {std::string("{\"id\":9,\"prompt_ids\":[1"), std::string("{"), std::string("{\"id\":9")}) {
+      write_bytes(out_, before + torn);
+      EXPECT_EQ(run(all), Exit::ok);
+      const std::string after = read_bytes(out_);
+      EXPECT_EQ(answers().size(), 10u) << torn;
+      for (const auto& [id, one] : expected) EXPECT_EQ(answer(id), one);
+      EXPECT_EQ(run(all), Exit::ok);  // nothing is missing
+      EXPECT_EQ(read_bytes(out_), after);
+    }
+  }
+}
+
+TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
+  EXPECT_EQ(run("{\"id\": \"a\", \"prompt\": \"x\"}\n"), Exit::ok);
+  const Json before = answer("a");
+  for (const std::string& changed :
+       {std::string(R"({"id": "a", "prompt": "y"})"), std::string(R"({"id": "a", "prompt": "x", "seed": 1})"),
+        std::string(R"({"id": "a", "prompt": "x", "max_tokens": 13})"),
+        std::string(R"({"id": "a", "prompt": "x", "stop": "q"})")}) {
+    EXPECT_EQ(run(changed + "\n{\"id\": \"b\", \"prompt\": \"x\"}\n"), Exit::bad_file) << changed;
+    EXPECT_EQ(answer("a"), before);
+    EXPECT_FALSE(answer("b").is_null());
+  }
+  EXPECT_EQ(run(R"({"id": "a", "prompt_ids": [122], "max_tokens": 12})"), Exit::ok);  // the same in other words
+}
+
+TEST_F(BatchTest, FilesThatAreNoAnswersStayAsTheyAre) {
+  for (const std::string& content :
+       {std::string("my notes\n"), std::string("my notes"), std::string("{\"id\": 1, \"prompt\": \"x\"}\n"),
+        std::string("[]\n"), std::string("{\"id\":1,\"finish_reason\":\"stop\"}\n"),
+        std::string("{\"id\":1,\"finish_reason\":\"error\"}\nnotes\n")}) {
+    write_bytes(out_, content);
+    const std::string message = error_of(Exit::bad_file, [&] { run("{\"id\": 1, \"prompt\": \"x\"}\n"); });
+    EXPECT_NE(message.find("line "), std::string::npos) << message;
+    EXPECT_EQ(read_bytes(out_), content);
+  }
+}
+
+TEST_F(BatchTest, NothingIsWrittenThroughALinkOrBesideAnotherRun) {
+  write_bytes(directory_.file("target"), "");
+  ASSERT_EQ(::symlink(directory_.file("target").c_str(), out_.c_str()), 0);
+  EXPECT_NE(error_of(Exit::environment, [&] { AnswerFile file(out_); }).find("symbolic link"), std::string::npos);
+  ASSERT_EQ(::unlink(out_.c_str()), 0);
+  ASSERT_EQ(::link(directory_.file("target").c_str(), out_.c_str()), 0);
+  EXPECT_NE(error_of(Exit::environment, [&] { AnswerFile file(out_); }).find("hard link"), std::string::npos);
+  ASSERT_EQ(::unlink(out_.c_str()), 0);
+  AnswerFile mine(out_);
+  EXPECT_NE(error_of(Exit::environment, [&] { AnswerFile file(out_); }).find("another run"), std::string::npos);
+  error_of(Exit::environment, [&] { AnswerFile file(directory_.file("no/such/place")); });
+}
+
+// The lock is of the file that has the name now, also after it was written anew without its errors.
+TEST_F(BatchTest, TheLockOutlivesTheRemovalOfErrors) {
+  write_bytes(out_, "{\"id\":1,\"finish_reason\":\"error\"}\n");
+  AnswerFile mine(out_);
+  EXPECT_EQ(read_bytes(out_), "");
+  error_of(Exit::environment, [&] { AnswerFile file(out_); });
+  mine.write({{"id", 1}, {"finish_reason", "stop"}});
+  EXPECT_EQ(read_bytes(out_), "{\"id\":1,\"finish_reason\":\"stop\"}\n");
+}
+
+TEST_F(BatchTest, AFullDiskLeavesWholeLines) {
+  AnswerFile file(out_);
+  const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 100;
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  std::string message;
+  try {
+    for (int i = 0; i < 10; ++i) file.write({{"id", i}, {"text", "0123456789"}});
+  } catch (const Error& error) {
+    message = error.what();
+    EXPECT_EQ(error.code(), Exit::resources);
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  ::signal(SIGXFSZ, handler);
+  EXPECT_NE(message.find("Run again"), std::string::npos) << message;
+  EXPECT_EQ(answers().size(), 3u);
+  EXPECT_EQ(read_bytes(out_).back(), '\n');
+}
+
+TEST(PolledLines, LinesComeInPiecesOfAnySize) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  {
+    PolledLines lines(format("/dev/fd/%d", ends[0]), 8);
+    std::string line;
+    const auto send = [&](const std::string& text) {
+      ASSERT_EQ(::write(ends[1], text.data(), text.size()), static_cast<ssize_t>(text.size()));
+    };
+    using Result = PolledLines::Result;
+    EXPECT_EQ(lines.next(line, 0), Result::not_yet);
+    send("ab");
+    EXPECT_EQ(lines.next(line, 0), Result::not_yet);
+    send("c\n\nlonger than eight");
+    EXPECT_EQ(lines.next(line, 0), Result::line);
+    EXPECT_EQ(line, "abc");
+    EXPECT_EQ(lines.next(line, 0), Result::line);
+    EXPECT_EQ(line, "");
+    EXPECT_EQ(lines.next(line, 1), Result::not_yet);
+    send(" bytes\n12345678\nlast");
+    EXPECT_EQ(lines.next(line, 0), Result::too_long);
+    EXPECT_EQ(lines.next(line, 0), Result::line);
+    EXPECT_EQ(line, "12345678");
+    ::close(ends[1]);
+    EXPECT_EQ(lines.next(line, 0), Result::line);
+    EXPECT_EQ(line, "last");
+    EXPECT_EQ(lines.next(line, 0), Result::end);
+    EXPECT_EQ(lines.next(line, 0), Result::end);
+    EXPECT_EQ(lines.progress(), "");
+  }
+  ::close(ends[0]);
+}
+
+TEST(PolledLines, LinesGoAcrossTheEndsOfPieces) {
+  const TemporaryDirectory directory;
+  std::string all;
+  std::vector<std::string> expected;
+  for (std::size_t i = 0; all.size() < 300'000; ++i) {
+    expected.push_back(std::string(i * 37 % 5000, static_cast<char>('a' + i % 26)));
+    all += expected.back() + "\n";
+  }
+  expected.push_back(std::string((1 << 16) - 1, 'z'));  // with its newline as long as a piece
+  write_bytes(directory.file("lines"), all + expected.back() + "\n");
+  PolledLines lines(directory.file("lines"), 1 << 16);
+  std::string line;
+  for (const std::string& one : expected) {
+    ASSERT_EQ(lines.next(line, 0), PolledLines::Result::line);
+    ASSERT_EQ(line, one);
+  }
+  EXPECT_EQ(lines.next(line, 0), PolledLines::Result::end);
+}
+
+TEST(PolledLines, FilesThatCannotBeRead) {
+  const TemporaryDirectory directory;
+  error_of(Exit::bad_file, [&] { PolledLines(directory.file("none"), 8); });
+  EXPECT_NE(error_of(Exit::bad_file, [&] { PolledLines(directory.file("."), 8); }).find("directory"),
+            std::string::npos);
+  write_bytes(directory.file("some"), "a\nb");
+  PolledLines lines(directory.file("some"), 8);
+  std::string line;
+  EXPECT_EQ(lines.next(line, 0), PolledLines::Result::line);
+  EXPECT_EQ(lines.progress(), ", 100 % of the input read");
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,294 @@
+#include "llmc/infer/completion.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "llmc/base/utf8.h"
+#include "test/cpp/byte_tokenizer.h"
+#include "test/cpp/paged_fake.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+ModelConfig byte_config() {
+  ModelConfig config;
+  config.family = Family::gpt_neox;
+  config.vocab_size = 300;  // 259 tokens and padding rows
+  config.tokenizer_vocab = 259;
+  config.max_positions = 100;
+  config.eos_ids = {kEndOfText};
+  return config;
+}
+
+class Pieces : public CompletionSink {
+ public:
+  bool on_piece(CompletionPiece piece) override {
+    EXPECT_FALSE(end.has_value());
+    EXPECT_EQ(utf8_replace_invalid(piece.text), piece.text);
+    if (piece.id.has_value()) ids.push_back(piece.id->id);
+    text += piece.text;
+    pieces.push_back(std::move(piece));
+    return std::ssize(pieces) != leave_after;
+  }
+  void on_end(const CompletionEnd& reason) override {
+    EXPECT_FALSE(end.has_value());
+    end = reason;
+  }
+
+  std::vector<CompletionPiece> pieces;
+  Ids ids;
+  std::string text;
+  std::optional<CompletionEnd> end;
+  std::int64_t leave_after = -1;
+};
+
+// Hands ids to the listener of a completion, as the engine does, until it has enough of them.
+std::shared_ptr<Pieces> feed(const CompletionOptions& options, const Ids& ids, RequestEnd reason,
+                             const Tokenizer* tokenizer = &byte_tokenizer(), std::int64_t leave_after = -1) {
+  auto pieces = std::make_shared<Pieces>();
+  pieces->leave_after = leave_after;
+  const Completion completion =
+      make_completion({{byte_id('a'), byte_id('b')}, "ab"}, options, tokenizer, byte_config(), pieces);
+  if (completion.request.score_prompt) completion.listener->on_prompt(std::vector<ScoredId>{{byte_id('b'), -1, {}}});
+  for (const std::int32_t id : ids) {
+    if (completion.listener->on_id({id, -0.5, {}})) continue;
+    reason = RequestEnd::listener;
+    break;
+  }
+  completion.listener->on_end(reason);
+  return pieces;
+}
+
+Ids ids_of(const std::string& text) {
+  Ids ids;
+  for (const char byte : text) ids.push_back(byte_id(byte));
+  return ids;
+}
+
+TEST(Completion, OptionsAreRead) {
+  CompletionOptions o;
+  const Json object = {{"max_tokens", 7}, {"temperature", 0.5}, {"top_k", 3},         {"top_p", 1},    {"min_p", 0.25},
+                       {"seed", 9},       {"stop", "x"},        {"ignore_eos", true}, {"logprobs", 2}, {"echo", true}};
+  for (const auto& [name, value] : object.items()) EXPECT_TRUE(read_completion_option(name, value, o)) << name;
+  EXPECT_FALSE(read_completion_option("model", "m", o));
+  EXPECT_EQ(o.max_tokens, 7);
+  EXPECT_EQ(o.sampler.temperature, 0.5);
+  EXPECT_EQ(o.sampler.top_k, 3);
+  EXPECT_EQ(o.sampler.top_p, 1);
+  EXPECT_EQ(o.sampler.min_p, 0.25);
+  EXPECT_EQ(o.sampler.seed, 9u);
+  EXPECT_EQ(o.stop, std::vector<std::string>{"x"});
+  EXPECT_TRUE(o.ignore_eos && o.echo);
+  EXPECT_EQ(o.logprobs, 2);
+  EXPECT_TRUE(read_completion_option("stop", Json::array({"a", "bc"}), o));
+  EXPECT_EQ(o.stop, (std::vector<std::string>{"a", "bc"}));
+}
+
+TEST(Completion, ValuesThatCannotBeAreRefusedByName) {
+  const std::string long_stop(kMaxStopTextBytes + 1, 'x');
+  const Json many(std::vector<std::string>(kMaxStopTexts + 1, "x"));
+  const std::vector<std::pair<std::string, Json>> bad = {{"max_tokens", -1},
+                                                         {"max_tokens", 1.5},
+                                                         {"max_tokens", "8"},
+                                                         {"max_tokens", nullptr},
+                                                         {"max_tokens", true},
+                                                         {"max_tokens", 9223372036854775808u},
+                                                         {"temperature", -0.1},
+                                                         {"temperature", "1"},
+                                                         {"temperature", true},
+                                                         {"top_k", -1},
+                                                         {"top_k", 2.0},
+                                                         {"top_p", 1.01},
+                                                         {"top_p", -0.01},
+                                                         {"min_p", 2},
+                                                         {"seed", -1},
+                                                         {"seed", 1e30},
+                                                         {"stop", ""},
+                                                         {"stop", 3},
+                                                         {"stop", Json::array({"a", 3})},
+                                                         {"stop", Json::array({""})},
+                                                         {"stop", long_stop},
+                                                         {"stop", many},
+                                                         {"ignore_eos", 1},
+                                                         {"logprobs", -1},
+                                                         {"logprobs", 21},
+                                                         {"logprobs", true},
+                                                         {"echo", "yes"}};
+  for (const auto& [name, value] : bad) {
+    CompletionOptions o;
+    const std::string message = error_of(Exit::usage, [&] { read_completion_option(name, value, o); });
+    EXPECT_EQ(message.find(name + ": got "), 0u) << message;
+    EXPECT_NE(message.find(", expected "), std::string::npos) << message;
+  }
+  CompletionOptions nothing;
+  nothing.max_tokens = 0;
+  EXPECT_EQ(error_of(Exit::usage, [&] { check_completion_options(nothing); }).find("max_tokens: got 0"), 0u);
+  nothing.echo = true;
+  check_completion_options(nothing);
+}
+
+TEST(Completion, ARequestHasWhatTheOptionsSay) {
+  CompletionOptions options;
+  options.max_tokens = 9;
+  options.sampler = {.temperature = 0.5, .top_k = 4, .seed = 3};
+  options.logprobs = 2;
+  auto made =
+      make_completion({{1, 2}, ""}, options, &byte_tokenizer(), byte_config(), std::make_shared<Pieces>()).request;
+  EXPECT_EQ(made.prompt, (Ids{1, 2}));
+  EXPECT_EQ(made.max_ids, 9);
+  EXPECT_EQ(made.alternatives, 2);
+  EXPECT_FALSE(made.score_prompt);
+  EXPECT_EQ(made.stop_ids, Ids{kEndOfText});
+  EXPECT_EQ(made.sampling.seed, 3u);
+  EXPECT_EQ(made.sampling.top_k, 4u);
+  EXPECT_EQ(made.sampling.vocab_limit, 259);  // padding rows are never sampled
+  options.ignore_eos = options.echo = true;
+  made = make_completion({{1, 2}, ""}, options, nullptr, byte_config(), std::make_shared<Pieces>()).request;
+  EXPECT_TRUE(made.stop_ids.empty());
+  EXPECT_TRUE(made.score_prompt);
+  EXPECT_EQ(made.sampling.vocab_limit, 259);
+  options.stop = {"x"};
+  error_of(Exit::usage, [&] {
+    make_completion({{1}, ""}, options, nullptr, byte_config(), std::make_shared<Pieces>());
+  });
+}
+
+TEST(Completion, EachIdHasAPieceAndTheTextIsWhole) {
+  const std::string text = "h\xc3\xa9llo";
+  const auto got = feed({}, ids_of(text), RequestEnd::max_ids);
+  EXPECT_EQ(got->ids, ids_of(text));
+  EXPECT_EQ(got->pieces.size(), text.size());
+  EXPECT_EQ(got->text, text);
+  EXPECT_EQ(got->pieces[1].text, "");  // half a character
+  EXPECT_EQ(got->pieces[2].text, "\xc3\xa9");
+  EXPECT_EQ(got->pieces[0].id->logprob, -0.5f);
+  EXPECT_EQ(got->end->reason, FinishedBy::length);
+  EXPECT_EQ(got->end->prompt_ids, 2);
+  EXPECT_EQ(got->end->generated_ids, std::ssize(text));
+  // What is held back comes at the end, without an id.
+  const auto cut = feed({}, ids_of("x\xc3"), RequestEnd::full);
+  EXPECT_EQ(cut->text, "x\xef\xbf\xbd");
+  EXPECT_EQ(cut->pieces.size(), 3u);
+  EXPECT_FALSE(cut->pieces[2].id.has_value());
+  EXPECT_EQ(cut->end->reason, FinishedBy::length);
+}
+
+TEST(Completion, AStopTextEndsItAndNeverShows) {
+  CompletionOptions options;
+  options.stop = {"END", "llo w"};
+  const auto got = feed(options, ids_of("hello world"), RequestEnd::max_ids);
+  EXPECT_EQ(got->text, "he");
+  EXPECT_EQ(got->ids, ids_of("hello w"));
+  EXPECT_EQ(got->end->reason, FinishedBy::stop);
+  EXPECT_EQ(got->end->message, "");
+  const auto begun = feed(options, ids_of("see EN"), RequestEnd::max_ids);
+  EXPECT_EQ(begun->text, "see EN");
+  EXPECT_EQ(begun->end->reason, FinishedBy::length);
+}
+
+TEST(Completion, AStopIdHasNoText) {
+  Ids ids = ids_of("hi");
+  ids.push_back(kEndOfText);
+  const auto got = feed({}, ids, RequestEnd::stop_id);
+  EXPECT_EQ(got->text, "hi");
+  EXPECT_EQ(got->ids, ids);
+  EXPECT_EQ(got->end->reason, FinishedBy::stop);
+  CompletionOptions ignore;
+  ignore.ignore_eos = true;
+  EXPECT_EQ(feed(ignore, ids, RequestEnd::max_ids)->text, "hi<|endoftext|>");
+}
+
+TEST(Completion, EchoComesFirst) {
+  CompletionOptions options;
+  options.echo = true;
+  const auto plain = feed(options, ids_of("c"), RequestEnd::max_ids);
+  EXPECT_EQ(plain->text, "abc");
+  EXPECT_TRUE(plain->pieces[0].is_prompt);
+  EXPECT_TRUE(plain->pieces[0].prompt.empty());
+  EXPECT_EQ(plain->pieces.size(), 2u);
+  options.logprobs = 0;
+  const auto scored = feed(options, ids_of("c"), RequestEnd::max_ids);
+  ASSERT_EQ(scored->pieces.size(), 2u);
+  ASSERT_EQ(scored->pieces[0].prompt.size(), 1u);
+  EXPECT_EQ(scored->pieces[0].prompt[0].logprob, -1.0f);
+  options.max_tokens = 0;
+  const auto alone = feed(options, {}, RequestEnd::max_ids);
+  EXPECT_EQ(alone->text, "ab");
+  EXPECT_EQ(alone->end->reason, FinishedBy::length);
+}
+
+TEST(Completion, EveryOtherEndSaysWhy) {
+  const auto gone = feed({}, ids_of("hello"), RequestEnd::max_ids, &byte_tokenizer(), 2);
+  EXPECT_EQ(gone->ids, ids_of("he"));
+  EXPECT_EQ(gone->end->reason, FinishedBy::cancelled);
+  const auto cancelled = feed({}, ids_of("x\xc3"), RequestEnd::cancelled);
+  EXPECT_EQ(cancelled->text, "x");  // nothing comes after a cancellation
+  EXPECT_EQ(cancelled->end->reason, FinishedBy::cancelled);
+  const auto late = feed({}, {}, RequestEnd::deadline);
+  EXPECT_EQ(late->end->reason, FinishedBy::cancelled);
+  EXPECT_NE(late->end->message.find("time limit"), std::string::npos);
+  const auto damaged = feed({}, {}, RequestEnd::not_finite);
+  EXPECT_EQ(damaged->end->reason, FinishedBy::error);
+  EXPECT_NE(damaged->end->message.find("not finite"), std::string::npos);
+  EXPECT_STREQ(finished_by_name(FinishedBy::stop), "stop");
+  EXPECT_STREQ(finished_by_name(FinishedBy::error), "error");
+}
+
+TEST(Completion, PromptsOfBothKinds) {
+  const ModelConfig config = byte_config();
+  const Tokenizer* tokenizer = &byte_tokenizer();
+  const CompletionPrompt text = prompt_from_text("hi", tokenizer, Tokenizer::Special::text, config, "prompt");
+  EXPECT_EQ(text.ids, ids_of("hi"));
+  EXPECT_EQ(text.text, "hi");
+  EXPECT_EQ(prompt_from_text("", tokenizer, Tokenizer::Special::text, config, "prompt").ids, Ids{kEndOfText});
+  const CompletionPrompt ids = prompt_from_ids(Json(Ids{byte_id('h'), 299, byte_id('i')}), tokenizer, config, "prompt");
+  EXPECT_EQ(ids.ids, (Ids{byte_id('h'), 299, byte_id('i')}));
+  EXPECT_EQ(ids.text, "hi");  // a padding row has no text
+  EXPECT_EQ(prompt_from_ids(Json(Ids{299}), nullptr, config, "prompt").text, "");
+  for (const Json& bad : {Json::array(), Json::array({300}), Json::array({-1}), Json::array({1.5}), Json::array({"a"}),
+                          Json::array({18446744073709551615u}), Json("text"), Json(nullptr), Json::array({{1}})}) {
+    const std::string message = error_of(Exit::usage, [&] { prompt_from_ids(bad, tokenizer, config, "prompt_ids"); });
+    EXPECT_EQ(message.find("prompt_ids: "), 0u) << message;
+    EXPECT_NE(message.find("integers from 0 to 299"), std::string::npos) << message;
+  }
+  EXPECT_EQ(error_of(Exit::usage, [&] { prompt_from_text("x", nullptr, Tokenizer::Special::text, config, "prompt"); })
+                .find("prompt: "),
+            0u);
+}
+
+TEST(Completion, ThroughTheEngine) {
+  PagedFake model({.vocab_size = 259, .depth = 2});
+  model.change_config() = byte_config();
+  model.change_config().vocab_size = 259;
+  Engine engine(model, {.max_running = 4, .rows_per_step = 16});
+  CompletionOptions options;
+  options.max_tokens = 40;
+  options.ignore_eos = true;
+  options.sampler.seed = 4;
+  const auto whole = std::make_shared<Pieces>();
+  Completion first = make_completion({ids_of("prompt"), ""}, options, &byte_tokenizer(), model.config(), whole);
+  engine.submit(first.request, first.listener);
+  while (engine.step()) {
+  }
+  EXPECT_EQ(whole->ids, PagedFake::ids_after(ids_of("prompt"), 40, 4, 259));
+  EXPECT_EQ(whole->text, utf8_replace_invalid(byte_tokenizer().decode(whole->ids)));
+  // The same completion up to a text in its middle.
+  options.stop = {byte_tokenizer().decode(Ids{whole->ids[20], whole->ids[21]})};
+  if (utf8_replace_invalid(options.stop[0]) != options.stop[0]) options.stop = {"\xef\xbf\xbd"};
+  const auto stopped = std::make_shared<Pieces>();
+  Completion second = make_completion({ids_of("prompt"), ""}, options, &byte_tokenizer(), model.config(), stopped);
+  engine.submit(second.request, second.listener);
+  while (engine.step()) {
+  }
+  EXPECT_EQ(stopped->text, whole->text.substr(0, whole->text.find(options.stop[0])));
+  EXPECT_EQ(stopped->end->reason, FinishedBy::stop);
+  EXPECT_EQ(engine.statistics().pages_in_use, 0);
+}
+
+}  // namespace
+}  // namespace weft

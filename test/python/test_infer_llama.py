@@ -1,0 +1,104 @@
+"""infer_pythia on Llama models: PyTorch's dumps, the Llama that comes with weft, and a checkpoint as a run leaves it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+pytest.importorskip("safetensors")
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(os.environ.get("WEFT_BIN_DIR", ROOT))
+PROGRAM, TRAIN = BIN / "infer_pythia", BIN / "train_llama"
+GOLDENS = ROOT / "test" / "fixtures" / "golden"
+pytestmark = pytest.mark.skipif(not PROGRAM.exists() or not TRAIN.exists(), reason="the programs are not built")
+
+OK, USAGE, BAD_FILE = 0, 2, 3
+
+
+def run(program, *arguments, code=OK, **options) -> subprocess.CompletedProcess:
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "tiny-llama.bin"
+    run(sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-llama", "-o", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> tuple[Path, str]:
+    """The model file of a short run, and what the run printed."""
+    home = tmp_path_factory.mktemp("run")
+    (home / "text.txt").write_text("The hen saw the fox. The fox saw the hen. All of them ran home.\n" * 400)
+    run(sys.executable, ROOT / "dev/prepare_data.py", home / "text.txt", "--tokenizer",
+        ROOT / "models/tiny-llama/tokenizer.json", "-o", home / "data")
+    done = run(TRAIN, "--config", "tiny", "--device", "cpu", "--train", home / "data/train_*.bin", "--val",
+               home / "data/val_*.bin", "--out", home / "run", "--steps", 30, "--seq-len", 64, "--micro-batch", 4,
+               "--batch-tokens", 256, "--sample-every", 30, "--sample-prompt", "The hen", "--lr", "3e-3")
+    return home / "run" / "step_00000030" / "model.bin", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".dump.bin") for path in GOLDENS.glob("*.dump.bin")
+                                        if (GOLDENS / path.name.replace(".dump.", ".model.")).exists()))
+def test_every_shape_matches_pytorch(name):
+    done = run(PROGRAM, "--device", "cpu", "--model", GOLDENS / f"{name}.model.bin", "--compare",
+               GOLDENS / f"{name}.dump.bin")
+    assert re.search(r"[1-9]\d* tensors, 0 failed", done.stdout), done.stdout
+
+
+def test_the_llama_that_comes_with_weft_matches_pytorch(tiny_llama):
+    done = run(PROGRAM, "--device", "cpu", "--model", tiny_llama, "--compare", GOLDENS / "tiny-llama.dump.bin")
+    assert "greedy.ids" in done.stdout and ", 0 failed" in done.stdout, done.stdout
+
+
+def test_prompt_and_json(tiny_llama):
+    options = ("--device", "cpu", "--model", tiny_llama, "--prompt", "Once upon a time", "-n", 20)
+    text = run(PROGRAM, *options).stdout
+    answer = json.loads(run(PROGRAM, *options, "--json").stdout)
+    assert answer["text"].strip() == text.strip() and len(answer["ids"]) == 20
+    assert answer["device"] == "cpu" and answer["decode"] == "reference" and answer["bytes_per_token"] > 0
+    sampled = [json.loads(run(PROGRAM, *options, "--json", "--temperature", 1, "--seed", seed).stdout)["ids"]
+               for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_interactive_and_bench(tiny_llama):
+    done = run(PROGRAM, "--device", "cpu", "--model", tiny_llama, "--interactive", "-n", 8, input="Once upon\na time\n")
+    assert len(done.stdout.split()) > 8
+    assert "decode" in run(PROGRAM, "--device", "cpu", "--model", tiny_llama, "--bench", "-n", 4).stdout
+
+
+def test_a_checkpoint_runs_as_it_is(checkpoint, tmp_path):
+    model, log = checkpoint
+    done = run(PROGRAM, "--device", "cpu", "--model", model, "--prompt", "The hen", "-n", 12)
+    assert "hen" in done.stdout or "fox" in done.stdout, done.stdout
+    # Its perplexity on the text that it has learned is about what the run says of its loss.
+    text = tmp_path / "text.txt"
+    text.write_text("The hen saw the fox. The fox saw the hen. All of them ran home.\n" * 20)
+    result = json.loads(run(PROGRAM, "--device", "cpu", "--model", model, "--perplexity", text, "--json").stdout)
+    loss = float(re.findall(r"val(?:idation)? loss (\d+\.\d+)", log)[-1])
+    assert abs(math.log(result["perplexity"]) - loss) < 0.5, (result, loss)
+
+
+def test_a_directory_as_model_is_explained(checkpoint):
+    done = run(PROGRAM, "--device", "cpu", "--model", checkpoint[0].parent, "--prompt", "x", code=BAD_FILE)
+    assert done.stderr.count("\n") == 1 and "model.bin" in done.stderr, done.stderr
+
+
+def test_a_pythia_cannot_be_trained(tmp_path):
+    done = run(TRAIN, "--device", "cpu", "--model", GOLDENS / "neox-hs128.model.bin", "--train", tmp_path / "x.bin",
+               "--out", tmp_path / "run", code=BAD_FILE)
+    assert "infer_pythia runs this model" in done.stderr, done.stderr
