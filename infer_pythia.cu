@@ -19,9 +19,9 @@
 #include "llmc/base/signals.h"
 #include "llmc/base/threads.h"
 #include "llmc/base/utf8.h"
-#include "llmc/cpu/inference.h"
 #include "llmc/infer/batch.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/engine.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/interactive.h"
 #include "llmc/infer/options.h"
@@ -207,15 +207,10 @@ ServerOptions server_options(const InferSettings& s) {
 }
 
 Exit run_serve(const DecodeSession& s) {
-  CompletionsServer server(server_options(s.settings()));  // answers that the model is being loaded
-  InferenceOptions inference;
-  inference.slots = 64;
-  inference.max_rows = 512;
-  inference.num_pages = 64 * ((s.config().max_positions + inference.page_size - 1) / inference.page_size);
-  const std::unique_ptr<InferenceModel> model = cpu::load_inference(s.file(), inference);
-  EngineOptions options;
-  options.max_running = inference.slots;
-  options.rows_per_step = inference.max_rows;
+  const InferSettings& settings = s.settings();
+  CompletionsServer server(server_options(settings));  // until run() it answers that the model is being loaded
+  const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
+  const EngineOptions options = engine_options(settings, *model);
   Engine engine(*model, options);
   return server.run(engine, options, s.config(), s.tokenizer(), s.special());
 }
