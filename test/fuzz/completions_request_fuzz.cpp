@@ -43,7 +43,7 @@ void use(const CompletionsRequest& request) {
   for (const CompletionPrompt& prompt : request.prompts) {
     FUZZ_CHECK(!prompt.ids.empty());
     for (const std::int32_t id : prompt.ids) FUZZ_CHECK(id >= 0 && id < config().vocab_size);
-    Json::parse(json_text(Json(prompt.text)));
+    FUZZ_CHECK(Json::parse(json_text(Json(prompt.text))) == prompt.text);
   }
   const CompletionOptions& options = request.options;
   FUZZ_CHECK(options.max_tokens >= (options.echo ? 0 : 1));
@@ -71,7 +71,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     } catch (const RequestError& error) {
       // The answer is JSON, whatever the request held.
       FUZZ_CHECK(error.status() == 400 || error.status() == 404);
-      Json::parse(error_body(error.status(), error.what(), error.param(), error.api_code()));
+      const Json answer = Json::parse(error_body(error.status(), error.what(), error.param(), error.api_code()));
+      FUZZ_CHECK(answer["error"]["message"].is_string());
       throw;
     }
   });
