@@ -156,7 +156,9 @@ TEST(CompletionsChoice, OffsetsContinueThePromptOfASentencePieceTokenizer) {
     const std::int64_t begin = echo ? 3 : 0;
     EXPECT_EQ(all["text_offset"][first], begin);
     EXPECT_EQ(all["text_offset"][first + 1], begin + static_cast<std::int64_t>(llama.token_bytes(word[0]).size()));
-    if (echo) EXPECT_EQ(all["text_offset"][1], 0);
+    if (echo) {
+      EXPECT_EQ(all["text_offset"][1], 0);
+    }
   }
 }
 
