@@ -14,10 +14,11 @@
 
 namespace weft {
 
-inline constexpr int kMaxRequestDepth = 8;             // of the JSON: a list of lists of ids has 3
-inline constexpr std::size_t kMaxPrompts = 1024;       // of one request
-inline constexpr std::int64_t kMaxChoices = 128;       // n
-inline constexpr std::int64_t kDefaultMaxTokens = 16;  // the API's
+inline constexpr int kMaxRequestDepth = 8;                   // of the JSON: a list of lists of ids has 3
+inline constexpr std::size_t kMaxRequestValues = 1'000'000;  // of the JSON: what bounds the ids of all prompts
+inline constexpr std::size_t kMaxPrompts = 1024;             // of one request
+inline constexpr std::int64_t kMaxChoices = 128;             // n
+inline constexpr std::int64_t kDefaultMaxTokens = 16;        // the API's
 
 // A request that is refused: the status and the fields of the API's error object.
 class RequestError : public Error {
