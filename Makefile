@@ -57,7 +57,7 @@ EDIT_FLAGS := -DWEFT_EDITLINE
 LDLIBS     += -ledit
 endif
 
-HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/app/*.cpp)
+HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 
 # ---- GPU code --------------------------------------------------------------------------------------------------------
@@ -124,6 +124,9 @@ $B/%.o: %.cpp $B/host-flags
 # llmc/app is the host code that knows both devices: what it contains depends on the build, as for the mains.
 $B/llmc/app/%.o: CXXFLAGS += $(MAIN_FLAGS)
 $(patsubst %.cpp,$B/%.o,$(wildcard llmc/app/*.cpp)): $B/link-flags
+
+# The page is put in by the assembler, of which -MMD knows nothing.
+$B/llmc/serve/page.o: llmc/serve/page.html
 
 $B/llmc/infer/line_input.o: CXXFLAGS += $(EDIT_FLAGS)
 $B/llmc/infer/line_input.o: $B/link-flags

@@ -2,6 +2,7 @@
 // the options through the model and the prompt to the output.
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -17,8 +18,10 @@
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/threads.h"
+#include "llmc/base/utf8.h"
 #include "llmc/infer/batch.h"
 #include "llmc/infer/bench.h"
+#include "llmc/infer/engine.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/interactive.h"
@@ -29,6 +32,7 @@
 #include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
 #include "llmc/model/pythia.h"
+#include "llmc/serve/server.h"
 #include "version.h"
 
 namespace weft {
@@ -186,6 +190,34 @@ Exit run_compare(const DecodeSession& s) {
   return comparison.passed() ? Exit::ok : Exit::internal;
 }
 
+ServerOptions server_options(const InferSettings& s) {
+  ServerOptions options;
+  options.address = parse_host_port(s.serve, "--serve");
+  options.model = s.served_name;
+  if (options.model.empty()) options.model = utf8_replace_invalid(std::filesystem::path(s.model).stem().string());
+  options.api_key = read_api_key(s.api_key_file);
+  options.version = WEFT_VERSION;
+  options.http.connections = s.max_connections;
+  options.http.body_bytes = static_cast<std::size_t>(s.max_body);
+  options.http.all_body_bytes = std::max(options.http.all_body_bytes, 4 * options.http.body_bytes);
+  options.http.read_seconds = s.read_seconds;
+  options.http.idle_seconds = s.idle_seconds;
+  options.http.write_seconds = s.write_seconds;
+  options.max_queue = s.max_queue;
+  options.drain_seconds = s.drain_seconds;
+  options.request_seconds = s.request_seconds;
+  return options;
+}
+
+Exit run_serve(const DecodeSession& s) {
+  const InferSettings& settings = s.settings();
+  CompletionsServer server(server_options(settings));  // until run() it answers that the model is being loaded
+  const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
+  const EngineOptions options = engine_options(settings, *model);
+  Engine engine(*model, options);
+  return server.run(engine, options, s.config(), s.tokenizer(), s.special());
+}
+
 Exit run(int argc, char** argv) {
   clean_thread_environment(argv);
   std::optional<InferSettings> settings =
@@ -206,6 +238,8 @@ Exit run(int argc, char** argv) {
       return run_perplexity(session);
     case InferTask::compare:
       return run_compare(session);
+    case InferTask::serve:
+      return run_serve(session);
     case InferTask::bench:
       return run_bench(*settings, session.config(), session.device(),
                        [&](std::int64_t capacity) { return session.load_model(capacity); });

@@ -4,6 +4,7 @@
 #   scripts/deps.sh --check     exit 0 if everything is there; otherwise name what is missing and exit 4
 #   scripts/deps.sh             install what is missing with the system's package manager
 #   scripts/deps.sh --fuzz      the same, and clang with libFuzzer, which only `make fuzz` needs
+#   scripts/deps.sh --browser   the same, and Chromium with its driver, in which the tests of the server's page run
 #   scripts/deps.sh --lint      the same, and clang-format, clang-tidy and shellcheck, which only `make lint` needs
 set -euo pipefail
 
@@ -15,6 +16,7 @@ needs=(
   "pcre2.h               libpcre2-dev          pcre2-devel"
   "utf8proc.h            libutf8proc-dev       utf8proc-devel"
   "openblas_config.h     libopenblas-openmp-dev openblas-devel"
+  "boost/beast.hpp       libboost-dev          boost-devel"
   "gtest/gtest.h         libgtest-dev          gtest-devel"
 )
 
@@ -50,6 +52,10 @@ fi
 
 if [ "${1:-}" = --fuzz ] && ! has_fuzzer; then
   missing_debian+=(clang libclang-rt-dev); missing_fedora+=(clang compiler-rt); missing_names+=(clang++ with libFuzzer)
+fi
+
+if [ "${1:-}" = --browser ] && ! { command -v chromium && command -v chromedriver; } >/dev/null; then
+  missing_debian+=(chromium chromium-driver); missing_fedora+=(chromium chromedriver); missing_names+=(chromium and chromedriver)
 fi
 
 if [ "${1:-}" = --lint ]; then

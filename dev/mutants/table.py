@@ -586,6 +586,28 @@ CPU = [
            'if step <= record["step"]}',
            'if step < record["step"]}',
            ("py:test_plot_log.py::test_a_resume_replaces_what_came_after_it",)),
+    # ---- the server ---------------------------------------------------------------------------------------------------
+    Mutant("a client that leaves goes on using its pages", "llmc/serve/server.cpp",
+           "  for (const RequestId id : answer.ids) engine->cancel(id);\n", "",
+           ("py:test_serve.py::test_a_client_that_leaves_frees_its_pages",)),
+    Mutant("a stream without a limit of what waits for its client", "llmc/serve/http.cpp",
+           "  if (queued_bytes_ > server_.limits.backlog_bytes) {", "  if (queued_bytes_ > 1'000'000'000) {",
+           unit("Http.ASlowReader*")),
+    Mutant("a body in another transfer encoding is the next request", "llmc/serve/http.cpp",
+           "  if (!encoding.empty() &&", "  if (!encoding.empty() && false &&", unit("Http.WhatIsNoRequest*")),
+    Mutant("bodies of clients that have left count for ever", "llmc/serve/http.cpp",
+           "  server_.body_bytes -= std::exchange(reserved_, 0);\n", "", unit("Http.BodiesOfAllConnections*")),
+    Mutant("the key is compared as far as what was given", "llmc/serve/server.cpp",
+           "difference = given.size() == expected.size() ? 0 : 1;", "difference = 0;", unit("ServerKey.*")),
+    Mutant("any host name is taken for this machine", "llmc/serve/server.cpp", "  if (http.loopback() && !known) {",
+           "  if (http.loopback() && !known && false) {", ("py:test_serve.py::test_pages_of_other_sites_are_kept_out",)),
+    Mutant("all choices of a request have one seed", "llmc/serve/server.cpp",
+           "        own.sampler.seed += static_cast<std::uint64_t>(i);\n", "", ("py:test_serve.py::test_the_seed_decides",)),
+    Mutant("tokens of a stop text keep their log-probabilities", "llmc/serve/completions_response.cpp",
+           "tokens_.front().offset < shown_)", "tokens_.front().offset <= shown_)", unit("CompletionsChoice.*")),
+    Mutant("a request after a stop signal is taken", "llmc/serve/server.cpp",
+           "  if (phase == Phase::draining) throw RequestError(503, \"the server is stopping\");\n", "",
+           ("py:test_serve.py::test_a_stop_signal_lets_requests_finish",)),
 ]
 
 # Where a GPU is. They need a build with nvcc.

@@ -33,8 +33,9 @@ struct TaskName {
 constexpr TaskName kTasks[] = {
     {InferTask::prompt, "prompt"},         {InferTask::prompt_file, "prompt-file"},
     {InferTask::prompt_ids, "prompt-ids"}, {InferTask::interactive, "interactive"},
-    {InferTask::batch, "batch"},           {InferTask::perplexity, "perplexity"},
-    {InferTask::bench, "bench"},           {InferTask::compare, "compare"},
+    {InferTask::batch, "batch"},           {InferTask::serve, "serve"},
+    {InferTask::perplexity, "perplexity"}, {InferTask::bench, "bench"},
+    {InferTask::compare, "compare"},
 };
 
 void add_model(OptionTable& table, InferSettings& s) {
@@ -63,6 +64,8 @@ void add_tasks(OptionTable& table, InferSettings& s) {
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
   table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
+  table.text("serve", s.serve, "HOST:PORT",
+             "serve OpenAI's completions API and a page for browsers, as 127.0.0.1:8000; port 0: a free one");
 }
 
 void add_generation(OptionTable& table, InferSettings& s) {
@@ -104,6 +107,25 @@ void add_measurements(OptionTable& table, InferSettings& s) {
              "instead of --model: random weights of this size, pythia-14m to pythia-12b; needs a GPU");
 }
 
+constexpr double kLongestWait = 1e6;  // seconds
+constexpr std::int64_t kMostConnections = 1'000'000;
+constexpr std::int64_t kLargestBody = 1 << 30;
+
+void add_server(OptionTable& table, InferSettings& s) {
+  table.group("Server");
+  table.text("served-name", s.served_name, "NAME", "the model's name in the API; default: that of its file");
+  table.text("api-key-file", s.api_key_file, "FILE",
+             "ask for the key that this file holds; without it for that of WEFT_API_KEY, if there is one");
+  table.integer("max-queue", s.max_queue, 0, kMostConnections, "completions that may wait, further ones are refused");
+  table.integer("max-connections", s.max_connections, 1, kMostConnections, "open at once, further ones are closed");
+  table.integer("max-body", s.max_body, 1, kLargestBody, "bytes of a request");
+  table.number("request-seconds", s.request_seconds, 0, kLongestWait, "a completion ends after them; 0: no limit");
+  table.number("read-seconds", s.read_seconds, 0.01, kLongestWait, "a request must have come in them");
+  table.number("idle-seconds", s.idle_seconds, 0.01, kLongestWait, "a connection without a request is closed");
+  table.number("write-seconds", s.write_seconds, 0.01, kLongestWait, "a client that takes no byte is cut off");
+  table.number("drain-seconds", s.drain_seconds, 0, kLongestWait, "for requests under way, after a stop signal");
+}
+
 void add_output(OptionTable& table, InferSettings& s) {
   table.group("Output");
   table.flag("json", s.json, "one JSON object instead of text");
@@ -130,13 +152,32 @@ InferTask requested_task(const OptionTable& table, std::string& given) {
   return task;
 }
 
+// The options of the server are for the server alone; those of a generation come with each request.
+void check_server(const OptionTable& table, const InferSettings& s) {
+  const bool serve = s.task == InferTask::serve;
+  for (const char* name : {"served-name", "api-key-file", "max-queue", "max-connections", "max-body", "request-seconds",
+                           "read-seconds", "idle-seconds", "write-seconds", "drain-seconds"}) {
+    if (table.given(name) && !serve) fail(Exit::usage, "--%s: only for --serve", name);
+  }
+  for (const char* name : {"max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop", "ignore-eos"}) {
+    if (table.given(name) && serve) fail(Exit::usage, "--%s: not for --serve, where each request has its own", name);
+  }
+  for (const auto& [name, value] : {std::pair("serve", &s.serve), std::pair("served-name", &s.served_name),
+                                    std::pair("api-key-file", &s.api_key_file)}) {
+    if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
+  }
+}
+
 // Options of the engine that runs many requests at once.
 void check_many(const OptionTable& table, InferSettings& s) {
-  for (const char* name : {"output", "kv-memory", "max-running"}) {
-    if (table.given(name) && s.task != InferTask::batch) fail(Exit::usage, "--%s: only for --batch", name);
+  const bool many = s.task == InferTask::batch || s.task == InferTask::serve;
+  for (const char* name : {"kv-memory", "max-running"}) {
+    if (table.given(name) && !many) fail(Exit::usage, "--%s: only for --batch and --serve", name);
   }
-  if (s.task == InferTask::batch && table.given("context")) {
-    fail(Exit::usage, "--context: not for --batch, where --kv-memory says what there is for all sequences");
+  if (table.given("output") && s.task != InferTask::batch) fail(Exit::usage, "--output: only for --batch");
+  if (many && table.given("context")) {
+    fail(Exit::usage, "--context: not for --%s, where --kv-memory says what there is for all sequences",
+         s.task == InferTask::batch ? "batch" : "serve");
   }
   if (s.task == InferTask::batch && !table.given("output")) {
     fail(Exit::usage, "--output: missing, expected a file for the answers of --batch, or - for stdout");
@@ -168,7 +209,9 @@ void check_together(const OptionTable& table, InferSettings& s) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
   check_many(table, s);
-  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::batch || s.task == InferTask::compare)) {
+  check_server(table, s);
+  if (s.json && (s.task == InferTask::interactive || s.task == InferTask::batch || s.task == InferTask::serve ||
+                 s.task == InferTask::compare)) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());
   }
   if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
@@ -191,6 +234,7 @@ InferOptionParser::InferOptionParser(const std::string& version)
   add_generation(table_, settings_);
   add_batch(table_, settings_);
   add_measurements(table_, settings_);
+  add_server(table_, settings_);
   add_output(table_, settings_);
 }
 

@@ -13,7 +13,7 @@
 namespace weft {
 
 // What to do with the model: exactly one of these is asked for.
-enum class InferTask { prompt, prompt_file, prompt_ids, interactive, batch, perplexity, bench, compare };
+enum class InferTask { prompt, prompt_file, prompt_ids, interactive, batch, serve, perplexity, bench, compare };
 
 // One field per option, with its default; names and meanings are those of --help. A size of 0 means "not given".
 struct InferSettings {
@@ -36,6 +36,10 @@ struct InferSettings {
   std::int64_t stride = 0;
   std::string bench_contexts;
   bool bench_layer = false, bench_timeline = false;
+
+  std::string serve, served_name, api_key_file;
+  std::int64_t max_queue = 1024, max_connections = 1024, max_body = 4 << 20;
+  double drain_seconds = 30, request_seconds = 0, read_seconds = 30, idle_seconds = 60, write_seconds = 30;
 
   bool json = false, stats = false;
   std::string color = "auto";

@@ -70,6 +70,12 @@ void TokenDecoder::finish(State& state, std::string& out) const {
   end_row(state, out);
 }
 
+std::string TokenDecoder::bytes_of(std::int32_t id) const {
+  const auto index = static_cast<std::size_t>(id);
+  if (!bytes_.empty() && bytes_[index] >= 0) return std::string(1, static_cast<char>(bytes_[index]));
+  return texts_[index];
+}
+
 void TokenDecoder::push_byte(State& state, char byte, std::string& out) const {
   state.row += byte;
   if (!state.row_is_broken) {

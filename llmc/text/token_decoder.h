@@ -48,6 +48,8 @@ class TokenDecoder {
   void push(State& state, std::int32_t id, std::string& out) const;
   // Ends the text.
   void finish(State& state, std::string& out) const;
+  // What the token stands for in the middle of a text, by itself: possibly not UTF-8. `id` is in range.
+  std::string bytes_of(std::int32_t id) const;
 
  private:
   void push_byte(State& state, char byte, std::string& out) const;

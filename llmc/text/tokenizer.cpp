@@ -151,6 +151,11 @@ std::optional<std::int32_t> Tokenizer::id_of(std::string_view token) const {
   return found->second;
 }
 
+std::string Tokenizer::token_bytes(std::int32_t id) const {
+  check_id(id);
+  return decoder_.bytes_of(id);
+}
+
 bool Tokenizer::is_special(std::int32_t id) const {
   return id >= 0 && id < vocab_size() && special_[static_cast<std::size_t>(id)];
 }

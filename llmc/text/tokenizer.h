@@ -53,6 +53,9 @@ class Tokenizer {
   // range: Exit::usage.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = false) const;
 
+  // The bytes of one token in the middle of a text: possibly not UTF-8. An id out of range: Exit::usage.
+  std::string token_bytes(std::int32_t id) const;
+
   std::int64_t vocab_size() const;                                  // ids go from 0 to vocab_size() - 1, without holes
   std::optional<std::int32_t> id_of(std::string_view token) const;  // by the file's spelling: "<|endoftext|>", "Ġthe"
   std::optional<std::int32_t> bos_id() const { return bos_; }       // what add_bos puts in front

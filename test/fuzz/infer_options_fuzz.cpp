@@ -16,6 +16,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     FUZZ_CHECK(s.max_running >= 1);
     FUZZ_CHECK((s.task == InferTask::perplexity) == !s.perplexity.empty());
     FUZZ_CHECK((s.task == InferTask::compare) == !s.compare.empty());
+    FUZZ_CHECK((s.task == InferTask::serve) == !s.serve.empty());
+    FUZZ_CHECK(s.max_queue >= 0 && s.max_connections >= 1 && s.max_body >= 1 && s.drain_seconds >= 0);
     FUZZ_CHECK((s.task == InferTask::interactive) == s.interactive && (s.task == InferTask::bench) == s.bench);
     FUZZ_CHECK(s.max_tokens >= 1 && s.context >= 0 && s.stride >= 0 && s.threads >= 0);
     FUZZ_CHECK(s.temperature >= 0 && s.top_p >= 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1);

@@ -251,10 +251,26 @@ def infer_options() -> dict[str, bytes]:
         "bench": ("--model=m", "--bench", "--bench-contexts=5,60", "--decode=fused"),
         "random": ("--bench", "--random-model=pythia-70m", "--bench-layer"),
         "compare": ("--model=m", "--compare=dump", "--dtype=fp16"),
+        "serve": ("--model=m", "--serve", "[::1]:8000", "--max-queue=4", "--drain-seconds=0.5", "--api-key-file=k"),
         "batch": ("--model=m", "--batch=in", "--output=out", "--kv-memory=8GB", "--max-running=3"),
         "inject": ("--model=m", "--prompt-ids=1,2", "--debug-inject=nan@token=3"), "two": ("--model=m", "--prompt=", "--bench"),
     }
     return {name: "\n".join(words).encode() for name, words in lines.items()}
+
+
+def completions_request() -> dict[str, bytes]:
+    bodies: dict[str, object] = {
+        "text": {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 7, "temperature": 0.5, "user": "me"},
+        "texts": {"prompt": ["a", "b\u00e9"], "n": 2, "stop": ["x", "yz"], "seed": 11, "top_p": 0.9},
+        "ids": {"prompt": [5, 6, 7], "logprobs": 5, "echo": True, "max_tokens": 0},
+        "lists": {"prompt": [[5], [6, 7]], "top_k": 4, "min_p": 0.1, "ignore_eos": True, "stop": "x"},
+        "stream": {"prompt": "", "stream": True, "stream_options": {"include_usage": True}, "best_of": 1},
+        "neutral": {"prompt": "a", "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {},
+                    "response_format": {"type": "text"}, "n": None},
+        "refused": {"prompt": "a", "presence_penalty": 0.5, "n": 129},
+        "deep": {"prompt": [[[[[[[[1]]]]]]]]}, "numbers": {"prompt": [-1, 4294967296, 1.5]},
+    }
+    return {name: b"\0" + json.dumps(body).encode() for name, body in bodies.items()}
 
 
 # What no seed holds.
@@ -263,6 +279,8 @@ MORE_WORDS = {"options": ("--help", "--version", "1e400", "nan"), "train_options
     "--max-minutes", "--compare", "--val", "--resume", "nan@step=", "io-error@save="),
     "infer_options": ("--prompt-file", "--special", "--seed", "--top-k", "--min-p", "--device", "--color", "--threads",
                       "--bench-timeline", "--debug-inject", "hang@token=", "io-error@load"),
+    "completions_request": ("1e999", "18446744073709551615", "-9223372036854775808", "\\ud800", "repetition_penalty",
+                            "use_beam_search", "min_tokens", "stop_token_ids", "guided_json"),
     "encode": ("'s", "'LL", "\r\n", "<|endoftext|>", "\u0301", "\u1100", "\u00a0", "\u200d", "\ufeff")}
 
 
@@ -277,7 +295,7 @@ def dictionary(target: str, seeds: dict[str, bytes]) -> str:
 def main() -> int:
     targets = {"tensor_file": tensor_file, "token_shard": token_shard, "model_config": model_config_seeds,
                "tokenizer_json": tokenizer_json, "encode": encode, "checkpoint": checkpoint, "options": options,
-               "train_options": train_options, "infer_options": infer_options}
+               "train_options": train_options, "infer_options": infer_options, "completions_request": completions_request}
     shutil.rmtree(CORPUS, ignore_errors=True)
     total = 0
     for target, make in targets.items():

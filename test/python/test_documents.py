@@ -417,6 +417,7 @@ MAY_INCLUDE = {
     "cpu": {"base", "model"},
     "infer": BELOW_MODEL | {"model"},
     "train": BELOW_MODEL | {"model", "infer"},
+    "serve": {"base", "text", "model", "infer"},
     **{f"cuda/{room}": {"base", "model"} | {f"cuda/{before}" for before in CUDA_ROOMS[:i]}
        for i, room in enumerate(CUDA_ROOMS)},
 }
@@ -454,7 +455,8 @@ def test_rooms_include_in_one_direction():
 @pytest.mark.parametrize("name, included", [
     ("llmc/cpu/rope.cpp", "llmc/cuda/op/rope.h"), ("llmc/cuda/op/rope.cu", "llmc/cpu/rope.h"),
     ("llmc/cuda/runtime/arena.cu", "llmc/cuda/hw/common.cuh"), ("llmc/cuda/op/gelu.cu", "llmc/cuda/fused/decode.h"),
-    ("llmc/base/log.cpp", "llmc/file/run_dir.h"), ("llmc/infer/report.cpp", "llmc/train/loop.h"),
+    ("llmc/base/log.cpp", "llmc/file/run_dir.h"), ("llmc/infer/engine.cpp", "llmc/serve/http.h"),
+    ("llmc/serve/server.cpp", "llmc/file/tensor_file.h"), ("llmc/infer/report.cpp", "llmc/train/loop.h"),
     ("llmc/train/loop.cpp", "llmc/cuda/llama/llama.h"), ("llmc/model/config.cpp", "llmc/app/device.h"),
     ("llmc/cuda/flat.cu", "llmc/base/error.h")])
 def test_an_include_against_the_direction_is_found(name, included):

@@ -1,0 +1,59 @@
+// The body of POST /v1/completions: from JSON that anybody may have sent to prompts and options.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/infer/completion.h"
+#include "llmc/model/config.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft {
+
+inline constexpr int kMaxRequestDepth = 8;             // of the JSON: a list of lists of ids has 3
+inline constexpr std::size_t kMaxPrompts = 1024;       // of one request
+inline constexpr std::int64_t kMaxChoices = 128;       // n
+inline constexpr std::int64_t kDefaultMaxTokens = 16;  // the API's
+
+// A request that is refused: the status and the fields of the API's error object.
+class RequestError : public Error {
+ public:
+  RequestError(int status, const std::string& message, std::string param = "", std::string code = "")
+      : Error(Exit::usage, message), status_(status), param_(std::move(param)), code_(std::move(code)) {}
+  int status() const { return status_; }
+  const std::string& param() const { return param_; }  // the field; empty: none
+  const std::string& api_code() const { return code_; }
+
+ private:
+  int status_;
+  std::string param_, code_;
+};
+
+struct CompletionsRequest {
+  std::vector<CompletionPrompt> prompts;  // at least one
+  CompletionOptions options;              // of all prompts
+  std::int64_t n = 1;                     // completions a prompt
+  bool stream = false, include_usage = false;
+  bool seeded = false;  // the request names a seed
+
+  std::int64_t sequences() const { return n * static_cast<std::int64_t>(prompts.size()); }
+};
+
+// What a request is read for.
+struct CompletionsContext {
+  std::string model;                                      // the name that requests may give
+  const Tokenizer* tokenizer = nullptr;                   // may be null
+  Tokenizer::Special special = Tokenizer::Special::text;  // names of special tokens in a prompt
+  const ModelConfig* config = nullptr;
+  std::int64_t max_sequences = 1024;  // prompts times n
+};
+
+// Fields that are not known are ignored, as other servers of this API do; those that would change the text and are not
+// supported are refused unless they have the value that changes nothing. Throws RequestError, which names the field.
+CompletionsRequest parse_completions(std::string_view body, const CompletionsContext& context);
+
+}  // namespace weft

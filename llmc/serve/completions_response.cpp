@@ -1,0 +1,197 @@
+#include "llmc/serve/completions_response.h"
+
+#include <algorithm>
+#include <chrono>
+#include <random>
+#include <span>
+#include <utility>
+
+#include "llmc/base/error.h"
+#include "llmc/base/json.h"
+#include "llmc/base/utf8.h"
+
+namespace weft {
+
+namespace {
+
+constexpr float kLeastLogprob = -9999;  // for -infinity, which JSON does not have
+
+std::int64_t characters(std::string_view utf8) {
+  return std::count_if(utf8.begin(), utf8.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; });
+}
+
+std::string json_quoted(std::string_view text) {
+  return json_text(Json(text));
+}
+
+Json number(float logprob) {
+  return static_cast<double>(std::max(logprob, kLeastLogprob));
+}
+
+// The members of every object, with an open brace before them and a comma behind.
+std::string begin_object(const CompletionsHead& head) {
+  return format(R"({"id":"%s","object":"text_completion","created":%lld,"model":%s,)", head.id.c_str(),
+                static_cast<long long>(head.created), json_quoted(head.model).c_str());
+}
+
+std::string usage_object(const CompletionsUsage& usage) {
+  return format(R"({"prompt_tokens":%lld,"completion_tokens":%lld,"total_tokens":%lld})",
+                static_cast<long long>(usage.prompt_tokens), static_cast<long long>(usage.completion_tokens),
+                static_cast<long long>(usage.prompt_tokens + usage.completion_tokens));
+}
+
+const char* error_type(int status) {
+  switch (status) {
+    case 401:
+      return "authentication_error";
+    case 403:
+      return "permission_error";
+    case 404:
+      return "not_found_error";
+    case 429:
+      return "rate_limit_error";
+    default:
+      return status < 500 ? "invalid_request_error" : "server_error";
+  }
+}
+
+}  // namespace
+
+CompletionsHead completions_head(const std::string& model) {
+  CompletionsHead head;
+  std::random_device random;
+  head.id = "cmpl-";
+  for (int i = 0; i < 4; ++i) head.id += format("%08x", random());
+  head.created =
+      std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  head.model = model;
+  return head;
+}
+
+CompletionsChoice::CompletionsChoice(std::int64_t index, const Tokenizer* tokenizer, std::int32_t alternatives,
+                                     std::shared_ptr<const CompletionPrompt> prompt)
+    : index_(index), tokenizer_(tokenizer), alternatives_(alternatives), prompt_(std::move(prompt)) {
+  if (tokenizer == nullptr || alternatives < 0) return;
+  decoder_.emplace(*tokenizer, prompt_ ? std::span<const std::int32_t>(prompt_->ids) : std::span<const std::int32_t>());
+}
+
+void CompletionsChoice::add(const CompletionPiece& piece) {
+  text_ += piece.text;
+  shown_ += characters(piece.text);
+  if (alternatives_ < 0) return;
+  if (piece.is_prompt) add_prompt_tokens(piece);
+  if (!piece.id.has_value()) return;
+  const bool known = decoder_.has_value() && piece.id->id < tokenizer_->vocab_size();
+  add_token({*piece.id, true, tokenizer_ == nullptr, offset_}, known ? decoder_->push(piece.id->id) : std::string());
+}
+
+void CompletionsChoice::add_prompt_tokens(const CompletionPiece& piece) {
+  if (!prompt_) return;
+  std::optional<StreamingDecoder> decoder;
+  if (tokenizer_ != nullptr) decoder.emplace(*tokenizer_);
+  const std::int64_t end = characters(piece.text);
+  for (std::size_t i = 0; i < prompt_->ids.size(); ++i) {
+    const std::int32_t id = prompt_->ids[i];
+    const bool known = decoder.has_value() && id < tokenizer_->vocab_size();
+    // The token that begins a document is put in front of a text: it is none of its characters.
+    const bool in_front =
+        i == 0 && known && tokenizer_->is_special(id) && !piece.text.starts_with(tokenizer_->token_bytes(id));
+    const std::string text = known && !in_front ? decoder->push(id) : std::string();
+    const bool scored = i > 0 && i <= piece.prompt.size();
+    add_token({scored ? piece.prompt[i - 1] : ScoredId{id, 0, {}}, scored, true, offset_}, text);
+  }
+  // Normalization may have changed the number of characters: what follows counts from the prompt as it was given.
+  for (Token& token : tokens_) token.offset = std::min(token.offset, end);
+  offset_ = end;
+}
+
+void CompletionsChoice::add_token(Token token, std::string_view text) {
+  tokens_.push_back(std::move(token));
+  offset_ += characters(text);
+}
+
+void CompletionsChoice::finish(FinishedBy reason) {
+  finish_reason_ = reason == FinishedBy::stop || reason == FinishedBy::length ? finished_by_name(reason) : "abort";
+}
+
+bool CompletionsChoice::token_is_due() const {
+  return !tokens_.empty() && (tokens_.front().unconditional || tokens_.front().offset < shown_);
+}
+
+bool CompletionsChoice::pending() const {
+  return !text_.empty() || !finish_reason_.empty() || token_is_due();
+}
+
+std::string CompletionsChoice::write() {
+  std::string out = format(R"({"index":%lld,"text":)", static_cast<long long>(index_));
+  out +=
+      json_quoted(text_) + R"(,"logprobs":)" + (alternatives_ < 0 ? "null" : write_logprobs()) + R"(,"finish_reason":)";
+  out += finish_reason_.empty() ? "null}" : json_quoted(finish_reason_) + "}";
+  text_.clear();
+  return out;
+}
+
+// OpenAI's form: what is no UTF-8 by itself is written as bytes.
+std::string CompletionsChoice::token_text(std::int32_t id) const {
+  if (tokenizer_ == nullptr || id >= tokenizer_->vocab_size()) return format("token_id:%d", id);
+  const std::string bytes = tokenizer_->token_bytes(id);
+  std::string text = bytes;
+  if (utf8_replace_invalid(text) == text) return text;
+  text = "bytes:";
+  for (const char byte : bytes) text += format("\\x%02x", static_cast<unsigned char>(byte));
+  return text;
+}
+
+std::string CompletionsChoice::write_logprobs() {
+  Json tokens = Json::array(), logprobs = Json::array(), top = Json::array(), offsets = Json::array();
+  while (token_is_due()) {
+    const Token& token = tokens_.front();
+    const std::string text = token_text(token.id.id);
+    tokens.push_back(text);
+    logprobs.push_back(token.scored ? number(token.id.logprob) : Json());
+    Json alternatives;  // null where nothing is scored
+    if (token.scored) {
+      alternatives = Json::object();
+      for (const IdLogprob& one : token.id.alternatives) alternatives.emplace(token_text(one.id), number(one.logprob));
+      alternatives.emplace(text, number(token.id.logprob));
+    }
+    top.push_back(std::move(alternatives));
+    offsets.push_back(token.offset);
+    tokens_.pop_front();
+  }
+  return json_text({{"tokens", std::move(tokens)},
+                    {"token_logprobs", std::move(logprobs)},
+                    {"top_logprobs", std::move(top)},
+                    {"text_offset", std::move(offsets)}});
+}
+
+std::string completions_body(const CompletionsHead& head, const std::vector<std::string>& choices,
+                             const CompletionsUsage& usage) {
+  std::string out = begin_object(head) + "\"choices\":[";
+  for (std::size_t i = 0; i < choices.size(); ++i) out += (i > 0 ? "," : "") + choices[i];
+  return out + "],\"usage\":" + usage_object(usage) + "}";
+}
+
+std::string completions_event(const CompletionsHead& head, const std::string& choice) {
+  return "data: " + begin_object(head) + "\"choices\":[" + choice + "]" +
+         (head.usage_follows ? ",\"usage\":null" : "") + "}\n\n";
+}
+
+std::string completions_usage_event(const CompletionsHead& head, const CompletionsUsage& usage) {
+  return "data: " + begin_object(head) + "\"choices\":[],\"usage\":" + usage_object(usage) + "}\n\n";
+}
+
+std::string error_body(int status, const std::string& message, const std::string& param, const std::string& code) {
+  const auto text_or_null = [](const std::string& text) { return text.empty() ? Json() : Json(text); };
+  return json_text({{"error",
+                     {{"message", message},
+                      {"type", error_type(status)},
+                      {"param", text_or_null(param)},
+                      {"code", text_or_null(code)}}}});
+}
+
+std::string error_event(int status, const std::string& message) {
+  return "data: " + error_body(status, message) + "\n\n";
+}
+
+}  // namespace weft

@@ -1,0 +1,85 @@
+// The answers of POST /v1/completions: JSON objects, and the events of a stream.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/infer/completion.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft {
+
+// What all choices and all events of one answer have in common.
+struct CompletionsHead {
+  std::string id;            // "cmpl-" and 32 hexadecimal digits
+  std::int64_t created = 0;  // Unix time, seconds
+  std::string model;
+  bool usage_follows = false;  // in the last event of a stream: all others say "usage":null
+};
+CompletionsHead completions_head(const std::string& model);  // with a random id
+
+struct CompletionsUsage {
+  std::int64_t prompt_tokens = 0;      // each prompt once, however many choices it has
+  std::int64_t completion_tokens = 0;  // of all choices
+};
+
+// One choice: collects the pieces of a completion, and writes what has come since it wrote last. Log-probabilities are
+// written with the text of their token: a token that a stop text removes, or a stop id, has neither.
+class CompletionsChoice {
+ public:
+  // `prompt`: what the text continues; may be null without log-probabilities. `alternatives`: CompletionOptions::logprobs.
+  CompletionsChoice(std::int64_t index, const Tokenizer* tokenizer, std::int32_t alternatives,
+                    std::shared_ptr<const CompletionPrompt> prompt);
+
+  void add(const CompletionPiece& piece);
+  void finish(FinishedBy reason);
+  // Whether there is something to write.
+  bool pending() const;
+  // {"index":..., "text":..., "logprobs":..., "finish_reason":...}
+  std::string write();
+
+ private:
+  struct Token {
+    ScoredId id;
+    bool scored = true;          // the first id of a prompt has no log-probability
+    bool unconditional = false;  // written even if none of its text is shown: of a prompt, or without a tokenizer
+    std::int64_t offset = 0;     // characters of the choice's text before it
+  };
+
+  void add_prompt_tokens(const CompletionPiece& piece);
+  void add_token(Token token, std::string_view text);
+  bool token_is_due() const;
+  std::string write_logprobs();
+  std::string token_text(std::int32_t id) const;
+
+  std::int64_t index_;
+  const Tokenizer* tokenizer_;
+  std::int32_t alternatives_;
+  std::shared_ptr<const CompletionPrompt> prompt_;
+  std::optional<StreamingDecoder> decoder_;  // of the generated ids, before stop texts are taken out
+  std::int64_t offset_ = 0;                  // characters that the tokens so far have made
+  std::int64_t shown_ = 0;                   // characters of the text so far
+  std::string text_;                         // not yet written
+  std::deque<Token> tokens_;                 // not yet written
+  std::string finish_reason_;                // empty: not finished
+};
+
+// The whole answer. `choices`: texts of CompletionsChoice::write().
+std::string completions_body(const CompletionsHead& head, const std::vector<std::string>& choices,
+                             const CompletionsUsage& usage);
+// Events of a stream, each "data: ...\n\n".
+std::string completions_event(const CompletionsHead& head, const std::string& choice);
+std::string completions_usage_event(const CompletionsHead& head, const CompletionsUsage& usage);
+inline constexpr const char* kLastEvent = "data: [DONE]\n\n";
+
+// {"error": {"message", "type", "param", "code"}}: the type follows from the status. Empty texts are null.
+std::string error_body(int status, const std::string& message, const std::string& param = "",
+                       const std::string& code = "");
+std::string error_event(int status, const std::string& message);
+
+}  // namespace weft

@@ -1,0 +1,645 @@
+#include "llmc/serve/http.h"
+
+// No part of Boost is linked: its error codes are header-only.
+#define BOOST_ERROR_CODE_HEADER_ONLY
+#define BOOST_SYSTEM_NO_DEPRECATED
+#include <algorithm>
+#include <atomic>
+#include <boost/asio/dispatch.hpp>
+#include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/post.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <boost/asio/thread_pool.hpp>
+#include <boost/beast/core/flat_buffer.hpp>
+#include <boost/beast/core/string.hpp>
+#include <boost/beast/http/parser.hpp>
+#include <boost/beast/http/read.hpp>
+#include <boost/beast/http/string_body.hpp>
+#include <charconv>
+#include <chrono>
+#include <deque>
+#include <optional>
+#include <thread>
+#include <unordered_set>
+
+#include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/base/signals.h"
+
+namespace weft {
+
+namespace asio = boost::asio;
+namespace http = boost::beast::http;
+using boost::system::error_code;
+using tcp = asio::ip::tcp;
+
+namespace {
+
+constexpr std::size_t kReadBytes = 16 << 10;       // asked of the socket at once
+constexpr std::size_t kPipelinedBytes = 64 << 10;  // of later requests, read while one is being answered
+constexpr std::size_t kBufferBytes = 128 << 10;    // of a connection: also the longest line between two chunks
+constexpr std::size_t kBuffersAtOnce = 64;         // pieces of the queue in one write
+constexpr double kLingerSeconds = 2;               // for a client to read an error before the connection is closed
+constexpr auto kAcceptPause = std::chrono::milliseconds(100);  // after a failed accept, such as no free descriptor
+
+std::chrono::nanoseconds duration(double seconds) {
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+}
+
+const char* reason(int status) {
+  switch (status) {
+    case 200:
+      return "OK";
+    case 400:
+      return "Bad Request";
+    case 401:
+      return "Unauthorized";
+    case 403:
+      return "Forbidden";
+    case 404:
+      return "Not Found";
+    case 405:
+      return "Method Not Allowed";
+    case 413:
+      return "Payload Too Large";
+    case 415:
+      return "Unsupported Media Type";
+    case 429:
+      return "Too Many Requests";
+    case 431:
+      return "Request Header Fields Too Large";
+    case 503:
+      return "Service Unavailable";
+    default:
+      return "Internal Server Error";
+  }
+}
+
+}  // namespace
+
+// ---- what connections share -------------------------------------------------------------------------------------------
+
+namespace {
+class Connection;
+}
+
+class HttpServerState {
+ public:
+  HttpServerState(const HostPort& address, const HttpLimits& limits_of_server, HttpHandler handler_of_requests,
+                  HttpErrorBody body_of_errors);
+
+  void accept();
+  void stop(double seconds);
+  bool reserve_body(std::size_t bytes) {
+    if (bytes > limits.all_body_bytes - body_bytes) return false;
+    body_bytes += bytes;
+    return true;
+  }
+
+  const HttpLimits limits;
+  const HttpHandler handler;
+  const HttpErrorBody error_body;
+  std::atomic<std::int64_t> open{0}, refused{0}, cut_off{0};
+
+  // Used on the thread of the connections alone. Before `io`, whose end destroys the last connections.
+  std::unordered_set<Connection*> connections;
+  std::size_t body_bytes = 0;  // reserved
+  bool stopping = false;
+  asio::io_context io{1};
+  tcp::acceptor acceptor{io};
+  asio::steady_timer accept_pause{io};
+
+  tcp::endpoint endpoint;  // where it listens
+  asio::thread_pool workers;
+  std::thread thread;
+};
+
+// ---- one connection ---------------------------------------------------------------------------------------------------
+
+namespace {
+
+class Exchange;
+
+// Reads a request, hands it over, writes the answer, and so on. Everything runs on the thread of the connections.
+class Connection : public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(HttpServerState& server, tcp::socket socket)
+      : server_(server), socket_(std::move(socket)), read_timer_(server.io), write_timer_(server.io) {
+    server_.connections.insert(this);
+    ++server_.open;
+  }
+  ~Connection() {
+    server_.connections.erase(this);
+    --server_.open;
+  }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  void next_request();
+  void close();
+  void close_soon();  // after the answer that is being made or written, if there is one
+
+  // From the exchange that is being answered.
+  void respond(const HttpResponse& response);
+  void begin_stream(const std::string& content_type);
+  void send(const std::string& data);
+  void end_stream();
+
+ private:
+  using Parser = http::request_parser<http::string_body>;
+  enum class Phase {
+    idle,       // between requests
+    reading,    // a request
+    answering,  // exchange_ is with the handler
+    flushing,   // the answer is complete, but not yet written
+    lingering,  // the last answer is written; what the client still sends is thrown away
+  };
+
+  void read_some();
+  void on_data();
+  void read_header();
+  void on_header(const error_code& error);
+  void answer_read_error(const error_code& error);
+  void refuse(int status, const std::string& message);
+  void hand_over();
+  void finish_answer();
+  void queue(std::string data);
+  void write();
+  void on_written(std::size_t bytes);
+  void on_flushed();
+  void limit_reading(double seconds);
+
+  HttpServerState& server_;
+  tcp::socket socket_;
+  asio::steady_timer read_timer_, write_timer_;
+  Phase phase_ = Phase::idle;
+  bool closed_ = false, close_after_ = false;
+
+  boost::beast::flat_buffer buffer_{kBufferBytes};
+  bool reads_ =
+      false;  // read_some() is under way: in every phase but `reading`, so that the end of a client is noticed
+  std::optional<Parser> parser_;
+  std::size_t reserved_ = 0;  // bytes of all_body_bytes, while the request is read
+
+  std::shared_ptr<Exchange> exchange_;
+  bool head_only_ = false;  // the request was HEAD
+  bool chunked_ = false;    // the client knows chunks: HTTP/1.1
+
+  std::deque<std::string> queue_;  // to be written
+  std::size_t queued_bytes_ = 0;
+  std::size_t front_written_ = 0;  // bytes of queue_.front()
+  bool writes_ = false;            // write() is under way
+};
+
+class Exchange final : public HttpExchange, public std::enable_shared_from_this<Exchange> {
+ public:
+  Exchange(asio::io_context& io, std::weak_ptr<Connection> connection, HttpRequest request)
+      : io_(io), connection_(std::move(connection)), request_(std::move(request)) {}
+
+  const HttpRequest& request() const override { return request_; }
+  std::string take_body() override { return std::move(request_.body); }
+  bool gone() const override { return gone_; }
+
+  void respond(HttpResponse response) override {
+    to_connection([response = std::move(response)](Connection& c) { c.respond(response); });
+  }
+  void begin_stream(const std::string& content_type) override {
+    to_connection([content_type](Connection& c) { c.begin_stream(content_type); });
+  }
+  void send(std::string data) override {
+    to_connection([data = std::move(data)](Connection& c) { c.send(data); });
+  }
+  void end_stream() override {
+    to_connection([](Connection& c) { c.end_stream(); });
+  }
+  void on_gone(std::function<void()> gone) override {
+    asio::dispatch(io_, [self = shared_from_this(), gone = std::move(gone)]() mutable {
+      if (self->complete_) return;
+      if (self->gone_) return gone();
+      self->on_gone_ = std::move(gone);
+    });
+  }
+
+  // On the thread of the connections.
+  void set_gone() {
+    gone_ = true;
+    if (const std::function<void()> call = std::exchange(on_gone_, nullptr)) call();
+  }
+  void set_complete() {
+    complete_ = true;
+    on_gone_ = nullptr;
+  }
+
+ private:
+  template <typename Call>
+  void to_connection(Call call) {
+    asio::dispatch(io_, [self = shared_from_this(), call = std::move(call)] {
+      if (self->gone_ || self->complete_) return;
+      if (const std::shared_ptr<Connection> connection = self->connection_.lock()) call(*connection);
+    });
+  }
+
+  asio::io_context& io_;
+  std::weak_ptr<Connection> connection_;
+  HttpRequest request_;
+  std::atomic<bool> gone_{false};
+  bool complete_ = false;  // the connection has the whole answer
+  std::function<void()> on_gone_;
+};
+
+// ---- reading ----
+
+void Connection::limit_reading(double seconds) {
+  read_timer_.expires_after(duration(seconds));
+  read_timer_.async_wait([self = shared_from_this()](const error_code& error) {
+    if (!error) self->close();
+  });
+}
+
+void Connection::next_request() {
+  phase_ = Phase::idle;
+  limit_reading(server_.limits.idle_seconds);
+  error_code ignored;
+  if (!reads_) return buffer_.size() > 0 ? read_header() : read_some();
+  // A request that came while the one before was answered is in the buffer: the read that waits for more ends, and its
+  // handler goes on with what is there.
+  if (buffer_.size() > 0) socket_.cancel(ignored);
+}
+
+void Connection::read_some() {
+  if (std::exchange(reads_, true)) return;
+  socket_.async_read_some(buffer_.prepare(kReadBytes),
+                          [self = shared_from_this()](const error_code& error, std::size_t bytes) {
+                            self->reads_ = false;
+                            if (self->closed_) return;
+                            // The end of the client's data is taken for the end of the client.
+                            if (error && error != asio::error::operation_aborted) return self->close();
+                            self->buffer_.commit(bytes);
+                            self->on_data();
+                          });
+}
+
+void Connection::on_data() {
+  switch (phase_) {
+    case Phase::idle:
+      return read_header();
+    case Phase::reading:
+      return;
+    case Phase::answering:
+    case Phase::flushing:
+      if (buffer_.size() > kPipelinedBytes) return close();
+      return read_some();
+    case Phase::lingering:
+      buffer_.consume(buffer_.size());
+      return read_some();
+  }
+}
+
+void Connection::read_header() {
+  phase_ = Phase::reading;
+  limit_reading(server_.limits.read_seconds);
+  parser_.emplace();
+  parser_->header_limit(static_cast<std::uint32_t>(server_.limits.header_bytes));
+  parser_->body_limit(server_.limits.body_bytes);
+  http::async_read_header(socket_, buffer_, *parser_,
+                          [self = shared_from_this()](const error_code& error, std::size_t) {
+                            if (!self->closed_) self->on_header(error);
+                          });
+}
+
+void Connection::on_header(const error_code& error) {
+  if (error) return answer_read_error(error);
+  // Beast takes a body in another encoding for none, and what it holds for the next request.
+  const auto encoding = parser_->get()[http::field::transfer_encoding];
+  if (!encoding.empty() && (!boost::beast::iequals(encoding, "chunked") || parser_->get().version() < 11)) {
+    return refuse(
+        400, "Transfer-Encoding: got " + escaped(std::string(encoding)) + ", expected none, or chunked since HTTP 1.1");
+  }
+  // How long a chunked body is shows at its end only.
+  const auto length = parser_->content_length();
+  const std::size_t bytes =
+      length ? static_cast<std::size_t>(*length) : (parser_->chunked() ? server_.limits.body_bytes : 0);
+  if (!server_.reserve_body(bytes)) return refuse(503, "too many request bodies at once: try again later");
+  reserved_ = bytes;
+  const auto expect = parser_->get()[http::field::expect];
+  if (boost::beast::iequals(expect, "100-continue") && parser_->get().version() >= 11 && !parser_->is_done()) {
+    queue("HTTP/1.1 100 Continue\r\n\r\n");
+  }
+  http::async_read(socket_, buffer_, *parser_, [self = shared_from_this()](const error_code& failure, std::size_t) {
+    if (self->closed_) return;
+    if (failure) return self->answer_read_error(failure);
+    self->hand_over();
+  });
+}
+
+void Connection::answer_read_error(const error_code& error) {
+  if (error == http::error::body_limit) {
+    return refuse(413, format("the body has more than the %zu bytes that are accepted", server_.limits.body_bytes));
+  }
+  if (error == http::error::header_limit) {
+    return refuse(431, format("the header has more than the %zu bytes that are accepted", server_.limits.header_bytes));
+  }
+  if (error == http::error::buffer_overflow) return refuse(400, "a line between two chunks is too long");
+  // Errors of the parser are of a category of their own; after one of the socket there is nobody to tell.
+  if (error.category() != make_error_code(http::error::bad_method).category() || error == http::error::end_of_stream ||
+      error == http::error::partial_message) {
+    return close();
+  }
+  refuse(400, "not a valid HTTP request: " + error.message());
+}
+
+void Connection::refuse(int status, const std::string& message) {
+  close_after_ = true;
+  HttpResponse response{status, "application/json", server_.error_body(status, message), {}};
+  if (status == 503) response.headers.emplace_back("Retry-After", "1");
+  respond(response);
+}
+
+void Connection::hand_over() {
+  if (server_.stopping) return close();
+  read_timer_.cancel();
+  phase_ = Phase::answering;
+  auto& message = parser_->get();
+  const auto field = [&](http::field name) { return std::string(message[name]); };
+  HttpRequest request;
+  request.method = std::string(message.method_string());
+  head_only_ = request.method == "HEAD";
+  if (head_only_) request.method = "GET";
+  request.path = std::string(message.target());
+  request.path.resize(std::min(request.path.find('?'), request.path.size()));
+  request.host = field(http::field::host);
+  request.origin = field(http::field::origin);
+  request.authorization = field(http::field::authorization);
+  request.content_type = field(http::field::content_type);
+  request.content_encoding = field(http::field::content_encoding);
+  request.body = std::move(message.body());
+  chunked_ = message.version() >= 11;
+  if (!message.keep_alive()) close_after_ = true;
+  parser_.reset();
+
+  exchange_ = std::make_shared<Exchange>(server_.io, weak_from_this(), std::move(request));
+  const std::shared_ptr<Exchange> exchange = exchange_;
+  const std::size_t reserved = std::exchange(reserved_, 0);
+  read_some();
+  if (exchange->request().body.empty()) {
+    server_.body_bytes -= reserved;
+    return server_.handler(exchange);
+  }
+  asio::post(server_.workers, [&server = server_, exchange = std::shared_ptr<Exchange>(exchange), reserved]() mutable {
+    if (!exchange->gone()) server.handler(exchange);
+    exchange.reset();
+    asio::post(server.io, [&server, reserved] { server.body_bytes -= reserved; });
+  });
+}
+
+// ---- writing ----
+
+std::string head_of(int status, const std::string& content_type, bool close) {
+  std::string head = format("HTTP/1.1 %d %s\r\n", status, reason(status));
+  head += "Content-Type: " + content_type + "\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n";
+  if (close) head += "Connection: close\r\n";
+  return head;
+}
+
+void Connection::respond(const HttpResponse& response) {
+  std::string text = head_of(response.status, response.content_type, close_after_);
+  for (const auto& [name, value] : response.headers) text += name + ": " + value + "\r\n";
+  text += format("Content-Length: %zu\r\n\r\n", response.body.size());
+  if (!head_only_) text += response.body;
+  queue(std::move(text));
+  finish_answer();
+}
+
+void Connection::begin_stream(const std::string& content_type) {
+  if (!chunked_) close_after_ = true;
+  queue(head_of(200, content_type, close_after_) + (chunked_ ? "Transfer-Encoding: chunked\r\n\r\n" : "\r\n"));
+}
+
+void Connection::send(const std::string& data) {
+  if (data.empty()) return;  // an empty chunk would end the stream
+  if (queued_bytes_ > server_.limits.backlog_bytes) {
+    ++server_.cut_off;
+    return close();
+  }
+  queue(chunked_ ? format("%zx\r\n", data.size()) + data + "\r\n" : data);
+}
+
+void Connection::end_stream() {
+  if (chunked_) queue("0\r\n\r\n");
+  finish_answer();
+}
+
+void Connection::finish_answer() {
+  if (closed_) return;
+  if (exchange_) exchange_->set_complete();
+  exchange_.reset();
+  head_only_ = false;
+  parser_.reset();
+  read_timer_.cancel();
+  phase_ = Phase::flushing;
+  if (queue_.empty()) on_flushed();
+}
+
+void Connection::queue(std::string data) {
+  if (closed_) return;
+  queued_bytes_ += data.size();
+  queue_.push_back(std::move(data));
+  if (!writes_) write();
+}
+
+void Connection::write() {
+  writes_ = true;
+  std::vector<asio::const_buffer> buffers;
+  for (const std::string& piece : queue_) {
+    if (buffers.size() == kBuffersAtOnce) break;
+    buffers.emplace_back(piece.data(), piece.size());
+  }
+  buffers.front() += front_written_;
+  write_timer_.expires_after(duration(server_.limits.write_seconds));
+  write_timer_.async_wait([self = shared_from_this()](const error_code& error) {
+    if (!error) self->close();
+  });
+  socket_.async_write_some(buffers, [self = shared_from_this()](const error_code& error, std::size_t bytes) {
+    self->writes_ = false;
+    if (self->closed_) return;
+    if (error) return self->close();
+    self->on_written(bytes);
+  });
+}
+
+void Connection::on_written(std::size_t bytes) {
+  queued_bytes_ -= bytes;
+  front_written_ += bytes;
+  while (!queue_.empty() && front_written_ >= queue_.front().size()) {
+    front_written_ -= queue_.front().size();
+    queue_.pop_front();
+  }
+  if (!queue_.empty()) return write();
+  write_timer_.cancel();
+  if (phase_ == Phase::flushing) on_flushed();
+}
+
+void Connection::on_flushed() {
+  if (!close_after_) return next_request();
+  // A socket that is closed with unread data in it resets the connection, and the client loses the answer. So what the
+  // client still sends is read for a moment.
+  error_code ignored;
+  socket_.shutdown(tcp::socket::shutdown_send, ignored);
+  phase_ = Phase::lingering;
+  limit_reading(kLingerSeconds);
+  buffer_.consume(reads_ ? 0 : buffer_.size());
+  read_some();
+}
+
+void Connection::close_soon() {
+  close_after_ = true;
+  if (phase_ == Phase::idle || phase_ == Phase::reading) close();
+}
+
+void Connection::close() {
+  if (std::exchange(closed_, true)) return;
+  read_timer_.cancel();
+  write_timer_.cancel();
+  error_code ignored;
+  socket_.close(ignored);
+  server_.body_bytes -= std::exchange(reserved_, 0);
+  if (const std::shared_ptr<Exchange> exchange = std::exchange(exchange_, nullptr)) exchange->set_gone();
+}
+
+}  // namespace
+
+// ---- the server -------------------------------------------------------------------------------------------------------
+
+HttpServerState::HttpServerState(const HostPort& address, const HttpLimits& limits_of_server,
+                                 HttpHandler handler_of_requests, HttpErrorBody body_of_errors)
+    : limits(limits_of_server),
+      handler(std::move(handler_of_requests)),
+      error_body(std::move(body_of_errors)),
+      workers(static_cast<std::size_t>(limits_of_server.workers)) {
+  const std::string shown = escaped(address.host) + format(", port %d", address.port);
+  const auto check = [&](const error_code& error, const char* action) {
+    if (!error) return;
+    fail(Exit::environment, "cannot %s %s: %s. Is another server running? Port 0 takes a free one", action,
+         shown.c_str(), error.message().c_str());
+  };
+  error_code error;
+  const auto found = tcp::resolver(io).resolve(address.host, std::to_string(address.port),
+                                               tcp::resolver::passive | tcp::resolver::numeric_service, error);
+  check(error, "find the address");
+  acceptor.open(found.begin()->endpoint().protocol(), error);
+  check(error, "open a socket for");
+  acceptor.set_option(tcp::acceptor::reuse_address(true), error);
+  acceptor.bind(found.begin()->endpoint(), error);
+  check(error, "listen on");
+  acceptor.listen(asio::socket_base::max_listen_connections, error);
+  check(error, "listen on");
+  endpoint = acceptor.local_endpoint();
+}
+
+void HttpServerState::accept() {
+  acceptor.async_accept([this](const error_code& error, tcp::socket socket) {
+    if (stopping) return;
+    if (error) {
+      accept_pause.expires_after(kAcceptPause);
+      accept_pause.async_wait([this](const error_code& cancelled) {
+        if (!cancelled) accept();
+      });
+      return;
+    }
+    if (open >= limits.connections) {
+      ++refused;
+      socket.close();
+    } else {
+      error_code ignored;
+      socket.set_option(tcp::no_delay(true), ignored);
+      socket.set_option(asio::socket_base::send_buffer_size(static_cast<int>(limits.socket_buffer_bytes)), ignored);
+      std::make_shared<Connection>(*this, std::move(socket))->next_request();
+    }
+    accept();
+  });
+}
+
+HttpServer::HttpServer(const HostPort& address, const HttpLimits& limits, HttpHandler handler,
+                       HttpErrorBody error_body) {
+  const SignalsElsewhere blocked;  // for the worker threads
+  state_ = std::make_unique<HttpServerState>(address, limits, std::move(handler), std::move(error_body));
+}
+
+HttpServer::~HttpServer() {
+  stop(0);
+}
+
+void HttpServer::start() {
+  state_->accept();
+  const SignalsElsewhere blocked;
+  state_->thread = std::thread([state = state_.get()] {
+    const auto work = asio::make_work_guard(state->io);
+    state->io.run();
+  });
+}
+
+void HttpServer::stop(double seconds) {
+  if (!state_->thread.joinable()) return;
+  const auto until = std::chrono::steady_clock::now() + duration(seconds);
+  asio::post(state_->io, [state = state_.get()] {
+    state->stopping = true;
+    state->acceptor.close();
+    state->accept_pause.cancel();
+    const std::vector<Connection*> all(state->connections.begin(), state->connections.end());
+    for (Connection* connection : all) connection->close_soon();
+  });
+  state_->workers.join();
+  while (state_->open > 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  asio::post(state_->io, [state = state_.get()] {
+    const std::vector<Connection*> all(state->connections.begin(), state->connections.end());
+    for (Connection* connection : all) connection->close();
+    state->io.stop();
+  });
+  state_->thread.join();
+}
+
+std::uint16_t HttpServer::port() const {
+  return state_->endpoint.port();
+}
+
+std::string HttpServer::url() const {
+  const std::string host = state_->endpoint.address().to_string();
+  return "http://" + (state_->endpoint.address().is_v6() ? "[" + host + "]" : host) + format(":%d", port());
+}
+
+bool HttpServer::loopback() const {
+  return state_->endpoint.address().is_loopback();
+}
+
+HttpCounters HttpServer::counters() const {
+  return {state_->open, state_->refused, state_->cut_off};
+}
+
+void HttpServer::post(std::function<void()> task) {
+  asio::post(state_->io, std::move(task));
+}
+
+HostPort parse_host_port(const std::string& text, const std::string& option) {
+  const auto refuse = [&]() {
+    fail(Exit::usage, "%s: got %s, expected HOST:PORT, as 127.0.0.1:8000 or [::1]:8000; port 0: any free one",
+         option.c_str(), escaped(text).c_str());
+  };
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string::npos || colon == 0) refuse();
+  HostPort address{text.substr(0, colon), 0};
+  const char *begin = text.data() + colon + 1, *end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(begin, end, address.port);
+  if (error != std::errc() || rest != end) refuse();
+  const bool brackets = address.host.size() > 2 && address.host.front() == '[' && address.host.back() == ']';
+  if (brackets) address.host = address.host.substr(1, address.host.size() - 2);
+  // A name with a NUL would be cut by the resolver; a colon without brackets is ambiguous.
+  if (!brackets && address.host.find_first_of("[]:") != std::string::npos) refuse();
+  if (address.host.find('\0') != std::string::npos) refuse();
+  return address;
+}
+
+}  // namespace weft

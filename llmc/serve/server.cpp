@@ -1,0 +1,570 @@
+#include "llmc/serve/server.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cctype>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "llmc/base/file.h"
+#include "llmc/base/json.h"
+#include "llmc/base/log.h"
+#include "llmc/base/signals.h"
+#include "llmc/infer/completion.h"
+#include "llmc/serve/completions_request.h"
+#include "llmc/serve/completions_response.h"
+#include "llmc/serve/metrics.h"
+#include "llmc/serve/page.h"
+
+namespace weft {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kSignalInterval = std::chrono::milliseconds(100);  // an idle engine asks for signals that often
+constexpr double kCancelSeconds = 5;                              // for cancelled requests to leave the engine
+constexpr double kFlushSeconds = 2;                               // for clients to take their last bytes
+constexpr std::size_t kMaxKeyBytes = 4096;
+constexpr const char* kKeyVariable = "WEFT_API_KEY";
+
+enum class Phase { loading, ready, draining };
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::string random_word() {
+  std::random_device random;
+  return format("%08x%08x%08x%08x", random(), random(), random(), random());
+}
+
+// Host or Origin without scheme and port: "http://[::1]:8000" is "[::1]".
+std::string_view host_of(std::string_view text) {
+  for (const std::string_view scheme : {"http://", "https://"}) {
+    if (text.starts_with(scheme)) text.remove_prefix(scheme.size());
+  }
+  const std::size_t bracket = text.rfind(']');
+  const std::size_t colon = text.rfind(':');
+  if (colon != std::string_view::npos && (bracket == std::string_view::npos || colon > bracket))
+    text = text.substr(0, colon);
+  return text;
+}
+
+std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view kSpace = " \t\r\n";
+  const std::size_t begin = text.find_first_not_of(kSpace);
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
+}
+
+// One request for completions that the engine works on.
+struct Answer {
+  std::shared_ptr<HttpExchange> exchange;
+  CompletionsHead head;
+  Clock::time_point arrival;
+  bool stream = false, include_usage = false;
+
+  std::atomic<bool> cancelled{false};
+  std::vector<RequestId> ids;  // in the engine; under answers_mutex, which is held until all have been submitted
+
+  // On the thread of the connections alone.
+  std::vector<CompletionsChoice> choices;
+  CompletionsUsage usage;
+  std::size_t unfinished = 0;
+  bool begun = false, failed = false;
+};
+
+// What the engine handed out in a step.
+struct Event {
+  std::shared_ptr<Answer> answer;
+  std::size_t choice = 0;
+  CompletionPiece piece;             // without `end`
+  std::optional<CompletionEnd> end;  // the last event of the choice
+};
+
+}  // namespace
+
+class CompletionsServer::State {
+ public:
+  explicit State(const ServerOptions& options_of_server)
+      : options(options_of_server),
+        http(
+            options.address, options.http, [this](const std::shared_ptr<HttpExchange>& exchange) { handle(exchange); },
+            [this](int status, const std::string& message) {
+              metrics.answered(status);
+              return error_body(status, message);
+            }) {}
+
+  Exit run();
+
+  // ---- requests ----
+  void handle(const std::shared_ptr<HttpExchange>& exchange);
+  void route(const std::shared_ptr<HttpExchange>& exchange);
+  void check_access(const HttpRequest& request) const;
+  void complete(const std::shared_ptr<HttpExchange>& exchange);
+  void submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request);
+  void check_ready() const;
+  void respond(HttpExchange& exchange, HttpResponse response) {
+    metrics.answered(response.status);
+    exchange.respond(std::move(response));
+  }
+  HttpResponse health() const;
+  std::string models() const;
+  HttpResponse page() const;
+
+  // ---- answers ----
+  void hand_out(Event event) { outbox.push_back(std::move(event)); }
+  void flush();
+  void deliver(Event& event);
+  void deliver_piece(Answer& answer, std::size_t choice, const CompletionPiece& piece);
+  void deliver_end(Answer& answer, std::size_t choice, const CompletionEnd& end);
+  void send(Answer& answer, const std::string& data);
+  void fail_answer(Answer& answer, int status, const std::string& message);
+  void cancel(Answer& answer);
+  std::vector<std::shared_ptr<Answer>> all_answers() {
+    const std::lock_guard lock(answers_mutex);
+    return {answers.begin(), answers.end()};
+  }
+
+  // ---- the engine's thread ----
+  void step_until_stopped();
+  void finish_cancelled();
+  void fail_all(const std::string& message);
+
+  const ServerOptions options;
+  ServerMetrics metrics;
+  std::atomic<Phase> phase{Phase::loading};
+  std::atomic<std::int64_t> in_flight{0};  // completions, from their reservation to their end
+  std::mutex answers_mutex;
+  std::unordered_set<std::shared_ptr<Answer>> answers;
+
+  // Set before phase is `ready`, constant from then on.
+  Engine* engine = nullptr;
+  CompletionsContext context;
+  std::int64_t max_in_flight = 0;
+
+  std::vector<Event> outbox;  // of the engine's thread
+
+  HttpServer http;  // last: its threads use all of the above
+};
+
+namespace {
+
+// Takes what one completion produces on the engine's thread.
+template <typename Server>
+class Sink : public CompletionSink {
+ public:
+  Sink(Server& server, std::shared_ptr<Answer> answer, std::size_t choice)
+      : server_(server), answer_(std::move(answer)), choice_(choice), last_(answer_->arrival) {}
+
+  bool on_piece(CompletionPiece piece) override {
+    if (piece.id.has_value()) {
+      const Clock::time_point now = Clock::now();
+      const double seconds = std::chrono::duration<double>(now - last_).count();
+      if (std::exchange(first_, false)) {
+        server_.metrics.first_token(seconds);
+      } else {
+        server_.metrics.inter_token(seconds);
+      }
+      last_ = now;
+    }
+    server_.hand_out({answer_, choice_, std::move(piece), {}});
+    return !answer_->cancelled;
+  }
+
+  void on_end(const CompletionEnd& end) override {
+    server_.metrics.ended(end.reason, seconds_since(answer_->arrival));
+    --server_.in_flight;
+    server_.hand_out({answer_, choice_, {}, end});
+  }
+
+ private:
+  Server& server_;
+  const std::shared_ptr<Answer> answer_;
+  const std::size_t choice_;
+  Clock::time_point last_;
+  bool first_ = true;
+};
+
+}  // namespace
+
+// ---- requests ---------------------------------------------------------------------------------------------------------
+
+void CompletionsServer::State::handle(const std::shared_ptr<HttpExchange>& exchange) {
+  const auto refuse = [&](int status, const std::string& message, const std::string& param = "",
+                          const std::string& code = "") {
+    HttpResponse response{status, "application/json", error_body(status, message, param, code), {}};
+    if (status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
+    if (status == 429 || status == 503) response.headers.emplace_back("Retry-After", "1");
+    if (status == 405)
+      response.headers.emplace_back("Allow", exchange->request().path == "/v1/completions" ? "POST" : "GET");
+    respond(*exchange, std::move(response));
+  };
+  try {
+    route(exchange);
+  } catch (const RequestError& error) {
+    refuse(error.status(), error.what(), error.param(), error.api_code());
+  } catch (const Error& error) {
+    refuse(error.code() == Exit::usage ? 400 : error.code() == Exit::resources ? 503 : 500, error.what());
+  } catch (const std::bad_alloc&) {
+    refuse(503, "not enough memory for this request");
+  } catch (const std::exception& error) {
+    log_error("a request failed: %s", escaped(error.what()).c_str());
+    refuse(500, "internal error");
+  }
+}
+
+void CompletionsServer::State::route(const std::shared_ptr<HttpExchange>& exchange) {
+  const HttpRequest& request = exchange->request();
+  check_access(request);
+  const std::string& path = request.path;
+  if (path == "/v1/completions") {
+    if (request.method != "POST") throw RequestError(405, "expected POST");
+    return complete(exchange);
+  }
+  const bool is_get =
+      path == "/" || path == "/health" || path == "/version" || path == "/metrics" || path == "/v1/models";
+  if (!is_get) throw RequestError(404, format("no such path: %s", escaped(path).c_str()));
+  if (request.method != "GET") throw RequestError(405, "expected GET");
+  if (path == "/") return respond(*exchange, page());
+  if (path == "/health") return respond(*exchange, health());
+  if (path == "/v1/models") return respond(*exchange, {200, "application/json", models(), {}});
+  if (path == "/version") {
+    return respond(*exchange, {200, "application/json", json_text({{"version", options.version}}), {}});
+  }
+  std::string text;
+  if (phase == Phase::loading) {
+    text = metrics.text(options.model, nullptr, http.counters());
+  } else {
+    const EngineStatistics statistics = engine->statistics();
+    text = metrics.text(options.model, &statistics, http.counters());
+  }
+  respond(*exchange, {200, "text/plain; version=0.0.4; charset=utf-8", text, {}});
+}
+
+void CompletionsServer::State::check_access(const HttpRequest& request) const {
+  // A page of another site can make a browser of this machine connect here: by a name of its own that leads to
+  // 127.0.0.1 (DNS rebinding; Host tells), or openly (Origin tells).
+  const std::string_view host = host_of(request.host);
+  const bool known = host.empty() || host == "localhost" || host == "[::1]" || host == "127.0.0.1" ||
+                     host == options.address.host || host == "[" + options.address.host + "]";
+  if (http.loopback() && !known) {
+    throw RequestError(403, format("Host: got %s, expected localhost: this server is for its own machine",
+                                   escaped(request.host).c_str()));
+  }
+  if (!request.origin.empty() && request.origin != "http://" + request.host &&
+      request.origin != "https://" + request.host) {
+    throw RequestError(
+        403, format("Origin: got %s: pages of other sites may not use this server", escaped(request.origin).c_str()));
+  }
+  if (options.api_key.empty() || request.path == "/" || request.path == "/health") return;
+  constexpr std::string_view kScheme = "bearer ";
+  std::string scheme = request.authorization.substr(0, kScheme.size());
+  std::transform(scheme.begin(), scheme.end(), scheme.begin(), [](unsigned char c) { return std::tolower(c); });
+  const bool bearer = scheme == kScheme;
+  const std::string given(bearer ? trimmed(std::string_view(request.authorization).substr(kScheme.size()))
+                                 : std::string_view());
+  if (!same_key(given, options.api_key)) {
+    throw RequestError(401,
+                       bearer ? "Authorization: not the key of this server"
+                              : "Authorization: expected Bearer and the key of this server",
+                       "", "invalid_api_key");
+  }
+}
+
+void CompletionsServer::State::check_ready() const {
+  if (phase == Phase::loading) throw RequestError(503, "the model is still being loaded");
+  if (phase == Phase::draining) throw RequestError(503, "the server is stopping");
+}
+
+HttpResponse CompletionsServer::State::health() const {
+  switch (phase.load()) {
+    case Phase::loading:
+      return {503, "application/json", R"({"status":"loading"})", {}};
+    case Phase::draining:
+      return {503, "application/json", R"({"status":"draining"})", {}};
+    case Phase::ready:
+      break;
+  }
+  return {200, "application/json", R"({"status":"ok"})", {}};
+}
+
+std::string CompletionsServer::State::models() const {
+  Json model = {{"id", options.model}, {"object", "model"}, {"created", 0}, {"owned_by", "weft"}};
+  if (phase != Phase::loading) model["max_model_len"] = context.config->max_positions;
+  return json_text({{"object", "list"}, {"data", Json::array({model})}});
+}
+
+HttpResponse CompletionsServer::State::page() const {
+  const std::string nonce = random_word();
+  return {200,
+          "text/html; charset=utf-8",
+          browser_page(nonce),
+          {{"Content-Security-Policy", browser_page_policy(nonce)},
+           {"X-Frame-Options", "DENY"},
+           {"Referrer-Policy", "no-referrer"}}};
+}
+
+void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exchange) {
+  const auto answer = std::make_shared<Answer>();
+  answer->arrival = Clock::now();
+  check_ready();
+  const HttpRequest& http_request = exchange->request();
+  if (!http_request.content_encoding.empty() && http_request.content_encoding != "identity") {
+    throw RequestError(415, format("Content-Encoding: got %s, expected none: bodies are not decompressed",
+                                   escaped(http_request.content_encoding).c_str()));
+  }
+  const std::string type(trimmed(http_request.content_type.substr(0, http_request.content_type.find(';'))));
+  if (!type.empty() && type != "application/json") {
+    throw RequestError(415, format("Content-Type: got %s, expected application/json", escaped(type).c_str()));
+  }
+  CompletionsRequest request = parse_completions(exchange->take_body(), context);
+  if (!request.seeded) request.options.sampler.seed = std::random_device()() >> 1;
+  if (options.request_seconds > 0) {
+    request.options.deadline = answer->arrival + std::chrono::duration_cast<Clock::duration>(
+                                                     std::chrono::duration<double>(options.request_seconds));
+  }
+  for (const CompletionPrompt& prompt : request.prompts) {
+    const std::string refusal =
+        engine->refusal(static_cast<std::int64_t>(prompt.ids.size()), request.options.max_tokens);
+    if (!refusal.empty()) throw RequestError(400, refusal, "prompt", "context_length_exceeded");
+  }
+  answer->exchange = exchange;
+  answer->head = completions_head(options.model);
+  answer->head.usage_follows = request.include_usage;
+  answer->stream = request.stream;
+  answer->include_usage = request.include_usage;
+  submit(answer, request);
+}
+
+void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request) {
+  const std::int64_t count = request.sequences();
+  std::int64_t mine = count;  // of in_flight, not yet the engine's
+  if (in_flight.fetch_add(count) + count > max_in_flight) {
+    in_flight -= count;
+    throw RequestError(429,
+                       format("%lld completions are under way: try again later", static_cast<long long>(max_in_flight)),
+                       "", "queue_full");
+  }
+  try {
+    check_ready();  // after the reservation: the end of the server waits for all that is reserved
+    const bool scored = request.options.logprobs >= 0;
+    std::vector<Completion> completions;
+    for (const CompletionPrompt& prompt : request.prompts) {
+      answer->usage.prompt_tokens += static_cast<std::int64_t>(prompt.ids.size());
+      const auto shared = scored ? std::make_shared<const CompletionPrompt>(prompt) : nullptr;
+      for (std::int64_t i = 0; i < request.n; ++i) {
+        const std::size_t choice = answer->choices.size();
+        CompletionOptions own = request.options;
+        own.sampler.seed += static_cast<std::uint64_t>(i);
+        answer->choices.emplace_back(static_cast<std::int64_t>(choice), context.tokenizer, own.logprobs, shared);
+        completions.push_back(make_completion(prompt, own, context.tokenizer, *context.config,
+                                              std::make_shared<Sink<State>>(*this, answer, choice)));
+      }
+    }
+    answer->unfinished = completions.size();
+    {
+      const std::lock_guard lock(answers_mutex);
+      answers.insert(answer);
+      for (Completion& completion : completions) {
+        answer->ids.push_back(engine->submit(std::move(completion.request), std::move(completion.listener)));
+        --mine;
+      }
+    }
+    answer->exchange->on_gone([this, answer] { cancel(*answer); });
+  } catch (...) {
+    in_flight -= mine;
+    cancel(*answer);
+    const std::lock_guard lock(answers_mutex);
+    answers.erase(answer);
+    throw;
+  }
+}
+
+void CompletionsServer::State::cancel(Answer& answer) {
+  if (answer.cancelled.exchange(true)) return;
+  const std::lock_guard lock(answers_mutex);
+  for (const RequestId id : answer.ids) engine->cancel(id);
+}
+
+// ---- answers ----------------------------------------------------------------------------------------------------------
+
+void CompletionsServer::State::flush() {
+  if (outbox.empty()) return;
+  http.post([this, events = std::make_shared<std::vector<Event>>(std::exchange(outbox, {}))] {
+    for (Event& event : *events) deliver(event);
+  });
+}
+
+void CompletionsServer::State::deliver(Event& event) {
+  Answer& answer = *event.answer;
+  if (!event.end.has_value()) {
+    if (!answer.failed && !answer.exchange->gone()) deliver_piece(answer, event.choice, event.piece);
+    return;
+  }
+  deliver_end(answer, event.choice, *event.end);
+  if (answer.unfinished == 0) {
+    const std::lock_guard lock(answers_mutex);
+    answers.erase(event.answer);
+  }
+}
+
+void CompletionsServer::State::deliver_piece(Answer& answer, std::size_t choice, const CompletionPiece& piece) {
+  answer.choices[choice].add(piece);
+  if (answer.stream && answer.choices[choice].pending()) {
+    send(answer, completions_event(answer.head, answer.choices[choice].write()));
+  }
+}
+
+void CompletionsServer::State::deliver_end(Answer& answer, std::size_t choice, const CompletionEnd& end) {
+  --answer.unfinished;
+  if (answer.failed || answer.exchange->gone()) return;
+  if (end.reason == FinishedBy::error) return fail_answer(answer, 500, end.message);
+  answer.usage.completion_tokens += end.generated_ids;
+  answer.choices[choice].finish(end.reason);
+  if (answer.stream) send(answer, completions_event(answer.head, answer.choices[choice].write()));
+  if (answer.unfinished > 0) return;
+  if (answer.stream) {
+    if (answer.include_usage) send(answer, completions_usage_event(answer.head, answer.usage));
+    send(answer, kLastEvent);
+    return answer.exchange->end_stream();
+  }
+  std::vector<std::string> choices;
+  for (CompletionsChoice& one : answer.choices) choices.push_back(one.write());
+  respond(*answer.exchange, {200, "application/json", completions_body(answer.head, choices, answer.usage), {}});
+}
+
+void CompletionsServer::State::send(Answer& answer, const std::string& data) {
+  if (!std::exchange(answer.begun, true)) {
+    metrics.answered(200);
+    answer.exchange->begin_stream("text/event-stream");
+  }
+  answer.exchange->send(data);
+}
+
+void CompletionsServer::State::fail_answer(Answer& answer, int status, const std::string& message) {
+  if (std::exchange(answer.failed, true)) return;
+  if (answer.begun) {
+    send(answer, error_event(status, message));
+    send(answer, kLastEvent);
+    answer.exchange->end_stream();
+  } else {
+    respond(*answer.exchange, {status, "application/json", error_body(status, message), {}});
+  }
+  cancel(answer);
+}
+
+// ---- the engine's thread ----------------------------------------------------------------------------------------------
+
+void CompletionsServer::State::step_until_stopped() {
+  Clock::time_point give_up = Clock::time_point::max();
+  for (;;) {
+    if (phase == Phase::ready && stop_signal() != 0) {
+      phase = Phase::draining;
+      give_up = Clock::now() +
+                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.drain_seconds));
+    }
+    if (phase == Phase::draining && (in_flight == 0 || Clock::now() >= give_up)) return;
+    const bool more = engine->step();
+    flush();
+    if (!more) engine->wait(std::min(Clock::now() + kSignalInterval, give_up));
+  }
+}
+
+void CompletionsServer::State::finish_cancelled() {
+  for (const std::shared_ptr<Answer>& answer : all_answers()) cancel(*answer);
+  const Clock::time_point start = Clock::now();
+  while (in_flight > 0 && seconds_since(start) < kCancelSeconds) {
+    if (!engine->step()) engine->wait(Clock::now() + kSignalInterval);
+    flush();
+  }
+}
+
+void CompletionsServer::State::fail_all(const std::string& message) {
+  phase = Phase::draining;
+  flush();
+  for (const std::shared_ptr<Answer>& answer : all_answers()) {
+    http.post([this, answer, message] { fail_answer(*answer, 500, message); });
+  }
+  http.stop(kFlushSeconds);
+}
+
+Exit CompletionsServer::State::run() {
+  on_stop(OnStop::finish, "stopping: requests under way are finished; a second signal leaves at once",
+          "left: requests under way were cut off");
+  phase = Phase::ready;
+  log_info("ready: %s", http.url().c_str());
+  try {
+    step_until_stopped();
+    finish_cancelled();
+  } catch (const std::exception& error) {
+    fail_all(error.what());
+    throw;
+  }
+  http.stop(kFlushSeconds);
+  return exit_after_signal(stop_signal());
+}
+
+// ---- the server -------------------------------------------------------------------------------------------------------
+
+CompletionsServer::CompletionsServer(const ServerOptions& options) : state_(std::make_unique<State>(options)) {
+  state_->http.start();
+  log_info("listening on %s", state_->http.url().c_str());
+  if (!state_->http.loopback() && options.api_key.empty()) {
+    log_warning("other machines can use this server, and no key is asked for: --api-key-file names one");
+  }
+}
+
+CompletionsServer::~CompletionsServer() = default;
+
+std::string CompletionsServer::url() const {
+  return state_->http.url();
+}
+
+Exit CompletionsServer::run(Engine& engine, const EngineOptions& engine_options, const ModelConfig& config,
+                            const Tokenizer* tokenizer, Tokenizer::Special special) {
+  State& s = *state_;
+  s.engine = &engine;
+  s.max_in_flight = engine_options.max_running + s.options.max_queue;
+  s.context = {s.options.model, tokenizer, special, &config, s.max_in_flight};
+  return s.run();
+}
+
+std::string read_api_key(const std::string& file) {
+  std::string key, source;
+  Exit code = Exit::bad_file;
+  if (!file.empty()) {
+    source = escaped(file);
+    key = trimmed(read_text_file(file, kMaxKeyBytes));
+  } else if (const char* variable = std::getenv(kKeyVariable); variable != nullptr) {
+    source = kKeyVariable;
+    code = Exit::usage;
+    key = trimmed(variable);
+  } else {
+    return "";
+  }
+  const bool printable = std::all_of(key.begin(), key.end(), [](char c) { return c > ' ' && c < '\x7F'; });
+  if (key.empty() || !printable) {
+    fail(code, "%s: expected a key of printable ASCII characters without spaces", source.c_str());
+  }
+  return key;
+}
+
+bool same_key(const std::string& given, const std::string& expected) {
+  // No early end, and no branch on a character.
+  volatile unsigned difference = given.size() == expected.size() ? 0 : 1;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const auto other = expected.empty() ? 0u : static_cast<unsigned char>(expected[i % expected.size()]);
+    difference = difference | (static_cast<unsigned char>(given[i]) ^ other);
+  }
+  return difference == 0 && !expected.empty();
+}
+
+}  // namespace weft

@@ -1,0 +1,59 @@
+// The server of infer_pythia --serve: the completions API of OpenAI over one engine (doc/serving.md).
+//
+// Three kinds of threads: the one that calls run() steps the engine, one reads and writes connections and makes JSON of
+// what the engine hands out, workers parse and tokenize requests. What the engine hands out passes to the second in
+// batches, through one queue: a step never waits for a client.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "llmc/base/error.h"
+#include "llmc/infer/engine.h"
+#include "llmc/model/config.h"
+#include "llmc/serve/http.h"
+#include "llmc/text/tokenizer.h"
+
+namespace weft {
+
+struct ServerOptions {
+  HostPort address;
+  HttpLimits http;
+  std::string model;              // its name in the API
+  std::string api_key;            // empty: none is asked for
+  std::string version;            // for /version
+  std::int64_t max_queue = 1024;  // sequences that may wait beside those that run
+  double drain_seconds = 30;
+  double request_seconds = 0;  // a completion that takes longer ends; 0: no limit
+};
+
+// The key that requests must have: the content of `file` (--api-key-file) without white space around it, or of the
+// environment variable WEFT_API_KEY. Empty: none. A key with other than printable ASCII characters, or an empty one:
+// Exit::bad_file, of the variable Exit::usage.
+std::string read_api_key(const std::string& file);
+// Takes the same time for every `given` of one length.
+bool same_key(const std::string& given, const std::string& expected);
+
+class CompletionsServer {
+ public:
+  // Listens from here on, and answers 503 until run().
+  explicit CompletionsServer(const ServerOptions& options);
+  ~CompletionsServer();
+  CompletionsServer(const CompletionsServer&) = delete;
+  CompletionsServer& operator=(const CompletionsServer&) = delete;
+
+  std::string url() const;
+
+  // Serves until a stop signal (llmc/base/signals.h), then takes no further requests, gives those under way
+  // drain_seconds, and returns the exit code of the signal. If the engine fails, all requests end with an error, and its
+  // error goes on to the caller. `tokenizer` may be null. Called once; everything given must live as long as the call.
+  Exit run(Engine& engine, const EngineOptions& engine_options, const ModelConfig& config, const Tokenizer* tokenizer,
+           Tokenizer::Special special);
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace weft

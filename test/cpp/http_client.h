@@ -1,0 +1,68 @@
+// A client of the tests of the server, which sends bytes as they are; and waiting for what another thread does.
+#pragma once
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+
+namespace weft {
+
+// A client that sends bytes as they are.
+class Client {
+ public:
+  explicit Client(std::uint16_t port, int receive_buffer = 0) : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    if (receive_buffer > 0) ::setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof receive_buffer);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(::connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  }
+  ~Client() { ::close(fd_); }
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  void send(const std::string& data) const {
+    EXPECT_EQ(::send(fd_, data.data(), data.size(), MSG_NOSIGNAL), static_cast<ssize_t>(data.size()));
+  }
+  // What comes until the server closes the connection, or until `end` has come; "TIME" is appended after five seconds.
+  std::string receive(const std::string& end = "") const {
+    std::string text;
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point until = Clock::now() + std::chrono::seconds(5);
+    char piece[4096];
+    while (end.empty() || text.find(end) == std::string::npos) {
+      pollfd ready{fd_, POLLIN, 0};
+      if (::poll(&ready, 1, 50) == 0) {
+        if (Clock::now() > until) return text + "TIME";
+        continue;
+      }
+      const ssize_t got = ::recv(fd_, piece, sizeof piece, 0);
+      if (got <= 0) break;
+      text.append(piece, static_cast<std::size_t>(got));
+    }
+    return text;
+  }
+
+ private:
+  int fd_;
+};
+
+inline bool eventually(const std::function<bool()>& condition) {
+  for (int i = 0; i < 500; ++i) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return false;
+}
+
+}  // namespace weft

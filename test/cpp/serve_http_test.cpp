@@ -1,0 +1,409 @@
+#include "llmc/serve/http.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "test/cpp/http_client.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+std::string post(const std::string& body, const std::string& fields = "") {
+  return "POST /x HTTP/1.1\r\nHost: localhost\r\n" + fields + "Content-Length: " + std::to_string(body.size()) +
+         "\r\n\r\n" + body;
+}
+constexpr const char* kGet = "GET /hello HTTP/1.1\r\nHost: localhost\r\n\r\n";
+constexpr const char* kLastGet = "GET /last HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+
+HttpLimits quick_limits() {
+  HttpLimits limits;
+  limits.body_bytes = 1000;
+  limits.header_bytes = 512;
+  limits.all_body_bytes = 1500;
+  limits.read_seconds = limits.idle_seconds = limits.write_seconds = 5;
+  return limits;
+}
+
+std::string error_text(int status, const std::string& message) {
+  return std::to_string(status) + ": " + message;
+}
+
+// Answers with the method, the path and the body.
+void echo(const std::shared_ptr<HttpExchange>& exchange) {
+  const HttpRequest& request = exchange->request();
+  exchange->respond({200, "text/plain", request.method + " " + request.path + " [" + request.body + "]", {}});
+}
+
+// A server with a handler, started.
+struct Running {
+  explicit Running(HttpHandler handler, const HttpLimits& limits = quick_limits())
+      : server({"127.0.0.1", 0}, limits, std::move(handler), error_text) {
+    server.start();
+  }
+  std::string ask(const std::string& data) {
+    const Client client(server.port());
+    client.send(data);
+    return client.receive();
+  }
+  HttpServer server;
+};
+
+TEST(Http, AddressesAreHostAndPort) {
+  EXPECT_EQ(parse_host_port("127.0.0.1:8000", "--serve").port, 8000);
+  EXPECT_EQ(parse_host_port("[::1]:0", "--serve").host, "::1");
+  for (const char* bad : {"", ":", "8000", ":8000", "localhost", "localhost:", "localhost:x", "localhost:65536",
+                          "localhost:-1", "::1:8000", "localhost:80 ", "[::1:80", "a[::1]:80"}) {
+    const std::string message = error_of(Exit::usage, [&] { parse_host_port(bad, "--serve"); });
+    EXPECT_NE(message.find("expected HOST:PORT"), std::string::npos) << message;
+  }
+}
+
+TEST(Http, AnAddressInUseIsAnEnvironmentError) {
+  Running running(echo);
+  const std::string message = error_of(Exit::environment, [&] {
+    HttpServer({"127.0.0.1", running.server.port()}, quick_limits(), echo, error_text);
+  });
+  EXPECT_NE(message.find("in use"), std::string::npos) << message;
+  error_of(Exit::environment, [&] { HttpServer({"192.0.2.1", 0}, quick_limits(), echo, error_text); });
+}
+
+TEST(Http, AConnectionServesManyRequests) {
+  Running running(echo);
+  const Client client(running.server.port());
+  for (int i = 0; i < 3; ++i) {
+    client.send(kGet);
+    EXPECT_NE(client.receive("[]").find("GET /hello []"), std::string::npos);
+    client.send(post("body"));
+    EXPECT_NE(client.receive("[body]").find("POST /x [body]"), std::string::npos);
+  }
+  EXPECT_EQ(running.server.counters().connections, 1);
+}
+
+TEST(Http, RequestsThatComeTogetherAreAnsweredInOrder) {
+  Running running(echo);
+  const std::string text = running.ask(std::string(kGet) + post("one") + post("two") + kGet + kLastGet);
+  std::size_t at = 0;
+  for (const char* part : {"GET /hello []", "[one]", "[two]", "GET /hello []", "GET /last []"}) {
+    at = text.find(part, at);
+    ASSERT_NE(at, std::string::npos) << part << "\n" << text;
+  }
+  EXPECT_TRUE(text.ends_with("GET /last []"));
+}
+
+TEST(Http, ARequestInSmallPiecesIsOneRequest) {
+  Running running(echo);
+  const Client client(running.server.port());
+  for (const char byte : post("slow", "Connection: close\r\n")) client.send(std::string(1, byte));
+  EXPECT_NE(client.receive().find("[slow]"), std::string::npos);
+}
+
+TEST(Http, HeadHasNoBody) {
+  Running running(echo);
+  const std::string text = running.ask("HEAD /hello HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+  EXPECT_NE(text.find("Content-Length: 13"), std::string::npos);
+  EXPECT_TRUE(text.ends_with("\r\n\r\n"));
+}
+
+TEST(Http, ChunkedBodiesAreRead) {
+  Running running(echo);
+  const std::string head = "POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n";
+  EXPECT_NE(running.ask(head + "3\r\nabc\r\n2;extension=1\r\nde\r\n0\r\n\r\n").find("[abcde]"), std::string::npos);
+}
+
+TEST(Http, TheInterimAnswerComesBeforeTheBody) {
+  Running running(echo);
+  const Client client(running.server.port());
+  client.send("POST /x HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n");
+  EXPECT_EQ(client.receive("\r\n\r\n"), "HTTP/1.1 100 Continue\r\n\r\n");
+  client.send("abc");
+  EXPECT_NE(client.receive("[abc]").find("200 OK"), std::string::npos);
+}
+
+TEST(Http, WhatIsNoRequestIsRefusedAndTheConnectionClosed) {
+  Running running(echo);
+  const std::string head = "POST /x HTTP/1.1\r\nHost: a\r\n";
+  const std::string chunked = head + "Transfer-Encoding: chunked\r\n\r\n";
+  struct Case {
+    std::string data, status;
+  };
+  for (const Case& c : std::vector<Case>{
+           {std::string("\x16\x03\x01\x02 tls\r\n\r\n", 12), "400"},
+           {"GET / HTTP/2.0\r\n\r\n", "400"},
+           {"GET / HTTP/1.1\r\nX: a" + std::string(1, '\0') + "b\r\n\r\n", "400"},
+           {head + "Content-Length: -1\r\n\r\n", "400"},
+           {head + "Content-Length: +3\r\n\r\nabc", "400"},
+           {head + "Content-Length: 0x3\r\n\r\nabc", "400"},
+           {head + "Content-Length: 99999999999999999999999\r\n\r\n", "400"},
+           {head + "Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", "400"},
+           {head + "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", "400"},
+           {chunked + "-3\r\nabc\r\n0\r\n\r\n", "400"},
+           {chunked + "+3\r\nabc\r\n0\r\n\r\n", "400"},
+           {chunked + "zz\r\nabc\r\n0\r\n\r\n", "400"},
+           {chunked + "3\r\nabcdef\r\n0\r\n\r\n", "400"},
+           {chunked + "fffffffffffffffff\r\n", "400"},
+           {head + "Transfer-Encoding: gzip\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n", "400"},
+           {head + "Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", "400"},
+           {"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", "400"},
+           {chunked + "3;" + std::string(200'000, 'e') + "\r\nabc\r\n0\r\n\r\n", "400"},
+           {head + "Content-Length: 1001\r\n\r\n", "413"},
+           {chunked + "ffffffffffffffff\r\n", "413"},
+           {chunked + "3e9\r\n" + std::string(1001, 'x') + "\r\n0\r\n\r\n", "413"},
+           {chunked + "1f4\r\n" + std::string(500, 'x') + "\r\n1f5\r\n" + std::string(501, 'x') + "\r\n0\r\n\r\n",
+            "413"},
+           {"GET / HTTP/1.1\r\nX: " + std::string(600, 'a') + "\r\n\r\n", "431"},
+           {"GET /" + std::string(600, 'a') + " HTTP/1.1\r\n\r\n", "431"},
+           {"GET / HTTP/1.1\r\n" +
+                [] {
+                  std::string lines;
+                  for (int i = 0; i < 200; ++i) lines += "a: b\r\n";
+                  return lines;
+                }() +
+                "\r\n",
+            "431"},
+       }) {
+    const std::string text = running.ask(c.data);
+    EXPECT_TRUE(text.starts_with("HTTP/1.1 " + c.status + " ")) << c.data.substr(0, 120) << "\n" << text;
+    EXPECT_NE(text.find("\r\n\r\n" + c.status + ": "), std::string::npos) << text;
+    EXPECT_NE(text.find("Connection: close"), std::string::npos) << text;
+    EXPECT_EQ(text.find("HTTP/1.1", 1), std::string::npos) << text;  // one answer: nothing was smuggled
+    EXPECT_FALSE(text.ends_with("TIME")) << c.data.substr(0, 120);
+  }
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+  EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);  // and it goes on
+}
+
+TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
+  Running running(echo);
+  const Client first(running.server.port());
+  first.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n");
+  const std::string second = post(std::string(700, 'y'), "Connection: close\r\n");
+  ASSERT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 503"); }));
+  EXPECT_NE(running.ask(second).find("Retry-After: 1"), std::string::npos);
+  first.send(std::string(900, 'x'));
+  EXPECT_NE(first.receive("]").find("200 OK"), std::string::npos);
+  EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
+  {
+    const Client leaves(running.server.port());
+    leaves.send("POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nabc");
+  }
+  EXPECT_TRUE(eventually([&] { return running.ask(second).starts_with("HTTP/1.1 200"); }));
+}
+
+TEST(Http, ConnectionsAreLimited) {
+  HttpLimits limits = quick_limits();
+  limits.connections = 2;
+  Running running(echo, limits);
+  const Client first(running.server.port());
+  {
+    const Client second(running.server.port());
+    ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 2; }));
+    EXPECT_EQ(Client(running.server.port()).receive(), "");
+    EXPECT_EQ(running.server.counters().refused, 1);
+  }
+  ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
+  EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
+}
+
+TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {
+  HttpLimits limits = quick_limits();
+  limits.read_seconds = 0.1;
+  limits.idle_seconds = 0.3;
+  Running running(echo, limits);
+  const auto seconds_to_close = [&](const std::string& data) {
+    const Clock::time_point start = Clock::now();
+    const Client client(running.server.port());
+    client.send(data);
+    EXPECT_EQ(client.receive().find("TIME"), std::string::npos);
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  };
+  EXPECT_LT(seconds_to_close("GET / HT"), 2);
+  EXPECT_LT(seconds_to_close("POST /x HTTP/1.1\r\nContent-Length: 5\r\n\r\nab"), 2);
+  EXPECT_GT(seconds_to_close(kGet), 0.25);
+}
+
+// A client that goes away while its request is being answered.
+TEST(Http, AClientThatLeavesIsNoticed) {
+  std::atomic<int> gone{0};
+  std::atomic<int> asked{0};
+  std::shared_ptr<HttpExchange> kept;
+  std::mutex mutex;
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    const std::lock_guard lock(mutex);
+    kept = exchange;
+    exchange->on_gone([&] { ++gone; });
+    ++asked;
+  });
+  for (const std::string& request : {std::string(kGet), post("body"), std::string(kGet) + kGet}) {
+    gone = asked = 0;
+    {
+      const Client client(running.server.port());
+      client.send(request);
+      ASSERT_TRUE(eventually([&] { return asked == 1; }));
+      EXPECT_EQ(gone, 0);
+    }
+    EXPECT_TRUE(eventually([&] { return gone == 1; }));
+    EXPECT_TRUE(kept->gone());
+    kept->respond({200, "text/plain", "too late", {}});  // does nothing
+    bool at_once = false;
+    running.server.post([&] { kept->on_gone([&] { at_once = true; }); });
+    EXPECT_TRUE(eventually([&] { return at_once; }));
+  }
+}
+
+TEST(Http, AStreamIsReadAsItIsWritten) {
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> ready{false};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    if (exchange->request().path == "/last") return echo(exchange);
+    kept = exchange;
+    ready = true;
+  });
+  const Client client(running.server.port());
+  client.send(kGet);
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  kept->begin_stream("text/event-stream");
+  kept->send("data: 1\n\n");
+  const std::string head = client.receive("9\r\ndata: 1\n\n\r\n");
+  EXPECT_NE(head.find("Transfer-Encoding: chunked"), std::string::npos);
+  EXPECT_NE(head.find("Content-Type: text/event-stream"), std::string::npos);
+  kept->send("");  // no end of the stream
+  kept->send("data: 2\n\n");
+  EXPECT_EQ(client.receive("data: 2\n\n\r\n"), "9\r\ndata: 2\n\n\r\n");
+  kept->end_stream();
+  EXPECT_EQ(client.receive("0\r\n\r\n"), "0\r\n\r\n");
+  client.send(kLastGet);  // the connection goes on
+  EXPECT_NE(client.receive().find("GET /last"), std::string::npos);
+}
+
+TEST(Http, AnOldClientGetsAStreamWithoutChunks) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+    exchange->begin_stream("text/event-stream");
+    exchange->send("data: 1\n\n");
+    exchange->end_stream();
+  });
+  const std::string text = running.ask("GET / HTTP/1.0\r\n\r\n");
+  EXPECT_EQ(text.find("chunked"), std::string::npos);
+  EXPECT_TRUE(text.ends_with("\r\n\r\ndata: 1\n\n"));
+}
+
+// The handler writes without end; the client does not read. Nobody waits for it, and it is cut off.
+TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
+  HttpLimits limits = quick_limits();
+  limits.backlog_bytes = 100'000;
+  limits.socket_buffer_bytes = 10'000;
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> gone{false}, ready{false};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path == "/last") return echo(exchange);
+        kept = exchange;
+        exchange->on_gone([&] { gone = true; });
+        exchange->begin_stream("text/event-stream");
+        ready = true;
+      },
+      limits);
+  const Client slow(running.server.port(), 5000);
+  slow.send(kGet);
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  std::size_t sent = 0;
+  for (; !gone && sent < 100'000'000; sent += 1000) {
+    kept->send(std::string(1000, 'x'));
+    if (sent % 100'000 != 0) continue;
+    EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
+  }
+  EXPECT_TRUE(gone);
+  EXPECT_EQ(running.server.counters().cut_off, 1);
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+}
+
+TEST(Http, AClientThatTakesNothingIsClosedInTime) {
+  HttpLimits limits = quick_limits();
+  limits.write_seconds = 0.2;
+  limits.socket_buffer_bytes = 10'000;
+  std::atomic<bool> gone{false};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        exchange->respond({200, "text/plain", std::string(50'000'000, 'x'), {}});
+      },
+      limits);
+  const Client slow(running.server.port(), 5000);
+  slow.send(kGet);
+  ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
+  EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+}
+
+// Answers of a client that sends requests and reads none are not collected without end.
+TEST(Http, RequestsBehindAnAnswerThatIsNotReadAreNotAnswered) {
+  HttpLimits limits = quick_limits();
+  limits.socket_buffer_bytes = 10'000;
+  std::atomic<int> asked{0};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        ++asked;
+        exchange->respond({200, "text/plain", std::string(5'000'000, 'x'), {}});
+      },
+      limits);
+  const Client slow(running.server.port(), 5000);
+  for (int i = 0; i < 100; ++i) slow.send(kGet);
+  ASSERT_TRUE(eventually([&] { return asked >= 1; }));
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_LE(asked, 3);
+}
+
+TEST(Http, HandlersOfLongRequestsKeepNobodyWaiting) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool release = false;
+  std::atomic<int> waiting{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    if (!exchange->request().body.empty()) {
+      std::unique_lock lock(mutex);
+      ++waiting;
+      changed.wait(lock, [&] { return release; });
+    }
+    echo(exchange);
+  });
+  const Client first(running.server.port()), second(running.server.port());
+  first.send(post("a"));
+  second.send(post("b"));
+  ASSERT_TRUE(eventually([&] { return waiting == 2; }));
+  EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);
+  {
+    const std::lock_guard lock(mutex);
+    release = true;
+  }
+  changed.notify_all();
+  EXPECT_NE(first.receive("]").find("[a]"), std::string::npos);
+  EXPECT_NE(second.receive("]").find("[b]"), std::string::npos);
+}
+
+TEST(Http, StoppingLetsAnswersThroughAndEnds) {
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> ready{false};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) {
+    kept = exchange;
+    ready = true;
+  });
+  const Client idle(running.server.port()), busy(running.server.port());
+  busy.send(kGet);
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  std::thread stopper([&] { running.server.stop(5); });
+  EXPECT_EQ(idle.receive(), "");
+  kept->respond({200, "text/plain", "the answer", {}});
+  EXPECT_NE(busy.receive().find("the answer"), std::string::npos);
+  stopper.join();
+  kept.reset();
+}
+
+}  // namespace
+}  // namespace weft

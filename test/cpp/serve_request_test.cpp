@@ -1,0 +1,212 @@
+#include "llmc/serve/completions_request.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "llmc/base/json.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+const Tokenizer& tokenizer() {
+  static const Tokenizer one = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/neox_style.tokenizer.json"),
+                                                    "neox_style.tokenizer.json");
+  return one;
+}
+
+ModelConfig config() {
+  ModelConfig c;
+  c.family = Family::gpt_neox;
+  c.vocab_size = tokenizer().vocab_size() + 6;
+  c.eos_ids = {0};
+  c.max_positions = 64;
+  return c;
+}
+
+CompletionsRequest parse(const std::string& body) {
+  static const ModelConfig c = config();
+  return parse_completions(body, {"tiny", &tokenizer(), Tokenizer::Special::text, &c, 256});
+}
+
+struct Refusal {
+  int status = 0;
+  std::string param, message, code;
+};
+Refusal refusal(const std::string& body) {
+  try {
+    parse(body);
+  } catch (const RequestError& error) {
+    return {error.status(), error.param(), error.what(), error.api_code()};
+  }
+  ADD_FAILURE() << "accepted: " << body;
+  return {};
+}
+
+TEST(CompletionsRequest, DefaultsAreThoseOfTheApi) {
+  const CompletionsRequest request = parse(R"({"model": "tiny", "prompt": "Once"})");
+  ASSERT_EQ(request.prompts.size(), 1u);
+  EXPECT_EQ(request.prompts[0].ids, tokenizer().encode("Once", true));
+  EXPECT_EQ(request.prompts[0].text, "Once");
+  EXPECT_EQ(request.n, 1);
+  EXPECT_EQ(request.options.max_tokens, 16);
+  EXPECT_EQ(request.options.sampler.temperature, 1);
+  EXPECT_EQ(request.options.sampler.top_p, 1);
+  EXPECT_EQ(request.options.logprobs, -1);
+  EXPECT_FALSE(request.stream || request.include_usage || request.seeded || request.options.echo);
+  EXPECT_FALSE(request.options.deadline.has_value());
+}
+
+TEST(CompletionsRequest, EveryFieldArrives) {
+  const CompletionsRequest request = parse(R"({"prompt": ["a", "b"], "n": 3, "max_tokens": 7, "temperature": 0.5,
+      "top_p": 0.25, "top_k": 4, "min_p": 0.125, "seed": 11, "stop": ["x", "yz"], "logprobs": 5, "echo": true,
+      "stream": true, "stream_options": {"include_usage": true}, "ignore_eos": true, "best_of": 3, "user": "me"})");
+  EXPECT_EQ(request.prompts.size(), 2u);
+  EXPECT_EQ(request.sequences(), 6);
+  EXPECT_EQ(request.options.max_tokens, 7);
+  EXPECT_EQ(request.options.sampler.temperature, 0.5);
+  EXPECT_EQ(request.options.sampler.top_p, 0.25);
+  EXPECT_EQ(request.options.sampler.top_k, 4);
+  EXPECT_EQ(request.options.sampler.min_p, 0.125);
+  EXPECT_EQ(request.options.sampler.seed, 11u);
+  EXPECT_EQ(request.options.stop, (std::vector<std::string>{"x", "yz"}));
+  EXPECT_EQ(request.options.logprobs, 5);
+  EXPECT_TRUE(request.seeded && request.stream && request.include_usage);
+  EXPECT_TRUE(request.options.echo && request.options.ignore_eos);
+}
+
+TEST(CompletionsRequest, PromptsOfEveryKind) {
+  EXPECT_EQ(parse(R"({"prompt": "ab"})").prompts.size(), 1u);
+  EXPECT_EQ(parse(R"({"prompt": ["ab"]})").prompts.size(), 1u);
+  const CompletionsRequest ids = parse(R"({"prompt": [5, 6, 7]})");
+  ASSERT_EQ(ids.prompts.size(), 1u);
+  EXPECT_EQ(ids.prompts[0].ids, (std::vector<std::int32_t>{5, 6, 7}));
+  EXPECT_EQ(ids.prompts[0].text, tokenizer().decode(ids.prompts[0].ids));
+  const CompletionsRequest lists = parse(R"({"prompt": [[5], [6, 7]]})");
+  ASSERT_EQ(lists.prompts.size(), 2u);
+  EXPECT_EQ(lists.prompts[1].ids, (std::vector<std::int32_t>{6, 7}));
+  // An empty text is the token that begins a document.
+  EXPECT_EQ(parse(R"({"prompt": ""})").prompts[0].ids, (std::vector<std::int32_t>{0}));
+}
+
+TEST(CompletionsRequest, NullIsTheDefaultAndUnknownFieldsAreIgnored) {
+  const CompletionsRequest request = parse(R"({"prompt": "a", "n": null, "max_tokens": null, "temperature": null,
+      "stop": null, "logprobs": null, "echo": null, "stream": null, "stream_options": null, "suffix": null,
+      "logit_bias": null, "best_of": null, "model": null, "seed": null, "something_new": {"a": [1]}, "top_k": -1})");
+  EXPECT_EQ(request.options.max_tokens, 16);
+  EXPECT_EQ(request.options.sampler.top_k, 0);
+  EXPECT_FALSE(request.seeded);
+}
+
+TEST(CompletionsRequest, WhatWouldChangeTheTextIsRefusedUnlessNeutral) {
+  parse(R"({"prompt": "a", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": "",
+      "repetition_penalty": 1.0, "use_beam_search": false, "response_format": {"type": "text"}})");
+  for (const char* field :
+       {R"("presence_penalty": 0.5)", R"("frequency_penalty": -1)", R"("logit_bias": {"5": 1})", R"("suffix": "x")",
+        R"("repetition_penalty": 1.1)", R"("use_beam_search": true)", R"("min_tokens": 1)", R"("best_of": 2)",
+        R"("guided_regex": "a*")", R"("response_format": {"type": "json_object"})"}) {
+    const Refusal got = refusal(std::string(R"({"prompt": "a", )") + field + "}");
+    EXPECT_EQ(got.status, 400) << field;
+    EXPECT_EQ("\"" + got.param + "\"", std::string(field).substr(0, std::string(field).find(':'))) << got.message;
+  }
+}
+
+TEST(CompletionsRequest, EveryRefusalNamesItsField) {
+  struct Case {
+    const char *body, *param, *words;
+  };
+  for (const Case& c : std::vector<Case>{
+           {"", "", "not valid JSON"},
+           {"[]", "", "expected an object"},
+           {"{", "", "not valid JSON"},
+           {R"({"prompt": "a"} x)", "", "not valid JSON"},
+           {R"({"prompt": "a", "prompt": "b"})", "", "occurs twice"},
+           {R"({"prompt": [[[[[[[[[1]]]]]]]]]})", "", "nested deeper than 8"},
+           {"{\"prompt\": \"\xff\"}", "", "not valid JSON"},
+           {"{}", "prompt", "missing"},
+           {R"({"prompt": null})", "prompt", "expected a text, a list of texts"},
+           {R"({"prompt": 5})", "prompt", "expected a text, a list of texts"},
+           {R"({"prompt": {}})", "prompt", "expected a text, a list of texts"},
+           {R"({"prompt": []})", "prompt", "at least one"},
+           {R"({"prompt": [[]]})", "prompt", "prompt[0]"},
+           {R"({"prompt": ["a", 1]})", "prompt[1]", "of one kind"},
+           {R"({"prompt": [1, "a"]})", "prompt", "id 2"},
+           {R"({"prompt": [1.5]})", "prompt", "id 1"},
+           {R"({"prompt": [-1]})", "prompt", "id 1"},
+           {R"({"prompt": [5, 4294967296]})", "prompt", "id 2: got '4294967296'"},
+           {R"({"prompt": [18446744073709551615]})", "prompt", "id 1"},
+           {R"({"prompt": [1000000]})", "prompt", "expected integers from 0 to"},
+           {R"({"prompt": "a", "n": 0})", "n", "an integer from 1 to 128"},
+           {R"({"prompt": "a", "n": 129})", "n", "an integer from 1 to 128"},
+           {R"({"prompt": "a", "n": -1})", "n", "got '-1'"},
+           {R"({"prompt": "a", "n": 2.0})", "n", "an integer"},
+           {R"({"prompt": "a", "n": 18446744073709551615})", "n", "an integer"},
+           {R"({"prompt": ["a", "b", "c"], "n": 128})", "n", "at most 256 completions"},
+           {R"({"prompt": "a", "max_tokens": 0})", "max_tokens", "at least 1"},
+           {R"({"prompt": "a", "max_tokens": -1})", "max_tokens", "got '-1'"},
+           {R"({"prompt": "a", "max_tokens": 1e3})", "max_tokens", "an integer"},
+           {R"({"prompt": "a", "max_tokens": 9223372036854775808})", "max_tokens", "an integer"},
+           {R"({"prompt": "a", "max_tokens": "5"})", "max_tokens", "an integer"},
+           {R"({"prompt": "a", "temperature": -0.1})", "temperature", "at least 0"},
+           {R"({"prompt": "a", "temperature": "hot"})", "temperature", "a number"},
+           {R"({"prompt": "a", "temperature": 1e999})", "", "number overflow"},
+           {R"({"prompt": "a", "top_p": 1.1})", "top_p", "from 0 to 1"},
+           {R"({"prompt": "a", "min_p": -1})", "min_p", "from 0 to 1"},
+           {R"({"prompt": "a", "top_k": -2})", "top_k", "an integer of at least 0"},
+           {R"({"prompt": "a", "seed": -1})", "seed", "an integer of at least 0"},
+           {R"({"prompt": "a", "seed": 1.5})", "seed", "an integer"},
+           {R"({"prompt": "a", "stop": ""})", "stop", "a text of 1 to"},
+           {R"({"prompt": "a", "stop": ["x", ""]})", "stop", "a text of 1 to"},
+           {R"({"prompt": "a", "stop": ["1","2","3","4","5","6","7","8","9","a","b","c","d","e","f","g","h"]})", "stop",
+            "at most 16"},
+           {R"({"prompt": "a", "stop": 5})", "stop", "a text"},
+           {R"({"prompt": "a", "logprobs": 21})", "logprobs", "from 0 to 20"},
+           {R"({"prompt": "a", "logprobs": -1})", "logprobs", "from 0 to 20"},
+           {R"({"prompt": "a", "logprobs": true})", "logprobs", "from 0 to 20"},
+           {R"({"prompt": "a", "echo": 1})", "echo", "true or false"},
+           {R"({"prompt": "a", "stream": "yes"})", "stream", "true or false"},
+           {R"({"prompt": "a", "stream_options": {}})", "stream_options", "goes with stream"},
+           {R"({"prompt": "a", "stream": true, "stream_options": []})", "stream_options", "an object"},
+           {R"({"prompt": "a", "stream": true, "stream_options": {"include_usage": 1}})", "include_usage",
+            "true or false"},
+           {R"({"prompt": "a", "model": 5})", "model", "a text"},
+       }) {
+    const Refusal got = refusal(c.body);
+    EXPECT_EQ(got.status, 400) << c.body;
+    EXPECT_EQ(got.param, c.param) << c.body;
+    EXPECT_NE(got.message.find(c.words), std::string::npos) << c.body << "\n" << got.message;
+    EXPECT_EQ(got.message.find('\n'), std::string::npos);
+    EXPECT_LT(got.message.size(), 400u);
+  }
+}
+
+TEST(CompletionsRequest, AnotherModelIsNotFound) {
+  const Refusal got = refusal(R"({"prompt": "a", "model": "gpt-5"})");
+  EXPECT_EQ(got.status, 404);
+  EXPECT_EQ(got.code, "model_not_found");
+  EXPECT_NE(got.message.find("expected 'tiny'"), std::string::npos) << got.message;
+}
+
+TEST(CompletionsRequest, EchoAloneMayGenerateNothing) {
+  EXPECT_EQ(parse(R"({"prompt": "a", "max_tokens": 0, "echo": true, "logprobs": 0})").options.max_tokens, 0);
+}
+
+TEST(CompletionsRequest, TooManyPromptsAreRefusedBeforeTheyAreRead) {
+  std::string body = R"({"prompt": ["a")";
+  for (std::size_t i = 0; i < kMaxPrompts; ++i) body += ",\"a\"";
+  const Refusal got = refusal(body + "]}");
+  EXPECT_NE(got.message.find("at most"), std::string::npos) << got.message;
+}
+
+TEST(CompletionsRequest, WithoutATokenizerIdsAreServed) {
+  const ModelConfig c = config();
+  const CompletionsContext context{"tiny", nullptr, Tokenizer::Special::text, &c, 256};
+  EXPECT_EQ(parse_completions(R"({"prompt": [5]})", context).prompts[0].ids, (std::vector<std::int32_t>{5}));
+  EXPECT_THROW(parse_completions(R"({"prompt": "a"})", context), RequestError);
+  EXPECT_THROW(parse_completions(R"({"prompt": [5], "stop": "x"})", context), RequestError);
+}
+
+}  // namespace
+}  // namespace weft

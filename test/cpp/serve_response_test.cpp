@@ -1,0 +1,282 @@
+#include "llmc/serve/completions_response.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "llmc/base/json.h"
+#include "llmc/serve/metrics.h"
+#include "llmc/serve/page.h"
+#include "llmc/serve/server.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+const Tokenizer& tokenizer() {
+  static const Tokenizer one = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/neox_style.tokenizer.json"),
+                                                    "neox_style.tokenizer.json");
+  return one;
+}
+
+std::int32_t byte_id(unsigned char byte) {
+  for (std::int32_t id = 0; id < tokenizer().vocab_size(); ++id) {
+    if (tokenizer().token_bytes(id) == std::string(1, static_cast<char>(byte)) && !tokenizer().is_special(id))
+      return id;
+  }
+  ADD_FAILURE() << "no token for byte " << static_cast<int>(byte);
+  return 0;
+}
+
+CompletionPiece piece(const std::string& text, std::int32_t id, float logprob = -1) {
+  CompletionPiece one;
+  one.text = text;
+  one.id = ScoredId{id, logprob, {{id, logprob}, {byte_id('z'), -3}}};
+  return one;
+}
+
+Json written(CompletionsChoice& choice) {
+  return Json::parse(choice.write());
+}
+
+TEST(CompletionsChoice, TextAndReason) {
+  CompletionsChoice choice(3, &tokenizer(), -1, nullptr);
+  EXPECT_FALSE(choice.pending());
+  choice.add(piece("a \"b\"\n", 5));
+  EXPECT_TRUE(choice.pending());
+  EXPECT_EQ(written(choice),
+            Json::parse(R"({"index": 3, "text": "a \"b\"\n", "logprobs": null, "finish_reason": null})"));
+  EXPECT_FALSE(choice.pending());
+  choice.finish(FinishedBy::stop);
+  EXPECT_EQ(written(choice), Json::parse(R"({"index": 3, "text": "", "logprobs": null, "finish_reason": "stop"})"));
+  CompletionsChoice cancelled(0, &tokenizer(), -1, nullptr);
+  cancelled.finish(FinishedBy::cancelled);
+  EXPECT_EQ(written(cancelled)["finish_reason"], "abort");
+}
+
+// The bytes of one character come as three tokens, and its text with the last one.
+TEST(CompletionsChoice, TokensStandWhereTheirTextBegins) {
+  CompletionsChoice choice(0, &tokenizer(), 1, nullptr);
+  choice.add(piece("a", byte_id('a')));
+  choice.add(piece("", byte_id(0xE2)));
+  choice.add(piece("", byte_id(0x82)));
+  EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json({"a"}));
+  EXPECT_FALSE(choice.pending());
+  choice.add(piece("€", byte_id(0xAC)));
+  choice.add(piece("b", byte_id('b'), -std::numeric_limits<float>::infinity()));
+  choice.finish(FinishedBy::length);
+  const Json all = written(choice)["logprobs"];
+  EXPECT_EQ(all["tokens"], Json({"bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"}));
+  EXPECT_EQ(all["text_offset"], Json({1, 1, 1, 2}));
+  EXPECT_EQ(all["token_logprobs"], Json({-1.0, -1.0, -1.0, -9999.0}));
+  EXPECT_EQ(all["top_logprobs"][0], Json({{"bytes:\\xe2", -1.0}, {"z", -3.0}}));
+}
+
+// "xy" is held back as the beginning of a stop text: its tokens come with it, or never.
+TEST(CompletionsChoice, TokensOfAStopTextAreNotShown) {
+  CompletionsChoice choice(0, &tokenizer(), 0, nullptr);
+  choice.add(piece("a", byte_id('a')));
+  choice.add(piece("", byte_id('x')));
+  choice.add(piece("", byte_id('y')));
+  EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json({"a"}));
+  choice.add(piece("xyb", byte_id('b')));  // it was none
+  EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json({"x", "y", "b"}));
+  choice.add(piece("", byte_id('x')));
+  choice.add(piece("", byte_id('y')));
+  choice.finish(FinishedBy::stop);
+  const Json last = written(choice);
+  EXPECT_EQ(last["logprobs"]["tokens"], Json::array());
+  EXPECT_EQ(last["text"], "");
+}
+
+TEST(CompletionsChoice, EchoScoresThePrompt) {
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->text = "ab";
+  const std::int32_t start = tokenizer().id_of("<|endoftext|>").value();  // none of the text
+  prompt->ids = {start, byte_id('a'), byte_id('b')};
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
+  CompletionPiece echo;
+  echo.is_prompt = true;
+  echo.text = "ab";
+  echo.prompt = {{byte_id('a'), -0.5, {}}, {byte_id('b'), -0.25, {}}};
+  choice.add(echo);
+  choice.add(piece("c", byte_id('c')));
+  choice.finish(FinishedBy::length);
+  const Json one = written(choice);
+  EXPECT_EQ(one["text"], "abc");
+  const Json& all = one["logprobs"];
+  EXPECT_EQ(all["tokens"], Json({"<|endoftext|>", "a", "b", "c"}));
+  EXPECT_EQ(all["token_logprobs"], Json({nullptr, -0.5, -0.25, -1.0}));
+  EXPECT_EQ(all["text_offset"], Json({0, 0, 1, 2}));
+  EXPECT_EQ(all["top_logprobs"][0], Json());
+  EXPECT_EQ(all["top_logprobs"][1], Json({{"a", -0.5}}));
+}
+
+TEST(CompletionsChoice, AnEmptyPromptKeepsItsToken) {
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->ids = {0};
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
+  CompletionPiece echo;
+  echo.is_prompt = true;
+  choice.add(echo);
+  EXPECT_TRUE(choice.pending());
+  EXPECT_EQ(written(choice)["logprobs"]["tokens"].size(), 1u);
+}
+
+// A SentencePiece-style token begins with its space, which the first token of a text loses. Text and offsets of what is
+// generated continue the prompt; a token for one byte is written as that byte.
+TEST(CompletionsChoice, OffsetsContinueThePromptOfASentencePieceTokenizer) {
+  const Tokenizer llama = Tokenizer::from_json(read_bytes("test/fixtures/tokenizer/llama2_style.tokenizer.json"),
+                                               "llama2_style.tokenizer.json");
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->text = "the";
+  prompt->ids = llama.encode("the", true);
+  ASSERT_EQ(prompt->ids.front(), llama.bos_id().value());
+  const std::vector<std::int32_t> word = llama.encode("a", false);
+  ASSERT_TRUE(llama.token_bytes(word[0]).starts_with(" "));
+  const std::int32_t byte = llama.id_of("<0xE2>").value();
+  for (const bool echo : {false, true}) {
+    CompletionsChoice choice(0, &llama, 0, prompt);
+    CompletionPiece before;
+    before.is_prompt = true;
+    before.text = "the";
+    for (std::size_t i = 1; i < prompt->ids.size(); ++i) before.prompt.push_back({prompt->ids[i], -1, {}});
+    if (echo) choice.add(before);
+    choice.add({" ", ScoredId{word[0], -1, {}}, {}, false});
+    choice.add({"", ScoredId{byte, -1, {}}, {}, false});
+    choice.add({"\uFFFDb", {}, {}, false});
+    choice.finish(FinishedBy::length);
+    const Json all = written(choice)["logprobs"];
+    const std::size_t first = echo ? prompt->ids.size() : 0;
+    ASSERT_EQ(all["tokens"].size(), first + 2);
+    EXPECT_EQ(all["tokens"][first], llama.token_bytes(word[0]));
+    EXPECT_EQ(all["tokens"][first + 1], "bytes:\\xe2");
+    const std::int64_t begin = echo ? 3 : 0;
+    EXPECT_EQ(all["text_offset"][first], begin);
+    EXPECT_EQ(all["text_offset"][first + 1], begin + static_cast<std::int64_t>(llama.token_bytes(word[0]).size()));
+    if (echo) {
+      EXPECT_EQ(all["text_offset"][1], 0);
+    }
+  }
+}
+
+TEST(CompletionsChoice, WithoutATokenizerIdsAreNamed) {
+  CompletionsChoice choice(0, nullptr, 0, nullptr);
+  choice.add({"", ScoredId{7, -1, {}}, {}, false});
+  EXPECT_TRUE(choice.pending());
+  EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json({"token_id:7"}));
+}
+
+TEST(CompletionsResponse, Objects) {
+  CompletionsHead head{"cmpl-1", 5, "a \"model\"", false};
+  const Json body = Json::parse(completions_body(head, {R"({"index":0})", R"({"index":1})"}, {3, 4}));
+  EXPECT_EQ(body, Json::parse(R"({"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "a \"model\"",
+      "choices": [{"index": 0}, {"index": 1}],
+      "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}})"));
+  EXPECT_NE(completions_head("a").id, completions_head("a").id);
+}
+
+TEST(CompletionsResponse, Events) {
+  CompletionsHead head{"cmpl-1", 5, "m", false};
+  std::string event = completions_event(head, R"({"text":"a\nb"})");
+  ASSERT_TRUE(event.starts_with("data: {") && event.ends_with("}\n\n"));
+  EXPECT_EQ(event.find('\n'), event.size() - 2);  // one line: a line end in the text is escaped
+  EXPECT_FALSE(Json::parse(event.substr(6)).contains("usage"));
+  head.usage_follows = true;
+  event = completions_event(head, "{}");
+  EXPECT_TRUE(Json::parse(event.substr(6))["usage"].is_null());
+  event = completions_usage_event(head, {1, 2});
+  EXPECT_EQ(Json::parse(event.substr(6))["choices"], Json::array());
+  EXPECT_EQ(Json::parse(event.substr(6))["usage"]["total_tokens"], 3);
+}
+
+TEST(CompletionsResponse, ErrorsHaveTheFormOfTheApi) {
+  EXPECT_EQ(Json::parse(error_body(400, "n: got 0", "n")),
+            Json::parse(
+                R"({"error": {"message": "n: got 0", "type": "invalid_request_error", "param": "n", "code": null}})"));
+  EXPECT_EQ(Json::parse(error_body(429, "full", "", "queue_full"))["error"]["type"], "rate_limit_error");
+  EXPECT_EQ(Json::parse(error_body(503, "x"))["error"]["type"], "server_error");
+  EXPECT_EQ(Json::parse(error_body(400, "\xff\xfe"))["error"]["message"], "\xEF\xBF\xBD\xEF\xBF\xBD");
+}
+
+// ---- metrics ----------------------------------------------------------------------------------------------------------
+
+TEST(ServerMetrics, HistogramsCountUpwards) {
+  Histogram histogram({0.5, 1, 2});
+  for (const double value : {0.25, 0.5, 0.75, 5.0}) histogram.observe(value);
+  EXPECT_EQ(histogram.text("h", "Help.", "a=\"b\""),
+            "# HELP h Help.\n# TYPE h histogram\nh_bucket{a=\"b\",le=\"0.5\"} 2\nh_bucket{a=\"b\",le=\"1\"} 3\n"
+            "h_bucket{a=\"b\",le=\"2\"} 3\nh_bucket{a=\"b\",le=\"+Inf\"} 4\nh_sum{a=\"b\"} 6.5\nh_count{a=\"b\"} 4\n");
+}
+
+TEST(ServerMetrics, NamesAreThoseOfVllm) {
+  ServerMetrics metrics;
+  metrics.first_token(0.02);
+  metrics.inter_token(0.004);
+  metrics.ended(FinishedBy::length, 1);
+  metrics.ended(FinishedBy::cancelled, 1);
+  metrics.answered(429);
+  EngineStatistics engine;
+  engine.running = 3;
+  engine.waiting = 2;
+  engine.pages = 8;
+  engine.pages_in_use = 6;
+  engine.prompt_ids = 100;
+  engine.generated_ids = 5'000'000'000;
+  const std::string text = metrics.text("a\"b", &engine, {1, 0, 0});
+  for (const char* line :
+       {"vllm:num_requests_running{model_name=\"a\\\"b\"} 3\n", "vllm:num_requests_waiting{model_name=\"a\\\"b\"} 2\n",
+        "vllm:kv_cache_usage_perc{model_name=\"a\\\"b\"} 0.75\n",
+        "vllm:prompt_tokens_total{model_name=\"a\\\"b\"} 100\n",
+        "vllm:generation_tokens_total{model_name=\"a\\\"b\"} 5000000000\n",
+        "vllm:time_to_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.02\"} 1\n",
+        "vllm:inter_token_latency_seconds_count{model_name=\"a\\\"b\"} 1\n",
+        "vllm:e2e_request_latency_seconds_sum{model_name=\"a\\\"b\"} 2\n",
+        "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"length\"} 1\n",
+        "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"abort\"} 1\n",
+        "weft:http_responses_total{model_name=\"a\\\"b\",code=\"429\"} 1\n"}) {
+    EXPECT_NE(text.find(line), std::string::npos) << line;
+  }
+  EXPECT_EQ(metrics.text("m", nullptr, {}).find("vllm:num_requests_running"), std::string::npos);
+}
+
+// ---- keys and the page ------------------------------------------------------------------------------------------------
+
+TEST(ServerKey, IsComparedWhole) {
+  EXPECT_TRUE(same_key("secret", "secret"));
+  for (const char* given : {"", "secre", "secrets", "secretsecret", "Secret", "terces"}) {
+    EXPECT_FALSE(same_key(given, "secret")) << given;
+  }
+  EXPECT_FALSE(same_key("", ""));
+}
+
+TEST(ServerKey, ComesFromAFileOrTheEnvironment) {
+  const TemporaryDirectory folder;
+  write_bytes(folder.file("key"), "  a-key\n");
+  EXPECT_EQ(read_api_key(folder.file("key")), "a-key");
+  for (const char* bad : {"", "\n", "two words", "caf\xC3\xA9", "a\nb"}) {
+    write_bytes(folder.file("key"), bad);
+    EXPECT_NE(error_of(Exit::bad_file, [&] { read_api_key(folder.file("key")); }).find("expected a key"),
+              std::string::npos);
+  }
+  error_of(Exit::bad_file, [&] { read_api_key(folder.file("absent")); });
+}
+
+TEST(ServerPage, NeedsNothingFromElsewhere) {
+  const std::string page = browser_page("abc");
+  EXPECT_EQ(page.find("{nonce}"), std::string::npos);
+  EXPECT_NE(page.find("<script nonce=\"abc\">"), std::string::npos);
+  EXPECT_NE(page.find("</html>"), std::string::npos);
+  for (const char* word : {"http:", "https:", "//cdn", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write",
+                           "eval(", "onclick=", "onload=", "style=", "localStorage", "src=", "@import", "url("}) {
+    EXPECT_EQ(page.find(word), std::string::npos) << word;
+  }
+  const std::string policy = browser_page_policy("abc");
+  EXPECT_NE(policy.find("default-src 'none'; script-src 'nonce-abc'"), std::string::npos);
+  EXPECT_EQ(policy.find("unsafe"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace weft

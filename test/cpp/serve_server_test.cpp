@@ -1,0 +1,153 @@
+#include "llmc/serve/server.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "llmc/base/error.h"
+#include "llmc/base/json.h"
+#include "test/cpp/http_client.h"
+#include "test/cpp/paged_fake.h"
+
+namespace weft {
+namespace {
+
+// Fails in its next step once it is told to: the one way out of CompletionsServer::run() without a signal.
+class Breakable : public PagedFake {
+ public:
+  explicit Breakable(const PagedFakeSizes& sizes) : PagedFake(sizes) {}
+  void submit(std::span<const Span> work) override {
+    if (broken) fail(Exit::internal, "the device is lost");
+    PagedFake::submit(work);
+  }
+  std::atomic<bool> broken{false};
+};
+
+PagedFakeSizes sizes() {
+  PagedFakeSizes made;
+  made.num_pages = 4096;
+  made.max_positions = 8000;
+  made.read_everything = false;
+  return made;
+}
+
+// A server whose model has no tokenizer: prompts are ids.
+class CompletionsServerTest : public testing::Test {
+ protected:
+  CompletionsServerTest() : model_(sizes()), engine_(model_, engine_options()) {
+    ServerOptions options;
+    options.address = {"127.0.0.1", 0};
+    options.model = "fake";
+    options.max_queue = 4;
+    server_ = std::make_unique<CompletionsServer>(options);
+    port_ = static_cast<std::uint16_t>(std::stoi(server_->url().substr(server_->url().rfind(':') + 1)));
+  }
+  ~CompletionsServerTest() override {
+    if (thread_.joinable()) fail_model();
+  }
+
+  static EngineOptions engine_options() {
+    EngineOptions options;
+    options.max_running = 8;
+    options.rows_per_step = 32;
+    return options;
+  }
+  void run() {
+    thread_ = std::thread([this] {
+      try {
+        server_->run(engine_, engine_options(), model_.config(), nullptr, Tokenizer::Special::text);
+      } catch (const Error& error) {
+        failure_ = error.what();
+      }
+    });
+    ASSERT_TRUE(eventually([&] { return ask("GET /health").find("200 OK") != std::string::npos; }));
+  }
+  // Breaks the model under a request, and returns that request's answer.
+  std::string fail_model() {
+    model_.broken = true;
+    const std::string answer = complete(R"({"prompt": [5]})");
+    thread_.join();
+    return answer;
+  }
+
+  std::string ask(const std::string& line, const std::string& body = "") const {
+    const Client client(port_);
+    client.send(request(line, body));
+    return client.receive();
+  }
+  std::string complete(const std::string& body) const { return ask("POST /v1/completions", body); }
+  static std::string request(const std::string& line, const std::string& body) {
+    return line + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n" +
+           "Content-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
+  }
+
+  Breakable model_;
+  std::unique_ptr<CompletionsServer> server_;  // ends after the engine
+  Engine engine_;
+  std::uint16_t port_ = 0;
+  std::thread thread_;
+  std::string failure_;
+};
+
+TEST_F(CompletionsServerTest, AnswersBeforeTheModelIsThere) {
+  EXPECT_NE(ask("GET /health").find("503 Service Unavailable"), std::string::npos);
+  EXPECT_NE(ask("GET /health").find(R"({"status":"loading"})"), std::string::npos);
+  const std::string refused = complete(R"({"prompt": [5]})");
+  EXPECT_NE(refused.find("503"), std::string::npos);
+  EXPECT_NE(refused.find("still being loaded"), std::string::npos);
+  EXPECT_NE(refused.find("Retry-After"), std::string::npos);
+  EXPECT_NE(ask("GET /v1/models").find("\"fake\""), std::string::npos);
+  EXPECT_NE(ask("GET /metrics").find("weft:connections"), std::string::npos);
+  EXPECT_NE(ask("GET /").find("</html>"), std::string::npos);
+}
+
+TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
+  run();
+  const std::string good = complete(R"({"prompt": [5], "max_tokens": 9, "logprobs": 0})");
+  EXPECT_NE(good.find("200 OK"), std::string::npos) << good;
+  const std::string bad = complete(R"({"prompt": [5, 1], "max_tokens": 9})");
+  EXPECT_NE(bad.find("500 Internal"), std::string::npos) << bad;
+  EXPECT_NE(bad.find("not finite"), std::string::npos) << bad;
+  // The other completion of the same request ends, too.
+  const std::string both = complete(R"({"prompt": [[5], [5, 1]], "max_tokens": 5000, "stream": true, "logprobs": 0})");
+  EXPECT_NE(both.find("not finite"), std::string::npos) << both.substr(0, 2000);
+  EXPECT_TRUE(eventually([&] { return engine_.statistics().running == 0; }));
+  EXPECT_LT(engine_.statistics().generated_ids, 5000);
+  EXPECT_NE(complete(R"({"prompt": [5]})").find("200 OK"), std::string::npos);
+}
+
+TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {
+  run();
+  const Client waiting(port_), streaming(port_);
+  waiting.send(request("POST /v1/completions", R"({"prompt": [5], "max_tokens": 7000})"));
+  streaming.send(
+      request("POST /v1/completions", R"({"prompt": [6], "max_tokens": 7000, "stream": true, "logprobs": 0})"));
+  streaming.receive("data: ");
+  EXPECT_NE(fail_model().find("the device is lost"), std::string::npos);
+  EXPECT_EQ(failure_, "the device is lost");
+  EXPECT_NE(waiting.receive().find("500 Internal"), std::string::npos);
+  const std::string rest = streaming.receive();
+  EXPECT_NE(rest.find(R"("message":"the device is lost")"), std::string::npos) << rest;
+  EXPECT_TRUE(rest.ends_with("data: [DONE]\n\n\r\n0\r\n\r\n")) << rest;
+}
+
+TEST_F(CompletionsServerTest, MoreThanMayWaitIsRefused) {
+  run();
+  EXPECT_NE(complete(R"({"prompt": [5], "n": 13})").find("400 Bad"), std::string::npos);
+  {
+    const Client busy(port_);
+    busy.send(request("POST /v1/completions", R"({"prompt": [5], "n": 12, "max_tokens": 7000})"));
+    ASSERT_TRUE(eventually([&] { return engine_.statistics().running == 8; }));
+    const std::string refused = complete(R"({"prompt": [5]})");
+    EXPECT_NE(refused.find("429 Too Many"), std::string::npos) << refused;
+    EXPECT_NE(refused.find("Retry-After: 1"), std::string::npos);
+  }
+  EXPECT_TRUE(eventually([&] { return complete(R"({"prompt": [5]})").find("200 OK") != std::string::npos; }));
+  EXPECT_EQ(engine_.statistics().running, 0);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,80 @@
+// The body of POST /v1/completions: u8 flags, then the JSON. Flag 1: the model has no tokenizer; 2: names of special tokens
+// are tokens.
+#include <fstream>
+#include <iterator>
+
+#include "llmc/base/json.h"
+#include "llmc/serve/completions_request.h"
+#include "llmc/serve/completions_response.h"
+#include "test/fuzz/target.h"
+
+namespace weft::fuzz {
+namespace {
+
+constexpr std::int64_t kMaxSequences = 64;
+
+const Tokenizer& tokenizer() {
+  static const Tokenizer* one = [] {
+    const std::string path = "test/fixtures/tokenizer/neox_style.tokenizer.json";
+    std::ifstream file(path, std::ios::binary);
+    const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    if (text.empty()) {
+      std::fprintf(stderr, "%s: cannot read; run from the root of the repository\n", path.c_str());
+      std::exit(1);
+    }
+    return new Tokenizer(Tokenizer::from_json(text, path));
+  }();
+  return *one;
+}
+
+const ModelConfig& config() {
+  static const ModelConfig one = [] {
+    ModelConfig made;
+    made.vocab_size = tokenizer().vocab_size() + 6;
+    made.eos_ids = {0};
+    return made;
+  }();
+  return one;
+}
+
+void use(const CompletionsRequest& request) {
+  FUZZ_CHECK(!request.prompts.empty() && request.n >= 1 && request.n <= kMaxChoices);
+  FUZZ_CHECK(request.sequences() <= kMaxSequences);
+  for (const CompletionPrompt& prompt : request.prompts) {
+    FUZZ_CHECK(!prompt.ids.empty());
+    for (const std::int32_t id : prompt.ids) FUZZ_CHECK(id >= 0 && id < config().vocab_size);
+    FUZZ_CHECK(Json::parse(json_text(Json(prompt.text))) == prompt.text);
+  }
+  const CompletionOptions& options = request.options;
+  FUZZ_CHECK(options.max_tokens >= (options.echo ? 0 : 1));
+  FUZZ_CHECK(options.logprobs >= -1 && options.logprobs <= kMaxLogprobs && options.stop.size() <= kMaxStopTexts);
+  FUZZ_CHECK(request.stream || !request.include_usage);
+  for (const std::string& stop : options.stop) FUZZ_CHECK(!stop.empty());
+  sampling_plan(options.sampler);  // refuses what is out of range
+}
+
+}  // namespace
+}  // namespace weft::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace weft;
+  using namespace weft::fuzz;
+  Input input(data, size);
+  const auto flags = input.take<std::uint8_t>();
+  const CompletionsContext context{"tiny", (flags & 1) != 0 ? nullptr : &tokenizer(),
+                                   (flags & 2) != 0 ? Tokenizer::Special::allow : Tokenizer::Special::text, &config(),
+                                   kMaxSequences};
+  const std::string_view body = input.take_rest();
+  accepts([&] {
+    try {
+      use(parse_completions(body, context));
+    } catch (const RequestError& error) {
+      // The answer is JSON, whatever the request held.
+      FUZZ_CHECK(error.status() == 400 || error.status() == 404);
+      const Json answer = Json::parse(error_body(error.status(), error.what(), error.param(), error.api_code()));
+      FUZZ_CHECK(answer["error"]["message"].is_string());
+      throw;
+    }
+  });
+  return 0;
+}

@@ -1,0 +1,752 @@
+"""infer_pythia --serve as its clients meet it: the real program on a small random model, over sockets of this machine.
+
+WEFT_BIN_DIR says where the program is; without it the root of the repository. The tests with OpenAI's own client need the
+package openai (scripts/requirements-serve.txt), that of the page chromium and chromedriver (scripts/deps.sh --browser);
+they are skipped where that is missing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+
+from test_infer_cli import tokenizer_json, write_model  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="infer_pythia is not built")
+
+USAGE, BAD_FILE, ENVIRONMENT = 2, 3, 4
+CONTEXT = 1024
+LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "temperature": 0}  # takes a while
+
+
+class Server:
+    """The program, started and ready."""
+
+    def __init__(self, model: Path, *options: object, address: str = "127.0.0.1:0", **environment: str):
+        command = [PROGRAM, "--model", model, "--device", "cpu", "--serve", address, *options]
+        clean = {name: value for name, value in os.environ.items() if name != "WEFT_API_KEY"}
+        self.process = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        env={**clean, "OMP_NUM_THREADS": "1", **environment})
+        self.lines: list[str] = []
+        self.told = threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        assert self.told.wait(60), self.lines
+        match = re.search(r"listening on http://(.*):(\d+)$", "\n".join(self.lines), re.M)
+        assert match, self.lines
+        self.host, self.port = match[1].strip("[]"), int(match[2])
+        self.url = f"http://{match[1]}:{self.port}"
+        until(lambda: self.get("/health")[0] == 200)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line.decode().rstrip("\n"))
+            if "listening on" in self.lines[-1]:
+                self.told.set()
+        self.told.set()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        self.reader.join(30)
+        self.process.stderr.close()
+        self.process.stdout.close()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=60)
+
+    def ask(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, dict, bytes]:
+        connection = self.connect()
+        try:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            json_type = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, data, {**json_type, **{k.replace("_", "-"): v for k, v in headers.items()}})
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> tuple[int, dict, bytes]:
+        return self.ask("GET", path, **headers)
+
+    def complete(self, **body: object) -> dict:
+        status, _, text = self.ask("POST", "/v1/completions", body)
+        assert status == 200, text
+        return json.loads(text)
+
+    def refuse(self, status: int, body: object, **headers: str) -> dict:
+        got, _, text = self.ask("POST", "/v1/completions", body, **headers)
+        assert got == status, text
+        return json.loads(text)["error"]
+
+    def stream(self, **body: object) -> list[dict]:
+        """The events of a stream, without the last one."""
+        status, headers, text = self.ask("POST", "/v1/completions", {**body, "stream": True})
+        assert status == 200 and headers["Content-Type"] == "text/event-stream", text
+        events = text.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: ") for event in events[:-1])
+        return [json.loads(event[6:]) for event in events[:-2]]
+
+    def open(self, body: dict, receive_buffer: int = 0) -> socket.socket:
+        """A request whose answer is not read yet."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        client = socket.socket(family)
+        if receive_buffer:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        client.settimeout(60)
+        client.connect((self.host, self.port))
+        client.sendall(request(json.dumps(body).encode()))
+        return client
+
+    def metric(self, name: str) -> float:
+        text = self.get("/metrics")[2].decode()
+        return float(re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.M)[1])
+
+
+def request(body: bytes, *fields: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+             f"Content-Length: {len(body)}", *fields]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def until(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not become true"
+        time.sleep(0.02)
+
+
+def receive(client: socket.socket, end: bytes = b"") -> bytes:
+    """What comes until the server closes the connection, or until `end`."""
+    text = b""
+    while not end or end not in text:
+        try:
+            piece = client.recv(65536)
+        except ConnectionResetError:
+            break
+        if not piece:
+            break
+        text += piece
+    return text
+
+
+def joined(events: list[dict]) -> dict[int, dict]:
+    """The choices of a stream as one answer would have them."""
+    choices: dict[int, dict] = {}
+    for event in events:
+        for choice in event["choices"]:
+            one = choices.setdefault(choice["index"], {"index": choice["index"], "text": "", "logprobs": None,
+                                                       "finish_reason": None})
+            one["text"] += choice["text"]
+            if choice["logprobs"] is not None:
+                one["logprobs"] = one["logprobs"] or {key: [] for key in choice["logprobs"]}
+                for key, values in choice["logprobs"].items():
+                    one["logprobs"][key] += values
+            assert one["finish_reason"] is None
+            one["finish_reason"] = choice["finish_reason"]
+    return choices
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("served models") / "small.bin", tokenizer_json(), max_positions=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with Server(model) as one:
+        yield one
+        assert one.process.poll() is None  # no request has ended it
+
+
+# ---- what it answers -------------------------------------------------------------------------------------------------
+
+
+def test_small_answers(server):
+    assert server.get("/health")[::2] == (200, b'{"status":"ok"}')
+    assert json.loads(server.get("/version")[2])["version"]
+    models = json.loads(server.get("/v1/models")[2])
+    assert [one["id"] for one in models["data"]] == ["small"] and models["data"][0]["max_model_len"] == CONTEXT
+    status, headers, _ = server.ask("HEAD", "/health")
+    assert status == 200 and "Access-Control-Allow-Origin" not in headers
+
+
+def test_greedy_text_is_that_of_the_command_line(server, model):
+    command = [PROGRAM, "--model", model, "--device", "cpu", "--prompt", "Once upon", "--max-tokens", "40", "--json"]
+    alone = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    answer = server.complete(prompt="Once upon", max_tokens=40, temperature=0)
+    assert answer["choices"][0]["text"] == alone["text"]
+    assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": len(alone["ids"]),
+                               "total_tokens": 9 + len(alone["ids"])}
+    assert answer["object"] == "text_completion" and answer["model"] == "small" and answer["id"].startswith("cmpl-")
+    by_ids = server.complete(prompt=alone["prompt_ids"], max_tokens=40, temperature=0)
+    assert by_ids["choices"] == answer["choices"] and by_ids["id"] != answer["id"]
+
+
+@pytest.mark.parametrize("body", [
+    {"prompt": "Once", "max_tokens": 30},
+    {"prompt": ["Once", "b", ""], "max_tokens": 12, "n": 2},
+    {"prompt": [[5, 6, 7], [8]], "max_tokens": 9, "logprobs": 3},
+    {"prompt": "Once", "max_tokens": 20, "logprobs": 0, "echo": True, "n": 3},
+    {"prompt": "Once", "max_tokens": 0, "logprobs": 2, "echo": True},
+    {"prompt": "Once", "max_tokens": 60, "top_k": 5, "stop": ["e", "\u00e9", "xyz"], "logprobs": 1},
+    {"prompt": "Once", "max_tokens": 15, "top_p": 0.5, "min_p": 0.01, "temperature": 2, "echo": True},
+], ids=lambda body: ",".join(body))
+def test_a_stream_is_the_whole_answer_in_pieces(server, body):
+    whole = server.complete(**body, seed=7)
+    events = server.stream(**body, seed=7, stream_options={"include_usage": True})
+    assert [choice for _, choice in sorted(joined(events).items())] == whole["choices"]
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
+    assert all(event["usage"] is None for event in events[:-1]) and len({event["id"] for event in events}) == 1
+    assert all("usage" not in event for event in server.stream(**body, seed=7))
+
+
+def test_the_seed_decides(server):
+    def texts(**body):
+        return [choice["text"] for choice in server.complete(prompt="Once", max_tokens=24, **body)["choices"]]
+    assert texts(seed=3) == texts(seed=3) != texts(seed=4)
+    assert texts(seed=3, n=3)[0] == texts(seed=3)[0] and len(set(texts(seed=3, n=3))) == 3
+    assert len({texts()[0] for _ in range(4)}) == 4  # without one it is random
+    assert len(set(texts(temperature=0, n=2))) == 1
+
+
+def test_a_request_among_others_is_the_same(server):
+    bodies = [{"prompt": "x" * (1 + 7 * i), "max_tokens": 40, "seed": i, "logprobs": 2} for i in range(12)]
+    alone = [server.complete(**body)["choices"] for body in bodies]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda body: server.complete(**body)["choices"], bodies * 2))
+    assert together == alone * 2
+
+
+def test_log_probabilities_of_a_text_are_those_of_its_generation(server):
+    made = server.complete(prompt=[5, 6, 7], max_tokens=20, seed=1, logprobs=4, ignore_eos=True)["choices"][0]
+    tokens = made["logprobs"]["tokens"]
+    # One byte is one token here, its id is the byte's number in the alphabet; so the text's ids come back from the text
+    # where it is UTF-8 throughout. Elsewhere the ids are those of the bytes that the tokens name.
+    ids = [5, 6, 7] + [(int(token[8:], 16) if token.startswith("bytes:") else ord(token)) for token in tokens]
+    alphabet = {id_: byte for byte, id_ in byte_ids().items()}
+    assert len(tokens) == 20 and len(alphabet) == 256
+    ids = ids[:3] + [byte_ids()[byte] for byte in ids[3:]]
+    scored = server.complete(prompt=ids, max_tokens=0, echo=True, logprobs=4)["choices"][0]["logprobs"]
+    assert scored["tokens"][3:] == tokens
+    assert scored["token_logprobs"][3:] == made["logprobs"]["token_logprobs"]
+    assert scored["top_logprobs"][3:] == made["logprobs"]["top_logprobs"]
+    assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
+    assert all(len(top) in (4, 5) and value <= 0 for top, value in zip(scored["top_logprobs"][1:], scored["token_logprobs"][1:]))
+
+
+def byte_ids() -> dict[int, int]:
+    vocab = json.loads(tokenizer_json())["model"]["vocab"]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: vocab[chr(byte if byte in printable else 256 + others.index(byte))] for byte in range(256)}
+
+
+def test_a_stop_text_does_not_leak(server):
+    whole = server.complete(prompt="Once", max_tokens=60, seed=5, ignore_eos=True)["choices"][0]["text"]
+    stop = whole[20:23]
+    assert stop
+    cut = server.complete(prompt="Once", max_tokens=60, seed=5, ignore_eos=True, stop=stop, logprobs=0)["choices"][0]
+    assert cut["text"] == whole[:whole.index(stop)] and cut["finish_reason"] == "stop"
+    assert all(offset < len(cut["text"]) for offset in cut["logprobs"]["text_offset"])
+
+
+def test_a_long_prompt_is_refused_with_the_number_that_fits(server):
+    assert server.complete(prompt="x" * (CONTEXT - 1), max_tokens=5)["usage"]["completion_tokens"] >= 1
+    error = server.refuse(400, {"prompt": "x" * CONTEXT, "max_tokens": 5})
+    assert str(CONTEXT - 1) in error["message"] and error["param"] == "prompt"
+
+
+@pytest.mark.parametrize("body, param", [
+    (b"", None), (b"{", None), (b"[]", None), (b"[" * 100_000, None), (b'{"a":' * 50_000, None), ({}, "prompt"),
+    ({"prompt": [2**31]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": "a", "n": 2**31}, "n"),
+    ({"prompt": "a", "n": -1}, "n"), ({"prompt": "a", "max_tokens": -(2**63)}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2**64}, "max_tokens"), ({"prompt": "a", "logprobs": 10**9}, "logprobs"),
+    ({"prompt": "a", "temperature": -1}, "temperature"), ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"), ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": ["a"] * 1000, "n": 128}, "n"),
+    (b'{"prompt": "\xff"}', None), (b'{"prompt": "a", "prompt": "b"}', None),
+])
+def test_a_bad_request_names_its_field_and_stops_nobody(server, body, param):
+    error = server.refuse(400, body)
+    assert error["param"] == param and error["type"] == "invalid_request_error" and "\n" not in error["message"]
+    assert server.complete(prompt="a", max_tokens=1)["choices"]
+
+
+def test_other_paths_methods_types_and_models(server):
+    for method, path, body, status in [("GET", "/nothing", None, 404), ("GET", "/../etc/passwd", None, 404),
+                                       ("POST", "/health", {}, 405), ("GET", "/v1/completions", None, 405),
+                                       ("DELETE", "/v1/models", None, 405), ("OPTIONS", "/v1/completions", None, 405),
+                                       ("POST", "/v1/completions", {"model": "other", "prompt": "a"}, 404)]:
+        got, headers, text = server.ask(method, path, body)
+        assert got == status and json.loads(text)["error"]["message"], (method, path)
+        assert (status == 405) == ("Allow" in headers)
+    good = {"prompt": "a", "max_tokens": 1}
+    assert "application/json" in server.refuse(415, good, Content_Type="text/plain")["message"]
+    assert "not decompressed" in server.refuse(415, good, Content_Encoding="gzip")["message"]
+
+
+def test_pages_of_other_sites_are_kept_out(server):
+    good = {"prompt": "a", "max_tokens": 1}
+    assert "evil.example" in server.refuse(403, good, Host="evil.example")["message"]
+    assert "evil.example" in server.refuse(403, good, Origin="http://evil.example")["message"]
+    server.refuse(403, good, Origin="null")
+    for host in ("localhost:1", f"127.0.0.1:{server.port}", "[::1]"):
+        assert server.ask("POST", "/v1/completions", good, Host=host, Origin=f"http://{host}")[0] == 200
+
+
+# ---- hostile HTTP ----------------------------------------------------------------------------------------------------
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("data, status", [
+    (b"\x16\x03\x01\x00\xf4 hello over TLS\r\n\r\n", 400),
+    (CHUNKED + b"-5\r\nhello\r\n0\r\n\r\n", 400),
+    (CHUNKED + b"+5\r\nhello\r\n0\r\n\r\n", 400),
+    (CHUNKED + b"ffffffffffffffff\r\nhello\r\n", 413),
+    (CHUNKED + b"fffffffffffffffff\r\nhello\r\n", 400),
+    (CHUNKED + b"100000\r\n" + b" " * (1 << 20) + b"\r\n" + (b"100000\r\n" + b" " * (1 << 20) + b"\r\n") * 4 + b"0\r\n\r\n", 413),
+    (CHUNKED + b"5;" + b"x" * 1_000_000 + b"\r\nhello\r\n0\r\n\r\n", 400),
+    (POST + b"Content-Length: -1\r\n\r\n", 400),
+    (POST + b"Content-Length: 99999999999999999999\r\n\r\n", 400),
+    (POST + b"Content-Length: 2147483648\r\n\r\n", 413),
+    (POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!", 400),
+    (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    (POST + b"Transfer-Encoding: gzip\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 100_000 + b"\r\n", 431),
+    (b"GET /health HTTP/1.1\r\nX: " + b"a" * 1_000_000 + b"\r\n\r\n", 431),
+    (b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n", 431),
+    (b"a" * 1_000_000, 431),
+    (b"GET /health HTTP/3.0\r\n\r\n", 400),
+], ids=lambda value: str(value)[:60] if isinstance(value, bytes) else "")
+def test_hostile_http_is_refused(server, data, status):
+    with socket.create_connection((server.host, server.port), timeout=30) as client:
+        try:
+            client.sendall(data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the answer has come before the end
+        answer = receive(client)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in answer
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["message"]
+    assert server.get("/health")[0] == 200
+
+
+def test_a_large_prompt_costs_no_more_than_its_body(server):
+    error = server.refuse(400, {"prompt": "a" * 3_000_000})
+    assert "fit" in error["message"] or "at most" in error["message"], error
+    status, headers, _ = server.ask("POST", "/v1/completions", b" " * (5 << 20))
+    assert status == 413 and headers["Connection"] == "close"
+
+
+# ---- clients that go away, or do not read ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages(server, stream):
+    before = server.metric("vllm:generation_tokens_total")
+    client = server.open({**LONG, "n": 8, "stream": stream})
+    until(lambda: server.metric("vllm:num_requests_running") == 8)
+    assert server.metric("weft:kv_pages_in_use") > 0
+    client.close()
+    until(lambda: server.metric("vllm:num_requests_running") == 0 and server.metric("weft:kv_pages_in_use") == 0, 10)
+    assert server.metric("vllm:generation_tokens_total") - before < 8 * 900
+
+
+def test_a_slow_reader_is_cut_off_and_holds_nobody_up(model):
+    with Server(model, "--write-seconds", "60") as server:
+        client = server.open({**LONG, "n": 64, "logprobs": 20, "stream": True}, receive_buffer=4096)
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
+        others = 0
+        while server.metric("weft:streams_cut_off_total") == 0:
+            assert server.complete(prompt="a", max_tokens=2)["usage"]["completion_tokens"] >= 1
+            others += 1
+            assert others < 2000
+        until(lambda: server.metric("vllm:num_requests_running") == 0 and server.metric("weft:kv_pages_in_use") == 0)
+        client.close()
+
+
+def test_a_client_that_takes_nothing_is_closed_in_time(model):
+    with Server(model, "--write-seconds", "0.5") as server:
+        client = server.open({**LONG, "n": 16, "logprobs": 20, "max_tokens": 400}, receive_buffer=4096)
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
+        until(lambda: server.metric("vllm:num_requests_running") == 0, 120)
+        until(lambda: server.metric("weft:connections") == 1, 20)  # that of the question
+        client.close()
+
+
+def test_slow_and_idle_clients_are_closed(model):
+    with Server(model, "--read-seconds", "0.5", "--idle-seconds", "1", "--max-connections", "3") as server:
+        for data, least, most in [(b"POST /v1/comp", 0.3, 10), (POST + b"Content-Length: 10\r\n\r\n{", 0.3, 10), (b"", 0.7, 10)]:
+            start = time.monotonic()
+            with socket.create_connection((server.host, server.port), timeout=30) as client:
+                client.sendall(data)
+                assert receive(client) == b""
+            assert least < time.monotonic() - start < most
+        clients = [socket.create_connection((server.host, server.port), timeout=30) for _ in range(4)]
+        assert receive(clients[3]) == b""  # one too many
+        for client in clients:
+            client.close()
+
+        def refused_one() -> bool:
+            try:
+                return server.metric("weft:connections_refused_total") >= 1
+            except (OSError, http.client.HTTPException):
+                return False  # the server has not seen yet that they are closed
+        until(refused_one)
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_answers_429_and_goes_on(model):
+    with Server(model, "--max-queue", "0") as server:
+        running = int(re.search(r"at most (\d+) completions", server.refuse(400, {"prompt": ["a"] * 100, "n": 128})["message"])[1])
+        client = server.open({**LONG, "prompt": ["a"] * running})
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
+        status, headers, text = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert status == 429 and headers["Retry-After"] == "1", text
+        assert json.loads(text)["error"]["type"] == "rate_limit_error"
+        client.close()
+        until(lambda: server.metric("vllm:num_requests_running") == 0)
+        assert server.complete(prompt="a", max_tokens=1)["choices"]
+        assert server.metric('weft:http_responses_total{.*code="429"}') >= 1
+
+
+def test_a_request_has_its_time(model):
+    with Server(model, "--request-seconds", "0.2") as server:
+        choice = server.complete(**{**LONG, "n": 64})["choices"][0]
+        assert choice["finish_reason"] == "abort"
+        until(lambda: server.metric("weft:kv_pages_in_use") == 0)
+
+
+def test_the_body_is_limited_as_asked_for(model):
+    with Server(model, "--max-body", "200", "--served-name", "a name") as server:
+        assert server.complete(model="a name", prompt="a", max_tokens=1)["model"] == "a name"
+        assert "200 bytes" in server.refuse(413, {"prompt": "a" * 200})["message"]
+
+
+@pytest.mark.parametrize("how", ["file", "environment"])
+def test_a_key_is_asked_for(model, tmp_path, how):
+    (tmp_path / "key").write_text("s3cret\n")
+    options = ["--api-key-file", tmp_path / "key"] if how == "file" else []
+    environment = {"WEFT_API_KEY": "other"} if how == "file" else {"WEFT_API_KEY": "s3cret"}
+    with Server(model, *options, **environment) as server:
+        good = {"prompt": "a", "max_tokens": 1}
+        for value in ("", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer other"):
+            status, headers, text = server.ask("POST", "/v1/completions", good, Authorization=value)
+            assert status == 401 and headers["WWW-Authenticate"] == "Bearer", value
+            assert json.loads(text)["error"]["code"] == "invalid_api_key"
+        assert server.ask("POST", "/v1/completions", good, Authorization="bearer s3cret")[0] == 200
+        assert server.get("/metrics")[0] == server.get("/v1/models")[0] == 401
+        assert server.get("/health")[0] == server.get("/")[0] == 200
+        assert not any("s3cret" in line for line in server.lines)
+
+
+# ---- start and stop --------------------------------------------------------------------------------------------------
+
+
+def test_ipv6_and_names(model):
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 on this machine")
+    with Server(model, address="[::1]:0") as server:
+        assert server.url.startswith("http://[::1]:") and server.get("/health")[0] == 200
+    with Server(model, address="localhost:0") as server:
+        assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("options, code, words", [
+    (["--serve", "8000"], USAGE, "expected HOST:PORT"),
+    (["--serve", "localhost:99999"], USAGE, "expected HOST:PORT"),
+    (["--serve", "192.0.2.1:0"], ENVIRONMENT, "cannot listen on"),
+    (["--serve", ""], USAGE, "--serve: got '', expected a value"),
+    (["--serve", "127.0.0.1:0", "--temperature", "1"], USAGE, "--temperature: not for --serve"),
+    (["--serve", "127.0.0.1:0", "--json"], USAGE, "--json: does not go with --serve"),
+    (["--serve", "127.0.0.1:0", "--prompt", "a"], USAGE, "only one of them"),
+    (["--prompt", "a", "--drain-seconds", "1"], USAGE, "--drain-seconds: only for --serve"),
+    (["--prompt", "a", "--max-queue", "1"], USAGE, "--max-queue: only for --serve"),
+    (["--serve", "127.0.0.1:0", "--api-key-file", "/nowhere"], BAD_FILE, "/nowhere"),
+    (["--serve", "127.0.0.1:0", "--api-key-file", "/dev/null"], BAD_FILE, "/dev/null"),
+])
+def test_what_it_does_not_start_with(model, options, code, words):
+    done = subprocess.run([PROGRAM, "--model", model, "--device", "cpu", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and words in done.stderr and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_a_port_in_use_is_an_environment_error(model, server):
+    done = subprocess.run([PROGRAM, "--model", model, "--device", "cpu", "--serve", f"127.0.0.1:{server.port}"],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == ENVIRONMENT and "in use" in done.stderr
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_signal_lets_requests_finish(model, number, code):
+    with Server(model) as server:
+        client = server.open({**LONG, "n": 4})
+        until(lambda: server.metric("vllm:num_requests_running") == 4)
+        waiting = socket.create_connection((server.host, server.port), timeout=60)
+        server.process.send_signal(number)
+        until(lambda: any("stopping" in line for line in server.lines))
+        time.sleep(0.3)
+        waiting.sendall(request(b'{"prompt": "a"}', "Connection: close"))
+        refused = receive(waiting)
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in refused
+        waiting.close()
+        answer = receive(client)
+        client.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        choices = json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+        assert server.process.wait(60) == code
+
+
+def test_what_is_not_finished_in_time_is_told_so(model):
+    with Server(model, "--drain-seconds", "0.2") as server:
+        client = server.open({**LONG, "n": 64, "stream": True})
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(receive, client)
+            assert server.stop() == 143
+            text = reading.result()
+        client.close()
+        assert text.count(b'"finish_reason":"abort"') > 0 and text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_second_signal_leaves_at_once(model):
+    with Server(model) as server:
+        client = server.open({**LONG, "n": 64})
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: any("stopping" in line for line in server.lines))
+        time.sleep(0.3)
+        start = time.monotonic()
+        assert server.stop() == 143 and time.monotonic() - start < 5
+        client.close()
+
+
+def test_an_idle_server_stops_at_once(model):
+    with Server(model) as server:
+        start = time.monotonic()
+        assert server.stop(signal.SIGINT) == 130 and time.monotonic() - start < 5
+
+
+# ---- a mixture -------------------------------------------------------------------------------------------------------
+
+
+def test_many_random_requests_leave_nothing_behind(model):
+    with Server(model) as server:
+        files = Path(f"/proc/{server.process.pid}/fd")
+        before = len(list(files.iterdir()))
+
+        def one(number: int) -> None:
+            chance = random.Random(number)
+            body = {"prompt": "x" * chance.randrange(1, 300), "max_tokens": chance.randrange(1, 60), "seed": number,
+                    "n": chance.randrange(1, 4), "stream": chance.random() < 0.5, "logprobs": chance.choice([None, 2]),
+                    "echo": chance.random() < 0.2, "stop": chance.choice([None, "e", ["a", "\n"]])}
+            with server.open(body) as client:
+                if chance.random() < 0.4:  # leaves in the middle
+                    time.sleep(chance.random() * 0.05)
+                    return
+                text = receive(client, b"data: [DONE]" if body["stream"] else b'"total_tokens"')
+                assert text.startswith(b"HTTP/1.1 200 "), text[:200]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(one, range(300)))
+        until(lambda: server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0)
+        assert server.metric("weft:kv_pages_in_use") == 0
+        until(lambda: len(list(files.iterdir())) <= before + 2)
+        assert server.metric('vllm:request_success_total{.*"error"}') == 0
+        assert server.stop() == 143
+
+
+# ---- clients of others -----------------------------------------------------------------------------------------------
+
+
+def test_curl(server):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    body = '{"prompt": "Once", "max_tokens": 5, "temperature": 0, "stream": true}'
+    done = subprocess.run(["curl", "-sN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body],
+                          capture_output=True, text=True, timeout=60, check=True)
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in done.stdout.splitlines()
+                   if line.startswith("data: {"))
+    assert text == server.complete(prompt="Once", max_tokens=5, temperature=0)["choices"][0]["text"]
+    assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+@pytest.fixture
+def client(server):
+    openai = pytest.importorskip("openai", reason="pip install -r scripts/requirements-serve.txt")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def test_the_client_of_openai_completes(client, server):
+    answer = client.completions.create(model="small", prompt="Once", max_tokens=8, temperature=0, logprobs=2, n=2)
+    raw = server.complete(prompt="Once", max_tokens=8, temperature=0, logprobs=2, n=2)
+    assert [choice.text for choice in answer.choices] == [choice["text"] for choice in raw["choices"]]
+    assert answer.choices[0].logprobs.token_logprobs == raw["choices"][0]["logprobs"]["token_logprobs"]
+    assert answer.usage.total_tokens == raw["usage"]["total_tokens"] and answer.choices[0].finish_reason == "length"
+    assert [model.id for model in client.models.list()] == ["small"]
+
+
+def test_the_client_of_openai_streams(client):
+    whole = client.completions.create(model="small", prompt=["Once", "b"], max_tokens=12, seed=3)
+    texts = {0: "", 1: ""}
+    usage = None
+    for event in client.completions.create(model="small", prompt=["Once", "b"], max_tokens=12, seed=3, stream=True,
+                                           stream_options={"include_usage": True}, extra_body={"top_k": 0}):
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in whole.choices] and usage == whole.usage
+
+
+def test_the_client_of_openai_understands_refusals(client):
+    import openai
+    with pytest.raises(openai.BadRequestError, match="temperature: got '-1'") as caught:
+        client.completions.create(model="small", prompt="a", temperature=-1)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="model"):
+        client.completions.create(model="gpt", prompt="a")
+
+
+def test_the_client_of_openai_may_leave_a_stream(client, server):
+    with client.completions.create(model="small", prompt="a", max_tokens=900, stream=True, n=8,
+                                   extra_body={"ignore_eos": True}) as events:
+        next(iter(events))
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("weft:kv_pages_in_use") == 0
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_from_elsewhere(server):
+    status, headers, body = server.get("/")
+    page = body.decode()
+    nonce = re.search(r'<script nonce="(\w{32})">', page)[1]
+    policy = headers["Content-Security-Policy"]
+    assert status == 200 and policy.startswith(f"default-src 'none'; script-src 'nonce-{nonce}'") and "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy and headers["X-Content-Type-Options"] == "nosniff"
+    assert not re.search(r"https?://|\bsrc=|@import|innerHTML|\son\w+=|\sstyle=", page)
+    assert page.count("<script") == 1 and re.search(rf'<style nonce="{nonce}">', page)
+    assert nonce not in server.get("/")[2].decode()
+
+
+class Browser:
+    """Headless Chromium, through the WebDriver protocol of chromedriver."""
+
+    def __init__(self) -> None:
+        driver = shutil.which("chromedriver")
+        if driver is None or shutil.which("chromium") is None:
+            pytest.skip("needs chromium and chromedriver: scripts/deps.sh --browser")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.process = subprocess.Popen([driver, f"--port={self.port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(self._ready, 60)
+        options = {"args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]}
+        chosen = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}}
+        self.session = ""
+        self.session = self.call("POST", "", chosen)["sessionId"]
+
+    def _ready(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+            connection.request("GET", "/status")
+            return json.loads(connection.getresponse().read())["value"]["ready"]
+        except OSError:
+            return False
+
+    def call(self, method: str, path: str, body: object = None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = None if body is None else json.dumps(body)
+        connection.request(method, f"/session{'/' + self.session if self.session else ''}{path}", data,
+                           {"Content-Type": "application/json"})
+        value = json.loads(connection.getresponse().read())["value"]
+        connection.close()
+        assert not (isinstance(value, dict) and "error" in value), value
+        return value
+
+    def run(self, script: str):
+        return self.call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def close(self) -> None:
+        if self.session:
+            self.call("DELETE", "")
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def browser():
+    one = Browser()
+    yield one
+    one.close()
+
+
+def fill(browser: Browser, **values: object) -> None:
+    for name, value in values.items():
+        browser.run(f"document.getElementById({json.dumps(name)}).value = {json.dumps(str(value))}")
+
+
+def test_the_page_in_a_browser(server, browser):
+    browser.call("POST", "/url", {"url": server.url + "/"})
+    until(lambda: "running" in browser.run("return document.getElementById('load').textContent"))
+    assert browser.run("return document.getElementById('model').textContent") == "small"
+    # Markup in a prompt stays text.
+    prompt = "<img src=x onerror='document.title=1'><b>Once</b>"
+    fill(browser, prompt=prompt, max_tokens=20, temperature=1, seed=9)
+    browser.run("document.getElementById('go').click()")
+    until(lambda: "ended by" in browser.run("return document.getElementById('state').textContent"))
+    wanted = server.complete(prompt=prompt, max_tokens=20, temperature=1, seed=9, logprobs=5)["choices"][0]
+    assert browser.run("return document.getElementById('text').textContent") == prompt + wanted["text"]
+    assert browser.run("return document.querySelectorAll('#text img, #text b').length") == 0
+    assert browser.run("return document.title") == "weft"
+    spans = browser.run("return Array.from(document.querySelectorAll('#text .token'), s => [s.textContent, s.dataset.p, "
+                        "s.title.split('\\n').length, s.style.backgroundColor])")
+    assert len(spans) == len(wanted["logprobs"]["tokens"]) and "".join(span[0] for span in spans) == wanted["text"]
+    for span, logprob in zip(spans, wanted["logprobs"]["token_logprobs"]):
+        assert abs(float(span[1]) - 2.718281828 ** logprob) < 1e-3 and span[2] >= 5 and span[3].startswith("rgba")
+    errors = [line for line in browser.call("POST", "/se/log", {"type": "browser"}) if line["level"] == "SEVERE"]
+    assert errors == []
+
+
+def test_the_page_stops_and_says_what_is_wrong(server, browser):
+    browser.call("POST", "/url", {"url": server.url + "/"})
+    fill(browser, prompt="a", max_tokens=900, temperature=0)
+    browser.run("document.getElementById('go').click()")
+    until(lambda: browser.run("return document.querySelectorAll('#text .token').length") > 3)
+    browser.run("document.getElementById('halt').click()")
+    until(lambda: browser.run("return document.getElementById('state').textContent") == "stopped")
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    fill(browser, prompt="x" * (CONTEXT + 5))
+    browser.run("document.getElementById('go').click()")
+    until(lambda: str(CONTEXT - 1) in browser.run("return document.getElementById('state').textContent"))
+    assert "error" in browser.run("return document.getElementById('state').className")
