@@ -588,7 +588,7 @@ CPU = [
            ("py:test_plot_log.py::test_a_resume_replaces_what_came_after_it",)),
     # ---- the server ---------------------------------------------------------------------------------------------------
     Mutant("a client that leaves goes on using its pages", "llmc/serve/server.cpp",
-           "  for (const RequestId id : answer.ids) engine->cancel(id);\n", "",
+           "    answer->exchange->on_gone([this, answer] { cancel(*answer); });\n", "",
            ("py:test_serve.py::test_a_client_that_leaves_frees_its_pages",)),
     Mutant("a stream without a limit of what waits for its client", "llmc/serve/http.cpp",
            "  if (queued_bytes_ > server_.limits.backlog_bytes) {", "  if (queued_bytes_ > 1'000'000'000) {",

@@ -98,9 +98,10 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string refusal = config.family == Family::gpt_neox
-                                  ? cuda::neox_refusal(config, dtype_)
-                                  : "the GPU runs GPT-NeoX models only, and this is a Llama";
+  const std::string refusal = settings_.task == InferTask::batch ? "many sequences at once run on the CPU only"
+                              : config.family != Family::gpt_neox
+                                  ? "the GPU runs GPT-NeoX models only, and this is a Llama"
+                                  : cuda::neox_refusal(config, dtype_);
   if (refusal.empty()) return choose_decode(config);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
   use_cpu(choose_cpu(refusal));

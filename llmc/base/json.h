@@ -17,8 +17,8 @@ using Json = nlohmann::json;
 // value for each token, and whose merges have three (a pair of texts).
 struct JsonLimits {
   std::size_t bytes = 100'000'000;
-  std::size_t values = 5'000'000;  // a value takes two bytes of text ("0,"), but 16 to 200 bytes of memory
   int depth = 64;
+  std::size_t values = 5'000'000;  // a value takes two bytes of text ("0,"), but 16 to 200 bytes of memory
 };
 // For a configuration: of a model, of a tensor file, of a checkpoint.
 inline constexpr std::size_t kMaxConfigValues = 1'000'000;

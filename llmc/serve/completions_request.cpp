@@ -165,7 +165,9 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
   CompletionOptions& options = request.options;
   options.max_tokens = kDefaultMaxTokens;
   options.sampler.temperature = 1;
-  for (const auto& [name, value] : body.items()) {
+  for (const auto& member : body.items()) {
+    const std::string& name = member.key();
+    const Json& value = member.value();
     if (value.is_null()) continue;
     // Elsewhere -1 means what 0 means here: all ids.
     if (name == "top_k" && value == -1) continue;

@@ -55,6 +55,6 @@ struct CompletionsContext {
 
 // Fields that are not known are ignored, as other servers of this API do; those that would change the text and are not
 // supported are refused unless they have the value that changes nothing. Throws RequestError, which names the field.
-CompletionsRequest parse_completions(std::string_view body, const CompletionsContext& context);
+CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context);
 
 }  // namespace weft

@@ -405,7 +405,7 @@ std::string head_of(int status, const std::string& content_type, bool close) {
 
 void Connection::respond(const HttpResponse& response) {
   std::string text = head_of(response.status, response.content_type, close_after_);
-  for (const auto& [name, value] : response.headers) text += name + ": " + value + "\r\n";
+  for (const auto& [name, value] : response.headers) text += format("%s: %s\r\n", name.c_str(), value.c_str());
   text += format("Content-Length: %zu\r\n\r\n", response.body.size());
   if (!head_only_) text += response.body;
   queue(std::move(text));

@@ -58,7 +58,7 @@ std::string Histogram::text(const std::string& name, const std::string& help, co
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     below += counts_[i];
     const std::string bound = i < bounds_.size() ? format("%g", bounds_[i]) : "+Inf";
-    out += line(name + "_bucket", labels + ",le=\"" + bound + "\"", static_cast<double>(below));
+    out += line(name + "_bucket", format("%s,le=\"%s\"", labels.c_str(), bound.c_str()), static_cast<double>(below));
   }
   return out + line(name + "_sum", labels, sum_) + line(name + "_count", labels, static_cast<double>(below));
 }

@@ -254,9 +254,9 @@ TEST(Http, AClientThatLeavesIsNoticed) {
     EXPECT_TRUE(eventually([&] { return gone == 1; }));
     EXPECT_TRUE(kept->gone());
     kept->respond({200, "text/plain", "too late", {}});  // does nothing
-    bool at_once = false;
+    std::atomic<bool> at_once{false};
     running.server.post([&] { kept->on_gone([&] { at_once = true; }); });
-    EXPECT_TRUE(eventually([&] { return at_once; }));
+    EXPECT_TRUE(eventually([&] { return at_once.load(); }));
   }
 }
 
