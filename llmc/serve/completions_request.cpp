@@ -150,7 +150,7 @@ bool read_include_usage(const Json& body, bool stream) {
 }  // namespace
 
 CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context) {
-  const JsonLimits limits = {.bytes = text.size(), .values = kMaxRequestValues, .depth = kMaxRequestDepth};
+  const JsonLimits limits = {.bytes = text.size(), .depth = kMaxRequestDepth, .values = kMaxRequestValues};
   const Json body = for_field("", [&] { return parse_json(text, kBody, limits); });
   if (!body.is_object()) {
     throw RequestError(400, format("%s: got a JSON %s, expected an object", kBody, body.type_name()));

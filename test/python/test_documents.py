@@ -113,7 +113,7 @@ def test_a_message_that_nobody_prints_is_found():
 
 
 # ---- usage errors: each has an entry ----------------------------------------------------------------------------------
-USAGE_ROOMS = ("base", "text", "model", "train", "infer", "app")
+USAGE_ROOMS = ("base", "text", "model", "train", "infer", "serve", "app")
 SPEC = r"%[-+ #0]*\d*(?:\.(?:\d+|\*))?(?:hh|h|ll|l|z|t)?[diouxXeEfgGscp]"
 
 
