@@ -98,7 +98,8 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string refusal = settings_.task == InferTask::batch ? "many sequences at once run on the CPU only"
+  const std::string refusal = settings_.task == InferTask::batch || settings_.task == InferTask::serve
+                                  ? "many sequences at once run on the CPU only"
                               : config.family != Family::gpt_neox
                                   ? "the GPU runs GPT-NeoX models only, and this is a Llama"
                                   : cuda::neox_refusal(config, dtype_);

@@ -6,8 +6,8 @@
 #include <iostream>
 
 #include "golden_cases.h"
-#include "llmc/cpu/llama.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/cpu/llama.h"
 #include "llmc/model/compare.h"
 
 namespace weft {

@@ -276,7 +276,9 @@ TEST(PreTokenizer, EachRuleHasItsOwnPieces) {
   for (const auto& [rule, pieces] : expected) {
     PreTokenizer::Scratch scratch;
     Pieces found;
-    PreTokenizer({{rule, false}}).split(text, true, scratch, [&](std::string_view piece) { found.emplace_back(piece); });
+    PreTokenizer({{rule, false}}).split(text, true, scratch, [&](std::string_view piece) {
+      found.emplace_back(piece);
+    });
     EXPECT_EQ(found, pieces) << static_cast<int>(rule);
   }
 }

@@ -15,12 +15,12 @@
 #include <set>
 
 #include "llmc/base/error.h"
+#include "llmc/base/sampler.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/file/tensor_file.h"
-#include "llmc/base/sampler.h"
 #include "llmc/model/model_file.h"
 #include "test/cpp/test_files.h"
 #include "test/gpu/operator_tools.h"

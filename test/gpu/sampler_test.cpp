@@ -10,8 +10,8 @@
 #include <random>
 
 #include "llmc/base/error.h"
-#include "llmc/base/sampling_math.h"
 #include "llmc/base/sampler.h"
+#include "llmc/base/sampling_math.h"
 #include "test/gpu/operator_tools.h"
 
 namespace weft::cuda {
