@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +225,29 @@ def test_a_stream_is_the_whole_answer_in_pieces(server, body):
     assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
     assert all(event["usage"] is None for event in events[:-1]) and len({event["id"] for event in events}) == 1
     assert all("usage" not in event for event in server.stream(**body, seed=7))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-pythia"])
+def test_a_converted_model_of_each_family(name, tmp_path):
+    pytest.importorskip("safetensors")
+    path = tmp_path / f"{name}.bin"
+    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models" / name, "-o", path],
+                   check=True, capture_output=True, timeout=120)
+    command = [PROGRAM, "--model", path, "--device", "cpu", "--prompt", "The hen", "--max-tokens", "24", "--temperature", "0.9",
+               "--seed", "3", "--json"]
+    alone = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    body = {"prompt": "The hen", "max_tokens": 24, "temperature": 0.9, "seed": 3, "logprobs": 2}
+    with Server(path) as server:
+        whole = server.complete(**body)
+        assert whole["model"] == name and whole["choices"][0]["text"] == alone["text"]
+        assert joined(server.stream(**body))[0] == whole["choices"][0]
+        echoed = server.complete(**body, echo=True)["choices"][0]
+        text, logprobs = echoed["text"], echoed["logprobs"]
+        assert text == "The hen" + alone["text"]
+        # Each token stands where its offset says; that which begins a document is none of the text.
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"]):
+            assert text.startswith(token, offset) or offset == 0 or token.startswith("bytes:"), (token, offset)
+        assert server.stop() == 143
 
 
 def test_the_seed_decides(server):
