@@ -200,6 +200,15 @@ TEST(CompletionsRequest, TooManyPromptsAreRefusedBeforeTheyAreRead) {
   EXPECT_NE(got.message.find("at most"), std::string::npos) << got.message;
 }
 
+// A value takes two bytes of the body and many more of memory.
+TEST(CompletionsRequest, TooManyValuesAreRefusedWhileTheyAreRead) {
+  std::string body = R"({"ignored": [0)";
+  for (std::size_t i = 0; i < kMaxRequestValues; ++i) body += ",0";
+  const Refusal got = refusal(body + "]}");
+  EXPECT_EQ(got.status, 400);
+  EXPECT_NE(got.message.find("more than 1000000 JSON values"), std::string::npos) << got.message;
+}
+
 TEST(CompletionsRequest, WithoutATokenizerIdsAreServed) {
   const ModelConfig c = config();
   const CompletionsContext context{"tiny", nullptr, Tokenizer::Special::text, &c, 256};
