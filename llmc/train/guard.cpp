@@ -80,8 +80,7 @@ SpikeDetector SpikeDetector::from_json(const Json& object, const std::string& so
   if (object.contains("mean")) return SpikeDetector();
   detector.quiet_ = json_int(object, "quiet", 0, kMaxCounter, source);
   const auto level = [&](const std::string& name) {
-    const Level read{json_number(object, (name + "_mean").c_str(), source),
-                     json_number(object, (name + "_variance").c_str(), source)};
+    const Level read{json_number(object, name + "_mean", source), json_number(object, name + "_variance", source)};
     constexpr double kLargest = 1e100;  // no loss or norm comes near; its square is still finite
     if (std::abs(read.mean) > kLargest || read.variance < 0 || read.variance > kLargest * kLargest) {
       fail(Exit::bad_file, "%s: spikes: %s_mean %g and %s_variance %g are not those of a run", source.c_str(),
