@@ -119,10 +119,10 @@ TEST(Completion, ValuesThatCannotBeAreRefusedByName) {
                                                          {"logprobs", 21},
                                                          {"logprobs", true},
                                                          {"echo", "yes"}};
-  for (const auto& [name, value] : bad) {
+  for (const auto& each : bad) {
     CompletionOptions o;
-    const std::string message = error_of(Exit::usage, [&] { read_completion_option(name, value, o); });
-    EXPECT_EQ(message.find(name + ": got "), 0u) << message;
+    const std::string message = error_of(Exit::usage, [&] { read_completion_option(each.first, each.second, o); });
+    EXPECT_EQ(message.find(std::string(each.first) + ": got "), 0u) << message;
     EXPECT_NE(message.find(", expected "), std::string::npos) << message;
   }
   CompletionOptions nothing;
