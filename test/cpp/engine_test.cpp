@@ -617,7 +617,11 @@ TEST(Engine, ASoakOf20000RequestsLeavesNothingBehind) {
     }
   }
   const std::int64_t growth = (resident_pages() - before) * ::sysconf(_SC_PAGESIZE);
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  static_cast<void>(growth);  // a sanitizer keeps freed memory for a while
+#else
   EXPECT_LT(growth, 4 << 20);
+#endif
   finish(engine);
   for (const Asked& asked : recent) expect_as_alone(asked, model);
   EXPECT_EQ(ended + std::ssize(recent), 20000);
