@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = ROOT / "build" / "tidy"
-FOLDERS = ("base", "file", "text", "model", "cpu", "train", "infer", "app")
+FOLDERS = ("base", "file", "text", "model", "cpu", "train", "infer", "serve", "app")
 FLAGS = ["-xc++", "-std=c++20", "-march=native", "-fopenmp", "-I.", "-Ibuild/tidy"]
 
 

@@ -413,7 +413,7 @@ KINDS = {"a Llama": LLAMA, "a Pythia": MODEL, "a training state": STATE, "a dump
 SAYS = {"a Llama": "llama", "a Pythia": "gpt_neox", "a training state": "training state", "a dump": "reference dump",
         "a shard": "token shard", "JSON": "JSON", "safetensors": "safetensors"}
 PLACES: dict[str, tuple[Callable[[Any], list[Any]], str]] = {  # name -> command with the file in that place, who fits
-    "infer_pythia --model": (infer_options, "a Pythia"),
+    "infer_pythia --model": (infer_options, "a Pythia or a Llama"),
     "infer_pythia --compare": (lambda path: infer_options(MODEL, f"--compare={path}"), "a dump"),
     "train_llama --model": (lambda path: train_options(model=path), "a Llama"),
     "train_llama --compare": (lambda path: train_options(compare=path), "a dump"),
@@ -438,7 +438,8 @@ def tokenizer_place(kind: str) -> Case:
                 (KINDS[kind].name,))
 
 
-CROSS_PAIRS = [cross_pair(kind, place) for place, (_, fits) in PLACES.items() for kind in KINDS if kind != fits]
+CROSS_PAIRS = [cross_pair(kind, place) for place, (_, fits) in PLACES.items() for kind in KINDS
+               if kind not in fits.split(" or ")]
 CROSS_PAIRS += [tokenizer_place(kind) for kind in KINDS]
 
 
