@@ -103,6 +103,19 @@ TEST(PagedAttention, MatchesContiguousKeysWhateverThePages) {
   }
 }
 
+// A score that towers above those of later pages: brought to a lower maximum its weight would overflow.
+TEST(PagedAttention, AGreatScoreOfAnEarlierPageStays) {
+  constexpr std::int64_t P = 4, T = 2 * P + 3;
+  const std::vector<std::int32_t> pages = {0, 1, 2};
+  Floats keys(3 * P, -150.0f), values(3 * P, 2.0f), out(T);
+  keys[0] = 150.0f;
+  values[0] = 1.0f;
+  const Floats q(T, 1.0f);
+  const std::vector<cpu::PagedRows> work = {{pages, 0, T, 0}};
+  cpu::paged_attention({1, 1.0f, 1, 1}, out.data(), q.data(), {keys.data(), values.data(), P, 1, 1}, work);
+  EXPECT_EQ(out, Floats(T, 1.0f));
+}
+
 // ---- models ---------------------------------------------------------------------------------------------------------
 
 // What a sequence gives: a sampled id and the logits after every span, and the log-probabilities of its prompt.
