@@ -9,6 +9,7 @@
 #include "llmc/cpu/llama_inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/neox_inference.h"
+#include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/model/single_sequence.h"
 
@@ -46,7 +47,8 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
       options_(completed(options, config)),
       rope_(rope_table(config.rope, options_.max_positions)) {
   last_ids_.resize(static_cast<std::size_t>(options_.slots));
-  final_norm_.resize(static_cast<std::size_t>(options_.max_rows * config.hidden_size));
+  residual_.resize(static_cast<std::size_t>(options_.max_rows * config.hidden_size));
+  final_norm_.resize(residual_.size());
 }
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
@@ -155,6 +157,26 @@ void Inference::attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float
   keep_heads(prefix + "k", k, all_rows, NKV);
   keep_heads(prefix + "v", v, all_rows, NKV);
   keep(prefix + "attention", out, all_rows, NH * HS);
+}
+
+void Inference::normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2,
+                          float* out2) {
+  ResidualNormShape shape;
+  shape.rows = rows;
+  shape.C = config_.hidden_size;
+  shape.kind = config_.norm;
+  shape.eps = static_cast<float>(config_.norm_eps);
+  ResidualNormForward io;
+  io.x = branch != nullptr ? branch : residual();
+  io.residual = branch != nullptr ? residual() : nullptr;
+  io.residual_out = branch != nullptr ? residual() : nullptr;
+  io.weight = norm.weight;
+  io.bias = norm.bias;
+  io.out = out;
+  io.weight2 = norm2.weight;
+  io.bias2 = norm2.bias;
+  io.out2 = out2;
+  residual_norm_forward(shape, io);
 }
 
 // ---- logits ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@
 #include "llmc/model/decode_model.h"
 #include "llmc/model/inference_model.h"
 #include "llmc/model/model_file.h"
+#include "llmc/model/parameters.h"
 
 namespace weft::cpu {
 
@@ -50,14 +51,20 @@ class Inference : public InferenceModel {
   virtual void run_layers(std::span<const std::int32_t> ids) = 0;
   virtual const float* head() const = 0;  // [V, C]
 
+  float* residual() { return residual_.data(); }  // [rows, C], the residual stream
   float* final_norm() { return final_norm_.data(); }
   std::uint64_t kv_bytes() const { return kv_arena_.bytes(); }
+
+  using Norm = NormParameters<const float>;
+  // residual += branch (unless null); out = norm(residual) and, where there is one, out2 = norm2(residual) from the same
+  // statistics.
+  void normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2 = {},
+                 float* out2 = nullptr);
 
   // Rotates q and k, appends k and v of all rows to layer l's pages, and attends. q, k, v view the step's rows;
   // out [rows, NH HS].
   void attend(std::int64_t l, HeadView q, HeadView k, HeadView v, float* out);
 
-  bool keeping() const { return keep_; }
   // Adds `rows` rows of the activation `name`.
   void keep(const std::string& name, const float* data, std::int64_t rows, std::int64_t columns);
 
@@ -82,8 +89,8 @@ class Inference : public InferenceModel {
   HostArena kv_arena_;  // keys, then values, each [L, page, NKV, page_size, HS]; first: it refuses what cannot fit
   InferenceOptions options_;
   RopeTable rope_;
-  std::vector<std::int32_t> last_ids_;  // [slots]: sampled last in each
-  std::vector<float> final_norm_;       // [max_rows, C]
+  std::vector<std::int32_t> last_ids_;        // [slots]: sampled last in each
+  std::vector<float> residual_, final_norm_;  // [max_rows, C]
 
   // Of the step.
   std::vector<std::int32_t> ids_;

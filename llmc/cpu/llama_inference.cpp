@@ -9,7 +9,6 @@
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
-#include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/swiglu.h"
 
 namespace weft::cpu {
@@ -36,7 +35,6 @@ class LlamaInference final : public Inference {
       : Inference(config, options), weights_(weights) {
     const std::size_t rows = static_cast<std::size_t>(max_rows());
     const std::size_t C = static_cast<std::size_t>(config.hidden_size), F = static_cast<std::size_t>(config.ffn_size);
-    residual_.resize(rows * C);
     norm_.resize(rows * C);
     branch_.resize(rows * C);
     qkv_.resize(rows * static_cast<std::size_t>(config.q_size() + 2 * config.kv_size()));
@@ -46,8 +44,8 @@ class LlamaInference final : public Inference {
   }
 
   std::vector<MemoryLine> memory() const override {
-    const std::size_t scratch = residual_.size() + norm_.size() + branch_.size() + qkv_.size() + attention_.size() +
-                                gate_up_.size() + product_.size();
+    const std::size_t scratch =
+        norm_.size() + 2 * branch_.size() + qkv_.size() + attention_.size() + gate_up_.size() + product_.size();
     std::vector<MemoryLine> lines = {{"K/V cache (fp32)", kv_bytes()}, {"workspace (fp32)", scratch * sizeof(float)}};
     if (own_ != nullptr) lines.insert(lines.begin(), {"parameters (fp32)", own_->arena.bytes()});
     return lines;
@@ -56,9 +54,9 @@ class LlamaInference final : public Inference {
  protected:
   void run_layers(std::span<const std::int32_t> ids) override {
     const std::int64_t rows = static_cast<std::int64_t>(ids.size());
-    embedding_forward(residual_.data(), ids.data(), weights_.embedding, rows, config().hidden_size);
-    keep("embedding", residual_.data(), rows, config().hidden_size);
-    normalize(weights_.layers[0].input_norm, rows, nullptr, norm_.data());
+    embedding_forward(residual(), ids.data(), weights_.embedding, rows, config().hidden_size);
+    keep("embedding", residual(), rows, config().hidden_size);
+    normalize(rows, nullptr, read_only(weights_.layers[0].input_norm), norm_.data());
     for (std::int64_t l = 0; l < config().num_layers; ++l) run_layer(l, rows);
   }
   const float* head() const override { return weights_.head; }
@@ -69,22 +67,7 @@ class LlamaInference final : public Inference {
     own_ = std::move(own);
   }
 
-  // residual += branch (unless null), out = norm(residual).
-  void normalize(const NormParameters<float>& norm, std::int64_t rows, const float* branch, float* out) {
-    ResidualNormShape shape;
-    shape.rows = rows;
-    shape.C = config().hidden_size;
-    shape.kind = config().norm;
-    shape.eps = static_cast<float>(config().norm_eps);
-    ResidualNormForward io;
-    io.x = branch != nullptr ? branch : residual_.data();
-    io.residual = branch != nullptr ? residual_.data() : nullptr;
-    io.residual_out = branch != nullptr ? residual_.data() : nullptr;
-    io.weight = norm.weight;
-    io.bias = norm.bias;
-    io.out = out;
-    residual_norm_forward(shape, io);
-  }
+  static Norm read_only(const NormParameters<float>& norm) { return {norm.weight, norm.bias}; }
 
   void run_layer(std::int64_t l, std::int64_t rows) {
     const ModelConfig& c = config();
@@ -98,21 +81,22 @@ class LlamaInference final : public Inference {
     matmul_rows_forward(qkv_.data(), norm_.data(), w.qkv, nullptr, rows, C, row);
     attend(l, heads(0), heads(q), heads(q + kv), attention_.data());
     matmul_rows_forward(branch_.data(), attention_.data(), w.output, nullptr, rows, q, C);
-    normalize(w.post_norm, rows, branch_.data(), norm_.data());
+    normalize(rows, branch_.data(), read_only(w.post_norm), norm_.data());
     keep(prefix + "post_attention_norm", norm_.data(), rows, C);
     matmul_rows_forward(gate_up_.data(), norm_.data(), w.gate_up, nullptr, rows, C, 2 * F);
     swiglu_forward(product_.data(), gate_up_.data(), rows, F);
     keep(prefix + "mlp_product", product_.data(), rows, F);
     matmul_rows_forward(branch_.data(), product_.data(), w.down, nullptr, rows, F, C);
-    normalize(last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm, rows,
-              branch_.data(), last ? final_norm() : norm_.data());
-    keep(prefix + "residual", residual_.data(), rows, C);
+    const NormParameters<float>& next =
+        last ? weights_.final_norm : weights_.layers[static_cast<std::size_t>(l) + 1].input_norm;
+    normalize(rows, branch_.data(), read_only(next), last ? final_norm() : norm_.data());
+    keep(prefix + "residual", residual(), rows, C);
     if (last) keep("final_norm", final_norm(), rows, C);
   }
 
   std::unique_ptr<FileParameters> own_;   // null: they live elsewhere
   const LlamaParameters<float> weights_;  // pointers: cheap to copy
-  std::vector<float> residual_, norm_, branch_, qkv_, attention_, gate_up_, product_;
+  std::vector<float> norm_, branch_, qkv_, attention_, gate_up_, product_;
 };
 
 }  // namespace

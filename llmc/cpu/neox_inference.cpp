@@ -11,7 +11,6 @@
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
-#include "llmc/cpu/residual_norm.h"
 #include "llmc/model/neox_layout.h"
 
 namespace weft::cpu {
@@ -28,7 +27,6 @@ class NeoxInference final : public Inference {
     const std::size_t rows = static_cast<std::size_t>(max_rows());
     const std::size_t C = static_cast<std::size_t>(config().hidden_size),
                       F = static_cast<std::size_t>(config().ffn_size);
-    residual_.resize(rows * C);
     norm1_.resize(rows * C);
     norm2_.resize(rows * C);
     branch_.resize(rows * C);
@@ -38,7 +36,7 @@ class NeoxInference final : public Inference {
   }
 
   std::vector<MemoryLine> memory() const override {
-    const std::size_t scratch = 5 * residual_.size() + qkv_.size() + up_.size();
+    const std::size_t scratch = 5 * branch_.size() + qkv_.size() + up_.size();
     return {{"parameters (fp32)", arena_.bytes()},
             {"K/V cache (fp32)", kv_bytes()},
             {"workspace (fp32)", scratch * sizeof(float)}};
@@ -51,48 +49,27 @@ class NeoxInference final : public Inference {
  private:
   void run_layer(std::int64_t l, std::int64_t rows);
 
-  using Norm = NormParameters<const float>;
-
-  // residual += branch (unless null); out = norm(residual), and out2 = norm2(residual) from the same statistics.
-  void normalize(std::int64_t rows, const float* branch, const Norm& norm, float* out, const Norm& norm2, float* out2) {
-    ResidualNormShape shape;
-    shape.rows = rows;
-    shape.C = config().hidden_size;
-    shape.kind = NormKind::layernorm;
-    shape.eps = static_cast<float>(config().norm_eps);
-    ResidualNormForward io;
-    io.x = branch != nullptr ? branch : residual_.data();
-    io.residual = branch != nullptr ? residual_.data() : nullptr;
-    io.residual_out = branch != nullptr ? residual_.data() : nullptr;
-    io.weight = norm.weight;
-    io.bias = norm.bias;
-    io.out = out;
-    io.weight2 = norm2.weight;
-    io.bias2 = norm2.bias;
-    io.out2 = out2;
-    residual_norm_forward(shape, io);
-  }
   // The norm or norms that read the input of layer l, or the final norm after the last layer.
   void normalize_input(std::int64_t l, std::int64_t rows, const float* branch) {
     if (l == config().num_layers) {
-      normalize(rows, branch, weights_.final_norm, final_norm(), {}, nullptr);
+      normalize(rows, branch, weights_.final_norm, final_norm());
     } else if (config().parallel_residual) {
       const NeoxLayerParameters<const float>& layer = weights_.layers[static_cast<std::size_t>(l)];
       normalize(rows, branch, layer.input_norm, norm1_.data(), layer.post_norm, norm2_.data());
     } else {
-      normalize(rows, branch, weights_.layers[static_cast<std::size_t>(l)].input_norm, norm1_.data(), {}, nullptr);
+      normalize(rows, branch, weights_.layers[static_cast<std::size_t>(l)].input_norm, norm1_.data());
     }
   }
 
   HostArena arena_;
   const NeoxParameters<const float> weights_;
-  std::vector<float> residual_, norm1_, norm2_, branch_, attention_, qkv_, up_;
+  std::vector<float> norm1_, norm2_, branch_, attention_, qkv_, up_;
 };
 
 void NeoxInference::run_layers(std::span<const std::int32_t> ids) {
   const std::int64_t rows = static_cast<std::int64_t>(ids.size()), C = config().hidden_size;
-  embedding_forward(residual_.data(), ids.data(), weights_.embedding, rows, C);
-  keep("embedding", residual_.data(), rows, C);
+  embedding_forward(residual(), ids.data(), weights_.embedding, rows, C);
+  keep("embedding", residual(), rows, C);
   normalize_input(0, rows, nullptr);
   for (std::int64_t l = 0; l < config().num_layers; ++l) run_layer(l, rows);
   keep("final_norm", final_norm(), rows, C);
@@ -109,7 +86,7 @@ void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
   matmul_rows_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, rows, C, 3 * C);
   attend(l, heads(0), heads(1), heads(2), attention_.data());
   matmul_rows_forward(branch_.data(), attention_.data(), w.dense.weight, w.dense.bias, rows, C, C);
-  if (!c.parallel_residual) normalize(rows, branch_.data(), w.post_norm, norm2_.data(), {}, nullptr);
+  if (!c.parallel_residual) normalize(rows, branch_.data(), w.post_norm, norm2_.data());
   keep(prefix + "post_attention_norm", norm2_.data(), rows, C);
   matmul_rows_forward(up_.data(), norm2_.data(), w.up.weight, w.up.bias, rows, C, F);
   gelu_forward(up_.data(), up_.data(), rows * F);
@@ -118,7 +95,7 @@ void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
   matmul_rows_forward(branch_.data(), up_.data(), w.down.weight, w.down.bias, rows, F, C,
                       c.parallel_residual ? Accumulate::yes : Accumulate::no);
   normalize_input(l + 1, rows, branch_.data());
-  keep(prefix + "residual", residual_.data(), rows, C);
+  keep(prefix + "residual", residual(), rows, C);
 }
 
 }  // namespace
