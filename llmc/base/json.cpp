@@ -97,17 +97,22 @@ Json parse_json(std::string_view text, const std::string& source, const JsonLimi
   }
 }
 
+std::optional<std::int64_t> json_integer(const Json& value) {
+  if (!value.is_number_integer()) return std::nullopt;
+  if (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(INT64_MAX)) {
+    return std::nullopt;
+  }
+  return value.get<std::int64_t>();
+}
+
 std::int64_t json_int(const Json& object, const std::string& key, std::int64_t low, std::int64_t high,
                       const std::string& source) {
   const Json& value = member(object, key, source);
-  const bool fits = value.is_number_integer() && (!value.is_number_unsigned() ||
-                                                  value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX));
+  const std::optional<std::int64_t> number = json_integer(value);
+  if (number && *number >= low && *number <= high) return *number;
   const std::string expected =
       format("an integer from %lld to %lld", static_cast<long long>(low), static_cast<long long>(high));
-  if (!fits) wrong_type(value, key, expected.c_str(), source);
-  const std::int64_t number = value.get<std::int64_t>();
-  if (number < low || number > high) wrong_type(value, key, expected.c_str(), source);
-  return number;
+  wrong_type(value, key, expected.c_str(), source);
 }
 
 double json_number(const Json& object, const std::string& key, const std::string& source) {

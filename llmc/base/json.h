@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -26,6 +27,9 @@ inline constexpr std::size_t kMaxConfigValues = 1'000'000;
 // Parses `text`. Too long, too many values, too deep, a duplicate key, trailing text, invalid UTF-8 or a syntax error:
 // Exit::bad_file with "<source>: ...". Never recurses deeper than the limit.
 Json parse_json(std::string_view text, const std::string& source, const JsonLimits& limits = {});
+
+// The value of an integer that int64 holds; empty for any other value.
+std::optional<std::int64_t> json_integer(const Json& value);
 
 // The text of `value` on one line, or with `indent` spaces per level. Bytes that are not UTF-8 (a file name may contain
 // them) become U+FFFD, so that writing a log or a report never fails because of its content.

@@ -18,17 +18,8 @@ namespace {
   fail(Exit::usage, "%s: got %s, expected %s", name.c_str(), escaped(json_text(got)).c_str(), expected.c_str());
 }
 
-// Empty: not an integer that fits.
-std::optional<std::int64_t> integer_of(const Json& value) {
-  if (!value.is_number_integer()) return std::nullopt;
-  if (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(INT64_MAX)) {
-    return std::nullopt;
-  }
-  return value.get<std::int64_t>();
-}
-
 std::int64_t read_integer(const std::string& name, const Json& value, std::int64_t low, std::int64_t high) {
-  const std::optional<std::int64_t> number = integer_of(value);
+  const std::optional<std::int64_t> number = json_integer(value);
   if (number.has_value() && *number >= low && *number <= high) return *number;
   refuse(name, value,
          high == INT64_MAX
@@ -187,7 +178,7 @@ CompletionPrompt prompt_from_ids(const Json& list, const Tokenizer* tokenizer, c
   CompletionPrompt prompt;
   prompt.ids.reserve(list.size());
   for (const Json& item : list) {
-    const std::optional<std::int64_t> id = integer_of(item);
+    const std::optional<std::int64_t> id = json_integer(item);
     if (!id.has_value() || *id < 0 || *id >= config.vocab_size) {
       refuse(format("%s: id %zu", name.c_str(), prompt.ids.size() + 1), item, expected);
     }

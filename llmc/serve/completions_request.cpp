@@ -58,12 +58,9 @@ bool read_flag(const Json& body, const std::string& name) {
 std::int64_t read_count(const Json& body, const std::string& name, std::int64_t otherwise, std::int64_t high) {
   const auto found = body.find(name);
   if (found == body.end() || found->is_null()) return otherwise;
-  const bool fits = found->is_number_integer() &&
-                    (!found->is_number_unsigned() || found->get<std::uint64_t>() <= static_cast<std::uint64_t>(high));
-  if (!fits || found->get<std::int64_t>() < 1 || found->get<std::int64_t>() > high) {
-    refuse(name, *found, format("an integer from 1 to %lld", static_cast<long long>(high)));
-  }
-  return found->get<std::int64_t>();
+  const std::optional<std::int64_t> count = json_integer(*found);
+  if (count && *count >= 1 && *count <= high) return *count;
+  refuse(name, *found, format("an integer from 1 to %lld", static_cast<long long>(high)));
 }
 
 // Errors of the readers that batch files share say the field first: "temperature: got ...".

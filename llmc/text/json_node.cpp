@@ -43,11 +43,8 @@ bool Node::flag(bool absent) const {
 }
 
 std::int64_t Node::integer(std::int64_t low, std::int64_t high, const char* what) const {
-  const bool integer = json_->is_number_integer();
-  if (integer && (!json_->is_number_unsigned() || json_->get<std::uint64_t>() <= static_cast<std::uint64_t>(high))) {
-    const std::int64_t value = json_->get<std::int64_t>();
-    if (value >= low && value <= high) return value;
-  }
+  const std::optional<std::int64_t> value = json_integer(*json_);
+  if (value && *value >= low && *value <= high) return *value;
   refuse(format("a %s from %lld to %lld", what, static_cast<long long>(low), static_cast<long long>(high)).c_str());
 }
 
