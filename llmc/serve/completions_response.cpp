@@ -57,11 +57,14 @@ const char* error_type(int status) {
 
 }  // namespace
 
+std::string random_word() {
+  std::random_device random;
+  return format("%08x%08x%08x%08x", random(), random(), random(), random());
+}
+
 CompletionsHead completions_head(const std::string& model) {
   CompletionsHead head;
-  std::random_device random;
-  head.id = "cmpl-";
-  for (int i = 0; i < 4; ++i) head.id += format("%08x", random());
+  head.id = "cmpl-" + random_word();
   head.created =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   head.model = model;

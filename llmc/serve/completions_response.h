@@ -21,6 +21,9 @@ struct CompletionsHead {
   std::string model;
   bool usage_follows = false;  // in the last event of a stream: all others say "usage":null
 };
+// 128 random bits in hexadecimal, for ids and nonces.
+std::string random_word();
+
 CompletionsHead completions_head(const std::string& model);  // with a random id
 
 struct CompletionsUsage {

@@ -178,8 +178,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool closed_ = false, close_after_ = false;
 
   boost::beast::flat_buffer buffer_{kBufferBytes};
-  bool reads_ =
-      false;  // read_some() is under way: in every phase but `reading`, so that the end of a client is noticed
+  // read_some() is under way: in every phase but `reading`, so that the end of a client is noticed.
+  bool reads_ = false;
   std::optional<Parser> parser_;
   std::size_t reserved_ = 0;  // bytes of all_body_bytes, while the request is read
 

@@ -36,13 +36,12 @@ constexpr const char* kKeyVariable = "WEFT_API_KEY";
 
 enum class Phase { loading, ready, draining };
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+Clock::time_point after(Clock::time_point start, double seconds) {
+  return start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-std::string random_word() {
-  std::random_device random;
-  return format("%08x%08x%08x%08x", random(), random(), random(), random());
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 // Host or Origin without scheme and port: "http://[::1]:8000" is "[::1]".
@@ -328,8 +327,7 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
   CompletionsRequest request = parse_completions(exchange->take_body(), context);
   if (!request.seeded) request.options.sampler.seed = std::random_device()() >> 1;
   if (options.request_seconds > 0) {
-    request.options.deadline = answer->arrival + std::chrono::duration_cast<Clock::duration>(
-                                                     std::chrono::duration<double>(options.request_seconds));
+    request.options.deadline = after(answer->arrival, options.request_seconds);
   }
   for (const CompletionPrompt& prompt : request.prompts) {
     const std::string refusal =
@@ -468,8 +466,7 @@ void CompletionsServer::State::step_until_stopped() {
   for (;;) {
     if (phase == Phase::ready && stop_signal() != 0) {
       phase = Phase::draining;
-      give_up = Clock::now() +
-                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.drain_seconds));
+      give_up = after(Clock::now(), options.drain_seconds);
     }
     if (phase == Phase::draining && (in_flight == 0 || Clock::now() >= give_up)) return;
     const bool more = engine->step();
