@@ -49,7 +49,7 @@ std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& fi
   if (bytes == 0) {
     const std::uint64_t free = free_host_memory(),
                         parameters = static_cast<std::uint64_t>(file.table().parameters()) * sizeof(float);
-    if (free != 0 && free <= parameters) {
+    if (free <= parameters) {
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
     }

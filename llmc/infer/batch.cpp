@@ -179,7 +179,7 @@ void Batch::take_line(const std::string& line) {
   BatchRequest request;
   request.options = settings_.defaults;
   try {
-    read_request(parse_json(line, "this line", {kMaxRequestBytes, kRequestDepth}), request);
+    read_request(parse_json(line, "this line", {.bytes = kMaxRequestBytes, .depth = kRequestDepth}), request);
     if (!ids_.insert(json_text(request.id)).second) {
       fail(Exit::usage, "id: got %s a second time, expected another one for each line", shown(request.id).c_str());
     }
