@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -15,8 +14,8 @@ pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 pytest.importorskip("tokenizers")
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = Path(os.environ.get("WEFT_BIN_DIR", ROOT))
+from printed_commands import PROGRAMS, ROOT, make_checkout  # noqa: E402
+
 GUIDES = ("own_tokenizer", "evaluation", "fine_tuning", "memory")  # in the order in which one uses what another made
 STEPS = 50  # a run of the guides, divided by this
 NOT_RUN = {"memory": "plans for a GPU, and writes doc/memory.md: test_memory_table.py"}
@@ -42,17 +41,7 @@ def shorter(block: str) -> str:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A directory like a checkout, with a text of one's own."""
-    place = tmp_path_factory.mktemp("checkout")
-    for name in ("scripts", "dev", "models", "test", "doc"):
-        (place / name).symlink_to(ROOT / name)
-    for name in ("train_llama", "infer_pythia"):
-        if not (PROGRAMS / name).exists():
-            pytest.skip(f"{name} is not built")
-        (place / name).symlink_to(PROGRAMS / name)
-    (place / ".venv" / "bin").mkdir(parents=True)
-    python = place / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
+    place = make_checkout(tmp_path_factory.mktemp("checkout"), ("scripts", "dev", "models", "test", "doc"))
     subprocess.run([sys.executable, ROOT / "dev/data/make_stories.py", "-o", place / "stories", "--stories", "250"], check=True,
                    capture_output=True)
     (place / "stories" / "train.txt").rename(place / "my.txt")

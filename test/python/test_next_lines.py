@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 import checkpoints as ck  # noqa: E402
 import cli  # noqa: E402
+from printed_commands import ROOT, make_checkout  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = Path(os.environ.get("WEFT_BIN_DIR", ROOT))
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 STRANGE = ["plain.bin", "two words.bin", "it's $(touch pwned) `touch pwned`.bin", "modèle-日本.bin", "line\nbreak\x1b[31m.bin",
            "-x.bin", "\u202egnp.bin", os.fsdecode(b"\xff\xfe.bin"), "*[a]?.bin", "~.bin", "back\\slash\".bin", "#!.bin"]
@@ -33,17 +31,7 @@ def place(tmp_path):
     """A directory in which the printed paths lead to this tree."""
     place = tmp_path / "checkout"
     place.mkdir()
-    for name in ("scripts", "dev", "models"):
-        (place / name).symlink_to(ROOT / name)
-    for name in ("train_llama", "infer_pythia"):
-        if not (PROGRAMS / name).exists():
-            pytest.skip(f"{name} is not built")
-        (place / name).symlink_to(PROGRAMS / name)
-    (place / ".venv" / "bin").mkdir(parents=True)
-    python = place / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    return place
+    return make_checkout(place, ("scripts", "dev", "models"))
 
 
 def shell(place, command, code=0, **environment):
