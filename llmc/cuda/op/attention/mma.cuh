@@ -28,6 +28,11 @@ __device__ inline void commit_copies() {
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// The same for all but the latest Groups groups that were committed.
+template <int Groups>
+__device__ inline void wait_for_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
 
 // ---- fragments --------------------------------------------------------------------------------------------------------
 struct alignas(16) Fragment {
