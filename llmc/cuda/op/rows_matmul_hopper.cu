@@ -17,7 +17,8 @@
 // over [units / 8][gate, up][8][K]: in the 128-byte swizzle 8 rows are a pattern of their own.
 
 #include <algorithm>
-#include <climits>
+#include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "llmc/cuda/hw/barriers.cuh"
@@ -103,6 +104,13 @@ Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows) {
   return arguments;
 }
 
+// Both operands of a stage, as a warpgroup reads them.
+template <typename T, int N>
+struct Operands {
+  WeightTile<T> weight;
+  SwizzledTile<T, N, kDepth> x;
+};
+
 #if WEFT_WGMMA
 
 // The 64 rows of the weight of tile `tile`, values of k of one stage.
@@ -115,10 +123,9 @@ __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned bar
 
 // d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
 template <bool First, typename T, int N>
-__device__ inline void multiply_stage(float (&d)[N / 2], const WeightTile<T>& weight,
-                                      const SwizzledTile<T, N, kDepth>& x) {
-  const auto a = weight.k_major();
-  const auto b = x.k_major();
+__device__ inline void multiply_stage(float (&d)[N / 2], const Operands<T, N>& stage) {
+  const auto a = stage.weight.k_major();
+  const auto b = stage.x.k_major();
   if constexpr (First) forget(d);
   wgmma_fence();
 #pragma unroll
@@ -126,14 +133,14 @@ __device__ inline void multiply_stage(float (&d)[N / 2], const WeightTile<T>& we
   wgmma_commit();
 }
 
-// d = the sum over `steps` stages from `at` on. stage_at(position): pointers to both tiles.
-template <typename T, int N, typename TilesAt, typename Release>
+// d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) says where they are, release(stage) gives the
+// stage back.
+template <typename T, int N, typename OperandsAt, typename Release>
 __device__ inline void sum_stages(float (&d)[N / 2], int steps, RingPosition& at, const RingBarriers& ring, int stages,
-                                  const TilesAt& tiles_at, const Release& release) {
+                                  const OperandsAt& operands_at, const Release& release) {
   const auto multiply = [&]<bool First>() {
     ring.wait_full(at);
-    const auto [weight, x] = tiles_at(at.stage);
-    multiply_stage<First, T, N>(d, weight, x);
+    multiply_stage<First, T, N>(d, operands_at(at.stage));
   };
   multiply.template operator()<true>();
   for (int step = 1; step < steps; ++step) {
@@ -225,8 +232,8 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
     sum_stages<T, N>(
         d, steps, at, ring, p.stages,
         [&](int stage) {
-          return std::pair(WeightTile<T>{base + stage * Shape::kStageBytes + group * WeightTile<T>::kBytes},
-                           typename Shape::XTile{x_address(stage)});
+          return Operands<T, N>{{base + stage * Shape::kStageBytes + group * WeightTile<T>::kBytes},
+                                {x_address(stage)}};
         },
         [&](int stage) {
           if (lane == 0) mbarrier_arrive(ring.empty(stage));
@@ -376,7 +383,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   const auto release = [&](int stage) {  // in both blocks, since both fill it
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
   };
-  const auto tiles_at = [&](int stage) { return std::pair(shared.weight(stage, consumer), shared.x(stage)); };
+  const auto operands_at = [&](int stage) { return Operands<T, N>{shared.weight(stage, consumer), shared.x(stage)}; };
   float* const sums = shared.sums(consumer);
   const int fours = Columns<T>::count(p.output, kWeightRows);
   RingPosition at;
@@ -403,13 +410,13 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       float total[N / 2];
       for (int split = 0; split < p.splits; ++split) {
         const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-        sum_stages<T, N>(d, steps, at, ring, Shape::kStages, tiles_at, release);
+        sum_stages<T, N>(d, steps, at, ring, Shape::kStages, operands_at, release);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
       }
       finish(total);
     } else {
-      sum_stages<T, N>(d, p.steps, at, ring, Shape::kStages, tiles_at, release);
+      sum_stages<T, N>(d, p.steps, at, ring, Shape::kStages, operands_at, release);
       finish(d);
     }
   }
