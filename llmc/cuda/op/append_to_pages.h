@@ -1,0 +1,33 @@
+// RoPE of queries and keys at each row's own position, and the append of keys and values to their pages.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/paged_kv.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/model/head_view.h"
+
+namespace weft::cuda {
+
+// q: NH heads a row, k and v: kv.NKV heads; views of the step's rows (batch_stride is not read), whose heads begin on 16-byte
+// boundaries. S: float, bf16 or fp16.
+template <typename S>
+struct AppendToPages {
+  HeadViewOf<S> q;  // rotated in place
+  HeadViewOf<const S> k, v;
+  std::int64_t NH = 0;
+  PagedKv<S> kv;
+  PagedRows rows;
+  DeviceRopeTable rope;  // 2 half <= HS; dimensions from 2 half on are copied as they are
+};
+
+// For each row at position p >= 0: q = rotate(q); keys and values of p = rotate(k), v, in page p / page_size of the row's block
+// table. Rotated elements have the bits of rope_forward(). Launched as part of a chain. A page size, a head dimension or a
+// view that is not as described: Exit::internal.
+template <typename S>
+void append_to_pages(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda
