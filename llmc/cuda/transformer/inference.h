@@ -19,8 +19,9 @@ namespace weft::cuda {
 inline constexpr std::int64_t kInferenceRows = 2048;  // of a step: as many as a prompt needs to use the GPU well
 
 struct GpuInferenceOptions {
-  DType dtype = DType::f16;  // f16, bf16 or f32: of weights, activations, keys and values; sums and the residual are fp32
-  bool direct = false;       // launch by launch, with NVTX ranges, instead of captured graphs: the same bits
+  DType dtype =
+      DType::f16;       // f16, bf16 or f32: of weights, activations, keys and values; sums and the residual are fp32
+  bool direct = false;  // launch by launch, with NVTX ranges, instead of captured graphs: the same bits
   LoadProgress progress = nullptr;
 };
 

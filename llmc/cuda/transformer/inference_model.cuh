@@ -61,12 +61,12 @@ struct InferenceWeights {
 // the spans. `rows` and `wanted` are buckets: where the arrays lie depends on these two alone, so that a captured graph finds
 // them. The numbers in `tables` count from the beginning of the copy.
 struct StepArrays {
-  std::int64_t* sample_positions;             // [wanted]: of the id that is sampled; -1: none is
-  SamplingPlan* plans;                        // [wanted]
-  std::int32_t *ids, *positions, *tables;     // [rows]; an id of -1 - s: the one in slot s. Position -1: padding
-  std::int32_t *wanted_rows;                  // [wanted]: rows whose logits are wanted
+  std::int64_t* sample_positions;                // [wanted]: of the id that is sampled; -1: none is
+  SamplingPlan* plans;                           // [wanted]
+  std::int32_t *ids, *positions, *tables;        // [rows]; an id of -1 - s: the one in slot s. Position -1: padding
+  std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
-  std::byte* work;                            // of attention
+  std::byte* work;                               // of attention
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
 
@@ -90,8 +90,7 @@ struct InferenceBuffers {
 
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
-Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool,
-                                 InferenceBuffers<S>& buffers);
+Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool, InferenceBuffers<S>& buffers);
 // Bytes of the longest description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
@@ -142,6 +141,7 @@ class Inference final : public InferenceModel {
     PinnedBuffer upload, scores, most_likely;
     std::unique_ptr<PinnedBuffer> logits;  // of the spans that keep them; grows with their number
     Event done{cudaEventDisableTiming};
+    std::int64_t wanted = 0;  // rows, without padding
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
   };
@@ -207,7 +207,12 @@ class Inference final : public InferenceModel {
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
 
   bool keep_ = false;
-  std::int64_t kept_step_rows_ = 0;  // of the step that is launched, without padding
+  // Of the step that is launched, without padding: its rows, and where keys and values of each lie.
+  struct Place {
+    std::int64_t page, place;
+  };
+  std::int64_t kept_step_rows_ = 0;
+  std::vector<Place> kept_places_;
   std::map<std::string, std::vector<float>> kept_;
 };
 
