@@ -46,7 +46,7 @@ std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, 
                                                      const InferenceOptions& pool, bool direct = false);
 
 // What the model that writes the samples of a training run allocates: make_llama_inference() for one sequence of `capacity`
-// positions. Needs no GPU.
+// positions. Needs no GPU. Exit::usage where inference_refusal() has something to say.
 std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity);
 
 }  // namespace weft::cuda
