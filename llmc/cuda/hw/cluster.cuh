@@ -67,6 +67,15 @@ __device__ inline void cluster_mbarrier_wait(unsigned barrier, unsigned parity) 
   hopper::mbarrier_wait(barrier, parity);
   cluster_acquire(barrier, parity);
 }
+// 16 bytes from the shared memory of a block of the cluster.
+__device__ inline float4 cluster_load(unsigned address) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
 // 16 bytes into the shared memory of a block of the cluster, counted by an mbarrier of the same block.
 __device__ inline void cluster_store(unsigned address, const float4& value, unsigned barrier) {
   asm volatile(

@@ -69,4 +69,17 @@ void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::s
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
+// Chained, in clusters.
+template <typename... Parameters, typename... Arguments>
+void launch_chained_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared,
+                             cudaStream_t stream, bool overlapping, int cluster, const char* name,
+                             Arguments... arguments) {
+  cudaLaunchAttribute attributes[2] = {cluster_attribute(cluster), {}};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = launch_config(grid, block, shared, stream, attributes[0]);
+  config.numAttrs = overlapping ? 2 : 1;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
+}
+
 }  // namespace weft::cuda

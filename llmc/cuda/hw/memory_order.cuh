@@ -26,6 +26,13 @@ __device__ inline void store_release(int* address, int value) {
 __device__ inline void add_release(unsigned* address, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+// Returns the value before. Releases what this thread has written and seen before, and acquires what those released who added
+// before it: of several adders, the last one sees what all the others wrote.
+__device__ inline int fetch_add_acquire_release(int* address, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
 // Relaxed accesses order nothing else: for words that say themselves which version they are. One access sees all bytes of
 // a word or none.
 __device__ inline unsigned load_relaxed(const unsigned* address) {

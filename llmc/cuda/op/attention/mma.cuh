@@ -28,6 +28,17 @@ __device__ inline void commit_copies() {
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// The same for all but the latest Groups groups that were committed.
+template <int Groups>
+__device__ inline void wait_for_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
+
+// The same, but for the `Newer` groups of copies that were committed last.
+template <int Newer>
+__device__ inline void wait_for_older_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Newer) : "memory");
+}
 
 // ---- fragments --------------------------------------------------------------------------------------------------------
 struct alignas(16) Fragment {
@@ -146,6 +157,33 @@ struct LeftOperand {
   }
 };
 
+// The same in registers, from `row(i)`, a pointer to row i of A in global memory, or null for a row of zeros. Fragment layout:
+// PTX ISA, "Matrix fragments for mma.m16n8k16".
+template <typename T, int HS, int M>
+struct RegisterOperand {
+  Fragment at[M][HS / 16];
+
+  template <typename Row>
+  __device__ void load(const Row& row) {
+    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const unsigned* words = reinterpret_cast<const unsigned*>(row(m * 16 + half * 8 + g));
+#pragma unroll
+        for (int k = 0; k < HS / 16; ++k) {
+          at[m][k].word[half] = words ? words[k * 8 + t] : 0;
+          at[m][k].word[half + 2] = words ? words[k * 8 + t + 4] : 0;
+        }
+      }
+    }
+  }
+  __device__ Fragment rows(int m, int k) const {
+    return at[m][k];
+  }
+};
+
 // c [., 16 columns from n] += rows * columns.
 template <typename T, int M, int N>
 __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows)[M], const Fragment& columns, int n) {
@@ -158,9 +196,9 @@ __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows
 
 // In both GEMMs the next fragment is on its way while the MMAs of this one run.
 
-// c += A B^T with B [N * 8, HS] in a tile (address with the lane's offset by columns).
-template <typename T, int HS, int M, int N>
-__device__ inline void multiply_by_rows(Accumulators<M, N>& c, const LeftOperand<T, HS, M>& a, unsigned b) {
+// c += A B^T with A a LeftOperand or a RegisterOperand and B [N * 8, HS] in a tile (address with the lane's offset by columns).
+template <typename T, int HS, int M, int N, typename Left>
+__device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, unsigned b) {
   constexpr int kPerStep = N / 2, kFragments = HS / 16 * kPerStep;
   const auto load = [&](int i) {
     return load_matrices(b + i % kPerStep * 16 * Tile<T, HS>::kRowBytes + i / kPerStep * 32);

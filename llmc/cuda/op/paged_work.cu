@@ -1,0 +1,185 @@
+// Which part of the GPU computes what. Few rows of a sequence, above all a decoded one, are bound by reading keys and values:
+// they are divided into splits, so that one long sequence uses the whole GPU as many short ones do. Many rows of a sequence are
+// bound by arithmetic: a block takes 64 or 128 of them, and each key that it brings serves all of them.
+#include "llmc/cuda/op/paged_work.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/op/attention/attention.h"
+
+namespace weft::cuda {
+
+namespace {
+
+// The workspace is not larger than this, however long a sequence may be: spans that find no slot are computed as tiles.
+constexpr std::int64_t kMaxPartialBytes = std::int64_t{256} << 20;
+constexpr std::int64_t kLengthUnit = 16;  // positions, in which items of splits are ordered by length
+constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65535 * kPagedSplit;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+std::int64_t group(const PagedAttentionShape& shape) {
+  return shape.NH / shape.NKV;
+}
+
+void check_shape(const PagedAttentionShape& shape) {
+  const bool heads = shape.NKV > 0 && shape.NH > 0 && shape.NH % shape.NKV == 0 &&
+                     shape.max_rows * group(shape) <= kMaxTiles * paged_tile_rows(shape.HS);
+  const bool sizes = shape.max_rows > 0 && shape.max_rows <= kMaxRows && shape.max_spans > 0 &&
+                     shape.max_positions > 0 && shape.max_positions <= kMaxPositions;
+  if (heads && sizes && attention_supports(shape.HS)) return;
+  fail(Exit::internal,
+       "paged attention: %lld heads of %lld, %lld K/V heads, steps of %lld rows and %lld spans, %lld positions: "
+       "expected a head "
+       "dimension of 32, 64, 80, 96, 128 or 256, at most %lld rows and %lld positions",
+       static_cast<long long>(shape.NH), static_cast<long long>(shape.HS), static_cast<long long>(shape.NKV),
+       static_cast<long long>(shape.max_rows), static_cast<long long>(shape.max_spans),
+       static_cast<long long>(shape.max_positions), static_cast<long long>(kMaxRows),
+       static_cast<long long>(kMaxPositions));
+}
+
+// Of a list, in entries.
+struct Bounds {
+  std::int64_t tiles, items;
+};
+Bounds bounds(const PagedAttentionShape& shape) {
+  return {shape.max_rows * group(shape) / paged_tile_rows(shape.HS) + shape.max_spans,
+          std::min(shape.max_spans, shape.max_rows) * ceil_div(group(shape), kPagedItemRows) *
+              ceil_div(shape.max_positions, kPagedSplit)};
+}
+
+class Plan {
+ public:
+  explicit Plan(const PagedAttentionShape& shape)
+      : shape_(shape), G_(group(shape)), free_slots_(paged_partial_slots(shape)) {}
+
+  void add(const PagedSpan& span) {
+    if (!add_splits(span)) add_tiles(span);
+  }
+
+  std::size_t write(void* work) {
+    auto* header = static_cast<PagedWorkHeader*>(work);
+    auto* entry = reinterpret_cast<PagedItem*>(header + 1);
+    *header = {static_cast<std::int32_t>(tiles_.size()), static_cast<std::int32_t>(items_.size())};
+    // The longest first: those that are left at the end, when blocks run out of work, are short.
+    std::stable_sort(tiles_.begin(), tiles_.end(),
+                     [&](const PagedItem& a, const PagedItem& b) { return tile_end(a) > tile_end(b); });
+    entry = std::copy(tiles_.begin(), tiles_.end(), entry);
+    std::array<std::size_t, kPagedSplit / kLengthUnit> begin{};  // by length, which is at least 1
+    for (const PagedItem& item : items_) ++begin[length(item) - 1];
+    for (std::size_t l = begin.size() - 1, sum = 0; l-- > 0;) sum += std::exchange(begin[l], sum);
+    for (const PagedItem& item : items_) entry[begin[length(item) - 1]++] = item;
+    return sizeof(PagedWorkHeader) + (tiles_.size() + items_.size()) * sizeof(PagedItem);
+  }
+
+ private:
+  static PagedItem item_of(const PagedSpan& span) {
+    PagedItem item;
+    item.first_row = static_cast<std::uint16_t>(span.first_row);
+    item.rows = static_cast<std::uint16_t>(span.rows);
+    item.first_position = static_cast<std::int32_t>(span.first_position);
+    return item;
+  }
+
+  // The positions that the last row of tile `tile` of `tile_rows` rows sees.
+  std::int64_t end(const PagedItem& item, std::int64_t tile_rows) const {
+    const std::int64_t rows = std::min<std::int64_t>(item.rows * G_, (item.tile + 1) * tile_rows);
+    return item.first_position + (rows - 1) / G_ + 1;
+  }
+  std::int64_t tile_end(const PagedItem& item) const { return end(item, paged_tile_rows(shape_.HS)); }
+  // Of the part of its split that an item sees, in units.
+  std::size_t length(const PagedItem& item) const {
+    const std::int64_t seen = end(item, kPagedItemRows) - item.split * kPagedSplit;
+    return static_cast<std::size_t>(ceil_div(std::min(seen, kPagedSplit), kLengthUnit));
+  }
+
+  bool add_splits(const PagedSpan& span) {
+    const std::int64_t rows = span.rows * G_;
+    if (span.rows > 1 && rows > kPagedItemRows) return false;
+    const std::int64_t splits = ceil_div(span.first_position + span.rows, kPagedSplit);
+    if (splits > 1 && rows * splits > free_slots_) return false;
+    PagedItem item = item_of(span);
+    for (std::int64_t first = 0; first < rows; first += kPagedItemRows, ++item.tile) {
+      const std::int64_t slots = splits > 1 ? std::min(kPagedItemRows, rows - first) * splits : 0;
+      item.partials = splits > 1 ? static_cast<std::int32_t>(used_slots_) : -1;
+      for (std::int64_t split = 0; split < splits; ++split) {
+        item.split = static_cast<std::uint16_t>(split);
+        items_.push_back(item);
+      }
+      used_slots_ += slots;
+      free_slots_ -= slots;
+    }
+    return true;
+  }
+
+  void add_tiles(const PagedSpan& span) {
+    PagedItem item = item_of(span);
+    const std::int64_t tiles = ceil_div(span.rows * G_, paged_tile_rows(shape_.HS));
+    for (std::int64_t tile = 0; tile < tiles; ++tile) {
+      item.tile = static_cast<std::uint16_t>(tile);
+      tiles_.push_back(item);
+    }
+  }
+
+  const PagedAttentionShape& shape_;
+  std::int64_t G_, free_slots_, used_slots_ = 0;
+  std::vector<PagedItem> tiles_, items_;
+};
+
+void check_spans(const PagedAttentionShape& shape, std::span<const PagedSpan> spans) {
+  if (static_cast<std::int64_t>(spans.size()) > shape.max_spans) {
+    fail(Exit::internal, "paged attention: a step of %zu spans, expected at most %lld", spans.size(),
+         static_cast<long long>(shape.max_spans));
+  }
+  std::int64_t rows = 0;
+  for (const PagedSpan& span : spans) {
+    rows += std::max<std::int64_t>(span.rows, 0);
+    if (span.rows >= 0 && span.first_row >= 0 && span.first_row + span.rows <= shape.max_rows &&
+        span.first_position >= 0 && span.first_position + span.rows <= shape.max_positions && rows <= shape.max_rows) {
+      continue;
+    }
+    fail(Exit::internal,
+         "paged attention: a span of %lld rows from row %lld, position %lld: expected at most %lld rows of a step, "
+         "%lld positions",
+         static_cast<long long>(span.rows), static_cast<long long>(span.first_row),
+         static_cast<long long>(span.first_position), static_cast<long long>(shape.max_rows),
+         static_cast<long long>(shape.max_positions));
+  }
+}
+
+}  // namespace
+
+std::int64_t paged_partial_slots(const PagedAttentionShape& shape) {
+  check_shape(shape);
+  const std::int64_t splits = ceil_div(shape.max_positions, kPagedSplit);
+  if (splits == 1) return 0;
+  const auto slot_bytes = shape.NKV * paged_slot_floats(shape.HS) * static_cast<std::int64_t>(sizeof(float));
+  return std::min(std::min(shape.max_spans, shape.max_rows) * group(shape) * splits, kMaxPartialBytes / slot_bytes);
+}
+
+std::size_t paged_work_bytes(const PagedAttentionShape& shape) {
+  check_shape(shape);
+  const auto [tiles, items] = bounds(shape);
+  return sizeof(PagedWorkHeader) + static_cast<std::size_t>(tiles + items) * sizeof(PagedItem);
+}
+
+std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::span<const PagedSpan> spans) {
+  check_spans(shape, spans);
+  Plan plan(shape);
+  // Spans of one row first: they lose more by not being divided into splits.
+  for (const PagedSpan& span : spans) {
+    if (span.rows == 1) plan.add(span);
+  }
+  for (const PagedSpan& span : spans) {
+    if (span.rows > 1) plan.add(span);
+  }
+  return plan.write(work);
+}
+
+}  // namespace weft::cuda

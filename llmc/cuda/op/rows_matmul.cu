@@ -1,0 +1,65 @@
+// Checks of the arguments, and the choice of a path.
+
+#include "llmc/cuda/op/rows_matmul.h"
+
+#include <string>
+#include <type_traits>
+
+#include "llmc/cuda/op/rows_matmul.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+template <typename S>
+constexpr DType dtype_of() {
+  return std::is_same_v<S, float> ? DType::f32 : std::is_same_v<S, bf16> ? DType::bf16 : DType::f16;
+}
+
+template <typename S>
+void check_arguments(const RowsMatmul<S>& io) {
+  const std::string refusal = rows_matmul_refusal(io.K, io.OC, dtype_of<S>());
+  if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+  const bool fp32 = io.epilogue == RowsEpilogue::add || io.epilogue == RowsEpilogue::store_fp32;
+  if (io.x == nullptr || io.weight == nullptr || (fp32 ? io.out_fp32 == nullptr : io.out == nullptr))
+    fail(Exit::internal, "rows_matmul: x, weight or the result is null");
+  if (!aligned_to_16(io.x, io.weight))
+    fail(Exit::internal, "rows_matmul: x at %p and weight at %p, expected multiples of 16",
+         static_cast<const void*>(io.x), static_cast<const void*>(io.weight));
+  if (io.epilogue == RowsEpilogue::swiglu && io.bias != nullptr)
+    fail(Exit::internal, "rows_matmul: a bias with SwiGLU");
+}
+
+}  // namespace
+
+std::string rows_matmul_refusal(std::int64_t K, std::int64_t OC, DType dtype) {
+  const bool known = dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+  if (!known)
+    return std::string("linear layer: got weights of type ") + dtype_name(dtype) + ", expected f32, f16 or bf16";
+  const auto multiple = static_cast<std::int64_t>(16 / dtype_bytes(dtype));
+  if (K <= 0 || K % multiple != 0 || K >= INT32_MAX) {
+    return "linear layer: got " + std::to_string(K) + " inputs of type " + dtype_name(dtype) +
+           ", expected a multiple of " + std::to_string(multiple);
+  }
+  constexpr std::int64_t kMostOutputs = 1 << 21;  // that a grid and the coordinates of a tensor map can count
+  if (OC <= 0 || OC > kMostOutputs) {
+    return "linear layer: got " + std::to_string(OC) + " outputs, expected 1 to " + std::to_string(kMostOutputs);
+  }
+  return {};
+}
+
+template <typename S>
+void rows_matmul(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t stream, RowsPath path) {
+  if (io.rows == 0) return;
+  check_arguments(io);
+  if constexpr (!std::is_same_v<S, float>) {
+    if (path == RowsPath::automatic && rows::hopper_computes(io)) return rows::hopper(io, device, stream);
+  }
+  rows::portable(io, device, stream);
+}
+
+template void rows_matmul<float>(const RowsMatmul<float>&, const LaunchDevice&, cudaStream_t, RowsPath);
+template void rows_matmul<bf16>(const RowsMatmul<bf16>&, const LaunchDevice&, cudaStream_t, RowsPath);
+template void rows_matmul<fp16>(const RowsMatmul<fp16>&, const LaunchDevice&, cudaStream_t, RowsPath);
+
+}  // namespace weft::cuda

@@ -1,0 +1,171 @@
+// What the kernels of rows_matmul.h share: which rows of the weight a tile has, and the epilogue, so that it rounds in one
+// way whatever computed the sums.
+//
+// A tile has the rows first to first + n of the weight, n a multiple of 16; with SwiGLU those of the weight with 8 rows of
+// gate and the 8 rows of up of the same units by turns. An accumulator of wgmma and of mma.m16n8k16 holds, in one thread,
+// rows g and g + 8 of 16: gate and up of a unit.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/op/gelu.cuh"
+#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/op/swiglu.cuh"
+
+namespace weft::cuda::rows {
+
+// Rows of the weight with gate and up by turns, or as they are.
+template <typename S>
+std::int64_t weight_rows(const RowsMatmul<S>& io) {
+  return io.epilogue == RowsEpilogue::swiglu ? ceil_div(io.OC, 8) * 16 : io.OC;
+}
+
+template <typename S>
+struct Output {
+  const S* bias;
+  S* out;
+  float* out_fp32;
+  std::int64_t rows, OC;
+  RowsEpilogue epilogue;
+  bool fours;  // four neighbours of the bias and of a row of the result, at a multiple of four, are one aligned access
+
+  static Output of(const RowsMatmul<S>& io) {
+    const auto aligned = [](const void* pointer, std::size_t bytes) {
+      return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+    };
+    const bool fours = io.OC % 4 == 0 && aligned(io.bias, 4 * sizeof(S)) && aligned(io.out, 4 * sizeof(S)) &&
+                       aligned(io.out_fp32, 4 * sizeof(float));
+    return {io.bias, io.out, io.out_fp32, io.rows, io.OC, io.epilogue, fours};
+  }
+  __host__ __device__ bool swiglu() const { return epilogue == RowsEpilogue::swiglu; }
+};
+
+// to[i] += value[i]. From sm_90 on the addition is done in L2, so that the thread need not wait for what is there; nobody
+// else adds to these elements.
+__device__ inline void add_four(float* to, const float (&value)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value[0]), "f"(value[1]),
+               "f"(value[2]), "f"(value[3])
+               : "memory");
+#else
+  Elements<float, 4> sum;
+  sum.load(to);
+  float result[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) result[i] = sum.get(i) + value[i];
+  sum.set(result);
+  sum.store(to);
+#endif
+}
+
+// Sums of a tile wait for the epilogue in shared memory as [rows of x, rows of the weight + 4]: with this padding a warp's
+// accumulators, 8 rows of the weight by 4 even or odd rows of x, fall into different banks.
+constexpr int kSumsPadding = 4;
+
+// An accumulator of 16 rows of the weight and N rows of x, to `sums`, the first of those 16, in rows of `stride` floats.
+template <int R>
+__device__ inline void store_sums(float* sums, int stride, const float* d, int lane) {
+  float* const to = sums + lane % 4 * 2 * stride + lane / 4;
+#pragma unroll
+  for (int j = 0; j < R / 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[(8 * j + i % 2) * stride + 8 * (i / 2)] = d[4 * j + i];
+}
+
+// Four neighbouring columns of the result, of any rows.
+template <typename S>
+class Columns {
+ public:
+  // How many fours a row of a tile has.
+  __device__ static int count(const Output<S>& output, int tile_rows) {
+    return output.swiglu() ? tile_rows / 8 : tile_rows / 4;
+  }
+  // The four number `four` of the tile that begins at row `first` of the weight.
+  __device__ Columns(const Output<S>& output, std::int64_t first, int four)
+      : output_(output),
+        column_((output.swiglu() ? first / 2 : first) + 4 * four),
+        at_(output.swiglu() ? four / 2 * 16 + four % 2 * 4 : 4 * four) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias_[i] = 0;
+    if (output.bias == nullptr || column_ >= output.OC) return;
+    if (output.fours) {
+      Elements<S, 4> bias;
+      bias.load(output.bias + column_);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bias_[i] = bias.get(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (column_ + i < output.OC) bias_[i] = to_float(output.bias[column_ + i]);
+    }
+  }
+
+  // sums(i): a float4, elements i to i + 3 of the row's sums in the tile.
+  template <typename Sums>
+  __device__ void finish(std::int64_t row, const Sums& sums) const {
+    if (row >= output_.rows || column_ >= output_.OC) return;
+    const float4 sum = sums(at_);
+    float value[4] = {sum.x, sum.y, sum.z, sum.w};
+    if (output_.swiglu()) {
+      const float4 up = sums(at_ + 8);
+      const float ups[4] = {up.x, up.y, up.z, up.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] = swiglu<S>(rounded(value[i]), rounded(ups[i]));
+    } else if (output_.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] += bias_[i];
+    }
+    if (output_.epilogue == RowsEpilogue::gelu) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] = gelu_for<S>(value[i]);
+    }
+    const std::int64_t to = row * output_.OC + column_;
+    if (output_.epilogue == RowsEpilogue::add) {
+      if (output_.fours) return add_four(output_.out_fp32 + to, value);
+      each([&](int i) { output_.out_fp32[to + i] += value[i]; });
+    } else if (output_.epilogue == RowsEpilogue::store_fp32) {
+      store(output_.out_fp32 + to, value);
+    } else {
+      store(output_.out + to, value);
+    }
+  }
+
+ private:
+  __device__ static float rounded(float value) {
+    return to_float(from_float<S>(value));
+  }
+  template <typename Use>
+  __device__ void each(const Use& use) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (column_ + i < output_.OC) use(i);
+  }
+  template <typename T>
+  __device__ void store(T* to, const float (&value)[4]) const {
+    if (output_.fours) {
+      Elements<T, 4> out;
+      out.set(value);
+      out.store(to);
+    } else {
+      each([&](int i) { to[i] = from_float<T>(value[i]); });
+    }
+  }
+
+  const Output<S>& output_;
+  std::int64_t column_;
+  int at_;  // of the sums, or of those of gate
+  float bias_[4];
+};
+
+// ---- the paths --------------------------------------------------------------------------------------------------------
+// Whether the Hopper path has this layer: a function of the GPU and the size of the weight alone.
+template <typename S>
+bool hopper_computes(const RowsMatmul<S>& io);
+template <typename S>
+void hopper(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+template <typename S>
+void portable(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda::rows

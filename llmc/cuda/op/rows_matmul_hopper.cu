@@ -1,0 +1,538 @@
+// rows_matmul() with wgmma, for Hopper and 16 bits.
+//
+// Rows of the weight are rows of a (M), rows of x are columns of b (N), so that a step of a few rows wastes no tensor core
+// work on rows that do not exist. K is cut into splits (split_count(), a function of the weight's size): within a split one
+// accumulator takes 16 values of k an instruction, in order; the splits' sums are added in order. Two kernels compute this,
+// and the instructions that make an element are the same in both, so that the step's number of rows may choose:
+//
+//  - split_kernel, for steps that are bound by reading the weight. The splits of a tile are the blocks of a cluster, which
+//    meet in distributed shared memory: each leaves its sums in its own, and adds up and finishes a share of the tile. A ring
+//    of up to 11 stages keeps about 64 KB of the weight in flight a block, and its first round is fetched while the
+//    predecessor still runs. Two blocks fit in a multiprocessor, so that the next kernel of the chain can begin as early.
+//  - tile_kernel, for steps that are bound by the tensor cores. A block walks all splits of a tile and adds each to a total
+//    in registers. Blocks stay, tile after tile; two of them form a cluster, have the same rows of x, and each fetches
+//    half of those for both.
+//
+// With SwiGLU a tile of 64 rows of the weight is 4 times 8 rows of gate and the 8 of up that belong to them, by a tensor map
+// over [units / 8][gate, up][8][K]: in the 128-byte swizzle 8 rows are a pattern of their own.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "llmc/cuda/hw/barriers.cuh"
+#include "llmc/cuda/hw/cluster.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
+#include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/rows_matmul.cuh"
+
+#if !WEFT_WGMMA
+#pragma nv_diag_suppress 177  // without the kernels' bodies nobody uses what only they need
+#endif
+
+namespace weft::cuda::rows {
+
+namespace {
+
+using namespace hopper;
+
+constexpr int kWeightRows = 64, kDepth = 64;  // of a warpgroup's tile and of a stage
+constexpr int kMostSplits = 8;
+constexpr int kWarps = kWarpgroupSize / kWarpSize;
+constexpr int kSumsStride = kWeightRows + kSumsPadding;
+constexpr int kAlignment = 1024;             // of a swizzled tile
+constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
+
+template <typename T>
+using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
+
+// Into how many splits K is cut: so that as many blocks of 64 rows as there are splits of them occupy most of the 132
+// multiprocessors, and no split is shorter than 256 values. The order of every sum follows from this: a change of it changes
+// bits. split s has the stages from split_begin(s) to split_begin(s + 1).
+int split_count(std::int64_t weight_rows, std::int64_t K) {
+  constexpr std::int64_t kEnoughBlocks = 96, kFewestSteps = 4;
+  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows), steps = ceil_div(K, kDepth);
+  int splits = 1;
+  while (splits < kMostSplits && tiles * splits < kEnoughBlocks && steps / (2 * splits) >= kFewestSteps) splits *= 2;
+  return splits;
+}
+__device__ inline int split_begin(int split, int steps, int splits) {
+  return static_cast<int>(static_cast<std::int64_t>(split) * steps / splits);
+}
+
+template <typename T>
+struct Arguments {
+  CUtensorMap weight, x;
+  Output<T> output;
+  int steps, splits;          // stages of all of K
+  int stages;                 // split_kernel: of the ring
+  int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
+};
+
+template <typename T>
+constexpr CUtensorMapDataType kMapType =
+    std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+// Boxes of 64 rows: coordinates (k, row, 0, 0), or with SwiGLU (k, 0, 0, unit / 8).
+template <typename T>
+CUtensorMap weight_map(const RowsMatmul<T>& io) {
+  const auto K = static_cast<std::uint64_t>(io.K), OC = static_cast<std::uint64_t>(io.OC);
+  const std::int64_t row = io.K * static_cast<std::int64_t>(sizeof(T));
+  if (io.epilogue == RowsEpilogue::swiglu)
+    return encode_tensor_map(io.weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, io.OC * row, 8 * row},
+                             {kDepth, 8, 2, kWeightRows / 16});
+  return encode_tensor_map(io.weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, kWeightRows, 1, 1});
+}
+template <typename T>
+CUtensorMap x_map(const RowsMatmul<T>& io, int box_rows) {
+  return encode_tensor_map(io.x, kMapType<T>, {static_cast<std::uint64_t>(io.K), static_cast<std::uint64_t>(io.rows)},
+                           {io.K * static_cast<std::int64_t>(sizeof(T))},
+                           {kDepth, static_cast<std::uint32_t>(box_rows)});
+}
+
+template <typename T>
+Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows) {
+  Arguments<T> arguments{};
+  arguments.weight = weight_map(io), arguments.x = x_map(io, box_rows);
+  arguments.output = Output<T>::of(io);
+  arguments.steps = static_cast<int>(ceil_div(io.K, kDepth));
+  arguments.splits = split_count(weight_rows(io), io.K);
+  return arguments;
+}
+
+// Both operands of a stage, as a warpgroup reads them.
+template <typename T, int N>
+struct Operands {
+  WeightTile<T> weight;
+  SwizzledTile<T, N, kDepth> x;
+};
+
+#if WEFT_WGMMA
+
+// The 64 rows of the weight of tile `tile`, values of k of one stage.
+template <typename T>
+__device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
+  const bool swiglu = p.output.swiglu();
+  tensor_load(shared, &p.weight, barrier, step * kDepth, swiglu ? 0 : tile * kWeightRows, 0,
+              swiglu ? tile * (kWeightRows / 16) : 0, keep);
+}
+
+// d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
+template <bool First, typename T, int N>
+__device__ inline void multiply_stage(float (&d)[N / 2], const Operands<T, N>& stage) {
+  const auto a = stage.weight.k_major();
+  const auto b = stage.x.k_major();
+  if constexpr (First) forget(d);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < a.kSteps; ++i) wgmma_async<T>(d, a.step(i), b.step(i), !First || i > 0);
+  wgmma_commit();
+}
+
+// d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) says where they are, release(stage) gives the
+// stage back.
+template <typename T, int N, typename OperandsAt, typename Release>
+__device__ inline void sum_stages(float (&d)[N / 2], int steps, RingPosition& at, const RingBarriers& ring, int stages,
+                                  const OperandsAt& operands_at, const Release& release) {
+  const auto multiply = [&]<bool First>() {
+    ring.wait_full(at);
+    multiply_stage<First, T, N>(d, operands_at(at.stage));
+  };
+  multiply.template operator()<true>();
+  for (int step = 1; step < steps; ++step) {
+    const int previous = at.stage;
+    at.advance(stages);
+    multiply.template operator()<false>();
+    wgmma_wait<1>();
+    release(previous);
+  }
+  wgmma_wait<0>();
+  pin(d);
+  release(at.stage);
+  at.advance(stages);
+}
+
+#endif  // WEFT_WGMMA
+
+// ---- few rows ---------------------------------------------------------------------------------------------------------
+// Threads of a block: kConsumers warpgroups of 64 rows of the weight each, and a warp that issues the copies.
+template <typename T, int N, int kConsumers>
+struct SplitShape {
+  using XTile = SwizzledTile<T, N, kDepth>;
+  static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
+  static constexpr int kBlocks = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kStageBytes = kConsumers * WeightTile<T>::kBytes + XTile::kBytes;
+  static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
+  // One block of two leaves 1 KB of its half to the system.
+  static constexpr int kMostStages =
+      (kMostSharedBytes / kBlocks - (kBlocks - 1) * 512 - kAlignment) / (kStageBytes + kBarrierBytes);
+  static constexpr int kSumsBytes = kConsumers * N * kSumsStride * 4;  // over the stages, when they have been used
+  static_assert(kSumsBytes <= kMostStages * kStageBytes && kStageBytes % kAlignment == 0);
+  static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
+};
+
+template <typename T, int N, int kConsumers>
+__global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitShape<T, N, kConsumers>::kBlocks)
+    split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+#if WEFT_WGMMA
+  using Shape = SplitShape<T, N, kConsumers>;
+  constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
+  extern __shared__ unsigned char dynamic[];
+  const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
+  float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
+  const RingBarriers ring(base + p.stages * Shape::kStageBytes, p.stages);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);   // known to be the same in a warp
+  const int split = static_cast<int>(blockIdx.x) % p.splits;  // and the rank in the cluster
+  const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
+  const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
+  const int first_step = split_begin(split, p.steps, p.splits);
+  const int steps = split_begin(split + 1, p.steps, p.splits) - first_step;
+  const bool consumer = warp < kConsumers * kWarps, producer = !consumer && lane == 0;
+  const auto x_address = [&](int stage) {
+    return base + stage * Shape::kStageBytes + kConsumers * WeightTile<T>::kBytes;
+  };
+  const auto load_weights = [&](int stage, int step) {
+    mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i)
+      load_weight(p, base + stage * Shape::kStageBytes + i * WeightTile<T>::kBytes, ring.full(stage), first_step + step,
+                  tile + i, L2::evict_first);
+  };
+  const auto load_x = [&](int stage, int step) {
+    tensor_load(x_address(stage), &p.x, ring.full(stage), (first_step + step) * kDepth, static_cast<int>(first_row));
+  };
+  const int ahead = min(steps, p.stages);
+  let_successor_start();
+  if (producer) {  // the first round of weights needs neither the other threads nor the kernel before
+    for (int stage = 0; stage < p.stages; ++stage) ring.init(stage, 1, kConsumers * kWarps);
+    fence_barrier_init();
+    for (int i = 0; i < ahead; ++i) load_weights(i, i);
+  }
+  __syncthreads();
+  if (producer) {
+    wait_for_predecessors();
+    for (int i = 0; i < ahead; ++i) load_x(i, i);
+    RingPosition at = RingPosition::at(ahead, p.stages);
+    for (int step = ahead; step < steps; ++step) {
+      ring.wait_empty(at);
+      load_weights(at.stage, step);
+      load_x(at.stage, step);
+      at.advance(p.stages);
+    }
+  }
+  if (consumer) {
+    const int group = warp / kWarps;
+    float d[N / 2];
+    RingPosition at;
+    sum_stages<T, N>(
+        d, steps, at, ring, p.stages,
+        [&](int stage) {
+          return Operands<T, N>{{base + stage * Shape::kStageBytes + group * WeightTile<T>::kBytes},
+                                {x_address(stage)}};
+        },
+        [&](int stage) {
+          if (lane == 0) mbarrier_arrive(ring.empty(stage));
+        });
+    wait_for_predecessors();                  // they may still read what is written below
+    named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
+    store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
+  }
+  __syncwarp();  // the producer's lanes meet again
+  if (p.splits > 1) {
+    cluster_barrier();
+  } else {
+    __syncthreads();
+  }
+  if (consumer) {
+    const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
+    const int group = thread % all / count;
+    const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + group) * kWeightRows, thread % count);
+    const int shared_rows = kConsumerThreads / all * p.splits;  // that the cluster's threads take at a time
+    const int end = static_cast<int>(min(std::int64_t{N}, p.output.rows - first_row));
+    for (int r = thread / all * p.splits + split; r < end; r += shared_rows) {
+      columns.finish(first_row + r, [&](int i) {
+        const unsigned at = base + ((group * N + r) * kSumsStride + i) * 4;
+        float4 parts[kMostSplits];
+#pragma unroll
+        for (int s = 0; s < kMostSplits; ++s)
+          if (s < p.splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
+        float4 sum = parts[0];
+#pragma unroll
+        for (int s = 1; s < kMostSplits; ++s) {
+          if (s < p.splits) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
+        }
+        return sum;
+      });
+    }
+  }
+  __syncwarp();
+  if (p.splits > 1) cluster_barrier();  // nobody leaves while others read its sums
+#else
+  __trap();
+#endif
+}
+
+template <typename T, int N, int kConsumers>
+void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  using Shape = SplitShape<T, N, kConsumers>;
+  const auto kernel = split_kernel<T, N, kConsumers>;
+  Arguments<T> arguments = arguments_of(io, N);
+  arguments.stages = Shape::kMostStages;
+  const int bytes = Shape::bytes(arguments.stages);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
+  const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
+  const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
+  launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
+                          device.overlapping, arguments.splits, "rows_matmul", arguments);
+}
+
+// ---- many rows --------------------------------------------------------------------------------------------------------
+constexpr int kTileConsumers = 2, kTileThreads = (1 + kTileConsumers) * kWarpgroupSize, kCluster = 2;
+constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // of the weight, of a cluster
+constexpr int kSumsRows = 32;                                       // of x, that wait for the epilogue at a time
+
+template <typename T, int N>
+struct TileShape {
+  using XTile = SwizzledTile<T, N, kDepth>;
+  static_assert(N % kSumsRows == 0);
+  static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
+  static constexpr int kSumsBytes = kSumsRows * kSumsStride * 4;  // of a consumer
+  static constexpr int kRest = kAlignment + kTileConsumers * kSumsBytes;
+  static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
+  static constexpr int kStages = (kMostSharedBytes - kRest) / (kStageBytes + kBarrierBytes);
+  static constexpr int kBytes = kRest + kStages * (kStageBytes + kBarrierBytes);
+  static_assert(kStages >= 4 && kStageBytes % kAlignment == 0);
+};
+
+#if WEFT_WGMMA
+
+// The order of tiles: patches of kHeight pairs of tiles, column by column, so that the tiles that are computed at one time
+// have few rows of the weight and of x.
+template <typename T>
+__device__ inline void tile_coordinates(const Arguments<T>& p, int tile, int& pair, int& row_tile) {
+  constexpr int kHeight = 8;
+  const int patch = kHeight * p.row_tiles, first = tile / patch * kHeight;
+  const int height = min(kHeight, p.tile_pairs - first), within = tile % patch;
+  pair = first + within % height;
+  row_tile = within / height;
+}
+
+template <typename T, int N>
+struct TileMemory {
+  using Shape = TileShape<T, N>;
+
+  unsigned base;
+  unsigned char* memory;  // the same as a pointer
+
+  __device__ explicit TileMemory(unsigned char* dynamic) {
+    const unsigned begin = shared_address(dynamic);
+    base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
+    memory = dynamic + (base - begin);
+  }
+  __device__ WeightTile<T> weight(int stage, int consumer) const {
+    return {base + stage * Shape::kStageBytes + consumer * WeightTile<T>::kBytes};
+  }
+  __device__ typename Shape::XTile x(int stage) const { return {weight(stage, kTileConsumers).address}; }
+  __device__ float* sums(int consumer) const {
+    return reinterpret_cast<float*>(memory + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes);
+  }
+  __device__ RingBarriers ring() const {
+    return {base + Shape::kStages * Shape::kStageBytes + kTileConsumers * Shape::kSumsBytes, Shape::kStages};
+  }
+};
+
+template <typename T, int N>
+__device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& shared) {
+  using Shape = TileShape<T, N>;
+  constexpr int kHalf = N / kCluster;
+  constexpr std::uint16_t kAll = (1u << kCluster) - 1;
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int count = p.tile_pairs * p.row_tiles;
+  const RingBarriers ring = shared.ring();
+  RingPosition at;
+  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
+    int pair, row_tile;
+    tile_coordinates(p, tile, pair, row_tile);
+    const int weight_tile = (pair * kCluster + rank) * kTileConsumers, row = row_tile * N + rank * kHalf;
+    for (int step = 0; step < p.steps; ++step) {
+      const unsigned full = ring.full(at.stage);
+      ring.wait_empty(at);
+      mbarrier_arrive_expect(full, Shape::kStageBytes);
+#pragma unroll
+      for (int i = 0; i < kTileConsumers; ++i)
+        load_weight(p, shared.weight(at.stage, i).address, full, step, weight_tile + i, L2::normal);
+      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x, full, step * kDepth,
+                             row, kAll);
+      at.advance(Shape::kStages);
+    }
+  }
+}
+
+template <typename T, int N, bool kSplits>
+__device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& shared, int consumer) {
+  using Shape = TileShape<T, N>;
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int count = p.tile_pairs * p.row_tiles;
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+  const RingBarriers ring = shared.ring();
+  const auto release = [&](int stage) {  // in both blocks, since both fill it
+    if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
+  };
+  const auto operands_at = [&](int stage) { return Operands<T, N>{shared.weight(stage, consumer), shared.x(stage)}; };
+  float* const sums = shared.sums(consumer);
+  const int fours = Columns<T>::count(p.output, kWeightRows);
+  RingPosition at;
+  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
+    int pair, row_tile;
+    tile_coordinates(p, tile, pair, row_tile);
+    float d[N / 2];
+    const auto finish = [&](const float(&total)[N / 2]) {
+      const std::int64_t first = static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer);
+      const Columns<T> columns(p.output, first * kWeightRows, thread % fours);
+#pragma unroll
+      for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
+        const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
+        named_barrier_wait(1 + consumer, kWarpgroupSize);  // the chunk before has been read
+        store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
+        named_barrier_wait(1 + consumer, kWarpgroupSize);
+#pragma unroll 2
+        for (int r = thread / fours; r < kSumsRows; r += kWarpgroupSize / fours) {
+          columns.finish(row + r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * kSumsStride + i); });
+        }
+      }
+    };
+    if constexpr (kSplits) {
+      float total[N / 2];
+      for (int split = 0; split < p.splits; ++split) {
+        const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
+        sum_stages<T, N>(d, steps, at, ring, Shape::kStages, operands_at, release);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
+      }
+      finish(total);
+    } else {
+      sum_stages<T, N>(d, p.steps, at, ring, Shape::kStages, operands_at, release);
+      finish(d);
+    }
+  }
+}
+
+#endif  // WEFT_WGMMA
+
+template <typename T, int N, bool kSplits>
+__global__ void __launch_bounds__(kTileThreads, 1)
+    tile_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+#if WEFT_WGMMA
+  using Shape = TileShape<T, N>;
+  extern __shared__ unsigned char dynamic[];
+  const TileMemory<T, N> shared(dynamic);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Shape::kStages; ++stage)
+      shared.ring().init(stage, 1, kTileConsumers * kWarps * kCluster);
+    fence_barrier_init();
+  }
+  let_successor_start();
+  wait_for_predecessors();
+  cluster_barrier();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  if (warpgroup == 0) {
+    decrease_registers<24>();
+    if (threadIdx.x == 0) produce_tiles(p, shared);
+  } else {
+    increase_registers<240>();
+    consume_tiles<T, N, kSplits>(p, shared, warpgroup - 1);
+  }
+  cluster_barrier();  // nobody leaves while the other block writes into its memory or arrives there
+#else
+  __trap();
+#endif
+}
+
+template <typename T, int N, bool kSplits>
+void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const auto kernel = tile_kernel<T, N, kSplits>;
+  constexpr int kBytes = TileShape<T, N>::kBytes;
+  Arguments<T> arguments = arguments_of(io, N / kCluster);
+  arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
+  arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+        "rows_matmul: shared memory");
+  const int clusters = std::min(device.multiprocessors / kCluster, arguments.tile_pairs * arguments.row_tiles);
+  launch_chained_clusters(kernel, dim3(static_cast<unsigned>(clusters * kCluster)), dim3(kTileThreads), kBytes, stream,
+                          device.overlapping, kCluster, "rows_matmul", arguments);
+}
+
+// The width of tile_kernel's tiles for which the multiprocessors are done first: rounds of tiles, each of which takes its
+// width and a constant for beginning and end. On equality the wider one, which reads less.
+template <int... kWidths>
+int best_width(std::int64_t rows, std::int64_t tile_pairs, int clusters) {
+  constexpr std::int64_t kOverhead = 24;
+  int best = 0;
+  std::int64_t least = INT64_MAX;
+  for (const int width : {kWidths...}) {
+    const std::int64_t time = ceil_div(tile_pairs * ceil_div(rows, width), clusters) * (width + kOverhead);
+    if (time <= least) best = width, least = time;
+  }
+  return best;
+}
+
+template <typename T>
+void launch_best_tiles(const RowsMatmul<T>& io, int splits, const LaunchDevice& device, cudaStream_t stream) {
+  const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows);
+  const int clusters = device.multiprocessors / kCluster;
+  if (splits > 1) {  // twice as many registers a column
+    switch (best_width<128, 160, 192>(io.rows, pairs, clusters)) {
+      case 128:
+        return launch_tiles<T, 128, true>(io, device, stream);
+      case 160:
+        return launch_tiles<T, 160, true>(io, device, stream);
+      default:
+        return launch_tiles<T, 192, true>(io, device, stream);
+    }
+  }
+  switch (best_width<128, 192, 256>(io.rows, pairs, clusters)) {
+    case 128:
+      return launch_tiles<T, 128, false>(io, device, stream);
+    case 192:
+      return launch_tiles<T, 192, false>(io, device, stream);
+    default:
+      return launch_tiles<T, 256, false>(io, device, stream);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+bool hopper_computes(const RowsMatmul<T>& io) {
+  return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
+}
+
+// Which kernel is a matter of time alone. Up to 128 rows reading the weight takes longer than multiplying; up to 256 rows
+// the tiles of a layer with few outputs would occupy a third of the multiprocessors.
+template <typename T>
+void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  const int splits = split_count(weight_rows(io), io.K);
+  if (io.rows <= 16) return launch_splits<T, 16, 1>(io, device, stream);
+  if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
+  if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
+  if (io.rows <= 64) return launch_splits<T, 64, 1>(io, device, stream);
+  if (io.rows <= 96) return launch_splits<T, 96, 1>(io, device, stream);
+  if (io.rows <= 128) return launch_splits<T, 128, 1>(io, device, stream);
+  if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2>(io, device, stream);
+  if (splits > 1 && io.rows <= 256) return launch_splits<T, 256, 2>(io, device, stream);
+  launch_best_tiles(io, splits, device, stream);
+}
+
+#define WEFT_INSTANTIATE(T)                            \
+  template bool hopper_computes(const RowsMatmul<T>&); \
+  template void hopper(const RowsMatmul<T>&, const LaunchDevice&, cudaStream_t);
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda::rows

@@ -1,0 +1,405 @@
+// rows_matmul() against the CPU, and its promise that a row's bits depend on that row alone.
+//
+// Where results are compared with the CPU, operands are small multiples of 1/4, so that every sum is exact in fp32 whatever
+// its order: sums must be the CPU's bit for bit, and only GELU and SwiGLU have a tolerance. Where results of one GPU are
+// compared with each other, operands are random, so that any other order of a sum shows.
+#include "llmc/cuda/op/rows_matmul.h"
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/matmul.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft::cuda {
+namespace {
+
+using namespace weft::test;
+
+constexpr std::array kEpilogues = {RowsEpilogue::store, RowsEpilogue::gelu, RowsEpilogue::swiglu, RowsEpilogue::add,
+                                   RowsEpilogue::store_fp32};
+constexpr std::array kPaths = {RowsPath::automatic, RowsPath::portable};
+
+std::string name_of(RowsEpilogue epilogue) {
+  constexpr const char* kNames[] = {"store", "gelu", "swiglu", "add", "store_fp32"};
+  return kNames[static_cast<int>(epilogue)];
+}
+std::string name_of(RowsPath path) {
+  return path == RowsPath::automatic ? "automatic" : "portable";
+}
+bool is_fp32(RowsEpilogue epilogue) {
+  return epilogue == RowsEpilogue::add || epilogue == RowsEpilogue::store_fp32;
+}
+
+Floats quarters(std::int64_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  Floats values(static_cast<std::size_t>(count));
+  for (float& value : values) value = 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2);
+  return values;
+}
+
+// As large as needed and a little more before and after, which must stay as it is.
+template <typename T>
+class Guarded {
+ public:
+  explicit Guarded(std::int64_t count) : count_(static_cast<std::size_t>(count)), buffer_(count_ + 2 * kMore) {}
+  T* data() const { return buffer_.data() + kMore; }
+  void upload(const Floats& values) {
+    const std::vector<T> kept = stored<T>(values);
+    check(cudaMemcpy(data(), kept.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), "test: upload");
+    check(cudaStreamSynchronize(nullptr), "test: upload");
+  }
+  // The values, and a failure where something was written beside them.
+  std::vector<T> take(const std::string& what) const {
+    const std::vector<T> all = buffer_.download();
+    const std::vector<unsigned char> untouched(kMore * sizeof(T), 0xff);
+    EXPECT_EQ(std::memcmp(all.data(), untouched.data(), untouched.size()), 0)
+        << what << ": written before the beginning";
+    EXPECT_EQ(std::memcmp(all.data() + kMore + count_, untouched.data(), untouched.size()), 0)
+        << what << ": written behind the end";
+    return std::vector<T>(all.begin() + kMore, all.begin() + static_cast<std::ptrdiff_t>(kMore + count_));
+  }
+
+ private:
+  static constexpr std::size_t kMore = 4096;  // elements: keeps the alignment
+  std::size_t count_;
+  DeviceBuffer<T> buffer_;
+};
+
+// A layer whose weight stays on the GPU, and what it computes.
+template <typename S>
+class Layer {
+ public:
+  Layer(std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, const Floats& weight, const Floats& bias)
+      : K_(K), OC_(OC), epilogue_(epilogue), weight_(stored<S>(weight)), bias_(stored<S>(bias)) {}
+  static std::int64_t weight_rows(std::int64_t OC, RowsEpilogue epilogue) {
+    return epilogue == RowsEpilogue::swiglu ? 2 * OC : OC;
+  }
+
+  RowsMatmul<S> of(const S* x, std::int64_t rows) const {
+    RowsMatmul<S> io;
+    io.x = x, io.weight = weight_.data();
+    io.bias = bias_.size() > 0 && epilogue_ != RowsEpilogue::swiglu ? bias_.data() : nullptr;
+    io.rows = rows, io.K = K_, io.OC = OC_, io.epilogue = epilogue_;
+    return io;
+  }
+  // Results as they lie in memory, widened to fp32. `before`: of the residual stream.
+  Floats run(const DeviceBuffer<S>& x, std::int64_t rows, RowsPath path, const Floats& before = {}) const {
+    RowsMatmul<S> io = of(x.data(), rows);
+    if (is_fp32(epilogue_)) {
+      Guarded<float> out(rows * OC_);
+      if (!before.empty()) out.upload(before);
+      io.out_fp32 = out.data();
+      rows_matmul(io, device_, stream_, path);
+      stream_.synchronize("test");
+      return out.take(name_of(epilogue_));
+    }
+    const Guarded<S> out(rows * OC_);
+    io.out = out.data();
+    rows_matmul(io, device_, stream_, path);
+    stream_.synchronize("test");
+    return widened(out.take(name_of(epilogue_)));
+  }
+
+ private:
+  std::int64_t K_, OC_;
+  RowsEpilogue epilogue_;
+  DeviceBuffer<S> weight_, bias_;
+  LaunchDevice device_ = launch_device();
+  Stream stream_;
+};
+
+float gelu_of(float x) {
+  return static_cast<float>(0.5 * x * (1.0 + std::erf(x / std::sqrt(2.0))));
+}
+float swiglu_of(float gate, float up) {
+  return static_cast<float>(gate / (1.0 + std::exp(-static_cast<double>(gate))) * up);
+}
+
+template <typename S>
+class RowsMatmulTest : public ::testing::Test {
+ public:
+  void check_values(std::int64_t rows, std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, bool with_bias) const {
+    const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue);
+    const bool bias_used = with_bias && epilogue != RowsEpilogue::swiglu;
+    const Floats x = quarters(rows * K, 1), weight = quarters(weight_rows * K, 2),
+                 bias = bias_used ? quarters(OC, 3) : Floats{}, before = quarters(rows * OC, 4);
+    Floats sums(static_cast<std::size_t>(rows * weight_rows)), want(static_cast<std::size_t>(rows * OC));
+    cpu::matmul_forward(sums.data(), x.data(), weight.data(), bias_used ? bias.data() : nullptr, rows, K, weight_rows);
+    const Floats kept = widened(stored<S>(sums));
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t c = 0; c < OC; ++c) {
+        const auto to = static_cast<std::size_t>(row * OC + c), from = static_cast<std::size_t>(row * weight_rows + c);
+        switch (epilogue) {
+          case RowsEpilogue::store:
+            want[to] = kept[from];
+            break;
+          case RowsEpilogue::gelu:
+            want[to] = gelu_of(sums[from]);
+            break;
+          case RowsEpilogue::swiglu:
+            want[to] = swiglu_of(kept[from], kept[from + static_cast<std::size_t>(OC)]);
+            break;
+          case RowsEpilogue::add:
+            want[to] = before[to] + sums[from];
+            break;
+          case RowsEpilogue::store_fp32:
+            want[to] = sums[from];
+            break;
+        }
+      }
+    }
+    const Layer<S> layer(K, OC, epilogue, weight, bias);
+    const DeviceBuffer<S> gpu_x = on_device<S>(x);
+    for (const RowsPath path : kPaths) {
+      SCOPED_TRACE(std::to_string(rows) + " rows, " + std::to_string(K) + " -> " + std::to_string(OC) + ", " +
+                   name_of(epilogue) + (bias_used ? " with bias, " : ", ") + name_of(path));
+      const Floats got = layer.run(gpu_x, rows, path, before);
+      if (epilogue == RowsEpilogue::gelu || epilogue == RowsEpilogue::swiglu) {
+        expect_near<S>(got, want, name_of(epilogue));
+        continue;
+      }
+      ASSERT_EQ(got.size(), want.size());
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        ASSERT_EQ(got[i], want[i]) << "row " << i / static_cast<std::size_t>(OC) << ", column "
+                                   << i % static_cast<std::size_t>(OC);
+      }
+    }
+  }
+
+  // A row alone, and the same row first, in the middle and last among others, some of which are NaN and infinite.
+  void check_invariance(std::int64_t K, std::int64_t OC, RowsEpilogue epilogue) const {
+    const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue);
+    const Layer<S> layer(K, OC, epilogue, random_floats(weight_rows * K, 5, 0.3f), random_floats(OC, 6));
+    const Floats row = random_stored<S>(K, 7), row_before = random_floats(OC, 8);
+    const auto width = static_cast<std::size_t>(K), out_width = static_cast<std::size_t>(OC);
+    for (const RowsPath path : kPaths) {
+      const Floats alone = layer.run(on_device<S>(row), 1, path, row_before);
+      for (const float value : alone) ASSERT_TRUE(std::isfinite(value));
+      for (const std::int64_t rows : {2,  3,  4,   8,   15,  16,  17,  24,  32,  33,  48,  49,  64,   65,  96,
+                                      97, 99, 128, 129, 192, 193, 256, 257, 300, 384, 385, 513, 1100, 2000}) {
+        SCOPED_TRACE(std::to_string(K) + " -> " + std::to_string(OC) + ", " + name_of(epilogue) + ", " + name_of(path) +
+                     ", one of " + std::to_string(rows) + " rows");
+        Floats x = random_floats(rows * K, static_cast<unsigned>(rows), 2.0f), before = random_floats(rows * OC, 9);
+        for (std::int64_t r = 0; r < rows; ++r) {
+          const float all = r % 7 == 3   ? std::numeric_limits<float>::quiet_NaN()
+                            : r % 7 == 5 ? std::numeric_limits<float>::infinity()
+                                         : 0.0f;
+          const auto at = x.begin() + static_cast<std::ptrdiff_t>(r * K);
+          if (all != 0) std::fill(at, at + static_cast<std::ptrdiff_t>(K), all);  // NaN != 0, too
+        }
+        const std::array places = {std::int64_t{0}, rows / 2, rows - 1};
+        for (const std::int64_t place : places) {
+          std::copy(row.begin(), row.end(), x.begin() + static_cast<std::ptrdiff_t>(place * K));
+          std::copy(row_before.begin(), row_before.end(), before.begin() + static_cast<std::ptrdiff_t>(place * OC));
+        }
+        ASSERT_EQ(x.size(), static_cast<std::size_t>(rows) * width);
+        const Floats got = layer.run(on_device<S>(x), rows, path, before);
+        for (const std::int64_t place : places) {
+          ASSERT_EQ(std::memcmp(got.data() + static_cast<std::size_t>(place) * out_width, alone.data(),
+                                out_width * sizeof(float)),
+                    0)
+              << "at row " << place;
+        }
+      }
+    }
+  }
+};
+
+using Types = ::testing::Types<float, bf16, fp16>;
+TYPED_TEST_SUITE(RowsMatmulTest, Types);
+
+// Sizes that fill a tile, a stage, a split and do not.
+TYPED_TEST(RowsMatmulTest, EveryEpilogueIsTheCpus) {
+  for (const RowsEpilogue epilogue : kEpilogues) {
+    for (const auto& [rows, K, OC] : std::initializer_list<std::array<std::int64_t, 3>>{{1, 64, 1},
+                                                                                        {1, 8, 8},
+                                                                                        {1, 2560, 512},
+                                                                                        {2, 72, 37},
+                                                                                        {3, 1000, 100},
+                                                                                        {16, 10240, 104},
+                                                                                        {17, 2560, 200},
+                                                                                        {33, 520, 64},
+                                                                                        {50, 136, 65},
+                                                                                        {65, 1096, 328},
+                                                                                        {127, 640, 100},
+                                                                                        {129, 1000, 136},
+                                                                                        {256, 2120, 72},
+                                                                                        {300, 1000, 777},
+                                                                                        {513, 72, 1000}})
+      this->check_values(rows, K, OC, epilogue, rows % 2 == 1);
+  }
+}
+
+// Logits: an odd vocabulary, whose rows are not aligned.
+TYPED_TEST(RowsMatmulTest, OddVocabulary) {
+  for (const std::int64_t rows : {1, 5, 300})
+    this->check_values(rows, 64, 50257 / (rows > 100 ? 8 : 1), RowsEpilogue::store_fp32, false);
+}
+
+// The ring of stages more than twice around and a ragged end, with one split (OC > 96 tiles) and with several; and more tiles
+// than blocks that stay.
+TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
+  for (const std::int64_t rows : {4, 100}) {
+    this->check_values(rows, 23 * 64 + 8, 6200, RowsEpilogue::store_fp32, true);
+    this->check_values(rows, 4 * 23 * 64 + 24, 2500, RowsEpilogue::add, true);
+  }
+  this->check_values(1100, 11 * 64 + 8, 6200, RowsEpilogue::store, true);
+  this->check_values(1100, 1032, 2500, RowsEpilogue::add, true);
+  this->check_values(2000, 1032, 712, RowsEpilogue::gelu, true);
+  this->check_values(700, 264, 3208, RowsEpilogue::swiglu, false);
+}
+
+// The sizes of the weight have 4, 8 uneven, 1 and 2 splits.
+TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
+  this->check_invariance(2560, 2560, RowsEpilogue::store_fp32);
+  this->check_invariance(2120, 512, RowsEpilogue::store_fp32);
+  this->check_invariance(328, 6200, RowsEpilogue::store_fp32);
+  this->check_invariance(1000, 3100, RowsEpilogue::store_fp32);
+}
+TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnInEveryEpilogue) {
+  for (const RowsEpilogue epilogue : kEpilogues) this->check_invariance(1096, 328, epilogue);
+}
+
+// Splits are added in order: 8 of them for this size, each with one value that is not zero. Among them are values that
+// absorb others, so that most orders of the same numbers give another sum.
+template <typename S>
+void check_order_of_splits() {
+  constexpr std::int64_t K = 2048, OC = 64, kSplits = 8;
+  const std::array choices = {0x1p12f, -0x1p12f, 0x1p-12f, 1.0f, -1.0f, 3.0f, 0x1p11f, -0x1p-10f};
+  std::mt19937 generator(11);
+  Floats x(K), weight(OC * K);
+  for (std::int64_t s = 0; s < kSplits; ++s) x[static_cast<std::size_t>(s * K / kSplits + 7 * s)] = 0x1p12f;
+  Floats want(OC);
+  int telling = 0;
+  for (std::int64_t c = 0; c < OC; ++c) {
+    float sum = 0, reversed = 0;
+    std::array<float, kSplits> parts;
+    for (std::int64_t s = 0; s < kSplits; ++s) {
+      const float w = choices[generator() % choices.size()];
+      weight[static_cast<std::size_t>(c * K + s * K / kSplits + 7 * s)] = w;
+      parts[static_cast<std::size_t>(s)] = w * 0x1p12f;
+    }
+    for (std::size_t s = 0; s < kSplits; ++s) sum = s == 0 ? parts[0] : sum + parts[s];
+    for (std::size_t s = kSplits; s-- > 0;) reversed += parts[s];
+    telling += sum != reversed;
+    want[static_cast<std::size_t>(c)] = sum;
+  }
+  ASSERT_GT(telling, 8);
+  const Layer<S> layer(K, OC, RowsEpilogue::store_fp32, weight, {});
+  for (const std::int64_t rows : {1, 40, 200, 300}) {
+    SCOPED_TRACE(std::to_string(rows) + " rows");
+    Floats all;
+    for (std::int64_t r = 0; r < rows; ++r) all.insert(all.end(), x.begin(), x.end());
+    const Floats got = layer.run(on_device<S>(all), rows, RowsPath::automatic);
+    for (std::size_t i = 0; i < got.size(); ++i) ASSERT_EQ(got[i], want[i % OC]) << "element " << i;
+  }
+}
+TEST(RowsMatmul, SplitsAreAddedInOrder) {
+  check_order_of_splits<bf16>();
+  check_order_of_splits<fp16>();
+}
+
+// Random values: nothing is exact, and the sums are the CPU's up to their rounding.
+TYPED_TEST(RowsMatmulTest, RandomValues) {
+  using S = TypeParam;
+  for (const auto& [rows, K, OC] :
+       std::initializer_list<std::array<std::int64_t, 3>>{{5, 2560, 300}, {80, 1000, 96}, {400, 2120, 200}}) {
+    const Floats x = random_stored<S>(rows * K, 12), weight = random_stored<S>(OC * K, 13);
+    Floats want(static_cast<std::size_t>(rows * OC));
+    cpu::matmul_forward(want.data(), x.data(), weight.data(), nullptr, rows, K, OC);
+    for (const RowsPath path : kPaths) {
+      expect_near<float>(Layer<S>(K, OC, RowsEpilogue::store_fp32, weight, {}).run(on_device<S>(x), rows, path), want,
+                         "store_fp32");
+      expect_near<S>(Layer<S>(K, OC, RowsEpilogue::store, weight, {}).run(on_device<S>(x), rows, path), want, "store");
+    }
+  }
+}
+
+// A chain without waiting between the launches: each layer reads what the one before wrote, and the first again what the
+// last wrote, as in a step. The same as with a pause after each.
+TYPED_TEST(RowsMatmulTest, AChainWaitsForWhatItReads) {
+  using S = TypeParam;
+  constexpr std::int64_t kWidth = 1024, kMost = 300;
+  constexpr int kRounds = 6;
+  const Layer<S> up(kWidth, 2 * kWidth, RowsEpilogue::gelu, random_floats(2 * kWidth * kWidth, 14, 0.1f), {});
+  const Layer<S> down(2 * kWidth, kWidth, RowsEpilogue::store, random_floats(2 * kWidth * kWidth, 15, 0.1f), {});
+  const LaunchDevice device = launch_device();
+  const Stream stream;
+  for (const RowsPath path : kPaths) {
+    for (const std::int64_t rows : {std::int64_t{1}, std::int64_t{20}, kMost}) {
+      SCOPED_TRACE(name_of(path) + ", " + std::to_string(rows) + " rows");
+      const Floats begin = random_stored<S>(rows * kWidth, 16);
+      const auto run = [&](bool pause) {
+        DeviceBuffer<S> x = on_device<S>(begin), inner(static_cast<std::size_t>(rows * 2 * kWidth));
+        for (int round = 0; round < kRounds; ++round) {
+          RowsMatmul<S> first = up.of(x.data(), rows), second = down.of(inner.data(), rows);
+          first.out = inner.data(), second.out = x.data();
+          rows_matmul(first, device, stream, path);
+          if (pause) stream.synchronize("test");
+          rows_matmul(second, device, stream, path);
+          if (pause) stream.synchronize("test");
+        }
+        stream.synchronize("test");
+        return x;
+      };
+      const DeviceBuffer<S> want = run(true);
+      for (int i = 0; i < 5; ++i) expect_same_bits(run(false), want, "a chain's result");
+    }
+  }
+}
+
+TYPED_TEST(RowsMatmulTest, NoRows) {
+  rows_matmul(RowsMatmul<TypeParam>{}, launch_device(), nullptr);
+}
+
+TEST(RowsMatmul, RefusesSizesThatItCannotCompute) {
+  EXPECT_EQ(rows_matmul_refusal(2560, 50257, DType::bf16), "");
+  EXPECT_EQ(rows_matmul_refusal(4, 1, DType::f32), "");
+  EXPECT_EQ(rows_matmul_refusal(12, 8, DType::f16),
+            "linear layer: got 12 inputs of type f16, expected a multiple of 8");
+  EXPECT_EQ(rows_matmul_refusal(6, 8, DType::f32), "linear layer: got 6 inputs of type f32, expected a multiple of 4");
+  EXPECT_EQ(rows_matmul_refusal(0, 8, DType::bf16),
+            "linear layer: got 0 inputs of type bf16, expected a multiple of 8");
+  EXPECT_EQ(rows_matmul_refusal(8, 0, DType::bf16), "linear layer: got 0 outputs, expected 1 to 2097152");
+  EXPECT_EQ(rows_matmul_refusal(8, 8, DType::u16), "linear layer: got weights of type u16, expected f32, f16 or bf16");
+}
+
+TEST(RowsMatmul, FailsOnArgumentsThatItCannotUse) {
+  const DeviceBuffer<bf16> x(64), weight(256), out(64);
+  const auto code_of = [](const RowsMatmul<bf16>& io) {
+    try {
+      rows_matmul(io, launch_device(), nullptr);
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return Exit::ok;
+  };
+  RowsMatmul<bf16> good;
+  good.x = x.data(), good.weight = weight.data(), good.out = out.data();
+  good.rows = 2, good.K = 8, good.OC = 8;
+  EXPECT_EQ(code_of(good), Exit::ok);
+  check(cudaStreamSynchronize(nullptr), "test");
+  RowsMatmul<bf16> bad = good;
+  bad.K = 12;
+  EXPECT_EQ(code_of(bad), Exit::usage);
+  bad = good, bad.out = nullptr;
+  EXPECT_EQ(code_of(bad), Exit::internal);
+  bad = good, bad.epilogue = RowsEpilogue::add;  // without a residual stream
+  EXPECT_EQ(code_of(bad), Exit::internal);
+  bad = good, bad.x = x.data() + 4;
+  EXPECT_EQ(code_of(bad), Exit::internal);
+  bad = good, bad.epilogue = RowsEpilogue::swiglu, bad.bias = out.data();
+  EXPECT_EQ(code_of(bad), Exit::internal);
+}
+
+}  // namespace
+}  // namespace weft::cuda
