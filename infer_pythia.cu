@@ -86,7 +86,7 @@ Exit run_interactive(const DecodeSession& s) {
 EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model) {
   EngineOptions options;
   options.max_running = settings.max_running;
-  options.rows_per_step = std::min(options.rows_per_step, model.max_rows());
+  options.rows_per_step = model.max_rows();
   return options;
 }
 

@@ -765,8 +765,8 @@ GPU = [
           const std::uint64_t one""", """\
         for (int b = 0; b < kBlocks - 1; ++b) {
           const std::uint64_t one""", ("gpu:GpuSampler*",)),
-    Mutant("GPU: sampling takes more ids than its sums hold", "llmc/cuda/op/sampler.cu", "if (V > kMaxSampledVocab) {",
-           "if (V > 2 * kMaxSampledVocab) {", ("gpu:GpuSampler*",)),
+    Mutant("GPU: sampling takes more ids than its sums hold", "llmc/cuda/op/sampler.cu", "if (io.V > kMaxSampledVocab) {",
+           "if (io.V > 2 * kMaxSampledVocab) {", ("gpu:GpuSampler*",)),
     Mutant("GPU: the classifier's maximum ignores two columns of eight", "llmc/cuda/op/classifier.cu",
            "__hmax2(most[2], most[3]));", "most[2]);", ("gpu:Classifier.EveryColumnCountsBf16",)),
     Mutant("GPU: the classifier counts what follows a row", "llmc/cuda/op/classifier.cu",

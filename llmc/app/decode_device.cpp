@@ -8,7 +8,9 @@
 #include "llmc/cpu/inference.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/transformer/inference.h"
 #include "llmc/cuda/transformer/neox.h"
+#include "llmc/model/single_sequence.h"
 #endif
 
 namespace weft {
@@ -38,13 +40,10 @@ namespace {
 
 // On the CPU a step of many rows takes long, and the sequences that are being decoded wait for it.
 constexpr std::int64_t kCpuRows = 128;
-constexpr double kKvShare = 0.8;  // of the memory that is free beside the parameters
+constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the parameters
 
-}  // namespace
-
-std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
-                                                             std::int64_t sequences) const {
-  if (choice_.gpu) fail(Exit::internal, "many sequences at once: only on the CPU");
+std::unique_ptr<InferenceModel> load_inference_on_cpu(const ModelFile& file, std::uint64_t kv_memory,
+                                                      std::int64_t sequences) {
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
     const std::uint64_t free = free_host_memory(),
@@ -53,12 +52,14 @@ std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& fi
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
     }
-    bytes = static_cast<std::uint64_t>(kKvShare * static_cast<double>(free - parameters));
+    bytes = static_cast<std::uint64_t>(kCpuKvShare * static_cast<double>(free - parameters));
   }
   InferenceOptions options = pool_options(file.config(), bytes, sequences, sizeof(float));
   options.max_rows = std::max(kCpuRows, sequences);
   return cpu::load_inference(file, options);
 }
+
+}  // namespace
 
 #ifdef WEFT_CUDA
 
@@ -70,24 +71,33 @@ cuda::DecodeMode decode_mode(const std::string& name) {
                              : cuda::DecodeMode::fused;
 }
 
-// Loads the model with a progress line, and logs how long it took.
-std::unique_ptr<DecodeModel> load_on_gpu(const ModelFile& file, cuda::NeoxOptions options) {
+// Loads a model with a progress line, and logs how long it took. load(progress) returns it.
+template <typename Load>
+auto load_on_gpu(const ModelFile& file, const Load& load) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
   const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
   std::uint64_t all = 0;
   for (const TensorSpec& spec : file.table().specs()) all += file.file().at(spec.name).bytes;
   ProgressLine line;
-  options.progress = [&](std::uint64_t done, std::uint64_t) {
+  auto model = load([&](std::uint64_t done, std::uint64_t) {
     line.show(format("reading %s: %s of %s, %.1f GB/s", escaped(file.file().path()).c_str(),
                      human_bytes(static_cast<double>(done)).c_str(), human_bytes(static_cast<double>(all)).c_str(),
                      static_cast<double>(done) / seconds() / 1e9));
-  };
-  std::unique_ptr<DecodeModel> model = cuda::load_neox(file, options);
+  });
   line.clear();
   log_info("read %s in %.2f s, %.1f GB/s, every hash right", human_bytes(static_cast<double>(all)).c_str(), seconds(),
            static_cast<double>(all) / seconds() / 1e9);
   return model;
+}
+
+constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
+
+// A Llama decodes one sequence with the model for many.
+InferenceOptions one_sequence_on_gpu(std::int64_t capacity) {
+  InferenceOptions pool = one_sequence(capacity);
+  pool.max_rows = std::min(cuda::kInferenceRows, capacity);
+  return pool;
 }
 
 }  // namespace
@@ -98,18 +108,25 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string refusal = settings_.task == InferTask::batch || settings_.task == InferTask::serve
-                                  ? "many sequences at once run on the CPU only"
-                              : config.family != Family::gpt_neox
-                                  ? "the GPU runs GPT-NeoX models only, and this is a Llama"
-                                  : cuda::neox_refusal(config, dtype_);
-  if (refusal.empty()) return choose_decode(config);
+  const bool many = settings_.task == InferTask::batch || settings_.task == InferTask::serve;
+  const std::string refusal = many || config.family != Family::gpt_neox ? cuda::inference_refusal(config, dtype_)
+                                                                        : cuda::neox_refusal(config, dtype_);
+  if (refusal.empty()) return choose_decode(config, many);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
   use_cpu(choose_cpu(refusal));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why.
-void DecodeDevice::choose_decode(const ModelConfig& config) {
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and a Llama
+// have no fused kernel.
+void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
+  const bool neox = config.family == Family::gpt_neox;
+  if (settings_.bench_layer && !neox) fail(Exit::usage, "--bench-layer: only for GPT-NeoX models, and this is a Llama");
+  if (many || !neox) {
+    decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
+    if (decode_ != "fused") return;
+    fail(Exit::environment, "--decode fused: it runs %s. Use --decode graph",
+         many ? "one sequence only, and this is --batch or --serve" : "GPT-NeoX models only, and this is a Llama");
+  }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
   const std::string refusal = cuda::fused_refusal(config, dtype_);
@@ -127,7 +144,9 @@ double DecodeDevice::read_ceiling() const {
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
   const auto planned = [&](std::int64_t positions, DType dtype) {
     return total_bytes(
-        cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
+        config.family == Family::gpt_neox
+            ? cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer})
+            : cuda::plan_inference(config, one_sequence_on_gpu(positions), dtype));
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -146,7 +165,47 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   if (!choice_.gpu) return cpu::load_decoder(file, capacity);
   log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
   check_memory(file.config(), capacity);
-  return load_on_gpu(file, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
+  if (file.config().family == Family::gpt_neox) {
+    return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+      return cuda::load_neox(file, {dtype_, decode_mode(decode_), capacity, progress, settings_.bench_layer});
+    });
+  }
+  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+    return single_sequence(
+        cuda::load_inference(file, one_sequence_on_gpu(capacity), {dtype_, decode_ == "reference", progress}),
+        capacity);
+  });
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                             std::int64_t sequences) const {
+  if (!choice_.gpu) return load_inference_on_cpu(file, kv_memory, sequences);
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  const ModelConfig& config = file.config();
+  const std::uint64_t element = dtype_bytes(dtype_), free = choice_.available_bytes;
+  const auto pool_of = [&](std::uint64_t bytes) {
+    InferenceOptions pool = pool_options(config, bytes, sequences, element);
+    pool.max_rows = std::max(cuda::kInferenceRows, sequences);
+    return pool;
+  };
+  // Beside the pages, for sequences as long as the model can hold.
+  const std::uint64_t all_pages = kv_bytes(config, config.max_positions * sequences, element);
+  const InferenceOptions largest =
+      pool_of(std::max(all_pages, 2 * kv_bytes(config, InferenceOptions{}.page_size, element)));
+  const std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_)) -
+                               kv_bytes(config, largest.num_pages * largest.page_size, element);
+  const std::uint64_t rest =
+      free > beside ? static_cast<std::uint64_t>(kGpuKvShare * static_cast<double>(free - beside)) : 0;
+  if (rest == 0 || kv_memory > free - beside) {
+    fail_plan(beside + kv_memory, choice_,
+              rest > 0               ? "--kv-memory " + human_bytes(static_cast<double>(rest)) + " would fit"
+              : dtype_ == DType::f32 ? "Try --dtype fp16 or bf16, a smaller --max-running, or --device cpu"
+                                     : "Try a smaller --max-running, or --device cpu");
+  }
+  const InferenceOptions pool = pool_of(kv_memory > 0 ? kv_memory : rest);
+  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
+  });
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
@@ -167,6 +226,11 @@ double DecodeDevice::read_ceiling() const {
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
   return cpu::load_decoder(file, capacity);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                             std::int64_t sequences) const {
+  return load_inference_on_cpu(file, kv_memory, sequences);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig&, std::int64_t) const {

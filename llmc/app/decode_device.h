@@ -47,7 +47,7 @@ class DecodeDevice {
 
  private:
   void use_cpu(const DeviceChoice& cpu);
-  void choose_decode(const ModelConfig& config);
+  void choose_decode(const ModelConfig& config, bool many);
   void check_memory(const ModelConfig& config, std::int64_t capacity) const;
 
   const InferSettings& settings_;

@@ -116,7 +116,7 @@ std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) co
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
   std::unique_ptr<InferenceModel> model = device_.load_inference(file_, kv_memory, sequences);
-  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), settings_.threads,
+  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads,
            format("%lld sequences of %lld positions in all", static_cast<long long>(sequences),
                   static_cast<long long>(model->num_pages() * model->page_size())));
   return model;

@@ -7,7 +7,7 @@
 #include "llmc/train/fault_injection.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/transformer/llama_decoder.h"
+#include "llmc/cuda/transformer/inference.h"
 #endif
 
 namespace weft {
@@ -49,7 +49,7 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
   if (choice_.gpu) {
     std::vector<MemoryLine> lines = cuda::plan_llama(config, options);
     if (sample_positions == 0) return lines;
-    for (MemoryLine& line : cuda::plan_llama_decoder(config, options.precision, sample_positions)) {
+    for (MemoryLine& line : cuda::plan_llama_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
     }
     return lines;

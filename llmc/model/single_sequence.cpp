@@ -25,6 +25,10 @@ class SingleSequence final : public DecodeModel {
   void reset() override { length_ = 0; }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override { return prefill({&id, 1}); }
+  // A model that computes on the host is not faster for sampling itself.
+  bool samples() const override { return model_->depth() > 1; }
+  void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
+                    const std::function<bool(std::int32_t)>& on_id) override;
   std::vector<double> score(std::span<const std::int32_t> ids) override;
   void keep_activations(bool keep) override {
     keep_ = keep;
@@ -39,16 +43,23 @@ class SingleSequence final : public DecodeModel {
            static_cast<long long>(length_), static_cast<long long>(capacity_));
     }
   }
+  // A span of `rows` positions from `first` on.
+  Span span_at(std::int64_t first, std::int64_t rows) const {
+    Span span;
+    const std::int64_t size = model_->page_size(), covering = (first + rows + size - 1) / size;
+    span.pages = std::span(pages_).first(static_cast<std::size_t>(covering));
+    span.first_position = first;
+    return span;
+  }
   // Appends `ids`, max_rows() of them a step, until `ends` returns true. `want` completes the span of a step that begins at
   // ids[begin].
   template <typename Want, typename Take, typename Ends>
   void append(std::span<const std::int32_t> ids, const Want& want, const Take& take, const Ends& ends) {
     const std::size_t most = static_cast<std::size_t>(model_->max_rows());
     for (std::size_t begin = 0; begin < ids.size() && !ends(); begin += most) {
-      Span span;
-      span.pages = pages_;
-      span.first_position = length_;
-      span.ids = ids.subspan(begin, std::min(most, ids.size() - begin));
+      const std::size_t count = std::min(most, ids.size() - begin);
+      Span span = span_at(length_, static_cast<std::int64_t>(count));
+      span.ids = ids.subspan(begin, count);
       want(span, begin);
       model_->submit({&span, 1});
       length_ += static_cast<std::int64_t>(span.ids.size());
@@ -70,6 +81,56 @@ std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids
       ids, [&](Span& span, std::size_t begin) { span.keep_logits = begin + span.ids.size() == ids.size(); },
       [&](const SpanResult& result) { logits = result.logits; }, [] { return false; });
   return logits;
+}
+
+// Keeps depth() steps queued: while the host looks at an id, the step that it is fed to is computed. What was queued beyond the
+// last id is thrown away; the keys and values that it wrote lie behind length(), where nothing reads them.
+void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
+                                  const std::function<bool(std::int32_t)>& on_id) {
+  check_room(prompt.size());
+  if (keep_) model_->keep_activations(true);
+  const std::int64_t begin = length_, prompt_size = std::ssize(prompt), end = begin + prompt_size;
+  if (request.max_ids < 1 || request.max_ids > capacity_ - end) {
+    fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
+         static_cast<long long>(request.max_ids), static_cast<long long>(capacity_ - end));
+  }
+  // However the loop ends, by an exception, too: nothing stays queued.
+  struct Queue {
+    InferenceModel& model;
+    std::int64_t steps = 0;
+    ~Queue() {
+      for (; steps > 0; --steps) {
+        try {
+          model.collect();
+        } catch (const Error&) {  // generation has ended already: with this error, or for another reason
+        }
+      }
+    }
+  } queue{*model_};
+  std::int64_t fed = 0, sampled = 0;  // rows and ids that were queued
+  const auto submit_next = [&] {
+    const std::int64_t left = prompt_size - fed, rows = left > 0 ? std::min(left, model_->max_rows()) : 1;
+    Span span = span_at(begin + fed, rows);
+    if (left > 0) span.ids = prompt.subspan(static_cast<std::size_t>(fed), static_cast<std::size_t>(rows));
+    if (left <= rows) {
+      span.sampling = &request.sampling;
+      ++sampled;
+    }
+    model_->submit({&span, 1});
+    fed += rows;
+    ++queue.steps;
+  };
+  for (std::int64_t seen = 0; seen < request.max_ids;) {
+    while (queue.steps < model_->depth() && sampled < request.max_ids) submit_next();
+    --queue.steps;
+    const SpanResult& result = model_->collect()[0];
+    check_sample(result.error);
+    if (!result.sampled.has_value()) continue;  // a chunk of the prompt
+    const std::int32_t id = result.sampled->id;
+    length_ = end + seen++;
+    const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
+    if (!on_id(id) || stop) return;
+  }
 }
 
 std::vector<double> SingleSequence::score(std::span<const std::int32_t> ids) {

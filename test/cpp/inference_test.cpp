@@ -8,6 +8,7 @@
 
 #include "golden_cases.h"
 #include "gradient_check.h"
+#include "inference_tools.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/llama_inference.h"
@@ -20,6 +21,10 @@ namespace {
 
 using test::expect_close;
 using test::Floats;
+using test::kSlots;
+using test::run;
+using test::Sequence;
+using test::Trace;
 
 Floats random_floats(std::size_t count, std::uint32_t seed) {
   std::mt19937 random(seed);
@@ -118,36 +123,10 @@ TEST(PagedAttention, AGreatScoreOfAnEarlierPageStays) {
 
 // ---- models ---------------------------------------------------------------------------------------------------------
 
-// What a sequence gives: a sampled id and the logits after every span, and the log-probabilities of its prompt.
-struct Trace {
-  std::vector<std::int32_t> ids;
-  std::vector<Floats> logits;
-  std::vector<float> logprobs;
-  bool operator==(const Trace&) const = default;
-};
-
-struct Sequence {
-  std::vector<std::int32_t> prompt;
-  SamplingPlan plan;
-};
-
-constexpr std::int64_t kPage = 4, kGenerated = 9, kSlots = 7;
+constexpr std::int64_t kPage = 4;
 
 std::vector<Sequence> sequences(const ModelConfig& config) {
-  std::vector<Sequence> all;
-  std::mt19937 random(8);
-  for (std::int64_t i = 0; i < kSlots; ++i) {
-    Sequence sequence;
-    sequence.prompt.resize(1 + random() % 30);
-    for (std::int32_t& id : sequence.prompt) id = static_cast<std::int32_t>(random() % config.vocab_size);
-    SamplerOptions options;
-    options.temperature = i % 2 == 0 ? 0.8 : 0;
-    options.seed = static_cast<std::uint64_t>(i);
-    options.vocab_limit = config.tokenizer_vocab;
-    sequence.plan = sampling_plan(options);
-    all.push_back(sequence);
-  }
-  return all;
+  return test::random_sequences(config, kSlots, 30);
 }
 
 InferenceOptions pool(std::int64_t pages, std::int64_t page_size = kPage) {
@@ -158,74 +137,6 @@ InferenceOptions pool(std::int64_t pages, std::int64_t page_size = kPage) {
   options.max_rows = 64;
   options.max_positions = 48;
   return options;
-}
-
-// Runs the sequences side by side: their prompts in chunks of random sizes up to `chunk`, their spans in random order, in
-// pages that are dealt out at random. With `chained` a decode step takes its id from the slot.
-std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>& all, std::int64_t chunk, bool chained,
-                       std::uint32_t seed) {
-  struct State {
-    std::vector<std::int32_t> pages, ids;  // ids: prompt, then what was sampled
-    std::int64_t done = 0;                 // positions in the pages
-  };
-  std::mt19937 random(seed);
-  std::vector<std::int32_t> free(static_cast<std::size_t>(model.num_pages()));
-  std::iota(free.begin(), free.end(), 0);
-  std::shuffle(free.begin(), free.end(), random);
-  std::vector<State> states;
-  for (const Sequence& sequence : all) states.push_back({{}, sequence.prompt});
-  std::vector<Trace> traces(all.size());
-  const auto ended = [&](std::size_t s) { return traces[s].ids.size() == kGenerated; };
-
-  while (true) {
-    std::vector<std::size_t> order;
-    for (std::size_t s = 0; s < all.size(); ++s) {
-      if (!ended(s) && random() % 4 != 0) order.push_back(s);  // a sequence may wait a step
-    }
-    std::shuffle(order.begin(), order.end(), random);
-    std::vector<Span> work;
-    std::int64_t rows = 0;
-    for (const std::size_t s : order) {
-      State& state = states[s];
-      const std::int64_t left = std::ssize(state.ids) - state.done;
-      const std::int64_t count = std::min<std::int64_t>(left, 1 + static_cast<std::int64_t>(random()) % chunk);
-      rows += count;
-      if (rows > model.max_rows()) break;
-      while (std::ssize(state.pages) * model.page_size() < state.done + count) {
-        state.pages.push_back(free.back());
-        free.pop_back();
-      }
-      Span span;
-      span.pages = state.pages;
-      span.first_position = state.done;
-      span.slot = static_cast<std::int32_t>(s);
-      span.alternatives = 2;
-      const std::span<const std::int32_t> ids = std::span(state.ids).subspan(static_cast<std::size_t>(state.done));
-      const bool in_prompt = state.done < std::ssize(all[s].prompt);
-      if (!(chained && !in_prompt)) span.ids = ids.first(static_cast<std::size_t>(count));
-      if (in_prompt) span.targets = ids.subspan(1, static_cast<std::size_t>(std::min(count, left - 1)));
-      if (count == left) span.sampling = &all[s].plan, span.keep_logits = true;
-      work.push_back(span);
-      state.done += count;
-    }
-    if (work.empty()) {
-      if (std::all_of(states.begin(), states.end(), [&](const State& s) { return ended(&s - states.data()); })) break;
-      continue;
-    }
-    model.submit(work);
-    const std::span<const SpanResult> results = model.collect();
-    for (std::size_t w = 0; w < work.size(); ++w) {
-      const std::size_t s = static_cast<std::size_t>(work[w].slot);
-      for (const ScoredId& target : results[w].targets) traces[s].logprobs.push_back(target.logprob);
-      if (!results[w].sampled) continue;
-      states[s].ids.push_back(results[w].sampled->id);
-      traces[s].ids.push_back(results[w].sampled->id);
-      traces[s].logprobs.push_back(results[w].sampled->logprob);
-      for (const IdLogprob& other : results[w].sampled->alternatives) traces[s].logprobs.push_back(other.logprob);
-      traces[s].logits.emplace_back(results[w].logits.begin(), results[w].logits.end());
-    }
-  }
-  return traces;
 }
 
 TEST(CpuInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
@@ -240,6 +151,18 @@ TEST(CpuInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
         EXPECT_TRUE(run(*model, all, chunk, chained, 9) == alone) << "chunks of " << chunk << ", chained " << chained;
       }
     }
+  }
+}
+
+// The same through the engine, which preempts, shares prefixes and delays as the few pages demand.
+TEST(CpuInference, BitsDoNotDependOnTheEnginesSchedule) {
+  for (const char* name : {"neox-hs32-padded", "llama-hs32-gqa2"}) {
+    SCOPED_TRACE(name);
+    const std::string path = std::string("test/fixtures/golden/") + name + ".model.bin";
+    const auto model = cpu::load_inference(ModelFile::open(path), pool(20));
+    const EngineStatistics sum = test::expect_engine_changes_nothing(*model, 6, 20, 1);
+    EXPECT_GT(sum.preemptions, 10);
+    EXPECT_GT(sum.prefix_ids, 10);
   }
 }
 

@@ -1,4 +1,4 @@
-// Random GPT-NeoX models for the tests of decoding: a configuration of any shape, its file, and the CPU's answer.
+// Random models for the tests of inference: configurations of any shape, and their files.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,6 +11,7 @@
 
 #include "llmc/file/tensor_file.h"
 #include "llmc/model/model_file.h"
+#include "llmc/model/tensor_names.h"
 #include "test/cpp/test_files.h"
 
 namespace weft::test {
@@ -57,6 +58,49 @@ inline NeoxShape shape_2_8b() {
   return {"2.8B x 2", 32, 80, 2, 10240, true, true, 1003};
 }
 
+struct LlamaShape {
+  std::string name;
+  std::int64_t heads, kv_heads, head_dim, layers, hidden, ffn;
+  bool tied = false, llama3 = false;
+  std::int64_t vocab = 515, positions = 2048;
+};
+
+inline ModelConfig llama_config(const LlamaShape& shape) {
+  ModelConfig config;
+  config.family = Family::llama;
+  config.vocab_size = shape.vocab;
+  config.hidden_size = shape.hidden;
+  config.num_layers = shape.layers;
+  config.num_heads = shape.heads;
+  config.num_kv_heads = shape.kv_heads;
+  config.head_dim = shape.head_dim;
+  config.ffn_size = shape.ffn;
+  config.max_positions = shape.positions;
+  config.norm_eps = 1e-5;
+  config.norm = NormKind::rmsnorm;
+  config.rope.theta = 10000;
+  config.rope.rotary_dim = shape.head_dim;
+  if (shape.llama3) {
+    config.rope.type = RopeType::llama3;
+    config.rope.factor = 8;
+    config.rope.low_freq_factor = 1;
+    config.rope.high_freq_factor = 4;
+    config.rope.original_max_positions = 64;
+  }
+  config.tied_embeddings = shape.tied;
+  config.tokenizer_vocab = shape.vocab - 13;
+  config.eos_ids = {0};
+  return config;
+}
+
+// One, two, three and four queries a key, tied or not, both kinds of RoPE, hidden sizes that are not those of the heads.
+inline std::vector<LlamaShape> small_llamas() {
+  return {{"hs64", 3, 3, 64, 2, 192, 512},
+          {"hs64 gqa2 tied", 4, 2, 64, 3, 256, 520, true},
+          {"hs128 gqa4 llama3", 8, 2, 128, 2, 320, 640, false, true},
+          {"hs32 gqa3", 6, 2, 32, 2, 72, 200, false, false, 1003}};
+}
+
 // Changes the values of one tensor before they are written.
 using Edit = std::function<void(const TensorSpec& spec, std::vector<float>& values)>;
 
@@ -71,13 +115,14 @@ inline void write_random_model(const std::string& path, const ModelConfig& confi
   for (const TensorSpec& spec : table.specs()) {
     std::vector<float> values(static_cast<std::size_t>(spec.elements));
     // Uniform numbers: many times faster than normal ones, and the sums are normal anyway.
-    const bool matrix = spec.shape.size() == 2, embedding = spec.name == "gpt_neox.embed_in.weight";
+    const bool matrix = spec.shape.size() == 2, embedding = spec.name == weight_of(NeoxNames::kEmbedding) ||
+                                                            spec.name == weight_of(LlamaNames::kEmbedding);
     const float width = matrix && !embedding ? 2.0f / std::sqrt(static_cast<float>(spec.shape[1])) : 0.5f;
     for (float& value : values) {
       value = width * (static_cast<float>(generator()) * 0x1p-31f - 1.0f);
       if (!matrix && spec.init == Init::ones) value += 1.0f;
     }
-    if (spec.name == "embed_out.weight") {
+    if (spec.name == weight_of(NeoxNames::kHead) || spec.name == weight_of(LlamaNames::kHead)) {
       const auto padding = static_cast<std::ptrdiff_t>(config.tokenizer_vocab * config.hidden_size);
       for (auto value = values.begin() + padding; value != values.end(); ++value) *value *= 8;
     }

@@ -35,8 +35,9 @@
 #include "llmc/cuda/runtime/operator_clock.h"
 #include "llmc/cuda/runtime/step_graph.h"
 #include "llmc/cuda/runtime/stream.h"
-#include "llmc/cuda/transformer/llama_decoder.h"
+#include "llmc/cuda/transformer/inference.h"
 #include "llmc/model/llama_layout.h"
+#include "llmc/model/single_sequence.h"
 
 namespace weft::cuda {
 
@@ -63,7 +64,7 @@ class Llama final : public TrainModel {
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     stream_.synchronize("decoder");
-    return make_llama_decoder<S>(config_, weights_, capacity);
+    return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity);
   }
 
  private:

@@ -45,9 +45,10 @@ struct ResidualNormForward {
   float* mean = nullptr;      // [rows], LayerNorm only; null: not kept
   float* rstd = nullptr;      // [rows]; null: not kept
 };
+// `overlapping`: part of a chain (hw/launch.cuh), on a GPU that supports such launches.
 template <typename T, typename R>
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
-                           int shared_limit = norm_shared_memory());
+                           int shared_limit = norm_shared_memory(), bool overlapping = false);
 
 // Without dropout, rowscale and colscale dx equals dresidual (up to their dtypes): ask for one of them and
 // save a pass over memory.

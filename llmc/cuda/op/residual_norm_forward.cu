@@ -5,6 +5,7 @@
 // Bytes moved a row for the form of Llama, T and R of E bytes: x and residual are read, residual_out and out written,
 // 4 C E. llmc/cuda/op/residual_norm.cuh says how it is laid out.
 
+#include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/residual_norm.cuh"
 
 namespace weft::cuda {
@@ -91,6 +92,8 @@ __global__ void __launch_bounds__(S::kThreads)
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
+  wait_for_predecessors();
+  let_successor_start();
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
     if (stage.used()) __pipeline_wait_prior(0);
@@ -135,37 +138,43 @@ __global__ void __launch_bounds__(S::kThreads)
 }
 
 // ---- launchers --------------------------------------------------------------------------------------------------------
+struct NormLaunch {
+  cudaStream_t stream;
+  int shared_limit;
+  bool overlapping;
+};
+
 template <typename T, typename R, typename S, Form kForm>
-void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
-                    int shared_limit) {
+void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, const NormLaunch& launch) {
   const int stage_bytes = S::kRows * ForwardStage<T, R, S, kForm>::kBytes;
-  const bool staged = kForm != Form::full && stage_bytes <= shared_limit;
+  const bool staged = kForm != Form::full && stage_bytes <= launch.shared_limit;
   if constexpr (S::kExact) {
     if (!staged) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
-      return launch_forward<T, R, Bounded, Form::plain>(shape, io, stream, shared_limit);
+      return launch_forward<T, R, Bounded, Form::plain>(shape, io, launch);
     }
   }
   const int shared_bytes = staged ? stage_bytes : 0;
   const auto kernel = forward_kernel<T, R, S, kForm>;
-  const unsigned blocks = blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), shared_limit);
-  kernel<<<blocks, S::kThreads, shared_bytes, stream>>>(shape, io, staged);
-  check_launch("residual_norm_forward");
+  const unsigned blocks =
+      blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), launch.shared_limit);
+  launch_chained(kernel, dim3(blocks), dim3(S::kThreads), static_cast<std::size_t>(shared_bytes), launch.stream,
+                 launch.overlapping, "residual_norm_forward", shape, io, staged);
 }
 
 // All forms spread a row of C columns over the same threads, so that they add its sums in the same order: recomputation takes
 // the norm of a stored stream (norm_only, plain) where the forward pass may have added a branch with dropout (full).
 template <typename T, typename R, typename S>
-void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
-                 int shared_limit) {
+void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
+                 const NormLaunch& launch) {
   if (form == Form::full) {
     using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
-    return launch_forward<T, R, Bounded, Form::full>(shape, io, stream, shared_limit);
+    return launch_forward<T, R, Bounded, Form::full>(shape, io, launch);
   }
   if constexpr (S::kExact) {
-    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only>(shape, io, stream, shared_limit);
+    if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only>(shape, io, launch);
   }
-  launch_forward<T, R, S, Form::plain>(shape, io, stream, shared_limit);
+  launch_forward<T, R, S, Form::plain>(shape, io, launch);
 }
 
 }  // namespace
@@ -176,7 +185,7 @@ int norm_shared_memory() {
 
 template <typename T, typename R>
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
-                           int shared_limit) {
+                           int shared_limit, bool overlapping) {
   check_shape(shape);
   if (shape.rows == 0) return;
   Form form = Form::plain;
@@ -185,13 +194,14 @@ void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormFor
   } else if (io.x == nullptr && io.residual != nullptr && io.residual_out == nullptr && io.weight2 == nullptr) {
     form = Form::norm_only;
   }
-  for_plain_spread<R, kMayBeExact<T, R>>(
-      shape.C, [&](auto spread) { launch_form<T, R, decltype(spread)>(form, shape, io, stream, shared_limit); });
+  for_plain_spread<R, kMayBeExact<T, R>>(shape.C, [&](auto spread) {
+    launch_form<T, R, decltype(spread)>(form, shape, io, {stream, shared_limit, overlapping});
+  });
 }
 
 #define WEFT_INSTANTIATE(T, R)                                                                                        \
   template void residual_norm_forward<T, R>(const ResidualNormShape&, const ResidualNormForward<T, R>&, cudaStream_t, \
-                                            int);
+                                            int, bool);
 WEFT_INSTANTIATE(float, float)
 WEFT_INSTANTIATE(bf16, bf16)
 WEFT_INSTANTIATE(bf16, float)

@@ -15,32 +15,56 @@ constexpr int kBlocks = 8;  // of a cluster, the most that every GPU with cluste
 constexpr int kSmallThreads = 128;
 constexpr std::int64_t kSmallRow = 4096;  // logits up to which a row has one block of kSmallThreads
 
+// The rows of one call. plan_stride: from a row's plan to the next; 0: one for all.
+struct SampledRows {
+  std::int32_t* ids;
+  SampleError* errors;
+  const float* logits;
+  std::int64_t rows, V, row_stride;
+  const SamplingPlan* plans;
+  std::int64_t plan_stride;
+  const std::int64_t* positions;
+};
+
 template <int kThreads, int kBlocks>
-__global__ void __launch_bounds__(kThreads)
-    sample_kernel(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t V, std::int64_t row_stride,
-                  const SamplingPlan* plan, const std::int64_t* positions) {
+__global__ void __launch_bounds__(kThreads) sample_kernel(const SampledRows io) {
   __shared__ SamplerScratch<kThreads, kBlocks> scratch;
-  const std::int64_t row = blockIdx.x / kBlocks;
-  const SampledToken token = sample_block<kThreads, 0, true, kBlocks>(
-      logits + row * row_stride, V, *plan, positions[row], static_cast<int>(threadIdx.x), scratch);
+  const std::int64_t row = blockIdx.x / kBlocks, position = io.positions[row];
+  if (position < 0) return;  // all blocks of the cluster: nobody waits for a message
+  const SampledToken token =
+      sample_block<kThreads, 0, true, kBlocks>(io.logits + row * io.row_stride, io.V, io.plans[row * io.plan_stride],
+                                               position, static_cast<int>(threadIdx.x), scratch);
   if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) {
-    ids[row] = token.id;
-    if (token.error != SampleError::none) errors[row] = token.error;
+    io.ids[row] = token.id;
+    if (token.error != SampleError::none) io.errors[row] = token.error;
   }
 }
 
 template <int kThreads, int kBlocks>
-void launch(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
-            std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream) {
+void launch(const SampledRows& io, cudaStream_t stream) {
   const auto kernel = sample_kernel<kThreads, kBlocks>;
-  const dim3 grid(static_cast<unsigned>(rows * kBlocks));
+  const dim3 grid(static_cast<unsigned>(io.rows * kBlocks));
   if constexpr (kBlocks > 1) {
-    launch_clustered(kernel, grid, dim3(kThreads), 0, stream, kBlocks, "sample", ids, errors, logits, V, row_stride,
-                     plan, positions);
+    launch_clustered(kernel, grid, dim3(kThreads), 0, stream, kBlocks, "sample", io);
   } else {
-    kernel<<<grid, kThreads, 0, stream>>>(ids, errors, logits, V, row_stride, plan, positions);
+    kernel<<<grid, kThreads, 0, stream>>>(io);
     check_launch("sample");
   }
+}
+
+void launch_rows(const SampledRows& io, cudaStream_t stream, bool clusters) {
+  if (io.V > kMaxSampledVocab) {
+    fail(Exit::usage, "sampling: got %lld ids, expected at most %lld", static_cast<long long>(io.V),
+         static_cast<long long>(kMaxSampledVocab));
+  }
+  if (io.rows == 0) return;
+  auto run = launch<kThreads, 1>;
+  if (io.V <= kSmallRow) {
+    run = launch<kSmallThreads, 1>;
+  } else if (clusters && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
+    run = launch<kThreads, kBlocks>;
+  }
+  run(io, stream);
 }
 
 }  // namespace
@@ -48,18 +72,13 @@ void launch(std::int32_t* ids, SampleError* errors, const float* logits, std::in
 void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
             std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream,
             bool clusters) {
-  if (V > kMaxSampledVocab) {
-    fail(Exit::usage, "sampling: got %lld ids, expected at most %lld", static_cast<long long>(V),
-         static_cast<long long>(kMaxSampledVocab));
-  }
-  if (rows == 0) return;
-  auto run = launch<kThreads, 1>;
-  if (V <= kSmallRow) {
-    run = launch<kSmallThreads, 1>;
-  } else if (clusters && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
-    run = launch<kThreads, kBlocks>;
-  }
-  run(ids, errors, logits, rows, V, row_stride, plan, positions, stream);
+  launch_rows({ids, errors, logits, rows, V, row_stride, plan, 0, positions}, stream, clusters);
+}
+
+void sample_rows(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
+                 std::int64_t row_stride, const SamplingPlan* plans, const std::int64_t* positions,
+                 cudaStream_t stream) {
+  launch_rows({ids, errors, logits, rows, V, row_stride, plans, 1, positions}, stream, true);
 }
 
 }  // namespace weft::cuda

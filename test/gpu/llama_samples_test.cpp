@@ -8,7 +8,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/llama/llama.h"
-#include "llmc/cuda/transformer/llama_decoder.h"
+#include "llmc/cuda/transformer/inference.h"
 #include "llmc/infer/generate.h"
 
 namespace weft {
@@ -68,7 +68,7 @@ std::vector<std::int32_t> host_sampled(DecodeModel& model, const GenerateOptions
   }
 }
 
-TEST(CudaLlamaDecoder, SampledIdsAreThoseOfTheHost) {
+TEST(CudaLlamaSamples, SampledIdsAreThoseOfTheHost) {
   for (const Precision precision : {Precision::bf16, Precision::fp32}) {
     const auto model = random_llama(precision);
     const auto decoder = model->decoder(kCapacity);
@@ -95,7 +95,7 @@ TEST(CudaLlamaDecoder, SampledIdsAreThoseOfTheHost) {
   }
 }
 
-TEST(CudaLlamaDecoder, GenerationEndsWhereItShould) {
+TEST(CudaLlamaSamples, GenerationEndsWhereItShould) {
   const auto model = random_llama(Precision::bf16);
   const auto decoder = model->decoder(kCapacity);
   GenerateOptions options = greedy_options();
@@ -117,7 +117,7 @@ TEST(CudaLlamaDecoder, GenerationEndsWhereItShould) {
 }
 
 // -log p of every id, against the logits of the same decoder; and not one id more than there is room for.
-TEST(CudaLlamaDecoder, ScoresFollowTheLogits) {
+TEST(CudaLlamaSamples, ScoresFollowTheLogits) {
   const auto model = random_llama(Precision::fp32);
   const auto decoder = model->decoder(kCapacity);
   const std::vector<std::int32_t> prompt = prompt_ids();
@@ -141,17 +141,17 @@ TEST(CudaLlamaDecoder, ScoresFollowTheLogits) {
   }
 }
 
-TEST(CudaLlamaDecoder, ThePlanIsWhatIsAllocated) {
+TEST(CudaLlamaSamples, ThePlanIsWhatIsAllocated) {
   for (const Precision precision : {Precision::bf16, Precision::fp32}) {
     const auto model = random_llama(precision);
-    const auto planned = cuda::plan_llama_decoder(model->config(), precision, kCapacity),
+    const auto planned = cuda::plan_llama_samples(model->config(), precision, kCapacity),
                reported = model->decoder(kCapacity)->memory();
     ASSERT_EQ(planned.size(), reported.size());
     for (std::size_t i = 0; i < planned.size(); ++i) EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
   }
 }
 
-TEST(CudaLlamaDecoder, DamagedLogitsAreAnErrorOnce) {
+TEST(CudaLlamaSamples, DamagedLogitsAreAnErrorOnce) {
   const auto model = random_llama(Precision::bf16);
   const auto decoder = model->decoder(kCapacity);
   const TensorSpec* norm = nullptr;

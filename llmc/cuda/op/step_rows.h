@@ -1,0 +1,22 @@
+// The first and the last operator of a step over rows of many sequences: token embedding, whose ids the host may not know yet,
+// and the choice of the rows whose logits are wanted.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace weft::cuda {
+
+// out[r, :] = weight[id, :] in fp32, where id is ids[r] if that is not negative, and otherwise what the slot -1 - ids[r] of
+// last_ids holds. weight [V, C] in float, bf16 or fp16, out [rows, C]; C is a multiple of 8, pointers are aligned to 16 bytes.
+// The caller has checked the ids.
+template <typename S>
+void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t rows,
+                std::int64_t C, cudaStream_t stream);
+
+// out[i, :] = in[rows[i], :], fp32, [count, C] with C a multiple of 4. Part of a chain (hw/launch.cuh) where `overlapping`.
+void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int64_t count, std::int64_t C,
+                 bool overlapping, cudaStream_t stream);
+
+}  // namespace weft::cuda

@@ -1,0 +1,300 @@
+// The inference model's memory, and what the programs call. Its work stands in the files that inference_model.cuh names.
+#include "llmc/cuda/transformer/inference.h"
+
+#include <algorithm>
+
+#include "llmc/base/error.h"
+#include "llmc/base/sampling_math.h"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/transformer/inference_model.cuh"
+#include "llmc/cuda/transformer/neox_parameters.h"
+#include "llmc/model/neox_layout.h"
+#include "llmc/model/single_sequence.h"
+
+namespace weft::cuda {
+
+// ---- memory -----------------------------------------------------------------------------------------------------------
+
+PagedAttentionShape attention_shape(const ModelConfig& c, const InferenceOptions& pool) {
+  return {c.num_heads, c.num_kv_heads, c.head_dim, row_bucket(pool.max_rows), pool.slots, pool.max_positions};
+}
+
+std::size_t step_bytes(const ModelConfig& c, const InferenceOptions& pool) {
+  const std::int64_t rows = row_bucket(pool.max_rows);
+  const std::int64_t pages_of_sequence = ceil_div(pool.max_positions, pool.page_size);
+  std::byte* const begin = nullptr;
+  const std::byte* const arrays_end = step_arrays(begin, rows, rows).work;
+  return static_cast<std::size_t>(arrays_end - begin) + paged_work_bytes(attention_shape(c, pool)) +
+         static_cast<std::size_t>(pool.slots * pages_of_sequence + 1) * sizeof(std::int32_t);
+}
+
+template <typename S>
+Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& pool, InferenceBuffers<S>& b) {
+  const std::int64_t rows = row_bucket(pool.max_rows), logit_rows = std::min(kLogitRows, rows), C = c.hidden_size;
+  Regions regions("inference workspace");
+  regions.want(&b.residual, rows * C);
+  regions.want(&b.norm1, rows * C);
+  regions.want(&b.norm2, c.family == Family::gpt_neox && c.parallel_residual ? rows * C : 0);
+  regions.want(&b.qkv, rows * (c.q_size() + 2 * c.kv_size()));
+  regions.want(&b.attention, rows * c.q_size());
+  regions.want(&b.product, rows * c.ffn_size);
+  regions.want(&b.gathered, logit_rows * C);
+  regions.want(&b.final_norm, logit_rows * C);
+  regions.want(&b.logits, logit_rows * c.vocab_size);
+  regions.want(&b.sampled_ids, logit_rows);
+  regions.want(&b.errors, logit_rows);
+  regions.want(&b.scores, rows);
+  regions.want(&b.most_likely, rows * kMaxAlternatives);
+  regions.want(&b.last_ids, pool.slots);
+  regions.want(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
+  regions.want(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
+  regions.want_bytes(&b.step, step_bytes(c, pool));
+  regions.want_bytes(&b.attention_workspace, paged_attention_workspace(attention_shape(c, pool)));
+  return regions;
+}
+
+namespace {
+
+InferenceOptions completed(InferenceOptions pool, const ModelConfig& config) {
+  if (pool.max_positions == 0) pool.max_positions = config.max_positions;
+  pool.max_positions = std::min(pool.max_positions, pool.num_pages * pool.page_size);
+  return pool;
+}
+
+MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& pool, std::size_t element_bytes) {
+  MemoryPlan plan("K/V cache");
+  plan.add(kv_bytes(config, pool.num_pages * pool.page_size, element_bytes));
+  return plan;
+}
+
+template <typename S>
+std::string in_storage() {
+  return std::string(" (") + dtype_name(storage_dtype<S>()) + ")";
+}
+template <typename S>
+std::vector<MemoryLine> memory_lines(std::uint64_t parameters, std::uint64_t pages, std::uint64_t workspace) {
+  std::vector<MemoryLine> lines = {{"K/V cache" + in_storage<S>(), pages}, {"workspace", workspace}};
+  if (parameters > 0) lines.insert(lines.begin(), {"parameters" + in_storage<S>(), parameters});
+  return lines;
+}
+
+template <typename S>
+std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOptions& asked, std::uint64_t parameters) {
+  const InferenceOptions pool = completed(asked, config);
+  InferenceBuffers<S> buffers;
+  return memory_lines<S>(parameters, plan_pages(config, pool, sizeof(S)).bytes(),
+                         plan_inference_workspace<S>(config, pool, buffers).plan().bytes());
+}
+
+}  // namespace
+
+template <typename S>
+Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options,
+                        InferenceWeights<S> weights, std::unique_ptr<DeviceArena> own)
+    : config_(config),
+      pool_(completed(pool, config)),
+      options_(options),
+      own_(std::move(own)),
+      weights_(std::move(weights)),
+      device_(launch_device()),
+      kv_arena_(plan_pages(config, pool_, sizeof(S))),
+      regions_(plan_inference_workspace<S>(config, pool_, b_)),
+      workspace_(regions_.plan()) {
+  regions_.bind(workspace_);
+  workspace_.clear(stream_);  // rows that only pad a step, the slots, errors, attention's workspace
+  kv_arena_.clear(stream_);
+  const std::int64_t rows = row_bucket(pool_.max_rows);
+  for (std::int64_t i = 0; i < kDepth; ++i) {
+    flights_.push_back(
+        std::make_unique<Flight>(step_bytes(config_, pool_), static_cast<std::uint64_t>(rows) * sizeof(RowScore),
+                                 static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)));
+  }
+  const RopeTable table = rope_table(config.rope, pool_.max_positions);
+  const std::size_t bytes = table.cos.size() * sizeof(float);
+  cuda::check(cudaMemcpyAsync(b_.cos, table.cos.data(), bytes, cudaMemcpyHostToDevice, stream_), "RoPE table");
+  cuda::check(cudaMemcpyAsync(b_.sin, table.sin.data(), bytes, cudaMemcpyHostToDevice, stream_), "RoPE table");
+  rope_ = {b_.cos, b_.sin, table.positions, table.half};
+  stream_.synchronize("clearing GPU memory");
+}
+
+template <typename S>
+std::vector<MemoryLine> Inference<S>::memory() const {
+  return memory_lines<S>(own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+}
+
+template <typename S>
+std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
+  const std::int64_t embedding = config_.tied_embeddings ? 0 : config_.vocab_size * config_.hidden_size;
+  const std::int64_t weights = TensorTable(config_).parameters() - embedding;
+  const std::int64_t of_sequence = config_.hidden_size + 2 * config_.num_layers * config_.kv_size() * context;
+  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * sizeof(S);
+}
+
+#define WEFT_INSTANTIATE(S)                                                                                 \
+  template Inference<S>::Inference(const ModelConfig&, const InferenceOptions&, const GpuInferenceOptions&, \
+                                   InferenceWeights<S>, std::unique_ptr<DeviceArena>);                      \
+  template std::vector<MemoryLine> Inference<S>::memory() const;                                            \
+  template std::uint64_t Inference<S>::bytes_per_step(std::int64_t, std::int64_t) const;
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+// ---- weights ----------------------------------------------------------------------------------------------------------
+namespace {
+
+template <typename S, typename T>
+Norm<S> norm_of(const NormParameters<T>& norm) {
+  return {norm.weight, norm.bias};
+}
+template <typename S, typename T>
+Linear<S, S> linear_of(const LinearParameters<T>& linear) {
+  return {linear.weight, linear.bias};
+}
+
+template <typename S>
+InferenceWeights<S> weights_of(const LlamaParameters<S>& from) {
+  InferenceWeights<S> weights;
+  weights.embedding = from.embedding;
+  weights.head = from.head;
+  weights.final_norm = norm_of<S>(from.final_norm);
+  for (const LayerParameters<S>& layer : from.layers) {
+    weights.layers.push_back({norm_of<S>(layer.input_norm),
+                              norm_of<S>(layer.post_norm),
+                              {layer.qkv, nullptr},
+                              {layer.output, nullptr},
+                              {layer.gate_up, nullptr},
+                              {layer.down, nullptr}});
+  }
+  return weights;
+}
+
+template <typename S>
+InferenceWeights<S> weights_of(const NeoxParameters<S>& from) {
+  InferenceWeights<S> weights;
+  weights.embedding = from.embedding;
+  weights.head = from.head;
+  weights.final_norm = norm_of<S>(from.final_norm);
+  for (const NeoxLayerParameters<S>& layer : from.layers) {
+    weights.layers.push_back({norm_of<S>(layer.input_norm), norm_of<S>(layer.post_norm), linear_of<S>(layer.qkv),
+                              linear_of<S>(layer.dense), linear_of<S>(layer.up), linear_of<S>(layer.down)});
+  }
+  return weights;
+}
+
+// ---- any storage type -------------------------------------------------------------------------------------------------
+
+template <typename Function>
+auto with_storage(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::f32:
+      return function(float{});
+    case DType::bf16:
+      return function(bf16{});
+    case DType::f16:
+      return function(fp16{});
+    default:
+      fail(Exit::internal, "inference: no storage type %s", dtype_name(dtype));
+  }
+}
+
+void check_model(const ModelConfig& config, DType dtype) {
+  const std::string refusal = inference_refusal(config, dtype);
+  if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+}
+
+// A model with parameters of its own, which fill(parameters) writes once all memory is there.
+template <typename S, typename Fill>
+std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const InferenceOptions& pool,
+                                               const GpuInferenceOptions& options, const Fill& fill) {
+  const TensorTable table(config);
+  auto own = std::make_unique<DeviceArena>(per_parameter_plan("parameters", table, sizeof(S)));
+  check(cudaMemset(own->at<S>(0), 0, own->bytes()), "clearing GPU memory");  // padding between tensors
+  check(cudaDeviceSynchronize(), "clearing GPU memory");
+  S* const parameters = own->at<S>(0);
+  InferenceWeights<S> weights = config.family == Family::gpt_neox
+                                    ? weights_of(NeoxParameters<S>(config, table, parameters))
+                                    : weights_of(LlamaParameters<S>(config, table, parameters, Offsets::elements));
+  auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
+  fill(parameters);
+  return model;
+}
+
+}  // namespace
+
+std::string inference_refusal(const ModelConfig& c, DType dtype) {
+  if (!attention_supports(c.head_dim)) {
+    return format("head_dim: got %lld, the GPU has kernels for 32, 64, 80, 96, 128 and 256",
+                  static_cast<long long>(c.head_dim));
+  }
+  if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {
+    return format("hidden_size: got %lld, the GPU has kernels for multiples of 8 up to %lld",
+                  static_cast<long long>(c.hidden_size), static_cast<long long>(kMaxNormWidth));
+  }
+  if (c.vocab_size > kMaxSampledVocab) {
+    return format("vocab_size: got %lld, the GPU samples from at most %lld", static_cast<long long>(c.vocab_size),
+                  static_cast<long long>(kMaxSampledVocab));
+  }
+  const std::int64_t C = c.hidden_size, q = c.q_size();
+  const std::pair<std::int64_t, std::int64_t> matrices[] = {
+      {C, q + 2 * c.kv_size()}, {q, C}, {C, c.ffn_size}, {c.ffn_size, C}, {C, c.vocab_size}};
+  for (const auto& [K, OC] : matrices) {
+    const std::string refusal = rows_matmul_refusal(K, OC, dtype);
+    if (!refusal.empty()) return refusal;
+  }
+  return "";
+}
+
+std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype) {
+  check_model(config, dtype);
+  return with_storage(dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return plan_of<S>(config, pool, per_parameter_plan("parameters", TensorTable(config), sizeof(S)).bytes());
+  });
+}
+
+std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& pool,
+                                               const GpuInferenceOptions& options) {
+  check_model(file.config(), options.dtype);
+  return with_storage(options.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return make_inference<S>(file.config(), pool, options,
+                             [&](S* parameters) { load_parameters<S>(file, parameters, options.progress); });
+  });
+}
+
+std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std::uint64_t seed,
+                                                 const InferenceOptions& pool, const GpuInferenceOptions& options) {
+  check_model(config, options.dtype);
+  return with_storage(options.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return make_inference<S>(config, pool, options,
+                             [&](S* parameters) { randomize_parameters<S>(TensorTable(config), seed, parameters); });
+  });
+}
+
+template <typename S>
+std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, const LlamaParameters<S>& weights,
+                                                     const InferenceOptions& pool, bool direct) {
+  check_model(config, storage_dtype<S>());
+  return std::make_unique<Inference<S>>(config, pool, GpuInferenceOptions{storage_dtype<S>(), direct},
+                                        weights_of(weights), nullptr);
+}
+
+template std::unique_ptr<InferenceModel> make_llama_inference<float>(const ModelConfig&, const LlamaParameters<float>&,
+                                                                     const InferenceOptions&, bool);
+template std::unique_ptr<InferenceModel> make_llama_inference<bf16>(const ModelConfig&, const LlamaParameters<bf16>&,
+                                                                    const InferenceOptions&, bool);
+
+std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
+  const InferenceOptions pool = one_sequence(capacity);
+  const std::string refusal = inference_refusal(config, precision == Precision::bf16 ? DType::bf16 : DType::f32);
+  if (!refusal.empty()) fail(Exit::usage, "samples on the GPU: %s. Use --sample-every 0", refusal.c_str());
+  std::vector<MemoryLine> lines =
+      precision == Precision::bf16 ? plan_of<bf16>(config, pool, 0) : plan_of<float>(config, pool, 0);
+  for (MemoryLine& line : lines) line.name += " of samples";
+  return lines;
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,219 @@
+// InferenceModel on the GPU. Private to this folder; its work stands in
+//
+//   inference.cu         memory, and what the programs call
+//   inference_step.cu    a step: the description of its rows on its way to the GPU, captured graphs, results on their way back
+//   inference_layers.cu  the list of launches from ids to scored logits
+//
+// Both families are one list of operators: they differ in the norm, in where the second half of a layer reads the residual
+// stream, in how heads lie in a row of qkv and in the function between the two matrices of the MLP.
+//
+// Weights, activations, keys and values are stored in S, the residual stream and all sums in fp32.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/base/regions.h"
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/linear.h"
+#include "llmc/cuda/op/paged_attention.h"
+#include "llmc/cuda/op/rope.h"
+#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/op/score_rows.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/captured_graph.h"
+#include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/transformer/inference.h"
+
+namespace weft::cuda {
+
+constexpr std::int64_t kLogitRows = 256;  // rows of logits that exist at the same time: bounds the memory of scoring
+constexpr std::int64_t kGraphRows = 256;  // of a step that is replayed as a captured graph
+constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one waits behind it
+
+// Rows of a step are padded: few launches serve every number of them.
+std::int64_t row_bucket(std::int64_t rows);
+
+template <typename S>
+struct InferenceLayer {
+  Norm<S> input_norm, post_norm;
+  Linear<S, S> qkv, output;
+  Linear<S, S> up;  // GPT-NeoX [F, C], Llama [2 F, C]: gate and up
+  Linear<S, S> down;
+};
+
+template <typename S>
+struct InferenceWeights {
+  const S* embedding = nullptr;  // [V, C]
+  const S* head = nullptr;       // [V, C]
+  Norm<S> final_norm;
+  std::vector<InferenceLayer<S>> layers;
+};
+
+// What the host tells the GPU about a step, one copy: these arrays, the list of attention's work, and then the block tables of
+// the spans. `rows` and `wanted` are buckets: where the arrays lie depends on these two alone, so that a captured graph finds
+// them. The numbers in `tables` count from the beginning of the copy.
+struct StepArrays {
+  std::int64_t* sample_positions;                // [wanted]: of the id that is sampled; -1: none is
+  SamplingPlan* plans;                           // [wanted]
+  std::int32_t *ids, *positions, *tables;        // [rows]; an id of -1 - s: the one in slot s. Position -1: padding
+  std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
+  std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
+  std::byte* work;                               // of attention
+};
+StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
+
+// Pointers into the workspace.
+template <typename S>
+struct InferenceBuffers {
+  std::byte* step;                               // what StepArrays describes
+  float* residual;                               // [rows, C]
+  S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; the second norm of the parallel residual
+  float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
+  S* final_norm;                                 // [logit rows, C]
+  float* logits;                                 // [logit rows, V]
+  std::int32_t* sampled_ids;                     // [logit rows]
+  SampleError* errors;                           // [logit rows]
+  RowScore* scores;                              // [wanted rows]
+  IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
+  std::int32_t* last_ids;                        // [slots]
+  float *cos, *sin;
+  std::byte* attention_workspace;
+};
+
+// Plans the workspace; the pointers are filled when it is bound.
+template <typename S>
+Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool, InferenceBuffers<S>& buffers);
+// Bytes of the longest description of a step.
+std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
+PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
+
+template <typename S>
+class Inference final : public InferenceModel {
+ public:
+  // `own`: the parameters, if they are this model's.
+  Inference(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options,
+            InferenceWeights<S> weights, std::unique_ptr<DeviceArena> own);
+  ~Inference() override { cudaStreamSynchronize(stream_); }
+
+  const ModelConfig& config() const override { return config_; }
+  std::vector<MemoryLine> memory() const override;
+  std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const override;
+  std::int64_t page_size() const override { return pool_.page_size; }
+  std::int64_t num_pages() const override { return pool_.num_pages; }
+  std::int64_t slots() const override { return pool_.slots; }
+  std::int64_t max_rows() const override { return pool_.max_rows; }
+  std::int64_t max_positions() const override { return pool_.max_positions; }
+  std::int64_t depth() const override { return kDepth; }
+  void submit(std::span<const Span> work) override;
+  std::span<const SpanResult> collect() override;
+  void keep_activations(bool keep) override {
+    keep_ = keep;
+    kept_.clear();
+  }
+  std::vector<float> activation(const std::string& name) override {
+    const auto found = kept_.find(name);
+    return found == kept_.end() ? std::vector<float>{} : found->second;
+  }
+
+ private:
+  // Where a span's results lie among those of the wanted rows; -1: not asked for.
+  struct FlightSpan {
+    std::int64_t targets_begin = 0;
+    std::vector<std::int32_t> targets;
+    std::int64_t last = -1;  // wanted row
+    bool sampled = false;
+    std::int64_t logits = -1;  // row of Flight::logits
+    std::int32_t alternatives = -1;
+  };
+  // A step between submit() and collect().
+  struct Flight {
+    explicit Flight(std::uint64_t upload_bytes, std::uint64_t score_bytes, std::uint64_t most_likely_bytes)
+        : upload(upload_bytes), scores(score_bytes), most_likely(most_likely_bytes) {}
+
+    PinnedBuffer upload, scores, most_likely;
+    std::unique_ptr<PinnedBuffer> logits;  // of the spans that keep them; grows with their number
+    Event done{cudaEventDisableTiming};
+    std::int64_t wanted = 0;  // rows, without padding
+    std::vector<FlightSpan> spans;
+    std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
+  };
+
+  // ---- a step (inference_step.cu)
+  void check(std::span<const Span> work) const;
+  // Fills the flight and its upload; returns the bytes to copy. `rows` and `wanted` become buckets.
+  std::size_t describe(std::span<const Span> work, Flight& flight, std::int64_t& rows, std::int64_t& wanted);
+  void launch(const Flight& flight, std::int64_t rows, std::int64_t wanted);
+  void keep_logits(const Flight& flight, std::int64_t first, std::int64_t count);
+  ScoredId scored(const Flight& flight, std::int64_t row, std::int32_t id, float logprob, std::int32_t count) const;
+
+  // ---- the launches (inference_layers.cu)
+  void run_layers(const StepArrays& step, std::int64_t rows);
+  void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
+  void attend(std::int64_t l, const StepArrays& step, std::int64_t rows);
+  // From the residual stream of `count` wanted rows to their results, from wanted row `first` on; at most kLogitRows.
+  void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
+  void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
+                 S* out2 = nullptr);
+  void multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr);
+  PagedKv<S> pages_of_layer(std::int64_t l) const;
+  HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
+  HeadViewOf<S> queries() const { return heads(0); }
+  HeadViewOf<S> keys() const { return heads(neox() ? config_.head_dim : config_.q_size()); }
+  HeadViewOf<S> values() const { return heads(neox() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size()); }
+  bool neox() const { return config_.family == Family::gpt_neox; }
+  bool parallel() const { return neox() && config_.parallel_residual; }
+  std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+  // Runs `work` under a name for the profiler, where launches are single ones.
+  template <typename Work>
+  void named(const char* name, const Work& work) {
+    if (!options_.direct) return work();
+    const Range range(name);
+    work();
+  }
+
+  // ---- activations for comparison, of steps that are launched directly
+  template <typename T>
+  std::vector<float> download(const T* data, std::int64_t count);
+  template <typename T>
+  void keep(const std::string& name, const T* data, std::int64_t columns);  // of the step's rows without padding
+  void keep_heads(std::int64_t l);
+  void keep_logits_of_all_rows();
+
+  ModelConfig config_;
+  InferenceOptions pool_;
+  GpuInferenceOptions options_;
+  std::unique_ptr<DeviceArena> own_;
+  InferenceWeights<S> weights_;
+  LaunchDevice device_;
+  Stream stream_;
+  InferenceBuffers<S> b_{};
+  DeviceArena kv_arena_;
+  Regions regions_;
+  DeviceArena workspace_;
+  DeviceRopeTable rope_;
+  std::map<std::pair<std::int64_t, std::int64_t>, CapturedGraph> graphs_;  // by buckets of rows and wanted rows
+  std::vector<std::unique_ptr<Flight>> flights_;                           // [kDepth], used in turn
+  std::int64_t submitted_ = 0, collected_ = 0;
+  std::vector<SpanResult> results_;
+  std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
+
+  bool keep_ = false;
+  // Of the step that is launched, without padding: its rows, and where keys and values of each lie.
+  struct Place {
+    std::int64_t page, place;
+  };
+  std::int64_t kept_step_rows_ = 0;
+  std::vector<Place> kept_places_;
+  std::map<std::string, std::vector<float>> kept_;
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,282 @@
+// A step between submit() and collect(). Everything that differs between two steps of the same buckets lies in device memory:
+// the description, one copy from page-locked memory, and the ids that were sampled last. So a step of few rows is the replay of
+// a captured graph, and nothing waits for the host: results are copied to page-locked memory, and an event follows them.
+#include <algorithm>
+#include <array>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/transformer/inference_model.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+std::int64_t rows_of(const Span& span) {
+  return span.ids.empty() ? 1 : std::ssize(span.ids);
+}
+
+}  // namespace
+
+std::int64_t row_bucket(std::int64_t rows) {
+  for (const std::int64_t bucket : {0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
+    if (rows <= bucket) return bucket;
+  }
+  return ceil_div(rows, 128) * 128;
+}
+
+StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted) {
+  StepArrays step;
+  const auto take = [&](auto*& array, std::int64_t count) {
+    using T = std::remove_reference_t<decltype(*array)>;
+    begin += (16 - reinterpret_cast<std::uintptr_t>(begin) % 16) % 16;
+    array = reinterpret_cast<T*>(begin);
+    begin += static_cast<std::size_t>(count) * sizeof(T);
+  };
+  take(step.sample_positions, wanted);
+  take(step.plans, wanted);
+  take(step.ids, rows);
+  take(step.positions, rows);
+  take(step.tables, rows);
+  take(step.wanted_rows, wanted);
+  take(step.slots, wanted);
+  take(step.targets, wanted);
+  take(step.alternatives, wanted);
+  take(step.work, 0);
+  return step;
+}
+
+// ---- submit -----------------------------------------------------------------------------------------------------------
+
+// What would read or write memory that is not the span's own.
+template <typename S>
+void Inference<S>::check(std::span<const Span> work) const {
+  if (submitted_ - collected_ >= kDepth) {
+    fail(Exit::internal, "inference: %lld steps were not collected", static_cast<long long>(kDepth));
+  }
+  std::int64_t rows = 0;
+  for (const Span& span : work) {
+    const std::int64_t end = span.first_position + rows_of(span);
+    const std::int64_t covered = std::ssize(span.pages) * pool_.page_size;
+    if (span.first_position < 0 || end > std::min(covered, pool_.max_positions)) {
+      fail(Exit::internal, "inference: positions %lld to %lld: %lld are covered by pages, %lld are possible",
+           static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
+           static_cast<long long>(pool_.max_positions));
+    }
+    for (const std::int32_t page : span.pages) {
+      if (page < 0 || page >= pool_.num_pages) fail(Exit::internal, "inference: page %d does not exist", page);
+    }
+    if (span.slot < 0 || span.slot >= pool_.slots) {
+      fail(Exit::internal, "inference: slot %d does not exist", span.slot);
+    }
+    if (std::ssize(span.targets) > rows_of(span)) {
+      fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
+           static_cast<long long>(rows_of(span)));
+    }
+    if (span.alternatives > kMaxAlternatives) {
+      fail(Exit::internal, "inference: %d alternatives, at most %lld are possible", span.alternatives,
+           static_cast<long long>(kMaxAlternatives));
+    }
+    rows += rows_of(span);
+  }
+  if (work.empty() || rows > pool_.max_rows) {
+    fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
+         static_cast<long long>(pool_.max_rows));
+  }
+  if (std::ssize(work) > pool_.slots) {
+    fail(Exit::internal, "inference: %zu sequences, there are %lld slots", work.size(),
+         static_cast<long long>(pool_.slots));
+  }
+}
+
+template <typename S>
+std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, std::int64_t& rows,
+                                   std::int64_t& wanted) {
+  // Rows and wanted rows of the spans.
+  flight.spans.resize(work.size());
+  flight.kept_rows.clear();
+  paged_spans_.clear();
+  rows = wanted = 0;
+  for (std::size_t s = 0; s < work.size(); ++s) {
+    const Span& span = work[s];
+    FlightSpan& out = flight.spans[s];
+    const std::int64_t count = rows_of(span), targets = std::ssize(span.targets);
+    const bool last_is_wanted = span.sampling != nullptr || span.keep_logits;
+    paged_spans_.push_back({rows, count, span.first_position});
+    out.targets_begin = wanted;
+    out.targets.assign(span.targets.begin(), span.targets.end());
+    wanted += targets;
+    out.last = -1;
+    if (last_is_wanted) out.last = targets == count ? wanted - 1 : wanted++;  // or it is the last target's row
+    out.sampled = span.sampling != nullptr;
+    out.alternatives = span.alternatives;
+    out.logits = span.keep_logits ? std::ssize(flight.kept_rows) : -1;
+    if (span.keep_logits) flight.kept_rows.push_back(out.last);
+    rows += count;
+  }
+  const std::int64_t used_rows = rows, used_wanted = wanted;
+  rows = row_bucket(rows);
+  wanted = row_bucket(wanted);
+
+  std::byte* const begin = flight.upload.template at<std::byte>(0);
+  const StepArrays step = step_arrays(begin, rows, wanted);
+  // Block tables lie behind attention's work, in units of their elements.
+  const std::size_t work_bytes = write_paged_work(step.work, attention_shape(config_, pool_), paged_spans_);
+  auto* const base = reinterpret_cast<std::int32_t*>(begin);
+  std::int64_t table = ceil_div(step.work + work_bytes - begin, sizeof(std::int32_t));
+  std::int64_t row = 0, next = 0;
+  kept_places_.clear();
+  for (std::size_t s = 0; s < work.size(); ++s) {
+    const Span& span = work[s];
+    const std::int64_t count = rows_of(span), targets = std::ssize(span.targets);
+    for (std::int64_t t = 0; t < count; ++t, ++row) {
+      const std::int64_t position = span.first_position + t;
+      step.ids[row] = span.ids.empty() ? -1 - span.slot : span.ids[static_cast<std::size_t>(t)];
+      step.positions[row] = static_cast<std::int32_t>(position);
+      step.tables[row] = static_cast<std::int32_t>(table);
+      if (keep_) {
+        kept_places_.push_back(
+            {span.pages[static_cast<std::size_t>(position / pool_.page_size)], position % pool_.page_size});
+      }
+      const bool last = t + 1 == count && flight.spans[s].last >= 0, sampled = last && span.sampling != nullptr;
+      if (t >= targets && !last) continue;
+      step.wanted_rows[next] = static_cast<std::int32_t>(row);
+      step.sample_positions[next] = sampled ? position + 1 : -1;
+      if (sampled) step.plans[next] = *span.sampling;
+      step.slots[next] = sampled ? span.slot : -1;
+      step.targets[next] = t < targets ? span.targets[static_cast<std::size_t>(t)] : -1;
+      step.alternatives[next] = span.alternatives;
+      ++next;
+    }
+    std::copy(span.pages.begin(), span.pages.end(), base + table);
+    table += std::ssize(span.pages);
+  }
+  for (; row < rows; ++row) {  // padding computes on an embedding, so that it stays finite
+    step.ids[row] = 0;
+    step.positions[row] = -1;
+    step.tables[row] = 0;
+  }
+  for (; next < wanted; ++next) {
+    step.wanted_rows[next] = 0;
+    step.sample_positions[next] = -1;
+    step.slots[next] = step.targets[next] = step.alternatives[next] = -1;
+  }
+  kept_step_rows_ = used_rows;
+  flight.wanted = used_wanted;
+  return static_cast<std::size_t>(table) * sizeof(std::int32_t);
+}
+
+// Copies logits of the wanted rows first .. first + count - 1, which lie in the workspace, to the spans that keep them.
+template <typename S>
+void Inference<S>::keep_logits(const Flight& flight, std::int64_t first, std::int64_t count) {
+  const std::int64_t V = config_.vocab_size;
+  for (std::size_t i = 0; i < flight.kept_rows.size(); ++i) {
+    const std::int64_t row = flight.kept_rows[i] - first;
+    if (row < 0 || row >= count) continue;
+    const std::size_t bytes = static_cast<std::size_t>(V) * sizeof(float);
+    cuda::check(cudaMemcpyAsync(flight.logits->template at<std::byte>(i * bytes), b_.logits + row * V, bytes,
+                                cudaMemcpyDeviceToHost, stream_),
+                "logits");
+  }
+}
+
+template <typename S>
+void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
+  const StepArrays step = step_arrays(b_.step, rows, wanted);
+  if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
+    CapturedGraph& graph = graphs_.try_emplace({rows, wanted}, "inference step").first->second;
+    if (graph.empty()) {
+      graph.capture(stream_, [&] {
+        run_layers(step, rows);
+        if (wanted > 0) run_head(step, 0, wanted);
+      });
+    }
+    graph.launch(stream_);
+    keep_logits(flight, 0, wanted);
+    return;
+  }
+  run_layers(step, rows);
+  keep_logits_of_all_rows();
+  for (std::int64_t first = 0; first < wanted; first += kLogitRows) {
+    const std::int64_t count = std::min(kLogitRows, wanted - first);
+    run_head(step, first, count);
+    keep_logits(flight, first, count);
+  }
+}
+
+template <typename S>
+void Inference<S>::submit(std::span<const Span> work) {
+  check(work);
+  Flight& flight = *flights_[static_cast<std::size_t>(submitted_ % kDepth)];
+  std::int64_t rows = 0, wanted = 0;
+  const std::size_t bytes = describe(work, flight, rows, wanted);
+  const std::size_t logit_bytes =
+      flight.kept_rows.size() * static_cast<std::size_t>(config_.vocab_size) * sizeof(float);
+  if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
+    flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
+  }
+  cuda::check(cudaMemcpyAsync(b_.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice, stream_),
+              "inference step");
+  launch(flight, rows, wanted);
+  const auto count = static_cast<std::size_t>(flight.wanted);
+  if (count > 0) {
+    cuda::check(cudaMemcpyAsync(flight.scores.template at<RowScore>(0), b_.scores, count * sizeof(RowScore),
+                                cudaMemcpyDeviceToHost, stream_),
+                "results");
+  }
+  if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
+    cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
+                                count * kMaxAlternatives * sizeof(IdLogprob), cudaMemcpyDeviceToHost, stream_),
+                "results");
+  }
+  cuda::check(cudaEventRecord(flight.done, stream_), "inference step");
+  ++submitted_;
+}
+
+// ---- collect ----------------------------------------------------------------------------------------------------------
+
+template <typename S>
+ScoredId Inference<S>::scored(const Flight& flight, std::int64_t row, std::int32_t id, float logprob,
+                              std::int32_t count) const {
+  ScoredId result = {id, logprob, {}};
+  if (count <= 0) return result;
+  const IdLogprob* most_likely = flight.most_likely.template at<IdLogprob>(0) + row * kMaxAlternatives;
+  result.alternatives.assign(most_likely, most_likely + std::min<std::int64_t>(count, config_.tokenizer_vocab));
+  return result;
+}
+
+template <typename S>
+std::span<const SpanResult> Inference<S>::collect() {
+  if (submitted_ == collected_) fail(Exit::internal, "inference: collect() without a step");
+  const Flight& flight = *flights_[static_cast<std::size_t>(collected_ % kDepth)];
+  ++collected_;
+  cuda::check(cudaEventSynchronize(flight.done), "inference step");
+  const RowScore* scores = flight.scores.template at<RowScore>(0);
+  results_.clear();
+  for (const FlightSpan& span : flight.spans) {
+    SpanResult& result = results_.emplace_back();
+    for (std::size_t t = 0; t < span.targets.size(); ++t) {
+      const std::int64_t row = span.targets_begin + static_cast<std::int64_t>(t);
+      result.targets.push_back(scored(flight, row, span.targets[t], scores[row].target, span.alternatives));
+    }
+    if (span.logits >= 0) {
+      const auto V = static_cast<std::size_t>(config_.vocab_size);
+      result.logits = {flight.logits->template at<float>(0) + static_cast<std::size_t>(span.logits) * V, V};
+    }
+    if (!span.sampled) continue;
+    const RowScore& score = scores[span.last];
+    result.error = score.error;
+    if (score.error != SampleError::none) continue;
+    result.sampled = scored(flight, span.last, score.id, score.sampled, span.alternatives);
+  }
+  return results_;
+}
+
+#define WEFT_INSTANTIATE(S)                                  \
+  template void Inference<S>::submit(std::span<const Span>); \
+  template std::span<const SpanResult> Inference<S>::collect();
+WEFT_INSTANTIATE(float)
+WEFT_INSTANTIATE(bf16)
+WEFT_INSTANTIATE(fp16)
+#undef WEFT_INSTANTIATE
+
+}  // namespace weft::cuda

@@ -1,0 +1,262 @@
+// Drivers for tests of an InferenceModel on either device: what a sequence gives must not depend on what else runs. One deals
+// out pages and spans itself, the other is the engine with few pages.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "llmc/base/sampling.h"
+#include "llmc/infer/engine.h"
+#include "llmc/model/inference_model.h"
+
+namespace weft::test {
+
+// ---- spans and pages dealt out at random --------------------------------------------------------------------------------
+
+// What a sequence gives: a sampled id and the logits after every span, and the log-probabilities of its prompt.
+struct Trace {
+  std::vector<std::int32_t> ids;
+  std::vector<std::vector<float>> logits;
+  std::vector<float> logprobs;
+  bool operator==(const Trace&) const = default;
+};
+
+struct Sequence {
+  std::vector<std::int32_t> prompt;
+  SamplingPlan plan;
+};
+
+constexpr std::int64_t kGenerated = 9, kSlots = 7;
+
+// Prompts of 1 to max_prompt ids, every other one sampled.
+inline std::vector<Sequence> random_sequences(const ModelConfig& config, std::int64_t count, unsigned max_prompt) {
+  std::vector<Sequence> all;
+  std::mt19937 random(8);
+  for (std::int64_t i = 0; i < count; ++i) {
+    Sequence sequence;
+    sequence.prompt.resize(1 + random() % max_prompt);
+    for (std::int32_t& id : sequence.prompt) id = static_cast<std::int32_t>(random() % config.tokenizer_vocab);
+    SamplerOptions options;
+    options.temperature = i % 2 == 0 ? 0.8 : 0;
+    options.seed = static_cast<std::uint64_t>(i);
+    options.vocab_limit = config.tokenizer_vocab;
+    sequence.plan = sampling_plan(options);
+    all.push_back(sequence);
+  }
+  return all;
+}
+
+// Runs the sequences side by side: their prompts in chunks of random sizes up to `chunk`, their spans in random order, in
+// pages that are dealt out at random. With `chained` a decode step takes its id from the slot.
+inline std::vector<Trace> run(InferenceModel& model, const std::vector<Sequence>& all, std::int64_t chunk, bool chained,
+                              std::uint32_t seed) {
+  struct State {
+    std::vector<std::int32_t> pages, ids;  // ids: prompt, then what was sampled
+    std::int64_t done = 0;                 // positions in the pages
+  };
+  std::mt19937 random(seed);
+  std::vector<std::int32_t> free(static_cast<std::size_t>(model.num_pages()));
+  std::iota(free.begin(), free.end(), 0);
+  std::shuffle(free.begin(), free.end(), random);
+  std::vector<State> states;
+  for (const Sequence& sequence : all) states.push_back({{}, sequence.prompt});
+  std::vector<Trace> traces(all.size());
+  const auto ended = [&](std::size_t s) { return traces[s].ids.size() == kGenerated; };
+
+  while (true) {
+    std::vector<std::size_t> order;
+    for (std::size_t s = 0; s < all.size(); ++s) {
+      if (!ended(s) && random() % 4 != 0) order.push_back(s);  // a sequence may wait a step
+    }
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<Span> work;
+    std::int64_t rows = 0;
+    for (const std::size_t s : order) {
+      State& state = states[s];
+      const std::int64_t left = std::ssize(state.ids) - state.done;
+      const std::int64_t count = std::min<std::int64_t>(left, 1 + static_cast<std::int64_t>(random()) % chunk);
+      rows += count;
+      if (rows > model.max_rows()) break;
+      while (std::ssize(state.pages) * model.page_size() < state.done + count) {
+        state.pages.push_back(free.back());
+        free.pop_back();
+      }
+      Span span;
+      span.pages = state.pages;
+      span.first_position = state.done;
+      span.slot = static_cast<std::int32_t>(s);
+      span.alternatives = 2;
+      const std::span<const std::int32_t> ids = std::span(state.ids).subspan(static_cast<std::size_t>(state.done));
+      const bool in_prompt = state.done < std::ssize(all[s].prompt);
+      if (!(chained && !in_prompt)) span.ids = ids.first(static_cast<std::size_t>(count));
+      if (in_prompt) span.targets = ids.subspan(1, static_cast<std::size_t>(std::min(count, left - 1)));
+      if (count == left) span.sampling = &all[s].plan, span.keep_logits = true;
+      work.push_back(span);
+      state.done += count;
+    }
+    if (work.empty()) {
+      if (std::all_of(states.begin(), states.end(), [&](const State& s) { return ended(&s - states.data()); })) break;
+      continue;
+    }
+    model.submit(work);
+    const std::span<const SpanResult> results = model.collect();
+    for (std::size_t w = 0; w < work.size(); ++w) {
+      const std::size_t s = static_cast<std::size_t>(work[w].slot);
+      for (const ScoredId& target : results[w].targets) traces[s].logprobs.push_back(target.logprob);
+      if (!results[w].sampled) continue;
+      states[s].ids.push_back(results[w].sampled->id);
+      traces[s].ids.push_back(results[w].sampled->id);
+      traces[s].logprobs.push_back(results[w].sampled->logprob);
+      for (const IdLogprob& other : results[w].sampled->alternatives) traces[s].logprobs.push_back(other.logprob);
+      traces[s].logits.emplace_back(results[w].logits.begin(), results[w].logits.end());
+    }
+  }
+  return traces;
+}
+
+// ---- the engine ---------------------------------------------------------------------------------------------------------
+
+// Passes every call on, with another depth.
+class WithDepth final : public InferenceModel {
+ public:
+  WithDepth(InferenceModel& inner, std::int64_t depth) : inner_(inner), depth_(depth) {}
+  const ModelConfig& config() const override { return inner_.config(); }
+  std::vector<MemoryLine> memory() const override { return inner_.memory(); }
+  std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const override {
+    return inner_.bytes_per_step(sequences, context);
+  }
+  std::int64_t page_size() const override { return inner_.page_size(); }
+  std::int64_t num_pages() const override { return inner_.num_pages(); }
+  std::int64_t slots() const override { return inner_.slots(); }
+  std::int64_t max_rows() const override { return inner_.max_rows(); }
+  std::int64_t max_positions() const override { return inner_.max_positions(); }
+  std::int64_t depth() const override { return depth_; }
+  void submit(std::span<const Span> work) override { inner_.submit(work); }
+  std::span<const SpanResult> collect() override { return inner_.collect(); }
+  void keep_activations(bool keep) override { inner_.keep_activations(keep); }
+  std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
+
+ private:
+  InferenceModel& inner_;
+  std::int64_t depth_;
+};
+
+// What the engine told about a request.
+struct EngineTrace {
+  std::vector<std::int32_t> ids;  // sampled, and the alternatives of each
+  std::vector<float> logprobs;    // of these
+  std::vector<float> prompt;      // of the prompt
+  std::optional<RequestEnd> end;
+  bool operator==(const EngineTrace&) const = default;
+};
+class EngineRecorder : public RequestListener {
+ public:
+  void on_prompt(std::span<const ScoredId> scored) override {
+    for (const ScoredId& id : scored) {
+      trace.prompt.push_back(id.logprob);
+      for (const IdLogprob& other : id.alternatives) trace.prompt.push_back(other.logprob);
+    }
+  }
+  bool on_id(const ScoredId& id) override {
+    trace.ids.push_back(id.id);
+    trace.logprobs.push_back(id.logprob);
+    for (const IdLogprob& other : id.alternatives) {
+      trace.ids.push_back(other.id);
+      trace.logprobs.push_back(other.logprob);
+    }
+    return true;
+  }
+  void on_end(RequestEnd end) override { trace.end = end; }
+  EngineTrace trace;
+};
+
+// Prompts that begin like one of three texts, and everything else that a request may ask for.
+inline std::vector<EngineRequest> random_requests(const InferenceModel& model, std::int64_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  const auto below = [&](std::int64_t limit) {
+    return static_cast<std::int64_t>(random() % static_cast<unsigned>(limit));
+  };
+  const std::int64_t vocab = model.config().tokenizer_vocab;
+  const std::int64_t longest = std::min(model.max_positions(), model.num_pages() * model.page_size());
+  std::vector<EngineRequest> requests;
+  for (std::int64_t i = 0; i < count; ++i) {
+    EngineRequest request;
+    std::mt19937 text(static_cast<unsigned>(below(3)));
+    const std::int64_t shared = below(longest / 3), own = 1 + below(longest / 6);
+    for (std::int64_t t = 0; t < shared + own; ++t) {
+      request.prompt.push_back(
+          static_cast<std::int32_t>((t < shared ? text() : random()) % static_cast<unsigned>(vocab)));
+    }
+    SamplerOptions options;
+    options.temperature = below(2) == 0 ? 0.9 : 0;
+    options.top_k = below(3) == 0 ? 20 : 0;
+    options.seed = static_cast<std::uint64_t>(i);
+    options.vocab_limit = vocab;
+    request.sampling = sampling_plan(options);
+    request.max_ids = 1 + below(longest / 2);
+    if (below(3) == 0) {
+      request.stop_ids = {static_cast<std::int32_t>(below(vocab)), static_cast<std::int32_t>(below(vocab))};
+    }
+    request.alternatives = static_cast<std::int32_t>(below(5)) - 1;
+    request.score_prompt = below(4) == 0;
+    requests.push_back(std::move(request));
+  }
+  return requests;
+}
+
+// Each request alone, then all of them arriving at random times, in `schedules` ways: depths, chunks of prompts, with and
+// without shared prefixes. Returns the sums of what happened.
+inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int schedules, std::int64_t requests,
+                                                      unsigned seed) {
+  const std::vector<EngineRequest> all = random_requests(model, requests, seed);
+  const auto finish = [](Engine& engine) {
+    while (engine.step()) {
+    }
+    EXPECT_EQ(engine.statistics().pages_in_use, 0);
+    EXPECT_EQ(engine.inconsistency(), "");
+  };
+  std::vector<EngineTrace> alone;
+  for (const EngineRequest& request : all) {
+    Engine engine(model, {1, model.max_rows(), false});
+    const auto recorder = std::make_shared<EngineRecorder>();
+    engine.submit(request, recorder);
+    finish(engine);
+    alone.push_back(recorder->trace);
+  }
+  EngineStatistics sum;
+  std::mt19937 random(seed + 1);
+  for (int schedule = 0; schedule < schedules; ++schedule) {
+    WithDepth shallow(model, 1 + schedule % model.depth());
+    EngineOptions options;
+    options.max_running = model.slots();
+    options.rows_per_step = std::min<std::int64_t>(model.max_rows(), 5 + static_cast<std::int64_t>(random() % 60));
+    options.share_prefixes = schedule % 3 != 0;
+    Engine engine(shallow, options);
+    std::vector<std::shared_ptr<EngineRecorder>> recorders;
+    for (const EngineRequest& request : all) {
+      recorders.push_back(std::make_shared<EngineRecorder>());
+      engine.submit(request, recorders.back());
+      for (auto wait = random() % 4; wait > 0; --wait) engine.step();
+    }
+    finish(engine);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      EXPECT_TRUE(recorders[i]->trace == alone[i])
+          << "request " << i << ", schedule " << schedule << ", depth " << shallow.depth();
+    }
+    const EngineStatistics one = engine.statistics();
+    sum.steps += one.steps;
+    sum.preemptions += one.preemptions;
+    sum.prefix_ids += one.prefix_ids;
+  }
+  return sum;
+}
+
+}  // namespace weft::test

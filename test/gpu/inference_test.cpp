@@ -1,0 +1,431 @@
+// InferenceModel on the GPU: against PyTorch's dumps and the CPU, and that the bits of a sequence are its own.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <iostream>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cuda/transformer/inference.h"
+#include "llmc/model/compare.h"
+#include "llmc/model/single_sequence.h"
+#include "test/cpp/golden_cases.h"
+#include "test/cpp/inference_tools.h"
+#include "test/gpu/device_buffer.h"
+#include "test/gpu/neox_models.h"
+
+namespace weft {
+namespace {
+
+using Floats = std::vector<float>;
+using Ids = std::vector<std::int32_t>;
+
+constexpr double kFp32Tolerance = 1e-4;
+constexpr DType kDTypes[] = {DType::f16, DType::bf16, DType::f32};
+
+// What a storage type costs the logits, in the 2-norm: each of the few stored tensors of a layer is rounded to 2^-11 or
+// 2^-8 of itself. A wrong operator costs tens of percent.
+double tolerance_of(DType dtype) {
+  return dtype == DType::f32 ? kFp32Tolerance : dtype == DType::f16 ? 4e-3 : 3e-2;
+}
+
+cuda::GpuInferenceOptions options_of(DType dtype, bool direct = false) {
+  cuda::GpuInferenceOptions options;
+  options.dtype = dtype;
+  options.direct = direct;
+  return options;
+}
+
+InferenceOptions pool_of(std::int64_t pages, std::int64_t page_size = 16, std::int64_t slots = test::kSlots) {
+  InferenceOptions pool;
+  pool.page_size = page_size;
+  pool.num_pages = pages;
+  pool.slots = slots;
+  pool.max_rows = 64;
+  return pool;
+}
+
+bool same_bits(std::span<const float> a, std::span<const float> b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
+}
+
+struct NamedConfig {
+  std::string name;
+  ModelConfig config;
+};
+std::vector<NamedConfig> small_models() {
+  std::vector<NamedConfig> all;
+  for (const test::NeoxShape& shape : test::small_shapes()) all.push_back({shape.name, test::neox_config(shape)});
+  for (const test::LlamaShape& shape : test::small_llamas()) all.push_back({shape.name, test::llama_config(shape)});
+  return all;
+}
+
+// A random model in a file, and the models made of it.
+class Fixture {
+ public:
+  Fixture(const ModelConfig& config, DType dtype, const test::Edit& edit = nullptr) : config_(config), dtype_(dtype) {
+    test::write_random_model(path(), config, dtype, 3, edit);
+  }
+  std::string path() const { return directory_.file("model.bin"); }
+  const ModelConfig& config() const { return config_; }
+  std::unique_ptr<InferenceModel> on_gpu(const InferenceOptions& pool, bool direct = false) const {
+    return cuda::load_inference(ModelFile::open(path()), pool, options_of(dtype_, direct));
+  }
+  std::unique_ptr<InferenceModel> on_cpu(const InferenceOptions& pool) const {
+    return cpu::load_inference(ModelFile::open(path()), pool);
+  }
+
+ private:
+  TemporaryDirectory directory_;
+  ModelConfig config_;
+  DType dtype_;
+};
+
+void expect_close(const std::string& what, std::span<const float> got, std::span<const float> want, DType dtype) {
+  const TensorDistance row = distance(what, got, want, tolerance_of(dtype), dtype == DType::f32 ? Norm::max : Norm::l2);
+  EXPECT_TRUE(row.pass) << what << " in " << dtype_name(dtype) << ": " << row.relative;
+}
+
+// ---- against PyTorch and the CPU ---------------------------------------------------------------------------------------
+
+TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
+  for (const GoldenCase& golden : golden_cases()) {
+    const ModelFile file = ModelFile::open(golden.model);
+    const TensorFile dump = TensorFile::open(golden.dump, FileKind::reference_dump);
+    const std::int64_t capacity = file.config().max_positions;
+    for (const bool direct : {false, true}) {
+      SCOPED_TRACE(golden.name + (direct ? ", direct" : ", graph"));
+      const auto model =
+          single_sequence(cuda::load_inference(file, one_sequence(capacity), options_of(DType::f32, direct)), capacity);
+      const Comparison result = compare_decoding(dump, kFp32Tolerance, *model);
+      EXPECT_TRUE(result.passed());
+      if (result.passed()) continue;
+      for (const std::string& line : result.table()) std::cout << line << "\n";
+    }
+  }
+}
+
+// A prompt with everything that can be asked for: logits against the CPU's, everything else against these logits.
+void compare_prompt(const Fixture& fixture, DType dtype, std::int64_t size) {
+  SCOPED_TRACE("prompt of " + std::to_string(size));
+  const InferenceOptions pool = pool_of(6, 32);
+  const auto gpu = fixture.on_gpu(pool), cpu = fixture.on_cpu(pool);
+  const Ids ids = test::random_tokens(static_cast<std::size_t>(size), fixture.config().tokenizer_vocab, 5);
+  const Ids pages = {4, 1, 5};
+  SamplingPlan plan;  // greedy
+  plan.vocab_limit = fixture.config().tokenizer_vocab;
+  const auto result_of = [&](InferenceModel& model, std::int64_t begin, std::int64_t count, bool last) {
+    Span span;
+    span.pages = pages;
+    span.first_position = begin;
+    span.ids = std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
+    if (last) {
+      span.targets = std::span(ids).subspan(static_cast<std::size_t>(begin) + 1, static_cast<std::size_t>(count) - 1);
+      span.sampling = &plan;
+      span.alternatives = 20;
+      span.keep_logits = true;
+    }
+    model.submit({&span, 1});
+    return model.collect()[0];
+  };
+  const std::int64_t before = size / 3;  // in a step of its own
+  for (InferenceModel* model : {gpu.get(), cpu.get()}) {
+    if (before > 0) result_of(*model, 0, before, false);
+  }
+  const SpanResult got = result_of(*gpu, before, size - before, true),
+                   want = result_of(*cpu, before, size - before, true);
+  expect_close("logits", got.logits, want.logits, dtype);
+  ASSERT_EQ(got.targets.size(), want.targets.size());
+  Floats got_scores, want_scores;
+  for (std::size_t t = 0; t < want.targets.size(); ++t) {
+    EXPECT_EQ(got.targets[t].id, want.targets[t].id);
+    EXPECT_EQ(got.targets[t].alternatives.size(), 20u);
+    got_scores.push_back(got.targets[t].logprob);
+    want_scores.push_back(want.targets[t].logprob);
+  }
+  if (!want_scores.empty()) expect_close("scores", got_scores, want_scores, dtype);
+
+  double sum = 0;
+  const auto logit = [&](std::int32_t id) { return static_cast<double>(got.logits[static_cast<std::size_t>(id)]); };
+  for (const float each : got.logits) sum += std::exp(static_cast<double>(each) - logit(0));
+  const auto logprob = [&](std::int32_t id) { return logit(id) - logit(0) - std::log(sum); };
+  Ids order(static_cast<std::size_t>(fixture.config().tokenizer_vocab));
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return logit(a) > logit(b); });
+  ASSERT_TRUE(got.sampled.has_value());
+  EXPECT_EQ(got.sampled->id, order[0]);
+  EXPECT_NEAR(got.sampled->logprob, logprob(order[0]), 1e-5 * std::abs(logprob(order[0])) + 1e-5);
+  ASSERT_EQ(got.sampled->alternatives.size(), 20u);
+  for (std::size_t i = 0; i < 20; ++i) {
+    const IdLogprob& other = got.sampled->alternatives[i];
+    EXPECT_EQ(other.id, order[i]) << i;
+    EXPECT_NEAR(other.logprob, logprob(other.id), 1e-5 * std::abs(logprob(other.id)) + 1e-5);
+  }
+}
+
+TEST(CudaInference, LogitsAndScoresMatchTheCpu) {
+  for (const NamedConfig& model : small_models()) {
+    SCOPED_TRACE(model.name);
+    for (const DType dtype : kDTypes) {
+      const Fixture fixture(model.config, dtype);
+      for (const std::int64_t size : {1, 2, 33, 64, 90}) compare_prompt(fixture, dtype, size);
+    }
+  }
+}
+
+// Equal logits: the lower id comes first, and no padding row ever does.
+TEST(CudaInference, AlternativesOfEqualLogitsAreInOrderOfId) {
+  const ModelConfig config = test::llama_config(test::small_llamas()[0]);
+  const Fixture fixture(config, DType::f32, [&](const TensorSpec& spec, Floats& values) {
+    if (spec.name == weight_of(LlamaNames::kHead)) std::ranges::fill(values, 0.0f);
+  });
+  const auto model = fixture.on_gpu(pool_of(4));
+  const Ids pages = {2}, ids = {7};
+  Span span;
+  span.pages = pages;
+  span.ids = ids;
+  span.targets = ids;
+  span.alternatives = 20;
+  model->submit({&span, 1});
+  const SpanResult result = model->collect()[0];
+  ASSERT_EQ(result.targets.size(), 1u);
+  const float expected = -std::log(static_cast<float>(config.vocab_size));
+  EXPECT_NEAR(result.targets[0].logprob, expected, 1e-5);
+  for (std::size_t i = 0; i < 20; ++i) {
+    EXPECT_EQ(result.targets[0].alternatives[i].id, static_cast<std::int32_t>(i));
+    EXPECT_NEAR(result.targets[0].alternatives[i].logprob, expected, 1e-5);
+  }
+}
+
+// ---- the bits of a sequence are its own ----------------------------------------------------------------------------------
+
+TEST(CudaInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
+  for (const NamedConfig& each : small_models()) {
+    SCOPED_TRACE(each.name);
+    for (const DType dtype : kDTypes) {
+      SCOPED_TRACE(dtype_name(dtype));
+      const Fixture fixture(each.config, dtype);
+      const auto model = fixture.on_gpu(pool_of(60)), direct = fixture.on_gpu(pool_of(60), true);
+      const std::vector<test::Sequence> all = test::random_sequences(each.config, test::kSlots, 60);
+      std::vector<test::Trace> alone;
+      for (const test::Sequence& sequence : all) alone.push_back(test::run(*model, {sequence}, 64, false, 1)[0]);
+      for (const std::int64_t chunk : {1, 5, 64}) {
+        for (const bool chained : {false, true}) {
+          EXPECT_TRUE(test::run(*model, all, chunk, chained, 9) == alone)
+              << "chunks of " << chunk << ", chained " << chained;
+        }
+      }
+      EXPECT_TRUE(test::run(*direct, all, 5, true, 9) == alone) << "launches one by one differ from their graph";
+    }
+  }
+}
+
+// A real vocabulary and rows enough for every bucket: a sequence among 63 others.
+TEST(CudaInference, BitsAmong63OthersInEverySizeOfPage) {
+  for (const bool llama : {false, true}) {
+    const ModelConfig config = llama ? test::llama_config({"llama", 8, 2, 64, 2, 512, 1376, true, true, 32000})
+                                     : test::neox_config({"neox", 6, 80, 2, 1920, true, true, 50304});
+    for (const std::int64_t page_size : {16, 32, 64}) {
+      SCOPED_TRACE(std::string(llama ? "llama" : "neox") + ", pages of " + std::to_string(page_size));
+      const Fixture fixture(config, DType::bf16);
+      InferenceOptions pool = pool_of(64 * 8, page_size, 64);
+      pool.max_rows = 512;
+      const auto model = fixture.on_gpu(pool);
+      const std::vector<test::Sequence> all = test::random_sequences(config, 64, 100);
+      std::vector<test::Trace> alone;
+      for (const test::Sequence& sequence : all) alone.push_back(test::run(*model, {sequence}, 512, true, 1)[0]);
+      EXPECT_TRUE(test::run(*model, all, 40, true, 4) == alone);
+    }
+  }
+}
+
+TEST(CudaInference, BitsDoNotDependOnTheEnginesSchedule) {
+  for (const bool llama : {false, true}) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      SCOPED_TRACE(std::string(llama ? "llama in " : "neox in ") + dtype_name(dtype));
+      const Fixture fixture(
+          llama ? test::llama_config(test::small_llamas()[1]) : test::neox_config(test::small_shapes()[3]), dtype);
+      const auto model = fixture.on_gpu(pool_of(14));
+      ASSERT_EQ(model->depth(), 2);
+      const EngineStatistics sum = test::expect_engine_changes_nothing(*model, 10, 40, 1);
+      EXPECT_GT(sum.preemptions, 50);
+      EXPECT_GT(sum.prefix_ids, 50);
+    }
+  }
+}
+
+// 601 rows are scored in one step, so that their logits take three pieces, and in steps of one piece and of few rows.
+TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
+  for (const bool llama : {false, true}) {
+    const Fixture fixture(
+        llama ? test::llama_config(test::small_llamas()[1]) : test::neox_config(test::small_shapes()[2]), DType::bf16);
+    InferenceOptions pool = pool_of(40, 32);
+    pool.max_rows = 640;
+    const auto model = fixture.on_gpu(pool);
+    const Ids ids = test::random_tokens(602, fixture.config().tokenizer_vocab, 6);
+    Ids pages(20);
+    std::iota(pages.begin(), pages.end(), 11);
+    const SamplingPlan greedy;
+    const auto scores_in_chunks = [&](std::int64_t chunk, std::int32_t* sampled) {
+      Floats scores;
+      for (std::int64_t begin = 0; begin < 601; begin += chunk) {
+        const auto first = static_cast<std::size_t>(begin),
+                   rows = static_cast<std::size_t>(std::min(chunk, 601 - begin));
+        Span span;
+        span.pages = pages;
+        span.first_position = begin;
+        span.ids = std::span(ids).subspan(first, rows);
+        span.targets = std::span(ids).subspan(first + 1, rows);
+        span.alternatives = 3;
+        if (first + rows == 601) span.sampling = &greedy, span.keep_logits = true;
+        model->submit({&span, 1});
+        const SpanResult& result = model->collect()[0];
+        for (const ScoredId& target : result.targets) {
+          scores.push_back(target.logprob);
+          for (const IdLogprob& other : target.alternatives) scores.push_back(other.logprob);
+        }
+        scores.insert(scores.end(), result.logits.begin(), result.logits.end());
+        if (result.sampled) *sampled = result.sampled->id;
+      }
+      return scores;
+    };
+    std::int32_t first_id = -1;
+    const Floats whole = scores_in_chunks(601, &first_id);
+    EXPECT_EQ(whole.size(), 601u * 4 + static_cast<std::size_t>(fixture.config().vocab_size));
+    for (const std::int64_t chunk : {1, 7, 256, 300}) {
+      std::int32_t id = -1;
+      EXPECT_TRUE(same_bits(scores_in_chunks(chunk, &id), whole)) << "chunks of " << chunk;
+      EXPECT_EQ(id, first_id);
+    }
+  }
+}
+
+// ---- errors ---------------------------------------------------------------------------------------------------------------
+
+// Parameters in device memory, one of whose embeddings is damaged.
+struct DamagedLlama {
+  static constexpr std::int32_t kDamaged = 5;
+
+  DamagedLlama()
+      : file(ModelFile::open("test/fixtures/golden/llama-hs32-gqa2.model.bin", Family::llama)),
+        arena(parameters()),
+        weights(file.config(), file.table(), arena.data(), Offsets::elements) {}
+  Floats parameters() const {
+    Floats values(static_cast<std::size_t>(file.table().arena_elements()));
+    for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, values.data() + spec.offset);
+    const TensorSpec& embedding = file.table().at(weight_of(LlamaNames::kEmbedding));
+    values[static_cast<std::size_t>(embedding.offset + kDamaged * file.config().hidden_size)] = std::nanf("");
+    return values;
+  }
+
+  ModelFile file;
+  test::DeviceBuffer<float> arena;
+  LlamaParameters<float> weights;
+};
+
+// A span whose logits are not finite says so, and the others get what they would get without it: in the same step, in one that
+// was queued behind it, and in the pages and the slot that it leaves.
+TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
+  const DamagedLlama llama;
+  const auto model = cuda::make_llama_inference(llama.file.config(), llama.weights, pool_of(4));
+  const SamplingPlan greedy;
+  const std::vector<Ids> pages = {{0}, {1}, {2}}, ids = {{1, 2}, {1, DamagedLlama::kDamaged}, {3}};
+  std::vector<Span> work(3), next(3);
+  for (std::size_t s = 0; s < 3; ++s) {
+    work[s].pages = next[s].pages = pages[s];
+    work[s].ids = ids[s];
+    work[s].slot = next[s].slot = static_cast<std::int32_t>(s);
+    work[s].sampling = next[s].sampling = &greedy;
+    work[s].alternatives = next[s].alternatives = 2;
+    next[s].first_position = std::ssize(ids[s]);  // the id is in the slot
+  }
+  const auto copied = [&] {
+    const std::span<const SpanResult> results = model->collect();
+    return std::vector<SpanResult>(results.begin(), results.end());
+  };
+  model->submit(work);
+  model->submit(next);
+  const std::vector<SpanResult> together = copied(), behind = copied();
+  EXPECT_EQ(together[1].error, SampleError::not_a_number);
+  EXPECT_FALSE(together[1].sampled.has_value());
+  EXPECT_EQ(behind[1].error, SampleError::not_a_number) << "the damaged keys are still there";
+  const auto expect_same = [](const SpanResult& got, const SpanResult& want) {
+    ASSERT_TRUE(got.sampled && want.sampled);
+    EXPECT_EQ(got.error, SampleError::none);
+    EXPECT_EQ(got.sampled->id, want.sampled->id);
+    EXPECT_EQ(got.sampled->logprob, want.sampled->logprob);
+  };
+  for (const std::size_t s : {0, 2}) {
+    for (const bool damaged_memory : {false, true}) {
+      SCOPED_TRACE("sequence " + std::to_string(s) + (damaged_memory ? " in damaged memory" : ""));
+      if (damaged_memory) {
+        work[s].pages = next[s].pages = pages[1];
+        work[s].slot = next[s].slot = 1;
+      }
+      model->submit({&work[s], 1});
+      model->submit({&next[s], 1});
+      expect_same(model->collect()[0], together[s]);
+      expect_same(model->collect()[0], behind[s]);
+    }
+  }
+}
+
+TEST(CudaInference, RefusesWhatWouldTouchMemoryOfOthers) {
+  const auto model = cuda::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool_of(8),
+                                          options_of(DType::f32));
+  const Ids pages = {3, 1}, ids = {5, 9, 2}, absent = {3, 8}, negative = {-1}, four = {1, 2, 3, 4};
+  Span good;
+  good.pages = pages;
+  good.ids = ids;
+  const auto refused = [&](const char* what, const auto& change) {
+    Span span = good;
+    change(span);
+    const std::string message = error_of(Exit::internal, [&] { model->submit({&span, 1}); });
+    EXPECT_NE(message.find(what), std::string::npos) << message;
+  };
+  refused("32 are covered", [](Span& s) { s.first_position = 30; });
+  refused("positions -1", [](Span& s) { s.first_position = -1; });
+  refused("page 8", [&](Span& s) { s.pages = absent; });
+  refused("page -1", [&](Span& s) { s.pages = negative; });
+  refused("slot 7", [](Span& s) { s.slot = test::kSlots; });
+  refused("4 targets", [&](Span& s) { s.targets = four; });
+  refused("21 alternatives", [](Span& s) { s.alternatives = 21; });
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({}); }).find("0 rows"), std::string::npos);
+  const std::vector<Span> many(22, good), sequences(8, good);
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit(many); }).find("66 rows"), std::string::npos);
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit(sequences); }).find("8 sequences"), std::string::npos);
+  EXPECT_NE(error_of(Exit::internal, [&] { model->collect(); }).find("without a step"), std::string::npos);
+  model->submit({&good, 1});
+  model->submit({&good, 1});
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("2 steps"), std::string::npos);
+}
+
+TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
+  const auto refusal = [](const auto& change) {
+    ModelConfig config = test::llama_config(test::small_llamas()[0]);
+    change(config);
+    return cuda::inference_refusal(config, DType::bf16);
+  };
+  EXPECT_EQ(refusal([](ModelConfig&) {}), "");
+  EXPECT_NE(refusal([](ModelConfig& c) { c.head_dim = 48; }).find("head_dim: got 48"), std::string::npos);
+  EXPECT_NE(refusal([](ModelConfig& c) { c.hidden_size = 36; }).find("hidden_size: got 36"), std::string::npos);
+  EXPECT_NE(refusal([](ModelConfig& c) { c.ffn_size = 100; }), "");
+}
+
+TEST(CudaInference, ThePlanIsWhatIsAllocated) {
+  for (const NamedConfig& each : small_models()) {
+    for (const DType dtype : kDTypes) {
+      const auto planned = cuda::plan_inference(each.config, pool_of(9), dtype),
+                 reported = cuda::random_inference(each.config, 1, pool_of(9), options_of(dtype))->memory();
+      ASSERT_EQ(planned.size(), reported.size());
+      for (std::size_t i = 0; i < planned.size(); ++i) {
+        EXPECT_EQ(planned[i].name, reported[i].name);
+        EXPECT_EQ(planned[i].bytes, reported[i].bytes) << planned[i].name;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace weft
