@@ -5,6 +5,7 @@
 #include <array>
 
 #include "llmc/base/error.h"
+#include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
 
 namespace weft::cuda {
@@ -214,6 +215,7 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
     flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
   }
+  delay_point(stream_, DelayPoint::step);
   cuda::check(cudaMemcpyAsync(b_.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice, stream_),
               "inference step");
   launch(flight, rows, wanted);
