@@ -6,12 +6,13 @@
 // and the instructions that make an element are the same in both, so that the step's number of rows may choose:
 //
 //  - split_kernel, for steps that are bound by reading the weight. The splits of a tile are the blocks of a cluster, which
-//    meet in distributed shared memory: each leaves its sums in its own, and adds up and finishes a share of the tile. A ring
-//    of up to 11 stages keeps about 64 KB of the weight in flight a block, and its first round is fetched while the
-//    predecessor still runs. Two blocks fit in a multiprocessor, so that the next kernel of the chain can begin as early.
+//    meet in distributed shared memory: each leaves its sums in its own, and adds up and finishes a share of the tile. Its
+//    ring keeps 48 to 88 KB of the weight in flight; up to 64 rows of x two blocks fit in a multiprocessor, so that the
+//    next kernel of the chain fetches weights before this one has ended.
 //  - tile_kernel, for steps that are bound by the tensor cores. A block walks all splits of a tile and adds each to a total
 //    in registers. Blocks stay, tile after tile; two of them form a cluster, have the same rows of x, and each fetches
 //    half of those for both.
+// Both fetch their first round of weights before they wait for the kernel that writes x.
 //
 // With SwiGLU a tile of 64 rows of the weight is 4 times 8 rows of gate and the 8 of up that belong to them, by a tensor map
 // over [units / 8][gate, up][8][K]: in the 128-byte swizzle 8 rows are a pattern of their own.
@@ -311,15 +312,18 @@ struct TileShape {
 
 #if WEFT_WGMMA
 
-// The order of tiles: patches of kHeight pairs of tiles, column by column, so that the tiles that are computed at one time
-// have few rows of the weight and of x.
+// The order of tiles: patches of kPatch pairs of tiles of the weight, one tile of x after the other, so that the tiles that
+// are computed at one time have few rows of the weight and of x.
+constexpr int kPatch = 8;
 template <typename T>
-__device__ inline void tile_coordinates(const Arguments<T>& p, int tile, int& pair, int& row_tile) {
-  constexpr int kHeight = 8;
-  const int patch = kHeight * p.row_tiles, first = tile / patch * kHeight;
-  const int height = min(kHeight, p.tile_pairs - first), within = tile % patch;
-  pair = first + within % height;
-  row_tile = within / height;
+__device__ inline int pair_of(const Arguments<T>& p, int tile) {
+  const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
+  return first + tile % patch % min(kPatch, p.tile_pairs - first);
+}
+template <typename T>
+__device__ inline int row_tile_of(const Arguments<T>& p, int tile) {
+  const int patch = kPatch * p.row_tiles, first = tile / patch * kPatch;
+  return tile % patch / min(kPatch, p.tile_pairs - first);
 }
 
 template <typename T, int N>
@@ -354,20 +358,29 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles;
   const RingBarriers ring = shared.ring();
-  RingPosition at;
-  for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
-    int pair, row_tile;
-    tile_coordinates(p, tile, pair, row_tile);
-    const int weight_tile = (pair * kCluster + rank) * kTileConsumers, row = row_tile * N + rank * kHalf;
-    for (int step = 0; step < p.steps; ++step) {
-      const unsigned full = ring.full(at.stage);
-      ring.wait_empty(at);
-      mbarrier_arrive_expect(full, Shape::kStageBytes);
+  const auto weight_tile = [&](int tile) { return (pair_of(p, tile) * kCluster + rank) * kTileConsumers; };
+  const auto load_weights = [&](int stage, int step, int first_tile) {
+    mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
 #pragma unroll
-      for (int i = 0; i < kTileConsumers; ++i)
-        load_weight(p, shared.weight(at.stage, i).address, full, step, weight_tile + i, L2::normal);
-      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x, full, step * kDepth,
-                             row, kAll);
+    for (int i = 0; i < kTileConsumers; ++i)
+      load_weight(p, shared.weight(stage, i).address, ring.full(stage), step, first_tile + i, L2::normal);
+  };
+  int tile = static_cast<int>(blockIdx.x) / kCluster;
+  int ahead = min(p.steps, Shape::kStages);  // weights of the first round need not wait for the kernel before
+  for (int i = 0; i < ahead; ++i) load_weights(i, i, weight_tile(tile));
+  wait_for_predecessors();
+  RingPosition at;
+  for (; tile < count; tile += clusters) {
+    const int first_tile = weight_tile(tile), row = row_tile_of(p, tile) * N + rank * kHalf;
+    for (int step = 0; step < p.steps; ++step) {
+      if (ahead > 0) {
+        --ahead;
+      } else {
+        ring.wait_empty(at);
+        load_weights(at.stage, step, first_tile);
+      }
+      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x, ring.full(at.stage),
+                             step * kDepth, row, kAll);
       at.advance(Shape::kStages);
     }
   }
@@ -387,9 +400,9 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   float* const sums = shared.sums(consumer);
   const int fours = Columns<T>::count(p.output, kWeightRows);
   RingPosition at;
+  wait_for_predecessors();  // they may still read what is written here
   for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
-    int pair, row_tile;
-    tile_coordinates(p, tile, pair, row_tile);
+    const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
       const std::int64_t first = static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer);
@@ -437,7 +450,6 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     fence_barrier_init();
   }
   let_successor_start();
-  wait_for_predecessors();
   cluster_barrier();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
   if (warpgroup == 0) {
@@ -495,7 +507,9 @@ void launch_best_tiles(const RowsMatmul<T>& io, int splits, const LaunchDevice& 
         return launch_tiles<T, 192, true>(io, device, stream);
     }
   }
-  switch (best_width<128, 192, 256>(io.rows, pairs, clusters)) {
+  switch (best_width<96, 128, 192, 256>(io.rows, pairs, clusters)) {
+    case 96:
+      return launch_tiles<T, 96, false>(io, device, stream);
     case 128:
       return launch_tiles<T, 128, false>(io, device, stream);
     case 192:
@@ -512,8 +526,8 @@ bool hopper_computes(const RowsMatmul<T>& io) {
   return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
-// Which kernel is a matter of time alone. Up to 128 rows reading the weight takes longer than multiplying; up to 256 rows
-// the tiles of a layer with few outputs would occupy a third of the multiprocessors.
+// Which kernel is a matter of time alone. With one split a layer has tiles enough for tile_kernel, which reads x and weight
+// fewer times, from 64 rows on; with several its tiles would occupy a third of the multiprocessors.
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = split_count(weight_rows(io), io.K);
@@ -521,8 +535,8 @@ void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
   if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
   if (io.rows <= 64) return launch_splits<T, 64, 1>(io, device, stream);
-  if (io.rows <= 96) return launch_splits<T, 96, 1>(io, device, stream);
-  if (io.rows <= 128) return launch_splits<T, 128, 1>(io, device, stream);
+  if (splits > 1 && io.rows <= 96) return launch_splits<T, 96, 2>(io, device, stream);
+  if (splits > 1 && io.rows <= 128) return launch_splits<T, 128, 2>(io, device, stream);
   if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2>(io, device, stream);
   if (splits > 1 && io.rows <= 256) return launch_splits<T, 256, 2>(io, device, stream);
   launch_best_tiles(io, splits, device, stream);

@@ -1,0 +1,149 @@
+// The batch-invariant linear layers of llmc/cuda/op/rows_matmul.h beside cuBLASLt's best plan for the same shape: what
+// invariance costs. Layers of Pythia-2.8B and Llama-3.1-8B in bf16.
+//
+//   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [ROWS ...]
+//
+// A graph of launches goes through copies of the weight that are larger than L2 together, as the layers of a model do; the
+// median of 7 replays. GB/s count weight and x, of the weight's read share: of a plain read of memory.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/rows_matmul.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/captured_graph.h"
+#include "llmc/cuda/runtime/stream.h"
+
+namespace {
+
+using namespace weft;
+using namespace weft::cuda;
+
+struct Shape {
+  const char *model, *layer;
+  std::int64_t K, OC;
+  RowsEpilogue epilogue;
+};
+constexpr Shape kShapes[] = {{"pythia-2.8b", "qkv", 2560, 7680, RowsEpilogue::store},
+                             {"pythia-2.8b", "dense", 2560, 2560, RowsEpilogue::add},
+                             {"pythia-2.8b", "up", 2560, 10240, RowsEpilogue::gelu},
+                             {"pythia-2.8b", "down", 10240, 2560, RowsEpilogue::add},
+                             {"pythia-2.8b", "head", 2560, 50304, RowsEpilogue::store_fp32},
+                             {"llama-3.1-8b", "qkv", 4096, 6144, RowsEpilogue::store},
+                             {"llama-3.1-8b", "output", 4096, 4096, RowsEpilogue::add},
+                             {"llama-3.1-8b", "gate, up", 4096, 14336, RowsEpilogue::swiglu},
+                             {"llama-3.1-8b", "down", 14336, 4096, RowsEpilogue::add},
+                             {"llama-3.1-8b", "head", 4096, 128256, RowsEpilogue::store_fp32}};
+constexpr std::int64_t kRows[] = {1, 4, 16, 64, 128, 256, 2000};
+
+// Microseconds of one of `launches` launches in a graph.
+double microseconds(int launches, const std::function<void(int)>& launch, cudaStream_t stream) {
+  constexpr int kReplays = 7;
+  CapturedGraph graph("bench");
+  graph.capture(stream, [&] {
+    for (int i = 0; i < launches; ++i) launch(i);
+  });
+  const Event start, stop;
+  std::vector<float> times;
+  for (int replay = 0; replay <= kReplays; ++replay) {
+    check(cudaEventRecord(start, stream), "bench");
+    graph.launch(stream);
+    check(cudaEventRecord(stop, stream), "bench");
+    check(cudaEventSynchronize(stop), "bench");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, start, stop), "bench");
+    if (replay > 0) times.push_back(ms);  // the first one warms up
+  }
+  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
+  return static_cast<double>(times[kReplays / 2]) * 1e3 / launches;
+}
+
+void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& matmul, cudaStream_t stream) {
+  constexpr std::int64_t kBeyondCache = 256 << 20;
+  const LaunchDevice device = launch_device();
+  const std::int64_t K = shape.K, weight_rows = shape.epilogue == RowsEpilogue::swiglu ? 2 * shape.OC : shape.OC;
+  const std::int64_t weight_bytes = weight_rows * K * static_cast<std::int64_t>(sizeof(bf16));
+  const int copies = static_cast<int>(ceil_div(kBeyondCache, weight_bytes)) + 1, launches = std::max(copies, 24);
+  const auto bytes = [](std::int64_t count) { return static_cast<std::uint64_t>(count) * sizeof(bf16); };
+  MemoryPlan plan("bench");
+  const std::uint64_t weight_at = plan.add(bytes(copies * weight_rows * K)), x_at = plan.add(bytes(rows * K)),
+                      out_at = plan.add(bytes(2 * rows * weight_rows)), bias_at = plan.add(bytes(shape.OC));
+  const DeviceArena arena(plan);
+  bf16 *weight = arena.at<bf16>(weight_at), *x = arena.at<bf16>(x_at), *out = arena.at<bf16>(out_at),
+       *bias = arena.at<bf16>(bias_at);
+  matmul.fill_random(weight, copies * weight_rows * K);
+  matmul.fill_random(x, rows * K);
+  matmul.fill_random(bias, shape.OC);
+  check(cudaMemsetAsync(out, 0, bytes(2 * rows * weight_rows), stream), "bench");
+  const bool fp32 = shape.epilogue == RowsEpilogue::add || shape.epilogue == RowsEpilogue::store_fp32;
+  const bool biased = std::string(shape.model).starts_with("pythia") && shape.epilogue != RowsEpilogue::store_fp32;
+  const double ours = microseconds(
+      launches,
+      [&](int i) {
+        RowsMatmul<bf16> io;
+        io.x = x, io.weight = weight + i % copies * weight_rows * K, io.bias = biased ? bias : nullptr;
+        io.rows = rows, io.K = K, io.OC = shape.OC, io.epilogue = shape.epilogue;
+        if (fp32) {
+          io.out_fp32 = reinterpret_cast<float*>(out);
+        } else {
+          io.out = out;
+        }
+        rows_matmul(io, device, stream);
+      },
+      stream);
+  const MatmulShape lt{Gemm::forward, rows, K, weight_rows, CUDA_R_16BF, Accumulate::no, biased, false};
+  matmul.prepare(lt);
+  const double theirs = microseconds(
+      launches,
+      [&](int i) {
+        matmul.forward<bf16>(out, x, weight + i % copies * weight_rows * K, biased ? bias : nullptr, rows, K,
+                             weight_rows);
+      },
+      stream);
+  const double flops = 2.0 * static_cast<double>(rows) * static_cast<double>(K) * static_cast<double>(weight_rows);
+  const double moved = static_cast<double>(weight_bytes) + static_cast<double>(bytes(rows * K));
+  std::printf(
+      "%-12s %-8s %5lld -> %6lld, %4lld rows: %8.2f us, %5.0f GB/s, %4.0f TF/s, %3.0f %% of a read; "
+      "cuBLASLt %8.2f us, ratio %.2f\n",
+      shape.model, shape.layer, static_cast<long long>(K), static_cast<long long>(shape.OC),
+      static_cast<long long>(rows), ours, moved / ours * 1e-3, flops / ours * 1e-6,
+      100 * static_cast<double>(weight_bytes) / ours * 1e-3 / read_bandwidth, theirs, ours / theirs);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    std::vector<std::int64_t> all_rows;
+    std::vector<std::string> models;
+    for (int i = 1; i < argc; ++i) {
+      if (std::atoll(argv[i]) > 0) {
+        all_rows.push_back(std::atoll(argv[i]));
+      } else {
+        models.emplace_back(argv[i]);
+      }
+    }
+    if (all_rows.empty()) all_rows.assign(std::begin(kRows), std::end(kRows));
+    const double read_bandwidth = measure_read_bandwidth();
+    std::printf("plain read: %.0f GB/s\n", read_bandwidth);
+    const Stream stream;
+    Matmul matmul(stream);
+    for (const Shape& shape : kShapes) {
+      if (!models.empty() && std::find(models.begin(), models.end(), shape.model) == models.end()) continue;
+      for (const std::int64_t rows : all_rows) run(shape, rows, read_bandwidth, matmul, stream);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return 1;
+  }
+}
