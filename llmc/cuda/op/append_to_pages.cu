@@ -35,7 +35,8 @@ __host__ __device__ Accesses accesses(const AppendToPages<S>& io) {
   return {NH * pieces, NKV * pieces, NKV * (HS / Pack<S>::size - 2 * half / Pack<S>::size), NKV * (HS / Pack<S>::size)};
 }
 
-// Rotates the pieces of x at `from` and writes them to `to`, which may be the same. The expressions are those of rope.cu.
+// Rotates the pieces of a head at `from` and writes them to `to`, which may be the same. Left to itself, the compiler fuses these
+// expressions differently for different kWide.
 template <typename S, int kWide>
 __device__ void rotate(S* to, const S* from, int half, const float* cos_row, const float* sin_row) {
   using Piece = Few<S, kWide>;
@@ -45,8 +46,8 @@ __device__ void rotate(S* to, const S* from, int half, const float* cos_row, con
 #pragma unroll
   for (int i = 0; i < kWide; ++i) {
     const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = cosine.value[i], s = sine.value[i];
-    low.value[i] = from_float<S>(a * c - z * s);
-    high.value[i] = from_float<S>(z * c + a * s);
+    low.value[i] = from_float<S>(__fmaf_rn(a, c, -__fmul_rn(z, s)));
+    high.value[i] = from_float<S>(__fmaf_rn(z, c, __fmul_rn(a, s)));
   }
   *reinterpret_cast<Piece*>(to) = low;
   *reinterpret_cast<Piece*>(to + half) = high;

@@ -726,7 +726,9 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
   const Workspace at = workspace_of(io.shape);
   char* workspace = static_cast<char*>(io.workspace);
   // Two blocks of a multiprocessor share its memory, of which each block costs 1 KiB more than it asks for.
-  const int per_block = Tiling::kBlocksPerMultiprocessor == 2 ? std::min(shared_limit, 113 * 1024) : shared_limit;
+  constexpr int kStaticBytes = 16;
+  const int per_block =
+      (Tiling::kBlocksPerMultiprocessor == 2 ? std::min(shared_limit, 113 * 1024) : shared_limit) - kStaticBytes;
   Arguments<S> arguments{};
   arguments.q = io.q.data;
   arguments.q_row_stride = io.q.token_stride;
@@ -770,7 +772,7 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
     const int limit = shared_bytes_per_block();
     if constexpr (HS == 128) {
       using Large = Tiling<HS, 64, 3>;
-      if (limit >= Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
+      if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
       launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit);
     } else if constexpr (HS == 256) {
       launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit);

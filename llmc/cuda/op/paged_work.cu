@@ -73,7 +73,7 @@ class Plan {
     entry = std::copy(tiles_.begin(), tiles_.end(), entry);
     std::array<std::size_t, kPagedSplit / kLengthUnit> begin{};  // by length, which is at least 1
     for (const PagedItem& item : items_) ++begin[length(item) - 1];
-    for (std::size_t l = begin.size() - 1, sum = 0; l-- > 0;) sum += std::exchange(begin[l], sum);
+    for (std::size_t l = begin.size(), sum = 0; l-- > 0;) sum += std::exchange(begin[l], sum);
     for (const PagedItem& item : items_) entry[begin[length(item) - 1]++] = item;
     return sizeof(PagedWorkHeader) + (tiles_.size() + items_.size()) * sizeof(PagedItem);
   }

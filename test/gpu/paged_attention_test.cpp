@@ -1,0 +1,543 @@
+// Attention over pages and the append to them, against the CPU and against themselves: every head dimension and storage type,
+// several ratios of heads, every page size. Pages are shuffled, and what no row may read is NaN.
+#include "llmc/cuda/op/paged_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/paged_attention.h"
+#include "llmc/cuda/op/append_to_pages.h"
+#include "llmc/cuda/op/paged_work.h"
+#include "llmc/model/config.h"
+#include "test/gpu/operator_tools.h"
+
+namespace weft::test {
+namespace {
+
+constexpr std::int64_t kHeadDims[] = {32, 64, 80, 96, 128, 256};
+constexpr std::int64_t kPageSizes[] = {16, 32, 64};
+
+template <typename T>
+class CudaPagedAttention : public testing::Test {};
+using Types = testing::Types<float, bf16, fp16>;
+TYPED_TEST_SUITE(CudaPagedAttention, Types);
+
+struct Heads {
+  std::int64_t NKV, G, HS;  // G query heads read a K/V head
+  std::int64_t NH() const { return NKV * G; }
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(HS)); }
+};
+
+// Queries, keys and values of every position of some sequences.
+template <typename T>
+struct Sequences {
+  Heads heads;
+  std::vector<std::int64_t> lengths;
+  std::vector<std::vector<T>> q, k, v;  // [length][NH or NKV][HS] of each
+
+  Sequences(const Heads& of, const std::vector<std::int64_t>& of_length) : heads(of), lengths(of_length) {
+    unsigned seed = 1;
+    for (const std::int64_t length : lengths) {
+      // Queries so large that the running maximum moves many times, by more and by less than what raises it.
+      q.push_back(stored<T>(random_floats(length * heads.NH() * heads.HS, seed++, 6)));
+      k.push_back(stored<T>(random_floats(length * heads.NKV * heads.HS, seed++)));
+      v.push_back(stored<T>(random_floats(length * heads.NKV * heads.HS, seed++)));
+    }
+  }
+};
+
+// Rows of a step: `rows` positions of a sequence.
+struct Piece {
+  std::size_t sequence;
+  std::int64_t first, rows;
+};
+
+std::int64_t rows_of(const std::vector<Piece>& pieces) {
+  return std::accumulate(pieces.begin(), pieces.end(), std::int64_t{0},
+                         [](std::int64_t sum, const Piece& piece) { return sum + piece.rows; });
+}
+
+// The pages of a step's sequences, in a random order of a pool that has more of them.
+struct Tables {
+  std::int64_t page_size, num_pages = 0;
+  std::vector<std::vector<std::int32_t>> of_sequence;
+
+  Tables(const std::vector<std::int64_t>& lengths, std::int64_t size, unsigned seed) : page_size(size) {
+    std::vector<std::int64_t> counts;
+    for (const std::int64_t length : lengths) counts.push_back((length + size - 1) / size);
+    num_pages = std::accumulate(counts.begin(), counts.end(), std::int64_t{3});
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(num_pages));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(seed));
+    auto next = ids.begin();
+    for (const std::int64_t count : counts) {
+      of_sequence.emplace_back(next, next + count);
+      next += count;
+    }
+  }
+  // Element of a page pool [page][NKV][page_size][HS].
+  std::size_t at(std::size_t sequence, std::int64_t position, std::int64_t kv_head, const Heads& heads) const {
+    const std::int64_t page = of_sequence[sequence][static_cast<std::size_t>(position / page_size)];
+    return static_cast<std::size_t>(((page * heads.NKV + kv_head) * page_size + position % page_size) * heads.HS);
+  }
+};
+
+// The results of a step by row, and the rows' places in their sequences. kPadding rows follow, of which nothing is written.
+constexpr std::int64_t kPadding = 3;
+
+// One step on the GPU: the outputs of the pieces, one after another. Positions of a sequence behind the last one that the
+// step has of it are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
+template <typename T>
+std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t page_size,
+                      unsigned seed) {
+  const Heads& heads = sequences.heads;
+  const Tables tables(sequences.lengths, page_size, seed);
+  const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * heads.HS);
+  std::vector<T> keys(pool), values(pool);
+  std::memset(static_cast<void*>(keys.data()), 0xff, pool * sizeof(T));
+  std::memset(static_cast<void*>(values.data()), 0xff, pool * sizeof(T));
+  std::vector<std::int64_t> ends(sequences.lengths.size());
+  for (const Piece& piece : pieces) ends[piece.sequence] = std::max(ends[piece.sequence], piece.first + piece.rows);
+  for (std::size_t s = 0; s < ends.size(); ++s) {
+    for (std::int64_t position = 0; position < ends[s]; ++position) {
+      for (std::int64_t h = 0; h < heads.NKV; ++h) {
+        const auto from = (position * heads.NKV + h) * heads.HS;
+        const std::size_t to = tables.at(s, position, h, heads);
+        std::copy_n(sequences.k[s].begin() + from, heads.HS, keys.begin() + static_cast<std::ptrdiff_t>(to));
+        std::copy_n(sequences.v[s].begin() + from, heads.HS, values.begin() + static_cast<std::ptrdiff_t>(to));
+      }
+    }
+  }
+
+  // Queries as GPT-NeoX has them: [NH][q, k, v][HS] a row.
+  const std::int64_t rows = rows_of(pieces), all_rows = rows + kPadding, head_stride = 3 * heads.HS;
+  std::vector<T> q(static_cast<std::size_t>(all_rows * heads.NH() * head_stride));
+  std::memset(static_cast<void*>(q.data()), 0xff, q.size() * sizeof(T));
+  std::vector<std::int32_t> positions, row_tables, block_tables;
+  std::vector<cuda::PagedSpan> spans;
+  std::int64_t row = 0;
+  for (const Piece& piece : pieces) {
+    spans.push_back({row, piece.rows, piece.first});
+    const auto table = static_cast<std::int32_t>(block_tables.size());
+    const std::vector<std::int32_t>& pages = tables.of_sequence[piece.sequence];
+    block_tables.insert(block_tables.end(), pages.begin(), pages.end());
+    for (std::int64_t i = 0; i < piece.rows; ++i, ++row) {
+      positions.push_back(static_cast<std::int32_t>(piece.first + i));
+      row_tables.push_back(table);
+      for (std::int64_t h = 0; h < heads.NH(); ++h) {
+        const auto from = ((piece.first + i) * heads.NH() + h) * heads.HS;
+        std::copy_n(sequences.q[piece.sequence].begin() + from, heads.HS,
+                    q.begin() + (row * heads.NH() + h) * head_stride);
+      }
+    }
+  }
+  positions.insert(positions.end(), kPadding, -1);
+  row_tables.insert(row_tables.end(), kPadding, 1 << 30);
+
+  cuda::PagedAttentionShape shape;
+  shape.NH = heads.NH(), shape.NKV = heads.NKV, shape.HS = heads.HS;
+  shape.max_rows = all_rows;
+  shape.max_spans = static_cast<std::int64_t>(pieces.size());
+  shape.max_positions = *std::max_element(sequences.lengths.begin(), sequences.lengths.end());
+  std::vector<std::int64_t> work(cuda::paged_work_bytes(shape) / sizeof(std::int64_t));
+  EXPECT_LE(cuda::write_paged_work(work.data(), shape, spans), work.size() * sizeof(std::int64_t));
+
+  const DeviceBuffer<T> gpu_q(q), gpu_keys(keys), gpu_values(values);
+  const DeviceBuffer<std::int32_t> gpu_positions(positions), gpu_tables(row_tables), gpu_pages(block_tables);
+  const DeviceBuffer<std::int64_t> gpu_work(work);
+  DeviceBuffer<char> workspace(cuda::paged_attention_workspace(shape));
+  workspace.fill_bytes(0);
+  const auto out_size = static_cast<std::size_t>(all_rows * heads.NH() * heads.HS);
+  const DeviceBuffer<T> first(out_size), second(out_size);
+  cuda::PagedAttention<T> io;
+  io.shape = shape;
+  io.scale = heads.scale();
+  io.q = {gpu_q.data(), 0, heads.NH() * head_stride, head_stride};
+  io.kv = {gpu_keys.data(), gpu_values.data(), page_size, heads.NKV, heads.HS};
+  io.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), all_rows};
+  io.work = gpu_work.data();
+  io.workspace = workspace.data();
+  const cuda::LaunchDevice device = cuda::launch_device();
+  for (const DeviceBuffer<T>* out : {&first, &second}) {
+    io.out = out->data();
+    cuda::paged_attention(io, device, nullptr);
+  }
+  cuda::check(cudaDeviceSynchronize(), "test");
+  expect_same_bits(first, second, "the second run");
+  std::vector<T> out = first.download();
+  const std::vector<T> poison = DeviceBuffer<T>(static_cast<std::size_t>(kPadding * heads.NH() * heads.HS)).download();
+  const auto written = static_cast<std::size_t>(rows * heads.NH() * heads.HS);
+  EXPECT_EQ(std::memcmp(out.data() + written, poison.data(), poison.size() * sizeof(T)), 0) << "padding rows";
+  out.resize(written);
+  return out;
+}
+
+// The same by the CPU, in fp32.
+template <typename T>
+Floats attend_on_cpu(const Sequences<T>& sequences, const std::vector<Piece>& pieces) {
+  const Heads& heads = sequences.heads;
+  constexpr std::int64_t kPage = 32;
+  const Tables tables(sequences.lengths, kPage, 5);
+  Floats keys(static_cast<std::size_t>(tables.num_pages * heads.NKV * kPage * heads.HS)), values(keys.size()), q;
+  std::vector<cpu::PagedRows> work;
+  std::int64_t row = 0;
+  for (std::size_t s = 0; s < sequences.lengths.size(); ++s) {
+    const Floats k = widened(sequences.k[s]), v = widened(sequences.v[s]);
+    for (std::int64_t position = 0; position < sequences.lengths[s]; ++position) {
+      for (std::int64_t h = 0; h < heads.NKV; ++h) {
+        const auto from = (position * heads.NKV + h) * heads.HS;
+        const auto to = static_cast<std::ptrdiff_t>(tables.at(s, position, h, heads));
+        std::copy_n(k.begin() + from, heads.HS, keys.begin() + to);
+        std::copy_n(v.begin() + from, heads.HS, values.begin() + to);
+      }
+    }
+  }
+  for (const Piece& piece : pieces) {
+    const Floats of_sequence = widened(sequences.q[piece.sequence]);
+    const std::int64_t width = heads.NH() * heads.HS;
+    q.insert(q.end(), of_sequence.begin() + piece.first * width,
+             of_sequence.begin() + (piece.first + piece.rows) * width);
+    work.push_back({tables.of_sequence[piece.sequence], piece.first, piece.rows, row});
+    row += piece.rows;
+  }
+  Floats out(q.size());
+  cpu::paged_attention({heads.NH(), heads.scale(), heads.NH() * heads.HS, heads.HS}, out.data(), q.data(),
+                       {keys.data(), values.data(), kPage, heads.NKV, heads.HS}, work);
+  return out;
+}
+
+// Weights are rounded to T, which errs by its unit roundoff of a mean of |v|; the tensor's largest element is at least that.
+template <typename T>
+constexpr double tolerance() {
+  return std::is_same_v<T, float> ? kArithmeticTolerance : unit_roundoff<T>();
+}
+
+template <typename T>
+void check_with_cpu(const Heads& heads, std::int64_t page_size) {
+  SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " pages of "
+                                  << page_size);
+  // Lengths beside the ends of key blocks, pages, splits and tiles; prompts, chunks of prompts, decoded rows.
+  const Sequences<T> sequences(heads, {1, 33, 300, 530, 65, 31, 257, 513, 17});
+  const std::vector<Piece> pieces = {{0, 0, 1},  {1, 0, 33},  {2, 0, 300}, {3, 529, 1}, {4, 60, 5},
+                                     {5, 30, 1}, {6, 250, 7}, {7, 511, 2}, {8, 3, 14}};
+  expect_near<T>(widened(attend(sequences, pieces, page_size, 7)), attend_on_cpu(sequences, pieces), "out",
+                 tolerance<T>());
+}
+
+TYPED_TEST(CudaPagedAttention, MatchesTheCpu) {
+  std::size_t turn = 0;
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t G : {1, 2, 3, 4, 8, 16, 32})
+      check_with_cpu<TypeParam>({G < 8 ? 2 : 1, G, HS}, kPageSizes[turn++ % std::size(kPageSizes)]);
+  }
+}
+
+// Everything that a step may do differently, for one sequence of several splits: the same bits.
+template <typename T>
+class Invariance {
+ public:
+  Invariance(const Heads& heads, std::int64_t length)
+      : length_(length), sequences_(heads, {length, 70, 600}), row_(static_cast<std::size_t>(heads.NH() * heads.HS)) {
+    want_ = attend(sequences_, {{0, 0, length}}, 32, 1);
+  }
+
+  void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what) const {
+    const std::vector<T> got = attend(sequences_, pieces, page_size, seed);
+    std::size_t at = 0;
+    std::int64_t different = 0, first_different = -1;
+    for (const Piece& piece : pieces) {
+      for (std::int64_t i = 0; i < piece.rows; ++i, at += row_) {
+        if (piece.sequence != 0) continue;
+        const std::size_t wanted = static_cast<std::size_t>(piece.first + i) * row_;
+        if (std::memcmp(got.data() + at, want_.data() + wanted, row_ * sizeof(T)) == 0) continue;
+        if (different++ == 0) first_different = piece.first + i;
+      }
+    }
+    EXPECT_EQ(different, 0) << what << ": rows differ, the first at position " << first_different;
+  }
+
+  // Spans of random lengths that cover the sequence, in a random order, between those of other sequences.
+  std::vector<Piece> random_pieces(std::mt19937& random) const {
+    std::vector<Piece> pieces = {{1, 69, 1}, {2, 0, 600}, {1, 3, 40}, {2, 599, 1}};
+    for (std::int64_t first = 0; first < length_;) {
+      const auto longest = random() % 3 == 0 ? 5u : 200u;
+      const std::int64_t rows = std::min<std::int64_t>(1 + random() % longest, length_ - first);
+      pieces.push_back({0, first, rows});
+      first += rows;
+    }
+    std::shuffle(pieces.begin(), pieces.end(), random);
+    return pieces;
+  }
+
+  std::int64_t length() const { return length_; }
+
+ private:
+  std::int64_t length_;
+  Sequences<T> sequences_;
+  std::size_t row_;  // elements
+  std::vector<T> want_;
+};
+
+TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
+  const Heads kinds[] = {{2, 1, 32}, {1, 4, 64},  {2, 1, 80},   {1, 3, 80},
+                         {1, 3, 96}, {1, 4, 128}, {1, 20, 128}, {1, 2, 256}};
+  std::mt19937 random(3);
+  for (const Heads& heads : kinds) {
+    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G);
+    const Invariance<TypeParam> same(heads, heads.G > 8 ? 550 : 1300);
+    // In each its later positions are NaN.
+    for (const std::int64_t position :
+         {0, 1, 15, 16, 31, 32, 63, 127, 255, 256, 257, 511, 512, 513, 548, 1023, 1024, 1299}) {
+      if (position >= same.length()) continue;
+      same.expect_same({{0, position, 1}}, 16, 2, "one row");
+      const std::int64_t before = std::min<std::int64_t>(position, 6);
+      same.expect_same({{0, position - before, before + 1}}, 64, 3, "at most 7 rows");
+    }
+    std::vector<Piece> rows;
+    for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
+    std::shuffle(rows.begin(), rows.end(), random);
+    same.expect_same(rows, 32, 4, "row by row");
+    for (const std::int64_t page_size : kPageSizes) {
+      same.expect_same({{0, 0, same.length()}}, page_size, 5, "other pages");
+      same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");
+    }
+  }
+}
+
+// ---- the list of work -----------------------------------------------------------------------------------------------
+// What a list computes, piece by piece: (row of the step, query head within its group, split), and -1 for all splits.
+struct Listed {
+  std::multiset<std::tuple<std::int64_t, std::int64_t, std::int64_t>> parts;
+  std::int64_t tiles = 0, items = 0;
+};
+
+Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda::PagedSpan>& spans) {
+  const std::int64_t G = shape.NH / shape.NKV;
+  const std::size_t bound = cuda::paged_work_bytes(shape);
+  std::vector<std::int64_t> work(bound / sizeof(std::int64_t));
+  const std::size_t bytes = cuda::write_paged_work(work.data(), shape, spans);
+  EXPECT_LE(bytes, bound);
+  const auto* header = reinterpret_cast<const cuda::PagedWorkHeader*>(work.data());
+  const auto* entries = reinterpret_cast<const cuda::PagedItem*>(header + 1);
+  EXPECT_EQ(bytes, sizeof *header + static_cast<std::size_t>(header->tiles + header->items) * sizeof *entries);
+  Listed listed;
+  listed.tiles = header->tiles;
+  listed.items = header->items;
+  std::map<std::int64_t, std::int64_t> slots;  // first: how many, once for each tile
+  std::int64_t longest = INT64_MAX;
+  for (std::int64_t e = 0; e < listed.tiles + listed.items; ++e) {
+    const cuda::PagedItem& item = entries[e];
+    const bool tile = e < listed.tiles;
+    if (e == listed.tiles) longest = INT64_MAX;
+    const std::int64_t tile_rows = tile ? cuda::paged_tile_rows(shape.HS) : cuda::kPagedItemRows;
+    const std::int64_t first = item.tile * tile_rows, end = std::min<std::int64_t>(item.rows * G, first + tile_rows);
+    EXPECT_LT(first, end);
+    const std::int64_t seen = item.first_position + (end - 1) / G + 1, splits = (seen + 255) / 256;
+    const std::int64_t length = tile ? seen : (std::min<std::int64_t>(seen - item.split * 256, 256) + 15) / 16;
+    EXPECT_LE(length, longest) << "the longest first";
+    EXPECT_GT(length, 0);
+    longest = length;
+    for (std::int64_t i = first; i < end; ++i)
+      listed.parts.insert({item.first_row + i / G, i % G, tile ? -1 : item.split});
+    if (tile) continue;
+    EXPECT_EQ(item.partials >= 0, splits > 1);
+    if (splits > 1) slots[item.partials] = (end - first) * splits;
+  }
+  std::int64_t free = 0;
+  for (const auto& [begin, count] : slots) {
+    EXPECT_GE(begin, free) << "slots are used twice";
+    free = begin + count;
+  }
+  EXPECT_LE(free, cuda::paged_partial_slots(shape));
+  return listed;
+}
+
+// Every row and head exactly once: as a part of a tile, or by all of the splits that it sees, and by none that its span's last
+// row does not see.
+void expect_complete(const Listed& listed, const cuda::PagedAttentionShape& shape,
+                     const std::vector<cuda::PagedSpan>& spans) {
+  std::size_t expected = 0;
+  for (const cuda::PagedSpan& span : spans) {
+    for (std::int64_t i = 0; i < span.rows; ++i) {
+      for (std::int64_t g = 0; g < shape.NH / shape.NKV; ++g) {
+        if (listed.parts.count({span.first_row + i, g, -1}) == 1) {
+          ++expected;
+          continue;
+        }
+        for (std::int64_t split = 0; split * 256 < span.first_position + span.rows; ++split, ++expected)
+          ASSERT_EQ(listed.parts.count({span.first_row + i, g, split}), 1u) << "row " << span.first_row + i;
+      }
+    }
+  }
+  EXPECT_EQ(listed.parts.size(), expected);
+}
+
+TEST(CudaPagedWork, ListsEveryRowOnce) {
+  std::mt19937 random(1);
+  for (const std::int64_t G : {1, 2, 3, 7, 16, 17, 71}) {
+    for (const std::int64_t HS : {80, 256}) {
+      cuda::PagedAttentionShape shape;
+      shape.NKV = 2, shape.NH = 2 * G, shape.HS = HS;
+      shape.max_rows = 700, shape.max_spans = 40, shape.max_positions = 3000;
+      for (int step = 0; step < 20; ++step) {
+        std::vector<cuda::PagedSpan> spans;
+        std::int64_t row = random() % 5;
+        for (std::size_t s = 0, count = random() % 41; s < count; ++s) {
+          const std::int64_t longest = random() % 4 == 0 ? 300 : random() % 2 == 0 ? 1 : 20;
+          const std::int64_t rows = std::min<std::int64_t>(1 + random() % static_cast<unsigned>(longest), 700 - row);
+          const std::int64_t position = random() % 3 == 0 ? 0 : random() % static_cast<unsigned>(3000 - rows + 1);
+          spans.push_back({row, rows, position});
+          row += rows;
+          if (row == 700) break;
+        }
+        SCOPED_TRACE(testing::Message() << "G " << G << " HS " << HS << " step " << step);
+        expect_complete(check_list(shape, spans), shape, spans);
+      }
+    }
+  }
+}
+
+TEST(CudaPagedWork, SpansThatFindNoSlotAreTiles) {
+  cuda::PagedAttentionShape shape;
+  shape.NKV = 8, shape.NH = 32, shape.HS = 128;
+  shape.max_rows = 512, shape.max_spans = 256, shape.max_positions = 1'000'000;
+  EXPECT_LE(cuda::paged_attention_workspace(shape), std::size_t{280} << 20);
+  std::vector<cuda::PagedSpan> spans;
+  for (std::int64_t row = 0; row < 256; ++row) spans.push_back({row, 1, 200'000 + 1000 * row});
+  const Listed listed = check_list(shape, spans);
+  EXPECT_GT(listed.tiles, 0);
+  EXPECT_GT(listed.items, 0);
+  expect_complete(listed, shape, spans);
+}
+
+TEST(CudaPagedWork, RefusesWhatIsBeyondTheShape) {
+  cuda::PagedAttentionShape shape;
+  shape.NKV = shape.NH = 2, shape.HS = 64;
+  shape.max_rows = 8, shape.max_spans = 2, shape.max_positions = 100;
+  std::vector<std::int64_t> work(cuda::paged_work_bytes(shape) / sizeof(std::int64_t));
+  const auto write = [&](const std::vector<cuda::PagedSpan>& spans) {
+    return cuda::write_paged_work(work.data(), shape, spans);
+  };
+  EXPECT_EQ(write({}), sizeof(cuda::PagedWorkHeader));
+  EXPECT_NO_THROW(write({{0, 8, 92}}));
+  EXPECT_THROW(write({{0, 9, 0}}), Error);
+  EXPECT_THROW(write({{1, 8, 0}}), Error);
+  EXPECT_THROW(write({{0, 8, 93}}), Error);
+  EXPECT_THROW(write({{0, 1, -1}}), Error);
+  EXPECT_THROW(write({{0, 1, 0}, {1, 1, 0}, {2, 1, 0}}), Error);
+  shape.HS = 72;
+  EXPECT_THROW(cuda::paged_work_bytes(shape), Error);
+  shape.HS = 64, shape.NH = 3;
+  EXPECT_THROW(cuda::paged_work_bytes(shape), Error);
+}
+
+// ---- the append -----------------------------------------------------------------------------------------------------
+// Rows of three sequences, with padding between and behind them, as [q heads | k heads | v heads].
+template <typename T>
+void check_append(const Heads& heads, std::int64_t rotary, std::int64_t page_size) {
+  SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " rotary " << rotary << " G " << heads.G << " pages of "
+                                  << page_size);
+  const std::int64_t HS = heads.HS, NH = heads.NH(), width = (NH + 2 * heads.NKV) * HS;
+  const Tables tables({5, 150, 70}, page_size, 9);
+  const std::vector<Piece> pieces = {{1, 60, 9}, {0, 4, 1}, {2, 10, 33}};
+  std::vector<std::int32_t> positions, row_tables, block_tables;
+  std::vector<std::size_t> sequence_of;
+  for (const Piece& piece : pieces) {
+    for (std::int64_t i = 0; i <= piece.rows; ++i) {  // and one of padding
+      positions.push_back(i < piece.rows ? static_cast<std::int32_t>(piece.first + i) : -1);
+      row_tables.push_back(i < piece.rows ? static_cast<std::int32_t>(block_tables.size()) : 1 << 30);
+      sequence_of.push_back(piece.sequence);
+    }
+    const auto& pages = tables.of_sequence[piece.sequence];
+    block_tables.insert(block_tables.end(), pages.begin(), pages.end());
+  }
+  const auto rows = static_cast<std::int64_t>(positions.size());
+  RopeConfig config;
+  config.theta = 10000;
+  config.rotary_dim = rotary;
+  const RopeTable rope = rope_table(config, 150);
+  const std::vector<T> before = stored<T>(random_floats(rows * width, 1));
+  const Floats x = widened(before);
+  const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * HS);
+  std::vector<T> want = before;
+  std::vector<T> want_keys = DeviceBuffer<T>(pool).download(), want_values = want_keys;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t position = positions[static_cast<std::size_t>(row)];
+    if (position < 0) continue;
+    // Of a head, as append_to_pages.h says; volatile: not fused by the compiler of the test.
+    const auto rotated = [&](std::int64_t head, std::int64_t d) {
+      const auto at = static_cast<std::size_t>(row * width + head * HS + d);
+      const std::int64_t half = rope.half;
+      if (d >= 2 * half) return before[at];
+      const auto angle = static_cast<std::size_t>(position * half + d % std::max<std::int64_t>(half, 1));
+      const float other = d < half ? x[at + static_cast<std::size_t>(half)] : x[at - static_cast<std::size_t>(half)];
+      const volatile float product = other * rope.sin[angle];
+      return stored<T>({std::fma(x[at], rope.cos[angle], d < half ? -product : product)})[0];
+    };
+    for (std::int64_t d = 0; d < HS; ++d) {
+      for (std::int64_t h = 0; h < NH; ++h) want[static_cast<std::size_t>(row * width + h * HS + d)] = rotated(h, d);
+      for (std::int64_t h = 0; h < heads.NKV; ++h) {
+        const std::size_t to =
+            tables.at(sequence_of[static_cast<std::size_t>(row)], position, h, heads) + static_cast<std::size_t>(d);
+        want_keys[to] = rotated(NH + h, d);
+        want_values[to] = before[static_cast<std::size_t>(row * width + (NH + heads.NKV + h) * HS + d)];
+      }
+    }
+  }
+
+  const DeviceBuffer<float> cos(rope.cos), sin(rope.sin);
+  const DeviceBuffer<T> packed(before), keys(pool), values(pool);
+  const DeviceBuffer<std::int32_t> gpu_positions(positions), gpu_tables(row_tables), gpu_pages(block_tables);
+  cuda::AppendToPages<T> io;
+  io.q = {packed.data(), 0, width, HS};
+  io.k = {packed.data() + NH * HS, 0, width, HS};
+  io.v = {packed.data() + (NH + heads.NKV) * HS, 0, width, HS};
+  io.NH = NH;
+  io.kv = {keys.data(), values.data(), page_size, heads.NKV, HS};
+  io.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), rows};
+  io.rope = {cos.data(), sin.data(), rope.positions, rope.half};
+  cuda::append_to_pages(io, cuda::launch_device(), nullptr);
+  expect_same_bits(packed, DeviceBuffer<T>(want), "queries, and k and v of the rows");
+  expect_same_bits(keys, DeviceBuffer<T>(want_keys), "keys");
+  expect_same_bits(values, DeviceBuffer<T>(want_values), "values");
+}
+
+TYPED_TEST(CudaPagedAttention, AppendsRotatedKeysAndValues) {
+  std::size_t turn = 0;
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t rotary : {std::int64_t{0}, std::int64_t{2}, HS / 4, HS / 4 + 2, HS / 2 + 6, HS}) {
+      for (const Heads& heads : {Heads{3, 1, HS}, Heads{2, 4, HS}})
+        check_append<TypeParam>(heads, rotary, kPageSizes[turn++ % std::size(kPageSizes)]);
+    }
+  }
+}
+
+TYPED_TEST(CudaPagedAttention, RefusesOtherPagesAndViews) {
+  const DeviceBuffer<TypeParam> memory(4096);
+  cuda::PagedAttention<TypeParam> io;
+  io.shape.NH = io.shape.NKV = 1, io.shape.HS = 64;
+  io.shape.max_rows = io.shape.max_spans = io.shape.max_positions = 1;
+  io.kv = {memory.data(), memory.data(), 48, 1, 64};
+  EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
+  io.kv.page_size = 16;
+  io.q = {memory.data() + 1, 0, 64, 64};
+  EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
+  cuda::AppendToPages<TypeParam> append;
+  append.NH = 1;
+  append.q = {memory.data(), 0, 64, 64};
+  append.k = append.v = append.q;
+  append.kv = {memory.data(), memory.data(), 48, 1, 64};
+  EXPECT_THROW(cuda::append_to_pages(append, cuda::launch_device(), nullptr), Error);
+  append.kv.page_size = 16;
+  append.rope.half = 33;
+  EXPECT_THROW(cuda::append_to_pages(append, cuda::launch_device(), nullptr), Error);
+}
+
+}  // namespace
+}  // namespace weft::test
