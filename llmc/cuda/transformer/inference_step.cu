@@ -2,7 +2,7 @@
 // the description, one copy from page-locked memory, and the ids that were sampled last. So a step of few rows is the replay of
 // a captured graph, and nothing waits for the host: results are copied to page-locked memory, and an event follows them.
 #include <algorithm>
-#include <array>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/runtime/fork.h"
@@ -184,16 +184,19 @@ template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
   const StepArrays step = step_arrays(b_.step, rows, wanted);
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    CapturedGraph& graph = graphs_.try_emplace({rows, wanted}, "inference step").first->second;
-    if (graph.empty()) {
-      graph.capture(stream_, [&] {
-        run_layers(step, rows);
-        if (wanted > 0) run_head(step, 0, wanted);
-      });
+    BucketGraph& bucket = graphs_[{rows, wanted}];
+    // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
+    if (std::exchange(bucket.ran, true)) {
+      if (bucket.graph.empty()) {
+        bucket.graph.capture(stream_, [&] {
+          run_layers(step, rows);
+          if (wanted > 0) run_head(step, 0, wanted);
+        });
+      }
+      bucket.graph.launch(stream_);
+      keep_logits(flight, 0, wanted);
+      return;
     }
-    graph.launch(stream_);
-    keep_logits(flight, 0, wanted);
-    return;
   }
   run_layers(step, rows);
   keep_logits_of_all_rows();
