@@ -148,8 +148,9 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
       step.alternatives[next] = span.alternatives;
       ++next;
     }
-    std::copy(span.pages.begin(), span.pages.end(), base + table);
-    table += std::ssize(span.pages);
+    const std::int64_t pages = ceil_div(span.first_position + count, pool_.page_size);  // a table may be longer
+    std::copy_n(span.pages.begin(), pages, base + table);
+    table += pages;
   }
   for (; row < rows; ++row) {  // padding computes on an embedding, so that it stays finite
     step.ids[row] = 0;
