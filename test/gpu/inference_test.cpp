@@ -356,6 +356,11 @@ TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
     EXPECT_EQ(got.sampled->id, want.sampled->id);
     EXPECT_EQ(got.sampled->logprob, want.sampled->logprob);
   };
+  const std::vector<Span> healthy = {work[0], work[2]};  // row 1 of the logits was the damaged one's
+  model->submit(healthy);
+  const std::vector<SpanResult> without = copied();
+  expect_same(without[0], together[0]);
+  expect_same(without[1], together[2]);
   for (const std::size_t s : {0, 2}) {
     for (const bool damaged_memory : {false, true}) {
       SCOPED_TRACE("sequence " + std::to_string(s) + (damaged_memory ? " in damaged memory" : ""));

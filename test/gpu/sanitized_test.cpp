@@ -1,5 +1,6 @@
-// Small shapes through every kernel of training, for compute-sanitizer (test/python/test_train_gpu.py): one step each, in
-// both precisions, with tiles that are full, cut and several. The numbers are not checked here.
+// Small shapes through every kernel of training and of inference, for compute-sanitizer (test/python/test_train_gpu.py): one
+// step each, in both precisions, with tiles that are full, cut and several, and a few sequences in steps of several sizes. The
+// numbers are not checked here.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,6 +8,9 @@
 #include <vector>
 
 #include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/transformer/inference.h"
+#include "test/cpp/inference_tools.h"
+#include "test/gpu/neox_models.h"
 
 namespace weft {
 namespace {
@@ -80,6 +84,33 @@ TEST(Sanitized, Fp32HeadsOf32) {
 // With dropout a recomputed norm runs the kernel that drops and adds, without a branch.
 TEST(Sanitized, Fp32RecomputedNormsWithDropout) {
   train_with(Precision::fp32, 32, 40, 0.1f, NormKind::layernorm, Recompute::block);
+}
+
+// Prompts in chunks, decoding from slots, scores and alternatives.
+void infer_with(const ModelConfig& config, DType dtype) {
+  InferenceOptions pool;
+  pool.num_pages = 24;
+  pool.page_size = 16;
+  pool.slots = 3;
+  pool.max_rows = 96;
+  cuda::GpuInferenceOptions options;
+  options.dtype = dtype;
+  options.direct = true;  // the sanitizer names single launches
+  const auto model = cuda::random_inference(config, 1, pool, options);
+  const std::vector<test::Trace> traces = test::run(*model, test::random_sequences(config, 3, 70), 40, true, 2);
+  for (const test::Trace& trace : traces) EXPECT_EQ(trace.ids.size(), static_cast<std::size_t>(test::kGenerated));
+}
+
+TEST(Sanitized, InferenceInBf16) {
+  infer_with(test::llama_config(test::small_llamas()[1]), DType::bf16);  // heads of 64
+  infer_with(test::llama_config(test::small_llamas()[2]), DType::bf16);  // of 128
+}
+TEST(Sanitized, InferenceInFp16) {
+  infer_with(test::neox_config(test::small_shapes()[3]), DType::f16);  // of 80, parallel residual
+  infer_with(test::neox_config(test::small_shapes()[1]), DType::f16);  // of 32, sequential
+}
+TEST(Sanitized, InferenceInFp32) {
+  infer_with(test::llama_config(test::small_llamas()[3]), DType::f32);
 }
 
 }  // namespace

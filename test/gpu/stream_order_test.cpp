@@ -1,14 +1,17 @@
 // Work that one stream hands to another, made late on purpose (llmc/cuda/runtime/fork.h): every delay must leave the bits as
 // they are. Without its wait each of these reads too early: the update that must not overtake the background copy of the
 // state, the sort of the tokens and the embedding's gradient, uploads of tokens that reuse a page-locked slot, MLP-up beside
-// attention in a prompt, and the pieces of a model file on their way to the GPU.
+// attention in a prompt, the pieces of a model file on their way to the GPU, and the description of an inference step, whose
+// page-locked memory the step after the next uses again.
 #include <gtest/gtest.h>
 
 #include <cstring>
 
 #include "llmc/cuda/llama/llama.h"
 #include "llmc/cuda/runtime/fork.h"
+#include "llmc/cuda/transformer/inference.h"
 #include "llmc/cuda/transformer/neox.h"
+#include "llmc/model/single_sequence.h"
 #include "test/cpp/whole_model_checks.h"
 #include "test/gpu/neox_models.h"
 
@@ -118,6 +121,34 @@ TEST(StreamOrder, PromptsAndLoadingWithDelays) {
   }
   const Delay delay(DelayPoint::forked, 20'000);
   EXPECT_TRUE(same_bits(prompt_logits(path, 300), expected)) << "the second stream late";
+}
+
+std::vector<std::int32_t> generated(const std::string& path) {
+  constexpr std::int64_t kCapacity = 200;
+  cuda::GpuInferenceOptions options;
+  options.dtype = DType::bf16;
+  const auto model =
+      single_sequence(cuda::load_inference(ModelFile::open(path), one_sequence(kCapacity), options), kCapacity);
+  EXPECT_TRUE(model->samples());
+  GenerationRequest request;
+  request.sampling = sampling_plan({.temperature = 0.9, .seed = 4});
+  request.max_ids = 60;
+  std::vector<std::int32_t> ids;
+  model->generate_ids(test::random_tokens(100, 500, 5), request, [&](std::int32_t id) {
+    ids.push_back(id);
+    return true;
+  });
+  return ids;
+}
+
+TEST(StreamOrder, InferenceWithDelays) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("model.bin");
+  test::write_random_model(path, test::llama_config(test::small_llamas()[1]), DType::bf16, 3);
+  const std::vector<std::int32_t> expected = generated(path);
+  ASSERT_EQ(expected.size(), 60u);
+  const Delay delay(DelayPoint::step, 3'000);
+  EXPECT_EQ(generated(path), expected);
 }
 
 }  // namespace

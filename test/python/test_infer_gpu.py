@@ -1,14 +1,18 @@
-"""infer_pythia on a GPU: the trained tiny Pythia against transformers in every way of decoding and every storage type,
-refusals, signals. Skipped without a GPU."""
+"""infer_pythia on a GPU: the trained tiny Pythia against transformers in every way of decoding and every storage type, the
+trained tiny Llama, many requests at once, refusals, signals. Skipped without a GPU."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,8 @@ np = pytest.importorskip("numpy")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "infer_pythia"
-GOLDEN = ROOT / "test" / "fixtures" / "golden" / "tiny-pythia.dump.bin"
+GOLDENS = ROOT / "test" / "fixtures" / "golden"
+GOLDEN = GOLDENS / "tiny-pythia.dump.bin"
 sys.path.insert(0, str(ROOT / "scripts"))
 import tensor_file  # noqa: E402
 
@@ -56,12 +61,21 @@ def modes(dtype: str) -> list[str]:
     return ["reference", "graph"] + (["fused"] if done.returncode == OK else [])
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("models") / "tiny.bin"
-    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-pythia", "-o", target], check=True,
+def converted(name: str, folder: Path) -> Path:
+    target = folder / "model.bin"
+    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models" / name, "-o", target], check=True,
                    capture_output=True)
     return target
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    return converted("tiny-pythia", tmp_path_factory.mktemp("pythia"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    return converted("tiny-llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
@@ -207,6 +221,125 @@ def test_random_models_have_the_size_of_their_name():
         result = object_of("--bench", "--random-model", name, "--max-tokens", 4, "--bench-contexts", 32)
         assert result["bytes_per_token"] == pytest.approx(2 * parameters, rel=0.1), name
         assert [point["prompt_tokens"] for point in result["contexts"]] == [32]
+
+
+# ---- Llama -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".dump.bin") for path in GOLDENS.glob("llama-*.dump.bin")))
+def test_every_shape_of_llama_matches_pytorch(name):
+    for decode in ("reference", "graph"):
+        done = run("--device", "cuda", "--decode", decode, "--model", GOLDENS / f"{name}.model.bin", "--compare",
+                   GOLDENS / f"{name}.dump.bin")
+        assert done.returncode == OK and b", 0 failed" in done.stdout, done.stdout.decode() + done.stderr.decode()
+
+
+def test_the_llama_that_comes_with_weft_matches_pytorch(llama):
+    done = run("--device", "cuda", "--model", llama, "--compare", GOLDENS / "tiny-llama.dump.bin")
+    assert done.returncode == OK and b"greedy.ids" in done.stdout and b", 0 failed" in done.stdout, done.stdout.decode()
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.8, "--seed", 3, "--top-k", 50, "--top-p", 0.95]])
+def test_a_llama_writes_the_same_text_every_time(llama, sampling):
+    common = ["--model", llama, "--prompt", "Once upon a time", "--max-tokens", 100, *sampling]
+    results = {decode: object_of(*common, "--decode", decode) for decode in ("auto", "graph", "reference")}
+    assert [result["decode"] for result in results.values()] == ["graph", "graph", "reference"]
+    assert len({result["text"] for result in results.values()}) == 1 and len(results["auto"]["ids"]) > 50
+    done = run("--device", "cuda", *common)
+    assert done.returncode == OK and done.stdout.decode() == results["auto"]["text"]
+    fp32, cpu = (object_of(*common, "--dtype", "fp32")["ids"],
+                 json.loads(run("--device", "cpu", *common, "--json").stdout)["ids"])
+    assert fp32[:20] == cpu[:20]
+
+
+def test_a_llama_in_every_task(llama, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    cpu = json.loads(run("--device", "cpu", "--model", llama, "--perplexity", tmp_path / "text.txt", "--json").stdout)
+    for dtype, tolerance in (("fp32", 1e-4), ("fp16", 1e-3), ("bf16", 3e-2)):
+        result = object_of("--model", llama, "--perplexity", tmp_path / "text.txt", "--dtype", dtype)
+        assert result["tokens"] == cpu["tokens"]
+        assert abs(math.log(result["perplexity"] / cpu["perplexity"])) < tolerance, dtype
+    bench = object_of("--model", llama, "--bench", "--max-tokens", 16)
+    assert bench["decode"] == "graph" and bench["gb_per_s"] > 0
+    done = subprocess.run([PROGRAM, "--device", "cuda", "--model", llama, "--interactive", "--max-tokens", "12",
+                           "--ignore-eos"], input=b"Once upon\na time\n", capture_output=True, timeout=120)
+    first = object_of("--model", llama, "--prompt", "Once upon", "--max-tokens", 12, "--ignore-eos")
+    assert done.returncode == OK and done.stdout.decode().startswith(first["text"] + "\n"), done.stderr
+
+
+def test_what_a_llama_has_not(llama):
+    common = ["--device", "cuda", "--model", llama]
+    assert "--decode fused: " in refused(ENVIRONMENT, *common, "--prompt", "x", "--decode", "fused")
+    assert "--bench-layer: " in refused(USAGE, *common, "--bench", "--bench-layer")
+    assert "--bench-timeline" in refused(ENVIRONMENT, *common, "--bench", "--bench-timeline")
+
+
+# ---- many requests at once -------------------------------------------------------------------------------------------
+
+def requests_of(count: int, **more) -> list[dict]:
+    words = ["The hen", "Once upon a time there was a fox", "A", "The dog saw the cat and", "Every day the hen"]
+    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9}]
+    return [{"id": i, "prompt": words[i % 5], "seed": i, **kinds[i % 3], **more} for i in range(count)]
+
+
+def batch(model: Path, folder: Path, requests: list[dict], *options) -> dict:
+    folder.mkdir()
+    (folder / "in.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    done = run("--device", "cuda", "--model", model, "--batch", folder / "in.jsonl", "--output", folder / "out.jsonl",
+               *options)
+    assert done.returncode == OK, done.stderr.decode()
+    answers = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    return {answer["id"]: answer for answer in answers}
+
+
+def test_answers_of_a_batch_do_not_depend_on_each_other(tiny, llama, tmp_path):
+    requests = requests_of(24, max_tokens=40, ignore_eos=True, logprobs=3)
+    for model in (tiny, llama):
+        folder = tmp_path / model.parent.name
+        folder.mkdir()
+        want = batch(model, folder / "alone", requests, "--max-running", 1)
+        assert len(want) == len(requests)
+        for i, options in enumerate([["--max-running", 24], ["--max-running", 24, "--kv-memory", "0.4MB"],
+                                     ["--decode", "reference"]]):
+            assert batch(model, folder / str(i), requests, *options) == want, options
+    alone = object_of("--model", llama, "--prompt", "The hen", "--max-tokens", 40, "--ignore-eos", "--seed", 0)
+    assert want[0]["ids"] == alone["ids"], "a Llama alone is the same model"
+
+
+def test_kv_memory_beyond_the_gpu_says_what_would_fit(llama, tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": "x"}) + "\n")
+    words = ["--device", "cuda", "--model", llama, "--batch", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
+    message = refused(RESOURCES, *words, "--kv-memory", "100TB")
+    assert "the plan needs" in message and "--kv-memory " in message and "would fit" in message
+    assert "--decode fused" in refused(ENVIRONMENT, *words, "--decode", "fused")
+
+
+def test_the_server_answers_as_the_batch_does(tiny, llama, tmp_path):
+    for model in (tiny, llama):
+        request = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 5, "temperature": 0.9, "ignore_eos": True}
+        want = batch(model, tmp_path / model.parent.name, [{"id": 0, **request}])[0]["text"]
+        process = subprocess.Popen([PROGRAM, "--device", "cuda", "--model", model, "--serve", "127.0.0.1:0"],
+                                   stderr=subprocess.PIPE)
+        try:
+            while not (match := re.search(rb"listening on (http://\S+)", line := process.stderr.readline())):
+                assert line, "it ended before it listened"
+            url = match[1].decode()
+            until = time.monotonic() + 60
+            while True:
+                try:
+                    asked = urllib.request.Request(url + "/v1/completions", json.dumps(request).encode(),
+                                                   {"Content-Type": "application/json"})
+                    answer = json.loads(urllib.request.urlopen(asked, timeout=60).read())
+                    break
+                except urllib.error.HTTPError as error:  # 503 while the model is being loaded
+                    assert error.code == 503 and time.monotonic() < until
+                    time.sleep(0.2)
+            assert answer["choices"][0]["text"] == want
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+            process.wait(30)
+            process.stderr.close()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

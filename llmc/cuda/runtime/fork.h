@@ -14,8 +14,8 @@ namespace weft::cuda {
 
 // Where work can be made late.
 enum class DelayPoint {
-  step,  // the first stream of a model, at the start of a forward pass, a backward pass, an update, a chunk of a prompt, and the
-  // copy of a piece of a model file
+  step,  // the first stream of a model, at the start of a forward pass, a backward pass, an update, a chunk of a prompt, an
+  // inference step, and the copy of a piece of a model file
   forked,  // the second stream, at the start of what was handed to it
   count
 };

@@ -146,6 +146,11 @@ class Inference final : public InferenceModel {
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
   };
 
+  struct BucketGraph {
+    bool ran = false;
+    CapturedGraph graph{"inference step"};
+  };
+
   // ---- a step (inference_step.cu)
   void check(std::span<const Span> work) const;
   // Fills the flight and its upload; returns the bytes to copy. `rows` and `wanted` become buckets.
@@ -200,8 +205,8 @@ class Inference final : public InferenceModel {
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  std::map<std::pair<std::int64_t, std::int64_t>, CapturedGraph> graphs_;  // by buckets of rows and wanted rows
-  std::vector<std::unique_ptr<Flight>> flights_;                           // [kDepth], used in turn
+  std::map<std::pair<std::int64_t, std::int64_t>, BucketGraph> graphs_;  // by buckets of rows and wanted rows
+  std::vector<std::unique_ptr<Flight>> flights_;                         // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted

@@ -2,9 +2,10 @@
 // the description, one copy from page-locked memory, and the ids that were sampled last. So a step of few rows is the replay of
 // a captured graph, and nothing waits for the host: results are copied to page-locked memory, and an event follows them.
 #include <algorithm>
-#include <array>
+#include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/cuda/runtime/fork.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
 
 namespace weft::cuda {
@@ -147,8 +148,9 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
       step.alternatives[next] = span.alternatives;
       ++next;
     }
-    std::copy(span.pages.begin(), span.pages.end(), base + table);
-    table += std::ssize(span.pages);
+    const std::int64_t pages = ceil_div(span.first_position + count, pool_.page_size);  // a table may be longer
+    std::copy_n(span.pages.begin(), pages, base + table);
+    table += pages;
   }
   for (; row < rows; ++row) {  // padding computes on an embedding, so that it stays finite
     step.ids[row] = 0;
@@ -183,16 +185,19 @@ template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
   const StepArrays step = step_arrays(b_.step, rows, wanted);
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    CapturedGraph& graph = graphs_.try_emplace({rows, wanted}, "inference step").first->second;
-    if (graph.empty()) {
-      graph.capture(stream_, [&] {
-        run_layers(step, rows);
-        if (wanted > 0) run_head(step, 0, wanted);
-      });
+    BucketGraph& bucket = graphs_[{rows, wanted}];
+    // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
+    if (std::exchange(bucket.ran, true)) {
+      if (bucket.graph.empty()) {
+        bucket.graph.capture(stream_, [&] {
+          run_layers(step, rows);
+          if (wanted > 0) run_head(step, 0, wanted);
+        });
+      }
+      bucket.graph.launch(stream_);
+      keep_logits(flight, 0, wanted);
+      return;
     }
-    graph.launch(stream_);
-    keep_logits(flight, 0, wanted);
-    return;
   }
   run_layers(step, rows);
   keep_logits_of_all_rows();
@@ -214,6 +219,7 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
     flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
   }
+  delay_point(stream_, DelayPoint::step);
   cuda::check(cudaMemcpyAsync(b_.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice, stream_),
               "inference step");
   launch(flight, rows, wanted);
