@@ -6,6 +6,10 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/cpu/neox_inference.h"
+#include "llmc/model/single_sequence.h"
+#include "llmc/model/tensor_table.h"
+#include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/op/ceilings.h"
 #include "llmc/cuda/transformer/neox.h"
@@ -40,24 +44,49 @@ namespace {
 constexpr std::int64_t kCpuRows = 128;
 constexpr double kKvShare = 0.8;  // of the memory that is free beside the parameters
 
-}  // namespace
-
-std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
-                                                             std::int64_t sequences) const {
-  if (choice_.gpu) fail(Exit::internal, "many sequences at once: only on the CPU");
+// The pool of the CPU for `sequences` sequences, beside the parameters.
+InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) {
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
     const std::uint64_t free = free_host_memory(),
-                        parameters = static_cast<std::uint64_t>(file.table().parameters()) * sizeof(float);
+                        parameters = static_cast<std::uint64_t>(TensorTable(config).parameters()) * sizeof(float);
     if (free <= parameters) {
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
     }
     bytes = static_cast<std::uint64_t>(kKvShare * static_cast<double>(free - parameters));
   }
-  InferenceOptions options = pool_options(file.config(), bytes, sequences, sizeof(float));
+  InferenceOptions options = pool_options(config, bytes, sequences, sizeof(float));
   options.max_rows = std::max(kCpuRows, sequences);
-  return cpu::load_inference(file, options);
+  return options;
+}
+
+std::unique_ptr<InferenceModel> random_on_cpu(const ModelConfig& config, const InferenceOptions& options,
+                                              std::int64_t seed) {
+  return cpu::make_neox_inference(config, options,
+                                  [&, tensor = std::uint64_t{0}](const TensorSpec& spec, float* out) mutable {
+                                    initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),
+                                                   {out, static_cast<std::size_t>(spec.elements)});
+                                  });
+}
+
+std::unique_ptr<DecodeModel> random_decoder_on_cpu(const ModelConfig& config, std::int64_t capacity,
+                                                   std::int64_t seed) {
+  return single_sequence(random_on_cpu(config, one_sequence(capacity), seed), capacity);
+}
+
+}  // namespace
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                             std::int64_t sequences) const {
+  if (choice_.gpu) fail(Exit::internal, "many sequences at once: only on the CPU");
+  return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
+                                                                    std::int64_t sequences) const {
+  if (choice_.gpu) fail(Exit::internal, "many sequences at once: only on the CPU");
+  return random_on_cpu(config, cpu_pool(config, kv_memory, sequences), settings_.seed);
 }
 
 #ifdef WEFT_CUDA
@@ -98,8 +127,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const std::string refusal = settings_.task == InferTask::batch || settings_.task == InferTask::serve
-                                  ? "many sequences at once run on the CPU only"
+  const std::string refusal = settings_.many_sequences() ? "many sequences at once run on the CPU only"
                               : config.family != Family::gpt_neox
                                   ? "the GPU runs GPT-NeoX models only, and this is a Llama"
                                   : cuda::neox_refusal(config, dtype_);
@@ -150,7 +178,7 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  if (!choice_.gpu) fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+  if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
   log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
   check_memory(config, capacity);
   return cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
@@ -169,8 +197,8 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   return cpu::load_decoder(file, capacity);
 }
 
-std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig&, std::int64_t) const {
-  fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
+  return random_decoder_on_cpu(config, capacity, settings_.seed);
 }
 
 #endif
