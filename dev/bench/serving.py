@@ -269,7 +269,8 @@ class Bench:
         chance = random.Random(f"{options.seed}, {share}, {shared}")
         begin = time.monotonic() + 0.5
         window = (begin + options.warmup, begin + options.warmup + options.seconds)
-        arrivals, at = [], begin
+        arrivals: list[tuple[float, int, int]] = []
+        at = begin
         while (at := at + chance.expovariate(rate)) < window[1]:
             count = len(arrivals)
             arrivals.append((at, self._numbers(1), long_prompt if count % LONG_EVERY == LONG_EVERY - 1 else 0))
