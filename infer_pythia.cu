@@ -20,6 +20,7 @@
 #include "llmc/base/threads.h"
 #include "llmc/base/utf8.h"
 #include "llmc/infer/batch.h"
+#include "llmc/infer/batch_bench.h"
 #include "llmc/infer/bench.h"
 #include "llmc/infer/engine.h"
 #include "llmc/infer/fault_injection.h"
@@ -146,7 +147,7 @@ Exit run_bench(const InferSettings& settings, const ModelConfig& config, const D
   const std::int64_t limit = choose_capacity(settings, config, config.max_positions);
   BenchOptions bench{settings.max_tokens, {}, seed, 0};
   if (!settings.bench_contexts.empty()) {
-    bench.contexts = parse_contexts(settings.bench_contexts, limit);
+    bench.contexts = parse_integers("--bench-contexts", settings.bench_contexts, limit - 1);
   } else if (device.gpu()) {
     for (const std::int64_t context : {64, 1024, 2000}) {
       if (context < limit) bench.contexts.push_back(context);
@@ -174,10 +175,31 @@ Exit run_bench(const InferSettings& settings, const ModelConfig& config, const D
   return Exit::ok;
 }
 
+using MakeInference = std::function<std::unique_ptr<InferenceModel>(std::int64_t sequences)>;
+
+Exit run_batch_bench(const InferSettings& settings, const DecodeDevice& device, const MakeInference& make) {
+  BatchBenchOptions bench;
+  bench.sequences = parse_integers("--bench-batch", settings.bench_batch, kMostRunning);
+  bench.prompt = settings.bench_prompt;
+  bench.tokens = settings.max_tokens;
+  bench.sampler = sampler_options(settings);
+  bench.rest = device.gpu();
+  bench.read_ceiling = device.read_ceiling();
+  const std::unique_ptr<InferenceModel> model = make(*std::max_element(bench.sequences.begin(), bench.sequences.end()));
+  const BatchBenchResult result = run_batch_bench(*model, engine_options(settings, *model), bench);
+  write_stdout(settings.json ? json_line(batch_bench_json(result, device.path())) : batch_bench_text(result));
+  return Exit::ok;
+}
+
 Exit run_random_bench(const InferSettings& settings) {
   const ModelConfig config = pythia_config(settings.random_model);
   DecodeDevice device(settings);
   device.choose(config, DType::f16);
+  if (settings.task == InferTask::bench_batch) {
+    return run_batch_bench(settings, device, [&](std::int64_t sequences) {
+      return make_random_inference(settings, device, config, sequences);
+    });
+  }
   return run_bench(settings, config, device,
                    [&](std::int64_t capacity) { return make_random_model(settings, device, config, capacity); });
 }
@@ -243,6 +265,10 @@ Exit run(int argc, char** argv) {
     case InferTask::bench:
       return run_bench(*settings, session.config(), session.device(),
                        [&](std::int64_t capacity) { return session.load_model(capacity); });
+    case InferTask::bench_batch:
+      return run_batch_bench(*settings, session.device(), [&](std::int64_t sequences) {
+        return session.load_inference(settings->kv_bytes, sequences);
+      });
     case InferTask::prompt:
     case InferTask::prompt_file:
     case InferTask::prompt_ids:

@@ -4,7 +4,7 @@ Called by `make test`, which has built what it needs. Suites:
 
     unit        build/release/unit_tests      C++ (GoogleTest)
     unit asan   build/asan/unit_tests         the same under AddressSanitizer and UndefinedBehaviorSanitizer
-    threads     build/tsan/thread_tests       the threads that read ahead and save, under ThreadSanitizer
+    threads     build/tsan/thread_tests       the threads that read ahead, save and serve, under ThreadSanitizer
     runs tsan   test/python/test_train_cli.py whole runs of build/tsan/train_llama, with signals, faults and saves
     python      test/python                   scripts and whole programs (pytest)
     headers     make headers                  each header compiles alone

@@ -6,11 +6,14 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/cpu/inference.h"
+#include "llmc/cpu/neox_inference.h"
+#include "llmc/model/single_sequence.h"
+#include "llmc/model/tensor_table.h"
+#include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/op/ceilings.h"
 #include "llmc/cuda/transformer/inference.h"
 #include "llmc/cuda/transformer/neox.h"
-#include "llmc/model/single_sequence.h"
 #endif
 
 namespace weft {
@@ -42,21 +45,35 @@ namespace {
 constexpr std::int64_t kCpuRows = 128;
 constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the parameters
 
-std::unique_ptr<InferenceModel> load_inference_on_cpu(const ModelFile& file, std::uint64_t kv_memory,
-                                                      std::int64_t sequences) {
+// The pool of the CPU for `sequences` sequences, beside the parameters.
+InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) {
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
     const std::uint64_t free = free_host_memory(),
-                        parameters = static_cast<std::uint64_t>(file.table().parameters()) * sizeof(float);
+                        parameters = static_cast<std::uint64_t>(TensorTable(config).parameters()) * sizeof(float);
     if (free <= parameters) {
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
     }
     bytes = static_cast<std::uint64_t>(kCpuKvShare * static_cast<double>(free - parameters));
   }
-  InferenceOptions options = pool_options(file.config(), bytes, sequences, sizeof(float));
+  InferenceOptions options = pool_options(config, bytes, sequences, sizeof(float));
   options.max_rows = std::max(kCpuRows, sequences);
-  return cpu::load_inference(file, options);
+  return options;
+}
+
+std::unique_ptr<InferenceModel> random_on_cpu(const ModelConfig& config, const InferenceOptions& options,
+                                              std::int64_t seed) {
+  return cpu::make_neox_inference(config, options,
+                                  [&, tensor = std::uint64_t{0}](const TensorSpec& spec, float* out) mutable {
+                                    initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),
+                                                   {out, static_cast<std::size_t>(spec.elements)});
+                                  });
+}
+
+std::unique_ptr<DecodeModel> random_decoder_on_cpu(const ModelConfig& config, std::int64_t capacity,
+                                                   std::int64_t seed) {
+  return single_sequence(random_on_cpu(config, one_sequence(capacity), seed), capacity);
 }
 
 }  // namespace
@@ -108,7 +125,7 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const bool many = settings_.task == InferTask::batch || settings_.task == InferTask::serve;
+  const bool many = settings_.many_sequences();
   const std::string refusal = many || config.family != Family::gpt_neox ? cuda::inference_refusal(config, dtype_)
                                                                         : cuda::neox_refusal(config, dtype_);
   if (refusal.empty()) return choose_decode(config, many);
@@ -125,7 +142,8 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
     fail(Exit::environment, "--decode fused: it runs %s. Use --decode graph",
-         many ? "one sequence only, and this is --batch or --serve" : "GPT-NeoX models only, and this is a Llama");
+         many ? "one sequence only, and this is --batch, --serve or --bench-batch"
+              : "GPT-NeoX models only, and this is a Llama");
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
@@ -177,18 +195,16 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   });
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
-                                                             std::int64_t sequences) const {
-  if (!choice_.gpu) return load_inference_on_cpu(file, kv_memory, sequences);
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
-  const ModelConfig& config = file.config();
+// The pool of the GPU for `sequences` sequences, beside parameters and workspace.
+InferenceOptions DecodeDevice::gpu_pool(const ModelConfig& config, std::uint64_t kv_memory,
+                                        std::int64_t sequences) const {
   const std::uint64_t element = dtype_bytes(dtype_), free = choice_.available_bytes;
   const auto pool_of = [&](std::uint64_t bytes) {
     InferenceOptions pool = pool_options(config, bytes, sequences, element);
     pool.max_rows = std::max(cuda::kInferenceRows, sequences);
     return pool;
   };
-  // Beside the pages, for sequences as long as the model can hold.
+  // What lies beside the pages depends on how many there are, a little: it is counted for as many as there can be.
   const std::uint64_t all_pages = kv_bytes(config, config.max_positions * sequences, element);
   const InferenceOptions largest =
       pool_of(std::max(all_pages, 2 * kv_bytes(config, InferenceOptions{}.page_size, element)));
@@ -202,14 +218,29 @@ std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& fi
               : dtype_ == DType::f32 ? "Try --dtype fp16 or bf16, a smaller --max-running, or --device cpu"
                                      : "Try a smaller --max-running, or --device cpu");
   }
-  const InferenceOptions pool = pool_of(kv_memory > 0 ? kv_memory : rest);
+  return pool_of(kv_memory > 0 ? kv_memory : rest);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                             std::int64_t sequences) const {
+  if (!choice_.gpu) return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences));
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  const InferenceOptions pool = gpu_pool(file.config(), kv_memory, sequences);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
     return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
   });
 }
 
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
+                                                                    std::int64_t sequences) const {
+  if (!choice_.gpu) return random_on_cpu(config, cpu_pool(config, kv_memory, sequences), settings_.seed);
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed),
+                                gpu_pool(config, kv_memory, sequences), {dtype_, decode_ == "reference", nullptr});
+}
+
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  if (!choice_.gpu) fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+  if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
   log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
   check_memory(config, capacity);
   return cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
@@ -230,11 +261,16 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
-  return load_inference_on_cpu(file, kv_memory, sequences);
+  return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences));
 }
 
-std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig&, std::int64_t) const {
-  fail(Exit::environment, "--random-model: needs a GPU. Use --model");
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
+                                                                    std::int64_t sequences) const {
+  return random_on_cpu(config, cpu_pool(config, kv_memory, sequences), settings_.seed);
+}
+
+std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
+  return random_decoder_on_cpu(config, capacity, settings_.seed);
 }
 
 #endif

@@ -25,7 +25,7 @@ class DecodeDevice {
   // and --decode or --dtype need a GPU.
   explicit DecodeDevice(const InferSettings& settings);
 
-  // Chooses the dtype and the way of decoding for this model; to be called before load() and make_random(). `stored`:
+  // Chooses the dtype and the way of decoding for this model; to be called before anything is loaded or made. `stored`:
   // the dtype of the model's file. With --device auto, a model that the GPU cannot run goes to the CPU.
   void choose(const ModelConfig& config, DType stored);
 
@@ -42,13 +42,16 @@ class DecodeDevice {
   // free, but no more than so many sequences can fill. Exit::resources, with how much is needed, if it does not fit.
   std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                  std::int64_t sequences) const;
-  // The same as load() with random weights; needs a GPU.
+  // The same with random weights, for GPT-NeoX.
   std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) const;
+  std::unique_ptr<InferenceModel> make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
+                                                        std::int64_t sequences) const;
 
  private:
   void use_cpu(const DeviceChoice& cpu);
   void choose_decode(const ModelConfig& config, bool many);
   void check_memory(const ModelConfig& config, std::int64_t capacity) const;
+  InferenceOptions gpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
 
   const InferSettings& settings_;
   DeviceChoice choice_;

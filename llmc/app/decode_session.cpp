@@ -68,6 +68,11 @@ std::string context_of(const DecodeModel& model) {
   return format("a context of %lld", static_cast<long long>(model.capacity()));
 }
 
+std::string pool_of(const InferenceModel& model, std::int64_t sequences) {
+  return format("%lld sequences of %lld positions in all", static_cast<long long>(sequences),
+                static_cast<long long>(model.num_pages() * model.page_size()));
+}
+
 }  // namespace
 
 DecodeSession::DecodeSession(const InferSettings& settings)
@@ -94,12 +99,8 @@ std::vector<std::int32_t> DecodeSession::prompt_ids() const {
 GenerateOptions DecodeSession::generate_options() const {
   GenerateOptions generate;
   generate.max_tokens = settings_.max_tokens;
-  generate.sampler = {settings_.temperature,
-                      settings_.top_k,
-                      settings_.top_p,
-                      settings_.min_p,
-                      static_cast<std::uint64_t>(settings_.seed),
-                      tokenizer_ ? tokenizer_->vocab_size() : config().tokenizer_vocab};
+  generate.sampler = sampler_options(settings_);
+  generate.sampler.vocab_limit = tokenizer_ ? tokenizer_->vocab_size() : config().tokenizer_vocab;
   if (!settings_.ignore_eos) generate.stop_ids = config().eos_ids;
   generate.stop_texts = settings_.stop;
   return generate;
@@ -115,11 +116,22 @@ std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) co
 }
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
-  std::unique_ptr<InferenceModel> model = device_.load_inference(file_, kv_memory, sequences);
+  const DecodeFaults faults = parse_decode_faults(settings_.debug_inject);
+  inject_before_load(faults);
+  std::unique_ptr<InferenceModel> model = with_faults(device_.load_inference(file_, kv_memory, sequences), faults);
   announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads,
-           format("%lld sequences of %lld positions in all", static_cast<long long>(sequences),
-                  static_cast<long long>(model->num_pages() * model->page_size())));
+           pool_of(*model, sequences));
   return model;
+}
+
+SamplerOptions sampler_options(const InferSettings& settings) {
+  SamplerOptions options;
+  options.temperature = settings.temperature;
+  options.top_k = settings.top_k;
+  options.top_p = settings.top_p;
+  options.min_p = settings.min_p;
+  options.seed = static_cast<std::uint64_t>(settings.seed);
+  return options;
 }
 
 std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& config, std::int64_t needed) {
@@ -134,7 +146,19 @@ std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, co
   const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
   inject_before_load(faults);
   std::unique_ptr<DecodeModel> model = with_faults(device.make_random(config, capacity), faults);
-  announce(*model, settings.random_model, "a random generator", 0, context_of(*model));
+  announce(*model, settings.random_model, "a random generator", device.gpu() ? 0 : settings.threads,
+           context_of(*model));
+  return model;
+}
+
+std::unique_ptr<InferenceModel> make_random_inference(const InferSettings& settings, const DecodeDevice& device,
+                                                      const ModelConfig& config, std::int64_t sequences) {
+  const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
+  inject_before_load(faults);
+  std::unique_ptr<InferenceModel> model =
+      with_faults(device.make_random_inference(config, settings.kv_bytes, sequences), faults);
+  announce(*model, settings.random_model, "a random generator", device.gpu() ? 0 : settings.threads,
+           pool_of(*model, sequences));
   return model;
 }
 

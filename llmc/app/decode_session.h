@@ -9,6 +9,7 @@
 #include <string>
 
 #include "llmc/app/decode_device.h"
+#include "llmc/base/sampling.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/options.h"
 #include "llmc/model/decode_model.h"
@@ -53,12 +54,16 @@ class DecodeSession {
   std::optional<Tokenizer> tokenizer_;
 };
 
+// What the options say about sampling; without vocab_limit, which the model says.
+SamplerOptions sampler_options(const InferSettings& settings);
 // Positions of the K/V cache: --context if it is given, otherwise `needed`, but at most those that the model was made
 // for. A larger --context is Exit::usage.
 std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& config, std::int64_t needed);
 
-// Makes the model of --random-model and logs one line about it.
+// Make the model of --random-model, as load_model() and load_inference() load one, and log one line about it.
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity);
+std::unique_ptr<InferenceModel> make_random_inference(const InferSettings& settings, const DecodeDevice& device,
+                                                      const ModelConfig& config, std::int64_t sequences);
 
 }  // namespace weft

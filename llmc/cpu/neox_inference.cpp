@@ -19,11 +19,12 @@ namespace {
 
 class NeoxInference final : public Inference {
  public:
-  NeoxInference(const ModelFile& file, const InferenceOptions& options)
-      : Inference(file.config(), options),
-        arena_(per_parameter_plan("parameters", file.table(), sizeof(float))),
-        weights_(file.config(), file.table(), arena_.at<const float>(0)) {
-    for (const TensorSpec& spec : file.table().specs()) file.read_parameter(spec, arena_.at<float>(0) + spec.offset);
+  NeoxInference(const ModelConfig& model, const TensorTable& table, const InferenceOptions& options,
+                const std::function<void(const TensorSpec&, float*)>& fill)
+      : Inference(model, options),
+        arena_(per_parameter_plan("parameters", table, sizeof(float))),
+        weights_(model, table, arena_.at<const float>(0)) {
+    for (const TensorSpec& spec : table.specs()) fill(spec, arena_.at<float>(0) + spec.offset);
     const std::size_t rows = static_cast<std::size_t>(max_rows());
     const std::size_t C = static_cast<std::size_t>(config().hidden_size),
                       F = static_cast<std::size_t>(config().ffn_size);
@@ -101,7 +102,13 @@ void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
 }  // namespace
 
 std::unique_ptr<InferenceModel> load_neox_inference(const ModelFile& file, const InferenceOptions& options) {
-  return std::make_unique<NeoxInference>(file, options);
+  return std::make_unique<NeoxInference>(file.config(), file.table(), options,
+                                         [&](const TensorSpec& spec, float* out) { file.read_parameter(spec, out); });
+}
+
+std::unique_ptr<InferenceModel> make_neox_inference(const ModelConfig& config, const InferenceOptions& options,
+                                                    const std::function<void(const TensorSpec&, float*)>& fill) {
+  return std::make_unique<NeoxInference>(config, TensorTable(config), options, fill);
 }
 
 }  // namespace weft::cpu

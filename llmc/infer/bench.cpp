@@ -17,23 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kWarmUpSteps = 4;
-// Pause before every timed run on a GPU. Prompts in a row hold the GPU at its power limit, and its clock stays low for
-// about 70 ms after them (dev/performance/prompts.md, "The clock after a prompt"): without a pause they would slow the
-// next run.
-constexpr std::chrono::milliseconds kRest{200};
 
 double milliseconds(Clock::duration duration) {
   return std::chrono::duration<double, std::milli>(duration).count();
-}
-
-std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size, std::uint64_t seed) {
-  std::vector<std::int32_t> ids;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const PhiloxWords words =
-        philox(seed, static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(RandomStream::sampling));
-    ids.push_back(static_cast<std::int32_t>(words.word[0] % static_cast<std::uint64_t>(vocab_size)));
-  }
-  return ids;
 }
 
 // The times of one prompt, from an empty cache, and of one decode step for each id of `decode_ids`. A model that
@@ -83,7 +69,7 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
   const std::int64_t warm_up = std::min(kWarmUpSteps, model.capacity() - prompt_tokens - 1);
   run_once(model, prompt, decode_ids.first(static_cast<std::size_t>(std::max<std::int64_t>(warm_up, 0))));
   const auto let_gpu_rest = [&model] {
-    if (model.samples()) std::this_thread::sleep_for(kRest);
+    if (model.samples()) std::this_thread::sleep_for(kBenchRest);
   };
   std::array<double, 3> first{};
   for (double& ms : first) {
@@ -135,20 +121,30 @@ std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit) {
   return std::min(needed, limit);
 }
 
-std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t limit) {
-  std::vector<std::int64_t> contexts;
+std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size, std::uint64_t seed) {
+  std::vector<std::int32_t> ids;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const PhiloxWords words =
+        philox(seed, static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(RandomStream::sampling));
+    ids.push_back(static_cast<std::int32_t>(words.word[0] % static_cast<std::uint64_t>(vocab_size)));
+  }
+  return ids;
+}
+
+std::vector<std::int64_t> parse_integers(const char* option, const std::string& text, std::int64_t high) {
+  std::vector<std::int64_t> numbers;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
-    std::int64_t context = 0;
-    const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, context);
-    if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || context < 1 || context >= limit) {
-      fail(Exit::usage, "--bench-contexts: got %s, expected integers from 1 to %lld, separated by commas",
-           escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(limit - 1));
+    std::int64_t number = 0;
+    const std::from_chars_result parsed = std::from_chars(text.data() + begin, text.data() + end, number);
+    if (parsed.ec != std::errc{} || parsed.ptr != text.data() + end || number < 1 || number > high) {
+      fail(Exit::usage, "%s: got %s, expected integers from 1 to %lld, separated by commas", option,
+           escaped(text.substr(begin, end - begin)).c_str(), static_cast<long long>(high));
     }
-    contexts.push_back(context);
+    numbers.push_back(number);
     begin = end + 1;
   }
-  return contexts;
+  return numbers;
 }
 
 BenchResult run_bench(DecodeModel& model, const BenchOptions& options) {

@@ -2,6 +2,7 @@
 // change the work.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -11,6 +12,10 @@
 
 namespace weft {
 
+// Pause before every timed run on a GPU. Prompts in a row hold the GPU at its power limit, and its clock stays low for
+// about 70 ms after them (dev/performance/prompts.md, "The clock after a prompt"): without a pause they would slow the
+// next run.
+inline constexpr std::chrono::milliseconds kBenchRest{200};
 inline constexpr std::int64_t kBenchPrompt = 32;
 inline constexpr std::int64_t kBenchContextTokens = 64;  // decoded at each of --bench-contexts, or as many as fit
 
@@ -23,8 +28,10 @@ struct BenchOptions {
 
 // Positions that the cache needs for these options, at most `limit`.
 std::int64_t bench_capacity(const BenchOptions& options, std::int64_t limit);
-// "64,1024,2000" as lengths from 1 to limit - 1. Anything else is Exit::usage.
-std::vector<std::int64_t> parse_contexts(const std::string& text, std::int64_t limit);
+// "64,1024,2000" as integers from 1 to `high`. Anything else is Exit::usage, with the option's name.
+std::vector<std::int64_t> parse_integers(const char* option, const std::string& text, std::int64_t high);
+// `count` ids in [0, vocab_size).
+std::vector<std::int32_t> random_ids(std::int64_t count, std::int64_t vocab_size, std::uint64_t seed);
 
 // The figures for one prompt length, as a single request would see them: the GPU rests before every timed run. A model
 // that samples on its device is timed with sampling, from one id to the next as they reach the host; any other model

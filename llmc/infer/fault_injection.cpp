@@ -120,6 +120,45 @@ class FaultyModel final : public DecodeModel {
   std::vector<float> logits_;
 };
 
+// The same for many sequences: counts ids in the order in which the steps report them.
+class FaultyInference final : public InferenceModel {
+ public:
+  FaultyInference(std::unique_ptr<InferenceModel> inner, const DecodeFaults& faults)
+      : inner_(std::move(inner)), faults_(faults) {}
+
+  const ModelConfig& config() const override { return inner_->config(); }
+  std::vector<MemoryLine> memory() const override { return inner_->memory(); }
+  std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const override {
+    return inner_->bytes_per_step(sequences, context);
+  }
+  std::int64_t page_size() const override { return inner_->page_size(); }
+  std::int64_t num_pages() const override { return inner_->num_pages(); }
+  std::int64_t slots() const override { return inner_->slots(); }
+  std::int64_t max_rows() const override { return inner_->max_rows(); }
+  std::int64_t max_positions() const override { return inner_->max_positions(); }
+  std::int64_t depth() const override { return inner_->depth(); }
+  void submit(std::span<const Span> work) override { inner_->submit(work); }
+  std::span<const SpanResult> collect() override {
+    const std::span<const SpanResult> results = inner_->collect();
+    results_.assign(results.begin(), results.end());
+    for (SpanResult& result : results_) {
+      if (!result.sampled.has_value()) continue;
+      faults_.count();
+      if (!faults_.nan()) continue;
+      result.sampled.reset();
+      result.error = SampleError::not_a_number;
+    }
+    return results_;
+  }
+  void keep_activations(bool keep) override { inner_->keep_activations(keep); }
+  std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
+
+ private:
+  std::unique_ptr<InferenceModel> inner_;
+  TokenFaults faults_;
+  std::vector<SpanResult> results_;
+};
+
 }  // namespace
 
 const char* decode_fault_help() {
@@ -140,6 +179,11 @@ void inject_before_load(const DecodeFaults& faults) {
 std::unique_ptr<DecodeModel> with_faults(std::unique_ptr<DecodeModel> model, const DecodeFaults& faults) {
   if (!faults_at_tokens(faults)) return model;
   return std::make_unique<FaultyModel>(std::move(model), faults);
+}
+
+std::unique_ptr<InferenceModel> with_faults(std::unique_ptr<InferenceModel> model, const DecodeFaults& faults) {
+  if (!faults_at_tokens(faults)) return model;
+  return std::make_unique<FaultyInference>(std::move(model), faults);
 }
 
 std::function<double(double)> loss_faults(const DecodeFaults& faults) {

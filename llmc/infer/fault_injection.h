@@ -1,8 +1,9 @@
 // Faults on purpose, for tests: --debug-inject of infer_pythia. llmc/train/fault_injection.h is the counterpart for
 // training. Tokens are counted from 1, over the whole process: those that are generated, and with --perplexity those whose
-// loss counts.
+// loss counts. Of many sequences at once (--batch, --serve): in the order in which the steps report them.
 //
-//   nan@token=N       a logit that token N is chosen from is NaN; with --perplexity the loss of token N is NaN
+//   nan@token=N       a logit that token N is chosen from is NaN; with --perplexity the loss of token N is NaN. Of many
+//                     sequences only that one fails
 //   kill@token=N      the process dies (SIGKILL) before token N
 //   term@token=N      SIGTERM arrives before token N
 //   hang@token=N      the process waits for ever before token N
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "llmc/model/decode_model.h"
+#include "llmc/model/inference_model.h"
 
 namespace weft {
 
@@ -33,6 +35,7 @@ DecodeFaults parse_decode_faults(const std::vector<std::string>& specs);
 void inject_before_load(const DecodeFaults& faults);
 // `model` itself if no fault at a token is planned, otherwise a wrapper that makes it happen when that token is generated.
 std::unique_ptr<DecodeModel> with_faults(std::unique_ptr<DecodeModel> model, const DecodeFaults& faults);
+std::unique_ptr<InferenceModel> with_faults(std::unique_ptr<InferenceModel> model, const DecodeFaults& faults);
 // For PerplexityHooks::on_loss: the faults at tokens that are scored. Empty if none is planned.
 std::function<double(double)> loss_faults(const DecodeFaults& faults);
 

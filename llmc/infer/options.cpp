@@ -15,8 +15,6 @@ namespace {
 
 constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 
-constexpr std::int64_t kMostRunning = 4096;
-
 constexpr const char* kFooter =
     "Text goes to stdout as it is generated, messages and statistics go to stderr.\n"
     "Exit codes: 0 ok, 1 internal error or failed comparison, 2 usage, 3 bad input\n"
@@ -31,10 +29,15 @@ struct TaskName {
   const char* option;
 };
 constexpr TaskName kTasks[] = {
-    {InferTask::prompt, "prompt"},         {InferTask::prompt_file, "prompt-file"},
-    {InferTask::prompt_ids, "prompt-ids"}, {InferTask::interactive, "interactive"},
-    {InferTask::batch, "batch"},           {InferTask::serve, "serve"},
-    {InferTask::perplexity, "perplexity"}, {InferTask::bench, "bench"},
+    {InferTask::prompt, "prompt"},
+    {InferTask::prompt_file, "prompt-file"},
+    {InferTask::prompt_ids, "prompt-ids"},
+    {InferTask::interactive, "interactive"},
+    {InferTask::batch, "batch"},
+    {InferTask::serve, "serve"},
+    {InferTask::perplexity, "perplexity"},
+    {InferTask::bench, "bench"},
+    {InferTask::bench_batch, "bench-batch"},
     {InferTask::compare, "compare"},
 };
 
@@ -63,6 +66,8 @@ void add_tasks(OptionTable& table, InferSettings& s) {
              "answer each line of this file of requests, see doc/batch.md; - is stdin; needs --output");
   table.text("perplexity", s.perplexity, "FILE", "score the text of this file");
   table.flag("bench", s.bench, "time a prompt of 32 random ids and --max-tokens decode steps");
+  table.text("bench-batch", s.bench_batch, "1,4,16",
+             "time so many sequences at once, each a prompt of --bench-prompt random ids and --max-tokens tokens");
   table.text("compare", s.compare, "FILE", "run the inputs of a reference dump and compare every tensor with it");
   table.text("serve", s.serve, "HOST:PORT",
              "serve OpenAI's completions API and a page for browsers, as 127.0.0.1:8000; port 0: a free one");
@@ -99,12 +104,13 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.group("Benchmark");
   table.text("bench-contexts", s.bench_contexts, "64,1024",
              "also decode after prompts of these lengths; default: none on the CPU, 64,1024,2000 on the GPU");
+  table.integer("bench-prompt", s.bench_prompt, 1, kNoLimit, "ids of each prompt of --bench-batch");
   table.flag("bench-layer", s.bench_layer,
              "instead: attention, MLP-up and GELU of one layer at context 64; needs a GPU");
   table.flag("bench-timeline", s.bench_timeline,
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", s.random_model, "NAME",
-             "instead of --model: random weights of this size, pythia-14m to pythia-12b; needs a GPU");
+             "instead of --model: random weights of this size, pythia-14m to pythia-12b");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds
@@ -170,14 +176,14 @@ void check_server(const OptionTable& table, const InferSettings& s) {
 
 // Options of the engine that runs many requests at once.
 void check_many(const OptionTable& table, InferSettings& s) {
-  const bool many = s.task == InferTask::batch || s.task == InferTask::serve;
-  for (const char* name : {"kv-memory", "max-running"}) {
-    if (table.given(name) && !many) fail(Exit::usage, "--%s: only for --batch and --serve", name);
+  const bool served = s.task == InferTask::batch || s.task == InferTask::serve;
+  if (table.given("max-running") && !served) fail(Exit::usage, "--max-running: only for --batch and --serve");
+  if (table.given("kv-memory") && !s.many_sequences()) {
+    fail(Exit::usage, "--kv-memory: only for --batch, --serve and --bench-batch");
   }
   if (table.given("output") && s.task != InferTask::batch) fail(Exit::usage, "--output: only for --batch");
-  if (many && table.given("context")) {
-    fail(Exit::usage, "--context: not for --%s, where --kv-memory says what there is for all sequences",
-         s.task == InferTask::batch ? "batch" : "serve");
+  if (s.many_sequences() && table.given("context")) {
+    fail(Exit::usage, "--context: not for --batch, --serve and --bench-batch: --kv-memory is for all sequences");
   }
   if (s.task == InferTask::batch && !table.given("output")) {
     fail(Exit::usage, "--output: missing, expected a file for the answers of --batch, or - for stdout");
@@ -187,8 +193,8 @@ void check_many(const OptionTable& table, InferSettings& s) {
 
 void check_together(const OptionTable& table, InferSettings& s) {
   if (table.given("random-model")) {
-    if (!s.bench || table.given("model")) {
-      fail(Exit::usage, "--random-model: only for --bench, in the place of --model");
+    if (!(s.bench || table.given("bench-batch")) || table.given("model")) {
+      fail(Exit::usage, "--random-model: only for --bench and --bench-batch, in the place of --model");
     }
   } else if (!table.given("model")) {
     fail(Exit::usage, "--model: missing, expected a model file");
@@ -200,12 +206,15 @@ void check_together(const OptionTable& table, InferSettings& s) {
   if (s.bench_timeline && (!s.bench || s.bench_layer || s.json)) {
     fail(Exit::usage, "--bench-timeline: only for --bench, without --bench-layer and --json");
   }
+  if (table.given("bench-prompt") && !table.given("bench-batch")) {
+    fail(Exit::usage, "--bench-prompt: only for --bench-batch");
+  }
   std::string given;
   s.task = requested_task(table, given);
   for (const auto& [name, value] :
        {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
         std::pair("batch", &s.batch), std::pair("output", &s.output), std::pair("perplexity", &s.perplexity),
-        std::pair("compare", &s.compare)}) {
+        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
   check_many(table, s);

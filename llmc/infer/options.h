@@ -13,14 +13,27 @@
 namespace weft {
 
 // What to do with the model: exactly one of these is asked for.
-enum class InferTask { prompt, prompt_file, prompt_ids, interactive, batch, serve, perplexity, bench, compare };
+enum class InferTask {
+  prompt,
+  prompt_file,
+  prompt_ids,
+  interactive,
+  batch,
+  serve,
+  perplexity,
+  bench,
+  bench_batch,
+  compare
+};
+
+inline constexpr std::int64_t kMostRunning = 4096;  // sequences at once
 
 // One field per option, with its default; names and meanings are those of --help. A size of 0 means "not given".
 struct InferSettings {
   std::string model, random_model, device = "auto", decode = "auto", dtype = "auto";
   std::int64_t context = 0, threads = 0;
 
-  std::string prompt, prompt_file, prompt_ids, batch, perplexity, compare;
+  std::string prompt, prompt_file, prompt_ids, batch, perplexity, bench_batch, compare;
   bool interactive = false, bench = false;
 
   std::int64_t max_tokens = 128, top_k = 0, seed = 0;
@@ -35,6 +48,7 @@ struct InferSettings {
 
   std::int64_t stride = 0;
   std::string bench_contexts;
+  std::int64_t bench_prompt = 128;  // ids of each prompt of --bench-batch
   bool bench_layer = false, bench_timeline = false;
 
   std::string serve, served_name, api_key_file;
@@ -46,6 +60,9 @@ struct InferSettings {
   std::vector<std::string> debug_inject;
 
   InferTask task = InferTask::prompt;  // the one whose option was given
+  bool many_sequences() const {        // the task runs on the engine
+    return task == InferTask::batch || task == InferTask::serve || task == InferTask::bench_batch;
+  }
 };
 
 // The table of the options and the settings that it fills.

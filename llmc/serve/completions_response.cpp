@@ -21,7 +21,11 @@ std::int64_t characters(std::string_view utf8) {
 }
 
 std::string json_quoted(std::string_view text) {
-  return json_text(Json(text));
+  const auto is_plain = [](char c) { return c >= ' ' && c < '\x7F' && c != '"' && c != '\\'; };
+  if (!std::ranges::all_of(text, is_plain)) return json_text(Json(text));
+  std::string quoted;
+  quoted.reserve(text.size() + 2);
+  return quoted.append(1, '"').append(text).append(1, '"');
 }
 
 Json number(float logprob) {
@@ -30,8 +34,13 @@ Json number(float logprob) {
 
 // The members of every object, with an open brace before them and a comma behind.
 std::string begin_object(const CompletionsHead& head) {
-  return format(R"({"id":"%s","object":"text_completion","created":%lld,"model":%s,)", head.id.c_str(),
-                static_cast<long long>(head.created), json_quoted(head.model).c_str());
+  std::string out = R"({"id":")";
+  out += head.id;
+  out += R"(","object":"text_completion","created":)";
+  out += std::to_string(head.created);
+  out += R"(,"model":)";
+  out += json_quoted(head.model);
+  return out += ',';
 }
 
 std::string usage_object(const CompletionsUsage& usage) {
@@ -126,9 +135,8 @@ bool CompletionsChoice::pending() const {
 }
 
 std::string CompletionsChoice::write() {
-  std::string out = format(R"({"index":%lld,"text":)", static_cast<long long>(index_));
-  out +=
-      json_quoted(text_) + R"(,"logprobs":)" + (alternatives_ < 0 ? "null" : write_logprobs()) + R"(,"finish_reason":)";
+  std::string out = R"({"index":)" + std::to_string(index_) + R"(,"text":)" + json_quoted(text_);
+  out += R"(,"logprobs":)" + (alternatives_ < 0 ? "null" : write_logprobs()) + R"(,"finish_reason":)";
   out += finish_reason_.empty() ? "null}" : json_quoted(finish_reason_) + "}";
   text_.clear();
   return out;

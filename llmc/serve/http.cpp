@@ -20,6 +20,7 @@
 #include <charconv>
 #include <chrono>
 #include <deque>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <unordered_set>
@@ -166,7 +167,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void hand_over();
   void finish_answer();
   void queue(std::string data);
+  std::vector<asio::const_buffer> next_buffers() const;
   void write();
+  void take_written(std::size_t bytes);
   void on_written(std::size_t bytes);
   void on_flushed();
   void limit_reading(double seconds);
@@ -190,7 +193,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::deque<std::string> queue_;  // to be written
   std::size_t queued_bytes_ = 0;
   std::size_t front_written_ = 0;  // bytes of queue_.front()
-  bool writes_ = false;            // write() is under way
+  bool writes_ = false;            // a write waits for the client to take bytes
 };
 
 class Exchange final : public HttpExchange, public std::enable_shared_from_this<Exchange> {
@@ -423,7 +426,14 @@ void Connection::send(const std::string& data) {
     ++server_.cut_off;
     return close();
   }
-  queue(chunked_ ? format("%zx\r\n", data.size()) + data + "\r\n" : data);
+  if (!chunked_) return queue(data);
+  char digits[2 * sizeof(std::size_t)];
+  const char* const first = digits;
+  const char* const end = std::to_chars(digits, std::end(digits), data.size(), 16).ptr;
+  std::string chunk;
+  chunk.reserve(sizeof digits + data.size() + 4);
+  chunk.append(first, end).append("\r\n").append(data).append("\r\n");
+  queue(std::move(chunk));
 }
 
 void Connection::end_stream() {
@@ -449,36 +459,49 @@ void Connection::queue(std::string data) {
   if (!writes_) write();
 }
 
-void Connection::write() {
-  writes_ = true;
+std::vector<asio::const_buffer> Connection::next_buffers() const {
   std::vector<asio::const_buffer> buffers;
   for (const std::string& piece : queue_) {
     if (buffers.size() == kBuffersAtOnce) break;
     buffers.emplace_back(piece.data(), piece.size());
   }
   buffers.front() += front_written_;
+  return buffers;
+}
+
+void Connection::write() {
+  // At once, if the kernel takes it, as it nearly always does: a handler and a timer cost as much as all else of an event.
+  error_code error;
+  take_written(socket_.write_some(next_buffers(), error));
+  if (error && error != asio::error::would_block) return close();
+  if (queue_.empty()) return;
+  writes_ = true;
   write_timer_.expires_after(duration(server_.limits.write_seconds));
-  write_timer_.async_wait([self = shared_from_this()](const error_code& error) {
-    if (!error) self->close();
+  write_timer_.async_wait([self = shared_from_this()](const error_code& cancelled) {
+    if (!cancelled) self->close();
   });
-  socket_.async_write_some(buffers, [self = shared_from_this()](const error_code& error, std::size_t bytes) {
+  socket_.async_write_some(next_buffers(), [self = shared_from_this()](const error_code& failure, std::size_t bytes) {
     self->writes_ = false;
     if (self->closed_) return;
-    if (error) return self->close();
+    if (failure) return self->close();
     self->on_written(bytes);
   });
 }
 
-void Connection::on_written(std::size_t bytes) {
+void Connection::take_written(std::size_t bytes) {
   queued_bytes_ -= bytes;
   front_written_ += bytes;
   while (!queue_.empty() && front_written_ >= queue_.front().size()) {
     front_written_ -= queue_.front().size();
     queue_.pop_front();
   }
-  if (!queue_.empty()) return write();
+}
+
+void Connection::on_written(std::size_t bytes) {
   write_timer_.cancel();
-  if (phase_ == Phase::flushing) on_flushed();
+  take_written(bytes);
+  if (!queue_.empty()) write();
+  if (queue_.empty() && !closed_ && phase_ == Phase::flushing) on_flushed();
 }
 
 void Connection::on_flushed() {
@@ -553,6 +576,7 @@ void HttpServerState::accept() {
       socket.close();
     } else {
       error_code ignored;
+      socket.non_blocking(true, ignored);
       socket.set_option(tcp::no_delay(true), ignored);
       socket.set_option(asio::socket_base::send_buffer_size(static_cast<int>(limits.socket_buffer_bytes)), ignored);
       std::make_shared<Connection>(*this, std::move(socket))->next_request();

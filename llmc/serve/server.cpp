@@ -5,6 +5,7 @@
 #include <cctype>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <random>
@@ -78,6 +79,7 @@ struct Answer {
   CompletionsUsage usage;
   std::size_t unfinished = 0;
   bool begun = false, failed = false;
+  std::string unsent;  // events of a stream
 };
 
 // What the engine handed out in a step.
@@ -121,10 +123,12 @@ class CompletionsServer::State {
   // ---- answers ----
   void hand_out(Event event) { outbox.push_back(std::move(event)); }
   void flush();
+  void deliver_inbox();
   void deliver(Event& event);
   void deliver_piece(Answer& answer, std::size_t choice, const CompletionPiece& piece);
   void deliver_end(Answer& answer, std::size_t choice, const CompletionEnd& end);
   void send(Answer& answer, const std::string& data);
+  void send_unsent(Answer& answer);
   void fail_answer(Answer& answer, int status, const std::string& message);
   void cancel(Answer& answer);
   std::vector<std::shared_ptr<Answer>> all_answers() {
@@ -149,7 +153,14 @@ class CompletionsServer::State {
   CompletionsContext context;
   std::int64_t max_in_flight = 0;
 
-  std::vector<Event> outbox;  // of the engine's thread
+  // What a step hands out is collected in outbox, on the engine's thread, and passes through inbox to the thread of the
+  // connections. There all events of a stream that have come by then become one write: if the thread falls behind, it has
+  // less to do.
+  std::vector<Event> outbox;
+  std::mutex inbox_mutex;
+  std::vector<Event> inbox;
+  bool delivery_posted = false;   // of inbox
+  std::vector<Event> delivering;  // of the thread of the connections; its memory is used again
 
   HttpServer http;  // last: its threads use all of the above
 };
@@ -396,9 +407,29 @@ void CompletionsServer::State::cancel(Answer& answer) {
 
 void CompletionsServer::State::flush() {
   if (outbox.empty()) return;
-  http.post([this, events = std::make_shared<std::vector<Event>>(std::exchange(outbox, {}))] {
-    for (Event& event : *events) deliver(event);
-  });
+  bool posted = false;
+  {
+    const std::lock_guard lock(inbox_mutex);
+    if (inbox.empty()) {
+      inbox.swap(outbox);
+    } else {
+      std::ranges::move(outbox, std::back_inserter(inbox));
+    }
+    posted = std::exchange(delivery_posted, true);
+  }
+  outbox.clear();
+  if (!posted) http.post([this] { deliver_inbox(); });
+}
+
+void CompletionsServer::State::deliver_inbox() {
+  {
+    const std::lock_guard lock(inbox_mutex);
+    delivering.swap(inbox);
+    delivery_posted = false;
+  }
+  for (Event& event : delivering) deliver(event);
+  for (Event& event : delivering) send_unsent(*event.answer);
+  delivering.clear();
 }
 
 void CompletionsServer::State::deliver(Event& event) {
@@ -432,6 +463,7 @@ void CompletionsServer::State::deliver_end(Answer& answer, std::size_t choice, c
   if (answer.stream) {
     if (answer.include_usage) send(answer, completions_usage_event(answer.head, answer.usage));
     send(answer, kLastEvent);
+    send_unsent(answer);
     return answer.exchange->end_stream();
   }
   std::vector<std::string> choices;
@@ -444,7 +476,11 @@ void CompletionsServer::State::send(Answer& answer, const std::string& data) {
     metrics.answered(200);
     answer.exchange->begin_stream("text/event-stream");
   }
-  answer.exchange->send(data);
+  answer.unsent += data;
+}
+
+void CompletionsServer::State::send_unsent(Answer& answer) {
+  if (!answer.unsent.empty()) answer.exchange->send(std::exchange(answer.unsent, {}));
 }
 
 void CompletionsServer::State::fail_answer(Answer& answer, int status, const std::string& message) {
@@ -452,6 +488,7 @@ void CompletionsServer::State::fail_answer(Answer& answer, int status, const std
   if (answer.begun) {
     send(answer, error_event(status, message));
     send(answer, kLastEvent);
+    send_unsent(answer);
     answer.exchange->end_stream();
   } else {
     respond(*answer.exchange, {status, "application/json", error_body(status, message), {}});

@@ -351,6 +351,15 @@ TEST(InferOptionParser, ChecksEachOptionOfABenchmark) {
   EXPECT_FALSE(accepted({"--random-model=pythia-15m", "--bench"}));
   EXPECT_FALSE(accepted({"--random-model=pythia-14m", "--bench", "-mx"}));
   EXPECT_FALSE(accepted({"--random-model=pythia-14m", "-py"}));
+  EXPECT_TRUE(accepted({"--random-model=pythia-14m", "--bench-batch=1,4", "--bench-prompt=7", "--json"}));
+  EXPECT_TRUE(accepted({"-mx", "--bench-batch=1", "--kv-memory=1GB", "--top-k=3"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench-batch=1", "--bench"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench-batch="}));
+  EXPECT_FALSE(accepted({"-mx", "--bench-batch=1", "--max-running=3"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench-batch=1", "--context=3"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench-batch=1", "--bench-layer"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench", "--bench-prompt=7"}));
+  EXPECT_FALSE(accepted({"-mx", "--bench", "--kv-memory=1GB"}));
 }
 
 // Runs in a process of its own: the descriptors are those of the whole process.

@@ -250,6 +250,7 @@ def infer_options() -> dict[str, bytes]:
         "perplexity": ("--model=m", "--perplexity=text", "--stride=64", "--context=128"),
         "bench": ("--model=m", "--bench", "--bench-contexts=5,60", "--decode=fused"),
         "random": ("--bench", "--random-model=pythia-70m", "--bench-layer"),
+        "bench_batch": ("--random-model=pythia-70m", "--bench-batch=1,4,16", "--bench-prompt=64", "--kv-memory=8GB"),
         "compare": ("--model=m", "--compare=dump", "--dtype=fp16"),
         "serve": ("--model=m", "--serve", "[::1]:8000", "--max-queue=4", "--drain-seconds=0.5", "--api-key-file=k"),
         "batch": ("--model=m", "--batch=in", "--output=out", "--kv-memory=8GB", "--max-running=3"),

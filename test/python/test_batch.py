@@ -163,3 +163,29 @@ def test_what_is_refused(model, tmp_path):
     assert "not an answer" in refused(BAD_FILE, "--batch", requests, "--output", requests)
     assert requests.read_text() == json.dumps(stories(1)[0]) + "\n"
     assert not out.exists() or out.read_text() == ""
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_numeric_fault_is_the_error_of_one_request(model, tmp_path):
+    requests = write_requests(tmp_path / "in", stories(6, max_tokens=20, ignore_eos=True))
+    run(model, "--batch", requests, "--output", tmp_path / "whole")
+    run(model, "--batch", requests, "--output", tmp_path / "out", "--debug-inject", "nan@token=50")
+    whole, got = answers(tmp_path / "whole"), answers(tmp_path / "out")
+    failed = [i for i in got if got[i]["finish_reason"] == "error"]
+    assert len(failed) == 1 and got.keys() == whole.keys()
+    one = got[failed[0]]
+    assert "not finite" in one["error"] and one["line"] == failed[0] + 1
+    assert 0 < len(one["ids"]) < 20 and one["ids"] == whole[failed[0]]["ids"][:len(one["ids"])]
+    assert all(got[i] == whole[i] for i in got if i != failed[0])
+    run(model, "--batch", requests, "--output", tmp_path / "out")  # an answer with an error is tried again
+    assert answers(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("spec, code", [("kill@token=30", -signal.SIGKILL), ("io-error@load", BAD_FILE), ("term@token=30", 143)])
+def test_other_faults_end_a_batch_as_they_end_a_prompt(model, spec, code, tmp_path):
+    requests = write_requests(tmp_path / "in", stories(6, max_tokens=20, ignore_eos=True))
+    run(model, "--batch", requests, "--output", tmp_path / "out", "--debug-inject", spec, code=code)
+    run(model, "--batch", requests, "--output", tmp_path / "out")
+    assert len(answers(tmp_path / "out")) == 6

@@ -350,6 +350,33 @@ def test_bench(model):
     assert "do not fit" in refused(USAGE, "--model", model, "--bench", "--max-tokens", 65)
 
 
+def test_bench_batch(model):
+    words = ["--model", model, "--bench-batch", "1,4,2", "--bench-prompt", 20, "--max-tokens", 12]
+    result = object_of(*words)
+    assert (result["prompt_tokens"], result["tokens"], result["device"]) == (20, 12, "cpu")
+    assert [point["sequences"] for point in result["points"]] == [1, 4, 2]
+    for point in result["points"]:
+        assert point["steps"] == 11 and 0 < point["step_ms_p50"] <= point["step_ms_p99"]
+        assert all(point[field] > 0 for field in ["prefill_tokens_per_s", "decode_tokens_per_s", "gb_per_s"])
+    # The weights once, an embedding row and keys and values of the mean context for each sequence.
+    one, four = result["points"][:2]
+    assert four["bytes_per_step"] - one["bytes_per_step"] == 3 * 4 * (C + 2 * LAYERS * C * 26)
+    table = run_ok(*words, "--temperature", 0.8, "--top-k", 5).decode().splitlines()
+    assert len(table) == 5 and "prompts of 20 ids, 12 generated" in table[0] and "of read" in table[1]
+    for wrong in ("0", "4097", "1,,2", "x", "5,", ""):
+        assert "--bench-batch" in refused(USAGE, "--model", model, "--bench-batch", wrong)
+    assert "do not fit in the context of 96" in refused(USAGE, "--model", model, "--bench-batch", "2")
+    assert "enough for 2" in refused(RESOURCES, *words, "--kv-memory", "0.07MB")
+    assert "not finite" in refused(NUMERIC, *words, "--debug-inject", "nan@token=30")
+    assert "--bench-prompt: only for --bench-batch" in refused(USAGE, "--model", model, "--bench", "--bench-prompt", 9)
+
+
+def test_random_models_run_on_the_cpu():
+    words = ["--random-model", "pythia-14m", "--max-tokens", 4, "--device", "cpu"]
+    assert object_of("--bench", *words)["bytes_per_token"] == 4 * (14_067_712 - 50304 * 128 + 128) + 8 * 6 * 128 * 34
+    assert object_of("--bench-batch", "2", "--bench-prompt", 4, *words)["points"][0]["steps"] == 3
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -408,7 +435,6 @@ def test_what_needs_a_gpu_says_so(model):
     bench = ["--device", "cpu", "--bench"]
     for more in (["--bench-layer"], ["--bench-timeline"]):
         assert more[0] in refused(ENVIRONMENT, "--model", model, *bench, "--max-tokens", 4, *more)
-    assert "--random-model: needs a GPU" in refused(ENVIRONMENT, *bench, "--random-model", "pythia-14m")
     for dtype in ("fp16", "bf16"):
         message = refused(USAGE, "--model", model, "--device", "cpu", "--prompt", "x", "--dtype", dtype)
         assert f"--dtype: got {dtype}, the CPU computes in fp32 only" in message
@@ -790,7 +816,6 @@ def test_the_loss_of_a_token_is_that_of_the_text(model, tmp_path, token):
 
 
 def test_a_random_model_fails_on_purpose_too():
-    """Without a GPU there is none; the fault at its loading comes before."""
     assert "bus error" in refused(BAD_FILE, "--device", "cpu", "--bench", "--random-model", "pythia-14m", "--debug-inject",
                                   "io-error@load")
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -583,28 +584,63 @@ def test_an_idle_server_stops_at_once(model):
 # ---- a mixture -------------------------------------------------------------------------------------------------------
 
 
-def test_many_random_requests_leave_nothing_behind(model):
-    with Server(model) as server:
-        files = Path(f"/proc/{server.process.pid}/fd")
-        before = len(list(files.iterdir()))
+SOAK = int(os.environ.get("SOAK_REQUESTS", "300"))  # dev/bench/README.md: the long one
 
-        def one(number: int) -> None:
-            chance = random.Random(number)
-            body = {"prompt": "x" * chance.randrange(1, 300), "max_tokens": chance.randrange(1, 60), "seed": number,
-                    "n": chance.randrange(1, 4), "stream": chance.random() < 0.5, "logprobs": chance.choice([None, 2]),
-                    "echo": chance.random() < 0.2, "stop": chance.choice([None, "e", ["a", "\n"]])}
-            with server.open(body) as client:
-                if chance.random() < 0.4:  # leaves in the middle
-                    time.sleep(chance.random() * 0.05)
-                    return
-                text = receive(client, b"data: [DONE]" if body["stream"] else b'"total_tokens"')
-                assert text.startswith(b"HTTP/1.1 200 "), text[:200]
+
+def leave(client: socket.socket, chance: random.Random) -> None:
+    """As clients leave: they close, they reset, or they close their side alone."""
+    kind = chance.randrange(3)
+    if kind == 1:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    elif kind == 2:
+        client.shutdown(socket.SHUT_WR)
+        receive(client)
+
+
+def random_request(server: Server, number: int) -> str:
+    """Says what became of it."""
+    chance = random.Random(number)
+    prompts = ["x" * chance.randrange(1, 300), "once upon a time " * 20 + str(number % 7), [5, 6, 7] * chance.randrange(1, 100)]
+    body = {"prompt": chance.choice(prompts), "max_tokens": chance.choice([chance.randrange(1, 60), 150]), "seed": number,
+            "n": chance.randrange(1, 4), "stream": chance.random() < 0.5, "logprobs": chance.choice([None, 2]),
+            "echo": chance.random() < 0.2, "stop": chance.choice([None, "e", ["a", "\n"]]),
+            "ignore_eos": chance.random() < 0.5, "temperature": chance.choice([0, 1])}
+    if chance.random() < 0.05:
+        body |= chance.choice([{"prompt": "x" * 2 * CONTEXT}, {"n": -1}, {"stop": [""]}, {"prompt": [10**9]}])
+        server.refuse(400, body)
+        return "refused"
+    with server.open(body) as client:
+        if chance.random() < 0.4:
+            time.sleep(chance.random() * 0.05)
+            leave(client, chance)
+            return "left"
+        text = receive(client, b"data: [DONE]" if body["stream"] else b'"total_tokens"')
+        assert text.startswith(b"HTTP/1.1 200 "), text[:200]
+    return "answered"
+
+
+def test_many_random_requests_leave_nothing_behind(model):
+    # Few pages: sequences are preempted.
+    with Server(model, "--kv-memory", "0.7MB", "--max-running", 24) as server:
+        process = Path(f"/proc/{server.process.pid}")
+        def resident() -> int:
+            return int(re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())[1])
+        before = len(list((process / "fd").iterdir()))
+        memory = []
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(one, range(300)))
-        until(lambda: server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0)
-        assert server.metric("weft:kv_pages_in_use") == 0
-        until(lambda: len(list(files.iterdir())) <= before + 2)
+            for first in range(0, SOAK, max(1, SOAK // 10)):
+                numbers = range(first, min(SOAK, first + max(1, SOAK // 10)))
+                outcomes = list(pool.map(lambda number: random_request(server, number), numbers))
+                assert outcomes.count("answered") > 0 and outcomes.count("left") > 0
+                until(lambda: server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0)
+                assert server.metric("weft:kv_pages_in_use") == 0
+                until(lambda: len(list((process / "fd").iterdir())) <= before + 2)
+                memory.append(resident())
+        print(f"resident after each tenth of {SOAK}: {memory} kB; {server.metric('vllm:generation_tokens_total'):.0f} ids, "
+              f"{server.metric('vllm:num_preemptions_total'):.0f} preemptions")
         assert server.metric('vllm:request_success_total{.*"error"}') == 0
+        assert server.metric('vllm:request_success_total{.*"abort"}') > 0 and server.metric("vllm:num_preemptions_total") > 0
+        assert SOAK < 5000 or memory[-1] < 1.02 * memory[len(memory) // 2], memory
         assert server.stop() == 143
 
 

@@ -1,0 +1,128 @@
+#include "llmc/infer/batch_bench.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "llmc/base/error.h"
+#include "llmc/infer/bench.h"
+#include "test/cpp/paged_fake.h"
+
+namespace weft {
+namespace {
+
+// Each step takes at least a millisecond, and the bytes of a step are known.
+class Measured : public PagedFake {
+ public:
+  explicit Measured(const PagedFakeSizes& sizes) : PagedFake(sizes) {}
+  std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const override {
+    return static_cast<std::uint64_t>(1'000'000 * sequences + context);
+  }
+  std::span<const SpanResult> collect() override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return PagedFake::collect();
+  }
+};
+
+PagedFakeSizes sizes(std::int64_t depth) {
+  PagedFakeSizes made;
+  made.depth = depth;
+  made.vocab_size = 1 << 20;  // the one id that is poison is not among the random ones
+  made.num_pages = 256;
+  made.max_rows = 64;
+  return made;
+}
+
+EngineOptions engine_options() {
+  EngineOptions options;
+  options.rows_per_step = 64;
+  return options;
+}
+
+TEST(BatchBench, CountsTheStepsInWhichAllSequencesDecode) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    Measured model(sizes(depth));
+    BatchBenchOptions options;
+    options.sequences = {1, 4, 8};
+    options.prompt = 12;
+    options.tokens = 20;
+    options.read_ceiling = 100;
+    const BatchBenchResult result = run_batch_bench(model, engine_options(), options);
+    ASSERT_EQ(result.points.size(), 3u);
+    for (const BatchBenchPoint& point : result.points) {
+      // 64 rows are the prompts of 5 sequences: the prompts of 8 take two steps, and the first five decode in the second.
+      EXPECT_EQ(std::ssize(point.step_ms), point.sequences <= 4 ? 19 : 18) << point.sequences << ", depth " << depth;
+      EXPECT_GE(point.step_ms.front(), 1) << depth;
+      EXPECT_GE(point.prompt_seconds, point.sequences <= 4 ? 1e-3 : 2e-3);
+      EXPECT_EQ(point.bytes_per_step, static_cast<std::uint64_t>(1'000'000 * point.sequences + 22));
+      EXPECT_LE(point.tokens_per_second(), 1000.0 * static_cast<double>(point.sequences));
+      EXPECT_LE(point.step_percentile(50), point.step_percentile(99));
+    }
+    const Json json = batch_bench_json(result, {"cpu", "reference"});
+    EXPECT_EQ(json["points"][2]["sequences"], 8);
+    EXPECT_NEAR(json["points"][2]["share_of_read_ceiling"].get<double>(), result.points[2].gb_per_second() / 100,
+                1e-12);
+    EXPECT_NE(batch_bench_text(result).find("of read"), std::string::npos);
+  }
+}
+
+TEST(BatchBench, RefusesWhatCannotBeMeasured) {
+  const auto refusal = [](Exit code, std::vector<std::int64_t> sequences, std::int64_t prompt, std::int64_t tokens) {
+    Measured model(sizes(1));
+    BatchBenchOptions options;
+    options.sequences = std::move(sequences);
+    options.prompt = prompt;
+    options.tokens = tokens;
+    try {
+      run_batch_bench(model, engine_options(), options);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), code) << error.what();
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(refusal(Exit::usage, {1}, 100, 100), "accepted");
+  EXPECT_NE(refusal(Exit::usage, {1}, 100, 101).find("do not fit in the context of 200"), std::string::npos);
+  EXPECT_NE(refusal(Exit::usage, {1}, INT64_MAX, INT64_MAX).find("do not fit"), std::string::npos);
+  EXPECT_NE(refusal(Exit::usage, {1}, 4, 1).find("at least 2"), std::string::npos);
+  EXPECT_NE(refusal(Exit::resources, {1, 8}, 100, 100)
+                .find("8 sequences need 400 pages of keys and values, and there are 256: "
+                      "enough for 5"),
+            std::string::npos);
+}
+
+TEST(BatchBench, LogitsThatAreNotFiniteAreAnError) {
+  class Poisoned : public Measured {
+   public:
+    using Measured::Measured;
+    std::span<const SpanResult> collect() override {
+      const std::span<const SpanResult> good = Measured::collect();
+      results_.assign(good.begin(), good.end());
+      results_[0].error = SampleError::not_a_number;
+      return results_;
+    }
+
+   private:
+    std::vector<SpanResult> results_;
+  };
+  Poisoned model(sizes(1));
+  BatchBenchOptions options;
+  options.sequences = {2};
+  options.prompt = options.tokens = 4;
+  try {
+    run_batch_bench(model, engine_options(), options);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::numeric);
+  }
+}
+
+TEST(BatchBench, ListsOfIntegersAreReadWhole) {
+  EXPECT_EQ(parse_integers("--x", "1,4,4096", 4096), (std::vector<std::int64_t>{1, 4, 4096}));
+  for (const char* wrong : {"", "0", "4097", "1,,2", "1,", ",1", "x", "1 ", "-1", "1.5", "99999999999999999999"}) {
+    EXPECT_THROW(parse_integers("--x", wrong, 4096), Error) << wrong;
+  }
+}
+
+}  // namespace
+}  // namespace weft
