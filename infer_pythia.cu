@@ -32,7 +32,7 @@
 #include "llmc/infer/report.h"
 #include "llmc/infer/text_output.h"
 #include "llmc/model/compare.h"
-#include "llmc/model/pythia.h"
+#include "llmc/model/random_models.h"
 #include "llmc/serve/server.h"
 #include "version.h"
 
@@ -192,9 +192,9 @@ Exit run_batch_bench(const InferSettings& settings, const DecodeDevice& device, 
 }
 
 Exit run_random_bench(const InferSettings& settings) {
-  const ModelConfig config = pythia_config(settings.random_model);
+  const ModelConfig config = random_model_config(settings.random_model);
   DecodeDevice device(settings);
-  device.choose(config, DType::f16);
+  device.choose(config, config.family == Family::gpt_neox ? DType::f16 : DType::bf16);
   if (settings.task == InferTask::bench_batch) {
     return run_batch_bench(settings, device, [&](std::int64_t sequences) {
       return make_random_inference(settings, device, config, sequences);

@@ -64,6 +64,9 @@ InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, st
 
 std::unique_ptr<InferenceModel> random_on_cpu(const ModelConfig& config, const InferenceOptions& options,
                                               std::int64_t seed) {
+  if (config.family != Family::gpt_neox) {
+    fail(Exit::usage, "--random-model: a Llama of random weights needs a GPU. Use one of pythia-14m to pythia-12b");
+  }
   return cpu::make_neox_inference(config, options,
                                   [&, tensor = std::uint64_t{0}](const TensorSpec& spec, float* out) mutable {
                                     initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),
@@ -243,8 +246,13 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
   log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
   check_memory(config, capacity);
-  return cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
-                           {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
+  const std::uint64_t seed = static_cast<std::uint64_t>(settings_.seed);
+  if (config.family == Family::gpt_neox) {
+    return cuda::random_neox(config, seed, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
+  }
+  return single_sequence(
+      cuda::random_inference(config, seed, one_sequence_on_gpu(capacity), {dtype_, decode_ == "reference", nullptr}),
+      capacity);
 }
 
 #else  // built without CUDA

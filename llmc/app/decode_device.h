@@ -42,7 +42,7 @@ class DecodeDevice {
   // free, but no more than so many sequences can fill. Exit::resources, with how much is needed, if it does not fit.
   std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                  std::int64_t sequences) const;
-  // The same with random weights, for GPT-NeoX.
+  // The same with random weights; on the CPU for GPT-NeoX only (Exit::usage).
   std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) const;
   std::unique_ptr<InferenceModel> make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                         std::int64_t sequences) const;

@@ -7,7 +7,7 @@
 #include "llmc/base/log.h"
 #include "llmc/base/threads.h"
 #include "llmc/infer/fault_injection.h"
-#include "llmc/model/pythia.h"
+#include "llmc/model/random_models.h"
 
 namespace weft {
 
@@ -110,7 +110,8 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.flag("bench-timeline", s.bench_timeline,
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", s.random_model, "NAME",
-             "instead of --model: random weights of this size, pythia-14m to pythia-12b");
+             "instead of --model: random weights of this size, pythia-14m to pythia-12b; on a GPU also a --config of "
+             "train_llama");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds
@@ -228,7 +229,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
   }
-  if (table.given("random-model")) pythia_config(s.random_model);  // refuses an unknown name
+  if (table.given("random-model")) random_model_config(s.random_model);  // refuses an unknown name
   parse_decode_faults(s.debug_inject);
 }
 

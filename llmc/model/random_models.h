@@ -1,0 +1,16 @@
+// The models that --random-model makes for measurements, without a file: the sizes of the Pythia suite (Biderman et al., 2023)
+// and the Llamas that train_llama knows by name (preset_config()).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "llmc/model/config.h"
+
+namespace weft {
+
+// "pythia-14m" ... "pythia-12b", "tiny" ... "llama3.1-8b"; an unknown name is Exit::usage and lists them.
+ModelConfig random_model_config(const std::string& name);
+std::vector<std::string> random_model_names();
+
+}  // namespace weft
