@@ -47,6 +47,9 @@ constexpr int kWarps = kWarpgroupSize / kWarpSize;
 constexpr int kSumsStride = kWeightRows + kSumsPadding;
 constexpr int kAlignment = 1024;             // of a swizzled tile
 constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
+// Of the weight, that wait in L2 for the predecessor to finish, beside what the rings hold: what memory gives in the 3 to 4 us
+// from there to the first full ring.
+constexpr std::int64_t kPrefetchBytes = 16 << 20;
 
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
@@ -71,6 +74,8 @@ struct Arguments {
   Output<T> output;
   int steps, splits;          // stages of all of K
   int stages;                 // split_kernel: of the ring
+  int prefetched;             // split_kernel: stages behind the first round of the ring that go to L2 meanwhile
+  bool x_is_older;            // split_kernel
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
 };
 
@@ -120,6 +125,12 @@ __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned bar
   const bool swiglu = p.output.swiglu();
   tensor_load(shared, &p.weight, barrier, step * kDepth, swiglu ? 0 : tile * kWeightRows, 0,
               swiglu ? tile * (kWeightRows / 16) : 0, keep);
+}
+// The same to L2.
+template <typename T>
+__device__ void prefetch_weight(const Arguments<T>& p, int step, int tile) {
+  const bool swiglu = p.output.swiglu();
+  tensor_prefetch(&p.weight, step * kDepth, swiglu ? 0 : tile * kWeightRows, 0, swiglu ? tile * (kWeightRows / 16) : 0);
 }
 
 // d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
@@ -216,7 +227,10 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
   }
   __syncthreads();
   if (producer) {
-    wait_for_predecessors();
+    for (int step = ahead; step < min(steps, ahead + p.prefetched); ++step) {
+      for (int i = 0; i < kConsumers; ++i) prefetch_weight(p, first_step + step, tile + i);
+    }
+    if (!p.x_is_older) wait_for_predecessors();
     for (int i = 0; i < ahead; ++i) load_x(i, i);
     RingPosition at = RingPosition::at(ahead, p.stages);
     for (int step = ahead; step < steps; ++step) {
@@ -226,6 +240,9 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
       at.advance(p.stages);
     }
   }
+  const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
+  const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
+                           thread % count);  // reads the bias, early
   if (consumer) {
     const int group = warp / kWarps;
     float d[N / 2];
@@ -250,9 +267,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
     __syncthreads();
   }
   if (consumer) {
-    const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
     const int group = thread % all / count;
-    const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + group) * kWeightRows, thread % count);
     const int shared_rows = kConsumerThreads / all * p.splits;  // that the cluster's threads take at a time
     const int end = static_cast<int>(min(std::int64_t{N}, p.output.rows - first_row));
     for (int r = thread / all * p.splits + split; r < end; r += shared_rows) {
@@ -287,6 +302,9 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
   const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
+  arguments.prefetched =
+      static_cast<int>(kPrefetchBytes / (tiles * arguments.splits * kConsumers * WeightTile<T>::kBytes));
+  arguments.x_is_older = io.x_is_older;
   const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
                           device.overlapping, arguments.splits, "rows_matmul", arguments);
@@ -531,6 +549,9 @@ bool hopper_computes(const RowsMatmul<T>& io) {
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = split_count(weight_rows(io), io.K);
+  // Beside another kernel: blocks that leave it half of the shared memory and of the registers.
+  if (io.x_is_older && io.rows > 64 && io.rows <= 96) return launch_splits<T, 96, 1>(io, device, stream);
+  if (io.x_is_older && io.rows > 64 && io.rows <= 128) return launch_splits<T, 128, 1>(io, device, stream);
   if (io.rows <= 16) return launch_splits<T, 16, 1>(io, device, stream);
   if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
   if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
