@@ -54,11 +54,11 @@ constexpr std::int64_t kPrefetchBytes = 16 << 20;
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
 
-// Into how many splits K is cut: so that as many blocks of 64 rows as there are splits of them occupy most of the 132
-// multiprocessors, and no split is shorter than 256 values. The order of every sum follows from this: a change of it changes
+// Into how many splits K is cut: so that as many blocks of 64 rows as there are splits of them occupy the 132 multiprocessors
+// or nearly, and no split is shorter than 256 values. The order of every sum follows from this: a change of it changes
 // bits. split s has the stages from split_begin(s) to split_begin(s + 1).
 int split_count(std::int64_t weight_rows, std::int64_t K) {
-  constexpr std::int64_t kEnoughBlocks = 96, kFewestSteps = 4;
+  constexpr std::int64_t kEnoughBlocks = 128, kFewestSteps = 4;
   const std::int64_t tiles = ceil_div(weight_rows, kWeightRows), steps = ceil_div(K, kDepth);
   int splits = 1;
   while (splits < kMostSplits && tiles * splits < kEnoughBlocks && steps / (2 * splits) >= kFewestSteps) splits *= 2;
@@ -172,11 +172,10 @@ __device__ inline void sum_stages(float (&d)[N / 2], int steps, RingPosition& at
 
 // ---- few rows ---------------------------------------------------------------------------------------------------------
 // Threads of a block: kConsumers warpgroups of 64 rows of the weight each, and a warp that issues the copies.
-template <typename T, int N, int kConsumers>
+template <typename T, int N, int kConsumers, int kBlocks>  // kBlocks: of a multiprocessor
 struct SplitShape {
   using XTile = SwizzledTile<T, N, kDepth>;
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
-  static constexpr int kBlocks = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kStageBytes = kConsumers * WeightTile<T>::kBytes + XTile::kBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   // One block of two leaves 1 KB of its half to the system.
@@ -187,11 +186,11 @@ struct SplitShape {
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
 };
 
-template <typename T, int N, int kConsumers>
-__global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitShape<T, N, kConsumers>::kBlocks)
+template <typename T, int N, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThreads, kBlocks)
     split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
-  using Shape = SplitShape<T, N, kConsumers>;
+  using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
   const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
@@ -293,10 +292,10 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
 #endif
 }
 
-template <typename T, int N, int kConsumers>
+template <typename T, int N, int kConsumers, int kBlocks = 3 - kConsumers>
 void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Shape = SplitShape<T, N, kConsumers>;
-  const auto kernel = split_kernel<T, N, kConsumers>;
+  using Shape = SplitShape<T, N, kConsumers, kBlocks>;
+  const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, N);
   arguments.stages = Shape::kMostStages;
   const int bytes = Shape::bytes(arguments.stages);
@@ -554,6 +553,10 @@ void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   if (io.x_is_older && io.rows > 64 && io.rows <= 128) return launch_splits<T, 128, 1>(io, device, stream);
   if (io.rows <= 16) return launch_splits<T, 16, 1>(io, device, stream);
   if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
+  // Blocks enough, also of 128 rows of the weight: then x is read half as often, and what L2 gives is enough for both.
+  const bool tall =
+      splits == 1 && 2 * weight_rows(io) >= 3 * 2 * kWeightRows * device.multiprocessors && !io.x_is_older;
+  if (tall && io.rows <= 64) return launch_splits<T, 64, 2, 2>(io, device, stream);
   if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
   if (io.rows <= 64) return launch_splits<T, 64, 1>(io, device, stream);
   if (splits > 1 && io.rows <= 96) return launch_splits<T, 96, 2>(io, device, stream);
