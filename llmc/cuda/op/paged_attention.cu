@@ -43,17 +43,26 @@ static_assert(kSplitUnits <= kWarpSize);
 template <int HS>
 constexpr std::int64_t kSlotFloats = paged_slot_floats(HS);
 
-// StageKeys, Stages: of the ring of a tile's keys and values.
-template <int HeadDim, int StageKeys, int Stages>
+// A step of at most so many rows leaves half of a multiprocessor to the next kernel of the chain (paged_attention.h).
+constexpr std::int64_t kRoomyRows = 256;
+constexpr int kRoomyBytes = 109 * 1024;  // of shared memory; a block costs 1 KiB more than it asks for
+
+// StageKeys, Stages: of the ring of a tile's keys and values. Roomy: one block of 256 threads of at most 128 registers (of heads
+// of 128: more). Otherwise two blocks of 128 threads where these are faster for tiles.
+template <int HeadDim, int StageKeys, int Stages, bool Roomy = false>
 struct Tiling {
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
-  static constexpr int kKeys = HS <= 128 ? 32 : 16;  // of a key block: decides the bits
-  static constexpr int M = HS <= 96 ? 2 : 1;         // m16 tiles of a warp of a tile
-  static constexpr int kWarps = HS == 128 ? 8 : 4, kThreads = kWarps * kWarpSize;
+  static constexpr int kKeys = HS <= 128 ? 32 : 16;     // of a key block: decides the bits
+  static constexpr int M = HS <= 96 && !Roomy ? 2 : 1;  // m16 tiles of a warp of a tile
+  static constexpr int kWarps = HS == 128 || Roomy ? 8 : 4, kThreads = kWarps * kWarpSize;
   static constexpr int kWarpRows = M * 16, kTileRows = kWarps * kWarpRows;
   static constexpr int kBlocksPerMultiprocessor = HS == 128 ? 1 : 2;
   // Key or value blocks of the ring of a warp that computes items.
-  static constexpr int kRing = HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : HS == 96 ? 4 : 3;
+  static constexpr int kRing = HS > 96 || (Roomy && HS > 32) ? 3
+                               : HS == 32                    ? (Roomy ? 5 : 8)
+                               : HS == 64                    ? 6
+                               : HS == 80                    ? 5
+                                                             : 4;
   static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kKeys);
   static constexpr int kSumBytes = kTileRows * HS * static_cast<int>(sizeof(float));
   static constexpr int kTileBytes = kSumBytes + kStages * Tile<bf16, HS>::bytes(2 * kStageKeys);
@@ -135,10 +144,11 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
                                                unsigned distance, int pages, int kv_head, int first, int end,
                                                int thread) {
   using T = Tile<S, HS>;
-  static_assert(Rows * T::kChunks % Threads == 0, "every lane takes part in every shuffle");
+  static_assert(Rows * T::kChunks % kWarpSize == 0, "all of a warp's lanes take part in a shuffle, or none");
 #pragma unroll
-  for (int i = 0; i < Rows * T::kChunks / Threads; ++i) {
+  for (int i = 0; i < ceil_div(Rows * T::kChunks, Threads); ++i) {
     const int index = thread + i * Threads, row = index / T::kChunks, chunk = index % T::kChunks;
+    if (Rows * T::kChunks % Threads != 0 && index >= Rows * T::kChunks) break;
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
@@ -582,8 +592,8 @@ template <typename S, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     paged_attention_kernel(const __grid_constant__ Arguments<S> a) {
   extern __shared__ __align__(16) unsigned char shared[];
-  let_successor_start();
   wait_for_predecessors();
+  let_successor_start();  // not before: paged_attention.h says what the successor may read
   const PagedWorkHeader work = *a.work;
   const PagedItem* entries = reinterpret_cast<const PagedItem*>(a.work + 1);
   if (work.tiles > 0) {
@@ -617,8 +627,8 @@ template <int HS>
 __global__ void __launch_bounds__(kPlainWarps* kWarpSize) plain_kernel(const __grid_constant__ PlainArguments a) {
   constexpr int kPerLane = (HS + kWarpSize - 1) / kWarpSize;
   __shared__ float query[HS], group_maximum[kPlainWarps], group_sum[kPlainWarps], group_out[kPlainWarps][HS];
-  let_successor_start();
   wait_for_predecessors();
+  let_successor_start();
   const int head = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int position = a.rows.positions[row];
   if (position < 0) return;
@@ -721,14 +731,15 @@ void check_arguments(const PagedAttention<S>& io) {
 }
 
 template <typename S, typename Tiling>
-void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream, int shared_limit) {
+void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream, int shared_limit,
+            bool roomy) {
   constexpr const char* kName = "paged_attention";
   const Workspace at = workspace_of(io.shape);
   char* workspace = static_cast<char*>(io.workspace);
   // Two blocks of a multiprocessor share its memory, of which each block costs 1 KiB more than it asks for.
   constexpr int kStaticBytes = 16;
-  const int per_block =
-      (Tiling::kBlocksPerMultiprocessor == 2 ? std::min(shared_limit, 113 * 1024) : shared_limit) - kStaticBytes;
+  const int most = roomy ? kRoomyBytes : Tiling::kBlocksPerMultiprocessor == 2 ? 113 * 1024 : shared_limit;
+  const int per_block = std::min(shared_limit, most) - kStaticBytes;
   Arguments<S> arguments{};
   arguments.q = io.q.data;
   arguments.q_row_stride = io.q.token_stride;
@@ -750,11 +761,13 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
 
   const auto kernel = paged_attention_kernel<S, Tiling>;
   const int shared = std::max(Tiling::kTileBytes, arguments.item_warps * Tiling::kRingBytes);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
-  int blocks = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
-                                                      static_cast<std::size_t>(shared)),
-        kName);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit - kStaticBytes), kName);
+  int blocks = 1;
+  if (!roomy) {
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
+                                                        static_cast<std::size_t>(shared)),
+          kName);
+  }
   const dim3 grid(static_cast<unsigned>(std::max(1, blocks) * device.multiprocessors));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
                  kName, arguments);
@@ -770,16 +783,17 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
                    "paged_attention", arguments);
   } else {
     const int limit = shared_bytes_per_block();
-    if constexpr (HS == 128) {
+    const bool roomy = io.rows.rows <= kRoomyRows;
+    if constexpr (HS == 256) {
+      launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit, false);
+    } else if constexpr (HS == 128) {
       using Large = Tiling<HS, 64, 3>;
-      if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
-      launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit);
-    } else if constexpr (HS == 256) {
-      launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit);
-    } else if constexpr (HS == 96) {
-      launch<S, Tiling<HS, 32, 3>>(io, device, stream, limit);
+      if (!roomy && limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit, false);
+      launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit, roomy);
     } else {
-      launch<S, Tiling<HS, 64, HS == 80 ? 2 : 3>>(io, device, stream, limit);
+      constexpr int kStageKeys = HS == 96 ? 32 : 64, kStages = HS == 80 ? 2 : 3;
+      if (roomy) return launch<S, Tiling<HS, kStageKeys, kStages, true>>(io, device, stream, limit, true);
+      launch<S, Tiling<HS, kStageKeys, kStages>>(io, device, stream, limit, false);
     }
   }
 }
