@@ -14,6 +14,7 @@
 #include "llmc/app/decode_session.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"

@@ -1,4 +1,5 @@
 // --config FILE: the shape of a new model from a Hugging Face config.json.
+#include "llmc/base/json.h"
 #include "llmc/train/hf_config.h"
 
 #include <gtest/gtest.h>

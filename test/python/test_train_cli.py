@@ -299,7 +299,9 @@ def test_from_scratch_with_a_sample(tmp_path):
     done = train(data, tmp_path / "run", "--config", "tiny", "--model=", "--val=", "--sample-every", 3,
                  "--sample-tokens", 5, "--sample-prompt", "Once", steps=3)
     assert done.returncode == 0, done.stderr
-    assert "sample: Once" in done.stderr and "val loss none" in done.stdout
+    assert "sample: Once" in done.stderr and "  train: 1 shard, " in done.stderr
+    assert done.stderr.count("no validation data") == 1
+    assert re.fullmatch(r"step 3  train loss \d\.\d{4}  checkpoint '.*step_00000003'\n", done.stdout), done.stdout
     log = records(tmp_path / "run")
     assert [r["text"][:4] for r in log if r["type"] == "sample"] == ["Once"]
     assert abs(losses(tmp_path / "run")[1][0] - np.log(2048)) < 0.2
