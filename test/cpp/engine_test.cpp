@@ -434,6 +434,62 @@ TEST(Engine, AListenerMaySubmitAndCancel) {
   EXPECT_EQ(next->ids, alone(request_of({2, 3}, 4), model).ids);
 }
 
+// Pages that a prefix would find and nobody uses are among those that are free: a sequence that is admitted takes them away.
+TEST(Engine, APrefixThatIsOnlyCachedTakesItsPagesFromWhatIsFree) {
+  PagedFake model({.page_size = 4, .num_pages = 10, .slots = 4, .max_positions = 40});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  const auto longer = [](Ids ids, std::int64_t by, std::uint64_t seed) {
+    const Ids more = random_ids(by, seed);
+    ids.insert(ids.end(), more.begin(), more.end());
+    return ids;
+  };
+  const Ids prefix = random_ids(16, 1);
+  submit(engine, request_of(longer(prefix, 1, 2), 1));
+  finish(engine);
+  ASSERT_EQ(engine.statistics().pages_cached, 4);
+  submit(engine, request_of(random_ids(13, 3), 8));  // has 4 pages, and will have 6
+  engine.step();
+  const EngineRequest request = request_of(longer(prefix, 9, 4), 2);
+  const auto after =
+      submit(engine, request);  // needs 7 pages: the 4 that are cached, and one more than the 2 beside them
+  engine.step();
+  EXPECT_EQ(engine.statistics().running, 1);
+  EXPECT_EQ(engine.statistics().waiting, 1);
+  finish(engine);
+  EXPECT_EQ(engine.statistics().preemptions, 0);  // nobody was admitted too early
+  EXPECT_EQ(engine.statistics().prefix_ids, 16);
+  EXPECT_EQ(after->ids, alone(request, model).ids);
+  expect_all_free(engine);
+
+  // Pages of a prefix that another sequence uses cost nothing.
+  submit(engine, request_of(longer(prefix, 1, 5), 3));  // 5 pages of 10
+  engine.step();
+  submit(engine, request_of(longer(prefix, 5, 6), 3));  // 6 pages, of which 4 are in use
+  engine.step();
+  EXPECT_EQ(engine.statistics().running, 2);
+  finish(engine);
+}
+
+// Whoever waits hears of what comes in, at once.
+TEST(Engine, WaitingEndsWithWhatComesIn) {
+  PagedFake model({});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  const auto waited = [&](const std::function<void()>& during) {
+    const Clock::time_point before = Clock::now();
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      during();
+    });
+    engine.wait(before + std::chrono::seconds(10));
+    other.join();
+    return std::chrono::duration<double>(Clock::now() - before).count();
+  };
+  EXPECT_LT(waited([&] { submit(engine, request_of({3, 4}, 5)); }), 8);
+  EXPECT_LT(waited([] {}), 8);  // it is still there
+  finish(engine);
+  EXPECT_LT(waited([&] { engine.cancel(12345); }), 8);
+}
+
 TEST(Engine, RequestsComeFromOtherThreads) {
   PagedFake model({.depth = 2});
   Engine engine(model, {.max_running = 8, .rows_per_step = 16});

@@ -200,6 +200,31 @@ TEST(CompletionsRequest, TooManyPromptsAreRefusedBeforeTheyAreRead) {
   EXPECT_NE(got.message.find("at most"), std::string::npos) << got.message;
 }
 
+// Texts and lists of ids alike; what is refused are the completions, the prompts times n.
+TEST(CompletionsRequest, CompletionsOfOneRequestAreLimited) {
+  const auto body = [](const std::string& prompt, int prompts, int n) {
+    std::string text = R"({"n": )" + std::to_string(n) + R"(, "prompt": [)";
+    for (int i = 0; i < prompts; ++i) text += (i > 0 ? "," : "") + prompt;
+    return text + "]}";
+  };
+  for (const std::string prompt : {"\"a\"", "[5, 6]"}) {
+    for (const auto& [prompts, n] : {std::pair(1, 128), {2, 128}, {256, 1}, {85, 3}}) {
+      const CompletionsRequest request = parse(body(prompt, prompts, n));
+      EXPECT_EQ(request.sequences(), prompts * n);
+      EXPECT_EQ(request.prompts.size(), static_cast<std::size_t>(prompts));
+    }
+    for (const auto& [prompts, n] : {std::pair(3, 128), {257, 1}, {129, 2}, {86, 3}}) {
+      const Refusal got = refusal(body(prompt, prompts, n));
+      EXPECT_EQ(got.param, "n");
+      EXPECT_NE(got.message.find("for " + std::to_string(prompts) + " prompts, expected at most 256"),
+                std::string::npos)
+          << got.message;
+    }
+  }
+  // Ids in one list are one prompt, however many.
+  EXPECT_EQ(parse(body("5", 300, 128)).sequences(), 128);
+}
+
 // A value takes two bytes of the body and many more of memory.
 TEST(CompletionsRequest, TooManyValuesAreRefusedWhileTheyAreRead) {
   std::string body = R"({"ignored": [0)";
