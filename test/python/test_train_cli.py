@@ -728,6 +728,8 @@ def test_time_limit(data, tmp_path):
     done = train(data, out, "--max-minutes", 0.02, steps=1_000_000)
     assert done.returncode == 0 and "--max-minutes" in done.stderr
     assert f"step_{max(losses(out)):08d}" in checkpoints(out)
+    times = [record["time"] for record in records(out)]
+    assert 1.1 < times[-1] - times[0] < 60, "0.02 minutes, and what the last step and the save take"
 
 
 # Writes what a save asks of the kernel, in order, to $CALLS.
