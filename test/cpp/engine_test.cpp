@@ -470,6 +470,46 @@ TEST(Engine, APrefixThatIsOnlyCachedTakesItsPagesFromWhatIsFree) {
   finish(engine);
 }
 
+// What a sequence finds of its own pages when it comes back was not saved by another.
+TEST(Engine, PagesFoundAgainAfterAPreemptionAreNotCountedAsShared) {
+  PagedFake model({.page_size = 4, .num_pages = 8, .slots = 4, .max_positions = 40});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  const EngineRequest older = request_of(random_ids(9, 1), 12), younger = request_of(random_ids(9, 2), 20);
+  const auto first = submit(engine, older), second = submit(engine, younger);
+  finish(engine);
+  EXPECT_EQ(first->ids, alone(older, model).ids);
+  EXPECT_EQ(second->ids, alone(younger, model).ids);
+  const EngineStatistics statistics = engine.statistics();
+  EXPECT_GE(statistics.preemptions, 1);
+  EXPECT_LT(statistics.rows, 20 + 28 + 28);  // some of its pages were still there
+  EXPECT_EQ(statistics.prompt_ids, 18);
+  EXPECT_EQ(statistics.prefix_ids, 0);
+}
+
+// A step has a row for each sequence that decodes: so many run at most.
+TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
+  PagedFake model({.slots = 8});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 2});
+  std::vector<std::pair<EngineRequest, std::shared_ptr<Recorder>>> all;
+  for (std::uint64_t i = 0; i < 6; ++i) {
+    EngineRequest request = request_of(random_ids(5, i), 7, i);
+    all.emplace_back(request, submit(engine, request));
+  }
+  EXPECT_EQ(engine.statistics().waiting, 6);  // none was taken up yet
+  EXPECT_EQ(engine.statistics().running, 0);
+  bool more = true;
+  for (int i = 0; more && i < 1000; ++i) {
+    more = engine.step();
+    EXPECT_LE(engine.statistics().running, 2);
+    std::int64_t rows = 0;
+    for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows += span.rows;
+    EXPECT_LE(rows, 2);
+  }
+  EXPECT_FALSE(more);
+  for (const auto& [request, recorder] : all) EXPECT_EQ(recorder->ids, alone(request, model).ids);
+  expect_all_free(engine);
+}
+
 // Whoever waits hears of what comes in, at once.
 TEST(Engine, WaitingEndsWithWhatComesIn) {
   PagedFake model({});

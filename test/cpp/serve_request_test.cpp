@@ -113,6 +113,41 @@ TEST(CompletionsRequest, WhatWouldChangeTheTextIsRefusedUnlessNeutral) {
   }
 }
 
+// Every field that would change the text and is not supported, with the value that changes nothing ("null": no other) and one that would.
+TEST(CompletionsRequest, EachUnsupportedFieldIsRefusedUnlessNeutral) {
+  struct Field {
+    const char *name, *neutral, *other;
+  };
+  for (const Field& field : std::vector<Field>{{"suffix", R"("")", R"("x")"},
+                                               {"presence_penalty", "0", "0.5"},
+                                               {"frequency_penalty", "0", "-1"},
+                                               {"repetition_penalty", "1", "1.1"},
+                                               {"length_penalty", "1", "0"},
+                                               {"logit_bias", "{}", R"({"5": 1})"},
+                                               {"min_tokens", "0", "1"},
+                                               {"use_beam_search", "false", "true"},
+                                               {"stop_token_ids", "[]", "[5]"},
+                                               {"bad_words", "[]", R"(["x"])"},
+                                               {"allowed_token_ids", "[]", "[5]"},
+                                               {"response_format", R"({"type": "text"})", R"({"type": "json_object"})"},
+                                               {"guided_json", "null", R"({"type": "object"})"},
+                                               {"guided_regex", "null", R"("a*")"},
+                                               {"guided_choice", "null", R"(["a"])"},
+                                               {"guided_grammar", "null", R"("x")"},
+                                               {"structured_outputs", "null", R"({"regex": "a"})"},
+                                               {"truncate_prompt_tokens", "null", "5"},
+                                               {"best_of", "1", "2"}}) {
+    const auto body = [&](const char* value) {
+      return std::string(R"({"prompt": "a", ")") + field.name + "\": " + value + "}";
+    };
+    EXPECT_EQ(parse(body(field.neutral)).sequences(), 1) << field.name;
+    EXPECT_EQ(parse(body("null")).sequences(), 1) << field.name;
+    const Refusal got = refusal(body(field.other));
+    EXPECT_EQ(got.status, 400) << field.name;
+    EXPECT_EQ(got.param, field.name);
+  }
+}
+
 TEST(CompletionsRequest, EveryRefusalNamesItsField) {
   struct Case {
     const char *body, *param, *words;
