@@ -709,6 +709,8 @@ CPU = [
            "record[\"val\"] = inputs.val->fingerprint();",
            "record[\"val\"] = inputs.train->fingerprint();",
            ("py:test_train_cli.py::test_the_header_of_the_log_names_the_shards_of_each_option",)),
+    Mutant("of two templates the last wins", "llmc/text/tokenizer_stages.cpp", "if (spec_.bos || count < 1", "if (count < 1",
+           ("unit:TokenizerFile.RefusesPatternsAndTemplatesItDoesNotKnow",)),
 ]
 
 # Where a GPU is. They need a build with nvcc.
