@@ -87,7 +87,8 @@ Exit run_interactive(const DecodeSession& s) {
 EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model) {
   EngineOptions options;
   options.max_running = settings.max_running;
-  options.rows_per_step = std::min(options.rows_per_step, model.max_rows());
+  options.rows_per_step = model.max_rows();
+  options.prompt_rows = settings.prompt_rows;
   return options;
 }
 
