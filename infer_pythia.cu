@@ -89,6 +89,7 @@ EngineOptions engine_options(const InferSettings& settings, const InferenceModel
   EngineOptions options;
   options.max_running = settings.max_running;
   options.rows_per_step = model.max_rows();
+  options.prompt_rows = settings.prompt_rows;
   return options;
 }
 

@@ -372,6 +372,69 @@ TEST(Engine, EachStepDecodesEveryRunningSequenceWhilePromptsArrive) {
   finish(engine);
 }
 
+// What lies in the model when a step is collected, and whose ids the steps take.
+class Pipeline : public PagedFake {
+ public:
+  using PagedFake::PagedFake;
+  void submit(std::span<const Span> work) override {
+    PagedFake::submit(work);
+    ++queued_;
+    for (const Span& span : work) (span.ids.empty() ? on_device : from_host) += 1;
+  }
+  std::span<const SpanResult> collect() override {
+    deepest = std::max(deepest, queued_);
+    if (--queued_ == 0) ++idle;
+    return PagedFake::collect();
+  }
+  std::int64_t deepest = 0, idle = 0;  // idle: collected steps behind which none was queued
+  std::int64_t on_device = 0, from_host = 0;
+
+ private:
+  std::int64_t queued_ = 0;
+};
+
+TEST(Engine, TheModelAlwaysHasAStepQueued) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    Pipeline model({.depth = depth});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+    for (std::uint64_t i = 0; i < 4; ++i) submit(engine, request_of(random_ids(8, i), 40));
+    std::int64_t steps = 0;
+    while (engine.step()) ++steps;
+    EXPECT_EQ(model.deepest, depth);
+    EXPECT_EQ(model.idle, depth == 1 ? 40 : 1);  // the last step has none behind it
+    EXPECT_EQ(model.from_host, 4);
+    EXPECT_EQ(model.on_device, 4 * 39);
+    EXPECT_LE(steps, 40 + depth);
+  }
+}
+
+TEST(Engine, PromptRowsBesideDecodingAreLimited) {
+  PagedFake model({.num_pages = 256, .max_rows = 64, .depth = 2});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 64, .prompt_rows = 6, .share_prefixes = false});
+  submit(engine, request_of(random_ids(50, 1), 30));
+  submit(engine, request_of(random_ids(14, 2), 30));
+  engine.step();
+  ASSERT_EQ(model.rows_of_last_step.size(), 2u);  // nothing decodes yet: both prompts in one step
+  EXPECT_EQ(model.rows_of_last_step[0].rows + model.rows_of_last_step[1].rows, 64);
+  const auto late = submit(engine, request_of(random_ids(40, 3), 2));
+  std::int64_t prompt_rows = 0;
+  while (!late->end.has_value()) {
+    engine.step();
+    std::int64_t rows = 0;
+    for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows += span.rows;
+    ASSERT_LE(rows, 2 + 6);
+    prompt_rows += std::max<std::int64_t>(rows - 2, 0);
+  }
+  EXPECT_GE(prompt_rows, 40);
+  while (engine.step()) {
+  }
+  // Without others a prompt has the whole step.
+  submit(engine, request_of(random_ids(60, 4), 1));
+  engine.step();
+  ASSERT_EQ(model.rows_of_last_step.size(), 1u);
+  EXPECT_EQ(model.rows_of_last_step[0].rows, 60);
+}
+
 TEST(Engine, DividesRowsBetweenPrompts) {
   const auto divide = [](std::int64_t budget, const std::vector<PromptRows>& prompts, std::int64_t page_size) {
     return divide_rows(budget, prompts, page_size);
