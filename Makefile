@@ -45,6 +45,7 @@ MODE_FLAGS_release := -O3
 # -g1: line numbers for the reports. Full debug information takes a quarter of the compile time.
 MODE_FLAGS_asan    := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 MODE_FLAGS_tsan    := -O1 -fsanitize=thread
+TEST_LEVEL := $(if $(filter asan,$(MODE)),-O0,-O1)
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
 CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
@@ -59,6 +60,11 @@ endif
 
 HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
+# What infer_pythia has beyond train_llama, in an archive of its own: make demo trains before these are compiled, and
+# ThreadSanitizer's build does without them.
+TRAIN_NEEDS := $(addprefix llmc/infer/,generate.cpp prompt.cpp stop_text.cpp text_stream.cpp)
+INFER_SRC := $(filter-out $(TRAIN_NEEDS),$(filter llmc/infer/% llmc/serve/% llmc/app/decode_%,$(HOST_SRC)))
+INFER_OBJ := $(INFER_SRC:%.cpp=$B/%.o)
 
 # ---- GPU code --------------------------------------------------------------------------------------------------------
 ifneq ($(strip $(NVCC)),)
@@ -80,6 +86,9 @@ GPU_TEST_OBJ := $(patsubst %,$B/%.o,$(if $(strip $(NVCC)),$(basename $(wildcard 
 
 # What this make is to build, as far as it is not there, for the progress line.
 WANTED := $(HOST_OBJ) $(CUDA_OBJ) $(PROGRAMS:%=$B/%.main.o) $(PROGRAMS:%=$B/%)
+ifeq ($(filter-out venv,$(MAKECMDGOALS)),train_llama)
+WANTED := $(filter-out $(INFER_OBJ) $B/infer_pythia%,$(WANTED))
+endif
 ifneq ($(filter tests,$(MAKECMDGOALS)),)
 WANTED += $(TEST_OBJ) $(GPU_TEST_OBJ) $(TEST_TOOLS) $(TEST_TOOLS:$B/%=$B/test/cpp/%_main.o) $B/unit_tests $(if $(GPU_TEST_OBJ),$B/gpu_tests)
 endif
@@ -103,7 +112,7 @@ $(PROGRAMS): %: $B/%
 endif
 
 # Changed flags rebuild what they concern; an unchanged line leaves its stamp's time alone.
-HOST_FLAGS_LINE := $(CXX) $(CXXFLAGS)
+HOST_FLAGS_LINE := $(CXX) $(CXXFLAGS), tests $(TEST_LEVEL)
 LINK_FLAGS_LINE := $(MAIN_FLAGS) $(EDIT_FLAGS) $(LDLIBS) $(NVCC) $(NVCCFLAGS)
 $B/host-flags: FORCE
 	@scripts/deps.sh --check
@@ -147,25 +156,33 @@ $B/test/gpu/%.o: test/gpu/%.cu $B/link-flags
 	@mkdir -p $(@D); echo "  NVCC  $<"
 	$Q$(NVCC) $(NVCCFLAGS) -c $< -o $@
 
-$B/libweft.a: $(HOST_OBJ) $(CUDA_OBJ)
+$B/libinfer.a: $(INFER_OBJ)
+$B/libweft.a: $(filter-out $(INFER_OBJ),$(HOST_OBJ)) $(CUDA_OBJ)
+$B/libinfer.a $B/libweft.a:
 	@rm -f $@; ar rcs $@ $^
+LIBS := $B/libinfer.a $B/libweft.a
 
-$(PROGRAMS:%=$B/%): $B/%: $B/%.main.o $B/libweft.a
+$B/train_llama: $B/train_llama.main.o $B/libweft.a
+$B/infer_pythia: $B/infer_pythia.main.o $(LIBS)
+$(PROGRAMS:%=$B/%):
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 tests: $B/unit_tests $(TEST_TOOLS) programs $(if $(GPU_TEST_OBJ),$B/gpu_tests)
-$B/unit_tests: $(TEST_OBJ) $B/libweft.a
+# Compiling the tests takes longer than running them: TEST_LEVEL, -O1 or with AddressSanitizer -O0, halves it. What they test
+# is compiled as in the programs.
+$B/test/cpp/%.o: CXXFLAGS += $(TEST_LEVEL)
+$B/unit_tests: $(TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $(TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
-$B/gpu_tests: $(GPU_TEST_OBJ) $B/libweft.a
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
+$B/gpu_tests: $(GPU_TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $(GPU_TEST_OBJ) $B/libweft.a $(LDLIBS) -lgtest -lpthread -o $@
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lpthread -o $@
 $B/test/gpu/%.o: CXXFLAGS += -isystem $(CUDA_HOME)/include
-$(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $B/libweft.a
+$(TEST_TOOLS): $B/%: $B/test/cpp/%_main.o $(LIBS)
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
 # Everything that this machine can test; GPU=must refuses to skip the GPU suite.
 test: deps venv
@@ -225,9 +242,9 @@ $B/dev/%.o: dev/%.cu $B/link-flags
 	@mkdir -p $(@D); $(call say,NVCC  $<)
 	$Q$(NVCC) $(filter-out -gencode arch=%,$(NVCCFLAGS)) -gencode arch=compute_$(ONE_ARCH),code=sm_$(ONE_ARCH) -c $< -o $@
 $B/dev/bench/timeline.o: CXXFLAGS += -isystem $(CUDA_HOME)/include -isystem $(CUDA_HOME)/extras/CUPTI/include
-$(filter-out %.o,$(BENCHES)): $B/dev/%: $B/dev/%.o $B/libweft.a
+$(filter-out %.o,$(BENCHES)): $B/dev/%: $B/dev/%.o $(LIBS)
 	@$(call say,LINK  $@)
-	$Q$(CXX) $(LDFLAGS) $< $B/libweft.a $(LDLIBS) -o $@
+	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
 # ---- the first minutes -----------------------------------------------------------------------------------------------
 deps:
@@ -249,9 +266,14 @@ torch: venv
 
 # Without a GPU the demo runs on the CPU: no GPU code is compiled for it, unless GPU_ARCH= asks for some. The packages of the
 # scripts are fetched while the programs are compiled: DEPS_DONE, because a second check of deps would put venv behind them.
+# infer_pythia, its server and their libraries are compiled after the training, which thus begins in half the time.
+DEMO_MAKE = $(MAKE) --no-print-directory DEPS_DONE=1 $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
 demo: deps
-	@$(MAKE) --no-print-directory DEPS_DONE=1 venv all $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
-	@scripts/run_demo.sh
+	@$(DEMO_MAKE) venv train_llama
+	@scripts/run_demo.sh train
+	@echo; echo "== building infer_pythia"
+	@$(DEMO_MAKE) all
+	@scripts/run_demo.sh infer
 
 # Training steps and decoding beside PyTorch (make torch), on the GPU of this machine.
 bench: all venv
@@ -261,7 +283,7 @@ bench: all venv
 # A norm and an attention kernel from naive to today's, each step checked and timed (dev/ladder/README.md). LADDER= its
 # arguments. Builds without a GPU, which only running needs.
 LADDER_OBJ := $(patsubst %.cu,$B/%.o,$(if $(strip $(NVCC)),$(wildcard dev/ladder/*.cu)))
-$B/ladder: $(LADDER_OBJ) $B/libweft.a
+$B/ladder: $(LADDER_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -o $@
 ladder: $(if $(strip $(NVCC)),$B/ladder)

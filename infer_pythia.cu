@@ -14,6 +14,7 @@
 #include "llmc/app/decode_session.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
@@ -88,6 +89,7 @@ EngineOptions engine_options(const InferSettings& settings, const InferenceModel
   EngineOptions options;
   options.max_running = settings.max_running;
   options.rows_per_step = model.max_rows();
+  options.prompt_rows = settings.prompt_rows;
   return options;
 }
 

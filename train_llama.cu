@@ -9,6 +9,7 @@
 #include "llmc/app/train_device.h"
 #include "llmc/base/arena.h"
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"

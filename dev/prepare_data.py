@@ -571,16 +571,24 @@ def report(output: Path, encoder: Encoder, splits: list[Split]) -> None:
               f"{split.text_bytes / split.tokens:5.2f} bytes per token   {shards}")
     print(f"vocabulary {encoder.vocab_size:,}, end of text {encoder.end_of_text}")
     arguments = " ".join(f"--{split.name} {cli.pasteable(glob.escape(str(output / split.name)) + '_*.bin')}" for split in splits)
-    print(f"\nNext:\n  ./train_llama --config {preset_for(encoder.vocab_size)} {arguments} --out runs/first")
+    preset = preset_for(splits[0].tokens, encoder.vocab_size)
+    print(f"\nNext:\n  ./train_llama --config {preset} {arguments} --out runs/first")
 
 
-# Rows of the embedding in the presets of train_llama, smaller models first.
-PRESETS = {"tiny": 2048, "smollm2-135m": 49152, "d12": 50304, "llama3.2-1b": 128256}
+# The presets of train_llama, smaller models first: parameters of the layers, and for each token of the vocabulary.
+PRESETS = {"tiny": (1_574_592, 192), "d12": (75_516_672, 768), "smollm2-135m": (106_203_456, 576),
+           "tinyllama-1.1b": (968_976_384, 4096), "llama3.2-1b": (973_146_112, 2048), "llama3.2-3b": (2_818_747_392, 3072),
+           "llama3.1-8b": (6_979_588_096, 8192)}
+# Twenty tokens for a parameter (Hoffmann et al., 2022), of which the text read four times makes up for all but five
+# (Muennighoff et al., 2023).
+TOKENS_PER_PARAMETER = 5
 
 
-def preset_for(vocabulary: int) -> str:
-    """The smallest preset that has a row for each token."""
-    return next((name for name, rows in PRESETS.items() if vocabulary <= rows), "llama3.2-1b")
+def preset_for(tokens: int, vocabulary: int) -> str:
+    """The largest preset that so many tokens of text can train; the smallest where none can be."""
+    fitting = [name for name, (layers, width) in PRESETS.items()
+               if TOKENS_PER_PARAMETER * (layers + width * vocabulary) <= tokens]
+    return fitting[-1] if fitting else "tiny"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -16,7 +16,7 @@ needs=(
   "pcre2.h               libpcre2-dev          pcre2-devel"
   "utf8proc.h            libutf8proc-dev       utf8proc-devel"
   "openblas_config.h     libopenblas-openmp-dev openblas-devel"
-  "boost/beast.hpp       libboost-dev          boost-devel"
+  "boost/beast.hpp       libboost-dev          boost-devel"  # headers alone: the HTTP of infer_pythia --serve
   "gtest/gtest.h         libgtest-dev          gtest-devel"
 )
 
@@ -83,7 +83,8 @@ else
 fi
 
 if [ "${1:-}" = --check ]; then
-  echo "deps: missing: ${missing_names[*]}. Run: make deps   (that is: $install)" >&2
+  printf -v list '%s, ' "${missing_names[@]}"
+  echo "deps: missing: ${list%, }. Run: make deps   (that is: $install)" >&2
   exit 4
 fi
 

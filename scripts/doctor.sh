@@ -24,7 +24,7 @@ check_compiler() {
 check_libraries() {
   local missing
   if missing=$(scripts/deps.sh --check 2>&1); then
-    good libraries "CLI11, nlohmann-json, xxHash, PCRE2, utf8proc, OpenBLAS, GoogleTest"
+    good libraries "CLI11, nlohmann-json, xxHash, PCRE2, utf8proc, OpenBLAS, Boost's headers (the server), GoogleTest (the tests)"
   else
     bad libraries "${missing#deps: }"
   fi

@@ -140,11 +140,11 @@ def joined(name: str, parts: list[Outcome]) -> Outcome:
     return whole
 
 
-def run_headers() -> Outcome:
+def run_headers(compilers: int = max(1, CORES // 2)) -> Outcome:
     """One test a header; those that only nvcc can compile are skipped without it."""
     outcome = Outcome("headers")
     log = RESULTS / "headers.log"
-    make = ["make", "--no-print-directory", f"-j{max(1, CORES // 2)}", "-k"]
+    make = ["make", "--no-print-directory", f"-j{compilers}", "-k"]
     clean = {"MAKEFLAGS": "", "MAKELEVEL": "0"}  # the jobs of a make above are not handed down to here
     start = time.monotonic()
     code = run([*make, "headers"], log, clean)
@@ -225,7 +225,10 @@ def run_everything() -> list[Outcome]:
     sanitizer = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     files = python_files()
     on_gpu = [path for path in files if "_gpu" in path.stem]
-    jobs: dict[str, Callable[[], list[Outcome]]] = {  # begun in this order: the long ones first
+    jobs: dict[str, Callable[[], list[Outcome]]] = {}  # begun in this order: the long ones first
+    if os.environ.get("FUZZ_S", "0") != "0":
+        jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
+    jobs |= {
         "unit asan": lambda: [run_googletest("unit asan", asan / "unit_tests", sanitizer)],
         "threads": lambda: run_threads(ROOT / "build" / "tsan"),
         "unit": lambda: [run_googletest("unit", release / "unit_tests")],
@@ -234,8 +237,6 @@ def run_everything() -> list[Outcome]:
     for path in files:
         if path not in on_gpu:
             jobs[path.stem] = partial(run_python_file, path)
-    if os.environ.get("FUZZ_S", "0") != "0":
-        jobs["fuzz"] = lambda: [run_fuzz(os.environ["FUZZ_S"])]
     with ThreadPoolExecutor(int(os.environ.get("TEST_JOBS") or max(2, CORES // 2))) as pool:
         running = {name: pool.submit(job) for name, job in jobs.items()}
     done = {name: future.result() for name, future in running.items()}
@@ -252,7 +253,7 @@ def main() -> int:
     options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    outcomes = [run_without_cuda(), run_headers()] if options.without_cuda else run_everything()
+    outcomes = [run_without_cuda(), run_headers(CORES)] if options.without_cuda else run_everything()
     for outcome in outcomes:
         if outcome.name not in ("gpu", "fuzz") and outcome.passed + outcome.failed == 0:
             outcome.fail("no test ran")

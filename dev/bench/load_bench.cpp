@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "llmc/base/hash.h"
+#include "llmc/base/json.h"
 #include "llmc/file/tensor_file.h"
 
 using namespace weft;

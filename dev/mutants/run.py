@@ -35,7 +35,7 @@ TREE = HOME / "tree"
 OUT = TREE / "build" / "release"
 TIME_LIMIT = 1800  # seconds for one run of tests: a bug may make them hang, and that is red too
 PROGRAMS = ("train_llama", "infer_pythia")
-LINKED = ("libweft.a", "unit_tests", "gpu_tests", *PROGRAMS)
+LINKED = ("libinfer.a", "libweft.a", "unit_tests", "gpu_tests", *PROGRAMS)
 
 
 class Unusable(Exception):

@@ -10,9 +10,9 @@
 
 #include <nlohmann/json.hpp>
 
-namespace weft {
+#include "llmc/base/json_fwd.h"
 
-using Json = nlohmann::json;
+namespace weft {
 
 // The defaults are those of the largest text that weft reads: a tokenizer of 1,000,000 tokens, whose vocabulary has a
 // value for each token, and whose merges have three (a pair of texts).

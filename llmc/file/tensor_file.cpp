@@ -11,6 +11,7 @@
 
 #include "llmc/base/checked.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/json.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
 #include "llmc/file/signature.h"
@@ -397,8 +398,8 @@ TensorFile TensorFile::open(const std::string& path, FileKind expected) {
   const Validator validate(file.file_);
   const Header header = validate.header();
   file.kind_ = validate.kind(header, expected);
-  file.config_ = validate.config(header);
-  validate.family(header, file.config_);
+  file.config_ = std::make_shared<const Json>(validate.config(header));
+  validate.family(header, *file.config_);
   validate.padding(header);
 
   file.data_offset_ = header.data_offset;

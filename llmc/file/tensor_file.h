@@ -21,7 +21,7 @@
 #include "llmc/base/dtype.h"
 #include "llmc/base/file.h"
 #include "llmc/base/hash.h"
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/file/write_behind.h"
 
 namespace weft {
@@ -60,7 +60,7 @@ class TensorFile {
 
   const std::string& path() const { return file_.path(); }
   FileKind kind() const { return kind_; }
-  const Json& config() const { return config_; }  // a JSON object
+  const Json& config() const { return *config_; }  // a JSON object
   std::span<const TensorInfo> tensors() const { return tensors_; }
   const TensorInfo* find(std::string_view name) const;  // nullptr if absent
   const TensorInfo& at(std::string_view name) const;    // absent: Exit::bad_file
@@ -93,7 +93,7 @@ class TensorFile {
 
   MappedFile file_;
   FileKind kind_ = FileKind::model;
-  Json config_;
+  std::shared_ptr<const Json> config_;  // a pointer: of Json this header knows the name alone
   std::uint64_t data_offset_ = 0, header_hash_ = 0;
   std::vector<TensorInfo> tensors_;
   std::unordered_map<std::string_view, std::size_t, SeededHash> index_;  // keys are the names in tensors_

@@ -10,6 +10,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 

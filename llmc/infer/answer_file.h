@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "llmc/base/hash.h"
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 
 namespace weft {
 

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/philox.h"
 #include "llmc/infer/prompt.h"
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
 #include "llmc/infer/prompt.h"
 #include "llmc/infer/text_stream.h"

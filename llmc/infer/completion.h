@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/base/sampling.h"
 #include "llmc/infer/engine.h"
 #include "llmc/model/config.h"

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <deque>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -59,6 +60,7 @@ void check_options(const InferenceModel& model, const EngineOptions& options) {
   };
   check("sequences at once", options.max_running, model.slots());
   check("rows of a step", options.rows_per_step, model.max_rows());
+  check("rows of prompts beside decoding", options.prompt_rows, std::numeric_limits<std::int64_t>::max());
 }
 
 }  // namespace
@@ -69,7 +71,8 @@ class Engine::State {
       : model_(model),
         longest_(longest_sequence(model)),
         pool_(model.num_pages(), model.page_size()),
-        scheduler_(pool_, {options.max_running, options.rows_per_step, model.slots(), options.share_prefixes}) {
+        scheduler_(pool_, {options.max_running, options.rows_per_step, options.prompt_rows, model.slots(),
+                           options.share_prefixes}) {
     update_statistics();
   }
 

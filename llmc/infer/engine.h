@@ -1,8 +1,8 @@
 // The engine: many requests on one InferenceModel, with in-flight batching (Yu et al., "Orca", OSDI 2022). Knows no device,
 // no text and no protocol.
 //
-// Each step has a budget of rows. First every sequence that generates gets its row, then prompts get chunks of what is left:
-// half of it the oldest, the rest those that are completed soonest. A sequence that finds no free page takes those of the
+// Each step has a budget of rows. First every sequence that generates gets its row, then prompts get chunks of what is left, or
+// of prompt_rows if that is less: half of it the oldest, the rest those that are completed soonest. A sequence that finds no free page takes those of the
 // youngest running one, which waits again and is computed anew from its ids (preemption by recomputation). Full pages are
 // shared between sequences that begin with the same ids. llmc/infer/scheduler.h and page_pool.h say how.
 //
@@ -57,6 +57,8 @@ struct EngineRequest {
 struct EngineOptions {
   std::int64_t max_running = 256;    // sequences at once; at most the model's slots()
   std::int64_t rows_per_step = 512;  // at most the model's max_rows()
+  // Of them, rows of prompts in a step that also decodes: sequences that generate wait for its whole step.
+  std::int64_t prompt_rows = 512;
   bool share_prefixes = true;
 };
 

@@ -94,6 +94,10 @@ void add_batch(OptionTable& table, InferSettings& s) {
   table.text("kv-memory", s.kv_memory, "SIZE",
              "of the keys and values of all sequences, as 8GB; default: what they can need, or what is free");
   table.integer("max-running", s.max_running, 1, kMostRunning, "sequences at once");
+  table.integer(
+      "prompt-rows", s.prompt_rows, 1, kNoLimit,
+      "tokens of prompts in one step with sequences that generate: few keep their wait short, many that of the "
+      "prompts");
 }
 
 void add_measurements(OptionTable& table, InferSettings& s) {
@@ -179,8 +183,10 @@ void check_server(const OptionTable& table, const InferSettings& s) {
 void check_many(const OptionTable& table, InferSettings& s) {
   const bool served = s.task == InferTask::batch || s.task == InferTask::serve;
   if (table.given("max-running") && !served) fail(Exit::usage, "--max-running: only for --batch and --serve");
-  if (table.given("kv-memory") && !s.many_sequences()) {
-    fail(Exit::usage, "--kv-memory: only for --batch, --serve and --bench-batch");
+  for (const char* name : {"kv-memory", "prompt-rows"}) {
+    if (table.given(name) && !s.many_sequences()) {
+      fail(Exit::usage, "--%s: only for --batch, --serve and --bench-batch", name);
+    }
   }
   if (table.given("output") && s.task != InferTask::batch) fail(Exit::usage, "--output: only for --batch");
   if (s.many_sequences() && table.given("context")) {

@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/perplexity.h"
 #include "llmc/model/decode_model.h"

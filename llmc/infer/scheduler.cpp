@@ -144,6 +144,7 @@ void Scheduler::divide() {
       prompts.push_back({s->rows, s->known_rows() - s->rows});
     }
   }
+  if (budget < options_.rows_per_step) budget = std::min(budget, options_.prompt_rows);
   const std::vector<std::int64_t> rows = divide_rows(budget, prompts, pool_.page_size());
   for (std::size_t i = 0, prompt = 0; i < shares_.size(); ++i) {
     if (!shares_[i].decodes) shares_[i].rows = rows[prompt++];

@@ -56,6 +56,7 @@ std::vector<std::int64_t> divide_rows(std::int64_t budget, std::span<const Promp
 struct SchedulerOptions {
   std::int64_t max_running = 0;
   std::int64_t rows_per_step = 0;
+  std::int64_t prompt_rows = 0;  // of them, for prompts in a step that decodes
   std::int64_t slots = 0;
   bool share_prefixes = true;
 };

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 
 namespace weft {
 

@@ -5,6 +5,7 @@
 #include <numbers>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 
 namespace weft {
 

@@ -1,6 +1,7 @@
 #include "llmc/model/model_file.h"
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 
 namespace weft {
 

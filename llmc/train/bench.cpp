@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/philox.h"
 #include "llmc/model/compare.h"
 

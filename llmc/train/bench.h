@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/options.h"

@@ -11,6 +11,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/parallel.h"
 

@@ -5,6 +5,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
 
 namespace weft {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/file/token_shard.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/data_order.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"

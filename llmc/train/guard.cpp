@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 
 namespace weft {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/model/train_model.h"
 
 namespace weft {

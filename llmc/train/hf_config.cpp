@@ -5,6 +5,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/json.h"
 
 namespace weft {
 

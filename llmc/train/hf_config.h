@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/model/config.h"
 
 namespace weft {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "llmc/base/json.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
 #include "llmc/model/compare.h"
@@ -346,9 +347,11 @@ Exit TrainLoop::finish() {
   // The last validation may be some steps back if a signal or the time limit ended the run.
   const std::string validated =
       validated_step_ && *validated_step_ != state_.step ? format(" (step %lld)", wide(*validated_step_)) : "";
-  write_stdout(format("step %lld  train loss %s  val loss %s%s  checkpoint %s\n", wide(state_.step),
-                      loss_text(state_.loss).c_str(), loss_text(state_.val_loss).c_str(), validated.c_str(),
-                      escaped(path, 4096).c_str()));
+  const std::string validation = parts_.validation == nullptr
+                                     ? ""
+                                     : format("  val loss %s%s", loss_text(state_.val_loss).c_str(), validated.c_str());
+  write_stdout(format("step %lld  train loss %s%s  checkpoint %s\n", wide(state_.step), loss_text(state_.loss).c_str(),
+                      validation.c_str(), escaped(path, 4096).c_str()));
   return exit_after_signal(signal);
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/base/options.h"
 #include "llmc/base/threads.h"

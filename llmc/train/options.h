@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/base/options.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/guard.h"

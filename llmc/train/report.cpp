@@ -6,6 +6,7 @@
 #include <set>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 
 namespace weft {
@@ -23,9 +24,9 @@ Json host_facts() {
 }
 
 std::string data_line(const char* name, const TokenDataset& data) {
-  return format("  %s: %zu shards, %.2f M tokens, %llu windows of %lld", name, data.shards().size(),
-                static_cast<double>(data.tokens()) / 1e6, static_cast<unsigned long long>(data.windows()),
-                static_cast<long long>(data.seq_len()));
+  return format("  %s: %zu shard%s, %.2f M tokens, %llu windows of %lld", name, data.shards().size(),
+                data.shards().size() == 1 ? "" : "s", static_cast<double>(data.tokens()) / 1e6,
+                static_cast<unsigned long long>(data.windows()), static_cast<long long>(data.seq_len()));
 }
 
 // Without --verbose only the settings that the user gave, and those that say most about a run.
@@ -58,7 +59,7 @@ std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& i
   if (!inputs.train) return lines;
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
   lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch));
-  if (inputs.val) lines.push_back(data_line("val", *inputs.val));
+  lines.push_back(inputs.val ? data_line("val", *inputs.val) : "  no validation data (--val)");
   return lines;
 }
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "llmc/base/arena.h"
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/train/inputs.h"
 #include "llmc/train/options.h"
 

@@ -12,7 +12,7 @@
 
 #include <string>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 
 namespace weft {
 

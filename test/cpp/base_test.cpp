@@ -183,6 +183,19 @@ TEST(Json, RefusesWhatIsNot) {
   }
 }
 
+// Numbers of 2^63 and more are integers of JSON, but none that fits.
+TEST(Json, AnIntegerIsOneThatFits) {
+  const auto integer = [](const char* text) { return json_integer(parse_json(text, "x")); };
+  EXPECT_EQ(integer("0"), 0);
+  EXPECT_EQ(integer("-1"), -1);
+  EXPECT_EQ(integer("9223372036854775807"), std::numeric_limits<std::int64_t>::max());
+  EXPECT_EQ(integer("-9223372036854775808"), std::numeric_limits<std::int64_t>::min());
+  for (const char* none : {"9223372036854775808", "9223372036854775809", "18446744073709551615", "18446744073709551616",
+                           "-9223372036854775809", "1.0", "1e3", "true", "null", "\"1\"", "[1]"}) {
+    EXPECT_FALSE(integer(none).has_value()) << none;
+  }
+}
+
 TEST(Json, MembersHaveTheirTypeAndRange) {
   const Json object = parse_json(R"({"i":5,"big":9223372036854775808,"f":1.5,"b":true,"s":"x","t":"\u001b"})", "x");
   EXPECT_EQ(json_int(object, "i", 5, 5, "x"), 5);

@@ -1,3 +1,4 @@
+#include "llmc/base/json.h"
 #include "llmc/infer/batch.h"
 
 #include <fcntl.h>

@@ -1,5 +1,6 @@
 // Run directories and checkpoints: whatever happens to a save or to the files afterwards, a run goes on from
 // the newest state that is whole, or says why it cannot.
+#include "llmc/base/json.h"
 #include "llmc/train/checkpoint.h"
 
 #include <gtest/gtest.h>
@@ -853,6 +854,32 @@ TEST_F(BackgroundSaveTest, WritesTheStateOfItsBeginningWhateverComesAfter) {
   EXPECT_EQ(keeper.last_saved(), 3);
   EXPECT_TRUE(*keeper.resume(ResumeMode::must, *model_) == state);
   EXPECT_EQ(whole_state(*model_), expected);
+}
+
+// A save asks for a tensor in pieces of a quarter of a million values, more than these tensors have. Here the pieces are small.
+TEST_F(BackgroundSaveTest, BothSourcesGiveEveryPieceOfATensor) {
+  make_state(3);
+  const std::unique_ptr<StateCopy> copy = model_->make_state_copy();
+  copy->take();
+  const TensorSource sources[] = {tensors_of(*model_), tensors_of(*copy)};
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorSpec& spec : model_->table().specs()) {
+      const auto count = static_cast<std::size_t>(spec.elements);
+      std::vector<float> expected(count);
+      model_->read_tensor(role, spec, expected.data());
+      for (const TensorSource& source : sources) {
+        for (const std::size_t most : {count, count / 2 + 1, std::size_t{7}}) {
+          std::vector<float> got, buffer(most);
+          for (std::size_t first = 0; first < count; first += most) {
+            const std::size_t size = std::min(most, count - first);
+            const float* piece = source.read(role, spec, first, size, buffer.data());
+            got.insert(got.end(), piece, piece + size);
+          }
+          EXPECT_EQ(got, expected) << spec.name << " in pieces of " << most;
+        }
+      }
+    }
+  }
 }
 
 TEST_F(BackgroundSaveTest, TheSameBytesAsASaveThatWaits) {

@@ -1,4 +1,5 @@
 // Comparisons that can fail: what --compare does with values that no comparison orders.
+#include "llmc/base/json.h"
 #include "llmc/model/compare.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+#include "llmc/base/json.h"
 #include "llmc/infer/completion.h"
 
 #include <gtest/gtest.h>

@@ -372,6 +372,69 @@ TEST(Engine, EachStepDecodesEveryRunningSequenceWhilePromptsArrive) {
   finish(engine);
 }
 
+// What lies in the model when a step is collected, and whose ids the steps take.
+class Pipeline : public PagedFake {
+ public:
+  using PagedFake::PagedFake;
+  void submit(std::span<const Span> work) override {
+    PagedFake::submit(work);
+    ++queued_;
+    for (const Span& span : work) (span.ids.empty() ? on_device : from_host) += 1;
+  }
+  std::span<const SpanResult> collect() override {
+    deepest = std::max(deepest, queued_);
+    if (--queued_ == 0) ++idle;
+    return PagedFake::collect();
+  }
+  std::int64_t deepest = 0, idle = 0;  // idle: collected steps behind which none was queued
+  std::int64_t on_device = 0, from_host = 0;
+
+ private:
+  std::int64_t queued_ = 0;
+};
+
+TEST(Engine, TheModelAlwaysHasAStepQueued) {
+  for (const std::int64_t depth : {1, 2, 3}) {
+    Pipeline model({.depth = depth});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+    for (std::uint64_t i = 0; i < 4; ++i) submit(engine, request_of(random_ids(8, i), 40));
+    std::int64_t steps = 0;
+    while (engine.step()) ++steps;
+    EXPECT_EQ(model.deepest, depth);
+    EXPECT_EQ(model.idle, depth == 1 ? 40 : 1);  // the last step has none behind it
+    EXPECT_EQ(model.from_host, 4);
+    EXPECT_EQ(model.on_device, 4 * 39);
+    EXPECT_LE(steps, 40 + depth);
+  }
+}
+
+TEST(Engine, PromptRowsBesideDecodingAreLimited) {
+  PagedFake model({.num_pages = 256, .max_rows = 64, .depth = 2});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 64, .prompt_rows = 6, .share_prefixes = false});
+  submit(engine, request_of(random_ids(50, 1), 30));
+  submit(engine, request_of(random_ids(14, 2), 30));
+  engine.step();
+  ASSERT_EQ(model.rows_of_last_step.size(), 2u);  // nothing decodes yet: both prompts in one step
+  EXPECT_EQ(model.rows_of_last_step[0].rows + model.rows_of_last_step[1].rows, 64);
+  const auto late = submit(engine, request_of(random_ids(40, 3), 2));
+  std::int64_t prompt_rows = 0;
+  while (!late->end.has_value()) {
+    engine.step();
+    std::int64_t rows = 0;
+    for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows += span.rows;
+    ASSERT_LE(rows, 2 + 6);
+    prompt_rows += std::max<std::int64_t>(rows - 2, 0);
+  }
+  EXPECT_GE(prompt_rows, 40);
+  while (engine.step()) {
+  }
+  // Without others a prompt has the whole step.
+  submit(engine, request_of(random_ids(60, 4), 1));
+  engine.step();
+  ASSERT_EQ(model.rows_of_last_step.size(), 1u);
+  EXPECT_EQ(model.rows_of_last_step[0].rows, 60);
+}
+
 TEST(Engine, DividesRowsBetweenPrompts) {
   const auto divide = [](std::int64_t budget, const std::vector<PromptRows>& prompts, std::int64_t page_size) {
     return divide_rows(budget, prompts, page_size);
@@ -432,6 +495,102 @@ TEST(Engine, AListenerMaySubmitAndCancel) {
   EXPECT_EQ(first->end, RequestEnd::cancelled);
   EXPECT_LE(first->ids.size(), 4u);
   EXPECT_EQ(next->ids, alone(request_of({2, 3}, 4), model).ids);
+}
+
+// Pages that a prefix would find and nobody uses are among those that are free: a sequence that is admitted takes them away.
+TEST(Engine, APrefixThatIsOnlyCachedTakesItsPagesFromWhatIsFree) {
+  PagedFake model({.page_size = 4, .num_pages = 10, .slots = 4, .max_positions = 40});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  const auto longer = [](Ids ids, std::int64_t by, std::uint64_t seed) {
+    const Ids more = random_ids(by, seed);
+    ids.insert(ids.end(), more.begin(), more.end());
+    return ids;
+  };
+  const Ids prefix = random_ids(16, 1);
+  submit(engine, request_of(longer(prefix, 1, 2), 1));
+  finish(engine);
+  ASSERT_EQ(engine.statistics().pages_cached, 4);
+  submit(engine, request_of(random_ids(13, 3), 8));  // has 4 pages, and will have 6
+  engine.step();
+  const EngineRequest request = request_of(longer(prefix, 9, 4), 2);
+  const auto after =
+      submit(engine, request);  // needs 7 pages: the 4 that are cached, and one more than the 2 beside them
+  engine.step();
+  EXPECT_EQ(engine.statistics().running, 1);
+  EXPECT_EQ(engine.statistics().waiting, 1);
+  finish(engine);
+  EXPECT_EQ(engine.statistics().preemptions, 0);  // nobody was admitted too early
+  EXPECT_EQ(engine.statistics().prefix_ids, 16);
+  EXPECT_EQ(after->ids, alone(request, model).ids);
+  expect_all_free(engine);
+
+  // Pages of a prefix that another sequence uses cost nothing.
+  submit(engine, request_of(longer(prefix, 1, 5), 3));  // 5 pages of 10
+  engine.step();
+  submit(engine, request_of(longer(prefix, 5, 6), 3));  // 6 pages, of which 4 are in use
+  engine.step();
+  EXPECT_EQ(engine.statistics().running, 2);
+  finish(engine);
+}
+
+// What a sequence finds of its own pages when it comes back was not saved by another.
+TEST(Engine, PagesFoundAgainAfterAPreemptionAreNotCountedAsShared) {
+  PagedFake model({.page_size = 4, .num_pages = 8, .slots = 4, .max_positions = 40});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  const EngineRequest older = request_of(random_ids(9, 1), 12), younger = request_of(random_ids(9, 2), 20);
+  const auto first = submit(engine, older), second = submit(engine, younger);
+  finish(engine);
+  EXPECT_EQ(first->ids, alone(older, model).ids);
+  EXPECT_EQ(second->ids, alone(younger, model).ids);
+  const EngineStatistics statistics = engine.statistics();
+  EXPECT_GE(statistics.preemptions, 1);
+  EXPECT_LT(statistics.rows, 20 + 28 + 28);  // some of its pages were still there
+  EXPECT_EQ(statistics.prompt_ids, 18);
+  EXPECT_EQ(statistics.prefix_ids, 0);
+}
+
+// A step has a row for each sequence that decodes: so many run at most.
+TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
+  PagedFake model({.slots = 8});
+  Engine engine(model, {.max_running = 8, .rows_per_step = 2});
+  std::vector<std::pair<EngineRequest, std::shared_ptr<Recorder>>> all;
+  for (std::uint64_t i = 0; i < 6; ++i) {
+    EngineRequest request = request_of(random_ids(5, i), 7, i);
+    all.emplace_back(request, submit(engine, request));
+  }
+  EXPECT_EQ(engine.statistics().waiting, 6);  // none was taken up yet
+  EXPECT_EQ(engine.statistics().running, 0);
+  bool more = true;
+  for (int i = 0; more && i < 1000; ++i) {
+    more = engine.step();
+    EXPECT_LE(engine.statistics().running, 2);
+    std::int64_t rows = 0;
+    for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows += span.rows;
+    EXPECT_LE(rows, 2);
+  }
+  EXPECT_FALSE(more);
+  for (const auto& [request, recorder] : all) EXPECT_EQ(recorder->ids, alone(request, model).ids);
+  expect_all_free(engine);
+}
+
+// Whoever waits hears of what comes in, at once.
+TEST(Engine, WaitingEndsWithWhatComesIn) {
+  PagedFake model({});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 32});
+  const auto waited = [&](const std::function<void()>& during) {
+    const Clock::time_point before = Clock::now();
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      during();
+    });
+    engine.wait(before + std::chrono::seconds(10));
+    other.join();
+    return std::chrono::duration<double>(Clock::now() - before).count();
+  };
+  EXPECT_LT(waited([&] { submit(engine, request_of({3, 4}, 5)); }), 8);
+  EXPECT_LT(waited([] {}), 8);  // it is still there
+  finish(engine);
+  EXPECT_LT(waited([&] { engine.cancel(12345); }), 8);
 }
 
 TEST(Engine, RequestsComeFromOtherThreads) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/json.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
 

@@ -1,4 +1,5 @@
 // --config FILE: the shape of a new model from a Hugging Face config.json.
+#include "llmc/base/json.h"
 #include "llmc/train/hf_config.h"
 
 #include <gtest/gtest.h>
@@ -172,6 +173,33 @@ TEST(Inputs, TheVocabularyOfANewModelIsThatOfItsShards) {
   EXPECT_EQ(vocabulary(32, 33), 33);
   EXPECT_EQ(vocabulary(32, 2048), 2048);
   expect_contains(error_of(Exit::usage, [&] { vocabulary(32, 31); }), "--vocab-size");
+}
+
+// The ends of a document under all the names that tokenizers of these families have for it, and under no other.
+TEST(Inputs, ANewModelStopsAtTheEndTokensOfItsTokenizer) {
+  const TemporaryDirectory directory;
+  const auto ends = [&](const std::vector<std::string>& names) {
+    Json document = {{"model", {{"type", "BPE"}, {"merges", Json::array()}, {"vocab", {{"a", 0}, {"b", 1}}}}},
+                     {"added_tokens", Json::array()},
+                     {"decoder", {{"type", "Fuse"}}}};
+    for (const std::string& name : names) {
+      document["added_tokens"].push_back(
+          {{"id", 2 + document["added_tokens"].size()}, {"content", name}, {"special", true}});
+    }
+    const std::string text = document.dump();
+    write_bytes(directory.file("tokenizer.json"), text);
+    write_shard(directory.file("x.bin"), patterned_tokens(100), 32, xxh3_64(text));
+    TrainSettings settings = micro_settings();
+    settings.config = "tiny";
+    settings.train = directory.file("x.bin");
+    return open_inputs(settings).config.eos_ids;
+  };
+  using Ids = std::vector<std::int32_t>;
+  EXPECT_EQ(ends({"<|endoftext|>"}), Ids{2});
+  EXPECT_EQ(ends({"<s>", "<|end_of_text|>"}), Ids{3});
+  EXPECT_EQ(ends({"<unk>", "<s>", "</s>"}), Ids{4});
+  EXPECT_EQ(ends({"</s>", "<|endoftext|>"}), (Ids{3, 2}));
+  EXPECT_EQ(ends({"<s>", "<|eot_id|>", "<pad>"}), Ids{});
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/model/config.h"
 #include "llmc/model/llama_layout.h"
 #include "llmc/model/neox_layout.h"

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "llmc/base/json.h"
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/classifier.h"

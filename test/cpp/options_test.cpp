@@ -12,6 +12,7 @@
 
 #include "llmc/infer/options.h"
 #include "llmc/train/options.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -122,6 +123,21 @@ TEST(Options, NumbersAreStrict) {
   for (const char* good : {"0", "1", "0.5", ".5", "5e-1", "1E-3", "1."}) {
     Sample sample;
     EXPECT_EQ(sample.parse({"--learning-rate", good}), OptionTable::Outcome::run) << good;
+  }
+}
+
+// Powers of ten and of two are different units.
+TEST(Options, SizesOfMemoryInEveryUnit) {
+  const std::pair<const char*, std::uint64_t> sizes[] = {
+      {"3MB", 3'000'000},           {"3MiB", 3'145'728},        {"3GB", 3'000'000'000},
+      {"3GiB", 3'221'225'472},      {"3TB", 3'000'000'000'000}, {"3TiB", 3'298'534'883'328},
+      {"79.5 GiB", 85'362'475'008}, {"0.5MB", 500'000},         {"1000TB", 1'000'000'000'000'000},
+  };
+  for (const auto& [text, bytes] : sizes) EXPECT_EQ(memory_size("--size", text), bytes) << text;
+  for (const char* bad : {"", "3", "GB", "3KB", "3kB", "3gb", "3GB ", "3GBs", "3 GB GB", "-1GB", "0GB", "nanGB",
+                          "infGB", "1001TB", "1e300GB", "0x3GB", " 3GB"}) {
+    EXPECT_NE(error_of(Exit::usage, [&] { memory_size("--size", bad); }).find("--size: got "), std::string::npos)
+        << bad;
   }
 }
 

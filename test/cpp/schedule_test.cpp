@@ -84,6 +84,36 @@ TEST(Schedule, TheDefaultRateFollowsTheSizeOfTheModel) {
   }
 }
 
+// Each row of the table holds up to its number of parameters, and no further.
+TEST(Schedule, TheDefaultRateChangesAfterEachSize) {
+  const std::pair<std::int64_t, double> rows[] = {{30'000'000, 3e-3},  {100'000'000, 1e-3},   {250'000'000, 6e-4},
+                                                  {500'000'000, 3e-4}, {2'000'000'000, 2e-4}, {4'000'000'000, 1.6e-4}};
+  for (std::size_t i = 0; i < std::size(rows); ++i) {
+    EXPECT_EQ(default_learning_rate(rows[i].first, false), rows[i].second);
+    EXPECT_EQ(default_learning_rate(rows[i].first + 1, false), i + 1 < std::size(rows) ? rows[i + 1].second : 1.2e-4);
+  }
+}
+
+// The decay takes the nearest number of steps.
+TEST(Schedule, WsdDecayStepsAreRounded) {
+  struct Case {
+    double fraction;
+    std::int64_t steps, decay;
+  };
+  for (const Case& c : {Case{0.2, 8, 2}, Case{0.2, 7, 1}, Case{0.2, 2, 0}, Case{0.1, 109, 11}, Case{0.1, 104, 10},
+                        Case{0.5, 3, 2}, Case{1, 7, 7}, Case{0.29, 100, 29}}) {
+    Schedule schedule = make(ScheduleShape::wsd);
+    schedule.warmup_steps = 0;
+    schedule.wsd_decay_fraction = c.fraction;
+    schedule.steps = c.steps;
+    EXPECT_EQ(schedule.wsd_decay_steps(), c.decay) << c.fraction << " of " << c.steps;
+    for (std::int64_t n = 1; n <= c.steps - c.decay + 1 && n <= c.steps; ++n) EXPECT_EQ(schedule.at(n), 3e-4) << n;
+    if (c.decay > 1) {
+      EXPECT_LT(schedule.at(c.steps - c.decay + 2), 3e-4);
+    }
+  }
+}
+
 TEST(Schedule, WithoutWarmupAndOfOneStep) {
   Schedule schedule = make(ScheduleShape::cosine);
   schedule.warmup_steps = 0;

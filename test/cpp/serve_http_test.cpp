@@ -30,7 +30,8 @@ HttpLimits quick_limits() {
   limits.body_bytes = 1000;
   limits.header_bytes = 512;
   limits.all_body_bytes = 1500;
-  limits.read_seconds = limits.idle_seconds = limits.write_seconds = 5;
+  // Far longer than Client::receive() waits: a connection that closes in a test was closed by what the test is about.
+  limits.read_seconds = limits.idle_seconds = limits.write_seconds = 60;
   return limits;
 }
 
@@ -57,6 +58,14 @@ struct Running {
   }
   HttpServer server;
 };
+
+// Bytes of which no two pieces of eight are equal, so that one that is lost, repeated or exchanged shows.
+std::string numbered(std::size_t bytes) {
+  std::string text;
+  for (std::size_t i = 0; text.size() < bytes; ++i) text += std::to_string(10'000'000 + i);
+  text.resize(bytes);
+  return text;
+}
 
 TEST(Http, AddressesAreHostAndPort) {
   EXPECT_EQ(parse_host_port("127.0.0.1:8000", "--serve").port, 8000);
@@ -98,6 +107,31 @@ TEST(Http, RequestsThatComeTogetherAreAnsweredInOrder) {
     ASSERT_NE(at, std::string::npos) << part << "\n" << text;
   }
   EXPECT_TRUE(text.ends_with("GET /last []"));
+}
+
+// Whether a connection stays after an answer: Connection decides, and the version where it says nothing.
+TEST(Http, TheClientSaysWhetherAConnectionStays) {
+  Running running(echo);
+  struct Case {
+    const char *version, *field;
+    bool stays;
+  };
+  for (const Case& c : {Case{"1.1", "", true}, Case{"1.1", "Connection: close\r\n", false},
+                        Case{"1.1", "Connection: keep-alive\r\n", true}, Case{"1.0", "", false},
+                        Case{"1.0", "Connection: close\r\n", false}, Case{"1.0", "Connection: keep-alive\r\n", true}}) {
+    const std::string what = std::string(c.version) + " " + c.field;
+    const Client client(running.server.port());
+    client.send(std::string("GET /a HTTP/") + c.version + "\r\nHost: a\r\n" + c.field + "\r\n");
+    const std::string first = client.receive("[]");
+    EXPECT_NE(first.find("GET /a"), std::string::npos) << what;
+    EXPECT_EQ(first.find("Connection: close") == std::string::npos, c.stays) << what;
+    if (c.stays) {
+      client.send(kLastGet);
+      EXPECT_TRUE(client.receive().ends_with("GET /last []")) << what;
+    } else {
+      EXPECT_EQ(client.receive(), "") << what;  // the end, and not after the time for an idle connection
+    }
+  }
 }
 
 TEST(Http, ARequestInSmallPiecesIsOneRequest) {
@@ -180,6 +214,19 @@ TEST(Http, WhatIsNoRequestIsRefusedAndTheConnectionClosed) {
   }
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
   EXPECT_NE(running.ask(kLastGet).find("GET /last"), std::string::npos);  // and it goes on
+}
+
+// A chunked body may become as long as any, and takes as much from the beginning on.
+TEST(Http, AChunkedBodyTakesItsShareOfTheLimit) {
+  Running running(echo);
+  const std::string other = post(std::string(700, 'y'), "Connection: close\r\n");
+  const Client chunked(running.server.port());
+  chunked.send("POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n");
+  ASSERT_TRUE(eventually([&] { return running.ask(other).starts_with("HTTP/1.1 503"); }));
+  EXPECT_TRUE(running.ask(kLastGet).ends_with("GET /last []"));  // without a body: takes nothing
+  chunked.send("0\r\n\r\n");
+  EXPECT_NE(chunked.receive("[abc]").find("200 OK"), std::string::npos);
+  EXPECT_TRUE(eventually([&] { return running.ask(other).starts_with("HTTP/1.1 200"); }));
 }
 
 TEST(Http, BodiesOfAllConnectionsTogetherAreLimited) {
@@ -324,6 +371,33 @@ TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
   EXPECT_TRUE(gone);
   EXPECT_EQ(running.server.counters().cut_off, 1);
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+}
+
+// More than the buffers of both sockets hold, in pieces of every size and more of them than one write takes: the writes end
+// within pieces, and each byte comes once.
+TEST(Http, AnswersThatAreWrittenInPartsComeWhole) {
+  HttpLimits limits = quick_limits();
+  limits.socket_buffer_bytes = 10'000;
+  limits.backlog_bytes = 10'000'000;
+  const std::string all = numbered(3'000'000);
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path == "/whole") return exchange->respond({200, "text/plain", all, {}});
+        exchange->begin_stream("text/plain");
+        for (std::size_t begin = 0, piece = 1; begin < all.size(); begin += piece, piece = piece * 3 % 20'011) {
+          exchange->send(all.substr(begin, piece));
+        }
+        exchange->end_stream();
+      },
+      limits);
+  for (const char* path : {"/whole", "/stream"}) {
+    const Client client(running.server.port(), 5000);
+    client.send(std::string("GET ") + path + " HTTP/1.0\r\n\r\n");  // 1.0: no chunks between the bytes
+    const std::string text = client.receive();
+    const std::size_t body = text.find("\r\n\r\n") + 4;
+    EXPECT_EQ(text.size() - body, all.size()) << path;
+    EXPECT_TRUE(text.substr(body) == all) << path;
+  }
 }
 
 TEST(Http, AClientThatTakesNothingIsClosedInTime) {

@@ -113,6 +113,41 @@ TEST(CompletionsRequest, WhatWouldChangeTheTextIsRefusedUnlessNeutral) {
   }
 }
 
+// Every field that would change the text and is not supported, with the value that changes nothing ("null": no other) and one that would.
+TEST(CompletionsRequest, EachUnsupportedFieldIsRefusedUnlessNeutral) {
+  struct Field {
+    const char *name, *neutral, *other;
+  };
+  for (const Field& field : std::vector<Field>{{"suffix", R"("")", R"("x")"},
+                                               {"presence_penalty", "0", "0.5"},
+                                               {"frequency_penalty", "0", "-1"},
+                                               {"repetition_penalty", "1", "1.1"},
+                                               {"length_penalty", "1", "0"},
+                                               {"logit_bias", "{}", R"({"5": 1})"},
+                                               {"min_tokens", "0", "1"},
+                                               {"use_beam_search", "false", "true"},
+                                               {"stop_token_ids", "[]", "[5]"},
+                                               {"bad_words", "[]", R"(["x"])"},
+                                               {"allowed_token_ids", "[]", "[5]"},
+                                               {"response_format", R"({"type": "text"})", R"({"type": "json_object"})"},
+                                               {"guided_json", "null", R"({"type": "object"})"},
+                                               {"guided_regex", "null", R"("a*")"},
+                                               {"guided_choice", "null", R"(["a"])"},
+                                               {"guided_grammar", "null", R"("x")"},
+                                               {"structured_outputs", "null", R"({"regex": "a"})"},
+                                               {"truncate_prompt_tokens", "null", "5"},
+                                               {"best_of", "1", "2"}}) {
+    const auto body = [&](const char* value) {
+      return std::string(R"({"prompt": "a", ")") + field.name + "\": " + value + "}";
+    };
+    EXPECT_EQ(parse(body(field.neutral)).sequences(), 1) << field.name;
+    EXPECT_EQ(parse(body("null")).sequences(), 1) << field.name;
+    const Refusal got = refusal(body(field.other));
+    EXPECT_EQ(got.status, 400) << field.name;
+    EXPECT_EQ(got.param, field.name);
+  }
+}
+
 TEST(CompletionsRequest, EveryRefusalNamesItsField) {
   struct Case {
     const char *body, *param, *words;
@@ -198,6 +233,31 @@ TEST(CompletionsRequest, TooManyPromptsAreRefusedBeforeTheyAreRead) {
   for (std::size_t i = 0; i < kMaxPrompts; ++i) body += ",\"a\"";
   const Refusal got = refusal(body + "]}");
   EXPECT_NE(got.message.find("at most"), std::string::npos) << got.message;
+}
+
+// Texts and lists of ids alike; what is refused are the completions, the prompts times n.
+TEST(CompletionsRequest, CompletionsOfOneRequestAreLimited) {
+  const auto body = [](const std::string& prompt, int prompts, int n) {
+    std::string text = R"({"n": )" + std::to_string(n) + R"(, "prompt": [)";
+    for (int i = 0; i < prompts; ++i) text += (i > 0 ? "," : "") + prompt;
+    return text + "]}";
+  };
+  for (const std::string prompt : {"\"a\"", "[5, 6]"}) {
+    for (const auto& [prompts, n] : {std::pair(1, 128), {2, 128}, {256, 1}, {85, 3}}) {
+      const CompletionsRequest request = parse(body(prompt, prompts, n));
+      EXPECT_EQ(request.sequences(), prompts * n);
+      EXPECT_EQ(request.prompts.size(), static_cast<std::size_t>(prompts));
+    }
+    for (const auto& [prompts, n] : {std::pair(3, 128), {257, 1}, {129, 2}, {86, 3}}) {
+      const Refusal got = refusal(body(prompt, prompts, n));
+      EXPECT_EQ(got.param, "n");
+      EXPECT_NE(got.message.find("for " + std::to_string(prompts) + " prompts, expected at most 256"),
+                std::string::npos)
+          << got.message;
+    }
+  }
+  // Ids in one list are one prompt, however many.
+  EXPECT_EQ(parse(body("5", 300, 128)).sequences(), 128);
 }
 
 // A value takes two bytes of the body and many more of memory.

@@ -91,6 +91,23 @@ TEST(CompletionsChoice, TokensOfAStopTextAreNotShown) {
   EXPECT_EQ(last["text"], "");
 }
 
+// Offsets and what is shown count characters, also behind some that have several bytes.
+TEST(CompletionsChoice, TokensAreHeldBackBehindCharactersOfSeveralBytes) {
+  CompletionsChoice choice(0, &tokenizer(), 0, nullptr);
+  choice.add(piece("", byte_id(0xE2)));
+  choice.add(piece("", byte_id(0x82)));
+  choice.add(piece("€", byte_id(0xAC)));
+  EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({0, 0, 0}));
+  choice.add(piece("", byte_id('x')));  // the beginning of a stop text
+  choice.add(piece("", byte_id('y')));
+  EXPECT_FALSE(choice.pending());
+  choice.add(piece("xyz", byte_id('z')));
+  EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({1, 2, 3}));
+  choice.add(piece("", byte_id('x')));
+  choice.finish(FinishedBy::stop);
+  EXPECT_EQ(written(choice)["logprobs"]["tokens"], Json::array());
+}
+
 TEST(CompletionsChoice, EchoScoresThePrompt) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->text = "ab";

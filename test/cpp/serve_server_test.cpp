@@ -118,6 +118,16 @@ TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
   EXPECT_NE(complete(R"({"prompt": [5]})").find("200 OK"), std::string::npos);
 }
 
+// A prompt counts once, its completions each; in the last event of a stream as in a whole answer.
+TEST_F(CompletionsServerTest, UsageCountsEveryChoice) {
+  run();
+  const std::string expected = R"("usage":{"prompt_tokens":3,"completion_tokens":24,"total_tokens":27})";
+  const std::string body = R"({"prompt": [[5], [6, 7]], "n": 3, "max_tokens": 4, "ignore_eos": true)";
+  EXPECT_NE(complete(body + "}").find(expected), std::string::npos);
+  const std::string streamed = complete(body + R"(, "stream": true, "stream_options": {"include_usage": true}})");
+  EXPECT_NE(streamed.find(expected), std::string::npos) << streamed;
+}
+
 TEST_F(CompletionsServerTest, AModelThatFailsEndsAllRequestsWithAnError) {
   run();
   const Client waiting(port_), streaming(port_);
@@ -144,8 +154,10 @@ TEST_F(CompletionsServerTest, MoreThanMayWaitIsRefused) {
     const std::string refused = complete(R"({"prompt": [5]})");
     EXPECT_NE(refused.find("429 Too Many"), std::string::npos) << refused;
     EXPECT_NE(refused.find("Retry-After: 1"), std::string::npos);
+    for (int i = 0; i < 5; ++i) EXPECT_NE(complete(R"({"prompt": [5]})").find("429 Too Many"), std::string::npos);
   }
-  EXPECT_TRUE(eventually([&] { return complete(R"({"prompt": [5]})").find("200 OK") != std::string::npos; }));
+  // What was refused holds no place: all that may be under way at once can be again.
+  EXPECT_TRUE(eventually([&] { return complete(R"({"prompt": [5], "n": 12})").find("200 OK") != std::string::npos; }));
   EXPECT_EQ(engine_.statistics().running, 0);
 }
 

@@ -1,5 +1,6 @@
 // The tensor file: shared vectors with the Python implementation, damage of every kind, failures while
 // writing.
+#include "llmc/base/json.h"
 #include "llmc/file/tensor_file.h"
 
 #include <gtest/gtest.h>

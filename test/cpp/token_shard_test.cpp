@@ -1,5 +1,6 @@
 // Token shards: shared vectors with the Python implementation, damage of every kind, replacement while in
 // use.
+#include "llmc/base/json.h"
 #include "llmc/file/token_shard.h"
 
 #include <gtest/gtest.h>

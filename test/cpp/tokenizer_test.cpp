@@ -514,6 +514,16 @@ TEST(TokenizerFile, RefusesPatternsAndTemplatesItDoesNotKnow) {
   EXPECT_NE(llama([&](Json& j) { split(j)["invert"] = true; }).find("invert"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) { single(j).push_back(single(j)[0]); }).find("single"), std::string::npos);
   EXPECT_NE(llama([&](Json& j) { std::swap(single(j)[0], single(j)[1]); }).find("single"), std::string::npos);
+  // A second template, in the same list or in one within it, with a token or without.
+  const auto processors = [](Json& j) -> Json& { return j["post_processor"]["processors"]; };
+  EXPECT_NE(llama([&](Json& j) { processors(j).push_back(processors(j)[1]); }).find("processors[2].single"),
+            std::string::npos);
+  EXPECT_NE(llama([&](Json& j) {
+              Json second = processors(j)[1];
+              second["single"].erase(0);
+              processors(j).push_back({{"type", "Sequence"}, {"processors", {second}}});
+            }).find("processors[2].processors[0].single"),
+            std::string::npos);
   EXPECT_NE(llama([&](Json& j) {
               j["post_processor"]["processors"][1]["special_tokens"] = Json::object();
             }).find("special_tokens"),

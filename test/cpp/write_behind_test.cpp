@@ -1,4 +1,5 @@
 // Writing on a thread of its own, and independent work on several: order, errors, memory that is used again.
+#include "llmc/base/json.h"
 #include "llmc/file/write_behind.h"
 
 #include <gtest/gtest.h>

@@ -4,6 +4,7 @@
 // computes in fp32 and rounds keys and values to the storage type on their way into the cache, which the reference keeps in
 // fp32: an error of at most the unit roundoff u of each of them. Scores err by u relative to their size, outputs by u
 // relative to the values, at every layer; so the logits are held to 2 u of the largest logit (fp16 1e-3, bf16 8e-3).
+#include "llmc/base/json.h"
 #include "llmc/cuda/fused/decode.h"
 
 #include <gtest/gtest.h>

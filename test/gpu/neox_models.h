@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/json.h"
 #include "llmc/file/tensor_file.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/tensor_names.h"

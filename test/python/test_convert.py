@@ -202,6 +202,9 @@ def test_bad_shards_are_refused(llama):
     refuse(llama, "weight_map 'model.norm.weight'", "object")  # B33
     ck.write_shards(llama, shards, true_map | {"ghost.weight": first})
     refuse(llama, "'ghost.weight'", "does not hold it")
+    name = next(iter(two))  # it is there, but in the other shard than the index says
+    ck.write_shards(llama, shards, true_map | {name: first})
+    refuse(llama, f"'{name}'", first, "does not hold it")
     for weight_map in ([], {}, None, "x"):
         (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         refuse(llama, "weight_map")

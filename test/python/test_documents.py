@@ -463,6 +463,18 @@ def test_an_include_against_the_direction_is_found(name, included):
     assert wrong_includes({name: f'#include "{included}"\n'})
 
 
+def test_few_headers_include_all_of_json():
+    """Its header costs each file that includes it a second of compiling, and clang-tidy four: the others include json_fwd.h."""
+    sources = {name: read(name) for name in TRACKED if re.match(r"llmc/.*\.(cuh|h)$", name)}
+    with_json = {"llmc/base/json.h"}
+    while True:
+        more = {name for name, text in sources.items() if any(f'#include "{header}"' in text for header in with_json)} | with_json
+        if more == with_json:
+            break
+        with_json = more
+    assert {room_of(name) for name in with_json} == {"base", "text", "train"} and len(with_json) <= 6, sorted(with_json)
+
+
 SCRIPTS = ["scripts/convert_hf.py", "scripts/export_hf.py", "scripts/plot_log.py", "scripts/dump_reference.py",
            "scripts/train_reference.py", "scripts/tensor_file.py", "dev/prepare_data.py", "scripts/export_log.py",
            "dev/train_tokenizer.py", "dev/memory_table.py"]

@@ -223,6 +223,24 @@ def test_begin_ids(tmp_path, bos):
     assert model["bos_id"] == exported["bos_token_id"] == generation["bos_token_id"] == bos
 
 
+@pytest.mark.parametrize("bos, eos, names", [
+    (0, 2, {"bos_token": "t0", "eos_token": "t2"}),
+    (20, 21, {"bos_token": "<s>", "eos_token": "</s>"}),  # added tokens alone have these ids
+    (2, [21, 2], {"bos_token": "t2", "eos_token": "</s>"}),
+    (None, 20, {"eos_token": "<s>"}),
+    (36, None, {}),  # a row of the embedding beyond the tokenizer: no name
+])
+def test_special_tokens_are_named_from_the_vocabulary_and_the_added_tokens(tmp_path, bos, eos, names):
+    tokenizer = ck.tokenizer_of(20)
+    tokenizer["added_tokens"] += [{"id": 20, "content": "<s>", "special": True}, {"id": 21, "content": "</s>", "special": True}]
+    config = ck.LLAMA | {"bos_token_id": bos, "eos_token_id": eos}
+    ck.convert(ck.write_checkpoint(tmp_path / "model", config, tokenizer=tokenizer), tmp_path / "a.bin")
+    out = export(tmp_path / "a.bin", tmp_path / "exported")
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert {key: value for key, value in written.items() if key.endswith("_token")} == names
+    assert written["model_max_length"] == config["max_position_embeddings"]
+
+
 @pytest.mark.parametrize("key, name, value", [
     ("factor", "factor", 32.0), ("factor", "factor", 2), ("low_freq_factor", "low_freq_factor", 0.5),
     ("high_freq_factor", "high_freq_factor", 7.25), ("original_max_position_embeddings", "original_max_positions", 48)])

@@ -674,6 +674,27 @@ def test_interactive_begins_anew_when_the_context_is_full(model):
     assert b"this line has 40 tokens" in done.stderr
 
 
+@pytest.mark.parametrize("length", range(5))
+def test_interactive_takes_what_leaves_a_place_for_an_answer(model, length):
+    """After "Hello" and four ids the cache holds 8 positions of 12; a line adds the fourth id, a line feed and itself."""
+    line = b"x" * length
+    done = run("--model", model, "--interactive", "--context", 12, "--max-tokens", 4, "--ignore-eos", stdin=b"Hello\n" + line + b"\n")
+    assert done.returncode == OK, done.stderr
+    assert (b"tokens is full" in done.stderr) == (8 + 2 + length >= 12), done.stderr
+    alone = run("--model", model, "--interactive", "--context", 12, "--max-tokens", 4, "--ignore-eos", stdin=line + b"\n")
+    if b"tokens is full" in done.stderr:
+        assert done.stdout.endswith(alone.stdout) and alone.stdout, "the line begins a text of its own"
+
+
+@pytest.mark.parametrize("length", [11, 12])
+def test_interactive_leaves_out_a_line_without_a_place_for_an_answer(model, length):
+    done = run("--model", model, "--interactive", "--context", 12, "--max-tokens", 4, "--ignore-eos",
+               stdin=b"x" * length + b"\nHello\n")
+    assert done.returncode == OK, done.stderr
+    assert (f"this line has {length} tokens".encode() in done.stderr) == (length >= 12)
+    assert done.stdout.count(b"\n") >= 1
+
+
 def test_interactive_ends_with_its_input(model):
     assert run_ok("--model", model, "--interactive", stdin=b"") == b""
     assert run("--model", model, "--interactive", "--max-tokens", 2, stdin=b"no newline").returncode == OK

@@ -115,15 +115,22 @@ def test_shards_of_a_small_vocabulary(place):
     trains(place, line)
 
 
-def test_the_preset_has_a_row_for_each_token():
+def test_the_preset_fits_the_size_of_the_data():
     sys.path.insert(0, str(ROOT / "dev"))
     from prepare_data import PRESETS, preset_for
     text = (ROOT / "llmc" / "model" / "config.cpp").read_text()
-    for name, rows in PRESETS.items():
-        line = re.search(rf'name == "{re.escape(name)}"\) return llama_preset\(([^)]*)\)', text)
-        assert line is not None and int(line[1].split(",")[6]) == rows, name
-    assert [preset_for(size) for size in (260, 2048, 2049, 49152, 50257, 128256)] == [
-        "tiny", "tiny", "smollm2-135m", "smollm2-135m", "d12", "llama3.2-1b"]
+    shapes = re.findall(r'name == "([^"]+)"\) return llama_preset\(([^)]*)\)', text)
+    assert {name for name, _ in shapes} == set(PRESETS)
+    for name, shape in shapes:
+        layers, width, heads, kv_heads, head_size, ffn = map(int, shape.split(",")[:6])
+        attention = width * head_size * (2 * heads + 2 * kv_heads)
+        tied = shape.split(",")[7].strip() == "true"
+        assert PRESETS[name] == (layers * (attention + 3 * width * ffn + 2 * width) + width, width if tied else 2 * width), name
+    # The demo's stories; Shakespeare; a few gigabytes; what the models of that name would need.
+    assert [preset_for(tokens, vocabulary) for tokens, vocabulary in (
+        (1_375_789, 2048), (470_000, 50257), (385_447_679, 2048), (385_447_680, 2048), (800_000_000, 50257),
+        (6_200_000_000, 128256), (16 * 10**9 + 10**8, 128256), (15 * 10**12, 128256)
+    )] == ["tiny", "tiny", "tiny", "d12", "smollm2-135m", "llama3.2-1b", "llama3.2-3b", "llama3.1-8b"]
 
 
 @pytest.mark.parametrize("style", [(), ("--style", "sentencepiece")], ids=["llama3", "sentencepiece"])

@@ -139,6 +139,26 @@ def test_the_split_depends_on_number_and_seed_alone(prepare, tokenizer_path, tmp
     assert splits[0] == splits[1] != splits[2]
 
 
+def test_few_documents_are_each_cut_at_their_own_place(prepare, tokenizer_path, tmp_path):
+    """Documents of very different lengths, in two files: of each the last part, by its own length, is for validation."""
+    texts = ["".join(f"line {i} of play {number}\n" for i in range(lines)) for number, lines in enumerate((400, 40, 100, 800, 20))]
+    files = [write(tmp_path / f"{name}.txt", f"{END}\n".join(part)) for name, part in (("a", texts[:2]), ("b", texts[2:]))]
+    assert prepare(*files, "--val-fraction", 0.25).returncode == 0
+    train, val = (documents_in(tmp_path / "out", name, tokenizer_path) for name in ("train", "val"))
+    assert [f"{first}\n{last}\n" for first, last in zip(train, val, strict=True)] == texts
+    for text, last in zip(texts, val):
+        line = len(text.splitlines()[-1]) + 1
+        assert abs(len(last) - 0.25 * len(text)) <= line, text[:20]
+
+
+@pytest.mark.parametrize("line", [f" {END}", f"{END} ", f"\t{END}", f"{END}{END}", f"{END}.", f"a {END}", END[:-1], END.upper()])
+def test_only_the_separator_alone_on_its_line_separates(prepare, tokenizer_path, tmp_path, line):
+    text = f"one\n{line}\ntwo"
+    done = prepare(write(tmp_path / "a.txt", f"{text}\n{END}\r\nthree\n{END}"), "--val-fraction", 0)
+    assert done.returncode == 0, done.stderr
+    assert documents_in(tmp_path / "out", "train", tokenizer_path) == [text, "three"]
+
+
 def test_one_document_is_split_by_position(prepare, tokenizer_path, tmp_path):
     text = "".join(f"line {i} of the play\n" for i in range(1000))
     assert prepare(write(tmp_path / "a.txt", text), "--val-fraction", 0.1).returncode == 0

@@ -114,6 +114,17 @@ def test_weights_that_are_there_get_a_tenth_of_the_learning_rate(data, tmp_path)
     assert float(header["settings"]["lr"]) == 3e-4, "the rate that the run has, not a placeholder"
 
 
+def test_the_header_of_the_log_names_the_shards_of_each_option(data, tmp_path):
+    assert train(data, tmp_path / "run", steps=2).returncode == 0
+    header = records(tmp_path / "run")[0]
+    for option in ("train", "val"):
+        shards = sorted(data.glob(f"{option}_*.bin"))
+        assert shards and [shard["name"] for shard in header[option]] == [shard.name for shard in shards]
+        for entry, shard in zip(header[option], shards):
+            assert entry["tokens"] == (shard.stat().st_size - 256) // 2
+            assert entry["xxh3"] == f"{xxhash.xxh3_64_intdigest(shard.read_bytes()[:256]):016x}"
+
+
 def test_help_says_where_the_learning_rate_comes_from():
     text = " ".join(run_program("--help").stdout.split())
     assert "--lr X peak learning rate (doc/hyperparameters.md) (from 0 to 10; default by the size of the model" in text
@@ -299,7 +310,9 @@ def test_from_scratch_with_a_sample(tmp_path):
     done = train(data, tmp_path / "run", "--config", "tiny", "--model=", "--val=", "--sample-every", 3,
                  "--sample-tokens", 5, "--sample-prompt", "Once", steps=3)
     assert done.returncode == 0, done.stderr
-    assert "sample: Once" in done.stderr and "val loss none" in done.stdout
+    assert "sample: Once" in done.stderr and "  train: 1 shard, " in done.stderr
+    assert done.stderr.count("no validation data") == 1
+    assert re.fullmatch(r"step 3  train loss \d\.\d{4}  checkpoint '.*step_00000003'\n", done.stdout), done.stdout
     log = records(tmp_path / "run")
     assert [r["text"][:4] for r in log if r["type"] == "sample"] == ["Once"]
     assert abs(losses(tmp_path / "run")[1][0] - np.log(2048)) < 0.2
@@ -728,6 +741,8 @@ def test_time_limit(data, tmp_path):
     done = train(data, out, "--max-minutes", 0.02, steps=1_000_000)
     assert done.returncode == 0 and "--max-minutes" in done.stderr
     assert f"step_{max(losses(out)):08d}" in checkpoints(out)
+    times = [record["time"] for record in records(out)]
+    assert 1.1 < times[-1] - times[0] < 60, "0.02 minutes, and what the last step and the save take"
 
 
 # Writes what a save asks of the kernel, in order, to $CALLS.
