@@ -224,8 +224,12 @@ inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int
     EXPECT_EQ(engine.inconsistency(), "");
   };
   std::vector<EngineTrace> alone;
+  EngineOptions one_by_one;
+  one_by_one.max_running = 1;
+  one_by_one.rows_per_step = model.max_rows();
+  one_by_one.share_prefixes = false;
   for (const EngineRequest& request : all) {
-    Engine engine(model, {1, model.max_rows(), false});
+    Engine engine(model, one_by_one);
     const auto recorder = std::make_shared<EngineRecorder>();
     engine.submit(request, recorder);
     finish(engine);
@@ -238,6 +242,7 @@ inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int
     EngineOptions options;
     options.max_running = model.slots();
     options.rows_per_step = std::min<std::int64_t>(model.max_rows(), 5 + static_cast<std::int64_t>(random() % 60));
+    options.prompt_rows = 1 + static_cast<std::int64_t>(random() % 60);
     options.share_prefixes = schedule % 3 != 0;
     Engine engine(shallow, options);
     std::vector<std::shared_ptr<EngineRecorder>> recorders;
