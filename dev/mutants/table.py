@@ -704,7 +704,7 @@ GPU = [
            "state.weigh(scores, visible, first_key + kKeys > unmasked_end + 1, first_key, c);",
            ("gpu:CudaPagedAttention*.MatchesTheCpu",)),
     Mutant("GPU: pages by the block table of the span before", "llmc/cuda/op/paged_attention.cu",
-           "a.pages[a.tables[first_row] +", "a.pages[a.tables[max(first_row - 1, 0)] +",
+           "table = a.tables[entry.first_row];", "table = a.tables[max(entry.first_row - 1, 0)];",
            ("gpu:CudaPagedAttention*.MatchesTheCpu",)),
     Mutant("GPU: positions that nobody sees keep what was there", "llmc/cuda/op/paged_attention.cu",
            "from[n] + (inside ? at : 0), inside);", "from[n] + at, true);",
