@@ -225,8 +225,9 @@ struct SplitState {
     for (int m = 0; m < M; ++m) maximum[m][0] = maximum[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
   }
 
-  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half].
-  template <int N>
+  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half]. Halves = 1:
+  // the rows of half 1 are padding. Their scores and sums remain what they are, and nobody reads them.
+  template <int Halves = 2, int N>
   __device__ void weigh(Accumulators<M, N>& scores, const int (&visible)[M][2], bool masked, int first_key, float c) {
     const int t = threadIdx.x % 4;
     if (masked) {
@@ -235,7 +236,7 @@ struct SplitState {
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
+          for (int i = 0; i < 2 * Halves; ++i)
             if (first_key + n * 8 + t * 2 + i % 2 >= visible[m][i / 2]) scores.at[m][n][i] = -INFINITY;
     }
     float shrink[M][2];
@@ -243,7 +244,7 @@ struct SplitState {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Halves; ++half) {
         float largest = scores.at[m][0][half * 2];
 #pragma unroll
         for (int n = 0; n < N; ++n)
@@ -261,18 +262,18 @@ struct SplitState {
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 2 * Halves; ++i) {
 #pragma unroll
           for (int n = 0; n < HS / 8; ++n) O.at[m][n][i] = __fmul_rn(O.at[m][n][i], shrink[m][i / 2]);
         }
-        sum[m][0] = __fmul_rn(sum[m][0], shrink[m][0]);
-        sum[m][1] = __fmul_rn(sum[m][1], shrink[m][1]);
+#pragma unroll
+        for (int half = 0; half < Halves; ++half) sum[m][half] = __fmul_rn(sum[m][half], shrink[m][half]);
       }
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Halves; ++half) {
         const float offset = maximum[m][half] == -INFINITY ? 0.0f : __fmul_rn(maximum[m][half], c);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -670,7 +671,12 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem& item, int k
     Accumulators<1, kKeys / 8> scores;
     scores.clear();
     multiply_by_rows<S, HS>(scores, Q, blocks.next_block() + Tile<S, HS>::lane_by_columns());
-    state.weigh(scores, visible, first_key + kKeys > unmasked_end, first_key, a.c);
+    const bool masked = first_key + kKeys > unmasked_end;
+    if (rows.count <= 8) {
+      state.template weigh<1>(scores, visible, masked, first_key, a.c);
+    } else {
+      state.weigh(scores, visible, masked, first_key, a.c);
+    }
     multiply_by_columns<S, HS>(state.O, scores, blocks.next_block() + Tile<S, HS>::lane_by_rows());
   }
   state.close();
