@@ -89,9 +89,9 @@ struct Arguments {
   int* merged;      // [slots, NKV]: how many splits of the tile that begins with this slot are done
   float* partials;  // [slots, NKV, paged_slot_floats(HS)]
   S* out;
-  int NH, NKV, page_shift;
-  int item_warps;  // of a block
-  float c;         // scale log2 e
+  int NH, NKV, group, page_shift;  // group: NH / NKV
+  int item_warps;                  // of a block
+  float c;                         // scale log2 e
 };
 
 // ---- rows, keys, values -------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ struct QueryRows {
   int first, count;  // rows of the span that these are
 
   __device__ QueryRows(const Arguments<S>& a, const PagedItem& item, int kv_head, int tile_rows) {
-    group = a.NH / a.NKV;
+    group = a.group;
     first_head = kv_head * group;
     first_row = item.first_row;
     first_position = item.first_position;
@@ -551,10 +551,10 @@ struct ItemStream {
   int load_slot = 0, slot = 0;
   int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
   int looked_up = 0;  // how many items before the one below
-  // Being looked up.
+  // Being looked up: the number, the entry; then the positions of its split and the block table, then this lane's page.
   int step, number;
-  PagedItem entry;
-  int table, pages;
+  int4 entry;
+  int next_first, next_end, table_or_page;
   // Being copied.
   int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
   bool load_values = false;
@@ -579,11 +579,6 @@ struct ItemStream {
     step = 1;
   }
 
-  // Behind the positions of its split that the item sees.
-  __device__ int item_end() const {
-    const QueryRows<S> rows(a, entry, 0, kItemRows);
-    return min(entry.split * kSplit + kSplit, rows.end());
-  }
   // The next lookup of the four. Behind the last item there is nothing to look up.
   __device__ __forceinline__ void look_up() {
     if (step == 0) {
@@ -591,32 +586,39 @@ struct ItemStream {
     } else if (step == 1) {
       number = __shfl_sync(~0u, number, 0);
       if (lane() == looked_up % kWarpSize) numbers = number;
-      if (number < count) entry = entries[number / a.NKV];
+      if (number < count) entry = *reinterpret_cast<const int4*>(entries + number / a.NKV);
     } else if (number < count) {
-      if (step == 2) table = a.tables[entry.first_row];
-      if (step == 3) pages = split_pages(a, table, entry.split, item_end());
+      if (step == 2) {
+        const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
+        next_first = item.split * kSplit;
+        next_end = min(next_first + kSplit, QueryRows<S>(a, item, 0, kItemRows).end());
+        table_or_page = a.tables[item.first_row];
+      } else {
+        table_or_page = split_pages(a, table_or_page, next_first / kSplit, next_end);
+      }
     }
     ++step;
   }
-  __device__ void finish_lookups() {
+  __device__ void look_up_first() {
 #pragma unroll 1
     while (step < 4) look_up();
   }
 
   // Starts the next copy, to the slot that was read last.
   __device__ __forceinline__ void load_next() {
-    if (load_first >= load_end) {
-      finish_lookups();
-      if (number < count) {
-        load_first = entry.split * kSplit;
-        load_end = item_end();
-        load_pages = pages;
-        load_head = number % a.NKV;
-        ++looked_up;
-        step = 0;
-      }
-    } else if (step < 4) {
+    const bool ended = load_first >= load_end;
+#pragma unroll 1
+    while (step < 4) {
       look_up();
+      if (!ended) break;
+    }
+    if (ended && number < count) {
+      load_first = next_first;
+      load_end = next_end;
+      load_pages = table_or_page;
+      load_head = number % a.NKV;
+      ++looked_up;
+      step = 0;
     }
     if (load_first < load_end) {
       load_units<HS, kKeys>(a, load_values ? a.values : a.keys, ring + load_slot * kSlotBytes, load_pages, load_head,
@@ -655,15 +657,22 @@ struct ItemStream {
 };
 
 template <typename S, typename Tiling>
-__device__ void compute_item(const Arguments<S>& a, const PagedItem& item, int kv_head, ItemStream<S, Tiling>& blocks) {
+__device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head,
+                             ItemStream<S, Tiling>& blocks) {
   constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys;
-  const QueryRows<S> rows(a, item, kv_head, kItemRows);
-  const int begin = item.split * kSplit, end = min(begin + kSplit, rows.end());
-  int visible[1][2];
-  visible_positions(visible, rows);
-  const int unmasked_end = rows.visible(0);
+  int begin, end, unmasked_end, visible[1][2];
+  bool few_rows;
   RegisterOperand<S, HS, 1> Q;
-  Q.load([&](int i) { return rows.query(a, i); });
+  {
+    const PagedItem item = *entry;
+    const QueryRows<S> rows(a, item, kv_head, kItemRows);
+    begin = item.split * kSplit;
+    end = min(begin + kSplit, rows.end());
+    visible_positions(visible, rows);
+    unmasked_end = rows.visible(0);
+    few_rows = rows.count <= 8;
+    Q.load([&](int i) { return rows.query(a, i); });
+  }
   SplitState<S, HS, 1> state;
   state.clear();
 #pragma unroll 1
@@ -672,7 +681,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem& item, int k
     scores.clear();
     multiply_by_rows<S, HS>(scores, Q, blocks.next_block() + Tile<S, HS>::lane_by_columns());
     const bool masked = first_key + kKeys > unmasked_end;
-    if (rows.count <= 8) {
+    if (few_rows) {
       state.template weigh<1>(scores, visible, masked, first_key, a.c);
     } else {
       state.weigh(scores, visible, masked, first_key, a.c);
@@ -680,6 +689,8 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem& item, int k
     multiply_by_columns<S, HS>(state.O, scores, blocks.next_block() + Tile<S, HS>::lane_by_rows());
   }
   state.close();
+  const PagedItem item = *entry;  // again, rather than in registers that the loop needs
+  const QueryRows<S> rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 
   const int lane = threadIdx.x % kWarpSize, splits = (rows.end() + kSplit - 1) / kSplit;
@@ -713,7 +724,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
   if (tiles_before) {
     stream.step = 0;
   } else {
-    stream.finish_lookups();
+    stream.look_up_first();
     wait_for_predecessors();
     let_successor_start();  // not before: paged_attention.h says what the successor may read
   }
@@ -723,7 +734,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
   for (int i = 0;; ++i) {
     const int n = stream.item(i);
     if (n >= count) break;
-    compute_item<S, Tiling>(a, items[n / a.NKV], n % a.NKV, stream);
+    compute_item<S, Tiling>(a, items + n / a.NKV, n % a.NKV, stream);
   }
 }
 
@@ -894,6 +905,7 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
   arguments.out = io.out;
   arguments.NH = static_cast<int>(io.shape.NH);
   arguments.NKV = static_cast<int>(io.shape.NKV);
+  arguments.group = arguments.NH / arguments.NKV;
   arguments.page_shift = io.kv.page_size == 16 ? 4 : io.kv.page_size == 32 ? 5 : 6;
   arguments.item_warps = std::min(Tiling::kWarps, per_block / Tiling::kRingBytes);
   arguments.c = io.scale * kLog2E;
