@@ -53,7 +53,7 @@ struct PagedAttention {
   HeadViewOf<const S> q;       // as append_to_pages() left it
   PagedKv<S> kv;               // positions up to the rows' own; what lies behind them is not read into any result
   PagedRows rows;              // rows of a span are neighbours, as in its PagedSpan
-  const void* work = nullptr;  // write_paged_work() for these rows, in device memory
+  const void* work = nullptr;  // write_paged_work() for these rows, in device memory; read when `rows` are (paged_kv.h)
   void* workspace = nullptr;
   S* out = nullptr;  // [rows, NH, HS], 16-byte aligned; padding rows are not written
 };
