@@ -176,12 +176,6 @@ __device__ inline void tensor_load(unsigned shared, const CUtensorMap* map, unsi
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(static_cast<std::uint64_t>(keep))
       : "memory");
 }
-// Asks for a box of the tensor in L2, where a load that follows finds it.
-__device__ inline void tensor_prefetch(const CUtensorMap* map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),
-               "r"(z), "r"(w)
-               : "memory");
-}
 __device__ inline void tensor_store(const CUtensorMap* map, unsigned shared, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared), "r"(x), "r"(y), "r"(z)

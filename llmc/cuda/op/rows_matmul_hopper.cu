@@ -47,9 +47,6 @@ constexpr int kWarps = kWarpgroupSize / kWarpSize;
 constexpr int kSumsStride = kWeightRows + kSumsPadding;
 constexpr int kAlignment = 1024;             // of a swizzled tile
 constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
-// Of the weight, that wait in L2 for the predecessor to finish, beside what the rings hold: what memory gives in the 3 to 4 us
-// from there to the first full ring.
-constexpr std::int64_t kPrefetchBytes = 16 << 20;
 
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
@@ -74,7 +71,6 @@ struct Arguments {
   Output<T> output;
   int steps, splits;          // stages of all of K
   int stages;                 // split_kernel: of the ring
-  int prefetched;             // split_kernel: stages behind the first round of the ring that go to L2 meanwhile
   bool x_is_older;            // split_kernel
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
 };
@@ -125,12 +121,6 @@ __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned bar
   const bool swiglu = p.output.swiglu();
   tensor_load(shared, &p.weight, barrier, step * kDepth, swiglu ? 0 : tile * kWeightRows, 0,
               swiglu ? tile * (kWeightRows / 16) : 0, keep);
-}
-// The same to L2.
-template <typename T>
-__device__ void prefetch_weight(const Arguments<T>& p, int step, int tile) {
-  const bool swiglu = p.output.swiglu();
-  tensor_prefetch(&p.weight, step * kDepth, swiglu ? 0 : tile * kWeightRows, 0, swiglu ? tile * (kWeightRows / 16) : 0);
 }
 
 // d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
@@ -226,9 +216,6 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
   }
   __syncthreads();
   if (producer) {
-    for (int step = ahead; step < min(steps, ahead + p.prefetched); ++step) {
-      for (int i = 0; i < kConsumers; ++i) prefetch_weight(p, first_step + step, tile + i);
-    }
     if (!p.x_is_older) wait_for_predecessors();
     for (int i = 0; i < ahead; ++i) load_x(i, i);
     RingPosition at = RingPosition::at(ahead, p.stages);
@@ -301,8 +288,6 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
   const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
-  arguments.prefetched =
-      static_cast<int>(kPrefetchBytes / (tiles * arguments.splits * kConsumers * WeightTile<T>::kBytes));
   arguments.x_is_older = io.x_is_older;
   const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
