@@ -96,7 +96,7 @@ class Layer {
   // Results as they lie in memory, widened to fp32. `before`: of the residual stream.
   Floats run(const DeviceBuffer<S>& x, std::int64_t rows, RowsPath path, const Floats& before = {}) const {
     RowsMatmul<S> io = of(x.data(), rows);
-    io.x_is_older = rows % 2 == 0;  // it is; from 65 to 128 rows other kernels take such a step
+    io.x_is_older = rows % 2 == 0;  // it is
     if (is_fp32(epilogue_)) {
       Guarded<float> out(rows * OC_);
       if (epilogue_ == RowsEpilogue::add) out.upload(before);

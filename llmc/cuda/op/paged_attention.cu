@@ -44,26 +44,17 @@ static_assert(kSplitUnits <= kWarpSize);
 template <int HS>
 constexpr std::int64_t kSlotFloats = paged_slot_floats(HS);
 
-// A step of at most so many rows leaves half of a multiprocessor to the next kernel of the chain (paged_attention.h).
-constexpr std::int64_t kRoomyRows = 256;
-constexpr int kRoomyBytes = 109 * 1024;  // of shared memory; a block costs 1 KiB more than it asks for
-
-// StageKeys, Stages: of the ring of a tile's keys and values. Roomy: one block of 256 threads of at most 128 registers (of heads
-// of 128: more). Otherwise two blocks of 128 threads where these are faster for tiles.
-template <int HeadDim, int StageKeys, int Stages, bool Roomy = false>
+// StageKeys, Stages: of the ring of a tile's keys and values. Two blocks of 128 threads where these are faster for tiles.
+template <int HeadDim, int StageKeys, int Stages>
 struct Tiling {
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
-  static constexpr int kKeys = HS <= 128 ? 32 : 16;     // of a key block: decides the bits
-  static constexpr int M = HS <= 96 && !Roomy ? 2 : 1;  // m16 tiles of a warp of a tile
-  static constexpr int kWarps = HS == 128 || Roomy ? 8 : 4, kThreads = kWarps * kWarpSize;
+  static constexpr int kKeys = HS <= 128 ? 32 : 16;  // of a key block: decides the bits
+  static constexpr int M = HS <= 96 ? 2 : 1;         // m16 tiles of a warp of a tile
+  static constexpr int kWarps = HS == 128 ? 8 : 4, kThreads = kWarps * kWarpSize;
   static constexpr int kWarpRows = M * 16, kTileRows = kWarps * kWarpRows;
   static constexpr int kBlocksPerMultiprocessor = HS == 128 ? 1 : 2;
   // Key or value blocks of the ring of a warp that computes items.
-  static constexpr int kRing = HS > 96 || (Roomy && HS > 32) ? 3
-                               : HS == 32                    ? (Roomy ? 5 : 8)
-                               : HS == 64                    ? 6
-                               : HS == 80                    ? 5
-                                                             : 4;
+  static constexpr int kRing = HS > 96 ? 3 : HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : 4;
   static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kKeys);
   static constexpr int kSumBytes = kTileRows * HS * static_cast<int>(sizeof(float));
   static constexpr int kTileBytes = kSumBytes + kStages * Tile<bf16, HS>::bytes(2 * kStageKeys);
@@ -881,14 +872,13 @@ void check_arguments(const PagedAttention<S>& io) {
 }
 
 template <typename S, typename Tiling>
-void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream, int shared_limit,
-            bool roomy) {
+void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream, int shared_limit) {
   constexpr const char* kName = "paged_attention";
   const Workspace at = workspace_of(io.shape);
   char* workspace = static_cast<char*>(io.workspace);
   // Two blocks of a multiprocessor share its memory, of which each block costs 1 KiB more than it asks for.
   constexpr int kStaticBytes = 16;
-  const int most = roomy ? kRoomyBytes : Tiling::kBlocksPerMultiprocessor == 2 ? 113 * 1024 : shared_limit;
+  const int most = Tiling::kBlocksPerMultiprocessor == 2 ? 113 * 1024 : shared_limit;
   const int per_block = std::min(shared_limit, most) - kStaticBytes;
   Arguments<S> arguments{};
   arguments.q = io.q.data;
@@ -914,11 +904,9 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
   const int shared = std::max(Tiling::kTileBytes, arguments.item_warps * Tiling::kRingBytes);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit - kStaticBytes), kName);
   int blocks = 1;
-  if (!roomy) {
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
-                                                        static_cast<std::size_t>(shared)),
-          kName);
-  }
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
+                                                      static_cast<std::size_t>(shared)),
+        kName);
   const dim3 grid(static_cast<unsigned>(std::max(1, blocks) * device.multiprocessors));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
                  kName, arguments);
@@ -934,17 +922,15 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
                    "paged_attention", arguments);
   } else {
     const int limit = shared_bytes_per_block();
-    const bool roomy = io.rows.rows <= kRoomyRows;
     if constexpr (HS == 256) {
-      launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit, false);
+      launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit);
     } else if constexpr (HS == 128) {
       using Large = Tiling<HS, 64, 3>;
-      if (!roomy && limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit, false);
-      launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit, roomy);
+      if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
+      launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit);
     } else {
       constexpr int kStageKeys = HS == 96 ? 32 : 64, kStages = HS == 80 ? 2 : 3;
-      if (roomy) return launch<S, Tiling<HS, kStageKeys, kStages, true>>(io, device, stream, limit, true);
-      launch<S, Tiling<HS, kStageKeys, kStages>>(io, device, stream, limit, false);
+      launch<S, Tiling<HS, kStageKeys, kStages>>(io, device, stream, limit);
     }
   }
 }

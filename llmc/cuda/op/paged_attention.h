@@ -61,8 +61,7 @@ struct PagedAttention {
 //
 // Its successor starts when all kernels before attention have finished, so it may read what they wrote without waiting. It still
 // waits at some time before it ends, as every kernel of a chain does, and before it reads or overwrites what attention reads
-// or writes. In steps of at most 256 rows, and with heads of at most 96, attention takes half of a multiprocessor (110 KiB of
-// shared memory, 32768 registers), so that the successor's blocks find room beside it.
+// or writes.
 template <typename S>
 void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
 

@@ -533,14 +533,10 @@ bool hopper_computes(const RowsMatmul<T>& io) {
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = split_count(weight_rows(io), io.K);
-  // Beside another kernel: blocks that leave it half of the shared memory and of the registers.
-  if (io.x_is_older && io.rows > 64 && io.rows <= 96) return launch_splits<T, 96, 1>(io, device, stream);
-  if (io.x_is_older && io.rows > 64 && io.rows <= 128) return launch_splits<T, 128, 1>(io, device, stream);
   if (io.rows <= 16) return launch_splits<T, 16, 1>(io, device, stream);
   if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
   // Blocks enough, also of 128 rows of the weight: then x is read half as often, and what L2 gives is enough for both.
-  const bool tall =
-      splits == 1 && 2 * weight_rows(io) >= 3 * 2 * kWeightRows * device.multiprocessors && !io.x_is_older;
+  const bool tall = splits == 1 && 2 * weight_rows(io) >= 3 * 2 * kWeightRows * device.multiprocessors;
   if (tall && io.rows <= 64) return launch_splits<T, 64, 2, 2>(io, device, stream);
   if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
   if (io.rows <= 64) return launch_splits<T, 64, 1>(io, device, stream);
