@@ -303,6 +303,11 @@ TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
     for (std::int64_t position = 0; position < same.length(); ++position) rows.push_back({0, position, 1});
     std::shuffle(rows.begin(), rows.end(), random);
     same.expect_same(rows, 32, 4, "row by row");
+    // Steps of at most 256 rows are computed by other blocks; with so many items a warp takes several, of different lengths.
+    const std::int64_t some = same.length() - 225;
+    same.expect_same({{0, some, 225}}, 32, 8, "a chunk in a small step");
+    rows.resize(225);
+    same.expect_same(rows, 16, 9, "single rows in a small step");
     for (const std::int64_t page_size : kPageSizes) {
       same.expect_same({{0, 0, same.length()}}, page_size, 5, "other pages");
       same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");

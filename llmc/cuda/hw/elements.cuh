@@ -8,6 +8,11 @@
 
 namespace weft::cuda {
 
+// Asks for the cache line of `address` in L2.
+__device__ inline void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // kCount neighbours in their storage type: 16-bit values take half the registers of their fp32 values until they are used.
 template <typename T, int kCount>
 struct Elements {

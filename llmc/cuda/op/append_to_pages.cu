@@ -35,17 +35,22 @@ __host__ __device__ Accesses accesses(const AppendToPages<S>& io) {
   return {NH * pieces, NKV * pieces, NKV * (HS / Pack<S>::size - 2 * half / Pack<S>::size), NKV * (HS / Pack<S>::size)};
 }
 
+// cos and sin of a piece of kWide pairs.
+template <int kWide>
+struct Angles {
+  Few<float, kWide> cosine, sine;
+};
+
 // Rotates the pieces of a head at `from` and writes them to `to`, which may be the same. Left to itself, the compiler fuses these
 // expressions differently for different kWide.
 template <typename S, int kWide>
-__device__ void rotate(S* to, const S* from, int half, const float* cos_row, const float* sin_row) {
+__device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angles) {
   using Piece = Few<S, kWide>;
-  using Angles = Few<float, kWide>;
   Piece low = *reinterpret_cast<const Piece*>(from), high = *reinterpret_cast<const Piece*>(from + half);
-  const Angles cosine = *reinterpret_cast<const Angles*>(cos_row), sine = *reinterpret_cast<const Angles*>(sin_row);
 #pragma unroll
   for (int i = 0; i < kWide; ++i) {
-    const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = cosine.value[i], s = sine.value[i];
+    const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = angles.cosine.value[i],
+                s = angles.sine.value[i];
     low.value[i] = from_float<S>(__fmaf_rn(a, c, -__fmul_rn(z, s)));
     high.value[i] = from_float<S>(__fmaf_rn(z, c, __fmul_rn(a, s)));
   }
@@ -62,24 +67,31 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const int HS = static_cast<int>(io.kv.HS), half = static_cast<int>(io.rope.half), pieces = half / kWide;
   const int page_size = static_cast<int>(io.kv.page_size), row = blockIdx.x;
   int i = static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
-  wait_for_predecessors();
+  // The step's rows and the angles were there before the chain began (paged_kv.h): their lookups do not wait for it.
   const int position = io.rows.positions[row];
-  if (position < 0 || i >= count.all()) return;
-  const float* cos_row = io.rope.cos + static_cast<std::int64_t>(position) * half;
-  const float* sin_row = io.rope.sin + static_cast<std::int64_t>(position) * half;
+  const bool active = position >= 0 && i < count.all(), rotates = i < count.query_pieces + count.key_pieces;
+  const int d_rotated = rotates && active ? i % pieces * kWide : 0;
+  Angles<kWide> angles{};
+  std::int64_t page = 0;
+  if (active && rotates) {
+    const std::int64_t at = static_cast<std::int64_t>(position) * half + d_rotated;
+    angles = {*reinterpret_cast<const Few<float, kWide>*>(io.rope.cos + at),
+              *reinterpret_cast<const Few<float, kWide>*>(io.rope.sin + at)};
+  }
+  if (active && i >= count.query_pieces) page = io.rows.pages[io.rows.tables[row] + position / page_size];
+  wait_for_predecessors();
+  if (!active) return;
   if (i < count.query_pieces) {
-    const int d = i % pieces * kWide;
-    S* q = io.q.at(0, row, i / pieces) + d;
-    return rotate<S, kWide>(q, q, half, cos_row + d, sin_row + d);
+    S* q = io.q.at(0, row, i / pieces) + d_rotated;
+    return rotate<S, kWide>(q, q, half, angles);
   }
   i -= count.query_pieces;
-  const std::int64_t page = io.rows.pages[io.rows.tables[row] + position / page_size];
   const auto stored = [&](S* tensor, int head) {
     return tensor + ((page * io.kv.NKV + head) * page_size + position % page_size) * HS;
   };
   if (i < count.key_pieces) {
-    const int head = i / pieces, d = i % pieces * kWide;
-    return rotate<S, kWide>(stored(io.kv.keys, head) + d, io.k.at(0, row, head) + d, half, cos_row + d, sin_row + d);
+    const int head = i / pieces;
+    return rotate<S, kWide>(stored(io.kv.keys, head) + d_rotated, io.k.at(0, row, head) + d_rotated, half, angles);
   }
   i -= count.key_pieces;
   if (i < count.key_chunks) {

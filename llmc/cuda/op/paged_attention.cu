@@ -12,7 +12,8 @@
 //
 // Where it runs: one kernel of persistent blocks. A block takes tiles first (paged_work.h): all its warps share the keys and values in
 // shared memory. Then each warp by itself takes items of splits, with a ring of key and value blocks of its own, as many
-// warps as shared memory has rings for. Both are assigned by counters, since they differ in length.
+// warps as shared memory has rings for; copies run ahead of the computation across the ends of items. Both are assigned by
+// counters, since they differ in length.
 //
 // A tile's warp begins each split with empty sums and merges it, when it ends, into what lies in shared memory since the
 // split before: 2 HS accesses of 4 bytes a row for 256 keys.
@@ -43,7 +44,7 @@ static_assert(kSplitUnits <= kWarpSize);
 template <int HS>
 constexpr std::int64_t kSlotFloats = paged_slot_floats(HS);
 
-// StageKeys, Stages: of the ring of a tile's keys and values.
+// StageKeys, Stages: of the ring of a tile's keys and values. Two blocks of 128 threads where these are faster for tiles.
 template <int HeadDim, int StageKeys, int Stages>
 struct Tiling {
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
@@ -53,10 +54,12 @@ struct Tiling {
   static constexpr int kWarpRows = M * 16, kTileRows = kWarps * kWarpRows;
   static constexpr int kBlocksPerMultiprocessor = HS == 128 ? 1 : 2;
   // Key or value blocks of the ring of a warp that computes items.
-  static constexpr int kRing = HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : HS == 96 ? 4 : 3;
+  static constexpr int kRing = HS > 96 ? 3 : HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : 4;
   static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kKeys);
   static constexpr int kSumBytes = kTileRows * HS * static_cast<int>(sizeof(float));
   static constexpr int kTileBytes = kSumBytes + kStages * Tile<bf16, HS>::bytes(2 * kStageKeys);
+  // The same of a warp that computes with one other or none in its block.
+  static constexpr int kLongRing = std::min(16, kTileBytes / Tile<bf16, HS>::bytes(kKeys));
   static_assert(kTileRows == paged_tile_rows(HS));
   static_assert(kSplit % kStageKeys == 0 && kStageKeys % kKeys == 0 && kStageKeys % kPageUnit == 0);
 };
@@ -77,9 +80,9 @@ struct Arguments {
   int* merged;      // [slots, NKV]: how many splits of the tile that begins with this slot are done
   float* partials;  // [slots, NKV, paged_slot_floats(HS)]
   S* out;
-  int NH, NKV, page_shift;
-  int item_warps;  // of a block
-  float c;         // scale log2 e
+  int NH, NKV, group, page_shift;  // group: NH / NKV
+  int item_warps;                  // of a block
+  float c;                         // scale log2 e
 };
 
 // ---- rows, keys, values -------------------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ struct QueryRows {
   int first, count;  // rows of the span that these are
 
   __device__ QueryRows(const Arguments<S>& a, const PagedItem& item, int kv_head, int tile_rows) {
-    group = a.NH / a.NKV;
+    group = a.group;
     first_head = kv_head * group;
     first_row = item.first_row;
     first_position = item.first_position;
@@ -122,10 +125,10 @@ struct QueryRows {
 
 // The pages of a split: lane u holds that of positions split * kSplit + 16 u ...; those from `end` on are not looked up.
 template <typename S>
-__device__ int split_pages(const Arguments<S>& a, int first_row, int split, int end) {
+__device__ int split_pages(const Arguments<S>& a, int table, int split, int end) {
   const int position = split * kSplit + threadIdx.x % kWarpSize * kPageUnit;
   if (threadIdx.x % kWarpSize >= kSplitUnits || position >= end) return 0;
-  return a.pages[a.tables[first_row] + (position >> a.page_shift)];
+  return a.pages[table + (position >> a.page_shift)];
 }
 
 // Starts the copy of the positions first .. first + Rows - 1 of one split and head by `Threads` threads, `thread` being this
@@ -135,10 +138,11 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
                                                unsigned distance, int pages, int kv_head, int first, int end,
                                                int thread) {
   using T = Tile<S, HS>;
-  static_assert(Rows * T::kChunks % Threads == 0, "every lane takes part in every shuffle");
+  static_assert(Rows * T::kChunks % kWarpSize == 0, "all of a warp's lanes take part in a shuffle, or none");
 #pragma unroll
-  for (int i = 0; i < Rows * T::kChunks / Threads; ++i) {
+  for (int i = 0; i < ceil_div(Rows * T::kChunks, Threads); ++i) {
     const int index = thread + i * Threads, row = index / T::kChunks, chunk = index % T::kChunks;
+    if (Rows * T::kChunks % Threads != 0 && index >= Rows * T::kChunks) break;
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
@@ -147,6 +151,29 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
 #pragma unroll
     for (int n = 0; n < Tensors; ++n) {
       copy_async(tile + n * distance + row * T::kRowBytes + chunk * 16, from[n] + (inside ? at : 0), inside);
+    }
+  }
+}
+
+// The same of a warp and one tensor, in units of kPageUnit positions, which lie in one piece in their page.
+template <int HS, int Rows, typename S>
+__device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
+                                           int first, int end) {
+  using T = Tile<S, HS>;
+  constexpr int kUnitChunks = kPageUnit * T::kChunks;
+  static_assert(Rows % kPageUnit == 0 && kUnitChunks % kWarpSize == 0);
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int unit = 0; unit < Rows / kPageUnit; ++unit) {
+    const int position = first + unit * kPageUnit;
+    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
+    const S* at = from + ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS + lane * 8;
+    const int chunks = (end - position) * T::kChunks - lane;  // from this lane's first one on
+#pragma unroll
+    for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
+      const int index = lane + i * kWarpSize, row = unit * kPageUnit + index / T::kChunks;
+      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, i * kWarpSize < chunks);
     }
   }
 }
@@ -189,8 +216,9 @@ struct SplitState {
     for (int m = 0; m < M; ++m) maximum[m][0] = maximum[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
   }
 
-  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half].
-  template <int N>
+  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half]. Halves = 1:
+  // the rows of half 1 are padding. Their scores and sums remain what they are, and nobody reads them.
+  template <int Halves = 2, int N>
   __device__ void weigh(Accumulators<M, N>& scores, const int (&visible)[M][2], bool masked, int first_key, float c) {
     const int t = threadIdx.x % 4;
     if (masked) {
@@ -199,7 +227,7 @@ struct SplitState {
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
+          for (int i = 0; i < 2 * Halves; ++i)
             if (first_key + n * 8 + t * 2 + i % 2 >= visible[m][i / 2]) scores.at[m][n][i] = -INFINITY;
     }
     float shrink[M][2];
@@ -207,7 +235,7 @@ struct SplitState {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Halves; ++half) {
         float largest = scores.at[m][0][half * 2];
 #pragma unroll
         for (int n = 0; n < N; ++n)
@@ -225,18 +253,18 @@ struct SplitState {
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 2 * Halves; ++i) {
 #pragma unroll
           for (int n = 0; n < HS / 8; ++n) O.at[m][n][i] = __fmul_rn(O.at[m][n][i], shrink[m][i / 2]);
         }
-        sum[m][0] = __fmul_rn(sum[m][0], shrink[m][0]);
-        sum[m][1] = __fmul_rn(sum[m][1], shrink[m][1]);
+#pragma unroll
+        for (int half = 0; half < Halves; ++half) sum[m][half] = __fmul_rn(sum[m][half], shrink[m][half]);
       }
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Halves; ++half) {
         const float offset = maximum[m][half] == -INFINITY ? 0.0f : __fmul_rn(maximum[m][half], c);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -389,14 +417,15 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
   const int end = rows.end(), stages = static_cast<int>(ceil_div(end, kStageKeys));
   const unsigned ring = shared_address(shared) + Tiling::kSumBytes;
   // Looked up a split ahead, so that no copy waits for a page number.
-  int pages = split_pages(a, rows.first_row, 0, end), next_pages = split_pages(a, rows.first_row, 1, end);
+  const int table = a.tables[rows.first_row];
+  int pages = split_pages(a, table, 0, end), next_pages = split_pages(a, table, 1, end);
   int load_slot = 0;
   const auto load = [&](int stage) {
     const int first = stage * kStageKeys;
     if (first < end) {
       if (first > 0 && first % kSplit == 0) {
         pages = next_pages;
-        next_pages = split_pages(a, rows.first_row, first / kSplit + 1, end);
+        next_pages = split_pages(a, table, first / kSplit + 1, end);
       }
       const S* const tensors[] = {a.keys, a.values};
       load_positions<HS, kStageKeys, Tiling::kThreads>(a, tensors, ring + load_slot * kStageBytes, kValues, pages,
@@ -495,61 +524,167 @@ __device__ void merge_partials(const Arguments<S>& a, const QueryRows<S>& rows, 
   }
 }
 
+// The items of a warp, in the order in which it computes them, and the ring that their keys and values come through: key block,
+// value block, the next key block, ..., one slot each, item after item. What is copied is up to the whole ring ahead of what is
+// computed, and the lookups (number of the item -> entry -> block table -> pages) are an item ahead of the copies, one step
+// with each copy, so that none waits for the one before it.
 template <typename S, typename Tiling>
-__device__ void compute_item(const Arguments<S>& a, const PagedItem& item, int kv_head, unsigned ring) {
-  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kRing = Tiling::kRing;
-  constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kKeys);
-  const QueryRows<S> rows(a, item, kv_head, kItemRows);
-  const int lane = threadIdx.x % kWarpSize, all = rows.end();
-  const int begin = item.split * kSplit, end = min(begin + kSplit, all);
-  const int pages = split_pages(a, rows.first_row, item.split, end);
-  // Key block, value block, the next key block, ...: one slot of the ring each.
-  int load_slot = 0, load_first = begin;
+struct ItemStream {
+  static constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys, kRing = Tiling::kRing, kLongRing = Tiling::kLongRing;
+  static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kKeys);
+
+  const Arguments<S>& a;
+  const PagedItem* entries;
+  int count;     // numbers of items: entry n / NKV, K/V head n % NKV
+  int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
+  unsigned ring;
+  int slots;  // kRing, kLongRing / 2 or kLongRing
+  int load_slot = 0, slot = 0;
+  int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
+  int looked_up = 0;  // how many items before the one below
+  // Being looked up: the number, the entry; then the positions of its split and the block table, then this lane's page.
+  int step, number;
+  int4 entry;
+  int next_first, next_end, table_or_page;
+  // Being copied.
+  int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
   bool load_values = false;
-  const auto load_next = [&] {
-    if (load_first < end) {
-      const S* const tensor[] = {load_values ? a.values : a.keys};
-      load_positions<HS, kKeys, kWarpSize>(a, tensor, ring + load_slot * kSlotBytes, 0, pages, kv_head, load_first, end,
-                                           lane);
+
+  static __device__ int lane() { return threadIdx.x % kWarpSize; }
+  // In lane 0.
+  __device__ int from_cursor() const {
+    if (assigned >= count) return count;
+    return lane() == 0 ? assigned + atomicAdd(&a.cursors->items, 1) : 0;
+  }
+
+  // `first`: this warp's assigned item, or `numbers_of_items`, if there is none.
+  __device__ ItemStream(const Arguments<S>& arguments, const PagedItem* list, int numbers_of_items,
+                        int assigned_beforehand, int first, unsigned shared_ring, int ring_slots)
+      : a(arguments),
+        entries(list),
+        count(numbers_of_items),
+        assigned(assigned_beforehand),
+        ring(shared_ring),
+        slots(ring_slots) {
+    numbers = number = first;
+    step = 1;
+  }
+
+  // The next lookup of the four. Behind the last item there is nothing to look up.
+  __device__ __forceinline__ void look_up() {
+    if (step == 0) {
+      number = from_cursor();
+    } else if (step == 1) {
+      number = __shfl_sync(~0u, number, 0);
+      if (lane() == looked_up % kWarpSize) numbers = number;
+      if (number < count) entry = *reinterpret_cast<const int4*>(entries + number / a.NKV);
+    } else if (number < count) {
+      if (step == 2) {
+        const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
+        next_first = item.split * kSplit;
+        next_end = min(next_first + kSplit, QueryRows<S>(a, item, 0, kItemRows).end());
+        table_or_page = a.tables[item.first_row];
+      } else {
+        table_or_page = split_pages(a, table_or_page, next_first / kSplit, next_end);
+      }
+    }
+    ++step;
+  }
+  __device__ void look_up_first() {
+#pragma unroll 1
+    while (step < 4) look_up();
+  }
+
+  // Starts the next copy, to the slot that was read last.
+  __device__ __forceinline__ void load_next() {
+    const bool ended = load_first >= load_end;
+#pragma unroll 1
+    while (step < 4) {
+      look_up();
+      if (!ended) break;
+    }
+    if (ended && number < count) {
+      load_first = next_first;
+      load_end = next_end;
+      load_pages = table_or_page;
+      load_head = number % a.NKV;
+      ++looked_up;
+      step = 0;
+    }
+    if (load_first < load_end) {
+      load_units<HS, kKeys>(a, load_values ? a.values : a.keys, ring + load_slot * kSlotBytes, load_pages, load_head,
+                            load_first, load_end);
       if (load_values) load_first += kKeys;
       load_values = !load_values;
     }
-    commit_copies();  // an empty group behind the end: the number of groups in flight stays the same
-    load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
-  };
-  int slot = 0;
+    commit_copies();  // an empty group behind the last item: the number of groups in flight stays the same
+    load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
+  }
+  __device__ void start() {
+#pragma unroll 1
+    for (int i = 0; i < slots - 1; ++i) load_next();
+  }
+
+  // The number of the i-th item, whose copies have begun, or of none.
+  __device__ int item(int i) const {
+    return __shfl_sync(~0u, numbers, i % kWarpSize);
+  }
+
   // The next slot's block, and the copy of another one to the slot that was read before it.
-  const auto next_block = [&] {
-    wait_for_older_copies<kRing - 2>();
+  __device__ __forceinline__ unsigned next_block() {
+    if (slots == kRing) {
+      wait_for_older_copies<kRing - 2>();
+    } else if (slots == kLongRing) {
+      wait_for_older_copies<kLongRing - 2>();
+    } else {
+      wait_for_older_copies<kLongRing / 2 - 2>();
+    }
     __syncwarp();
     load_next();
     const unsigned block = ring + slot * kSlotBytes;
-    slot = slot + 1 == kRing ? 0 : slot + 1;
+    slot = slot + 1 == slots ? 0 : slot + 1;
     return block;
-  };
-  __syncwarp();  // nobody reads the blocks of the item before any more
-#pragma unroll
-  for (int i = 0; i < kRing - 1; ++i) load_next();
+  }
+};
 
-  int visible[1][2];
-  visible_positions(visible, rows);
-  const int unmasked_end = rows.visible(0);
+template <typename S, typename Tiling>
+__device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head,
+                             ItemStream<S, Tiling>& blocks) {
+  constexpr int HS = Tiling::HS, kKeys = Tiling::kKeys;
+  int begin, end, unmasked_end, visible[1][2];
+  bool few_rows;
   RegisterOperand<S, HS, 1> Q;
-  Q.load([&](int i) { return rows.query(a, i); });
+  {
+    const PagedItem item = *entry;
+    const QueryRows<S> rows(a, item, kv_head, kItemRows);
+    begin = item.split * kSplit;
+    end = min(begin + kSplit, rows.end());
+    visible_positions(visible, rows);
+    unmasked_end = rows.visible(0);
+    few_rows = rows.count <= 8;
+    Q.load([&](int i) { return rows.query(a, i); });
+  }
   SplitState<S, HS, 1> state;
   state.clear();
 #pragma unroll 1
   for (int first_key = begin; first_key < end; first_key += kKeys) {
     Accumulators<1, kKeys / 8> scores;
     scores.clear();
-    multiply_by_rows<S, HS>(scores, Q, next_block() + Tile<S, HS>::lane_by_columns());
-    state.weigh(scores, visible, first_key + kKeys > unmasked_end, first_key, a.c);
-    multiply_by_columns<S, HS>(state.O, scores, next_block() + Tile<S, HS>::lane_by_rows());
+    multiply_by_rows<S, HS>(scores, Q, blocks.next_block() + Tile<S, HS>::lane_by_columns());
+    const bool masked = first_key + kKeys > unmasked_end;
+    if (few_rows) {
+      state.template weigh<1>(scores, visible, masked, first_key, a.c);
+    } else {
+      state.weigh(scores, visible, masked, first_key, a.c);
+    }
+    multiply_by_columns<S, HS>(state.O, scores, blocks.next_block() + Tile<S, HS>::lane_by_rows());
   }
   state.close();
+  const PagedItem item = *entry;  // again, rather than in registers that the loop needs
+  const QueryRows<S> rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 
-  const int splits = (all + kSplit - 1) / kSplit;
+  const int lane = threadIdx.x % kWarpSize, splits = (rows.end() + kSplit - 1) / kSplit;
   store_partial(a, state, rows.count, item.partials + static_cast<std::int64_t>(item.split) * rows.count, kv_head);
   int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
   __syncwarp();
@@ -561,20 +696,36 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem& item, int k
   if (lane == 0) *merged = 0;  // for the next layer
 }
 
+// Of a launch without tiles this is the beginning: the first lookups precede the wait.
 template <typename S, typename Tiling>
-__device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int count, bool tiles_before,
+__device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int entries, bool tiles_before,
                               unsigned char* shared) {
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  if (warp >= a.item_warps) return;
-  const unsigned ring = shared_address(shared) + warp * Tiling::kRingBytes;
-  // The first ones are assigned beforehand, unless some blocks still compute tiles.
-  const int assigned = tiles_before ? 0 : gridDim.x * a.item_warps;
-  const auto fetch = [&] { return lane == 0 ? assigned + atomicAdd(&a.cursors->items, 1) : 0; };
-  int n = tiles_before ? __shfl_sync(~0u, fetch(), 0) : warp * gridDim.x + blockIdx.x;
-  while (n < count * a.NKV) {
-    const int fetched = fetch();
-    compute_item<S, Tiling>(a, items[n / a.NKV], n % a.NKV, ring);
-    n = __shfl_sync(~0u, fetched, 0);
+  const int warp = threadIdx.x / kWarpSize, count = entries * a.NKV, blocks = gridDim.x;
+  // Few items: few warps of a block compute, whose rings are longer. The first ones are assigned beforehand, unless some
+  // blocks still compute tiles.
+  int warps = a.item_warps, slots = Tiling::kRing;
+  if (!tiles_before && warps > 2 && count <= 2 * blocks) {
+    warps = count <= blocks ? 1 : 2;
+    slots = Tiling::kLongRing / warps;
+  }
+  const unsigned ring = shared_address(shared) + warp * slots * Tile<S, Tiling::HS>::bytes(Tiling::kKeys);
+  const int assigned = tiles_before ? 0 : blocks * warps;
+  const int first = warp < warps ? warp * blocks + static_cast<int>(blockIdx.x) : count;
+  ItemStream<S, Tiling> stream(a, items, count, assigned, first, ring, slots);
+  if (tiles_before) {
+    stream.step = 0;
+  } else {
+    stream.look_up_first();
+    wait_for_predecessors();
+    let_successor_start();  // not before: paged_attention.h says what the successor may read
+  }
+  if (warp >= warps) return;
+  stream.start();
+#pragma unroll 1
+  for (int i = 0;; ++i) {
+    const int n = stream.item(i);
+    if (n >= count) break;
+    compute_item<S, Tiling>(a, items + n / a.NKV, n % a.NKV, stream);
   }
 }
 
@@ -582,11 +733,11 @@ template <typename S, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     paged_attention_kernel(const __grid_constant__ Arguments<S> a) {
   extern __shared__ __align__(16) unsigned char shared[];
-  let_successor_start();
-  wait_for_predecessors();
   const PagedWorkHeader work = *a.work;
   const PagedItem* entries = reinterpret_cast<const PagedItem*>(a.work + 1);
   if (work.tiles > 0) {
+    wait_for_predecessors();
+    let_successor_start();
     compute_tiles<S, Tiling>(a, entries, work.tiles, shared);
     __syncthreads();
   }
@@ -617,8 +768,8 @@ template <int HS>
 __global__ void __launch_bounds__(kPlainWarps* kWarpSize) plain_kernel(const __grid_constant__ PlainArguments a) {
   constexpr int kPerLane = (HS + kWarpSize - 1) / kWarpSize;
   __shared__ float query[HS], group_maximum[kPlainWarps], group_sum[kPlainWarps], group_out[kPlainWarps][HS];
-  let_successor_start();
   wait_for_predecessors();
+  let_successor_start();
   const int head = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int position = a.rows.positions[row];
   if (position < 0) return;
@@ -727,8 +878,8 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
   char* workspace = static_cast<char*>(io.workspace);
   // Two blocks of a multiprocessor share its memory, of which each block costs 1 KiB more than it asks for.
   constexpr int kStaticBytes = 16;
-  const int per_block =
-      (Tiling::kBlocksPerMultiprocessor == 2 ? std::min(shared_limit, 113 * 1024) : shared_limit) - kStaticBytes;
+  const int most = Tiling::kBlocksPerMultiprocessor == 2 ? 113 * 1024 : shared_limit;
+  const int per_block = std::min(shared_limit, most) - kStaticBytes;
   Arguments<S> arguments{};
   arguments.q = io.q.data;
   arguments.q_row_stride = io.q.token_stride;
@@ -744,14 +895,15 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
   arguments.out = io.out;
   arguments.NH = static_cast<int>(io.shape.NH);
   arguments.NKV = static_cast<int>(io.shape.NKV);
+  arguments.group = arguments.NH / arguments.NKV;
   arguments.page_shift = io.kv.page_size == 16 ? 4 : io.kv.page_size == 32 ? 5 : 6;
   arguments.item_warps = std::min(Tiling::kWarps, per_block / Tiling::kRingBytes);
   arguments.c = io.scale * kLog2E;
 
   const auto kernel = paged_attention_kernel<S, Tiling>;
   const int shared = std::max(Tiling::kTileBytes, arguments.item_warps * Tiling::kRingBytes);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
-  int blocks = 0;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit - kStaticBytes), kName);
+  int blocks = 1;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
                                                       static_cast<std::size_t>(shared)),
         kName);
@@ -770,16 +922,15 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
                    "paged_attention", arguments);
   } else {
     const int limit = shared_bytes_per_block();
-    if constexpr (HS == 128) {
+    if constexpr (HS == 256) {
+      launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit);
+    } else if constexpr (HS == 128) {
       using Large = Tiling<HS, 64, 3>;
       if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
       launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit);
-    } else if constexpr (HS == 256) {
-      launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit);
-    } else if constexpr (HS == 96) {
-      launch<S, Tiling<HS, 32, 3>>(io, device, stream, limit);
     } else {
-      launch<S, Tiling<HS, 64, HS == 80 ? 2 : 3>>(io, device, stream, limit);
+      constexpr int kStageKeys = HS == 96 ? 32 : 64, kStages = HS == 80 ? 2 : 3;
+      launch<S, Tiling<HS, kStageKeys, kStages>>(io, device, stream, limit);
     }
   }
 }

@@ -53,11 +53,15 @@ struct PagedAttention {
   HeadViewOf<const S> q;       // as append_to_pages() left it
   PagedKv<S> kv;               // positions up to the rows' own; what lies behind them is not read into any result
   PagedRows rows;              // rows of a span are neighbours, as in its PagedSpan
-  const void* work = nullptr;  // write_paged_work() for these rows, in device memory
+  const void* work = nullptr;  // write_paged_work() for these rows, in device memory; read when `rows` are (paged_kv.h)
   void* workspace = nullptr;
   S* out = nullptr;  // [rows, NH, HS], 16-byte aligned; padding rows are not written
 };
 // Launched as part of a chain. bf16 and fp16 run on tensor cores, float on a plain and slow path.
+//
+// Its successor starts when all kernels before attention have finished, so it may read what they wrote without waiting. It still
+// waits at some time before it ends, as every kernel of a chain does, and before it reads or overwrites what attention reads
+// or writes.
 template <typename S>
 void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
 

@@ -14,7 +14,9 @@ struct PagedKv {
   std::int64_t NKV = 0, HS = 0;          // head dimensions of attention_supports()
 };
 
-// The rows of a step, one position of one sequence each; arrays in device memory.
+// The rows of a step, one position of one sequence each; arrays in device memory. Operators read them before they wait for their
+// predecessors in a chain of launches, so they must be complete when the chain begins: written by a copy, or by a kernel, that
+// lies before a kernel which is launched plainly, not chained.
 struct PagedRows {
   const std::int32_t* positions = nullptr;  // [rows]; -1: padding, of which nothing is written
   const std::int32_t* tables = nullptr;     // [rows]: where the block table of the row's sequence begins in `pages`

@@ -38,6 +38,16 @@ __device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], fl
   }
 }
 
+// Weights come from memory where the other layers' have pushed them out of L2.
+template <typename T, typename S>
+__device__ void prefetch_weights(const T* weight, std::int64_t C) {
+  if (weight == nullptr) return;
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (!S::outside(g, C)) prefetch_to_l2(weight + S::column(g));
+  }
+}
+
 template <typename S>
 __device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const ResidualNormShape& shape,
                                  RowSum<S>& row_sum) {
@@ -92,8 +102,14 @@ __global__ void __launch_bounds__(S::kThreads)
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
-  wait_for_predecessors();
   let_successor_start();
+  prefetch_weights<T, S>(io.weight, C);
+  prefetch_weights<T, S>(io.bias, C);
+  if constexpr (kForm != Form::norm_only) {
+    prefetch_weights<T, S>(io.weight2, C);
+    prefetch_weights<T, S>(io.bias2, C);
+  }
+  wait_for_predecessors();
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
     if (stage.used()) __pipeline_wait_prior(0);

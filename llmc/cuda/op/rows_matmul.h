@@ -6,8 +6,8 @@
 // and of the rows of the weight alone; in a split, K is walked in order, and the splits are added in order. On the portable
 // path, and in fp32, K is walked in order as a whole. Then come bias and epilogue. The paths need not give the same bits.
 //
-// Kernels are part of a chain (hw/launch.cuh): they fetch weights before their predecessor has finished, and x, the residual
-// stream and all results after it. No memory beside the arguments' is used, and a launch may be captured in a graph.
+// Kernels are part of a chain (hw/launch.cuh): they fetch weights before their predecessor has finished, and x (but see
+// x_is_older), the residual stream and all results after it. No memory beside the arguments' is used, and a launch may be captured in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,6 +37,9 @@ struct RowsMatmul {
   std::int64_t rows = 0, K = 0, OC = 0;
   RowsEpilogue epilogue = RowsEpilogue::store;
   S* out = nullptr;           // [rows, OC]: store, gelu, swiglu
+  // x was complete before the predecessor in the chain let this kernel start (paged_attention() does so late enough): it is
+  // read without waiting for the predecessor, and both run at the same time as far as there is room.
+  bool x_is_older = false;
   float* out_fp32 = nullptr;  // [rows, OC]: add, store_fp32
 };
 

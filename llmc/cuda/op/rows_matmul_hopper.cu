@@ -51,11 +51,11 @@ constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
 
-// Into how many splits K is cut: so that as many blocks of 64 rows as there are splits of them occupy most of the 132
-// multiprocessors, and no split is shorter than 256 values. The order of every sum follows from this: a change of it changes
+// Into how many splits K is cut: so that as many blocks of 64 rows as there are splits of them occupy the 132 multiprocessors
+// or nearly, and no split is shorter than 256 values. The order of every sum follows from this: a change of it changes
 // bits. split s has the stages from split_begin(s) to split_begin(s + 1).
 int split_count(std::int64_t weight_rows, std::int64_t K) {
-  constexpr std::int64_t kEnoughBlocks = 96, kFewestSteps = 4;
+  constexpr std::int64_t kEnoughBlocks = 128, kFewestSteps = 4;
   const std::int64_t tiles = ceil_div(weight_rows, kWeightRows), steps = ceil_div(K, kDepth);
   int splits = 1;
   while (splits < kMostSplits && tiles * splits < kEnoughBlocks && steps / (2 * splits) >= kFewestSteps) splits *= 2;
@@ -71,6 +71,7 @@ struct Arguments {
   Output<T> output;
   int steps, splits;          // stages of all of K
   int stages;                 // split_kernel: of the ring
+  bool x_is_older;            // split_kernel
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
 };
 
@@ -161,11 +162,10 @@ __device__ inline void sum_stages(float (&d)[N / 2], int steps, RingPosition& at
 
 // ---- few rows ---------------------------------------------------------------------------------------------------------
 // Threads of a block: kConsumers warpgroups of 64 rows of the weight each, and a warp that issues the copies.
-template <typename T, int N, int kConsumers>
+template <typename T, int N, int kConsumers, int kBlocks>  // kBlocks: of a multiprocessor
 struct SplitShape {
   using XTile = SwizzledTile<T, N, kDepth>;
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
-  static constexpr int kBlocks = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int kStageBytes = kConsumers * WeightTile<T>::kBytes + XTile::kBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   // One block of two leaves 1 KB of its half to the system.
@@ -176,11 +176,11 @@ struct SplitShape {
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
 };
 
-template <typename T, int N, int kConsumers>
-__global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitShape<T, N, kConsumers>::kBlocks)
+template <typename T, int N, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThreads, kBlocks)
     split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
-  using Shape = SplitShape<T, N, kConsumers>;
+  using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
   const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
   }
   __syncthreads();
   if (producer) {
-    wait_for_predecessors();
+    if (!p.x_is_older) wait_for_predecessors();
     for (int i = 0; i < ahead; ++i) load_x(i, i);
     RingPosition at = RingPosition::at(ahead, p.stages);
     for (int step = ahead; step < steps; ++step) {
@@ -226,6 +226,9 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
       at.advance(p.stages);
     }
   }
+  const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
+  const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
+                           thread % count);  // reads the bias, early
   if (consumer) {
     const int group = warp / kWarps;
     float d[N / 2];
@@ -250,9 +253,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
     __syncthreads();
   }
   if (consumer) {
-    const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
     const int group = thread % all / count;
-    const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + group) * kWeightRows, thread % count);
     const int shared_rows = kConsumerThreads / all * p.splits;  // that the cluster's threads take at a time
     const int end = static_cast<int>(min(std::int64_t{N}, p.output.rows - first_row));
     for (int r = thread / all * p.splits + split; r < end; r += shared_rows) {
@@ -278,15 +279,16 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers>::kThreads, SplitS
 #endif
 }
 
-template <typename T, int N, int kConsumers>
+template <typename T, int N, int kConsumers, int kBlocks = 3 - kConsumers>
 void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Shape = SplitShape<T, N, kConsumers>;
-  const auto kernel = split_kernel<T, N, kConsumers>;
+  using Shape = SplitShape<T, N, kConsumers, kBlocks>;
+  const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, N);
   arguments.stages = Shape::kMostStages;
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
   const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
+  arguments.x_is_older = io.x_is_older;
   const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
                           device.overlapping, arguments.splits, "rows_matmul", arguments);
@@ -533,6 +535,9 @@ void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   const int splits = split_count(weight_rows(io), io.K);
   if (io.rows <= 16) return launch_splits<T, 16, 1>(io, device, stream);
   if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
+  // Blocks enough, also of 128 rows of the weight: then x is read half as often, and what L2 gives is enough for both.
+  const bool tall = splits == 1 && 2 * weight_rows(io) >= 3 * 2 * kWeightRows * device.multiprocessors;
+  if (tall && io.rows <= 64) return launch_splits<T, 64, 2, 2>(io, device, stream);
   if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
   if (io.rows <= 64) return launch_splits<T, 64, 1>(io, device, stream);
   if (splits > 1 && io.rows <= 96) return launch_splits<T, 96, 2>(io, device, stream);

@@ -38,7 +38,7 @@ void Inference<S>::normalize(std::int64_t rows, const float* residual, const Nor
 
 template <typename S>
 void Inference<S>::multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
-                            RowsEpilogue epilogue, S* out, float* out_fp32) {
+                            RowsEpilogue epilogue, S* out, float* out_fp32, bool x_is_older) {
   RowsMatmul<S> io;
   io.x = x;
   io.weight = w.weight;
@@ -49,6 +49,7 @@ void Inference<S>::multiply(const S* x, const Linear<S, S>& w, std::int64_t rows
   io.epilogue = epilogue;
   io.out = out;
   io.out_fp32 = out_fp32;
+  io.x_is_older = x_is_older;
   rows_matmul(io, device_, stream_);
 }
 
@@ -115,12 +116,23 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   keep(prefix + "input_norm", b_.norm1, C);
   named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
   attend(l, step, rows);
-  named("output projection",
-        [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
-  if (!parallel()) normalize(rows, b_.residual, w.post_norm, b_.norm1);
+  const auto output = [&] {
+    named("output projection",
+          [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
+  };
+  const auto up = [&] {
+    const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;
+    named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
+  };
+  if (parallel()) {  // up needs nothing of attention and runs beside it
+    up();
+    output();
+  } else {
+    output();
+    normalize(rows, b_.residual, w.post_norm, b_.norm1);
+    up();
+  }
   keep(prefix + "post_attention_norm", norm2, C);
-  const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;
-  named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product); });
   keep(prefix + "mlp_product", b_.product, F);
   named("MLP down", [&] { multiply(b_.product, w.down, rows, F, C, RowsEpilogue::add, nullptr, b_.residual); });
   keep(prefix + "residual", b_.residual, C);

@@ -168,7 +168,7 @@ class Inference final : public InferenceModel {
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
-                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr);
+                RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
   HeadViewOf<S> queries() const { return heads(0); }
