@@ -26,6 +26,13 @@ class Breakable : public PagedFake {
   std::atomic<bool> broken{false};
 };
 
+class Nobody : public RequestListener {
+ public:
+  void on_prompt(std::span<const ScoredId>) override {}
+  bool on_id(const ScoredId&) override { return true; }
+  void on_end(RequestEnd) override {}
+};
+
 PagedFakeSizes sizes() {
   PagedFakeSizes made;
   made.num_pages = 4096;
@@ -69,6 +76,11 @@ class CompletionsServerTest : public testing::Test {
   void fail_model() {
     model_.broken = true;
     EXPECT_NE(complete(R"({"prompt": [5]})").find("the device is lost"), std::string::npos);
+    // Past the server's queue, so that the thread also ends where a test has left that full.
+    EngineRequest request;
+    request.prompt = {5};
+    request.max_ids = 1;
+    engine_.submit(std::move(request), std::make_shared<Nobody>());
     thread_.join();
   }
 
