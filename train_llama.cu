@@ -30,9 +30,9 @@
 namespace weft {
 namespace {
 
-// Sequences per step: the micro-batch has to divide this number.
+// A rank's sequences per step: the micro-batch has to divide this number.
 std::int64_t batch_sequences(const TrainSettings& settings) {
-  return settings.batch_tokens / settings.seq_len;
+  return settings.batch_tokens / settings.seq_len / settings.virtual_ranks;
 }
 
 Exit compare(const TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs) {

@@ -16,6 +16,7 @@
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/llama_inference.h"
 #include "llmc/cpu/matmul.h"
+#include "llmc/cpu/rank_sum.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
@@ -28,6 +29,11 @@ namespace {
 
 constexpr std::int64_t kClassifierRows = 512;  // of logits at once
 
+MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) {
+  const char* const name = "sum of the ranks' gradients";
+  return options.virtual_ranks > 1 ? per_parameter_plan(name, table, sizeof(float)) : MemoryPlan(name);
+}
+
 class Llama final : public TrainModel {
  public:
   Llama(const ModelConfig& config, const TrainOptions& options)
@@ -36,6 +42,7 @@ class Llama final : public TrainModel {
         table_(config),
         parameter_arena_(parameter_plan(table_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
+        rank_sum_arena_(rank_sum_plan(table_, options)),
         moment1_arena_(per_parameter_plan("first moments", table_, sizeof(float))),
         moment2_arena_(per_parameter_plan("second moments", table_, sizeof(float))),
         weights_(config, table_, parameter_arena_.at<float>(0), Offsets::bytes),
@@ -69,7 +76,8 @@ class Llama final : public TrainModel {
   void backward() override;
   void zero_gradients() override {
     gradient_arena_.clear();
-    loss_sum_ = 0;
+    rank_micro_batches_ = ranks_added_ = 0;
+    loss_sum_ = ranks_loss_sum_ = 0;
     label_count_ = 0;
   }
   StepStatistics statistics() override;
@@ -91,7 +99,7 @@ class Llama final : public TrainModel {
       case TensorRole::parameter:
         return parameter_arena_.at<float>(0);
       case TensorRole::gradient:
-        return gradient_arena_.at<float>(0);
+        return (ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0);
       case TensorRole::moment1:
         return moment1_arena_.at<float>(0);
       case TensorRole::moment2:
@@ -155,11 +163,14 @@ class Llama final : public TrainModel {
   double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
   void recompute_layer(std::int64_t l);
   void backward_layer(std::int64_t l);
+  void finish_rank();
 
   ModelConfig config_;
   TrainOptions options_;
   TensorTable table_;
-  HostArena parameter_arena_, gradient_arena_, moment1_arena_, moment2_arena_;
+  HostArena parameter_arena_, gradient_arena_;
+  HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty without virtual ranks
+  HostArena moment1_arena_, moment2_arena_;
   LlamaParameters<float> weights_, d_weights_;
   LlamaActivations<float> acts_;
   HostArena activation_arena_;
@@ -168,7 +179,9 @@ class Llama final : public TrainModel {
   std::vector<std::int32_t> tokens_;  // [N] of the last forward
   std::uint64_t micro_step_ = 0;
   bool training_ = false;
-  double loss_sum_ = 0;
+  std::int64_t rank_micro_batches_ = 0,
+               ranks_added_ = 0;              // of the virtual rank that computes; ranks that have computed
+  double loss_sum_ = 0, ranks_loss_sum_ = 0;  // of that rank; of those before
   std::int64_t label_count_ = 0;
 };
 
@@ -238,6 +251,20 @@ void Llama::backward() {
     backward_layer(l);
   }
   embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+  if (options_.virtual_ranks > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
+}
+
+// The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
+void Llama::finish_rank() {
+  if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+  float* const sum = rank_sum_arena_.at<float>(0);
+  const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
+  add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements());
+  gradient_arena_.clear();
+  ranks_loss_sum_ += loss_sum_;
+  loss_sum_ = 0;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
 }
 
 // Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
@@ -336,7 +363,7 @@ StepStatistics Llama::statistics() {
   for (const TensorSpec& spec : table_.specs()) {
     sum += sum_of_squares(arena(TensorRole::gradient) + spec.offset, spec.elements);
   }
-  return {loss_sum_, label_count_, std::sqrt(sum)};
+  return {ranks_loss_sum_ + loss_sum_, label_count_, std::sqrt(sum)};
 }
 
 void Llama::update(const AdamWStep& step) {
@@ -387,10 +414,11 @@ std::vector<float> Llama::activation(const std::string& name) {
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
   const TensorTable table(config);
   const std::uint64_t parameters = parameter_plan(table).bytes();
-  return {{"parameters (fp32)", parameters},
-          {"gradients (fp32)", parameters},
-          {"AdamW moments (fp32)", 2 * parameters},
-          {"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()}};
+  std::vector<MemoryLine> lines = {{"parameters (fp32)", parameters}, {"gradients (fp32)", parameters}};
+  if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
+  lines.push_back({"AdamW moments (fp32)", 2 * parameters});
+  lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
+  return lines;
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
