@@ -6,7 +6,10 @@
 #include <numeric>
 #include <vector>
 
+#include "llmc/comm/thread_ranks.h"
+#include "llmc/cpu/adamw.h"
 #include "llmc/cpu/rank_sum.h"
+#include "llmc/model/shards.h"
 #include "test/cpp/gradient_check.h"
 #include "test/cpp/train_tools.h"
 
@@ -60,6 +63,73 @@ TEST(RankSum, OneByOneIsAllAtOnce) {
     cpu::add_ranks(one_by_one.data(), std::vector<const float*>{one_by_one.data(), next->data()}, 5000);
   }
   EXPECT_EQ(one_by_one, at_once);
+}
+
+TEST(RankSum, ThePiecesOfAnExchangeChangeNothing) {
+  const std::int64_t count = 9001;
+  for (const int size : {1, 2, 3, 8}) {
+    Floats expected = test::random_floats(count, 0);
+    for (int r = 1; r < size; ++r) {
+      const Floats more = test::random_floats(count, static_cast<unsigned>(r));
+      for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += more[i];
+    }
+    std::vector<Range> parts = shares(count, size);
+    if (size == 3) parts[1].end = parts[1].begin;  // a rank without a part: nobody has the sum of these elements
+    for (const std::int64_t piece : {std::int64_t{7}, std::int64_t{4096}, cpu::kExchangePiece}) {
+      run_thread_ranks(size, 60, [&](Communicator& ranks) {
+        omp_set_num_threads(1);
+        const Floats mine = test::random_floats(count, static_cast<unsigned>(ranks.rank()));
+        Floats values = mine;
+        cpu::exchange_and_add(ranks, values.data(), parts, piece);
+        const Range part = parts[static_cast<std::size_t>(ranks.rank())];
+        for (std::int64_t i = 0; i < count; ++i) {
+          const bool own = part.begin <= i && i < part.end;
+          const auto at = static_cast<std::size_t>(i);
+          ASSERT_EQ(values[at], own ? expected[at] : mine[at]) << i << " of rank " << ranks.rank();
+        }
+      });
+    }
+  }
+}
+
+// ---- ranges of the arena ----
+
+TEST(CutArena, TheRangesAreNeighboursThatBeginWhereBlocksBegin) {
+  for (const char* name : {"tiny", "d12", "llama3.1-8b"}) {
+    const TensorTable table(preset_config(name));
+    for (const int ranks : {1, 2, 3, 8, 512}) {
+      const std::vector<Range> parts = cut_arena(table, ranks, cpu::kAdamWBlock);
+      ASSERT_EQ(std::ssize(parts), ranks);
+      std::int64_t begin = 0;
+      for (const Range& part : parts) {
+        EXPECT_EQ(part.begin, begin);
+        begin = part.end;
+        if (part.begin == table.arena_elements()) continue;
+        bool at_a_block = false;
+        for (const TensorSpec& spec : table.specs()) {
+          const std::int64_t inside = part.begin - spec.offset;
+          at_a_block |= inside >= 0 && inside < spec.elements && inside % cpu::kAdamWBlock == 0;
+        }
+        EXPECT_TRUE(at_a_block) << name << ", " << ranks << " ranks, element " << part.begin;
+        // A block, and the padding behind the last tensor of a group, is all that a part has more than its share.
+        EXPECT_LE(part.size(), table.arena_elements() / ranks + cpu::kAdamWBlock + 128) << name << ", " << ranks;
+      }
+      EXPECT_EQ(begin, table.arena_elements());
+    }
+  }
+}
+
+TEST(CutArena, AModelOfFewBlocksLeavesRanksWithNothing) {
+  const TensorTable table(micro_config());  // nine tensors of less than a block
+  const std::vector<Range> parts = cut_arena(table, 64, cpu::kAdamWBlock);
+  std::int64_t elements = 0, with_something = 0;
+  for (const Range& part : parts) {
+    elements += part.size();
+    with_something += part.size() > 0;
+  }
+  EXPECT_EQ(elements, table.arena_elements());
+  EXPECT_LE(with_something, std::ssize(table.specs()));
+  EXPECT_GT(with_something, 3);
 }
 
 // ---- one process for all ranks ----
