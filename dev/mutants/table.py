@@ -165,6 +165,8 @@ CPU = [
            "    error = caught;\n  }\n  fail_together(ranks, error);\n  if (largest(ranks, stopped",
            "    throw;\n  }\n  fail_together(ranks, error);\n  if (largest(ranks, stopped",
            unit("RanksLoop.AnErrorOfOneRank*")),
+    Mutant("a batch script of Slurm is a task", "llmc/comm/launcher.cpp",
+           "is_set(kSlurm.rank) && is_set(\"SLURM_STEP_ID\")", "is_set(kSlurm.rank)", unit("Launcher.*")),
     Mutant("clipping that never clips", "llmc/model/compare.cpp", "std::min(1.0, limit / (gradient_norm + 1e-6))",
            "std::max(1.0, limit / (gradient_norm + 1e-6))", unit("Golden.LlamaTraining*")),
     Mutant("warm-up begins at zero", "llmc/train/schedule.cpp",
