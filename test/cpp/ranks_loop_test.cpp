@@ -337,12 +337,12 @@ TEST_F(RanksLoop, ARankThatHangsIsNamed) {
   step_of(3, 1);
   const auto hang = [](int rank, HookedModel& model, TrainSettings&) {
     model.before_forward = [rank](std::uint64_t micro_step) {
-      if (rank == 1 && micro_step == 7) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+      if (rank == 1 && micro_step == 7) std::this_thread::sleep_for(std::chrono::seconds(4));
     };
   };
-  for (const Outcome& rank : run_ranks("run", Shard::none, hang, 1)) {
+  for (const Outcome& rank : run_ranks("run", Shard::none, hang, 3)) {
     EXPECT_EQ(rank.error_code, Exit::environment);
-    EXPECT_EQ(rank.error, "rank 1 did not come to exchange() within 1 s");
+    EXPECT_EQ(rank.error, "rank 1 did not come to exchange() within 3 s");
     EXPECT_EQ(rank.state.step, 2);
   }
   EXPECT_FALSE(fs::exists(checkpoint("run", 2)));
