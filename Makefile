@@ -58,7 +58,7 @@ EDIT_FLAGS := -DWEFT_EDITLINE
 LDLIBS     += -ledit
 endif
 
-HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
+HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/comm/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
 # What infer_pythia has beyond train_llama, in an archive of its own: make demo trains before these are compiled, and
 # ThreadSanitizer's build does without them.
@@ -201,7 +201,7 @@ mutants: deps venv
 
 # The threads that read ahead and that write checkpoints, and those of the server, under ThreadSanitizer: their tests, and
 # train_llama for test/run.py. libgomp is not built for it: everything runs with one OpenMP thread.
-THREAD_TESTS := checkpoint data_loader engine serve_http serve_server train_loop write_behind
+THREAD_TESTS := checkpoint communicator data_loader engine serve_http serve_server train_loop write_behind
 tsan:
 	@$(MAKE) --no-print-directory MODE=tsan NVCC= thread_tests
 thread_tests: $B/thread_tests $B/train_llama

@@ -31,9 +31,9 @@
 namespace weft {
 namespace {
 
-// Sequences per step: the micro-batch has to divide this number.
+// A rank's sequences per step: the micro-batch has to divide this number.
 std::int64_t batch_sequences(const TrainSettings& settings) {
-  return settings.batch_tokens / settings.seq_len;
+  return settings.batch_tokens / settings.seq_len / settings.virtual_ranks;
 }
 
 Exit compare(const TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs) {
@@ -144,7 +144,7 @@ Exit train(const TrainDevice& device, const TrainSettings& settings, const Train
   log.write({{"type", "resume"}, {"step", state.step}, {"tokens", state.step * settings.batch_tokens}});
 
   DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows);
-  TrainLoop::Parts parts{settings, *model, data, checkpoints, log, nullptr, nullptr, nullptr};
+  TrainLoop::Parts parts{settings, *model, data, &checkpoints, log, nullptr, nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
   if (save_in_background) parts.copy = state_copy(*model);
   if (sample != nullptr) {

@@ -114,7 +114,8 @@ def read_settings(options: dict[str, Any], path: Path) -> Settings:
                                  ("beta1", float), ("beta2", float), ("eps", float), ("grad_clip", float),
                                  ("seed", int))}
     micro_tokens = values["micro_batch"] * values["seq_len"]
-    values["batch_tokens"] = values["batch_tokens"] or micro_tokens
+    ranks = setting(options, "virtual-ranks", int, path) if "virtual-ranks" in options else 1
+    values["batch_tokens"] = values["batch_tokens"] or ranks * micro_tokens
     if micro_tokens <= 0 or values["batch_tokens"] % micro_tokens or values["steps"] <= 0:
         bad_file(path, "settings", "steps, micro-batch, seq-len and batch-tokens do not fit together")
     if values["schedule"] not in ("cosine", "linear", "constant", "wsd"):

@@ -32,7 +32,7 @@ class TrainDevice {
   std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options,
                                std::int64_t sample_positions) const;
   // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
-  // `batch_sequences`: sequences per step, which a smaller micro-batch has to divide; 0: the batch is that of a
+  // `batch_sequences`: a rank's sequences per step, which a smaller micro-batch has to divide; 0: the batch is that of a
   // reference dump.
   void check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
                     std::int64_t sample_positions) const;

@@ -12,12 +12,6 @@
 
 namespace weft::cpu {
 
-namespace {
-
-constexpr std::int64_t kBlock = 4096;
-
-}  // namespace
-
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
            const AdamWStep& step) {
   const double t = static_cast<double>(step.step);
@@ -29,8 +23,8 @@ void adamw(float* parameters, const float* gradients, float* moment1, float* mom
   const float beta1 = step.beta1, beta2 = step.beta2, eps = step.eps, scale = step.gradient_scale;
 
 #pragma omp parallel for schedule(static)
-  for (std::int64_t first = 0; first < count; first += kBlock) {
-    const std::int64_t last = std::min(first + kBlock, count);
+  for (std::int64_t first = 0; first < count; first += kAdamWBlock) {
+    const std::int64_t last = std::min(first + kAdamWBlock, count);
 #pragma omp simd
     for (std::int64_t i = first; i < last; ++i) {
       const float g = gradients[i] * scale;
@@ -43,17 +37,21 @@ void adamw(float* parameters, const float* gradients, float* moment1, float* mom
   }
 }
 
-double sum_of_squares(const float* values, std::int64_t count) {
-  const std::int64_t blocks = (count + kBlock - 1) / kBlock;
-  std::vector<double> block_sums(static_cast<std::size_t>(blocks));
+void block_squares(double* sums, const float* values, std::int64_t count) {
+  const std::int64_t blocks = (count + kAdamWBlock - 1) / kAdamWBlock;
 #pragma omp parallel for schedule(static)
   for (std::int64_t block = 0; block < blocks; ++block) {
-    const std::int64_t first = block * kBlock, last = std::min(first + kBlock, count);
+    const std::int64_t first = block * kAdamWBlock, last = std::min(first + kAdamWBlock, count);
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (std::int64_t i = first; i < last; ++i) sum += static_cast<double>(values[i]) * values[i];
-    block_sums[static_cast<std::size_t>(block)] = sum;
+    sums[block] = sum;
   }
+}
+
+double sum_of_squares(const float* values, std::int64_t count) {
+  std::vector<double> block_sums(static_cast<std::size_t>((count + kAdamWBlock - 1) / kAdamWBlock));
+  block_squares(block_sums.data(), values, count);
   double total = 0;
   for (const double sum : block_sums) total += sum;
   return total;

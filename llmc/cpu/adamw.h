@@ -12,8 +12,13 @@ namespace weft::cpu {
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
            const AdamWStep& step);
 
+// Both functions below and adamw() go by blocks of so many elements: cut between blocks, a tensor gives the same bits.
+inline constexpr std::int64_t kAdamWBlock = 4096;
+
 // Sum of squares in double precision, added in blocks of a fixed size: the same bits for any thread count. Not finite
 // if any value is not.
 double sum_of_squares(const float* values, std::int64_t count);
+// The sums of the blocks: sum_of_squares() adds them in their order. sums [ceil(count / kAdamWBlock)].
+void block_squares(double* sums, const float* values, std::int64_t count);
 
 }  // namespace weft::cpu

@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
+#include "llmc/base/checked.h"
 #include "llmc/base/error.h"
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/attention.h"
@@ -16,6 +18,7 @@
 #include "llmc/cpu/embedding.h"
 #include "llmc/cpu/llama_inference.h"
 #include "llmc/cpu/matmul.h"
+#include "llmc/cpu/rank_sum.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
 #include "llmc/cpu/swiglu.h"
@@ -28,16 +31,54 @@ namespace {
 
 constexpr std::int64_t kClassifierRows = 512;  // of logits at once
 
+MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) {
+  const char* const name = "sum of the ranks' gradients";
+  return options.virtual_ranks > 1 ? per_parameter_plan(name, table, sizeof(float)) : MemoryPlan(name);
+}
+
+MemoryPlan moment_plan(const char* name, const Range& part) {
+  MemoryPlan plan(name);
+  plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), name));
+  return plan;
+}
+
+// `moments`: the elements whose moments this model has.
+std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
+                                     const Range& moments) {
+  const std::uint64_t parameters = parameter_plan(table).bytes();
+  std::vector<MemoryLine> lines = {{"parameters (fp32)", parameters}, {"gradients (fp32)", parameters}};
+  if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
+  lines.push_back({"AdamW moments (fp32)", 2 * moment_plan("moments", moments).bytes()});
+  lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
+  return lines;
+}
+
+void require_fp32(const TrainOptions& options) {
+  if (options.precision != Precision::fp32) fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+}
+
+// One of the ranks of a run: the step of `options` without the micro-batches of the others.
+TrainOptions of_one_rank(TrainOptions options) {
+  options.virtual_ranks = 1;
+  return options;
+}
+
 class Llama final : public TrainModel {
  public:
-  Llama(const ModelConfig& config, const TrainOptions& options)
+  // `ranks` null: alone.
+  Llama(const ModelConfig& config, const TrainOptions& options, Communicator* ranks, Shard shard)
       : config_(config),
         options_(options),
         table_(config),
+        ranks_(ranks),
+        divided_(ranks != nullptr && shard == Shard::optimizer),
+        parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
+        own_(divided_ ? parts_[static_cast<std::size_t>(ranks->rank())] : Range{0, table_.arena_elements()}),
         parameter_arena_(parameter_plan(table_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
-        moment1_arena_(per_parameter_plan("first moments", table_, sizeof(float))),
-        moment2_arena_(per_parameter_plan("second moments", table_, sizeof(float))),
+        rank_sum_arena_(rank_sum_plan(table_, options)),
+        moment1_arena_(moment_plan("first moments", own_)),
+        moment2_arena_(moment_plan("second moments", own_)),
         weights_(config, table_, parameter_arena_.at<float>(0), Offsets::bytes),
         d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
         acts_(config, options, kClassifierRows),
@@ -48,7 +89,7 @@ class Llama final : public TrainModel {
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
-  std::vector<MemoryLine> memory() const override { return plan_llama(config_, options_); }
+  std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, own_); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     micro_step_ = micro_step;
@@ -69,16 +110,17 @@ class Llama final : public TrainModel {
   void backward() override;
   void zero_gradients() override {
     gradient_arena_.clear();
-    loss_sum_ = 0;
+    rank_micro_batches_ = ranks_added_ = 0;
+    loss_sum_ = ranks_loss_sum_ = 0;
     label_count_ = 0;
+    exchanged_ = false;
   }
   StepStatistics statistics() override;
   void update(const AdamWStep& step) override;
-  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
-    std::memcpy(values, arena(role) + spec.offset, static_cast<std::size_t>(spec.elements) * sizeof(float));
-  }
+  void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
-    std::memcpy(arena(role) + spec.offset, values, static_cast<std::size_t>(spec.elements) * sizeof(float));
+    const Range part = common(elements_of(spec), held(role));
+    if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
   }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
@@ -86,16 +128,26 @@ class Llama final : public TrainModel {
   }
 
  private:
-  float* arena(TensorRole role) {
+  static Range elements_of(const TensorSpec& spec) { return {spec.offset, spec.offset + spec.elements}; }
+  // The elements of the arena that this model has.
+  Range held(TensorRole role) const { return is_divided(role) ? own_ : Range{0, table_.arena_elements()}; }
+  // Whether each rank has its part alone.
+  bool is_divided(TensorRole role) const {
+    return divided_ && role != TensorRole::parameter && (role != TensorRole::gradient || exchanged_);
+  }
+  // The values of elements that this model has; null if there are none.
+  float* at(TensorRole role, const Range& part) const {
+    if (part.size() == 0) return nullptr;
+    const auto moments = [&](const HostArena& arena) { return arena.at<float>(0) + (part.begin - own_.begin); };
     switch (role) {
       case TensorRole::parameter:
-        return parameter_arena_.at<float>(0);
+        return parameter_arena_.at<float>(0) + part.begin;
       case TensorRole::gradient:
-        return gradient_arena_.at<float>(0);
+        return (ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
       case TensorRole::moment1:
-        return moment1_arena_.at<float>(0);
+        return moments(moment1_arena_);
       case TensorRole::moment2:
-        return moment2_arena_.at<float>(0);
+        return moments(moment2_arena_);
     }
     fail(Exit::internal, "unknown tensor role");
   }
@@ -155,11 +207,20 @@ class Llama final : public TrainModel {
   double classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count);
   void recompute_layer(std::int64_t l);
   void backward_layer(std::int64_t l);
+  void finish_rank();
+  void exchange_gradients();
+  double sum_of_block_squares() const;
 
   ModelConfig config_;
   TrainOptions options_;
   TensorTable table_;
-  HostArena parameter_arena_, gradient_arena_, moment1_arena_, moment2_arena_;
+  Communicator* ranks_;       // null: alone
+  bool divided_;              // the moments and the update, between the ranks
+  std::vector<Range> parts_;  // of the arena: one for each rank
+  Range own_;                 // whose moments this model has: of all parameters, or of the part of its rank
+  HostArena parameter_arena_, gradient_arena_;
+  HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty without virtual ranks
+  HostArena moment1_arena_, moment2_arena_;
   LlamaParameters<float> weights_, d_weights_;
   LlamaActivations<float> acts_;
   HostArena activation_arena_;
@@ -168,8 +229,11 @@ class Llama final : public TrainModel {
   std::vector<std::int32_t> tokens_;  // [N] of the last forward
   std::uint64_t micro_step_ = 0;
   bool training_ = false;
-  double loss_sum_ = 0;
+  std::int64_t rank_micro_batches_ = 0,
+               ranks_added_ = 0;              // of the virtual rank that computes; ranks that have computed
+  double loss_sum_ = 0, ranks_loss_sum_ = 0;  // of that rank; of those before
   std::int64_t label_count_ = 0;
+  bool exchanged_ = false;  // gradients, loss and labels are those of all ranks, as far as this model has them
 };
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -238,6 +302,20 @@ void Llama::backward() {
     backward_layer(l);
   }
   embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+  if (options_.virtual_ranks > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
+}
+
+// The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
+void Llama::finish_rank() {
+  if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+  float* const sum = rank_sum_arena_.at<float>(0);
+  const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
+  add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements());
+  gradient_arena_.clear();
+  ranks_loss_sum_ += loss_sum_;
+  loss_sum_ = 0;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
 }
 
 // Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
@@ -331,23 +409,87 @@ void Llama::norm_backward(const NormSite& site, const float* d_norm, bool has_sk
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
+// The gradients of this rank are complete: from here on the arena holds those of the step, in the part of this rank or, if
+// the update is not divided, everywhere.
+void Llama::exchange_gradients() {
+  exchange_and_add(*ranks_, gradient_arena_.at<float>(0), parts_);
+  if (!divided_) ranks_->gather(gradient_arena_.at<float>(0), parts_);
+  const std::vector<double> losses = ranks_->gather(loss_sum_);
+  const std::vector<std::int64_t> labels = ranks_->gather(label_count_);
+  loss_sum_ = std::accumulate(losses.begin(), losses.end(), 0.0);  // in the order of the ranks
+  label_count_ = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
+  exchanged_ = true;
+}
+
 StepStatistics Llama::statistics() {
+  if (ranks_ != nullptr && !exchanged_) exchange_gradients();
   double sum = 0;
-  for (const TensorSpec& spec : table_.specs()) {
-    sum += sum_of_squares(arena(TensorRole::gradient) + spec.offset, spec.elements);
+  if (divided_) {
+    sum = sum_of_block_squares();
+  } else {
+    for (const TensorSpec& spec : table_.specs()) {
+      sum += sum_of_squares(at(TensorRole::gradient, elements_of(spec)), spec.elements);
+    }
   }
-  return {loss_sum_, label_count_, std::sqrt(sum)};
+  return {ranks_loss_sum_ + loss_sum_, label_count_, std::sqrt(sum)};
+}
+
+// What sum_of_squares() gives over all tensors, from the blocks of all ranks.
+double Llama::sum_of_block_squares() const {
+  const auto blocks_of = [](std::int64_t elements) { return (elements + kAdamWBlock - 1) / kAdamWBlock; };
+  std::vector<Range> blocks_of_rank(parts_.size());
+  std::int64_t blocks = 0;
+  for (const TensorSpec& spec : table_.specs()) blocks += blocks_of(spec.elements);
+  std::vector<double> squares(static_cast<std::size_t>(blocks));
+  std::int64_t first = 0;  // block of the tensor
+  for (const TensorSpec& spec : table_.specs()) {
+    const Range part = common(elements_of(spec), own_);
+    if (part.size() > 0) {
+      block_squares(squares.data() + first + (part.begin - spec.offset) / kAdamWBlock, at(TensorRole::gradient, part),
+                    part.size());
+    }
+    first += blocks_of(spec.elements);
+    for (std::size_t r = 0; r < parts_.size(); ++r) {
+      blocks_of_rank[r].end += blocks_of(common(elements_of(spec), parts_[r]).size());
+    }
+  }
+  for (std::size_t r = 1; r < parts_.size(); ++r) {
+    blocks_of_rank[r].begin = blocks_of_rank[r - 1].end;
+    blocks_of_rank[r].end += blocks_of_rank[r].begin;
+  }
+  ranks_->gather(squares.data(), blocks_of_rank);
+  double total = 0;
+  auto block = squares.begin();
+  for (const TensorSpec& spec : table_.specs()) {
+    const auto end = block + blocks_of(spec.elements);
+    total += std::accumulate(block, end, 0.0);
+    block = end;
+  }
+  return total;
 }
 
 void Llama::update(const AdamWStep& step) {
   for (const TensorSpec& spec : table_.specs()) {
-    adamw(arena(TensorRole::parameter) + spec.offset, arena(TensorRole::gradient) + spec.offset,
-          arena(TensorRole::moment1) + spec.offset, arena(TensorRole::moment2) + spec.offset, spec.elements, spec.decay,
-          step);
+    const Range part = common(elements_of(spec), own_);
+    adamw(at(TensorRole::parameter, part), at(TensorRole::gradient, part), at(TensorRole::moment1, part),
+          at(TensorRole::moment2, part), part.size(), spec.decay, step);
   }
+  if (divided_) ranks_->gather(parameter_arena_.at<float>(0), parts_);
 }
 
 // ---- access ---------------------------------------------------------------------------------------------------------
+
+void Llama::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+  const Range part = common(elements_of(spec), held(role));
+  if (part.size() > 0) std::copy_n(at(role, part), part.size(), values + (part.begin - spec.offset));
+  if (!is_divided(role)) return;
+  std::vector<Range> parts;
+  for (const Range& each : parts_) {
+    const Range theirs = common(elements_of(spec), each);
+    parts.push_back({theirs.begin - spec.offset, theirs.end - spec.offset});
+  }
+  ranks_->gather(values, parts);
+}
 
 std::vector<float> Llama::activation(const std::string& name) {
   const std::int64_t N = rows(), C = config_.hidden_size;
@@ -386,16 +528,21 @@ std::vector<float> Llama::activation(const std::string& name) {
 
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
   const TensorTable table(config);
-  const std::uint64_t parameters = parameter_plan(table).bytes();
-  return {{"parameters (fp32)", parameters},
-          {"gradients (fp32)", parameters},
-          {"AdamW moments (fp32)", 2 * parameters},
-          {"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()}};
+  return memory_lines(config, options, table, {0, table.arena_elements()});
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
-  if (options.precision != Precision::fp32) fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
-  return std::make_unique<Llama>(config, options);
+  require_fp32(options);
+  return std::make_unique<Llama>(config, options, nullptr, Shard::none);
+}
+
+std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
+                                       Shard shard) {
+  require_fp32(options);
+  if (ranks.size() != options.virtual_ranks) {
+    fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
+  }
+  return std::make_unique<Llama>(config, of_one_rank(options), &ranks, shard);
 }
 
 }  // namespace weft::cpu

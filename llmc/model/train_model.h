@@ -31,6 +31,11 @@ struct TrainOptions {
   std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: with Precision::bf16 on a GPU
 
+  // A step is the work of so many ranks, which this model does one after the other (--virtual-ranks), with
+  // `rank_micro_batches` micro-batches each. A rank's gradients are those of a model that computes its micro-batches alone;
+  // they are complete before they are added to the sum, in the order of the ranks. 1: all micro-batches are one rank's.
+  std::int64_t virtual_ranks = 1, rank_micro_batches = 1;
+
   // These change how a GPU does the work, not what comes out.
   bool accumulates = true;   // a step may have several micro-batches
   bool graph = true;         // replay the launches of a step as CUDA graphs

@@ -106,26 +106,23 @@ std::optional<BackgroundSave::Result> BackgroundSave::take_result() {
   return std::move(result_);
 }
 
-std::optional<BackgroundSave::Result> BackgroundSave::poll() {
+std::optional<BackgroundSave::Result> BackgroundSave::wait_at_most(std::chrono::milliseconds limit) {
   if (!started_) return std::nullopt;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!done_) return std::nullopt;
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!changed_.wait_for(lock, limit, [this] { return done_; })) return std::nullopt;
   }
   return take_result();
 }
 
 std::optional<BackgroundSave::Result> BackgroundSave::wait() {
-  if (!started_) return std::nullopt;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!changed_.wait_for(lock, kMessageInterval, [this] { return done_; })) {
-      const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
-      log_info("still writing the checkpoint of step %lld after %s; a second SIGTERM or SIGINT gives it up",
-               static_cast<long long>(state_.step), human_seconds(seconds).c_str());
-    }
+  while (started_) {
+    if (std::optional<Result> result = wait_at_most(kMessageInterval)) return result;
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+    log_info("still writing the checkpoint of step %lld after %s; a second SIGTERM or SIGINT gives it up",
+             static_cast<long long>(state_.step), human_seconds(seconds).c_str());
   }
-  return take_result();
+  return std::nullopt;
 }
 
 }  // namespace weft

@@ -49,8 +49,11 @@ class BackgroundSave {
   // Call it only when the result of the start() before has been taken. An error of copying the state is thrown, one of
   // writing it is in the result.
   void start(const TrainState& state, TrainModel& model);
-  std::optional<Result> poll();  // the result of start(), once; empty: none, or not yet
-  std::optional<Result> wait();  // the same, but waits, with a message once a minute
+  // The result of start(), once; empty: none, or not yet.
+  std::optional<Result> poll() { return wait_at_most(std::chrono::milliseconds(0)); }
+  std::optional<Result> wait_at_most(std::chrono::milliseconds limit);
+  std::optional<Result> wait();                  // the same, but waits, with a message once a minute
+  bool in_progress() const { return started_; }  // the result of start() has not been taken
 
   // Saves on the calling thread. Not between start() and the taking of its result.
   Result save_now(const TrainState& state, TrainModel& model);

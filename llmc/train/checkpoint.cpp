@@ -455,6 +455,43 @@ TensorSource tensors_of(const StateCopy& copy) {
           true};
 }
 
+void take_part_in_copy(TrainModel& model) {
+  std::vector<float> values;
+  for (const TensorRole role : kMoments) {
+    for (const TensorSpec& spec : model.table().specs()) {
+      values.resize(static_cast<std::size_t>(spec.elements));
+      model.read_tensor(role, spec, values.data());
+    }
+  }
+}
+
+std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* keeper, ResumeMode mode,
+                                        TrainModel& model) {
+  std::optional<TrainState> state;
+  std::optional<Error> error;
+  const auto attempt = [&](const auto& work) {
+    try {
+      work();
+    } catch (const Error& caught) {
+      error = caught;
+    }
+    fail_together(ranks, error);
+  };
+  attempt([&] {
+    if (keeper != nullptr) state = keeper->resume(mode, model);
+  });
+  const std::string path = ranks.broadcast_text(state ? keeper->last_path() : std::string());
+  const std::int64_t step = ranks.broadcast(state ? state->step : 0);
+  if (path.empty()) return std::nullopt;
+  attempt([&] {
+    if (keeper != nullptr) return;
+    const Checkpoint checkpoint = Checkpoint::open(path, step);
+    checkpoint.load(model);
+    state = checkpoint.state();
+  });
+  return state;
+}
+
 void CheckpointKeeper::write(const std::string& path, const TrainState& state, const TensorTable& table,
                              const TensorSource& source) const {
   Json manifest = manifest_head(state, identity_.model, identity_.settings);

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "llmc/base/json.h"
+#include "llmc/comm/communicator.h"
 #include "llmc/file/run_dir.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
@@ -92,6 +93,9 @@ struct TensorSource {
 TensorSource tensors_of(TrainModel& model);
 TensorSource tensors_of(const StateCopy& copy);
 
+// What the other ranks do while the first one calls StateCopy::take(): they give it the moments that they have.
+void take_part_in_copy(TrainModel& model);
+
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {
  public:
@@ -127,5 +131,10 @@ class CheckpointKeeper {
   std::set<std::int64_t> intact_;     // steps whose checkpoint this process has read completely and found intact
   std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };
+
+// CheckpointKeeper::resume() for all ranks of a run, which all get its result, or an error. The first rank has the keeper;
+// the others have null, and read the checkpoint that it has chosen, each for its own model.
+std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* keeper, ResumeMode mode,
+                                        TrainModel& model);
 
 }  // namespace weft

@@ -81,12 +81,15 @@ Json TokenDataset::fingerprint() const {
   return list;
 }
 
-DataLoader::DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed, std::uint64_t position)
+DataLoader::DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed, std::uint64_t position,
+                       DataShare share)
     : data_(data),
       micro_batch_(micro_batch),
       order_(data.windows(), seed),
+      share_(share),
+      begin_(position),
       position_(position),
-      thread_([this, position] { read_ahead(position); }) {}
+      thread_([this] { read_ahead(); }) {}
 
 DataLoader::~DataLoader() {
   {
@@ -109,11 +112,17 @@ MicroBatch DataLoader::read(std::uint64_t position) const {
   return batch;
 }
 
-void DataLoader::read_ahead(std::uint64_t position) {
+std::uint64_t DataLoader::position_of(std::uint64_t batch) const {
+  const auto share = static_cast<std::uint64_t>(share_.micro_batches);
+  const std::uint64_t step = batch / share, within = batch % share;
+  const auto ranks = static_cast<std::uint64_t>(share_.ranks), rank = static_cast<std::uint64_t>(share_.rank);
+  return begin_ + ((step * ranks + rank) * share + within) * static_cast<std::uint64_t>(micro_batch_);
+}
+
+void DataLoader::read_ahead() {
   try {
-    while (true) {
-      MicroBatch batch = read(position);
-      position += static_cast<std::uint64_t>(micro_batch_);
+    for (std::uint64_t number = 0;; ++number) {
+      MicroBatch batch = read(position_of(number));
       std::unique_lock<std::mutex> lock(mutex_);
       changed_.wait(lock, [this] { return stop_ || ready_.size() < kReadyBatches; });
       if (stop_) return;
@@ -134,7 +143,7 @@ MicroBatch DataLoader::next() {
   MicroBatch batch = std::move(ready_.front());
   ready_.pop_front();
   changed_.notify_all();
-  position_ += static_cast<std::uint64_t>(micro_batch_);
+  position_ += static_cast<std::uint64_t>(share_.ranks * micro_batch_);
   return batch;
 }
 

@@ -59,12 +59,19 @@ struct MicroBatch {
   Batch view() const { return {tokens, labels}; }
 };
 
-// Hands out micro-batches in the run's order. Its whole state is one number: how many windows the run has
-// consumed.
+// The micro-batches of a step that one rank computes: so many neighbours, behind those of the rank before.
+struct DataShare {
+  std::int64_t rank = 0, ranks = 1;
+  std::int64_t micro_batches = 1;  // of a rank in a step
+};
+
+// Hands out micro-batches in the run's order, to a rank its share of them. Its whole state is one number: how many windows
+// the run, on all ranks, has consumed.
 class DataLoader {
  public:
-  // Begins at window number `position` of the run. The dataset must outlive the loader.
-  DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed, std::uint64_t position);
+  // Begins at window number `position` of the run, where a step begins. The dataset must outlive the loader.
+  DataLoader(const TokenDataset& data, std::int64_t micro_batch, std::uint64_t seed, std::uint64_t position,
+             DataShare share = {});
   ~DataLoader();
   DataLoader(const DataLoader&) = delete;
   DataLoader& operator=(const DataLoader&) = delete;
@@ -72,17 +79,20 @@ class DataLoader {
   // The next B windows. An error of the reading thread is thrown here, after all batches read before it; the
   // position then still is that of the last good batch.
   MicroBatch next();
-  std::uint64_t position() const { return position_; }  // windows consumed
+  std::uint64_t position() const { return position_; }  // windows consumed, if the other ranks have come as far
   std::uint64_t epoch() const { return position_ / order_.count(); }
 
  private:
-  void read_ahead(std::uint64_t position);
+  void read_ahead();
   MicroBatch read(std::uint64_t position) const;
+  std::uint64_t position_of(std::uint64_t batch) const;  // the first window of this rank's micro-batch number `batch`
 
   const TokenDataset& data_;
   const std::int64_t micro_batch_;
   const DataOrder order_;
-  std::uint64_t position_;  // of next(); the thread has a position of its own
+  const DataShare share_;
+  const std::uint64_t begin_;  // the position at the start
+  std::uint64_t position_;     // of next(); the thread has a position of its own
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "llmc/base/json.h"
 #include "llmc/base/options.h"
@@ -14,6 +15,9 @@ namespace weft {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// While the first rank waits for a file, the others hear from it so often.
+constexpr std::chrono::milliseconds kSaveHeartbeat(100);
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -34,15 +38,13 @@ std::string printable(std::string text) {
 }  // namespace
 
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
-                                std::int64_t batches) {
+                                std::int64_t batches, Communicator& ranks) {
   const auto B = static_cast<std::uint64_t>(micro_batch);
   const std::uint64_t all_batches = (data.windows() + B - 1) / B;
   const std::uint64_t count = batches == 0 ? all_batches : std::min(static_cast<std::uint64_t>(batches), all_batches);
   const auto T = static_cast<std::size_t>(data.seq_len());
   MicroBatch batch{std::vector<std::int32_t>(B * T), std::vector<std::int32_t>(B * T)};
-  double sum = 0;
-  std::int64_t labels = 0;
-  for (std::uint64_t i = 0; i < count; ++i) {
+  const auto measure = [&](std::uint64_t i, std::int64_t* counted) {
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
       const bool exists = row < data.windows();  // rows that only fill up the last micro-batch do not count
@@ -52,27 +54,59 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
       data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
       if (!exists) std::fill(row_labels.begin(), row_labels.end(), kIgnoredLabel);
     }
-    if (stop_signal() != 0) return std::nullopt;
-    std::int64_t counted = 0;
-    sum += model.evaluate(batch.view(), &counted);
-    labels += counted;
+    return stop_signal() != 0 ? std::nullopt : std::optional(model.evaluate(batch.view(), counted));
+  };
+
+  // One value for each micro-batch, whoever measures it: they are added in their own order.
+  std::vector<double> sums(count);
+  std::vector<std::int64_t> labels(count);
+  const std::vector<Range> parts = shares(static_cast<std::int64_t>(count), ranks.size());
+  const Range mine = parts[static_cast<std::size_t>(ranks.rank())];
+  bool stopped = false;
+  std::optional<Error> error;
+  try {
+    for (auto i = static_cast<std::size_t>(mine.begin); i < static_cast<std::size_t>(mine.end) && !stopped; ++i) {
+      const std::optional<double> sum = measure(i, &labels[i]);
+      stopped = !sum;
+      sums[i] = sum.value_or(0);
+    }
+  } catch (const Error& caught) {
+    error = caught;
   }
-  return sum / static_cast<double>(labels);
+  fail_together(ranks, error);
+  if (largest(ranks, stopped ? 1 : 0) != 0) return std::nullopt;
+  ranks.gather(sums.data(), parts);
+  ranks.gather(labels.data(), parts);
+  return std::accumulate(sums.begin(), sums.end(), 0.0) /
+         static_cast<double>(std::accumulate(labels.begin(), labels.end(), std::int64_t{0}));
+}
+
+std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                std::int64_t batches) {
+  SingleRank alone;
+  return mean_loss(model, data, micro_batch, batches, alone);
 }
 
 TrainLoop::TrainLoop(Parts parts, TrainState start)
     : parts_(std::move(parts)),
+      ranks_(parts_.ranks != nullptr ? *parts_.ranks : alone_),
       state_(std::move(start)),
       faults_(parse_faults(parts_.settings.debug_inject)),
-      saves_(parts_.checkpoints, std::move(parts_.copy)),
       start_time_(Clock::now()),
       first_step_(state_.step + 1),
       saved_step_(state_.step) {
-  arm_save_fault(faults_);
+  if (ranks_.size() > 1 &&
+      (ranks_.size() != parts_.settings.virtual_ranks || first_rank() != (parts_.checkpoints != nullptr) ||
+       first_rank() != (parts_.copy != nullptr))) {
+    fail(Exit::internal, "rank %d of %d: not the parts of this rank", ranks_.rank(), ranks_.size());
+  }
+  if (parts_.checkpoints != nullptr) saves_.emplace(*parts_.checkpoints, std::move(parts_.copy));
+  if (first_rank()) arm_save_fault(faults_);
 }
 
 // Sets the messages for the first and the second signal from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
+  if (!first_rank()) return;
   // "Or later": a save in the background may complete before the signal comes.
   const std::string newest =
       saved_step_ > 0 ? format("(step %lld or later)", wide(saved_step_)) : std::string("(if any)");
@@ -81,7 +115,7 @@ void TrainLoop::announce_stop(const std::string& doing) const {
 }
 
 Exit TrainLoop::run() {
-  while (state_.step < parts_.settings.steps && !stop_requested()) {
+  while (state_.step < parts_.settings.steps && largest(ranks_, stop_requested() ? 1 : 0) == 0) {
     announce_stop(format("finishing step %lld, then saving", wide(state_.step + 1)));
     try {
       Step step = train_step();
@@ -90,12 +124,13 @@ Exit TrainLoop::run() {
       // The data and the guard report errors before the update: the parameters are good, and are saved. (A numeric error
       // of a save comes back from this save too, as a warning.) After errors of the device or of memory nothing in the
       // model can be trusted, and the last checkpoint has to do.
+      // All ranks throw these together, so that they can save together.
       ending_ = true;
       if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
-      settle_save();
+      if (saves_) report_save(saves_->wait());
       throw;
     }
-    report_save(saves_.poll());
+    fail_together(ranks_, saves_ ? report_save(saves_->poll()) : std::nullopt);
   }
   return finish();
 }
@@ -107,9 +142,7 @@ TrainLoop::Step TrainLoop::train_step() {
   const Clock::time_point begin = Clock::now();
   // All of the step's data is read before anything is computed: an error of the data leaves the model as it was,
   // and a step that is run again sees the same windows.
-  std::vector<MicroBatch> batches;
-  for (std::int64_t i = 0; i < parts_.settings.accumulation(); ++i) batches.push_back(parts_.data.next());
-
+  const std::vector<MicroBatch> batches = read_batches();
   StepStatistics statistics = compute(step.number, batches);
   step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
   step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
@@ -122,16 +155,29 @@ TrainLoop::Step TrainLoop::train_step() {
   }
   state_.step = step.number;
   state_.windows = parts_.data.position();
-  state_.micro_steps += batches.size();
+  state_.micro_steps += static_cast<std::uint64_t>(parts_.settings.accumulation());
   step.seconds = seconds_since(begin);
   return step;
+}
+
+std::vector<MicroBatch> TrainLoop::read_batches() {
+  std::vector<MicroBatch> batches;
+  std::optional<Error> error;
+  try {
+    for (std::int64_t i = 0; i < micro_batches(); ++i) batches.push_back(parts_.data.next());
+  } catch (const Error& caught) {
+    error = caught;
+  }
+  fail_together(ranks_, error);
+  return batches;
 }
 
 StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatch>& batches) {
   std::int64_t labels = 0;
   for (const MicroBatch& batch : batches) labels += static_cast<std::int64_t>(batch.labels.size());
+  labels *= ranks_.size();
   parts_.model.zero_gradients();
-  std::uint64_t micro_step = state_.micro_steps;
+  std::uint64_t micro_step = state_.micro_steps + static_cast<std::uint64_t>(ranks_.rank() * micro_batches());
   for (const MicroBatch& batch : batches) {
     parts_.model.forward(batch.view(), micro_step++, 1.0f / static_cast<float>(labels));
     parts_.model.backward();
@@ -155,13 +201,15 @@ bool TrainLoop::recover(std::int64_t step, const std::vector<MicroBatch>& batche
                     {"windows", {state_.windows, parts_.data.position()}}});
   switch (on_non_finite_from_name(parts_.settings.on_nan)) {
     case OnNonFinite::skip:
-      log_warning("%s: the update is skipped", what.c_str());
+      if (first_rank()) log_warning("%s: the update is skipped", what.c_str());
       return false;
     case OnNonFinite::rerun:
       statistics = compute(step, batches);
       if (is_finite(statistics)) {
         ++state_.transient;
-        log_warning("%s: transient, the same step computed again is finite. Suspect the hardware", what.c_str());
+        if (first_rank()) {
+          log_warning("%s: transient, the same step computed again is finite. Suspect the hardware", what.c_str());
+        }
         return true;
       }
       [[fallthrough]];
@@ -192,6 +240,7 @@ void TrainLoop::apply(const Step& step) {
 }
 
 void TrainLoop::report_spike(const Step& step, const Spike& spike) {
+  if (!first_rank()) return;
   const double clip = parts_.settings.grad_clip;
   const bool warming_up = step.number <= 2 * parts_.settings.warmup_steps;
   log_warning(
@@ -227,7 +276,7 @@ void TrainLoop::after_step(Step& step) {
   const TrainSettings& settings = parts_.settings;
   if (parts_.validation != nullptr && due(settings.val_every)) {
     inject_term(faults_.term_validation, state_.step);
-    step.val_loss = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches);
+    step.val_loss = mean_loss(parts_.model, *parts_.validation, settings.micro_batch, settings.val_batches, ranks_);
     if (step.val_loss) {
       state_.val_loss = step.val_loss;
       validated_step_ = state_.step;
@@ -237,11 +286,13 @@ void TrainLoop::after_step(Step& step) {
   if (new_best) state_.best = TrainState::Best{state_.step, *step.val_loss};
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
-  const bool last = state_.step == settings.steps;
-  if (!last && (take_save_request() || new_best || (settings.save_every > 0 && due(settings.save_every)))) begin_save();
+  if (state_.step == settings.steps) return;
+  const bool asked = largest(ranks_, take_save_request() ? 1 : 0) != 0;
+  if (asked || new_best || (settings.save_every > 0 && due(settings.save_every))) begin_save();
 }
 
 void TrainLoop::report(const Step& step) {
+  if (!first_rank()) return;
   const TrainSettings& settings = parts_.settings;
   const double tokens_per_s = static_cast<double>(settings.batch_tokens) / step.seconds;
   Json record = {{"type", "step"},
@@ -286,39 +337,71 @@ void TrainLoop::write_sample() {
 void TrainLoop::begin_save() {
   const Clock::time_point begin = Clock::now();
   settle_save();
-  if (const double waited = seconds_since(begin); waited > 1) {
+  if (const double waited = seconds_since(begin); waited > 1 && first_rank()) {
     log_info("step %lld waited %.1f s for the checkpoint before: saving takes longer than --save-every allows",
              wide(state_.step), waited);
   }
-  if (parts_.checkpoints.last_saved() == state_.step) return;
-  saves_.start(state_, parts_.model);
+  if (to_be_saved()) start_save();
+}
+
+// The first rank knows what is saved.
+bool TrainLoop::to_be_saved() {
+  return ranks_.broadcast(parts_.checkpoints != nullptr && parts_.checkpoints->last_saved() != state_.step);
+}
+
+void TrainLoop::start_save() {
+  if (saves_) {
+    saves_->start(state_, parts_.model);
+  } else {
+    take_part_in_copy(parts_.model);
+  }
 }
 
 // Saves while training waits. A save that fails is a warning, unless it is the last one or the state holds a value that is
 // not finite.
 void TrainLoop::save_now(bool last) {
   settle_save();
-  if (parts_.checkpoints.last_saved() == state_.step) return;
-  const BackgroundSave::Result result = saves_.save_now(state_, parts_.model);
-  if (last && result.error && result.error->code() != Exit::numeric) {
-    fail(Exit::resources, "the last checkpoint could not be saved: %s", result.error->what());
+  if (!to_be_saved()) return;
+  std::optional<BackgroundSave::Result> result;
+  if (ranks_.size() == 1) {
+    result = saves_->save_now(state_, parts_.model);
+  } else {
+    start_save();
+    result = wait_for_save();
   }
-  report_save(result);
+  if (last && result && result->error && result->error->code() != Exit::numeric) {
+    fail_together(ranks_,
+                  Error(Exit::resources, format("the last checkpoint could not be saved: %s", result->error->what())));
+  }
+  fail_together(ranks_, report_save(result));
+}
+
+// The result of the save in progress, if there is one, on the first rank.
+std::optional<BackgroundSave::Result> TrainLoop::wait_for_save() {
+  if (ranks_.size() == 1) return saves_->wait();
+  std::optional<BackgroundSave::Result> result;
+  bool waiting = true;
+  while (waiting) {
+    if (saves_) result = saves_->wait_at_most(kSaveHeartbeat);
+    waiting = ranks_.broadcast(saves_ && saves_->in_progress());
+  }
+  return result;
 }
 
 // Waits for the save in progress and reports it.
 void TrainLoop::settle_save() {
-  report_save(saves_.wait());
+  fail_together(ranks_, report_save(wait_for_save()));
 }
 
-void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
-  if (!result) return;
+// Returns the error that is to end the run.
+std::optional<Error> TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
+  if (!result) return std::nullopt;
   if (result->error) {
     // Training on from moments that are not finite would only move the parameters away from the last good checkpoint.
-    if (result->error->code() == Exit::numeric && !ending_) throw *result->error;
+    if (result->error->code() == Exit::numeric && !ending_) return result->error;
     log_warning("no checkpoint of step %lld: %s%s", wide(result->step), result->error->what(),
                 ending_ ? "" : ". Training goes on");
-    return;
+    return std::nullopt;
   }
   saved_step_ = result->step;
   log_info("saved %s (%.1f s)", escaped(result->path).c_str(), result->seconds);
@@ -326,6 +409,7 @@ void TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result)
                     {"step", result->step},
                     {"seconds", result->seconds},
                     {"stalled_seconds", result->stalled_seconds}});
+  return std::nullopt;
 }
 
 Exit TrainLoop::finish() {
@@ -333,15 +417,16 @@ Exit TrainLoop::finish() {
   announce_stop(format("saving step %lld", wide(state_.step)));
   save_now(true);
   const TrainSettings& settings = parts_.settings;
-  const int signal = stop_signal();
-  const std::string path = parts_.checkpoints.last_path();
+  const auto signal = static_cast<int>(largest(ranks_, stop_signal()));
+  if (!first_rank()) return exit_after_signal(signal);
+  const std::string path = parts_.checkpoints->last_path();
   if (state_.step < settings.steps) {
     log_info("stopped by %s after step %lld: the same command goes on from there",
              signal == 0 ? "--max-minutes" : ::strsignal(signal), wide(state_.step));
   }
-  if (state_.best && !parts_.checkpoints.best_path().empty()) {
+  if (state_.best && !parts_.checkpoints->best_path().empty()) {
     log_info("lowest loss on --val: %.4f after step %lld, kept in %s", state_.best->val_loss, wide(state_.best->step),
-             escaped(parts_.checkpoints.best_path(), 4096).c_str());
+             escaped(parts_.checkpoints->best_path(), 4096).c_str());
   }
   const auto loss_text = [](const std::optional<double>& loss) { return loss ? format("%.4f", *loss) : "none"; };
   // The last validation may be some steps back if a signal or the time limit ended the run.

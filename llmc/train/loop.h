@@ -11,6 +11,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
+#include "llmc/comm/communicator.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/background_save.h"
 #include "llmc/train/checkpoint.h"
@@ -23,21 +24,27 @@ namespace weft {
 
 // The mean loss, -log p of a label, over `batches` micro-batches of `micro_batch` windows. The windows are spread evenly
 // over the dataset, and are the same at every call; `batches` 0, or more than there are: every window once. Nothing if a
-// signal came meanwhile.
+// signal came meanwhile. Ranks divide the micro-batches and get the same bits as one that measures alone; an error of one
+// is an error of all.
+std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
+                                std::int64_t batches, Communicator& ranks);
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                 std::int64_t batches);
 
+// One process, or one of several ranks: each has a loop, which take the same steps and the same decisions. The first rank
+// alone writes: the log, messages, samples and checkpoints.
 class TrainLoop {
  public:
   struct Parts {
     const TrainSettings& settings;
     TrainModel& model;
     DataLoader& data;
-    CheckpointKeeper& checkpoints;
+    CheckpointKeeper* checkpoints;  // null on ranks other than the first
     RunLog& log;
     const TokenDataset* validation = nullptr;              // may be absent
     std::function<std::string(std::int64_t step)> sample;  // may be empty
-    std::unique_ptr<StateCopy> copy;                       // absent: training waits for each save
+    std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; the first of several ranks needs one
+    Communicator* ranks = nullptr;    // of settings.virtual_ranks ranks; null: alone
   };
 
   // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.
@@ -64,21 +71,29 @@ class TrainLoop {
   void apply(const Step& step);
   void report_spike(const Step& step, const Spike& spike);
   bool due(std::int64_t every) const;
+  bool first_rank() const { return ranks_.rank() == 0; }
+  std::int64_t micro_batches() const { return parts_.settings.accumulation() / ranks_.size(); }
   bool stop_requested() const;
+  std::vector<MicroBatch> read_batches();
   void announce_stop(const std::string& doing) const;
   void after_step(Step& step);
   void report(const Step& step);
   void write_sample();
   void begin_save();
   void save_now(bool last);
+  bool to_be_saved();
+  void start_save();
+  std::optional<BackgroundSave::Result> wait_for_save();
   void settle_save();
-  void report_save(const std::optional<BackgroundSave::Result>& result);
+  std::optional<Error> report_save(const std::optional<BackgroundSave::Result>& result);
   Exit finish();
 
   Parts parts_;
+  SingleRank alone_;
+  Communicator& ranks_;
   TrainState state_;
   FaultPlan faults_;
-  BackgroundSave saves_;
+  std::optional<BackgroundSave> saves_;  // where there is a keeper
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;

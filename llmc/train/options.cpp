@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::int64_t kMaxCount = kMaxSteps;  // no count on this command line is larger
 
+constexpr std::int64_t kMaxRanks = 1 << 16;
 constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
 
 constexpr const char* kFooter =
@@ -64,8 +65,10 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.integer("steps", s.steps, 1, kMaxCount, "optimizer steps of the whole run");
   table.integer("micro-batch", s.micro_batch, 1, 1'000'000, "sequences computed at once");
   table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
-  table.integer("batch-tokens", s.batch_tokens, 0, kMaxCount,
-                "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch");
+  table.integer(
+      "batch-tokens", s.batch_tokens, 0, kMaxCount,
+      "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch, of "
+      "each of --virtual-ranks");
   table.number("lr", s.lr, 0, 10, "peak learning rate (doc/hyperparameters.md)");
   table.default_note("lr", "by the size of the model, with --model a tenth of it");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
@@ -80,6 +83,9 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
   table.number("dropout", s.dropout, 0, 0.99, "probability, on each branch before it is added to the residual stream");
   table.integer("seed", s.seed, 0, std::numeric_limits<std::int64_t>::max(),
                 "of initialisation, data order, dropout and samples");
+  table.integer("virtual-ranks", s.virtual_ranks, 1, kMaxRanks,
+                "compute what so many ranks would, one after the other, and add their gradients in the order of the "
+                "ranks; on the CPU");
 }
 
 void add_execution(OptionTable& table, TrainSettings& s) {
@@ -123,11 +129,17 @@ void add_reports(OptionTable& table, TrainSettings& s) {
 }
 
 void check_batch(TrainSettings& s) {
-  const std::int64_t micro_tokens = s.micro_batch * s.seq_len;  // bounded by the table: below 2^44
-  if (s.batch_tokens == 0) s.batch_tokens = micro_tokens;
+  const std::int64_t micro_tokens = s.micro_batch * s.seq_len;               // bounded by the table: below 2^44
+  if (s.batch_tokens == 0) s.batch_tokens = s.virtual_ranks * micro_tokens;  // below 2^60
   if (s.batch_tokens % micro_tokens != 0) {
     fail(Exit::usage, "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld",
          static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens));
+  }
+  if (s.accumulation() % s.virtual_ranks != 0) {
+    fail(Exit::usage,
+         "--virtual-ranks: got %lld, expected a divisor of the %lld micro-batches of a step (--batch-tokens over "
+         "--micro-batch x --seq-len)",
+         static_cast<long long>(s.virtual_ranks), static_cast<long long>(s.accumulation()));
   }
   if (s.batch_tokens > kMaxRunTokens / s.steps) {
     fail(Exit::usage, "--steps: %lld steps of %lld tokens are more than %lld tokens", static_cast<long long>(s.steps),
@@ -236,6 +248,8 @@ TrainOptions TrainSettings::model_options() const {
   options.dropout = static_cast<float>(dropout);
   options.seed = static_cast<std::uint64_t>(seed);
   options.moments = moments == "bf16" ? Precision::bf16 : Precision::fp32;
+  options.virtual_ranks = virtual_ranks;
+  options.rank_micro_batches = rank_accumulation();
   options.accumulates = accumulation() > 1;
   options.graph = !no_graph;
   return options;
@@ -262,6 +276,7 @@ Json TrainSettings::numeric_settings() const {
                  {"seed", seed},
                  {"precision", precision}};
   if (moments != "fp32") fields["moments"] = moments;
+  if (virtual_ranks != 1) fields["virtual-ranks"] = virtual_ranks;
   if (schedule == "wsd") fields["wsd-decay-fraction"] = wsd_decay_fraction;
   return fields;
 }

@@ -37,6 +37,7 @@ struct TrainSettings {
   double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, grad_clip = 1.0;
   double dropout = 0;
   std::int64_t seed = 1;
+  std::int64_t virtual_ranks = 1;
 
   std::string device = "auto", precision = "auto", recompute = "none", moments = "fp32";
   bool no_graph = false;
@@ -71,6 +72,8 @@ struct TrainSettings {
   bool config_is_file() const;  // --config names a file, not a preset
   // Micro-batches of one step.
   std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }
+  // Micro-batches of one rank in a step: those of rank r stand behind those of rank r - 1.
+  std::int64_t rank_accumulation() const { return accumulation() / virtual_ranks; }
   Schedule learning_rate() const;
   TrainOptions model_options() const;
   ResumeMode resume_mode() const;

@@ -52,10 +52,12 @@ std::vector<std::string> settings_table(const TrainSettings& settings) {
 std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& inputs) {
   const double all_tokens = static_cast<double>(s.steps) * static_cast<double>(s.batch_tokens);
   std::vector<std::string> lines;
-  lines.push_back(format("  a step: %lld tokens = %lld x %lld, accumulated %lld times; the run: %.2f M tokens",
+  const std::string ranks =
+      s.virtual_ranks > 1 ? format(" on each of %lld virtual ranks", static_cast<long long>(s.virtual_ranks)) : "";
+  lines.push_back(format("  a step: %lld tokens = %lld x %lld, accumulated %lld times%s; the run: %.2f M tokens",
                          static_cast<long long>(s.batch_tokens), static_cast<long long>(s.micro_batch),
-                         static_cast<long long>(s.seq_len), static_cast<long long>(s.accumulation()),
-                         all_tokens / 1e6));
+                         static_cast<long long>(s.seq_len), static_cast<long long>(s.rank_accumulation()),
+                         ranks.c_str(), all_tokens / 1e6));
   if (!inputs.train) return lines;
   const double epoch = static_cast<double>(inputs.train->windows()) * static_cast<double>(s.seq_len);
   lines.push_back(data_line("train", *inputs.train) + format(", %.2f epochs", all_tokens / epoch));

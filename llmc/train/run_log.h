@@ -21,6 +21,7 @@ class RunLog {
   // Appends to `path`; a last line that a killed run left unfinished is ended first. A log that cannot be opened or
   // written, or that is no regular file (open_own_file()), is one warning, and the run goes on without it.
   explicit RunLog(const std::string& path);
+  RunLog() = default;  // writes nothing: that of a rank which is not the first
   ~RunLog();
   RunLog(const RunLog&) = delete;
   RunLog& operator=(const RunLog&) = delete;

@@ -587,10 +587,11 @@ TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
     if (all_fields) {  // fields that stand there only where they mean something
       settings_.schedule = "wsd";
       settings_.moments = "bf16";
+      settings_.virtual_ranks = 2;
     }
     save(3);
     const Json fields = settings_.numeric_settings();
-    EXPECT_EQ(fields.size(), all_fields ? 17u : 15u);
+    EXPECT_EQ(fields.size(), all_fields ? 18u : 15u);
     for (const auto& [key, value] : fields.items()) {
       const RunDirectory run(run_path());
       RunIdentity other = identity();
@@ -627,8 +628,9 @@ TEST(NumericSettings, AreAllOptionsButThese) {
       "operators",   "json",         "dry-run",       "print-config",  "color",       "verbose",
       "threads",  // any number of them gives the same bits
   };
-  const char* words[] = {"train_llama", "--config", "tiny", "--print-config", "--schedule", "wsd", "--moments", "bf16"};
-  const TrainSettings settings = *parse_train_options(8, words, "test");
+  const char* words[] = {"train_llama", "--config",  "tiny", "--print-config",  "--schedule",
+                         "wsd",         "--moments", "bf16", "--virtual-ranks", "2"};
+  const TrainSettings settings = *parse_train_options(static_cast<int>(std::size(words)), words, "test");
   std::set<std::string> expected, got = others;
   for (const auto& [name, value] : settings.effective) expected.insert(name);
   const Json fields = settings.numeric_settings();
@@ -638,23 +640,13 @@ TEST(NumericSettings, AreAllOptionsButThese) {
 
 // The text of each option reaches the field that the checkpoint holds.
 TEST(NumericSettings, FollowTheCommandLine) {
-  const std::map<std::string, std::string> given = {{"micro-batch", "3"},
-                                                    {"seq-len", "5"},
-                                                    {"batch-tokens", "30"},
-                                                    {"lr", "0.5"},
-                                                    {"min-lr-ratio", "0.25"},
-                                                    {"warmup-steps", "7"},
-                                                    {"schedule", "wsd"},
-                                                    {"weight-decay", "0.5"},
-                                                    {"beta1", "0.5"},
-                                                    {"beta2", "0.25"},
-                                                    {"eps", "0.5"},
-                                                    {"grad-clip", "0"},
-                                                    {"dropout", "0.5"},
-                                                    {"seed", "77"},
-                                                    {"precision", "fp32"},
-                                                    {"moments", "bf16"},
-                                                    {"wsd-decay-fraction", "0.5"}};
+  const std::map<std::string, std::string> given = {
+      {"micro-batch", "3"}, {"seq-len", "5"},         {"batch-tokens", "30"},
+      {"lr", "0.5"},        {"min-lr-ratio", "0.25"}, {"warmup-steps", "7"},
+      {"schedule", "wsd"},  {"weight-decay", "0.5"},  {"beta1", "0.5"},
+      {"beta2", "0.25"},    {"eps", "0.5"},           {"grad-clip", "0"},
+      {"dropout", "0.5"},   {"seed", "77"},           {"precision", "fp32"},
+      {"moments", "bf16"},  {"virtual-ranks", "2"},   {"wsd-decay-fraction", "0.5"}};
   std::vector<std::string> words = {"train_llama", "--config", "tiny", "--print-config"};
   for (const auto& [name, value] : given) words.insert(words.end(), {"--" + name, value});
   std::vector<const char*> argv;

@@ -191,6 +191,26 @@ TEST_F(Loader, FingerprintKnowsContentAndOrder) {
   EXPECT_NE(after[1]["xxh3"], before[1]["xxh3"]) << "same name and size, other tokens";
 }
 
+// What the ranks read is what one reader of all micro-batches reads: of each step the first rank has the first ones.
+TEST_F(Loader, RanksDivideTheStep) {
+  const TokenDataset data(pattern(), 8);
+  for (const std::int64_t ranks : {1, 2, 3}) {
+    for (const std::int64_t micro_batches : {1, 2}) {
+      DataLoader all(data, 2, 9, 12);
+      std::vector<std::unique_ptr<DataLoader>> readers;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        readers.push_back(std::make_unique<DataLoader>(data, 2, 9, 12, DataShare{rank, ranks, micro_batches}));
+      }
+      for (int step = 0; step < 5; ++step) {
+        for (const auto& reader : readers) {
+          for (std::int64_t i = 0; i < micro_batches; ++i) ASSERT_EQ(reader->next().tokens, all.next().tokens);
+        }
+        for (const auto& reader : readers) EXPECT_EQ(reader->position(), all.position());
+      }
+    }
+  }
+}
+
 TEST_F(Loader, EndsWhileTheThreadWaitsOrReads) {
   const TokenDataset data(pattern(), 8);
   for (int i = 0; i < 50; ++i) {

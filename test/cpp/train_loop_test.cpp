@@ -64,7 +64,7 @@ class TrainLoopTest : public testing::Test {
     const TrainState start = checkpoints.resume(settings_.resume_mode(), model).value_or(TrainState{});
     RunLog log(directory.file("log.jsonl"));
     DataLoader loader(data, settings_.micro_batch, static_cast<std::uint64_t>(settings_.seed), start.windows);
-    TrainLoop loop({settings_, model, loader, checkpoints, log, with_validation_ ? &validation : nullptr, sample_,
+    TrainLoop loop({settings_, model, loader, &checkpoints, log, with_validation_ ? &validation : nullptr, sample_,
                     in_background_ ? model.make_state_copy() : nullptr},
                    start);
     Result result;

@@ -81,6 +81,36 @@ def test_sizes_of_a_step(data, tmp_path):
     assert losses(tmp_path / "length")[1] != want[1]
 
 
+def test_virtual_ranks_are_a_run_of_their_own(data, tmp_path):
+    """Another order of the same sum: the same losses but for rounding, bits of their own that a resume keeps, and one more
+    buffer of gradients."""
+    def ranks(name, number, steps=8, *more):
+        return train(data, tmp_path / str(name), "--virtual-ranks", number, "--micro-batch", 1, "--schedule", "constant", *more,
+                     steps=steps)
+    done = {number: ok(ranks(number, number)) for number in (1, 2, 4)}
+    for number, run in done.items():
+        share = f"accumulated {4 // number} times" + (f" on each of {number} virtual ranks;" if number > 1 else ";")
+        assert share in run.stderr
+        assert json.loads((tmp_path / str(number) / "config.json").read_text())["settings"]["virtual-ranks"] == str(number)
+        assert losses(tmp_path / str(number))[8] == pytest.approx(losses(tmp_path / "1")[8], rel=1e-4)
+    assert len({state_bytes(tmp_path / str(number), 8)[1] for number in (1, 2, 4)}) == 3
+    ok(ranks("halves", 2, 4))
+    for number in (1, 4):
+        assert_refused(ranks("halves", number), 2, "virtual-ranks", "was made with '2'")
+    ok(ranks("halves", 2))
+    assert losses(tmp_path / "halves") == losses(tmp_path / "2")
+    assert state_bytes(tmp_path / "halves", 8)[0] == state_bytes(tmp_path / "2", 8)[0]
+
+    plan = {number: ok(ranks("no", number, 8, "--dry-run")).stdout for number in (1, 2)}
+    assert planned(plan[2], "sum of the ranks (fp32)") == planned(plan[1], "gradients (fp32)")
+    assert planned(plan[2], "total") > planned(plan[1], "total") and "sum of the ranks" not in plan[1]
+    assert "a step: 96 tokens = 2 x 16, accumulated 1 times on each of 3 virtual ranks;" in ok(
+        train(data, tmp_path / "no", "--virtual-ranks", 3, "--batch-tokens", 0, "--dry-run")).stdout
+    assert_refused(ranks("no", 3), 2, "--virtual-ranks: got 3", "divisor of the 4 micro-batches")
+    if WITH_CUDA:
+        assert_refused(ranks("no", 2, 8, "--gpu-memory", "80GB", "--dry-run"), 2, "--virtual-ranks", "--device cpu")
+
+
 def test_dropout_is_for_training_alone(data, tmp_path):
     """Nothing is learned at --lr 0: a mask shows in every step's loss and in no validation."""
     runs = {}

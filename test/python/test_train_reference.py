@@ -232,6 +232,8 @@ def test_runs_that_cannot_be_repeated(tmp_path, change, words):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"settings": settings, "model": model}))
     assert train_reference.read_description(path).settings.accumulation == 1
+    path.write_text(json.dumps({"settings": settings | {"virtual-ranks": "3"}, "model": model}))
+    assert train_reference.read_description(path).settings.accumulation == 3
     path.write_text(json.dumps({"settings": settings | change, "model": model}))
     with pytest.raises(FileError, match=words) as refused:
         train_reference.read_description(path)

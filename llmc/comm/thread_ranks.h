@@ -1,0 +1,15 @@
+// Ranks as threads of one process: what tests run everything on that several ranks do.
+#pragma once
+
+#include <functional>
+
+#include "llmc/comm/communicator.h"
+
+namespace weft {
+
+// Calls work(communicator) on `ranks` threads, each with the communicator of its rank, and returns when all have ended. A
+// rank that throws, or returns while others wait for it, aborts what they do together. Throws what was thrown first. No wait
+// for other ranks takes longer than `time_limit_s` seconds.
+void run_thread_ranks(int ranks, double time_limit_s, const std::function<void(Communicator&)>& work);
+
+}  // namespace weft

@@ -1,0 +1,46 @@
+// The sum of the ranks, a block of elements at a time: the block's sum stays in the cache while the pieces pass.
+#include "llmc/cpu/rank_sum.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace weft::cpu {
+
+namespace {
+
+constexpr std::int64_t kBlock = 4096;
+
+}  // namespace
+
+void add_ranks(float* sum, std::span<const float* const> pieces, std::int64_t count) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t first = 0; first < count; first += kBlock) {
+    const std::int64_t size = std::min(kBlock, count - first);
+    float block[kBlock];  // apart from `sum`, which may be a piece that is still to be added
+    std::copy_n(pieces[0] + first, size, block);
+    for (const float* piece : pieces.subspan(1)) {
+#pragma omp simd
+      for (std::int64_t i = 0; i < size; ++i) block[i] += piece[first + i];
+    }
+    std::copy_n(block, size, sum + first);
+  }
+}
+
+void exchange_and_add(Communicator& ranks, float* values, std::span<const Range> parts, std::int64_t piece) {
+  std::int64_t longest = 0;
+  for (const Range& part : parts) longest = std::max(longest, part.size());
+  const auto size = static_cast<std::size_t>(ranks.size()), me = static_cast<std::size_t>(ranks.rank());
+  std::vector<float> received(size * static_cast<std::size_t>(std::min(piece, longest)));
+  std::vector<Range> now(size);
+  std::vector<const float*> pieces(size);
+  for (std::int64_t first = 0; first < longest; first += piece) {
+    for (std::size_t r = 0; r < size; ++r) {
+      now[r] = common(parts[r], {parts[r].begin + first, parts[r].begin + first + piece});
+    }
+    ranks.exchange(values, now, received.data());
+    for (std::size_t r = 0; r < size; ++r) pieces[r] = received.data() + static_cast<std::int64_t>(r) * now[me].size();
+    add_ranks(values + now[me].begin, pieces, now[me].size());
+  }
+}
+
+}  // namespace weft::cpu

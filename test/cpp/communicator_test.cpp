@@ -1,0 +1,274 @@
+// The communicator on threads: what each rank gets, and that no wait is for ever.
+#include "llmc/comm/communicator.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <thread>
+
+#include "llmc/comm/thread_ranks.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+constexpr double kLimit = 20;  // seconds: as good as for ever on a busy machine
+
+const int kSizes[] = {1, 2, 3, 4, 8};
+
+// Element i of rank r.
+float value(int rank, std::int64_t i) {
+  return static_cast<float>(1000 * rank + i);
+}
+
+std::vector<float> values_of(int rank, std::int64_t count) {
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) values[static_cast<std::size_t>(i)] = value(rank, i);
+  return values;
+}
+
+// Uneven ranges, one of them empty where there are three.
+std::vector<Range> uneven(int ranks) {
+  std::vector<Range> parts;
+  for (int r = 0, begin = 0; r < ranks; ++r) {
+    const int count = r == 1 && ranks > 2 ? 0 : 3 + 5 * r;
+    parts.push_back({begin, begin + count});
+    begin += count + 2;  // two elements that no rank gets
+  }
+  return parts;
+}
+
+TEST(Communicator, ExchangeBringsEachRankItsPart) {
+  for (const int size : kSizes) {
+    const std::vector<Range> parts = uneven(size);
+    std::atomic<int> checked{0};
+    run_thread_ranks(size, kLimit, [&](Communicator& ranks) {
+      ASSERT_EQ(ranks.size(), size);
+      for (int round = 0; round < 20; ++round) {
+        const std::vector<float> mine = values_of(ranks.rank() + round, parts.back().end);
+        const Range part = parts[static_cast<std::size_t>(ranks.rank())];
+        std::vector<float> received(static_cast<std::size_t>(size * part.size()), -1.0f);
+        ranks.exchange(mine.data(), parts, received.data());
+        for (int from = 0; from < size; ++from) {
+          for (std::int64_t i = 0; i < part.size(); ++i) {
+            ASSERT_EQ(received[static_cast<std::size_t>(from * part.size() + i)], value(from + round, part.begin + i));
+          }
+        }
+        ++checked;
+      }
+    });
+    EXPECT_EQ(checked, 20 * size);
+  }
+}
+
+TEST(Communicator, GatherGivesAllPartsToAllRanks) {
+  for (const int size : kSizes) {
+    const std::vector<Range> parts = uneven(size);
+    run_thread_ranks(size, kLimit, [&](Communicator& ranks) {
+      for (int round = 0; round < 20; ++round) {
+        std::vector<float> all(static_cast<std::size_t>(parts.back().end), -1.0f), expected = all;
+        for (int r = 0; r < size; ++r) {
+          const Range part = parts[static_cast<std::size_t>(r)];
+          for (std::int64_t i = part.begin; i < part.end; ++i) {
+            expected[static_cast<std::size_t>(i)] = value(r + round, i);
+            if (r == ranks.rank()) all[static_cast<std::size_t>(i)] = value(r + round, i);
+          }
+        }
+        ranks.gather(all.data(), parts);
+        ASSERT_EQ(all, expected);
+      }
+    });
+  }
+}
+
+TEST(Communicator, SmallValuesReachEveryRank) {
+  for (const int size : kSizes) {
+    run_thread_ranks(size, kLimit, [&](Communicator& ranks) {
+      const int me = ranks.rank();
+      const std::vector<double> all = ranks.gather(0.5 + me);
+      for (int r = 0; r < size; ++r) EXPECT_EQ(all[static_cast<std::size_t>(r)], 0.5 + r);
+      EXPECT_EQ(ranks.broadcast(static_cast<std::int64_t>(me), size - 1), size - 1);
+      EXPECT_EQ(ranks.broadcast_text(me == 0 ? "the first rank's" : "another, of another length"), "the first rank's");
+      EXPECT_EQ(ranks.broadcast_text(me == 0 ? "" : "x"), "");
+      EXPECT_EQ(largest(ranks, -me), 0);
+      EXPECT_EQ(largest(ranks, me), size - 1);
+      ranks.barrier();
+    });
+  }
+}
+
+TEST(Communicator, NobodyPassesABarrierBeforeTheLastComes) {
+  std::atomic<int> arrived{0};
+  run_thread_ranks(4, kLimit, [&](Communicator& ranks) {
+    for (int round = 1; round <= 50; ++round) {
+      ++arrived;
+      ranks.barrier();
+      EXPECT_GE(arrived, 4 * round);
+      ranks.barrier();
+    }
+  });
+}
+
+TEST(Communicator, SharesCoverEverythingOnce) {
+  EXPECT_EQ(shares(7, 3), (std::vector<Range>{{0, 3}, {3, 5}, {5, 7}}));
+  EXPECT_EQ(shares(2, 4), (std::vector<Range>{{0, 1}, {1, 2}, {2, 2}, {2, 2}}));
+  EXPECT_EQ(shares(0, 2), (std::vector<Range>{{0, 0}, {0, 0}}));
+}
+
+// ---- errors ----
+
+struct Ends {
+  std::vector<std::string> text;  // of each rank; empty: it ended well
+  std::vector<Exit> code;
+};
+
+// What each of `size` ranks throws.
+Ends ends_of(int size, double limit, const std::function<void(Communicator&)>& work) {
+  Ends ends{std::vector<std::string>(static_cast<std::size_t>(size)),
+            std::vector<Exit>(static_cast<std::size_t>(size), Exit::ok)};
+  try {
+    run_thread_ranks(size, limit, [&](Communicator& ranks) {
+      const auto me = static_cast<std::size_t>(ranks.rank());
+      try {
+        work(ranks);
+      } catch (const Error& error) {
+        ends.text[me] = error.what();
+        ends.code[me] = error.code();
+        throw;
+      }
+    });
+  } catch (const Error&) {
+  }
+  return ends;
+}
+
+TEST(Communicator, AnErrorOfOneRankEndsTheWaitOfAll) {
+  const Ends ends = ends_of(4, kLimit, [](Communicator& ranks) {
+    if (ranks.rank() == 2) fail(Exit::resources, "no memory left");
+    ranks.barrier();
+  });
+  for (const std::size_t r : {0u, 1u, 3u}) {
+    EXPECT_EQ(ends.text[r], "rank 2: no memory left");
+    EXPECT_EQ(ends.code[r], Exit::resources);
+  }
+  EXPECT_EQ(ends.text[2], "no memory left");
+  EXPECT_EQ(error_of(Exit::resources,
+                     [] {
+                       run_thread_ranks(3, kLimit, [](Communicator& ranks) {
+                         if (ranks.rank() == 1) fail(Exit::resources, "no memory left");
+                         ranks.barrier();
+                       });
+                     }),
+            "no memory left");
+}
+
+// A rank that computes too long, or hangs.
+TEST(Communicator, ARankThatDoesNotComeIsNamed) {
+  std::atomic<bool> over{false};
+  const auto begin = std::chrono::steady_clock::now();
+  const Ends ends = ends_of(3, 1, [&](Communicator& ranks) {
+    ranks.barrier();
+    if (ranks.rank() == 1) {
+      while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    try {
+      float value = 0;
+      ranks.gather(&value, std::vector<Range>(3));
+    } catch (...) {
+      over = true;
+      throw;
+    }
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+  for (const std::string& text : ends.text) EXPECT_EQ(text, "rank 1 did not come to gather() within 1 s");
+  for (const Exit code : ends.code) EXPECT_EQ(code, Exit::environment);
+}
+
+TEST(Communicator, ARankThatHasEndedIsNotWaitedFor) {
+  for (const bool late : {false, true}) {
+    const Ends ends = ends_of(3, kLimit, [&](Communicator& ranks) {
+      if (ranks.rank() == 1) return;
+      if (late) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ranks.barrier();
+    });
+    EXPECT_EQ(ends.text[0], "rank 1 has ended, others go on");
+    EXPECT_EQ(ends.text[1], "");
+    EXPECT_EQ(ends.text[2], ends.text[0]);
+  }
+}
+
+TEST(Communicator, RanksInDifferentCallsDoNotMixTheirMemory) {
+  const Ends calls = ends_of(3, kLimit, [](Communicator& ranks) {
+    if (ranks.rank() == 2) return ranks.barrier();
+    ranks.gather(1.0);
+  });
+  for (const std::string& text : calls.text) {
+    EXPECT_EQ(text, "the ranks do not agree: rank 0 is in gather(), rank 2 in barrier()");
+  }
+  const Ends sizes = ends_of(2, kLimit, [](Communicator& ranks) {
+    std::vector<std::byte> bytes(8);
+    ranks.broadcast_bytes(bytes.data(), 4 + ranks.rank(), 0);
+  });
+  for (const std::string& text : sizes.text) {
+    EXPECT_EQ(text, "the ranks do not agree: rank 0 is in broadcast(), rank 1 in broadcast() with other sizes");
+  }
+  EXPECT_EQ(sizes.code[0], Exit::internal);
+}
+
+// After the first error every later call throws it too, at once.
+TEST(Communicator, NothingGoesOnAfterAnAbort) {
+  const Ends ends = ends_of(2, kLimit, [](Communicator& ranks) {
+    ranks.barrier();
+    if (ranks.rank() == 0) ranks.abort(Error(Exit::numeric, "the loss is nan"));
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(error_of(Exit::numeric, [&] { ranks.barrier(); }), "rank 0: the loss is nan");
+    }
+  });
+  EXPECT_EQ(ends.text, std::vector<std::string>(2));
+}
+
+// Aborts that come at any moment of an exchange: no rank frees memory that another one still reads. (ThreadSanitizer and
+// AddressSanitizer watch.)
+TEST(Communicator, AnAbortInTheMiddleLeavesNobodyReading) {
+  for (int round = 0; round < 50; ++round) {
+    const Ends ends = ends_of(4, kLimit, [round](Communicator& ranks) {
+      const std::vector<Range> parts = shares(20'000, 4);
+      for (int i = 0;; ++i) {
+        const std::vector<float> mine(20'000, static_cast<float>(i));
+        std::vector<float> received(20'000);
+        if (ranks.rank() == 3 && i == round % 7) ranks.abort(Error(Exit::environment, "enough"));
+        ranks.exchange(mine.data(), parts, received.data());
+      }
+    });
+    for (const std::string& text : ends.text) EXPECT_EQ(text, "rank 3: enough");
+  }
+}
+
+TEST(Communicator, AllFailTogetherOrNobodyDoes) {
+  for (const int size : {1, 2, 4}) {
+    const Ends none = ends_of(size, kLimit, [](Communicator& ranks) { fail_together(ranks, std::nullopt); });
+    EXPECT_EQ(none.text, std::vector<std::string>(static_cast<std::size_t>(size)));
+  }
+  const Ends ends = ends_of(4, kLimit, [](Communicator& ranks) {
+    std::optional<Error> mine;
+    if (ranks.rank() == 1) mine.emplace(Exit::bad_file, "train_0.bin: " + std::string(2000, 'x'));
+    if (ranks.rank() == 3) mine.emplace(Exit::numeric, "another");
+    try {
+      fail_together(ranks, mine);
+      ADD_FAILURE() << "rank " << ranks.rank() << " goes on";
+    } catch (const Error&) {
+      ranks.barrier();  // they are together still
+      throw;
+    }
+  });
+  EXPECT_EQ(ends.text[0].substr(0, 22), "rank 1: train_0.bin: x");
+  EXPECT_EQ(ends.text[2], ends.text[0]);
+  EXPECT_EQ(ends.text[1].size(), 2013u) << "its own, whole";
+  EXPECT_EQ(ends.text[3], "another");
+  EXPECT_EQ(ends.code, (std::vector<Exit>{Exit::bad_file, Exit::bad_file, Exit::bad_file, Exit::numeric}));
+}
+
+}  // namespace
+}  // namespace weft

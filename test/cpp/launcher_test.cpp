@@ -1,0 +1,139 @@
+// The environments of launchers, whole and damaged.
+#include "llmc/comm/launcher.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+std::optional<LaunchedRank> launched(const Variables& variables) {
+  return launched_rank([&](const char* name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+const Variables kTorchrun = {{"RANK", "5"},
+                             {"WORLD_SIZE", "16"},
+                             {"LOCAL_RANK", "1"},
+                             {"MASTER_PORT", "29500"},
+                             {"MASTER_ADDR", "10.0.0.1"},
+                             {"LOCAL_WORLD_SIZE", "4"}};
+const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "3"},
+                            {"OMPI_COMM_WORLD_SIZE", "4"},
+                            {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+const Variables kSlurm = {{"SLURM_PROCID", "9"},  {"SLURM_NTASKS", "64"}, {"SLURM_STEP_NUM_TASKS", "16"},
+                          {"SLURM_LOCALID", "1"}, {"SLURM_STEP_ID", "0"}, {"SLURM_STEP_NODELIST", "gpu[03-05,9]"}};
+
+TEST(Launcher, NoneIsNone) {
+  EXPECT_FALSE(launched({}).has_value());
+  EXPECT_FALSE(launched({{"MASTER_ADDR", "somewhere"}, {"MASTER_PORT", "x"}, {"WORLD_SIZE", "2"}}).has_value());
+}
+
+TEST(Launcher, Torchrun) {
+  const LaunchedRank rank = *launched(kTorchrun);
+  EXPECT_STREQ(rank.launcher, "torchrun");
+  EXPECT_EQ(rank.rank, 5);
+  EXPECT_EQ(rank.size, 16);
+  EXPECT_EQ(rank.local_rank, 1);
+  EXPECT_EQ(rank.address, "10.0.0.1");
+  EXPECT_EQ(rank.port, 29500);
+}
+
+TEST(Launcher, OpenMpi) {
+  const LaunchedRank rank = *launched(kOpenMpi);
+  EXPECT_STREQ(rank.launcher, "Open MPI");
+  EXPECT_EQ(rank.rank, 3);
+  EXPECT_EQ(rank.size, 4);
+  EXPECT_EQ(rank.local_rank, 1);
+  EXPECT_EQ(rank.address, "");
+  EXPECT_EQ(rank.port, 0);
+}
+
+TEST(Launcher, Slurm) {
+  Variables variables = kSlurm;
+  const LaunchedRank rank = *launched(variables);
+  EXPECT_STREQ(rank.launcher, "Slurm");
+  EXPECT_EQ(rank.rank, 9);
+  EXPECT_EQ(rank.size, 16) << "of the step, not of the job";
+  EXPECT_EQ(rank.local_rank, 1);
+  EXPECT_EQ(rank.address, "gpu03");
+  EXPECT_EQ(rank.port, 0);
+  variables["MASTER_ADDR"] = "fe80::1%eth0";
+  variables["MASTER_PORT"] = "1";
+  EXPECT_EQ(launched(variables)->address, "fe80::1%eth0") << "what the user says goes before";
+  EXPECT_EQ(launched(variables)->port, 1);
+}
+
+// There SLURM_PROCID is 0, and the other tasks of the job are not this program.
+TEST(Launcher, ABatchScriptOfSlurmIsNoTask) {
+  Variables variables = kSlurm;
+  variables.erase("SLURM_STEP_ID");
+  variables.erase("SLURM_STEP_NUM_TASKS");
+  variables["SLURM_PROCID"] = "0";
+  EXPECT_FALSE(launched(variables).has_value());
+}
+
+TEST(Launcher, TheInnermostLauncherCounts) {
+  Variables all = kSlurm;
+  all.insert(kOpenMpi.begin(), kOpenMpi.end());
+  EXPECT_STREQ(launched(all)->launcher, "Open MPI");
+  all.insert(kTorchrun.begin(), kTorchrun.end());
+  EXPECT_STREQ(launched(all)->launcher, "torchrun");
+}
+
+TEST(Launcher, WhatIsMissingIsNamed) {
+  const std::pair<const Variables*, std::vector<const char*>> cases[] = {
+      {&kTorchrun, {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}},
+      {&kOpenMpi, {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"}},
+      {&kSlurm, {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"}}};
+  for (const auto& [whole, needed] : cases) {
+    for (const char* variable : needed) {
+      Variables variables = *whole;
+      variables.erase(variable);
+      const std::string message = error_of(Exit::environment, [&] { launched(variables); });
+      EXPECT_TRUE(message.starts_with(std::string(variable) + ": not set, but ")) << message;
+    }
+  }
+}
+
+TEST(Launcher, WhatCannotBeIsRefused) {
+  const std::string long_name(254, 'a');
+  const std::pair<const char*, std::vector<std::string>> cases[] = {
+      {"RANK", {"", "-1", "16", "1.0", "0x1", " 1", "1 ", "five", "99999999999999999999"}},
+      {"WORLD_SIZE", {"", "0", "-4", "65537", "16\n", "9223372036854775808"}},
+      {"LOCAL_RANK", {"", "-1", "16", "1e1"}},
+      {"MASTER_PORT", {"", "0", "65536", "-1", "http"}},
+      {"MASTER_ADDR", {"", "a b", "-v", "$(reboot)", "host\n", "host/path", "\xff", long_name}}};
+  for (const auto& [variable, values] : cases) {
+    for (const std::string& value : values) {
+      Variables variables = kTorchrun;
+      variables[variable] = value;
+      const std::string message = error_of(Exit::environment, [&] { launched(variables); });
+      EXPECT_TRUE(message.starts_with(std::string(variable) + ": got '")) << message;
+      EXPECT_EQ(message.find('\n'), std::string::npos);
+    }
+  }
+}
+
+TEST(Launcher, TheFirstOfSlurmsNodes) {
+  const std::pair<const char*, const char*> good[] = {{"one", "one"},         {"a,b", "a"},
+                                                      {"gpu[3]", "gpu3"},     {"gpu[03-05,9]", "gpu03"},
+                                                      {"n[9,3-5]x,y", "n9x"}, {"rack[1-2]node[007-8]", "rack1node007"},
+                                                      {"a.b-c_d", "a.b-c_d"}};
+  for (const auto& [nodes, first] : good) EXPECT_EQ(first_node(nodes), first) << nodes;
+  for (const char* nodes :
+       {"", ",a", "gpu[", "gpu[]", "gpu[,1]", "gpu[-1]", "gpu[1-2", "a]b", "[a b]", "a[1];rm", "-a"}) {
+    expect_contains(error_of(Exit::environment, [&] { first_node(nodes); }), "SLURM_STEP_NODELIST: got ");
+  }
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,430 @@
+// Training on several ranks: threads, each with a model, a data loader and a loop of its own. What they compute, decide and
+// write is, bit for bit, that of one process with --virtual-ranks.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "llmc/comm/thread_ranks.h"
+#include "llmc/train/loop.h"
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+namespace fs = std::filesystem;
+
+// An embedding of three blocks of AdamW, so that ranks divide a tensor.
+ModelConfig ranks_config() {
+  ModelConfig config = micro_config();
+  config.vocab_size = config.tokenizer_vocab = 600;
+  config.num_layers = 2;
+  return config;
+}
+
+class RanksLoop : public testing::Test {
+ protected:
+  void SetUp() override {
+    write_shard(temporary_.file("train_0.bin"), patterned_tokens(303));
+    write_shard(temporary_.file("train_1.bin"), patterned_tokens(190, 500));
+    settings_ = micro_settings();
+    settings_.steps = 4;
+    settings_.schedule = "cosine";
+    settings_.dropout = 0.25;
+    settings_.grad_clip = 0.5;
+    settings_.val_every = 2;
+    settings_.val_batches = 5;
+    step_of(2, 1);
+    omp_set_num_threads(1);
+  }
+  void TearDown() override {
+    omp_set_num_threads(threads_);
+    arm_save_fault({});
+  }
+  void step_of(std::int64_t ranks, std::int64_t accumulation) {
+    settings_.virtual_ranks = ranks;
+    settings_.batch_tokens = ranks * accumulation * settings_.micro_batch * settings_.seq_len;
+  }
+
+  struct Outcome {
+    Exit exit = Exit::internal, error_code = Exit::ok;
+    std::string error;
+    TrainState state;
+    std::vector<float> tensors;  // parameters and moments
+  };
+  // May interfere with one rank.
+  using Hook = std::function<void(int rank, HookedModel&, TrainSettings&)>;
+
+  // What one process does, a rank of `several` or, if that is null, all there is.
+  void start(const std::string& name, Communicator* several, Shard shard, const Hook& hook, Outcome& outcome) {
+    omp_set_num_threads(1);
+    SingleRank alone;
+    Communicator& ranks = several != nullptr ? *several : alone;
+    const bool first = ranks.rank() == 0;
+    TrainSettings settings = settings_;
+    const TokenDataset data(temporary_.file("train_*.bin"), settings.seq_len);
+    const std::unique_ptr<TrainModel> inner =
+        several != nullptr ? cpu::make_llama(ranks_config(), settings.model_options(), *several, shard)
+                           : cpu::make_llama(ranks_config(), settings.model_options());
+    initialize_parameters(*inner, static_cast<std::uint64_t>(settings.seed));
+    HookedModel model(*inner);
+    if (hook) hook(ranks.rank(), model, settings);
+    std::optional<RunDirectory> directory;
+    std::optional<CheckpointKeeper> keeper;
+    RunLog silent;
+    std::optional<RunLog> log;
+    if (first) {
+      directory.emplace(temporary_.file(name));
+      RunIdentity identity = micro_identity(settings, data);
+      identity.model = ranks_config();
+      keeper.emplace(*directory, identity, settings.keep);
+      log.emplace(directory->file("log.jsonl"));
+    }
+    CheckpointKeeper* const checkpoints = first ? &*keeper : nullptr;
+    const TrainState begin = resume_on_all(ranks, checkpoints, settings.resume_mode(), model).value_or(TrainState{});
+    DataLoader loader(data, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), begin.windows,
+                      {ranks.rank(), ranks.size(), settings.accumulation() / ranks.size()});
+    TrainLoop loop({settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
+                    first ? model.make_state_copy() : nullptr, several},
+                   begin);
+    try {
+      outcome.exit = loop.run();
+      outcome.tensors = whole_state(*inner);
+    } catch (const Error&) {
+      outcome.state = loop.state();
+      throw;
+    }
+    outcome.state = loop.state();
+  }
+
+  Outcome run_alone(const std::string& name, const Hook& hook = {}) {
+    Outcome outcome;
+    testing::internal::CaptureStdout();
+    try {
+      start(name, nullptr, Shard::none, hook, outcome);
+    } catch (const Error& error) {
+      outcome.error = error.what();
+      outcome.error_code = error.code();
+    }
+    testing::internal::GetCapturedStdout();
+    return outcome;
+  }
+  std::vector<Outcome> run_ranks(const std::string& name, Shard shard, const Hook& hook = {},
+                                 double time_limit_s = 60) {
+    std::vector<Outcome> outcomes(static_cast<std::size_t>(settings_.virtual_ranks));
+    testing::internal::CaptureStdout();
+    try {
+      run_thread_ranks(static_cast<int>(settings_.virtual_ranks), time_limit_s, [&](Communicator& ranks) {
+        Outcome& outcome = outcomes[static_cast<std::size_t>(ranks.rank())];
+        try {
+          start(name, &ranks, shard, hook, outcome);
+        } catch (const Error& error) {
+          outcome.error = error.what();
+          outcome.error_code = error.code();
+          throw;  // as the end of a process
+        }
+      });
+    } catch (const Error&) {
+    }
+    result_lines_ = testing::internal::GetCapturedStdout();
+    return outcomes;
+  }
+
+  // The log without what is a matter of time.
+  std::vector<Json> records(const std::string& name) const {
+    std::vector<Json> all;
+    std::ifstream file(temporary_.file(name) + "/log.jsonl");
+    for (std::string line; std::getline(file, line);) {
+      Json record = Json::parse(line);
+      for (const char* key : {"time", "seconds", "stalled_seconds", "tokens_per_s", "dt_ms"}) record.erase(key);
+      all.push_back(record);
+    }
+    return all;
+  }
+  std::string checkpoint(const std::string& name, std::int64_t step) const {
+    return temporary_.file(name) + format("/step_%08lld", static_cast<long long>(step));
+  }
+  void expect_same_files(const std::string& a, const std::string& b, std::int64_t step) const {
+    for (const char* file : {"/model.bin", "/state.bin", "/manifest.json"}) {
+      EXPECT_EQ(read_bytes(checkpoint(a, step) + file), read_bytes(checkpoint(b, step) + file)) << file;
+    }
+  }
+
+  const int threads_ = omp_get_max_threads();
+  TemporaryDirectory temporary_;
+  TrainSettings settings_;
+  std::string result_lines_;
+};
+
+constexpr Shard kShards[] = {Shard::none, Shard::optimizer};
+
+TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
+  for (const std::int64_t ranks : {2, 3, 4, 8}) {
+    for (const std::int64_t accumulation : {1, 2}) {
+      step_of(ranks, accumulation);
+      const std::string run = format("%lld_%lld", static_cast<long long>(ranks), static_cast<long long>(accumulation));
+      const Outcome alone = run_alone("alone_" + run);
+      ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+      for (const Shard shard : kShards) {
+        const std::string name = format("ranks_%s_%d", run.c_str(), static_cast<int>(shard));
+        for (const Outcome& rank : run_ranks(name, shard)) {
+          EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+          EXPECT_TRUE(rank.state == alone.state) << name;
+          EXPECT_EQ(rank.tensors, alone.tensors) << name;
+        }
+        EXPECT_EQ(records(name), records("alone_" + run)) << name;
+        expect_same_files(name, "alone_" + run, 4);
+        EXPECT_EQ(std::count(result_lines_.begin(), result_lines_.end(), '\n'), 1) << "the first rank's alone";
+      }
+    }
+  }
+}
+
+// Whoever computed the first half, whoever goes on: the ranks, or one process for them.
+TEST_F(RanksLoop, AResumeMayGoFromRanksToOneProcessAndBack) {
+  step_of(4, 2);
+  settings_.schedule = "constant";
+  settings_.save_every = 3;
+  settings_.steps = 9;
+  const Outcome whole = run_alone("whole");
+  for (const std::string way : {"ranks, alone, divided", "alone, divided, ranks"}) {
+    std::istringstream words(way);
+    for (std::string who; std::getline(words >> std::ws, who, ',');) {
+      settings_.steps = settings_.steps % 9 + 3;
+      std::vector<Outcome> outcomes;
+      if (who == "alone") {
+        outcomes.push_back(run_alone(way));
+      } else {
+        outcomes = run_ranks(way, who == "ranks" ? Shard::none : Shard::optimizer);
+      }
+      for (const Outcome& outcome : outcomes) ASSERT_EQ(outcome.exit, Exit::ok) << outcome.error;
+      if (settings_.steps == 9) {
+        for (const Outcome& outcome : outcomes) {
+          EXPECT_EQ(outcome.tensors, whole.tensors) << way;
+          EXPECT_TRUE(outcome.state == whole.state) << way;
+        }
+      }
+    }
+    EXPECT_EQ(read_bytes(checkpoint(way, 9) + "/model.bin"), read_bytes(checkpoint("whole", 9) + "/model.bin"));
+  }
+}
+
+TEST_F(RanksLoop, AnotherNumberOfRanksCannotGoOn) {
+  settings_.micro_batch = 1;
+  step_of(4, 1);
+  run_ranks("run", Shard::none);
+  step_of(2, 2);  // the same windows a step, and the same micro-batches
+  settings_.steps = 8;
+  const std::vector<Outcome> outcomes = run_ranks("run", Shard::none);
+  for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::usage);
+  expect_contains(outcomes[1].error, "rank 0: --virtual-ranks: got '2'");
+}
+
+// ---- the guard ----
+
+TEST_F(RanksLoop, TheGuardDecidesForAll) {
+  for (const char* policy : {"skip", "rerun", "abort"}) {
+    step_of(3, 2);
+    settings_.on_nan = policy;
+    settings_.debug_inject = {"nan@step=3"};
+    const std::string alone_name = std::string("alone_") + policy;
+    const Outcome alone = run_alone(alone_name);
+    EXPECT_EQ(alone.error_code, policy == std::string("abort") ? Exit::numeric : Exit::ok) << alone.error;
+    for (const Shard shard : kShards) {
+      const std::string name = format("%s_%d", policy, static_cast<int>(shard));
+      for (const Outcome& rank : run_ranks(name, shard)) {
+        EXPECT_EQ(rank.error, alone.error);
+        EXPECT_EQ(rank.error_code, alone.error_code);
+        EXPECT_TRUE(rank.state == alone.state) << name;
+        EXPECT_EQ(rank.tensors, alone.tensors) << name;
+      }
+      EXPECT_EQ(records(name), records(alone_name)) << name;
+      EXPECT_EQ(fs::exists(checkpoint(name, 2)), fs::exists(checkpoint(alone_name, 2))) << name;
+    }
+  }
+}
+
+TEST_F(RanksLoop, AnInfiniteMomentEndsAllRanksWithoutACheckpoint) {
+  settings_.debug_inject = {"inf@moment=4"};
+  for (const Shard shard : kShards) {
+    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::vector<Outcome> outcomes = run_ranks(name, shard);
+    for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::numeric) << rank.error;
+    expect_contains(outcomes[0].error, "moment2.");
+    expect_contains(outcomes[1].error, "rank 0: step 4: moment2.");
+    EXPECT_FALSE(fs::exists(checkpoint(name, 4)));
+  }
+}
+
+// ---- faults ----
+
+// All ranks know of it before they go on, and save the last good step together.
+TEST_F(RanksLoop, AnErrorOfOneRanksDataEndsAllAfterASave) {
+  step_of(3, 1);
+  for (const Shard shard : kShards) {
+    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::vector<Outcome> outcomes = run_ranks(name, shard, [](int rank, HookedModel& model, TrainSettings&) {
+      if (rank != 1) return;
+      model.before_evaluate = [](const Batch&) { fail(Exit::bad_file, "val_0.bin: replaced"); };
+    });
+    EXPECT_EQ(outcomes[1].error, "val_0.bin: replaced");
+    for (const std::size_t r : {0u, 2u}) EXPECT_EQ(outcomes[r].error, "rank 1: val_0.bin: replaced");
+    for (const Outcome& rank : outcomes) {
+      EXPECT_EQ(rank.error_code, Exit::bad_file);
+      EXPECT_EQ(rank.state.step, 2);
+    }
+    EXPECT_TRUE(fs::exists(checkpoint(name, 2) + "/manifest.json"));
+  }
+}
+
+TEST_F(RanksLoop, AReplacedShardEndsAllAfterASave) {
+  step_of(3, 2);
+  settings_.steps = 100;
+  settings_.val_every = 0;
+  const std::vector<Outcome> outcomes =
+      run_ranks("run", Shard::optimizer, [&](int rank, HookedModel& model, TrainSettings&) {
+        if (rank != 2) return;
+        model.before_forward = [&](std::uint64_t micro_step) {
+          if (micro_step != 16) return;  // the third step
+          const std::string shard = temporary_.file("train_0.bin");
+          fs::remove(shard);
+          write_shard(shard, patterned_tokens(303, 7));
+        };
+      });
+  for (const Outcome& rank : outcomes) {
+    EXPECT_EQ(rank.error_code, Exit::bad_file);
+    expect_contains(rank.error, "train_0.bin");
+    EXPECT_EQ(rank.state.step, outcomes[0].state.step);
+    EXPECT_EQ(rank.state.windows, outcomes[0].state.windows);
+  }
+  EXPECT_TRUE(fs::exists(checkpoint("run", outcomes[0].state.step) + "/manifest.json"));
+}
+
+// Nothing in its memory can be trusted: no save, and nobody waits.
+TEST_F(RanksLoop, ADeviceErrorOfOneRankEndsAll) {
+  step_of(4, 1);
+  settings_.save_every = 1;
+  for (const int broken : {0, 3}) {
+    const std::string name = format("run%d", broken);
+    const auto begin = std::chrono::steady_clock::now();
+    const std::vector<Outcome> outcomes =
+        run_ranks(name, Shard::optimizer, [&](int rank, HookedModel& model, TrainSettings&) {
+          if (rank != broken) return;
+          model.before_forward = [](std::uint64_t micro_step) {
+            if (micro_step >= 8) fail(Exit::environment, "the GPU has fallen off the bus");
+          };
+        });
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+    for (int r = 0; r < 4; ++r) {
+      const Outcome& rank = outcomes[static_cast<std::size_t>(r)];
+      EXPECT_EQ(rank.error_code, Exit::environment);
+      EXPECT_EQ(rank.error,
+                format("%sthe GPU has fallen off the bus", r == broken ? "" : format("rank %d: ", broken).c_str()));
+    }
+    EXPECT_TRUE(fs::exists(checkpoint(name, 2) + "/manifest.json")) << "the save in progress was finished";
+    EXPECT_FALSE(fs::exists(checkpoint(name, 3)));
+    EXPECT_FALSE(fs::exists(checkpoint(name, 2) + ".tmp"));
+  }
+}
+
+TEST_F(RanksLoop, ARankThatHangsIsNamed) {
+  step_of(3, 1);
+  const auto hang = [](int rank, HookedModel& model, TrainSettings&) {
+    model.before_forward = [rank](std::uint64_t micro_step) {
+      if (rank == 1 && micro_step == 7) std::this_thread::sleep_for(std::chrono::seconds(4));
+    };
+  };
+  for (const Outcome& rank : run_ranks("run", Shard::none, hang, 3)) {
+    EXPECT_EQ(rank.error_code, Exit::environment);
+    EXPECT_EQ(rank.error, "rank 1 did not come to exchange() within 3 s");
+    EXPECT_EQ(rank.state.step, 2);
+  }
+  EXPECT_FALSE(fs::exists(checkpoint("run", 2)));
+}
+
+TEST_F(RanksLoop, OneRanksTimeLimitStopsAllAfterASave) {
+  step_of(3, 1);
+  settings_.schedule = "constant";
+  for (const int early : {0, 2}) {
+    const std::string name = format("run%d", early);
+    const std::vector<Outcome> outcomes =
+        run_ranks(name, Shard::optimizer, [&](int rank, HookedModel&, TrainSettings& settings) {
+          if (rank == early) settings.max_minutes = 1e-9;
+        });
+    for (const Outcome& rank : outcomes) {
+      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+      EXPECT_EQ(rank.state.step, 0);
+    }
+    EXPECT_TRUE(fs::exists(checkpoint(name, 0) + "/manifest.json"));
+  }
+}
+
+TEST_F(RanksLoop, AFullDiskCostsACheckpointNotTheRun) {
+  settings_.save_every = 2;
+  settings_.steps = 5;
+  const Outcome clean = run_alone("clean");
+  settings_.debug_inject = {"enospc@save=6000"};  // strikes once, in the save of step 2
+  for (const Outcome& rank : run_ranks("run", Shard::optimizer)) {
+    EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+    EXPECT_EQ(rank.tensors, clean.tensors);
+  }
+  EXPECT_TRUE(fs::exists(checkpoint("run", 5)));
+  EXPECT_FALSE(fs::exists(checkpoint("run", 2)));
+}
+
+TEST_F(RanksLoop, AFailedLastSaveEndsAllRanks) {
+  settings_.debug_inject = {"io-error@save=0"};
+  const std::vector<Outcome> outcomes = run_ranks("run", Shard::optimizer);
+  for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::resources);
+  expect_contains(outcomes[1].error, "rank 0: the last checkpoint could not be saved");
+  EXPECT_FALSE(fs::exists(checkpoint("run", 4)));
+}
+
+TEST_F(RanksLoop, AResumeThatFailsIsAnErrorOfAllRanks) {
+  settings_.resume = "must";
+  const std::vector<Outcome> outcomes = run_ranks("empty", Shard::none);
+  for (const Outcome& rank : outcomes) EXPECT_EQ(rank.error_code, Exit::bad_file);
+  expect_contains(outcomes[1].error, "rank 0: --resume must: ");
+}
+
+// ---- memory ----
+
+TEST_F(RanksLoop, ADividedOptimizerHasItsPartOfTheMoments) {
+  const std::uint64_t all = 2 * parameter_plan(TensorTable(ranks_config())).bytes();
+  for (const std::int64_t ranks : {2, 3}) {
+    step_of(ranks, 1);
+    for (const Shard shard : kShards) {
+      std::atomic<std::uint64_t> sum{0};
+      run_thread_ranks(static_cast<int>(ranks), 60, [&](Communicator& communicator) {
+        const std::unique_ptr<TrainModel> model =
+            cpu::make_llama(ranks_config(), settings_.model_options(), communicator, shard);
+        for (const MemoryLine& line : model->memory()) {
+          EXPECT_NE(line.name, "sum of the ranks (fp32)");
+          if (line.name == "AdamW moments (fp32)") sum += line.bytes;
+        }
+      });
+      const std::uint64_t rounding = static_cast<std::uint64_t>(ranks) * 2 * kRegionAlignment;
+      const std::uint64_t expected = shard == Shard::none ? static_cast<std::uint64_t>(ranks) * all : all;
+      EXPECT_GE(sum, expected);
+      EXPECT_LE(sum, expected + rounding);
+    }
+  }
+}
+
+TEST_F(RanksLoop, AnotherNumberOfRanksThanTheStepHasIsRefused) {
+  step_of(4, 1);
+  run_thread_ranks(2, 60, [&](Communicator& ranks) {
+    expect_contains(error_of(Exit::internal,
+                             [&] { cpu::make_llama(ranks_config(), settings_.model_options(), ranks, Shard::none); }),
+                    "2 ranks for a step of 4");
+  });
+}
+
+}  // namespace
+}  // namespace weft

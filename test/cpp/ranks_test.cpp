@@ -1,0 +1,243 @@
+// Training on several ranks: their sums, and what one process computes for all of them (--virtual-ranks).
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "llmc/comm/thread_ranks.h"
+#include "llmc/cpu/adamw.h"
+#include "llmc/cpu/rank_sum.h"
+#include "llmc/model/shards.h"
+#include "test/cpp/gradient_check.h"
+#include "test/cpp/train_tools.h"
+
+namespace weft {
+namespace {
+
+using test::Floats;
+
+// ---- the operator ----
+
+// In this order, and in fp32: 1 + 2^-24 + 2^-24 is 1, and 2^-24 + 2^-24 + 1 is more.
+TEST(RankSum, AddsInTheOrderOfTheRanks) {
+  const float one = 1, small = 0x1p-24f;
+  float sum = 0;
+  cpu::add_ranks(&sum, std::vector<const float*>{&one, &small, &small}, 1);
+  EXPECT_EQ(sum, 1.0f);
+  cpu::add_ranks(&sum, std::vector<const float*>{&small, &small, &one}, 1);
+  EXPECT_GT(sum, 1.0f);
+}
+
+TEST(RankSum, IsTheDefinitionForAnySizeAndAnyThreads) {
+  for (const std::int64_t count : {0, 1, 4095, 4096, 4097, 9001}) {
+    for (const std::size_t ranks : {1u, 2u, 3u, 8u}) {
+      std::vector<Floats> pieces;
+      std::vector<const float*> pointers;
+      for (std::size_t r = 0; r < ranks; ++r) pieces.push_back(test::random_floats(count, static_cast<unsigned>(r)));
+      for (const Floats& piece : pieces) pointers.push_back(piece.data());
+      Floats expected = pieces[0];
+      for (std::size_t r = 1; r < ranks; ++r) {
+        for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += pieces[r][i];
+      }
+      test::expect_same_bits_for_any_threads("add_ranks", [&] {
+        Floats sum(pieces[0].size(), -1.0f);
+        cpu::add_ranks(sum.data(), pointers, count);
+        return std::vector<Floats>{sum};
+      });
+      Floats sum(expected.size());
+      cpu::add_ranks(sum.data(), pointers, count);
+      EXPECT_EQ(sum, expected) << ranks << " ranks, " << count;
+      cpu::add_ranks(pieces.back().data(), pointers, count);  // into the last piece
+      EXPECT_EQ(pieces.back(), expected) << ranks << " ranks, " << count;
+    }
+  }
+}
+
+TEST(RankSum, OneByOneIsAllAtOnce) {
+  const Floats a = test::random_floats(5000, 1), b = test::random_floats(5000, 2), c = test::random_floats(5000, 3);
+  Floats at_once(5000), one_by_one = a;
+  cpu::add_ranks(at_once.data(), std::vector<const float*>{a.data(), b.data(), c.data()}, 5000);
+  for (const Floats* next : {&b, &c}) {
+    cpu::add_ranks(one_by_one.data(), std::vector<const float*>{one_by_one.data(), next->data()}, 5000);
+  }
+  EXPECT_EQ(one_by_one, at_once);
+}
+
+TEST(RankSum, ThePiecesOfAnExchangeChangeNothing) {
+  const std::int64_t count = 9001;
+  for (const int size : {1, 2, 3, 8}) {
+    Floats expected = test::random_floats(count, 0);
+    for (int r = 1; r < size; ++r) {
+      const Floats more = test::random_floats(count, static_cast<unsigned>(r));
+      for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += more[i];
+    }
+    std::vector<Range> parts = shares(count, size);
+    if (size == 3) parts[1].end = parts[1].begin;  // a rank without a part: nobody has the sum of these elements
+    for (const std::int64_t piece : {std::int64_t{7}, std::int64_t{4096}, cpu::kExchangePiece}) {
+      run_thread_ranks(size, 60, [&](Communicator& ranks) {
+        omp_set_num_threads(1);
+        const Floats mine = test::random_floats(count, static_cast<unsigned>(ranks.rank()));
+        Floats values = mine;
+        cpu::exchange_and_add(ranks, values.data(), parts, piece);
+        const Range part = parts[static_cast<std::size_t>(ranks.rank())];
+        for (std::int64_t i = 0; i < count; ++i) {
+          const bool own = part.begin <= i && i < part.end;
+          const auto at = static_cast<std::size_t>(i);
+          ASSERT_EQ(values[at], own ? expected[at] : mine[at]) << i << " of rank " << ranks.rank();
+        }
+      });
+    }
+  }
+}
+
+// ---- ranges of the arena ----
+
+TEST(CutArena, TheRangesAreNeighboursThatBeginWhereBlocksBegin) {
+  for (const char* name : {"tiny", "d12", "llama3.1-8b"}) {
+    const TensorTable table(preset_config(name));
+    for (const int ranks : {1, 2, 3, 8, 512}) {
+      const std::vector<Range> parts = cut_arena(table, ranks, cpu::kAdamWBlock);
+      ASSERT_EQ(std::ssize(parts), ranks);
+      std::int64_t begin = 0;
+      for (const Range& part : parts) {
+        EXPECT_EQ(part.begin, begin);
+        begin = part.end;
+        if (part.begin == table.arena_elements()) continue;
+        bool at_a_block = false;
+        for (const TensorSpec& spec : table.specs()) {
+          const std::int64_t inside = part.begin - spec.offset;
+          at_a_block |= inside >= 0 && inside < spec.elements && inside % cpu::kAdamWBlock == 0;
+        }
+        EXPECT_TRUE(at_a_block) << name << ", " << ranks << " ranks, element " << part.begin;
+        // A block, and the padding behind the last tensor of a group, is all that a part has more than its share.
+        EXPECT_LE(part.size(), table.arena_elements() / ranks + cpu::kAdamWBlock + 128) << name << ", " << ranks;
+      }
+      EXPECT_EQ(begin, table.arena_elements());
+    }
+  }
+}
+
+TEST(CutArena, AModelOfFewBlocksLeavesRanksWithNothing) {
+  const TensorTable table(micro_config());  // nine tensors of less than a block
+  const std::vector<Range> parts = cut_arena(table, 64, cpu::kAdamWBlock);
+  std::int64_t elements = 0, with_something = 0;
+  for (const Range& part : parts) {
+    elements += part.size();
+    with_something += part.size() > 0;
+  }
+  EXPECT_EQ(elements, table.arena_elements());
+  EXPECT_LE(with_something, std::ssize(table.specs()));
+  EXPECT_GT(with_something, 3);
+}
+
+// ---- one process for all ranks ----
+
+class VirtualRanks : public testing::Test {
+ protected:
+  void SetUp() override { omp_set_num_threads(1); }
+  void TearDown() override { omp_set_num_threads(threads_); }
+
+  // A step of `ranks` x `accumulation` micro-batches of two sequences of eight.
+  static TrainSettings settings(std::int64_t ranks, std::int64_t accumulation) {
+    TrainSettings settings = micro_settings();
+    settings.virtual_ranks = ranks;
+    settings.batch_tokens = ranks * accumulation * 16;
+    settings.dropout = 0.25;  // its masks are addressed by the micro-step of the run, not by that of the rank
+    return settings;
+  }
+  // Forward and backward of micro-batches [first, last) of a run.
+  static void compute(TrainModel& model, std::int64_t first, std::int64_t last, float scale) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::vector<std::uint16_t> text = patterned_tokens(17, static_cast<std::size_t>(100 * i));
+      const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1), labels(text.begin() + 1, text.end());
+      model.forward({tokens, labels}, static_cast<std::uint64_t>(i), scale);
+      model.backward();
+    }
+  }
+
+  const int threads_ = omp_get_max_threads();
+};
+
+// Against models that compute one rank each and know of no other.
+TEST_F(VirtualRanks, TheGradientIsTheSumOfEachRanksOwn) {
+  for (const std::int64_t ranks : {2, 3, 4, 8}) {
+    for (const std::int64_t accumulation : {1, 3}) {
+      const TrainSettings together = settings(ranks, accumulation);
+      const float scale = 1.0f / static_cast<float>(together.batch_tokens);
+      Floats expected;
+      double loss = 0;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        const std::unique_ptr<TrainModel> alone = micro_model(settings(1, accumulation));
+        alone->zero_gradients();
+        compute(*alone, rank * accumulation, (rank + 1) * accumulation, scale);
+        const Floats own = tensors(*alone, TensorRole::gradient);
+        if (rank == 0) expected.resize(own.size());
+        for (std::size_t i = 0; i < own.size(); ++i) expected[i] = rank == 0 ? own[i] : expected[i] + own[i];
+        loss += alone->statistics().loss_sum;
+      }
+      const std::unique_ptr<TrainModel> model = micro_model(together);
+      for (int step = 0; step < 2; ++step) {  // the second finds nothing of the first
+        model->zero_gradients();
+        compute(*model, 0, ranks * accumulation, scale);
+        const StepStatistics statistics = model->statistics();
+        EXPECT_EQ(tensors(*model, TensorRole::gradient), expected) << ranks << " ranks of " << accumulation;
+        EXPECT_EQ(statistics.loss_sum, loss);
+        EXPECT_EQ(statistics.label_count, together.batch_tokens);
+        double squares = 0;
+        for (const float value : expected) squares += static_cast<double>(value) * value;
+        EXPECT_NEAR(statistics.gradient_norm, std::sqrt(squares), 1e-12 * std::sqrt(squares));
+      }
+    }
+  }
+}
+
+// The update reads the sum, not the gradients of the last rank.
+TEST_F(VirtualRanks, TheUpdateIsThatOfTheSum) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings(3, 1));
+  const std::vector<float> before = tensors(*model, TensorRole::parameter);
+  model->zero_gradients();
+  compute(*model, 0, 3, 1.0f / 48);
+  const std::vector<float> gradient = tensors(*model, TensorRole::gradient);
+  AdamWStep step;
+  step.learning_rate = 0.5f;
+  step.beta1 = 0;
+  step.beta2 = 0;
+  model->update(step);
+  EXPECT_EQ(tensors(*model, TensorRole::moment1), gradient);
+}
+
+// One rank is a run without the option: the sum of one, and no buffer for more.
+TEST_F(VirtualRanks, OneRankIsARunWithoutThem) {
+  TrainSettings one = settings(1, 3);
+  const std::uint64_t parameters = parameter_plan(TensorTable(micro_config())).bytes();
+  const auto bytes = [](const TrainSettings& s) {
+    return total_bytes(cpu::plan_llama(micro_config(), s.model_options()));
+  };
+  EXPECT_EQ(bytes(settings(3, 1)), bytes(one) + parameters);
+  TrainOptions plain;  // as for who does not know the option
+  plain.micro_batch = one.micro_batch;
+  plain.seq_len = one.seq_len;
+  plain.dropout = static_cast<float>(one.dropout);
+  plain.seed = static_cast<std::uint64_t>(one.seed);
+  const std::unique_ptr<TrainModel> without = cpu::make_llama(micro_config(), plain);
+  initialize_parameters(*without, plain.seed);
+  const std::unique_ptr<TrainModel> with = micro_model(one);
+  for (TrainModel* model : {without.get(), with.get()}) {
+    model->zero_gradients();
+    compute(*model, 0, 3, 1.0f / 48);
+  }
+  EXPECT_EQ(tensors(*with, TensorRole::gradient), tensors(*without, TensorRole::gradient));
+  EXPECT_EQ(with->statistics().loss_sum, without->statistics().loss_sum);
+}
+
+TEST_F(VirtualRanks, MoreMicroBatchesThanTheirStepHasAreRefused) {
+  const std::unique_ptr<TrainModel> model = micro_model(settings(2, 1));
+  model->zero_gradients();
+  compute(*model, 0, 2, 1);
+  expect_contains(error_of(Exit::internal, [&] { compute(*model, 2, 3, 1); }), "more micro-batches");
+}
+
+}  // namespace
+}  // namespace weft
