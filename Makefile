@@ -267,12 +267,12 @@ torch: venv
 # Without a GPU the demo runs on the CPU: no GPU code is compiled for it, unless GPU_ARCH= asks for some. The packages of the
 # scripts are fetched while the programs are compiled: DEPS_DONE, because a second check of deps would put venv behind them.
 # infer_pythia, its server and their libraries are compiled after the training, which thus begins in half the time.
-DEMO_MAKE = $(MAKE) --no-print-directory DEPS_DONE=1 $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
+DEMO_SETTINGS := DEPS_DONE=1 $(if $(strip $(FOUND_ARCH))$(filter-out file,$(origin GPU_ARCH)),,NVCC=)
 demo: deps
-	@$(DEMO_MAKE) venv train_llama
+	@$(MAKE) --no-print-directory $(DEMO_SETTINGS) venv train_llama
 	@scripts/run_demo.sh train
-	@echo; echo "== building infer_pythia"
-	@$(DEMO_MAKE) all
+	@printf '\n== building infer_pythia\n'
+	@$(MAKE) --no-print-directory $(DEMO_SETTINGS) all
 	@scripts/run_demo.sh infer
 
 # Training steps and decoding beside PyTorch (make torch), on the GPU of this machine.
