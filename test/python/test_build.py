@@ -87,6 +87,14 @@ def test_the_demo_compiles_for_the_gpu_that_is_there(gpu, tmp_path):
     assert f"{NVCC} " in commands and "sm_90a" in commands and "sm_80" not in commands
 
 
+def test_the_demo_trains_before_the_server_is_compiled(no_gpu, tmp_path):
+    commands = make("-n", "-j1", "NVCC=", f"B={tmp_path}/b", "demo", **no_gpu)
+    first, rest = commands.split("run_demo.sh train")
+    assert "llmc/train/loop.cpp" in first and re.search(r"\[(\d+)/\1\] *LINK +\S+/train_llama", first)
+    assert not re.search(r"llmc/serve/|llmc/infer/engine.cpp|infer_pythia", first), "the first line of training waits for these"
+    assert "llmc/serve/http.cpp" in rest.split("run_demo.sh infer")[0]
+
+
 def test_make_uses_the_cores_unless_told_otherwise(tmp_path):
     (tmp_path / "show.mk").write_text("show:\n\t@echo jobs $(filter -j%,$(MAKEFLAGS))\n")
     words = ["-f", "Makefile", "-f", tmp_path / "show.mk", "show"]
