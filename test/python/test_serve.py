@@ -621,6 +621,7 @@ def random_request(server: Server, number: int) -> str:
         server.refuse(400, body)
         return "refused"
     with server.open(body) as client:
+        client.settimeout(60 if SOAK <= 300 else 600)  # a long one runs beside other work
         if chance.random() < 0.4:
             time.sleep(chance.random() * 0.05)
             leave(client, chance)
