@@ -60,8 +60,7 @@ endif
 
 HOST_SRC := $(wildcard llmc/base/*.cpp llmc/file/*.cpp llmc/text/*.cpp llmc/model/*.cpp llmc/comm/*.cpp llmc/cpu/*.cpp llmc/train/*.cpp llmc/infer/*.cpp llmc/serve/*.cpp llmc/app/*.cpp)
 HOST_OBJ := $(HOST_SRC:%.cpp=$B/%.o)
-# What infer_pythia has beyond train_llama, in an archive of its own: make demo trains before these are compiled, and
-# ThreadSanitizer's build does without them.
+# What infer_pythia has beyond train_llama, in an archive of its own: make demo trains before these are compiled.
 TRAIN_NEEDS := $(addprefix llmc/infer/,generate.cpp prompt.cpp stop_text.cpp text_stream.cpp)
 INFER_SRC := $(filter-out $(TRAIN_NEEDS),$(filter llmc/infer/% llmc/serve/% llmc/app/decode_%,$(HOST_SRC)))
 INFER_OBJ := $(INFER_SRC:%.cpp=$B/%.o)
@@ -204,7 +203,7 @@ THREAD_TESTS := checkpoint communicator data_loader engine serve_http serve_serv
 tsan:
 	@$(MAKE) --no-print-directory MODE=tsan NVCC= thread_tests
 thread_tests: $B/thread_tests $B/train_llama
-$B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $B/libweft.a
+$B/thread_tests: $(THREAD_TESTS:%=$B/test/cpp/%_test.o) $(LIBS)
 	@$(call say,LINK  $@)
 	$Q$(CXX) $(LDFLAGS) $^ $(LDLIBS) -lgtest -lgtest_main -lpthread -o $@
 
