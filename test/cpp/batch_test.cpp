@@ -1,5 +1,5 @@
-#include "llmc/base/json.h"
 #include "llmc/infer/batch.h"
+#include "llmc/base/json.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

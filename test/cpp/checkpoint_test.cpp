@@ -1,7 +1,7 @@
 // Run directories and checkpoints: whatever happens to a save or to the files afterwards, a run goes on from
 // the newest state that is whole, or says why it cannot.
-#include "llmc/base/json.h"
 #include "llmc/train/checkpoint.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 #include <pthread.h>

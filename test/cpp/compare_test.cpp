@@ -1,6 +1,6 @@
 // Comparisons that can fail: what --compare does with values that no comparison orders.
-#include "llmc/base/json.h"
 #include "llmc/model/compare.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-#include "llmc/base/json.h"
 #include "llmc/infer/completion.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 

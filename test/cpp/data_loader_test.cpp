@@ -1,7 +1,7 @@
 // Data order and loader: every window once an epoch, exact positions, and what happens to shards that do not
 // fit.
-#include "llmc/base/json.h"
 #include "llmc/train/data_loader.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 

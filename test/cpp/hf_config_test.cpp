@@ -1,6 +1,6 @@
 // --config FILE: the shape of a new model from a Hugging Face config.json.
-#include "llmc/base/json.h"
 #include "llmc/train/hf_config.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 

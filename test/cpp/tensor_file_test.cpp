@@ -1,7 +1,7 @@
 // The tensor file: shared vectors with the Python implementation, damage of every kind, failures while
 // writing.
-#include "llmc/base/json.h"
 #include "llmc/file/tensor_file.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

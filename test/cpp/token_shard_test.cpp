@@ -1,7 +1,7 @@
 // Token shards: shared vectors with the Python implementation, damage of every kind, replacement while in
 // use.
-#include "llmc/base/json.h"
 #include "llmc/file/token_shard.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Writing on a thread of its own, and independent work on several: order, errors, memory that is used again.
-#include "llmc/base/json.h"
 #include "llmc/file/write_behind.h"
+#include "llmc/base/json.h"
 
 #include <gtest/gtest.h>
 

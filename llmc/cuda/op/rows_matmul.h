@@ -36,7 +36,7 @@ struct RowsMatmul {
   const S* bias = nullptr;    // [OC] or null
   std::int64_t rows = 0, K = 0, OC = 0;
   RowsEpilogue epilogue = RowsEpilogue::store;
-  S* out = nullptr;           // [rows, OC]: store, gelu, swiglu
+  S* out = nullptr;  // [rows, OC]: store, gelu, swiglu
   // x was complete before the predecessor in the chain let this kernel start (paged_attention() does so late enough): it is
   // read without waiting for the predecessor, and both run at the same time as far as there is room.
   bool x_is_older = false;
