@@ -810,7 +810,7 @@ GPU = [
            "swiglu<S>(rounded(value[i]), rounded(ups[i]));", "swiglu<S>(rounded(ups[i]), rounded(value[i]));",
            ("gpu:RowsMatmul*EveryEpilogue*",)),
     Mutant("GPU: rows_matmul reads x before the kernel that writes it is done", "llmc/cuda/op/rows_matmul_hopper.cu",
-           "  if (producer) {\n    wait_for_predecessors();\n", "  if (producer) {\n",
+           "    if (!p.x_is_older) wait_for_predecessors();\n", "",
            ("gpu:RowsMatmul*AChainWaits*",)),
     Mutant("GPU: K/V heads tiled", "llmc/cuda/op/attention/portable_forward.cu",
            "h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);",

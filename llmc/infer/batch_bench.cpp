@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/base/log.h"
 #include "llmc/infer/bench.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/base/json.h"
+#include "llmc/base/json_fwd.h"
 #include "llmc/base/sampling.h"
 #include "llmc/infer/engine.h"
 #include "llmc/infer/report.h"

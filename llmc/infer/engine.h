@@ -1,10 +1,11 @@
 // The engine: many requests on one InferenceModel, with in-flight batching (Yu et al., "Orca", OSDI 2022). Knows no device,
 // no text and no protocol.
 //
-// Each step has a budget of rows. First every sequence that generates gets its row, then prompts get chunks of what is left, or
-// of prompt_rows if that is less: half of it the oldest, the rest those that are completed soonest. A sequence that finds no free page takes those of the
-// youngest running one, which waits again and is computed anew from its ids (preemption by recomputation). Full pages are
-// shared between sequences that begin with the same ids. llmc/infer/scheduler.h and page_pool.h say how.
+// Each step has a budget of rows. First every sequence that generates gets its row, then prompts get chunks of what is left,
+// or of prompt_rows if that is less: half of it the oldest, the rest those that are completed soonest. A sequence that finds
+// no free page takes those of the youngest running one, which waits again and is computed anew from its ids (preemption by
+// recomputation). Full pages are shared between sequences that begin with the same ids. llmc/infer/scheduler.h and page_pool.h
+// say how.
 //
 // None of this changes a request's ids or bits: InferenceModel promises that.
 #pragma once
@@ -58,7 +59,7 @@ struct EngineOptions {
   std::int64_t max_running = 256;    // sequences at once; at most the model's slots()
   std::int64_t rows_per_step = 512;  // at most the model's max_rows()
   // Of them, rows of prompts in a step that also decodes: sequences that generate wait for its whole step.
-  std::int64_t prompt_rows = 512;
+  std::int64_t prompt_rows = 128;
   bool share_prefixes = true;
 };
 

@@ -45,7 +45,7 @@ struct InferSettings {
   std::string kv_memory;          // as it was given
   std::uint64_t kv_bytes = 0;     // the same in bytes
   std::int64_t max_running = 64;  // sequences at once
-  std::int64_t prompt_rows = 512;
+  std::int64_t prompt_rows = 128;
 
   std::int64_t stride = 0;
   std::string bench_contexts;

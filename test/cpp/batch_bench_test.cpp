@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "llmc/base/error.h"
+#include "llmc/base/json.h"
 #include "llmc/infer/bench.h"
 #include "test/cpp/paged_fake.h"
 
