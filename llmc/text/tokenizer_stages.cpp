@@ -97,7 +97,7 @@ void StageReader::read_split(const Node& node) {
   if (!rule) pattern.refuse("the pattern of GPT-2, Llama-3 or Qwen-2 (no other has been verified)");
   if (node["behavior"].text() != "Isolated") node["behavior"].refuse("\"Isolated\"");
   if (node["invert"].flag(false)) node["invert"].refuse("false");
-  spec_.steps.push_back({*rule, false});
+  spec_.steps.emplace_back().rule = *rule;
 }
 
 // Of the old spelling, add_prefix_space, only false says something: it must agree with prepend_scheme.
@@ -134,7 +134,7 @@ void StageReader::read_metaspace(const Node& node) {
       node["prepend_scheme"].refuse("\"always\" or \"never\" beside a normalizer and added tokens that are normalized");
     }
   }
-  spec_.steps.push_back({SplitRule::none, false, rule});
+  spec_.steps.emplace_back().metaspace = rule;
 }
 
 // ByteLevel must be last: what follows it in the original sees characters of the byte alphabet, not the text.
@@ -148,12 +148,14 @@ void StageReader::read_pre_tokenizer(const Node& node) {
     for (std::size_t i = 0; i < list.list_size(); ++i) read_pre_tokenizer(list[i]);
   } else if (type == "ByteLevel" && !by_character) {
     const bool use_regex = node["use_regex"].flag(true);
-    spec_.steps.push_back({use_regex ? SplitRule::gpt2 : SplitRule::none, node["add_prefix_space"].flag(true)});
+    PreTokenizerStep& step = spec_.steps.emplace_back();
+    step.rule = use_regex ? SplitRule::gpt2 : SplitRule::none;
+    step.add_prefix_space = node["add_prefix_space"].flag(true);
     byte_level_seen_ = true;
   } else if (type == "Split") {
     read_split(node);
   } else if (type == "Digits") {
-    spec_.steps.push_back({node["individual_digits"].flag(false) ? SplitRule::digit : SplitRule::digit_run, false});
+    spec_.steps.emplace_back().rule = node["individual_digits"].flag(false) ? SplitRule::digit : SplitRule::digit_run;
   } else if (type == "Metaspace" && by_character) {
     read_metaspace(node);
   } else if (by_character) {
