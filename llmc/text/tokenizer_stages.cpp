@@ -78,7 +78,7 @@ void StageReader::read_normalizer(const Node& node) {
   if (type == "NFC") {
     spec_.normalizers.push_back({NormalizerStep::Kind::nfc, "", ""});
   } else if (type == "Prepend") {
-    const std::string& text = node["prepend"].text();
+    const std::string text = node["prepend"].text();
     if (text.empty() || text.size() > kMaxPrependBytes) {
       node["prepend"].problem(format("got %zu bytes, expected 1 to %zu", text.size(), kMaxPrependBytes));
     }
