@@ -1,6 +1,7 @@
 // The command line of train_llama, one argument a line: its table, and what it checks of the values together.
 #include <cmath>
 
+#include "llmc/base/json.h"
 #include "llmc/train/options.h"
 #include "test/fuzz/option_words.h"
 
