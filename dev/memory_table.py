@@ -100,7 +100,7 @@ def training_table(planner: Planner) -> list[str]:
 
 def pythia_table() -> list[str]:
     """Sizes of llmc/model/random_models.cpp. Parameters: two embeddings, in a layer 12 C^2 and 13 C of norms and biases."""
-    text = (ROOT / "llmc" / "model" / "pythia.cpp").read_text(encoding="utf-8")
+    text = (ROOT / "llmc" / "model" / "random_models.cpp").read_text(encoding="utf-8")
     lines = ["| model | parameters | weights, fp16 | cache of 2,048, fp16 | both |", "|---|---|---|---|---|"]
     for name, *numbers in re.findall(r'\{"(pythia-[\w.]+)", (\d+), (\d+), \d+, (\d+)\}', text):
         layers, hidden, vocabulary = map(int, numbers)

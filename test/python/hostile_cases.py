@@ -932,7 +932,7 @@ COMMAND_LINES = [
     train_usage("--seed 9223372036854775808", "--seed", "9223372036854775808"),
     train_usage("--batch-tokens 33", "--batch-tokens", "33", "32"),
     train_usage("--virtual-ranks 0", "--virtual-ranks", "'0'"),
-    train_usage("--virtual-ranks 3", "--virtual-ranks", "got 3", "divisor"),
+    train_usage("--virtual-ranks 3 --batch-tokens 128", "--virtual-ranks", "got 3", "divisor"),
     train_usage("--val-every 5x", "--val-every", "'5x'"),
     train_usage("--config tiny", "--config", "--model"),
     train_usage("--schedule cosin", "--schedule", "'cosin'", "cosine"),
