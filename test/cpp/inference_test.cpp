@@ -205,35 +205,7 @@ TEST(CpuInference, LogprobsFollowTheLogits) {
 
 TEST(CpuInference, RefusesWhatWouldTouchMemoryOfOthers) {
   const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool(8));
-  const std::vector<std::int32_t> pages = {3, 1}, ids = {5, 9, 2};
-  Span good;
-  good.pages = pages;
-  good.ids = ids;
-  const auto refused = [&](const char* what, const auto& change) {
-    Span span = good;
-    change(span);
-    const std::string message = error_of(Exit::internal, [&] { model->submit({&span, 1}); });
-    EXPECT_NE(message.find(what), std::string::npos) << message;
-  };
-  refused("8 are covered", [](Span& s) { s.first_position = 6; });
-  refused("positions -1", [](Span& s) { s.first_position = -1; });
-  refused("page 8", [](Span& s) {
-    static const std::vector<std::int32_t> wrong = {3, 8};
-    s.pages = wrong;
-  });
-  refused("page -1", [](Span& s) {
-    static const std::vector<std::int32_t> wrong = {-1};
-    s.pages = wrong;
-  });
-  refused("slot 7", [](Span& s) { s.slot = kSlots; });
-  refused("4 targets", [](Span& s) {
-    static const std::vector<std::int32_t> four = {1, 2, 3, 4};
-    s.targets = four;
-  });
-  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({}); }).find("0 rows"), std::string::npos);
-  const std::vector<Span> many(22, good);
-  EXPECT_NE(error_of(Exit::internal, [&] { model->submit(many); }).find("66 rows"), std::string::npos);
-  EXPECT_NE(error_of(Exit::internal, [&] { model->collect(); }).find("without a step"), std::string::npos);
+  const Span good = test::expect_refuses_memory_of_others(*model);
   model->submit({&good, 1});
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("not collected"), std::string::npos);
 }

@@ -11,11 +11,13 @@
 #include <optional>
 #include <random>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "llmc/base/sampling.h"
 #include "llmc/infer/engine.h"
 #include "llmc/model/inference_model.h"
+#include "test/cpp/test_files.h"
 
 namespace weft::test {
 
@@ -262,6 +264,34 @@ inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int
     sum.prefix_ids += one.prefix_ids;
   }
   return sum;
+}
+
+// What a step may not do on any device. `model`: 8 pages of `page_size` positions, 64 rows, kSlots slots. Returns a span that is
+// in order, of three rows.
+inline Span expect_refuses_memory_of_others(InferenceModel& model) {
+  static const std::vector<std::int32_t> pages = {3, 1}, ids = {5, 9, 2}, absent = {3, 8}, negative = {-1},
+                                         four = {1, 2, 3, 4};
+  Span good;
+  good.pages = pages;
+  good.ids = ids;
+  const auto refused = [&](const std::string& what, const auto& change) {
+    Span span = good;
+    change(span);
+    const std::string message = error_of(Exit::internal, [&] { model.submit({&span, 1}); });
+    EXPECT_NE(message.find(what), std::string::npos) << message;
+  };
+  const std::int64_t covered = 2 * model.page_size();
+  refused(std::to_string(covered) + " are covered", [&](Span& s) { s.first_position = covered - 2; });
+  refused("positions -1", [](Span& s) { s.first_position = -1; });
+  refused("page 8", [&](Span& s) { s.pages = absent; });
+  refused("page -1", [&](Span& s) { s.pages = negative; });
+  refused("slot 7", [](Span& s) { s.slot = kSlots; });
+  refused("4 targets", [&](Span& s) { s.targets = four; });
+  EXPECT_NE(error_of(Exit::internal, [&] { model.submit({}); }).find("0 rows"), std::string::npos);
+  const std::vector<Span> many(22, good);
+  EXPECT_NE(error_of(Exit::internal, [&] { model.submit(many); }).find("66 rows"), std::string::npos);
+  EXPECT_NE(error_of(Exit::internal, [&] { model.collect(); }).find("without a step"), std::string::npos);
+  return good;
 }
 
 }  // namespace weft::test

@@ -12,23 +12,21 @@
 #include "llmc/model/single_sequence.h"
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/inference_tools.h"
+#include "test/gpu/decode_tools.h"
 #include "test/gpu/device_buffer.h"
 #include "test/gpu/neox_models.h"
 
 namespace weft {
 namespace {
 
+using test::expect_close;
+using test::kFp32Tolerance;
+using test::same_bits;
+
 using Floats = std::vector<float>;
 using Ids = std::vector<std::int32_t>;
 
-constexpr double kFp32Tolerance = 1e-4;
 constexpr DType kDTypes[] = {DType::f16, DType::bf16, DType::f32};
-
-// What a storage type costs the logits, in the 2-norm: each of the few stored tensors of a layer is rounded to 2^-11 or
-// 2^-8 of itself. A wrong operator costs tens of percent.
-double tolerance_of(DType dtype) {
-  return dtype == DType::f32 ? kFp32Tolerance : dtype == DType::f16 ? 4e-3 : 3e-2;
-}
 
 cuda::GpuInferenceOptions options_of(DType dtype, bool direct = false) {
   cuda::GpuInferenceOptions options;
@@ -44,10 +42,6 @@ InferenceOptions pool_of(std::int64_t pages, std::int64_t page_size = 16, std::i
   pool.slots = slots;
   pool.max_rows = 64;
   return pool;
-}
-
-bool same_bits(std::span<const float> a, std::span<const float> b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
 }
 
 struct NamedConfig {
@@ -81,11 +75,6 @@ class Fixture {
   ModelConfig config_;
   DType dtype_;
 };
-
-void expect_close(const std::string& what, std::span<const float> got, std::span<const float> want, DType dtype) {
-  const TensorDistance row = distance(what, got, want, tolerance_of(dtype), dtype == DType::f32 ? Norm::max : Norm::l2);
-  EXPECT_TRUE(row.pass) << what << " in " << dtype_name(dtype) << ": " << row.relative;
-}
 
 // ---- against PyTorch and the CPU ---------------------------------------------------------------------------------------
 
@@ -379,28 +368,12 @@ TEST(CudaInference, ASpanThatCannotBeSampledFailsAlone) {
 TEST(CudaInference, RefusesWhatWouldTouchMemoryOfOthers) {
   const auto model = cuda::load_inference(ModelFile::open("test/fixtures/golden/neox-hs128.model.bin"), pool_of(8),
                                           options_of(DType::f32));
-  const Ids pages = {3, 1}, ids = {5, 9, 2}, absent = {3, 8}, negative = {-1}, four = {1, 2, 3, 4};
-  Span good;
-  good.pages = pages;
-  good.ids = ids;
-  const auto refused = [&](const char* what, const auto& change) {
-    Span span = good;
-    change(span);
-    const std::string message = error_of(Exit::internal, [&] { model->submit({&span, 1}); });
-    EXPECT_NE(message.find(what), std::string::npos) << message;
-  };
-  refused("32 are covered", [](Span& s) { s.first_position = 30; });
-  refused("positions -1", [](Span& s) { s.first_position = -1; });
-  refused("page 8", [&](Span& s) { s.pages = absent; });
-  refused("page -1", [&](Span& s) { s.pages = negative; });
-  refused("slot 7", [](Span& s) { s.slot = test::kSlots; });
-  refused("4 targets", [&](Span& s) { s.targets = four; });
-  refused("21 alternatives", [](Span& s) { s.alternatives = 21; });
-  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({}); }).find("0 rows"), std::string::npos);
-  const std::vector<Span> many(22, good), sequences(8, good);
-  EXPECT_NE(error_of(Exit::internal, [&] { model->submit(many); }).find("66 rows"), std::string::npos);
+  const Span good = test::expect_refuses_memory_of_others(*model);
+  Span more = good;
+  more.alternatives = 21;
+  EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&more, 1}); }).find("21 alternatives"), std::string::npos);
+  const std::vector<Span> sequences(8, good);
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit(sequences); }).find("8 sequences"), std::string::npos);
-  EXPECT_NE(error_of(Exit::internal, [&] { model->collect(); }).find("without a step"), std::string::npos);
   model->submit({&good, 1});
   model->submit({&good, 1});
   EXPECT_NE(error_of(Exit::internal, [&] { model->submit({&good, 1}); }).find("2 steps"), std::string::npos);

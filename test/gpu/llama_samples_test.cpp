@@ -10,6 +10,7 @@
 #include "llmc/cuda/llama/llama.h"
 #include "llmc/cuda/transformer/inference.h"
 #include "llmc/infer/generate.h"
+#include "test/gpu/decode_tools.h"
 
 namespace weft {
 namespace {
@@ -56,18 +57,6 @@ GenerateResult generated(DecodeModel& model, const GenerateOptions& options) {
   return generate(model, nullptr, prompt_ids(), options);
 }
 
-std::vector<std::int32_t> host_sampled(DecodeModel& model, const GenerateOptions& options) {
-  Sampler sampler(options.sampler);
-  model.reset();
-  std::span<const float> logits = model.prefill(prompt_ids());
-  std::vector<std::int32_t> ids;
-  while (true) {
-    ids.push_back(sampler.sample(logits, model.length()));
-    if (static_cast<std::int64_t>(ids.size()) == options.max_tokens) return ids;
-    logits = model.decode(ids.back());
-  }
-}
-
 TEST(CudaLlamaSamples, SampledIdsAreThoseOfTheHost) {
   for (const Precision precision : {Precision::bf16, Precision::fp32}) {
     const auto model = random_llama(precision);
@@ -76,7 +65,7 @@ TEST(CudaLlamaSamples, SampledIdsAreThoseOfTheHost) {
     GenerateOptions options = greedy_options();
     const auto check = [&] {
       const GenerateResult result = generated(*decoder, options);
-      EXPECT_EQ(result.ids, host_sampled(*decoder, options));
+      EXPECT_EQ(result.ids, test::host_sampled(*decoder, prompt_ids(), options));
       EXPECT_EQ(result.context, kPrompt + kIds - 1);
       for (const std::int32_t id : result.ids) EXPECT_LT(id, 990) << "a padding row";
       return result.ids;

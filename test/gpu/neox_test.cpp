@@ -10,22 +10,20 @@
 #include "llmc/infer/generate.h"
 #include "llmc/model/compare.h"
 #include "test/cpp/golden_cases.h"
+#include "test/gpu/decode_tools.h"
 #include "test/gpu/neox_models.h"
 
 namespace weft {
 namespace {
 
 using cuda::DecodeMode;
+using test::expect_close;
+using test::host_sampled;
+using test::kFp32Tolerance;
 using test::NeoxShape;
+using test::same_bits;
 
-constexpr double kFp32Tolerance = 1e-4;
 constexpr std::int64_t kContexts[] = {0, 1, 31, 32, 33, 127, 128, 129, 1000, 2047};
-
-// What a storage type costs the logits, in the 2-norm: each of the few stored tensors of a layer is rounded to 2^-11 or
-// 2^-8 of itself. A wrong operator costs tens of percent.
-double tolerance_of(DType dtype) {
-  return dtype == DType::f32 ? kFp32Tolerance : dtype == DType::f16 ? 4e-3 : 3e-2;
-}
 
 cuda::NeoxOptions options_of(DType dtype, DecodeMode mode, std::int64_t capacity) {
   cuda::NeoxOptions options;
@@ -42,9 +40,6 @@ std::vector<DecodeMode> modes_for(const ModelConfig& config, DType dtype) {
   return modes;
 }
 
-bool same_bits(std::span<const float> a, std::span<const float> b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
-}
 std::vector<float> copy(std::span<const float> values) {
   return {values.begin(), values.end()};
 }
@@ -73,14 +68,6 @@ class Fixture {
   ModelConfig config_;
   DType dtype_;
 };
-
-void expect_close(const std::string& what, std::span<const float> got, std::span<const float> want, DType dtype) {
-  const TensorDistance row = distance(what, got, want, tolerance_of(dtype), dtype == DType::f32 ? Norm::max : Norm::l2);
-  EXPECT_TRUE(row.pass) << what << " in " << dtype_name(dtype) << ": " << row.relative;
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f", row.relative / tolerance_of(dtype));
-  testing::Test::RecordProperty("metric_" + std::string(dtype_name(dtype)) + "_of_allowed", text);
-}
 
 TEST(CudaNeox, Fp32MatchesPyTorchTensorByTensor) {
   int cases = 0;
@@ -189,20 +176,6 @@ GenerateOptions generate_options(const ModelConfig& config, std::int64_t tokens)
   options.max_tokens = tokens;
   options.sampler.vocab_limit = config.tokenizer_vocab;
   return options;
-}
-
-// The ids that the host's sampler picks from the model's own logits.
-std::vector<std::int32_t> host_sampled(DecodeModel& model, std::span<const std::int32_t> prompt,
-                                       const GenerateOptions& options) {
-  Sampler sampler(options.sampler);
-  model.reset();
-  std::span<const float> logits = model.prefill(prompt);
-  std::vector<std::int32_t> ids;
-  while (true) {
-    ids.push_back(sampler.sample(logits, model.length()));
-    if (static_cast<std::int64_t>(ids.size()) == options.max_tokens) return ids;
-    logits = model.decode(ids.back());
-  }
 }
 
 TEST(CudaNeox, SampledIdsAreThoseOfTheHost) {
