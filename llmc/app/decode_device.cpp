@@ -161,6 +161,10 @@ double DecodeDevice::read_ceiling() const {
   return choice_.gpu ? cuda::measure_read_bandwidth() : 0;
 }
 
+void DecodeDevice::announce_gpu() const {
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+}
+
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
   const auto planned = [&](std::int64_t positions, DType dtype) {
@@ -184,7 +188,7 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
 
 std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int64_t capacity) const {
   if (!choice_.gpu) return cpu::load_decoder(file, capacity);
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  announce_gpu();
   check_memory(file.config(), capacity);
   if (file.config().family == Family::gpt_neox) {
     return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
@@ -227,7 +231,7 @@ InferenceOptions DecodeDevice::gpu_pool(const ModelConfig& config, std::uint64_t
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
   if (!choice_.gpu) return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences));
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  announce_gpu();
   const InferenceOptions pool = gpu_pool(file.config(), kv_memory, sequences);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
     return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
@@ -237,14 +241,14 @@ std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& fi
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                                     std::int64_t sequences) const {
   if (!choice_.gpu) return random_on_cpu(config, cpu_pool(config, kv_memory, sequences), settings_.seed);
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  announce_gpu();
   return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed),
                                 gpu_pool(config, kv_memory, sequences), {dtype_, decode_ == "reference", nullptr});
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+  announce_gpu();
   check_memory(config, capacity);
   const std::uint64_t seed = static_cast<std::uint64_t>(settings_.seed);
   if (config.family == Family::gpt_neox) {

@@ -50,6 +50,7 @@ class DecodeDevice {
  private:
   void use_cpu(const DeviceChoice& cpu);
   void choose_decode(const ModelConfig& config, bool many);
+  void announce_gpu() const;
   void check_memory(const ModelConfig& config, std::int64_t capacity) const;
   InferenceOptions gpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
 

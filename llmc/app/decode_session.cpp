@@ -68,6 +68,17 @@ std::string context_of(const DecodeModel& model) {
   return format("a context of %lld", static_cast<long long>(model.capacity()));
 }
 
+// What make() returns, with the faults that are planned, and logs one line about it. `source`: of its parameters.
+template <typename Make, typename Room>
+auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name, const char* source,
+                 const Make& make, const Room& room) {
+  const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
+  inject_before_load(faults);
+  auto model = with_faults(make(), faults);
+  announce(*model, name, source, device.gpu() ? 0 : settings.threads, room(*model));
+  return model;
+}
+
 std::string pool_of(const InferenceModel& model, std::int64_t sequences) {
   return format("%lld sequences of %lld positions in all", static_cast<long long>(sequences),
                 static_cast<long long>(model.num_pages() * model.page_size()));
@@ -107,21 +118,16 @@ GenerateOptions DecodeSession::generate_options() const {
 }
 
 std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) const {
-  const DecodeFaults faults = parse_decode_faults(settings_.debug_inject);
-  inject_before_load(faults);
-  std::unique_ptr<DecodeModel> model = with_faults(device_.load(file_, capacity), faults);
-  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads,
-           context_of(*model));
-  return model;
+  return ready_model(
+      settings_, device_, escaped(file_.file().path()), dtype_name(file_.dtype()),
+      [&] { return device_.load(file_, capacity); }, context_of);
 }
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
-  const DecodeFaults faults = parse_decode_faults(settings_.debug_inject);
-  inject_before_load(faults);
-  std::unique_ptr<InferenceModel> model = with_faults(device_.load_inference(file_, kv_memory, sequences), faults);
-  announce(*model, escaped(file_.file().path()), dtype_name(file_.dtype()), device_.gpu() ? 0 : settings_.threads,
-           pool_of(*model, sequences));
-  return model;
+  return ready_model(
+      settings_, device_, escaped(file_.file().path()), dtype_name(file_.dtype()),
+      [&] { return device_.load_inference(file_, kv_memory, sequences); },
+      [&](const InferenceModel& model) { return pool_of(model, sequences); });
 }
 
 SamplerOptions sampler_options(const InferSettings& settings) {
@@ -141,25 +147,21 @@ std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& c
        static_cast<long long>(settings.context), static_cast<long long>(config.max_positions));
 }
 
+constexpr const char* kRandomSource = "a random generator";
+
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity) {
-  const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
-  inject_before_load(faults);
-  std::unique_ptr<DecodeModel> model = with_faults(device.make_random(config, capacity), faults);
-  announce(*model, settings.random_model, "a random generator", device.gpu() ? 0 : settings.threads,
-           context_of(*model));
-  return model;
+  return ready_model(
+      settings, device, settings.random_model, kRandomSource, [&] { return device.make_random(config, capacity); },
+      context_of);
 }
 
 std::unique_ptr<InferenceModel> make_random_inference(const InferSettings& settings, const DecodeDevice& device,
                                                       const ModelConfig& config, std::int64_t sequences) {
-  const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
-  inject_before_load(faults);
-  std::unique_ptr<InferenceModel> model =
-      with_faults(device.make_random_inference(config, settings.kv_bytes, sequences), faults);
-  announce(*model, settings.random_model, "a random generator", device.gpu() ? 0 : settings.threads,
-           pool_of(*model, sequences));
-  return model;
+  return ready_model(
+      settings, device, settings.random_model, kRandomSource,
+      [&] { return device.make_random_inference(config, settings.kv_bytes, sequences); },
+      [&](const InferenceModel& model) { return pool_of(model, sequences); });
 }
 
 }  // namespace weft

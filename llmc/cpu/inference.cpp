@@ -23,27 +23,11 @@ std::int64_t kv_elements(const ModelConfig& config, const InferenceOptions& opti
   return config.num_layers * config.kv_size() * options.num_pages * options.page_size;
 }
 
-MemoryPlan kv_plan(const ModelConfig& config, const InferenceOptions& options) {
-  MemoryPlan plan("K/V cache");
-  plan.add(2 * static_cast<std::uint64_t>(kv_elements(config, options)) * sizeof(float));
-  return plan;
-}
-
-InferenceOptions completed(InferenceOptions options, const ModelConfig& config) {
-  if (options.max_positions == 0) options.max_positions = config.max_positions;
-  options.max_positions = std::min(options.max_positions, options.num_pages * options.page_size);
-  return options;
-}
-
-std::int64_t rows_of(const Span& span) {
-  return span.ids.empty() ? 1 : static_cast<std::int64_t>(span.ids.size());
-}
-
 }  // namespace
 
 Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
     : config_(config),
-      kv_arena_(kv_plan(config, options)),
+      kv_arena_(plan_pages(config, options, sizeof(float))),
       options_(completed(options, config)),
       rope_(rope_table(config.rope, options_.max_positions)) {
   last_ids_.resize(static_cast<std::size_t>(options_.slots));
@@ -52,16 +36,14 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
 }
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
-  const std::int64_t embedding = config_.tied_embeddings ? 0 : config_.vocab_size * config_.hidden_size;
-  const std::int64_t weights = TensorTable(config_).parameters() - embedding;
-  const std::int64_t of_sequence = config_.hidden_size + 2 * config_.num_layers * config_.kv_size() * context;
-  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * sizeof(float);
+  return read_bytes_of_step(config_, sequences, context, sizeof(float));
 }
 
 // ---- a step ---------------------------------------------------------------------------------------------------------
 
 void Inference::submit(std::span<const Span> work) {
-  check(work);
+  if (uncollected_) fail(Exit::internal, "inference: the step before was not collected");
+  check_step(work, options_);
   take_rows(work);
   const auto run = [&] {
     run_layers(ids_);
@@ -81,40 +63,11 @@ std::span<const SpanResult> Inference::collect() {
   return results_;
 }
 
-// What would read or write memory that is not the span's own.
-void Inference::check(std::span<const Span> work) const {
-  if (uncollected_) fail(Exit::internal, "inference: the step before was not collected");
-  std::int64_t rows = 0;
-  for (const Span& span : work) {
-    const std::int64_t end = span.first_position + rows_of(span);
-    const std::int64_t covered = static_cast<std::int64_t>(span.pages.size()) * options_.page_size;
-    if (span.first_position < 0 || end > std::min(covered, options_.max_positions)) {
-      fail(Exit::internal, "inference: positions %lld to %lld: %lld are covered by pages, %lld are possible",
-           static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
-           static_cast<long long>(options_.max_positions));
-    }
-    for (const std::int32_t page : span.pages) {
-      if (page < 0 || page >= options_.num_pages) fail(Exit::internal, "inference: page %d does not exist", page);
-    }
-    if (span.slot < 0 || span.slot >= options_.slots)
-      fail(Exit::internal, "inference: slot %d does not exist", span.slot);
-    if (static_cast<std::int64_t>(span.targets.size()) > rows_of(span)) {
-      fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
-           static_cast<long long>(rows_of(span)));
-    }
-    rows += rows_of(span);
-  }
-  if (work.empty() || rows > options_.max_rows) {
-    fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
-         static_cast<long long>(options_.max_rows));
-  }
-}
-
 void Inference::take_rows(std::span<const Span> work) {
   ids_.clear();
   rows_.clear();
   for (const Span& span : work) {
-    rows_.push_back({span.pages, span.first_position, rows_of(span), static_cast<std::int64_t>(ids_.size())});
+    rows_.push_back({span.pages, span.first_position, span.rows(), static_cast<std::int64_t>(ids_.size())});
     if (span.ids.empty()) {
       ids_.push_back(last_ids_[static_cast<std::size_t>(span.slot)]);
     } else {

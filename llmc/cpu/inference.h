@@ -77,7 +77,6 @@ class Inference : public InferenceModel {
   };
 
   PagedKv pages_of_layer(std::int64_t l) const;
-  void check(std::span<const Span> work) const;
   void take_rows(std::span<const Span> work);
   std::vector<WantedRow> wanted_rows(std::span<const Span> work) const;
   void compute_logits(std::span<const Span> work);

@@ -4,6 +4,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
+#include "llmc/model/tensor_table.h"
 
 namespace weft {
 
@@ -36,6 +37,53 @@ InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, st
   }
   options.num_pages = static_cast<std::int64_t>(pages);
   return options;
+}
+
+InferenceOptions completed(InferenceOptions options, const ModelConfig& config) {
+  if (options.max_positions == 0) options.max_positions = config.max_positions;
+  options.max_positions = std::min(options.max_positions, options.num_pages * options.page_size);
+  return options;
+}
+
+MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes) {
+  MemoryPlan plan("K/V cache");
+  plan.add(kv_bytes(config, options.num_pages * options.page_size, element_bytes));
+  return plan;
+}
+
+void check_step(std::span<const Span> work, const InferenceOptions& options) {
+  std::int64_t rows = 0;
+  for (const Span& span : work) {
+    const std::int64_t end = span.first_position + span.rows();
+    const std::int64_t covered = std::ssize(span.pages) * options.page_size;
+    if (span.first_position < 0 || end > std::min(covered, options.max_positions)) {
+      fail(Exit::internal, "inference: positions %lld to %lld: %lld are covered by pages, %lld are possible",
+           static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
+           static_cast<long long>(options.max_positions));
+    }
+    for (const std::int32_t page : span.pages) {
+      if (page < 0 || page >= options.num_pages) fail(Exit::internal, "inference: page %d does not exist", page);
+    }
+    if (span.slot < 0 || span.slot >= options.slots)
+      fail(Exit::internal, "inference: slot %d does not exist", span.slot);
+    if (std::ssize(span.targets) > span.rows()) {
+      fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
+           static_cast<long long>(span.rows()));
+    }
+    rows += span.rows();
+  }
+  if (work.empty() || rows > options.max_rows) {
+    fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
+         static_cast<long long>(options.max_rows));
+  }
+}
+
+std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
+                                 std::uint64_t element_bytes) {
+  const std::int64_t embedding = config.tied_embeddings ? 0 : config.vocab_size * config.hidden_size;
+  const std::int64_t weights = TensorTable(config).parameters() - embedding;
+  const std::int64_t of_sequence = config.hidden_size + 2 * config.num_layers * config.kv_size() * context;
+  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * element_bytes;
 }
 
 }  // namespace weft

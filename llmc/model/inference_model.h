@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <span>
 #include <string>
@@ -38,6 +39,11 @@ std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::u
 InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, std::int64_t sequences,
                               std::uint64_t element_bytes);
 
+// With max_positions as it is for this model and as many pages.
+InferenceOptions completed(InferenceOptions options, const ModelConfig& config);
+// Keys and values of the whole pool.
+MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes);
+
 // Rows of one sequence for one step.
 struct Span {
   // Block table: page i holds the positions [i * page_size, (i + 1) * page_size). It covers the span's last position. Pages
@@ -58,7 +64,17 @@ struct Span {
   // of the sampled id.
   std::int32_t alternatives = -1;
   bool keep_logits = false;  // of the last row, for SpanResult::logits
+
+  std::int64_t rows() const { return ids.empty() ? 1 : std::ssize(ids); }
 };
+
+// What would read or write memory that is not the spans' own, or is more than a step may be: Exit::internal. `options`:
+// completed().
+void check_step(std::span<const Span> work, const InferenceOptions& options);
+
+// InferenceModel::bytes_per_step() of a model whose weights, keys and values are elements of `element_bytes`.
+std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
+                                 std::uint64_t element_bytes);
 
 struct IdLogprob {
   std::int32_t id = 0;

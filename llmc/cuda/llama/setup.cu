@@ -37,10 +37,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options)
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
-  rope_ = {work_.rope_cos, work_.rope_sin, table.positions, table.half};
-  const std::size_t table_bytes = table.cos.size() * sizeof(float);
-  check(cudaMemcpyAsync(work_.rope_cos, table.cos.data(), table_bytes, cudaMemcpyHostToDevice, stream_), "RoPE table");
-  check(cudaMemcpyAsync(work_.rope_sin, table.sin.data(), table_bytes, cudaMemcpyHostToDevice, stream_), "RoPE table");
+  rope_ = upload_rope_table(table, work_.rope_cos, work_.rope_sin, stream_);
   check(cudaMemcpyAsync(work_.adamw_blocks, adamw_blocks_.data(), adamw_blocks_.size() * sizeof(AdamWBlock),
                         cudaMemcpyHostToDevice, stream_),
         "optimizer blocks");

@@ -114,6 +114,13 @@ void rope_backward(HeadViewOf<Storage> dq, HeadViewOf<Storage> dk, const DeviceR
   rotate(pair_of(dq, dk, NH, NKV), table, B, T, first_position, -1.0f, stream);
 }
 
+DeviceRopeTable upload_rope_table(const RopeTable& table, float* cos, float* sin, cudaStream_t stream) {
+  const std::size_t bytes = table.cos.size() * sizeof(float);
+  check(cudaMemcpyAsync(cos, table.cos.data(), bytes, cudaMemcpyHostToDevice, stream), "RoPE table");
+  check(cudaMemcpyAsync(sin, table.sin.data(), bytes, cudaMemcpyHostToDevice, stream), "RoPE table");
+  return {cos, sin, table.positions, table.half};
+}
+
 #define WEFT_INSTANTIATE(S)                                                                                        \
   template void rope_forward<S>(HeadViewOf<S>, const DeviceRopeTable&, std::int64_t, std::int64_t, std::int64_t,   \
                                 std::int64_t, cudaStream_t);                                                       \

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "llmc/model/config.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {
@@ -15,6 +16,9 @@ struct DeviceRopeTable {
   const float* sin = nullptr;
   std::int64_t positions = 0, half = 0;
 };
+
+// Copies the table to cos and sin [positions, half] on the device, in the order of `stream`.
+DeviceRopeTable upload_rope_table(const RopeTable& table, float* cos, float* sin, cudaStream_t stream);
 
 // x: B x T tokens of NH heads in float, bf16 or fp16; token t has position first_position + t <
 // table.positions.

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
 #endif
 }
 
-template <typename T, int N, int kConsumers, int kBlocks = 3 - kConsumers>
+template <typename T, int N, int kConsumers, int kBlocks = kConsumers == 1 ? 2 : 1>
 void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;

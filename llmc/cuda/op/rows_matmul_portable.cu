@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Math::kThreads) rows_portable_kernel(const Arg
   }
   Math math;
   for (int step = 0; step < steps; ++step) {
-    wait_for_copy_groups<kAhead - 1>();
+    wait_for_older_copies<kAhead - 1>();
     __syncthreads();  // the stage is complete, and nobody reads the one before any more
     const int next = step + kAhead;
     if (next < steps) {

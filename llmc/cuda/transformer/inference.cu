@@ -56,18 +56,6 @@ Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& p
 
 namespace {
 
-InferenceOptions completed(InferenceOptions pool, const ModelConfig& config) {
-  if (pool.max_positions == 0) pool.max_positions = config.max_positions;
-  pool.max_positions = std::min(pool.max_positions, pool.num_pages * pool.page_size);
-  return pool;
-}
-
-MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& pool, std::size_t element_bytes) {
-  MemoryPlan plan("K/V cache");
-  plan.add(kv_bytes(config, pool.num_pages * pool.page_size, element_bytes));
-  return plan;
-}
-
 template <typename S>
 std::string in_storage() {
   return std::string(" (") + dtype_name(storage_dtype<S>()) + ")";
@@ -111,10 +99,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
                                  static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)));
   }
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
-  const std::size_t bytes = table.cos.size() * sizeof(float);
-  cuda::check(cudaMemcpyAsync(b_.cos, table.cos.data(), bytes, cudaMemcpyHostToDevice, stream_), "RoPE table");
-  cuda::check(cudaMemcpyAsync(b_.sin, table.sin.data(), bytes, cudaMemcpyHostToDevice, stream_), "RoPE table");
-  rope_ = {b_.cos, b_.sin, table.positions, table.half};
+  rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
   stream_.synchronize("clearing GPU memory");
 }
 
@@ -125,10 +110,7 @@ std::vector<MemoryLine> Inference<S>::memory() const {
 
 template <typename S>
 std::uint64_t Inference<S>::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
-  const std::int64_t embedding = config_.tied_embeddings ? 0 : config_.vocab_size * config_.hidden_size;
-  const std::int64_t weights = TensorTable(config_).parameters() - embedding;
-  const std::int64_t of_sequence = config_.hidden_size + 2 * config_.num_layers * config_.kv_size() * context;
-  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * sizeof(S);
+  return read_bytes_of_step(config_, sequences, context, sizeof(S));
 }
 
 #define WEFT_INSTANTIATE(S)                                                                                 \
@@ -183,22 +165,6 @@ InferenceWeights<S> weights_of(const NeoxParameters<S>& from) {
   return weights;
 }
 
-// ---- any storage type -------------------------------------------------------------------------------------------------
-
-template <typename Function>
-auto with_storage(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::f32:
-      return function(float{});
-    case DType::bf16:
-      return function(bf16{});
-    case DType::f16:
-      return function(fp16{});
-    default:
-      fail(Exit::internal, "inference: no storage type %s", dtype_name(dtype));
-  }
-}
-
 void check_model(const ModelConfig& config, DType dtype) {
   const std::string refusal = inference_refusal(config, dtype);
   if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
@@ -224,10 +190,7 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
 }  // namespace
 
 std::string inference_refusal(const ModelConfig& c, DType dtype) {
-  if (!attention_supports(c.head_dim)) {
-    return format("head_dim: got %lld, the GPU has kernels for 32, 64, 80, 96, 128 and 256",
-                  static_cast<long long>(c.head_dim));
-  }
+  if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
   if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {
     return format("hidden_size: got %lld, the GPU has kernels for multiples of 8 up to %lld",
                   static_cast<long long>(c.hidden_size), static_cast<long long>(kMaxNormWidth));

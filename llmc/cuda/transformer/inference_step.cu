@@ -10,14 +10,6 @@
 
 namespace weft::cuda {
 
-namespace {
-
-std::int64_t rows_of(const Span& span) {
-  return span.ids.empty() ? 1 : std::ssize(span.ids);
-}
-
-}  // namespace
-
 std::int64_t row_bucket(std::int64_t rows) {
   for (const std::int64_t bucket : {0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}) {
     if (rows <= bucket) return bucket;
@@ -54,34 +46,12 @@ void Inference<S>::check(std::span<const Span> work) const {
   if (submitted_ - collected_ >= kDepth) {
     fail(Exit::internal, "inference: %lld steps were not collected", static_cast<long long>(kDepth));
   }
-  std::int64_t rows = 0;
+  check_step(work, pool_);
   for (const Span& span : work) {
-    const std::int64_t end = span.first_position + rows_of(span);
-    const std::int64_t covered = std::ssize(span.pages) * pool_.page_size;
-    if (span.first_position < 0 || end > std::min(covered, pool_.max_positions)) {
-      fail(Exit::internal, "inference: positions %lld to %lld: %lld are covered by pages, %lld are possible",
-           static_cast<long long>(span.first_position), static_cast<long long>(end), static_cast<long long>(covered),
-           static_cast<long long>(pool_.max_positions));
-    }
-    for (const std::int32_t page : span.pages) {
-      if (page < 0 || page >= pool_.num_pages) fail(Exit::internal, "inference: page %d does not exist", page);
-    }
-    if (span.slot < 0 || span.slot >= pool_.slots) {
-      fail(Exit::internal, "inference: slot %d does not exist", span.slot);
-    }
-    if (std::ssize(span.targets) > rows_of(span)) {
-      fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
-           static_cast<long long>(rows_of(span)));
-    }
     if (span.alternatives > kMaxAlternatives) {
       fail(Exit::internal, "inference: %d alternatives, at most %lld are possible", span.alternatives,
            static_cast<long long>(kMaxAlternatives));
     }
-    rows += rows_of(span);
-  }
-  if (work.empty() || rows > pool_.max_rows) {
-    fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
-         static_cast<long long>(pool_.max_rows));
   }
   if (std::ssize(work) > pool_.slots) {
     fail(Exit::internal, "inference: %zu sequences, there are %lld slots", work.size(),
@@ -100,7 +70,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   for (std::size_t s = 0; s < work.size(); ++s) {
     const Span& span = work[s];
     FlightSpan& out = flight.spans[s];
-    const std::int64_t count = rows_of(span), targets = std::ssize(span.targets);
+    const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     const bool last_is_wanted = span.sampling != nullptr || span.keep_logits;
     paged_spans_.push_back({rows, count, span.first_position});
     out.targets_begin = wanted;
@@ -128,7 +98,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   kept_places_.clear();
   for (std::size_t s = 0; s < work.size(); ++s) {
     const Span& span = work[s];
-    const std::int64_t count = rows_of(span), targets = std::ssize(span.targets);
+    const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     for (std::int64_t t = 0; t < count; ++t, ++row) {
       const std::int64_t position = span.first_position + t;
       step.ids[row] = span.ids.empty() ? -1 - span.slot : span.ids[static_cast<std::size_t>(t)];

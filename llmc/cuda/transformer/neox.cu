@@ -85,10 +85,8 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
   cache_ = {cache_arena_.at<S>(0), cache_arena_.at<S>(0) + config.num_layers * config.hidden_size * options.capacity,
             options.capacity};
   const RopeTable table = rope_table(config.rope, options.capacity);
-  const std::size_t bytes = table.cos.size() * sizeof(float);
-  check(cudaMemcpy(b_.cos, table.cos.data(), bytes, cudaMemcpyHostToDevice), "RoPE table");
-  check(cudaMemcpy(b_.sin, table.sin.data(), bytes, cudaMemcpyHostToDevice), "RoPE table");
-  rope_ = {b_.cos, b_.sin, table.positions, table.half};
+  rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
+  stream_.synchronize("RoPE table");
   if constexpr (!std::is_same_v<S, float>) {
     if (options.mode == DecodeMode::fused) {
       FusedTuning tuning;
@@ -102,22 +100,8 @@ template class NeoxDecoder<float>;
 template class NeoxDecoder<bf16>;
 template class NeoxDecoder<fp16>;
 
-// ---- any storage type -------------------------------------------------------------------------------------------------
+// ---- what the programs call -------------------------------------------------------------------------------------------
 namespace {
-
-template <typename Function>
-auto with_storage(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::f32:
-      return function(float{});
-    case DType::bf16:
-      return function(bf16{});
-    case DType::f16:
-      return function(fp16{});
-    default:
-      fail(Exit::internal, "neox: no storage type %s", dtype_name(dtype));
-  }
-}
 
 void check_model(const ModelConfig& config, DType dtype) {
   const std::string refusal = neox_refusal(config, dtype);
@@ -131,10 +115,7 @@ const char* decode_mode_name(DecodeMode mode) {
 }
 
 std::string neox_refusal(const ModelConfig& c, DType dtype) {
-  if (!attention_supports(c.head_dim)) {
-    return format("head_dim: got %lld, the GPU has kernels for 32, 64, 80, 96, 128 and 256",
-                  static_cast<long long>(c.head_dim));
-  }
+  if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
   const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;  // of a row of both output matrices
   if (c.ffn_size % unit != 0 || c.hidden_size > kMaxNormWidth || c.hidden_size + c.ffn_size > widest) {

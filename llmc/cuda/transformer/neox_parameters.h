@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "llmc/base/dtype.h"
+#include "llmc/base/error.h"
 #include "llmc/cuda/fused/neox_weights.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/model_file.h"
@@ -20,6 +21,21 @@ constexpr DType storage_dtype() {
   if constexpr (std::is_same_v<S, __half>) return DType::f16;
   if constexpr (std::is_same_v<S, __nv_bfloat16>) return DType::bf16;
   return DType::f32;
+}
+
+// function(S{}) with the storage type of that name.
+template <typename Function>
+auto with_storage(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::f32:
+      return function(float{});
+    case DType::bf16:
+      return function(__nv_bfloat16{});
+    case DType::f16:
+      return function(__half{});
+    default:
+      fail(Exit::internal, "no storage type %s on the GPU", dtype_name(dtype));
+  }
 }
 
 // Copies every parameter of the file to `parameters`, table().arena_elements() elements of S, and converts it where the

@@ -14,6 +14,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <string>
 
 #include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
@@ -23,6 +24,8 @@ namespace weft::cuda {
 constexpr bool attention_supports(std::int64_t head_dim) {
   return head_dim == 32 || head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256;
 }
+// Why there is no kernel for heads of this size, for the user; empty where there is one.
+std::string head_dim_refusal(std::int64_t head_dim);
 
 // lse [B, NH, TQ]: natural log of the sum of exponentials, for backward; null: not kept.
 template <typename T>

@@ -28,12 +28,6 @@ __device__ inline void commit_copies() {
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// The same for all but the latest Groups groups that were committed.
-template <int Groups>
-__device__ inline void wait_for_copy_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
-}
-
 // The same, but for the `Newer` groups of copies that were committed last.
 template <int Newer>
 __device__ inline void wait_for_older_copies() {
