@@ -147,8 +147,8 @@ DeviceBuffer<T> random_buffer(std::int64_t count, unsigned seed, float scale = 1
 TEST(LateWriter, FindsAKernelThatDoesNotWait) {
   if (!cuda::launch_device().overlapping) GTEST_SKIP() << "launches overlap from sm_90 on";
   constexpr int kCount = 1000;
-  const DeviceBuffer<int> in(std::vector<int>(kCount, 7)), out(std::vector<int>(kCount, 8));
-  const auto differing = [&](bool waits) {
+  const auto differing = [](bool waits) {
+    const DeviceBuffer<int> in(std::vector<int>(kCount, 7)), out(std::vector<int>(kCount, 8));
     Chain chain;
     chain.late(in, "in");
     chain.late(out, "out");
@@ -447,7 +447,8 @@ TYPED_TEST(ChainedRows, PagedAttention) {
   }
 }
 
-// What paged_attention.h promises: its successor may read without waiting what kernels before attention wrote.
+// What paged_attention.h promises: its successor may read without waiting what kernels before attention wrote. Attention gets a
+// part of the GPU, so that there is room for a successor that starts too early.
 TYPED_TEST(ChainedRows, WhatIsOlderThanAttentionIsThereWhenItsSuccessorStarts) {
   using T = TypeParam;
   constexpr std::int64_t K = 512, OC = 264;
@@ -467,7 +468,7 @@ TYPED_TEST(ChainedRows, WhatIsOlderThanAttentionIsThereWhenItsSuccessorStarts) {
     chain.late(x, "x");
     chain.late(out, "out of rows_matmul");
     EXPECT_EQ(chain.differing([&](cudaStream_t stream) {
-      attention.launch(chain.device(), stream);
+      attention.launch({chain.device().multiprocessors / 4, chain.device().overlapping}, stream);
       cuda::rows_matmul(io, chain.device(), stream);
     }),
               Names{})
