@@ -6,6 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/percentile.h"
 #include "llmc/base/philox.h"
 #include "llmc/model/compare.h"
 
@@ -96,11 +97,6 @@ class BenchSteps {
   AdamWStep update_;
 };
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
 void bench_parameters(TrainModel& model) {
@@ -132,7 +128,7 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
     if (step > kWarmupSteps) milliseconds.push_back(passed.count());
     if (step == 1) result.first_loss = result.last_loss;
   }
-  result.median_ms = median(milliseconds);
+  result.median_ms = percentile(milliseconds, 50);
   result.fastest_ms = *std::min_element(milliseconds.begin(), milliseconds.end());
   result.slowest_ms = *std::max_element(milliseconds.begin(), milliseconds.end());
   return result;
@@ -151,7 +147,7 @@ OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings) 
   const auto over_steps = [&](const auto& value) {
     std::vector<double> values;
     for (const OperatorTable& table : tables) values.push_back(value(table));
-    return median(values);
+    return percentile(values, 50);
   };
   result.milliseconds = over_steps([](const OperatorTable& table) { return table.milliseconds; });
   for (std::size_t i = 0; i < result.operators.size(); ++i) {
