@@ -31,11 +31,13 @@ struct Shape {
   const char *model, *layer;
   std::int64_t K, OC;
   RowsEpilogue epilogue;
+  std::int64_t K2 = 0;  // of a second input
 };
 constexpr Shape kShapes[] = {{"pythia-2.8b", "qkv", 2560, 7680, RowsEpilogue::store},
                              {"pythia-2.8b", "dense", 2560, 2560, RowsEpilogue::add},
                              {"pythia-2.8b", "up", 2560, 10240, RowsEpilogue::gelu},
                              {"pythia-2.8b", "down", 10240, 2560, RowsEpilogue::add},
+                             {"pythia-2.8b", "both", 2560, 2560, RowsEpilogue::add, 10240},
                              {"pythia-2.8b", "head", 2560, 50304, RowsEpilogue::store_fp32},
                              {"llama-3.1-8b", "qkv", 4096, 6144, RowsEpilogue::store},
                              {"llama-3.1-8b", "output", 4096, 4096, RowsEpilogue::add},
@@ -43,6 +45,8 @@ constexpr Shape kShapes[] = {{"pythia-2.8b", "qkv", 2560, 7680, RowsEpilogue::st
                              {"llama-3.1-8b", "down", 14336, 4096, RowsEpilogue::add},
                              {"llama-3.1-8b", "head", 4096, 128256, RowsEpilogue::store_fp32}};
 constexpr std::int64_t kRows[] = {1, 4, 16, 64, 128, 256, 2000};
+
+bool variants = false;
 
 // Microseconds of one of `launches` launches in a graph.
 double microseconds(int launches, const std::function<void(int)>& launch, cudaStream_t stream) {
@@ -69,7 +73,8 @@ double microseconds(int launches, const std::function<void(int)>& launch, cudaSt
 void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& matmul, cudaStream_t stream) {
   constexpr std::int64_t kBeyondCache = 256 << 20;
   const LaunchDevice device = launch_device();
-  const std::int64_t K = shape.K, weight_rows = shape.epilogue == RowsEpilogue::swiglu ? 2 * shape.OC : shape.OC;
+  const std::int64_t K = shape.K + shape.K2,
+                     weight_rows = shape.epilogue == RowsEpilogue::swiglu ? 2 * shape.OC : shape.OC;
   const std::int64_t weight_bytes = weight_rows * K * static_cast<std::int64_t>(sizeof(bf16));
   const int copies = static_cast<int>(ceil_div(kBeyondCache, weight_bytes)) + 1, launches = std::max(copies, 24);
   const auto bytes = [](std::int64_t count) { return static_cast<std::uint64_t>(count) * sizeof(bf16); };
@@ -85,20 +90,71 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
   check(cudaMemsetAsync(out, 0, bytes(2 * rows * weight_rows), stream), "bench");
   const bool fp32 = shape.epilogue == RowsEpilogue::add || shape.epilogue == RowsEpilogue::store_fp32;
   const bool biased = std::string(shape.model).starts_with("pythia") && shape.epilogue != RowsEpilogue::store_fp32;
-  const double ours = microseconds(
-      launches,
-      [&](int i) {
-        RowsMatmul<bf16> io;
-        io.x = x, io.weight = weight + i % copies * weight_rows * K, io.bias = biased ? bias : nullptr;
-        io.rows = rows, io.K = K, io.OC = shape.OC, io.epilogue = shape.epilogue;
-        if (fp32) {
-          io.out_fp32 = reinterpret_cast<float*>(out);
-        } else {
-          io.out = out;
+  const auto measure = [&] {
+    return microseconds(
+        launches,
+        [&](int i) {
+          RowsMatmul<bf16> io;
+          io.x = x, io.weight = weight + i % copies * weight_rows * K, io.bias = biased ? bias : nullptr;
+          io.rows = rows, io.K = shape.K, io.OC = shape.OC, io.epilogue = shape.epilogue;
+          if (shape.K2 > 0) {
+            io.x2 = x + rows * shape.K, io.weight2 = io.weight + weight_rows * shape.K, io.bias2 = io.bias;
+            io.K2 = shape.K2;
+          }
+          if (fp32) {
+            io.out_fp32 = reinterpret_cast<float*>(out);
+          } else {
+            io.out = out;
+          }
+          rows_matmul(io, device, stream);
+        },
+        stream);
+  };
+  rows::rows_variant = {};
+  const double ours = measure();
+  if (variants) {
+    struct Result {
+      double us;
+      rows::RowsVariant v;
+    };
+    std::vector<Result> results;
+    const auto attempt = [&](int splits, int consumers, int blocks, int sharing, bool tile) {
+      if (splits * sharing > 8 || ceil_div(K, 64) / splits < 2) return;
+      rows::rows_variant = {splits, consumers, blocks, sharing, tile};
+      try {
+        results.push_back({measure(), rows::rows_variant});
+      } catch (const std::exception& error) {
+        std::printf("variant %d %d %d %d: %s\n", splits, consumers, blocks, sharing, error.what());
+      }
+    };
+    for (const int splits : {1, 2, 3, 4, 5, 6, 8}) {
+      if (weight_rows >= 28000 && splits > 2) continue;
+      if (weight_rows * splits > 132 * 64 * 5 && splits > 1) continue;
+      if (rows <= 32) {
+        attempt(splits, 1, 2, 1, false), attempt(splits, 2, 2, 1, false);
+        if (rows <= 16) attempt(splits, 2, 1, 1, false);
+        if (rows > 16) attempt(splits, 1, 2, 2, false), attempt(splits, 2, 2, 2, false);
+      } else if (rows <= 128) {
+        for (const int sharing : {1, 2, 4}) {
+          attempt(splits, 1, 2, sharing, false), attempt(splits, 2, 2, sharing, false);
+          attempt(splits, 2, 1, sharing, false);
+          if (rows > 48) attempt(splits, 4, 1, sharing, false);
         }
-        rows_matmul(io, device, stream);
-      },
-      stream);
+        if (rows > 64) attempt(splits, 1, 1, 1, true);
+      } else {
+        attempt(splits, 1, 1, 1, true);
+        for (const int sharing : {1, 2, 4})
+          if (rows <= 256 && splits > 1) attempt(splits, 2, 1, sharing, false);
+      }
+    }
+    std::sort(results.begin(), results.end(), [](const Result& a, const Result& b) { return a.us < b.us; });
+    std::printf("  variants (splits consumers blocks sharing):");
+    for (const Result& r : results)
+      std::printf(" | %d %d %d %d%s: %.2f", r.v.splits, r.v.consumers, r.v.blocks, r.v.sharing, r.v.tile ? " tile" : "",
+                  r.us);
+    std::printf("\n");
+    rows::rows_variant = {};
+  }
   const MatmulShape lt{Gemm::forward, rows, K, weight_rows, CUDA_R_16BF, Accumulate::no, biased, false};
   matmul.prepare(lt);
   const double theirs = microseconds(
@@ -126,7 +182,9 @@ int main(int argc, char** argv) {
     std::vector<std::int64_t> all_rows;
     std::vector<std::string> models;
     for (int i = 1; i < argc; ++i) {
-      if (std::atoll(argv[i]) > 0) {
+      if (std::string(argv[i]) == "--variants") {
+        variants = true;
+      } else if (std::atoll(argv[i]) > 0) {
         all_rows.push_back(std::atoll(argv[i]));
       } else {
         models.emplace_back(argv[i]);

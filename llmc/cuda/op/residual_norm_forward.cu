@@ -5,6 +5,8 @@
 // Bytes moved a row for the form of Llama, T and R of E bytes: x and residual are read, residual_out and out written,
 // 4 C E. llmc/cuda/op/residual_norm.cuh says how it is laid out.
 
+#include <type_traits>
+
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/residual_norm.cuh"
 
@@ -19,17 +21,40 @@ using namespace norm_detail;
 // outputs. full: every operand.
 enum class Form { norm_only, plain, full };
 
+// What a row's outputs are multiplied by and what is added to them, one group of columns at a time from memory...
 template <typename T, typename S>
-__device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd, const T* weight,
-                             const T* bias, std::int64_t C) {
+struct WeightsInMemory {
+  const T *weight, *bias;
+  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
+    w.load(weight + S::column(g));
+    b.clear();
+    if (bias != nullptr) b.load(bias + S::column(g));
+  }
+};
+// ... or kept in registers, where a thread has few columns: then they are there before the row is.
+template <typename T, typename S>
+struct WeightsInRegisters {
+  Group<T, S> weight[S::kGroups], bias[S::kGroups];
+  __device__ WeightsInRegisters(const T* w, const T* b, std::int64_t C) {
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (w != nullptr && !S::outside(g, C)) WeightsInMemory<T, S>{w, b}.get(g, weight[g], bias[g]);
+    }
+  }
+  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
+    w = weight[g], b = bias[g];
+  }
+};
+
+template <typename T, typename S, typename Weights>
+__device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd,
+                             const Weights& weights, std::int64_t C) {
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     const int column = S::column(g);
     if (S::outside(g, C)) continue;
     Group<T, S> w, b;
-    w.load(weight + column);
-    b.clear();
-    if (bias != nullptr) b.load(bias + column);
+    weights.get(g, w, b);
     float z[S::kGroup];
 #pragma unroll
     for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
@@ -103,12 +128,19 @@ __global__ void __launch_bounds__(S::kThreads)
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   let_successor_start();
-  prefetch_weights<T, S>(io.weight, C);
-  prefetch_weights<T, S>(io.bias, C);
-  if constexpr (kForm != Form::norm_only) {
-    prefetch_weights<T, S>(io.weight2, C);
-    prefetch_weights<T, S>(io.bias2, C);
-  }
+  constexpr bool kInRegisters = kForm != Form::full && S::kThreadColumns <= 8;
+  using Weights = std::conditional_t<kInRegisters, WeightsInRegisters<T, S>, WeightsInMemory<T, S>>;
+  const auto weights_of = [C](const T* weight, const T* bias) -> Weights {
+    if constexpr (kInRegisters) {
+      return {weight, bias, C};
+    } else {
+      prefetch_weights<T, S>(weight, C);
+      prefetch_weights<T, S>(bias, C);
+      return {weight, bias};
+    }
+  };
+  const Weights weights = weights_of(io.weight, io.bias);
+  const Weights weights2 = weights_of(kForm != Form::norm_only ? io.weight2 : nullptr, io.bias2);
   wait_for_predecessors();
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
@@ -141,10 +173,9 @@ __global__ void __launch_bounds__(S::kThreads)
     }
     stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
-    write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, io.weight, io.bias, C);
+    write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, weights, C);
     if constexpr (kForm != Form::norm_only) {
-      if (io.weight2 != nullptr)
-        write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, io.weight2, io.bias2, C);
+      if (io.weight2 != nullptr) write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, weights2, C);
     }
     if (S::lane() == 0) {
       if (io.mean != nullptr) io.mean[row] = statistics.x;
@@ -174,8 +205,10 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
   const auto kernel = forward_kernel<T, R, S, kForm>;
   const unsigned blocks =
       blocks_for(kernel, S::kThreads, shared_bytes, ceil_div(shape.rows, S::kRows), launch.shared_limit);
+  // Copies ahead are for the rows behind the first one.
+  const bool copies = staged && (S::kExact || shape.rows > static_cast<std::int64_t>(blocks) * S::kRows);
   launch_chained(kernel, dim3(blocks), dim3(S::kThreads), static_cast<std::size_t>(shared_bytes), launch.stream,
-                 launch.overlapping, "residual_norm_forward", shape, io, staged);
+                 launch.overlapping, "residual_norm_forward", shape, io, copies);
 }
 
 // All forms spread a row of C columns over the same threads, so that they add its sums in the same order: recomputation takes

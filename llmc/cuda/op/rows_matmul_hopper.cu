@@ -20,7 +20,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/cluster.cuh"
@@ -37,9 +41,32 @@
 
 namespace weft::cuda::rows {
 
+RowsVariant rows_variant;
+
 namespace {
 
 using namespace hopper;
+
+// WEFT_ROWS="weight_rows,steps,most_rows,splits,consumers,blocks,sharing;..."
+struct Override {
+  int weight_rows, steps, most_rows, splits, consumers, blocks, sharing;
+};
+const std::vector<Override>& overrides() {
+  static const std::vector<Override> list = [] {
+    std::vector<Override> all;
+    const char* at = std::getenv("WEFT_ROWS");
+    while (at != nullptr && *at != 0) {
+      Override o{};
+      if (std::sscanf(at, "%d,%d,%d,%d,%d,%d,%d", &o.weight_rows, &o.steps, &o.most_rows, &o.splits, &o.consumers,
+                      &o.blocks, &o.sharing) == 7)
+        all.push_back(o);
+      at = std::strchr(at, ';');
+      if (at != nullptr) ++at;
+    }
+    return all;
+  }();
+  return list;
+}
 
 constexpr int kWeightRows = 64, kDepth = 64;  // of a warpgroup's tile and of a stage
 constexpr int kMostSplits = 8;
@@ -51,15 +78,28 @@ constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
 
-// Into how many splits K is cut: so that as many blocks of 64 rows as there are splits of them occupy the 132 multiprocessors
-// or nearly, and no split is shorter than 256 values. The order of every sum follows from this: a change of it changes
-// bits. split s has the stages from split_begin(s) to split_begin(s + 1).
-int split_count(std::int64_t weight_rows, std::int64_t K) {
-  constexpr std::int64_t kEnoughBlocks = 128, kFewestSteps = 4;
-  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows), steps = ceil_div(K, kDepth);
-  int splits = 1;
-  while (splits < kMostSplits && tiles * splits < kEnoughBlocks && steps / (2 * splits) >= kFewestSteps) splits *= 2;
-  return splits;
+// Into how many splits K is cut, for a sum over `steps` stages. Multiprocessors share memory evenly, so a step of few rows
+// takes as long as the one that has most of the weight: its blocks, of 64 or 128 rows and a split each, and a constant for the
+// beginning and the end of a block. With several splits all blocks fit in 132 multiprocessors at once, two in each, and no
+// split is shorter than 256 values. The order of every sum follows from this: a change of it changes bits. Split s has the
+// stages from split_begin(s) to split_begin(s + 1).
+int split_count(std::int64_t weight_rows, std::int64_t steps) {
+  constexpr std::int64_t kMultiprocessors = 132, kOverhead = 3, kFewestSteps = 4;
+  if (rows_variant.splits > 0) return rows_variant.splits;
+  for (const Override& o : overrides())
+    if (o.weight_rows == weight_rows && o.steps == steps) return o.splits;
+  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
+  std::int64_t least = INT64_MAX;
+  int best = 1;
+  for (int splits = 1; splits <= kMostSplits && steps / splits >= (splits > 1 ? kFewestSteps : 1); ++splits) {
+    for (const std::int64_t height : {1, 2}) {
+      const std::int64_t blocks = ceil_div(tiles, height) * splits;
+      if (splits > 1 && blocks > 2 * kMultiprocessors) continue;
+      const std::int64_t time = ceil_div(blocks, kMultiprocessors) * (height * ceil_div(steps, splits) + kOverhead);
+      if (time <= least) best = splits, least = time;
+    }
+  }
+  return best;
 }
 __device__ inline int split_begin(int split, int steps, int splits) {
   return static_cast<int>(static_cast<std::int64_t>(split) * steps / splits);
@@ -67,12 +107,16 @@ __device__ inline int split_begin(int split, int steps, int splits) {
 
 template <typename T>
 struct Arguments {
-  CUtensorMap weight, x;
+  CUtensorMap weight[2], x[2];  // of the inputs
+  CUtensorMap out;              // tile_kernel, where copies_out()
   Output<T> output;
-  int steps, splits;          // stages of all of K
+  int first_steps, steps;     // stages of the first input, of both
+  int splits;                 // of all stages
   int stages;                 // split_kernel: of the ring
+  int sharing;                // split_kernel: blocks of a cluster that have the same split and other rows of the weight
   bool x_is_older;            // split_kernel
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
+  bool copies_out;            // tile_kernel
 };
 
 template <typename T>
@@ -81,28 +125,44 @@ constexpr CUtensorMapDataType kMapType =
 
 // Boxes of 64 rows: coordinates (k, row, 0, 0), or with SwiGLU (k, 0, 0, unit / 8).
 template <typename T>
-CUtensorMap weight_map(const RowsMatmul<T>& io) {
-  const auto K = static_cast<std::uint64_t>(io.K), OC = static_cast<std::uint64_t>(io.OC);
-  const std::int64_t row = io.K * static_cast<std::int64_t>(sizeof(T));
-  if (io.epilogue == RowsEpilogue::swiglu)
-    return encode_tensor_map(io.weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, io.OC * row, 8 * row},
+CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool swiglu) {
+  const auto K = static_cast<std::uint64_t>(columns), OC = static_cast<std::uint64_t>(rows);
+  const std::int64_t row = columns * static_cast<std::int64_t>(sizeof(T));
+  if (swiglu)
+    return encode_tensor_map(weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, rows * row, 8 * row},
                              {kDepth, 8, 2, kWeightRows / 16});
-  return encode_tensor_map(io.weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, kWeightRows, 1, 1});
+  return encode_tensor_map(weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, kWeightRows, 1, 1});
 }
 template <typename T>
-CUtensorMap x_map(const RowsMatmul<T>& io, int box_rows) {
-  return encode_tensor_map(io.x, kMapType<T>, {static_cast<std::uint64_t>(io.K), static_cast<std::uint64_t>(io.rows)},
-                           {io.K * static_cast<std::int64_t>(sizeof(T))},
+CUtensorMap x_map(const T* x, std::int64_t columns, std::int64_t rows, int box_rows) {
+  return encode_tensor_map(x, kMapType<T>, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
+                           {columns * static_cast<std::int64_t>(sizeof(T))},
                            {kDepth, static_cast<std::uint32_t>(box_rows)});
+}
+
+// Stages of a sum: each input begins with a stage of its own.
+template <typename T>
+std::int64_t steps_of(const RowsMatmul<T>& io) {
+  return ceil_div(io.K, kDepth) + ceil_div(io.K2, kDepth);
+}
+template <typename T>
+int splits_of(const RowsMatmul<T>& io) {
+  return split_count(weight_rows(io), steps_of(io));
 }
 
 template <typename T>
 Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows) {
   Arguments<T> arguments{};
-  arguments.weight = weight_map(io), arguments.x = x_map(io, box_rows);
+  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, io.epilogue == RowsEpilogue::swiglu);
+  arguments.x[0] = x_map(io.x, io.K, io.rows, box_rows);
+  if (io.K2 > 0) {
+    arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false);
+    arguments.x[1] = x_map(io.x2, io.K2, io.rows, box_rows);
+  }
   arguments.output = Output<T>::of(io);
-  arguments.steps = static_cast<int>(ceil_div(io.K, kDepth));
-  arguments.splits = split_count(weight_rows(io), io.K);
+  arguments.first_steps = static_cast<int>(ceil_div(io.K, kDepth));
+  arguments.steps = static_cast<int>(steps_of(io));
+  arguments.splits = splits_of(io);
   return arguments;
 }
 
@@ -115,11 +175,21 @@ struct Operands {
 
 #if WEFT_WGMMA
 
+// Which input stage `step` belongs to, and its first value of k there.
+struct Source {
+  int input, k;
+};
+template <typename T>
+__device__ inline Source source_of(const Arguments<T>& p, int step) {
+  const int input = step >= p.first_steps ? 1 : 0;
+  return {input, (step - input * p.first_steps) * kDepth};
+}
 // The 64 rows of the weight of tile `tile`, values of k of one stage.
 template <typename T>
 __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
   const bool swiglu = p.output.swiglu();
-  tensor_load(shared, &p.weight, barrier, step * kDepth, swiglu ? 0 : tile * kWeightRows, 0,
+  const Source source = source_of(p, step);
+  tensor_load(shared, &p.weight[source.input], barrier, source.k, swiglu ? 0 : tile * kWeightRows, 0,
               swiglu ? tile * (kWeightRows / 16) : 0, keep);
 }
 
@@ -187,9 +257,11 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + p.stages * Shape::kStageBytes, p.stages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
-  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);   // known to be the same in a warp
-  const int split = static_cast<int>(blockIdx.x) % p.splits;  // and the rank in the cluster
-  const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // known to be the same in a warp
+  // A cluster has `sharing` tiles, and the splits of each as neighbours.
+  const int cluster = p.splits * p.sharing, rank = static_cast<int>(blockIdx.x) % cluster;
+  const int split = rank % p.splits, member = rank / p.splits;
+  const int tile = (static_cast<int>(blockIdx.x) / cluster * p.sharing + member) * kConsumers;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
   const int first_step = split_begin(split, p.steps, p.splits);
   const int steps = split_begin(split + 1, p.steps, p.splits) - first_step;
@@ -204,17 +276,31 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
       load_weight(p, base + stage * Shape::kStageBytes + i * WeightTile<T>::kBytes, ring.full(stage), first_step + step,
                   tile + i, L2::evict_first);
   };
+  // Blocks that need the same of x fetch a slice each, for all of them.
   const auto load_x = [&](int stage, int step) {
-    tensor_load(x_address(stage), &p.x, ring.full(stage), (first_step + step) * kDepth, static_cast<int>(first_row));
+    const Source source = source_of(p, first_step + step);
+    if (p.sharing == 1)
+      return tensor_load(x_address(stage), &p.x[source.input], ring.full(stage), source.k, static_cast<int>(first_row));
+    const int slice = N / p.sharing * member;
+    unsigned blocks = 0;
+    for (int i = 0; i < p.sharing; ++i) blocks |= 1u << (i * p.splits + split);
+    tensor_load_to_cluster(x_address(stage) + slice * Shape::XTile::kRowBytes, &p.x[source.input], ring.full(stage),
+                           source.k, static_cast<int>(first_row) + slice, static_cast<std::uint16_t>(blocks));
   };
   const int ahead = min(steps, p.stages);
   let_successor_start();
   if (producer) {  // the first round of weights needs neither the other threads nor the kernel before
-    for (int stage = 0; stage < p.stages; ++stage) ring.init(stage, 1, kConsumers * kWarps);
+    for (int stage = 0; stage < p.stages; ++stage) ring.init(stage, 1, kConsumers * kWarps * p.sharing);
     fence_barrier_init();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
   }
-  __syncthreads();
+  __syncwarp();
+  if (p.sharing > 1) {  // the others' barriers exist, too
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   if (producer) {
     if (!p.x_is_older) wait_for_predecessors();
     for (int i = 0; i < ahead; ++i) load_x(i, i);
@@ -240,14 +326,18 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
                                 {x_address(stage)}};
         },
         [&](int stage) {
-          if (lane == 0) mbarrier_arrive(ring.empty(stage));
+          if (p.sharing == 1) {
+            if (lane == 0) mbarrier_arrive(ring.empty(stage));
+          } else if (lane < p.sharing) {  // all that fill it
+            cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane * p.splits + split));
+          }
         });
     wait_for_predecessors();                  // they may still read what is written below
     named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
     store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
   }
   __syncwarp();  // the producer's lanes meet again
-  if (p.splits > 1) {
+  if (cluster > 1) {
     cluster_barrier();
   } else {
     __syncthreads();
@@ -262,7 +352,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
         float4 parts[kMostSplits];
 #pragma unroll
         for (int s = 0; s < kMostSplits; ++s)
-          if (s < p.splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
+          if (s < p.splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(member * p.splits + s)));
         float4 sum = parts[0];
 #pragma unroll
         for (int s = 1; s < kMostSplits; ++s) {
@@ -273,25 +363,28 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     }
   }
   __syncwarp();
-  if (p.splits > 1) cluster_barrier();  // nobody leaves while others read its sums
+  if (cluster > 1) cluster_barrier();  // nobody leaves while others read its sums
 #else
   __trap();
 #endif
 }
 
-template <typename T, int N, int kConsumers, int kBlocks = kConsumers == 1 ? 2 : 1>
-void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+// `sharing`: how many blocks share x, a power of two up to N / 8, or 1.
+template <typename T, int N, int kConsumers, int kBlocks>
+void launch_splits(const RowsMatmul<T>& io, int sharing, const LaunchDevice& device, cudaStream_t stream) {
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
-  Arguments<T> arguments = arguments_of(io, N);
+  Arguments<T> arguments = arguments_of(io, N / sharing);
   arguments.stages = Shape::kMostStages;
+  arguments.sharing = sharing;
+  const int cluster = arguments.splits * sharing;
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
-  const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
+  const std::int64_t clusters = ceil_div(weight_rows(io), sharing * kConsumers * kWeightRows);
   arguments.x_is_older = io.x_is_older;
-  const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
+  const dim3 grid(static_cast<unsigned>(clusters * cluster), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
-                          device.overlapping, arguments.splits, "rows_matmul", arguments);
+                          device.overlapping, cluster, "rows_matmul", arguments);
 }
 
 // ---- many rows --------------------------------------------------------------------------------------------------------
@@ -304,7 +397,10 @@ struct TileShape {
   using XTile = SwizzledTile<T, N, kDepth>;
   static_assert(N % kSumsRows == 0);
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
-  static constexpr int kSumsBytes = kSumsRows * kSumsStride * 4;  // of a consumer
+  // What a consumer has for its results on their way to memory: sums, or values as copies take them.
+  using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
+  static constexpr int kSumsBytes =
+      (std::max(kSumsRows * kSumsStride * 4, OutTile::kBytes) + kAlignment - 1) / kAlignment * kAlignment;
   static constexpr int kRest = kAlignment + kTileConsumers * kSumsBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kStages = (kMostSharedBytes - kRest) / (kStageBytes + kBarrierBytes);
@@ -347,6 +443,9 @@ struct TileMemory {
   __device__ float* sums(int consumer) const {
     return reinterpret_cast<float*>(memory + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes);
   }
+  __device__ typename Shape::OutTile out(int consumer) const {
+    return {base + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes};
+  }
   __device__ RingBarriers ring() const {
     return {base + Shape::kStages * Shape::kStageBytes + kTileConsumers * Shape::kSumsBytes, Shape::kStages};
   }
@@ -381,9 +480,55 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
         ring.wait_empty(at);
         load_weights(at.stage, step, first_tile);
       }
-      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x, ring.full(at.stage),
-                             step * kDepth, row, kAll);
+      const Source source = source_of(p, step);
+      tensor_load_to_cluster(shared.x(at.stage).template rows<kHalf>(rank * kHalf).address, &p.x[source.input],
+                             ring.full(at.stage), source.k, row, kAll);
       at.advance(Shape::kStages);
+    }
+  }
+}
+
+// Sums of a warpgroup's 64 rows of the weight, from `first` on, and N rows of x, from `row` on, to `out`: bias and GELU in
+// registers, transposed on the way to shared memory, from there by tensor copies, which leave out what is outside.
+template <typename T, int N>
+__device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::OutTile& staging, int barrier,
+                         std::int64_t first, int row, const float (&sum)[N / 2]) {
+  using OutTile = typename TileShape<T, N>::OutTile;
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+  const int warp = thread / kWarpSize;
+  const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
+  float bias[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const std::int64_t column = first + warp * 16 + i * 8 + lane / 4;
+    bias[i] = biased && column < p.output.OC ? to_float(p.output.bias[column]) : 0.0f;
+  }
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    if (thread == 0) bulk_wait_read();
+    named_barrier_wait(barrier, kWarpgroupSize);  // the copy before has been read
+#pragma unroll
+    for (int i = 0; i < OutTile::kRows / 16; ++i) {
+      unsigned words[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {  // matrices of 8 rows of x, m / 2, and 8 of the weight, m % 2
+        const int at = 4 * (part * (OutTile::kRows / 8) + 2 * i + m / 2) + 2 * (m % 2);
+        float pair[2] = {sum[at], sum[at + 1]};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          if (biased) pair[k] += bias[m % 2];
+          if (gelu) pair[k] = gelu_for<T>(pair[k]);
+        }
+        words[m] = pack<T>(pair[0], pair[1]);
+      }
+      const int r = 16 * i + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+      store_matrices_transposed(staging.address + OutTile::offset(r, chunk), words[0], words[1], words[2], words[3]);
+    }
+    fence_async_proxy_shared();
+    named_barrier_wait(barrier, kWarpgroupSize);
+    if (thread == 0) {
+      tensor_store(&p.out, staging.address, static_cast<int>(first), row + part * OutTile::kRows, 0);
+      bulk_commit();
     }
   }
 }
@@ -407,8 +552,10 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
     const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
-      const std::int64_t first = static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer);
-      const Columns<T> columns(p.output, first * kWeightRows, thread % fours);
+      const std::int64_t first =
+          static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total);
+      const Columns<T> columns(p.output, first, thread % fours);
 #pragma unroll
       for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
         const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
@@ -435,6 +582,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       finish(d);
     }
   }
+  if (p.copies_out && thread == 0) bulk_wait();  // shared memory stays until all has been written
 }
 
 #endif  // WEFT_WGMMA
@@ -467,6 +615,13 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 #endif
 }
 
+// Whether results go to memory by tensor copies, whose rows begin at multiples of 16 bytes.
+template <typename T>
+bool copies_out(const RowsMatmul<T>& io) {
+  return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
+         aligned_to_16(io.out);
+}
+
 template <typename T, int N, bool kSplits>
 void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const auto kernel = tile_kernel<T, N, kSplits>;
@@ -474,6 +629,11 @@ void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStrea
   Arguments<T> arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
+  arguments.copies_out = copies_out(io);
+  if (arguments.copies_out)
+    arguments.out = encode_tensor_map(io.out, kMapType<T>,
+                                      {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
+                                      {io.OC * static_cast<std::int64_t>(sizeof(T)), 0}, {kWeightRows, N / 2, 1});
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "rows_matmul: shared memory");
   const int clusters = std::min(device.multiprocessors / kCluster, arguments.tile_pairs * arguments.row_tiles);
@@ -528,22 +688,52 @@ bool hopper_computes(const RowsMatmul<T>& io) {
   return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
-// Which kernel is a matter of time alone. With one split a layer has tiles enough for tile_kernel, which reads x and weight
-// fewer times, from 64 rows on; with several its tiles would occupy a third of the multiprocessors.
+template <typename T, int N>
+void launch_shape(const RowsMatmul<T>& io, int consumers, int blocks, int sharing, const LaunchDevice& device,
+                  cudaStream_t stream) {
+  if (consumers == 1) return launch_splits<T, N, 1, 2>(io, sharing, device, stream);
+  if (consumers == 2 && blocks == 2) return launch_splits<T, N, 2, 2>(io, sharing, device, stream);
+  if constexpr (N >= 64) {
+    if (consumers == 4) return launch_splits<T, N, 4, 1>(io, sharing, device, stream);
+  }
+  return launch_splits<T, N, 2, 1>(io, sharing, device, stream);
+}
+
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  const int splits = split_count(weight_rows(io), io.K);
-  if (io.rows <= 16) return launch_splits<T, 16, 1>(io, device, stream);
-  if (io.rows <= 32) return launch_splits<T, 32, 1>(io, device, stream);
-  // Blocks enough, also of 128 rows of the weight: then x is read half as often, and what L2 gives is enough for both.
-  const bool tall = splits == 1 && 2 * weight_rows(io) >= 3 * 2 * kWeightRows * device.multiprocessors;
-  if (tall && io.rows <= 64) return launch_splits<T, 64, 2, 2>(io, device, stream);
-  if (io.rows <= 48) return launch_splits<T, 48, 1>(io, device, stream);
-  if (io.rows <= 64) return launch_splits<T, 64, 1>(io, device, stream);
-  if (splits > 1 && io.rows <= 96) return launch_splits<T, 96, 2>(io, device, stream);
-  if (splits > 1 && io.rows <= 128) return launch_splits<T, 128, 2>(io, device, stream);
-  if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2>(io, device, stream);
-  if (splits > 1 && io.rows <= 256) return launch_splits<T, 256, 2>(io, device, stream);
+  const int splits = splits_of(io);
+  const std::int64_t tiles = ceil_div(weight_rows(io), kWeightRows);
+  if (io.rows > 256 || rows_variant.tile) return launch_best_tiles(io, splits, device, stream);
+  const bool tall_fills = ceil_div(tiles, 2) * splits >= 100;
+  int consumers = 1, blocks = 2, sharing = 1;
+  if (io.rows <= 32) {
+    consumers = ceil_div(tiles, 2) * splits > 132 ? 2 : 1;
+  } else if (io.rows <= 64) {
+    consumers = tall_fills ? 2 : 1;
+    sharing = consumers == 1 && splits <= 4 ? 2 : 1;
+  } else {
+    consumers = tall_fills || io.rows > 128 ? 2 : 1;
+    blocks = consumers == 1 || ceil_div(tiles, 2) * splits > 132 ? 2 : 1;
+    sharing = splits <= 4 ? 2 : 1;
+  }
+  if (io.rows > 128 && splits == 1) return launch_best_tiles(io, splits, device, stream);
+  for (const Override& o : overrides()) {
+    if (o.weight_rows != weight_rows(io) || o.steps != steps_of(io) || io.rows > o.most_rows) continue;
+    consumers = o.consumers, blocks = o.blocks, sharing = o.sharing;
+    break;
+  }
+  if (rows_variant.consumers > 0) consumers = rows_variant.consumers;
+  if (rows_variant.blocks > 0) blocks = rows_variant.blocks;
+  if (rows_variant.sharing > 0) sharing = rows_variant.sharing;
+  if (splits * sharing > 8) sharing = 1;
+  if (io.rows <= 16) return launch_shape<T, 16>(io, consumers, blocks, sharing, device, stream);
+  if (io.rows <= 32) return launch_shape<T, 32>(io, consumers, blocks, sharing, device, stream);
+  if (io.rows <= 48) return launch_shape<T, 48>(io, consumers, blocks, sharing, device, stream);
+  if (io.rows <= 64) return launch_shape<T, 64>(io, consumers, blocks, sharing, device, stream);
+  if (io.rows <= 96) return launch_shape<T, 96>(io, consumers, blocks, sharing, device, stream);
+  if (io.rows <= 128) return launch_shape<T, 128>(io, consumers, blocks, sharing, device, stream);
+  if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2, 1>(io, sharing, device, stream);
+  if (splits > 1 && io.rows <= 256) return launch_splits<T, 256, 2, 1>(io, sharing, device, stream);
   launch_best_tiles(io, splits, device, stream);
 }
 
