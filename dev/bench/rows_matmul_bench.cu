@@ -118,9 +118,9 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
       rows::RowsVariant v;
     };
     std::vector<Result> results;
-    const auto attempt = [&](int splits, int consumers, int blocks, int sharing, bool tile) {
+    const auto attempt = [&](int splits, int consumers, int blocks, int sharing, bool tile, int stages = 0) {
       if (splits * sharing > 8 || ceil_div(K, 64) / splits < 2) return;
-      rows::rows_variant = {splits, consumers, blocks, sharing, tile};
+      rows::rows_variant = {splits, consumers, blocks, sharing, tile, stages};
       try {
         results.push_back({measure(), rows::rows_variant});
       } catch (const std::exception& error) {
@@ -131,8 +131,10 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
       if (weight_rows >= 28000 && splits > 2) continue;
       if (weight_rows * splits > 132 * 64 * 5 && splits > 1) continue;
       if (rows <= 32) {
-        attempt(splits, 1, 2, 1, false), attempt(splits, 2, 2, 1, false);
-        if (rows <= 16) attempt(splits, 2, 1, 1, false);
+        for (const int stages : {0, 4, 6, 8}) {
+          attempt(splits, 1, 2, 1, false, stages), attempt(splits, 2, 2, 1, false, stages);
+          if (rows <= 16) attempt(splits, 2, 1, 1, false, stages);
+        }
         if (rows > 16) attempt(splits, 1, 2, 2, false), attempt(splits, 2, 2, 2, false);
       } else if (rows <= 128) {
         for (const int sharing : {1, 2, 4}) {
@@ -150,8 +152,8 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
     std::sort(results.begin(), results.end(), [](const Result& a, const Result& b) { return a.us < b.us; });
     std::printf("  variants (splits consumers blocks sharing):");
     for (const Result& r : results)
-      std::printf(" | %d %d %d %d%s: %.2f", r.v.splits, r.v.consumers, r.v.blocks, r.v.sharing, r.v.tile ? " tile" : "",
-                  r.us);
+      std::printf(" | %d %d %d %d st%d%s: %.2f", r.v.splits, r.v.consumers, r.v.blocks, r.v.sharing, r.v.stages,
+                  r.v.tile ? " tile" : "", r.us);
     std::printf("\n");
     rows::rows_variant = {};
   }

@@ -61,6 +61,7 @@ namespace rows {
 struct RowsVariant {
   int splits = 0, consumers = 0, blocks = 0, sharing = 0;
   bool tile = false;
+  int stages = 0;
 };
 extern RowsVariant rows_variant;
 }  // namespace rows

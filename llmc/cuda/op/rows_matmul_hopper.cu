@@ -49,7 +49,7 @@ using namespace hopper;
 
 // WEFT_ROWS="weight_rows,steps,most_rows,splits,consumers,blocks,sharing;..."
 struct Override {
-  int weight_rows, steps, most_rows, splits, consumers, blocks, sharing;
+  int weight_rows, steps, most_rows, splits, consumers, blocks, sharing, stages;
 };
 const std::vector<Override>& overrides() {
   static const std::vector<Override> list = [] {
@@ -57,8 +57,8 @@ const std::vector<Override>& overrides() {
     const char* at = std::getenv("WEFT_ROWS");
     while (at != nullptr && *at != 0) {
       Override o{};
-      if (std::sscanf(at, "%d,%d,%d,%d,%d,%d,%d", &o.weight_rows, &o.steps, &o.most_rows, &o.splits, &o.consumers,
-                      &o.blocks, &o.sharing) == 7)
+      if (std::sscanf(at, "%d,%d,%d,%d,%d,%d,%d,%d", &o.weight_rows, &o.steps, &o.most_rows, &o.splits, &o.consumers,
+                      &o.blocks, &o.sharing, &o.stages) == 8)
         all.push_back(o);
       at = std::strchr(at, ';');
       if (at != nullptr) ++at;
@@ -293,6 +293,8 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     for (int stage = 0; stage < p.stages; ++stage) ring.init(stage, 1, kConsumers * kWarps * p.sharing);
     fence_barrier_init();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
+    prefetch_tensor_map(&p.x[0]);
+    if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
   }
   __syncwarp();
   if (p.sharing > 1) {  // the others' barriers exist, too
@@ -363,7 +365,10 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     }
   }
   __syncwarp();
-  if (cluster > 1) cluster_barrier();  // nobody leaves while others read its sums
+  if (cluster > 1) {  // nobody leaves while others read its sums
+    cluster_arrive();
+    cluster_wait();
+  }
 #else
   __trap();
 #endif
@@ -376,6 +381,12 @@ void launch_splits(const RowsMatmul<T>& io, int sharing, const LaunchDevice& dev
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, N / sharing);
   arguments.stages = Shape::kMostStages;
+  if (rows_variant.stages > 0) arguments.stages = std::min(arguments.stages, rows_variant.stages);
+  for (const Override& o : overrides()) {
+    if (o.weight_rows != weight_rows(io) || o.steps != steps_of(io) || io.rows > o.most_rows) continue;
+    if (o.stages > 0) arguments.stages = std::min(arguments.stages, o.stages);
+    break;
+  }
   arguments.sharing = sharing;
   const int cluster = arguments.splits * sharing;
   const int bytes = Shape::bytes(arguments.stages);
