@@ -7,11 +7,13 @@
 // median of 7 replays. GB/s count weight and x, of the weight's read share: of a plain read of memory.
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "llmc/cuda/hw/common.cuh"
@@ -46,8 +48,6 @@ constexpr Shape kShapes[] = {{"pythia-2.8b", "qkv", 2560, 7680, RowsEpilogue::st
                              {"llama-3.1-8b", "head", 4096, 128256, RowsEpilogue::store_fp32}};
 constexpr std::int64_t kRows[] = {1, 4, 16, 64, 128, 256, 2000};
 
-bool variants = false;
-
 // Microseconds of one of `launches` launches in a graph.
 double microseconds(int launches, const std::function<void(int)>& launch, cudaStream_t stream) {
   constexpr int kReplays = 7;
@@ -57,6 +57,7 @@ double microseconds(int launches, const std::function<void(int)>& launch, cudaSt
   });
   const Event start, stop;
   std::vector<float> times;
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rested: under load the power limit lowers the clock
   for (int replay = 0; replay <= kReplays; ++replay) {
     check(cudaEventRecord(start, stream), "bench");
     graph.launch(stream);
@@ -110,53 +111,7 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
         },
         stream);
   };
-  rows::rows_variant = {};
   const double ours = measure();
-  if (variants) {
-    struct Result {
-      double us;
-      rows::RowsVariant v;
-    };
-    std::vector<Result> results;
-    const auto attempt = [&](int splits, int consumers, int blocks, int sharing, bool tile, int stages = 0) {
-      if (splits * sharing > 8 || ceil_div(K, 64) / splits < 2) return;
-      rows::rows_variant = {splits, consumers, blocks, sharing, tile, stages};
-      try {
-        results.push_back({measure(), rows::rows_variant});
-      } catch (const std::exception& error) {
-        std::printf("variant %d %d %d %d: %s\n", splits, consumers, blocks, sharing, error.what());
-      }
-    };
-    for (const int splits : {1, 2, 3, 4, 5, 6, 8}) {
-      if (weight_rows >= 28000 && splits > 2) continue;
-      if (weight_rows * splits > 132 * 64 * 5 && splits > 1) continue;
-      if (rows <= 32) {
-        for (const int stages : {0, 4, 6, 8}) {
-          attempt(splits, 1, 2, 1, false, stages), attempt(splits, 2, 2, 1, false, stages);
-          if (rows <= 16) attempt(splits, 2, 1, 1, false, stages);
-        }
-        if (rows > 16) attempt(splits, 1, 2, 2, false), attempt(splits, 2, 2, 2, false);
-      } else if (rows <= 128) {
-        for (const int sharing : {1, 2, 4}) {
-          attempt(splits, 1, 2, sharing, false), attempt(splits, 2, 2, sharing, false);
-          attempt(splits, 2, 1, sharing, false);
-          if (rows > 48) attempt(splits, 4, 1, sharing, false);
-        }
-        if (rows > 64) attempt(splits, 1, 1, 1, true);
-      } else {
-        attempt(splits, 1, 1, 1, true);
-        for (const int sharing : {1, 2, 4})
-          if (rows <= 256 && splits > 1) attempt(splits, 2, 1, sharing, false);
-      }
-    }
-    std::sort(results.begin(), results.end(), [](const Result& a, const Result& b) { return a.us < b.us; });
-    std::printf("  variants (splits consumers blocks sharing):");
-    for (const Result& r : results)
-      std::printf(" | %d %d %d %d st%d%s: %.2f", r.v.splits, r.v.consumers, r.v.blocks, r.v.sharing, r.v.stages,
-                  r.v.tile ? " tile" : "", r.us);
-    std::printf("\n");
-    rows::rows_variant = {};
-  }
   const MatmulShape lt{Gemm::forward, rows, K, weight_rows, CUDA_R_16BF, Accumulate::no, biased, false};
   matmul.prepare(lt);
   const double theirs = microseconds(
@@ -184,9 +139,7 @@ int main(int argc, char** argv) {
     std::vector<std::int64_t> all_rows;
     std::vector<std::string> models;
     for (int i = 1; i < argc; ++i) {
-      if (std::string(argv[i]) == "--variants") {
-        variants = true;
-      } else if (std::atoll(argv[i]) > 0) {
+      if (std::atoll(argv[i]) > 0) {
         all_rows.push_back(std::atoll(argv[i]));
       } else {
         models.emplace_back(argv[i]);

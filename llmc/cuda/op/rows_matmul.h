@@ -57,15 +57,6 @@ enum class RowsPath {
   portable,   // mma.sync in 16 bits, also on Hopper
 };
 
-namespace rows {
-struct RowsVariant {
-  int splits = 0, consumers = 0, blocks = 0, sharing = 0;
-  bool tile = false;
-  int stages = 0;
-};
-extern RowsVariant rows_variant;
-}  // namespace rows
-
 // Why rows_matmul() cannot compute with weights of this size (either of two): K must be a multiple of 16 bytes. Empty where it can.
 std::string rows_matmul_refusal(std::int64_t K, std::int64_t OC, DType dtype);
 

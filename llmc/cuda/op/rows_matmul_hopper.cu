@@ -41,8 +41,6 @@
 
 namespace weft::cuda::rows {
 
-RowsVariant rows_variant;
-
 namespace {
 
 using namespace hopper;
@@ -78,28 +76,19 @@ constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
 
-// Into how many splits K is cut, for a sum over `steps` stages. Multiprocessors share memory evenly, so a step of few rows
-// takes as long as the one that has most of the weight: its blocks, of 64 or 128 rows and a split each, and a constant for the
-// beginning and the end of a block. With several splits all blocks fit in 132 multiprocessors at once, two in each, and no
-// split is shorter than 256 values. The order of every sum follows from this: a change of it changes bits. Split s has the
-// stages from split_begin(s) to split_begin(s + 1).
+// Into how many splits K is cut, for a sum over `steps` stages: the fewest with which blocks of 64 rows of the weight and a
+// split occupy 132 multiprocessors nearly one and a half times, but one where the tiles alone occupy them, and no split is
+// shorter than 256 values. (Clusters of 6 and 7 leave multiprocessors empty.) The order of every sum follows from this: a
+// change of it changes bits. Split s has the stages from split_begin(s) to split_begin(s + 1).
 int split_count(std::int64_t weight_rows, std::int64_t steps) {
-  constexpr std::int64_t kMultiprocessors = 132, kOverhead = 3, kFewestSteps = 4;
-  if (rows_variant.splits > 0) return rows_variant.splits;
+  constexpr std::int64_t kEnoughTiles = 128, kEnoughBlocks = 185, kFewestSteps = 4;
   for (const Override& o : overrides())
     if (o.weight_rows == weight_rows && o.steps == steps) return o.splits;
   const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
-  std::int64_t least = INT64_MAX;
-  int best = 1;
-  for (int splits = 1; splits <= kMostSplits && steps / splits >= (splits > 1 ? kFewestSteps : 1); ++splits) {
-    for (const std::int64_t height : {1, 2}) {
-      const std::int64_t blocks = ceil_div(tiles, height) * splits;
-      if (splits > 1 && blocks > 2 * kMultiprocessors) continue;
-      const std::int64_t time = ceil_div(blocks, kMultiprocessors) * (height * ceil_div(steps, splits) + kOverhead);
-      if (time <= least) best = splits, least = time;
-    }
-  }
-  return best;
+  if (tiles >= kEnoughTiles) return 1;
+  const std::int64_t wanted = std::min(ceil_div(kEnoughBlocks, tiles), steps / kFewestSteps);
+  if (wanted >= kMostSplits) return kMostSplits;
+  return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, 5));
 }
 __device__ inline int split_begin(int split, int steps, int splits) {
   return static_cast<int>(static_cast<std::int64_t>(split) * steps / splits);
@@ -113,7 +102,6 @@ struct Arguments {
   int first_steps, steps;     // stages of the first input, of both
   int splits;                 // of all stages
   int stages;                 // split_kernel: of the ring
-  int sharing;                // split_kernel: blocks of a cluster that have the same split and other rows of the weight
   bool x_is_older;            // split_kernel
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
   bool copies_out;            // tile_kernel
@@ -257,11 +245,9 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + p.stages * Shape::kStageBytes, p.stages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
-  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // known to be the same in a warp
-  // A cluster has `sharing` tiles, and the splits of each as neighbours.
-  const int cluster = p.splits * p.sharing, rank = static_cast<int>(blockIdx.x) % cluster;
-  const int split = rank % p.splits, member = rank / p.splits;
-  const int tile = (static_cast<int>(blockIdx.x) / cluster * p.sharing + member) * kConsumers;
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);   // known to be the same in a warp
+  const int split = static_cast<int>(blockIdx.x) % p.splits;  // and the rank in the cluster
+  const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
   const int first_step = split_begin(split, p.steps, p.splits);
   const int steps = split_begin(split + 1, p.steps, p.splits) - first_step;
@@ -276,33 +262,20 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
       load_weight(p, base + stage * Shape::kStageBytes + i * WeightTile<T>::kBytes, ring.full(stage), first_step + step,
                   tile + i, L2::evict_first);
   };
-  // Blocks that need the same of x fetch a slice each, for all of them.
   const auto load_x = [&](int stage, int step) {
     const Source source = source_of(p, first_step + step);
-    if (p.sharing == 1)
-      return tensor_load(x_address(stage), &p.x[source.input], ring.full(stage), source.k, static_cast<int>(first_row));
-    const int slice = N / p.sharing * member;
-    unsigned blocks = 0;
-    for (int i = 0; i < p.sharing; ++i) blocks |= 1u << (i * p.splits + split);
-    tensor_load_to_cluster(x_address(stage) + slice * Shape::XTile::kRowBytes, &p.x[source.input], ring.full(stage),
-                           source.k, static_cast<int>(first_row) + slice, static_cast<std::uint16_t>(blocks));
+    tensor_load(x_address(stage), &p.x[source.input], ring.full(stage), source.k, static_cast<int>(first_row));
   };
   const int ahead = min(steps, p.stages);
   let_successor_start();
   if (producer) {  // the first round of weights needs neither the other threads nor the kernel before
-    for (int stage = 0; stage < p.stages; ++stage) ring.init(stage, 1, kConsumers * kWarps * p.sharing);
+    for (int stage = 0; stage < p.stages; ++stage) ring.init(stage, 1, kConsumers * kWarps);
     fence_barrier_init();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
     prefetch_tensor_map(&p.x[0]);
     if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
   }
-  __syncwarp();
-  if (p.sharing > 1) {  // the others' barriers exist, too
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   if (producer) {
     if (!p.x_is_older) wait_for_predecessors();
     for (int i = 0; i < ahead; ++i) load_x(i, i);
@@ -328,18 +301,14 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
                                 {x_address(stage)}};
         },
         [&](int stage) {
-          if (p.sharing == 1) {
-            if (lane == 0) mbarrier_arrive(ring.empty(stage));
-          } else if (lane < p.sharing) {  // all that fill it
-            cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane * p.splits + split));
-          }
+          if (lane == 0) mbarrier_arrive(ring.empty(stage));
         });
     wait_for_predecessors();                  // they may still read what is written below
     named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
     store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
   }
   __syncwarp();  // the producer's lanes meet again
-  if (cluster > 1) {
+  if (p.splits > 1) {
     cluster_barrier();
   } else {
     __syncthreads();
@@ -354,7 +323,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
         float4 parts[kMostSplits];
 #pragma unroll
         for (int s = 0; s < kMostSplits; ++s)
-          if (s < p.splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(member * p.splits + s)));
+          if (s < p.splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
         float4 sum = parts[0];
 #pragma unroll
         for (int s = 1; s < kMostSplits; ++s) {
@@ -365,7 +334,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     }
   }
   __syncwarp();
-  if (cluster > 1) {  // nobody leaves while others read its sums
+  if (p.splits > 1) {  // nobody leaves while others read its sums
     cluster_arrive();
     cluster_wait();
   }
@@ -374,28 +343,24 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
 #endif
 }
 
-// `sharing`: how many blocks share x, a power of two up to N / 8, or 1.
 template <typename T, int N, int kConsumers, int kBlocks>
-void launch_splits(const RowsMatmul<T>& io, int sharing, const LaunchDevice& device, cudaStream_t stream) {
+void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
-  Arguments<T> arguments = arguments_of(io, N / sharing);
+  Arguments<T> arguments = arguments_of(io, N);
   arguments.stages = Shape::kMostStages;
-  if (rows_variant.stages > 0) arguments.stages = std::min(arguments.stages, rows_variant.stages);
   for (const Override& o : overrides()) {
     if (o.weight_rows != weight_rows(io) || o.steps != steps_of(io) || io.rows > o.most_rows) continue;
     if (o.stages > 0) arguments.stages = std::min(arguments.stages, o.stages);
     break;
   }
-  arguments.sharing = sharing;
-  const int cluster = arguments.splits * sharing;
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
-  const std::int64_t clusters = ceil_div(weight_rows(io), sharing * kConsumers * kWeightRows);
+  const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
   arguments.x_is_older = io.x_is_older;
-  const dim3 grid(static_cast<unsigned>(clusters * cluster), static_cast<unsigned>(ceil_div(io.rows, N)));
+  const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
-                          device.overlapping, cluster, "rows_matmul", arguments);
+                          device.overlapping, arguments.splits, "rows_matmul", arguments);
 }
 
 // ---- many rows --------------------------------------------------------------------------------------------------------
@@ -629,7 +594,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 // Whether results go to memory by tensor copies, whose rows begin at multiples of 16 bytes.
 template <typename T>
 bool copies_out(const RowsMatmul<T>& io) {
-  return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
+  return std::getenv("WEFT_NO_COPY") == nullptr &&
+         (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
          aligned_to_16(io.out);
 }
 
@@ -699,52 +665,33 @@ bool hopper_computes(const RowsMatmul<T>& io) {
   return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
-template <typename T, int N>
-void launch_shape(const RowsMatmul<T>& io, int consumers, int blocks, int sharing, const LaunchDevice& device,
-                  cudaStream_t stream) {
-  if (consumers == 1) return launch_splits<T, N, 1, 2>(io, sharing, device, stream);
-  if (consumers == 2 && blocks == 2) return launch_splits<T, N, 2, 2>(io, sharing, device, stream);
-  if constexpr (N >= 64) {
-    if (consumers == 4) return launch_splits<T, N, 4, 1>(io, sharing, device, stream);
-  }
-  return launch_splits<T, N, 2, 1>(io, sharing, device, stream);
-}
-
+// Which kernel is a matter of time alone. Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor; above,
+// a block has 128, so that x is read half as often. With one split a layer has tiles enough for tile_kernel, which reads x
+// and weight fewer times; with several its tiles would occupy a third of the multiprocessors.
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = splits_of(io);
-  const std::int64_t tiles = ceil_div(weight_rows(io), kWeightRows);
-  if (io.rows > 256 || rows_variant.tile) return launch_best_tiles(io, splits, device, stream);
-  const bool tall_fills = ceil_div(tiles, 2) * splits >= 100;
-  int consumers = 1, blocks = 2, sharing = 1;
-  if (io.rows <= 32) {
-    consumers = ceil_div(tiles, 2) * splits > 132 ? 2 : 1;
-  } else if (io.rows <= 64) {
-    consumers = tall_fills ? 2 : 1;
-    sharing = consumers == 1 && splits <= 4 ? 2 : 1;
-  } else {
-    consumers = tall_fills || io.rows > 128 ? 2 : 1;
-    blocks = consumers == 1 || ceil_div(tiles, 2) * splits > 132 ? 2 : 1;
-    sharing = splits <= 4 ? 2 : 1;
-  }
-  if (io.rows > 128 && splits == 1) return launch_best_tiles(io, splits, device, stream);
   for (const Override& o : overrides()) {
     if (o.weight_rows != weight_rows(io) || o.steps != steps_of(io) || io.rows > o.most_rows) continue;
-    consumers = o.consumers, blocks = o.blocks, sharing = o.sharing;
+    if (o.consumers == 0) break;
+    if (io.rows <= 16 && o.consumers == 2) return launch_splits<T, 16, 2, 2>(io, device, stream);
+    if (io.rows <= 16 && o.consumers == 1) return launch_splits<T, 16, 1, 2>(io, device, stream);
+    if (io.rows <= 64 && o.consumers == 2 && o.blocks == 2) return launch_splits<T, 64, 2, 2>(io, device, stream);
+    if (io.rows <= 64 && o.consumers == 2 && o.blocks == 1) return launch_splits<T, 64, 2, 1>(io, device, stream);
+    if (io.rows <= 128 && io.rows > 64 && o.consumers == 2 && o.blocks == 2)
+      return launch_splits<T, 128, 2, 2>(io, device, stream);
+    if (io.rows <= 128 && io.rows > 64 && o.consumers == 2) return launch_splits<T, 128, 2, 1>(io, device, stream);
+    if (io.rows <= 128 && io.rows > 64 && o.consumers == 1) return launch_splits<T, 128, 1, 2>(io, device, stream);
     break;
   }
-  if (rows_variant.consumers > 0) consumers = rows_variant.consumers;
-  if (rows_variant.blocks > 0) blocks = rows_variant.blocks;
-  if (rows_variant.sharing > 0) sharing = rows_variant.sharing;
-  if (splits * sharing > 8) sharing = 1;
-  if (io.rows <= 16) return launch_shape<T, 16>(io, consumers, blocks, sharing, device, stream);
-  if (io.rows <= 32) return launch_shape<T, 32>(io, consumers, blocks, sharing, device, stream);
-  if (io.rows <= 48) return launch_shape<T, 48>(io, consumers, blocks, sharing, device, stream);
-  if (io.rows <= 64) return launch_shape<T, 64>(io, consumers, blocks, sharing, device, stream);
-  if (io.rows <= 96) return launch_shape<T, 96>(io, consumers, blocks, sharing, device, stream);
-  if (io.rows <= 128) return launch_shape<T, 128>(io, consumers, blocks, sharing, device, stream);
-  if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2, 1>(io, sharing, device, stream);
-  if (splits > 1 && io.rows <= 256) return launch_splits<T, 256, 2, 1>(io, sharing, device, stream);
+  if (io.rows <= 16) return launch_splits<T, 16, 1, 2>(io, device, stream);
+  if (io.rows <= 32) return launch_splits<T, 32, 1, 2>(io, device, stream);
+  if (io.rows <= 48) return launch_splits<T, 48, 1, 2>(io, device, stream);
+  if (io.rows <= 64) return launch_splits<T, 64, 1, 2>(io, device, stream);
+  if (splits > 1 && io.rows <= 96) return launch_splits<T, 96, 2, 1>(io, device, stream);
+  if (splits > 1 && io.rows <= 128) return launch_splits<T, 128, 2, 1>(io, device, stream);
+  if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2, 1>(io, device, stream);
+  if (splits > 1 && io.rows <= 256) return launch_splits<T, 256, 2, 1>(io, device, stream);
   launch_best_tiles(io, splits, device, stream);
 }
 
