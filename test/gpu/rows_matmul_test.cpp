@@ -314,23 +314,32 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
     this->check_values(rows, 23 * 64 + 8, 8200, RowsEpilogue::store_fp32, true);
     this->check_values(rows, 4 * 23 * 64 + 24, 2500, RowsEpilogue::add, true);
   }
+  for (const std::int64_t rows : {1, 15, 16, 17, 31, 48, 63, 65, 128}) {  // tiles of 80 and of 224 rows
+    this->check_values(rows, 1032, 10200, rows % 2 == 0 ? RowsEpilogue::store : RowsEpilogue::add, true);
+    this->check_values(rows, 328, 12760, RowsEpilogue::swiglu, false);
+    this->check_values(rows, 72, 25390, RowsEpilogue::gelu, rows % 2 == 0);
+  }
   this->check_values(1100, 11 * 64 + 8, 8200, RowsEpilogue::store, true);
   this->check_values(1100, 1032, 2500, RowsEpilogue::add, true);
   this->check_values(2000, 1032, 712, RowsEpilogue::gelu, true);
   this->check_values(700, 264, 3208, RowsEpilogue::swiglu, false);
 }
 
-// The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven and 1 splits; the last has more tiles than multiprocessors.
+// The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven, 1 and 1 splits; the last two have more tiles of 64 rows than
+// multiprocessors, and take others of 224 and of 80.
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
   this->check_invariance(2560, 2560, RowsEpilogue::store_fp32);
   this->check_invariance(2120, 512, RowsEpilogue::store_fp32);
   this->check_invariance(328, 8200, RowsEpilogue::store_fp32);
   this->check_invariance(1000, 4100, RowsEpilogue::store_fp32);
   this->check_invariance(584, 7650, RowsEpilogue::store_fp32, 513);
-  this->check_invariance(200, 25400, RowsEpilogue::store_fp32, 65);
+  this->check_invariance(200, 25400, RowsEpilogue::store_fp32, 193);
+  this->check_invariance(1000, 10200, RowsEpilogue::store_fp32, 513);
 }
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnInEveryEpilogue) {
   for (const RowsEpilogue epilogue : kEpilogues) this->check_invariance(1096, 328, epilogue);
+  this->check_invariance(136, 5096, RowsEpilogue::swiglu, 193);
+  this->check_invariance(136, 10184, RowsEpilogue::gelu, 193);
 }
 // 5 splits, one of which has the end of the first input and the beginning of the second; 4, and 1.
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnWithTwoInputs) {

@@ -113,13 +113,13 @@ constexpr CUtensorMapDataType kMapType =
 
 // Boxes of 64 rows: coordinates (k, row, 0, 0), or with SwiGLU (k, 0, 0, unit / 8).
 template <typename T>
-CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool swiglu) {
+CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool swiglu, std::uint32_t box) {
   const auto K = static_cast<std::uint64_t>(columns), OC = static_cast<std::uint64_t>(rows);
   const std::int64_t row = columns * static_cast<std::int64_t>(sizeof(T));
   if (swiglu)
     return encode_tensor_map(weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, rows * row, 8 * row},
-                             {kDepth, 8, 2, kWeightRows / 16});
-  return encode_tensor_map(weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, kWeightRows, 1, 1});
+                             {kDepth, 8, 2, box / 16});
+  return encode_tensor_map(weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, box, 1, 1});
 }
 template <typename T>
 CUtensorMap x_map(const T* x, std::int64_t columns, std::int64_t rows, int box_rows) {
@@ -139,12 +139,12 @@ int splits_of(const RowsMatmul<T>& io) {
 }
 
 template <typename T>
-Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows) {
+Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
   Arguments<T> arguments{};
-  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, io.epilogue == RowsEpilogue::swiglu);
+  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, io.epilogue == RowsEpilogue::swiglu, weight_box);
   arguments.x[0] = x_map(io.x, io.K, io.rows, box_rows);
   if (io.K2 > 0) {
-    arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false);
+    arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false, weight_box);
     arguments.x[1] = x_map(io.x2, io.K2, io.rows, box_rows);
   }
   arguments.output = Output<T>::of(io);
@@ -154,11 +154,11 @@ Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows) {
   return arguments;
 }
 
-// Both operands of a stage, as a warpgroup reads them.
-template <typename T, int N>
+// Both operands of a stage, as a warpgroup reads them: 64 rows of a, B::kRows columns of b.
+template <typename A, typename B>
 struct Operands {
-  WeightTile<T> weight;
-  SwizzledTile<T, N, kDepth> x;
+  A a;
+  B b;
 };
 
 #if WEFT_WGMMA
@@ -182,25 +182,25 @@ __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned bar
 }
 
 // d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
-template <bool First, typename T, int N>
-__device__ inline void multiply_stage(float (&d)[N / 2], const Operands<T, N>& stage) {
-  const auto a = stage.weight.k_major();
-  const auto b = stage.x.k_major();
+template <bool First, typename A, typename B>
+__device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A, B>& stage) {
+  const auto a = stage.a.k_major();
+  const auto b = stage.b.k_major();
   if constexpr (First) forget(d);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < a.kSteps; ++i) wgmma_async<T>(d, a.step(i), b.step(i), !First || i > 0);
+  for (int i = 0; i < a.kSteps; ++i) wgmma_async<typename A::Element>(d, a.step(i), b.step(i), !First || i > 0);
   wgmma_commit();
 }
 
 // d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) says where they are, release(stage) gives the
 // stage back.
-template <typename T, int N, typename OperandsAt, typename Release>
-__device__ inline void sum_stages(float (&d)[N / 2], int steps, RingPosition& at, const RingBarriers& ring, int stages,
+template <int R, typename OperandsAt, typename Release>
+__device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
                                   const OperandsAt& operands_at, const Release& release) {
   const auto multiply = [&]<bool First>() {
     ring.wait_full(at);
-    multiply_stage<First, T, N>(d, operands_at(at.stage));
+    multiply_stage<First>(d, operands_at(at.stage));
   };
   multiply.template operator()<true>();
   for (int step = 1; step < steps; ++step) {
@@ -233,6 +233,24 @@ struct SplitShape {
   static_assert(kSumsBytes <= kMostStages * kStageBytes && kStageBytes % kAlignment == 0);
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
 };
+
+#if WEFT_WGMMA
+
+// What the blocks of a cluster have at the same address, added in order.
+__device__ inline float4 sum_of_splits(unsigned at, int splits) {
+  float4 parts[kMostSplits];
+#pragma unroll
+  for (int s = 0; s < kMostSplits; ++s)
+    if (s < splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
+  float4 sum = parts[0];
+#pragma unroll
+  for (int s = 1; s < kMostSplits; ++s) {
+    if (s < splits) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
+  }
+  return sum;
+}
+
+#endif  // WEFT_WGMMA
 
 template <typename T, int N, int kConsumers, int kBlocks>
 __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThreads, kBlocks)
@@ -294,11 +312,11 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     const int group = warp / kWarps;
     float d[N / 2];
     RingPosition at;
-    sum_stages<T, N>(
+    sum_stages(
         d, steps, at, ring, p.stages,
         [&](int stage) {
-          return Operands<T, N>{{base + stage * Shape::kStageBytes + group * WeightTile<T>::kBytes},
-                                {x_address(stage)}};
+          return Operands<WeightTile<T>, typename Shape::XTile>{
+              {base + stage * Shape::kStageBytes + group * WeightTile<T>::kBytes}, {x_address(stage)}};
         },
         [&](int stage) {
           if (lane == 0) mbarrier_arrive(ring.empty(stage));
@@ -318,19 +336,8 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     const int shared_rows = kConsumerThreads / all * p.splits;  // that the cluster's threads take at a time
     const int end = static_cast<int>(min(std::int64_t{N}, p.output.rows - first_row));
     for (int r = thread / all * p.splits + split; r < end; r += shared_rows) {
-      columns.finish(first_row + r, [&](int i) {
-        const unsigned at = base + ((group * N + r) * kSumsStride + i) * 4;
-        float4 parts[kMostSplits];
-#pragma unroll
-        for (int s = 0; s < kMostSplits; ++s)
-          if (s < p.splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
-        float4 sum = parts[0];
-#pragma unroll
-        for (int s = 1; s < kMostSplits; ++s) {
-          if (s < p.splits) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
-        }
-        return sum;
-      });
+      columns.finish(first_row + r,
+                     [&](int i) { return sum_of_splits(base + ((group * N + r) * kSumsStride + i) * 4, p.splits); });
     }
   }
   __syncwarp();
@@ -361,6 +368,128 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
   const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
                           device.overlapping, arguments.splits, "rows_matmul", arguments);
+}
+
+// ---- few rows, one split ----------------------------------------------------------------------------------------------
+// kConsumers warpgroups of 64 rows of x each, or one of kRows where there are fewer: then a has rows of whatever follows in
+// shared memory, which only its own rows of the result see.
+template <typename T, int kRows, int H, int kConsumers, int kBlocks>
+struct ColumnShape {
+  static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
+  using XTile = SwizzledTile<T, 64, kDepth>;
+  using Weights = SwizzledTile<T, H, kDepth>;
+  static constexpr int kXBytes = kRows * XTile::kRowBytes, kStageBytes = Weights::kBytes + kXBytes;
+  static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
+  static constexpr int kBehind = kRows < 64 ? (64 - kRows) * XTile::kRowBytes : 0;  // that the last stage's a reads
+  static constexpr int kStages =
+      (kMostSharedBytes / kBlocks - (kBlocks - 1) * 512 - kAlignment - kBehind) / (kStageBytes + kBarrierBytes);
+  static constexpr int kBytes = kAlignment + kBehind + kStages * (kStageBytes + kBarrierBytes);
+  static constexpr int kStride = H + kSumsPadding;
+  static_assert(kRows * kStride * 4 <= kStages * kStageBytes && kStageBytes % kAlignment == 0 && H % 16 == 0);
+  static_assert(kRows == kConsumers * 64 || (kConsumers == 1 && kRows < 64 && kRows % 16 == 0));
+};
+
+template <typename T, int kRows, int H, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>::kThreads, kBlocks)
+    column_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
+#if WEFT_WGMMA
+  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
+  constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
+  extern __shared__ unsigned char dynamic[];
+  const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
+  float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
+  const RingBarriers ring(base + Shape::kStages * Shape::kStageBytes, Shape::kStages);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // known to be the same in a warp
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * H;
+  const bool consumer = warp < kConsumers * kWarps, producer = !consumer && lane == 0;
+  const auto weights_at = [&](int stage) { return base + stage * Shape::kStageBytes; };
+  const auto x_at = [&](int stage) { return weights_at(stage) + Shape::Weights::kBytes; };
+  const auto load_weights = [&](int stage, int step) {
+    const bool swiglu = p.output.swiglu();
+    mbarrier_arrive_expect(ring.full(stage), Shape::kStageBytes);
+    tensor_load(weights_at(stage), &p.weight[0], ring.full(stage), step * kDepth, swiglu ? 0 : static_cast<int>(first),
+                0, swiglu ? static_cast<int>(first / 16) : 0, L2::evict_first);
+  };
+  const auto load_x = [&](int stage, int step) {
+    tensor_load(x_at(stage), &p.x[0], ring.full(stage), step * kDepth, 0);
+  };
+  const int ahead = min(p.steps, Shape::kStages);
+  let_successor_start();
+  if (producer) {  // the first round of weights needs neither the other threads nor the kernel before
+    for (int stage = 0; stage < Shape::kStages; ++stage) ring.init(stage, 1, kConsumers * kWarps);
+    fence_barrier_init();
+    for (int i = 0; i < ahead; ++i) load_weights(i, i);
+    prefetch_tensor_map(&p.x[0]);
+  }
+  __syncthreads();
+  if (producer) {
+    if (!p.x_is_older) wait_for_predecessors();
+    for (int i = 0; i < ahead; ++i) load_x(i, i);
+    RingPosition at = RingPosition::at(ahead, Shape::kStages);
+    for (int step = ahead; step < p.steps; ++step) {
+      ring.wait_empty(at);
+      load_weights(at.stage, step);
+      load_x(at.stage, step);
+      at.advance(Shape::kStages);
+    }
+  }
+  const int count = Columns<T>::count(p.output, H);
+  const Columns<T> columns(p.output, first, thread % count);  // reads the bias, early
+  if (consumer) {
+    const int group = warp / kWarps;
+    float d[H / 2];
+    RingPosition at;
+    sum_stages(
+        d, p.steps, at, ring, Shape::kStages,
+        [&](int stage) {
+          return Operands<typename Shape::XTile, typename Shape::Weights>{{x_at(stage) + group * Shape::XTile::kBytes},
+                                                                          {weights_at(stage)}};
+        },
+        [&](int stage) {
+          if (lane == 0) mbarrier_arrive(ring.empty(stage));
+        });
+    wait_for_predecessors();                  // they may still read what is written below
+    named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp * 16 + half * 8 + lane / 4;
+      if (kRows < 64 && row >= kRows) continue;
+#pragma unroll
+      for (int j = 0; j < H / 8; ++j)
+        *reinterpret_cast<float2*>(sums + row * Shape::kStride + 8 * j + lane % 4 * 2) = {d[4 * j + 2 * half],
+                                                                                          d[4 * j + 2 * half + 1]};
+    }
+    named_barrier_wait(1, kConsumerThreads);
+    const int rows_at_once = kConsumerThreads / count;
+    if (thread < rows_at_once * count) {
+      for (int r = thread / count; r < p.output.rows; r += rows_at_once)
+        columns.finish(r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * Shape::kStride + i); });
+    }
+  }
+#else
+  __trap();
+#endif
+}
+
+template <typename T, int kRows, int H>
+void launch_columns(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  constexpr int kConsumers = kRows / 64 > 1 ? kRows / 64 : 1, kBlocks = kConsumers == 1 ? 2 : 1;
+  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
+  const auto kernel = column_kernel<T, kRows, H, kConsumers, kBlocks>;
+  Arguments<T> arguments = arguments_of(io, kRows, H);
+  arguments.x_is_older = io.x_is_older;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
+        "rows_matmul: shared memory");
+  launch_chained(kernel, dim3(static_cast<unsigned>(ceil_div(weight_rows(io), H))), dim3(Shape::kThreads),
+                 Shape::kBytes, stream, device.overlapping, "rows_matmul", arguments);
+}
+template <typename T, int H>
+void launch_columns(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+  if (io.rows <= 16) return launch_columns<T, 16, H>(io, device, stream);
+  if (io.rows <= 32) return launch_columns<T, 32, H>(io, device, stream);
+  if (io.rows <= 64) return launch_columns<T, 64, H>(io, device, stream);
+  launch_columns<T, 128, H>(io, device, stream);
 }
 
 // ---- many rows --------------------------------------------------------------------------------------------------------
@@ -519,7 +648,9 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   const auto release = [&](int stage) {  // in both blocks, since both fill it
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
   };
-  const auto operands_at = [&](int stage) { return Operands<T, N>{shared.weight(stage, consumer), shared.x(stage)}; };
+  const auto operands_at = [&](int stage) {
+    return Operands<WeightTile<T>, typename Shape::XTile>{shared.weight(stage, consumer), shared.x(stage)};
+  };
   float* const sums = shared.sums(consumer);
   const int fours = Columns<T>::count(p.output, kWeightRows);
   RingPosition at;
@@ -548,13 +679,13 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       float total[N / 2];
       for (int split = 0; split < p.splits; ++split) {
         const int steps = split_begin(split + 1, p.steps, p.splits) - split_begin(split, p.steps, p.splits);
-        sum_stages<T, N>(d, steps, at, ring, Shape::kStages, operands_at, release);
+        sum_stages(d, steps, at, ring, Shape::kStages, operands_at, release);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) total[i] = split == 0 ? d[i] : total[i] + d[i];
       }
       finish(total);
     } else {
-      sum_stages<T, N>(d, p.steps, at, ring, Shape::kStages, operands_at, release);
+      sum_stages(d, p.steps, at, ring, Shape::kStages, operands_at, release);
       finish(d);
     }
   }
@@ -665,6 +796,22 @@ bool hopper_computes(const RowsMatmul<T>& io) {
   return (io.epilogue != RowsEpilogue::swiglu || io.OC % 8 == 0) && hopper_multiprocessors() > 0;
 }
 
+// The height of column_kernel's tiles for which the busiest multiprocessor has the fewest rows of the weight; 0 where tiles of 64
+// rows are as good, up to a tenth.
+template <int... kHeights>
+int best_height(std::int64_t weight_rows) {
+  constexpr std::int64_t kMultiprocessors = 132;
+  const auto most_rows = [&](std::int64_t height) {
+    return ceil_div(ceil_div(weight_rows, height), kMultiprocessors) * height;
+  };
+  int best = 0;
+  std::int64_t least = most_rows(kWeightRows) * 9 / 10;
+  for (const int height : {kHeights...}) {
+    if (most_rows(height) < least) best = height, least = most_rows(height);
+  }
+  return best;
+}
+
 // Which kernel is a matter of time alone. Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor; above,
 // a block has 128, so that x is read half as often. With one split a layer has tiles enough for tile_kernel, which reads x
 // and weight fewer times; with several its tiles would occupy a third of the multiprocessors.
@@ -683,6 +830,16 @@ void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
     if (io.rows <= 128 && io.rows > 64 && o.consumers == 2) return launch_splits<T, 128, 2, 1>(io, device, stream);
     if (io.rows <= 128 && io.rows > 64 && o.consumers == 1) return launch_splits<T, 128, 1, 2>(io, device, stream);
     break;
+  }
+  if (splits == 1 && io.K2 == 0 && io.rows <= 128 && std::getenv("WEFT_NO_COLUMNS") == nullptr) {
+    switch (best_height<80, 224>(weight_rows(io))) {
+      case 80:
+        return launch_columns<T, 80>(io, device, stream);
+      case 224:
+        return launch_columns<T, 224>(io, device, stream);
+      default:
+        break;
+    }
   }
   if (io.rows <= 16) return launch_splits<T, 16, 1, 2>(io, device, stream);
   if (io.rows <= 32) return launch_splits<T, 32, 1, 2>(io, device, stream);
