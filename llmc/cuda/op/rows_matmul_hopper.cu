@@ -20,11 +20,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/cluster.cuh"
@@ -45,27 +42,6 @@ namespace {
 
 using namespace hopper;
 
-// WEFT_ROWS="weight_rows,steps,most_rows,splits,consumers,blocks,sharing;..."
-struct Override {
-  int weight_rows, steps, most_rows, splits, consumers, blocks, sharing, stages;
-};
-const std::vector<Override>& overrides() {
-  static const std::vector<Override> list = [] {
-    std::vector<Override> all;
-    const char* at = std::getenv("WEFT_ROWS");
-    while (at != nullptr && *at != 0) {
-      Override o{};
-      if (std::sscanf(at, "%d,%d,%d,%d,%d,%d,%d,%d", &o.weight_rows, &o.steps, &o.most_rows, &o.splits, &o.consumers,
-                      &o.blocks, &o.sharing, &o.stages) == 8)
-        all.push_back(o);
-      at = std::strchr(at, ';');
-      if (at != nullptr) ++at;
-    }
-    return all;
-  }();
-  return list;
-}
-
 constexpr int kWeightRows = 64, kDepth = 64;  // of a warpgroup's tile and of a stage
 constexpr int kMostSplits = 8;
 constexpr int kWarps = kWarpgroupSize / kWarpSize;
@@ -82,8 +58,6 @@ using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
 // change of it changes bits. Split s has the stages from split_begin(s) to split_begin(s + 1).
 int split_count(std::int64_t weight_rows, std::int64_t steps) {
   constexpr std::int64_t kEnoughTiles = 128, kEnoughBlocks = 185, kFewestSteps = 4;
-  for (const Override& o : overrides())
-    if (o.weight_rows == weight_rows && o.steps == steps) return o.splits;
   const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
   if (tiles >= kEnoughTiles) return 1;
   const std::int64_t wanted = std::min(ceil_div(kEnoughBlocks, tiles), steps / kFewestSteps);
@@ -356,11 +330,6 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, N);
   arguments.stages = Shape::kMostStages;
-  for (const Override& o : overrides()) {
-    if (o.weight_rows != weight_rows(io) || o.steps != steps_of(io) || io.rows > o.most_rows) continue;
-    if (o.stages > 0) arguments.stages = std::min(arguments.stages, o.stages);
-    break;
-  }
   const int bytes = Shape::bytes(arguments.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "rows_matmul: shared memory");
   const std::int64_t tiles = ceil_div(weight_rows(io), kConsumers * kWeightRows);
@@ -373,7 +342,7 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
 // ---- few rows, one split ----------------------------------------------------------------------------------------------
 // kConsumers warpgroups of 64 rows of x each, or one of kRows where there are fewer: then a has rows of whatever follows in
 // shared memory, which only its own rows of the result see.
-template <typename T, int kRows, int H, int kConsumers, int kBlocks>
+template <typename T, int kRows, int H, int kConsumers>
 struct ColumnShape {
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
   using XTile = SwizzledTile<T, 64, kDepth>;
@@ -381,19 +350,18 @@ struct ColumnShape {
   static constexpr int kXBytes = kRows * XTile::kRowBytes, kStageBytes = Weights::kBytes + kXBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kBehind = kRows < 64 ? (64 - kRows) * XTile::kRowBytes : 0;  // that the last stage's a reads
-  static constexpr int kStages =
-      (kMostSharedBytes / kBlocks - (kBlocks - 1) * 512 - kAlignment - kBehind) / (kStageBytes + kBarrierBytes);
+  static constexpr int kStages = (kMostSharedBytes - kAlignment - kBehind) / (kStageBytes + kBarrierBytes);
   static constexpr int kBytes = kAlignment + kBehind + kStages * (kStageBytes + kBarrierBytes);
   static constexpr int kStride = H + kSumsPadding;
   static_assert(kRows * kStride * 4 <= kStages * kStageBytes && kStageBytes % kAlignment == 0 && H % 16 == 0);
   static_assert(kRows == kConsumers * 64 || (kConsumers == 1 && kRows < 64 && kRows % 16 == 0));
 };
 
-template <typename T, int kRows, int H, int kConsumers, int kBlocks>
-__global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>::kThreads, kBlocks)
+template <typename T, int kRows, int H, int kConsumers>
+__global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers>::kThreads, 1)
     column_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
-  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
+  using Shape = ColumnShape<T, kRows, H, kConsumers>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
   const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
@@ -474,9 +442,9 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
 
 template <typename T, int kRows, int H>
 void launch_columns(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  constexpr int kConsumers = kRows / 64 > 1 ? kRows / 64 : 1, kBlocks = kConsumers == 1 ? 2 : 1;
-  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
-  const auto kernel = column_kernel<T, kRows, H, kConsumers, kBlocks>;
+  constexpr int kConsumers = kRows > 64 ? kRows / 64 : 1;
+  using Shape = ColumnShape<T, kRows, H, kConsumers>;
+  const auto kernel = column_kernel<T, kRows, H, kConsumers>;
   Arguments<T> arguments = arguments_of(io, kRows, H);
   arguments.x_is_older = io.x_is_older;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
@@ -725,8 +693,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 // Whether results go to memory by tensor copies, whose rows begin at multiples of 16 bytes.
 template <typename T>
 bool copies_out(const RowsMatmul<T>& io) {
-  return std::getenv("WEFT_NO_COPY") == nullptr &&
-         (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
+  return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
          aligned_to_16(io.out);
 }
 
@@ -818,20 +785,10 @@ int best_height(std::int64_t weight_rows) {
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = splits_of(io);
-  for (const Override& o : overrides()) {
-    if (o.weight_rows != weight_rows(io) || o.steps != steps_of(io) || io.rows > o.most_rows) continue;
-    if (o.consumers == 0) break;
-    if (io.rows <= 16 && o.consumers == 2) return launch_splits<T, 16, 2, 2>(io, device, stream);
-    if (io.rows <= 16 && o.consumers == 1) return launch_splits<T, 16, 1, 2>(io, device, stream);
-    if (io.rows <= 64 && o.consumers == 2 && o.blocks == 2) return launch_splits<T, 64, 2, 2>(io, device, stream);
-    if (io.rows <= 64 && o.consumers == 2 && o.blocks == 1) return launch_splits<T, 64, 2, 1>(io, device, stream);
-    if (io.rows <= 128 && io.rows > 64 && o.consumers == 2 && o.blocks == 2)
-      return launch_splits<T, 128, 2, 2>(io, device, stream);
-    if (io.rows <= 128 && io.rows > 64 && o.consumers == 2) return launch_splits<T, 128, 2, 1>(io, device, stream);
-    if (io.rows <= 128 && io.rows > 64 && o.consumers == 1) return launch_splits<T, 128, 1, 2>(io, device, stream);
-    break;
-  }
-  if (splits == 1 && io.K2 == 0 && io.rows <= 128 && std::getenv("WEFT_NO_COLUMNS") == nullptr) {
+  const char* const columns =
+      std::getenv("WEFT_COLUMNS");  // 0: above 64 rows only, 1: also not beside attention, 2: always
+  const int choice = columns == nullptr ? 1 : std::atoi(columns);
+  if (splits == 1 && io.K2 == 0 && io.rows <= 128 && (io.rows > 64 || choice > (io.x_is_older ? 1 : 0))) {
     switch (best_height<80, 224>(weight_rows(io))) {
       case 80:
         return launch_columns<T, 80>(io, device, stream);
@@ -843,8 +800,10 @@ void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   }
   if (io.rows <= 16) return launch_splits<T, 16, 1, 2>(io, device, stream);
   if (io.rows <= 32) return launch_splits<T, 32, 1, 2>(io, device, stream);
-  if (io.rows <= 48) return launch_splits<T, 48, 1, 2>(io, device, stream);
-  if (io.rows <= 64) return launch_splits<T, 64, 1, 2>(io, device, stream);
+  if (splits == 1 && io.rows <= 48) return launch_splits<T, 48, 1, 2>(io, device, stream);
+  if (splits == 1 && io.rows <= 64) return launch_splits<T, 64, 1, 2>(io, device, stream);
+  if (splits > 1 && io.rows <= 48) return launch_splits<T, 48, 2, 1>(io, device, stream);
+  if (splits > 1 && io.rows <= 64) return launch_splits<T, 64, 2, 1>(io, device, stream);
   if (splits > 1 && io.rows <= 96) return launch_splits<T, 96, 2, 1>(io, device, stream);
   if (splits > 1 && io.rows <= 128) return launch_splits<T, 128, 2, 1>(io, device, stream);
   if (splits > 1 && io.rows <= 192) return launch_splits<T, 192, 2, 1>(io, device, stream);
