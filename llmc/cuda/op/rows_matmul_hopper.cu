@@ -1,20 +1,26 @@
 // rows_matmul() with wgmma, for Hopper and 16 bits.
 //
-// Rows of the weight are rows of a (M), rows of x are columns of b (N), so that a step of a few rows wastes no tensor core
-// work on rows that do not exist. K is cut into splits (split_count(), a function of the weight's size): within a split one
-// accumulator takes 16 values of k an instruction, in order; the splits' sums are added in order. Two kernels compute this,
-// and the instructions that make an element are the same in both, so that the step's number of rows may choose:
+// K is cut into splits (split_count(), a function of the weight's size): within a split one accumulator takes 16 values of k an
+// instruction, in order; the splits' sums are added in order. Three kernels compute this, and an element is the same sum in all
+// of them, so that the step's number of rows may choose. (wgmma adds the same whichever operand the weight is; the tests hold
+// that together.)
 //
-//  - split_kernel, for steps that are bound by reading the weight. The splits of a tile are the blocks of a cluster, which
-//    meet in distributed shared memory: each leaves its sums in its own, and adds up and finishes a share of the tile. Its
-//    ring keeps 48 to 88 KB of the weight in flight; up to 64 rows of x two blocks fit in a multiprocessor, so that the
-//    next kernel of the chain fetches weights before this one has ended.
+//  - split_kernel, for steps that are bound by reading the weight. Rows of the weight are rows of a (M), rows of x are columns
+//    of b (N), so that a step of a few rows wastes no tensor core work on rows that do not exist. The splits of a tile are
+//    the blocks of a cluster, which meet in distributed shared memory: each leaves its sums in its own, and adds up and
+//    finishes a share of the tile. Its ring keeps 48 to 88 KB of the weight in flight; with 64 rows of the weight two blocks
+//    fit in a multiprocessor, so that the next kernel of the chain fetches weights before this one has ended.
+//  - column_kernel, for the same steps where there is one split and its tiles of 64 rows would leave some multiprocessors
+//    with twice as many as others. Rows of the weight are columns of b, so a tile may have 80 or 224 of them, and each
+//    multiprocessor gets one.
 //  - tile_kernel, for steps that are bound by the tensor cores. A block walks all splits of a tile and adds each to a total
 //    in registers. Blocks stay, tile after tile; two of them form a cluster, have the same rows of x, and each fetches
 //    half of those for both.
-// Both fetch their first round of weights before they wait for the kernel that writes x.
+// All fetch their first round of weights before they wait for the kernel that writes x.
 //
-// With SwiGLU a tile of 64 rows of the weight is 4 times 8 rows of gate and the 8 of up that belong to them, by a tensor map
+// With two inputs the stages of the second follow those of the first, each input in whole stages.
+//
+// With SwiGLU a tile of 16 n rows of the weight is n times 8 rows of gate and the 8 of up that belong to them, by a tensor map
 // over [units / 8][gate, up][8][K]: in the 128-byte swizzle 8 rows are a pattern of their own.
 
 #include <algorithm>
@@ -340,6 +346,9 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
 }
 
 // ---- few rows, one split ----------------------------------------------------------------------------------------------
+// A block has H rows of the weight, as columns of b, and a multiprocessor for itself: with two in one, those that start early,
+// beside the kernel before, would lie two by two where there is room.
+//
 // kConsumers warpgroups of 64 rows of x each, or one of kRows where there are fewer: then a has rows of whatever follows in
 // shared memory, which only its own rows of the result see.
 template <typename T, int kRows, int H, int kConsumers>
@@ -779,9 +788,9 @@ int best_height(std::int64_t weight_rows) {
   return best;
 }
 
-// Which kernel is a matter of time alone. Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor; above,
-// a block has 128, so that x is read half as often. With one split a layer has tiles enough for tile_kernel, which reads x
-// and weight fewer times; with several its tiles would occupy a third of the multiprocessors.
+// Which kernel is a matter of time alone, and so is which of its shapes. Above 64 rows a block of split_kernel has 128 rows of
+// the weight, and from 33 on where there are several splits, so that x is read half as often. With one split a layer has tiles
+// enough for tile_kernel, which reads x and weight fewer times; with several its tiles would occupy a third of the multiprocessors.
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = splits_of(io);
