@@ -11,7 +11,8 @@
 // other, and their sum to it. Elsewhere these are two launches, each of which adds to the residual stream.
 //
 // Kernels are part of a chain (hw/launch.cuh): they fetch weights before their predecessor has finished, and x (but see
-// x_is_older), the residual stream and all results after it. No memory beside the arguments' is used, and a launch may be captured in a graph.
+// x_is_older), the residual stream and all results after it. No memory beside the arguments' is used, and a launch may be
+// captured in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
