@@ -411,6 +411,7 @@ void check_norms_of_stored_streams() {
       f.shared_limit = 20'000;
       check_norm_of_stored_stream<T, R>(f);
       check_norm_of_stored_stream<T, R>({kind, 9, C, true, bias, true, true, true});
+      check_norm_of_stored_stream<T, R>({kind, 150, C, true, bias});  // more rows than multiprocessors
     }
     Form many{kind, 5001, 1024, true, bias};
     many.dropout = 0.1f;
@@ -427,6 +428,53 @@ TEST(ResidualNorm, NormOfAStoredStreamBf16) {
 TEST(ResidualNorm, NormOfAStoredStreamFp16) {
   check_norms_of_stored_streams<fp16, fp16>();
   check_norms_of_stored_streams<fp16, float>();
+}
+
+// The norms of a stream in inference: a row alone gives the bits of that row among many, also where the stream holds -0.
+template <typename T>
+void check_rows_of_their_own(NormKind kind, std::int64_t C) {
+  constexpr std::int64_t kRows = 150;
+  SCOPED_TRACE(std::to_string(C) + " columns, " + type_name<T>());
+  Floats stream = random_floats(kRows * C, 1);
+  for (std::size_t i = 0; i < stream.size(); i += 5) stream[i] = -0.0f;
+  const DeviceBuffer<float> residual(stream);
+  const DeviceBuffer<T> weight(stored<T>(random_floats(C, 2))), bias(stored<T>(random_floats(C, 3)));
+  const bool layernorm = kind == NormKind::layernorm;
+  const auto norms = [&](std::int64_t first, std::int64_t rows) {
+    DeviceBuffer<T> out(rows * C), out2(rows * C);
+    ResidualNormShape shape;
+    shape.rows = rows, shape.C = C, shape.kind = kind, shape.eps = 1e-5f;
+    ResidualNormForward<T, float> io;
+    io.residual = residual.data() + first * C;
+    io.weight = weight.data(), io.out = out.data();
+    if (layernorm) io.bias = bias.data(), io.weight2 = bias.data(), io.bias2 = weight.data(), io.out2 = out2.data();
+    residual_norm_forward(shape, io, nullptr);
+    std::vector<T> values = out.download();
+    if (layernorm) {
+      const std::vector<T> second = out2.download();
+      values.insert(values.end(), second.begin(), second.end());
+    }
+    return values;
+  };
+  const std::vector<T> all = norms(0, kRows);
+  for (const std::int64_t row : {0, 77, 149}) {
+    const std::vector<T> alone = norms(row, 1);
+    for (std::int64_t output = 0; output < (layernorm ? 2 : 1); ++output) {
+      EXPECT_EQ(std::memcmp(alone.data() + output * C, all.data() + (output * kRows + row) * C,
+                            static_cast<std::size_t>(C) * sizeof(T)),
+                0)
+          << "row " << row << ", output " << output;
+    }
+  }
+}
+TEST(ResidualNorm, ARowsBitsAreItsOwn) {
+  for (const std::int64_t C : {264, 768, 1024, 2560, 3072, 4096, 16'384}) {
+    for (const NormKind kind : {NormKind::rmsnorm, NormKind::layernorm}) {
+      check_rows_of_their_own<float>(kind, C);
+      check_rows_of_their_own<bf16>(kind, C);
+      check_rows_of_their_own<fp16>(kind, C);
+    }
+  }
 }
 
 // Backward knows the stream as residual_out or as residual alone.

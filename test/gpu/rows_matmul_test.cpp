@@ -76,12 +76,29 @@ class Guarded {
   DeviceBuffer<T> buffer_;
 };
 
-// A layer whose weight stays on the GPU, and what it computes.
+// Columns `first` to `first + count` of a matrix whose rows have `width`.
+Floats columns_of(const Floats& matrix, std::int64_t width, std::int64_t first, std::int64_t count) {
+  Floats part;
+  for (auto row = matrix.begin(); row != matrix.end(); row += static_cast<std::ptrdiff_t>(width))
+    part.insert(part.end(), row + static_cast<std::ptrdiff_t>(first), row + static_cast<std::ptrdiff_t>(first + count));
+  return part;
+}
+
+// A layer whose weight stays on the GPU, and what it computes. With two inputs, whose rows are one row of K + K2 values, and
+// so those of the weight.
 template <typename S>
 class Layer {
  public:
-  Layer(std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, const Floats& weight, const Floats& bias)
-      : K_(K), OC_(OC), epilogue_(epilogue), weight_(stored<S>(weight)), bias_(stored<S>(bias)) {}
+  Layer(std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, const Floats& weight, const Floats& bias,
+        std::int64_t K2 = 0, const Floats& bias2 = {})
+      : K_(K),
+        K2_(K2),
+        OC_(OC),
+        epilogue_(epilogue),
+        weight_(stored<S>(columns_of(weight, K + K2, 0, K))),
+        weight2_(stored<S>(columns_of(weight, K + K2, K, K2))),
+        bias_(stored<S>(bias)),
+        bias2_(stored<S>(bias2)) {}
   static std::int64_t weight_rows(std::int64_t OC, RowsEpilogue epilogue) {
     return epilogue == RowsEpilogue::swiglu ? 2 * OC : OC;
   }
@@ -93,9 +110,23 @@ class Layer {
     io.rows = rows, io.K = K_, io.OC = OC_, io.epilogue = epilogue_;
     return io;
   }
-  // Results as they lie in memory, widened to fp32. `before`: of the residual stream.
+  Floats run(const Floats& x, std::int64_t rows, RowsPath path, const Floats& before = {}) const {
+    return run(on_device<S>(columns_of(x, K_ + K2_, 0, K_)), on_device<S>(columns_of(x, K_ + K2_, K_, K2_)), rows, path,
+               before);
+  }
   Floats run(const DeviceBuffer<S>& x, std::int64_t rows, RowsPath path, const Floats& before = {}) const {
+    return run(x, x, rows, path, before);
+  }
+
+ private:
+  // Results as they lie in memory, widened to fp32. `before`: of the residual stream.
+  Floats run(const DeviceBuffer<S>& x, const DeviceBuffer<S>& x2, std::int64_t rows, RowsPath path,
+             const Floats& before) const {
     RowsMatmul<S> io = of(x.data(), rows);
+    if (K2_ > 0) {
+      io.x2 = x2.data(), io.weight2 = weight2_.data(), io.K2 = K2_;
+      io.bias2 = bias2_.size() > 0 ? bias2_.data() : nullptr;
+    }
     io.x_is_older = rows % 2 == 0;  // it is
     if (is_fp32(epilogue_)) {
       Guarded<float> out(rows * OC_);
@@ -112,10 +143,9 @@ class Layer {
     return widened(out.take(name_of(epilogue_)));
   }
 
- private:
-  std::int64_t K_, OC_;
+  std::int64_t K_, K2_, OC_;
   RowsEpilogue epilogue_;
-  DeviceBuffer<S> weight_, bias_;
+  DeviceBuffer<S> weight_, weight2_, bias_, bias2_;
   LaunchDevice device_ = launch_device();
   Stream stream_;
 };
@@ -130,13 +160,17 @@ float swiglu_of(float gate, float up) {
 template <typename S>
 class RowsMatmulTest : public ::testing::Test {
  public:
-  void check_values(std::int64_t rows, std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, bool with_bias) const {
-    const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue);
+  void check_values(std::int64_t rows, std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, bool with_bias,
+                    std::int64_t K2 = 0, bool with_bias2 = false) const {
+    const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue), all = K + K2;
     const bool bias_used = with_bias && epilogue != RowsEpilogue::swiglu;
-    const Floats x = quarters(rows * K, 1), weight = quarters(weight_rows * K, 2),
-                 bias = bias_used ? quarters(OC, 3) : Floats{}, before = quarters(rows * OC, 4);
+    const Floats x = quarters(rows * all, 1), weight = quarters(weight_rows * all, 2),
+                 bias = bias_used ? quarters(OC, 3) : Floats{}, bias2 = with_bias2 ? quarters(OC, 17) : Floats{},
+                 before = quarters(rows * OC, 4);
     Floats sums(static_cast<std::size_t>(rows * weight_rows)), want(static_cast<std::size_t>(rows * OC));
-    cpu::matmul_forward(sums.data(), x.data(), weight.data(), bias_used ? bias.data() : nullptr, rows, K, weight_rows);
+    cpu::matmul_forward(sums.data(), x.data(), weight.data(), bias_used ? bias.data() : nullptr, rows, all,
+                        weight_rows);
+    for (std::size_t i = 0; i < sums.size() && with_bias2; ++i) sums[i] += bias2[i % static_cast<std::size_t>(OC)];
     const Floats kept = widened(stored<S>(sums));
     for (std::int64_t row = 0; row < rows; ++row) {
       for (std::int64_t c = 0; c < OC; ++c) {
@@ -160,12 +194,11 @@ class RowsMatmulTest : public ::testing::Test {
         }
       }
     }
-    const Layer<S> layer(K, OC, epilogue, weight, bias);
-    const DeviceBuffer<S> gpu_x = on_device<S>(x);
+    const Layer<S> layer(K, OC, epilogue, weight, bias, K2, bias2);
     for (const RowsPath path : kPaths) {
-      SCOPED_TRACE(std::to_string(rows) + " rows, " + std::to_string(K) + " -> " + std::to_string(OC) + ", " +
-                   name_of(epilogue) + (bias_used ? " with bias, " : ", ") + name_of(path));
-      const Floats got = layer.run(gpu_x, rows, path, before);
+      SCOPED_TRACE(std::to_string(rows) + " rows, " + std::to_string(K) + " + " + std::to_string(K2) + " -> " +
+                   std::to_string(OC) + ", " + name_of(epilogue) + (bias_used ? " with bias, " : ", ") + name_of(path));
+      const Floats got = layer.run(x, rows, path, before);
       if (epilogue == RowsEpilogue::gelu || epilogue == RowsEpilogue::swiglu) {
         expect_near<S>(got, want, name_of(epilogue));
         continue;
@@ -179,20 +212,22 @@ class RowsMatmulTest : public ::testing::Test {
   }
 
   // A row alone, and the same row first, in the middle and last among others, some of which are NaN and infinite.
-  void check_invariance(std::int64_t K, std::int64_t OC, RowsEpilogue epilogue, std::int64_t most_rows = 2000) const {
-    const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue);
-    const Layer<S> layer(K, OC, epilogue, random_floats(weight_rows * K, 5, 0.3f), random_floats(OC, 6));
+  void check_invariance(std::int64_t first_K, std::int64_t OC, RowsEpilogue epilogue, std::int64_t most_rows = 2000,
+                        std::int64_t K2 = 0) const {
+    const std::int64_t weight_rows = Layer<S>::weight_rows(OC, epilogue), K = first_K + K2;
+    const Layer<S> layer(first_K, OC, epilogue, random_floats(weight_rows * K, 5, 0.3f), random_floats(OC, 6), K2,
+                         K2 > 0 ? random_floats(OC, 18) : Floats{});
     const Floats row = random_stored<S>(K, 7), row_before = random_floats(OC, 8);
     const Floats others = random_floats((2000 + 89) * K, 10, 2.0f);
     const auto out_width = static_cast<std::size_t>(OC);
     for (const RowsPath path : kPaths) {
-      const Floats alone = layer.run(on_device<S>(row), 1, path, row_before);
+      const Floats alone = layer.run(row, 1, path, row_before);
       for (const float value : alone) ASSERT_TRUE(std::isfinite(value));
       for (const std::int64_t rows : {2,  3,  4,   8,   15,  16,  17,  24,  32,  33,  48,  49,  64,   65,  96,
                                       97, 99, 128, 129, 192, 193, 256, 257, 300, 384, 385, 513, 1100, 2000}) {
         if (rows > most_rows) break;
-        SCOPED_TRACE(std::to_string(K) + " -> " + std::to_string(OC) + ", " + name_of(epilogue) + ", " + name_of(path) +
-                     ", one of " + std::to_string(rows) + " rows");
+        SCOPED_TRACE(std::to_string(first_K) + " + " + std::to_string(K2) + " -> " + std::to_string(OC) + ", " +
+                     name_of(epilogue) + ", " + name_of(path) + ", one of " + std::to_string(rows) + " rows");
         const auto first = static_cast<std::ptrdiff_t>(rows % 89 * K);  // other neighbours each time
         Floats x(others.begin() + first, others.begin() + first + static_cast<std::ptrdiff_t>(rows * K));
         Floats before = epilogue == RowsEpilogue::add ? random_floats(rows * OC, 9) : Floats{};
@@ -209,7 +244,7 @@ class RowsMatmulTest : public ::testing::Test {
           if (!before.empty())
             std::copy(row_before.begin(), row_before.end(), before.begin() + static_cast<std::ptrdiff_t>(place * OC));
         }
-        const Floats got = layer.run(on_device<S>(x), rows, path, before);
+        const Floats got = layer.run(x, rows, path, before);
         for (const std::int64_t place : places) {
           ASSERT_EQ(std::memcmp(got.data() + static_cast<std::size_t>(place) * out_width, alone.data(),
                                 out_width * sizeof(float)),
@@ -246,6 +281,26 @@ TYPED_TEST(RowsMatmulTest, EveryEpilogueIsTheCpus) {
   }
 }
 
+// Sizes that end in the middle of a stage, of a tile and of a split, and a second input shorter than a stage.
+TYPED_TEST(RowsMatmulTest, TwoInputsAreTheCpus) {
+  for (const auto& [rows, K, K2, OC] : std::initializer_list<std::array<std::int64_t, 4>>{{1, 8, 8, 1},
+                                                                                          {1, 256, 1024, 256},
+                                                                                          {3, 72, 1000, 37},
+                                                                                          {16, 2568, 1016, 104},
+                                                                                          {17, 1000, 8, 200},
+                                                                                          {33, 136, 520, 1160},
+                                                                                          {50, 200, 3000, 2568},
+                                                                                          {64, 640, 2560, 640},
+                                                                                          {65, 1096, 40, 328},
+                                                                                          {100, 8, 1096, 2500},
+                                                                                          {128, 136, 1000, 100},
+                                                                                          {129, 72, 136, 9000},
+                                                                                          {256, 520, 2120, 72},
+                                                                                          {300, 1000, 72, 777},
+                                                                                          {1100, 136, 264, 2500}})
+    this->check_values(rows, K, OC, RowsEpilogue::add, rows % 2 == 1, K2, rows % 3 != 0);
+}
+
 // Logits: an odd vocabulary, whose rows are not aligned.
 TYPED_TEST(RowsMatmulTest, OddVocabulary) {
   for (const std::int64_t rows : {1, 5, 50, 300})
@@ -259,22 +314,38 @@ TYPED_TEST(RowsMatmulTest, EveryPieceMoreThanTwice) {
     this->check_values(rows, 23 * 64 + 8, 8200, RowsEpilogue::store_fp32, true);
     this->check_values(rows, 4 * 23 * 64 + 24, 2500, RowsEpilogue::add, true);
   }
+  for (const std::int64_t rows : {1, 15, 16, 17, 31, 48, 63, 65, 128}) {  // tiles of 80 and of 224 rows
+    this->check_values(rows, 1032, 10200, rows % 2 == 0 ? RowsEpilogue::store : RowsEpilogue::add, true);
+    this->check_values(rows, 328, 12760, RowsEpilogue::swiglu, false);
+    this->check_values(rows, 72, 25390, RowsEpilogue::gelu, rows % 2 == 0);
+  }
   this->check_values(1100, 11 * 64 + 8, 8200, RowsEpilogue::store, true);
   this->check_values(1100, 1032, 2500, RowsEpilogue::add, true);
   this->check_values(2000, 1032, 712, RowsEpilogue::gelu, true);
   this->check_values(700, 264, 3208, RowsEpilogue::swiglu, false);
 }
 
-// The sizes of the weight have 4, 8 uneven, 1 and 2 splits; the last has tiles enough for the tall ones.
+// The sizes of the weight have 5, 8 uneven, 1, 3, 2 uneven, 1 and 1 splits; the last two have more tiles of 64 rows than
+// multiprocessors, and take others of 224 and of 80.
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwn) {
   this->check_invariance(2560, 2560, RowsEpilogue::store_fp32);
   this->check_invariance(2120, 512, RowsEpilogue::store_fp32);
   this->check_invariance(328, 8200, RowsEpilogue::store_fp32);
   this->check_invariance(1000, 4100, RowsEpilogue::store_fp32);
-  this->check_invariance(200, 25400, RowsEpilogue::store_fp32, 65);
+  this->check_invariance(584, 7650, RowsEpilogue::store_fp32, 513);
+  this->check_invariance(200, 25400, RowsEpilogue::store_fp32, 193);
+  this->check_invariance(1000, 10200, RowsEpilogue::store_fp32, 513);
 }
 TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnInEveryEpilogue) {
   for (const RowsEpilogue epilogue : kEpilogues) this->check_invariance(1096, 328, epilogue);
+  this->check_invariance(136, 5096, RowsEpilogue::swiglu, 193);
+  this->check_invariance(136, 10184, RowsEpilogue::gelu, 193);
+}
+// 5 splits, one of which has the end of the first input and the beginning of the second; 4, and 1.
+TYPED_TEST(RowsMatmulTest, ARowsBitsAreItsOwnWithTwoInputs) {
+  this->check_invariance(648, 2560, RowsEpilogue::add, 2000, 2536);
+  this->check_invariance(1000, 328, RowsEpilogue::add, 2000, 136);
+  this->check_invariance(72, 8200, RowsEpilogue::add, 513, 200);
 }
 
 // Splits are added in order: 8 of them for this size, each with one value that is not zero. The large ones cancel each other
@@ -408,6 +479,20 @@ TEST(RowsMatmul, FailsOnArgumentsThatItCannotUse) {
   bad = good, bad.x = x.data() + 4;
   EXPECT_EQ(code_of(bad), Exit::internal);
   bad = good, bad.epilogue = RowsEpilogue::swiglu, bad.bias = out.data();
+  EXPECT_EQ(code_of(bad), Exit::internal);
+  const DeviceBuffer<float> residual(64);
+  RowsMatmul<bf16> two = good;
+  two.epilogue = RowsEpilogue::add, two.out_fp32 = residual.data();
+  two.x2 = x.data(), two.weight2 = weight.data(), two.K2 = 16;
+  EXPECT_EQ(code_of(two), Exit::ok);
+  check(cudaStreamSynchronize(nullptr), "test");
+  bad = two, bad.epilogue = RowsEpilogue::store;  // and nothing is added
+  EXPECT_EQ(code_of(bad), Exit::internal);
+  bad = two, bad.K2 = 12;
+  EXPECT_EQ(code_of(bad), Exit::usage);
+  bad = two, bad.weight2 = nullptr;
+  EXPECT_EQ(code_of(bad), Exit::internal);
+  bad = two, bad.x2 = x.data() + 4;
   EXPECT_EQ(code_of(bad), Exit::internal);
 }
 

@@ -5,6 +5,8 @@
 // Bytes moved a row for the form of Llama, T and R of E bytes: x and residual are read, residual_out and out written,
 // 4 C E. llmc/cuda/op/residual_norm.cuh says how it is laid out.
 
+#include <type_traits>
+
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/residual_norm.cuh"
 
@@ -16,35 +18,71 @@ using namespace norm_detail;
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
 // norm_only: h = residual and not written, one output. plain: h = x + residual, either of them possibly absent, and up to two
-// outputs. full: every operand.
-enum class Form { norm_only, plain, full };
+// outputs. few: as plain, for so few rows that each has a block of its own, as in a step of decoding: nothing is copied ahead,
+// and weights are read before the predecessor in a chain ends. full: every operand.
+enum class Form { norm_only, plain, few, full };
 
-template <typename T, typename S>
-__device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd, const T* weight,
-                             const T* bias, std::int64_t C) {
-#pragma unroll
-  for (int g = 0; g < S::kGroups; ++g) {
-    const int column = S::column(g);
-    if (S::outside(g, C)) continue;
-    Group<T, S> w, b;
-    w.load(weight + column);
-    b.clear();
-    if (bias != nullptr) b.load(bias + column);
-    float z[S::kGroup];
-#pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
-    w.set(z);
-    w.store(out + column);
-  }
-}
-
-// Weights come from memory where the other layers' have pushed them out of L2.
 template <typename T, typename S>
 __device__ void prefetch_weights(const T* weight, std::int64_t C) {
   if (weight == nullptr) return;
 #pragma unroll
   for (int g = 0; g < S::kGroups; ++g) {
     if (!S::outside(g, C)) prefetch_to_l2(weight + S::column(g));
+  }
+}
+
+// What a row's outputs are multiplied by and what is added to them, one group of columns at a time from memory...
+template <typename T, typename S>
+struct WeightsInMemory {
+  const T *weight, *bias;
+  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
+    w.load(weight + S::column(g));
+    b.clear();
+    if (bias != nullptr) b.load(bias + S::column(g));
+  }
+};
+// ... or kept in registers, where a thread has few columns: then they are there before the row is.
+template <typename T, typename S>
+struct WeightsInRegisters {
+  Group<T, S> weight[S::kGroups], bias[S::kGroups];
+  __device__ WeightsInRegisters(const T* w, const T* b, std::int64_t C) {
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      if (w != nullptr && !S::outside(g, C)) WeightsInMemory<T, S>{w, b}.get(g, weight[g], bias[g]);
+    }
+  }
+  __device__ void get(int g, Group<T, S>& w, Group<T, S>& b) const {
+    w = weight[g], b = bias[g];
+  }
+};
+
+// The weights as far as they can be there before the rows are: in registers or, where they would take too many, in L2, out of
+// which the other layers' have pushed them.
+template <typename T, typename S, bool kInRegisters>
+__device__ auto early_weights(const T* weight, const T* bias, std::int64_t C) {
+  if constexpr (kInRegisters) {
+    return WeightsInRegisters<T, S>(weight, bias, C);
+  } else {
+    prefetch_weights<T, S>(weight, C);
+    prefetch_weights<T, S>(bias, C);
+    return WeightsInMemory<T, S>{weight, bias};
+  }
+}
+
+template <typename T, typename S, typename Weights>
+__device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd,
+                             const Weights& weights, std::int64_t C) {
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    const int column = S::column(g);
+    if (S::outside(g, C)) continue;
+    Group<T, S> w, b;
+    weights.get(g, w, b);
+    float z[S::kGroup];
+#pragma unroll
+    for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
+    w.set(z);
+    w.store(out + column);
   }
 }
 
@@ -103,12 +141,11 @@ __global__ void __launch_bounds__(S::kThreads)
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   let_successor_start();
-  prefetch_weights<T, S>(io.weight, C);
-  prefetch_weights<T, S>(io.bias, C);
-  if constexpr (kForm != Form::norm_only) {
-    prefetch_weights<T, S>(io.weight2, C);
-    prefetch_weights<T, S>(io.bias2, C);
-  }
+  constexpr bool kFits = S::kThreadColumns * sizeof(T) <= 64 && S::kThreads <= 320;  // in the registers of a thread
+  constexpr bool kEarly = kForm == Form::few && kFits, kEarly2 = kForm == Form::few && S::kThreadColumns <= 8;
+  const auto weights = early_weights<T, S, kEarly>(io.weight, io.bias, C);
+  const auto weights2 = early_weights<T, S, kEarly2>(kForm != Form::norm_only ? io.weight2 : nullptr,
+                                                     kForm != Form::norm_only ? io.bias2 : nullptr, C);
   wait_for_predecessors();
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
@@ -130,8 +167,8 @@ __global__ void __launch_bounds__(S::kThreads)
           branch_factors(factors, shape, io.rowscale != nullptr ? io.rowscale[row] : 1.0f, row * C + column);
           add_branch(skip, x, skip, factors, io.colscale != nullptr ? io.colscale + column : nullptr);
         }
-      } else if constexpr (kForm == Form::plain) {
-        add_branch<T, R>(skip, x, skip, nullptr, nullptr);
+      } else if constexpr (kForm != Form::norm_only) {
+        if (io.x != nullptr) add_branch<T, R>(skip, x, skip, nullptr, nullptr);
       }
 #pragma unroll
       for (int i = 0; i < S::kGroup; ++i) h[g][i] = skip.get(i);
@@ -141,10 +178,9 @@ __global__ void __launch_bounds__(S::kThreads)
     }
     stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
-    write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, io.weight, io.bias, C);
+    write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, weights, C);
     if constexpr (kForm != Form::norm_only) {
-      if (io.weight2 != nullptr)
-        write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, io.weight2, io.bias2, C);
+      if (io.weight2 != nullptr) write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, weights2, C);
     }
     if (S::lane() == 0) {
       if (io.mean != nullptr) io.mean[row] = statistics.x;
@@ -163,7 +199,7 @@ struct NormLaunch {
 template <typename T, typename R, typename S, Form kForm>
 void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, const NormLaunch& launch) {
   const int stage_bytes = S::kRows * ForwardStage<T, R, S, kForm>::kBytes;
-  const bool staged = kForm != Form::full && stage_bytes <= launch.shared_limit;
+  const bool staged = kForm != Form::full && kForm != Form::few && stage_bytes <= launch.shared_limit;
   if constexpr (S::kExact) {
     if (!staged) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
@@ -186,6 +222,12 @@ void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormFo
   if (form == Form::full) {
     using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
     return launch_forward<T, R, Bounded, Form::full>(shape, io, launch);
+  }
+  if constexpr (std::is_same_v<R, float>) {  // the stream of inference
+    if (shape.rows <= device_attribute(cudaDevAttrMultiProcessorCount)) {
+      using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
+      return launch_forward<T, R, Bounded, Form::few>(shape, io, launch);
+    }
   }
   if constexpr (S::kExact) {
     if (form == Form::norm_only) return launch_forward<T, R, S, Form::norm_only>(shape, io, launch);

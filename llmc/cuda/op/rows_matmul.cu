@@ -17,15 +17,25 @@ constexpr DType dtype_of() {
 }
 
 template <typename S>
-void check_arguments(const RowsMatmul<S>& io) {
-  const std::string refusal = rows_matmul_refusal(io.K, io.OC, dtype_of<S>());
+void check_input(const S* x, const S* weight, std::int64_t K, std::int64_t OC) {
+  const std::string refusal = rows_matmul_refusal(K, OC, dtype_of<S>());
   if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
+  if (x == nullptr || weight == nullptr) fail(Exit::internal, "rows_matmul: x or weight is null");
+  if (!aligned_to_16(x, weight))
+    fail(Exit::internal, "rows_matmul: x at %p and weight at %p, expected multiples of 16", static_cast<const void*>(x),
+         static_cast<const void*>(weight));
+}
+
+template <typename S>
+void check_arguments(const RowsMatmul<S>& io) {
+  check_input(io.x, io.weight, io.K, io.OC);
+  if (io.K2 != 0) {
+    check_input(io.x2, io.weight2, io.K2, io.OC);
+    if (io.epilogue != RowsEpilogue::add)
+      fail(Exit::internal, "rows_matmul: a second input, and the sums are not added to the residual stream");
+  }
   const bool fp32 = io.epilogue == RowsEpilogue::add || io.epilogue == RowsEpilogue::store_fp32;
-  if (io.x == nullptr || io.weight == nullptr || (fp32 ? io.out_fp32 == nullptr : io.out == nullptr))
-    fail(Exit::internal, "rows_matmul: x, weight or the result is null");
-  if (!aligned_to_16(io.x, io.weight))
-    fail(Exit::internal, "rows_matmul: x at %p and weight at %p, expected multiples of 16",
-         static_cast<const void*>(io.x), static_cast<const void*>(io.weight));
+  if (fp32 ? io.out_fp32 == nullptr : io.out == nullptr) fail(Exit::internal, "rows_matmul: the result is null");
   if (io.epilogue == RowsEpilogue::swiglu && io.bias != nullptr)
     fail(Exit::internal, "rows_matmul: a bias with SwiGLU");
 }
@@ -55,7 +65,14 @@ void rows_matmul(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream
   if constexpr (!std::is_same_v<S, float>) {
     if (path == RowsPath::automatic && rows::hopper_computes(io)) return rows::hopper(io, device, stream);
   }
-  rows::portable(io, device, stream);
+  RowsMatmul<S> first = io;
+  first.K2 = 0;
+  rows::portable(first, device, stream);
+  if (io.K2 == 0) return;
+  RowsMatmul<S> second = first;
+  second.x = io.x2, second.weight = io.weight2, second.bias = io.bias2, second.K = io.K2;
+  second.x_is_older = false;
+  rows::portable(second, device, stream);
 }
 
 template void rows_matmul<float>(const RowsMatmul<float>&, const LaunchDevice&, cudaStream_t, RowsPath);

@@ -23,7 +23,7 @@ std::int64_t weight_rows(const RowsMatmul<S>& io) {
 
 template <typename S>
 struct Output {
-  const S* bias;
+  const S *bias, *bias2;  // of two inputs; null: none
   S* out;
   float* out_fp32;
   std::int64_t rows, OC;
@@ -34,9 +34,10 @@ struct Output {
     const auto aligned = [](const void* pointer, std::size_t bytes) {
       return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
     };
-    const bool fours = io.OC % 4 == 0 && aligned(io.bias, 4 * sizeof(S)) && aligned(io.out, 4 * sizeof(S)) &&
-                       aligned(io.out_fp32, 4 * sizeof(float));
-    return {io.bias, io.out, io.out_fp32, io.rows, io.OC, io.epilogue, fours};
+    const S* const bias2 = io.K2 > 0 ? io.bias2 : nullptr;
+    const bool fours = io.OC % 4 == 0 && aligned(io.bias, 4 * sizeof(S)) && aligned(bias2, 4 * sizeof(S)) &&
+                       aligned(io.out, 4 * sizeof(S)) && aligned(io.out_fp32, 4 * sizeof(float));
+    return {io.bias, bias2, io.out, io.out_fp32, io.rows, io.OC, io.epilogue, fours};
   }
   __host__ __device__ bool swiglu() const { return epilogue == RowsEpilogue::swiglu; }
 };
@@ -88,17 +89,8 @@ class Columns {
         at_(output.swiglu() ? four / 2 * 16 + four % 2 * 4 : 4 * four) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) bias_[i] = 0;
-    if (output.bias == nullptr || column_ >= output.OC) return;
-    if (output.fours) {
-      Elements<S, 4> bias;
-      bias.load(output.bias + column_);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) bias_[i] = bias.get(i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (column_ + i < output.OC) bias_[i] = to_float(output.bias[column_ + i]);
-    }
+    add_bias(output.bias);
+    add_bias(output.bias2);
   }
 
   // sums(i): a float4, elements i to i + 3 of the row's sums in the tile.
@@ -112,7 +104,7 @@ class Columns {
       const float ups[4] = {up.x, up.y, up.z, up.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[i] = swiglu<S>(rounded(value[i]), rounded(ups[i]));
-    } else if (output_.bias != nullptr) {
+    } else if (output_.bias != nullptr || output_.bias2 != nullptr) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[i] += bias_[i];
     }
@@ -134,6 +126,17 @@ class Columns {
  private:
   __device__ static float rounded(float value) {
     return to_float(from_float<S>(value));
+  }
+  __device__ void add_bias(const S* bias) {
+    if (bias == nullptr || column_ >= output_.OC) return;
+    if (output_.fours) {
+      Elements<S, 4> four;
+      four.load(bias + column_);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bias_[i] += four.get(i);
+    } else {
+      each([&](int i) { bias_[i] += to_float(bias[column_ + i]); });
+    }
   }
   template <typename Use>
   __device__ void each(const Use& use) const {

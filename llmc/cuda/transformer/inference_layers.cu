@@ -53,6 +53,25 @@ void Inference<S>::multiply(const S* x, const Linear<S, S>& w, std::int64_t rows
   rows_matmul(io, device_, stream_);
 }
 
+// The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
+template <typename S>
+void Inference<S>::add_branches(const InferenceLayer<S>& w, std::int64_t rows) {
+  RowsMatmul<S> io;
+  io.x = b_.attention;
+  io.weight = w.output.weight;
+  io.bias = w.output.bias;
+  io.K = config_.q_size();
+  io.x2 = b_.product;
+  io.weight2 = w.down.weight;
+  io.bias2 = w.down.bias;
+  io.K2 = config_.ffn_size;
+  io.rows = rows;
+  io.OC = config_.hidden_size;
+  io.epilogue = RowsEpilogue::add;
+  io.out_fp32 = b_.residual;
+  named("output projection, MLP down", [&] { rows_matmul(io, device_, stream_); });
+}
+
 // ---- attention --------------------------------------------------------------------------------------------------------
 
 template <typename S>
@@ -116,25 +135,22 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
   keep(prefix + "input_norm", b_.norm1, C);
   named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
   attend(l, step, rows);
-  const auto output = [&] {
-    named("output projection",
-          [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
-  };
   const auto up = [&] {
     const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;
     named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
   };
   if (parallel()) {  // up needs nothing of attention and runs beside it
     up();
-    output();
+    add_branches(w, rows);
   } else {
-    output();
+    named("output projection",
+          [&] { multiply(b_.attention, w.output, rows, q, C, RowsEpilogue::add, nullptr, b_.residual); });
     normalize(rows, b_.residual, w.post_norm, b_.norm1);
     up();
+    named("MLP down", [&] { multiply(b_.product, w.down, rows, F, C, RowsEpilogue::add, nullptr, b_.residual); });
   }
   keep(prefix + "post_attention_norm", norm2, C);
   keep(prefix + "mlp_product", b_.product, F);
-  named("MLP down", [&] { multiply(b_.product, w.down, rows, F, C, RowsEpilogue::add, nullptr, b_.residual); });
   keep(prefix + "residual", b_.residual, C);
 }
 

@@ -169,6 +169,7 @@ class Inference final : public InferenceModel {
                  S* out2 = nullptr);
   void multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
+  void add_branches(const InferenceLayer<S>& w, std::int64_t rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
   HeadViewOf<S> queries() const { return heads(0); }
