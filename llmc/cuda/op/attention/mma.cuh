@@ -159,16 +159,21 @@ struct RegisterOperand {
 
   template <typename Row>
   __device__ void load(const Row& row) {
+    load(row, [](const T* elements, int word) { return reinterpret_cast<const unsigned*>(elements)[word]; });
+  }
+  // The same where elements 2 w and 2 w + 1 of a row are word(row(i), w).
+  template <typename Row, typename Word>
+  __device__ void load(const Row& row, const Word& word) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned* words = reinterpret_cast<const unsigned*>(row(m * 16 + half * 8 + g));
+        const T* elements = row(m * 16 + half * 8 + g);
 #pragma unroll
         for (int k = 0; k < HS / 16; ++k) {
-          at[m][k].word[half] = words ? words[k * 8 + t] : 0;
-          at[m][k].word[half + 2] = words ? words[k * 8 + t + 4] : 0;
+          at[m][k].word[half] = elements ? word(elements, k * 8 + t) : 0;
+          at[m][k].word[half + 2] = elements ? word(elements, k * 8 + t + 4) : 0;
         }
       }
     }

@@ -1,0 +1,367 @@
+// Items of splits (paged_work.h): a warp computes one split of up to 16 rows, with a ring of key and value blocks of its own.
+//
+// kAppends: each span is one row, whose query and key are not rotated yet and whose key and value are not in their page. Every item
+// rotates the queries that it reads. The item of the row's own split rotates its key, writes key and value to the page, and
+// puts them at their place in shared memory, rounded as they are stored there: they are multiplied as if they came from the page.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/memory_order.cuh"
+#include "llmc/cuda/op/paged_recurrence.cuh"
+#include "llmc/cuda/op/rotate_pair.cuh"
+
+namespace weft::cuda::paged {
+
+// The same of a warp and one tensor, in units of kPageUnit positions, which lie in one piece in their page.
+template <int HS, int Rows, typename S>
+__device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
+                                           int first, int end) {
+  using T = Tile<S, HS>;
+  constexpr int kUnitChunks = kPageUnit * T::kChunks;
+  static_assert(Rows % kPageUnit == 0 && kUnitChunks % kWarpSize == 0);
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int unit = 0; unit < Rows / kPageUnit; ++unit) {
+    const int position = first + unit * kPageUnit;
+    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
+    const S* at = from + ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS + lane * 8;
+    const int chunks = (end - position) * T::kChunks - lane;  // from this lane's first one on
+#pragma unroll
+    for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
+      const int index = lane + i * kWarpSize, row = unit * kPageUnit + index / T::kChunks;
+      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, i * kWarpSize < chunks);
+    }
+  }
+}
+
+// ---- rows that are appended ---------------------------------------------------------------------------------------------
+// The row's key and value: words lane, lane + 32, ... of each.
+template <typename S, int HS>
+struct AppendedRow {
+  static constexpr int kWords = ceil_div(HS / 2, kWarpSize);
+  unsigned key[kWords], value[kWords];
+
+  static __device__ int word(int i) { return threadIdx.x % kWarpSize + i * kWarpSize; }
+
+  __device__ void load(const S* k, const S* v, const RotationOf<S>& rotation) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      key[i] = value[i] = 0;
+      if (word(i) >= HS / 2) break;
+      key[i] = rotation.word(k, word(i));
+      value[i] = reinterpret_cast<const unsigned*>(v)[word(i)];
+    }
+  }
+  __device__ void store(S* k, S* v) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (word(i) >= HS / 2) break;
+      reinterpret_cast<unsigned*>(k)[word(i)] = key[i];
+      reinterpret_cast<unsigned*>(v)[word(i)] = value[i];
+    }
+  }
+  // To a row in shared memory, for all lanes.
+  static __device__ void put(const unsigned (&words)[kWords], unsigned row) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      if (word(i) < HS / 2) asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word(i) * 4), "r"(words[i]) : "memory");
+    __syncwarp();
+  }
+};
+
+// ---- results of splits --------------------------------------------------------------------------------------------------
+// The state of one split, for the warp that will merge the splits.
+template <typename S, int HS>
+__device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>& state, int rows,
+                              std::int64_t first_slot, int kv_head) {
+  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * 8 + g;
+    if (row >= rows) continue;
+    float* slot = a.partials + ((first_slot + row) * a.NKV + kv_head) * kSlotFloats<HS>;
+#pragma unroll
+    for (int n = 0; n < HS / 8; ++n)
+      *reinterpret_cast<float2*>(slot + n * 8 + t * 2) = {state.O.at[0][n][half * 2], state.O.at[0][n][half * 2 + 1]};
+    if (t == 0) *reinterpret_cast<float2*>(slot + HS) = {state.maximum[0][half], state.sum[0][half]};
+  }
+}
+
+// All splits of a tile, in order; a lane has four neighbouring dimensions of a row.
+template <typename S, int HS>
+__device__ void merge_partials(const Arguments<S>& a, const QueryRows<S>& rows, int splits, std::int64_t first_slot,
+                               int kv_head) {
+  constexpr int kTogether = 8;  // splits that are loaded before the first of them is merged
+  for (int i = threadIdx.x % kWarpSize; i < rows.count * (HS / 4); i += kWarpSize) {
+    const int row = i / (HS / 4), d = i % (HS / 4) * 4;
+    float o[4] = {}, maximum = -INFINITY, sum = 0;
+    for (int first = 0; first < splits; first += kTogether) {
+      float4 added[kTogether];
+      float2 of_row[kTogether];  // maximum, sum
+#pragma unroll
+      for (int s = 0; s < kTogether; ++s) {
+        const std::int64_t at = first_slot + min(first + s, splits - 1) * rows.count + row;
+        const float* slot = a.partials + (at * a.NKV + kv_head) * kSlotFloats<HS>;
+        added[s] = __ldcg(reinterpret_cast<const float4*>(slot + d));
+        of_row[s] = __ldcg(reinterpret_cast<const float2*>(slot + HS));
+      }
+#pragma unroll
+      for (int s = 0; s < kTogether; ++s) {
+        if (first + s >= splits) break;
+        const float from[4] = {added[s].x, added[s].y, added[s].z, added[s].w};
+        if (first + s == 0) {
+          maximum = of_row[s].x, sum = of_row[s].y;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[e] = from[e];
+          continue;
+        }
+        const MergeFactors factors = merge(maximum, sum, of_row[s].x, of_row[s].y, a.c);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[e] = merged(factors, o[e], from[e]);
+      }
+    }
+    const float inverse = __frcp_rn(sum);
+    *reinterpret_cast<uint2*>(rows.template out<HS>(a, row) + d) = {pack<S>(mean(o[0], inverse), mean(o[1], inverse)),
+                                                                    pack<S>(mean(o[2], inverse), mean(o[3], inverse))};
+  }
+}
+
+// ---- items --------------------------------------------------------------------------------------------------------------
+// The items of a warp, in the order in which it computes them, and the ring that their keys and values come through: key block,
+// value block, the next key block, ..., one slot each, item after item. What is copied is up to the whole ring ahead of what is
+// computed, and the lookups (number of the item -> entry -> block table -> pages) are an item ahead of the copies, one step
+// with each copy, so that none waits for the one before it.
+template <typename S, typename Tiling, bool kAppends>
+struct ItemStream {
+  static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>;
+  static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
+  static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kKeys);
+
+  const Arguments<S>& a;
+  const PagedItem* entries;
+  int count;     // numbers of items: entry n / NKV, K/V head n % NKV
+  int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
+  unsigned ring;
+  int slots;  // kRing, kPairRing or kLongRing
+  int load_slot = 0, slot = 0;
+  int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
+  int own_pages = 0;  // of the same items: the page of the row that is appended
+  int looked_up = 0;  // how many items before the one below
+  // Being looked up: the number, the entry; then the positions of its split and the block table, then this lane's page.
+  int step, number;
+  int4 entry;
+  int next_first, next_end, table_or_page;
+  // Being copied.
+  int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
+  int copy_end = 0;  // kAppends: without the row that is appended
+  bool load_values = false;
+
+  static __device__ int lane() { return threadIdx.x % kWarpSize; }
+  // In lane 0.
+  __device__ int from_cursor() const {
+    if (assigned >= count) return count;
+    return lane() == 0 ? assigned + atomicAdd(&a.cursors->items, 1) : 0;
+  }
+
+  // `first`: this warp's assigned item, or `numbers_of_items`, if there is none.
+  __device__ ItemStream(const Arguments<S>& arguments, const PagedItem* list, int numbers_of_items,
+                        int assigned_beforehand, int first, unsigned shared_ring, int ring_slots)
+      : a(arguments),
+        entries(list),
+        count(numbers_of_items),
+        assigned(assigned_beforehand),
+        ring(shared_ring),
+        slots(ring_slots) {
+    numbers = number = first;
+    step = 1;
+  }
+
+  // The next lookup of the four. Behind the last item there is nothing to look up.
+  __device__ __forceinline__ void look_up() {
+    if (step == 0) {
+      number = from_cursor();
+    } else if (step == 1) {
+      number = __shfl_sync(~0u, number, 0);
+      if (lane() == looked_up % kWarpSize) numbers = number;
+      if (number < count) entry = *reinterpret_cast<const int4*>(entries + number / a.NKV);
+    } else if (number < count) {
+      if (step == 2) {
+        const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
+        next_first = item.split * kSplit;
+        next_end = min(next_first + kSplit, QueryRows<S>(a, item, 0, kItemRows).end());
+        table_or_page = a.tables[item.first_row];
+        if constexpr (kAppends) prefetch_angles(item.first_position);
+      } else {
+        table_or_page = split_pages(a, table_or_page, next_first / kSplit, next_end);
+      }
+    }
+    ++step;
+  }
+  // Of the position's row in the table: every cache line, from memory to L2.
+  __device__ __forceinline__ void prefetch_angles(int position) const {
+    const int half = a.appended.half, d = lane() % 16 * 32;
+    if (half == 0 || d >= half + 31) return;
+    const float* table = lane() < 16 ? a.appended.cos : a.appended.sin;
+    prefetch_to_l2(table + static_cast<std::int64_t>(position) * half + min(d, half - 1));
+  }
+  __device__ void look_up_first() {
+#pragma unroll 1
+    while (step < 4) look_up();
+  }
+
+  // The item that was looked up is the next one to be copied.
+  __device__ __forceinline__ void take_item() {
+    load_first = next_first;
+    load_end = next_end;
+    load_pages = table_or_page;
+    load_head = number % a.NKV;
+    if constexpr (kAppends) {
+      const int position = reinterpret_cast<const PagedItem&>(entry).first_position;
+      copy_end = min(load_end, position);
+      const int own_page = __shfl_sync(~0u, load_pages, position % kSplit / kPageUnit);
+      if (lane() == looked_up % kWarpSize) own_pages = own_page;
+    }
+    ++looked_up;
+    step = 0;
+  }
+  // Starts the next copy of this item, or of none, to the slot that was read last.
+  __device__ __forceinline__ void copy_next() {
+    if (load_first < load_end) {
+      load_units<HS, kKeys>(a, load_values ? a.values : a.keys, ring + load_slot * kSlotBytes, load_pages, load_head,
+                            load_first, kAppends ? copy_end : load_end);
+      if (load_values) load_first += kKeys;
+      load_values = !load_values;
+    }
+    commit_copies();  // an empty group behind the last item: the number of groups in flight stays the same
+    load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
+  }
+  __device__ __forceinline__ void load_next() {
+    const bool ended = load_first >= load_end;
+#pragma unroll 1
+    while (step < 4) {
+      look_up();
+      if (!ended) break;
+    }
+    if (ended && number < count) take_item();
+    copy_next();
+  }
+  // Before the first block is read: all slots but one. The part that needs no cursor comes first, and may come before
+  // wait_for_predecessors() where no predecessor writes what it copies.
+  __device__ void start_assigned() {
+    if (number >= count) return;
+    take_item();
+#pragma unroll 1
+    while (load_slot < slots - 1 && load_first < load_end) copy_next();
+  }
+  __device__ void start() {
+#pragma unroll 1
+    for (int i = load_slot; i < slots - 1; ++i) load_next();
+  }
+
+  // The number of the i-th item, whose copies have begun, or of none.
+  __device__ int item(int i) const {
+    return __shfl_sync(~0u, numbers, i % kWarpSize);
+  }
+  __device__ int own_page(int i) const {
+    return __shfl_sync(~0u, own_pages, i % kWarpSize);
+  }
+
+  // The next slot's block, and the copy of another one to the slot that was read before it.
+  __device__ __forceinline__ unsigned next_block() {
+    if (slots == kRing) {
+      wait_for_older_copies<kRing - 2>();
+    } else if (slots == kLongRing) {
+      wait_for_older_copies<kLongRing - 2>();
+    } else {
+      wait_for_older_copies<kPairRing - 2>();
+    }
+    __syncwarp();
+    load_next();
+    const unsigned block = ring + slot * kSlotBytes;
+    slot = slot + 1 == slots ? 0 : slot + 1;
+    return block;
+  }
+};
+
+// The i-th item of the stream.
+template <typename S, typename Tiling, bool kAppends>
+__device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head, int i,
+                             ItemStream<S, Tiling, kAppends>& blocks) {
+  constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>;
+  int begin, end, unmasked_end, visible[1][2];
+  bool few_rows;
+  RegisterOperand<S, HS, 1> Q;
+  [[maybe_unused]] AppendedRow<S, HS> own;
+  [[maybe_unused]] bool has_own = false;  // the row is of this split
+  {
+    const PagedItem item = *entry;
+    const QueryRows<S> rows(a, item, kv_head, kItemRows);
+    begin = item.split * kSplit;
+    end = min(begin + kSplit, rows.end());
+    visible_positions(visible, rows);
+    unmasked_end = rows.visible(0);
+    few_rows = rows.count <= 8;
+    if constexpr (kAppends) {
+      const AppendedRows<S>& from = a.appended;
+      const int position = item.first_position;
+      const RotationOf<S> rotation(from.cos, from.sin, from.half, position);
+      has_own = end > position;
+      const S* k = from.k + item.first_row * from.k_row_stride + kv_head * from.k_head_stride;
+      const S* v = from.v + item.first_row * from.v_row_stride + kv_head * from.v_head_stride;
+      if (has_own) own.load(k, v, rotation);
+      Q.load([&](int row) { return rows.query(a, row); },
+             [&](const S* head, int word) { return rotation.word(head, word); });
+      const std::int64_t head = static_cast<std::int64_t>(blocks.own_page(i)) * a.NKV + kv_head;
+      const std::int64_t at = ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS;
+      if (has_own && item.tile == 0) own.store(a.keys + at, a.values + at);
+    } else {
+      Q.load([&](int row) { return rows.query(a, row); });
+    }
+  }
+  SplitState<S, HS, 1> state;
+  state.clear();
+#pragma unroll 1
+  for (int first_key = begin; first_key < end; first_key += kKeys) {
+    // Where the appended row belongs in this key block.
+    const bool own_block = kAppends && has_own && first_key + kKeys >= end;
+    const unsigned own_row = (end - 1 - first_key) * Tile<S, HS>::kRowBytes;
+    Accumulators<1, kKeys / 8> scores;
+    scores.clear();
+    const unsigned keys = blocks.next_block();
+    if constexpr (kAppends) {
+      if (own_block) own.put(own.key, keys + own_row);
+    }
+    multiply_by_rows<S, HS>(scores, Q, keys + Tile<S, HS>::lane_by_columns());
+    const bool masked = first_key + kKeys > unmasked_end;
+    if (few_rows) {
+      state.template weigh<1>(scores, visible, masked, first_key, a.c);
+    } else {
+      state.weigh(scores, visible, masked, first_key, a.c);
+    }
+    const unsigned values = blocks.next_block();
+    if constexpr (kAppends) {
+      if (own_block) own.put(own.value, values + own_row);
+    }
+    multiply_by_columns<S, HS>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
+  }
+  state.close();
+  const PagedItem item = *entry;  // again, rather than in registers that the loop needs
+  const QueryRows<S> rows(a, item, kv_head, kItemRows);
+  if (item.partials < 0) return state.store(a, rows);
+
+  const int lane = threadIdx.x % kWarpSize, splits = (rows.end() + kSplit - 1) / kSplit;
+  store_partial(a, state, rows.count, item.partials + static_cast<std::int64_t>(item.split) * rows.count, kv_head);
+  int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
+  __syncwarp();
+  int before = 0;
+  if (lane == 0) before = fetch_add_acquire_release(merged, 1);
+  if (__shfl_sync(~0u, before, 0) != splits - 1) return;
+  __syncwarp();
+  merge_partials<S, HS>(a, rows, splits, item.partials, kv_head);
+  if (lane == 0) *merged = 0;  // for the next layer
+}
+
+}  // namespace weft::cuda::paged
