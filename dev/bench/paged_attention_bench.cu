@@ -144,10 +144,12 @@ class Step {
     qkv_.randomize(3);
     io_.shape = shape_;
     io_.scale = 1 / std::sqrt(static_cast<float>(model.HS));
-    const std::int64_t width = (model.NH + 2 * model.NKV) * model.HS;
-    append_.q = {qkv_.data(), 0, width, model.HS};
-    append_.k = {qkv_.data() + model.NH * model.HS, 0, width, model.HS};
-    append_.v = {qkv_.data() + (model.NH + model.NKV) * model.HS, 0, width, model.HS};
+    const auto heads = [&](std::int64_t first) {
+      return HeadViewOf<S>{qkv_.data() + first * model.HS, 0, (model.NH + 2 * model.NKV) * model.HS, model.HS};
+    };
+    append_.q = heads(0);
+    append_.k = heads(model.NH);
+    append_.v = heads(model.NH + model.NKV);
     append_.NH = model.NH;
     append_.rope = {cos_.data(), sin_.data(), context, model.rotary / 2};
     io_.q = append_.q;
