@@ -1,7 +1,7 @@
 // Flash attention over pages on mma.m16n8k16; the recurrence is that of paged_recurrence.cuh.
 //
 // What makes a row's bits its own:
-// - Key blocks of kKeys positions and splits of kPagedSplit positions begin at fixed absolute positions. A row takes the key
+// - Key blocks of kBlockKeys positions and splits of kPagedSplit positions begin at fixed absolute positions. A row takes the key
 //   blocks of a split in order, and its splits in order, whoever computes them: a warp for each split of a decoded row, or a
 //   warp that walks all splits of a prompt's rows.
 // - An element of an MMA's result depends on its row of A and its column of B alone, and steps of k come in order.
@@ -10,7 +10,8 @@
 // - A key block or a split behind a row's position changes nothing: its weights are exactly 0, its factor exactly 1. Positions
 //   behind the last row of a tile are zeros in shared memory, since 0 times what another sequence left there may be NaN.
 //
-// Where it runs: one kernel of persistent blocks. A block takes tiles first (paged_work.h): all its warps share the keys and values in
+// Where it runs: on Hopper in paged_hopper.cu and paged_items.cu. Elsewhere, and for heads of 256, here: one kernel of persistent
+// blocks. A block takes tiles first (paged_work.h): all its warps share the keys and values in
 // shared memory. Then each warp by itself takes items of splits, with a ring of key and value blocks of its own, as many
 // warps as shared memory has rings for; copies run ahead of the computation across the ends of items. Both are assigned by
 // counters, since they differ in length.
@@ -38,23 +39,23 @@ using namespace paged;
 
 namespace {
 
-// StageKeys, Stages: of the ring of a tile's keys and values. Two blocks of 128 threads where these are faster for tiles.
-template <int HeadDim, int StageKeys, int Stages>
+// StageKeys, Stages: of the ring of a tile's keys and values. Two blocks of 4 warps, or one of 8 where O needs more registers.
+template <int HeadDim, int StageKeys, int Stages, bool SumsInRegisters>
 struct Tiling {
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
+  static constexpr bool kSumsInRegisters = SumsInRegisters;  // those of earlier splits, else in shared memory
   static constexpr int kKeys = kBlockKeys<HS>;
-  static constexpr int M = HS <= 96 ? 2 : 1;  // m16 tiles of a warp of a tile
-  static constexpr int kWarps = HS == 128 ? 8 : 4, kThreads = kWarps * kWarpSize;
-  static constexpr int kWarpRows = M * 16, kTileRows = kWarps * kWarpRows;
-  static constexpr int kBlocksPerMultiprocessor = HS == 128 ? 1 : 2;
-  // Key or value blocks of the ring of a warp that computes items.
+  static constexpr int M = HS <= 64 ? 2 : 1;  // m16 tiles of a warp of a tile
+  static constexpr int kTileRows = static_cast<int>(paged_tile_rows(HS)), kWarpRows = M * 16;
+  static constexpr int kWarps = kTileRows / kWarpRows, kThreads = kWarps * kWarpSize;
+  static constexpr int kBlocksPerMultiprocessor = kWarps == 8 ? 1 : 2;
+  // Slots of the ring of a warp that computes items: of all, of two, of one in a block.
   static constexpr int kRing = HS > 96 ? 3 : HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : 4;
-  static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kKeys);
-  static constexpr int kSumBytes = kTileRows * HS * static_cast<int>(sizeof(float));
+  static constexpr int kLongRing = std::min(16, 3 * kRing), kPairRing = kLongRing / 2;
+  static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kSlotKeys<HS>);
+  static_assert(3 * kRingBytes <= 99 * 1024, "on every GPU three warps have a ring");
+  static constexpr int kSumBytes = SumsInRegisters ? 0 : kTileRows * HS * static_cast<int>(sizeof(float));
   static constexpr int kTileBytes = kSumBytes + kStages * Tile<bf16, HS>::bytes(2 * kStageKeys);
-  // The same of a warp that computes with one other or none in its block.
-  static constexpr int kLongRing = std::min(16, kTileBytes / Tile<bf16, HS>::bytes(kKeys)), kPairRing = kLongRing / 2;
-  static_assert(kTileRows == paged_tile_rows(HS));
   static_assert(kSplit % kStageKeys == 0 && kStageKeys % kKeys == 0 && kStageKeys % kPageUnit == 0);
 };
 
@@ -92,18 +93,16 @@ struct TileRows {
   int visible[M][2];
   RegisterOperand<S, HS, M> Q;
   SplitState<S, HS, M> state;
-  float maximum[M][2], sum[M][2];  // of the splits before this one
-  bool first_split = true;
-  float4*
-      sums;  // of the splits before this one, in shared memory; of this lane, those of another MMA kWarpSize further
+  EarlierSplits<S, HS, M, Tiling::kSumsInRegisters> earlier;
 
   __device__ TileRows(const Arguments<S>& a, const QueryRows<S>& of_warp, unsigned char* shared)
-      : rows(of_warp), end(of_warp.end()), unmasked_end(of_warp.count > 0 ? of_warp.visible(0) : 0) {
+      : rows(of_warp),
+        end(of_warp.end()),
+        unmasked_end(of_warp.count > 0 ? of_warp.visible(0) : 0),
+        earlier(shared, threadIdx.x / kWarpSize) {
     visible_positions(visible, rows);
     Q.load([&](int i) { return rows.query(a, i); });
     state.clear();
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    sums = reinterpret_cast<float4*>(shared) + warp * (M * HS / 8) * kWarpSize + lane;
   }
 
   // One key block; the addresses are those of its keys and values in shared memory.
@@ -112,58 +111,28 @@ struct TileRows {
     Accumulators<M, kKeys / 8> scores;
     scores.clear();
     multiply_by_rows<S, HS>(scores, Q, keys + Tile<S, HS>::lane_by_columns());
-    state.weigh(scores, visible, first_key + kKeys > unmasked_end, first_key, c);
+    float shrink[M][2];
+    if (state.weigh(scores, shrink, visible, first_key + kKeys > unmasked_end, first_key, c)) state.rescale(shrink);
     multiply_by_columns<S, HS>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
     if ((first_key + kKeys) % kSplit == 0 && first_key + kKeys < end) {
       merge_split(c);
-      store_sums();
+      earlier.keep(state.O);
       state.clear();
     }
   }
-
-  // After the last split the state is that of all splits.
   __device__ void merge_split(float c) {
     state.close();
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      if (first_split) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          maximum[m][half] = state.maximum[m][half], sum[m][half] = state.sum[m][half];
-        continue;
-      }
-      MergeFactors factors[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        factors[half] = merge(maximum[m][half], sum[m][half], state.maximum[m][half], state.sum[m][half], c);
-        state.sum[m][half] = sum[m][half];
-      }
-#pragma unroll
-      for (int n = 0; n < HS / 8; ++n) {
-        const float4 before = sums[(m * HS / 8 + n) * kWarpSize];
-        float(&o)[4] = state.O.at[m][n];
-        o[0] = merged(factors[0], before.x, o[0]);
-        o[1] = merged(factors[0], before.y, o[1]);
-        o[2] = merged(factors[1], before.z, o[2]);
-        o[3] = merged(factors[1], before.w, o[3]);
-      }
-    }
-    first_split = false;
-  }
-  __device__ void store_sums() {
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int n = 0; n < HS / 8; ++n) {
-        const float(&o)[4] = state.O.at[m][n];
-        sums[(m * HS / 8 + n) * kWarpSize] = make_float4(o[0], o[1], o[2], o[3]);
-      }
-    }
+    earlier.merge(state.O, state.maximum, state.sum, c);
   }
 
   __device__ void finish(const Arguments<S>& a) {
     if (rows.count == 0) return;
     merge_split(a.c);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) state.sum[m][half] = earlier.sum[m][half];
+    }
     state.store(a, rows);
   }
 };
@@ -238,7 +207,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
     warps = count <= blocks ? 1 : 2;
     slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
   }
-  const unsigned ring = shared_address(shared) + warp * slots * Tile<S, Tiling::HS>::bytes(Tiling::kKeys);
+  const unsigned ring = shared_address(shared) + warp * slots * Tile<S, Tiling::HS>::bytes(kSlotKeys<Tiling::HS>);
   const int assigned = tiles_before ? 0 : blocks * warps;
   const int first = warp < warps ? warp * blocks + static_cast<int>(blockIdx.x) : count;
   ItemStream<S, Tiling, false> stream(a, items, count, assigned, first, ring, slots);
@@ -337,14 +306,13 @@ template <typename S, int HS>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int limit = shared_bytes_per_block();
   if constexpr (HS == 256) {
-    launch<S, Tiling<HS, 16, 2>>(io, device, stream, limit);
+    launch<S, Tiling<HS, 16, 2, false>>(io, device, stream, limit);
   } else if constexpr (HS == 128) {
-    using Large = Tiling<HS, 64, 3>;
+    using Large = Tiling<HS, 64, 3, false>;
     if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
-    launch<S, Tiling<HS, 32, 2>>(io, device, stream, limit);
+    launch<S, Tiling<HS, 64, 2, true>>(io, device, stream, limit);  // spills sums, which are touched once a split
   } else {
-    constexpr int kStageKeys = HS == 96 ? 32 : 64, kStages = HS == 80 ? 2 : 3;
-    launch<S, Tiling<HS, kStageKeys, kStages>>(io, device, stream, limit);
+    launch<S, Tiling<HS, 64, HS <= 64 ? 3 : 2, (HS > 64)>>(io, device, stream, limit);
   }
 }
 
@@ -361,7 +329,10 @@ void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cu
   if constexpr (std::is_same_v<S, float>) {
     paged_plain(io, device, stream);
   } else if (io.k.data != nullptr) {
-    paged_decode(io, device, stream);
+    paged_items(io, device, stream);
+  } else if (paged_hopper_computes(io.shape.HS)) {
+    paged_hopper_tiles(io, device, stream);
+    paged_items(io, device, stream);
   } else {
     for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() { launch_for<S, HS>(io, device, stream); });
   }

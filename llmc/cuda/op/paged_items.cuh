@@ -14,6 +14,10 @@
 
 namespace weft::cuda::paged {
 
+// Positions of a slot of a warp's ring.
+template <int HS>
+constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
+
 // The same of a warp and one tensor, in units of kPageUnit positions, which lie in one piece in their page.
 template <int HS, int Rows, typename S>
 __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
@@ -130,15 +134,16 @@ __device__ void merge_partials(const Arguments<S>& a, const QueryRows<S>& rows, 
 }
 
 // ---- items --------------------------------------------------------------------------------------------------------------
-// The items of a warp, in the order in which it computes them, and the ring that their keys and values come through: key block,
-// value block, the next key block, ..., one slot each, item after item. What is copied is up to the whole ring ahead of what is
+// The items of a warp, in the order in which it computes them, and the ring that their keys and values come through, kSlotKeys
+// positions a slot: the keys of a key block, its values, the next block's keys, ..., item after item. Slots that lie behind the
+// item's last position are left out. What is copied is up to the whole ring ahead of what is
 // computed, and the lookups (number of the item -> entry -> block table -> pages) are an item ahead of the copies, one step
 // with each copy, so that none waits for the one before it.
 template <typename S, typename Tiling, bool kAppends>
 struct ItemStream {
-  static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>;
+  static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
-  static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kKeys);
+  static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kSlotKeys<HS>);
 
   const Arguments<S>& a;
   const PagedItem* entries;
@@ -156,8 +161,8 @@ struct ItemStream {
   int next_first, next_end, table_or_page;
   // Being copied.
   int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
-  int copy_end = 0;  // kAppends: without the row that is appended
-  bool load_values = false;
+  int copy_end = 0;   // kAppends: without the row that is appended
+  int load_part = 0;  // of this key block: of its keys, then of its values
 
   static __device__ int lane() { return threadIdx.x % kWarpSize; }
   // In lane 0.
@@ -230,10 +235,17 @@ struct ItemStream {
   // Starts the next copy of this item, or of none, to the slot that was read last.
   __device__ __forceinline__ void copy_next() {
     if (load_first < load_end) {
-      load_units<HS, kKeys>(a, load_values ? a.values : a.keys, ring + load_slot * kSlotBytes, load_pages, load_head,
-                            load_first, kAppends ? copy_end : load_end);
-      if (load_values) load_first += kKeys;
-      load_values = !load_values;
+      const int first = load_first + load_part % kParts * kSlotKeys<HS>;
+      load_units<HS, kSlotKeys<HS>>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
+                                    load_pages, load_head, first, kAppends ? copy_end : load_end);
+      if ((load_part + 1) % kParts != 0 && first + kSlotKeys<HS> < load_end) {
+        ++load_part;
+      } else if (load_part < kParts) {
+        load_part = kParts;
+      } else {
+        load_part = 0;
+        load_first += kKeys;
+      }
     }
     commit_copies();  // an empty group behind the last item: the number of groups in flight stays the same
     load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
@@ -290,7 +302,8 @@ struct ItemStream {
 template <typename S, typename Tiling, bool kAppends>
 __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head, int i,
                              ItemStream<S, Tiling, kAppends>& blocks) {
-  constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>;
+  constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
+  static_assert(kParts <= 2);
   int begin, end, unmasked_end, visible[1][2];
   bool few_rows;
   RegisterOperand<S, HS, 1> Q;
@@ -325,27 +338,39 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   state.clear();
 #pragma unroll 1
   for (int first_key = begin; first_key < end; first_key += kKeys) {
-    // Where the appended row belongs in this key block.
-    const bool own_block = kAppends && has_own && first_key + kKeys >= end;
-    const unsigned own_row = (end - 1 - first_key) * Tile<S, HS>::kRowBytes;
     Accumulators<1, kKeys / 8> scores;
     scores.clear();
-    const unsigned keys = blocks.next_block();
-    if constexpr (kAppends) {
-      if (own_block) own.put(own.key, keys + own_row);
-    }
-    multiply_by_rows<S, HS>(scores, Q, keys + Tile<S, HS>::lane_by_columns());
+    // Where the appended row belongs, if it is one of the slot's.
+    const auto own_row = [&](int first) { return (end - 1 - first) * Tile<S, HS>::kRowBytes; };
+    const auto multiply_keys = [&]<int kPart>() {
+      const int first = first_key + kPart * kSlotKeys<HS>;
+      if (kPart > 0 && first >= end) return;
+      const unsigned keys = blocks.next_block();
+      if constexpr (kAppends) {
+        if (has_own && first + kSlotKeys<HS> >= end) own.put(own.key, keys + own_row(first));
+      }
+      multiply_by_rows<S, HS, kPart, kParts>(scores, Q, keys + Tile<S, HS>::lane_by_columns());
+    };
+    const auto multiply_values = [&]<int kPart>() {
+      const int first = first_key + kPart * kSlotKeys<HS>;
+      if (kPart > 0 && first >= end) return;
+      const unsigned values = blocks.next_block();
+      if constexpr (kAppends) {
+        if (has_own && first + kSlotKeys<HS> >= end) own.put(own.value, values + own_row(first));
+      }
+      multiply_by_columns<S, HS, kPart, kParts>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
+    };
+    multiply_keys.template operator()<0>();
+    if constexpr (kParts == 2) multiply_keys.template operator()<1>();
     const bool masked = first_key + kKeys > unmasked_end;
+    float shrink[1][2];
     if (few_rows) {
-      state.template weigh<1>(scores, visible, masked, first_key, a.c);
+      if (state.template weigh<1>(scores, shrink, visible, masked, first_key, a.c)) state.template rescale<1>(shrink);
     } else {
-      state.weigh(scores, visible, masked, first_key, a.c);
+      if (state.weigh(scores, shrink, visible, masked, first_key, a.c)) state.rescale(shrink);
     }
-    const unsigned values = blocks.next_block();
-    if constexpr (kAppends) {
-      if (own_block) own.put(own.value, values + own_row);
-    }
-    multiply_by_columns<S, HS>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
+    multiply_values.template operator()<0>();
+    if constexpr (kParts == 2) multiply_values.template operator()<1>();
   }
   state.close();
   const PagedItem item = *entry;  // again, rather than in registers that the loop needs

@@ -19,9 +19,9 @@ static_assert(kSplitUnits <= kWarpSize);
 template <int HS>
 constexpr std::int64_t kSlotFloats = paged_slot_floats(HS);
 
-// Keys of a key block: decides the bits.
+// Keys of a key block: decides the bits. A row's maximum moves at most once a block.
 template <int HS>
-constexpr int kBlockKeys = HS <= 128 ? 32 : 16;
+constexpr int kBlockKeys = HS <= 128 ? 64 : 16;
 
 // In the workspace, before the counters of merged tiles.
 struct Cursors {
@@ -178,10 +178,12 @@ struct SplitState {
     for (int m = 0; m < M; ++m) maximum[m][0] = maximum[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
   }
 
-  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half]. Halves = 1:
-  // the rows of half 1 are padding. Their scores and sums remain what they are, and nobody reads them.
+  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half]. If any row's
+  // maximum has moved, what O is a sum of before has to shrink. Halves = 1: the rows of half 1 are padding. Their scores and sums
+  // remain what they are, and nobody reads them.
   template <int Halves = 2, int N>
-  __device__ void weigh(Accumulators<M, N>& scores, const int (&visible)[M][2], bool masked, int first_key, float c) {
+  __device__ bool weigh(Accumulators<M, N>& scores, float (&shrink)[M][2], const int (&visible)[M][2], bool masked,
+                        int first_key, float c) {
     const int t = threadIdx.x % 4;
     if (masked) {
 #pragma unroll
@@ -192,7 +194,6 @@ struct SplitState {
           for (int i = 0; i < 2 * Halves; ++i)
             if (first_key + n * 8 + t * 2 + i % 2 >= visible[m][i / 2]) scores.at[m][n][i] = -INFINITY;
     }
-    float shrink[M][2];
     bool any_grown = false;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -208,19 +209,8 @@ struct SplitState {
         const bool grown = growth > kSlack;
         shrink[m][half] = grown ? exp2_approximate(-growth) : 1.0f;
         if (grown) maximum[m][half] = largest;
+        sum[m][half] = __fmul_rn(sum[m][half], shrink[m][half]);
         any_grown |= grown;
-      }
-    }
-    if (__any_sync(~0u, any_grown)) {
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int i = 0; i < 2 * Halves; ++i) {
-#pragma unroll
-          for (int n = 0; n < HS / 8; ++n) O.at[m][n][i] = __fmul_rn(O.at[m][n][i], shrink[m][i / 2]);
-        }
-#pragma unroll
-        for (int half = 0; half < Halves; ++half) sum[m][half] = __fmul_rn(sum[m][half], shrink[m][half]);
       }
     }
 #pragma unroll
@@ -239,10 +229,25 @@ struct SplitState {
         }
       }
     }
+    return __any_sync(~0u, any_grown);
+  }
+  template <int Halves = 2>
+  __device__ void rescale(const float (&shrink)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2 * Halves; ++i) {
+#pragma unroll
+        for (int n = 0; n < HS / 8; ++n) O.at[m][n][i] = __fmul_rn(O.at[m][n][i], shrink[m][i / 2]);
+      }
+    }
   }
 
   // Once, at the end of a split: the quad's sums.
   __device__ void close() {
+    close(sum);
+  }
+  static __device__ void close(float (&sum)[M][2]) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -269,6 +274,74 @@ struct SplitState {
         for (int n = 0; n < HS / 8; ++n)
           words[n * 4] = pack<S>(mean(O.at[m][n][half * 2], inverse), mean(O.at[m][n][half * 2 + 1], inverse));
       }
+    }
+  }
+};
+
+// The splits before the current one of M * 16 rows of a warp, for whoever walks all splits. Their O lies in shared memory, or in registers.
+template <typename S, int HS, int M, bool kInRegisters = false>
+struct EarlierSplits {
+  float maximum[M][2], sum[M][2];
+  bool none = true;
+  float4* shared;  // of this lane; that of another MMA kWarpSize further
+  Accumulators<M, kInRegisters ? HS / 8 : 1> registers;
+
+  // Of each warp in `memory`, which is aligned to 16 bytes.
+  static constexpr int kFloats = kInRegisters ? 0 : M * 16 * HS;
+  __device__ EarlierSplits(unsigned char* memory, int warp)
+      : shared(reinterpret_cast<float4*>(memory) + warp * (kFloats / 4) + threadIdx.x % kWarpSize) {}
+
+  // O of the split that follows, with its maximum and closed sum, becomes that of all splits, and so do maximum and sum here.
+  __device__ void merge(Accumulators<M, HS / 8>& O, const float (&added_maximum)[M][2], const float (&added_sum)[M][2],
+                        float c) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      if (none) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          maximum[m][half] = added_maximum[m][half], sum[m][half] = added_sum[m][half];
+        continue;
+      }
+      MergeFactors factors[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        factors[half] = paged::merge(maximum[m][half], sum[m][half], added_maximum[m][half], added_sum[m][half], c);
+#pragma unroll
+      for (int n = 0; n < HS / 8; ++n) {
+        const float4 before = load(m, n);
+        float(&o)[4] = O.at[m][n];
+        o[0] = merged(factors[0], before.x, o[0]);
+        o[1] = merged(factors[0], before.y, o[1]);
+        o[2] = merged(factors[1], before.z, o[2]);
+        o[3] = merged(factors[1], before.w, o[3]);
+      }
+    }
+    none = false;
+  }
+  // What the next split is merged with.
+  __device__ void keep(const Accumulators<M, HS / 8>& O) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < HS / 8; ++n) {
+        const float(&o)[4] = O.at[m][n];
+        if constexpr (kInRegisters) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) registers.at[m][n][i] = o[i];
+        } else {
+          shared[(m * HS / 8 + n) * kWarpSize] = make_float4(o[0], o[1], o[2], o[3]);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ float4 load(int m, int n) const {
+    if constexpr (kInRegisters) {
+      const float(&o)[4] = registers.at[m][n];
+      return make_float4(o[0], o[1], o[2], o[3]);
+    } else {
+      return shared[(m * HS / 8 + n) * kWarpSize];
     }
   }
 };
