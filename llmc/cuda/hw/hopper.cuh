@@ -88,15 +88,6 @@ __device__ inline bool mbarrier_try(unsigned barrier, unsigned parity) {
                : "memory");
   return complete != 0;
 }
-// The same without suspending the thread.
-__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
-  unsigned complete;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(complete)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return complete != 0;
-}
 // Never hangs: some 10 s (5 times 2^32 clocks) are a fault of the kernel, and it ends: the host sees an illegal
 // address. (Not by __trap(): with one here ptxas 13.0 compiles the forward kernels of attention as if setmaxnreg gave them
 // no registers, with spills and every wgmma waited for. hopper_backward.cu has one that does no harm.)
@@ -275,12 +266,6 @@ template <int N>
 __device__ inline void pin(unsigned (&values)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(values[i])::"memory");
-}
-// A store that never happens: it keeps the assembler from putting what follows, the wait for a GEMM, in front of the exponentials of
-// which `sum` is a sum. (Such sums are not negative, but only we know.)
-__device__ inline void hold_back(float sum, unsigned shared) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(sum), "r"(shared)
-               : "memory");
 }
 // Before accumulators are overwritten by a sum that begins: the compiler need not keep registers for the old values.
 template <int N>

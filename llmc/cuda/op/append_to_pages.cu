@@ -51,8 +51,8 @@ __device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angl
   for (int i = 0; i < kWide; ++i) {
     const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = angles.cosine.value[i],
                 s = angles.sine.value[i];
-    low.value[i] = from_float<S>(rotated_low(a, z, c, s));
-    high.value[i] = from_float<S>(rotated_high(a, z, c, s));
+    low.value[i] = from_float<S>(rotated(a, z, c, -s));
+    high.value[i] = from_float<S>(rotated(z, a, c, s));
   }
   *reinterpret_cast<Piece*>(to) = low;
   *reinterpret_cast<Piece*>(to + half) = high;

@@ -59,6 +59,22 @@ struct HopperTiling {
 
 #if WEFT_WGMMA
 
+// mbarrier_try() without suspending the thread.
+__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(complete)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return complete != 0;
+}
+// A store that never happens: it keeps the assembler from putting the wait for a GEMM in front of the exponentials of which `sum` is a
+// sum. (Such sums are not negative, but only we know.)
+__device__ inline void hold_back(float sum, unsigned shared) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(sum), "r"(shared)
+               : "memory");
+}
+
 template <typename Tiling>
 struct SharedMemory {
   using Storage = typename Tiling::Storage;

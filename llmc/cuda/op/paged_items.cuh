@@ -41,40 +41,74 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
   }
 }
 
+__device__ inline void prefetch_to_l1(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
 // ---- rows that are appended ---------------------------------------------------------------------------------------------
-// The row's key and value: words lane, lane + 32, ... of each.
+// The row's key and value, as WarpRotation has words.
 template <typename S, int HS>
 struct AppendedRow {
-  static constexpr int kWords = ceil_div(HS / 2, kWarpSize);
+  using Rotation = WarpRotation<S, HS>;
+  static constexpr int kWords = Rotation::kWords;
   unsigned key[kWords], value[kWords];
 
-  static __device__ int word(int i) { return threadIdx.x % kWarpSize + i * kWarpSize; }
-
-  __device__ void load(const S* k, const S* v, const RotationOf<S>& rotation) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      key[i] = value[i] = 0;
-      if (word(i) >= HS / 2) break;
-      key[i] = rotation.word(k, word(i));
-      value[i] = reinterpret_cast<const unsigned*>(v)[word(i)];
-    }
-  }
   __device__ void store(S* k, S* v) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      if (word(i) >= HS / 2) break;
-      reinterpret_cast<unsigned*>(k)[word(i)] = key[i];
-      reinterpret_cast<unsigned*>(v)[word(i)] = value[i];
+      if (Rotation::word(i) >= HS / 2) break;
+      reinterpret_cast<unsigned*>(k)[Rotation::word(i)] = key[i];
+      reinterpret_cast<unsigned*>(v)[Rotation::word(i)] = value[i];
     }
   }
   // To a row in shared memory, for all lanes.
   static __device__ void put(const unsigned (&words)[kWords], unsigned row) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      if (word(i) < HS / 2) asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word(i) * 4), "r"(words[i]) : "memory");
+    for (int i = 0; i < kWords; ++i) {
+      const int word = Rotation::word(i);
+      if (word < HS / 2) asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word * 4), "r"(words[i]) : "memory");
+    }
     __syncwarp();
   }
 };
+
+// Q = the item's queries, rotated. Rows are loaded kTogether at once.
+template <typename S, int HS>
+__device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const Arguments<S>& a,
+                                             const QueryRows<S>& rows, const WarpRotation<S, HS>& rotation) {
+  using Rotation = WarpRotation<S, HS>;
+  constexpr int kTogether = HS <= 128 ? 4 : 1;
+  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int k = 0; k < HS / 16; ++k) Q.at[0][k] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+    for (int first = 0; first < 8 && half * 8 + first < rows.count; first += kTogether) {
+      typename Rotation::Head heads[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (half * 8 + first + i < rows.count) heads[i] = rotation.load(rows.query(a, half * 8 + first + i));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (half * 8 + first + i >= rows.count) break;
+        unsigned words[Rotation::kWords];
+#pragma unroll
+        for (int w = 0; w < Rotation::kWords; ++w) words[w] = rotation.rotate(heads[i], w);
+          // The lanes of the row's quad take the words that RegisterOperand::load() would.
+#pragma unroll
+        for (int k = 0; k < HS / 16; ++k) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int word = k * 8 + j * 4;  // and three more
+            const unsigned taken = __shfl_sync(~0u, words[word / kWarpSize], word % kWarpSize + t);
+            if (g == first + i) Q.at[0][k].word[half + 2 * j] = taken;
+          }
+        }
+      }
+    }
+  }
+}
 
 // ---- results of splits --------------------------------------------------------------------------------------------------
 // The state of one split, for the warp that will merge the splits.
@@ -217,6 +251,19 @@ struct ItemStream {
     while (step < 4) look_up();
   }
 
+  // Queries, key and value of an item, from L2 to L1. Not before the wait for those who write them.
+  __device__ __forceinline__ void prefetch_rows(const PagedItem& item) const {
+    constexpr int kSteps = static_cast<int>(ceil_div(HS * sizeof(S), 64));  // half cache lines
+    const QueryRows<S> rows(a, item, load_head, kItemRows);
+    for (int i = lane(); i < (rows.count + 2) * kSteps; i += kWarpSize) {
+      const int row = i / kSteps;
+      const S* from =
+          row == 0   ? a.appended.k + item.first_row * a.appended.k_row_stride + load_head * a.appended.k_head_stride
+          : row == 1 ? a.appended.v + item.first_row * a.appended.v_row_stride + load_head * a.appended.v_head_stride
+                     : rows.query(a, row - 2);
+      prefetch_to_l1(from + i % kSteps * (64 / sizeof(S)));
+    }
+  }
   // The item that was looked up is the next one to be copied.
   __device__ __forceinline__ void take_item() {
     load_first = next_first;
@@ -228,6 +275,7 @@ struct ItemStream {
       copy_end = min(load_end, position);
       const int own_page = __shfl_sync(~0u, load_pages, position % kSplit / kPageUnit);
       if (lane() == looked_up % kWarpSize) own_pages = own_page;
+      if (looked_up > 0) prefetch_rows(reinterpret_cast<const PagedItem&>(entry));
     }
     ++looked_up;
     step = 0;
@@ -320,13 +368,22 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
     if constexpr (kAppends) {
       const AppendedRows<S>& from = a.appended;
       const int position = item.first_position;
-      const RotationOf<S> rotation(from.cos, from.sin, from.half, position);
+      const WarpRotation<S, HS> rotation(from.cos, from.sin, from.half, position);
       has_own = end > position;
-      const S* k = from.k + item.first_row * from.k_row_stride + kv_head * from.k_head_stride;
-      const S* v = from.v + item.first_row * from.v_row_stride + kv_head * from.v_head_stride;
-      if (has_own) own.load(k, v, rotation);
-      Q.load([&](int row) { return rows.query(a, row); },
-             [&](const S* head, int word) { return rotation.word(head, word); });
+      // All loads are issued before the first result is used.
+      typename WarpRotation<S, HS>::Head key;
+      if (has_own) {
+        const S* v = from.v + item.first_row * from.v_row_stride + kv_head * from.v_head_stride;
+#pragma unroll
+        for (int w = 0; w < own.kWords; ++w)
+          own.value[w] = reinterpret_cast<const unsigned*>(v)[min(rotation.word(w), HS / 2 - 1)];
+        key = rotation.load(from.k + item.first_row * from.k_row_stride + kv_head * from.k_head_stride);
+      }
+      load_rotated(Q, a, rows, rotation);
+      if (has_own) {
+#pragma unroll
+        for (int w = 0; w < own.kWords; ++w) own.key[w] = rotation.rotate(key, w);
+      }
       const std::int64_t head = static_cast<std::int64_t>(blocks.own_page(i)) * a.NKV + kv_head;
       const std::int64_t at = ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS;
       if (has_own && item.tile == 0) own.store(a.keys + at, a.values + at);

@@ -44,11 +44,15 @@ __global__ void __launch_bounds__(kPlainWarps* kWarpSize) plain_kernel(const __g
   const auto offset = [&](int of) {
     return ((table[of / page_size] * a.kv.NKV + kv_head) * page_size + of % page_size) * HS;
   };
-  const RotationOf<float> rotation(a.rope.cos, a.rope.sin, static_cast<int>(a.rope.half), position);
+  const int half = static_cast<int>(a.rope.half);
+  const auto rotated_at = [&](const float* of_head, int d) {
+    const std::int64_t angles = static_cast<std::int64_t>(position) * half;
+    return rotated_element(of_head, d, a.rope.cos + angles, a.rope.sin + angles, half);
+  };
   for (int d = threadIdx.x; d < HS; d += kPlainWarps * kWarpSize) {
     if constexpr (kAppends) {
-      query[d] = rotation.element(q, d);
-      own_key[d] = rotation.element(a.k.at(0, row, kv_head), d);
+      query[d] = rotated_at(q, d);
+      own_key[d] = rotated_at(a.k.at(0, row, kv_head), d);
       own_value[d] = a.v.at(0, row, kv_head)[d];
       if (head % (a.NH / static_cast<int>(a.kv.NKV)) == 0) {
         const std::int64_t at = offset(position);
