@@ -96,7 +96,7 @@ constexpr std::int64_t kPadding = 3;
 // step has of it are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
 template <typename T>
 std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t page_size,
-                      unsigned seed) {
+                      unsigned seed, cuda::PagedPath path = cuda::PagedPath::automatic) {
   const Heads& heads = sequences.heads;
   const Tables tables(sequences.lengths, page_size, seed);
   const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * heads.HS);
@@ -167,7 +167,7 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   const cuda::LaunchDevice device = cuda::launch_device();
   for (const DeviceBuffer<T>* out : {&first, &second}) {
     io.out = out->data();
-    cuda::paged_attention(io, device, nullptr);
+    cuda::paged_attention(io, device, nullptr, path);
   }
   cuda::check(cudaDeviceSynchronize(), "test");
   expect_same_bits(first, second, "the second run");
@@ -248,8 +248,9 @@ class Invariance {
     want_ = attend(sequences_, {{0, 0, length}}, 32, 1);
   }
 
-  void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what) const {
-    const std::vector<T> got = attend(sequences_, pieces, page_size, seed);
+  void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what,
+                   cuda::PagedPath path = cuda::PagedPath::automatic) const {
+    const std::vector<T> got = attend(sequences_, pieces, page_size, seed, path);
     std::size_t at = 0;
     std::int64_t different = 0, first_different = -1;
     for (const Piece& piece : pieces) {
@@ -312,6 +313,7 @@ TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
     for (const std::int64_t page_size : kPageSizes) {
       same.expect_same({{0, 0, same.length()}}, page_size, 5, "other pages");
       same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");
+      same.expect_same(same.random_pieces(random), page_size, 10, "on mma.sync", cuda::PagedPath::portable);
     }
   }
 }

@@ -323,14 +323,15 @@ std::size_t paged_attention_workspace(const PagedAttentionShape& shape) {
 }
 
 template <typename S>
-void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream,
+                     [[maybe_unused]] PagedPath path) {
   check_arguments(io);
   if (io.rows.rows == 0) return;
   if constexpr (std::is_same_v<S, float>) {
     paged_plain(io, device, stream);
   } else if (io.k.data != nullptr) {
     paged_items(io, device, stream);
-  } else if (paged_hopper_computes(io.shape.HS)) {
+  } else if (path == PagedPath::automatic && paged_hopper_computes(io.shape.HS)) {
     paged_hopper_tiles(io, device, stream);
     paged_items(io, device, stream);
   } else {
@@ -338,8 +339,8 @@ void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cu
   }
 }
 
-template void paged_attention<float>(const PagedAttention<float>&, const LaunchDevice&, cudaStream_t);
-template void paged_attention<bf16>(const PagedAttention<bf16>&, const LaunchDevice&, cudaStream_t);
-template void paged_attention<fp16>(const PagedAttention<fp16>&, const LaunchDevice&, cudaStream_t);
+template void paged_attention<float>(const PagedAttention<float>&, const LaunchDevice&, cudaStream_t, PagedPath);
+template void paged_attention<bf16>(const PagedAttention<bf16>&, const LaunchDevice&, cudaStream_t, PagedPath);
+template void paged_attention<fp16>(const PagedAttention<fp16>&, const LaunchDevice&, cudaStream_t, PagedPath);
 
 }  // namespace weft::cuda

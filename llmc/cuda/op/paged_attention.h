@@ -66,12 +66,17 @@ struct PagedAttention {
   HeadViewOf<const S> k, v;  // null: append_to_pages() came before
   DeviceRopeTable rope;      // 16-byte aligned
 };
+enum class PagedPath {
+  automatic,  // prompts on wgmma on Hopper; the bits are those of mma.sync
+  portable,   // mma.sync on Hopper too, for tests
+};
 // Launched as part of a chain. bf16 and fp16 run on tensor cores, float on a plain and slow path.
 //
 // Its successor starts when all kernels before attention have finished, so it may read what they wrote without waiting. It still
 // waits at some time before it ends, as every kernel of a chain does, and before it reads or overwrites what attention reads
 // or writes.
 template <typename S>
-void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream,
+                     PagedPath path = PagedPath::automatic);
 
 }  // namespace weft::cuda
