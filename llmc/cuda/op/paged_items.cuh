@@ -61,12 +61,13 @@ struct AppendedRow {
       reinterpret_cast<unsigned*>(v)[Rotation::word(i)] = value[i];
     }
   }
-  // To a row in shared memory, for all lanes.
-  static __device__ void put(const unsigned (&words)[kWords], unsigned row) {
+  // Key or value to a row in shared memory, for all lanes.
+  __device__ __forceinline__ void put(bool of_key, unsigned row) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int word = Rotation::word(i);
-      if (word < HS / 2) asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word * 4), "r"(words[i]) : "memory");
+      if (word < HS / 2)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word * 4), "r"(of_key ? key[i] : value[i]) : "memory");
     }
     __syncwarp();
   }
@@ -255,6 +256,7 @@ struct ItemStream {
   __device__ __forceinline__ void prefetch_rows(const PagedItem& item) const {
     constexpr int kSteps = static_cast<int>(ceil_div(HS * sizeof(S), 64));  // half cache lines
     const QueryRows<S> rows(a, item, load_head, kItemRows);
+#pragma unroll 1
     for (int i = lane(); i < (rows.count + 2) * kSteps; i += kWarpSize) {
       const int row = i / kSteps;
       const S* from =
@@ -393,41 +395,45 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   }
   SplitState<S, HS, 1> state;
   state.clear();
+  // Slot by slot, as the stream copies them, so that next_block() stands in the code once.
+  Accumulators<1, kKeys / 8> scores;
+  int first_key = begin, part = 0;  // parts of the key block: of its keys, then of its values
 #pragma unroll 1
-  for (int first_key = begin; first_key < end; first_key += kKeys) {
-    Accumulators<1, kKeys / 8> scores;
-    scores.clear();
-    // Where the appended row belongs, if it is one of the slot's.
-    const auto own_row = [&](int first) { return (end - 1 - first) * Tile<S, HS>::kRowBytes; };
-    const auto multiply_keys = [&]<int kPart>() {
-      const int first = first_key + kPart * kSlotKeys<HS>;
-      if (kPart > 0 && first >= end) return;
-      const unsigned keys = blocks.next_block();
-      if constexpr (kAppends) {
-        if (has_own && first + kSlotKeys<HS> >= end) own.put(own.key, keys + own_row(first));
-      }
-      multiply_by_rows<S, HS, kPart, kParts>(scores, Q, keys + Tile<S, HS>::lane_by_columns());
-    };
-    const auto multiply_values = [&]<int kPart>() {
-      const int first = first_key + kPart * kSlotKeys<HS>;
-      if (kPart > 0 && first >= end) return;
-      const unsigned values = blocks.next_block();
-      if constexpr (kAppends) {
-        if (has_own && first + kSlotKeys<HS> >= end) own.put(own.value, values + own_row(first));
-      }
-      multiply_by_columns<S, HS, kPart, kParts>(state.O, scores, values + Tile<S, HS>::lane_by_rows());
-    };
-    multiply_keys.template operator()<0>();
-    if constexpr (kParts == 2) multiply_keys.template operator()<1>();
-    const bool masked = first_key + kKeys > unmasked_end;
-    float shrink[1][2];
-    if (few_rows) {
-      if (state.template weigh<1>(scores, shrink, visible, masked, first_key, a.c)) state.template rescale<1>(shrink);
-    } else {
-      if (state.weigh(scores, shrink, visible, masked, first_key, a.c)) state.rescale(shrink);
+  while (first_key < end) {
+    const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
+    const bool last_part = (part + 1) % kParts == 0 || slot_end >= end;
+    const unsigned slot = blocks.next_block();
+    if constexpr (kAppends) {
+      if (has_own && slot_end >= end) own.put(part < kParts, slot + (end - 1 - first) * Tile<S, HS>::kRowBytes);
     }
-    multiply_values.template operator()<0>();
-    if constexpr (kParts == 2) multiply_values.template operator()<1>();
+    if (part < kParts) {
+      if (part == 0) {
+        scores.clear();
+        multiply_by_rows<S, HS, 0, kParts>(scores, Q, slot + Tile<S, HS>::lane_by_columns());
+      } else {
+        multiply_by_rows<S, HS, kParts - 1, kParts>(scores, Q, slot + Tile<S, HS>::lane_by_columns());
+      }
+      ++part;
+      if (!last_part) continue;
+      part = kParts;
+      const bool masked = first_key + kKeys > unmasked_end;
+      float shrink[1][2];
+      if (few_rows) {
+        if (state.template weigh<1>(scores, shrink, visible, masked, first_key, a.c)) state.template rescale<1>(shrink);
+      } else {
+        if (state.weigh(scores, shrink, visible, masked, first_key, a.c)) state.rescale(shrink);
+      }
+    } else {
+      if (part == kParts) {
+        multiply_by_columns<S, HS, 0, kParts>(state.O, scores, slot + Tile<S, HS>::lane_by_rows());
+      } else {
+        multiply_by_columns<S, HS, kParts - 1, kParts>(state.O, scores, slot + Tile<S, HS>::lane_by_rows());
+      }
+      ++part;
+      if (!last_part) continue;
+      part = 0;
+      first_key += kKeys;
+    }
   }
   state.close();
   const PagedItem item = *entry;  // again, rather than in registers that the loop needs
