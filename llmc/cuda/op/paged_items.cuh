@@ -73,39 +73,33 @@ struct AppendedRow {
   }
 };
 
-// Q = the item's queries, rotated. Rows are loaded kTogether at once.
+// Q = the queries of an item whose span is one row, rotated: neighbouring heads. The next one is on its way while one is rotated. One
+// loop, not unrolled: at each launch code comes from memory, and much of it costs more than it computes.
 template <typename S, int HS>
-__device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const Arguments<S>& a,
-                                             const QueryRows<S>& rows, const WarpRotation<S, HS>& rotation) {
+__device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const Arguments<S>& a, const S* head,
+                                             int count, const WarpRotation<S, HS>& rotation) {
   using Rotation = WarpRotation<S, HS>;
-  constexpr int kTogether = HS <= 128 ? 4 : 1;
   const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int k = 0; k < HS / 16; ++k) Q.at[0][k] = {};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  typename Rotation::Head loaded = rotation.load(head);
 #pragma unroll 1
-    for (int first = 0; first < 8 && half * 8 + first < rows.count; first += kTogether) {
-      typename Rotation::Head heads[kTogether];
+  for (int row = 0; row < count; ++row) {
+    unsigned words[Rotation::kWords];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        if (half * 8 + first + i < rows.count) heads[i] = rotation.load(rows.query(a, half * 8 + first + i));
+    for (int w = 0; w < Rotation::kWords; ++w) words[w] = rotation.rotate(loaded, w);
+    head += a.q_head_stride;
+    if (row + 1 < count) loaded = rotation.load(head);
+    // The lanes of the row's quad take the words that RegisterOperand::load() would.
+    const bool upper = row == g, lower = row == g + 8;
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (half * 8 + first + i >= rows.count) break;
-        unsigned words[Rotation::kWords];
+    for (int k = 0; k < HS / 16; ++k) {
 #pragma unroll
-        for (int w = 0; w < Rotation::kWords; ++w) words[w] = rotation.rotate(heads[i], w);
-          // The lanes of the row's quad take the words that RegisterOperand::load() would.
-#pragma unroll
-        for (int k = 0; k < HS / 16; ++k) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int word = k * 8 + j * 4;  // and three more
-            const unsigned taken = __shfl_sync(~0u, words[word / kWarpSize], word % kWarpSize + t);
-            if (g == first + i) Q.at[0][k].word[half + 2 * j] = taken;
-          }
-        }
+      for (int j = 0; j < 2; ++j) {
+        const int word = k * 8 + j * 4;  // and three more
+        const unsigned taken = __shfl_sync(~0u, words[word / kWarpSize], word % kWarpSize + t);
+        if (upper) Q.at[0][k].word[2 * j] = taken;
+        if (lower) Q.at[0][k].word[2 * j + 1] = taken;
       }
     }
   }
@@ -130,8 +124,8 @@ __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>&
 }
 
 // All splits of a tile, in order; a lane has four neighbouring dimensions of a row.
-template <typename S, int HS>
-__device__ void merge_partials(const Arguments<S>& a, const QueryRows<S>& rows, int splits, std::int64_t first_slot,
+template <typename S, int HS, typename Rows>
+__device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int splits, std::int64_t first_slot,
                                int kv_head) {
   constexpr int kTogether = 8;  // splits that are loaded before the first of them is merged
   for (int i = threadIdx.x % kWarpSize; i < rows.count * (HS / 4); i += kWarpSize) {
@@ -178,6 +172,7 @@ template <typename S, typename Tiling, bool kAppends>
 struct ItemStream {
   static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
+  using Rows = QueryRows<S, kAppends>;
   static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kSlotKeys<HS>);
 
   const Arguments<S>& a;
@@ -231,7 +226,7 @@ struct ItemStream {
       if (step == 2) {
         const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
         next_first = item.split * kSplit;
-        next_end = min(next_first + kSplit, QueryRows<S>(a, item, 0, kItemRows).end());
+        next_end = min(next_first + kSplit, Rows(a, item, 0, kItemRows).end());
         table_or_page = a.tables[item.first_row];
         if constexpr (kAppends) prefetch_angles(item.first_position);
       } else {
@@ -255,7 +250,7 @@ struct ItemStream {
   // Queries, key and value of an item, from L2 to L1. Not before the wait for those who write them.
   __device__ __forceinline__ void prefetch_rows(const PagedItem& item) const {
     constexpr int kSteps = static_cast<int>(ceil_div(HS * sizeof(S), 64));  // half cache lines
-    const QueryRows<S> rows(a, item, load_head, kItemRows);
+    const Rows rows(a, item, load_head, kItemRows);
 #pragma unroll 1
     for (int i = lane(); i < (rows.count + 2) * kSteps; i += kWarpSize) {
       const int row = i / kSteps;
@@ -354,6 +349,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
                              ItemStream<S, Tiling, kAppends>& blocks) {
   constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static_assert(kParts <= 2);
+  using Rows = QueryRows<S, kAppends>;
   int begin, end, unmasked_end, visible[1][2];
   bool few_rows;
   RegisterOperand<S, HS, 1> Q;
@@ -361,7 +357,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   [[maybe_unused]] bool has_own = false;  // the row is of this split
   {
     const PagedItem item = *entry;
-    const QueryRows<S> rows(a, item, kv_head, kItemRows);
+    const Rows rows(a, item, kv_head, kItemRows);
     begin = item.split * kSplit;
     end = min(begin + kSplit, rows.end());
     visible_positions(visible, rows);
@@ -381,7 +377,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
           own.value[w] = reinterpret_cast<const unsigned*>(v)[min(rotation.word(w), HS / 2 - 1)];
         key = rotation.load(from.k + item.first_row * from.k_row_stride + kv_head * from.k_head_stride);
       }
-      load_rotated(Q, a, rows, rotation);
+      load_rotated(Q, a, rows.query(a, 0), rows.count, rotation);
       if (has_own) {
 #pragma unroll
         for (int w = 0; w < own.kWords; ++w) own.key[w] = rotation.rotate(key, w);
@@ -437,7 +433,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   }
   state.close();
   const PagedItem item = *entry;  // again, rather than in registers that the loop needs
-  const QueryRows<S> rows(a, item, kv_head, kItemRows);
+  const Rows rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 
   const int lane = threadIdx.x % kWarpSize, splits = (rows.end() + kSplit - 1) / kSplit;

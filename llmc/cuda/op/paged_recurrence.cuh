@@ -95,8 +95,8 @@ Arguments<S> arguments_of(const PagedAttention<S>& io, int item_warps) {
 }
 
 // ---- rows, keys, values -------------------------------------------------------------------------------------------------
-// Rows of a span and a K/V head (paged_work.h).
-template <typename S>
+// Rows of a span and a K/V head (paged_work.h). kSingle: the span is one row, and nothing has to be divided by the group.
+template <typename S, bool kSingle = false>
 struct QueryRows {
   int first_row, first_position;  // of the span
   int group, first_head;
@@ -118,18 +118,21 @@ struct QueryRows {
     return part;
   }
   // How many positions row i sees.
-  __device__ int visible(int i) const { return first_position + (first + i) / group + 1; }
+  __device__ int visible(int i) const { return first_position + row_of(i) + 1; }
   __device__ int end() const { return count > 0 ? visible(count - 1) : 0; }
   __device__ const S* query(const Arguments<S>& a, int i) const {
     if (i >= count) return nullptr;
-    return a.q + (first_row + (first + i) / group) * a.q_row_stride +
-           (first_head + (first + i) % group) * a.q_head_stride;
+    return a.q + (first_row + row_of(i)) * a.q_row_stride + head_of(i) * a.q_head_stride;
   }
   template <int HS>
   __device__ S* out(const Arguments<S>& a, int i) const {
-    const std::int64_t row = first_row + (first + i) / group;
-    return a.out + (row * a.NH + first_head + (first + i) % group) * HS;
+    return a.out + (static_cast<std::int64_t>(first_row + row_of(i)) * a.NH + head_of(i)) * HS;
   }
+
+ private:
+  // Of the span.
+  __device__ int row_of(int i) const { return kSingle ? 0 : (first + i) / group; }
+  __device__ int head_of(int i) const { return first_head + (kSingle ? first + i : (first + i) % group); }
 };
 
 // The pages of a split: lane u holds that of positions split * kSplit + 16 u ...; those from `end` on are not looked up.
@@ -260,7 +263,8 @@ struct SplitState {
   }
 
   // A closed state of all splits, to the rows of `out`.
-  __device__ void store(const Arguments<S>& a, const QueryRows<S>& rows) const {
+  template <typename Rows>
+  __device__ void store(const Arguments<S>& a, const Rows& rows) const {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -347,8 +351,8 @@ struct EarlierSplits {
 };
 
 // What each row of a warp sees.
-template <int M, typename S>
-__device__ void visible_positions(int (&visible)[M][2], const QueryRows<S>& rows) {
+template <int M, typename Rows>
+__device__ void visible_positions(int (&visible)[M][2], const Rows& rows) {
   const int g = threadIdx.x % kWarpSize / 4;
 #pragma unroll
   for (int m = 0; m < M; ++m) {
