@@ -7,9 +7,9 @@
 // H200; CudaPagedAttention.ARowsBitsAreItsOwn compares prompts with decoded rows). Softmax is the code of paged_recurrence.cuh,
 // key block by key block.
 //
-// A block is a producer and two consumer warpgroups. The producer's threads copy keys and values, 16 bytes each, because pages
-// end anywhere and what lies behind a tile's last position must become zeros, also where another sequence left NaN. Its warps take
-// key blocks in turn, so that four stages are on their way while each warp waits for its own.
+// A block is a producer and two consumer warpgroups. The producer's 128 threads copy keys and values, 16 bytes each, because pages
+// end anywhere and what lies behind a tile's last position must become zeros, also where another sequence left NaN. They hand a
+// stage over when their copies have landed: at the latest before they wait for room.
 
 #include <algorithm>
 #include <cstddef>
@@ -59,6 +59,15 @@ struct HopperTiling {
 
 #if WEFT_WGMMA
 
+// mbarrier_try() without suspending the thread.
+__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(complete)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return complete != 0;
+}
 // A store that never happens: it keeps the assembler from putting the wait for a GEMM in front of the exponentials of which `sum` is a
 // sum. (Such sums are not negative, but only we know.)
 __device__ inline void hold_back(float sum, unsigned shared) {
@@ -92,19 +101,19 @@ __device__ inline int tile_index(int i) {
 }
 
 // ---- the producer ---------------------------------------------------------------------------------------------------------
-// A warp starts the copies of a key block's keys and values; lane u has the page of its u-th kPageUnit positions. Positions from `end`
-// on become zeros.
+// Starts the copies of a key block's keys and values; positions from `end` on become zeros.
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ __forceinline__ void load_stage(const Arguments<S>& a, unsigned keys, unsigned values, int pages,
                                            int kv_head, int first, int end) {
   using KeyTile = typename Tiling::KeyTile;
-  constexpr int HS = Tiling::HS, kChunks = HS / 8;
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll 4
-  for (int i = 0; i < Tiling::kKeys * kChunks / kWarpSize; ++i) {
-    const int index = lane + i * kWarpSize, row = index / kChunks, chunk = index % kChunks;
+  constexpr int HS = Tiling::HS, kChunks = HS / 8, kEach = Tiling::kKeys * kChunks / kWarpgroupSize;
+  static_assert(kEach * kWarpgroupSize == Tiling::kKeys * kChunks);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int index = static_cast<int>(threadIdx.x) + i * kWarpgroupSize, row = index / kChunks,
+              chunk = index % kChunks;
     const int position = first + row;
-    const int page = __shfl_sync(~0u, pages, row / kPageUnit);
+    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
     const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
     const bool inside = position < end;
     const std::int64_t at =
@@ -113,70 +122,51 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, unsigned keys,
     copy_async(keys + to, a.keys + at, inside);
     copy_async(values + to, a.values + at, inside);
   }
+  commit_copies();
 }
 
-// A warp's key blocks: every kWarps-th of those that the block's tiles see, one tile after another.
-template <typename Tiling, typename S = typename Tiling::Element>
-class KeyBlocks {
- public:
-  int kv_head, first, end;  // positions of the key block and of the tile
-  int pages;
-
-  __device__ KeyBlocks(const Arguments<S>& a, const PagedItem* tiles, int count, int warp)
-      : a_(a), tiles_(tiles), count_(count), block_(warp) {
-    read_tile();
-    find();
-  }
-  __device__ bool any() const { return tile_index(tile_) < count_; }
-  __device__ void advance() {
-    block_ += kWarps;
-    find();
-  }
-
- private:
-  __device__ void read_tile() {
-    if (!any()) return;
-    const int n = tile_index(tile_);
-    kv_head = n % a_.NKV;
-    const QueryRows<S> rows(a_, tiles_[n / a_.NKV], kv_head, kConsumers * kRows);
-    end = rows.end();
-    table_ = a_.tables[rows.first_row];
-  }
-  __device__ void find() {
-    for (int blocks; any() && block_ >= (blocks = static_cast<int>(ceil_div(end, Tiling::kKeys)));) {
-      block_ -= blocks;
-      ++tile_;
-      read_tile();
-    }
-    if (!any()) return;
-    first = block_ * Tiling::kKeys;
-    const int position = first + static_cast<int>(threadIdx.x) % kWarpSize * kPageUnit;
-    pages = 0;
-    if (position < min(first + Tiling::kKeys, end)) pages = a_.pages[table_ + (position >> a_.page_shift)];
-  }
-
-  const Arguments<S>& a_;
-  const PagedItem* tiles_;
-  int count_, block_, tile_ = 0, table_ = 0;
-};
-
+// All threads of the first warpgroup.
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ void produce(const Arguments<S>& a, const PagedItem* tiles, int count, const SharedMemory<Tiling>& shared) {
-  const int warp = threadIdx.x / kWarpSize;
   const RingBarriers ring = shared.ring();
-  RingPosition next = RingPosition::at(warp, Tiling::kStages);
-  KeyBlocks<Tiling> blocks(a, tiles, count, warp);
-  while (blocks.any()) {
-    ring.wait_empty(next);
-    load_stage<Tiling>(a, shared.k(next.stage).address, shared.v(next.stage).address, blocks.pages, blocks.kv_head,
-                       blocks.first, blocks.end);
-    blocks.advance();  // the next lookups are on their way beside the copies
-    wait_for_copies();
-    fence_async_proxy_shared();  // wgmma reads through the async proxy
+  RingPosition next, landed;  // the stage that is filled next; the first one that is not handed over
+  int in_flight = 0;          // stages between them
+  // wgmma reads through the async proxy what copy_async() wrote.
+  const auto hand_over = [&] {
+    fence_async_proxy_shared();
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(ring.full(next.stage));
-    next.advance(Tiling::kStages, kWarps);
+    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(ring.full(landed.stage));
+    landed.advance(Tiling::kStages);
+    --in_flight;
+  };
+  const auto hand_over_all = [&] {
+    wait_for_older_copies<0>();
+    while (in_flight > 0) hand_over();
+  };
+  for (int i = 0; tile_index(i) < count; ++i) {
+    const int n = tile_index(i), kv_head = n % a.NKV;
+    const QueryRows<S> rows(a, tiles[n / a.NKV], kv_head, kConsumers * kRows);
+    const int end = rows.end(), table = a.tables[rows.first_row];
+    int pages = split_pages(a, table, 0, end), next_pages = split_pages(a, table, 1, end);
+    for (int first = 0; first < end; first += Tiling::kKeys) {
+      if (first > 0 && first % kSplit == 0) {
+        pages = next_pages;
+        next_pages = split_pages(a, table, first / kSplit + 1, end);
+      }
+      if (!__all_sync(~0u, mbarrier_test(ring.empty(next.stage), next.phase ^ 1))) {
+        hand_over_all();
+        ring.wait_empty(next);
+        __syncwarp();
+      }
+      load_stage<Tiling>(a, shared.k(next.stage).address, shared.v(next.stage).address, pages, kv_head, first, end);
+      next.advance(Tiling::kStages);
+      if (++in_flight == 3) {
+        wait_for_older_copies<2>();
+        hand_over();
+      }
+    }
   }
+  hand_over_all();
 }
 
 // ---- a consumer -----------------------------------------------------------------------------------------------------------
@@ -311,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const PagedItem* tiles = reinterpret_cast<const PagedItem*>(a.work + 1);
   const int count = a.work->tiles * a.NKV;
   if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= count) return;  // block 0 waits, for the chain's sake
-  if (threadIdx.x < Tiling::kStages) shared.ring().init(threadIdx.x, 1, kConsumers * kWarps);
+  if (threadIdx.x < Tiling::kStages) shared.ring().init(threadIdx.x, kWarps, kConsumers * kWarps);
   if (threadIdx.x < kWarpSize) fence_barrier_init();
   __syncthreads();
   wait_for_predecessors();
@@ -331,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <typename S, int HS>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Tiling = HopperTiling<S, HS, HS == 128 ? 4 : 6, HS == 64 || HS == 128 ? 64 : 32>;
+  using Tiling = HopperTiling<S, HS, 4, HS == 64 || HS == 128 ? 64 : 32>;
   constexpr const char* kName = "paged_attention (Hopper)";
   const auto kernel = paged_hopper_kernel<Tiling, S>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes), kName);

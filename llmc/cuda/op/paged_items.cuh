@@ -18,10 +18,23 @@ namespace weft::cuda::paged {
 template <int HS>
 constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
 
-// The same of a warp and one tensor, in units of kPageUnit positions, which lie in one piece in their page.
+// How long what is read once stays in L2: what weights and code are there for has to remain.
+__device__ inline std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// copy_async() under a policy.
+__device__ inline void copy_async(unsigned shared, const void* global, bool valid, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(policy));
+}
+
+// Starts a warp's copy of the positions first .. first + Rows - 1 of one split, head and tensor; from `end` on they become zeros. In
+// units of kPageUnit positions, which lie in one piece in their page.
 template <int HS, int Rows, typename S>
 __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
-                                           int first, int end) {
+                                           int first, int end, std::uint64_t policy) {
   using T = Tile<S, HS>;
   constexpr int kUnitChunks = kPageUnit * T::kChunks;
   static_assert(Rows % kPageUnit == 0 && kUnitChunks % kWarpSize == 0);
@@ -36,13 +49,10 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
 #pragma unroll
     for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
       const int index = lane + i * kWarpSize, row = unit * kPageUnit + index / T::kChunks;
-      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, i * kWarpSize < chunks);
+      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, i * kWarpSize < chunks,
+                 policy);
     }
   }
-}
-
-__device__ inline void prefetch_to_l1(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
 // ---- rows that are appended ---------------------------------------------------------------------------------------------
@@ -180,6 +190,7 @@ struct ItemStream {
   int count;     // numbers of items: entry n / NKV, K/V head n % NKV
   int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
   unsigned ring;
+  std::uint64_t policy = evict_first_policy();
   int slots;  // kRing, kPairRing or kLongRing
   int load_slot = 0, slot = 0;
   int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
@@ -247,20 +258,6 @@ struct ItemStream {
     while (step < 4) look_up();
   }
 
-  // Queries, key and value of an item, from L2 to L1. Not before the wait for those who write them.
-  __device__ __forceinline__ void prefetch_rows(const PagedItem& item) const {
-    constexpr int kSteps = static_cast<int>(ceil_div(HS * sizeof(S), 64));  // half cache lines
-    const Rows rows(a, item, load_head, kItemRows);
-#pragma unroll 1
-    for (int i = lane(); i < (rows.count + 2) * kSteps; i += kWarpSize) {
-      const int row = i / kSteps;
-      const S* from =
-          row == 0   ? a.appended.k + item.first_row * a.appended.k_row_stride + load_head * a.appended.k_head_stride
-          : row == 1 ? a.appended.v + item.first_row * a.appended.v_row_stride + load_head * a.appended.v_head_stride
-                     : rows.query(a, row - 2);
-      prefetch_to_l1(from + i % kSteps * (64 / sizeof(S)));
-    }
-  }
   // The item that was looked up is the next one to be copied.
   __device__ __forceinline__ void take_item() {
     load_first = next_first;
@@ -272,7 +269,6 @@ struct ItemStream {
       copy_end = min(load_end, position);
       const int own_page = __shfl_sync(~0u, load_pages, position % kSplit / kPageUnit);
       if (lane() == looked_up % kWarpSize) own_pages = own_page;
-      if (looked_up > 0) prefetch_rows(reinterpret_cast<const PagedItem&>(entry));
     }
     ++looked_up;
     step = 0;
@@ -282,7 +278,7 @@ struct ItemStream {
     if (load_first < load_end) {
       const int first = load_first + load_part % kParts * kSlotKeys<HS>;
       load_units<HS, kSlotKeys<HS>>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
-                                    load_pages, load_head, first, kAppends ? copy_end : load_end);
+                                    load_pages, load_head, first, kAppends ? copy_end : load_end, policy);
       if ((load_part + 1) % kParts != 0 && first + kSlotKeys<HS> < load_end) {
         ++load_part;
       } else if (load_part < kParts) {
