@@ -208,8 +208,9 @@ class Inference final : public InferenceModel {
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  std::map<std::tuple<std::int64_t, std::int64_t, bool>, BucketGraph> graphs_;  // rows, wanted rows, StepArrays::decodes
-  std::vector<std::unique_ptr<Flight>> flights_;                                // [kDepth], used in turn
+  // By buckets of rows and of wanted rows, and by StepArrays::decodes.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool>, BucketGraph> graphs_;
+  std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
