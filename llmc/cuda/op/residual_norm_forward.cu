@@ -19,54 +19,34 @@ using namespace norm_detail;
 // outputs. full: every operand.
 enum class Form { norm_only, plain, full };
 
-// Weight and bias of an output. They come from memory where the other layers' have pushed them out of L2, so they are asked for before the
-// row is there: to registers where a thread has few columns, else to L2.
 template <typename T, typename S>
-class OutputWeights {
- public:
-  __device__ OutputWeights(const T* weight, const T* bias, std::int64_t C) : weight_(weight), bias_(bias) {
-    if (weight == nullptr) return;
+__device__ void write_output(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd, const T* weight,
+                             const T* bias, std::int64_t C) {
 #pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-      if (S::outside(g, C)) continue;
-      if constexpr (kHeld) {
-        load(held_w_[g], held_b_[g], g);
-      } else {
-        prefetch_to_l2(weight + S::column(g));
-        if (bias != nullptr) prefetch_to_l2(bias + S::column(g));
-      }
-    }
-  }
-  __device__ void write(T* out, const float (&h)[S::kGroups][S::kGroup], float mean, float rstd, std::int64_t C) const {
-#pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-      if (S::outside(g, C)) continue;
-      Group<T, S> w, b;
-      if constexpr (kHeld) {
-        w = held_w_[g], b = held_b_[g];
-      } else {
-        load(w, b, g);
-      }
-      float z[S::kGroup];
-#pragma unroll
-      for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
-      w.set(z);
-      w.store(out + S::column(g));
-    }
-  }
-
- private:
-  static constexpr bool kHeld = S::kThreadColumns <= 8;
-
-  __device__ void load(Group<T, S>& w, Group<T, S>& b, int g) const {
-    w.load(weight_ + S::column(g));
+  for (int g = 0; g < S::kGroups; ++g) {
+    const int column = S::column(g);
+    if (S::outside(g, C)) continue;
+    Group<T, S> w, b;
+    w.load(weight + column);
     b.clear();
-    if (bias_ != nullptr) b.load(bias_ + S::column(g));
+    if (bias != nullptr) b.load(bias + column);
+    float z[S::kGroup];
+#pragma unroll
+    for (int i = 0; i < S::kGroup; ++i) z[i] = (h[g][i] - mean) * rstd * w.get(i) + b.get(i);
+    w.set(z);
+    w.store(out + column);
   }
+}
 
-  const T *weight_, *bias_;
-  Group<T, S> held_w_[kHeld ? S::kGroups : 1], held_b_[kHeld ? S::kGroups : 1];
-};
+// Weights come from memory where the other layers' have pushed them out of L2.
+template <typename T, typename S>
+__device__ void prefetch_weights(const T* weight, std::int64_t C) {
+  if (weight == nullptr) return;
+#pragma unroll
+  for (int g = 0; g < S::kGroups; ++g) {
+    if (!S::outside(g, C)) prefetch_to_l2(weight + S::column(g));
+  }
+}
 
 template <typename S>
 __device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const ResidualNormShape& shape,
@@ -123,8 +103,12 @@ __global__ void __launch_bounds__(S::kThreads)
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   let_successor_start();
-  const OutputWeights<T, S> weights(io.weight, io.bias, C);
-  const OutputWeights<T, S> weights2(kForm != Form::norm_only ? io.weight2 : nullptr, io.bias2, C);
+  prefetch_weights<T, S>(io.weight, C);
+  prefetch_weights<T, S>(io.bias, C);
+  if constexpr (kForm != Form::norm_only) {
+    prefetch_weights<T, S>(io.weight2, C);
+    prefetch_weights<T, S>(io.bias2, C);
+  }
   wait_for_predecessors();
   stage.fetch(shape, io, row);
   for (; row < shape.rows; row += step) {
@@ -157,9 +141,10 @@ __global__ void __launch_bounds__(S::kThreads)
     }
     stage.fetch(shape, io, row + step);
     const float2 statistics = row_statistics<S>(h, shape, row_sum);
-    weights.write(io.out + row * C, h, statistics.x, statistics.y, C);
+    write_output<T, S>(io.out + row * C, h, statistics.x, statistics.y, io.weight, io.bias, C);
     if constexpr (kForm != Form::norm_only) {
-      if (io.weight2 != nullptr) weights2.write(io.out2 + row * C, h, statistics.x, statistics.y, C);
+      if (io.weight2 != nullptr)
+        write_output<T, S>(io.out2 + row * C, h, statistics.x, statistics.y, io.weight2, io.bias2, C);
     }
     if (S::lane() == 0) {
       if (io.mean != nullptr) io.mean[row] = statistics.x;
