@@ -19,6 +19,7 @@
 #include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/hold_back.cuh"
 #include "llmc/cuda/op/paged_paths.h"
 #include "llmc/cuda/op/paged_recurrence.cuh"
 
@@ -68,13 +69,6 @@ __device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
                : "memory");
   return complete != 0;
 }
-// A store that never happens: it keeps the assembler from putting the wait for a GEMM in front of the exponentials of which `sum` is a
-// sum. (Such sums are not negative, but only we know.)
-__device__ inline void hold_back(float sum, unsigned shared) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(sum), "r"(shared)
-               : "memory");
-}
-
 template <typename Tiling>
 struct SharedMemory {
   using Storage = typename Tiling::Storage;
