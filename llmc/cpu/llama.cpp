@@ -531,6 +531,15 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
   return memory_lines(config, options, table, {0, table.arena_elements()});
 }
 
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+                                   Shard shard) {
+  const TensorTable table(config);
+  const std::vector<Range> parts = cut_arena(table, ranks, kAdamWBlock);
+  const Range all{0, table.arena_elements()};
+  return memory_lines(config, of_one_rank(options), table,
+                      shard == Shard::optimizer ? parts[static_cast<std::size_t>(rank)] : all);
+}
+
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
   require_fp32(options);
   return std::make_unique<Llama>(config, options, nullptr, Shard::none);

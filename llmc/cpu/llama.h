@@ -11,6 +11,9 @@ namespace weft::cpu {
 
 // What make_llama will allocate, region by region; allocates nothing.
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options);
+// The same for rank `rank` of `ranks`.
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+                                   Shard shard);
 
 // All parameters, gradients and moments start as zeros: write_tensor() brings them. Exit::usage if
 // options.precision is not fp32, Exit::resources if the memory cannot be had.

@@ -106,7 +106,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
 
 // Sets the messages for the first and the second signal from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
-  if (!first_rank()) return;
+  if (!first_rank()) return on_stop(OnStop::finish);
   // "Or later": a save in the background may complete before the signal comes.
   const std::string newest =
       saved_step_ > 0 ? format("(step %lld or later)", wide(saved_step_)) : std::string("(if any)");
@@ -304,6 +304,7 @@ void TrainLoop::report(const Step& step) {
                  {"tokens_per_s", tokens_per_s},
                  {"dt_ms", step.seconds * 1000},
                  {"skipped", step.skipped}};
+  if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val_loss) record["val_loss"] = *step.val_loss;
   parts_.log.write(std::move(record));
 
