@@ -41,10 +41,6 @@ TrainDevice::TrainDevice(TrainSettings& settings) : choice_(choose_device(reques
   if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
   }
-  if (choice_.gpu && settings.virtual_ranks > 1) {
-    fail(Exit::usage, "--virtual-ranks: got %lld, only the CPU computes several ranks. Add --device cpu",
-         static_cast<long long>(settings.virtual_ranks));
-  }
 }
 
 std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,

@@ -7,7 +7,7 @@
 // Bytes moved an element: g is read, p, m and v are read and written, 28 bytes, in fp32 and with split masters alike (p
 // is 4 bytes in both); 20 with moments in bf16. The norm reads 4 bytes an element.
 //
-// A launch runs over a list of ranges of up to kBlockElements elements, each of which decays or does not as a whole, so a
+// A launch runs over a list of ranges of up to kAdamWBlockElements elements, each of which decays or does not as a whole, so a
 // thread block finds its elements by its index, however many tensors there are. Every element is used once a step, so it is
 // read and written with evict-first.
 
@@ -23,7 +23,6 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kBlockElements = 8192;
 constexpr int kQuad = 4;  // elements that a thread takes at once: 16 bytes of every fp32 array
 
 struct Scalars {
@@ -51,9 +50,11 @@ __device__ float updated(float p, float gradient, float& m, float& v, const Scal
 }
 
 // ---- storage of the master weights --------------------------------------------------------------------------------------------
+// shift(n): from now on element i of what has a layout of its own is that at i + n.
 struct Fp32Masters {
   float* p;
 
+  __device__ void shift(std::int64_t) {}
   __device__ float get(std::int64_t i) const { return p[i]; }
   __device__ void set(std::int64_t i, float value) const { p[i] = value; }
   __device__ float4 get_quad(std::int64_t i) const { return __ldcs(reinterpret_cast<const float4*>(p + i)); }
@@ -64,6 +65,7 @@ struct SplitMasters {
   std::uint16_t* p;  // the bits of bf16
   std::int16_t* low;
 
+  __device__ void shift(std::int64_t n) { low += n; }
   static __device__ float join(unsigned high, unsigned low) {
     return __uint_as_float(
         join_master({static_cast<std::uint16_t>(high), static_cast<std::int16_t>(static_cast<std::uint16_t>(low))}));
@@ -98,6 +100,10 @@ struct SplitMasters {
 struct Fp32Moments {
   float *m, *v;
 
+  __device__ void shift(std::int64_t n) {
+    m += n;
+    v += n;
+  }
   __device__ void get(std::int64_t i, float& first, float& second) const {
     first = m[i];
     second = v[i];
@@ -121,6 +127,10 @@ struct RoundedMoments {
   std::uint64_t seed;
   std::int64_t step;
 
+  __device__ void shift(std::int64_t n) {
+    m += n;
+    v += n;
+  }
   static __device__ float wide(unsigned bits) { return __uint_as_float(bits << 16); }
   static __device__ unsigned rounded(float value, unsigned random) {
     return round_at_random(__float_as_uint(value), random);
@@ -189,6 +199,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const AdamWBlock block = blocks[blockIdx.x];
   if (block.decay == 0) scalars.keep = 1.0f;
+  masters.shift(block.state - block.begin);
+  moments.shift(block.state - block.begin);
   // Tensors of a group are adjacent without padding, so a block may begin and end inside a quad.
   const std::int64_t end = block.begin + block.count;
   const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
@@ -233,46 +245,52 @@ void convert_masters(To to, From from, std::int64_t count, cudaStream_t stream) 
 }
 
 // ---- global norm ------------------------------------------------------------------------------------------------------
-constexpr int kNormBlocks = 528, kNormThreads = 512;  // fixed: the same bits on every GPU
-constexpr int kNormInFlight = 4;
+constexpr int kSumThreads = 1024;
 
+template <int kCount>
 __device__ double block_sum_double(double value, double* scratch) {
   scratch[threadIdx.x] = value;
   __syncthreads();
-  for (unsigned half = kNormThreads / 2; half > 0; half /= 2) {
+  for (unsigned half = kCount / 2; half > 0; half /= 2) {
     if (threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
     __syncthreads();
   }
   return scratch[0];
 }
 
-__global__ void __launch_bounds__(kNormThreads)
-    squares_kernel(double* partial, const float* gradients, std::int64_t count) {
-  __shared__ double scratch[kNormThreads];
-  const std::int64_t quads = count / kQuad, step = static_cast<std::int64_t>(kNormBlocks) * kNormThreads;
-  const std::int64_t self = static_cast<std::int64_t>(blockIdx.x) * kNormThreads + threadIdx.x;
-  const float4* values = reinterpret_cast<const float4*>(gradients);
+// Eight quads a thread, all in flight at once.
+__global__ void __launch_bounds__(kThreads)
+    block_squares_kernel(double* squares, const float* gradients, const AdamWBlock* blocks) {
+  __shared__ double scratch[kThreads];
+  const AdamWBlock block = blocks[blockIdx.x];
+  const std::int64_t end = block.begin + block.count;
+  const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
+  const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
   float lane[4] = {0, 0, 0, 0};
-#pragma unroll kNormInFlight
-  for (std::int64_t i = self; i < quads; i += step) {
-    const float4 g = __ldcs(values + i);
+#pragma unroll 8
+  for (std::int64_t i = first_quad + threadIdx.x * kQuad; i < last_quad; i += kThreads * kQuad) {
+    const float4 g = __ldcs(reinterpret_cast<const float4*>(gradients + i));
     lane[0] += g.x * g.x;
     lane[1] += g.y * g.y;
     lane[2] += g.z * g.z;
     lane[3] += g.w * g.w;
   }
-  if (quads * kQuad + self < count) lane[0] += gradients[quads * kQuad + self] * gradients[quads * kQuad + self];
+  if (const std::int64_t i = block.begin + threadIdx.x; i < first_quad) lane[0] += gradients[i] * gradients[i];
+  if (const std::int64_t i = last_quad + threadIdx.x; i < end) lane[1] += gradients[i] * gradients[i];
   const double own = static_cast<double>(lane[0]) + lane[1] + lane[2] + lane[3];
-  const double sum = block_sum_double(own, scratch);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+  const double sum = block_sum_double<kThreads>(own, scratch);
+  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kNormThreads)
-    finish_norm_kernel(GradientNorm* result, const double* partial, float clip) {
-  __shared__ double scratch[kNormThreads];
+// One block: eight bytes for 8192 gradients.
+__global__ void __launch_bounds__(kSumThreads)
+    gradient_norm_kernel(GradientNorm* result, const double* squares, const std::int32_t* order, std::int64_t count,
+                         float clip) {
+  __shared__ double scratch[kSumThreads];
   double own = 0;
-  for (int i = threadIdx.x; i < kNormBlocks; i += kNormThreads) own += partial[i];
-  const double norm = sqrt(block_sum_double(own, scratch));
+#pragma unroll 8
+  for (std::int64_t i = threadIdx.x; i < count; i += kSumThreads) own += squares[order != nullptr ? order[i] : i];
+  const double norm = sqrt(block_sum_double<kSumThreads>(own, scratch));
   if (threadIdx.x != 0) return;
   result->norm = norm;
   result->gradient_scale = clip > 0 ? static_cast<float>(fmin(1.0, clip / (norm + 1e-6))) : 1.0f;
@@ -281,17 +299,17 @@ __global__ void __launch_bounds__(kNormThreads)
 
 }  // namespace
 
-void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip, void* workspace,
+void block_squares(double* squares, const float* gradients, const AdamWBlock* blocks, std::int64_t block_count,
                    cudaStream_t stream) {
-  double* partial = static_cast<double*>(workspace);
-  squares_kernel<<<kNormBlocks, kNormThreads, 0, stream>>>(partial, gradients, count);
-  check_launch("gradient_norm");
-  finish_norm_kernel<<<1, kNormThreads, 0, stream>>>(result, partial, clip);
-  check_launch("gradient_norm: finish");
+  if (block_count == 0) return;
+  block_squares_kernel<<<static_cast<unsigned>(block_count), kThreads, 0, stream>>>(squares, gradients, blocks);
+  check_launch("block_squares");
 }
 
-std::size_t gradient_norm_workspace() {
-  return kNormBlocks * sizeof(double);
+void gradient_norm(GradientNorm* result, const double* squares, const std::int32_t* order, std::int64_t count,
+                   float clip, cudaStream_t stream) {
+  gradient_norm_kernel<<<1, kSumThreads, 0, stream>>>(result, squares, order, count, clip);
+  check_launch("gradient_norm");
 }
 
 std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
@@ -303,8 +321,8 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
     for (++next; next < ranges.size() && ranges[next].begin == end && ranges[next].decay == decay; ++next)
       end = ranges[next].end;
     while (begin < end) {
-      const std::int64_t stop = std::min((begin / kBlockElements + 1) * kBlockElements, end);
-      blocks.push_back({begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
+      const std::int64_t stop = std::min((begin / kAdamWBlockElements + 1) * kAdamWBlockElements, end);
+      blocks.push_back({begin, begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
       begin = stop;
     }
   }
