@@ -22,7 +22,7 @@ namespace {
 
 std::mutex output_mutex;
 ColorMode color_mode = ColorMode::automatic;
-std::string rank_prefix;  // "rank 1: ", or empty; set before there are threads
+std::string rank_prefix;                  // "rank 1: ", or empty; set before there are threads
 std::atomic<bool> progress_shown{false};  // a signal handler reads it
 
 bool use_color() {

@@ -249,7 +249,8 @@ Json train_bench_json(const TrainBenchResult& r, const TrainSettings& s, const s
                {"mfu", r.peak_flops > 0 ? Json(r.mfu()) : Json(nullptr)},
                {"first_loss", r.first_loss},
                {"last_loss", r.last_loss}});
-  if (r.ranks > 1) json.update({{"ranks", r.ranks}, {"shard", s.shard}, {"tokens_per_s_rank", r.tokens_per_s() / r.ranks}});
+  if (r.ranks > 1)
+    json.update({{"ranks", r.ranks}, {"shard", s.shard}, {"tokens_per_s_rank", r.tokens_per_s() / r.ranks}});
   return json;
 }
 

@@ -34,8 +34,7 @@ enum class CallAction { none, kill, io_error };
 
 struct FaultPlan {
   std::optional<std::int64_t> nan_step, kill_step, hang_step, gpu_step, memory_step, gpu_arch, gpu_free, cpu_ranks,
-      other_version, term_step,
-      term_validation, term_sample, inf_moment, log_record;
+      other_version, term_step, term_validation, term_sample, inf_moment, log_record;
   SaveFault save = SaveFault::none;
   std::uint64_t save_byte = 0;
   CallAction call = CallAction::none;

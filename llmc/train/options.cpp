@@ -20,7 +20,7 @@ namespace {
 constexpr std::int64_t kMaxCount = kMaxSteps;  // no count on this command line is larger
 
 constexpr std::int64_t kMaxRanks = 1 << 16;
-constexpr std::int64_t kMaxLocalRanks = 256;  // that one process starts
+constexpr std::int64_t kMaxLocalRanks = 256;                       // that one process starts
 constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
 
 constexpr const char* kFooter =
@@ -93,12 +93,14 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
 
 void add_ranks(OptionTable& table, TrainSettings& s) {
   table.group("Several GPUs (doc/several_gpus.md)");
-  table.integer("gpus", s.gpus, 0, kMaxLocalRanks,
-                "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
-                "started, or one");
+  table.integer(
+      "gpus", s.gpus, 0, kMaxLocalRanks,
+      "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
+      "started, or one");
   table.choice("shard", s.shard, {"none", "optimizer"},
                "what the ranks divide: nothing, or AdamW's moments and the update. The numbers are the same");
-  table.number("comm-timeout", s.comm_timeout, 1, 86400, "seconds that a rank waits for another one before the run ends");
+  table.number("comm-timeout", s.comm_timeout, 1, 86400,
+               "seconds that a rank waits for another one before the run ends");
 }
 
 void add_execution(OptionTable& table, TrainSettings& s) {
@@ -146,7 +148,8 @@ void check_ranks(TrainSettings& s, std::int64_t launched) {
   const std::int64_t asked = std::max(s.gpus, parse_faults(s.debug_inject).cpu_ranks.value_or(0));
   if (s.gpus > 0 && s.device == "cpu") {
     fail(Exit::usage,
-         "--gpus: got %lld, but --device cpu uses no GPU. Ranks on the CPU, to try them, are started by torchrun, srun or "
+         "--gpus: got %lld, but --device cpu uses no GPU. Ranks on the CPU, to try them, are started by torchrun, srun "
+         "or "
          "mpirun (doc/several_gpus.md)",
          static_cast<long long>(s.gpus));
   }
@@ -154,6 +157,7 @@ void check_ranks(TrainSettings& s, std::int64_t launched) {
     fail(Exit::usage, "--gpus: got %lld, but a launcher has started %lld ranks. Leave --gpus out",
          static_cast<long long>(s.gpus), static_cast<long long>(launched));
   }
+  if (s.gpus > 0) s.device = "cuda";
   s.ranks = launched > 1 ? launched : std::max<std::int64_t>(1, asked);
   s.start_ranks = launched > 1 || s.ranks == 1 || s.dry_run || s.print_config ? 0 : s.ranks;
   if (s.ranks == 1) return;

@@ -12,9 +12,9 @@ namespace {
 
 // Paths name what each machine has, and what is in the files is compared instead; the others change no number and no call.
 const std::set<std::string>& own_options() {
-  static const std::set<std::string> names = {"config", "model",   "train",        "val",   "tokenizer",   "out",
-                                              "gpus",   "threads", "debug-inject", "color", "max-minutes", "comm-timeout",
-                                              "json",   "verbose"};
+  static const std::set<std::string> names = {"config",      "model",        "train",   "val",          "tokenizer",
+                                              "out",         "gpus",         "threads", "debug-inject", "color",
+                                              "max-minutes", "comm-timeout", "json",    "verbose"};
   return names;
 }
 

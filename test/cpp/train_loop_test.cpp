@@ -963,6 +963,7 @@ TEST(Faults, MalformedSpecsAreRefused) {
 
 // A name that contains another GPU's is not that GPU.
 TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
+  SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
   const auto peak = [&](const char* name) { return bench_training(*model, settings_, name, alone).peak_flops; };
   EXPECT_EQ(peak("NVIDIA H200"), 989.4e12);
@@ -990,6 +991,7 @@ TEST(BenchFlops, TheShareOfThePeakByHand) {
 }
 
 TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
+  SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
   // One layer of 2 x 16 x 16, 2 x 8 x 16 and 3 x 24 x 16, a head of 32 x 16; sequences of 8.
   const TrainBenchResult result = bench_training(*model, settings_, "NVIDIA H200", alone);
