@@ -168,7 +168,7 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   RunLog silent;
 
   DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows,
-                  {ranks.rank(), ranks.size(), settings.accumulation() / ranks.size()});
+                  {ranks.rank(), ranks.size(), settings.rank_accumulation()});
   TrainLoop::Parts parts{settings, *model,  data,   records ? &records->checkpoints : nullptr, log ? *log : silent,
                          nullptr,  nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;

@@ -61,6 +61,10 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
+  if (choice_.gpu && ranks_ > 1 && settings.virtual_ranks != ranks_) {
+    fail(Exit::usage, "--virtual-ranks: got %lld, expected the %d ranks of the run: each GPU computes one of them",
+         static_cast<long long>(settings.virtual_ranks), ranks_);
+  }
   if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
   }
