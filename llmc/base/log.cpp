@@ -48,14 +48,16 @@ void write_line(const char* color, const char* prefix, const char* fmt, std::va_
   va_end(again);
   const std::lock_guard<std::mutex> lock(output_mutex);
   // Another rank's progress line may be on the terminal.
-  if (progress_shown || (!rank_prefix.empty() && stderr_is_terminal())) std::fputs("\r\033[K", stderr);
+  const bool erase = progress_shown || (!rank_prefix.empty() && stderr_is_terminal());
   progress_shown = false;
-  std::fputs(rank_prefix.c_str(), stderr);
+  std::string line = (erase ? "\r\033[K" : "") + rank_prefix;
   if (*prefix != '\0') {
     const bool colored = use_color();
-    std::fprintf(stderr, "%s%s%s ", colored ? color : "", prefix, colored ? "\033[0m" : "");
+    line += std::string(colored ? color : "") + prefix + (colored ? "\033[0m " : " ");
   }
-  std::fprintf(stderr, "%s\n", text.c_str());
+  line += text + "\n";
+  // One write, so that lines of several processes do not mix.
+  std::fwrite(line.data(), 1, line.size(), stderr);
   std::fflush(stderr);
 }
 

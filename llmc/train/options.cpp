@@ -177,6 +177,12 @@ void check_batch(TrainSettings& s) {
     fail(Exit::usage, "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld",
          static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens));
   }
+  if (s.accumulation() % s.virtual_ranks != 0 && s.virtual_ranks == s.ranks) {
+    fail(
+        Exit::usage,
+        "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld, for each of the %lld ranks",
+        static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens), static_cast<long long>(s.ranks));
+  }
   if (s.accumulation() % s.virtual_ranks != 0) {
     fail(Exit::usage,
          "--virtual-ranks: got %lld, expected a divisor of the %lld micro-batches of a step (--batch-tokens over "
