@@ -31,9 +31,10 @@ class DeviceRanks {
   // Rank r has the bytes parts[r] of `values`; afterwards every rank has all parts, which do not overlap.
   virtual void gather(std::byte* values, std::span<const Range> parts, cudaStream_t stream) = 0;
 
-  // Returns when the work of `stream` has ended; throws if the ranks have ended, or if that takes longer than the time limit
-  // from the completion of `own` on, which is behind the work that waits for no other rank (null: from now on). Errors of
-  // kernels are those of check(). `action` names the work in errors.
+  // Returns when the work of `stream` has ended. Throws if the ranks have ended, or if it takes longer than the time limit.
+  // `own`: an event behind the work of this rank that waits for no other one. The time until it comes does not count, and
+  // all ranks wait with one: who is late is named. Null: only this rank waits. Errors of kernels are those of
+  // cuda::check(). `action` names the work in errors.
   virtual void wait(cudaStream_t stream, cudaEvent_t own, const char* action) = 0;
 };
 

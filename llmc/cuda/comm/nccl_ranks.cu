@@ -160,33 +160,36 @@ class NcclRanks final : public DeviceRanks {
 
   void wait(cudaStream_t stream, cudaEvent_t own, const char* action) override {
     check(cudaEventRecord(done_, stream), action);
-    std::optional<Clock::time_point> begin;
+    if (own != nullptr) {
+      poll(own, std::nullopt, action);
+      give_up_on_error(
+          [&] { ranks_.barrier(); });  // names the ranks that are late; what NCCL still moves goes on meanwhile
+    }
+    poll(done_, Clock::now(), action);
+  }
+
+ private:
+  static constexpr double kLookSeconds = 0.001, kFinalizeSeconds = 5;
+
+  // Returns when the event has come. `begin`: from when on the time counts, if it does.
+  void poll(cudaEvent_t event, const std::optional<Clock::time_point>& begin, const char* action) {
     Clock::time_point looked = Clock::now();
-    while (!is_done(done_, action)) {
+    for (;;) {
+      const cudaError_t error = cudaEventQuery(event);
+      if (error == cudaSuccess) return;
+      if (error != cudaErrorNotReady) check(error, action);
+      cudaGetLastError();  // it was no error
       std::this_thread::yield();
-      if (!begin && (own == nullptr || is_done(own, action))) begin = Clock::now();
       if (seconds_since(looked) < kLookSeconds) continue;
       looked = Clock::now();
       look(action, begin);
     }
   }
 
- private:
-  static constexpr double kLookSeconds = 0.001, kFinalizeSeconds = 5;
-
-  static bool is_done(cudaEvent_t event, const char* action) {
-    const cudaError_t error = cudaEventQuery(event);
-    if (error == cudaErrorNotReady) {
-      cudaGetLastError();  // it is no error
-      return false;
-    }
-    check(error, action);
-    return true;
-  }
-
   // Whether the others are still there, and in time.
   void look(const char* action, const std::optional<Clock::time_point>& begin) {
-    try {
+    give_up_on_error([&] {
+      ranks_.check();
       ncclResult_t state = ncclSuccess;
       const ncclResult_t asked = nccl().get_async_error(communicator_, &state);
       if (asked != ncclSuccess) refuse(asked, action);
@@ -194,6 +197,13 @@ class NcclRanks final : public DeviceRanks {
       if (begin && seconds_since(*begin) > time_limit_s_) {
         fail(Exit::environment, "%s: the other ranks did not come within %g s", action, time_limit_s_);
       }
+    });
+  }
+
+  template <typename Work>
+  void give_up_on_error(const Work& work) {
+    try {
+      work();
     } catch (...) {
       give_up();
       throw;
