@@ -774,7 +774,7 @@ GPU = [
     Mutant("GPU: AdamW ignores eps", "llmc/cuda/op/adamw.cu", "s.inv_sqrt_correction2 + s.eps)",
            "s.inv_sqrt_correction2 + 1e-8f)", ("gpu:AdamW*",)),
     Mutant("GPU: the moments of a rank lie where those of all would", "llmc/cuda/op/adamw.cu",
-           "  moments.shift(block.state - block.begin);\n", "", ("gpu:AdamW.TheStateMayLieElsewhere",)),
+           "const std::int64_t state = block.state - block.begin;", "const std::int64_t state = 0;", ("gpu:AdamW.TheStateMayLieElsewhere",)),
     Mutant("GPU: the norm adds squares where they lie", "llmc/cuda/op/adamw.cu", "squares[order != nullptr ? order[i] : i]",
            "squares[i]", ("gpu:GradientNorm.DoesNotDependOnWhereTheSquaresLie", "gpu:CudaRanks.GiveTheBits*")),
     Mutant("GPU: a sum of ranks begins anew with each launch", "llmc/cuda/op/rank_sum.cu",
