@@ -1,7 +1,8 @@
 // Several GPUs of one machine: how fast ranges of device memory move between ranks, and a training step on one GPU and on all
 // of them, in one process with a thread a GPU. Training itself has a process a GPU; what the GPUs do is the same.
 //
-//   ranks_bench [--config NAME] [--micro-batch B] [--seq-len T] [--steps N] [--bucket ELEMENTS] [--staged] [--exchange-only]
+//   ranks_bench [--config NAME] [--micro-batch B] [--seq-len T] [--steps N] [--bucket ELEMENTS] [--by peer|nccl|host] [--shard none|optimizer|gradients]
+//               [--exchange-only]
 //
 // The step is that of --bench: one micro-batch a rank on random tokens, all of forward, backward, norm and update. A rank
 // alone and the ranks of a run take turns, twice, so that the clock is the same for both.
@@ -30,7 +31,8 @@ namespace {
 struct Settings {
   std::string config = "llama3.2-1b";
   std::int64_t micro_batch = 8, seq_len = 2048, steps = 12, bucket = 16 << 20;
-  bool staged = false, exchange_only = false;
+  std::string by = "peer", shard = "optimizer";
+  bool exchange_only = false;
 };
 
 Settings parse(int argc, char** argv) {
@@ -51,8 +53,10 @@ Settings parse(int argc, char** argv) {
       settings.steps = std::stoll(value());
     } else if (option == "--bucket") {
       settings.bucket = std::stoll(value());
-    } else if (option == "--staged") {
-      settings.staged = true;
+    } else if (option == "--by") {
+      settings.by = value();
+    } else if (option == "--shard") {
+      settings.shard = value();
     } else if (option == "--exchange-only") {
       settings.exchange_only = true;
     } else {
@@ -66,7 +70,8 @@ using Clock = std::chrono::steady_clock;
 
 std::unique_ptr<cuda::DeviceRanks> device_ranks(Communicator& ranks, const Settings& settings) {
   cuda::check(cudaSetDevice(ranks.rank()), "GPU");
-  return settings.staged ? cuda::make_staged_ranks(ranks) : cuda::make_nccl_ranks(ranks, 120);
+  if (settings.by == "host") return cuda::make_staged_ranks(ranks);
+  return settings.by == "nccl" ? cuda::make_nccl_ranks(ranks, 120) : cuda::make_peer_ranks(ranks, 120);
 }
 
 // ---- ranges of memory -----------------------------------------------------------------------------------------------
@@ -81,6 +86,7 @@ void bench_exchange(int gpus, const Settings& settings) {
     cuda::DeviceArena arena(plan);
     const cuda::Stream stream;
     arena.clear(stream);
+    plane->share(arena.at<std::byte>(0), arena.bytes());
     const cuda::Event start, stop;
     for (const std::int64_t elements : {kMost / 256, kMost / 64, kMost / 16, kMost / 4, kMost}) {
       std::vector<Range> parts = shares(elements, gpus), bytes = parts;
@@ -167,24 +173,24 @@ void bench_steps(int gpus, const Settings& settings) {
   std::printf("%s, T %lld, B %lld a GPU, buckets of %lld\n", settings.config.c_str(),
               static_cast<long long>(settings.seq_len), static_cast<long long>(settings.micro_batch),
               static_cast<long long>(settings.bucket));
+  const Shard shard = settings.shard == "none"        ? Shard::none
+                      : settings.shard == "gradients" ? Shard::gradients
+                                                      : Shard::optimizer;
   for (int round = 0; round < 2; ++round) {
     const double alone = alone_ms(settings);
-    for (const Shard shard : {Shard::optimizer, Shard::none}) {
-      run_thread_ranks(gpus, 300, [&](Communicator& ranks) {
-        const auto plane = device_ranks(ranks, settings);
-        const auto model = cuda::make_llama(preset_config(settings.config), options_of(settings, gpus), ranks, *plane,
-                                            shard, settings.bucket);
-        bench_parameters(*model);
-        double loss = 0;
-        const double ms = step_ms(*model, settings, &loss);
-        model->decoder(1);  // waits for the last parameters
-        if (ranks.rank() != 0) return;
-        std::printf("%d GPUs, --shard %s: %.2f ms a step, %.0f tokens/s, %.3f x one GPU, loss %.4f\n", gpus,
-                    shard == Shard::optimizer ? "optimizer" : "none", ms, gpus * tokens / ms * 1e3, gpus * alone / ms,
-                    loss);
-        std::fflush(stdout);
-      });
-    }
+    run_thread_ranks(gpus, 300, [&](Communicator& ranks) {
+      const auto plane = device_ranks(ranks, settings);
+      const auto model = cuda::make_llama(preset_config(settings.config), options_of(settings, gpus), ranks, *plane,
+                                          shard, settings.bucket);
+      bench_parameters(*model);
+      double loss = 0;
+      const double ms = step_ms(*model, settings, &loss);
+      model->decoder(1);  // waits for the last parameters
+      if (ranks.rank() != 0) return;
+      std::printf("%d GPUs, %s, --shard %s: %.2f ms a step, %.0f tokens/s, %.3f x one GPU, loss %.4f\n", gpus,
+                  plane->name().c_str(), settings.shard.c_str(), ms, gpus * tokens / ms * 1e3, gpus * alone / ms, loss);
+      std::fflush(stdout);
+    });
   }
 }
 

@@ -777,8 +777,8 @@ GPU = [
            "const std::int64_t state = block.state - block.begin;", "const std::int64_t state = 0;", ("gpu:AdamW.TheStateMayLieElsewhere",)),
     Mutant("GPU: the norm adds squares where they lie", "llmc/cuda/op/adamw.cu", "squares[order != nullptr ? order[i] : i]",
            "squares[i]", ("gpu:GradientNorm.DoesNotDependOnWhereTheSquaresLie", "gpu:CudaRanks.GiveTheBits*")),
-    Mutant("GPU: a sum of ranks begins anew with each launch", "llmc/cuda/op/rank_sum.cu",
-           "if (next > 0) now.piece[now.count++] = sum;", "", ("gpu:CudaRankSum.*",)),
+    Mutant("GPU: a sum of ranks without its last few elements", "llmc/cuda/op/rank_sum.cu",
+           "  launch<1>(sum + in_quads, pieces, count - in_quads, stream);\n", "", ("gpu:CudaRankSum.*",)),
     Mutant("GPU: the own gradients of a rank are added last", "llmc/cuda/llama/ranks.cu", """\
     if (r == my_rank()) {
       pieces.push_back(gradients + mine.begin);

@@ -542,6 +542,7 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
   if (ranks.size() != options.virtual_ranks) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
+  if (shard == Shard::gradients) fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
   return std::make_unique<Llama>(config, of_one_rank(options), &ranks, shard);
 }
 

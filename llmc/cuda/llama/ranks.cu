@@ -35,6 +35,7 @@ void Llama<S>::gradients_ready(std::size_t section) {
   if (!has_peers()) return;
   const unsigned flags = is_captured(stream_) ? cudaEventRecordExternal : cudaEventRecordDefault;
   check(cudaEventRecordWithFlags(*gradients_ready_[section], stream_, flags), "exchange between ranks");
+  if (division_.gradients_divided && section != head_section()) exchange_from(section);
 }
 
 // In the lists: what follows reads the parameters of a section.
@@ -65,12 +66,17 @@ void Llama<S>::exchange(std::size_t number) {
   const cudaStream_t stream = *exchange_stream_;
   check(cudaStreamWaitEvent(stream, *gradients_ready_[bucket.section]), "exchange between ranks");
   delay_point(stream, DelayPoint::forked);
+  std::vector<Range> parts = bucket.parts;  // where they lie while they are computed
+  for (Range& part : parts) {
+    part.begin += gradient_shift(bucket.section);
+    part.end += gradient_shift(bucket.section);
+  }
   float* const gradients = gradient_arena_.at<float>(0);
   const float* received = received_arena_.at<float>(0);
-  const Range mine = bucket.parts[my_rank()];
-  peers_.device_ranks->exchange(gradients, bucket.parts, received_arena_.at<float>(0), stream);
+  const Range mine = parts[my_rank()];
+  peers_.device_ranks->exchange(gradients, parts, received_arena_.at<float>(0), stream);
   std::vector<const float*> pieces;
-  for (std::size_t r = 0; r < bucket.parts.size(); ++r) {
+  for (std::size_t r = 0; r < parts.size(); ++r) {
     if (r == my_rank()) {
       pieces.push_back(gradients + mine.begin);
     } else {
@@ -78,11 +84,26 @@ void Llama<S>::exchange(std::size_t number) {
       received += mine.size();
     }
   }
-  add_ranks(gradients + mine.begin, pieces, mine.size(), stream);
+  float* const sum = division_.gradients_divided ? own_gradient_arena_.at<float>(0) + division_.state_begins[number]
+                                                 : gradients + mine.begin;
+  add_ranks(sum, pieces, mine.size(), stream);
+  check(cudaEventRecord(*gradients_exchanged_[number], stream), "exchange between ranks");
   if (!division_.divided) {
     peers_.device_ranks->gather(reinterpret_cast<std::byte*>(gradients), in_bytes(bucket.parts, sizeof(float)), stream);
   }
   sent_[number] = true;
+}
+
+// Of divided gradients: those of sections that no backward has computed since the last zero_gradients().
+template <typename S>
+void Llama<S>::zero_unsent_gradients() {
+  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    if (sent_[b]) continue;
+    float* const sum = own_gradient_arena_.at<float>(0) + division_.state_begins[b];
+    const std::int64_t count = division_.buckets[b].parts[my_rank()].size();
+    check(cudaMemsetAsync(sum, 0, static_cast<std::size_t>(count) * sizeof(float), stream_), "zero_gradients");
+    sent_[b] = true;
+  }
 }
 
 // What the stream of the step does from here on comes after all exchanges that are queued.
@@ -131,6 +152,7 @@ void Llama<S>::synchronize(const char* action) {
   template void Llama<S>::gradients_ready(std::size_t);   \
   template void Llama<S>::parameters_needed(std::size_t); \
   template void Llama<S>::exchange_from(std::size_t);     \
+  template void Llama<S>::zero_unsent_gradients();        \
   template void Llama<S>::finish_exchange();              \
   template void Llama<S>::gather_statistics();            \
   template void Llama<S>::gather_parameters(std::size_t); \

@@ -50,7 +50,11 @@ void Llama<S>::backward() {
   const TraceRange range("backward");
   const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
   delay_point(stream_, DelayPoint::step);
-  replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  if (division_.gradients_divided) {  // it waits for exchanges that are queued while it is: no graph
+    backward_layers(accumulate);
+  } else {
+    replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  }
   others_stale_ = false;
   const bool last = is_last_micro_batch();
   ++rank_micro_batches_;
@@ -108,19 +112,46 @@ void Llama<S>::zero_gradients() {
 
 template <typename S>
 void Llama<S>::zero_gradient(const TensorSpec& spec) {
-  check(cudaMemsetAsync(gradient_arena_.at<float>(0) + spec.offset, 0,
-                        static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
+  float* const gradient = gradient_arena_.at<float>(0) + spec.offset + gradient_shift(section_of(spec));
+  check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
         "zero_gradients");
+}
+
+template <typename S>
+std::size_t Llama<S>::section_of(const TensorSpec& spec) const {
+  const auto behind = std::find_if(division_.sections.begin(), division_.sections.end(),
+                                   [&](const Range& section) { return spec.offset < section.end; });
+  return static_cast<std::size_t>(behind - division_.sections.begin());
 }
 
 // The gradients that backward accumulates even in the first micro-batch: norms, and an embedding that is not the head.
 template <typename S>
 void Llama<S>::zero_accumulated_gradients() {
-  for (const TensorSpec& spec : table_.specs()) {
-    const bool is_norm = spec.shape.size() == 1;
-    const bool is_embedding = gradient_arena_.at<float>(0) + spec.offset == d_weights_.embedding;
-    if (is_norm || (is_embedding && !config_.tied_embeddings)) zero_gradient(spec);
+  for (std::size_t section = 0; section < division_.sections.size(); ++section) {
+    const bool takes_turns = division_.gradients_divided && section != kEmbeddingSection && section != head_section();
+    if (!takes_turns) zero_accumulated_gradients(section);
   }
+}
+
+template <typename S>
+void Llama<S>::zero_accumulated_gradients(std::size_t section) {
+  for (const TensorSpec& spec : table_.specs()) {
+    if (section_of(spec) != section) continue;
+    const bool is_norm = spec.shape.size() == 1;
+    if (is_norm || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
+  }
+}
+
+// With divided gradients the place of those of layer l is free when the ranks have exchanged what was there before.
+template <typename S>
+void Llama<S>::take_gradient_slot(std::int64_t l) {
+  if (!division_.gradients_divided) return;
+  const std::int64_t before = l + static_cast<std::int64_t>(kGradientSlots);
+  for (std::size_t b = 0; b < division_.buckets.size() && before < config_.num_layers; ++b) {
+    if (division_.buckets[b].section != section_of_layer(before)) continue;
+    check(cudaStreamWaitEvent(stream_, *gradients_exchanged_[b]), "backward");
+  }
+  zero_accumulated_gradients(section_of_layer(l));
 }
 
 // The gradients that no micro-batch has stored since zero_gradients(): before they are read. Those of virtual ranks are read
@@ -128,9 +159,12 @@ void Llama<S>::zero_accumulated_gradients() {
 template <typename S>
 void Llama<S>::zero_stale_gradients() {
   if (ranks_added_ > 0) return;
-  for (const TensorSpec& spec : table_.specs()) {
-    const bool is_head = gradient_arena_.at<float>(0) + spec.offset == d_weights_.head;
-    if (is_head ? head_stale_ : others_stale_) zero_gradient(spec);
+  if (division_.gradients_divided) {
+    zero_unsent_gradients();
+  } else {
+    for (const TensorSpec& spec : table_.specs()) {
+      if (section_of(spec) == head_section() ? head_stale_ : others_stale_) zero_gradient(spec);
+    }
   }
   head_stale_ = others_stale_ = false;
 }

@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(kThreads)
   const AdamWBlock block = blocks[blockIdx.x];
   if (block.decay == 0) scalars.keep = 1.0f;
   const std::int64_t state = block.state - block.begin;
+  gradients += block.gradient - block.begin;
   // Tensors of a group are adjacent without padding, so a block may begin and end inside a quad.
   const std::int64_t end = block.begin + block.count;
   const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
@@ -256,9 +257,8 @@ __device__ double block_sum_double(double value, double* scratch) {
 __global__ void __launch_bounds__(kThreads)
     block_squares_kernel(double* squares, const float* gradients, const AdamWBlock* blocks) {
   __shared__ double scratch[kThreads];
-  const AdamWBlock block = blocks[blockIdx.x];
-  const std::int64_t end = block.begin + block.count;
-  const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
+  const std::int64_t begin = blocks[blockIdx.x].gradient, end = begin + blocks[blockIdx.x].count;
+  const std::int64_t first_quad = min(ceil_div(begin, kQuad) * kQuad, end);
   const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
   float lane[4] = {0, 0, 0, 0};
 #pragma unroll 8
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
     lane[2] += g.z * g.z;
     lane[3] += g.w * g.w;
   }
-  if (const std::int64_t i = block.begin + threadIdx.x; i < first_quad) lane[0] += gradients[i] * gradients[i];
+  if (const std::int64_t i = begin + threadIdx.x; i < first_quad) lane[0] += gradients[i] * gradients[i];
   if (const std::int64_t i = last_quad + threadIdx.x; i < end) lane[1] += gradients[i] * gradients[i];
   const double own = static_cast<double>(lane[0]) + lane[1] + lane[2] + lane[3];
   const double sum = block_sum_double<kThreads>(own, scratch);
@@ -316,7 +316,7 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
       end = ranges[next].end;
     while (begin < end) {
       const std::int64_t stop = std::min((begin / kAdamWBlockElements + 1) * kAdamWBlockElements, end);
-      blocks.push_back({begin, begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
+      blocks.push_back({begin, begin, begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
       begin = stop;
     }
   }
