@@ -81,8 +81,8 @@ TEST(RankSum, ThePiecesOfAnExchangeChangeNothing) {
         omp_set_num_threads(1);
         const Floats mine = test::random_floats(count, static_cast<unsigned>(ranks.rank()));
         Floats values = mine;
-        cpu::exchange_and_add(ranks, values.data(), parts, piece);
         const Range part = parts[static_cast<std::size_t>(ranks.rank())];
+        cpu::exchange_and_add(ranks, values.data() + part.begin, values.data(), parts, false, piece);
         for (std::int64_t i = 0; i < count; ++i) {
           const bool own = part.begin <= i && i < part.end;
           const auto at = static_cast<std::size_t>(i);
