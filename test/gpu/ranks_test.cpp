@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/comm/thread_ranks.h"
@@ -244,12 +245,13 @@ struct Outcome {
 
 constexpr std::int64_t kSteps = 4;  // eager, captured, replayed
 
-Outcome train(TrainModel& model, const Case& c, const Range& micro_batches, std::int64_t all) {
+// `turns`: the micro-batches of each rank of the step that this model computes.
+Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns, std::int64_t all) {
   test::randomize_parameters(model);
   Outcome outcome;
   for (std::int64_t step = 1; step <= kSteps; ++step) {
     model.zero_gradients();
-    compute(model, c, step, micro_batches, all);
+    for (const Range& micro_batches : turns) compute(model, c, step, micro_batches, all);
     const StepStatistics statistics = model.statistics();
     for (const double value :
          {statistics.loss_sum, static_cast<double>(statistics.label_count), statistics.gradient_norm}) {
@@ -272,19 +274,22 @@ Outcome train(TrainModel& model, const Case& c, const Range& micro_batches, std:
 
 Outcome train_virtual(const Case& c, std::int64_t ranks) {
   const auto model = cuda::make_llama(config_of(c), options_of(c, ranks));
-  return train(*model, c, {0, ranks * c.accumulation}, ranks * c.accumulation);
+  return train(*model, c, {{0, ranks * c.accumulation}}, ranks * c.accumulation);
 }
 
-// What each of `size` thread ranks gets.
+// What each of `size` thread ranks gets that compute `rounds` ranks of a step each.
 std::vector<Outcome> train_ranks(const Case& c, int size, Shard shard, std::int64_t bucket_elements,
-                                 const MakePlane& make_plane) {
+                                 const MakePlane& make_plane, std::int64_t rounds) {
   std::vector<Outcome> outcomes(static_cast<std::size_t>(size));
   run_thread_ranks(size, 120, [&](Communicator& ranks) {
     const auto plane = make_plane(ranks);
-    const auto model = cuda::make_llama(config_of(c), options_of(c, size), ranks, *plane, shard, bucket_elements);
-    const std::int64_t first = ranks.rank() * c.accumulation;
-    outcomes[static_cast<std::size_t>(ranks.rank())] =
-        train(*model, c, {first, first + c.accumulation}, size * c.accumulation);
+    const auto model =
+        cuda::make_llama(config_of(c), options_of(c, rounds * size), ranks, *plane, shard, bucket_elements);
+    std::vector<Range> turns;
+    for (std::int64_t rank = ranks.rank(); rank < rounds * size; rank += size) {
+      turns.push_back({rank * c.accumulation, (rank + 1) * c.accumulation});
+    }
+    outcomes[static_cast<std::size_t>(ranks.rank())] = train(*model, c, turns, rounds * size * c.accumulation);
   });
   return outcomes;
 }
@@ -294,8 +299,8 @@ const char* shard_name(Shard shard) {
 }
 
 void expect_ranks_give(const Outcome& expected, const Case& c, int size, Shard shard, std::int64_t bucket_elements,
-                       const MakePlane& make_plane = cuda::make_staged_ranks) {
-  const std::vector<Outcome> outcomes = train_ranks(c, size, shard, bucket_elements, make_plane);
+                       const MakePlane& make_plane = cuda::make_staged_ranks, std::int64_t rounds = 1) {
+  const std::vector<Outcome> outcomes = train_ranks(c, size, shard, bucket_elements, make_plane, rounds);
   for (std::size_t r = 0; r < outcomes.size(); ++r) {
     EXPECT_EQ(outcomes[r].statistics, expected.statistics) << "rank " << r;
     EXPECT_TRUE(outcomes[r] == expected) << "rank " << r << " of " << size << ", " << shard_name(shard)
@@ -392,6 +397,19 @@ TEST(CudaRanks, GiveTheBitsOfVirtualRanks) {
       const Outcome expected = train_virtual(c, size);
       for (const Shard shard : shards_of(c)) {
         for (const std::int64_t elements : kBuckets) expect_ranks_give(expected, c, size, shard, elements);
+      }
+    }
+  }
+}
+
+// N ranks compute what more would, in rounds.
+TEST(CudaRanks, FewerRanksGiveTheBitsOfMore) {
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(name_of(c));
+    for (const auto& [size, rounds] : {std::pair{2, 2}, {3, 2}, {2, 3}}) {
+      const Outcome expected = train_virtual(c, size * rounds);
+      for (const Shard shard : shards_of(c)) {
+        expect_ranks_give(expected, c, size, shard, 50'000, cuda::make_staged_ranks, rounds);
       }
     }
   }

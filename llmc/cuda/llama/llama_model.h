@@ -157,12 +157,14 @@ class Llama final : public TrainModel {
   void take_gradient_slot(std::int64_t l);
   void zero_stale_gradients();
 
+  // Of the ranks of a run, and of the rounds of each.
+  std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
   bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
   void finish_rank();
   void update_blocks(const Range& range, const AdamWStep& step);
   // The gradients of the step, or of the virtual ranks that have computed.
   float* gradients() const {
-    const DeviceArena& arena = division_.gradients_divided ? own_gradient_arena_
+    const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_
                                : ranks_added_ > 0          ? rank_sum_arena_
                                                            : gradient_arena_;
     return arena.at<float>(0);
@@ -186,6 +188,8 @@ class Llama final : public TrainModel {
   void parameters_needed(std::size_t section);
   void exchange_from(std::size_t section);
   void exchange(std::size_t bucket);
+  void begin_round();
+  void finish_round();
   void zero_unsent_gradients();
   void finish_exchange();
   void gather_statistics();
@@ -234,9 +238,9 @@ class Llama final : public TrainModel {
   LlamaActivations<S> acts_;
   LlamaWorkspace work_;
   DeviceArena parameter_arena_, low_arena_, gradient_arena_;
-  DeviceArena own_gradient_arena_;  // the sums of divided gradients; else empty
-  DeviceArena rank_sum_arena_;      // the gradients of the virtual ranks that are complete; empty without them
-  DeviceArena received_arena_;      // gradients of other ranks on their way into the sum; empty without them
+  DeviceArena part_sum_arena_;  // see Division::sum_begins
+  DeviceArena rank_sum_arena_;  // the gradients of the virtual ranks that are complete; empty without them
+  DeviceArena received_arena_;  // gradients of other ranks on their way into the sum; empty without them
   DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
   LlamaParameters<S> weights_;
   LlamaParameters<float> d_weights_;
@@ -263,6 +267,7 @@ class Llama final : public TrainModel {
   std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
   Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
   std::vector<bool> sent_;  // buckets whose exchange is queued since the last zero_gradients()
+  std::int64_t rounds_done_ = 0;
   bool exchanged_ = false;  // the gradients are those of all ranks, as far as this model has them
 };
 

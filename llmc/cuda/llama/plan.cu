@@ -88,6 +88,8 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
       }
     }
     state_elements += held.size();
+    sum_begins.push_back(sum_elements);
+    if (gradients_divided || share.rounds > 1) sum_elements += bucket.parts[me].size();
     blocks_of_bucket.push_back({first, static_cast<std::int64_t>(blocks.size())});
     received = std::max(received, (share.ranks - 1) * bucket.parts[me].size());
   }
@@ -137,8 +139,8 @@ MemoryPlan gradient_plan(const Division& division) {
   return plan_of("gradients", division.gradient_elements, sizeof(float));
 }
 
-MemoryPlan own_gradient_plan(const Division& division) {
-  return plan_of("gradients of the step", division.gradients_divided ? division.state_elements : 0, sizeof(float));
+MemoryPlan part_sum_plan(const Division& division) {
+  return plan_of("sums of gradients", division.sum_elements, sizeof(float));
 }
 
 MemoryPlan state_plan(const char* name, const Division& division, std::size_t element_bytes) {
@@ -165,7 +167,7 @@ LlamaWorkspace::LlamaWorkspace(const ModelConfig& config, const TrainOptions& op
   regions.want(&rope_sin, rope_elements);
   regions.want(&loss_total, 1);
   regions.want(&evaluation_total, 1);
-  regions.want(&rank_totals, share.ranks);
+  regions.want(&rank_totals, share.ranks * share.rounds);
   regions.want(&gradient_norm, 1);
   regions.want(&squares, division.squares);
   if (!division.squares_order.empty()) regions.want(&squares_order, division.squares);
@@ -187,7 +189,7 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   std::vector<MemoryLine> lines;
   lines.push_back({kSplitMaster<S> ? "parameters (bf16)" : "parameters (fp32)", table.arena_bytes()});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
-  lines.push_back({"gradients (fp32)", gradient_plan(division).bytes() + own_gradient_plan(division).bytes()});
+  lines.push_back({"gradients (fp32)", gradient_plan(division).bytes() + part_sum_plan(division).bytes()});
   if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
   if (share.ranks > 1) lines.push_back({"gradients of other ranks (fp32)", received_plan(division).bytes()});
   lines.push_back({options.moments == Precision::bf16 ? "AdamW moments (bf16)" : "AdamW moments (fp32)",
@@ -231,7 +233,7 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
 
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                    Shard shard) {
-  return lines_of(config, of_one_rank(options), {rank, ranks, shard});
+  return lines_of(config, of_one_rank(options), {rank, ranks, shard, options.virtual_ranks / ranks});
 }
 
 }  // namespace weft::cuda

@@ -37,6 +37,8 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
 struct RankShare {
   int rank = 0, ranks = 1;
   Shard shard = Shard::none;
+  // A rank computes so many ranks of the step, one after the other: in round i rank r is rank i ranks + r of the step.
+  std::int64_t rounds = 1;
   // Of gradients or parameters that move at once, at least, where there are so many: below 64 MB latency costs bandwidth.
   std::int64_t bucket_elements = 16 << 20;
 };
@@ -58,6 +60,10 @@ struct Division {
   std::vector<Range> blocks_of_bucket;     // of `blocks`
   std::vector<std::int64_t> state_begins;  // where the moments of this rank's part of a bucket begin
   std::int64_t state_elements = 0;         // how many moments this rank has
+  // Where the sums of this rank's parts of buckets lie while they are apart from gradients: divided ones, and those of the
+  // rounds before the last.
+  std::vector<std::int64_t> sum_begins;
+  std::int64_t sum_elements = 0;
   // The squares of all blocks lie rank by rank: where those of each rank are, and the position of each block in the order of
   // the arena. The order is empty where that is the same.
   std::vector<Range> squares_of_rank;
@@ -102,9 +108,9 @@ MemoryPlan state_plan(const char* name, const Division& division, std::size_t el
 // The sum of virtual ranks that have computed; empty with one.
 MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options);
 MemoryPlan received_plan(const Division& division);
-// Gradients while they are computed, and the sums that this rank has of divided gradients, else empty.
+// Gradients while they are computed, and the sums of this rank's parts that are apart from them.
 MemoryPlan gradient_plan(const Division& division);
-MemoryPlan own_gradient_plan(const Division& division);
+MemoryPlan part_sum_plan(const Division& division);
 
 // One of the ranks of a run: the step of `options` without the micro-batches of the others.
 TrainOptions of_one_rank(TrainOptions options);

@@ -25,7 +25,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       parameter_arena_((prepare_matmuls(), parameter_plan(table_))),
       low_arena_(state_plan("low halves of fp32 masters", division_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
       gradient_arena_(gradient_plan(division_)),
-      own_gradient_arena_(own_gradient_plan(division_)),
+      part_sum_arena_(part_sum_plan(division_)),
       rank_sum_arena_(rank_sum_plan(table_, options)),
       received_arena_(received_plan(division_)),
       moment1_arena_(state_plan("first moments", division_, moment_bytes(options))),
@@ -35,13 +35,14 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       weights_(config, table_, parameter_arena_.at<S>(0), Offsets::bytes),
       d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
       upload_(rows()),
-      results_(sizeof(GradientNorm) + (1 + static_cast<std::uint64_t>(peers.share.ranks)) * sizeof(LossTotal)),
+      results_(sizeof(GradientNorm) +
+               (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
       sent_(division_.buckets.size()) {
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
   place_gradients();
   for (DeviceArena* arena :
-       {&parameter_arena_, &low_arena_, &gradient_arena_, &own_gradient_arena_, &rank_sum_arena_, &received_arena_,
+       {&parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_, &received_arena_,
         &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
     arena->clear(stream_);
   }
@@ -147,7 +148,7 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements) {
-  if (ranks.size() != options.virtual_ranks) {
+  if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
   if (shard == Shard::gradients && options.rank_micro_batches > 1) {
@@ -156,8 +157,9 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
          "complete before it is added to those of others. Use --shard optimizer",
          static_cast<long long>(options.rank_micro_batches));
   }
+  const std::int64_t rounds = options.virtual_ranks / ranks.size();
   return make(config, of_one_rank(options), &ranks, &device_ranks,
-              {ranks.rank(), ranks.size(), shard, bucket_elements});
+              {ranks.rank(), ranks.size(), shard, rounds, bucket_elements});
 }
 
 }  // namespace weft::cuda

@@ -29,9 +29,7 @@ void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>
 template <typename S>
 void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
   const TraceRange range("forward");
-  if (has_peers() && rank_micro_batches_ == options_.rank_micro_batches) {
-    fail(Exit::internal, "more micro-batches than a rank has in a step");  // their gradients have left
-  }
+  if (has_peers() && rank_micro_batches_ == 0) begin_round();
   micro_step_ = micro_step;
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
@@ -59,7 +57,7 @@ void Llama<S>::backward() {
   const bool last = is_last_micro_batch();
   ++rank_micro_batches_;
   if (!last) return;
-  if (has_peers()) exchange_from(kEmbeddingSection);
+  if (has_peers()) finish_round();
   if (options_.virtual_ranks > 1) finish_rank();
 }
 
@@ -102,12 +100,11 @@ void Llama<S>::zero_gradients() {
   if (has_peers()) finish_exchange();  // a step that was given up may still send its gradients
   head_stale_ = others_stale_ = true;
   exchanged_ = false;
+  rounds_done_ = 0;
   std::fill(sent_.begin(), sent_.end(), false);
   rank_micro_batches_ = ranks_added_ = 0;
   check(cudaMemsetAsync(work_.loss_total, 0, sizeof(LossTotal), stream_), "zero_gradients");
-  check(
-      cudaMemsetAsync(work_.rank_totals, 0, static_cast<std::size_t>(peers_.share.ranks) * sizeof(LossTotal), stream_),
-      "zero_gradients");
+  check(cudaMemsetAsync(work_.rank_totals, 0, rank_totals() * sizeof(LossTotal), stream_), "zero_gradients");
 }
 
 template <typename S>
@@ -177,13 +174,15 @@ StepStatistics Llama<S>::statistics() {
   zero_stale_gradients();
   check(cudaEventRecord(own_work_, stream_), "statistics");
   if (has_peers() && !exchanged_) {
+    if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
+      fail(Exit::internal, "statistics of a step before its last round");
+    }
     for (const std::unique_ptr<Event>& event : gradients_ready_) check(cudaEventRecord(*event, stream_), "statistics");
-    exchange_from(kEmbeddingSection);
+    if (rounds_done_ == 0) finish_round();
     finish_exchange();
     exchanged_ = true;
   }
   const auto blocks = static_cast<std::int64_t>(division_.blocks.size());
-  const auto rank_count = static_cast<std::size_t>(peers_.share.ranks);
   double* const squares = work_.squares + (division_.divided ? division_.squares_of_rank[my_rank()].begin : 0);
   clock_.run("gradient norm", 0, static_cast<double>(division_.state_elements) * sizeof(float),
              [&] { block_squares(squares, gradients(), work_.adamw_blocks, blocks, stream_); });
@@ -191,10 +190,10 @@ StepStatistics Llama<S>::statistics() {
   gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, division_.squares, 0, stream_);
   GradientNorm* norm = results_.at<GradientNorm>(0);
   LossTotal* total = results_.at<LossTotal>(sizeof(GradientNorm));
-  LossTotal* rank_totals = total + 1;
+  LossTotal* totals = total + 1;
   check(cudaMemcpyAsync(norm, work_.gradient_norm, sizeof *norm, cudaMemcpyDeviceToHost, stream_), "statistics");
   check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
-  check(cudaMemcpyAsync(rank_totals, work_.rank_totals, rank_count * sizeof *total, cudaMemcpyDeviceToHost, stream_),
+  check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
         "statistics");
   if (has_peers()) {
     peers_.device_ranks->wait(stream_, own_work_, "training step");
@@ -202,9 +201,9 @@ StepStatistics Llama<S>::statistics() {
     stream_.synchronize("training step");
   }
   StepStatistics statistics{0, 0, norm->norm};
-  for (std::size_t r = 0; r < rank_count; ++r) {  // in the order of the ranks
-    statistics.loss_sum += rank_totals[r].loss_sum;
-    statistics.label_count += rank_totals[r].label_count;
+  for (std::size_t r = 0; r < rank_totals(); ++r) {  // in the order of the ranks
+    statistics.loss_sum += totals[r].loss_sum;
+    statistics.label_count += totals[r].label_count;
   }
   if (has_peers()) return statistics;  // its own total is among them
   statistics.loss_sum += total->loss_sum;
