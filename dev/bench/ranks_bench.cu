@@ -2,10 +2,11 @@
 // of them, in one process with a thread a GPU. Training itself has a process a GPU; what the GPUs do is the same.
 //
 //   ranks_bench [--config NAME] [--micro-batch B] [--seq-len T] [--steps N] [--bucket ELEMENTS] [--by peer|nccl|host] [--shard none|optimizer|gradients]
-//               [--exchange-only]
+//               [--rounds N] [--rounded-alone] [--exchange-only]
 //
 // The step is that of --bench: one micro-batch a rank on random tokens, all of forward, backward, norm and update. A rank
-// alone and the ranks of a run take turns, twice, so that the clock is the same for both.
+// alone and the ranks of a run take turns, --rounds times, so that the clock is the same for both. --rounded-alone: the one GPU
+// keeps its moments in bf16, for models that do not fit it otherwise.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -30,9 +31,9 @@ namespace {
 
 struct Settings {
   std::string config = "llama3.2-1b";
-  std::int64_t micro_batch = 8, seq_len = 2048, steps = 12, bucket = 16 << 20;
+  std::int64_t micro_batch = 8, seq_len = 2048, steps = 12, bucket = 16 << 20, rounds = 2;
   std::string by = "peer", shard = "optimizer";
-  bool exchange_only = false;
+  bool exchange_only = false, rounded_alone = false;
 };
 
 Settings parse(int argc, char** argv) {
@@ -53,6 +54,10 @@ Settings parse(int argc, char** argv) {
       settings.steps = std::stoll(value());
     } else if (option == "--bucket") {
       settings.bucket = std::stoll(value());
+    } else if (option == "--rounds") {
+      settings.rounds = std::stoll(value());
+    } else if (option == "--rounded-alone") {
+      settings.rounded_alone = true;
     } else if (option == "--by") {
       settings.by = value();
     } else if (option == "--shard") {
@@ -159,7 +164,9 @@ TrainOptions options_of(const Settings& settings, int ranks) {
 
 double alone_ms(const Settings& settings) {
   cuda::check(cudaSetDevice(0), "GPU");
-  const auto model = cuda::make_llama(preset_config(settings.config), options_of(settings, 1));
+  TrainOptions options = options_of(settings, 1);
+  if (settings.rounded_alone) options.moments = Precision::bf16;
+  const auto model = cuda::make_llama(preset_config(settings.config), options);
   bench_parameters(*model);
   double loss = 0;
   const double ms = step_ms(*model, settings, &loss);
@@ -176,7 +183,7 @@ void bench_steps(int gpus, const Settings& settings) {
   const Shard shard = settings.shard == "none"        ? Shard::none
                       : settings.shard == "gradients" ? Shard::gradients
                                                       : Shard::optimizer;
-  for (int round = 0; round < 2; ++round) {
+  for (std::int64_t round = 0; round < settings.rounds; ++round) {
     const double alone = alone_ms(settings);
     run_thread_ranks(gpus, 300, [&](Communicator& ranks) {
       const auto plane = device_ranks(ranks, settings);

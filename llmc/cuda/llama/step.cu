@@ -273,6 +273,7 @@ OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
   template double Llama<S>::evaluate(const Batch&, std::int64_t*);     \
   template void Llama<S>::zero_gradients();                            \
   template void Llama<S>::zero_accumulated_gradients();                \
+  template void Llama<S>::take_gradient_slot(std::int64_t);            \
   template void Llama<S>::zero_stale_gradients();                      \
   template StepStatistics Llama<S>::statistics();                      \
   template void Llama<S>::update(const AdamWStep&);                    \
