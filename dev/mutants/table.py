@@ -808,6 +808,45 @@ GPU = [
            "static_cast<double>(step.step + 1);", ("gpu:AdamW*",)),
     Mutant("GPU: AdamW ignores eps", "llmc/cuda/op/adamw.cu", "s.inv_sqrt_correction2 + s.eps)",
            "s.inv_sqrt_correction2 + 1e-8f)", ("gpu:AdamW*",)),
+    Mutant("GPU: the moments of a rank lie where those of all would", "llmc/cuda/op/adamw.cu",
+           "const std::int64_t state = block.state - block.begin;", "const std::int64_t state = 0;", ("gpu:AdamW.TheStateMayLieElsewhere",)),
+    Mutant("GPU: the norm adds squares where they lie", "llmc/cuda/op/adamw.cu", "squares[order != nullptr ? order[i] : i]",
+           "squares[i]", ("gpu:GradientNorm.DoesNotDependOnWhereTheSquaresLie", "gpu:CudaRanks.GiveTheBits*")),
+    Mutant("GPU: a sum of ranks without its last few elements", "llmc/cuda/op/rank_sum.cu",
+           "  launch<1>(sum + in_quads, pieces, count - in_quads, stream);\n", "", ("gpu:CudaRankSum.*",)),
+    Mutant("GPU: the own gradients of a rank are added last", "llmc/cuda/llama/ranks.cu", """\
+    if (r == my_rank()) {
+      pieces.push_back(gradients + mine.begin);
+    } else {
+      pieces.push_back(received);
+      received += mine.size();
+    }
+  }
+""", """\
+    if (r == my_rank()) continue;
+    pieces.push_back(received);
+    received += mine.size();
+  }
+  pieces.push_back(gradients + mine.begin);
+""", ("gpu:CudaRanks.GiveTheBits*",)),
+    Mutant("GPU: gradients leave before backward has completed them", "llmc/cuda/llama/ranks.cu",
+           'check(cudaStreamWaitEvent(stream, *gradients_ready_[bucket.section]), "exchange between ranks");', "",
+           ("gpu:CudaRanks.DelaysChangeNothing",)),
+    Mutant("GPU: forward does not wait for the others' parameters", "llmc/cuda/llama/ranks.cu",
+           'check(cudaStreamWaitEvent(stream_, *parameters_ready_[b], flags), "exchange between ranks");', "",
+           ("gpu:CudaRanks.*", "gpu:CudaTwoGpus.GiveTheBits*")),
+    Mutant("GPU: a virtual rank adds to the gradients of the one before", "llmc/cuda/llama/step.cu", """\
+  head_stale_ = others_stale_ = true;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
+""", """\
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
+""", ("gpu:CudaVirtualRanks.TheGradient*",)),
+    Mutant("GPU: low halves of another rank's parameters are kept", "llmc/cuda/llama/tensor_io.cu",
+           "piece.state < 0 ? unwanted : low_arena_.at<std::int16_t>(0) + piece.state + begin;",
+           "low_arena_.at<std::int16_t>(0) + std::max<std::int64_t>(piece.state, 0) + begin;",
+           ("gpu:CudaRanks.StateMoves*", "gpu:CudaRanks.GiveTheBits*")),
     Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "rotated_low[j] = a * c - z * s;",
            "rotated_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
     Mutant("GPU: SwiGLU with its branches swapped", "llmc/cuda/op/swiglu.cu", """\

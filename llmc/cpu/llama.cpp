@@ -577,6 +577,7 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
+  if (shard == Shard::gradients) fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
   return std::make_unique<Llama>(config, options, &ranks, shard);
 }
 

@@ -17,6 +17,7 @@ namespace weft {
 enum class Shard {
   none,       // every rank has everything, and makes the whole update
   optimizer,  // a rank has the moments of its own range alone, updates that, and gets the other parameters from the others
+  gradients,  // the gradients of the step as well; those of a layer go as soon as the ranks have exchanged them. On a GPU
 };
 
 // The ranges of `ranks` ranks, in elements of the arenas that have one type for all tensors: neighbours from 0 to

@@ -168,7 +168,7 @@ TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
     const TensorTable table(config);
     const std::vector<Range> sections = llama_sections(config, table);
     for (const int ranks : {1, 2, 3, 8, 512}) {
-      for (const std::int64_t elements : {std::int64_t{10'000}, std::int64_t{16} << 20}) {
+      for (const std::int64_t elements : {table.arena_elements() / 100, std::int64_t{16} << 20}) {
         std::int64_t begin = 0;
         std::size_t section = 0;
         for (const Bucket& bucket : cut_buckets(sections, ranks, kBlock, elements)) {

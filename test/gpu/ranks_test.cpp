@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/comm/thread_ranks.h"
@@ -31,7 +32,8 @@ using test::Floats;
 
 TEST(CudaRankSum, IsTheCpusForAnySizeAndAlignment) {
   for (const std::int64_t count : {0, 1, 3, 4, 1023, 4096, 4099, 70'001}) {
-    for (const std::size_t ranks : {1u, 2u, 3u, 8u, 16u, 17u, 40u}) {
+    for (const std::size_t ranks : {1u, 2u, 3u, 8u, 16u, 17u, 448u}) {
+      if (ranks > 100 && count > 10'000) continue;
       for (const std::int64_t offset : {0, 1, 4}) {  // elements behind an aligned address
         SCOPED_TRACE(format("%lld elements at %lld of %zu ranks", static_cast<long long>(count),
                             static_cast<long long>(offset), ranks));
@@ -76,6 +78,7 @@ void check_data_plane(Communicator& ranks, cuda::DeviceRanks& plane, std::int64_
   {
     const DeviceBuffer<float> values(mine);
     const DeviceBuffer<float> received(static_cast<std::size_t>((size - 1) * own.size()));
+    plane.share(reinterpret_cast<std::byte*>(values.data()), values.bytes());
     plane.exchange(values.data(), parts, received.data(), stream);
     plane.wait(stream, nullptr, "test");
     const Floats got = received.download();
@@ -92,6 +95,7 @@ void check_data_plane(Communicator& ranks, cuda::DeviceRanks& plane, std::int64_
   const DeviceBuffer<float> values(mine);
   std::vector<Range> bytes = parts;
   for (Range& part : bytes) part = {4 * part.begin, 4 * part.end};
+  plane.share(reinterpret_cast<std::byte*>(values.data()), values.bytes());
   plane.gather(reinterpret_cast<std::byte*>(values.data()), bytes, stream);
   plane.wait(stream, nullptr, "test");
   const Floats got = values.download();
@@ -114,6 +118,9 @@ TEST(CudaRanks, ValuesPassThroughTheHost) {
   }
 }
 
+using MakePlane = std::function<std::unique_ptr<cuda::DeviceRanks>(Communicator&)>;
+
+// With each of the ways in which two GPUs reach each other.
 class CudaTwoGpus : public testing::Test {
  protected:
   void SetUp() override {
@@ -121,33 +128,47 @@ class CudaTwoGpus : public testing::Test {
     if (cuda::nccl_version().empty()) GTEST_SKIP() << "needs NCCL";
   }
   void TearDown() override { cuda::check(cudaSetDevice(0), "test"); }
+
+  static constexpr std::unique_ptr<cuda::DeviceRanks> (*kPlanes[])(Communicator&, double) = {cuda::make_peer_ranks,
+                                                                                             cuda::make_nccl_ranks};
 };
 
-TEST_F(CudaTwoGpus, ValuesPassThroughNccl) {
+TEST_F(CudaTwoGpus, ValuesArriveAsTheyAre) {
+  for (const auto make_plane : kPlanes) {
+    run_thread_ranks(2, 60, [&](Communicator& ranks) {
+      cuda::check(cudaSetDevice(ranks.rank()), "test");
+      const auto plane = make_plane(ranks, 60);
+      for (const std::int64_t count : {2, 1000, 20'000'001}) check_data_plane(ranks, *plane, count);
+    });
+  }
+}
+
+TEST_F(CudaTwoGpus, CopyEnginesComeFirst) {
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     cuda::check(cudaSetDevice(ranks.rank()), "test");
-    const auto plane = cuda::make_device_ranks(ranks, 60);
-    EXPECT_EQ(plane->name(), "NCCL " + cuda::nccl_version());
-    for (const std::int64_t count : {2, 1000, 20'000'001}) check_data_plane(ranks, *plane, count);
+    EXPECT_EQ(cuda::make_device_ranks(ranks, 60)->name(), "copy engines");
   });
 }
 
 // A rank that does not come: the others end within the time limit, and their memory can be freed.
 TEST_F(CudaTwoGpus, ARankThatDoesNotComeEndsTheOthers) {
-  try {
-    run_thread_ranks(2, 60, [&](Communicator& ranks) {
-      cuda::check(cudaSetDevice(ranks.rank()), "test");
-      const auto plane = cuda::make_nccl_ranks(ranks, 2);
-      const DeviceBuffer<float> values(1'000'000);
-      const cuda::Stream stream;
-      const std::vector<Range> parts = {{0, 2'000'000}, {2'000'000, 4'000'000}};
-      if (ranks.rank() == 1) return;
-      plane->gather(reinterpret_cast<std::byte*>(values.data()), parts, stream);
-      plane->wait(stream, nullptr, "waiting in a test");
-    });
-    ADD_FAILURE() << "nobody came, nobody minded";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), Exit::environment) << error.what();
+  for (const auto make_plane : kPlanes) {
+    try {
+      run_thread_ranks(2, 60, [&](Communicator& ranks) {
+        cuda::check(cudaSetDevice(ranks.rank()), "test");
+        const auto plane = make_plane(ranks, 2);
+        const DeviceBuffer<float> values(1'000'000);
+        plane->share(reinterpret_cast<std::byte*>(values.data()), values.bytes());
+        const cuda::Stream stream;
+        const std::vector<Range> parts = {{0, 2'000'000}, {2'000'000, 4'000'000}};
+        if (ranks.rank() == 1) return;
+        plane->gather(reinterpret_cast<std::byte*>(values.data()), parts, stream);
+        plane->wait(stream, nullptr, "waiting in a test");
+      });
+      ADD_FAILURE() << "nobody came, nobody minded";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::environment) << error.what();
+    }
   }
 }
 
@@ -160,6 +181,7 @@ struct Case {
   std::int64_t accumulation = 1;
   Recompute recompute = Recompute::none;
   bool graph = true;
+  std::int64_t layers = 3;
 };
 
 std::string name_of(const Case& c) {
@@ -171,6 +193,7 @@ std::string name_of(const Case& c) {
 ModelConfig config_of(const Case& c) {
   ModelConfig config = test::small_llama();
   config.tied_embeddings = c.tied;
+  config.num_layers = c.layers;
   return config;
 }
 
@@ -222,12 +245,13 @@ struct Outcome {
 
 constexpr std::int64_t kSteps = 4;  // eager, captured, replayed
 
-Outcome train(TrainModel& model, const Case& c, const Range& micro_batches, std::int64_t all) {
+// `turns`: the micro-batches of each rank of the step that this model computes.
+Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns, std::int64_t all) {
   test::randomize_parameters(model);
   Outcome outcome;
   for (std::int64_t step = 1; step <= kSteps; ++step) {
     model.zero_gradients();
-    compute(model, c, step, micro_batches, all);
+    for (const Range& micro_batches : turns) compute(model, c, step, micro_batches, all);
     const StepStatistics statistics = model.statistics();
     for (const double value :
          {statistics.loss_sum, static_cast<double>(statistics.label_count), statistics.gradient_norm}) {
@@ -250,33 +274,37 @@ Outcome train(TrainModel& model, const Case& c, const Range& micro_batches, std:
 
 Outcome train_virtual(const Case& c, std::int64_t ranks) {
   const auto model = cuda::make_llama(config_of(c), options_of(c, ranks));
-  return train(*model, c, {0, ranks * c.accumulation}, ranks * c.accumulation);
+  return train(*model, c, {{0, ranks * c.accumulation}}, ranks * c.accumulation);
 }
 
-using MakePlane = std::function<std::unique_ptr<cuda::DeviceRanks>(Communicator&)>;
-
-// What each of `size` thread ranks gets.
+// What each of `size` thread ranks gets that compute `rounds` ranks of a step each.
 std::vector<Outcome> train_ranks(const Case& c, int size, Shard shard, std::int64_t bucket_elements,
-                                 const MakePlane& make_plane) {
+                                 const MakePlane& make_plane, std::int64_t rounds) {
   std::vector<Outcome> outcomes(static_cast<std::size_t>(size));
   run_thread_ranks(size, 120, [&](Communicator& ranks) {
     const auto plane = make_plane(ranks);
-    const auto model = cuda::make_llama(config_of(c), options_of(c, size), ranks, *plane, shard, bucket_elements);
-    const std::int64_t first = ranks.rank() * c.accumulation;
-    outcomes[static_cast<std::size_t>(ranks.rank())] =
-        train(*model, c, {first, first + c.accumulation}, size * c.accumulation);
+    const auto model =
+        cuda::make_llama(config_of(c), options_of(c, rounds * size), ranks, *plane, shard, bucket_elements);
+    std::vector<Range> turns;
+    for (std::int64_t rank = ranks.rank(); rank < rounds * size; rank += size) {
+      turns.push_back({rank * c.accumulation, (rank + 1) * c.accumulation});
+    }
+    outcomes[static_cast<std::size_t>(ranks.rank())] = train(*model, c, turns, rounds * size * c.accumulation);
   });
   return outcomes;
 }
 
+const char* shard_name(Shard shard) {
+  return shard == Shard::none ? "none" : shard == Shard::optimizer ? "optimizer" : "gradients";
+}
+
 void expect_ranks_give(const Outcome& expected, const Case& c, int size, Shard shard, std::int64_t bucket_elements,
-                       const MakePlane& make_plane = cuda::make_staged_ranks) {
-  const std::vector<Outcome> outcomes = train_ranks(c, size, shard, bucket_elements, make_plane);
+                       const MakePlane& make_plane = cuda::make_staged_ranks, std::int64_t rounds = 1) {
+  const std::vector<Outcome> outcomes = train_ranks(c, size, shard, bucket_elements, make_plane, rounds);
   for (std::size_t r = 0; r < outcomes.size(); ++r) {
     EXPECT_EQ(outcomes[r].statistics, expected.statistics) << "rank " << r;
-    EXPECT_TRUE(outcomes[r] == expected) << "rank " << r << " of " << size << ", "
-                                         << (shard == Shard::none ? "none" : "optimizer") << ", buckets of "
-                                         << bucket_elements;
+    EXPECT_TRUE(outcomes[r] == expected) << "rank " << r << " of " << size << ", " << shard_name(shard)
+                                         << ", buckets of " << bucket_elements;
   }
 }
 
@@ -287,6 +315,12 @@ const Case kCases[] = {
     {Precision::bf16, Precision::fp32, true, 0, 3, Recompute::block},
     {Precision::bf16, Precision::bf16, false, 0.1f, 2},
 };
+// Gradients can be divided where a rank has one micro-batch.
+std::vector<Shard> shards_of(const Case& c) {
+  if (c.accumulation > 1) return {Shard::none, Shard::optimizer};
+  return {Shard::none, Shard::optimizer, Shard::gradients};
+}
+
 // Every section in pieces; sections of their own; all in one.
 constexpr std::int64_t kBuckets[] = {8'192, 50'000, 16 << 20};
 
@@ -349,7 +383,7 @@ TEST(CudaVirtualRanks, TheirMemoryIsPlanned) {
             bytes(cuda::plan_llama(config, one)) + 4u * static_cast<std::uint64_t>(model->table().arena_elements()));
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     const auto plane = cuda::make_staged_ranks(ranks);
-    for (const Shard shard : {Shard::none, Shard::optimizer}) {
+    for (const Shard shard : {Shard::none, Shard::optimizer, Shard::gradients}) {
       const auto rank = cuda::make_llama(config, two, ranks, *plane, shard);
       EXPECT_EQ(bytes(rank->memory()), bytes(cuda::plan_llama(config, two, ranks.rank(), 2, shard)));
     }
@@ -361,8 +395,21 @@ TEST(CudaRanks, GiveTheBitsOfVirtualRanks) {
     for (const int size : {2, 3}) {
       SCOPED_TRACE(name_of(c));
       const Outcome expected = train_virtual(c, size);
-      for (const Shard shard : {Shard::none, Shard::optimizer}) {
+      for (const Shard shard : shards_of(c)) {
         for (const std::int64_t elements : kBuckets) expect_ranks_give(expected, c, size, shard, elements);
+      }
+    }
+  }
+}
+
+// N ranks compute what more would, in rounds.
+TEST(CudaRanks, FewerRanksGiveTheBitsOfMore) {
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(name_of(c));
+    for (const auto& [size, rounds] : {std::pair{2, 2}, {3, 2}, {2, 3}}) {
+      const Outcome expected = train_virtual(c, size * rounds);
+      for (const Shard shard : shards_of(c)) {
+        expect_ranks_give(expected, c, size, shard, 50'000, cuda::make_staged_ranks, rounds);
       }
     }
   }
@@ -373,15 +420,61 @@ TEST(CudaRanks, DelaysChangeNothing) {
   for (const bool graph : {false, true}) {
     Case c = kCases[4];
     c.graph = graph;
+    c.accumulation = 1;
     const Outcome expected = train_virtual(c, 2);
     for (const cuda::DelayPoint point : {cuda::DelayPoint::step, cuda::DelayPoint::forked}) {
-      for (const Shard shard : {Shard::none, Shard::optimizer}) {
+      for (const Shard shard : shards_of(c)) {
         cuda::set_stream_delay(point, 5'000);
         expect_ranks_give(expected, c, 2, shard, 50'000);
         cuda::set_stream_delay(point, 0);
       }
     }
   }
+}
+
+// More layers than there are places for divided gradients: each place is used again while it is exchanged.
+TEST(CudaRanks, LayersTakeTurnsInThePlacesOfDividedGradients) {
+  for (const bool tied : {false, true}) {
+    Case c;
+    c.tied = tied;
+    c.layers = 8;
+    const Outcome expected = train_virtual(c, 2);
+    for (const cuda::DelayPoint point : {cuda::DelayPoint::step, cuda::DelayPoint::forked}) {
+      cuda::set_stream_delay(point, 3'000);
+      expect_ranks_give(expected, c, 2, Shard::gradients, 50'000);
+      cuda::set_stream_delay(point, 0);
+    }
+  }
+}
+
+TEST(CudaRanks, DividedGradientsAreZeroWhereNothingWasComputed) {
+  const Case c;
+  run_thread_ranks(2, 60, [&](Communicator& ranks) {
+    const auto plane = cuda::make_staged_ranks(ranks);
+    const auto model = cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, Shard::gradients);
+    test::randomize_parameters(*model);
+    model->zero_gradients();
+    compute(*model, c, 1, {ranks.rank(), ranks.rank() + 1}, 2);
+    EXPECT_GT(model->statistics().gradient_norm, 0);
+    model->zero_gradients();
+    EXPECT_EQ(model->statistics().gradient_norm, 0);
+    for (const float value : all_values(*model, TensorRole::gradient)) ASSERT_EQ(value, 0.0f);
+  });
+}
+
+TEST(CudaRanks, SeveralMicroBatchesOfDividedGradientsAreRefused) {
+  Case c;
+  c.accumulation = 2;
+  run_thread_ranks(2, 60, [&](Communicator& ranks) {
+    const auto plane = cuda::make_staged_ranks(ranks);
+    try {
+      cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, Shard::gradients);
+      ADD_FAILURE() << "two micro-batches were accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      EXPECT_NE(std::string(error.what()).find("--shard: got gradients"), std::string::npos) << error.what();
+    }
+  });
 }
 
 // A state that ranks give, another number of ranks takes: what a checkpoint does.
@@ -400,7 +493,8 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
     for (const int size : {2, 3}) {
       run_thread_ranks(size, 60, [&](Communicator& ranks) {
         const auto plane = cuda::make_staged_ranks(ranks);
-        const auto model = cuda::make_llama(config_of(c), options_of(c, size), ranks, *plane, Shard::optimizer, 8'192);
+        const Shard shard = size == 2 ? Shard::optimizer : Shard::gradients;
+        const auto model = cuda::make_llama(config_of(c), options_of(c, size), ranks, *plane, shard, 8'192);
         for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
           for (const TensorSpec& spec : model->table().specs()) {
             Floats values;
@@ -425,19 +519,21 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
 }
 
 TEST_F(CudaTwoGpus, GiveTheBitsOfVirtualRanksOnOne) {
-  const auto by_nccl = [](Communicator& ranks) {
-    cuda::check(cudaSetDevice(ranks.rank()), "test");
-    return cuda::make_nccl_ranks(ranks, 60);
-  };
   for (const Case& c : kCases) {
     SCOPED_TRACE(name_of(c));
     const Outcome expected = train_virtual(c, 2);
-    for (const Shard shard : {Shard::none, Shard::optimizer}) {
-      for (const std::int64_t elements : kBuckets) expect_ranks_give(expected, c, 2, shard, elements, by_nccl);
+    for (const auto make_plane : kPlanes) {
+      const auto on_own_gpu = [&](Communicator& ranks) {
+        cuda::check(cudaSetDevice(ranks.rank()), "test");
+        return make_plane(ranks, 60);
+      };
+      for (const Shard shard : shards_of(c)) {
+        for (const std::int64_t elements : kBuckets) expect_ranks_give(expected, c, 2, shard, elements, on_own_gpu);
+      }
+      cuda::set_stream_delay(cuda::DelayPoint::forked, 5'000);
+      expect_ranks_give(expected, c, 2, Shard::optimizer, 50'000, on_own_gpu);
+      cuda::set_stream_delay(cuda::DelayPoint::forked, 0);
     }
-    cuda::set_stream_delay(cuda::DelayPoint::forked, 5'000);
-    expect_ranks_give(expected, c, 2, Shard::optimizer, 50'000, by_nccl);
-    cuda::set_stream_delay(cuda::DelayPoint::forked, 0);
   }
 }
 

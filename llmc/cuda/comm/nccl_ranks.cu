@@ -8,17 +8,15 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <fstream>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "llmc/base/error.h"
-#include "llmc/base/hash.h"
-#include "llmc/base/log.h"
 #include "llmc/base/signals.h"
 #include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/cuda/comm/wait.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 
@@ -102,7 +100,7 @@ double seconds_since(Clock::time_point begin) {
 
 class NcclRanks final : public DeviceRanks {
  public:
-  NcclRanks(Communicator& ranks, double time_limit_s) : ranks_(ranks), time_limit_s_(time_limit_s) {
+  NcclRanks(Communicator& ranks, double time_limit_s) : ranks_(ranks), waiter_(ranks, time_limit_s) {
     std::optional<Error> error;
     ncclUniqueId id{};
     if (rank() == 0) {
@@ -159,41 +157,23 @@ class NcclRanks final : public DeviceRanks {
   }
 
   void wait(cudaStream_t stream, cudaEvent_t own, const char* action) override {
-    check(cudaEventRecord(done_, stream), action);
-    std::optional<Clock::time_point> begin;
-    Clock::time_point looked = Clock::now();
-    while (!is_done(done_, action)) {
-      std::this_thread::yield();
-      if (!begin && (own == nullptr || is_done(own, action))) begin = Clock::now();
-      if (seconds_since(looked) < kLookSeconds) continue;
-      looked = Clock::now();
-      look(action, begin);
-    }
+    give_up_on_error([&] { waiter_.wait(stream, own, action, [&] { look(action); }); });
   }
 
  private:
-  static constexpr double kLookSeconds = 0.001, kFinalizeSeconds = 5;
+  static constexpr double kFinalizeSeconds = 5;
 
-  static bool is_done(cudaEvent_t event, const char* action) {
-    const cudaError_t error = cudaEventQuery(event);
-    if (error == cudaErrorNotReady) {
-      cudaGetLastError();  // it is no error
-      return false;
-    }
-    check(error, action);
-    return true;
+  void look(const char* action) const {
+    ncclResult_t state = ncclSuccess;
+    const ncclResult_t asked = nccl().get_async_error(communicator_, &state);
+    if (asked != ncclSuccess) refuse(asked, action);
+    if (state != ncclSuccess && state != ncclInProgress) refuse(state, action);
   }
 
-  // Whether the others are still there, and in time.
-  void look(const char* action, const std::optional<Clock::time_point>& begin) {
+  template <typename Work>
+  void give_up_on_error(const Work& work) {
     try {
-      ncclResult_t state = ncclSuccess;
-      const ncclResult_t asked = nccl().get_async_error(communicator_, &state);
-      if (asked != ncclSuccess) refuse(asked, action);
-      if (state != ncclSuccess && state != ncclInProgress) refuse(state, action);
-      if (begin && seconds_since(*begin) > time_limit_s_) {
-        fail(Exit::environment, "%s: the other ranks did not come within %g s", action, time_limit_s_);
-      }
+      work();
     } catch (...) {
       give_up();
       throw;
@@ -203,7 +183,7 @@ class NcclRanks final : public DeviceRanks {
   // Makes the kernels of NCCL that wait for lost ranks end, so that memory can be freed. That may itself wait for ever, so
   // another thread does it.
   void give_up() {
-    if (given_up_) return;
+    if (given_up_ || communicator_ == nullptr) return;
     given_up_ = true;
     try {
       const SignalsElsewhere signals;
@@ -220,19 +200,17 @@ class NcclRanks final : public DeviceRanks {
 
   // Returns when NCCL has done what it was asked to queue.
   void finish(ncclResult_t result, const char* action) {
-    const Clock::time_point begin = Clock::now();
-    Clock::time_point looked = begin;
-    while (result == ncclInProgress) {
-      const ncclResult_t asked = nccl().get_async_error(communicator_, &result);
-      if (asked != ncclSuccess) result = asked;
-      if (result != ncclInProgress || seconds_since(looked) < kLookSeconds) continue;
-      looked = Clock::now();
-      look(action, begin);
-      std::this_thread::yield();
-    }
-    if (result == ncclSuccess) return;
-    if (communicator_ != nullptr) give_up();
-    refuse(result, action);
+    give_up_on_error([&] {
+      const auto done = [&] {
+        if (result == ncclInProgress) {
+          const ncclResult_t asked = nccl().get_async_error(communicator_, &result);
+          if (asked != ncclSuccess) result = asked;
+        }
+        return result != ncclInProgress;
+      };
+      waiter_.until(done, action, [] {});
+      if (result != ncclSuccess) refuse(result, action);
+    });
   }
 
   // One group with every other rank, of which `work` gets the number and the position among the others.
@@ -257,9 +235,8 @@ class NcclRanks final : public DeviceRanks {
 
   static constexpr const char* kName = "exchange between ranks";
   Communicator& ranks_;
-  const double time_limit_s_;
+  Waiter waiter_;
   ncclComm_t communicator_ = nullptr;
-  Event done_{cudaEventDisableTiming};
   bool given_up_ = false;
 };
 
@@ -288,36 +265,5 @@ std::unique_ptr<DeviceRanks> make_nccl_ranks(Communicator& ranks, double /*time_
 }
 
 #endif
-
-namespace {
-
-// Names the current GPU among those of all machines of a run: two machines may have one host name, but no boot in common.
-std::uint64_t gpu_hash() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  char bus[32] = "";
-  int device = 0;
-  check(cudaGetDevice(&device), "GPU");
-  check(cudaDeviceGetPCIBusId(bus, sizeof bus, device), "GPU");
-  return xxh3_64(boot + " " + bus);
-}
-
-}  // namespace
-
-std::unique_ptr<DeviceRanks> make_device_ranks(Communicator& ranks, double time_limit_s) {
-  const std::vector<std::uint64_t> gpus = ranks.gather(gpu_hash());
-  bool shared = false;
-  for (std::size_t r = 0; r < gpus.size(); ++r) {
-    for (std::size_t s = 0; s < r; ++s) shared |= gpus[r] == gpus[s];
-  }
-  const bool without = largest(ranks, nccl_version().empty() ? 1 : 0) != 0;
-  if (!shared && !without) return make_nccl_ranks(ranks, time_limit_s);
-  if (ranks.rank() == 0) {
-    log_warning(
-        "%s: the ranks exchange gradients through host memory, which is slow",
-        shared ? "two ranks have the same GPU" : "a rank finds no NCCL (libnccl.so.2; NCCL_HOME= names its folder)");
-  }
-  return make_staged_ranks(ranks);
-}
 
 }  // namespace weft::cuda

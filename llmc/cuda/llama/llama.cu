@@ -72,8 +72,10 @@ template <typename S>
 void Llama<S>::backward_layers(Accumulate accumulate) {
   if (accumulate == Accumulate::no) zero_accumulated_gradients();
   sort_tokens();  // for embed_backward(), in another stream
+  take_gradient_slot(config_.num_layers - 1);
   normalize_backward(norm_after(2 * config_.num_layers - 1), acts_.d_final_norm, false);
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
+    if (l + 1 < config_.num_layers) take_gradient_slot(l);
     recompute_layer(l);
     backward_layer(l, accumulate);
     gradients_ready(section_of_layer(l));

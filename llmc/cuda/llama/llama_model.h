@@ -153,13 +153,27 @@ class Llama final : public TrainModel {
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
   void zero_gradient(const TensorSpec& spec);
   void zero_accumulated_gradients();
+  void zero_accumulated_gradients(std::size_t section);
+  void take_gradient_slot(std::int64_t l);
   void zero_stale_gradients();
 
+  // Of the ranks of a run, and of the rounds of each.
+  std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
   bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
   void finish_rank();
   void update_blocks(const Range& range, const AdamWStep& step);
   // The gradients of the step, or of the virtual ranks that have computed.
-  float* gradients() const { return (ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).template at<float>(0); }
+  float* gradients() const {
+    const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_
+                               : ranks_added_ > 0          ? rank_sum_arena_
+                                                           : gradient_arena_;
+    return arena.at<float>(0);
+  }
+  // How far from its place in the table's layout the gradient of a section lies while it is computed.
+  std::int64_t gradient_shift(std::size_t section) const {
+    return division_.gradient_begins[section] - division_.sections[section].begin;
+  }
+  std::size_t section_of(const TensorSpec& spec) const;
 
   // ---- ranks.cu
   // Sections of the arena (llama_sections()).
@@ -174,6 +188,9 @@ class Llama final : public TrainModel {
   void parameters_needed(std::size_t section);
   void exchange_from(std::size_t section);
   void exchange(std::size_t bucket);
+  void begin_round();
+  void finish_round();
+  void zero_unsent_gradients();
   void finish_exchange();
   void gather_statistics();
   void gather_parameters(std::size_t bucket);
@@ -181,6 +198,7 @@ class Llama final : public TrainModel {
 
   // ---- setup.cu
   void prepare_matmuls();
+  void place_gradients();
 
   // ---- tensor_io.cu
   // A range of a tensor that this model has: where it begins in arenas of the table's layout, and in those of the state.
@@ -190,7 +208,7 @@ class Llama final : public TrainModel {
   bool is_moment(TensorRole role) const { return role == TensorRole::moment1 || role == TensorRole::moment2; }
   // Whether each rank has its part alone.
   bool is_divided(TensorRole role) const {
-    if (role == TensorRole::gradient) return division_.divided && exchanged_;
+    if (role == TensorRole::gradient) return division_.gradients_divided || (division_.divided && exchanged_);
     return division_.divided && (is_moment(role) || kSplitMaster<S>);
   }
   Range held(TensorRole role, const Bucket& bucket) const {
@@ -220,6 +238,7 @@ class Llama final : public TrainModel {
   LlamaActivations<S> acts_;
   LlamaWorkspace work_;
   DeviceArena parameter_arena_, low_arena_, gradient_arena_;
+  DeviceArena part_sum_arena_;  // see Division::sum_begins
   DeviceArena rank_sum_arena_;  // the gradients of the virtual ranks that are complete; empty without them
   DeviceArena received_arena_;  // gradients of other ranks on their way into the sum; empty without them
   DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
@@ -243,11 +262,12 @@ class Llama final : public TrainModel {
   std::int64_t rank_micro_batches_ = 0,
                ranks_added_ = 0;  // of the rank that computes; virtual ranks that have computed
   // With peers: what moves between ranks does so in a stream of its own, beside the passes. Events: the gradients of a
-  // section are complete; the parameters of a bucket are those of all ranks.
+  // section are complete; those of a bucket have been exchanged; its parameters are those of all ranks.
   std::optional<Stream> exchange_stream_;
-  std::vector<std::unique_ptr<Event>> gradients_ready_, parameters_ready_;
+  std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
   Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
   std::vector<bool> sent_;  // buckets whose exchange is queued since the last zero_gradients()
+  std::int64_t rounds_done_ = 0;
   bool exchanged_ = false;  // the gradients are those of all ranks, as far as this model has them
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "llmc/base/checked.h"
 #include "llmc/base/error.h"
@@ -49,12 +50,22 @@ std::vector<AdamWBlock> blocks_of(const TensorTable& table, const Range& section
 }  // namespace
 
 Division::Division(const ModelConfig& config, const TensorTable& table, const RankShare& share)
-    : divided(share.ranks > 1 && share.shard == Shard::optimizer) {
-  const std::vector<Range> all_sections = llama_sections(config, table);
-  sections = all_sections.size();
-  buckets = cut_buckets(all_sections, share.ranks, kAdamWBlockElements, share.bucket_elements);
+    : divided(share.ranks > 1 && share.shard != Shard::none),
+      gradients_divided(share.ranks > 1 && share.shard == Shard::gradients),
+      sections(llama_sections(config, table)) {
+  place_gradients(config);
+  if (gradients_divided) {  // a section at a time: its place is needed again
+    for (std::size_t s = 0; s < sections.size(); ++s) {
+      for (Bucket& bucket : cut_buckets({&sections[s], 1}, share.ranks, kAdamWBlockElements, share.bucket_elements)) {
+        bucket.section = s;
+        buckets.push_back(std::move(bucket));
+      }
+    }
+  } else {
+    buckets = cut_buckets(sections, share.ranks, kAdamWBlockElements, share.bucket_elements);
+  }
   std::vector<AdamWBlock> all;
-  for (const Range& section : all_sections) {
+  for (const Range& section : sections) {
     for (const AdamWBlock& block : blocks_of(table, section)) all.push_back(block);
   }
   squares = static_cast<std::int64_t>(all.size());
@@ -73,9 +84,12 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
         if (divided && r != me) continue;
         blocks.push_back(all[next]);
         blocks.back().state = state_elements + all[next].begin - held.begin;
+        if (gradients_divided) blocks.back().gradient = blocks.back().state;
       }
     }
     state_elements += held.size();
+    sum_begins.push_back(sum_elements);
+    if (gradients_divided || share.rounds > 1) sum_elements += bucket.parts[me].size();
     blocks_of_bucket.push_back({first, static_cast<std::int64_t>(blocks.size())});
     received = std::max(received, (share.ranks - 1) * bucket.parts[me].size());
   }
@@ -90,10 +104,47 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
   }
 }
 
-MemoryPlan state_plan(const char* name, const Division& division, std::size_t element_bytes) {
+void Division::place_gradients(const ModelConfig& config) {
+  if (!gradients_divided) {
+    for (const Range& section : sections) gradient_begins.push_back(section.begin);
+    gradient_elements = sections.back().end;
+    return;
+  }
+  const auto layers = static_cast<std::size_t>(config.num_layers);
+  std::int64_t slot = 0;
+  for (std::size_t l = 0; l < layers; ++l) slot = std::max(slot, sections[1 + l].size());
+  gradient_begins.push_back(0);
+  gradient_elements = sections[0].size();
+  for (std::size_t l = 0; l < layers; ++l) {
+    gradient_begins.push_back(gradient_elements + static_cast<std::int64_t>(l % kGradientSlots) * slot);
+  }
+  gradient_elements += static_cast<std::int64_t>(std::min(layers, kGradientSlots)) * slot;
+  for (std::size_t s = 1 + layers; s < sections.size(); ++s) {  // the head
+    gradient_begins.push_back(gradient_elements);
+    gradient_elements += sections[s].size();
+  }
+}
+
+namespace {
+
+MemoryPlan plan_of(const char* name, std::int64_t elements, std::size_t element_bytes) {
   MemoryPlan plan(name);
-  plan.add(checked_mul(static_cast<std::uint64_t>(division.state_elements), element_bytes, name));
+  plan.add(checked_mul(static_cast<std::uint64_t>(elements), element_bytes, name));
   return plan;
+}
+
+}  // namespace
+
+MemoryPlan gradient_plan(const Division& division) {
+  return plan_of("gradients", division.gradient_elements, sizeof(float));
+}
+
+MemoryPlan part_sum_plan(const Division& division) {
+  return plan_of("sums of gradients", division.sum_elements, sizeof(float));
+}
+
+MemoryPlan state_plan(const char* name, const Division& division, std::size_t element_bytes) {
+  return plan_of(name, division.state_elements, element_bytes);
 }
 
 MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) {
@@ -102,9 +153,7 @@ MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) 
 }
 
 MemoryPlan received_plan(const Division& division) {
-  MemoryPlan plan("gradients of other ranks");
-  plan.add(checked_mul(static_cast<std::uint64_t>(division.received), sizeof(float), plan.name()));
-  return plan;
+  return plan_of("gradients of other ranks", division.received, sizeof(float));
 }
 
 LlamaWorkspace::LlamaWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
@@ -118,15 +167,16 @@ LlamaWorkspace::LlamaWorkspace(const ModelConfig& config, const TrainOptions& op
   regions.want(&rope_sin, rope_elements);
   regions.want(&loss_total, 1);
   regions.want(&evaluation_total, 1);
-  regions.want(&rank_totals, share.ranks);
+  regions.want(&rank_totals, share.ranks * share.rounds);
   regions.want(&gradient_norm, 1);
-  regions.want(&adamw_blocks, static_cast<std::int64_t>(division.blocks.size()));
   regions.want(&squares, division.squares);
   if (!division.squares_order.empty()) regions.want(&squares_order, division.squares);
   const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight, and bias
   regions.want_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
                                          attention_backward_workspace(attention_shape(config, options)),
                                          embedding_backward_workspace(N, config.hidden_size)}));
+  // Last: it differs from rank to rank, and what ranks gather has one place on all.
+  regions.want(&adamw_blocks, static_cast<std::int64_t>(division.blocks.size()));
 }
 
 template <typename S>
@@ -139,7 +189,7 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   std::vector<MemoryLine> lines;
   lines.push_back({kSplitMaster<S> ? "parameters (bf16)" : "parameters (fp32)", table.arena_bytes()});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
-  lines.push_back({"gradients (fp32)", per_parameter_plan("", table, sizeof(float)).bytes()});
+  lines.push_back({"gradients (fp32)", gradient_plan(division).bytes() + part_sum_plan(division).bytes()});
   if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
   if (share.ranks > 1) lines.push_back({"gradients of other ranks (fp32)", received_plan(division).bytes()});
   lines.push_back({options.moments == Precision::bf16 ? "AdamW moments (bf16)" : "AdamW moments (fp32)",
@@ -164,7 +214,7 @@ void check_sizes(const ModelConfig& config) {
 
 namespace {
 
-std::vector<MemoryLine> plan_of(const ModelConfig& config, const TrainOptions& options, const RankShare& share) {
+std::vector<MemoryLine> lines_of(const ModelConfig& config, const TrainOptions& options, const RankShare& share) {
   check_sizes(config);
   return options.precision == Precision::bf16 ? llama_memory<bf16>(config, options, share)
                                               : llama_memory<float>(config, options, share);
@@ -178,12 +228,12 @@ TrainOptions of_one_rank(TrainOptions options) {
 }
 
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
-  return plan_of(config, options, {});
+  return lines_of(config, options, {});
 }
 
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                    Shard shard) {
-  return plan_of(config, of_one_rank(options), {rank, ranks, shard});
+  return lines_of(config, of_one_rank(options), {rank, ranks, shard, options.virtual_ranks / ranks});
 }
 
 }  // namespace weft::cuda

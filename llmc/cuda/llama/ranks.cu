@@ -2,9 +2,10 @@
 // backward has completed them, and the parameters that a rank has updated come before the next forward pass needs them. The
 // lists of llama.cu mark both by section of the arena; the events that carry the marks are external to the graphs that the
 // lists are captured in, so that work outside of them can wait for a part of a graph, and a part of a graph for it.
-#include <numeric>
+#include <algorithm>
 #include <vector>
 
+#include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/llama/llama_model.h"
 #include "llmc/cuda/op/rank_sum.h"
@@ -35,6 +36,7 @@ void Llama<S>::gradients_ready(std::size_t section) {
   if (!has_peers()) return;
   const unsigned flags = is_captured(stream_) ? cudaEventRecordExternal : cudaEventRecordDefault;
   check(cudaEventRecordWithFlags(*gradients_ready_[section], stream_, flags), "exchange between ranks");
+  if (division_.gradients_divided && section != head_section()) exchange_from(section);
 }
 
 // In the lists: what follows reads the parameters of a section.
@@ -65,12 +67,19 @@ void Llama<S>::exchange(std::size_t number) {
   const cudaStream_t stream = *exchange_stream_;
   check(cudaStreamWaitEvent(stream, *gradients_ready_[bucket.section]), "exchange between ranks");
   delay_point(stream, DelayPoint::forked);
+  std::vector<Range> parts = bucket.parts;  // where they lie while they are computed
+  for (Range& part : parts) {
+    part.begin += gradient_shift(bucket.section);
+    part.end += gradient_shift(bucket.section);
+  }
   float* const gradients = gradient_arena_.at<float>(0);
   const float* received = received_arena_.at<float>(0);
-  const Range mine = bucket.parts[my_rank()];
-  peers_.device_ranks->exchange(gradients, bucket.parts, received_arena_.at<float>(0), stream);
+  const Range mine = parts[my_rank()];
+  peers_.device_ranks->exchange(gradients, parts, received_arena_.at<float>(0), stream);
+  float* const part_sum = part_sum_arena_.at<float>(0) + division_.sum_begins[number];
   std::vector<const float*> pieces;
-  for (std::size_t r = 0; r < bucket.parts.size(); ++r) {
+  if (rounds_done_ > 0) pieces.push_back(part_sum);
+  for (std::size_t r = 0; r < parts.size(); ++r) {
     if (r == my_rank()) {
       pieces.push_back(gradients + mine.begin);
     } else {
@@ -78,11 +87,46 @@ void Llama<S>::exchange(std::size_t number) {
       received += mine.size();
     }
   }
-  add_ranks(gradients + mine.begin, pieces, mine.size(), stream);
-  if (!division_.divided) {
+  const bool last = rounds_done_ + 1 == peers_.share.rounds;
+  add_ranks(last && !division_.gradients_divided ? gradients + mine.begin : part_sum, pieces, mine.size(), stream);
+  check(cudaEventRecord(*gradients_exchanged_[number], stream), "exchange between ranks");
+  if (last && !division_.divided) {
     peers_.device_ranks->gather(reinterpret_cast<std::byte*>(gradients), in_bytes(bucket.parts, sizeof(float)), stream);
   }
   sent_[number] = true;
+}
+
+// Before the first micro-batch of a rank of the step. Its gradients overwrite those of the round before.
+template <typename S>
+void Llama<S>::begin_round() {
+  if (rounds_done_ == peers_.share.rounds) fail(Exit::internal, "more micro-batches than a rank has in a step");
+  if (rounds_done_ == 0) return;
+  finish_exchange();
+  std::fill(sent_.begin(), sent_.end(), false);
+  head_stale_ = others_stale_ = true;
+}
+
+// The gradients of a rank of the step are complete: sends what has not been sent, and sets its loss aside.
+template <typename S>
+void Llama<S>::finish_round() {
+  exchange_from(kEmbeddingSection);
+  LossTotal* const total = work_.rank_totals + rounds_done_ * peers_.share.ranks + peers_.share.rank;
+  check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToDevice, stream_), "losses");
+  check(cudaMemsetAsync(work_.loss_total, 0, sizeof *total, stream_), "losses");
+  rank_micro_batches_ = 0;
+  ++rounds_done_;
+}
+
+// Of divided gradients: those of sections that no backward has computed since the last zero_gradients().
+template <typename S>
+void Llama<S>::zero_unsent_gradients() {
+  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    if (sent_[b]) continue;
+    float* const sum = part_sum_arena_.at<float>(0) + division_.sum_begins[b];
+    const std::int64_t count = division_.buckets[b].parts[my_rank()].size();
+    check(cudaMemsetAsync(sum, 0, static_cast<std::size_t>(count) * sizeof(float), stream_), "zero_gradients");
+    sent_[b] = true;
+  }
 }
 
 // What the stream of the step does from here on comes after all exchanges that are queued.
@@ -95,17 +139,18 @@ void Llama<S>::finish_exchange() {
 // The losses of all ranks and, if each has squares of its own blocks alone, those of all.
 template <typename S>
 void Llama<S>::gather_statistics() {
-  check(cudaMemcpyAsync(work_.rank_totals + my_rank(), work_.loss_total, sizeof(LossTotal), cudaMemcpyDeviceToDevice,
-                        stream_),
-        "statistics");
   fork_stream(stream_, *exchange_stream_, forked_, "statistics");
-  std::vector<Range> totals;
-  for (int r = 0; r < peers_.share.ranks; ++r) totals.push_back({r, r + 1});
   const auto gather = [&](auto* values, const std::vector<Range>& parts) {
     peers_.device_ranks->gather(reinterpret_cast<std::byte*>(values), in_bytes(parts, sizeof *values),
                                 *exchange_stream_);
   };
-  gather(work_.rank_totals, totals);
+  for (std::int64_t round = 0; round < peers_.share.rounds; ++round) {
+    std::vector<Range> totals;
+    for (std::int64_t r = round * peers_.share.ranks; std::ssize(totals) < peers_.share.ranks; ++r) {
+      totals.push_back({r, r + 1});
+    }
+    gather(work_.rank_totals, totals);
+  }
   if (division_.divided) gather(work_.squares, division_.squares_of_rank);
   finish_exchange();
 }
@@ -131,6 +176,9 @@ void Llama<S>::synchronize(const char* action) {
   template void Llama<S>::gradients_ready(std::size_t);   \
   template void Llama<S>::parameters_needed(std::size_t); \
   template void Llama<S>::exchange_from(std::size_t);     \
+  template void Llama<S>::begin_round();                  \
+  template void Llama<S>::finish_round();                 \
+  template void Llama<S>::zero_unsent_gradients();        \
   template void Llama<S>::finish_exchange();              \
   template void Llama<S>::gather_statistics();            \
   template void Llama<S>::gather_parameters(std::size_t); \

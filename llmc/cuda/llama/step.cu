@@ -29,9 +29,7 @@ void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>
 template <typename S>
 void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
   const TraceRange range("forward");
-  if (has_peers() && rank_micro_batches_ == options_.rank_micro_batches) {
-    fail(Exit::internal, "more micro-batches than a rank has in a step");  // their gradients have left
-  }
+  if (has_peers() && rank_micro_batches_ == 0) begin_round();
   micro_step_ = micro_step;
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
@@ -50,12 +48,16 @@ void Llama<S>::backward() {
   const TraceRange range("backward");
   const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
   delay_point(stream_, DelayPoint::step);
-  replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  if (division_.gradients_divided) {  // it waits for exchanges that are queued while it is: no graph
+    backward_layers(accumulate);
+  } else {
+    replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  }
   others_stale_ = false;
   const bool last = is_last_micro_batch();
   ++rank_micro_batches_;
   if (!last) return;
-  if (has_peers()) exchange_from(kEmbeddingSection);
+  if (has_peers()) finish_round();
   if (options_.virtual_ranks > 1) finish_rank();
 }
 
@@ -98,29 +100,55 @@ void Llama<S>::zero_gradients() {
   if (has_peers()) finish_exchange();  // a step that was given up may still send its gradients
   head_stale_ = others_stale_ = true;
   exchanged_ = false;
+  rounds_done_ = 0;
   std::fill(sent_.begin(), sent_.end(), false);
   rank_micro_batches_ = ranks_added_ = 0;
   check(cudaMemsetAsync(work_.loss_total, 0, sizeof(LossTotal), stream_), "zero_gradients");
-  check(
-      cudaMemsetAsync(work_.rank_totals, 0, static_cast<std::size_t>(peers_.share.ranks) * sizeof(LossTotal), stream_),
-      "zero_gradients");
+  check(cudaMemsetAsync(work_.rank_totals, 0, rank_totals() * sizeof(LossTotal), stream_), "zero_gradients");
 }
 
 template <typename S>
 void Llama<S>::zero_gradient(const TensorSpec& spec) {
-  check(cudaMemsetAsync(gradient_arena_.at<float>(0) + spec.offset, 0,
-                        static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
+  float* const gradient = gradient_arena_.at<float>(0) + spec.offset + gradient_shift(section_of(spec));
+  check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
         "zero_gradients");
+}
+
+template <typename S>
+std::size_t Llama<S>::section_of(const TensorSpec& spec) const {
+  const auto behind = std::find_if(division_.sections.begin(), division_.sections.end(),
+                                   [&](const Range& section) { return spec.offset < section.end; });
+  return static_cast<std::size_t>(behind - division_.sections.begin());
 }
 
 // The gradients that backward accumulates even in the first micro-batch: norms, and an embedding that is not the head.
 template <typename S>
 void Llama<S>::zero_accumulated_gradients() {
-  for (const TensorSpec& spec : table_.specs()) {
-    const bool is_norm = spec.shape.size() == 1;
-    const bool is_embedding = gradient_arena_.at<float>(0) + spec.offset == d_weights_.embedding;
-    if (is_norm || (is_embedding && !config_.tied_embeddings)) zero_gradient(spec);
+  for (std::size_t section = 0; section < division_.sections.size(); ++section) {
+    const bool takes_turns = division_.gradients_divided && section != kEmbeddingSection && section != head_section();
+    if (!takes_turns) zero_accumulated_gradients(section);
   }
+}
+
+template <typename S>
+void Llama<S>::zero_accumulated_gradients(std::size_t section) {
+  for (const TensorSpec& spec : table_.specs()) {
+    if (section_of(spec) != section) continue;
+    const bool is_norm = spec.shape.size() == 1;
+    if (is_norm || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
+  }
+}
+
+// With divided gradients the place of those of layer l is free when the ranks have exchanged what was there before.
+template <typename S>
+void Llama<S>::take_gradient_slot(std::int64_t l) {
+  if (!division_.gradients_divided) return;
+  const std::int64_t before = l + static_cast<std::int64_t>(kGradientSlots);
+  for (std::size_t b = 0; b < division_.buckets.size() && before < config_.num_layers; ++b) {
+    if (division_.buckets[b].section != section_of_layer(before)) continue;
+    check(cudaStreamWaitEvent(stream_, *gradients_exchanged_[b]), "backward");
+  }
+  zero_accumulated_gradients(section_of_layer(l));
 }
 
 // The gradients that no micro-batch has stored since zero_gradients(): before they are read. Those of virtual ranks are read
@@ -128,9 +156,12 @@ void Llama<S>::zero_accumulated_gradients() {
 template <typename S>
 void Llama<S>::zero_stale_gradients() {
   if (ranks_added_ > 0) return;
-  for (const TensorSpec& spec : table_.specs()) {
-    const bool is_head = gradient_arena_.at<float>(0) + spec.offset == d_weights_.head;
-    if (is_head ? head_stale_ : others_stale_) zero_gradient(spec);
+  if (division_.gradients_divided) {
+    zero_unsent_gradients();
+  } else {
+    for (const TensorSpec& spec : table_.specs()) {
+      if (section_of(spec) == head_section() ? head_stale_ : others_stale_) zero_gradient(spec);
+    }
   }
   head_stale_ = others_stale_ = false;
 }
@@ -143,13 +174,15 @@ StepStatistics Llama<S>::statistics() {
   zero_stale_gradients();
   check(cudaEventRecord(own_work_, stream_), "statistics");
   if (has_peers() && !exchanged_) {
+    if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
+      fail(Exit::internal, "statistics of a step before its last round");
+    }
     for (const std::unique_ptr<Event>& event : gradients_ready_) check(cudaEventRecord(*event, stream_), "statistics");
-    exchange_from(kEmbeddingSection);
+    if (rounds_done_ == 0) finish_round();
     finish_exchange();
     exchanged_ = true;
   }
   const auto blocks = static_cast<std::int64_t>(division_.blocks.size());
-  const auto rank_count = static_cast<std::size_t>(peers_.share.ranks);
   double* const squares = work_.squares + (division_.divided ? division_.squares_of_rank[my_rank()].begin : 0);
   clock_.run("gradient norm", 0, static_cast<double>(division_.state_elements) * sizeof(float),
              [&] { block_squares(squares, gradients(), work_.adamw_blocks, blocks, stream_); });
@@ -157,10 +190,10 @@ StepStatistics Llama<S>::statistics() {
   gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, division_.squares, 0, stream_);
   GradientNorm* norm = results_.at<GradientNorm>(0);
   LossTotal* total = results_.at<LossTotal>(sizeof(GradientNorm));
-  LossTotal* rank_totals = total + 1;
+  LossTotal* totals = total + 1;
   check(cudaMemcpyAsync(norm, work_.gradient_norm, sizeof *norm, cudaMemcpyDeviceToHost, stream_), "statistics");
   check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
-  check(cudaMemcpyAsync(rank_totals, work_.rank_totals, rank_count * sizeof *total, cudaMemcpyDeviceToHost, stream_),
+  check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
         "statistics");
   if (has_peers()) {
     peers_.device_ranks->wait(stream_, own_work_, "training step");
@@ -168,9 +201,9 @@ StepStatistics Llama<S>::statistics() {
     stream_.synchronize("training step");
   }
   StepStatistics statistics{0, 0, norm->norm};
-  for (std::size_t r = 0; r < rank_count; ++r) {  // in the order of the ranks
-    statistics.loss_sum += rank_totals[r].loss_sum;
-    statistics.label_count += rank_totals[r].label_count;
+  for (std::size_t r = 0; r < rank_totals(); ++r) {  // in the order of the ranks
+    statistics.loss_sum += totals[r].loss_sum;
+    statistics.label_count += totals[r].label_count;
   }
   if (has_peers()) return statistics;  // its own total is among them
   statistics.loss_sum += total->loss_sum;
@@ -240,6 +273,7 @@ OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
   template double Llama<S>::evaluate(const Batch&, std::int64_t*);     \
   template void Llama<S>::zero_gradients();                            \
   template void Llama<S>::zero_accumulated_gradients();                \
+  template void Llama<S>::take_gradient_slot(std::int64_t);            \
   template void Llama<S>::zero_stale_gradients();                      \
   template StepStatistics Llama<S>::statistics();                      \
   template void Llama<S>::update(const AdamWStep&);                    \

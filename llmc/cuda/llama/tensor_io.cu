@@ -17,7 +17,7 @@ std::byte* Llama<S>::address_of(TensorRole role, const Piece& piece) const {
     case TensorRole::parameter:
       return parameter_arena_.at<std::byte>(element * sizeof(S));
     case TensorRole::gradient:
-      return reinterpret_cast<std::byte*>(gradients() + element);
+      return reinterpret_cast<std::byte*>(gradients() + (division_.gradients_divided ? state : element));
     case TensorRole::moment1:
       return moment1_arena_.at<std::byte>(state * moment_bytes(options_));
     case TensorRole::moment2:

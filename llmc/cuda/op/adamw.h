@@ -40,6 +40,7 @@ struct GradientNorm {
   float gradient_scale;     // min(1, clip / (norm + 1e-6)), or 1 without clipping
   std::int32_t non_finite;  // 1 if the norm is not finite: the update then writes nothing
 };
+
 // ---- update ---------------------------------------------------------------------------------------------------------
 // One tensor of the arena: elements [begin, end) and whether they decay.
 struct AdamWRange {
@@ -50,8 +51,8 @@ struct AdamWRange {
 // tensor.
 struct AdamWBlock {
   std::int64_t begin = 0;
-  std::int64_t state =
-      0;  // where its moments and low halves begin in their arenas: begin, unless a model has some alone
+  // Where its moments and low halves, and its gradients, begin in their arenas: begin, unless a model has some alone.
+  std::int64_t state = 0, gradient = 0;
   std::int32_t count = 0, decay = 0;
 };
 // Blocks end at multiples of so many elements of the arena.
@@ -59,10 +60,10 @@ inline constexpr std::int64_t kAdamWBlockElements = 8192;
 // Adjacent ranges with the same decay are merged; elements between ranges (padding) are never accessed.
 std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges);
 
-// Update of `block_count` blocks. Parameters and gradients are arenas of one layout, moments and low parts arenas of another
-// (AdamWBlock::state, which differs from AdamWBlock::begin by a multiple of 4), all aligned to 16 bytes; `blocks` lies on
-// the device. norm: on the device; its gradient_scale replaces
-// step.gradient_scale, and if it is non_finite nothing is written. norm null: step.gradient_scale holds.
+// Update of `block_count` blocks. Parameters, gradients, and moments with low parts are arenas of up to three layouts, in
+// which the positions of a block differ by multiples of 4, all aligned to 16 bytes; `blocks` lies on the device. norm: on
+// the device; its gradient_scale replaces step.gradient_scale, and if it is non_finite nothing is written. norm null:
+// step.gradient_scale holds.
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
            std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream);
 // The same on bf16 parameters with their low parts: an fp32 master in four bytes.
