@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/log.h"
 #include "llmc/comm/at_work.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/train/fault_injection.h"
@@ -61,9 +62,8 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
-  if (choice_.gpu && ranks_ > 1 && settings.virtual_ranks != ranks_) {
-    fail(Exit::usage, "--virtual-ranks: got %lld, expected the %d ranks of the run: each GPU computes one of them",
-         static_cast<long long>(settings.virtual_ranks), ranks_);
+  if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
+    fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
   }
   if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
@@ -139,6 +139,7 @@ std::unique_ptr<TrainModel> TrainDevice::make(const ModelConfig& config, const T
   if (choice_.gpu) {
     links_ = std::make_unique<Links>();
     links_->gpus = cuda::make_device_ranks(ranks, time_limit_s_);
+    log_info("%d ranks: gradients and parameters move by %s", ranks.size(), links_->gpus->name().c_str());
     return cuda::make_llama(config, options, ranks, *links_->gpus, shard_);
   }
 #endif

@@ -98,8 +98,10 @@ void add_ranks(OptionTable& table, TrainSettings& s) {
       "gpus", s.gpus, 0, kMaxLocalRanks,
       "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
       "started, or one");
-  table.choice("shard", s.shard, {"none", "optimizer"},
-               "what the ranks divide: nothing, or AdamW's moments and the update. The numbers are the same");
+  table.choice(
+      "shard", s.shard, {"none", "optimizer", "gradients"},
+      "what the ranks divide: nothing, AdamW's moments and the update, or, on GPUs, gradients too. The numbers are "
+      "the same");
   table.number("comm-timeout", s.comm_timeout, 1, 86400,
                "seconds that a rank waits for another one before the run ends");
 }
@@ -309,7 +311,7 @@ ResumeMode TrainSettings::resume_mode() const {
 }
 
 Shard TrainSettings::shard_kind() const {
-  return shard == "optimizer" ? Shard::optimizer : Shard::none;
+  return shard == "gradients" ? Shard::gradients : shard == "optimizer" ? Shard::optimizer : Shard::none;
 }
 
 Json TrainSettings::numeric_settings() const {
