@@ -33,7 +33,7 @@ class SocketRanks final : public Communicator {
     wait_for_reply("the start");
   }
   ~SocketRanks() override {
-    const std::lock_guard<std::timed_mutex> lock(sending_);
+    const std::lock_guard<std::mutex> lock(sending_);
     if (!ended()) {
       FrameHeader leave;
       leave.kind = FrameKind::leave;
@@ -102,7 +102,7 @@ class SocketRanks final : public Communicator {
 
   void give_sign() noexcept override {
     try {
-      std::unique_lock<std::timed_mutex> lock(sending_, std::try_to_lock);
+      std::unique_lock<std::mutex> lock(sending_, std::try_to_lock);
       if (!lock.owns_lock() || ended()) return;  // a call that is being sent is a sign
       FrameHeader alive;
       alive.kind = FrameKind::alive;
@@ -118,7 +118,11 @@ class SocketRanks final : public Communicator {
       const Error reason(error.code(), format("rank %d: %s", rank_, error.what()));
       if (!end(reason)) return;
       // A call on another thread may be sending: it holds the connection no longer than the hub takes to read.
-      std::unique_lock<std::timed_mutex> lock(sending_, std::chrono::duration<double>(kAbortSeconds));
+      std::unique_lock<std::mutex> lock(sending_, std::try_to_lock);
+      for (const Deadline limit = deadline_in(kAbortSeconds); !lock.owns_lock() && SocketClock::now() < limit;) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        [[maybe_unused]] const bool taken = lock.try_lock();
+      }
       if (!lock.owns_lock()) return;
       writer_.begin(reason);
       writer_.write_all(socket_, deadline_in(kAbortSeconds));
@@ -170,7 +174,7 @@ class SocketRanks final : public Communicator {
     require_going_on();
     const char* const name = name_of(header.call);
     {
-      const std::lock_guard<std::timed_mutex> lock(sending_);
+      const std::lock_guard<std::mutex> lock(sending_);
       heard_ = SocketClock::now();
       writer_.begin(header, brought);
       while (!writer_.done()) {
@@ -252,7 +256,7 @@ class SocketRanks final : public Communicator {
   const int rank_, size_;
   const double time_limit_s_;
   std::unique_ptr<Hub> hub_;  // on rank 0; ends after the connection
-  std::timed_mutex sending_;
+  std::mutex sending_;
   Socket socket_;  // written under sending_, read by the thread that makes the calls
   FrameWriter writer_;
   FrameReader reader_;
