@@ -68,7 +68,7 @@ void require_gpus(std::int64_t count) {
 #ifdef WEFT_CUDA
   const int visible = cuda::visible_gpus();
   if (visible == 0)
-    fail(Exit::environment, "--gpus: got %lld: %s", static_cast<long long>(count),
+    fail(Exit::environment, "--gpus: got %lld, but no GPU can be used here: %s", static_cast<long long>(count),
          cuda::probe_device().problem.c_str());
   if (visible < count) {
     fail(Exit::environment,

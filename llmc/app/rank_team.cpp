@@ -12,7 +12,7 @@
 
 namespace weft {
 
-RankTeam::RankTeam(const TrainSettings& settings, std::optional<LaunchedRank> launched)
+RankTeam::RankTeam(const TrainSettings& settings, const std::optional<LaunchedRank>& launched)
     : launched_(launched.value_or(LaunchedRank())), size_(settings.ranks) {
   if (!first()) log_as_rank(rank());
 }

@@ -17,7 +17,7 @@ class RankTeam {
  public:
   // `launched`: what a launcher says of this process. Waits for nobody. A rank that is not the first writes warnings and errors
   // alone from now on (log_as_rank()).
-  RankTeam(const TrainSettings& settings, std::optional<LaunchedRank> launched);
+  RankTeam(const TrainSettings& settings, const std::optional<LaunchedRank>& launched);
 
   int rank() const { return static_cast<int>(launched_.rank); }
   int size() const { return static_cast<int>(size_); }

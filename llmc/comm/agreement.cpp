@@ -27,10 +27,10 @@ std::vector<std::string> gather_texts(Communicator& ranks, const std::string& mi
   return texts;
 }
 
-// Names and values, each ended by a zero byte.
+// Names and values, each ended by a zero byte, which neither an option nor JSON can hold.
 std::string text_of(const std::vector<RankField>& fields) {
   std::string text;
-  for (const RankField& field : fields) text += std::string(field.name.c_str()) + '\0' + field.value.c_str() + '\0';
+  for (const RankField& field : fields) text += field.name + '\0' + field.value + '\0';
   return text;
 }
 

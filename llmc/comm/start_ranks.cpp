@@ -21,8 +21,6 @@
 #include "llmc/base/log.h"
 #include "llmc/comm/socket.h"
 
-extern char** environ;
-
 namespace weft {
 
 namespace {
@@ -57,7 +55,7 @@ class RankEnvironment {
       const bool replaced = std::any_of(own.begin(), own.end(), [&](const auto& mine) { return mine.first == name; });
       if (!replaced) texts_.emplace_back(*each);
     }
-    for (const auto& [name, value] : own) texts_.push_back(name + "=" + value);
+    for (const auto& [name, value] : own) texts_.push_back(format("%s=%s", name.c_str(), value.c_str()));
     for (std::string& text : texts_) pointers_.push_back(text.data());
     pointers_.push_back(nullptr);
   }

@@ -238,6 +238,8 @@ DOCUMENTS = [name for name in TRACKED if name.endswith(".md") and
 # What documents name and the tree does not hold, each with its reason.
 ELSEWHERE = {
     "--gtest_filter",   # an option of GoogleTest
+    "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--no-python",  # options of torchrun
+    "--nodes", "--ntasks-per-node", "--gpus-per-node",  # and of srun
     "train_00001.bin",  # an example of a name that dev/prepare_data.py counts up
 }
 

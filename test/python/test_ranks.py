@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment, has_checkpoint, losses,
-                        records, run_program, start, state_bytes, train, wait_for, write_shard)
+from train_runs import (MODEL, SECONDS, assert_refused, assert_same_run, checkpoints, has_checkpoint, records, run_program, start, train,
+                        wait_for, write_shard)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 LIMIT = 3  # seconds, of --comm-timeout
