@@ -141,10 +141,11 @@ Hello hello_of(int rank, int size, const char* version = "test") {
 // The answer to a rank that says `hello` to a run of two.
 std::string answer_to(const Hello& hello) {
   Door door;
-  const Socket visitor = door.knock(const_bytes_of(hello));
+  Socket visitor = door.knock(const_bytes_of(hello));
   Hub hub(std::move(door.listener), {0, 2, 42, "test"}, 5);
   Socket first = hub.take_first_connection();
   const std::string text = answer(visitor);
+  visitor.close();
   first.close();
   return text;
 }

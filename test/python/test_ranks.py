@@ -4,6 +4,7 @@ doc/robustness.md). On the CPU, where a launcher's environment starts them; --gp
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -487,7 +488,7 @@ def test_a_stopped_rank_of_this_machine_is_killed_in_the_end(data, tmp_path):
 
 def test_gpus_are_refused_where_there_are_none(data, tmp_path):
     assert_refused(train(data, tmp_path / "no", "--gpus", 2, "--device", "cpu"), 2, "--gpus: got 2, but --device cpu", "several_gpus.md")
-    assert_refused(train(data, tmp_path / "no", "--gpus", 200, "--batch-tokens", 0), 4, "--gpus: got 200, but this program ")
+    assert_refused(train(data, tmp_path / "no", "--gpus", 200, "--batch-tokens", 0), 4, "--gpus: got 200, but ")
     assert_refused(train(data, tmp_path / "no", "--gpus", 3), 2, "--batch-tokens: got 64, expected a multiple of",
                    "--micro-batch x --seq-len = 32, for each of the 3 ranks")
     environment_of_two = torchrun(0, 2, 1)
@@ -495,6 +496,20 @@ def test_gpus_are_refused_where_there_are_none(data, tmp_path):
     assert_refused(train(data, tmp_path / "no", "--virtual-ranks", 3, "--device", "cpu", "--batch-tokens", 96, env=environment_of_two), 2,
                    "--virtual-ranks: got 3, expected a multiple of the 2 ranks")
     assert_refused(train(data, tmp_path / "no", "--comm-timeout", 0), 2, "--comm-timeout")
+
+
+def test_the_plan_of_gpus_that_are_not_here(data, tmp_path):
+    plans = {shard: train(data, tmp_path / "no", "--gpus", 8, "--shard", shard, "--batch-tokens", 0, "--gpu-memory", "80GB", "--dry-run")
+             for shard in ("none", "optimizer", "gradients")}
+    if "built without nvcc" in plans["none"].stderr:
+        assert_refused(plans["none"], 4, "--gpu-memory")
+        pytest.skip("a build for the CPU alone")
+    lines = {shard: dict(re.findall(r"^  (.*?) {2,}(.*)$", done.stdout, re.M)) for shard, done in plans.items()}
+    for shard, done in plans.items():
+        assert done.returncode == 0 and f"memory on cuda, of each of the 8 ranks (--shard {shard})" in done.stdout, done.stderr
+    moments, gradients = "AdamW moments (fp32)", "gradients (fp32)"
+    assert lines["none"][moments] not in (lines["optimizer"][moments], lines["gradients"][moments])
+    assert lines["none"][gradients] == lines["optimizer"][gradients] != lines["gradients"][gradients]
 
 
 def test_gradients_are_divided_on_gpus_alone(data, tmp_path):
