@@ -146,25 +146,60 @@ CPU = [
            "std::copy_n(pieces.back() + first, size, block);\n    for (const float* piece : pieces.first(pieces.size() - 1))",
            unit("RankSum.AddsInTheOrder*")),
     Mutant("a virtual rank accumulates on top of the one before", "llmc/cpu/llama.cpp",
-           "  gradient_arena_.clear();\n  ranks_loss_sum_ += loss_sum_;", "  ranks_loss_sum_ += loss_sum_;",
+           "  gradient_arena_.clear();\n  loss_sum_ = 0;\n  rank_micro", "  loss_sum_ = 0;\n  rank_micro",
            unit("VirtualRanks.TheGradient*")),
     Mutant("the number of virtual ranks may change at a resume", "llmc/train/options.cpp",
            '  if (virtual_ranks != 1) fields["virtual-ranks"] = virtual_ranks;\n', "",
            unit("CheckpointTest.EachNumericSetting*", "NumericSettings.*")),
     Mutant("every rank gets the part of the first", "llmc/comm/thread_ranks.cpp",
            "const Range mine = parts[static_cast<std::size_t>(rank_)];", "const Range mine = parts.front();",
-           unit("Communicator.Exchange*")),
+           unit("*CommunicatorTest.Exchange*")),
     Mutant("a rank that has ended is waited for", "llmc/comm/thread_ranks.cpp",
-           "    if (any(State::waiting)) end(Exit::environment, left_reason());\n", "",
-           unit("Communicator.ARankThatHasEnded*")),
+           "    if (any(State::waiting)) end(ended_rank(left_));\n", "",
+           unit("*CommunicatorTest.ARankThatHasEnded*")),
     Mutant("every rank draws the dropout masks of the first", "llmc/train/loop.cpp",
-           "static_cast<std::uint64_t>(ranks_.rank() * micro_batches())", "0", unit("RanksLoop.*BitForBit*")),
+           "(i / own * ranks_.size() + ranks_.rank()) * own", "(i / own * ranks_.size()) * own", unit("RanksLoop.*BitForBit*")),
     Mutant("the norm of a divided update is that of the rank's part", "llmc/cpu/llama.cpp",
            "  ranks_->gather(squares.data(), blocks_of_rank);\n", "", unit("RanksLoop.*BitForBit*")),
     Mutant("a rank that fails in validation leaves the others waiting", "llmc/train/loop.cpp",
            "    error = caught;\n  }\n  fail_together(ranks, error);\n  if (largest(ranks, stopped",
            "    throw;\n  }\n  fail_together(ranks, error);\n  if (largest(ranks, stopped",
            unit("RanksLoop.AnErrorOfOneRank*")),
+    Mutant("a round replaces the sum of those before", "llmc/cpu/llama.cpp",
+           "gradient_arena_.at<float>(0), parts_, ranks_added_ > 0);", "gradient_arena_.at<float>(0), parts_, false);",
+           unit("RanksLoop.ProcessesShare*")),
+    Mutant("the hub copies what it has not compared", "llmc/comm/hub.cpp", "    compare();\n    reply();", "    reply();",
+           unit("*CommunicatorTest.RanksInDifferentCalls*")),
+    Mutant("a rank that gives signs is late all the same", "llmc/comm/hub.cpp", "limit_from(std::max(begin, peer.last_sign))",
+           "limit_from(begin)", unit("AtWorkTest.*")),
+    Mutant("the hub lets in ranks of other runs", "llmc/comm/hub.cpp",
+           "if (!may_be_rank(stranger) || hello.token != identity_.token) return", "if (!may_be_rank(stranger)) return",
+           unit("Hub.LetsIn*")),
+    Mutant("the hub lets in ranks of other versions", "llmc/comm/hub.cpp", "if (hello.version != ours) {", "if (ours.empty()) {",
+           unit("Hub.LetsIn*")),
+    Mutant("the hub lets in a rank twice", "llmc/comm/hub.cpp", "if (peer.present) refuse(", "if (peer.has_left) refuse(",
+           unit("Hub.LetsIn*")),
+    Mutant("pieces of an exchange lie behind each other", "llmc/comm/socket_ranks.cpp", "received + r * mine + first,",
+           "received + r * mine + first / 2,", unit("*CommunicatorTest.LargeValues*")),
+    Mutant("what one rank alone has is no difference", "llmc/comm/agreement.cpp",
+           "if (first != nullptr && other != nullptr && *first == *other) continue;",
+           "if (first == nullptr || other == nullptr || *first == *other) continue;", unit("Agreement.FieldsThatOneRank*")),
+    Mutant("two ranks on one GPU", "llmc/comm/agreement.cpp", "    if (is_new) continue;\n", "    if (is_new || r > 0) continue;\n",
+           unit("Agreement.WhatEach*")),
+    Mutant("the shards of the ranks are not compared", "llmc/train/rank_fields.cpp",
+           '  add_shards(fields, "--train", inputs.train);\n', "", ("py:test_ranks.py::test_a_rank_with_other_data",)),
+    Mutant("SIGTERM ends other ranks than the first at once", "llmc/train/loop.cpp",
+           "if (!first_rank()) return on_stop(OnStop::finish);", "if (!first_rank()) return;",
+           ("py:test_ranks.py::test_terminated",)),
+    Mutant("all ranks speak", "llmc/base/log.cpp", "  if (!rank_prefix.empty()) return;\n", "",
+           ("py:test_ranks.py::test_ranks_are_one_process",)),
+    Mutant("ranks outlive who has started them", "llmc/comm/start_ranks.cpp", "  ::prctl(PR_SET_PDEATHSIG, SIGKILL);\n", "",
+           ("py:test_ranks.py::test_ranks_die_with_who_has_started_them",)),
+    Mutant("--gpus beside a launcher of another number", "llmc/train/options.cpp",
+           "if (s.gpus > 0 && launched > 1 && s.gpus != launched) {", "if (s.gpus > launched && launched > 8) {",
+           ("py:test_ranks.py::test_gpus_are_refused_where_there_are_none",)),
+    Mutant("the ranks meet where torchrun listens", "llmc/comm/launcher.cpp", "  } else if (rank.port_is_taken) {",
+           "  } else if (rank.port_is_taken && rank.rank < 0) {", unit("Launcher.WhereTheRanksMeet")),
     Mutant("a batch script of Slurm is a task", "llmc/comm/launcher.cpp",
            "is_set(kSlurm.rank) && is_set(\"SLURM_STEP_ID\")", "is_set(kSlurm.rank)", unit("Launcher.*")),
     Mutant("clipping that never clips", "llmc/model/compare.cpp", "std::min(1.0, limit / (gradient_norm + 1e-6))",
@@ -773,6 +808,45 @@ GPU = [
            "static_cast<double>(step.step + 1);", ("gpu:AdamW*",)),
     Mutant("GPU: AdamW ignores eps", "llmc/cuda/op/adamw.cu", "s.inv_sqrt_correction2 + s.eps)",
            "s.inv_sqrt_correction2 + 1e-8f)", ("gpu:AdamW*",)),
+    Mutant("GPU: the moments of a rank lie where those of all would", "llmc/cuda/op/adamw.cu",
+           "const std::int64_t state = block.state - block.begin;", "const std::int64_t state = 0;", ("gpu:AdamW.TheStateMayLieElsewhere",)),
+    Mutant("GPU: the norm adds squares where they lie", "llmc/cuda/op/adamw.cu", "squares[order != nullptr ? order[i] : i]",
+           "squares[i]", ("gpu:GradientNorm.DoesNotDependOnWhereTheSquaresLie", "gpu:CudaRanks.GiveTheBits*")),
+    Mutant("GPU: a sum of ranks without its last few elements", "llmc/cuda/op/rank_sum.cu",
+           "  launch<1>(sum + in_quads, pieces, count - in_quads, stream);\n", "", ("gpu:CudaRankSum.*",)),
+    Mutant("GPU: the own gradients of a rank are added last", "llmc/cuda/llama/ranks.cu", """\
+    if (r == my_rank()) {
+      pieces.push_back(gradients + mine.begin);
+    } else {
+      pieces.push_back(received);
+      received += mine.size();
+    }
+  }
+""", """\
+    if (r == my_rank()) continue;
+    pieces.push_back(received);
+    received += mine.size();
+  }
+  pieces.push_back(gradients + mine.begin);
+""", ("gpu:CudaRanks.GiveTheBits*",)),
+    Mutant("GPU: gradients leave before backward has completed them", "llmc/cuda/llama/ranks.cu",
+           'check(cudaStreamWaitEvent(stream, *gradients_ready_[bucket.section]), "exchange between ranks");', "",
+           ("gpu:CudaRanks.DelaysChangeNothing",)),
+    Mutant("GPU: forward does not wait for the others' parameters", "llmc/cuda/llama/ranks.cu",
+           'check(cudaStreamWaitEvent(stream_, *parameters_ready_[b], flags), "exchange between ranks");', "",
+           ("gpu:CudaRanks.*", "gpu:CudaTwoGpus.GiveTheBits*")),
+    Mutant("GPU: a virtual rank adds to the gradients of the one before", "llmc/cuda/llama/step.cu", """\
+  head_stale_ = others_stale_ = true;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
+""", """\
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
+""", ("gpu:CudaVirtualRanks.TheGradient*",)),
+    Mutant("GPU: low halves of another rank's parameters are kept", "llmc/cuda/llama/tensor_io.cu",
+           "piece.state < 0 ? unwanted : low_arena_.at<std::int16_t>(0) + piece.state + begin;",
+           "low_arena_.at<std::int16_t>(0) + std::max<std::int64_t>(piece.state, 0) + begin;",
+           ("gpu:CudaRanks.StateMoves*", "gpu:CudaRanks.GiveTheBits*")),
     Mutant("GPU: RoPE turns the wrong way", "llmc/cuda/op/rope.cu", "rotated_low[j] = a * c - z * s;",
            "rotated_low[j] = a * c + z * s;", ("gpu:*Rope*",)),
     Mutant("GPU: SwiGLU with its branches swapped", "llmc/cuda/op/swiglu.cu", """\

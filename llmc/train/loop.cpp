@@ -96,7 +96,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       first_step_(state_.step + 1),
       saved_step_(state_.step) {
   if (ranks_.size() > 1 &&
-      (ranks_.size() != parts_.settings.virtual_ranks || first_rank() != (parts_.checkpoints != nullptr) ||
+      (parts_.settings.virtual_ranks % ranks_.size() != 0 || first_rank() != (parts_.checkpoints != nullptr) ||
        first_rank() != (parts_.copy != nullptr))) {
     fail(Exit::internal, "rank %d of %d: not the parts of this rank", ranks_.rank(), ranks_.size());
   }
@@ -106,7 +106,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
 
 // Sets the messages for the first and the second signal from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
-  if (!first_rank()) return;
+  if (!first_rank()) return on_stop(OnStop::finish);
   // "Or later": a save in the background may complete before the signal comes.
   const std::string newest =
       saved_step_ > 0 ? format("(step %lld or later)", wide(saved_step_)) : std::string("(if any)");
@@ -177,9 +177,12 @@ StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatc
   for (const MicroBatch& batch : batches) labels += static_cast<std::int64_t>(batch.labels.size());
   labels *= ranks_.size();
   parts_.model.zero_gradients();
-  std::uint64_t micro_step = state_.micro_steps + static_cast<std::uint64_t>(ranks_.rank() * micro_batches());
-  for (const MicroBatch& batch : batches) {
-    parts_.model.forward(batch.view(), micro_step++, 1.0f / static_cast<float>(labels));
+  const std::int64_t own = parts_.settings.rank_accumulation();
+  for (std::int64_t i = 0; i < std::ssize(batches); ++i) {
+    // The micro-batches of the others stand between those of two ranks that this process computes.
+    const std::int64_t number = (i / own * ranks_.size() + ranks_.rank()) * own + i % own;
+    parts_.model.forward(batches[static_cast<std::size_t>(i)].view(),
+                         state_.micro_steps + static_cast<std::uint64_t>(number), 1.0f / static_cast<float>(labels));
     parts_.model.backward();
   }
   inject_gradient_fault(faults_, step, parts_.model);
@@ -304,6 +307,7 @@ void TrainLoop::report(const Step& step) {
                  {"tokens_per_s", tokens_per_s},
                  {"dt_ms", step.seconds * 1000},
                  {"skipped", step.skipped}};
+  if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val_loss) record["val_loss"] = *step.val_loss;
   parts_.log.write(std::move(record));
 

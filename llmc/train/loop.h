@@ -44,7 +44,7 @@ class TrainLoop {
     const TokenDataset* validation = nullptr;              // may be absent
     std::function<std::string(std::int64_t step)> sample;  // may be empty
     std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; the first of several ranks needs one
-    Communicator* ranks = nullptr;    // of settings.virtual_ranks ranks; null: alone
+    Communicator* ranks = nullptr;    // of a divisor of settings.virtual_ranks processes; null: alone
   };
 
   // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.

@@ -617,16 +617,17 @@ TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
 // What the options table has and the checkpoint does not hold decides no number, or is held in another way.
 TEST(NumericSettings, AreAllOptionsButThese) {
   const std::set<std::string> others = {
-      "config",      "model",        "norm",  // held as the model's configuration and began_from
-      "train",                                // held as the shards' fingerprint
-      "steps",                                // held by itself: it may grow
-      "tokenizer",   "device",                // held, and said
-      "vocab-size",                           // held as the model's configuration
-      "val",         "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
-      "gpu-memory",  "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
-      "val-batches", "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
-      "operators",   "json",         "dry-run",       "print-config",  "color",       "verbose",
-      "threads",  // any number of them gives the same bits
+      "config",       "model",        "norm",  // held as the model's configuration and began_from
+      "train",                                 // held as the shards' fingerprint
+      "steps",                                 // held by itself: it may grow
+      "tokenizer",    "device",                // held, and said
+      "vocab-size",                            // held as the model's configuration
+      "val",          "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
+      "gpu-memory",   "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
+      "val-batches",  "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
+      "operators",    "json",         "dry-run",       "print-config",  "color",       "verbose",      "threads",
+      "gpus",         "shard",  // any number of them, and any division, gives the same bits
+      "comm-timeout",
   };
   const char* words[] = {"train_llama", "--config",  "tiny", "--print-config",  "--schedule",
                          "wsd",         "--moments", "bf16", "--virtual-ranks", "2"};

@@ -963,8 +963,9 @@ TEST(Faults, MalformedSpecsAreRefused) {
 
 // A name that contains another GPU's is not that GPU.
 TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
+  SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
-  const auto peak = [&](const char* name) { return bench_training(*model, settings_, name).peak_flops; };
+  const auto peak = [&](const char* name) { return bench_training(*model, settings_, name, alone).peak_flops; };
   EXPECT_EQ(peak("NVIDIA H200"), 989.4e12);
   EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756.4e12);
   for (const char* name : {"NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200"}) EXPECT_EQ(peak(name), 0) << name;
@@ -990,9 +991,10 @@ TEST(BenchFlops, TheShareOfThePeakByHand) {
 }
 
 TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
+  SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
   // One layer of 2 x 16 x 16, 2 x 8 x 16 and 3 x 24 x 16, a head of 32 x 16; sequences of 8.
-  const TrainBenchResult result = bench_training(*model, settings_, "NVIDIA H200");
+  const TrainBenchResult result = bench_training(*model, settings_, "NVIDIA H200", alone);
   EXPECT_EQ(result.flops_per_token, 6.0 * (1920 + 512) + 6.0 * 16 * 8);
   EXPECT_EQ(result.tokens, 16);
   EXPECT_DOUBLE_EQ(result.mfu(), 16 / result.median_ms * 1e3 * result.flops_per_token / 989.4e12);

@@ -185,7 +185,7 @@ class Inference final : public InferenceModel {
   template <typename Work>
   void named(const char* name, const Work& work) {
     if (!options_.direct) return work();
-    const Range range(name);
+    const TraceRange range(name);
     work();
   }
 
