@@ -1,8 +1,8 @@
 // Several GPUs of one machine: how fast ranges of device memory move between ranks, and a training step on one GPU and on all
 // of them, in one process with a thread a GPU. Training itself has a process a GPU; what the GPUs do is the same.
 //
-//   ranks_bench [--config NAME] [--micro-batch B] [--seq-len T] [--steps N] [--bucket ELEMENTS] [--by peer|nccl|host] [--shard none|optimizer|gradients]
-//               [--rounds N] [--rounded-alone] [--exchange-only]
+//   ranks_bench [--config NAME] [--micro-batch B] [--seq-len T] [--steps N] [--bucket ELEMENTS] [--by peer|nccl|host]
+//               [--shard none|optimizer|gradients] [--rounds N] [--rounded-alone] [--exchange-only]
 //
 // The step is that of --bench: one micro-batch a rank on random tokens, all of forward, backward, norm and update. A rank
 // alone and the ranks of a run take turns, --rounds times, so that the clock is the same for both. --rounded-alone: the one GPU
@@ -190,6 +190,7 @@ void bench_steps(int gpus, const Settings& settings) {
       const auto model = cuda::make_llama(preset_config(settings.config), options_of(settings, gpus), ranks, *plane,
                                           shard, settings.bucket);
       bench_parameters(*model);
+      ranks.barrier();  // that frees memory, which waits for all GPUs of the process
       double loss = 0;
       const double ms = step_ms(*model, settings, &loss);
       model->decoder(1);  // waits for the last parameters

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,9 +151,11 @@ TEST_F(CudaTwoGpus, CopyEnginesComeFirst) {
   });
 }
 
-// A rank that does not come: the others end within the time limit, and their memory can be freed.
+// A rank that does not come: the others end within the time limit, and their memory can be freed. Its own memory stays, as
+// that of a process that hangs.
 TEST_F(CudaTwoGpus, ARankThatDoesNotComeEndsTheOthers) {
   for (const auto make_plane : kPlanes) {
+    std::promise<void> first_has_ended;
     try {
       run_thread_ranks(2, 60, [&](Communicator& ranks) {
         cuda::check(cudaSetDevice(ranks.rank()), "test");
@@ -161,9 +164,17 @@ TEST_F(CudaTwoGpus, ARankThatDoesNotComeEndsTheOthers) {
         plane->share(reinterpret_cast<std::byte*>(values.data()), values.bytes());
         const cuda::Stream stream;
         const std::vector<Range> parts = {{0, 2'000'000}, {2'000'000, 4'000'000}};
-        if (ranks.rank() == 1) return;
+        if (ranks.rank() == 1) return first_has_ended.get_future().wait();
         plane->gather(reinterpret_cast<std::byte*>(values.data()), parts, stream);
-        plane->wait(stream, nullptr, "waiting in a test");
+        try {
+          plane->wait(stream, nullptr, "waiting in a test");
+        } catch (const Error& error) {
+          EXPECT_NE(std::string(error.what()).find("did not come within 2 s"), std::string::npos) << error.what();
+          cudaStreamSynchronize(stream);  // the work that was given up ends
+          first_has_ended.set_value();
+          throw;
+        }
+        first_has_ended.set_value();
       });
       ADD_FAILURE() << "nobody came, nobody minded";
     } catch (const Error& error) {
@@ -247,7 +258,6 @@ constexpr std::int64_t kSteps = 4;  // eager, captured, replayed
 
 // `turns`: the micro-batches of each rank of the step that this model computes.
 Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns, std::int64_t all) {
-  test::randomize_parameters(model);
   Outcome outcome;
   for (std::int64_t step = 1; step <= kSteps; ++step) {
     model.zero_gradients();
@@ -274,6 +284,7 @@ Outcome train(TrainModel& model, const Case& c, const std::vector<Range>& turns,
 
 Outcome train_virtual(const Case& c, std::int64_t ranks) {
   const auto model = cuda::make_llama(config_of(c), options_of(c, ranks));
+  test::randomize_parameters(*model);
   return train(*model, c, {{0, ranks * c.accumulation}}, ranks * c.accumulation);
 }
 
@@ -285,6 +296,8 @@ std::vector<Outcome> train_ranks(const Case& c, int size, Shard shard, std::int6
     const auto plane = make_plane(ranks);
     const auto model =
         cuda::make_llama(config_of(c), options_of(c, rounds * size), ranks, *plane, shard, bucket_elements);
+    test::randomize_parameters(*model);
+    ranks.barrier();  // that frees memory, which waits for all GPUs of the process
     std::vector<Range> turns;
     for (std::int64_t rank = ranks.rank(); rank < rounds * size; rank += size) {
       turns.push_back({rank * c.accumulation, (rank + 1) * c.accumulation});

@@ -53,7 +53,8 @@ std::string nccl_version();
 // NVLink multicast) unless the user has set it.
 std::unique_ptr<DeviceRanks> make_device_ranks(Communicator& ranks, double time_limit_s);
 
-// The ways by themselves.
+// The ways by themselves. With ranks that are threads of one process no rank may free memory of its GPU while another one is
+// in a call of make_peer_ranks()'s object: CUDA then waits for all GPUs of the process, and so for that call.
 std::unique_ptr<DeviceRanks> make_peer_ranks(Communicator& ranks, double time_limit_s);
 std::unique_ptr<DeviceRanks> make_nccl_ranks(Communicator& ranks, double time_limit_s);
 // Values pass through page-locked memory, and the host waits for each call: what tests on one GPU use, and ranks without

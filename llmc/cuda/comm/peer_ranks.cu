@@ -212,7 +212,7 @@ class PeerRanks final : public DeviceRanks {
     if (result != CUDA_SUCCESS) fail(Exit::environment, "%s: the driver says %d", kName, static_cast<int>(result));
   }
   static void copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
-    if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), kName);
+    if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), kName);
   }
 
   // Ends the waits of this rank's streams for ranks that are lost, so that memory can be freed: the values are lost anyway.

@@ -39,11 +39,19 @@ class Waiter {
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::milliseconds kLook{1};
 
-  static bool has_come(cudaEvent_t event, const char* action) {
+  bool has_come(cudaEvent_t event, const char* action) const {
     const cudaError_t error = cudaEventQuery(event);
+    if (error == cudaSuccess) return true;
     if (error == cudaErrorNotReady) {
       cudaGetLastError();  // it is no error
       return false;
+    }
+    // The memory of a rank that is lost goes with it, and a copy from there may fail before its connection does: what names
+    // the rank is the better error.
+    constexpr int kTimes = 100;
+    for (int i = 0; i < kTimes; ++i) {
+      ranks_.check();
+      std::this_thread::sleep_for(10 * kLook);
     }
     check(error, action);
     return true;
