@@ -11,6 +11,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "llmc/base/utf8.h"
@@ -304,7 +305,18 @@ TEST(PolledLines, LinesComeInPiecesOfAnySize) {
     EXPECT_EQ(lines.next(line, 0), Result::line);
     EXPECT_EQ(line, "");
     EXPECT_EQ(lines.next(line, 1), Result::not_yet);
-    send(" bytes\n12345678\nlast");
+    // The limit is that of the line, however many pieces it comes in.
+    for (const auto& [first, second, result] :
+         {std::tuple(" bytes\n1234", "5678\n", Result::line), std::tuple("1234", "56789\n", Result::too_long)}) {
+      send(first);
+      if (first[0] == ' ') {
+        EXPECT_EQ(lines.next(line, 0), Result::too_long);
+      }
+      EXPECT_EQ(lines.next(line, 0), Result::not_yet);
+      send(second);
+      EXPECT_EQ(lines.next(line, 0), result) << first;
+    }
+    send("longer than eight\n12345678\nlast");
     EXPECT_EQ(lines.next(line, 0), Result::too_long);
     EXPECT_EQ(lines.next(line, 0), Result::line);
     EXPECT_EQ(line, "12345678");

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <map>
@@ -20,6 +21,7 @@
 #include <set>
 #include <thread>
 
+#include "llmc/base/cgroup.h"
 #include "llmc/base/log.h"
 #include "llmc/train/background_save.h"
 #include "llmc/train/fault_injection.h"
@@ -1038,6 +1040,15 @@ TEST(FreeMemory, IsPartOfWhatThereIs) {
   const std::uint64_t before = free_host_memory();
   EXPECT_GT(before, 0u);
   EXPECT_LE(before, available_host_memory());
+  std::ifstream file("/proc/meminfo");  // "MemAvailable:   24000000 kB"
+  std::uint64_t kilobytes = 0;
+  for (std::string word; file >> word && kilobytes == 0;) {
+    if (word == "MemAvailable:") file >> kilobytes;
+  }
+  const std::uint64_t smallest =
+      std::min({kilobytes * 1024, available_host_memory(), cgroup_memory(cgroup_membership(), kCgroupRoot).free});
+  EXPECT_GT(before, smallest / 2) << "other processes take and give back in between";
+  EXPECT_LT(before, smallest / 2 * 3);
 }
 
 TEST(RunDirectoryTest, OneRunAtATime) {

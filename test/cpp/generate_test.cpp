@@ -159,6 +159,12 @@ TEST(Generate, StopsWhereTheContextEnds) {
   EXPECT_EQ(r.result.finish_reason, FinishReason::context_full);
   EXPECT_STREQ(finish_reason_name(FinishReason::context_full), "length");
   EXPECT_EQ(run(ids_of("abc"), {}, 3).result.text, "a");
+  // The reason is the limit that was reached; --max-tokens where it asks for just what there is.
+  for (const auto& [asked, got] : {std::pair(3, 3), std::pair(4, 4), std::pair(5, 4)}) {
+    const GenerateResult result = run(ids_of("abcdefgh"), {.max_tokens = asked}, 6).result;
+    EXPECT_EQ(std::ssize(result.ids), got) << asked;
+    EXPECT_EQ(result.finish_reason, asked > 4 ? FinishReason::context_full : FinishReason::max_tokens) << asked;
+  }
 }
 
 TEST(Generate, APromptThatFillsTheContextIsRefused) {

@@ -17,6 +17,7 @@
 #include <sstream>
 #include <thread>
 
+#include "llmc/base/log.h"
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
 #include "llmc/model/compare.h"
@@ -614,6 +615,13 @@ TEST_F(TrainLoopTest, RerunRepairsATransientFault) {
   EXPECT_EQ(result.state.transient, 1);
   EXPECT_EQ(result.tensors, clean.tensors) << "as if it had never happened";
   expect_same_run(logged("run", "loss"), logged("clean", "loss"));
+  // What is logged of the step is that of the attempt that counts, whichever number was bad before.
+  settings_.debug_inject.clear();
+  for (const bool loss : {true, false}) {
+    const std::string name = loss ? "loss" : "norm";
+    EXPECT_EQ(run(name, bad_statistics(5, 1, loss)).tensors, clean.tensors) << name;
+    for (const char* key : {"loss", "grad_norm"}) expect_same_run(logged(name, key), logged("clean", key));
+  }
 }
 
 TEST_F(TrainLoopTest, RerunGivesUpOnAPersistentFault) {
@@ -866,6 +874,30 @@ TEST_F(TrainLoopTest, AFailedLastSaveIsExit5AndLeavesTheOlderOne) {
   EXPECT_FALSE(has_checkpoint("run", 10));
 }
 
+// The time that is left is counted on from the steps of this start: the first one alone at first, then a running mean.
+TEST_F(TrainLoopTest, TheTimeLeftIsThatOfTheStepsOfThisStart) {
+  settings_.steps = 3;
+  run("run");
+  settings_.steps = 1'000'000;
+  settings_.val_every = 1;  // each step has its line
+  settings_.val_batches = 1;
+  with_validation_ = true;
+  testing::internal::CaptureStderr();
+  EXPECT_TRUE(run("run", at_forward(4, [] { throw Crash(); })).crashed);
+  const std::string output = testing::internal::GetCapturedStderr();
+  double mean = 0;
+  for (const auto& [step, record] : steps("run")) {
+    if (step <= 3) continue;
+    const double seconds = record["dt_ms"].get<double>() / 1000;
+    mean = step == 4 ? seconds : mean + 0.1 * (seconds - mean);
+    const std::string left = human_seconds(static_cast<double>(settings_.steps - step) * mean);
+    const std::size_t line = output.find(format("step %lld/1000000  ", static_cast<long long>(step)));
+    ASSERT_NE(line, std::string::npos) << output;
+    expect_contains(output.substr(line, output.find('\n', line) - line), "  " + left + " left");
+  }
+  EXPECT_GT(mean, 0);
+}
+
 TEST_F(TrainLoopTest, TheTimeLimitStopsSavesAndResumes) {
   const Result whole = run("whole");
   settings_.max_minutes = 1e-9;
@@ -901,6 +933,27 @@ class TrainSignalTest : public TrainLoopTest {
 
 TEST_F(TrainSignalTest, TermFinishesTheStepSavesAndStops) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGTERM); }, {4}), testing::ExitedWithCode(143), "after step 4");
+}
+
+// The result says which step the validation loss is of: not that of a measurement which a signal has ended.
+TEST_F(TrainSignalTest, AMeasurementThatIsInterruptedIsNone) {
+  with_validation_ = true;
+  settings_.val_every = 2;
+  settings_.val_batches = 2;
+  const auto leave = [this] {
+    install_signal_handlers();
+    run("run", [](HookedModel& model) {
+      const auto updates = std::make_shared<int>(0);
+      model.before_update = [=](const AdamWStep&) { ++*updates; };
+      model.before_evaluate = [=](const Batch&) {
+        if (*updates == 4) ::raise(SIGTERM);
+      };
+    });
+    const bool good = result_line_.starts_with("step 4 ") && result_line_.find("(step 2)") != std::string::npos;
+    fs::remove_all(temporary_.file(""));
+    ::_exit(good ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "after step 4");
 }
 
 TEST_F(TrainSignalTest, HangupIsATermination) {

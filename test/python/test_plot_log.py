@@ -6,6 +6,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def test_follow_draws_again_and_ends_at_ctrl_c(tmp_path):
     output = tmp_path / "out.png"
     process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "plot_log.py"), str(log.parent), str(other.parent),
                                 "-o", str(output), "--follow", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ends_in_time = threading.Timer(60, process.kill)  # and readline() with it
+    ends_in_time.start()
     assert "step 1" in process.stdout.readline()
     before = output.stat().st_mtime_ns
     with log.open("a") as file:
@@ -146,6 +149,7 @@ def test_follow_draws_again_and_ends_at_ctrl_c(tmp_path):
     assert "step 2" in line and "idle: " in line and output.stat().st_mtime_ns > before, line
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
+    ends_in_time.cancel()
     assert process.returncode == 0 and "Traceback" not in errors, errors
 
 
