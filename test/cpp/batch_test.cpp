@@ -114,6 +114,27 @@ TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
   EXPECT_EQ(read_bytes(out_).substr(0, 6), "{\"id\":");
 }
 
+// The members of each kind of answer, no more and no fewer: readers go by them.
+TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
+  run("{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"
+      "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n");
+  const std::map<Json, std::string> expected = {
+      {1, "id prompt_ids ids text finish_reason request"},
+      {2, "id prompt_ids ids text logprobs finish_reason request"},
+      {3, "id prompt_ids ids text logprobs prompt_logprobs finish_reason request"},
+      {nullptr, "id line finish_reason error"},
+      {5, "id line finish_reason error"}};
+  std::istringstream lines(read_bytes(out_));
+  std::size_t count = 0;
+  for (std::string line; std::getline(lines, line); ++count) {
+    const auto one = nlohmann::ordered_json::parse(line);
+    std::string members;
+    for (const auto& [name, value] : one.items()) members += (members.empty() ? "" : " ") + name;
+    EXPECT_EQ(members, expected.at(Json::parse(one["id"].dump()))) << line;
+  }
+  EXPECT_EQ(count, expected.size());
+}
+
 TEST_F(BatchTest, LogprobsAndEcho) {
   EXPECT_EQ(
       run(R"({"id": 1, "prompt": "abc", "max_tokens": 3, "logprobs": 2, "echo": true, "ignore_eos": true, "stop": null})"

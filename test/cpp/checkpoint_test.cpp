@@ -1036,6 +1036,26 @@ TEST(SavePlanTest, ACopyHasToLeaveMemoryToOthers) {
   }
 }
 
+// Of every step, also of the first one, which has trained nothing.
+TEST(RunDirectoryTest, LeftoversOfAnyStepGo) {
+  const TemporaryDirectory temporary;
+  const std::string path = temporary.file("run");
+  const RunDirectory directory(path);
+  for (const char* name : {"step_00000000.tmp", "step_00000000.replaced.tmp", "step_00000001.tmp", "step_99999999.tmp",
+                           "step_100000000.tmp", "step_999999999999.replaced.tmp"}) {
+    fs::create_directory(path + "/" + name);
+  }
+  for (const char* name :
+       {"step_0.tmp", "step_000000001.tmp", "step_x.tmp", "step_.tmp", "other.tmp", "step_00000001.replaced"}) {
+    fs::create_directory(path + "/" + name);
+  }
+  directory.remove_leftovers();
+  std::set<std::string> left;
+  for (const auto& entry : fs::directory_iterator(path)) left.insert(entry.path().filename().string());
+  EXPECT_EQ(left, (std::set<std::string>{"lock", "step_0.tmp", "step_000000001.tmp", "step_x.tmp", "step_.tmp",
+                                         "other.tmp", "step_00000001.replaced"}));
+}
+
 TEST(FreeMemory, IsPartOfWhatThereIs) {
   const std::uint64_t before = free_host_memory();
   EXPECT_GT(before, 0u);

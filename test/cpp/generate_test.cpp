@@ -22,6 +22,7 @@
 #include "llmc/infer/stop_text.h"
 #include "llmc/infer/text_output.h"
 #include "test/cpp/byte_tokenizer.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -484,6 +485,14 @@ TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
   ScriptedModel model({}, 8);
   EXPECT_EQ(perplexity(model, many, 30, 4, hooks).tokens, 29) << "there is no thirtieth";
   EXPECT_FALSE(loss_faults({})) << "no fault, no function";
+}
+
+TEST(Faults, MalformedSpecsOfDecodingAreRefused) {
+  for (const char* spec : {"", "nan", "nan@token", "nan@token=", "nan@token=x", "nan@token=-1", "nan@token=0",
+                           "nan@token=3x", "nan@token=99999999999999999999", "boom@token=3"}) {
+    expect_contains(error_of(Exit::usage, [&] { parse_decode_faults({spec}); }), "--debug-inject");
+  }
+  EXPECT_EQ(parse_decode_faults({"nan@token=1"}).nan_token, 1);
 }
 
 TEST(Faults, TheFaultyModelPassesEverythingOn) {

@@ -175,6 +175,35 @@ TEST(Inputs, TheVocabularyOfANewModelIsThatOfItsShards) {
   expect_contains(error_of(Exit::usage, [&] { vocabulary(32, 31); }), "--vocab-size");
 }
 
+// A model that exists keeps its own vocabulary and its own tokens, whatever its new data has.
+TEST(Inputs, AModelKeepsItsVocabularyAndItsTokens) {
+  const TemporaryDirectory directory;
+  ModelConfig config = micro_config();
+  config.tokenizer_vocab = 30;
+  config.bos_id = 3;
+  config.eos_ids = {4, 5};
+  {
+    TensorFileWriter writer(directory.file("model.bin"), FileKind::model, {{"model", config_to_json(config)}});
+    const TensorTable table(config);
+    for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+    for (const TensorSpec& spec : table.specs()) {
+      const std::vector<float> values(static_cast<std::size_t>(spec.elements), 0.5f);
+      writer.write_f32(values.data(), values.size());
+    }
+    writer.publish();
+  }
+  write_shard(directory.file("x.bin"), patterned_tokens(100), 32);
+  TrainSettings settings = micro_settings();
+  settings.config.clear();
+  settings.model = directory.file("model.bin");
+  settings.train = directory.file("x.bin");
+  settings.out = directory.file("out");
+  const TrainInputs inputs = open_inputs(settings);
+  EXPECT_EQ(config_to_json(inputs.config), config_to_json(config));
+  EXPECT_EQ(inputs.began_from,
+            format("%016llx", static_cast<unsigned long long>(inputs.weights->file().header_hash())));
+}
+
 // The ends of a document under all the names that tokenizers of these families have for it, and under no other.
 TEST(Inputs, ANewModelStopsAtTheEndTokensOfItsTokenizer) {
   const TemporaryDirectory directory;

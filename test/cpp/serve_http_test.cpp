@@ -148,6 +148,15 @@ TEST(Http, HeadHasNoBody) {
   EXPECT_TRUE(text.ends_with("\r\n\r\n"));
 }
 
+TEST(Http, ThePathEndsWhereTheQueryBegins) {
+  Running running(echo);
+  for (const auto& [target, path] :
+       {std::pair("/a?b=c", "/a"), std::pair("/a?", "/a"), std::pair("/?/b", "/"), std::pair("/a/b", "/a/b")}) {
+    const std::string text = running.ask(std::string("GET ") + target + " HTTP/1.0\r\n\r\n");
+    EXPECT_TRUE(text.ends_with(std::string("GET ") + path + " []")) << text;
+  }
+}
+
 // A connection that has served a request serves the next one as a new connection does: byte for byte, after a request of
 // any kind.
 TEST(Http, NothingIsLeftOfTheRequestBefore) {
