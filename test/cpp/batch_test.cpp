@@ -116,8 +116,15 @@ TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
 
 // The members of each kind of answer, no more and no fewer: readers go by them.
 TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
-  run("{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"
-      "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n");
+  const std::string asked =
+      "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"
+      "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n";
+  const auto told = [&](const std::string& lines) {
+    testing::internal::CaptureStderr();
+    run(lines);
+    return testing::internal::GetCapturedStderr();
+  };
+  expect_contains(told(asked), "answered 3 requests, 2 with an error; 36 tokens in ");
   const std::map<Json, std::string> expected = {
       {1, "id prompt_ids ids text finish_reason request"},
       {2, "id prompt_ids ids text logprobs finish_reason request"},
@@ -133,6 +140,9 @@ TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
     EXPECT_EQ(members, expected.at(Json::parse(one["id"].dump()))) << line;
   }
   EXPECT_EQ(count, expected.size());
+  expect_contains(told(asked), "answered 0 requests, 2 with an error, 3 had an answer; 0 tokens in ");
+  expect_contains(told("{\"id\": 1, \"prompt\": \"z\"}\n{\"id\": 6, \"prompt\": \"y\"}\n"),
+                  "answered 1 request, 1 differ from what was answered under their id; 12 tokens in ");
 }
 
 TEST_F(BatchTest, LogprobsAndEcho) {

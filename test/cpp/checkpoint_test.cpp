@@ -525,6 +525,52 @@ TEST_F(FailingCallTest, ARemovalThatFailsIsAWarningAndTheNextSaveTriesAgain) {
   EXPECT_EQ(run.checkpoints().size(), 2u);
 }
 
+// Each value of a manifest, absent, null, changed or of another type: never accepted, and never another error. Only who made it
+// may differ. Of the tensors of each file the first one has to do.
+TEST_F(CheckpointTest, EachValueOfAManifestIsCompared) {
+  save(3);
+  const std::string path = step_path(3) + "/manifest.json";
+  const Json whole = Json::parse(read_bytes(path));
+  const Json flat = whole.flatten();
+  ASSERT_GT(flat.size(), 20u);
+  const auto opened = [&](const Json& manifest) {
+    write_bytes(path, manifest.dump());
+    try {
+      Checkpoint::open(step_path(3), 3);
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file) << error.what();
+      return false;
+    }
+  };
+  EXPECT_TRUE(opened(whole));
+  for (const auto& [name, value] : flat.items()) {
+    if (name.find("/tensors/") != std::string::npos && name.find("/tensors/0/") == std::string::npos) continue;
+    const Json::json_pointer pointer(name);
+    std::vector<Json> others = {nullptr, Json::array()};
+    if (value.is_number())
+      others.insert(others.end(), {value.get<std::int64_t>() + 1, -1, std::to_string(value.get<int>())});
+    if (value.is_string()) others.insert(others.end(), {value.get<std::string>() + "0", 7});
+    for (const Json& other : others) {
+      Json changed = whole;
+      changed[pointer] = other;
+      EXPECT_EQ(opened(changed), name == "/made_by") << name << " " << other;
+    }
+    Json without = whole;
+    if (const auto parent = pointer.parent_pointer(); without[parent].is_object())
+      without[parent].erase(pointer.back());
+    if (without != whole) {
+      EXPECT_EQ(opened(without), name == "/made_by") << name;
+    }
+  }
+  for (const char* files : {"null", "{}", "[]", "[{}]", "[{}, {}]", "[{}, {}, {}]", "[1, 2]", "\"model.bin\""}) {
+    Json changed = whole;
+    changed["files"] = Json::parse(files);
+    EXPECT_FALSE(opened(changed)) << files;
+  }
+  for (const char* other : {"null", "[]", "3", "{}", "\"manifest\""}) EXPECT_FALSE(opened(Json::parse(other))) << other;
+}
+
 // Two runs at the same step, that differ in nothing but values: state.bin or model.bin of the other one is whole in itself.
 TEST_F(CheckpointTest, AWholeFileThatIsNotTheManifestsIsRefused) {
   save(3);

@@ -125,6 +125,25 @@ TEST_F(CompareDump, LabelsCountOrAreIgnored) {
   }
 }
 
+// What is read of a dump is read with its hash: one bit that is another, in any tensor, is damage and no difference.
+TEST_F(CompareDump, EachTensorThatIsReadIsVerified) {
+  write(embedding(), nullptr);
+  const std::string whole = read_bytes(path_);
+  std::vector<std::pair<std::string, std::size_t>> tensors;
+  {
+    const TensorFile dump = TensorFile::open(path_, FileKind::reference_dump);
+    for (const TensorInfo& tensor : dump.tensors()) tensors.emplace_back(tensor.name, tensor.offset);
+  }
+  ASSERT_EQ(tensors.size(), 3u);
+  for (const auto& [name, offset] : tensors) {
+    std::string damaged = whole;
+    damaged[offset] = static_cast<char>(damaged[offset] ^ 1);
+    write_bytes(path_, damaged);
+    const std::string message = error_of(Exit::bad_file, [&] { compare(Precision::fp32); });
+    expect_contains(message, "tensor '" + name + "': XXH3-64");
+  }
+}
+
 TEST_F(CompareDump, ANanInTheReferenceFails) {
   std::vector<float> values = embedding();
   ASSERT_EQ(values.size(), 8u * 16);

@@ -161,6 +161,13 @@ TEST(CpuLlamaTest, IgnoredLabelsAreNotCounted) {
   EXPECT_NEAR(some_sum + other_sum, all_sum, 1e-9 * all_sum);
 }
 
+// The CPU computes in fp32: what a GPU could do is refused, and not done otherwise.
+TEST(CpuLlamaTest, OtherPrecisionsAreRefused) {
+  TrainOptions options = micro_settings().model_options();
+  options.precision = Precision::bf16;
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_llama(micro_config(), options); }), "--precision: got bf16");
+}
+
 TEST_F(TrainLoopTest, LearnsAndReports) {
   settings_.steps = 60;
   with_validation_ = true;
