@@ -111,6 +111,9 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       {"num_key_value_heads", 33},
       {"num_key_value_heads", 3},
       {"head_dim", 1025},
+      {"head_dim", 1026},
+      {"head_dim", 0},
+      {"head_dim", 1},
       {"head_dim", 63},
       {"max_position_embeddings", (1 << 24) + 1},
       {"rms_norm_eps", 0},
@@ -143,6 +146,20 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
     EXPECT_TRUE(parsed(partial) == preset_config("llama3.2-1b")) << home;
     partial[home]["high_freq_factor"] = partial[home]["low_freq_factor"];
     expect_contains(error_of(Exit::bad_file, [&] { parsed(partial); }), "high_freq_factor");
+  }
+  // Head sizes that follow from the others have the same limits as those that are given.
+  for (const auto& [hidden, accepted] :
+       {std::pair(32 * 2, true), {32 * 1, false}, {32 * 1024, true}, {32 * 1026, false}}) {
+    Json follows = llama_1b();
+    follows.erase("head_dim");
+    follows["hidden_size"] = hidden;
+    if (accepted) {
+      EXPECT_EQ(parsed(follows).head_dim, hidden / 32);
+      follows["head_dim"] = hidden / 32;
+      EXPECT_EQ(parsed(follows).head_dim, hidden / 32);
+    } else {
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(follows); }), "expected 2 to 1024");
+    }
   }
   Json uneven = llama_1b();
   uneven.erase("head_dim");

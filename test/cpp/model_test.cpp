@@ -108,6 +108,19 @@ TEST(TensorTable, TensorsDoNotOverlapAndGroupsAreAligned) {
   EXPECT_EQ(table.at("model.norm.bias").offset % 128, 0);
 }
 
+// In a Pythia each tensor is a group of its own: also behind those of odd sizes.
+TEST(TensorTable, EachTensorOfAPythiaIsAligned) {
+  ModelConfig config = random_model_config("pythia-14m");
+  config.hidden_size = 4 * 33;
+  config.ffn_size = 77;
+  config.vocab_size = 1001;
+  config.num_heads = config.num_kv_heads = 4;
+  config.head_dim = 33;
+  const TensorTable table(config);
+  EXPECT_GT(table.specs().size(), 20u);
+  for (const TensorSpec& spec : table.specs()) EXPECT_EQ(spec.offset % 128, 0) << spec.name;
+}
+
 // The parameters' own arena counts bytes, the others count elements: with one type for all tensors both are one layout.
 TEST(TensorTable, BytesFollowTheStorageType) {
   ModelConfig config = preset_config("tiny");

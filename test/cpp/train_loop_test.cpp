@@ -168,6 +168,25 @@ TEST(CpuLlamaTest, OtherPrecisionsAreRefused) {
   expect_contains(error_of(Exit::usage, [&] { cpu::make_llama(micro_config(), options); }), "--precision: got bf16");
 }
 
+// What a plan of memory says is there, region by region, and with the sizes of this model.
+TEST(CpuLlamaTest, ThePlanNamesEachRegion) {
+  TrainOptions options = micro_settings().model_options();
+  const auto elements = static_cast<std::uint64_t>(TensorTable(micro_config()).arena_elements());
+  const auto lines = [&] {
+    std::map<std::string, std::uint64_t> bytes;
+    for (const MemoryLine& line : cpu::plan_llama(micro_config(), options)) bytes[line.name] = line.bytes;
+    return bytes;
+  };
+  const auto alone = lines();
+  EXPECT_EQ(alone.size(), 4u);
+  EXPECT_EQ(alone.at("parameters (fp32)"), 4 * elements);
+  EXPECT_EQ(alone.at("gradients (fp32)"), 4 * elements);
+  EXPECT_EQ(alone.at("AdamW moments (fp32)"), 8 * elements);
+  EXPECT_GT(alone.at("activations (fp32)"), 4u * 16 * 32) << "the logits alone are 16 x 32 values";
+  options.virtual_ranks = 2;
+  EXPECT_EQ(lines().at("sum of the ranks (fp32)"), 4 * elements);
+}
+
 TEST_F(TrainLoopTest, LearnsAndReports) {
   settings_.steps = 60;
   with_validation_ = true;
@@ -1061,6 +1080,17 @@ TEST(BenchFlops, TheShareOfThePeakByHand) {
   result.peak_flops = 400e12;
   EXPECT_EQ(result.tokens_per_s(), 100'000);
   EXPECT_DOUBLE_EQ(result.mfu(), 0.25);
+  result.fastest_ms = 9;
+  result.slowest_ms = 12;
+  result.first_loss = 3.5;
+  result.last_loss = 2.25;
+  EXPECT_EQ(train_bench_text(result, "X"),
+            (std::vector<std::string>{
+                "X: 100000 tokens/s; a step of 1000 tokens in 10.00 ms (median of 15; 9.00 to 12.00)",
+                "100 TF/s by 6 N_matmul + 6 L q T = 1.000 GF a token (causal)",
+                "MFU 25.0 % of the 400.0 TF/s of dense bf16", "loss 3.5000 -> 2.2500 on the same random tokens"}));
+  result.peak_flops = 0;
+  EXPECT_EQ(train_bench_text(result, "X")[2], "MFU n/a: the peak of this device is not known");
 }
 
 TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
