@@ -571,6 +571,53 @@ TEST_F(CheckpointTest, EachValueOfAManifestIsCompared) {
   for (const char* other : {"null", "[]", "3", "{}", "\"manifest\""}) EXPECT_FALSE(opened(Json::parse(other))) << other;
 }
 
+// Each member of what state.bin says of the run, absent or null: refused as a bad file, but for what a run may do without
+// and for what is compared when a run goes on.
+TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
+  save(3);
+  const std::string path = step_path(3) + "/state.bin", whole = read_bytes(path);
+  const TensorFile file = TensorFile::open(path, FileKind::training_state);
+  const auto opened = [&](const Json& config) {
+    const std::string changed_path = path + ".changed";
+    TensorFileWriter writer(changed_path, FileKind::training_state, config);
+    for (const TensorInfo& tensor : file.tensors()) writer.declare(tensor.name, tensor.dtype, tensor.shape);
+    for (const TensorInfo& tensor : file.tensors()) writer.write(file.bytes(tensor).data(), tensor.bytes);
+    writer.publish();
+    fs::rename(changed_path, path);
+    try {
+      Checkpoint::open(step_path(3), 3);
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file) << error.what();
+      return false;
+    }
+  };
+  EXPECT_TRUE(opened(file.config()));
+  std::set<std::string> accepted;
+  for (const char* part : {"/run", "/training", "/training/spikes"}) {
+    const Json::json_pointer home(part);
+    for (const auto& [name, value] : file.config()[home].items()) {
+      Json without = file.config(), null = file.config();
+      without[home].erase(name);
+      null[home][name] = nullptr;
+      if (opened(without)) accepted.insert(std::string(part) + "/" + name + " absent");
+      if (opened(null)) accepted.insert(std::string(part) + "/" + name + " null");
+    }
+  }
+  std::set<std::string> expected = {"/training/loss null", "/training/val_loss null"};
+  for (const char* name : {"began_from", "data", "device", "steps", "version", "world_size"}) {
+    for (const char* how : {" absent", " null"}) expected.insert(std::string("/run/") + name + how);
+  }
+  EXPECT_EQ(accepted, expected);
+  for (const char* part : {"run", "training"}) {
+    for (const char* other : {"null", "[]", "3"}) {
+      Json changed = file.config();
+      changed[part] = Json::parse(other);
+      EXPECT_FALSE(opened(changed)) << part << " " << other;
+    }
+  }
+}
+
 // Two runs at the same step, that differ in nothing but values: state.bin or model.bin of the other one is whole in itself.
 TEST_F(CheckpointTest, AWholeFileThatIsNotTheManifestsIsRefused) {
   save(3);
