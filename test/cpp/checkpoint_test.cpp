@@ -568,6 +568,9 @@ TEST_F(CheckpointTest, EachValueOfAManifestIsCompared) {
     changed["files"] = Json::parse(files);
     EXPECT_FALSE(opened(changed)) << files;
   }
+  Json more = whole;
+  more["files"].push_back(whole["files"][0]);
+  EXPECT_FALSE(opened(more));
   for (const char* other : {"null", "[]", "3", "{}", "\"manifest\""}) EXPECT_FALSE(opened(Json::parse(other))) << other;
 }
 
@@ -615,6 +618,9 @@ TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
       changed[part] = Json::parse(other);
       EXPECT_FALSE(opened(changed)) << part << " " << other;
     }
+    Json without = file.config();
+    without.erase(part);
+    EXPECT_FALSE(opened(without)) << part;
   }
 }
 
