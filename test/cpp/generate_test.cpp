@@ -586,6 +586,9 @@ TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel tiny({}, 20);
   EXPECT_EQ(code_of([&] { run_bench(tiny, {1}); }), Exit::usage);
   EXPECT_EQ(run_bench(model, {10}).main.tokens, 10);
+  BenchOptions options{10};
+  options.read_ceiling = 7;
+  EXPECT_EQ(run_bench(model, options).read_ceiling, 7);
 }
 
 TEST(LineInput, KeepsNoMoreThanTheLimit) {

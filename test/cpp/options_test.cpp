@@ -458,6 +458,10 @@ TEST(InferOptionParser, EachParseStartsFromTheDefaults) {
   EXPECT_EQ(second.task, InferTask::prompt_ids);
   EXPECT_EQ(second.max_tokens, 128);
   EXPECT_TRUE(second.stop.empty());
+  EXPECT_EQ(second.kv_bytes, 0u);
+  EXPECT_EQ(parse({"-m", "a", "--batch", "b", "--output", "-", "--kv-memory", "3GiB"}).kv_bytes,
+            std::uint64_t{3} << 30);
+  EXPECT_EQ(parse({"-m", "a", "--batch", "b", "--output", "-"}).kv_bytes, 0u);
 }
 
 TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
