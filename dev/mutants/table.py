@@ -779,8 +779,10 @@ CPU = [
            "      state_.val_loss = step.val_loss;\n    }\n    validated_step_ = state_.step;\n",
            ("unit:*AMeasurementThat*",)),
     Mutant("a step that was run again logs the loss of the first attempt", "llmc/train/loop.cpp",
-           "  step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);\n  step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);\n",
-           "  step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);\n  step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);\n",
+           "  step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);\n"
+           "  step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);\n",
+           "  step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);\n"
+           "  step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);\n",
            ("unit:*RerunRepairs*",)),
     Mutant("cancellations wait like requests", "llmc/infer/engine.cpp",
            "now.waiting += command.request != nullptr;",
@@ -958,6 +960,22 @@ CPU = [
            "if (size < 2 || size > kMaxHeadDim) {",
            "if (size < 1 || size > kMaxHeadDim) {",
            ("unit:HfConfig.*",)),
+    Mutant("a tensor that no model has", "llmc/model/model_file.cpp",
+           "tensor.name != kTokenizerTensor && table.find(tensor.name) == nullptr",
+           "tensor.name != kTokenizerTensor && table.find(tensor.name) != nullptr",
+           ("unit:Inputs.AModel*",)),
+    Mutant("--kv-memory is not read", "llmc/infer/options.cpp",
+           "  if (table.given(\"kv-memory\")) s.kv_bytes = memory_size(\"--kv-memory\", s.kv_memory);\n",
+           "",
+           ("unit:InferOptionParser.EachParse*",)),
+    Mutant("settings that are left out are not counted", "llmc/train/report.cpp",
+           "      ++left_out;\n",
+           "      left_out = 1;\n",
+           ("unit:Inputs.TheReport*",)),
+    Mutant("the bench forgets the read ceiling", "llmc/infer/bench.cpp",
+           "  result.read_ceiling = options.read_ceiling;\n",
+           "",
+           ("unit:Bench.*",)),
 ]
 
 # Where a GPU is. They need a build with nvcc.
