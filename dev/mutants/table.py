@@ -976,6 +976,10 @@ CPU = [
            "  result.read_ceiling = options.read_ceiling;\n",
            "",
            ("unit:Bench.*",)),
+    Mutant("every random model has the weights of seed 0", "llmc/app/decode_device.cpp",
+           "initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),",
+           "initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(0 * seed),",
+           ("unit:DecodeDevice.*",)),
 ]
 
 # Where a GPU is. They need a build with nvcc.
