@@ -525,6 +525,28 @@ TEST_F(FailingCallTest, ARemovalThatFailsIsAWarningAndTheNextSaveTriesAgain) {
   EXPECT_EQ(run.checkpoints().size(), 2u);
 }
 
+// What a run that goes on is told: of more steps, and of another device; nothing where both are as they were.
+TEST_F(CheckpointTest, WhatIsNotAsItWasIsSaidWhenARunGoesOn) {
+  save(3);
+  const auto told = [&](std::int64_t more_steps, const std::string& device) {
+    RunIdentity now = identity();
+    now.steps += more_steps;
+    now.device = device;
+    const RunDirectory run(run_path());
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(CheckpointKeeper(run, now, 2).resume(ResumeMode::must, *model_)->step, 3);
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(told(0, "cpu"), "");
+  const auto steps = static_cast<long long>(identity().steps);
+  EXPECT_EQ(told(5, "cpu"),
+            format("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule\n", steps,
+                   steps + 5));
+  expect_contains(
+      told(0, "a GPU"),
+      "step_00000003' was computed on 'cpu', this run goes on with a GPU: the numbers will differ in rounding\n");
+}
+
 // Each value of a manifest, absent, null, changed or of another type: never accepted, and never another error. Only who made it
 // may differ. Of the tensors of each file the first one has to do.
 TEST_F(CheckpointTest, EachValueOfAManifestIsCompared) {
