@@ -980,6 +980,16 @@ CPU = [
            "initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),",
            "initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(0 * seed),",
            ("unit:DecodeDevice.*",)),
+    Mutant("any file with WEFT behind its first byte is a damaged one", "llmc/file/signature.cpp",
+           "if (head.size() < 5 || (head[0] != '\\x89' && head[0] != '\\t')) return false;",
+           "if (head.size() < 5) return false;",
+           ("unit:TensorFile.SaysWhat*",)),
+    Mutant("a run that has come to its end was stopped", "llmc/train/loop.cpp",
+           "if (state_.step < settings.steps) {", "if (state_.step <= settings.steps) {",
+           ("unit:TrainLoopTest.TheTimeLimit*",)),
+    Mutant("more steps are added without a word", "llmc/train/checkpoint.cpp",
+           "if (run.steps > saved_steps) {", "if (run.steps > saved_steps + 5) {",
+           ("unit:CheckpointTest.WhatIsNot*",)),
 ]
 
 # Where a GPU is. They need a build with nvcc.

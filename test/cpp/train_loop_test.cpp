@@ -927,12 +927,17 @@ TEST_F(TrainLoopTest, TheTimeLeftIsThatOfTheStepsOfThisStart) {
 TEST_F(TrainLoopTest, TheTimeLimitStopsSavesAndResumes) {
   const Result whole = run("whole");
   settings_.max_minutes = 1e-9;
+  testing::internal::CaptureStderr();
   const Result none = run("run");
+  expect_contains(testing::internal::GetCapturedStderr(),
+                  "stopped by --max-minutes after step 0: the same command goes on from there\n");
   EXPECT_EQ(none.exit, Exit::ok);
   EXPECT_EQ(none.state.step, 0);
   EXPECT_TRUE(has_checkpoint("run", 0));
   settings_.max_minutes = 0;
+  testing::internal::CaptureStderr();
   EXPECT_EQ(run("run").tensors, whole.tensors);
+  EXPECT_EQ(testing::internal::GetCapturedStderr().find("stopped by"), std::string::npos) << "it has come to its end";
 }
 
 // ---- signals; each in a process of its own, because a stop cannot be taken back ----
