@@ -630,6 +630,12 @@ TEST(Threads, TheQuotaOfAControlGroupIsTheSmallestOnTheWay) {
   EXPECT_EQ(cpu_quota("damaged", root), std::nullopt);
 }
 
+TEST(Memory, TheMembershipIsTheKernelsText) {
+  std::ifstream file("/proc/self/cgroup");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(cgroup_membership(), text);
+}
+
 TEST(Memory, TheLimitOfAControlGroupIsTheSmallestOnTheWay) {
   const TemporaryDirectory folder;
   const auto write = [&](const std::string& file, const std::string& text) {
@@ -848,6 +854,24 @@ TEST(Memory, PlansAreAlignedAndArenasZero) {
   EXPECT_EQ(arena.at<char>(514)[0], 0);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(arena.at<char>(256)) % kRegionAlignment, 0u);
   EXPECT_NE(error_of(Exit::bad_file, [&] { plan.add(std::numeric_limits<std::uint64_t>::max()); }), "");
+}
+
+// Arenas come and go with the models of a process: their address space goes back.
+TEST(Memory, AnArenaGivesItsMemoryBack) {
+  const auto mapped_bytes = [] {
+    std::uint64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  };
+  constexpr std::uint64_t kBytes = 256 << 20;  // its pages are never touched
+  MemoryPlan plan("state");
+  plan.add(kBytes);
+  const std::uint64_t before = mapped_bytes();
+  for (int i = 0; i < 4; ++i) {
+    const HostArena arena(plan);
+    EXPECT_GE(mapped_bytes(), before + kBytes);
+  }
+  EXPECT_LT(mapped_bytes(), before + kBytes);
 }
 
 TEST(Memory, AnArenaThatCannotFitIsAResourceError) {

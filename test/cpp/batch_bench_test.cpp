@@ -63,7 +63,14 @@ TEST(BatchBench, CountsTheStepsInWhichAllSequencesDecode) {
     EXPECT_EQ(json["points"][2]["sequences"], 8);
     EXPECT_NEAR(json["points"][2]["share_of_read_ceiling"].get<double>(), result.points[2].gb_per_second() / 100,
                 1e-12);
-    EXPECT_NE(batch_bench_text(result).find("of read"), std::string::npos);
+    const std::string text = batch_bench_text(result);
+    EXPECT_NE(text.find("a plain read reaches 100 GB/s here\n"), std::string::npos);
+    EXPECT_EQ(std::count(text.begin(), text.end(), '%'), 3);
+    BatchBenchResult unknown = result;
+    unknown.read_ceiling = 0;  // on a device where it was not measured
+    const std::string without = batch_bench_text(unknown);
+    EXPECT_EQ(without.find("plain read"), std::string::npos);
+    EXPECT_EQ(std::count(without.begin(), without.end(), '%'), 0);
   }
 }
 

@@ -150,6 +150,20 @@ TEST(Launcher, WhatIsMissingIsNamed) {
   }
 }
 
+// Each character that is no control: letters, digits and what names and addresses are written with, and none beside them.
+TEST(Launcher, EachCharacterOfAnAddress) {
+  const std::string good = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-._:%";
+  for (int c = 1; c < 256; ++c) {
+    Variables variables = kTorchrun;
+    variables["MASTER_ADDR"] = std::string("a") + static_cast<char>(c);
+    if (good.find(static_cast<char>(c)) != std::string::npos) {
+      EXPECT_EQ(launched(variables)->address, variables["MASTER_ADDR"]);
+    } else {
+      expect_contains(error_of(Exit::environment, [&] { launched(variables); }), "MASTER_ADDR");
+    }
+  }
+}
+
 TEST(Launcher, WhatCannotBeIsRefused) {
   const std::string long_name(254, 'a');
   const std::pair<const char*, std::vector<std::string>> cases[] = {
