@@ -26,7 +26,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <type_traits>
 
 #include "llmc/cuda/hw/barriers.cuh"
@@ -52,8 +51,11 @@ constexpr int kWeightRows = 64, kDepth = 64;  // of a warpgroup's tile and of a 
 constexpr int kMostSplits = 8;
 constexpr int kWarps = kWarpgroupSize / kWarpSize;
 constexpr int kSumsStride = kWeightRows + kSumsPadding;
-constexpr int kAlignment = 1024;             // of a swizzled tile
-constexpr int kMostSharedBytes = 227 << 10;  // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
+constexpr int kAlignment = 1024;                // of a swizzled tile
+constexpr int kMostSharedBytes = 227 << 10;     // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
+constexpr int block_shared_bytes(int blocks) {  // of one of so many blocks of a multiprocessor
+  return kMostSharedBytes / blocks - (blocks - 1) * 512;
+}
 
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
@@ -206,9 +208,7 @@ struct SplitShape {
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
   static constexpr int kStageBytes = kConsumers * WeightTile<T>::kBytes + XTile::kBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
-  // One block of two leaves 1 KB of its half to the system.
-  static constexpr int kMostStages =
-      (kMostSharedBytes / kBlocks - (kBlocks - 1) * 512 - kAlignment) / (kStageBytes + kBarrierBytes);
+  static constexpr int kMostStages = (block_shared_bytes(kBlocks) - kAlignment) / (kStageBytes + kBarrierBytes);
   static constexpr int kSumsBytes = kConsumers * N * kSumsStride * 4;  // over the stages, when they have been used
   static_assert(kSumsBytes <= kMostStages * kStageBytes && kStageBytes % kAlignment == 0);
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
@@ -346,12 +346,12 @@ void launch_splits(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
 }
 
 // ---- few rows, one split ----------------------------------------------------------------------------------------------
-// A block has H rows of the weight, as columns of b, and a multiprocessor for itself: with two in one, those that start early,
-// beside the kernel before, would lie two by two where there is room.
+// A block has H rows of the weight, as columns of b, and as a rule a multiprocessor for itself: with two in one, those that start
+// early, beside the kernel before, lie two by two where there is room.
 //
 // kConsumers warpgroups of 64 rows of x each, or one of kRows where there are fewer: then a has rows of whatever follows in
 // shared memory, which only its own rows of the result see.
-template <typename T, int kRows, int H, int kConsumers>
+template <typename T, int kRows, int H, int kConsumers, int kBlocks>
 struct ColumnShape {
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
   using XTile = SwizzledTile<T, 64, kDepth>;
@@ -359,18 +359,18 @@ struct ColumnShape {
   static constexpr int kXBytes = kRows * XTile::kRowBytes, kStageBytes = Weights::kBytes + kXBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kBehind = kRows < 64 ? (64 - kRows) * XTile::kRowBytes : 0;  // that the last stage's a reads
-  static constexpr int kStages = (kMostSharedBytes - kAlignment - kBehind) / (kStageBytes + kBarrierBytes);
+  static constexpr int kStages = (block_shared_bytes(kBlocks) - kAlignment - kBehind) / (kStageBytes + kBarrierBytes);
   static constexpr int kBytes = kAlignment + kBehind + kStages * (kStageBytes + kBarrierBytes);
   static constexpr int kStride = H + kSumsPadding;
   static_assert(kRows * kStride * 4 <= kStages * kStageBytes && kStageBytes % kAlignment == 0 && H % 16 == 0);
   static_assert(kRows == kConsumers * 64 || (kConsumers == 1 && kRows < 64 && kRows % 16 == 0));
 };
 
-template <typename T, int kRows, int H, int kConsumers>
-__global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers>::kThreads, 1)
+template <typename T, int kRows, int H, int kConsumers, int kBlocks>
+__global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>::kThreads, kBlocks)
     column_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
-  using Shape = ColumnShape<T, kRows, H, kConsumers>;
+  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
   const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
@@ -449,11 +449,11 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers>::kThreads
 #endif
 }
 
-template <typename T, int kRows, int H>
-void launch_columns(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
+template <typename T, int kRows, int H, int kBlocks>
+void launch_column_blocks(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   constexpr int kConsumers = kRows > 64 ? kRows / 64 : 1;
-  using Shape = ColumnShape<T, kRows, H, kConsumers>;
-  const auto kernel = column_kernel<T, kRows, H, kConsumers>;
+  using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
+  const auto kernel = column_kernel<T, kRows, H, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, kRows, H);
   arguments.x_is_older = io.x_is_older;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
@@ -463,10 +463,12 @@ void launch_columns(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStr
 }
 template <typename T, int H>
 void launch_columns(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  if (io.rows <= 16) return launch_columns<T, 16, H>(io, device, stream);
-  if (io.rows <= 32) return launch_columns<T, 32, H>(io, device, stream);
-  if (io.rows <= 64) return launch_columns<T, 64, H>(io, device, stream);
-  launch_columns<T, 128, H>(io, device, stream);
+  // Beside attention of few rows, which leaves room in many multiprocessors and a whole one in few.
+  if (io.rows <= 8 && io.x_is_older) return launch_column_blocks<T, 16, H, 2>(io, device, stream);
+  if (io.rows <= 16) return launch_column_blocks<T, 16, H, 1>(io, device, stream);
+  if (io.rows <= 32) return launch_column_blocks<T, 32, H, 1>(io, device, stream);
+  if (io.rows <= 64) return launch_column_blocks<T, 64, H, 1>(io, device, stream);
+  launch_column_blocks<T, 128, H, 1>(io, device, stream);
 }
 
 // ---- many rows --------------------------------------------------------------------------------------------------------
@@ -794,10 +796,7 @@ int best_height(std::int64_t weight_rows) {
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = splits_of(io);
-  const char* const columns =
-      std::getenv("WEFT_COLUMNS");  // 0: above 64 rows only, 1: also not beside attention, 2: always
-  const int choice = columns == nullptr ? 1 : std::atoi(columns);
-  if (splits == 1 && io.K2 == 0 && io.rows <= 128 && (io.rows > 64 || choice > (io.x_is_older ? 1 : 0))) {
+  if (splits == 1 && io.K2 == 0 && io.rows <= 128) {
     switch (best_height<80, 224>(weight_rows(io))) {
       case 80:
         return launch_columns<T, 80>(io, device, stream);
