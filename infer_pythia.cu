@@ -1,4 +1,4 @@
-// infer_pythia: runs GPT-NeoX / Pythia models. This file is an overview of inference: one function per task, each from
+// infer_pythia: runs Pythia (GPT-NeoX) and Llama models. This file is an overview of inference: one function per task, each from
 // the options through the model and the prompt to the output.
 #include <algorithm>
 #include <cstdint>

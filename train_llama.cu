@@ -1,11 +1,14 @@
 // train_llama: trains Llama models. This file is an overview of training, from the options through the data and the
 // model to the training loop; --compare, --bench and --eval branch off on the way.
+#include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "llmc/app/paths.h"
+#include "llmc/app/rank_team.h"
 #include "llmc/app/train_device.h"
 #include "llmc/base/arena.h"
 #include "llmc/base/error.h"
@@ -14,6 +17,9 @@
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/threads.h"
+#include "llmc/comm/at_work.h"
+#include "llmc/comm/launcher.h"
+#include "llmc/comm/start_ranks.h"
 #include "llmc/file/run_dir.h"
 #include "llmc/model/compare.h"
 #include "llmc/train/background_save.h"
@@ -23,6 +29,7 @@
 #include "llmc/train/inputs.h"
 #include "llmc/train/loop.h"
 #include "llmc/train/options.h"
+#include "llmc/train/rank_fields.h"
 #include "llmc/train/report.h"
 #include "llmc/train/run_log.h"
 #include "llmc/train/sample.h"
@@ -31,7 +38,7 @@
 namespace weft {
 namespace {
 
-// A rank's sequences per step: the micro-batch has to divide this number.
+// A rank's sequences per step, of virtual ranks too: the micro-batch has to divide this number.
 std::int64_t batch_sequences(const TrainSettings& settings) {
   return settings.batch_tokens / settings.seq_len / settings.virtual_ranks;
 }
@@ -50,9 +57,9 @@ Exit compare(const TrainDevice& device, const TrainSettings& settings, const Tra
   return comparison.passed() ? Exit::ok : Exit::internal;
 }
 
-Exit bench(const TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs) {
+Exit bench(TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs, Communicator& ranks) {
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings), 0);
-  const std::unique_ptr<TrainModel> model = device.make(inputs.config, settings.model_options());
+  const std::unique_ptr<TrainModel> model = device.make(inputs.config, settings.model_options(), ranks);
   if (inputs.weights) {
     load_parameters(inputs, static_cast<std::uint64_t>(settings.seed), *model);
   } else {
@@ -67,7 +74,8 @@ Exit bench(const TrainDevice& device, const TrainSettings& settings, const Train
     }
     return Exit::ok;
   }
-  const TrainBenchResult result = bench_training(*model, settings, device.name());
+  const TrainBenchResult result = bench_training(*model, settings, device.name(), ranks);
+  if (ranks.rank() != 0) return Exit::ok;
   if (settings.json) {
     write_stdout(json_text(train_bench_json(result, settings, device.name())) + "\n");
   } else {
@@ -95,13 +103,24 @@ void write_config(const RunDirectory& directory, const Json& header) {
   }
 }
 
+// What the first rank alone has: the run directory and what is written there.
+struct Records {
+  Records(const TrainSettings& settings, const RunIdentity& identity)
+      : directory(settings.out), checkpoints(directory, identity, settings.keep) {}
+  const RunDirectory directory;
+  CheckpointKeeper checkpoints;
+};
+
 // Fills the model from the newest checkpoint, or with initial parameters if there is none; returns the state to begin
-// from.
-TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, CheckpointKeeper& checkpoints,
-                 TrainModel& model) {
-  if (std::optional<TrainState> resumed = checkpoints.resume(settings.resume_mode(), model)) {
+// from. `records` null: not the first rank.
+TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Records* records, TrainModel& model,
+                 Communicator& ranks) {
+  const AtWork patience(ranks);  // the others wait for who reads and checks checkpoints
+  CheckpointKeeper* const checkpoints = records != nullptr ? &records->checkpoints : nullptr;
+  if (std::optional<TrainState> resumed = resume_on_all(ranks, checkpoints, settings.resume_mode(), model)) {
     log_info("resuming after step %lld of %lld: %s", static_cast<long long>(resumed->step),
-             static_cast<long long>(settings.steps), escaped(checkpoints.last_path()).c_str());
+             static_cast<long long>(settings.steps),
+             escaped(checkpoints != nullptr ? checkpoints->last_path() : std::string()).c_str());
     return *std::move(resumed);
   }
   log_info("%s holds no checkpoint: starting from step 1 with %s", escaped(settings.out).c_str(),
@@ -122,49 +141,65 @@ std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
   }
 }
 
-Exit train(const TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs,
-           const std::vector<MemoryLine>& memory, bool save_in_background, SampleWriter* sample) {
+Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs,
+           const std::vector<MemoryLine>& memory, bool save_in_background, SampleWriter* sample, RankTeam& team) {
+  Communicator& ranks = team.communicator();
   device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                       sample != nullptr ? sample->positions() : 0);
-  const RunDirectory directory(settings.out);
-  TrainOptions options = settings.model_options();
-  options.matmul_plans = directory.file("matmul_plans.txt");
-  const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);
   const RunIdentity identity{inputs.config,    settings.numeric_settings(),
                              settings.steps,   inputs.train->fingerprint(),
                              settings.device,  WEFT_VERSION,
                              inputs.tokenizer, inputs.began_from};
-  CheckpointKeeper checkpoints(directory, identity, settings.keep);
-  const TrainState state = begin(settings, inputs, checkpoints, *model);
+  std::optional<Records> records;
+  if (team.first()) records.emplace(settings, identity);
+  TrainOptions options = settings.model_options();
+  if (records) options.matmul_plans = records->directory.file("matmul_plans.txt");
+  const std::unique_ptr<TrainModel> model = device.make(inputs.config, options, ranks);
+  const TrainState state = begin(settings, inputs, records ? &*records : nullptr, *model, ranks);
 
-  const Json header = header_record(settings, inputs, memory, WEFT_VERSION);
-  write_config(directory, header);
-  RunLog log(directory.file("log.jsonl"));
-  log.write(header);
-  log.write({{"type", "resume"}, {"step", state.step}, {"tokens", state.step * settings.batch_tokens}});
+  std::optional<RunLog> log;
+  if (records) {
+    const Json header = header_record(settings, inputs, memory, WEFT_VERSION);
+    write_config(records->directory, header);
+    log.emplace(records->directory.file("log.jsonl"));
+    log->write(header);
+    log->write({{"type", "resume"}, {"step", state.step}, {"tokens", state.step * settings.batch_tokens}});
+  }
+  RunLog silent;
 
-  DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows);
-  TrainLoop::Parts parts{settings, *model, data, &checkpoints, log, nullptr, nullptr, nullptr};
+  DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows,
+                  {ranks.rank(), ranks.size(), settings.rank_accumulation()});
+  TrainLoop::Parts parts{settings, *model,  data,   records ? &records->checkpoints : nullptr, log ? *log : silent,
+                         nullptr,  nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
-  if (save_in_background) parts.copy = state_copy(*model);
+  if (ranks.size() > 1) {
+    parts.ranks = &ranks;
+    if (team.first()) parts.copy = model->make_state_copy();
+  } else if (save_in_background) {
+    parts.copy = state_copy(*model);
+  }
   if (sample != nullptr) {
     sample->attach(*model);
     parts.sample = [sample](std::int64_t step) { return sample->write(step); };
   }
-  return TrainLoop(std::move(parts), state).run();
+  try {
+    return TrainLoop(std::move(parts), state).run();
+  } catch (const Error& error) {
+    if (ranks.size() == 1) throw;
+    team.leave_with(error);
+  }
 }
 
-Exit run(int argc, char** argv) {
-  clean_thread_environment(argv);
-  std::optional<TrainSettings> parsed =
-      parse_train_options(argc, argv, "train_llama " WEFT_VERSION " (" WEFT_BUILD ")");
-  if (!parsed) return Exit::ok;  // --help, --version
-  TrainSettings& settings = *parsed;
-  settings.set_threads(set_threads(settings.threads));
-  on_stop(OnStop::leave);  // until the first step: before it there is nothing to save
-  install_signal_handlers();
-  const TrainDevice device(settings);
+// The cores of a machine are shared by its ranks.
+std::int64_t threads_of(const TrainSettings& settings, const RankTeam& team) {
+  if (settings.threads > 0 || team.local_size() == 1) return settings.threads;
+  return std::max<std::int64_t>(1, choose_threads(0, thread_limits()) / team.local_size());
+}
 
+// Everything behind the options, on one rank.
+Exit run_rank(TrainSettings& settings, RankTeam& team) {
+  Communicator& ranks = team.communicator();
+  TrainDevice device(settings, team);
   refuse_model_directory(settings.model);
   refuse_tokenizer_directory(settings.tokenizer);
   const TrainInputs inputs = open_inputs(settings);
@@ -172,32 +207,60 @@ Exit run(int argc, char** argv) {
     settings.set_learning_rate(
         default_learning_rate(TensorTable(inputs.config).parameters(), inputs.weights.has_value()));
   }
+  if (ranks.size() > 1) {
+    std::vector<RankField> fields = rank_fields(settings, inputs), more = device.rank_fields();
+    fields.insert(fields.end(), more.begin(), more.end());
+    require_same(ranks, fields);
+    require_distinct(ranks, "GPU", device.gpu_id());
+  }
   if (settings.print_config) {
-    write_stdout(json_text(config_record(settings, inputs.config), 1) + "\n");
+    if (team.first()) write_stdout(json_text(config_record(settings, inputs.config), 1) + "\n");
     return Exit::ok;
   }
   if (!settings.compare.empty()) return compare(device, settings, inputs);
-  if (settings.bench) return bench(device, settings, inputs);
+  if (settings.bench) return bench(device, settings, inputs, ranks);
   if (settings.eval) {
-    device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings), 0);
-    const std::unique_ptr<TrainModel> model = device.make(inputs.config, settings.model_options());
-    return evaluate(*model, settings, inputs);
+    TrainOptions options = settings.model_options();
+    options.virtual_ranks = 1;
+    device.check_memory(inputs.config, options, batch_sequences(settings), 0);
+    const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);  // each rank has all of it
+    return evaluate(*model, settings, inputs, ranks);
   }
   std::optional<SampleWriter> sample;
-  if (settings.sample_every > 0 && !inputs.tokenizer.empty()) {
+  if (settings.sample_every > 0 && team.first() && !inputs.tokenizer.empty()) {
     sample.emplace(settings, inputs.tokenizer, inputs.config);
   }
   const std::vector<MemoryLine> memory =
       device.plan(inputs.config, settings.model_options(), sample ? sample->positions() : 0);
-  print_lines(start_report(settings, inputs, memory), settings.dry_run);
+  if (team.first()) print_lines(start_report(settings, inputs, memory), settings.dry_run);
   const SavePlan saves = plan_saves(settings, inputs.config, device.gpu() ? 0 : total_bytes(memory));
-  if (!saves.line.empty()) print_lines({saves.line}, settings.dry_run);
+  if (settings.ranks == 1 && !saves.line.empty()) print_lines({saves.line}, settings.dry_run);
   if (settings.dry_run) {
     device.check_memory(inputs.config, settings.model_options(), batch_sequences(settings),
                         sample ? sample->positions() : 0);
     return Exit::ok;
   }
-  return train(device, settings, inputs, memory, saves.in_background, sample ? &*sample : nullptr);
+  return train(device, settings, inputs, memory, saves.in_background, sample ? &*sample : nullptr, team);
+}
+
+Exit run(int argc, char** argv) {
+  clean_thread_environment(argv);
+  const std::optional<LaunchedRank> launched = launched_rank(std::getenv);
+  std::optional<TrainSettings> parsed =
+      parse_train_options(argc, argv, "train_llama " WEFT_VERSION " (" WEFT_BUILD ")", launched ? launched->size : 1);
+  if (!parsed) return Exit::ok;  // --help, --version
+  TrainSettings& settings = *parsed;
+  if (settings.start_ranks > 0) {
+    if (settings.gpus > 0) require_gpus(settings.gpus);
+    return start_ranks(argv, settings.start_ranks, settings.comm_timeout);
+  }
+  RankTeam team(settings, launched);
+  settings.set_threads(set_threads(threads_of(settings, team)));
+  on_stop(OnStop::leave);  // until the first step: before it there is nothing to save
+  install_signal_handlers();
+  if (settings.dry_run || settings.print_config) return run_rank(settings, team);
+  team.meet(settings, WEFT_VERSION " (" WEFT_BUILD ")");
+  return team.together([&] { return run_rank(settings, team); });
 }
 
 }  // namespace

@@ -31,7 +31,10 @@ infer() {
   $python scripts/convert_hf.py models/tiny-pythia -o runs/demo/tiny-pythia.bin
   ./infer_pythia --model runs/demo/tiny-pythia.bin --prompt "Once upon a time" --max-tokens 160 --temperature 0.7 --seed 1
 
-  say "next: your own text (doc/own_tokenizer.md), or more of this model"
+  newest=$(printf '%s\n' runs/demo/step_???????? | tail -n 1)
+  say "next: this model to browsers, curl and OpenAI's client (doc/serving.md)"
+  echo "  ./infer_pythia --model $newest/model.bin --served-name demo --serve 127.0.0.1:8000"
+  say "or your own text (doc/own_tokenizer.md), or more of this model"
   echo "  ./train_llama --config tiny --train 'data/stories/train_*.bin' --val 'data/stories/val_*.bin' --out runs/demo --steps 800"
 }
 

@@ -17,6 +17,7 @@
 #include <functional>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,7 @@
 #include "llmc/cuda/op/decode_attention.h"
 #include "llmc/cuda/op/embedding.h"
 #include "llmc/cuda/op/gelu.h"
+#include "llmc/cuda/op/rank_sum.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/sampler.h"
@@ -331,14 +333,28 @@ void bench_optimizer(Bench& bench) {
   const std::vector<AdamWBlock> list = adamw_blocks(std::vector<AdamWRange>{{0, kParameters, true}});
   const AdamWBlock* blocks = uploaded(list);
   auto* norm = allocated<GradientNorm>(sizeof(GradientNorm));
-  void* workspace = allocated<char>(gradient_norm_workspace());
+  const auto block_count = static_cast<std::int64_t>(list.size());
+  auto* squares = allocated<double>(list.size() * sizeof(double));
   AdamWStep step;
   step.learning_rate = 1e-6f;
   const std::size_t size = static_cast<std::size_t>(kParameters) * 4;
   bench.row(
       "gradient norm, 1.24 B", 1.0 * size, "4 P", size,
-      [&](Pool& pool) { gradient_norm(norm, pool.take<float>(kParameters), kParameters, 1.0f, workspace, nullptr); },
+      [&](Pool& pool) {
+        block_squares(squares, pool.take<float>(kParameters), blocks, block_count, nullptr);
+        gradient_norm(norm, squares, nullptr, block_count, 1.0f, nullptr);
+      },
       3);
+  for (const int ranks : {2, 8}) {
+    const std::int64_t part = kParameters / ranks / 4 * 4;
+    bench.row("sum of " + std::to_string(ranks) + " ranks, 1.24 B", 4.0 * static_cast<double>((ranks + 1) * part),
+              "4 (R + 1) P / R", static_cast<std::size_t>(ranks * part) * 4 + 4096, [ranks, part](Pool& pool) {
+                const float* pieces[8];
+                for (int r = 0; r < ranks; ++r) pieces[r] = pool.take<float>(part);
+                add_ranks(const_cast<float*>(pieces[0]), std::span(pieces, static_cast<std::size_t>(ranks)), part,
+                          nullptr);
+              });
+  }
   bench.row(
       "adamw, split masters, 1.24 B", 7.0 * size, "28 P", 4 * size + 4096,
       [&](Pool& pool) {

@@ -1,12 +1,13 @@
 // Attention over pages at the shapes of Pythia-2.8B (32 heads of 80, fp16) and Llama-3.1-8B (32 heads and 8 K/V heads of 128,
-// bf16): decoding for some sequences and contexts, beside a kernel that only reads as many bytes, and a prompt's chunk.
+// bf16): decoding for some sequences and contexts, with the append in the same launch and in one of its own, beside a kernel that
+// only reads as many bytes; and chunks of a prompt.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/paged_attention_bench.cu build/release/libweft.a
 //   ./a.out [repetitions [page size ...]]
 //
 // GB/s counts keys and values of every position once. Several layers' pages, more than L2 holds, are used in turn, so that no
 // launch finds its keys there; a run is one launch a layer, captured in a graph, and the time the median run's divided by
-// the layers. Pages are shuffled. TF/s of a chunk count half of all scores of its 2,000 rows.
+// the layers. Pages are shuffled. TF/s of a chunk count half of all scores of its rows.
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +20,7 @@
 
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/op/append_to_pages.h"
 #include "llmc/cuda/op/paged_attention.h"
 
 namespace {
@@ -111,8 +113,10 @@ double median_us(int repetitions, const std::function<void(cudaStream_t)>& run) 
 
 struct Model {
   const char* name;
-  std::int64_t NH, NKV, HS;
+  std::int64_t NH, NKV, HS, rotary;
 };
+
+enum class Appends { before, attention };
 
 // A step of `sequences` sequences, of each `rows` rows that end at `context` positions.
 template <typename S>
@@ -125,7 +129,9 @@ class Step {
         layers_(std::max<std::int64_t>(4, ceil_div(kColdBytes, 2 * layer_ * std::int64_t{sizeof(S)}))),
         keys_(layers_ * layer_),
         values_(layers_ * layer_),
-        q_(sequences * rows * model.NH * model.HS),
+        qkv_(sequences * rows * (model.NH + 2 * model.NKV) * model.HS),
+        cos_(table(model, context).cos),
+        sin_(table(model, context).sin),
         out_(sequences * rows * model.NH * model.HS),
         positions_(positions(sequences, rows, context)),
         tables_(tables(sequences, rows, pages_of_each_)),
@@ -135,10 +141,18 @@ class Step {
         work_(list(shape_, sequences, rows, context)) {
     keys_.randomize(1);
     values_.randomize(2);
-    q_.randomize(3);
+    qkv_.randomize(3);
     io_.shape = shape_;
     io_.scale = 1 / std::sqrt(static_cast<float>(model.HS));
-    io_.q = {q_.data(), 0, model.NH * model.HS, model.HS};
+    const auto heads = [&](std::int64_t first) {
+      return HeadViewOf<S>{qkv_.data() + first * model.HS, 0, (model.NH + 2 * model.NKV) * model.HS, model.HS};
+    };
+    append_.q = heads(0);
+    append_.k = heads(model.NH);
+    append_.v = heads(model.NH + model.NKV);
+    append_.NH = model.NH;
+    append_.rope = {cos_.data(), sin_.data(), context, model.rotary / 2};
+    io_.q = append_.q;
     io_.kv = {nullptr, nullptr, page_size, model.NKV, model.HS};
     io_.rows = {positions_.data(), tables_.data(), pages_.data(), sequences * rows};
     io_.work = work_.data();
@@ -148,10 +162,25 @@ class Step {
 
   std::int64_t layers() const { return layers_; }
   std::int64_t layer_bytes() const { return 2 * layer_ * std::int64_t{sizeof(S)}; }
-  void attend(std::int64_t layer, const LaunchDevice& device, cudaStream_t stream) {
+  void attend(std::int64_t layer, Appends appends, const LaunchDevice& device, cudaStream_t stream) {
     io_.kv.keys = keys_.data() + layer * layer_;
     io_.kv.values = values_.data() + layer * layer_;
+    append_.kv = io_.kv;
+    append_.rows = io_.rows;
+    const bool before = appends == Appends::before;
+    io_.k = before ? HeadViewOf<const S>{} : append_.k;
+    io_.v = before ? HeadViewOf<const S>{} : append_.v;
+    io_.rope = append_.rope;
+    if (before) append_to_pages(append_, device, stream);
     paged_attention(io_, device, stream);
+  }
+  // Median microseconds of a layer.
+  double layer_us(int repetitions, Appends appends, const LaunchDevice& device) {
+    return median_us(repetitions,
+                     [&](cudaStream_t stream) {
+                       for (std::int64_t l = 0; l < layers_; ++l) attend(l, appends, device, stream);
+                     }) /
+           static_cast<double>(layers_);
   }
   void read(std::int64_t layer, const LaunchDevice& device, cudaStream_t stream) const {
     read_kernel<<<static_cast<unsigned>(8 * device.multiprocessors), 256, 0, stream>>>(
@@ -162,6 +191,12 @@ class Step {
   }
 
  private:
+  static RopeTable table(const Model& model, std::int64_t positions) {
+    RopeConfig config;
+    config.theta = 10000;
+    config.rotary_dim = model.rotary;
+    return rope_table(config, positions);
+  }
   static std::vector<std::int32_t> positions(std::int64_t sequences, std::int64_t rows, std::int64_t context) {
     std::vector<std::int32_t> result;
     for (std::int64_t s = 0; s < sequences; ++s)
@@ -190,49 +225,46 @@ class Step {
   }
 
   std::int64_t sequences_, pages_of_each_, layer_, layers_;
-  Memory<S> keys_, values_, q_, out_;
+  Memory<S> keys_, values_, qkv_;
+  Memory<float> cos_, sin_;
+  Memory<S> out_;
   Memory<std::int32_t> positions_, tables_, pages_;
   PagedAttentionShape shape_;
   Memory<char> workspace_, work_;
   Memory<int> sink_{1};
+  AppendToPages<S> append_;
   PagedAttention<S> io_;
 };
 
 template <typename S>
 void measure(const Model& model, std::int64_t page_size, int repetitions, const LaunchDevice& device) {
-  for (const std::int64_t sequences : {1, 16, 64, 128}) {
-    for (const std::int64_t context : {192, 1024, 2000}) {
+  for (const std::int64_t sequences : {1, 4, 16, 64, 128}) {
+    for (const std::int64_t context : {192, 2000}) {
       Step<S> step(model, sequences, 1, context, page_size);
-      const auto layers = static_cast<double>(step.layers());
-      const double us = median_us(repetitions,
-                                  [&](cudaStream_t stream) {
-                                    for (std::int64_t l = 0; l < step.layers(); ++l) step.attend(l, device, stream);
-                                  }) /
-                        layers;
+      const double us = step.layer_us(repetitions, Appends::attention, device);
+      const double two_us = step.layer_us(repetitions, Appends::before, device);
       const double read_us = median_us(repetitions,
                                        [&](cudaStream_t stream) {
                                          for (std::int64_t l = 0; l < step.layers(); ++l) step.read(l, device, stream);
                                        }) /
-                             layers;
+                             static_cast<double>(step.layers());
       const double positions = static_cast<double>(sequences * context * 2 * model.NKV * model.HS) * sizeof(S);
       const double rate = positions / us * 1e-3, read_rate = static_cast<double>(step.layer_bytes()) / read_us * 1e-3;
       std::printf(
-          "%-12s pages of %-3d %4d sequences, context %5d  %8.1f us %6.0f GB/s, a read %6.0f GB/s, share %.2f\n",
-          model.name, int(page_size), int(sequences), int(context), us, rate, read_rate, rate / read_rate);
+          "%-12s pages of %-3d %4d sequences, context %5d  %8.1f us %6.0f GB/s, in two launches %8.1f us, a read %6.0f "
+          "GB/s, share %.2f\n",
+          model.name, int(page_size), int(sequences), int(context), us, rate, two_us, read_rate, rate / read_rate);
       std::fflush(stdout);
     }
   }
-  constexpr std::int64_t kChunk = 2000;
-  Step<S> step(model, 1, kChunk, kChunk, page_size);
-  const double us = median_us(repetitions,
-                              [&](cudaStream_t stream) {
-                                for (std::int64_t l = 0; l < step.layers(); ++l) step.attend(l, device, stream);
-                              }) /
-                    static_cast<double>(step.layers());
-  const double operations = 4.0 * static_cast<double>(kChunk * kChunk * model.NH * model.HS) / 2;
-  std::printf("%-12s pages of %-3d a chunk of %d rows  %8.1f us %6.1f TF/s\n", model.name, int(page_size), int(kChunk),
-              us, operations / us * 1e-6);
-  std::fflush(stdout);
+  for (const std::int64_t chunk : {512, 2000}) {
+    Step<S> step(model, 1, chunk, chunk, page_size);
+    const double us = step.layer_us(repetitions, Appends::before, device);
+    const double operations = 4.0 * static_cast<double>(chunk * chunk * model.NH * model.HS) / 2;
+    std::printf("%-12s pages of %-3d a chunk of %d rows and its append  %8.1f us %6.1f TF/s\n", model.name,
+                int(page_size), int(chunk), us, operations / us * 1e-6);
+    std::fflush(stdout);
+  }
 }
 
 }  // namespace
@@ -245,8 +277,8 @@ int main(int argc, char** argv) {
     for (int i = 2; i < argc; ++i) page_sizes.push_back(std::atoi(argv[i]));
     const LaunchDevice device = launch_device();
     for (const std::int64_t page_size : page_sizes) {
-      measure<fp16>({"pythia-2.8b", 32, 32, 80}, page_size, repetitions, device);
-      measure<bf16>({"llama3.1-8b", 32, 8, 128}, page_size, repetitions, device);
+      measure<fp16>({"pythia-2.8b", 32, 32, 80, 20}, page_size, repetitions, device);
+      measure<bf16>({"llama3.1-8b", 32, 8, 128, 128}, page_size, repetitions, device);
     }
   } catch (const Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());

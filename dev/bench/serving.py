@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -204,10 +205,11 @@ def run_load(load: Load) -> list[Answer]:
 
 
 def percentile(values: list[float], percent: float) -> float | None:
+    """By nearest rank, as llmc/base/percentile.h has it."""
     if not values:
         return None
-    ordered = sorted(values)
-    return ordered[round((len(ordered) - 1) * percent / 100)]
+    rank = math.ceil(percent * len(values) / 100)
+    return sorted(values)[max(rank, 1) - 1]
 
 
 def figures(answers: list[Answer], begin: float, end: float) -> dict[str, Any]:

@@ -29,6 +29,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
+#include "llmc/base/percentile.h"
 #include "llmc/base/signals.h"
 #include "llmc/infer/completion.h"
 #include "llmc/infer/engine.h"
@@ -174,7 +175,6 @@ EngineFigures run_engine(const Tokenizer& tokenizer, std::int64_t sequences, dou
     ids_before = ids;
   }
   figures.ids_per_second = static_cast<double>(ids_before) / seconds(Clock::now() - start);
-  std::sort(figures.host_us.begin(), figures.host_us.end());
   if (model.deepest != 2 || model.without_ids < sequences * kRequests * (kTokens - 2)) {
     fail(Exit::internal, "the engine kept %zu steps in flight, with %lld rows without ids", model.deepest,
          static_cast<long long>(model.without_ids));
@@ -323,9 +323,9 @@ int main(int argc, char** argv) {
     const Tokenizer tokenizer = Tokenizer::from_json(read_text_file(kTokenizer, 1 << 24), kTokenizer);
     for (const std::int64_t sequences : counts) {
       const EngineFigures engine = run_engine(tokenizer, sequences, step_seconds);
-      const auto percentile = [&](std::size_t p) { return engine.host_us[engine.host_us.size() * p / 100]; };
       std::printf("%4lld  engine  %8.0f ids/s; host time of a step: median %.0f us, p99 %.0f us\n",
-                  static_cast<long long>(sequences), engine.ids_per_second, percentile(50), percentile(99));
+                  static_cast<long long>(sequences), engine.ids_per_second, percentile(engine.host_us, 50),
+                  percentile(engine.host_us, 99));
       server_line(tokenizer, sequences, step_seconds, engine.ids_per_second);
     }
   } catch (const Error& error) {

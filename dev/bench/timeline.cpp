@@ -1,18 +1,21 @@
 // A library that the CUDA driver loads into a program (CUDA_INJECTION64_PATH) and that writes down when the GPU worked: one
-// line "begin end name" in nanoseconds for each kernel, copy and fill, to the file TIMELINE_OUT. dev/bench/timeline.py
-// builds it, finds libcupti, and reads the lines.
+// line "begin end name" in nanoseconds for each kernel, copy and fill, to the file TIMELINE_OUT.N of process N.
+// dev/bench/timeline.py builds it, finds libcupti, and reads the lines.
 #include <cupti.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 
 namespace {
 
 constexpr std::size_t kBufferBytes = 8 << 20;
 
 std::FILE* output() {
-  static std::FILE* file = std::fopen(std::getenv("TIMELINE_OUT"), "w");
+  static std::FILE* file =
+      std::fopen((std::string(std::getenv("TIMELINE_OUT")) + "." + std::to_string(getpid())).c_str(), "w");
   return file;
 }
 
@@ -36,6 +39,9 @@ void on_complete(CUcontext, std::uint32_t, std::uint8_t* buffer, std::size_t, st
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
       const auto* copy = reinterpret_cast<CUpti_ActivityMemcpy5*>(record);
       write_line(copy->start, copy->end, "copy");
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY2) {
+      const auto* copy = reinterpret_cast<CUpti_ActivityMemcpyPtoP4*>(record);
+      write_line(copy->start, copy->end, "copy between GPUs");
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
       const auto* fill = reinterpret_cast<CUpti_ActivityMemset4*>(record);
       write_line(fill->start, fill->end, "fill");
@@ -56,6 +62,7 @@ extern "C" int InitializeInjection() {
   cuptiActivityRegisterCallbacks(on_request, on_complete);
   cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
   cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMCPY);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMCPY2);
   cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMSET);
   std::atexit(at_end);
   return 1;

@@ -1,10 +1,11 @@
 """How much of a training step the GPU works: the time line of the kernels, as CUPTI records it.
 
-    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--no-graph]
+    python3 dev/bench/timeline.py [--config d12 --seq-len 1024 --micro-batch 32] [--gpus N] [--no-graph]
 
-Runs train_llama --bench, takes its last steps (each ends with the kernel of AdamW) and prints the share of their time in
-which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them, and the kernels by
-time. Kernels keep their lengths while they are recorded; the host gets slower, so that gaps it causes look longer, not
+Runs train_llama --bench, takes the last steps (from one gradient norm to the next) of each of its processes and prints the
+share of their time in which at least one kernel, copy or fill ran, the largest gaps with what stands before and behind them,
+and the kernels by time; with several GPUs also how long nothing ran but copies and the sum of the ranks: what they cost
+beside the passes. Kernels keep their lengths while they are recorded; the host gets slower, so that gaps it causes look longer, not
 shorter.
 """
 
@@ -45,7 +46,8 @@ def find_cupti() -> Path:
     fail("libcupti: not found in the CUDA toolkit (extras/CUPTI) nor beside PyTorch")
 
 
-def record(options: argparse.Namespace) -> list[tuple[int, int, str]]:
+def record(options: argparse.Namespace) -> list[list[tuple[int, int, str]]]:
+    """The time line of each process that used a GPU."""
     cupti = find_cupti()
     with tempfile.TemporaryDirectory() as scratch:
         library, lines = Path(scratch) / "timeline.so", Path(scratch) / "timeline.txt"
@@ -55,12 +57,23 @@ def record(options: argparse.Namespace) -> list[tuple[int, int, str]]:
                        check=True)
         command = [str(ROOT / "train_llama"), "--device", "cuda", "--bench", "--config", options.config, "--seq-len",
                    str(options.seq_len), "--micro-batch", str(options.micro_batch)]
+        command += ["--gpus", str(options.gpus)] if options.gpus > 1 else []
         result = subprocess.run(command + (["--no-graph"] if options.no_graph else []), text=True, cwd=ROOT,
                                 env={**os.environ, "CUDA_INJECTION64_PATH": str(library), "TIMELINE_OUT": str(lines)})
-        if result.returncode or not lines.exists():
+        files = sorted(lines.parent.glob(lines.name + ".*"))
+        if result.returncode or not files:
             fail("train_llama failed, or CUPTI was refused the GPU")
-        rows = (line.split(" ", 2) for line in lines.read_text().splitlines())
-        return sorted((int(begin), int(end), name) for begin, end, name in rows)
+        processes = ((line.split(" ", 2) for line in file.read_text().splitlines()) for file in files)
+        return [sorted((int(begin), int(end), name) for begin, end, name in rows) for rows in processes]
+
+
+def covered(work: list[tuple[int, int, str]]) -> int:
+    """Nanoseconds in which at least one of the pieces of work ran; they are sorted."""
+    total = at = 0
+    for begin, end, _ in work:
+        total += max(0, end - max(begin, at))
+        at = max(at, end)
+    return total
 
 
 def short(name: str) -> str:
@@ -74,10 +87,16 @@ def main() -> int:
     parser.add_argument("--config", default="d12")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--no-graph", action="store_true")
     options = parser.parse_args()
-    work = record(options)
-    ends = [end for _, end, name in work if "adamw_kernel" in name][-STEPS - 1:]
+    for work in record(options):
+        show(work, options)
+    return 0
+
+
+def show(work: list[tuple[int, int, str]], options: argparse.Namespace) -> None:
+    ends = [end for _, end, name in work if "gradient_norm_kernel" in name][-STEPS - 1:]
     if len(ends) < STEPS + 1:
         fail("the time line holds fewer steps than expected")
     work = [row for row in work if ends[0] <= row[0] and row[1] <= ends[-1]]
@@ -95,6 +114,9 @@ def main() -> int:
     span = ends[-1] - ends[0]
     print(f"{options.config}, {options.micro_batch} x {options.seq_len}{', single launches' if options.no_graph else ''}: "
           f"{span / STEPS * 1e-6:.3f} ms a step, {len(work) / STEPS:.0f} launches, GPU busy {100 * busy / span:.2f} %")
+    if options.gpus > 1:
+        passes = [row for row in work if not row[2].startswith("copy") and "add_ranks" not in row[2] and "nccl" not in row[2]]
+        print(f"  nothing but copies and sums, or nothing: {(span - covered(passes)) / STEPS * 1e-6:.3f} ms a step")
     gaps.sort(reverse=True)
     for length, before, behind in gaps[:2 * STEPS:STEPS // 2]:
         print(f"  gap of {length * 1e-3:.1f} us between {short(before)} and {short(behind)}")
@@ -102,7 +124,6 @@ def main() -> int:
     print(f"  gaps below 5 us: {len(small) / STEPS:.0f} a step, {sum(small) / STEPS * 1e-3:.0f} us together")
     for name, (count, time) in sorted(sums.items(), key=lambda item: -item[1][1])[:12]:
         print(f"  {100 * time / span:5.2f} %  {count / STEPS:5.1f} x {time / count * 1e-3:8.1f} us  {short(name)}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,12 +4,17 @@
     python3 dev/bench/train_peer.py                                  all configurations, one JSON line each
     python3 dev/bench/train_peer.py --config llama3.2-1b --precision bf16 --attention cudnn
     python3 dev/bench/train_peer.py --config smoke --device cpu --no-compile
+    torchrun --nproc-per-node 2 dev/bench/train_peer.py --config llama3.2-1b --precision master
 
 A step is forward, backward, clipping to norm 1 and AdamW on one micro-batch of random tokens: torch.compile, scaled dot
 product attention on grouped heads, fused AdamW, q, k, v and gate, up as one product each. Two precisions: "master"
 keeps weights and moments in fp32 and computes in bf16 by autocast, "bf16" keeps all of them in bf16. The residual
 stream is bf16 in both, the loss fp32. ms is the median over --steps, after --warmup steps that compile and settle the
 clock.
+
+Under torchrun each process has a GPU and a micro-batch, and FSDP2 shards fp32 weights, moments and gradients: compiled
+layer by layer, bf16 weights gathered once a step and kept until the backward pass, gradients reduced in fp32.
+tokens_per_s is that of all GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -157,8 +162,29 @@ class Llama(nn.Module):
         x = self.embedding(tokens).to(torch.bfloat16)
         for layer in self.layers:
             x = layer(x, cos, sin)
+        return self.loss(x, labels)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.norm(x)).float()
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def shard(model: Llama, compiled: bool) -> None:
+    """FSDP2 over all processes, in place."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # since PyTorch 2.6
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+    if compiled:
+        model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+
+
+def processes() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -173,13 +199,17 @@ def make_step(shape: Shape, precision: str, options: argparse.Namespace) -> tupl
         ids = torch.randint(0, shape.vocab, (shape.micro_batch, shape.seq_len + 1))
     if precision == "bf16":
         model.to(torch.bfloat16)
+    several = processes() > 1
+    if several:
+        shard(model, not options.no_compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = model if options.no_compile else torch.compile(model, mode=options.compile_mode)
+    run = model if options.no_compile or several else torch.compile(model, mode=options.compile_mode)
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     backend = ATTENTION[options.attention]
 
     def precision_context() -> AbstractContextManager:
-        return torch.autocast(device, dtype=torch.bfloat16) if precision == "master" else nullcontext()
+        cast = precision == "master" and not several  # FSDP's policy casts by itself
+        return torch.autocast(device, dtype=torch.bfloat16) if cast else nullcontext()
 
     def step() -> Tensor:
         with precision_context(), sdpa_kernel(backend) if backend else nullcontext():
@@ -222,11 +252,12 @@ def measure(name: str, shape: Shape, precision: str, options: argparse.Namespace
     settling = time.monotonic() - began
     times = [timed(step, options.device) for _ in range(options.steps)]
     median = statistics.median(times)
-    tokens_per_s = shape.micro_batch * shape.seq_len / median * 1000
-    tflops = tokens_per_s * shape.flops_per_token / 1e12
-    return {"program": "PyTorch", "config": name, "precision": precision, "micro_batch": shape.micro_batch,
-            "seq_len": shape.seq_len, "parameters": parameters, "tokens_per_s": round(tokens_per_s, 1),
-            "ms": round(median, 3), "ms_min": round(min(times), 3), "ms_max": round(max(times), 3),
+    tokens_per_s = processes() * shape.micro_batch * shape.seq_len / median * 1000
+    tflops = tokens_per_s / processes() * shape.flops_per_token / 1e12
+    return {"program": "PyTorch", "config": name, "precision": precision, "gpus": processes(),
+            "micro_batch": shape.micro_batch, "seq_len": shape.seq_len, "parameters": parameters,
+            "tokens_per_s": round(tokens_per_s, 1), "ms": round(median, 3),
+            "ms_min": round(min(times), 3), "ms_max": round(max(times), 3),
             "steps": options.steps, "tflops": round(tflops, 2), "mfu": round(tflops / options.peak_tflops, 4),
             "mfu_formula": FORMULA, "peak_tflops": options.peak_tflops,
             "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
@@ -275,6 +306,14 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda: PyTorch finds no GPU. Use --device cpu", file=sys.stderr)
         return 4
+    rank = int(os.environ.get("RANK", "0"))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if options.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
+        if options.precision != "master":
+            print("error: several processes: only --precision master is measured", file=sys.stderr)
+            return 2
     failed = False
     for name in options.config or [name for name in SHAPES if name != "smoke"]:
         shape = shape_of(name, options)
@@ -285,7 +324,10 @@ def main() -> int:
                 failed = True
                 result = {"program": "PyTorch", "config": name, "precision": precision,
                           "error": str(error).strip().splitlines()[0][:200]}
-            print(json.dumps(result), flush=True)
+            if rank == 0:
+                print(json.dumps(result), flush=True)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
     return 1 if failed else 0
 
 

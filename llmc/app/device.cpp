@@ -1,5 +1,9 @@
 #include "llmc/app/device.h"
 
+#include <cstdlib>
+#include <sstream>
+#include <vector>
+
 #include "llmc/base/arena.h"
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
@@ -19,10 +23,10 @@ DeviceChoice choose_cpu(const std::string& reason) {
 DeviceChoice choose_device(const DeviceRequest& request) {
   if (request.device == "cpu") return choose_cpu("");
 #ifdef WEFT_CUDA
-  if (!request.planned_gpu.empty()) return {true, request.planned_gpu, request.planned_gpu_bytes, ""};
+  if (!request.planned_gpu.empty()) return {true, request.planned_gpu, request.planned_gpu_bytes, "", ""};
   const cuda::Device gpu = cuda::probe_device(request.pretended_arch);
-  if (gpu.usable) return {true, gpu.name, request.pretended_free_bytes.value_or(gpu.free_bytes), ""};
-  if (request.device == "cuda" && request.plan_only) return {true, "a GPU that is not here", 0, ""};
+  if (gpu.usable) return {true, gpu.name, request.pretended_free_bytes.value_or(gpu.free_bytes), gpu.id, ""};
+  if (request.device == "cuda" && request.plan_only) return {true, "a GPU that is not here", 0, "", ""};
   const std::string problem = gpu.problem;
   const Exit code = gpu.code;
 #else
@@ -40,6 +44,42 @@ DeviceChoice choose_device(const DeviceRequest& request) {
 
 void announce_cpu(const DeviceChoice& choice) {
   if (!choice.gpu && !choice.cpu_reason.empty()) log_info("running on the CPU: %s", choice.cpu_reason.c_str());
+}
+
+void see_own_gpu(int local_rank) {
+  constexpr const char* kVisible = "CUDA_VISIBLE_DEVICES";
+  const char* const visible = std::getenv(kVisible);
+  if (visible == nullptr) {
+    ::setenv(kVisible, std::to_string(local_rank).c_str(), 1);
+    return;
+  }
+  std::vector<std::string> gpus;
+  std::istringstream list(visible);
+  for (std::string gpu; std::getline(list, gpu, ',');) gpus.push_back(gpu);
+  if (gpus.size() <= 1) return;
+  if (static_cast<std::size_t>(local_rank) >= gpus.size()) {
+    fail(Exit::environment, "%s: got %s, expected a GPU for each rank of this machine: this is its rank %d, from 0",
+         kVisible, escaped(visible).c_str(), local_rank);
+  }
+  ::setenv(kVisible, gpus[static_cast<std::size_t>(local_rank)].c_str(), 1);
+}
+
+void require_gpus(std::int64_t count) {
+#ifdef WEFT_CUDA
+  const int visible = cuda::visible_gpus();
+  if (visible == 0)
+    fail(Exit::environment, "--gpus: got %lld, but no GPU can be used here: %s", static_cast<long long>(count),
+         cuda::probe_device().problem.c_str());
+  if (visible < count) {
+    fail(Exit::environment,
+         "--gpus: got %lld, but this program sees %d on this machine. Give at most --gpus %d, or see "
+         "CUDA_VISIBLE_DEVICES",
+         static_cast<long long>(count), visible, visible);
+  }
+#else
+  fail(Exit::environment, "--gpus: got %lld, but this program was built without nvcc and has no GPU code",
+       static_cast<long long>(count));
+#endif
 }
 
 void fail_plan(std::uint64_t needed, const DeviceChoice& device, const std::string& advice) {

@@ -22,6 +22,7 @@ struct DeviceChoice {
   bool gpu = false;
   std::string name = "CPU";           // or the GPU's
   std::uint64_t available_bytes = 0;  // memory that a plan may use; 0: unknown
+  std::string id;                     // of the GPU on its machine; empty: none, or a planned one
   std::string cpu_reason;             // with --device auto: why the GPU is not used; otherwise empty
 };
 
@@ -33,6 +34,13 @@ DeviceChoice choose_cpu(const std::string& reason);
 
 // Logs why --device auto took the CPU; nothing if the user asked for the CPU or a GPU computes.
 void announce_cpu(const DeviceChoice& choice);
+
+// Leaves of the GPUs that this process sees the one of rank `local_rank` of this machine, before CUDA is used for the first
+// time: a GPU is all that a rank needs, and so none of its threads touches another one's. A process that sees one GPU keeps
+// it: its launcher has chosen. Exit::environment if there are fewer.
+void see_own_gpu(int local_rank);
+// Exit::environment if this machine, or this program, cannot give `count` ranks a GPU each. Uses none of them.
+void require_gpus(std::int64_t count);
 
 // Exit::resources for a plan that does not fit: the message has the bytes needed, those available, and the advice.
 [[noreturn]] void fail_plan(std::uint64_t needed, const DeviceChoice& device, const std::string& advice);

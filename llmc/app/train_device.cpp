@@ -1,12 +1,17 @@
 #include "llmc/app/train_device.h"
 
+#include <sys/utsname.h>
+
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/log.h"
+#include "llmc/comm/at_work.h"
 #include "llmc/cpu/llama.h"
 #include "llmc/train/fault_injection.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/llama/llama.h"
+#include "llmc/cuda/op/matmul.h"
 #include "llmc/cuda/transformer/inference.h"
 #endif
 
@@ -28,9 +33,28 @@ DeviceRequest request_of(const TrainSettings& settings) {
   return request;
 }
 
+DeviceChoice choose(const TrainSettings& settings, const RankTeam& team) {
+  if (team.size() > 1 && settings.device != "cpu") see_own_gpu(team.local_rank());
+  return choose_device(request_of(settings));
+}
+
 }  // namespace
 
-TrainDevice::TrainDevice(TrainSettings& settings) : choice_(choose_device(request_of(settings))) {
+struct TrainDevice::Links {
+#ifdef WEFT_CUDA
+  std::unique_ptr<cuda::DeviceRanks> gpus;
+#endif
+};
+
+TrainDevice::~TrainDevice() = default;
+
+TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
+    : choice_(choose(settings, team)),
+      rank_(team.rank()),
+      ranks_(team.size()),
+      local_ranks_(team.local_size()),
+      shard_(settings.shard_kind()),
+      time_limit_s_(settings.comm_timeout) {
   announce_cpu(choice_);
   if (!choice_.gpu) shared_cores_.emplace();
   if (!choice_.gpu && settings.precision == "bf16") {
@@ -38,12 +62,11 @@ TrainDevice::TrainDevice(TrainSettings& settings) : choice_(choose_device(reques
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
+  if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
+    fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
+  }
   if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
-  }
-  if (choice_.gpu && settings.virtual_ranks > 1) {
-    fail(Exit::usage, "--virtual-ranks: got %lld, only the CPU computes several ranks. Add --device cpu",
-         static_cast<long long>(settings.virtual_ranks));
   }
 }
 
@@ -51,7 +74,8 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
                                           [[maybe_unused]] std::int64_t sample_positions) const {
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
-    std::vector<MemoryLine> lines = cuda::plan_llama(config, options);
+    std::vector<MemoryLine> lines =
+        ranks_ > 1 ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
     if (sample_positions == 0) return lines;
     for (MemoryLine& line : cuda::plan_llama_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
@@ -59,13 +83,33 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
     return lines;
   }
 #endif
-  return cpu::plan_llama(config, options);
+  return ranks_ > 1 ? cpu::plan_llama(config, options, rank_, ranks_, shard_) : cpu::plan_llama(config, options);
+}
+
+std::vector<RankField> TrainDevice::rank_fields() const {
+  std::vector<RankField> fields = {{"device", choice_.name}};
+#ifdef WEFT_CUDA
+  if (choice_.gpu) {
+    fields.push_back({"cuBLASLt", cuda::cublaslt_version()});
+    fields.push_back({"NCCL", cuda::nccl_version()});
+  }
+#endif
+  return fields;
+}
+
+std::string TrainDevice::gpu_id() const {
+  if (choice_.id.empty()) return {};
+  utsname system{};
+  ::uname(&system);
+  return std::string(system.nodename) + " " + choice_.id;
 }
 
 void TrainDevice::check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
                                std::int64_t sample_positions) const {
   TrainOptions smaller = options;
-  const auto planned = [&] { return total_bytes(plan(config, smaller, sample_positions)); };
+  // Ranks on the CPUs of one machine share its memory.
+  const auto sharing = static_cast<std::uint64_t>(choice_.gpu ? 1 : local_ranks_);
+  const auto planned = [&] { return sharing * total_bytes(plan(config, smaller, sample_positions)); };
   const std::uint64_t available = choice_.available_bytes, needed = planned();
   if (needed <= available || available == 0) return;
   if (batch_sequences == 0) fail_plan(needed, choice_, "Make a reference dump of fewer or shorter sequences");
@@ -85,6 +129,21 @@ std::unique_ptr<TrainModel> TrainDevice::make(const ModelConfig& config, const T
   if (choice_.gpu) return cuda::make_llama(config, options);
 #endif
   return cpu::make_llama(config, options);
+}
+
+std::unique_ptr<TrainModel> TrainDevice::make(const ModelConfig& config, const TrainOptions& options,
+                                              Communicator& ranks) {
+  if (ranks.size() == 1) return make(config, options);
+  const AtWork patience(ranks);  // rank 0 may have to try GEMM plans for all
+#ifdef WEFT_CUDA
+  if (choice_.gpu) {
+    links_ = std::make_unique<Links>();
+    links_->gpus = cuda::make_device_ranks(ranks, time_limit_s_);
+    log_info("%d ranks: gradients and parameters move by %s", ranks.size(), links_->gpus->name().c_str());
+    return cuda::make_llama(config, options, ranks, *links_->gpus, shard_);
+  }
+#endif
+  return cpu::make_llama(config, options, ranks, shard_);
 }
 
 }  // namespace weft

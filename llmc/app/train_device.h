@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "llmc/app/device.h"
+#include "llmc/app/rank_team.h"
 #include "llmc/base/arena.h"
 #include "llmc/base/threads.h"
+#include "llmc/comm/agreement.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/options.h"
 
@@ -20,12 +22,20 @@ class TrainDevice {
  public:
   // Replaces `auto` in the device and the precision of `settings` by what this machine and this build have. Exit::usage
   // if the device cannot do the precision or the moments that are asked for.
-  explicit TrainDevice(TrainSettings& settings);
+  // Of a rank of several its own GPU, and plans are those of its part.
+  TrainDevice(TrainSettings& settings, const RankTeam& team);
+  ~TrainDevice();
+  TrainDevice(const TrainDevice&) = delete;
+  TrainDevice& operator=(const TrainDevice&) = delete;
 
   bool gpu() const { return choice_.gpu; }
   const std::string& name() const { return choice_.name; }
   // Tolerance of a comparison with PyTorch, both in fp32, relative to a tensor's largest value.
   double compare_tolerance() const { return choice_.gpu ? 1e-4 : 1e-5; }
+  // What all ranks have to have in common: the kind of device, the libraries that compute and that connect.
+  std::vector<RankField> rank_fields() const;
+  // Of the GPU among those of all machines; empty: none.
+  std::string gpu_id() const;
 
   // The memory that the run needs, one line for each kind. `sample_positions`: positions of the decoder that writes
   // samples; 0: no samples. A plan for the CPU does not include this decoder.
@@ -37,9 +47,17 @@ class TrainDevice {
   void check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
                     std::int64_t sample_positions) const;
   std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options) const;
+  // The model of a rank of several; of one rank the same as make(). All ranks call it together. The device outlives the model.
+  std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator& ranks);
 
  private:
+  struct Links;  // between the GPUs of the ranks
+
   DeviceChoice choice_;
+  const int rank_, ranks_, local_ranks_;
+  const Shard shard_;
+  const double time_limit_s_;
+  std::unique_ptr<Links> links_;
   std::optional<SharedCores> shared_cores_;  // only if the CPU computes
 };
 

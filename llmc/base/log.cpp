@@ -22,6 +22,7 @@ namespace {
 
 std::mutex output_mutex;
 ColorMode color_mode = ColorMode::automatic;
+std::string rank_prefix;                  // "rank 1: ", or empty; set before there are threads
 std::atomic<bool> progress_shown{false};  // a signal handler reads it
 
 bool use_color() {
@@ -46,13 +47,17 @@ void write_line(const char* color, const char* prefix, const char* fmt, std::va_
   std::vsnprintf(text.data(), text.size() + 1, fmt, again);
   va_end(again);
   const std::lock_guard<std::mutex> lock(output_mutex);
-  if (progress_shown) std::fputs("\r\033[K", stderr);
+  // Another rank's progress line may be on the terminal.
+  const bool erase = progress_shown || (!rank_prefix.empty() && stderr_is_terminal());
   progress_shown = false;
+  std::string line = (erase ? "\r\033[K" : "") + rank_prefix;
   if (*prefix != '\0') {
     const bool colored = use_color();
-    std::fprintf(stderr, "%s%s%s ", colored ? color : "", prefix, colored ? "\033[0m" : "");
+    line += std::string(colored ? color : "") + prefix + (colored ? "\033[0m " : " ");
   }
-  std::fprintf(stderr, "%s\n", text.c_str());
+  line += text + "\n";
+  // One write, so that lines of several processes do not mix.
+  std::fwrite(line.data(), 1, line.size(), stderr);
   std::fflush(stderr);
 }
 
@@ -71,7 +76,12 @@ bool stderr_is_terminal() {
   return ::isatty(STDERR_FILENO) == 1 && term != nullptr && std::strcmp(term, "dumb") != 0;
 }
 
+void log_as_rank(int rank) {
+  rank_prefix = format("rank %d: ", rank);
+}
+
 void log_info(const char* fmt, ...) {
+  if (!rank_prefix.empty()) return;
   std::va_list args;
   va_start(args, fmt);
   write_line("", "", fmt, args);

@@ -3,7 +3,7 @@
 //
 // All ranks make the same calls in the same order, with the same sizes. A call that cannot end throws Error on every rank
 // that is in it, and so does each call after it:
-//   - a rank did not come within the time limit: Exit::environment, which names it;
+//   - a rank did not come within the time limit, or its process has died: Exit::environment, which names it;
 //   - a rank has called abort(): with the code that it gave, and "rank R: " before its reason;
 //   - the ranks are in different calls, or their sizes differ: Exit::internal.
 #pragma once
@@ -39,6 +39,15 @@ class Communicator {
   // Ends what the ranks do together, from any thread: each rank's present and future calls throw. The first abort is the
   // one that they throw.
   virtual void abort(const Error& error) noexcept = 0;
+  // Throws if what the ranks do together has ended, and returns at once if not: for a rank that waits for the others by
+  // another way, such as NCCL. Only on the thread that makes the calls.
+  virtual void check() = 0;
+
+  // Seconds after which a rank that is long at work has to give a sign, so that the others go on waiting for it (AtWork);
+  // 0: nobody asks for one.
+  virtual double sign_interval_s() const { return 0; }
+  // From any thread.
+  virtual void give_sign() noexcept {}
 
   // Elements parts[r] of rank r, on all ranks.
   template <typename T>
@@ -79,6 +88,7 @@ class SingleRank final : public Communicator {
   void gather_bytes(std::byte*, std::span<const Range>) override {}
   void broadcast_bytes(std::byte*, std::int64_t, int) override {}
   void abort(const Error&) noexcept override {}
+  void check() override {}
 };
 
 // The largest of all ranks' numbers. Of flags: whether any rank has set it.

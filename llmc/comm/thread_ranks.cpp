@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "llmc/base/signals.h"
+#include "llmc/comm/rank_errors.h"
 
 namespace weft {
 
@@ -69,16 +70,20 @@ class Meeting {
     throw *ended_;
   }
 
-  void abort(Exit code, const std::string& reason) {
+  void abort(const Error& error) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    end(code, reason);
+    end(error);
+  }
+  void require_going_on() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) throw *ended_;
   }
   // The thread of `rank` ends: nobody is to wait for it.
   void leave(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     states_[static_cast<std::size_t>(rank)] = State::left;
     left_ = std::min(left_, rank);
-    if (any(State::waiting)) end(Exit::environment, left_reason());
+    if (any(State::waiting)) end(ended_rank(left_));
   }
 
  private:
@@ -91,32 +96,30 @@ class Meeting {
     std::fill(states_.begin(), states_.end(), state);
     changed_.notify_all();
   }
-  std::string left_reason() const { return format("rank %d has ended, others go on", left_); }
-  void end(Exit code, const std::string& reason) {
-    if (!ended_) ended_.emplace(code, reason);
+  void end(const Error& error) {
+    if (!ended_) ended_ = error;
     changed_.notify_all();
   }
   void check() {
-    if (!ended_ && left_ != kNobody) end(Exit::environment, left_reason());
+    if (!ended_ && left_ != kNobody) end(ended_rank(left_));
     if (ended_) throw *ended_;
   }
   void compare() {
     for (std::size_t r = 1; r < ranks(); ++r) {
       if (calls_[r].same_as(calls_[0])) continue;
       const bool same_name = std::strcmp(calls_[r].name, calls_[0].name) == 0;
-      return end(Exit::internal, format("the ranks do not agree: rank 0 is in %s, rank %zu in %s%s", calls_[0].name, r,
-                                        calls_[r].name, same_name ? " with other sizes" : ""));
+      return end(different_calls(calls_[0].name, static_cast<int>(r), calls_[r].name, same_name));
     }
   }
   void wait_for_all(std::unique_lock<std::mutex>& lock, const char* name, State& mine) {
     const auto limit = std::chrono::duration<double>(time_limit_s_);
     const auto over = [&] { return mine != State::waiting || ended_.has_value(); };
     if (!changed_.wait_for(lock, limit, over)) {
-      std::string late;
+      std::vector<int> late;
       for (std::size_t r = 0; r < ranks(); ++r) {
-        if (states_[r] != State::waiting) late += format("%s%zu", late.empty() ? "" : ", ", r);
+        if (states_[r] != State::waiting) late.push_back(static_cast<int>(r));
       }
-      end(Exit::environment, format("rank %s did not come to %s within %g s", late.c_str(), name, time_limit_s_));
+      end(late_ranks(late, name, time_limit_s_));
     }
     if (mine == State::waiting) mine = State::elsewhere;
   }
@@ -167,9 +170,11 @@ class ThreadRank final : public Communicator {
     });
   }
 
+  void check() override { meeting_.require_going_on(); }
+
   void abort(const Error& error) noexcept override {
     try {
-      meeting_.abort(error.code(), format("rank %d: %s", rank_, error.what()));
+      meeting_.abort(Error(error.code(), format("rank %d: %s", rank_, error.what())));
     } catch (...) {  // no memory for the reason: leave() ends the others without it
     }
   }

@@ -31,36 +31,46 @@ namespace {
 
 constexpr std::int64_t kClassifierRows = 512;  // of logits at once
 
-MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options) {
-  const char* const name = "sum of the ranks' gradients";
-  return options.virtual_ranks > 1 ? per_parameter_plan(name, table, sizeof(float)) : MemoryPlan(name);
-}
-
 MemoryPlan moment_plan(const char* name, const Range& part) {
   MemoryPlan plan(name);
   plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), name));
   return plan;
 }
 
-// `moments`: the elements whose moments this model has.
+// Of the gradients of the ranks before, where a process computes several: all elements if it is alone, otherwise `part`.
+MemoryPlan rank_sum_plan(std::int64_t rounds, const Range& part) {
+  MemoryPlan plan("sum of the ranks' gradients");
+  if (rounds > 1) plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), "sum of the ranks"));
+  return plan;
+}
+
+// What a process has of the arena of all elements, and of the ranks of a step.
+struct Portion {
+  std::int64_t rounds = 1;  // ranks that it computes, one after the other
+  Range added;              // elements of the gradients that it adds
+  Range own;                // elements that it updates: it has their moments
+};
+
+Portion portion_of(const TensorTable& table, const TrainOptions& options, int rank, int ranks, Shard shard) {
+  const Range all{0, table.arena_elements()};
+  const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
+  return {options.virtual_ranks / ranks, part, shard == Shard::optimizer ? part : all};
+}
+
 std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
-                                     const Range& moments) {
+                                     const Portion& portion) {
   const std::uint64_t parameters = parameter_plan(table).bytes();
   std::vector<MemoryLine> lines = {{"parameters (fp32)", parameters}, {"gradients (fp32)", parameters}};
-  if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});
-  lines.push_back({"AdamW moments (fp32)", 2 * moment_plan("moments", moments).bytes()});
+  if (portion.rounds > 1) {
+    lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(portion.rounds, portion.added).bytes()});
+  }
+  lines.push_back({"AdamW moments (fp32)", 2 * moment_plan("moments", portion.own).bytes()});
   lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
   return lines;
 }
 
 void require_fp32(const TrainOptions& options) {
   if (options.precision != Precision::fp32) fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
-}
-
-// One of the ranks of a run: the step of `options` without the micro-batches of the others.
-TrainOptions of_one_rank(TrainOptions options) {
-  options.virtual_ranks = 1;
-  return options;
 }
 
 class Llama final : public TrainModel {
@@ -73,10 +83,12 @@ class Llama final : public TrainModel {
         ranks_(ranks),
         divided_(ranks != nullptr && shard == Shard::optimizer),
         parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
-        own_(divided_ ? parts_[static_cast<std::size_t>(ranks->rank())] : Range{0, table_.arena_elements()}),
+        portion_(portion_of(table_, options, ranks != nullptr ? ranks->rank() : 0, ranks != nullptr ? ranks->size() : 1,
+                            shard)),
+        own_(portion_.own),
         parameter_arena_(parameter_plan(table_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
-        rank_sum_arena_(rank_sum_plan(table_, options)),
+        rank_sum_arena_(rank_sum_plan(portion_.rounds, portion_.added)),
         moment1_arena_(moment_plan("first moments", own_)),
         moment2_arena_(moment_plan("second moments", own_)),
         weights_(config, table_, parameter_arena_.at<float>(0), Offsets::bytes),
@@ -89,7 +101,7 @@ class Llama final : public TrainModel {
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
-  std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, own_); }
+  std::vector<MemoryLine> memory() const override { return memory_lines(config_, options_, table_, portion_); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override {
     micro_step_ = micro_step;
@@ -143,7 +155,7 @@ class Llama final : public TrainModel {
       case TensorRole::parameter:
         return parameter_arena_.at<float>(0) + part.begin;
       case TensorRole::gradient:
-        return (ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
+        return (ranks_ == nullptr && ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
       case TensorRole::moment1:
         return moments(moment1_arena_);
       case TensorRole::moment2:
@@ -208,7 +220,8 @@ class Llama final : public TrainModel {
   void recompute_layer(std::int64_t l);
   void backward_layer(std::int64_t l);
   void finish_rank();
-  void exchange_gradients();
+  void add_round(float* sum);
+  void complete_gradients();
   double sum_of_block_squares() const;
 
   ModelConfig config_;
@@ -217,9 +230,10 @@ class Llama final : public TrainModel {
   Communicator* ranks_;       // null: alone
   bool divided_;              // the moments and the update, between the ranks
   std::vector<Range> parts_;  // of the arena: one for each rank
-  Range own_;                 // whose moments this model has: of all parameters, or of the part of its rank
+  Portion portion_;
+  Range own_;  // whose moments this model has: of all parameters, or of the part of its rank
   HostArena parameter_arena_, gradient_arena_;
-  HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty without virtual ranks
+  HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty where a process has one
   HostArena moment1_arena_, moment2_arena_;
   LlamaParameters<float> weights_, d_weights_;
   LlamaActivations<float> acts_;
@@ -230,7 +244,7 @@ class Llama final : public TrainModel {
   std::uint64_t micro_step_ = 0;
   bool training_ = false;
   std::int64_t rank_micro_batches_ = 0,
-               ranks_added_ = 0;              // of the virtual rank that computes; ranks that have computed
+               ranks_added_ = 0;              // of the rank that is computed; ranks of this process that are complete
   double loss_sum_ = 0, ranks_loss_sum_ = 0;  // of that rank; of those before
   std::int64_t label_count_ = 0;
   bool exchanged_ = false;  // gradients, loss and labels are those of all ranks, as far as this model has them
@@ -302,20 +316,27 @@ void Llama::backward() {
     backward_layer(l);
   }
   embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
-  if (options_.virtual_ranks > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
+  if (portion_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
 }
 
-// The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
+// The gradients of one of this process's ranks are complete: adds them, and its loss, to those of the ranks before it.
 void Llama::finish_rank() {
-  if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+  if (ranks_added_ == portion_.rounds) fail(Exit::internal, "more micro-batches than the ranks of a step have");
   float* const sum = rank_sum_arena_.at<float>(0);
-  const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
-  add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements());
+  float* const gradients = gradient_arena_.at<float>(0);
+  if (ranks_ != nullptr) {
+    add_round(sum);
+  } else {
+    const float* const pieces[] = {sum, gradients};
+    add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements());
+    ranks_loss_sum_ += loss_sum_;
+  }
   gradient_arena_.clear();
-  ranks_loss_sum_ += loss_sum_;
   loss_sum_ = 0;
   rank_micro_batches_ = 0;
   ++ranks_added_;
+  if (ranks_ == nullptr || ranks_added_ < portion_.rounds) return;
+  std::copy_n(sum, portion_.added.size(), gradients + portion_.added.begin);
 }
 
 // Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
@@ -409,20 +430,29 @@ void Llama::norm_backward(const NormSite& site, const float* d_norm, bool has_sk
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// The gradients of this rank are complete: from here on the arena holds those of the step, in the part of this rank or, if
+// Every process's gradients of one rank are complete: `sum` gets those of the part that this one adds, behind those of the
+// rounds before.
+void Llama::add_round(float* sum) {
+  exchange_and_add(*ranks_, sum, gradient_arena_.at<float>(0), parts_, ranks_added_ > 0);
+  for (const double loss : ranks_->gather(loss_sum_)) ranks_loss_sum_ += loss;  // in the order of the ranks
+}
+
+// The gradients of all ranks are complete: from here on the arena holds those of the step, in the part of this process or, if
 // the update is not divided, everywhere.
-void Llama::exchange_gradients() {
-  exchange_and_add(*ranks_, gradient_arena_.at<float>(0), parts_);
-  if (!divided_) ranks_->gather(gradient_arena_.at<float>(0), parts_);
-  const std::vector<double> losses = ranks_->gather(loss_sum_);
+void Llama::complete_gradients() {
+  float* const gradients = gradient_arena_.at<float>(0);
+  if (portion_.rounds == 1) {
+    add_round(gradients + portion_.added.begin);
+    loss_sum_ = 0;
+  }
+  if (!divided_) ranks_->gather(gradients, parts_);
   const std::vector<std::int64_t> labels = ranks_->gather(label_count_);
-  loss_sum_ = std::accumulate(losses.begin(), losses.end(), 0.0);  // in the order of the ranks
   label_count_ = std::accumulate(labels.begin(), labels.end(), std::int64_t{0});
   exchanged_ = true;
 }
 
 StepStatistics Llama::statistics() {
-  if (ranks_ != nullptr && !exchanged_) exchange_gradients();
+  if (ranks_ != nullptr && !exchanged_) complete_gradients();
   double sum = 0;
   if (divided_) {
     sum = sum_of_block_squares();
@@ -527,8 +557,13 @@ std::vector<float> Llama::activation(const std::string& name) {
 }  // namespace
 
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options) {
+  return plan_llama(config, options, 0, 1, Shard::none);
+}
+
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+                                   Shard shard) {
   const TensorTable table(config);
-  return memory_lines(config, options, table, {0, table.arena_elements()});
+  return memory_lines(config, options, table, portion_of(table, options, rank, ranks, shard));
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
@@ -539,10 +574,11 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        Shard shard) {
   require_fp32(options);
-  if (ranks.size() != options.virtual_ranks) {
+  if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
-  return std::make_unique<Llama>(config, of_one_rank(options), &ranks, shard);
+  if (shard == Shard::gradients) fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
+  return std::make_unique<Llama>(config, options, &ranks, shard);
 }
 
 }  // namespace weft::cpu

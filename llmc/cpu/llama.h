@@ -11,15 +11,20 @@ namespace weft::cpu {
 
 // What make_llama will allocate, region by region; allocates nothing.
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options);
+// The same for process `rank` of `ranks`.
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+                                   Shard shard);
 
 // All parameters, gradients and moments start as zeros: write_tensor() brings them. Exit::usage if
 // options.precision is not fp32, Exit::resources if the memory cannot be had.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options);
 
-// One rank of options.virtual_ranks, as many as `ranks` has: its model computes the micro-batches of this rank alone, and
-// gives the bits of one model that computes those of all ranks. `ranks` outlives the model. All ranks call, in the same
-// order: statistics(), which makes the gradients those of the step; update(); and, with Shard::optimizer, read_tensor() of
-// moments and, after statistics(), of gradients. write_tensor() of a moment keeps the part that the rank has.
+// A process for one or more of options.virtual_ranks ranks, a multiple of the processes that `ranks` has: process p of P
+// computes the ranks p, p + P, p + 2 P, ... of a step, each with options.rank_micro_batches micro-batches, and gives the bits of
+// one model that computes those of all ranks. `ranks` outlives the model. All processes call, in the same order: backward(),
+// where they have several ranks; statistics(), which makes the gradients those of the step; update(); and, with
+// Shard::optimizer, read_tensor() of moments and, after statistics(), of gradients. write_tensor() of a moment keeps the part
+// that the process has.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        Shard shard);
 

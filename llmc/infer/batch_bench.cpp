@@ -115,28 +115,21 @@ BatchBenchPoint measure(InferenceModel& model, const EngineOptions& engine, cons
     let_device_rest();
     seconds = run_closed(model, engine, options, sequences, 1).prompt_seconds;
   }
-  std::sort(prompts.begin(), prompts.end());
   let_device_rest();
 
   BatchBenchPoint point;
   point.sequences = sequences;
-  point.prompt_seconds = prompts[1];
+  point.prompt_seconds = percentile(prompts, 50);
   point.step_ms = run_closed(model, engine, options, sequences, options.tokens).step_ms;
   if (point.step_ms.empty()) {
     fail(Exit::resources, "--bench-batch: %lld sequences never ran at the same time",
          static_cast<long long>(sequences));
   }
-  std::sort(point.step_ms.begin(), point.step_ms.end());
   point.bytes_per_step = model.bytes_per_step(sequences, options.prompt + options.tokens / 2);
   return point;
 }
 
 }  // namespace
-
-double BatchBenchPoint::step_percentile(int percent) const {
-  const std::size_t last = step_ms.size() - 1;
-  return step_ms[last * static_cast<std::size_t>(percent) / 100];
-}
 
 double BatchBenchPoint::mean_ms() const {
   return std::accumulate(step_ms.begin(), step_ms.end(), 0.0) / static_cast<double>(step_ms.size());

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "llmc/base/json_fwd.h"
+#include "llmc/base/percentile.h"
 #include "llmc/base/sampling.h"
 #include "llmc/infer/engine.h"
 #include "llmc/infer/report.h"
@@ -26,10 +27,10 @@ struct BatchBenchOptions {
 struct BatchBenchPoint {
   std::int64_t sequences = 0;
   double prompt_seconds = 0;    // all prompts, to the last one's first id; median of three
-  std::vector<double> step_ms;  // of the steps in which all sequences decode, ascending
+  std::vector<double> step_ms;  // of the steps in which all sequences decode, in their order
   std::uint64_t bytes_per_step = 0;
 
-  double step_percentile(int percent) const;
+  double step_percentile(double percent) const { return percentile(step_ms, percent); }
   double mean_ms() const;
   double tokens_per_second() const { return static_cast<double>(sequences) * 1e3 / mean_ms(); }
   double gb_per_second() const { return static_cast<double>(bytes_per_step) / mean_ms() / 1e6; }

@@ -8,6 +8,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/percentile.h"
 #include "llmc/base/philox.h"
 #include "llmc/infer/prompt.h"
 
@@ -77,11 +78,10 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
     let_gpu_rest();
     ms = run_once(model, prompt, {}).first_token_ms;
   }
-  std::sort(first.begin(), first.end());
 
   BenchPoint point;
   point.prompt = prompt_tokens;
-  point.first_token_ms = first[1];
+  point.first_token_ms = percentile(first, 50);
   let_gpu_rest();
   point.decode.inter_token_ms = run_once(model, prompt, decode_ids.first(static_cast<std::size_t>(tokens))).step_ms;
   point.tokens = static_cast<std::int64_t>(point.decode.inter_token_ms.size());

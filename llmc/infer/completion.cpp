@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -185,12 +186,12 @@ CompletionPrompt prompt_from_ids(const Json& list, const Tokenizer* tokenizer, c
     }
     prompt.ids.push_back(static_cast<std::int32_t>(*id));
   }
+  if (tokenizer == nullptr) return prompt;
   // Ids past the tokenizer's are padding rows of the embedding: they have no text.
   std::vector<std::int32_t> known;
-  for (const std::int32_t id : prompt.ids) {
-    if (tokenizer != nullptr && id < tokenizer->vocab_size()) known.push_back(id);
-  }
-  if (tokenizer != nullptr) prompt.text = utf8_replace_invalid(tokenizer->decode(known));
+  std::ranges::copy_if(prompt.ids, std::back_inserter(known),
+                       [&](std::int32_t id) { return id < tokenizer->vocab_size(); });
+  prompt.text = utf8_replace_invalid(tokenizer->decode(known));
   return prompt;
 }
 

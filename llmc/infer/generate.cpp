@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -50,14 +49,6 @@ const char* finish_reason_text(FinishReason reason) {
       return "a signal: interrupted";
   }
   return "?";
-}
-
-double GenerateTimes::inter_token_percentile(double percent) const {
-  if (inter_token_ms.empty()) return std::numeric_limits<double>::quiet_NaN();
-  std::vector<double> sorted = inter_token_ms;
-  std::sort(sorted.begin(), sorted.end());
-  const double rank = std::ceil(percent / 100 * static_cast<double>(sorted.size()));
-  return sorted[static_cast<std::size_t>(std::max(rank, 1.0)) - 1];
 }
 
 double GenerateTimes::tokens_per_second() const {

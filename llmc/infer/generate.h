@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/base/percentile.h"
 #include "llmc/base/sampler.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/text/tokenizer.h"
@@ -37,9 +38,7 @@ struct GenerateTimes {
   double first_token_ms = 0;           // from the start of the prefill to the first token
   std::vector<double> inter_token_ms;  // between one token and the next: decode only
 
-  // The percentile by nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN if
-  // there are no values.
-  double inter_token_percentile(double percent) const;
+  double inter_token_percentile(double percent) const { return percentile(inter_token_ms, percent); }
   // Of decode only: the first token belongs to the prefill. NaN if there are no other tokens.
   double tokens_per_second() const;
 };

@@ -43,7 +43,8 @@ constexpr TaskName kTasks[] = {
 
 void add_model(OptionTable& table, InferSettings& s) {
   table.group("Model");
-  table.text("model", s.model, "FILE", "model file, made by scripts/convert_hf.py");
+  table.text("model", s.model, "FILE",
+             "model file: of scripts/convert_hf.py, or model.bin of a checkpoint of train_llama");
   table.short_name('m', "model");
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
   table.choice("decode", s.decode, {"auto", "fused", "graph", "reference"},
@@ -242,7 +243,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
 }  // namespace
 
 InferOptionParser::InferOptionParser(const std::string& version)
-    : table_("infer_pythia", "Runs GPT-NeoX / Pythia models.") {
+    : table_("infer_pythia", "Runs Pythia (GPT-NeoX) and Llama models.") {
   table_.version(version);
   table_.footer(kFooter);
   add_model(table_, settings_);

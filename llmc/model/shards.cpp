@@ -1,5 +1,10 @@
 #include "llmc/model/shards.h"
 
+#include <algorithm>
+#include <utility>
+
+#include "llmc/model/tensor_names.h"
+
 namespace weft {
 
 namespace {
@@ -27,6 +32,49 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
     begin = end;
   }
   return parts;
+}
+
+std::vector<Range> llama_sections(const ModelConfig& config, const TensorTable& table) {
+  std::vector<std::int64_t> begins = {0};
+  for (std::int64_t l = 0; l < config.num_layers; ++l) {
+    begins.push_back(table.at(weight_of(LlamaNames::Layer(l).input_norm)).offset);
+  }
+  if (!config.tied_embeddings) begins.push_back(table.at(weight_of(LlamaNames::kHead)).offset);
+  begins.push_back(table.arena_elements());
+  std::vector<Range> sections;
+  for (std::size_t s = 0; s + 1 < begins.size(); ++s) sections.push_back({begins[s], begins[s + 1]});
+  return sections;
+}
+
+std::vector<Bucket> cut_buckets(std::span<const Range> sections, int ranks, std::int64_t block, std::int64_t elements) {
+  const auto at_block = [block](std::int64_t element) { return (element + block - 1) / block * block; };
+  std::vector<Bucket> buckets;
+  const auto add = [&](std::size_t section, const Range& range) {
+    Bucket bucket{section, range, {}};
+    std::int64_t begin = range.begin;
+    for (std::int64_t r = 0; r < ranks; ++r) {
+      // size / ranks (r + 1) + ..., not size (r + 1) / ranks: no product of a large range and many ranks.
+      const std::int64_t share = range.size() / ranks * (r + 1) + range.size() % ranks * (r + 1) / ranks;
+      const std::int64_t end = r + 1 == ranks ? range.end : std::min(at_block(range.begin + share), range.end);
+      bucket.parts.push_back({begin, end});
+      begin = end;
+    }
+    buckets.push_back(std::move(bucket));
+  };
+  const std::int64_t largest = at_block(4 * elements);
+  for (std::size_t s = 0; s < sections.size();) {
+    const std::size_t first = s;
+    Range range = sections[s++];
+    while (range.size() < elements && s < sections.size() && sections[s].size() < elements)
+      range.end = sections[s++].end;
+    while (range.size() > largest) {
+      const std::int64_t cut = at_block(range.begin + 1) + largest - block;
+      add(first, {range.begin, cut});
+      range.begin = cut;
+    }
+    add(first, range);
+  }
+  return buckets;
 }
 
 }  // namespace weft

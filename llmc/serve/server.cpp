@@ -45,6 +45,13 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// 63 random bits: as large as a seed that a request may give.
+std::uint64_t random_seed() {
+  std::random_device random;  // 32 bits each
+  const std::uint64_t high = random(), low = random();
+  return high << 31 | low >> 1;
+}
+
 // Host or Origin without scheme and port: "http://[::1]:8000" is "[::1]".
 std::string_view host_of(std::string_view text) {
   for (const std::string_view scheme : {"http://", "https://"}) {
@@ -336,7 +343,7 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
     throw RequestError(415, format("Content-Type: got %s, expected application/json", escaped(type).c_str()));
   }
   CompletionsRequest request = parse_completions(exchange->take_body(), context);
-  if (!request.seeded) request.options.sampler.seed = std::random_device()() >> 1;
+  if (!request.seeded) request.options.sampler.seed = random_seed();
   if (options.request_seconds > 0) {
     request.options.deadline = after(answer->arrival, options.request_seconds);
   }

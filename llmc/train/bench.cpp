@@ -6,6 +6,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
+#include "llmc/base/percentile.h"
 #include "llmc/base/philox.h"
 #include "llmc/model/compare.h"
 
@@ -65,7 +66,8 @@ std::vector<float> noise_table() {
 // Steps on one random micro-batch, as the loop would take them.
 class BenchSteps {
  public:
-  BenchSteps(TrainModel& model, const TrainSettings& settings) : model_(model), settings_(settings) {
+  BenchSteps(TrainModel& model, const TrainSettings& settings, int ranks)
+      : model_(model), settings_(settings), micro_batches_(settings.accumulation() / ranks) {
     const auto count = static_cast<std::size_t>(settings.micro_batch * settings.seq_len);
     tokens_.resize(count);
     labels_.resize(count);
@@ -79,7 +81,7 @@ class BenchSteps {
   double run() {
     ++update_.step;
     model_.zero_gradients();
-    for (std::int64_t i = 0; i < settings_.accumulation(); ++i) {
+    for (std::int64_t i = 0; i < micro_batches_; ++i) {
       model_.forward({tokens_, labels_}, 0, 1.0f / static_cast<float>(settings_.batch_tokens));
       model_.backward();
     }
@@ -92,14 +94,10 @@ class BenchSteps {
  private:
   TrainModel& model_;
   const TrainSettings& settings_;
+  const std::int64_t micro_batches_;  // of this rank
   std::vector<std::int32_t> tokens_, labels_;
   AdamWStep update_;
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 }  // namespace
 
@@ -117,22 +115,25 @@ void bench_parameters(TrainModel& model) {
   }
 }
 
-TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name) {
+TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name,
+                                Communicator& ranks) {
   TrainBenchResult result;
   result.tokens = settings.batch_tokens;
   result.flops_per_token = causal_flops_per_token(model.config(), settings.seq_len);
-  result.peak_flops = peak_bf16_flops(device_name);
+  result.ranks = ranks.size();
+  result.peak_flops = ranks.size() * peak_bf16_flops(device_name);
 
-  BenchSteps steps(model, settings);
+  BenchSteps steps(model, settings, ranks.size());
   std::vector<double> milliseconds;
   for (std::int64_t step = 1; step <= kWarmupSteps + kTimedSteps; ++step) {
+    ranks.barrier();
     const auto begin = std::chrono::steady_clock::now();
     result.last_loss = steps.run();
     const std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - begin;
     if (step > kWarmupSteps) milliseconds.push_back(passed.count());
     if (step == 1) result.first_loss = result.last_loss;
   }
-  result.median_ms = median(milliseconds);
+  result.median_ms = percentile(milliseconds, 50);
   result.fastest_ms = *std::min_element(milliseconds.begin(), milliseconds.end());
   result.slowest_ms = *std::max_element(milliseconds.begin(), milliseconds.end());
   return result;
@@ -140,7 +141,7 @@ TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings
 
 OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings) {
   constexpr int kTimedSteps = 5;
-  BenchSteps steps(model, settings);
+  BenchSteps steps(model, settings, 1);
   for (std::int64_t step = 0; step < kWarmupSteps; ++step) steps.run();
   std::vector<OperatorTable> tables;
   for (int i = 0; i < kTimedSteps; ++i) tables.push_back(model.time_operators([&] { steps.run(); }));
@@ -151,7 +152,7 @@ OperatorTable bench_operators(TrainModel& model, const TrainSettings& settings) 
   const auto over_steps = [&](const auto& value) {
     std::vector<double> values;
     for (const OperatorTable& table : tables) values.push_back(value(table));
-    return median(values);
+    return percentile(values, 50);
   };
   result.milliseconds = over_steps([](const OperatorTable& table) { return table.milliseconds; });
   for (std::size_t i = 0; i < result.operators.size(); ++i) {
@@ -225,6 +226,9 @@ std::vector<std::string> train_bench_text(const TrainBenchResult& r, const std::
              r.fastest_ms, r.slowest_ms),
       format("%.3g TF/s by 6 N_matmul + 6 L q T = %.3f GF a token (causal)", achieved * 1e-12,
              r.flops_per_token * 1e-9)};
+  if (r.ranks > 1) {
+    lines.push_back(format("%d ranks: %.0f tokens/s each", r.ranks, r.tokens_per_s() / r.ranks));
+  }
   lines.push_back(r.peak_flops > 0
                       ? format("MFU %.1f %% of the %.1f TF/s of dense bf16", 100 * r.mfu(), r.peak_flops * 1e-12)
                       : std::string("MFU n/a: the peak of this device is not known"));
@@ -241,6 +245,8 @@ Json train_bench_json(const TrainBenchResult& r, const TrainSettings& s, const s
                {"mfu", r.peak_flops > 0 ? Json(r.mfu()) : Json(nullptr)},
                {"first_loss", r.first_loss},
                {"last_loss", r.last_loss}});
+  if (r.ranks > 1)
+    json.update({{"ranks", r.ranks}, {"shard", s.shard}, {"tokens_per_s_rank", r.tokens_per_s() / r.ranks}});
   return json;
 }
 

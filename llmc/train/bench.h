@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "llmc/base/json_fwd.h"
+#include "llmc/comm/communicator.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/options.h"
@@ -12,10 +13,11 @@
 namespace weft {
 
 struct TrainBenchResult {
-  std::int64_t tokens = 0;  // of a step
+  std::int64_t tokens = 0;  // of a step, of all ranks
+  int ranks = 1;
   double median_ms = 0, fastest_ms = 0, slowest_ms = 0;
   double flops_per_token = 0;  // causal_flops_per_token(): 6 N_matmul + 6 L q T
-  double peak_flops = 0;       // dense bf16 of the GPU by its datasheet; 0: unknown
+  double peak_flops = 0;       // dense bf16 of the ranks' GPUs by their datasheet; 0: unknown
   double first_loss = 0, last_loss = 0;
 
   double tokens_per_s() const { return static_cast<double>(tokens) / median_ms * 1e3; }
@@ -32,7 +34,9 @@ void bench_parameters(TrainModel& model);
 
 // Warm-up steps, then timed ones, each with data, accumulation, gradient norm and update as in training. The parameters
 // must hold real values: the power a GPU draws, and with it its clock, depends on the numbers.
-TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name);
+// Several ranks measure together, each with its share of the step.
+TrainBenchResult bench_training(TrainModel& model, const TrainSettings& settings, const std::string& device_name,
+                                Communicator& ranks);
 
 // A few lines that say what was measured and how the share of the peak is computed.
 std::vector<std::string> train_bench_text(const TrainBenchResult& result, const std::string& device_name);

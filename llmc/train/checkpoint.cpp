@@ -457,7 +457,7 @@ TensorSource tensors_of(const StateCopy& copy) {
 
 void take_part_in_copy(TrainModel& model) {
   std::vector<float> values;
-  for (const TensorRole role : kMoments) {
+  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
     for (const TensorSpec& spec : model.table().specs()) {
       values.resize(static_cast<std::size_t>(spec.elements));
       model.read_tensor(role, spec, values.data());

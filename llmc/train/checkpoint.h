@@ -93,7 +93,8 @@ struct TensorSource {
 TensorSource tensors_of(TrainModel& model);
 TensorSource tensors_of(const StateCopy& copy);
 
-// What the other ranks do while the first one calls StateCopy::take(): they give it the moments that they have.
+// What the other ranks do while the first one calls StateCopy::take(): they give it what they alone have, role by role, tensor by
+// tensor, as TrainModel::make_state_copy() reads it.
 void take_part_in_copy(TrainModel& model);
 
 // Saves checkpoints of one run and removes old ones.

@@ -59,10 +59,11 @@ struct MicroBatch {
   Batch view() const { return {tokens, labels}; }
 };
 
-// The micro-batches of a step that one rank computes: so many neighbours, behind those of the rank before.
+// The micro-batches that one rank computes: so many neighbours, behind those of the rank before. After those of the last rank
+// come more of the first: of the next step or, where a step has several times as many, of the same.
 struct DataShare {
   std::int64_t rank = 0, ranks = 1;
-  std::int64_t micro_batches = 1;  // of a rank in a step
+  std::int64_t micro_batches = 1;  // of a rank at a time
 };
 
 // Hands out micro-batches in the run's order, to a rank its share of them. Its whole state is one number: how many windows

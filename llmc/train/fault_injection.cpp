@@ -64,6 +64,7 @@ bool on_call(const char* /*call*/, const std::string& /*path*/) {
 
 constexpr const char* kForms =
     "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, memory@step=N, inf@moment=N, arch@gpu=N, free@gpu=N, "
+    "ranks@cpu=N, version@rank=R, "
     "term@step=N, term@validation=N, term@sample=N, enospc@log=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, "
     "enospc@save=BYTE, "
     "kill@call=K or io-error@call=K";
@@ -80,6 +81,8 @@ bool set_step_fault(FaultPlan& plan, const std::string& point, std::int64_t step
                                                                          {"memory@step", &plan.memory_step},
                                                                          {"arch@gpu", &plan.gpu_arch},
                                                                          {"free@gpu", &plan.gpu_free},
+                                                                         {"ranks@cpu", &plan.cpu_ranks},
+                                                                         {"version@rank", &plan.other_version},
                                                                          {"term@step", &plan.term_step},
                                                                          {"term@validation", &plan.term_validation},
                                                                          {"term@sample", &plan.term_sample},

@@ -7,6 +7,8 @@
 //   gpu@step=N        a kernel of step N faults, which ends the process's use of its GPU
 //   memory@step=N     step N asks its device for more memory than there is
 //   inf@moment=N      a second moment becomes infinite in the update of step N, as the square of a huge gradient would
+//   ranks@cpu=N       the run has N ranks, started as --gpus starts them, on the CPU
+//   version@rank=R    rank R says that it is of another version
 //   arch@gpu=N        the GPU is taken for one of architecture sm_N
 //   free@gpu=N        N bytes of the GPU's memory are taken to be free
 //   term@step=N, term@validation=N, term@sample=N   SIGTERM arrives during step N, or what follows it
@@ -31,8 +33,8 @@ enum class SaveFault { none, kill, term, io_error, enospc };
 enum class CallAction { none, kill, io_error };
 
 struct FaultPlan {
-  std::optional<std::int64_t> nan_step, kill_step, hang_step, gpu_step, memory_step, gpu_arch, gpu_free, term_step,
-      term_validation, term_sample, inf_moment, log_record;
+  std::optional<std::int64_t> nan_step, kill_step, hang_step, gpu_step, memory_step, gpu_arch, gpu_free, cpu_ranks,
+      other_version, term_step, term_validation, term_sample, inf_moment, log_record;
   SaveFault save = SaveFault::none;
   std::uint64_t save_byte = 0;
   CallAction call = CallAction::none;

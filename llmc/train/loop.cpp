@@ -96,7 +96,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       first_step_(state_.step + 1),
       saved_step_(state_.step) {
   if (ranks_.size() > 1 &&
-      (ranks_.size() != parts_.settings.virtual_ranks || first_rank() != (parts_.checkpoints != nullptr) ||
+      (parts_.settings.virtual_ranks % ranks_.size() != 0 || first_rank() != (parts_.checkpoints != nullptr) ||
        first_rank() != (parts_.copy != nullptr))) {
     fail(Exit::internal, "rank %d of %d: not the parts of this rank", ranks_.rank(), ranks_.size());
   }
@@ -106,7 +106,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
 
 // Sets the messages for the first and the second signal from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
-  if (!first_rank()) return;
+  if (!first_rank()) return on_stop(OnStop::finish);
   // "Or later": a save in the background may complete before the signal comes.
   const std::string newest =
       saved_step_ > 0 ? format("(step %lld or later)", wide(saved_step_)) : std::string("(if any)");
@@ -115,9 +115,14 @@ void TrainLoop::announce_stop(const std::string& doing) const {
 }
 
 Exit TrainLoop::run() {
-  while (state_.step < parts_.settings.steps && largest(ranks_, stop_requested() ? 1 : 0) == 0) {
+  while (state_.step < parts_.settings.steps) {
+    const std::optional<Error> failed_save = saves_ ? report_save(saves_->poll()) : std::nullopt;
+    const Wishes wishes = wishes_of_all(failed_save.has_value());
+    if (wishes.failed) fail_together(ranks_, failed_save);
+    if (wishes.stop) break;  // finish() saves
     announce_stop(format("finishing step %lld, then saving", wide(state_.step + 1)));
     try {
+      if (wishes.save && begun_save_ != state_.step) begin_save();
       Step step = train_step();
       after_step(step);
     } catch (const Error& error) {
@@ -130,9 +135,20 @@ Exit TrainLoop::run() {
       if (saves_) report_save(saves_->wait());
       throw;
     }
-    fail_together(ranks_, saves_ ? report_save(saves_->poll()) : std::nullopt);
   }
   return finish();
+}
+
+// What the ranks tell each other between two steps, in one call: it is time in which a GPU may have nothing to do.
+TrainLoop::Wishes TrainLoop::wishes_of_all(bool failed) {
+  // What comes before the first step waits: there is nothing new to be saved.
+  Wishes any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed};
+  for (const Wishes& of_rank : ranks_.gather(any)) {
+    any.stop |= of_rank.stop;
+    any.save |= of_rank.save;
+    any.failed |= of_rank.failed;
+  }
+  return any;
 }
 
 TrainLoop::Step TrainLoop::train_step() {
@@ -177,9 +193,12 @@ StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatc
   for (const MicroBatch& batch : batches) labels += static_cast<std::int64_t>(batch.labels.size());
   labels *= ranks_.size();
   parts_.model.zero_gradients();
-  std::uint64_t micro_step = state_.micro_steps + static_cast<std::uint64_t>(ranks_.rank() * micro_batches());
-  for (const MicroBatch& batch : batches) {
-    parts_.model.forward(batch.view(), micro_step++, 1.0f / static_cast<float>(labels));
+  const std::int64_t own = parts_.settings.rank_accumulation();
+  for (std::int64_t i = 0; i < std::ssize(batches); ++i) {
+    // The micro-batches of the others stand between those of two ranks that this process computes.
+    const std::int64_t number = (i / own * ranks_.size() + ranks_.rank()) * own + i % own;
+    parts_.model.forward(batches[static_cast<std::size_t>(i)].view(),
+                         state_.micro_steps + static_cast<std::uint64_t>(number), 1.0f / static_cast<float>(labels));
     parts_.model.backward();
   }
   inject_gradient_fault(faults_, step, parts_.model);
@@ -287,8 +306,7 @@ void TrainLoop::after_step(Step& step) {
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
   if (state_.step == settings.steps) return;
-  const bool asked = largest(ranks_, take_save_request() ? 1 : 0) != 0;
-  if (asked || new_best || (settings.save_every > 0 && due(settings.save_every))) begin_save();
+  if (new_best || (settings.save_every > 0 && due(settings.save_every))) begin_save();
 }
 
 void TrainLoop::report(const Step& step) {
@@ -304,6 +322,7 @@ void TrainLoop::report(const Step& step) {
                  {"tokens_per_s", tokens_per_s},
                  {"dt_ms", step.seconds * 1000},
                  {"skipped", step.skipped}};
+  if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val_loss) record["val_loss"] = *step.val_loss;
   parts_.log.write(std::move(record));
 
@@ -335,6 +354,7 @@ void TrainLoop::write_sample() {
 
 // Starts a save, which goes on in the background once the state is copied.
 void TrainLoop::begin_save() {
+  begun_save_ = state_.step;
   const Clock::time_point begin = Clock::now();
   settle_save();
   if (const double waited = seconds_since(begin); waited > 1 && first_rank()) {

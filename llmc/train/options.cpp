@@ -1,5 +1,6 @@
 #include "llmc/train/options.h"
 
+#include <algorithm>
 #include <charconv>
 #include <limits>
 #include <utility>
@@ -19,6 +20,7 @@ namespace {
 constexpr std::int64_t kMaxCount = kMaxSteps;  // no count on this command line is larger
 
 constexpr std::int64_t kMaxRanks = 1 << 16;
+constexpr std::int64_t kMaxLocalRanks = 256;                       // that one process starts
 constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
 
 constexpr const char* kFooter =
@@ -28,8 +30,9 @@ constexpr const char* kFooter =
     "Signals: INT, TERM and HUP save and stop, a second INT or TERM stops at once,\n"
     "USR1 saves and goes on.\n"
     "Exit codes: 0 ok, 1 internal error or failed comparison, 2 usage, 3 bad input\n"
-    "file, 4 environment (GPU, run directory in use), 5 out of memory or disk, 6 loss\n"
-    "or gradient not finite, 130 and 143 stopped by a signal after saving.\n"
+    "file, 4 environment (GPU, another rank, run directory in use), 5 out of memory\n"
+    "or disk, 6 loss or gradient not finite, 130 and 143 stopped by a signal after\n"
+    "saving.\n"
     "\n"
     "Example:\n"
     "  train_llama --config tiny --train 'data/stories/train_*.bin' \\\n"
@@ -85,7 +88,22 @@ void add_optimization(OptionTable& table, TrainSettings& s) {
                 "of initialisation, data order, dropout and samples");
   table.integer("virtual-ranks", s.virtual_ranks, 1, kMaxRanks,
                 "compute what so many ranks would, one after the other, and add their gradients in the order of the "
-                "ranks; on the CPU");
+                "ranks. The number of ranks that share the step is a divisor of it");
+  table.default_note("virtual-ranks", "1, or the number of ranks of the run");
+}
+
+void add_ranks(OptionTable& table, TrainSettings& s) {
+  table.group("Several GPUs (doc/several_gpus.md)");
+  table.integer(
+      "gpus", s.gpus, 0, kMaxLocalRanks,
+      "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
+      "started, or one");
+  table.choice(
+      "shard", s.shard, {"none", "optimizer", "gradients"},
+      "what the ranks divide: nothing, AdamW's moments and the update, or, on GPUs, gradients too. The numbers are "
+      "the same");
+  table.number("comm-timeout", s.comm_timeout, 1, 86400,
+               "seconds that a rank waits for another one before the run ends");
 }
 
 void add_execution(OptionTable& table, TrainSettings& s) {
@@ -128,12 +146,45 @@ void add_reports(OptionTable& table, TrainSettings& s) {
   table.choice("color", s.color, {"auto", "always", "never"}, "coloured messages");
 }
 
+// How many ranks share the run's steps. `launched`: those that a launcher has started.
+void check_ranks(TrainSettings& s, std::int64_t launched) {
+  const std::int64_t asked = std::max(s.gpus, parse_faults(s.debug_inject).cpu_ranks.value_or(0));
+  if (s.gpus > 0 && s.device == "cpu") {
+    fail(Exit::usage,
+         "--gpus: got %lld, but --device cpu uses no GPU. Ranks on the CPU, to try them, are started by torchrun, srun "
+         "or "
+         "mpirun (doc/several_gpus.md)",
+         static_cast<long long>(s.gpus));
+  }
+  if (s.gpus > 0 && launched > 1 && s.gpus != launched) {
+    fail(Exit::usage, "--gpus: got %lld, but a launcher has started %lld ranks. Leave --gpus out",
+         static_cast<long long>(s.gpus), static_cast<long long>(launched));
+  }
+  if (s.gpus > 0) s.device = "cuda";
+  s.ranks = launched > 1 ? launched : std::max<std::int64_t>(1, asked);
+  s.start_ranks = launched > 1 || s.ranks == 1 || s.dry_run || s.print_config ? 0 : s.ranks;
+  if (s.ranks == 1) return;
+  if (s.virtual_ranks == 1) s.virtual_ranks = s.ranks;
+  if (s.virtual_ranks % s.ranks != 0) {
+    fail(Exit::usage, "--virtual-ranks: got %lld, expected a multiple of the %lld ranks of the run",
+         static_cast<long long>(s.virtual_ranks), static_cast<long long>(s.ranks));
+  }
+  if (!s.compare.empty()) fail(Exit::usage, "--compare: needs one rank. Leave --gpus or the launcher out");
+  if (s.operators) fail(Exit::usage, "--operators: needs one rank. Leave --gpus or the launcher out");
+}
+
 void check_batch(TrainSettings& s) {
   const std::int64_t micro_tokens = s.micro_batch * s.seq_len;               // bounded by the table: below 2^44
   if (s.batch_tokens == 0) s.batch_tokens = s.virtual_ranks * micro_tokens;  // below 2^60
   if (s.batch_tokens % micro_tokens != 0) {
     fail(Exit::usage, "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld",
          static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens));
+  }
+  if (s.accumulation() % s.virtual_ranks != 0 && s.virtual_ranks == s.ranks) {
+    fail(
+        Exit::usage,
+        "--batch-tokens: got %lld, expected a multiple of --micro-batch x --seq-len = %lld, for each of the %lld ranks",
+        static_cast<long long>(s.batch_tokens), static_cast<long long>(micro_tokens), static_cast<long long>(s.ranks));
   }
   if (s.accumulation() % s.virtual_ranks != 0) {
     fail(Exit::usage,
@@ -181,15 +232,15 @@ void check_schedule(const TrainSettings& s, bool warmup_given, bool decay_given)
   }
 }
 
-void check_together(TrainSettings& s, const OptionTable& table) {
+void check_together(TrainSettings& s, const OptionTable& table, std::int64_t launched) {
   if (s.model.empty() == s.config.empty()) {
     fail(Exit::usage, s.model.empty() ? "--config or --model: one of the two is needed, see --help"
                                       : "--config and --model: only one of the two can be given");
   }
   if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
+  check_ranks(s, launched);
   check_batch(s);
   check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
-  parse_faults(s.debug_inject);
   check_purpose(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
   if (s.print_config || s.bench || s.eval || !s.compare.empty()) return;
@@ -259,6 +310,10 @@ ResumeMode TrainSettings::resume_mode() const {
   return resume == "must" ? ResumeMode::must : resume == "never" ? ResumeMode::never : ResumeMode::automatic;
 }
 
+Shard TrainSettings::shard_kind() const {
+  return shard == "gradients" ? Shard::gradients : shard == "optimizer" ? Shard::optimizer : Shard::none;
+}
+
 Json TrainSettings::numeric_settings() const {
   Json fields = {{"micro-batch", micro_batch},
                  {"seq-len", seq_len},
@@ -288,15 +343,16 @@ TrainOptionParser::TrainOptionParser(const std::string& version)
   add_model_and_data(table_, settings_);
   add_optimization(table_, settings_);
   add_execution(table_, settings_);
+  add_ranks(table_, settings_);
   add_reports(table_, settings_);
 }
 
-std::optional<TrainSettings> TrainOptionParser::parse(int argc, const char* const* argv) {
+std::optional<TrainSettings> TrainOptionParser::parse(int argc, const char* const* argv, std::int64_t launched) {
   settings_ = TrainSettings();
   if (table_.parse(argc, argv) == OptionTable::Outcome::exit_ok) return std::nullopt;
   set_color_mode(color_mode_from_name(settings_.color));
   settings_.norm_given = table_.given("norm");
-  check_together(settings_, table_);
+  check_together(settings_, table_, launched);
   settings_.effective = table_.effective();
   for (const auto& [name, value] : settings_.effective) {
     if (table_.given(name)) settings_.given.insert(name);
@@ -304,8 +360,9 @@ std::optional<TrainSettings> TrainOptionParser::parse(int argc, const char* cons
   return settings_;
 }
 
-std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version) {
-  return TrainOptionParser(version).parse(argc, argv);
+std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version,
+                                                 std::int64_t launched) {
+  return TrainOptionParser(version).parse(argc, argv, launched);
 }
 
 }  // namespace weft

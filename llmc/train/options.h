@@ -10,6 +10,7 @@
 
 #include "llmc/base/json_fwd.h"
 #include "llmc/base/options.h"
+#include "llmc/model/shards.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/guard.h"
 #include "llmc/train/schedule.h"
@@ -39,6 +40,10 @@ struct TrainSettings {
   std::int64_t seed = 1;
   std::int64_t virtual_ranks = 1;
 
+  std::int64_t gpus = 0;
+  std::string shard = "optimizer";
+  double comm_timeout = 120;
+
   std::string device = "auto", precision = "auto", recompute = "none", moments = "fp32";
   bool no_graph = false;
   double max_minutes = 0;
@@ -57,6 +62,9 @@ struct TrainSettings {
   std::string gpu_memory;
   std::uint64_t gpu_memory_bytes = 0;  // what gpu_memory says; 0: nothing
   std::string color = "auto";
+
+  std::int64_t ranks = 1;        // processes of this run
+  std::int64_t start_ranks = 0;  // of them, those that this process has to start; 0: a launcher has, or there is one
 
   bool norm_given = false;
   std::vector<std::pair<std::string, std::string>> effective;  // every option as text, for the start-up table
@@ -77,6 +85,7 @@ struct TrainSettings {
   Schedule learning_rate() const;
   TrainOptions model_options() const;
   ResumeMode resume_mode() const;
+  Shard shard_kind() const;
   // The fields that decide the numbers of a run, by option name: what a checkpoint must agree with. --steps
   // is not among them, so that a run can be extended.
   Json numeric_settings() const;
@@ -86,9 +95,9 @@ struct TrainSettings {
 class TrainOptionParser {
  public:
   explicit TrainOptionParser(const std::string& version);
-  // Nothing: --help or --version was printed. Also checks options against each other (missing or conflicting ones, a batch
+  // `launched`: ranks that a launcher has started. Nothing: --help or --version was printed. Also checks options against each other (missing or conflicting ones, a batch
   // that does not divide): Exit::usage. Each call starts from the defaults.
-  std::optional<TrainSettings> parse(int argc, const char* const* argv);
+  std::optional<TrainSettings> parse(int argc, const char* const* argv, std::int64_t launched = 1);
 
  private:
   TrainSettings settings_;
@@ -96,6 +105,7 @@ class TrainOptionParser {
 };
 
 // Parses the command line of a program, with a parser of its own.
-std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version);
+std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version,
+                                                 std::int64_t launched = 1);
 
 }  // namespace weft

@@ -52,8 +52,10 @@ std::vector<std::string> settings_table(const TrainSettings& settings) {
 std::vector<std::string> plan_lines(const TrainSettings& s, const TrainInputs& inputs) {
   const double all_tokens = static_cast<double>(s.steps) * static_cast<double>(s.batch_tokens);
   std::vector<std::string> lines;
-  const std::string ranks =
-      s.virtual_ranks > 1 ? format(" on each of %lld virtual ranks", static_cast<long long>(s.virtual_ranks)) : "";
+  const std::string ranks = s.virtual_ranks > 1
+                                ? format(" on each of %lld %sranks", static_cast<long long>(s.virtual_ranks),
+                                         s.virtual_ranks > s.ranks ? "virtual " : "")
+                                : "";
   lines.push_back(format("  a step: %lld tokens = %lld x %lld, accumulated %lld times%s; the run: %.2f M tokens",
                          static_cast<long long>(s.batch_tokens), static_cast<long long>(s.micro_batch),
                          static_cast<long long>(s.seq_len), static_cast<long long>(s.rank_accumulation()),
@@ -87,7 +89,10 @@ std::vector<std::string> start_report(const TrainSettings& settings, const Train
                          static_cast<double>(TensorTable(model).parameters()) / 1e6));
   lines.push_back("data");
   append(plan_lines(settings, inputs));
-  lines.push_back(format("memory on %s", settings.device.c_str()));
+  lines.push_back(settings.ranks == 1
+                      ? format("memory on %s", settings.device.c_str())
+                      : format("memory on %s, of each of the %lld ranks (--shard %s)", settings.device.c_str(),
+                               static_cast<long long>(settings.ranks), settings.shard.c_str()));
   append(memory_table(memory));
   return lines;
 }
@@ -108,6 +113,7 @@ Json header_record(const TrainSettings& settings, const TrainInputs& inputs, con
   record["tokens_per_step"] = settings.batch_tokens;
   record["memory_bytes"] = total_bytes(memory);
   record["host"] = host_facts();
+  if (settings.ranks > 1) record["ranks"] = settings.ranks;
   if (inputs.train) record["train"] = inputs.train->fingerprint();
   if (inputs.val) record["val"] = inputs.val->fingerprint();
   return record;

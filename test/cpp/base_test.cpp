@@ -19,6 +19,7 @@
 #include <fstream>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <set>
 #include <thread>
@@ -33,6 +34,7 @@
 #include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
+#include "llmc/base/percentile.h"
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/threads.h"
@@ -327,6 +329,28 @@ TEST(Checked, ArithmeticRefusesToWrap) {
 }
 
 // Known answers of philox4x32-10 from Random123's kat_vectors (Salmon et al., SC11).
+TEST(Percentile, IsTheNearestRank) {
+  // 1 to `count`, so that a value is its rank; 37 has no divisor in common with any count here.
+  const auto of = [](int count, double percent) {
+    std::vector<double> values;
+    for (int i = 0; i < count; ++i) values.push_back(1 + i * 37 % count);
+    return percentile(values, percent);
+  };
+  const double percents[] = {0, 1, 50, 99, 100};
+  const std::map<int, std::vector<double>> expected = {
+      {1, {1, 1, 1, 1, 1}},       {2, {1, 1, 1, 2, 2}},        {3, {1, 1, 2, 3, 3}},
+      {100, {1, 1, 50, 99, 100}}, {101, {1, 2, 51, 100, 101}},
+  };
+  for (const auto& [count, ranks] : expected) {
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      EXPECT_EQ(of(count, percents[i]), ranks[i]) << count << " values, " << percents[i] << " %";
+    }
+  }
+  // In fp64 0.07 * 100 and 0.28 * 100 are more than 7 and 28.
+  for (int percent = 1; percent <= 100; ++percent) EXPECT_EQ(of(100, percent), percent);
+  EXPECT_TRUE(std::isnan(percentile({}, 50)));
+}
+
 TEST(Philox, KnownAnswers) {
   const auto words = [](const PhiloxWords& got) { return std::vector<std::uint32_t>(got.word, got.word + 4); };
   constexpr std::uint64_t kOnes = std::numeric_limits<std::uint64_t>::max();
@@ -606,6 +630,12 @@ TEST(Threads, TheQuotaOfAControlGroupIsTheSmallestOnTheWay) {
   EXPECT_EQ(cpu_quota("damaged", root), std::nullopt);
 }
 
+TEST(Memory, TheMembershipIsTheKernelsText) {
+  std::ifstream file("/proc/self/cgroup");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(cgroup_membership(), text);
+}
+
 TEST(Memory, TheLimitOfAControlGroupIsTheSmallestOnTheWay) {
   const TemporaryDirectory folder;
   const auto write = [&](const std::string& file, const std::string& text) {
@@ -824,6 +854,24 @@ TEST(Memory, PlansAreAlignedAndArenasZero) {
   EXPECT_EQ(arena.at<char>(514)[0], 0);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(arena.at<char>(256)) % kRegionAlignment, 0u);
   EXPECT_NE(error_of(Exit::bad_file, [&] { plan.add(std::numeric_limits<std::uint64_t>::max()); }), "");
+}
+
+// Arenas come and go with the models of a process: their address space goes back.
+TEST(Memory, AnArenaGivesItsMemoryBack) {
+  const auto mapped_bytes = [] {
+    std::uint64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  };
+  constexpr std::uint64_t kBytes = 256 << 20;  // its pages are never touched
+  MemoryPlan plan("state");
+  plan.add(kBytes);
+  const std::uint64_t before = mapped_bytes();
+  for (int i = 0; i < 4; ++i) {
+    const HostArena arena(plan);
+    EXPECT_GE(mapped_bytes(), before + kBytes);
+  }
+  EXPECT_LT(mapped_bytes(), before + kBytes);
 }
 
 TEST(Memory, AnArenaThatCannotFitIsAResourceError) {

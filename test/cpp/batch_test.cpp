@@ -11,6 +11,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "llmc/base/utf8.h"
@@ -111,6 +112,37 @@ TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
   }
   EXPECT_EQ(answer("by ids")["ids"].size(), 12u);  // the default
   EXPECT_EQ(read_bytes(out_).substr(0, 6), "{\"id\":");
+}
+
+// The members of each kind of answer, no more and no fewer: readers go by them.
+TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
+  const std::string asked =
+      "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"
+      "{\"id\": 3, \"prompt\": \"abcd\", \"logprobs\": 1, \"echo\": true}\nno JSON\n{\"id\": 5, \"prompt\": 7}\n";
+  const auto told = [&](const std::string& lines) {
+    testing::internal::CaptureStderr();
+    run(lines);
+    return testing::internal::GetCapturedStderr();
+  };
+  expect_contains(told(asked), "answered 3 requests, 2 with an error; 36 tokens in ");
+  const std::map<Json, std::string> expected = {
+      {1, "id prompt_ids ids text finish_reason request"},
+      {2, "id prompt_ids ids text logprobs finish_reason request"},
+      {3, "id prompt_ids ids text logprobs prompt_logprobs finish_reason request"},
+      {nullptr, "id line finish_reason error"},
+      {5, "id line finish_reason error"}};
+  std::istringstream lines(read_bytes(out_));
+  std::size_t count = 0;
+  for (std::string line; std::getline(lines, line); ++count) {
+    const auto one = nlohmann::ordered_json::parse(line);
+    std::string members;
+    for (const auto& [name, value] : one.items()) members += (members.empty() ? "" : " ") + name;
+    EXPECT_EQ(members, expected.at(Json::parse(one["id"].dump()))) << line;
+  }
+  EXPECT_EQ(count, expected.size());
+  expect_contains(told(asked), "answered 0 requests, 2 with an error, 3 had an answer; 0 tokens in ");
+  expect_contains(told("{\"id\": 1, \"prompt\": \"z\"}\n{\"id\": 6, \"prompt\": \"y\"}\n"),
+                  "answered 1 request, 1 differ from what was answered under their id; 12 tokens in ");
 }
 
 TEST_F(BatchTest, LogprobsAndEcho) {
@@ -304,7 +336,18 @@ TEST(PolledLines, LinesComeInPiecesOfAnySize) {
     EXPECT_EQ(lines.next(line, 0), Result::line);
     EXPECT_EQ(line, "");
     EXPECT_EQ(lines.next(line, 1), Result::not_yet);
-    send(" bytes\n12345678\nlast");
+    // The limit is that of the line, however many pieces it comes in.
+    for (const auto& [first, second, result] :
+         {std::tuple(" bytes\n1234", "5678\n", Result::line), std::tuple("1234", "56789\n", Result::too_long)}) {
+      send(first);
+      if (first[0] == ' ') {
+        EXPECT_EQ(lines.next(line, 0), Result::too_long);
+      }
+      EXPECT_EQ(lines.next(line, 0), Result::not_yet);
+      send(second);
+      EXPECT_EQ(lines.next(line, 0), result) << first;
+    }
+    send("longer than eight\n12345678\nlast");
     EXPECT_EQ(lines.next(line, 0), Result::too_long);
     EXPECT_EQ(lines.next(line, 0), Result::line);
     EXPECT_EQ(line, "12345678");

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <map>
@@ -20,6 +21,7 @@
 #include <set>
 #include <thread>
 
+#include "llmc/base/cgroup.h"
 #include "llmc/base/log.h"
 #include "llmc/train/background_save.h"
 #include "llmc/train/fault_injection.h"
@@ -523,6 +525,127 @@ TEST_F(FailingCallTest, ARemovalThatFailsIsAWarningAndTheNextSaveTriesAgain) {
   EXPECT_EQ(run.checkpoints().size(), 2u);
 }
 
+// What a run that goes on is told: of more steps, and of another device; nothing where both are as they were.
+TEST_F(CheckpointTest, WhatIsNotAsItWasIsSaidWhenARunGoesOn) {
+  save(3);
+  const auto told = [&](std::int64_t more_steps, const std::string& device) {
+    RunIdentity now = identity();
+    now.steps += more_steps;
+    now.device = device;
+    const RunDirectory run(run_path());
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(CheckpointKeeper(run, now, 2).resume(ResumeMode::must, *model_)->step, 3);
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(told(0, "cpu"), "");
+  const auto steps = static_cast<long long>(identity().steps);
+  EXPECT_EQ(told(5, "cpu"),
+            format("--steps: extended from %lld to %lld; the learning rate now follows the longer schedule\n", steps,
+                   steps + 5));
+  expect_contains(
+      told(0, "a GPU"),
+      "step_00000003' was computed on 'cpu', this run goes on with a GPU: the numbers will differ in rounding\n");
+}
+
+// Each value of a manifest, absent, null, changed or of another type: never accepted, and never another error. Only who made it
+// may differ. Of the tensors of each file the first one has to do.
+TEST_F(CheckpointTest, EachValueOfAManifestIsCompared) {
+  save(3);
+  const std::string path = step_path(3) + "/manifest.json";
+  const Json whole = Json::parse(read_bytes(path));
+  const Json flat = whole.flatten();
+  ASSERT_GT(flat.size(), 20u);
+  const auto opened = [&](const Json& manifest) {
+    write_bytes(path, manifest.dump());
+    try {
+      Checkpoint::open(step_path(3), 3);
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file) << error.what();
+      return false;
+    }
+  };
+  EXPECT_TRUE(opened(whole));
+  for (const auto& [name, value] : flat.items()) {
+    if (name.find("/tensors/") != std::string::npos && name.find("/tensors/0/") == std::string::npos) continue;
+    const Json::json_pointer pointer(name);
+    std::vector<Json> others = {nullptr};
+    if (value.is_number())
+      others.insert(others.end(), {value.get<std::int64_t>() + 1, -1, std::to_string(value.get<int>())});
+    if (value.is_string()) others.insert(others.end(), {value.get<std::string>() + "0", 7});
+    for (const Json& other : others) {
+      Json changed = whole;
+      changed[pointer] = other;
+      EXPECT_EQ(opened(changed), name == "/made_by") << name << " " << other;
+    }
+    Json without = whole;
+    if (const auto parent = pointer.parent_pointer(); without[parent].is_object())
+      without[parent].erase(pointer.back());
+    if (without != whole) {
+      EXPECT_EQ(opened(without), name == "/made_by") << name;
+    }
+  }
+  for (const char* files : {"null", "{}", "[]", "[{}]", "[{}, {}]", "[{}, {}, {}]", "[1, 2]", "\"model.bin\""}) {
+    Json changed = whole;
+    changed["files"] = Json::parse(files);
+    EXPECT_FALSE(opened(changed)) << files;
+  }
+  Json more = whole;
+  more["files"].push_back(whole["files"][0]);
+  EXPECT_FALSE(opened(more));
+  for (const char* other : {"null", "[]", "3", "{}", "\"manifest\""}) EXPECT_FALSE(opened(Json::parse(other))) << other;
+}
+
+// Each member of what state.bin says of the run, absent or, of its progress, null: refused as a bad file, but for what a run may do without
+// and for what is compared when a run goes on.
+TEST_F(CheckpointTest, EachMemberOfTheStateIsNeeded) {
+  save(3);
+  const std::string path = step_path(3) + "/state.bin", whole = read_bytes(path);
+  const TensorFile file = TensorFile::open(path, FileKind::training_state);
+  const auto opened = [&](const Json& config) {
+    const std::string changed_path = path + ".changed";
+    TensorFileWriter writer(changed_path, FileKind::training_state, config);
+    for (const TensorInfo& tensor : file.tensors()) writer.declare(tensor.name, tensor.dtype, tensor.shape);
+    for (const TensorInfo& tensor : file.tensors()) writer.write(file.bytes(tensor).data(), tensor.bytes);
+    writer.publish();
+    fs::rename(changed_path, path);
+    try {
+      Checkpoint::open(step_path(3), 3);
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::bad_file) << error.what();
+      return false;
+    }
+  };
+  EXPECT_TRUE(opened(file.config()));
+  std::set<std::string> accepted;
+  for (const char* part : {"/run", "/training", "/training/spikes"}) {
+    const Json::json_pointer home(part);
+    for (const auto& [name, value] : file.config()[home].items()) {
+      Json without = file.config(), null = file.config();
+      without[home].erase(name);
+      null[home][name] = nullptr;
+      if (opened(without)) accepted.insert(std::string(part) + "/" + name + " absent");
+      if (home.back() != "run" && opened(null)) accepted.insert(std::string(part) + "/" + name + " null");
+    }
+  }
+  std::set<std::string> expected = {"/training/loss null", "/training/val_loss null"};
+  for (const char* name : {"began_from", "data", "device", "steps", "version", "world_size"}) {
+    expected.insert(std::string("/run/") + name + " absent");
+  }
+  EXPECT_EQ(accepted, expected);
+  for (const char* part : {"run", "training"}) {
+    for (const char* other : {"null", "[]", "3"}) {
+      Json changed = file.config();
+      changed[part] = Json::parse(other);
+      EXPECT_FALSE(opened(changed)) << part << " " << other;
+    }
+    Json without = file.config();
+    without.erase(part);
+    EXPECT_FALSE(opened(without)) << part;
+  }
+}
+
 // Two runs at the same step, that differ in nothing but values: state.bin or model.bin of the other one is whole in itself.
 TEST_F(CheckpointTest, AWholeFileThatIsNotTheManifestsIsRefused) {
   save(3);
@@ -617,16 +740,17 @@ TEST_F(CheckpointTest, EachNumericSettingIsHeldByTheCheckpoint) {
 // What the options table has and the checkpoint does not hold decides no number, or is held in another way.
 TEST(NumericSettings, AreAllOptionsButThese) {
   const std::set<std::string> others = {
-      "config",      "model",        "norm",  // held as the model's configuration and began_from
-      "train",                                // held as the shards' fingerprint
-      "steps",                                // held by itself: it may grow
-      "tokenizer",   "device",                // held, and said
-      "vocab-size",                           // held as the model's configuration
-      "val",         "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
-      "gpu-memory",  "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
-      "val-batches", "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
-      "operators",   "json",         "dry-run",       "print-config",  "color",       "verbose",
-      "threads",  // any number of them gives the same bits
+      "config",       "model",        "norm",  // held as the model's configuration and began_from
+      "train",                                 // held as the shards' fingerprint
+      "steps",                                 // held by itself: it may grow
+      "tokenizer",    "device",                // held, and said
+      "vocab-size",                            // held as the model's configuration
+      "val",          "out",          "resume",        "save-every",    "keep",        "keep-best",    "eval",
+      "gpu-memory",   "recompute",    "no-graph",      "max-minutes",   "on-nan",      "debug-inject", "val-every",
+      "val-batches",  "sample-every", "sample-prompt", "sample-tokens", "temperature", "compare",      "bench",
+      "operators",    "json",         "dry-run",       "print-config",  "color",       "verbose",      "threads",
+      "gpus",         "shard",  // any number of them, and any division, gives the same bits
+      "comm-timeout",
   };
   const char* words[] = {"train_llama", "--config",  "tiny", "--print-config",  "--schedule",
                          "wsd",         "--moments", "bf16", "--virtual-ranks", "2"};
@@ -1034,10 +1158,39 @@ TEST(SavePlanTest, ACopyHasToLeaveMemoryToOthers) {
   }
 }
 
+// Of every step, also of the first one, which has trained nothing.
+TEST(RunDirectoryTest, LeftoversOfAnyStepGo) {
+  const TemporaryDirectory temporary;
+  const std::string path = temporary.file("run");
+  const RunDirectory directory(path);
+  for (const char* name : {"step_00000000.tmp", "step_00000000.replaced.tmp", "step_00000001.tmp", "step_99999999.tmp",
+                           "step_100000000.tmp", "step_999999999999.replaced.tmp"}) {
+    fs::create_directory(path + "/" + name);
+  }
+  for (const char* name :
+       {"step_0.tmp", "step_000000001.tmp", "step_x.tmp", "step_.tmp", "other.tmp", "step_00000001.replaced"}) {
+    fs::create_directory(path + "/" + name);
+  }
+  directory.remove_leftovers();
+  std::set<std::string> left;
+  for (const auto& entry : fs::directory_iterator(path)) left.insert(entry.path().filename().string());
+  EXPECT_EQ(left, (std::set<std::string>{"lock", "step_0.tmp", "step_000000001.tmp", "step_x.tmp", "step_.tmp",
+                                         "other.tmp", "step_00000001.replaced"}));
+}
+
 TEST(FreeMemory, IsPartOfWhatThereIs) {
   const std::uint64_t before = free_host_memory();
   EXPECT_GT(before, 0u);
   EXPECT_LE(before, available_host_memory());
+  std::ifstream file("/proc/meminfo");  // "MemAvailable:   24000000 kB"
+  std::uint64_t kilobytes = 0;
+  for (std::string word; file >> word && kilobytes == 0;) {
+    if (word == "MemAvailable:") file >> kilobytes;
+  }
+  const std::uint64_t smallest =
+      std::min({kilobytes * 1024, available_host_memory(), cgroup_memory(cgroup_membership(), kCgroupRoot).free});
+  EXPECT_GT(before, smallest / 2) << "other processes take and give back in between";
+  EXPECT_LT(before, smallest / 2 * 3);
 }
 
 TEST(RunDirectoryTest, OneRunAtATime) {

@@ -1,4 +1,4 @@
-// The communicator on threads: what each rank gets, and that no wait is for ever.
+// The communicators, on threads and over sockets: what each rank gets, and that no wait is for ever.
 #include "llmc/comm/communicator.h"
 
 #include <gtest/gtest.h>
@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "llmc/comm/thread_ranks.h"
+#include "test/cpp/rank_tools.h"
 #include "test/cpp/test_files.h"
 
 namespace weft {
@@ -29,6 +30,40 @@ std::vector<float> values_of(int rank, std::int64_t count) {
   return values;
 }
 
+class CommunicatorTest : public testing::TestWithParam<Ranks> {
+ protected:
+  static void run(int size, double limit, const std::function<void(Communicator&)>& work) {
+    run_ranks(GetParam(), size, limit, work);
+  }
+
+  struct Ends {
+    std::vector<std::string> text;  // of each rank; empty: it ended well
+    std::vector<Exit> code;
+  };
+  // What each of `size` ranks throws.
+  static Ends ends_of(int size, double limit, const std::function<void(Communicator&)>& work) {
+    Ends ends{std::vector<std::string>(static_cast<std::size_t>(size)),
+              std::vector<Exit>(static_cast<std::size_t>(size), Exit::ok)};
+    try {
+      run(size, limit, [&](Communicator& ranks) {
+        const auto me = static_cast<std::size_t>(ranks.rank());
+        try {
+          work(ranks);
+        } catch (const Error& error) {
+          ends.text[me] = error.what();
+          ends.code[me] = error.code();
+          throw;
+        }
+      });
+    } catch (const Error&) {
+    }
+    return ends;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorTest, testing::Values(Ranks::threads, Ranks::sockets),
+                         [](const auto& info) { return info.param == Ranks::threads ? "Threads" : "Sockets"; });
+
 // Uneven ranges, one of them empty where there are three.
 std::vector<Range> uneven(int ranks) {
   std::vector<Range> parts;
@@ -40,11 +75,11 @@ std::vector<Range> uneven(int ranks) {
   return parts;
 }
 
-TEST(Communicator, ExchangeBringsEachRankItsPart) {
+TEST_P(CommunicatorTest, ExchangeBringsEachRankItsPart) {
   for (const int size : kSizes) {
     const std::vector<Range> parts = uneven(size);
     std::atomic<int> checked{0};
-    run_thread_ranks(size, kLimit, [&](Communicator& ranks) {
+    run(size, kLimit, [&](Communicator& ranks) {
       ASSERT_EQ(ranks.size(), size);
       for (int round = 0; round < 20; ++round) {
         const std::vector<float> mine = values_of(ranks.rank() + round, parts.back().end);
@@ -63,10 +98,10 @@ TEST(Communicator, ExchangeBringsEachRankItsPart) {
   }
 }
 
-TEST(Communicator, GatherGivesAllPartsToAllRanks) {
+TEST_P(CommunicatorTest, GatherGivesAllPartsToAllRanks) {
   for (const int size : kSizes) {
     const std::vector<Range> parts = uneven(size);
-    run_thread_ranks(size, kLimit, [&](Communicator& ranks) {
+    run(size, kLimit, [&](Communicator& ranks) {
       for (int round = 0; round < 20; ++round) {
         std::vector<float> all(static_cast<std::size_t>(parts.back().end), -1.0f), expected = all;
         for (int r = 0; r < size; ++r) {
@@ -83,9 +118,9 @@ TEST(Communicator, GatherGivesAllPartsToAllRanks) {
   }
 }
 
-TEST(Communicator, SmallValuesReachEveryRank) {
+TEST_P(CommunicatorTest, SmallValuesReachEveryRank) {
   for (const int size : kSizes) {
-    run_thread_ranks(size, kLimit, [&](Communicator& ranks) {
+    run(size, kLimit, [&](Communicator& ranks) {
       const int me = ranks.rank();
       const std::vector<double> all = ranks.gather(0.5 + me);
       for (int r = 0; r < size; ++r) EXPECT_EQ(all[static_cast<std::size_t>(r)], 0.5 + r);
@@ -99,9 +134,9 @@ TEST(Communicator, SmallValuesReachEveryRank) {
   }
 }
 
-TEST(Communicator, NobodyPassesABarrierBeforeTheLastComes) {
+TEST_P(CommunicatorTest, NobodyPassesABarrierBeforeTheLastComes) {
   std::atomic<int> arrived{0};
-  run_thread_ranks(4, kLimit, [&](Communicator& ranks) {
+  run(4, kLimit, [&](Communicator& ranks) {
     for (int round = 1; round <= 50; ++round) {
       ++arrived;
       ranks.barrier();
@@ -119,32 +154,7 @@ TEST(Communicator, SharesCoverEverythingOnce) {
 
 // ---- errors ----
 
-struct Ends {
-  std::vector<std::string> text;  // of each rank; empty: it ended well
-  std::vector<Exit> code;
-};
-
-// What each of `size` ranks throws.
-Ends ends_of(int size, double limit, const std::function<void(Communicator&)>& work) {
-  Ends ends{std::vector<std::string>(static_cast<std::size_t>(size)),
-            std::vector<Exit>(static_cast<std::size_t>(size), Exit::ok)};
-  try {
-    run_thread_ranks(size, limit, [&](Communicator& ranks) {
-      const auto me = static_cast<std::size_t>(ranks.rank());
-      try {
-        work(ranks);
-      } catch (const Error& error) {
-        ends.text[me] = error.what();
-        ends.code[me] = error.code();
-        throw;
-      }
-    });
-  } catch (const Error&) {
-  }
-  return ends;
-}
-
-TEST(Communicator, AnErrorOfOneRankEndsTheWaitOfAll) {
+TEST_P(CommunicatorTest, AnErrorOfOneRankEndsTheWaitOfAll) {
   const Ends ends = ends_of(4, kLimit, [](Communicator& ranks) {
     if (ranks.rank() == 2) fail(Exit::resources, "no memory left");
     ranks.barrier();
@@ -156,7 +166,7 @@ TEST(Communicator, AnErrorOfOneRankEndsTheWaitOfAll) {
   EXPECT_EQ(ends.text[2], "no memory left");
   EXPECT_EQ(error_of(Exit::resources,
                      [] {
-                       run_thread_ranks(3, kLimit, [](Communicator& ranks) {
+                       run(3, kLimit, [](Communicator& ranks) {
                          if (ranks.rank() == 1) fail(Exit::resources, "no memory left");
                          ranks.barrier();
                        });
@@ -165,7 +175,7 @@ TEST(Communicator, AnErrorOfOneRankEndsTheWaitOfAll) {
 }
 
 // A rank that computes too long, or hangs.
-TEST(Communicator, ARankThatDoesNotComeIsNamed) {
+TEST_P(CommunicatorTest, ARankThatDoesNotComeIsNamed) {
   std::atomic<bool> over{false};
   const auto begin = std::chrono::steady_clock::now();
   const Ends ends = ends_of(3, 1, [&](Communicator& ranks) {
@@ -186,11 +196,12 @@ TEST(Communicator, ARankThatDoesNotComeIsNamed) {
   for (const Exit code : ends.code) EXPECT_EQ(code, Exit::environment);
 }
 
-TEST(Communicator, ARankThatHasEndedIsNotWaitedFor) {
+TEST_P(CommunicatorTest, ARankThatHasEndedIsNotWaitedFor) {
   for (const bool late : {false, true}) {
     const Ends ends = ends_of(3, kLimit, [&](Communicator& ranks) {
+      // It leaves before the others come, or while they wait.
+      if ((ranks.rank() == 1) != late) std::this_thread::sleep_for(std::chrono::milliseconds(50));
       if (ranks.rank() == 1) return;
-      if (late) std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ranks.barrier();
     });
     EXPECT_EQ(ends.text[0], "rank 1 has ended, others go on");
@@ -199,7 +210,7 @@ TEST(Communicator, ARankThatHasEndedIsNotWaitedFor) {
   }
 }
 
-TEST(Communicator, RanksInDifferentCallsDoNotMixTheirMemory) {
+TEST_P(CommunicatorTest, RanksInDifferentCallsDoNotMixTheirMemory) {
   const Ends calls = ends_of(3, kLimit, [](Communicator& ranks) {
     if (ranks.rank() == 2) return ranks.barrier();
     ranks.gather(1.0);
@@ -217,8 +228,54 @@ TEST(Communicator, RanksInDifferentCallsDoNotMixTheirMemory) {
   EXPECT_EQ(sizes.code[0], Exit::internal);
 }
 
+// For who waits for the others without a call.
+TEST_P(CommunicatorTest, ACheckSeesTheEndAndNothingElse) {
+  const Ends ends = ends_of(3, kLimit, [](Communicator& ranks) {
+    ranks.check();
+    ranks.barrier();
+    ranks.check();
+    if (ranks.rank() == 1) fail(Exit::environment, "the GPU has fallen off the bus");
+    while (true) {
+      ranks.check();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  for (const std::size_t r : {0u, 2u}) EXPECT_EQ(ends.text[r], "rank 1: the GPU has fallen off the bus");
+}
+
+// What is longer than the hub keeps at once goes in pieces.
+TEST_P(CommunicatorTest, LargeValuesGoInPieces) {
+  constexpr std::int64_t kCount = 3'000'001;
+  for (const int size : {2, 3}) {
+    run(size, kLimit, [&](Communicator& ranks) {
+      const int me = ranks.rank();
+      std::vector<Range> parts = shares(kCount, size);
+      parts[1].end -= 1'000'000;  // not all are as long as the longest
+      const std::vector<float> mine = values_of(me, kCount);
+      const std::int64_t own = parts[static_cast<std::size_t>(me)].size();
+      std::vector<float> received(static_cast<std::size_t>(size * own), -1.0f);
+      ranks.exchange(mine.data(), parts, received.data());
+      for (int from = 0; from < size; ++from) {
+        for (std::int64_t i = 0; i < own; ++i) {
+          ASSERT_EQ(received[static_cast<std::size_t>(from * own + i)],
+                    value(from, parts[static_cast<std::size_t>(me)].begin + i));
+        }
+      }
+      std::vector<float> all = mine;
+      ranks.gather(all.data(), parts);
+      for (int r = 0; r < size; ++r) {
+        const Range part = parts[static_cast<std::size_t>(r)];
+        for (std::int64_t i = part.begin; i < part.end; ++i) ASSERT_EQ(all[static_cast<std::size_t>(i)], value(r, i));
+      }
+      std::vector<float> last = mine;
+      ranks.broadcast_bytes(reinterpret_cast<std::byte*>(last.data()), 4 * kCount, size - 1);
+      ASSERT_EQ(last, values_of(size - 1, kCount));
+    });
+  }
+}
+
 // After the first error every later call throws it too, at once.
-TEST(Communicator, NothingGoesOnAfterAnAbort) {
+TEST_P(CommunicatorTest, NothingGoesOnAfterAnAbort) {
   const Ends ends = ends_of(2, kLimit, [](Communicator& ranks) {
     ranks.barrier();
     if (ranks.rank() == 0) ranks.abort(Error(Exit::numeric, "the loss is nan"));
@@ -231,7 +288,7 @@ TEST(Communicator, NothingGoesOnAfterAnAbort) {
 
 // Aborts that come at any moment of an exchange: no rank frees memory that another one still reads. (ThreadSanitizer and
 // AddressSanitizer watch.)
-TEST(Communicator, AnAbortInTheMiddleLeavesNobodyReading) {
+TEST_P(CommunicatorTest, AnAbortInTheMiddleLeavesNobodyReading) {
   for (int round = 0; round < 50; ++round) {
     const Ends ends = ends_of(4, kLimit, [round](Communicator& ranks) {
       const std::vector<Range> parts = shares(20'000, 4);
@@ -246,7 +303,7 @@ TEST(Communicator, AnAbortInTheMiddleLeavesNobodyReading) {
   }
 }
 
-TEST(Communicator, AllFailTogetherOrNobodyDoes) {
+TEST_P(CommunicatorTest, AllFailTogetherOrNobodyDoes) {
   for (const int size : {1, 2, 4}) {
     const Ends none = ends_of(size, kLimit, [](Communicator& ranks) { fail_together(ranks, std::nullopt); });
     EXPECT_EQ(none.text, std::vector<std::string>(static_cast<std::size_t>(size)));

@@ -125,6 +125,60 @@ TEST_F(CompareDump, LabelsCountOrAreIgnored) {
   }
 }
 
+// What is read of a dump is read with its hash: one bit that is another, in any tensor, is damage and no difference.
+TEST_F(CompareDump, EachTensorThatIsReadIsVerified) {
+  write(embedding(), nullptr);
+  const std::string whole = read_bytes(path_);
+  std::vector<std::pair<std::string, std::size_t>> tensors;
+  {
+    const TensorFile dump = TensorFile::open(path_, FileKind::reference_dump);
+    for (const TensorInfo& tensor : dump.tensors()) tensors.emplace_back(tensor.name, tensor.offset);
+  }
+  ASSERT_EQ(tensors.size(), 3u);
+  for (const auto& [name, offset] : tensors) {
+    std::string damaged = whole;
+    damaged[offset] = static_cast<char>(damaged[offset] ^ 1);
+    write_bytes(path_, damaged);
+    const std::string message = error_of(Exit::bad_file, [&] { compare(Precision::fp32); });
+    expect_contains(message, "tensor '" + name + "': XXH3-64");
+  }
+}
+
+// The greedy ids of a dump: from a prompt of one id on, as many as the context holds, and one wrong id is a failure.
+TEST_F(CompareDump, GreedyIdsUpToTheEndOfTheContext) {
+  TrainOptions options;
+  options.seq_len = 8;
+  const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), options);
+  initialize_parameters(*model, 1);
+  const std::unique_ptr<DecodeModel> decoder = model->decoder(12);
+  const auto compared = [&](const std::vector<std::int32_t>& prompt, const std::vector<std::int32_t>& greedy) {
+    TensorFileWriter writer(path_, FileKind::reference_dump, Json::object());
+    const std::pair<const char*, const std::vector<std::int32_t>*> tensors[] = {
+        {"input_ids", &ids_}, {"labels", &labels_}, {"greedy.prompt_ids", &prompt}, {"greedy.ids", &greedy}};
+    for (const auto& [name, ids] : tensors) {
+      const auto count = static_cast<std::int64_t>(ids->size());
+      writer.declare(name, DType::i32,
+                     *name == 'g' ? std::vector<std::int64_t>{count} : std::vector<std::int64_t>{1, count});
+    }
+    for (const auto& [name, ids] : tensors) writer.write(ids->data(), ids->size() * 4);
+    writer.publish();
+    return compare_decoding(TensorFile::open(path_, FileKind::reference_dump), 1e-5, *decoder);
+  };
+  std::vector<std::int32_t> likeliest;
+  decoder->reset();
+  std::span<const float> logits = decoder->prefill(std::vector<std::int32_t>{5});
+  while (likeliest.size() < 11) {
+    likeliest.push_back(static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin()));
+    if (likeliest.size() < 11) logits = decoder->decode(likeliest.back());
+  }
+  EXPECT_TRUE(compared({5}, likeliest).passed());
+  likeliest[7] ^= 1;
+  EXPECT_FALSE(compared({5}, likeliest).passed());
+  likeliest[7] ^= 1;
+  expect_contains(error_of(Exit::bad_file, [&] { compared({}, likeliest); }), "greedy: 0 + 11 tokens");
+  expect_contains(error_of(Exit::bad_file, [&] { compared({5, 5}, likeliest); }), "greedy: 2 + 11 tokens");
+}
+
 TEST_F(CompareDump, ANanInTheReferenceFails) {
   std::vector<float> values = embedding();
   ASSERT_EQ(values.size(), 8u * 16);

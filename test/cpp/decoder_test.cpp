@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <set>
 
 #include "golden_cases.h"
 #include "gradient_check.h"
+#include "llmc/app/decode_device.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/llama.h"
 #include "test_files.h"
@@ -104,6 +106,28 @@ TEST(CpuDecoder, NothingIsWrittenPastTheCache) {
   refused([&] { model->decode(1); });
   model->reset();
   model->prefill({ids.data(), kCapacity});
+}
+
+// Random weights are those of the seed, and no others: models of --random-model that are timed are the same everywhere.
+TEST(DecodeDevice, RandomModelsHaveTheWeightsOfTheirSeed) {
+  const ModelConfig config =
+      ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", Family::gpt_neox).config();
+  const std::vector<std::int32_t> ids = {1, 2, 3};
+  InferSettings settings;
+  settings.device = "cpu";
+  const auto logits_of = [&](std::int64_t seed) {
+    settings.seed = seed;
+    const DecodeDevice device(settings);
+    const std::unique_ptr<DecodeModel> model = device.make_random(config, 16);
+    const std::span<const float> logits = model->prefill(ids);
+    return Floats(logits.begin(), logits.end());
+  };
+  const Floats first = logits_of(1);
+  EXPECT_EQ(logits_of(1), first);
+  EXPECT_NE(logits_of(2), first);
+  EXPECT_GT(std::set<float>(first.begin(), first.end()).size(), first.size() / 2);
+  const DecodeDevice device(settings);
+  expect_contains(error_of(Exit::usage, [&] { device.make_random(preset_config("tiny"), 16); }), "needs a GPU");
 }
 
 }  // namespace

@@ -237,7 +237,8 @@ TEST(Engine, OptionsOutOfRange) {
   PagedFake model({.slots = 4, .max_rows = 8});
   for (const EngineOptions& options :
        {EngineOptions{.max_running = 0, .rows_per_step = 4}, EngineOptions{.max_running = 5, .rows_per_step = 4},
-        EngineOptions{.max_running = 4, .rows_per_step = 0}, EngineOptions{.max_running = 4, .rows_per_step = 9}}) {
+        EngineOptions{.max_running = 4, .rows_per_step = 0}, EngineOptions{.max_running = 4, .rows_per_step = 9},
+        EngineOptions{.max_running = 4, .rows_per_step = 8, .prompt_rows = 0}}) {
     error_of(Exit::usage, [&] { Engine(model, options); });
   }
 }
@@ -480,6 +481,99 @@ TEST(Engine, RequestsThatDisplaceEachOtherAllFinish) {
   }
 }
 
+// They need not run again to be told so.
+TEST(Engine, RequestsThatWaitEndInTheNextStep) {
+  for (const std::int64_t depth : {1, 2}) {
+    PagedFake model({.num_pages = 16, .slots = 8, .max_rows = 64, .depth = depth});  // 64 positions
+    Engine engine(model, {.max_running = 8, .rows_per_step = 64});
+    const EngineRequest all_pages = request_of(random_ids(40, 1), 24);
+    const auto older = submit(engine, all_pages);
+    const auto displaced = std::make_shared<Recorder>(), never_ran = std::make_shared<Recorder>();
+    const RequestId displaced_id = engine.submit(request_of(random_ids(4, 2), 50), displaced);
+    const RequestId never_ran_id = engine.submit(request_of(random_ids(60, 3), 2), never_ran);
+    for (int i = 0; i < 30 && engine.statistics().preemptions == 0; ++i) engine.step();
+    ASSERT_EQ(engine.statistics().preemptions, 1);
+    EngineRequest late = request_of(random_ids(60, 4), 2);
+    late.deadline = Clock::now() + std::chrono::milliseconds(5);
+    const auto out_of_time = submit(engine, late);
+    engine.step();
+    EXPECT_EQ(engine.statistics().waiting + static_cast<std::int64_t>(out_of_time->end.has_value()), 3);
+    EXPECT_FALSE(displaced->ids.empty());
+    engine.cancel(displaced_id);
+    engine.cancel(never_ran_id);
+    std::this_thread::sleep_for(std::chrono::milliseconds(6));
+    engine.step();
+    EXPECT_EQ(displaced->end, RequestEnd::cancelled);
+    EXPECT_EQ(never_ran->end, RequestEnd::cancelled);
+    EXPECT_EQ(out_of_time->end, RequestEnd::deadline);
+    EXPECT_FALSE(older->end.has_value());
+    EXPECT_EQ(engine.statistics().waiting, 0);
+    finish(engine);
+    EXPECT_EQ(older->ids, alone(all_pages, model).ids);
+    expect_all_free(engine);
+  }
+}
+
+TEST(Engine, ARequestEndsAtItsDeadlineWhileItGenerates) {
+  PagedFake model({.depth = 2});
+  Engine engine(model, {.max_running = 4, .rows_per_step = 16});
+  EngineRequest request = request_of(random_ids(5, 1), 100);
+  request.deadline = Clock::now() + std::chrono::hours(1);
+  const auto in_time = submit(engine, request);
+  request.deadline = Clock::now() + std::chrono::milliseconds(20);
+  const auto late = submit(engine, request);
+  for (int i = 0; i < 5; ++i) engine.step();
+  std::this_thread::sleep_for(std::chrono::milliseconds(21));
+  engine.step();
+  EXPECT_EQ(late->end, RequestEnd::deadline);
+  EXPECT_LE(late->ids.size(), 5u);
+  finish(engine);
+  EXPECT_EQ(in_time->end, RequestEnd::max_ids);
+  EXPECT_EQ(in_time->ids, alone(request, model).ids);
+  EXPECT_TRUE(std::equal(late->ids.begin(), late->ids.end(), in_time->ids.begin()));
+  expect_all_free(engine);
+}
+
+// In every step short prompts arrive that would fill it.
+TEST(Engine, ALongPromptAdvancesWhateverArrives) {
+  PagedFake model({.page_size = 16,
+                   .num_pages = 1000,
+                   .slots = 64,
+                   .max_rows = 64,
+                   .max_positions = 4000,
+                   .depth = 2,
+                   .read_everything = false});
+  Engine engine(model, {.max_running = 64, .rows_per_step = 64});
+  const auto slow = submit(engine, request_of(random_ids(2000, 1), 1));
+  std::int64_t steps = 0;
+  for (; !slow->end.has_value() && steps < 1000; ++steps) {
+    for (std::uint64_t i = 0; i < 4; ++i) {
+      submit(engine, request_of(random_ids(20, 100 + static_cast<std::uint64_t>(steps) * 4 + i), 1));
+    }
+    engine.step();
+  }
+  EXPECT_LE(steps, 2000 / 32 + 4);  // half of every step
+  finish(engine);
+}
+
+// A request that needs almost all pages, while small ones arrive that always find some.
+TEST(Engine, ALargeRequestIsNotOvertakenForEver) {
+  PagedFake model({.num_pages = 16, .slots = 8, .depth = 2});  // 64 positions
+  Engine engine(model, {.max_running = 8, .rows_per_step = 32});
+  const EngineRequest large = request_of(random_ids(50, 1), 8);
+  std::shared_ptr<Recorder> got;
+  std::int64_t steps = 0;
+  for (; (got == nullptr || !got->end.has_value()) && steps < 1000; ++steps) {
+    if (steps % 2 == 0) submit(engine, request_of(random_ids(4, 10 + static_cast<std::uint64_t>(steps)), 8));
+    if (steps == 20) got = submit(engine, large);
+    engine.step();
+  }
+  EXPECT_LT(steps, 100);
+  EXPECT_EQ(got->ids, alone(large, model).ids);
+  finish(engine);
+  expect_all_free(engine);
+}
+
 TEST(Engine, AListenerMaySubmitAndCancel) {
   PagedFake model({.depth = 2});
   Engine engine(model, {.max_running = 4, .rows_per_step = 16});
@@ -558,6 +652,7 @@ TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
     EngineRequest request = request_of(random_ids(5, i), 7, i);
     all.emplace_back(request, submit(engine, request));
   }
+  engine.cancel(12345);                       // of a request that has ended long ago
   EXPECT_EQ(engine.statistics().waiting, 6);  // none was taken up yet
   EXPECT_EQ(engine.statistics().running, 0);
   bool more = true;

@@ -22,6 +22,7 @@
 #include "llmc/infer/stop_text.h"
 #include "llmc/infer/text_output.h"
 #include "test/cpp/byte_tokenizer.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -159,6 +160,12 @@ TEST(Generate, StopsWhereTheContextEnds) {
   EXPECT_EQ(r.result.finish_reason, FinishReason::context_full);
   EXPECT_STREQ(finish_reason_name(FinishReason::context_full), "length");
   EXPECT_EQ(run(ids_of("abc"), {}, 3).result.text, "a");
+  // The reason is the limit that was reached; --max-tokens where it asks for just what there is.
+  for (const auto& [asked, got] : {std::pair(3, 3), std::pair(4, 4), std::pair(5, 4)}) {
+    const GenerateResult result = run(ids_of("abcdefgh"), {.max_tokens = asked}, 6).result;
+    EXPECT_EQ(std::ssize(result.ids), got) << asked;
+    EXPECT_EQ(result.finish_reason, asked > 4 ? FinishReason::context_full : FinishReason::max_tokens) << asked;
+  }
 }
 
 TEST(Generate, APromptThatFillsTheContextIsRefused) {
@@ -271,19 +278,15 @@ TEST(Generate, WithoutATokenizerThereIsNoTextAndNoStopText) {
   EXPECT_EQ(code_of([&] { generate(other, &byte_tokenizer(), prompt, {.stop_texts = {""}}); }), Exit::usage);
 }
 
-TEST(GenerateTimes, PercentilesAreNearestRanks) {
+TEST(GenerateTimes, LeaveOutTheFirstToken) {
   GenerateTimes times;
   EXPECT_TRUE(std::isnan(times.inter_token_percentile(50)));
   EXPECT_TRUE(std::isnan(times.tokens_per_second()));
+  times.first_token_ms = 1000;
   for (int i = 200; i >= 1; --i) times.inter_token_ms.push_back(i);
   EXPECT_EQ(times.inter_token_percentile(50), 100);
   EXPECT_EQ(times.inter_token_percentile(99), 198);
-  EXPECT_EQ(times.inter_token_percentile(100), 200);
-  EXPECT_EQ(times.inter_token_percentile(0), 1);
   EXPECT_DOUBLE_EQ(times.tokens_per_second(), 200 / 20.1);
-  times.inter_token_ms = {4, 1, 2};
-  EXPECT_EQ(times.inter_token_percentile(50), 2);
-  EXPECT_EQ(times.inter_token_percentile(99), 4);
 }
 
 TEST(StopText, EndsWithTheFirstByteThatCompletesOne) {
@@ -480,6 +483,14 @@ TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
   EXPECT_FALSE(loss_faults({})) << "no fault, no function";
 }
 
+TEST(Faults, MalformedSpecsOfDecodingAreRefused) {
+  for (const char* spec : {"", "nan", "nan@token", "nan@token=", "nan@token=x", "nan@token=-1", "nan@token=0",
+                           "nan@token=3x", "nan@token=99999999999999999999", "boom@token=3"}) {
+    expect_contains(error_of(Exit::usage, [&] { parse_decode_faults({spec}); }), "--debug-inject");
+  }
+  EXPECT_EQ(parse_decode_faults({"nan@token=1"}).nan_token, 1);
+}
+
 TEST(Faults, TheFaultyModelPassesEverythingOn) {
   struct Timed : ScriptedModel {
     Timed() : ScriptedModel({5, 6}, 8) {}
@@ -491,10 +502,76 @@ TEST(Faults, TheFaultyModelPassesEverythingOn) {
   const std::unique_ptr<DecodeModel> model =
       with_faults(std::make_unique<Timed>(), parse_decode_faults({"kill@token=9"}));
   EXPECT_EQ(model->decode_timeline(4), "timeline of 4");
+  // A model that samples itself is told when the caller has had enough.
+  struct Sampling : Timed {
+    void generate_ids(std::span<const std::int32_t>, const GenerationRequest& request,
+                      const std::function<bool(std::int32_t)>& on_id) override {
+      for (std::int32_t id = 0; id < request.max_ids && on_id(id); ++id) ++taken;
+    }
+    int taken = 0;
+  };
+  auto sampling = std::make_unique<Sampling>();
+  const int& taken = sampling->taken;
+  const std::unique_ptr<DecodeModel> faulty = with_faults(std::move(sampling), parse_decode_faults({"kill@token=9"}));
+  faulty->generate_ids({}, {{}, {}, 5}, [](std::int32_t id) { return id < 3; });
+  EXPECT_EQ(taken, 3);
   const std::vector<std::int32_t> ids = {1, 2, 3};
   EXPECT_EQ(model->score(ids).size(), 2u);
   model->interrupt_score([] { return true; });
   EXPECT_EQ(model->score(ids).size(), 0u);
+}
+
+// The numbers for people, by hand: half of the decode steps lie behind a context of 100.
+TEST(Report, TheLineAtTheEndByHand) {
+  const ScriptedModel model({}, 200);
+  GenerateResult result;
+  result.context = 101;
+  result.times = {12.34, {2, 3}};
+  EXPECT_EQ(statistics_line(model, result),
+            "first token 12.3 ms; then 2 tokens at 400.0 tokens/s, 2.00 ms (p50) and 3.00 ms (p99) between tokens; "
+            "1.10 KB a token, 0.00 GB/s; ended by --max-tokens");
+  result.times.inter_token_ms = {2e-4, 3e-4};
+  expect_contains(statistics_line(model, result), " at 4000000.0 tokens/s, ");
+  expect_contains(statistics_line(model, result), "; 1.10 KB a token, 4.40 GB/s; ");
+  result.times.inter_token_ms = {4};
+  expect_contains(statistics_line(model, result), "; then 1 token at 250.0 tokens/s, ");
+  result.times.inter_token_ms = {};
+  result.finish_reason = FinishReason::stop_text;
+  EXPECT_EQ(statistics_line(model, result), "first token 12.3 ms; ended by a stop text");
+}
+
+TEST(Bench, TheTableAndTheRecordByHand) {
+  BenchResult result;
+  result.main = {32, 4, 1.5, {0, {1, 2, 3, 4}}, {2000, 50}};
+  result.contexts = {{64, 2, 2.5, {0, {4, 6}}, {3000, 20}}};
+  result.read_ceiling = 80;
+  const std::string head = format("%-30s %10s %10s %10s %12s %8s %8s\n", "", "TTFT ms", "median ms", "p99 ms",
+                                  "tokens/s", "GB/s", "of read");
+  const auto row = [](const char* name, const char* numbers) { return format("%-30s", name) + numbers; };
+  EXPECT_EQ(
+      bench_text(result),
+      head + row("prompt 32, decode 4 tokens", "      1.500      2.000      4.000        400.0     50.0   62.5 %\n") +
+          row("prompt 64, decode 2 tokens", "      2.500      4.000      6.000        200.0     20.0   25.0 %\n") +
+          "a plain read reaches 80 GB/s here\n");
+  const Json json = bench_json(result, {"a GPU", "fused"});
+  const std::map<std::string, Json> expected = {{"prompt_tokens", 32},
+                                                {"tokens", 4},
+                                                {"ttft_ms", 1.5},
+                                                {"itl_ms_p50", 2.0},
+                                                {"itl_ms_p99", 4.0},
+                                                {"tokens_per_s", 400},
+                                                {"gb_per_s", 50.0},
+                                                {"bytes_per_token", 2000},
+                                                {"read_ceiling_gb_per_s", 80.0},
+                                                {"device", "a GPU"},
+                                                {"decode", "fused"}};
+  for (const auto& [key, value] : expected) EXPECT_EQ(json.value(key, Json()), value) << key;
+  EXPECT_EQ(json["contexts"][0]["prompt_tokens"], 64);
+  EXPECT_DOUBLE_EQ(json["share_of_read_ceiling"].get<double>(), 0.625);
+  result.read_ceiling = 0;
+  EXPECT_EQ(bench_text(result).find('%'), std::string::npos);
+  EXPECT_EQ(bench_text(result).find("plain read"), std::string::npos);
+  EXPECT_FALSE(bench_json(result, {}).contains("read_ceiling_gb_per_s"));
 }
 
 TEST(Bench, FitsTheContextOrSaysSo) {
@@ -505,6 +582,9 @@ TEST(Bench, FitsTheContextOrSaysSo) {
   ScriptedModel tiny({}, 20);
   EXPECT_EQ(code_of([&] { run_bench(tiny, {1}); }), Exit::usage);
   EXPECT_EQ(run_bench(model, {10}).main.tokens, 10);
+  BenchOptions options{10};
+  options.read_ceiling = 7;
+  EXPECT_EQ(run_bench(model, options).read_ceiling, 7);
 }
 
 TEST(LineInput, KeepsNoMoreThanTheLimit) {

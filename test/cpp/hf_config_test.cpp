@@ -4,11 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "llmc/train/inputs.h"
+#include "llmc/train/report.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -111,6 +113,9 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
       {"num_key_value_heads", 33},
       {"num_key_value_heads", 3},
       {"head_dim", 1025},
+      {"head_dim", 1026},
+      {"head_dim", 0},
+      {"head_dim", 1},
       {"head_dim", 63},
       {"max_position_embeddings", (1 << 24) + 1},
       {"rms_norm_eps", 0},
@@ -144,6 +149,20 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
     partial[home]["high_freq_factor"] = partial[home]["low_freq_factor"];
     expect_contains(error_of(Exit::bad_file, [&] { parsed(partial); }), "high_freq_factor");
   }
+  // Head sizes that follow from the others have the same limits as those that are given.
+  for (const auto& [hidden, accepted] :
+       {std::pair(32 * 2, true), {32 * 1, false}, {32 * 1024, true}, {32 * 1026, false}}) {
+    Json follows = llama_1b();
+    follows.erase("head_dim");
+    follows["hidden_size"] = hidden;
+    if (accepted) {
+      EXPECT_EQ(parsed(follows).head_dim, hidden / 32);
+      follows["head_dim"] = hidden / 32;
+      EXPECT_EQ(parsed(follows).head_dim, hidden / 32);
+    } else {
+      expect_contains(error_of(Exit::bad_file, [&] { parsed(follows); }), "expected 2 to 1024");
+    }
+  }
   Json uneven = llama_1b();
   uneven.erase("head_dim");
   uneven["hidden_size"] = 2047;
@@ -173,6 +192,69 @@ TEST(Inputs, TheVocabularyOfANewModelIsThatOfItsShards) {
   EXPECT_EQ(vocabulary(32, 33), 33);
   EXPECT_EQ(vocabulary(32, 2048), 2048);
   expect_contains(error_of(Exit::usage, [&] { vocabulary(32, 31); }), "--vocab-size");
+}
+
+// A model that exists keeps its own vocabulary and its own tokens, whatever its new data has.
+TEST(Inputs, AModelKeepsItsVocabularyAndItsTokens) {
+  const TemporaryDirectory directory;
+  ModelConfig config = micro_config();
+  config.tokenizer_vocab = 30;
+  config.bos_id = 3;
+  config.eos_ids = {4, 5};
+  const TensorTable table(config);
+  const auto write = [&](const std::string& name, const char* extra) {
+    TensorFileWriter writer(directory.file(name), FileKind::model, {{"model", config_to_json(config)}});
+    for (const TensorSpec& spec : table.specs()) writer.declare(spec.name, DType::f32, spec.shape);
+    if (extra != nullptr) writer.declare(extra, DType::f32, {1});
+    for (const TensorSpec& spec : table.specs()) {
+      const std::vector<float> values(static_cast<std::size_t>(spec.elements), 0.5f);
+      writer.write_f32(values.data(), values.size());
+    }
+    const float one = 1;
+    if (extra != nullptr) writer.write_f32(&one, 1);
+    writer.publish();
+  };
+  write("model.bin", nullptr);
+  write("more.bin", "model.layers.1.bias");
+  expect_contains(error_of(Exit::bad_file, [&] { ModelFile::open(directory.file("more.bin"), Family::llama); }),
+                  "tensor 'model.layers.1.bias' does not belong to a llama model of this configuration");
+  write_shard(directory.file("x.bin"), patterned_tokens(100), 32);
+  TrainSettings settings = micro_settings();
+  settings.config.clear();
+  settings.model = directory.file("model.bin");
+  settings.train = directory.file("x.bin");
+  settings.out = directory.file("out");
+  const TrainInputs inputs = open_inputs(settings);
+  EXPECT_EQ(config_to_json(inputs.config), config_to_json(config));
+  EXPECT_EQ(inputs.began_from,
+            format("%016llx", static_cast<unsigned long long>(inputs.weights->file().header_hash())));
+}
+
+// The settings at the start: what was given and what always matters; how many more there are is counted.
+TEST(Inputs, TheReportCountsTheSettingsThatItLeavesOut) {
+  const auto report = [](std::vector<const char*> words) {
+    words.insert(words.begin(), {"train_llama", "--config", "tiny", "--print-config"});
+    const TrainSettings settings = parse_train_options(static_cast<int>(words.size()), words.data(), "1").value();
+    TrainInputs inputs;
+    inputs.config = preset_config("tiny");
+    std::string text;
+    for (const std::string& line : start_report(settings, inputs, {})) text += line + "\n";
+    std::size_t with_value = 0;
+    for (const auto& [name, value] : settings.effective) with_value += !value.empty() && value != "[]";
+    return std::pair(text, with_value);
+  };
+  const auto [all, count] = report({"--verbose", "--steps", "7"});
+  EXPECT_EQ(all.find("defaults: --verbose"), std::string::npos);
+  const auto [some, same_count] = report({"--steps", "7"});
+  const std::size_t left_out = some.find("  and ");
+  ASSERT_NE(left_out, std::string::npos) << some;
+  const auto shown =
+      static_cast<std::size_t>(std::count(some.begin(), some.begin() + static_cast<std::ptrdiff_t>(left_out), '\n')) -
+      1;
+  expect_contains(some, format("  and %zu defaults: --verbose shows them\n", same_count - shown));
+  expect_contains(some, "  steps                7\n");
+  EXPECT_EQ(some.find("  warmup-steps "), std::string::npos);
+  expect_contains(all, "  warmup-steps ");
 }
 
 // The ends of a document under all the names that tokenizers of these families have for it, and under no other.

@@ -89,6 +89,52 @@ TEST(Launcher, TheInnermostLauncherCounts) {
   EXPECT_STREQ(launched(all)->launcher, "torchrun");
 }
 
+TEST(Launcher, RanksOfOneMachine) {
+  EXPECT_EQ(launched(kTorchrun)->local_size, 4);
+  EXPECT_EQ(launched(kOpenMpi)->local_size, 2);
+  Variables slurm = kSlurm;
+  EXPECT_EQ(launched(slurm)->local_size, 2) << "not told: rank 1 of a machine has one before it";
+  for (const auto& [text, size] : {std::pair("8(x2)", 8), {"3,1", 3}, {"99", 16}, {"x", 2}, {"-4", 2}, {"", 2}}) {
+    slurm["SLURM_STEP_TASKS_PER_NODE"] = text;
+    EXPECT_EQ(launched(slurm)->local_size, size) << text;
+  }
+}
+
+TEST(Launcher, WhereTheRanksMeet) {
+  const auto meet = [](const Variables& variables) { return address_of_first(*launched(variables)); };
+  EXPECT_EQ(meet(kTorchrun).address, "10.0.0.1");
+  EXPECT_EQ(meet(kTorchrun).port, 29500);
+  Variables torchrun = kTorchrun;
+  torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // torchrun itself listens at MASTER_PORT
+  EXPECT_EQ(meet(torchrun).port, 29501);
+  torchrun["MASTER_PORT"] = "65535";
+  EXPECT_EQ(meet(torchrun).port, 65534);
+  torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "False";
+  EXPECT_EQ(meet(torchrun).port, 65535);
+
+  // Nobody tells a port: it follows from the job, so that two jobs do not meet.
+  Variables slurm = kSlurm;
+  slurm["SLURM_JOB_ID"] = "4711";
+  EXPECT_EQ(meet(slurm).address, "gpu03");
+  const std::int64_t port = meet(slurm).port;
+  EXPECT_GE(port, 20'000);
+  EXPECT_LT(port, 30'000);
+  Variables other = slurm;
+  other["SLURM_PROCID"] = "3";
+  EXPECT_EQ(meet(other).port, port);
+  other["SLURM_STEP_ID"] = "1";
+  EXPECT_NE(meet(other).port, port);
+  EXPECT_NE(launched(other)->run, launched(slurm)->run);
+  slurm["WEFT_RUN_ID"] = "mine";
+  EXPECT_NE(launched(slurm)->run, launched(kSlurm)->run);
+
+  EXPECT_EQ(error_of(Exit::environment, [&] { meet(kOpenMpi); }),
+            "MASTER_ADDR: not set, expected the name or address of the machine of rank 0: Open MPI does not tell");
+  Variables one_machine = kOpenMpi;
+  one_machine["OMPI_COMM_WORLD_LOCAL_SIZE"] = "4";
+  EXPECT_EQ(meet(one_machine).address, "127.0.0.1");
+}
+
 TEST(Launcher, WhatIsMissingIsNamed) {
   const std::pair<const Variables*, std::vector<const char*>> cases[] = {
       {&kTorchrun, {"WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}},
@@ -100,6 +146,20 @@ TEST(Launcher, WhatIsMissingIsNamed) {
       variables.erase(variable);
       const std::string message = error_of(Exit::environment, [&] { launched(variables); });
       EXPECT_TRUE(message.starts_with(std::string(variable) + ": not set, but ")) << message;
+    }
+  }
+}
+
+// Each character that is no control: letters, digits and what names and addresses are written with, and none beside them.
+TEST(Launcher, EachCharacterOfAnAddress) {
+  const std::string good = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-._:%";
+  for (int c = 1; c < 256; ++c) {
+    Variables variables = kTorchrun;
+    variables["MASTER_ADDR"] = std::string("a") + static_cast<char>(c);
+    if (good.find(static_cast<char>(c)) != std::string::npos) {
+      EXPECT_EQ(launched(variables)->address, variables["MASTER_ADDR"]);
+    } else {
+      expect_contains(error_of(Exit::environment, [&] { launched(variables); }), "MASTER_ADDR");
     }
   }
 }

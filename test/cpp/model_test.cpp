@@ -9,6 +9,7 @@
 #include "llmc/model/config.h"
 #include "llmc/model/llama_layout.h"
 #include "llmc/model/neox_layout.h"
+#include "llmc/model/random_models.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft {
@@ -105,6 +106,19 @@ TEST(TensorTable, TensorsDoNotOverlapAndGroupsAreAligned) {
   }
   EXPECT_LE(end, table.arena_elements());
   EXPECT_EQ(table.at("model.norm.bias").offset % 128, 0);
+}
+
+// In a Pythia each tensor is a group of its own: also behind those of odd sizes.
+TEST(TensorTable, EachTensorOfAPythiaIsAligned) {
+  ModelConfig config = random_model_config("pythia-14m");
+  config.hidden_size = 4 * 33;
+  config.ffn_size = 77;
+  config.vocab_size = 1001;
+  config.num_heads = config.num_kv_heads = 4;
+  config.head_dim = 33;
+  const TensorTable table(config);
+  EXPECT_GT(table.specs().size(), 20u);
+  for (const TensorSpec& spec : table.specs()) EXPECT_EQ(spec.offset % 128, 0) << spec.name;
 }
 
 // The parameters' own arena counts bytes, the others count elements: with one type for all tensors both are one layout.
@@ -344,7 +358,26 @@ TEST(ModelConfig, UnknownPresetListsTheKnownOnes) {
     ADD_FAILURE();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Exit::usage);
-    EXPECT_NE(std::string(error.what()).find("llama3.2-1b"), std::string::npos);
+    EXPECT_STREQ(error.what(),
+                 "--config: got 'llama4', expected one of tiny, d12, smollm2-135m, tinyllama-1.1b, llama3.2-1b, "
+                 "llama3.2-3b, llama3.1-8b");
+  }
+}
+
+// Each name that the message lists is one, and each preset has random models, too.
+TEST(ModelConfig, UnknownRandomModelListsTheKnownOnes) {
+  std::string known;
+  for (const std::string& name : random_model_names()) {
+    EXPECT_GT(random_model_config(name).num_layers, 0) << name;
+    known += (known.empty() ? "" : ", ") + name;
+  }
+  for (const std::string& preset : preset_names()) EXPECT_NE(known.find(preset), std::string::npos) << preset;
+  try {
+    random_model_config("gpt-2");
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::usage);
+    EXPECT_EQ(error.what(), "--random-model: got 'gpt-2', expected one of " + known);
   }
 }
 

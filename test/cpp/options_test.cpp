@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <limits>
+#include <map>
 #include <new>
+#include <sstream>
 #include <stdexcept>
 
 #include "llmc/infer/options.h"
@@ -286,6 +288,142 @@ int run_with_stdout(const char* path, bool buffered) {
   });
 }
 
+// Limits and defaults of a program's options, as --help-all says them: "from 1 to 8; default 2" by the option's name.
+template <typename Parser>
+std::map<std::string, std::string> told_limits(Parser parser) {
+  const char* const arguments[] = {"program", "--help-all"};
+  testing::internal::CaptureStdout();
+  EXPECT_FALSE(parser.parse(2, arguments).has_value());
+  std::istringstream lines(testing::internal::GetCapturedStdout());
+  std::map<std::string, std::string> limits;
+  std::string name, text;
+  const auto end_option = [&] {
+    const std::size_t open = text.rfind(" (");
+    const std::string inside = open == std::string::npos ? "" : text.substr(open + 2, text.rfind(')') - open - 2);
+    if (inside.starts_with("from ") || inside.starts_with("of at least ") || inside.starts_with("default "))
+      limits[name] = inside;
+    name.clear();
+    text.clear();
+  };
+  for (std::string line; std::getline(lines, line);) {
+    const std::size_t dashes = line.find("--");
+    if (line.starts_with("  ") && (dashes == 2 || dashes == 6)) {
+      end_option();
+      name = line.substr(dashes + 2, line.find(' ', dashes) - dashes - 2);
+    } else if (!line.starts_with("   ")) {
+      end_option();
+    }
+    std::istringstream words(line);
+    for (std::string word; words >> word;) text += " " + word;
+  }
+  return limits;
+}
+
+TEST(TrainOptionParser, LimitsAndDefaultsOfEachOption) {
+  const std::map<std::string, std::string> expected = {
+      {"vocab-size", "from 0 to 1000000; default 0"},
+      {"norm", "default rmsnorm"},
+      {"resume", "default auto"},
+      {"save-every", "from 0 to 1000000000000; default 100"},
+      {"keep", "from 2 to 1000000; default 2"},
+      {"steps", "from 1 to 1000000000000; default 400"},
+      {"micro-batch", "from 1 to 1000000; default 8"},
+      {"seq-len", "from 1 to 16777216; default 256"},
+      {"batch-tokens", "from 0 to 1000000000000; default 0"},
+      {"lr", "from 0 to 10; default by the size of the model, with --model a tenth of it"},
+      {"min-lr-ratio", "from 0 to 1; default 0.1"},
+      {"warmup-steps", "from 0 to 1000000000000; default 200"},
+      {"schedule", "default cosine"},
+      {"wsd-decay-fraction", "from 0 to 1; default 0.2"},
+      {"weight-decay", "from 0 to 10; default 0.1"},
+      {"beta1", "from 0 to 0.9999999; default 0.9"},
+      {"beta2", "from 0 to 0.9999999; default 0.95"},
+      {"eps", "from 1e-20 to 1; default 1e-08"},
+      {"grad-clip", "from 0 to 1e+09; default 1"},
+      {"dropout", "from 0 to 0.99; default 0"},
+      {"seed", "of at least 0; default 1"},
+      {"virtual-ranks", "from 1 to 65536; default 1"},
+      {"device", "default auto"},
+      {"precision", "default auto"},
+      {"moments", "default fp32"},
+      {"recompute", "default none"},
+      {"max-minutes", "from 0 to 1e+07; default 0"},
+      {"on-nan", "default abort"},
+      {"threads", "from 0 to 1024; default 0"},
+      {"val-every", "from 0 to 1000000000000; default 50"},
+      {"val-batches", "from 0 to 1000000000000; default 8"},
+      {"sample-every", "from 0 to 1000000000000; default 100"},
+      {"sample-prompt", "default Once upon a time"},
+      {"sample-tokens", "from 1 to 1000000; default 64"},
+      {"temperature", "from 0 to 100; default 0.8"},
+      {"color", "default auto"}};
+  EXPECT_EQ(told_limits(TrainOptionParser("1")), expected);
+}
+
+TEST(InferOptionParser, LimitsAndDefaultsOfEachOption) {
+  const std::map<std::string, std::string> expected = {{"device", "default auto"},
+                                                       {"decode", "default auto"},
+                                                       {"dtype", "default auto"},
+                                                       {"context", "of at least 0; default 0"},
+                                                       {"threads", "from 0 to 1024; default 0"},
+                                                       {"max-tokens", "of at least 1; default 128"},
+                                                       {"temperature", "of at least 0; default 0"},
+                                                       {"top-k", "of at least 0; default 0"},
+                                                       {"top-p", "from 0 to 1; default 1"},
+                                                       {"min-p", "from 0 to 1; default 0"},
+                                                       {"seed", "of at least 0; default 0"},
+                                                       {"max-running", "from 1 to 4096; default 64"},
+                                                       {"prompt-rows", "of at least 1; default 128"},
+                                                       {"stride", "of at least 0; default 0"},
+                                                       {"bench-prompt", "of at least 1; default 128"},
+                                                       {"max-queue", "from 0 to 1000000; default 1024"},
+                                                       {"max-connections", "from 1 to 1000000; default 1024"},
+                                                       {"max-body", "from 1 to 1073741824; default 4194304"},
+                                                       {"request-seconds", "from 0 to 1e+06; default 0"},
+                                                       {"read-seconds", "from 0.01 to 1e+06; default 30"},
+                                                       {"idle-seconds", "from 0.01 to 1e+06; default 60"},
+                                                       {"write-seconds", "from 0.01 to 1e+06; default 30"},
+                                                       {"drain-seconds", "from 0 to 1e+06; default 30"},
+                                                       {"color", "default auto"}};
+  EXPECT_EQ(told_limits(InferOptionParser("1")), expected);
+}
+
+// Warm-up and decay fit into the run, to the step, where one of them is given; the default warm-up may be longer than a short run.
+TEST(TrainOptionParser, TheScheduleFitsIntoTheRun) {
+  const auto refusal = [](const std::string& options) -> std::string {
+    std::istringstream text("train_llama --config tiny --print-config " + options);
+    std::vector<std::string> words;
+    for (std::string word; text >> word;) words.push_back(word);
+    std::vector<const char*> arguments;
+    for (const std::string& word : words) arguments.push_back(word.c_str());
+    try {
+      parse_train_options(static_cast<int>(arguments.size()), arguments.data(), "1");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      return std::string(error.what());
+    }
+    return "";
+  };
+  const std::pair<const char*, const char*> cases[] = {
+      {"--steps 10", ""},
+      {"--steps 10 --warmup-steps 10", ""},
+      {"--steps 10 --warmup-steps 11", "--warmup-steps: got 11, expected at most --steps 10"},
+      {"--steps 10 --schedule wsd", ""},
+      {"--steps 100 --schedule wsd --warmup-steps 80", ""},
+      {"--steps 100 --schedule wsd --warmup-steps 81", "81 warm-up (--warmup-steps) and 20 decay steps"},
+      {"--steps 300 --schedule wsd --wsd-decay-fraction 0.333", ""},
+      {"--steps 300 --schedule wsd --wsd-decay-fraction 0.337", "200 warm-up (--warmup-steps) and 101 decay steps"},
+      {"--steps 10 --schedule wsd --warmup-steps 4 --wsd-decay-fraction 0.6", ""},
+      {"--steps 10 --schedule wsd --warmup-steps 5 --wsd-decay-fraction 0.6",
+       "5 warm-up (--warmup-steps) and 6 decay steps"},
+      {"--steps 10 --schedule cosine --warmup-steps 5 --wsd-decay-fraction 0.6", ""}};
+  for (const auto& [options, words] : cases) {
+    const std::string message = refusal(options);
+    EXPECT_EQ(message.empty(), *words == '\0') << options << ": " << message;
+    expect_contains(message, words);
+  }
+}
+
 TEST(TrainOptionParser, EachParseStartsFromTheDefaults) {
   TrainOptionParser parser("a version");
   const auto parse = [&](std::vector<const char*> words) {
@@ -320,6 +458,10 @@ TEST(InferOptionParser, EachParseStartsFromTheDefaults) {
   EXPECT_EQ(second.task, InferTask::prompt_ids);
   EXPECT_EQ(second.max_tokens, 128);
   EXPECT_TRUE(second.stop.empty());
+  EXPECT_EQ(second.kv_bytes, 0u);
+  EXPECT_EQ(parse({"-m", "a", "--batch", "b", "--output", "-", "--kv-memory", "3GiB"}).kv_bytes,
+            std::uint64_t{3} << 30);
+  EXPECT_EQ(parse({"-m", "a", "--batch", "b", "--output", "-"}).kv_bytes, 0u);
 }
 
 TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {

@@ -89,7 +89,7 @@ class RanksLoop : public testing::Test {
     CheckpointKeeper* const checkpoints = first ? &*keeper : nullptr;
     const TrainState begin = resume_on_all(ranks, checkpoints, settings.resume_mode(), model).value_or(TrainState{});
     DataLoader loader(data, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), begin.windows,
-                      {ranks.rank(), ranks.size(), settings.accumulation() / ranks.size()});
+                      {ranks.rank(), ranks.size(), settings.rank_accumulation()});
     TrainLoop loop({settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
                     first ? model.make_state_copy() : nullptr, several},
                    begin);
@@ -117,10 +117,11 @@ class RanksLoop : public testing::Test {
   }
   std::vector<Outcome> run_ranks(const std::string& name, Shard shard, const Hook& hook = {},
                                  double time_limit_s = 60) {
-    std::vector<Outcome> outcomes(static_cast<std::size_t>(settings_.virtual_ranks));
+    const std::int64_t processes = processes_ > 0 ? processes_ : settings_.virtual_ranks;
+    std::vector<Outcome> outcomes(static_cast<std::size_t>(processes));
     testing::internal::CaptureStdout();
     try {
-      run_thread_ranks(static_cast<int>(settings_.virtual_ranks), time_limit_s, [&](Communicator& ranks) {
+      run_thread_ranks(static_cast<int>(processes), time_limit_s, [&](Communicator& ranks) {
         Outcome& outcome = outcomes[static_cast<std::size_t>(ranks.rank())];
         try {
           start(name, &ranks, shard, hook, outcome);
@@ -142,7 +143,8 @@ class RanksLoop : public testing::Test {
     std::ifstream file(temporary_.file(name) + "/log.jsonl");
     for (std::string line; std::getline(file, line);) {
       Json record = Json::parse(line);
-      for (const char* key : {"time", "seconds", "stalled_seconds", "tokens_per_s", "dt_ms"}) record.erase(key);
+      for (const char* key : {"time", "seconds", "stalled_seconds", "tokens_per_s", "tokens_per_s_rank", "dt_ms"})
+        record.erase(key);
       all.push_back(record);
     }
     return all;
@@ -159,6 +161,7 @@ class RanksLoop : public testing::Test {
   const int threads_ = omp_get_max_threads();
   TemporaryDirectory temporary_;
   TrainSettings settings_;
+  std::int64_t processes_ = 0;  // that share the ranks of a step; 0: as many as there are ranks
   std::string result_lines_;
 };
 
@@ -213,6 +216,71 @@ TEST_F(RanksLoop, AResumeMayGoFromRanksToOneProcessAndBack) {
     }
     EXPECT_EQ(read_bytes(checkpoint(way, 9) + "/model.bin"), read_bytes(checkpoint("whole", 9) + "/model.bin"));
   }
+}
+
+// A step of twelve ranks on any number of processes that divides twelve: the same run.
+TEST_F(RanksLoop, ProcessesShareTheRanksOfAStep) {
+  settings_.micro_batch = 1;
+  for (const std::int64_t accumulation : {1, 2}) {
+    step_of(12, accumulation);
+    const std::string run = format("%lld", static_cast<long long>(accumulation));
+    const Outcome alone = run_alone("alone" + run);
+    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+    for (processes_ = 2; processes_ <= 12; ++processes_) {
+      if (12 % processes_ != 0) continue;
+      for (const Shard shard : kShards) {
+        const std::string name =
+            format("run%s_%lld_%d", run.c_str(), static_cast<long long>(processes_), static_cast<int>(shard));
+        for (const Outcome& rank : run_ranks(name, shard)) {
+          EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+          EXPECT_TRUE(rank.state == alone.state) << name;
+          EXPECT_EQ(rank.tensors, alone.tensors) << name;
+        }
+        EXPECT_EQ(records(name), records("alone" + run)) << name;
+        expect_same_files(name, "alone" + run, 4);
+      }
+    }
+  }
+}
+
+// One, two, three or four processes go on from what one, two, three or four have saved.
+TEST_F(RanksLoop, AnyNumberOfProcessesResumesAnyOther) {
+  settings_.micro_batch = 1;
+  step_of(12, 1);
+  settings_.schedule = "constant";
+  settings_.steps = 4;
+  const Outcome whole = run_alone("whole");
+  const auto run = [&](const std::string& name, std::int64_t processes, std::int64_t steps) {
+    settings_.steps = steps;
+    processes_ = processes;
+    return processes == 1 ? std::vector<Outcome>{run_alone(name)} : run_ranks(name, Shard::optimizer);
+  };
+  for (std::int64_t saved = 1; saved <= 4; ++saved) {
+    for (std::int64_t resumed = 1; resumed <= 4; ++resumed) {
+      const std::string name = format("run%lld_%lld", static_cast<long long>(saved), static_cast<long long>(resumed));
+      run(name, saved, 2);
+      for (const Outcome& rank : run(name, resumed, 4)) {
+        EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+        EXPECT_TRUE(rank.state == whole.state) << name;
+        EXPECT_EQ(rank.tensors, whole.tensors) << name;
+      }
+      EXPECT_EQ(read_bytes(checkpoint(name, 4) + "/model.bin"), read_bytes(checkpoint("whole", 4) + "/model.bin"));
+    }
+  }
+}
+
+TEST_F(RanksLoop, ProcessesThatShareRanksHaveOneSumMore) {
+  step_of(4, 1);
+  const auto sum_of = [&](int ranks) {
+    std::uint64_t bytes = 0;
+    for (const MemoryLine& line :
+         cpu::plan_llama(ranks_config(), settings_.model_options(), 0, ranks, Shard::optimizer)) {
+      if (line.name == "sum of the ranks (fp32)") bytes = line.bytes;
+    }
+    return bytes;
+  };
+  EXPECT_EQ(sum_of(4), 0u);
+  EXPECT_NEAR(static_cast<double>(sum_of(2)), static_cast<double>(sum_of(1)) / 2, 8192);
 }
 
 TEST_F(RanksLoop, AnotherNumberOfRanksCannotGoOn) {
@@ -417,12 +485,12 @@ TEST_F(RanksLoop, ADividedOptimizerHasItsPartOfTheMoments) {
   }
 }
 
-TEST_F(RanksLoop, AnotherNumberOfRanksThanTheStepHasIsRefused) {
-  step_of(4, 1);
+TEST_F(RanksLoop, ANumberOfProcessesThatDoesNotDivideTheRanksIsRefused) {
+  step_of(5, 1);
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     expect_contains(error_of(Exit::internal,
                              [&] { cpu::make_llama(ranks_config(), settings_.model_options(), ranks, Shard::none); }),
-                    "2 ranks for a step of 4");
+                    "2 ranks for a step of 5");
   });
 }
 

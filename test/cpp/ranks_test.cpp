@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -80,8 +81,8 @@ TEST(RankSum, ThePiecesOfAnExchangeChangeNothing) {
         omp_set_num_threads(1);
         const Floats mine = test::random_floats(count, static_cast<unsigned>(ranks.rank()));
         Floats values = mine;
-        cpu::exchange_and_add(ranks, values.data(), parts, piece);
         const Range part = parts[static_cast<std::size_t>(ranks.rank())];
+        cpu::exchange_and_add(ranks, values.data() + part.begin, values.data(), parts, false, piece);
         for (std::int64_t i = 0; i < count; ++i) {
           const bool own = part.begin <= i && i < part.end;
           const auto at = static_cast<std::size_t>(i);
@@ -130,6 +131,67 @@ TEST(CutArena, AModelOfFewBlocksLeavesRanksWithNothing) {
   EXPECT_EQ(elements, table.arena_elements());
   EXPECT_LE(with_something, std::ssize(table.specs()));
   EXPECT_GT(with_something, 3);
+}
+
+TEST(CutBuckets, SectionsAreTheLayersInTheOrderOfTheForwardPass) {
+  for (const bool tied : {true, false}) {
+    ModelConfig config = preset_config("tiny");
+    config.tied_embeddings = tied;
+    const TensorTable table(config);
+    const std::vector<Range> sections = llama_sections(config, table);
+    ASSERT_EQ(std::ssize(sections), config.num_layers + (tied ? 1 : 2));
+    std::int64_t begin = 0;
+    for (const Range& section : sections) {
+      EXPECT_EQ(section.begin, begin);
+      begin = section.end;
+    }
+    EXPECT_EQ(begin, table.arena_elements());
+    const auto section_of = [&](const std::string& name) {
+      const std::int64_t offset = table.at(name).offset;
+      return std::find_if(sections.begin(), sections.end(), [&](const Range& s) { return offset < s.end; }) -
+             sections.begin();
+    };
+    EXPECT_EQ(section_of("model.embed_tokens.weight"), 0);
+    EXPECT_EQ(section_of("model.layers.0.input_layernorm.weight"), 1);
+    EXPECT_EQ(section_of("model.layers.1.mlp.down_proj.weight"), 2);
+    EXPECT_EQ(section_of("model.norm.weight"), config.num_layers);
+    if (!tied) {
+      EXPECT_EQ(section_of("lm_head.weight"), config.num_layers + 1);
+    }
+  }
+}
+
+TEST(CutBuckets, AllOfTheArenaOnceAndEachRankAPartOfEveryBucket) {
+  constexpr std::int64_t kBlock = 8192;
+  for (const char* name : {"tiny", "d12", "llama3.2-1b", "llama3.1-8b"}) {
+    const ModelConfig config = preset_config(name);
+    const TensorTable table(config);
+    const std::vector<Range> sections = llama_sections(config, table);
+    for (const int ranks : {1, 2, 3, 8, 512}) {
+      for (const std::int64_t elements : {table.arena_elements() / 100, std::int64_t{16} << 20}) {
+        std::int64_t begin = 0;
+        std::size_t section = 0;
+        for (const Bucket& bucket : cut_buckets(sections, ranks, kBlock, elements)) {
+          EXPECT_EQ(bucket.range.begin, begin);
+          EXPECT_GE(bucket.section, section);
+          section = bucket.section;
+          EXPECT_GE(begin, sections[section].begin);
+          EXPECT_LT(begin, sections[section].end);
+          EXPECT_TRUE(begin == sections[section].begin || begin % kBlock == 0);
+          EXPECT_LE(bucket.range.size(), 4 * elements + kBlock);
+          ASSERT_EQ(std::ssize(bucket.parts), ranks);
+          for (const Range& part : bucket.parts) {
+            EXPECT_EQ(part.begin, begin);
+            EXPECT_TRUE(begin == bucket.range.begin || begin == bucket.range.end || begin % kBlock == 0) << begin;
+            EXPECT_LE(part.size(), bucket.range.size() / ranks + kBlock);
+            begin = part.end;
+          }
+          EXPECT_EQ(begin, bucket.range.end);
+        }
+        EXPECT_EQ(begin, table.arena_elements()) << name << ", " << ranks << " ranks";
+      }
+    }
+  }
 }
 
 // ---- one process for all ranks ----

@@ -10,6 +10,7 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"
+#include "test/cpp/test_files.h"
 
 namespace weft {
 namespace {
@@ -165,6 +166,13 @@ TEST(Sampler, NonFiniteLogitsAreAnError) {
         EXPECT_EQ(error.code(), Exit::numeric);
       }
     }
+  }
+  // The message names the first one and what it is. A logit of -infinity is a masked id.
+  for (const auto& [logits, words] :
+       {std::pair(std::vector<float>{1, -kInfinity, std::nanf(""), kInfinity}, "id 2 is NaN"),
+        {{1, -kInfinity, 2, kInfinity}, "id 3 is infinite"},
+        {{-kInfinity, -kInfinity}, "no logit is finite"}}) {
+    expect_contains(error_of(Exit::numeric, [&] { sample_once({.temperature = 1}, logits); }), words);
   }
 }
 

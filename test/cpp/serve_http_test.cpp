@@ -148,6 +148,57 @@ TEST(Http, HeadHasNoBody) {
   EXPECT_TRUE(text.ends_with("\r\n\r\n"));
 }
 
+TEST(Http, ThePathEndsWhereTheQueryBegins) {
+  Running running(echo);
+  for (const auto& [target, path] :
+       {std::pair("/a?b=c", "/a"), std::pair("/a?", "/a"), std::pair("/?/b", "/"), std::pair("/a/b", "/a/b")}) {
+    const std::string text = running.ask(std::string("GET ") + target + " HTTP/1.0\r\n\r\n");
+    EXPECT_TRUE(text.ends_with(std::string("GET ") + path + " []")) << text;
+  }
+}
+
+// A connection that has served a request serves the next one as a new connection does: byte for byte, after a request of
+// any kind.
+TEST(Http, NothingIsLeftOfTheRequestBefore) {
+  Running running([](const std::shared_ptr<HttpExchange>& exchange) {
+    if (exchange->request().path != "/stream") return echo(exchange);
+    exchange->begin_stream("text/event-stream");
+    exchange->send("data: 1\n\n");
+    exchange->end_stream();
+  });
+  const std::string chunked = "Host: a\r\nTransfer-Encoding: chunked\r\n", close = "Connection: close\r\n\r\n";
+  const std::pair<std::string, std::string> first[] = {
+      // a request that leaves the connection open, and the end of its answer
+      {"HEAD /a HTTP/1.1\r\nHost: a\r\n\r\n", "\r\n\r\n"},
+      {kGet, "[]"},
+      {"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", "[]"},
+      {post("body"), "[body]"},
+      {post(""), "[]"},
+      {"POST /a HTTP/1.1\r\n" + chunked + "\r\n3\r\nabc\r\n0\r\n\r\n", "[abc]"},
+      {"POST /a HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc", "[abc]"},
+      {"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n", "0\r\n\r\n"}};
+  const std::string second[] = {kLastGet,
+                                "HEAD /b HTTP/1.1\r\nHost: a\r\n" + close,
+                                post("text", "Connection: close\r\n"),
+                                "POST /b HTTP/1.1\r\n" + chunked + close + "2\r\nde\r\n0\r\n\r\n",
+                                "GET /stream HTTP/1.1\r\nHost: a\r\n" + close,
+                                "GET /stream HTTP/1.0\r\n\r\n",
+                                "GET /b HTTP/1.0\r\n\r\n",
+                                "GET / HTTP/2.0\r\n\r\n",
+                                "POST /b HTTP/1.1\r\nHost: a\r\nContent-Length: 1001\r\n\r\n"};
+  for (const std::string& request : second) {
+    const std::string fresh = running.ask(request);
+    ASSERT_TRUE(fresh.starts_with("HTTP/1.1 ")) << request;
+    for (const auto& [before, end] : first) {
+      const Client client(running.server.port());
+      client.send(before);
+      ASSERT_TRUE(client.receive(end).ends_with(end)) << before;
+      client.send(request);
+      EXPECT_EQ(client.receive(), fresh) << before << request;
+    }
+  }
+}
+
 TEST(Http, ChunkedBodiesAreRead) {
   Running running(echo);
   const std::string head = "POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -264,9 +315,8 @@ TEST(Http, ConnectionsAreLimited) {
 TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {
   HttpLimits limits = quick_limits();
   limits.read_seconds = 0.1;
-  limits.idle_seconds = 0.3;
-  Running running(echo, limits);
   const auto seconds_to_close = [&](const std::string& data) {
+    Running running(echo, limits);
     const Clock::time_point start = Clock::now();
     const Client client(running.server.port());
     client.send(data);
@@ -275,6 +325,8 @@ TEST(Http, SlowRequestsAndIdleConnectionsAreClosed) {
   };
   EXPECT_LT(seconds_to_close("GET / HT"), 2);
   EXPECT_LT(seconds_to_close("POST /x HTTP/1.1\r\nContent-Length: 5\r\n\r\nab"), 2);
+  limits.read_seconds = 60;
+  limits.idle_seconds = 0.3;
   EXPECT_GT(seconds_to_close(kGet), 0.25);
 }
 
@@ -414,6 +466,25 @@ TEST(Http, AClientThatTakesNothingIsClosedInTime) {
   slow.send(kGet);
   ASSERT_TRUE(eventually([&] { return running.server.counters().connections == 1; }));
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
+}
+
+// The limit is that of a write. A client that has taken its answer may think about the next request for longer.
+TEST(Http, TheLimitOfAWriteEndsWithTheWrite) {
+  HttpLimits limits = quick_limits();
+  limits.write_seconds = 0.3;
+  limits.socket_buffer_bytes = 10'000;
+  Running running(
+      [](const std::shared_ptr<HttpExchange>& exchange) {
+        if (exchange->request().path == "/last") return echo(exchange);
+        exchange->respond({200, "text/plain", std::string(300'000, 'x') + "end", {}});
+      },
+      limits);
+  const Client client(running.server.port(), 5000);
+  client.send(kGet);
+  EXPECT_TRUE(client.receive("end").ends_with("end"));
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  client.send(kLastGet);
+  EXPECT_TRUE(client.receive().ends_with("GET /last []"));
 }
 
 // Answers of a client that sends requests and reads none are not collected without end.

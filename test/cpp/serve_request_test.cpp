@@ -217,6 +217,27 @@ TEST(CompletionsRequest, EveryRefusalNamesItsField) {
   }
 }
 
+// What a model without a tokenizer cannot do; ids it takes.
+TEST(CompletionsRequest, WithoutATokenizerTextIsRefusedByItsField) {
+  static const ModelConfig c = config();
+  const auto asked = [](const std::string& body) {
+    return parse_completions(body, {"tiny", nullptr, Tokenizer::Special::text, &c, 256});
+  };
+  for (const auto& [body, param] : {std::pair(R"({"prompt": "a"})", "prompt"),
+                                    {R"({"prompt": ["a"]})", "prompt"},
+                                    {R"({"prompt": [5], "stop": "x"})", "stop"}}) {
+    try {
+      asked(body);
+      ADD_FAILURE() << "accepted: " << body;
+    } catch (const RequestError& error) {
+      EXPECT_EQ(error.status(), 400);
+      EXPECT_EQ(error.param(), param);
+      expect_contains(error.what(), "has no");
+    }
+  }
+  EXPECT_EQ(asked(R"({"prompt": [5], "stop": null})").prompts[0].ids, std::vector<std::int32_t>{5});
+}
+
 TEST(CompletionsRequest, AnotherModelIsNotFound) {
   const Refusal got = refusal(R"({"prompt": "a", "model": "gpt-5"})");
   EXPECT_EQ(got.status, 404);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
 #include <string>
 
 #include "llmc/base/json.h"
@@ -235,25 +236,45 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
   metrics.ended(FinishedBy::length, 1);
   metrics.ended(FinishedBy::cancelled, 1);
   metrics.answered(429);
-  EngineStatistics engine;
-  engine.running = 3;
-  engine.waiting = 2;
-  engine.pages = 8;
-  engine.pages_in_use = 6;
-  engine.prompt_ids = 100;
-  engine.generated_ids = 5'000'000'000;
-  const std::string text = metrics.text("a\"b", &engine, {1, 0, 0});
-  for (const char* line :
-       {"vllm:num_requests_running{model_name=\"a\\\"b\"} 3\n", "vllm:num_requests_waiting{model_name=\"a\\\"b\"} 2\n",
-        "vllm:kv_cache_usage_perc{model_name=\"a\\\"b\"} 0.75\n",
-        "vllm:prompt_tokens_total{model_name=\"a\\\"b\"} 100\n",
-        "vllm:generation_tokens_total{model_name=\"a\\\"b\"} 5000000000\n",
-        "vllm:time_to_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.02\"} 1\n",
-        "vllm:inter_token_latency_seconds_count{model_name=\"a\\\"b\"} 1\n",
-        "vllm:e2e_request_latency_seconds_sum{model_name=\"a\\\"b\"} 2\n",
-        "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"length\"} 1\n",
-        "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"abort\"} 1\n",
-        "weft:http_responses_total{model_name=\"a\\\"b\",code=\"429\"} 1\n"}) {
+  // Every field has a value of its own.
+  const EngineStatistics engine = {.running = 3,
+                                   .waiting = 2,
+                                   .pages = 64,
+                                   .pages_in_use = 16,
+                                   .pages_cached = 5,
+                                   .steps = 7,
+                                   .rows = 11,
+                                   .prompt_ids = 100,
+                                   .generated_ids = 5'000'000'000,
+                                   .prefix_ids = 13,
+                                   .preemptions = 17};
+  const std::string text = metrics.text("a\"b", &engine, {19, 23, 29});
+  for (const auto& [name, value] : std::map<std::string, std::string>{{"vllm:num_requests_running", "3"},
+                                                                      {"vllm:num_requests_waiting", "2"},
+                                                                      {"vllm:kv_cache_usage_perc", "0.25"},
+                                                                      {"vllm:prompt_tokens_total", "100"},
+                                                                      {"vllm:generation_tokens_total", "5000000000"},
+                                                                      {"vllm:num_preemptions_total", "17"},
+                                                                      {"vllm:prefix_cache_queries_total", "100"},
+                                                                      {"vllm:prefix_cache_hits_total", "13"},
+                                                                      {"weft:kv_pages", "64"},
+                                                                      {"weft:kv_pages_in_use", "16"},
+                                                                      {"weft:kv_pages_cached", "5"},
+                                                                      {"weft:steps_total", "7"},
+                                                                      {"weft:rows_total", "11"},
+                                                                      {"weft:connections", "19"},
+                                                                      {"weft:connections_refused_total", "23"},
+                                                                      {"weft:streams_cut_off_total", "29"}}) {
+    expect_contains(text, "\n" + name + "{model_name=\"a\\\"b\"} " + value + "\n");
+    const char* type = name.ends_with("_total") ? "counter" : "gauge";
+    expect_contains(text, "# TYPE " + name + " " + type + "\n");
+  }
+  for (const char* line : {"vllm:time_to_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.02\"} 1\n",
+                           "vllm:inter_token_latency_seconds_count{model_name=\"a\\\"b\"} 1\n",
+                           "vllm:e2e_request_latency_seconds_sum{model_name=\"a\\\"b\"} 2\n",
+                           "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"length\"} 1\n",
+                           "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"abort\"} 1\n",
+                           "weft:http_responses_total{model_name=\"a\\\"b\",code=\"429\"} 1\n"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line;
   }
   EXPECT_EQ(metrics.text("m", nullptr, {}).find("vllm:num_requests_running"), std::string::npos);

@@ -98,6 +98,32 @@ void write_edge(const std::string& path) {
   writer.publish();
 }
 
+// What a file is instead, by its first bytes: a hint is given where they show it, and not where they only look alike.
+TEST(TensorFile, SaysWhatAFileIsInstead) {
+  const TemporaryDirectory directory;
+  const std::string zeros(100, '\0');
+  const std::pair<std::string, const char*> cases[] = {
+      {"\x89WEFT\n\x1a" + zeros, "damaged by a text-mode copy"},
+      {"\tWEFT\r\n\x1a" + zeros, "damaged by a text-mode copy"},
+      {"xWEFT\n and more", "this is plain text"},
+      {"WEFT is a program", "this is plain text"},
+      {"\x1f\x8b" + zeros, "gzip-compressed"},
+      {"\x1f\x8c" + zeros, "expected '\\x89WEFT"},
+      {"PK\x03\x04" + zeros, "a zip archive"},
+      {"\x80\x02" + zeros, "a Python pickle"},
+      {"GGUF" + zeros, "a GGUF file"},
+      {std::string("\x02\0\0\0\0\0\0\0{}", 10), "a safetensors file"},
+      {std::string("\x03\0\0\0\0\0\0\0{}", 10), "expected '\\x89WEFT"},
+      {"version https://git-lfs.github.com/spec/v1", "a git-lfs pointer"},
+      {" <!doctype html>", "a web page"},
+      {"\xef\xbb\xbf\n{\"error\": 1}", "JSON text"},
+      {"", "0 bytes"}};
+  for (const auto& [bytes, words] : cases) {
+    write_bytes(directory.file("f"), bytes);
+    expect_contains(refusal(directory.file("f"), FileKind::model), words);
+  }
+}
+
 TEST(TensorFile, WritesTheSameBytesAsPython) {
   const TemporaryDirectory directory;
   write_all_dtypes(directory.file("all_dtypes.bin"));

@@ -586,6 +586,58 @@ std::string split_text(const AddedTokenMatcher& matcher, std::string_view text, 
   return out;
 }
 
+std::string utf8_of(char32_t c) {
+  std::string out;
+  if (c < 0x80) return {static_cast<char>(c)};
+  for (int shift = c < 0x800 ? 6 : c < 0x10000 ? 12 : 18; shift >= 0; shift -= 6) {
+    const auto bits = static_cast<unsigned char>(c >> shift & 0x3F);
+    const auto lead = c < 0x800 ? 0xC0u | c >> 6 : c < 0x10000 ? 0xE0u | c >> 12 : 0xF0u | c >> 18;
+    out += static_cast<char>(out.empty() ? lead : 0x80u | bits);
+  }
+  return out;
+}
+
+// Every character of the property White_Space (Unicode 15, PropList.txt), and its neighbours, which have it not.
+TEST(AddedTokens, StripEachWhiteSpaceAndNothingBesideIt) {
+  const std::vector<std::pair<char32_t, char32_t>> ranges = {
+      {0x09, 0x0D},     {0x20, 0x20},     {0x85, 0x85},     {0xA0, 0xA0},     {0x1680, 0x1680},
+      {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F}, {0x3000, 0x3000}};
+  AddedToken token{.content = "<x>", .id = 7, .lstrip = true, .rstrip = true};
+  const AddedTokenMatcher matcher({token});
+  for (const auto& [first, last] : ranges) {
+    for (char32_t c = first - 1; c <= last + 1; ++c) {
+      const std::string character = utf8_of(c);
+      const bool space = c >= first && c <= last;
+      const std::string kept = space ? "" : character;
+      EXPECT_EQ(split_text(matcher, "a" + character + "<x>" + character + "b"), "[a" + kept + "]7[" + kept + "b]")
+          << format("U+%04X", static_cast<unsigned>(c));
+      // Next to others, and at the ends of the text.
+      EXPECT_EQ(split_text(matcher, character + " <x> " + character),
+                space ? "7" : "[" + character + "]7[" + character + "]")
+          << format("U+%04X", static_cast<unsigned>(c));
+    }
+  }
+}
+
+// What is part of a word: a character of each category on both sides of the line, and those that \w has beside them.
+TEST(AddedTokens, ASingleWordStandsBetweenCharactersOfNoWord) {
+  AddedToken token{.content = "x", .id = 7, .single_word = true};
+  const AddedTokenMatcher matcher({token});
+  const std::vector<std::pair<char32_t, bool>> characters = {
+      {U'a', true},     {U'Z', true},     {0x01C5, true},   {0x02B0, true},   {0x05D0, true},   {0x0301, true},
+      {0x0903, true},   {0x20DD, true},   {U'0', true},     {0x0660, true},   {0x2160, true},   {U'_', true},
+      {0x203F, true},   {0x200B, false},  {0x200C, true},   {0x200D, true},   {0x200E, false},  {0x24B5, false},
+      {0x24B6, true},   {0x24E9, true},   {0x24EA, false},  {0x1F12F, false}, {0x1F130, true},  {0x1F149, true},
+      {0x1F14A, false}, {0x1F14F, false}, {0x1F150, true},  {0x1F169, true},  {0x1F16A, false}, {0x1F16F, false},
+      {0x1F170, true},  {0x1F189, true},  {0x1F18A, false}, {U' ', false},    {U'-', false},    {U'(', false},
+      {0xB2, false},    {0xA9, false},    {U'$', false},    {U'+', false},    {U'.', false},    {0x2028, false}};
+  for (const auto& [c, word] : characters) {
+    const std::string character = utf8_of(c), whole = character + "x", after = "x" + character;
+    EXPECT_EQ(split_text(matcher, whole), word ? "[" + whole + "]" : "[" + character + "]7") << format("U+%04X", c);
+    EXPECT_EQ(split_text(matcher, after), word ? "[" + after + "]" : "7[" + character + "]") << format("U+%04X", c);
+  }
+}
+
 // Leftmost-longest by looking at every token at every position: the definition.
 std::string split_by_definition(const std::vector<AddedToken>& tokens, std::string_view text, bool allow_special) {
   std::string out;

@@ -17,6 +17,7 @@
 #include <sstream>
 #include <thread>
 
+#include "llmc/base/log.h"
 #include "llmc/base/philox.h"
 #include "llmc/base/signals.h"
 #include "llmc/model/compare.h"
@@ -158,6 +159,32 @@ TEST(CpuLlamaTest, IgnoredLabelsAreNotCounted) {
   EXPECT_EQ(some_count, 6);
   EXPECT_EQ(other_count, 10);
   EXPECT_NEAR(some_sum + other_sum, all_sum, 1e-9 * all_sum);
+}
+
+// The CPU computes in fp32: what a GPU could do is refused, and not done otherwise.
+TEST(CpuLlamaTest, OtherPrecisionsAreRefused) {
+  TrainOptions options = micro_settings().model_options();
+  options.precision = Precision::bf16;
+  expect_contains(error_of(Exit::usage, [&] { cpu::make_llama(micro_config(), options); }), "--precision: got bf16");
+}
+
+// What a plan of memory says is there, region by region, and with the sizes of this model.
+TEST(CpuLlamaTest, ThePlanNamesEachRegion) {
+  TrainOptions options = micro_settings().model_options();
+  const auto elements = static_cast<std::uint64_t>(TensorTable(micro_config()).arena_elements());
+  const auto lines = [&] {
+    std::map<std::string, std::uint64_t> bytes;
+    for (const MemoryLine& line : cpu::plan_llama(micro_config(), options)) bytes[line.name] = line.bytes;
+    return bytes;
+  };
+  const auto alone = lines();
+  EXPECT_EQ(alone.size(), 4u);
+  EXPECT_EQ(alone.at("parameters (fp32)"), 4 * elements);
+  EXPECT_EQ(alone.at("gradients (fp32)"), 4 * elements);
+  EXPECT_EQ(alone.at("AdamW moments (fp32)"), 8 * elements);
+  EXPECT_GT(alone.at("activations (fp32)"), 4u * 16 * 32) << "the logits alone are 16 x 32 values";
+  options.virtual_ranks = 2;
+  EXPECT_EQ(lines().at("sum of the ranks (fp32)"), 4 * elements);
 }
 
 TEST_F(TrainLoopTest, LearnsAndReports) {
@@ -614,6 +641,13 @@ TEST_F(TrainLoopTest, RerunRepairsATransientFault) {
   EXPECT_EQ(result.state.transient, 1);
   EXPECT_EQ(result.tensors, clean.tensors) << "as if it had never happened";
   expect_same_run(logged("run", "loss"), logged("clean", "loss"));
+  // What is logged of the step is that of the attempt that counts, whichever number was bad before.
+  settings_.debug_inject.clear();
+  for (const bool loss : {true, false}) {
+    const std::string name = loss ? "loss" : "norm";
+    EXPECT_EQ(run(name, bad_statistics(5, 1, loss)).tensors, clean.tensors) << name;
+    for (const char* key : {"loss", "grad_norm"}) expect_same_run(logged(name, key), logged("clean", key));
+  }
 }
 
 TEST_F(TrainLoopTest, RerunGivesUpOnAPersistentFault) {
@@ -866,15 +900,44 @@ TEST_F(TrainLoopTest, AFailedLastSaveIsExit5AndLeavesTheOlderOne) {
   EXPECT_FALSE(has_checkpoint("run", 10));
 }
 
+// The time that is left is counted on from the steps of this start: the first one alone at first, then a running mean.
+TEST_F(TrainLoopTest, TheTimeLeftIsThatOfTheStepsOfThisStart) {
+  settings_.steps = 3;
+  run("run");
+  settings_.steps = 1'000'000;
+  settings_.val_every = 1;  // each step has its line
+  settings_.val_batches = 1;
+  with_validation_ = true;
+  testing::internal::CaptureStderr();
+  EXPECT_TRUE(run("run", at_forward(4, [] { throw Crash(); })).crashed);
+  const std::string output = testing::internal::GetCapturedStderr();
+  double mean = 0;
+  for (const auto& [step, record] : steps("run")) {
+    if (step <= 3) continue;
+    const double seconds = record["dt_ms"].get<double>() / 1000;
+    mean = step == 4 ? seconds : mean + 0.1 * (seconds - mean);
+    const std::string left = human_seconds(static_cast<double>(settings_.steps - step) * mean);
+    const std::size_t line = output.find(format("step %lld/1000000  ", static_cast<long long>(step)));
+    ASSERT_NE(line, std::string::npos) << output;
+    expect_contains(output.substr(line, output.find('\n', line) - line), "  " + left + " left");
+  }
+  EXPECT_GT(mean, 0);
+}
+
 TEST_F(TrainLoopTest, TheTimeLimitStopsSavesAndResumes) {
   const Result whole = run("whole");
   settings_.max_minutes = 1e-9;
+  testing::internal::CaptureStderr();
   const Result none = run("run");
+  expect_contains(testing::internal::GetCapturedStderr(),
+                  "stopped by --max-minutes after step 0: the same command goes on from there\n");
   EXPECT_EQ(none.exit, Exit::ok);
   EXPECT_EQ(none.state.step, 0);
   EXPECT_TRUE(has_checkpoint("run", 0));
   settings_.max_minutes = 0;
+  testing::internal::CaptureStderr();
   EXPECT_EQ(run("run").tensors, whole.tensors);
+  EXPECT_EQ(testing::internal::GetCapturedStderr().find("stopped by"), std::string::npos) << "it has come to its end";
 }
 
 // ---- signals; each in a process of its own, because a stop cannot be taken back ----
@@ -901,6 +964,27 @@ class TrainSignalTest : public TrainLoopTest {
 
 TEST_F(TrainSignalTest, TermFinishesTheStepSavesAndStops) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGTERM); }, {4}), testing::ExitedWithCode(143), "after step 4");
+}
+
+// The result says which step the validation loss is of: not that of a measurement which a signal has ended.
+TEST_F(TrainSignalTest, AMeasurementThatIsInterruptedIsNone) {
+  with_validation_ = true;
+  settings_.val_every = 2;
+  settings_.val_batches = 2;
+  const auto leave = [this] {
+    install_signal_handlers();
+    run("run", [](HookedModel& model) {
+      const auto updates = std::make_shared<int>(0);
+      model.before_update = [=](const AdamWStep&) { ++*updates; };
+      model.before_evaluate = [=](const Batch&) {
+        if (*updates == 4) ::raise(SIGTERM);
+      };
+    });
+    const bool good = result_line_.starts_with("step 4 ") && result_line_.find("(step 2)") != std::string::npos;
+    fs::remove_all(temporary_.file(""));
+    ::_exit(good ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "after step 4");
 }
 
 TEST_F(TrainSignalTest, HangupIsATermination) {
@@ -963,11 +1047,26 @@ TEST(Faults, MalformedSpecsAreRefused) {
 
 // A name that contains another GPU's is not that GPU.
 TEST_F(TrainLoopTest, TheBenchGivesNoShareOfAPeakItDoesNotKnow) {
+  SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
-  const auto peak = [&](const char* name) { return bench_training(*model, settings_, name).peak_flops; };
-  EXPECT_EQ(peak("NVIDIA H200"), 989.4e12);
-  EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756.4e12);
-  for (const char* name : {"NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200"}) EXPECT_EQ(peak(name), 0) << name;
+  const auto peak = [&](const char* name) { return bench_training(*model, settings_, name, alone).peak_flops; };
+  // Names as the driver gives them, with the dense bf16 rates of the datasheets; SXM where the name says nothing else.
+  for (const auto& [name, flops] : {std::pair("NVIDIA H100 80GB HBM3", 989.4e12),
+                                    {"NVIDIA H100 PCIe", 756.4e12},
+                                    {"NVIDIA H100 NVL", 0.0},
+                                    {"NVIDIA H200", 989.4e12},
+                                    {"NVIDIA H200 NVL", 0.0},
+                                    {"NVIDIA GH200 480GB", 989.4e12},
+                                    {"NVIDIA A100-SXM4-80GB", 311.9e12},
+                                    {"NVIDIA A100 80GB PCIe", 311.9e12},
+                                    {"NVIDIA L40S", 362.0e12},
+                                    {"NVIDIA L40", 0.0},
+                                    {"NVIDIA B200", 2250e12},
+                                    {"NVIDIA GB200", 0.0},
+                                    {"NVIDIA GeForce RTX 4090", 0.0},
+                                    {"cpu", 0.0}}) {
+    EXPECT_EQ(peak(name), flops) << name;
+  }
 }
 
 // Counted by hand: 6 operations for each weight of a matrix, and 6 L q T for causal attention (half of 12 L q T).
@@ -987,15 +1086,33 @@ TEST(BenchFlops, TheShareOfThePeakByHand) {
   result.peak_flops = 400e12;
   EXPECT_EQ(result.tokens_per_s(), 100'000);
   EXPECT_DOUBLE_EQ(result.mfu(), 0.25);
+  result.fastest_ms = 9;
+  result.slowest_ms = 12;
+  result.first_loss = 3.5;
+  result.last_loss = 2.25;
+  EXPECT_EQ(train_bench_text(result, "X"),
+            (std::vector<std::string>{
+                "X: 100000 tokens/s; a step of 1000 tokens in 10.00 ms (median of 15; 9.00 to 12.00)",
+                "100 TF/s by 6 N_matmul + 6 L q T = 1.000 GF a token (causal)",
+                "MFU 25.0 % of the 400.0 TF/s of dense bf16", "loss 3.5000 -> 2.2500 on the same random tokens"}));
+  result.peak_flops = 0;
+  EXPECT_EQ(train_bench_text(result, "X")[2], "MFU n/a: the peak of this device is not known");
 }
 
 TEST_F(TrainLoopTest, TheBenchCountsTheOperationsOfItsOwnModel) {
+  SingleRank alone;
   const std::unique_ptr<TrainModel> model = micro_model(settings_);
   // One layer of 2 x 16 x 16, 2 x 8 x 16 and 3 x 24 x 16, a head of 32 x 16; sequences of 8.
-  const TrainBenchResult result = bench_training(*model, settings_, "NVIDIA H200");
+  const TrainBenchResult result = bench_training(*model, settings_, "NVIDIA H200", alone);
   EXPECT_EQ(result.flops_per_token, 6.0 * (1920 + 512) + 6.0 * 16 * 8);
   EXPECT_EQ(result.tokens, 16);
   EXPECT_DOUBLE_EQ(result.mfu(), 16 / result.median_ms * 1e3 * result.flops_per_token / 989.4e12);
+  // The steps are those of a training: they learn the batch by heart.
+  EXPECT_NEAR(result.first_loss, std::log(32.0), 0.2);
+  EXPECT_LT(result.last_loss, result.first_loss);
+  EXPECT_GT(result.last_loss, 0);
+  EXPECT_LE(result.fastest_ms, result.median_ms);
+  EXPECT_LE(result.median_ms, result.slowest_ms);
 }
 
 // ---- initial parameters ----

@@ -167,6 +167,45 @@ TEST(AdamW, FollowsTheCpu) {
   EXPECT_EQ(on_host(m).back(), before.moment1.back());
 }
 
+// Moments and low halves in arenas of another layout, as a rank has them that updates a part: the same bits at other places.
+TEST(AdamW, TheStateMayLieElsewhere) {
+  const Layout layout = make_layout();
+  const State state(layout.elements);
+  const std::vector<AdamWBlock> list = adamw_blocks(layout.ranges);
+  constexpr std::int64_t kShift = -8192;  // of the blocks behind the first one, which are all that is updated
+  std::vector<AdamWBlock> shifted(list.begin() + 1, list.end());
+  for (AdamWBlock& block : shifted) block.state = block.begin + kShift;
+  const DeviceBuffer<AdamWBlock> plain_blocks(std::vector<AdamWBlock>(list.begin() + 1, list.end())),
+      shifted_blocks(shifted);
+  const auto count = static_cast<std::int64_t>(shifted.size());
+  const auto behind = [&](const Floats& values) { return Floats(values.begin() - kShift, values.end()); };
+  const auto same = [&](const Floats& got, const Floats& want) { EXPECT_EQ(got, behind(want)); };
+  const DeviceBuffer<float> g(state.gradients), m(state.moment1), v(state.moment2), m2(behind(state.moment1)),
+      v2(behind(state.moment2));
+  const Split plain(state.parameters), other(state.parameters);
+  const DeviceBuffer<std::int16_t> low(static_cast<std::size_t>(layout.elements + kShift));
+  check(cudaMemcpy(low.data(), other.low.data() - kShift, low.bytes(), cudaMemcpyDeviceToDevice), "test");
+  adamw(plain.parameters.data(), plain.low.data(), g.data(), m.data(), v.data(), plain_blocks.data(), count,
+        make_step(3, 1), nullptr, nullptr);
+  adamw(other.parameters.data(), low.data(), g.data(), m2.data(), v2.data(), shifted_blocks.data(), count,
+        make_step(3, 1), nullptr, nullptr);
+  expect_same_bits(other.parameters, plain.parameters, "parameters");
+  same(on_host(m2), on_host(m));
+  same(on_host(v2), on_host(v));
+  const Low got = low.download(), want = plain.low.download();
+  EXPECT_TRUE(std::equal(got.begin(), got.end(), want.begin() - kShift));
+  // Rounded moments: the random bits are those of the parameter, wherever its moments lie.
+  const DeviceBuffer<bf16> rm(stored<bf16>(state.moment1)), rv(stored<bf16>(state.moment2)),
+      rm2(stored<bf16>(behind(state.moment1))), rv2(stored<bf16>(behind(state.moment2)));
+  adamw(plain.parameters.data(), plain.low.data(), g.data(), rm.data(), rv.data(), plain_blocks.data(), count,
+        make_step(4, 1), nullptr, 5, nullptr);
+  adamw(other.parameters.data(), low.data(), g.data(), rm2.data(), rv2.data(), shifted_blocks.data(), count,
+        make_step(4, 1), nullptr, 5, nullptr);
+  expect_same_bits(other.parameters, plain.parameters, "parameters");
+  same(on_host(rm2), on_host(rm));
+  same(on_host(rv2), on_host(rv));
+}
+
 TEST(AdamW, TakesItsScaleFromTheNorm) {
   const Layout layout = make_layout();
   const State state(layout.elements);
@@ -195,11 +234,14 @@ TEST(AdamW, TakesItsScaleFromTheNorm) {
 // ---- global norm ------------------------------------------------------------------------------------------------------
 GradientNorm gpu_norm(const Floats& gradients, float clip) {
   const DeviceBuffer<float> values(gradients);
-  const DeviceBuffer<char> workspace(gradient_norm_workspace());
+  const AdamWRange all{0, static_cast<std::int64_t>(gradients.size()), true};
+  const DeviceBuffer<AdamWBlock> blocks(adamw_blocks({&all, 1}));
+  const auto count = static_cast<std::int64_t>(blocks.size());
+  const DeviceBuffer<double> squares(blocks.size());
   const DeviceBuffer<GradientNorm> result(1), again(1);
   for (const DeviceBuffer<GradientNorm>* target : {&result, &again}) {
-    gradient_norm(target->data(), values.data(), static_cast<std::int64_t>(gradients.size()), clip, workspace.data(),
-                  nullptr);
+    block_squares(squares.data(), values.data(), blocks.data(), count, nullptr);
+    gradient_norm(target->data(), squares.data(), nullptr, count, clip, nullptr);
   }
   expect_same_bits(result, again, "gradient norm");
   return result.download()[0];
@@ -216,6 +258,43 @@ TEST(GradientNorm, FollowsTheCpu) {
       EXPECT_EQ(got.non_finite, 0);
     }
   }
+}
+
+// Blocks that begin and end inside a quad, and padding that belongs to no block.
+TEST(GradientNorm, SquaresAreThoseOfTheBlocks) {
+  const Layout layout = make_layout();
+  Floats gradients = random_floats(layout.elements, 1, 0.01f);
+  const std::vector<AdamWBlock> list = adamw_blocks(layout.ranges);
+  const DeviceBuffer<AdamWBlock> blocks(list);
+  const DeviceBuffer<float> values(gradients);
+  const DeviceBuffer<double> squares(list.size());
+  block_squares(squares.data(), values.data(), blocks.data(), static_cast<std::int64_t>(list.size()), nullptr);
+  const std::vector<double> got = squares.download();
+  for (std::size_t b = 0; b < list.size(); ++b) {
+    double want = 0;
+    for (std::int64_t i = list[b].begin; i < list[b].begin + list[b].count; ++i) {
+      want += static_cast<double>(gradients[static_cast<std::size_t>(i)]) * gradients[static_cast<std::size_t>(i)];
+    }
+    EXPECT_NEAR(got[b], want, 1e-6 * want) << b;
+  }
+}
+
+// Squares that lie in another order are added in the order that is asked for.
+TEST(GradientNorm, DoesNotDependOnWhereTheSquaresLie) {
+  constexpr std::int64_t kCount = 5001;
+  std::vector<double> in_order, shuffled(kCount);
+  std::vector<std::int32_t> order;
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    in_order.push_back(std::exp(static_cast<double>(i % 37) - 20));
+    order.push_back(static_cast<std::int32_t>(i * 1234 % kCount));
+    shuffled[static_cast<std::size_t>(order.back())] = in_order.back();
+  }
+  const DeviceBuffer<double> squares(in_order), elsewhere(shuffled);
+  const DeviceBuffer<std::int32_t> positions(order);
+  const DeviceBuffer<GradientNorm> want(1), got(1);
+  gradient_norm(want.data(), squares.data(), nullptr, kCount, 1, nullptr);
+  gradient_norm(got.data(), elsewhere.data(), positions.data(), kCount, 1, nullptr);
+  expect_same_bits(got, want, "gradient norm");
 }
 
 TEST(GradientNorm, SaysWhatIsNotFinite) {

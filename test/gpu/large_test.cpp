@@ -329,8 +329,12 @@ TEST(Large, AdamW) {
   double squares = static_cast<double>(constant) * constant * static_cast<double>(count - R);
   for (const float value : floats(20)) squares += static_cast<double>(value) * value;
   const DeviceBuffer<GradientNorm> norm(1);
-  const DeviceBuffer<char> workspace(gradient_norm_workspace());
-  gradient_norm(norm.data(), gradients.data(), count, 0, workspace.data(), nullptr);
+  const AdamWRange all{0, count, true};
+  const DeviceBuffer<AdamWBlock> blocks(adamw_blocks({&all, 1}));
+  const DeviceBuffer<double> sums(blocks.size());
+  const auto block_count = static_cast<std::int64_t>(blocks.size());
+  block_squares(sums.data(), gradients.data(), blocks.data(), block_count, nullptr);
+  gradient_norm(norm.data(), sums.data(), nullptr, block_count, 0, nullptr);
   EXPECT_NEAR(norm.download()[0].norm, std::sqrt(squares), 1e-4 * std::sqrt(squares));
 }
 

@@ -305,6 +305,28 @@ TEST_F(MatmulPlansTest, TheRunsFileComesFirst) {
   EXPECT_EQ(stranger.find("product"), nullptr);
 }
 
+// What the first rank of a run has chosen, the others take, whatever they would have remembered.
+TEST_F(MatmulPlansTest, ThePlansOfAnotherRankReplaceItsOwn) {
+  MatmulPlans first("identity R", "");
+  first.add({{"product", one_}, {"other", two_}});
+  MatmulPlans second("identity R", ""), stranger("identity S", "");
+  second.adopt(first.text());
+  EXPECT_EQ(*second.find("product"), one_);
+  EXPECT_EQ(*second.find("other"), two_);
+  first.add({{"third", one_}});
+  MatmulPlans fewer("identity R", "");
+  fewer.adopt(second.text());
+  EXPECT_EQ(fewer.find("third"), nullptr) << "a plan that the first rank does not have";
+  for (const std::string& text : {first.text(), std::string("damaged")}) {
+    try {
+      stranger.adopt(text);
+      ADD_FAILURE() << "plans of another GPU were taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::environment);
+    }
+  }
+}
+
 TEST_F(MatmulPlansTest, DamagedFilesAreLeftAside) {
   MatmulPlans writer("identity E", "");
   writer.add({{"product", one_}});

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <set>
@@ -95,7 +96,7 @@ constexpr std::int64_t kPadding = 3;
 // step has of it are NaN, as is everything else in the pool. Runs twice, overlapping: the second finds the counters of the first.
 template <typename T>
 std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& pieces, std::int64_t page_size,
-                      unsigned seed) {
+                      unsigned seed, cuda::PagedPath path = cuda::PagedPath::automatic) {
   const Heads& heads = sequences.heads;
   const Tables tables(sequences.lengths, page_size, seed);
   const auto pool = static_cast<std::size_t>(tables.num_pages * heads.NKV * page_size * heads.HS);
@@ -166,7 +167,7 @@ std::vector<T> attend(const Sequences<T>& sequences, const std::vector<Piece>& p
   const cuda::LaunchDevice device = cuda::launch_device();
   for (const DeviceBuffer<T>* out : {&first, &second}) {
     io.out = out->data();
-    cuda::paged_attention(io, device, nullptr);
+    cuda::paged_attention(io, device, nullptr, path);
   }
   cuda::check(cudaDeviceSynchronize(), "test");
   expect_same_bits(first, second, "the second run");
@@ -247,8 +248,9 @@ class Invariance {
     want_ = attend(sequences_, {{0, 0, length}}, 32, 1);
   }
 
-  void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what) const {
-    const std::vector<T> got = attend(sequences_, pieces, page_size, seed);
+  void expect_same(const std::vector<Piece>& pieces, std::int64_t page_size, unsigned seed, const char* what,
+                   cuda::PagedPath path = cuda::PagedPath::automatic) const {
+    const std::vector<T> got = attend(sequences_, pieces, page_size, seed, path);
     std::size_t at = 0;
     std::int64_t different = 0, first_different = -1;
     for (const Piece& piece : pieces) {
@@ -311,6 +313,7 @@ TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
     for (const std::int64_t page_size : kPageSizes) {
       same.expect_same({{0, 0, same.length()}}, page_size, 5, "other pages");
       same.expect_same(same.random_pieces(random), page_size, 6, "chunks among others");
+      same.expect_same(same.random_pieces(random), page_size, 10, "on mma.sync", cuda::PagedPath::portable);
     }
   }
 }
@@ -320,6 +323,7 @@ TYPED_TEST(CudaPagedAttention, ARowsBitsAreItsOwn) {
 struct Listed {
   std::multiset<std::tuple<std::int64_t, std::int64_t, std::int64_t>> parts;
   std::int64_t tiles = 0, items = 0;
+  bool decodes = false;
 };
 
 Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda::PagedSpan>& spans) {
@@ -334,6 +338,9 @@ Listed check_list(const cuda::PagedAttentionShape& shape, const std::vector<cuda
   Listed listed;
   listed.tiles = header->tiles;
   listed.items = header->items;
+  listed.decodes = cuda::paged_work_decodes(work.data());
+  EXPECT_EQ(listed.decodes, header->tiles == 0 &&
+                                std::ranges::all_of(spans, [](const cuda::PagedSpan& span) { return span.rows <= 1; }));
   std::map<std::int64_t, std::int64_t> slots;  // first: how many, once for each tile
   std::int64_t longest = INT64_MAX;
   for (std::int64_t e = 0; e < listed.tiles + listed.items; ++e) {
@@ -418,6 +425,7 @@ TEST(CudaPagedWork, SpansThatFindNoSlotAreTiles) {
   const Listed listed = check_list(shape, spans);
   EXPECT_GT(listed.tiles, 0);
   EXPECT_GT(listed.items, 0);
+  EXPECT_FALSE(listed.decodes);
   expect_complete(listed, shape, spans);
 }
 
@@ -523,6 +531,195 @@ TYPED_TEST(CudaPagedAttention, AppendsRotatedKeysAndValues) {
   }
 }
 
+// ---- steps that decode --------------------------------------------------------------------------------------------------
+// Who rotates queries and keys of a step and writes keys and values to their pages.
+enum class Appends { before, attention };
+
+// q, k and v of every position of some sequences as the GEMM writes them, not rotated, and the pages that steps fill. Rows are
+// GPT-NeoX's [NH][q, k, v][HS] where every query head has its own K/V head, else [q heads | k heads | v heads].
+template <typename T>
+class PagedSteps {
+ public:
+  PagedSteps(const Heads& heads, std::int64_t rotary, std::int64_t page_size, const std::vector<std::int64_t>& lengths)
+      : heads_(heads),
+        tables_(lengths, page_size, 11),
+        width_((heads.NH() + 2 * heads.NKV) * heads.HS),
+        keys_(pool_size()),
+        values_(pool_size()),
+        cos_(table(rotary, lengths).cos),
+        sin_(table(rotary, lengths).sin) {
+    shape_.NH = heads.NH(), shape_.NKV = heads.NKV, shape_.HS = heads.HS;
+    shape_.max_positions = *std::max_element(lengths.begin(), lengths.end());
+    shape_.max_spans = std::ssize(lengths);
+    shape_.max_rows = std::accumulate(lengths.begin(), lengths.end(), kPadding);
+    rope_ = {cos_.data(), sin_.data(), shape_.max_positions, rotary / 2};
+    workspace_ = std::make_unique<DeviceBuffer<char>>(cuda::paged_attention_workspace(shape_));
+    workspace_->fill_bytes(0);
+    unsigned seed = 21;
+    for (const std::int64_t length : lengths) packed_.push_back(stored<T>(random_floats(length * width_, seed++, 3)));
+  }
+
+  // A step's outputs, [rows, NH, HS]. Attention runs twice, overlapping, and must give the same bits.
+  std::vector<T> run(const std::vector<Piece>& pieces, Appends appends) {
+    std::vector<T> packed;
+    std::vector<std::int32_t> positions, row_tables, block_tables;
+    std::vector<cuda::PagedSpan> spans;
+    for (const Piece& piece : pieces) {
+      spans.push_back({std::ssize(positions), piece.rows, piece.first});
+      const auto begin = packed_[piece.sequence].begin() + piece.first * width_;
+      packed.insert(packed.end(), begin, begin + piece.rows * width_);
+      for (std::int64_t i = 0; i < piece.rows; ++i) {
+        positions.push_back(static_cast<std::int32_t>(piece.first + i));
+        row_tables.push_back(static_cast<std::int32_t>(block_tables.size()));
+      }
+      const std::vector<std::int32_t>& pages = tables_.of_sequence[piece.sequence];
+      block_tables.insert(block_tables.end(), pages.begin(), pages.end());
+    }
+    const auto rows = std::ssize(positions), all_rows = rows + kPadding;
+    positions.insert(positions.end(), kPadding, -1);
+    row_tables.insert(row_tables.end(), kPadding, 1 << 30);
+    packed.resize(static_cast<std::size_t>(all_rows * width_));
+    std::vector<std::int64_t> work(cuda::paged_work_bytes(shape_) / sizeof(std::int64_t));
+    EXPECT_LE(cuda::write_paged_work(work.data(), shape_, spans), work.size() * sizeof(std::int64_t));
+    const bool single = std::ranges::all_of(pieces, [](const Piece& piece) { return piece.rows == 1; });
+    EXPECT_EQ(cuda::paged_work_decodes(work.data()), single);
+
+    const DeviceBuffer<T> gpu_packed(packed);
+    const DeviceBuffer<std::int32_t> gpu_positions(positions), gpu_tables(row_tables), gpu_pages(block_tables);
+    const DeviceBuffer<std::int64_t> gpu_work(work);
+    const auto out_size = static_cast<std::size_t>(all_rows * heads_.NH() * heads_.HS);
+    const DeviceBuffer<T> first(out_size), second(out_size);
+    const std::int64_t HS = heads_.HS;
+    const bool neox = heads_.G == 1;
+    const auto view = [&](std::int64_t begin) {
+      return HeadViewOf<T>{gpu_packed.data() + begin, 0, width_, neox ? 3 * HS : HS};
+    };
+    cuda::AppendToPages<T> append;
+    append.q = view(0);
+    append.k = view(neox ? HS : heads_.NH() * HS);
+    append.v = view(neox ? 2 * HS : (heads_.NH() + heads_.NKV) * HS);
+    append.NH = heads_.NH();
+    append.kv = {keys_.data(), values_.data(), tables_.page_size, heads_.NKV, HS};
+    append.rows = {gpu_positions.data(), gpu_tables.data(), gpu_pages.data(), all_rows};
+    append.rope = rope_;
+    cuda::PagedAttention<T> io;
+    io.shape = shape_;
+    io.scale = heads_.scale();
+    io.q = append.q;
+    io.kv = append.kv;
+    io.rows = append.rows;
+    io.work = gpu_work.data();
+    io.workspace = workspace_->data();
+    const cuda::LaunchDevice device = cuda::launch_device();
+    if (appends == Appends::before) {
+      cuda::append_to_pages(append, device, nullptr);
+    } else {
+      io.k = append.k;
+      io.v = append.v;
+      io.rope = rope_;
+    }
+    for (const DeviceBuffer<T>* out : {&first, &second}) {
+      io.out = out->data();
+      cuda::paged_attention(io, device, nullptr);
+    }
+    std::vector<T> out = first.download();
+    expect_same_bits(first, second, "the second run");
+    if (appends == Appends::attention) expect_same_bits(gpu_packed, DeviceBuffer<T>(packed), "q, k and v of the rows");
+    out.resize(static_cast<std::size_t>(rows * heads_.NH() * HS));
+    return out;
+  }
+
+  const DeviceBuffer<T>& keys() const { return keys_; }
+  const DeviceBuffer<T>& values() const { return values_; }
+  std::size_t row_size() const { return static_cast<std::size_t>(heads_.NH() * heads_.HS); }
+
+ private:
+  static RopeTable table(std::int64_t rotary, const std::vector<std::int64_t>& lengths) {
+    RopeConfig config;
+    config.theta = 10000;
+    config.rotary_dim = rotary;
+    return rope_table(config, *std::max_element(lengths.begin(), lengths.end()));
+  }
+  std::size_t pool_size() const {
+    return static_cast<std::size_t>(tables_.num_pages * heads_.NKV * tables_.page_size * heads_.HS);
+  }
+
+  Heads heads_;
+  Tables tables_;
+  std::int64_t width_;  // elements of a packed row
+  DeviceBuffer<T> keys_, values_;
+  DeviceBuffer<float> cos_, sin_;
+  cuda::PagedAttentionShape shape_;
+  cuda::DeviceRopeTable rope_;
+  std::unique_ptr<DeviceBuffer<char>> workspace_;
+  std::vector<std::vector<T>> packed_;  // [length, width] of each sequence
+};
+
+template <typename T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// A row of each sequence, then the next one: beside the ends of key blocks, of pages and of splits.
+template <typename T>
+void check_decoding(const Heads& heads, std::int64_t rotary, std::int64_t page_size) {
+  SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " NKV " << heads.NKV << " G " << heads.G << " rotary "
+                                  << rotary << " pages of " << page_size);
+  const std::vector<std::int64_t> positions = {0, 1, 15, 16, 31, 32, 47, 63, 254, 255, 256, 300, 511, 512, 600};
+  std::vector<std::int64_t> lengths;
+  std::vector<Piece> before, step;
+  for (std::size_t s = 0; s < positions.size(); ++s) {
+    lengths.push_back(positions[s] + 3);
+    if (positions[s] > 0) before.push_back({s, 0, positions[s]});
+    step.push_back({s, positions[s], 1});
+  }
+  PagedSteps<T> want(heads, rotary, page_size, lengths), got(heads, rotary, page_size, lengths);
+  want.run(before, Appends::before);
+  got.run(before, Appends::before);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(same_bits(got.run(step, Appends::attention), want.run(step, Appends::before))) << "step " << i;
+    expect_same_bits(got.keys(), want.keys(), "keys in pages");
+    expect_same_bits(got.values(), want.values(), "values in pages");
+    for (Piece& piece : step) ++piece.first;
+  }
+}
+
+TYPED_TEST(CudaPagedAttention, StepsThatDecodeHaveTheBitsOfTwoLaunches) {
+  std::size_t turn = 0;
+  for (const std::int64_t HS : kHeadDims) {
+    for (const std::int64_t rotary : {std::int64_t{0}, std::int64_t{2}, HS / 4, HS / 4 + 2, HS / 2 + 6, HS}) {
+      for (const Heads& heads : {Heads{3, 1, HS}, Heads{2, 4, HS}, Heads{1, 20, HS}})
+        check_decoding<TypeParam>(heads, rotary, kPageSizes[turn++ % std::size(kPageSizes)]);
+    }
+  }
+}
+
+// Every position of three sequences, decoded one by one, against the prompts at once.
+TYPED_TEST(CudaPagedAttention, DecodedRowByRowIsAChunk) {
+  const Heads kinds[] = {{2, 1, 64}, {2, 1, 80}, {1, 4, 128}};
+  for (const Heads& heads : kinds) {
+    SCOPED_TRACE(testing::Message() << "HS " << heads.HS << " G " << heads.G);
+    const std::vector<std::int64_t> lengths = {290, 270, 40};
+    PagedSteps<TypeParam> chunk(heads, heads.HS / 4, 16, lengths), decoded(heads, heads.HS / 4, 16, lengths);
+    const std::vector<TypeParam> want = chunk.run({{0, 0, 290}, {1, 0, 270}, {2, 0, 40}}, Appends::before);
+    const std::size_t row = chunk.row_size();
+    for (std::int64_t position = 0; position < lengths[0]; ++position) {
+      std::vector<Piece> step;
+      std::vector<TypeParam> of_chunk;
+      std::int64_t first_row = 0;
+      for (std::size_t s = 0; s < lengths.size(); first_row += lengths[s++]) {
+        if (position >= lengths[s]) continue;
+        step.push_back({s, position, 1});
+        const auto begin = want.begin() + (first_row + position) * static_cast<std::int64_t>(row);
+        of_chunk.insert(of_chunk.end(), begin, begin + static_cast<std::int64_t>(row));
+      }
+      ASSERT_TRUE(same_bits(decoded.run(step, Appends::attention), of_chunk)) << "position " << position;
+    }
+    expect_same_bits(decoded.keys(), chunk.keys(), "keys in pages");
+    expect_same_bits(decoded.values(), chunk.values(), "values in pages");
+  }
+}
+
 TYPED_TEST(CudaPagedAttention, RefusesOtherPagesAndViews) {
   const DeviceBuffer<TypeParam> memory(4096);
   cuda::PagedAttention<TypeParam> io;
@@ -532,6 +729,15 @@ TYPED_TEST(CudaPagedAttention, RefusesOtherPagesAndViews) {
   EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
   io.kv.page_size = 16;
   io.q = {memory.data() + 1, 0, 64, 64};
+  EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
+  io.q = {memory.data(), 0, 64, 64};
+  io.rows.rows = 1;
+  io.k = io.q;
+  EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error) << "keys without values";
+  io.v = {memory.data() + 1, 0, 64, 64};
+  EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
+  io.v = io.q;
+  io.rope.half = 33;
   EXPECT_THROW(cuda::paged_attention(io, cuda::launch_device(), nullptr), Error);
   cuda::AppendToPages<TypeParam> append;
   append.NH = 1;

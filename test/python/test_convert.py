@@ -558,6 +558,22 @@ def test_full_disk_is_exit_5(llama, tmp_path):
     ck.assert_refused(done, 5, "a.bin", output=tmp_path / "a.bin")
 
 
+@pytest.mark.parametrize("spelled", ["{}", "{}/../model", "model", "link"])
+def test_no_input_is_overwritten_however_it_is_spelled(tmp_path, monkeypatch, spelled):
+    """Each file beside the input stays what it was; an earlier result may stand there and go."""
+    model = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, tokenizer=ck.tokenizer_of(9))
+    (tmp_path / "link").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    ck.convert(model, model / "result.bin")
+    other = spelled.format(model)
+    for source, target in ((model, other), (other, model)):
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            before = (model / name).read_bytes()
+            ck.assert_refused(ck.run_script("convert_hf.py", source, "-o", f"{target}/{name}"), 2, "one of the input files")
+            assert (model / name).read_bytes() == before
+        ck.convert(source, f"{target}/result.bin")
+
+
 def test_programs_run_on_their_own(llama, tmp_path):
     """From another directory, as processes: success, a bad file, a usage error."""
     done = ck.run_program("convert_hf.py", llama, "-o", tmp_path / "a.bin", cwd="/")

@@ -238,6 +238,8 @@ DOCUMENTS = [name for name in TRACKED if name.endswith(".md") and
 # What documents name and the tree does not hold, each with its reason.
 ELSEWHERE = {
     "--gtest_filter",   # an option of GoogleTest
+    "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port", "--no-python",  # options of torchrun
+    "--nodes", "--ntasks-per-node", "--gpus-per-node",  # and of srun
     "train_00001.bin",  # an example of a name that dev/prepare_data.py counts up
 }
 
@@ -408,7 +410,7 @@ def test_current_figures_are_those_of_the_pages():
 # ---- rooms ----------------------------------------------------------------------------------------------------------
 # Which rooms a room may include. dev/ARCHITECTURE.md explains the rule.
 BELOW_MODEL = {"base", "file", "text"}
-CUDA_ROOMS = ["runtime", "hw", "op", "fused", "transformer", "llama"]  # each may include those before it
+CUDA_ROOMS = ["runtime", "comm", "hw", "op", "fused", "transformer", "llama"]  # each may include those before it
 MAY_INCLUDE = {
     "base": set(),
     "file": {"base"},
@@ -422,6 +424,8 @@ MAY_INCLUDE = {
     **{f"cuda/{room}": {"base", "model"} | {f"cuda/{before}" for before in CUDA_ROOMS[:i]}
        for i, room in enumerate(CUDA_ROOMS)},
 }
+for with_ranks in ("cuda/comm", "cuda/llama"):
+    MAY_INCLUDE[with_ranks] |= {"comm"}
 # What both mains share chooses between the devices, so it and the mains see every room.
 MAY_INCLUDE["app"] = set(MAY_INCLUDE)
 
@@ -459,7 +463,7 @@ def test_rooms_include_in_one_direction():
     ("llmc/base/log.cpp", "llmc/file/run_dir.h"), ("llmc/infer/engine.cpp", "llmc/serve/http.h"),
     ("llmc/serve/server.cpp", "llmc/file/tensor_file.h"), ("llmc/infer/report.cpp", "llmc/train/loop.h"),
     ("llmc/train/loop.cpp", "llmc/cuda/llama/llama.h"), ("llmc/model/config.cpp", "llmc/app/device.h"),
-    ("llmc/cuda/flat.cu", "llmc/base/error.h"), ("llmc/comm/communicator.h", "llmc/model/tensor_table.h"),
+    ("llmc/cuda/flat.cu", "llmc/base/error.h"), ("llmc/cuda/op/rank_sum.cu", "llmc/comm/communicator.h"), ("llmc/comm/communicator.h", "llmc/model/tensor_table.h"),
     ("llmc/model/train_model.h", "llmc/comm/communicator.h")])
 def test_an_include_against_the_direction_is_found(name, included):
     assert wrong_includes({name: f'#include "{included}"\n'})

@@ -78,6 +78,8 @@ def test_export_in_shards(tmp_path):
     assert index["metadata"]["total_size"] == sum(t.bytes for t in first.tensors.values())
     second = ck.convert(exported, tmp_path / "second.bin")
     assert [t.hash for t in first.tensors.values()] == [t.hash for t in second.tensors.values()]
+    export(tmp_path / "first.bin", exported, "--force")
+    assert [path.name for path in exported.glob("model*")] == ["model.safetensors"], "shards are parts of an export"
 
 
 def test_safetensors_library_reads_the_export(tmp_path):

@@ -121,7 +121,7 @@ def test_event_files(tmp_path):
 
 
 def test_following_a_run_that_is_resumed(tmp_path):
-    run = write_log(tmp_path / "run", [HEADER, step(1), step(2), step(3, loss=9.0)])
+    run = write_log(tmp_path / "run", [HEADER, *(step(number, loss=9.0) for number in range(1, 6))])
     process = subprocess.Popen([sys.executable, SCRIPT, run, "--tensorboard", tmp_path / "tb", "--follow", "0.1"],
                                stderr=subprocess.PIPE, text=True)
 
@@ -133,14 +133,14 @@ def test_following_a_run_that_is_resumed(tmp_path):
             time.sleep(0.05)
         raise AssertionError("nothing more was written")
 
-    assert len(wait_for(4)) == 4
+    assert len(wait_for(6)) == 6
     with (run / "log.jsonl").open("a") as log:
         log.write("".join(json.dumps(record) + "\n" for record in ({"type": "resume", "step": 2}, step(3, loss=1.0), step(4))))
-    found = wait_for(7)
+    found = wait_for(9)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
-    assert found[4][1:] == (3, b"\x08\x01"), "from step 3 on the earlier events are void"
-    assert [(number, values["loss/train"]) for _, number, values in found[5:]] == [(3, 1.0), (4, 2.5)]
+    assert found[6][1:] == (3, b"\x08\x01"), "from step 3 on the earlier events are void"
+    assert [(number, values["loss/train"]) for _, number, values in found[7:]] == [(3, 1.0), (4, 2.5)]
 
 
 @pytest.mark.parametrize("options, code, words", [

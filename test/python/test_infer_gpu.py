@@ -180,6 +180,33 @@ def test_bench_has_every_figure(tiny):
     assert len(table) == 4 and "a plain read reaches" in table[-1]
 
 
+@pytest.mark.parametrize("name", ["pythia-14m", "llama"])
+def test_bench_batch_has_every_figure(llama, name):
+    words = ["--bench-batch", "1,16,3", "--bench-prompt", 32, "--max-tokens", 24]
+    words += ["--model", llama] if name == "llama" else ["--random-model", name]
+    for decode in ("graph", "reference"):
+        result = object_of(*words, "--decode", decode)
+        assert (result["prompt_tokens"], result["tokens"], result["device"], result["decode"]) == (32, 24, "cuda", decode)
+        assert [point["sequences"] for point in result["points"]] == [1, 16, 3]
+        for point in result["points"]:
+            assert point["steps"] == 23 and 0 < point["step_ms_p50"] <= point["step_ms_p99"]
+            assert point["prefill_tokens_per_s"] > 0
+            # The mean step is at most the longest, which p99 of less than 100 steps is, and at least half of the median.
+            rate = point["sequences"] * 1e3
+            assert rate / point["step_ms_p99"] <= point["decode_tokens_per_s"] * (1 + 1e-9)
+            assert point["decode_tokens_per_s"] <= 2 * rate / point["step_ms_p50"]
+            assert point["gb_per_s"] == pytest.approx(
+                point["bytes_per_step"] * point["decode_tokens_per_s"] / point["sequences"] / 1e9)
+            assert point["share_of_read_ceiling"] == pytest.approx(point["gb_per_s"] / result["read_ceiling_gb_per_s"])
+        one, many, few = (point["bytes_per_step"] for point in result["points"])
+        assert many - one == pytest.approx(15 / 2 * (few - one))  # the weights once, the rest for each sequence
+    half, single = (object_of(*words, "--dtype", dtype)["points"][0]["bytes_per_step"] for dtype in ("bf16", "fp32"))
+    assert single == pytest.approx(2 * half, rel=0.02)
+    table = run("--device", "cuda", *words).stdout.decode().splitlines()
+    assert len(table) == 6 and "prompts of 32 ids, 24 generated" in table[0] and "a plain read reaches" in table[-1]
+    assert "enough for" in refused(RESOURCES, "--device", "cuda", *words, "--kv-memory", "0.5MB")
+
+
 STORED = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 

@@ -6,6 +6,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -131,10 +132,12 @@ def test_absurd_numbers_leave_a_picture(tmp_path, key):
 
 def test_follow_draws_again_and_ends_at_ctrl_c(tmp_path):
     pytest.importorskip("matplotlib")
-    log = write_log(tmp_path / "run" / "log.jsonl", [HEADER, step(1)])
+    log, other = (write_log(tmp_path / name / "log.jsonl", [HEADER, step(1)]) for name in ("run", "idle"))
     output = tmp_path / "out.png"
-    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "plot_log.py"), str(log.parent), "-o", str(output), "--follow", "0.1"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "plot_log.py"), str(log.parent), str(other.parent),
+                                "-o", str(output), "--follow", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ends_in_time = threading.Timer(60, process.kill)  # and readline() with it
+    ends_in_time.start()
     assert "step 1" in process.stdout.readline()
     before = output.stat().st_mtime_ns
     with log.open("a") as file:
@@ -142,9 +145,11 @@ def test_follow_draws_again_and_ends_at_ctrl_c(tmp_path):
         file.flush()
         time.sleep(0.3)
         file.write("\n")
-    assert "step 2" in process.stdout.readline() and output.stat().st_mtime_ns > before
+    line = process.stdout.readline()  # one log of the two has grown
+    assert "step 2" in line and "idle: " in line and output.stat().st_mtime_ns > before, line
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
+    ends_in_time.cancel()
     assert process.returncode == 0 and "Traceback" not in errors, errors
 
 

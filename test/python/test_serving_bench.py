@@ -40,7 +40,15 @@ def test_figures_count_what_came_in_the_window():
     row = serving.figures([*whole, *others], 10, 12)
     assert row["tokens_per_s"] == 2.4 and (row["requests"], row["failed"], row["unfinished"]) == (5, 1, 1)
     assert serving.figures([], 10, 12)["itl_ms_p50"] is None
-    assert [serving.percentile([3.0, 1.0, 2.0], percent) for percent in (0, 50, 99)] == [1, 2, 3]
+
+
+def test_percentiles_are_those_of_infer_pythia():
+    """By nearest rank, as in test/cpp/base_test.cpp."""
+    ranks = {1: [1, 1, 1, 1, 1], 2: [1, 1, 1, 2, 2], 3: [1, 1, 2, 3, 3], 100: [1, 1, 50, 99, 100], 101: [1, 2, 51, 100, 101]}
+    for count, expected in ranks.items():
+        values = [1.0 + i * 37 % count for i in range(count)]
+        assert [serving.percentile(values, percent) for percent in (0, 1, 50, 99, 100)] == expected, count
+    assert serving.percentile([], 50) is None
 
 
 def test_prompts_share_what_they_should():

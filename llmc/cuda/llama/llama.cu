@@ -12,18 +12,21 @@ namespace weft::cuda {
 
 template <typename S>
 void Llama<S>::forward_layers() {
+  parameters_needed(kEmbeddingSection);
   embed();
+  parameters_needed(section_of_layer(0));
   normalize(norm_after(-1));
   for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
 }
 
 template <typename S>
 void Llama<S>::forward_layer(std::int64_t l) {
-  const Range range("layer");
+  const TraceRange range("layer");
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const S* down = weights_.layers[static_cast<std::size_t>(l)].down;
 
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
+  if (l + 1 < config_.num_layers) parameters_needed(section_of_layer(l + 1));  // the norm is that layer's
   linear_and_normalize(down_, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
 }
 
@@ -47,8 +50,9 @@ void Llama<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out) {
 // Logits, losses and, in training, the gradients of the final norm's output and of the head, a chunk of rows at a time.
 template <typename S>
 void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
-  const Range range("classifier");
+  const TraceRange range("classifier");
   const std::int64_t N = rows(), C = config_.hidden_size, chunk = classifier_rows(N);
+  parameters_needed(head_section());
   for (std::int64_t row = 0; row < N; row += chunk) {
     const std::int64_t count = std::min(chunk, N - row);
     const S* hidden = acts_.final_norm + row * C;
@@ -58,6 +62,7 @@ void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
     input_grad(head_, acts_.d_final_norm + row * C, acts_.logits, weights_.head, count);
     weight_grad(head_, d_weights_.head, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
   }
+  if (training_ && head_section() != kEmbeddingSection) gradients_ready(head_section());
   sum_losses(total);
 }
 
@@ -67,12 +72,16 @@ template <typename S>
 void Llama<S>::backward_layers(Accumulate accumulate) {
   if (accumulate == Accumulate::no) zero_accumulated_gradients();
   sort_tokens();  // for embed_backward(), in another stream
+  take_gradient_slot(config_.num_layers - 1);
   normalize_backward(norm_after(2 * config_.num_layers - 1), acts_.d_final_norm, false);
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
+    if (l + 1 < config_.num_layers) take_gradient_slot(l);
     recompute_layer(l);
     backward_layer(l, accumulate);
+    gradients_ready(section_of_layer(l));
   }
   embed_backward();
+  gradients_ready(kEmbeddingSection);
 }
 
 // Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
@@ -80,7 +89,7 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
 template <typename S>
 void Llama<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
-  const Range range("recompute");
+  const TraceRange range("recompute");
   normalize(norm_after(2 * l - 1));
   if (options_.recompute == Recompute::block) {
     forward_to_swiglu(l, acts_.d_norm, nullptr);  // acts_.branch holds a gradient now
@@ -93,7 +102,7 @@ void Llama<S>::recompute_layer(std::int64_t l) {
 // Out: branch_gradient() is the gradient of the output of the layer below (its MLP, or the embedding).
 template <typename S>
 void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
-  const Range range("layer");
+  const TraceRange range("layer");
   const std::int64_t N = rows();
   const LayerParameters<S>& w = weights_.layers[static_cast<std::size_t>(l)];
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];

@@ -1,17 +1,36 @@
 // Llama on the GPU: training in bf16 (with an exact fp32 master) or fp32, and generation from the live parameters.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "llmc/comm/communicator.h"
+#include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/model/shards.h"
 #include "llmc/model/train_model.h"
 
 namespace weft::cuda {
 
 // What make_llama will allocate, region by region. Needs no GPU.
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options);
+// The same of one of `ranks` ranks.
+std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
+                                   Shard shard);
 
 // All parameters, gradients and moments start as zeros: write_tensor() brings them. Exit::usage for a head size or width
 // that the kernels do not have, Exit::resources if the memory cannot be had, Exit::environment without a usable GPU.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options);
+
+// One of `ranks` ranks, which compute the options.virtual_ranks ranks of a step, a multiple of them, in rounds: in round i rank
+// r computes rank i ranks.size() + r of the step. Each has a GPU of its own or, with staged ranks, a shared one. Its model
+// computes the micro-batches of this rank alone, and gives the bits of one model that computes those of all on such a GPU. GEMM plans are those of the first rank; options.matmul_plans of the others is ignored. `ranks` and `device_ranks`
+// outlive the model. All ranks call, in the same order: make_llama(); forward() and backward(), which send what is complete;
+// statistics(), which makes the gradients those of the step; update(); and, unless shard is none, read_tensor() of moments,
+// of parameters in bf16 (whose low halves are divided) and, after statistics(), of gradients. Exit::usage for
+// Shard::gradients with several micro-batches a rank. write_tensor() keeps the part
+// that the rank has. `bucket_elements`: see RankShare (llmc/cuda/llama/plan.h); changes no bit.
+std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
+                                       DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements = 16 << 20);
 
 }  // namespace weft::cuda

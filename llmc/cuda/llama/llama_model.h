@@ -4,6 +4,7 @@
 //   operators.cu    each operator of the lists: what it launches, under which name, and what it has to compute and move
 //   setup.cu        construction: GEMM plans, arenas, tables
 //   step.cu         what surrounds the lists in a step: upload, graphs, statistics, update, timing
+//   ranks.cu        gradients and parameters on their way between ranks
 //   tensor_io.cu    parameters, gradients and moments to and from the host
 //   activations.cu  activations by name, for comparison with PyTorch
 //   plan.{h,cu}     sizes of everything that is allocated
@@ -26,6 +27,8 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/comm/communicator.h"
+#include "llmc/cuda/comm/device_ranks.h"
 #include "llmc/cuda/llama/plan.h"
 #include "llmc/cuda/llama/token_upload.h"
 #include "llmc/cuda/op/matmul.h"
@@ -44,11 +47,17 @@ namespace weft::cuda {
 template <typename S>
 class Llama final : public TrainModel {
  public:
-  Llama(const ModelConfig& config, const TrainOptions& options);
+  // One rank of a run; alone where the pointers are null.
+  struct Peers {
+    Communicator* ranks = nullptr;
+    DeviceRanks* device_ranks = nullptr;
+    RankShare share;
+  };
+  Llama(const ModelConfig& config, const TrainOptions& options, const Peers& peers);
 
   const ModelConfig& config() const override { return config_; }
   const TensorTable& table() const override { return table_; }
-  std::vector<MemoryLine> memory() const override { return llama_memory<S>(config_, options_); }
+  std::vector<MemoryLine> memory() const override { return llama_memory<S>(config_, options_, peers_.share); }
 
   void forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) override;
   void backward() override;
@@ -63,7 +72,7 @@ class Llama final : public TrainModel {
   std::vector<float> activation(const std::string& name) override;
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
-    stream_.synchronize("decoder");
+    synchronize("decoder");
     return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity);
   }
 
@@ -144,20 +153,76 @@ class Llama final : public TrainModel {
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
   void zero_gradient(const TensorSpec& spec);
   void zero_accumulated_gradients();
+  void zero_accumulated_gradients(std::size_t section);
+  void take_gradient_slot(std::int64_t l);
   void zero_stale_gradients();
+
+  // Of the ranks of a run, and of the rounds of each.
+  std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
+  bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
+  void finish_rank();
+  void update_blocks(const Range& range, const AdamWStep& step);
+  // The gradients of the step, or of the virtual ranks that have computed.
+  float* gradients() const {
+    const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_
+                               : ranks_added_ > 0          ? rank_sum_arena_
+                                                           : gradient_arena_;
+    return arena.at<float>(0);
+  }
+  // How far from its place in the table's layout the gradient of a section lies while it is computed.
+  std::int64_t gradient_shift(std::size_t section) const {
+    return division_.gradient_begins[section] - division_.sections[section].begin;
+  }
+  std::size_t section_of(const TensorSpec& spec) const;
+
+  // ---- ranks.cu
+  // Sections of the arena (llama_sections()).
+  static constexpr std::size_t kEmbeddingSection = 0;
+  static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
+  std::size_t head_section() const {
+    return config_.tied_embeddings ? kEmbeddingSection : section_of_layer(config_.num_layers);
+  }
+  bool has_peers() const { return peers_.ranks != nullptr; }
+  std::size_t my_rank() const { return static_cast<std::size_t>(peers_.share.rank); }
+  void gradients_ready(std::size_t section);
+  void parameters_needed(std::size_t section);
+  void exchange_from(std::size_t section);
+  void exchange(std::size_t bucket);
+  void begin_round();
+  void finish_round();
+  void zero_unsent_gradients();
+  void finish_exchange();
+  void gather_statistics();
+  void gather_parameters(std::size_t bucket);
+  void synchronize(const char* action);
 
   // ---- setup.cu
   void prepare_matmuls();
+  void place_gradients();
 
   // ---- tensor_io.cu
-  bool is_bf16_moment(TensorRole role) const {
-    return options_.moments == Precision::bf16 && (role == TensorRole::moment1 || role == TensorRole::moment2);
+  // A range of a tensor that this model has: where it begins in arenas of the table's layout, and in those of the state.
+  struct Piece {
+    std::int64_t element, state, count;
+  };
+  bool is_moment(TensorRole role) const { return role == TensorRole::moment1 || role == TensorRole::moment2; }
+  // Whether each rank has its part alone.
+  bool is_divided(TensorRole role) const {
+    if (role == TensorRole::gradient) return division_.gradients_divided || (division_.divided && exchanged_);
+    return division_.divided && (is_moment(role) || kSplitMaster<S>);
   }
-  std::byte* address_of(TensorRole role, const TensorSpec& spec) const;
+  Range held(TensorRole role, const Bucket& bucket) const {
+    return is_divided(role) ? bucket.parts[my_rank()] : bucket.range;
+  }
+  void read_piece(TensorRole role, const Piece& piece, float* values);
+  void write_piece(TensorRole role, const Piece& piece, const float* values);
+  std::byte* address_of(TensorRole role, const Piece& piece) const;
 
   const ModelConfig config_;
   const TrainOptions options_;
+  const Peers peers_;
   const TensorTable table_;
+  const Division division_;
   // Whether SwiGLU, and its derivative, are computed in the epilogues of the GEMMs beside it: bf16 on Hopper.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size()};
@@ -170,16 +235,18 @@ class Llama final : public TrainModel {
   Event tokens_ready_{cudaEventDisableTiming}, tokens_sorted_{cudaEventDisableTiming};
   OperatorClock clock_;
   Matmul matmul_;
-  std::vector<AdamWBlock> adamw_blocks_;
   LlamaActivations<S> acts_;
   LlamaWorkspace work_;
-  DeviceArena parameter_arena_, low_arena_, gradient_arena_, moment1_arena_, moment2_arena_, activation_arena_,
-      workspace_arena_;
+  DeviceArena parameter_arena_, low_arena_, gradient_arena_;
+  DeviceArena part_sum_arena_;  // see Division::sum_begins
+  DeviceArena rank_sum_arena_;  // the gradients of the virtual ranks that are complete; empty without them
+  DeviceArena received_arena_;  // gradients of other ranks on their way into the sum; empty without them
+  DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
   LlamaParameters<S> weights_;
   LlamaParameters<float> d_weights_;
   DeviceRopeTable rope_;
   TokenUpload upload_;
-  PinnedBuffer results_;                        // LossTotal, GradientNorm
+  PinnedBuffer results_;                        // GradientNorm, LossTotal, that of each rank
   Event state_copied_{cudaEventDisableTiming};  // of the last StateCopy::take(): nothing may change the state before it
 
   StepGraph forward_graphs_[2], backward_graphs_[2];  // by Accumulate
@@ -191,6 +258,17 @@ class Llama final : public TrainModel {
   // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
   // then the head's gradient, and that of everything else, is stale.
   bool head_stale_ = false, others_stale_ = false;
+
+  std::int64_t rank_micro_batches_ = 0,
+               ranks_added_ = 0;  // of the rank that computes; virtual ranks that have computed
+  // With peers: what moves between ranks does so in a stream of its own, beside the passes. Events: the gradients of a
+  // section are complete; those of a bucket have been exchanged; its parameters are those of all ranks.
+  std::optional<Stream> exchange_stream_;
+  std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
+  Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
+  std::vector<bool> sent_;  // buckets whose exchange is queued since the last zero_gradients()
+  std::int64_t rounds_done_ = 0;
+  bool exchanged_ = false;  // the gradients are those of all ranks, as far as this model has them
 };
 
 }  // namespace weft::cuda

@@ -9,10 +9,12 @@
 #include <vector>
 
 #include "llmc/base/dtype.h"
+#include "llmc/base/range.h"
 #include "llmc/base/regions.h"
 #include "llmc/cuda/op/adamw.h"
 #include "llmc/cuda/op/classifier.h"
 #include "llmc/model/head_view.h"
+#include "llmc/model/shards.h"
 #include "llmc/model/train_model.h"
 
 namespace weft::cuda {
@@ -31,29 +33,87 @@ inline std::size_t moment_bytes(const TrainOptions& options) {
 // How many of the N rows of logits exist at the same time.
 std::int64_t classifier_rows(std::int64_t N);
 AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& options);
-// The update's work, cut into CUDA blocks.
-std::vector<AdamWBlock> update_blocks(const TensorTable& table);
+// Which of the ranks of a run a model is, and what they divide. One rank: alone.
+struct RankShare {
+  int rank = 0, ranks = 1;
+  Shard shard = Shard::none;
+  // A rank computes so many ranks of the step, one after the other: in round i rank r is rank i ranks + r of the step.
+  std::int64_t rounds = 1;
+  // Of gradients or parameters that move at once, at least, where there are so many: below 64 MB latency costs bandwidth.
+  std::int64_t bucket_elements = 16 << 20;
+};
+
+// How the ranks divide the arenas, and the work of this one. Blocks of the update and of the norm do not depend on the
+// number of ranks: they end where sections and, at multiples of kAdamWBlockElements, parts of buckets may end.
+struct Division {
+  Division(const ModelConfig& config, const TensorTable& table, const RankShare& share);
+
+  bool divided = false;            // moments, low halves and the update: of the rank's own parts alone
+  bool gradients_divided = false;  // the gradients of the step too
+  std::vector<Bucket> buckets;     // of the arena, in its order
+  std::vector<Range> sections;
+  // Where the gradients of a section lie while they are computed. With divided gradients layers take turns in
+  // kGradientSlots places, and the sums of the ranks are stored as the state is.
+  std::vector<std::int64_t> gradient_begins;
+  std::int64_t gradient_elements = 0;
+  std::vector<AdamWBlock> blocks;          // the work of the update, in the order of the buckets
+  std::vector<Range> blocks_of_bucket;     // of `blocks`
+  std::vector<std::int64_t> state_begins;  // where the moments of this rank's part of a bucket begin
+  std::int64_t state_elements = 0;         // how many moments this rank has
+  // Where the sums of this rank's parts of buckets lie while they are apart from gradients: divided ones, and those of the
+  // rounds before the last.
+  std::vector<std::int64_t> sum_begins;
+  std::int64_t sum_elements = 0;
+  // The squares of all blocks lie rank by rank: where those of each rank are, and the position of each block in the order of
+  // the arena. The order is empty where that is the same.
+  std::vector<Range> squares_of_rank;
+  std::vector<std::int32_t> squares_order;
+  std::int64_t squares = 0;
+  std::int64_t received = 0;  // elements of a bucket that come from other ranks, at most
+
+ private:
+  void place_gradients(const ModelConfig& config);
+};
+
+// With divided gradients so many layers have gradients at the same time: one that is computed, and some that are exchanged.
+inline constexpr std::size_t kGradientSlots = 3;
 
 // Everything a step needs beside parameters and activations: inputs, tables, results and scratch memory of operators.
 struct LlamaWorkspace {
-  LlamaWorkspace(const ModelConfig& config, const TrainOptions& options, std::int64_t adamw_block_count);
+  LlamaWorkspace(const ModelConfig& config, const TrainOptions& options, const RankShare& share,
+                 const Division& division);
   LlamaWorkspace(const LlamaWorkspace&) = delete;  // regions has the addresses of the pointers
   LlamaWorkspace& operator=(const LlamaWorkspace&) = delete;
 
   std::int32_t *tokens = nullptr, *labels = nullptr;             // [N]
   std::byte* sorted_tokens = nullptr;                            // the order in which embedding_backward adds rows
   float *rope_cos = nullptr, *rope_sin = nullptr;                // [T, rotary_dim / 2]
-  LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // of the step so far; of one evaluate()
+  LossTotal *loss_total = nullptr, *evaluation_total = nullptr;  // of the rank so far; of one evaluate()
+  LossTotal* rank_totals = nullptr;  // [ranks]: of the ranks of a run; the first one: the sum of virtual ranks before
   GradientNorm* gradient_norm = nullptr;
   AdamWBlock* adamw_blocks = nullptr;
-  std::byte* scratch = nullptr;  // of the operators that use some: no two of them run at the same time
+  double* squares = nullptr;              // of the gradients of each block, of all ranks
+  std::int32_t* squares_order = nullptr;  // null: their own
+  std::byte* scratch = nullptr;           // of the operators that use some: no two of them run at the same time
 
   Regions regions{"workspace"};
 };
 
 // The memory table of a model: what its constructor allocates. S as above.
 template <typename S>
-std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptions& options);
+std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptions& options, const RankShare& share);
+
+// Memory for each element of the arena, or for those whose state this rank has.
+MemoryPlan state_plan(const char* name, const Division& division, std::size_t element_bytes);
+// The sum of virtual ranks that have computed; empty with one.
+MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options);
+MemoryPlan received_plan(const Division& division);
+// Gradients while they are computed, and the sums of this rank's parts that are apart from them.
+MemoryPlan gradient_plan(const Division& division);
+MemoryPlan part_sum_plan(const Division& division);
+
+// One of the ranks of a run: the step of `options` without the micro-batches of the others.
+TrainOptions of_one_rank(TrainOptions options);
 
 // Exit::usage for a width or head size that the kernels do not have.
 void check_sizes(const ModelConfig& config);

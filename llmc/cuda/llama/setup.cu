@@ -1,4 +1,6 @@
 // Construction of the training model: GEMM plans first, then the arenas, then what they begin with.
+#include <initializer_list>
+
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/llama/llama.h"
@@ -9,39 +11,82 @@ namespace weft::cuda {
 
 // GEMM plans are timed before the arenas exist, because timing needs scratch memory of the size of the operands.
 template <typename S>
-Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options)
+Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Peers& peers)
     : config_(config),
       options_(options),
+      peers_(peers),
       table_(config, kStorage<S>),
+      division_(config, table_, peers.share),
       swiglu_in_epilogue_(std::is_same_v<S, bf16> && matmul_swiglu_computes(config.hidden_size, config.ffn_size)),
       clock_(stream_),
-      matmul_(stream_, options.matmul_plans),
-      adamw_blocks_(update_blocks(table_)),
+      matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
-      work_(config, options, static_cast<std::int64_t>(adamw_blocks_.size())),
+      work_(config, options, peers.share, division_),
       parameter_arena_((prepare_matmuls(), parameter_plan(table_))),
-      low_arena_(per_parameter_plan("low halves of fp32 masters", table_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
-      gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
-      moment1_arena_(per_parameter_plan("first moments", table_, moment_bytes(options))),
-      moment2_arena_(per_parameter_plan("second moments", table_, moment_bytes(options))),
+      low_arena_(state_plan("low halves of fp32 masters", division_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
+      gradient_arena_(gradient_plan(division_)),
+      part_sum_arena_(part_sum_plan(division_)),
+      rank_sum_arena_(rank_sum_plan(table_, options)),
+      received_arena_(received_plan(division_)),
+      moment1_arena_(state_plan("first moments", division_, moment_bytes(options))),
+      moment2_arena_(state_plan("second moments", division_, moment_bytes(options))),
       activation_arena_(acts_.plan()),
       workspace_arena_(work_.regions.plan()),
       weights_(config, table_, parameter_arena_.at<S>(0), Offsets::bytes),
       d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
       upload_(rows()),
-      results_(sizeof(LossTotal) + sizeof(GradientNorm)) {
+      results_(sizeof(GradientNorm) +
+               (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
+      sent_(division_.buckets.size()) {
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
-  for (DeviceArena* arena : {&parameter_arena_, &low_arena_, &gradient_arena_, &moment1_arena_, &moment2_arena_,
-                             &activation_arena_, &workspace_arena_}) {
+  place_gradients();
+  for (DeviceArena* arena :
+       {&parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_, &received_arena_,
+        &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
   rope_ = upload_rope_table(table, work_.rope_cos, work_.rope_sin, stream_);
-  check(cudaMemcpyAsync(work_.adamw_blocks, adamw_blocks_.data(), adamw_blocks_.size() * sizeof(AdamWBlock),
-                        cudaMemcpyHostToDevice, stream_),
-        "optimizer blocks");
+  const auto upload = [&](auto* to, const auto& list) {
+    check(cudaMemcpyAsync(to, list.data(), list.size() * sizeof(list[0]), cudaMemcpyHostToDevice, stream_),
+          "optimizer blocks");
+  };
+  upload(work_.adamw_blocks, division_.blocks);
+  if (!division_.squares_order.empty()) upload(work_.squares_order, division_.squares_order);
+  if (has_peers()) {
+    for (const DeviceArena* arena : {&parameter_arena_, &gradient_arena_, &workspace_arena_}) {
+      peers_.device_ranks->share(arena->at<std::byte>(0), arena->bytes());
+    }
+    constexpr int kBeforeOthers = -1;  // what comes from other ranks is added as soon as it is there
+    exchange_stream_.emplace(kBeforeOthers);
+    const auto new_event = [] { return std::make_unique<Event>(cudaEventDisableTiming); };
+    for (std::size_t s = 0; s < division_.sections.size(); ++s) gradients_ready_.push_back(new_event());
+    for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+      gradients_exchanged_.push_back(new_event());
+      parameters_ready_.push_back(new_event());
+    }
+  }
   stream_.synchronize("start");
+}
+
+// The gradients of a section lie where the division has a place for them.
+template <typename S>
+void Llama<S>::place_gradients() {
+  const auto move = [](std::int64_t shift, std::initializer_list<float**> pointers) {
+    for (float** pointer : pointers) {
+      if (*pointer != nullptr) *pointer += shift;
+    }
+  };
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
+    move(gradient_shift(section_of_layer(l)), {&dw.input_norm.weight, &dw.input_norm.bias, &dw.post_norm.weight,
+                                               &dw.post_norm.bias, &dw.qkv, &dw.output, &dw.gate_up, &dw.down});
+  }
+  move(gradient_shift(section_of_layer(config_.num_layers - 1)),
+       {&d_weights_.final_norm.weight, &d_weights_.final_norm.bias});
+  move(gradient_shift(kEmbeddingSection), {&d_weights_.embedding});
+  move(gradient_shift(head_section()), {&d_weights_.head});
 }
 
 // Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch of a
@@ -72,16 +117,49 @@ void Llama<S>::prepare_matmuls() {
   prepare(down_, N, addend, {true, accumulates});
   prepare(head_, chunk, false, {true, accumulates || N > chunk});
   if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
-  matmul_.prepare(shapes);
+  // One rank chooses: another algorithm may add in another order, and then the ranks' bits would depend on who computes.
+  if (peers_.share.rank == 0) matmul_.prepare(shapes);
+  if (!has_peers()) return;
+  matmul_.adopt_plans(peers_.ranks->broadcast_text(matmul_.plans()));
+  if (peers_.share.rank != 0) matmul_.prepare(shapes);
 }
 
-std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
+namespace {
+
+std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator* ranks,
+                                 DeviceRanks* device_ranks, const RankShare& share) {
   check_sizes(config);
   if (options.moments == Precision::bf16 && options.precision != Precision::bf16) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");
   }
-  if (options.precision == Precision::bf16) return std::make_unique<Llama<bf16>>(config, options);
-  return std::make_unique<Llama<float>>(config, options);
+  const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
+    using Model = Llama<decltype(storage)>;
+    return std::make_unique<Model>(config, options, typename Model::Peers{ranks, device_ranks, share});
+  };
+  if (options.precision == Precision::bf16) return make_as(bf16{});
+  return make_as(float{});
+}
+
+}  // namespace
+
+std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
+  return make(config, options, nullptr, nullptr, {});
+}
+
+std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
+                                       DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements) {
+  if (options.virtual_ranks % ranks.size() != 0) {
+    fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
+  }
+  if (shard == Shard::gradients && options.rank_micro_batches > 1) {
+    fail(Exit::usage,
+         "--shard: got gradients with %lld micro-batches a rank and step, expected one: the sum of a rank has to be "
+         "complete before it is added to those of others. Use --shard optimizer",
+         static_cast<long long>(options.rank_micro_batches));
+  }
+  const std::int64_t rounds = options.virtual_ranks / ranks.size();
+  return make(config, of_one_rank(options), &ranks, &device_ranks,
+              {ranks.rank(), ranks.size(), shard, rounds, bucket_elements});
 }
 
 }  // namespace weft::cuda

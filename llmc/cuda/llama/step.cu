@@ -1,12 +1,15 @@
 // What surrounds the lists of llama.cu in a training step: tokens on their way to the GPU, CUDA graphs, gradients that are
 // stored or accumulated, statistics, the update, validation, and the timing of operators.
+#include <algorithm>
 #include <cstring>
+#include <span>
 #include <tuple>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/llama/llama_model.h"
 #include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/op/rank_sum.h"
 #include "llmc/cuda/runtime/fork.h"
 
 namespace weft::cuda {
@@ -25,7 +28,8 @@ void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>
 
 template <typename S>
 void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_scale) {
-  const Range range("forward");
+  const TraceRange range("forward");
+  if (has_peers() && rank_micro_batches_ == 0) begin_round();
   micro_step_ = micro_step;
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
@@ -35,21 +39,47 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
     classify(loss_scale, head, work_.loss_total);
   });
   head_stale_ = false;
+  if (is_last_micro_batch() && head_section() != kEmbeddingSection) exchange_from(head_section());
 }
 
 template <typename S>
 void Llama<S>::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
-  const Range range("backward");
+  const TraceRange range("backward");
   const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
   delay_point(stream_, DelayPoint::step);
-  replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  if (division_.gradients_divided) {  // it waits for exchanges that are queued while it is: no graph
+    backward_layers(accumulate);
+  } else {
+    replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
+  }
   others_stale_ = false;
+  const bool last = is_last_micro_batch();
+  ++rank_micro_batches_;
+  if (!last) return;
+  if (has_peers()) finish_round();
+  if (options_.virtual_ranks > 1) finish_rank();
+}
+
+// The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
+template <typename S>
+void Llama<S>::finish_rank() {
+  if (ranks_added_ == options_.virtual_ranks) fail(Exit::internal, "more micro-batches than the ranks of a step have");
+  float* const sum = rank_sum_arena_.at<float>(0);
+  const float* const pieces[] = {sum, gradient_arena_.at<float>(0)};
+  const double passes = ranks_added_ == 0 ? 2 : 3;
+  clock_.run("sum of ranks", 0, passes * static_cast<double>(table_.arena_elements()) * sizeof(float), [&] {
+    add_ranks(sum, std::span(pieces).subspan(ranks_added_ == 0 ? 1 : 0), table_.arena_elements(), stream_);
+  });
+  move_losses(work_.rank_totals, work_.loss_total, stream_);
+  head_stale_ = others_stale_ = true;
+  rank_micro_batches_ = 0;
+  ++ranks_added_;
 }
 
 template <typename S>
 double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
-  const Range range("evaluate");
+  const TraceRange range("evaluate");
   training_ = false;
   LossTotal* total = work_.evaluation_total;
   check(cudaMemsetAsync(total, 0, sizeof *total, stream_), "evaluate");
@@ -58,7 +88,7 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
   classify(0, Accumulate::yes, total);
   LossTotal* result = results_.at<LossTotal>(0);
   check(cudaMemcpyAsync(result, total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "evaluate");
-  stream_.synchronize("evaluate");
+  synchronize("evaluate");
   *label_count = result->label_count;
   return result->loss_sum;
 }
@@ -67,33 +97,71 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
 
 template <typename S>
 void Llama<S>::zero_gradients() {
+  if (has_peers()) finish_exchange();  // a step that was given up may still send its gradients
   head_stale_ = others_stale_ = true;
+  exchanged_ = false;
+  rounds_done_ = 0;
+  std::fill(sent_.begin(), sent_.end(), false);
+  rank_micro_batches_ = ranks_added_ = 0;
   check(cudaMemsetAsync(work_.loss_total, 0, sizeof(LossTotal), stream_), "zero_gradients");
+  check(cudaMemsetAsync(work_.rank_totals, 0, rank_totals() * sizeof(LossTotal), stream_), "zero_gradients");
 }
 
 template <typename S>
 void Llama<S>::zero_gradient(const TensorSpec& spec) {
-  check(cudaMemsetAsync(address_of(TensorRole::gradient, spec), 0,
-                        static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
+  float* const gradient = gradient_arena_.at<float>(0) + spec.offset + gradient_shift(section_of(spec));
+  check(cudaMemsetAsync(gradient, 0, static_cast<std::size_t>(spec.elements) * sizeof(float), stream_),
         "zero_gradients");
+}
+
+template <typename S>
+std::size_t Llama<S>::section_of(const TensorSpec& spec) const {
+  const auto behind = std::find_if(division_.sections.begin(), division_.sections.end(),
+                                   [&](const Range& section) { return spec.offset < section.end; });
+  return static_cast<std::size_t>(behind - division_.sections.begin());
 }
 
 // The gradients that backward accumulates even in the first micro-batch: norms, and an embedding that is not the head.
 template <typename S>
 void Llama<S>::zero_accumulated_gradients() {
-  for (const TensorSpec& spec : table_.specs()) {
-    const bool is_norm = spec.shape.size() == 1;
-    const bool is_embedding = gradient_arena_.at<float>(0) + spec.offset == d_weights_.embedding;
-    if (is_norm || (is_embedding && !config_.tied_embeddings)) zero_gradient(spec);
+  for (std::size_t section = 0; section < division_.sections.size(); ++section) {
+    const bool takes_turns = division_.gradients_divided && section != kEmbeddingSection && section != head_section();
+    if (!takes_turns) zero_accumulated_gradients(section);
   }
 }
 
-// The gradients that no micro-batch has stored since zero_gradients(): before they are read.
+template <typename S>
+void Llama<S>::zero_accumulated_gradients(std::size_t section) {
+  for (const TensorSpec& spec : table_.specs()) {
+    if (section_of(spec) != section) continue;
+    const bool is_norm = spec.shape.size() == 1;
+    if (is_norm || (section == kEmbeddingSection && !config_.tied_embeddings)) zero_gradient(spec);
+  }
+}
+
+// With divided gradients the place of those of layer l is free when the ranks have exchanged what was there before.
+template <typename S>
+void Llama<S>::take_gradient_slot(std::int64_t l) {
+  if (!division_.gradients_divided) return;
+  const std::int64_t before = l + static_cast<std::int64_t>(kGradientSlots);
+  for (std::size_t b = 0; b < division_.buckets.size() && before < config_.num_layers; ++b) {
+    if (division_.buckets[b].section != section_of_layer(before)) continue;
+    check(cudaStreamWaitEvent(stream_, *gradients_exchanged_[b]), "backward");
+  }
+  zero_accumulated_gradients(section_of_layer(l));
+}
+
+// The gradients that no micro-batch has stored since zero_gradients(): before they are read. Those of virtual ranks are read
+// from their sum.
 template <typename S>
 void Llama<S>::zero_stale_gradients() {
-  for (const TensorSpec& spec : table_.specs()) {
-    const bool is_head = gradient_arena_.at<float>(0) + spec.offset == d_weights_.head;
-    if (is_head ? head_stale_ : others_stale_) zero_gradient(spec);
+  if (ranks_added_ > 0) return;
+  if (division_.gradients_divided) {
+    zero_unsent_gradients();
+  } else {
+    for (const TensorSpec& spec : table_.specs()) {
+      if (section_of(spec) == head_section() ? head_stale_ : others_stale_) zero_gradient(spec);
+    }
   }
   head_stale_ = others_stale_ = false;
 }
@@ -102,43 +170,83 @@ void Llama<S>::zero_stale_gradients() {
 
 template <typename S>
 StepStatistics Llama<S>::statistics() {
-  const Range range("statistics");
+  const TraceRange range("statistics");
   zero_stale_gradients();
-  const std::int64_t elements = table_.arena_elements();
-  clock_.run("gradient norm", 0, static_cast<double>(elements) * sizeof(float), [&] {
-    gradient_norm(work_.gradient_norm, gradient_arena_.at<float>(0), elements, 0, work_.scratch, stream_);
-  });
-  LossTotal* total = results_.at<LossTotal>(0);
-  GradientNorm* norm = results_.at<GradientNorm>(sizeof(LossTotal));
-  check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
+  check(cudaEventRecord(own_work_, stream_), "statistics");
+  if (has_peers() && !exchanged_) {
+    if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
+      fail(Exit::internal, "statistics of a step before its last round");
+    }
+    for (const std::unique_ptr<Event>& event : gradients_ready_) check(cudaEventRecord(*event, stream_), "statistics");
+    if (rounds_done_ == 0) finish_round();
+    finish_exchange();
+    exchanged_ = true;
+  }
+  const auto blocks = static_cast<std::int64_t>(division_.blocks.size());
+  double* const squares = work_.squares + (division_.divided ? division_.squares_of_rank[my_rank()].begin : 0);
+  clock_.run("gradient norm", 0, static_cast<double>(division_.state_elements) * sizeof(float),
+             [&] { block_squares(squares, gradients(), work_.adamw_blocks, blocks, stream_); });
+  if (has_peers()) gather_statistics();
+  gradient_norm(work_.gradient_norm, work_.squares, work_.squares_order, division_.squares, 0, stream_);
+  GradientNorm* norm = results_.at<GradientNorm>(0);
+  LossTotal* total = results_.at<LossTotal>(sizeof(GradientNorm));
+  LossTotal* totals = total + 1;
   check(cudaMemcpyAsync(norm, work_.gradient_norm, sizeof *norm, cudaMemcpyDeviceToHost, stream_), "statistics");
-  stream_.synchronize("training step");
-  return {total->loss_sum, total->label_count, norm->norm};
+  check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
+  check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
+        "statistics");
+  if (has_peers()) {
+    peers_.device_ranks->wait(stream_, own_work_, "training step");
+  } else {
+    stream_.synchronize("training step");
+  }
+  StepStatistics statistics{0, 0, norm->norm};
+  for (std::size_t r = 0; r < rank_totals(); ++r) {  // in the order of the ranks
+    statistics.loss_sum += totals[r].loss_sum;
+    statistics.label_count += totals[r].label_count;
+  }
+  if (has_peers()) return statistics;  // its own total is among them
+  statistics.loss_sum += total->loss_sum;
+  statistics.label_count += total->label_count;
+  return statistics;
 }
 
 template <typename S>
 void Llama<S>::update(const AdamWStep& step) {
-  const Range range("update");
+  const TraceRange range("update");
   zero_stale_gradients();
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
-  const std::int64_t count = static_cast<std::int64_t>(adamw_blocks_.size());
+  if (!division_.divided) return update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
+  // What another rank still gets of the last update must not change under it.
+  for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
+  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    update_blocks(division_.blocks_of_bucket[b], step);
+    gather_parameters(b);
+  }
+}
+
+// Some of division_.blocks.
+template <typename S>
+void Llama<S>::update_blocks(const Range& range, const AdamWStep& step) {
+  const AdamWBlock* blocks = work_.adamw_blocks + range.begin;
+  const std::int64_t count = range.size();
   float *moment1 = moment1_arena_.at<float>(0), *moment2 = moment2_arena_.at<float>(0);
-  const float* gradients = gradient_arena_.at<float>(0);
-  const double bytes = static_cast<double>(table_.parameters()) * (3 * sizeof(float) + 4.0 * moment_bytes(options_));
-  clock_.run("adamw", 0, bytes, [&] {
+  double elements = 0;
+  for (std::int64_t i = range.begin; i < range.end; ++i)
+    elements += division_.blocks[static_cast<std::size_t>(i)].count;
+  clock_.run("adamw", 0, elements * (3 * sizeof(float) + 4.0 * moment_bytes(options_)), [&] {
     if constexpr (kSplitMaster<S>) {
       bf16* parameters = parameter_arena_.at<bf16>(0);
       std::int16_t* low = low_arena_.at<std::int16_t>(0);
       if (options_.moments == Precision::bf16) {
-        adamw(parameters, low, gradients, moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), work_.adamw_blocks,
-              count, step, nullptr, options_.seed, stream_);
+        adamw(parameters, low, gradients(), moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), blocks, count, step,
+              nullptr, options_.seed, stream_);
         return;
       }
-      adamw(parameters, low, gradients, moment1, moment2, work_.adamw_blocks, count, step, nullptr, stream_);
+      adamw(parameters, low, gradients(), moment1, moment2, blocks, count, step, nullptr, stream_);
     } else {
-      adamw(parameter_arena_.at<float>(0), gradients, moment1, moment2, work_.adamw_blocks, count, step, nullptr,
-            stream_);
+      adamw(parameter_arena_.at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr, stream_);
     }
   });
 }
@@ -146,11 +254,11 @@ void Llama<S>::update(const AdamWStep& step) {
 template <typename S>
 OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
   if (!ceilings_) ceilings_ = measure_ceilings(stream_);
-  stream_.synchronize("timing operators");
+  synchronize("timing operators");
   clock_.start();
   {
     // The first timed step has a name of its own, so that a profiler can be told to record it alone.
-    const Range range(timed_before_ ? "timed again" : "timed step");
+    const TraceRange range(timed_before_ ? "timed again" : "timed step");
     timed_before_ = true;
     step();
   }
@@ -165,6 +273,7 @@ OperatorTable Llama<S>::time_operators(const std::function<void()>& step) {
   template double Llama<S>::evaluate(const Batch&, std::int64_t*);     \
   template void Llama<S>::zero_gradients();                            \
   template void Llama<S>::zero_accumulated_gradients();                \
+  template void Llama<S>::take_gradient_slot(std::int64_t);            \
   template void Llama<S>::zero_stale_gradients();                      \
   template StepStatistics Llama<S>::statistics();                      \
   template void Llama<S>::update(const AdamWStep&);                    \

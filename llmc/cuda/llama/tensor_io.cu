@@ -3,88 +3,136 @@
 #include <algorithm>
 
 #include "llmc/base/error.h"
+#include "llmc/base/regions.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/llama/llama_model.h"
 #include "llmc/cuda/llama/state_copy.h"
 
 namespace weft::cuda {
 
-// By the name: the spec may come from the table of a file, whose tensors lie in other types and so at other bytes.
 template <typename S>
-std::byte* Llama<S>::address_of(TensorRole role, const TensorSpec& named) const {
-  const TensorSpec& spec = table_.at(named.name);
-  const std::uint64_t offset = static_cast<std::uint64_t>(spec.offset);
+std::byte* Llama<S>::address_of(TensorRole role, const Piece& piece) const {
+  const auto element = static_cast<std::uint64_t>(piece.element), state = static_cast<std::uint64_t>(piece.state);
   switch (role) {
     case TensorRole::parameter:
-      return parameter_arena_.at<std::byte>(spec.byte_offset);
+      return parameter_arena_.at<std::byte>(element * sizeof(S));
     case TensorRole::gradient:
-      return gradient_arena_.at<std::byte>(offset * sizeof(float));
+      return reinterpret_cast<std::byte*>(gradients() + (division_.gradients_divided ? state : element));
     case TensorRole::moment1:
-      return moment1_arena_.at<std::byte>(offset * moment_bytes(options_));
+      return moment1_arena_.at<std::byte>(state * moment_bytes(options_));
     case TensorRole::moment2:
-      return moment2_arena_.at<std::byte>(offset * moment_bytes(options_));
+      return moment2_arena_.at<std::byte>(state * moment_bytes(options_));
   }
   fail(Exit::internal, "unknown tensor role");
 }
 
+// The tensor is found by its name: `named` may come from the table of a file, whose tensors lie in other types.
 template <typename S>
-void Llama<S>::read_tensor(TensorRole role, const TensorSpec& spec, float* values) {
+void Llama<S>::read_tensor(TensorRole role, const TensorSpec& named, float* values) {
   if (role == TensorRole::gradient) zero_stale_gradients();
-  stream_.synchronize("reading a tensor");
-  const auto count = static_cast<std::size_t>(spec.elements);
+  synchronize("reading a tensor");
+  const TensorSpec& spec = table_.at(named.name);
+  const Range tensor{spec.offset, spec.offset + spec.elements};
+  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    const Bucket& bucket = division_.buckets[b];
+    if (common(tensor, bucket.range).size() == 0) continue;
+    const Range part = common(tensor, held(role, bucket));
+    const std::int64_t state = division_.state_begins[b] + part.begin - held(role, bucket).begin;
+    if (part.size() > 0) read_piece(role, {part.begin, state, part.size()}, values + (part.begin - spec.offset));
+    if (!is_divided(role)) continue;
+    std::vector<Range> parts;
+    for (const Range& each : bucket.parts) {
+      const Range theirs = common(tensor, each);
+      parts.push_back({theirs.begin - spec.offset, theirs.end - spec.offset});
+    }
+    peers_.ranks->gather(values, parts);
+  }
+}
+
+template <typename S>
+void Llama<S>::read_piece(TensorRole role, const Piece& piece, float* values) {
+  const auto count = static_cast<std::size_t>(piece.count);
   const bool split = role == TensorRole::parameter && kSplitMaster<S>;
-  if (!split && !is_bf16_moment(role)) {
-    check(cudaMemcpy(values, address_of(role, spec), count * sizeof(float), cudaMemcpyDeviceToHost),
+  const bool is_bf16_moment = is_moment(role) && options_.moments == Precision::bf16;
+  if (!split && !is_bf16_moment) {
+    check(cudaMemcpy(values, address_of(role, piece), count * sizeof(float), cudaMemcpyDeviceToHost),
           "reading a tensor");
     return;
   }
   std::vector<std::uint16_t> stored(count);  // bf16
-  check(cudaMemcpy(stored.data(), address_of(role, spec), count * sizeof(std::uint16_t), cudaMemcpyDeviceToHost),
+  check(cudaMemcpy(stored.data(), address_of(role, piece), count * sizeof(std::uint16_t), cudaMemcpyDeviceToHost),
         "reading a tensor");
   if (!split) return convert_to_f32(stored.data(), DType::bf16, values, count);
   std::vector<std::int16_t> low(count);
-  check(cudaMemcpy(low.data(), low_arena_.at<std::int16_t>(0) + spec.offset, count * sizeof(std::int16_t),
+  check(cudaMemcpy(low.data(), low_arena_.at<std::int16_t>(0) + piece.state, count * sizeof(std::int16_t),
                    cudaMemcpyDeviceToHost),
         "reading a tensor");
   join_host_masters(stored.data(), low.data(), values, count);
 }
 
 template <typename S>
-void Llama<S>::write_tensor(TensorRole role, const TensorSpec& spec, const float* values) {
+void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const float* values) {
   if (role == TensorRole::gradient) zero_stale_gradients();
-  stream_.synchronize("writing a tensor");
+  synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
-  const auto count = static_cast<std::size_t>(spec.elements);
-  if (is_bf16_moment(role)) {  // exact for what read_tensor() gave
+  const TensorSpec& spec = table_.at(named.name);
+  const Range tensor{spec.offset, spec.offset + spec.elements};
+  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    const Bucket& bucket = division_.buckets[b];
+    const Range own = held(role, bucket);
+    const auto write = [&](const Range& range, bool has_state) {
+      const Range part = common(tensor, range);
+      if (part.size() == 0) return;
+      const std::int64_t state = has_state ? division_.state_begins[b] + part.begin - own.begin : -1;
+      write_piece(role, {part.begin, state, part.size()}, values + (part.begin - spec.offset));
+    };
+    write(own, true);
+    if (role != TensorRole::parameter) continue;  // every rank has the parameters themselves of all
+    write({bucket.range.begin, own.begin}, false);
+    write({own.end, bucket.range.end}, false);
+  }
+}
+
+// piece.state is negative for a parameter whose low half another rank has.
+template <typename S>
+void Llama<S>::write_piece(TensorRole role, const Piece& piece, const float* values) {
+  const auto count = static_cast<std::size_t>(piece.count);
+  if (is_moment(role) && options_.moments == Precision::bf16) {  // exact for what read_tensor() gave
     std::vector<std::uint16_t> stored(count);
     convert_from_f32(values, DType::bf16, stored.data(), count);
-    check(cudaMemcpy(address_of(role, spec), stored.data(), count * sizeof(std::uint16_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(address_of(role, piece), stored.data(), count * sizeof(std::uint16_t), cudaMemcpyHostToDevice),
           "writing a tensor");
     return;
   }
   if (role != TensorRole::parameter || !kSplitMaster<S>) {
-    check(cudaMemcpy(address_of(role, spec), values, count * sizeof(float), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(address_of(role, piece), values, count * sizeof(float), cudaMemcpyHostToDevice),
           "writing a tensor");
     return;
   }
-  // Masters are split into halves on the GPU, a piece at a time.
-  constexpr std::size_t kPiece = 4 << 20;
-  MemoryPlan plan("masters on their way to the GPU");
-  plan.add(std::min(count, kPiece) * sizeof(float));
-  const DeviceArena staging(plan);
-  auto* parameter = reinterpret_cast<bf16*>(address_of(role, spec));
-  std::int16_t* low = low_arena_.at<std::int16_t>(0) + spec.offset;
-  for (std::size_t begin = 0; begin < count; begin += kPiece) {
-    const std::size_t piece = std::min(kPiece, count - begin);
-    check(cudaMemcpyAsync(staging.at<float>(0), values + begin, piece * sizeof(float), cudaMemcpyHostToDevice, stream_),
+  // Masters are split into halves on the GPU, some at a time.
+  constexpr std::int64_t kMasters = 4 << 20;
+  Regions regions("masters on their way to the GPU");
+  float* staging = nullptr;
+  std::int16_t* unwanted = nullptr;
+  regions.want(&staging, std::min(piece.count, kMasters));
+  regions.want(&unwanted, piece.state < 0 ? std::min(piece.count, kMasters) : 0);
+  const DeviceArena arena(regions.plan());
+  regions.bind(arena);
+  auto* parameter = reinterpret_cast<bf16*>(address_of(role, piece));
+  for (std::int64_t begin = 0; begin < piece.count; begin += kMasters) {
+    const std::int64_t some = std::min(piece.count - begin, kMasters);
+    std::int16_t* low = piece.state < 0 ? unwanted : low_arena_.at<std::int16_t>(0) + piece.state + begin;
+    check(cudaMemcpyAsync(staging, values + begin, static_cast<std::size_t>(some) * sizeof(float),
+                          cudaMemcpyHostToDevice, stream_),
           "writing a tensor");
-    split_masters(parameter + begin, low + begin, staging.at<float>(0), static_cast<std::int64_t>(piece), stream_);
+    split_masters(parameter + begin, low, staging, some, stream_);
     stream_.synchronize("writing a tensor");
   }
 }
 
 template <typename S>
 std::unique_ptr<StateCopy> Llama<S>::make_state_copy() {
+  if (division_.divided) return TrainModel::make_state_copy();  // from all ranks, by read_tensor()
   PinnedStateCopy::Source source{};
   source.parameters = parameter_arena_.at<std::byte>(0);
   source.low = kSplitMaster<S> ? low_arena_.at<std::byte>(0) : nullptr;
@@ -95,7 +143,6 @@ std::unique_ptr<StateCopy> Llama<S>::make_state_copy() {
 }
 
 #define WEFT_INSTANTIATE(S)                                                          \
-  template std::byte* Llama<S>::address_of(TensorRole, const TensorSpec&) const;     \
   template void Llama<S>::read_tensor(TensorRole, const TensorSpec&, float*);        \
   template void Llama<S>::write_tensor(TensorRole, const TensorSpec&, const float*); \
   template std::unique_ptr<StateCopy> Llama<S>::make_state_copy();

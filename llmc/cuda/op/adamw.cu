@@ -7,7 +7,7 @@
 // Bytes moved an element: g is read, p, m and v are read and written, 28 bytes, in fp32 and with split masters alike (p
 // is 4 bytes in both); 20 with moments in bf16. The norm reads 4 bytes an element.
 //
-// A launch runs over a list of ranges of up to kBlockElements elements, each of which decays or does not as a whole, so a
+// A launch runs over a list of ranges of up to kAdamWBlockElements elements, each of which decays or does not as a whole, so a
 // thread block finds its elements by its index, however many tensors there are. Every element is used once a step, so it is
 // read and written with evict-first.
 
@@ -23,7 +23,6 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kBlockElements = 8192;
 constexpr int kQuad = 4;  // elements that a thread takes at once: 16 bytes of every fp32 array
 
 struct Scalars {
@@ -51,13 +50,18 @@ __device__ float updated(float p, float gradient, float& m, float& v, const Scal
 }
 
 // ---- storage of the master weights --------------------------------------------------------------------------------------------
+// Element i of the parameters has its moments and low half at j (AdamWBlock::state).
 struct Fp32Masters {
   float* p;
 
-  __device__ float get(std::int64_t i) const { return p[i]; }
-  __device__ void set(std::int64_t i, float value) const { p[i] = value; }
-  __device__ float4 get_quad(std::int64_t i) const { return __ldcs(reinterpret_cast<const float4*>(p + i)); }
-  __device__ void set_quad(std::int64_t i, float4 value) const { __stcs(reinterpret_cast<float4*>(p + i), value); }
+  __device__ float get(std::int64_t i, std::int64_t) const { return p[i]; }
+  __device__ void set(std::int64_t i, std::int64_t, float value) const { p[i] = value; }
+  __device__ float4 get_quad(std::int64_t i, std::int64_t) const {
+    return __ldcs(reinterpret_cast<const float4*>(p + i));
+  }
+  __device__ void set_quad(std::int64_t i, std::int64_t, float4 value) const {
+    __stcs(reinterpret_cast<float4*>(p + i), value);
+  }
 };
 
 struct SplitMasters {
@@ -75,22 +79,22 @@ struct SplitMasters {
     low = static_cast<std::uint16_t>(a.low) | static_cast<unsigned>(static_cast<std::uint16_t>(b.low)) << 16;
   }
 
-  __device__ float get(std::int64_t i) const { return join(p[i], static_cast<std::uint16_t>(low[i])); }
-  __device__ void set(std::int64_t i, float value) const {
+  __device__ float get(std::int64_t i, std::int64_t j) const { return join(p[i], static_cast<std::uint16_t>(low[j])); }
+  __device__ void set(std::int64_t i, std::int64_t j, float value) const {
     const SplitMaster split = split_master(__float_as_uint(value));
     p[i] = split.high;
-    low[i] = split.low;
+    low[j] = split.low;
   }
-  __device__ float4 get_quad(std::int64_t i) const {
-    const uint2 h = __ldcs(reinterpret_cast<const uint2*>(p + i)), l = __ldcs(reinterpret_cast<const uint2*>(low + i));
+  __device__ float4 get_quad(std::int64_t i, std::int64_t j) const {
+    const uint2 h = __ldcs(reinterpret_cast<const uint2*>(p + i)), l = __ldcs(reinterpret_cast<const uint2*>(low + j));
     return {join(h.x, l.x), join(h.x >> 16, l.x >> 16), join(h.y, l.y), join(h.y >> 16, l.y >> 16)};
   }
-  __device__ void set_quad(std::int64_t i, float4 value) const {
+  __device__ void set_quad(std::int64_t i, std::int64_t j, float4 value) const {
     uint2 h, l;
     split(value.x, value.y, h.x, l.x);
     split(value.z, value.w, h.y, l.y);
     __stcs(reinterpret_cast<uint2*>(p + i), h);
-    __stcs(reinterpret_cast<uint2*>(low + i), l);
+    __stcs(reinterpret_cast<uint2*>(low + j), l);
   }
 };
 
@@ -98,21 +102,21 @@ struct SplitMasters {
 struct Fp32Moments {
   float *m, *v;
 
-  __device__ void get(std::int64_t i, float& first, float& second) const {
-    first = m[i];
-    second = v[i];
+  __device__ void get(std::int64_t j, float& first, float& second) const {
+    first = m[j];
+    second = v[j];
   }
-  __device__ void set(std::int64_t i, float first, float second) const {
-    m[i] = first;
-    v[i] = second;
+  __device__ void set(std::int64_t, std::int64_t j, float first, float second) const {
+    m[j] = first;
+    v[j] = second;
   }
-  __device__ void get_quad(std::int64_t i, float4& first, float4& second) const {
-    first = __ldcs(reinterpret_cast<const float4*>(m + i));
-    second = __ldcs(reinterpret_cast<const float4*>(v + i));
+  __device__ void get_quad(std::int64_t j, float4& first, float4& second) const {
+    first = __ldcs(reinterpret_cast<const float4*>(m + j));
+    second = __ldcs(reinterpret_cast<const float4*>(v + j));
   }
-  __device__ void set_quad(std::int64_t i, float4 first, float4 second) const {
-    __stcs(reinterpret_cast<float4*>(m + i), first);
-    __stcs(reinterpret_cast<float4*>(v + i), second);
+  __device__ void set_quad(std::int64_t, std::int64_t j, float4 first, float4 second) const {
+    __stcs(reinterpret_cast<float4*>(m + j), first);
+    __stcs(reinterpret_cast<float4*>(v + j), second);
   }
 };
 
@@ -128,55 +132,55 @@ struct RoundedMoments {
   static __device__ float4 wide(uint2 bits) {
     return {wide(bits.x & 0xffffu), wide(bits.x >> 16), wide(bits.y & 0xffffu), wide(bits.y >> 16)};
   }
-  __device__ void get(std::int64_t i, float& first, float& second) const {
-    first = wide(m[i]);
-    second = wide(v[i]);
+  __device__ void get(std::int64_t j, float& first, float& second) const {
+    first = wide(m[j]);
+    second = wide(v[j]);
   }
-  __device__ void set(std::int64_t i, float first, float second) const {
+  __device__ void set(std::int64_t i, std::int64_t j, float first, float second) const {
     const PhiloxWords random = rounding_words(seed, step, i / kQuad);
     unsigned word = 0;
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) word = i % kQuad == k ? random.word[k] : word;
-    m[i] = static_cast<std::uint16_t>(rounded(first, word & 0xffffu));
-    v[i] = static_cast<std::uint16_t>(rounded(second, word >> 16));
+    m[j] = static_cast<std::uint16_t>(rounded(first, word & 0xffffu));
+    v[j] = static_cast<std::uint16_t>(rounded(second, word >> 16));
   }
-  __device__ void get_quad(std::int64_t i, float4& first, float4& second) const {
-    first = wide(__ldcs(reinterpret_cast<const uint2*>(m + i)));
-    second = wide(__ldcs(reinterpret_cast<const uint2*>(v + i)));
+  __device__ void get_quad(std::int64_t j, float4& first, float4& second) const {
+    first = wide(__ldcs(reinterpret_cast<const uint2*>(m + j)));
+    second = wide(__ldcs(reinterpret_cast<const uint2*>(v + j)));
   }
-  __device__ void set_quad(std::int64_t i, float4 first, float4 second) const {
+  __device__ void set_quad(std::int64_t i, std::int64_t j, float4 first, float4 second) const {
     const PhiloxWords random = rounding_words(seed, step, i / kQuad);
     const auto low = [&](int k) { return random.word[k] & 0xffffu; };
     const auto high = [&](int k) { return random.word[k] >> 16; };
-    __stcs(reinterpret_cast<uint2*>(m + i), uint2{rounded(first.x, low(0)) | rounded(first.y, low(1)) << 16,
+    __stcs(reinterpret_cast<uint2*>(m + j), uint2{rounded(first.x, low(0)) | rounded(first.y, low(1)) << 16,
                                                   rounded(first.z, low(2)) | rounded(first.w, low(3)) << 16});
-    __stcs(reinterpret_cast<uint2*>(v + i), uint2{rounded(second.x, high(0)) | rounded(second.y, high(1)) << 16,
+    __stcs(reinterpret_cast<uint2*>(v + j), uint2{rounded(second.x, high(0)) | rounded(second.y, high(1)) << 16,
                                                   rounded(second.z, high(2)) | rounded(second.w, high(3)) << 16});
   }
 };
 
 template <typename Masters, typename Moments>
 __device__ void update_quad(const Masters& masters, const float* gradients, const Moments& moments, std::int64_t i,
-                            const Scalars& s) {
+                            std::int64_t j, const Scalars& s) {
   const float4 g = __ldcs(reinterpret_cast<const float4*>(gradients + i));
   float4 m, v;
-  moments.get_quad(i, m, v);
-  float4 p = masters.get_quad(i);
+  moments.get_quad(j, m, v);
+  float4 p = masters.get_quad(i, j);
   p.x = updated(p.x, g.x, m.x, v.x, s);
   p.y = updated(p.y, g.y, m.y, v.y, s);
   p.z = updated(p.z, g.z, m.z, v.z, s);
   p.w = updated(p.w, g.w, m.w, v.w, s);
-  masters.set_quad(i, p);
-  moments.set_quad(i, m, v);
+  masters.set_quad(i, j, p);
+  moments.set_quad(i, j, m, v);
 }
 
 template <typename Masters, typename Moments>
 __device__ void update_one(const Masters& masters, const float* gradients, const Moments& moments, std::int64_t i,
-                           const Scalars& s) {
+                           std::int64_t j, const Scalars& s) {
   float m, v;
-  moments.get(i, m, v);
-  masters.set(i, updated(masters.get(i), gradients[i], m, v, s));
-  moments.set(i, m, v);
+  moments.get(j, m, v);
+  masters.set(i, j, updated(masters.get(i, j), gradients[i], m, v, s));
+  moments.set(i, j, m, v);
 }
 
 template <typename Masters, typename Moments>
@@ -189,16 +193,19 @@ __global__ void __launch_bounds__(kThreads)
   }
   const AdamWBlock block = blocks[blockIdx.x];
   if (block.decay == 0) scalars.keep = 1.0f;
+  const std::int64_t state = block.state - block.begin;
+  gradients += block.gradient - block.begin;
   // Tensors of a group are adjacent without padding, so a block may begin and end inside a quad.
   const std::int64_t end = block.begin + block.count;
   const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
   const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
 #pragma unroll 2
   for (std::int64_t i = first_quad + threadIdx.x * kQuad; i < last_quad; i += kThreads * kQuad)
-    update_quad(masters, gradients, moments, i, scalars);
+    update_quad(masters, gradients, moments, i, i + state, scalars);
   if (const std::int64_t i = block.begin + threadIdx.x; i < first_quad)
-    update_one(masters, gradients, moments, i, scalars);
-  if (const std::int64_t i = last_quad + threadIdx.x; i < end) update_one(masters, gradients, moments, i, scalars);
+    update_one(masters, gradients, moments, i, i + state, scalars);
+  if (const std::int64_t i = last_quad + threadIdx.x; i < end)
+    update_one(masters, gradients, moments, i, i + state, scalars);
 }
 
 template <typename Masters, typename Moments>
@@ -218,9 +225,9 @@ template <typename From, typename To>
 __global__ void __launch_bounds__(kThreads) convert_masters_kernel(To to, From from, std::int64_t count) {
   const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kQuad;
   if (i + kQuad <= count) {
-    to.set_quad(i, from.get_quad(i));
+    to.set_quad(i, i, from.get_quad(i, i));
   } else {
-    for (std::int64_t j = i; j < count; ++j) to.set(j, from.get(j));
+    for (std::int64_t j = i; j < count; ++j) to.set(j, j, from.get(j, j));
   }
 }
 
@@ -233,46 +240,51 @@ void convert_masters(To to, From from, std::int64_t count, cudaStream_t stream) 
 }
 
 // ---- global norm ------------------------------------------------------------------------------------------------------
-constexpr int kNormBlocks = 528, kNormThreads = 512;  // fixed: the same bits on every GPU
-constexpr int kNormInFlight = 4;
+constexpr int kSumThreads = 1024;
 
+template <int kCount>
 __device__ double block_sum_double(double value, double* scratch) {
   scratch[threadIdx.x] = value;
   __syncthreads();
-  for (unsigned half = kNormThreads / 2; half > 0; half /= 2) {
+  for (unsigned half = kCount / 2; half > 0; half /= 2) {
     if (threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
     __syncthreads();
   }
   return scratch[0];
 }
 
-__global__ void __launch_bounds__(kNormThreads)
-    squares_kernel(double* partial, const float* gradients, std::int64_t count) {
-  __shared__ double scratch[kNormThreads];
-  const std::int64_t quads = count / kQuad, step = static_cast<std::int64_t>(kNormBlocks) * kNormThreads;
-  const std::int64_t self = static_cast<std::int64_t>(blockIdx.x) * kNormThreads + threadIdx.x;
-  const float4* values = reinterpret_cast<const float4*>(gradients);
+// Eight quads a thread, all in flight at once.
+__global__ void __launch_bounds__(kThreads)
+    block_squares_kernel(double* squares, const float* gradients, const AdamWBlock* blocks) {
+  __shared__ double scratch[kThreads];
+  const std::int64_t begin = blocks[blockIdx.x].gradient, end = begin + blocks[blockIdx.x].count;
+  const std::int64_t first_quad = min(ceil_div(begin, kQuad) * kQuad, end);
+  const std::int64_t last_quad = max(end / kQuad * kQuad, first_quad);
   float lane[4] = {0, 0, 0, 0};
-#pragma unroll kNormInFlight
-  for (std::int64_t i = self; i < quads; i += step) {
-    const float4 g = __ldcs(values + i);
+#pragma unroll 8
+  for (std::int64_t i = first_quad + threadIdx.x * kQuad; i < last_quad; i += kThreads * kQuad) {
+    const float4 g = __ldcs(reinterpret_cast<const float4*>(gradients + i));
     lane[0] += g.x * g.x;
     lane[1] += g.y * g.y;
     lane[2] += g.z * g.z;
     lane[3] += g.w * g.w;
   }
-  if (quads * kQuad + self < count) lane[0] += gradients[quads * kQuad + self] * gradients[quads * kQuad + self];
+  if (const std::int64_t i = begin + threadIdx.x; i < first_quad) lane[0] += gradients[i] * gradients[i];
+  if (const std::int64_t i = last_quad + threadIdx.x; i < end) lane[1] += gradients[i] * gradients[i];
   const double own = static_cast<double>(lane[0]) + lane[1] + lane[2] + lane[3];
-  const double sum = block_sum_double(own, scratch);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+  const double sum = block_sum_double<kThreads>(own, scratch);
+  if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kNormThreads)
-    finish_norm_kernel(GradientNorm* result, const double* partial, float clip) {
-  __shared__ double scratch[kNormThreads];
+// One block: eight bytes for 8192 gradients.
+__global__ void __launch_bounds__(kSumThreads)
+    gradient_norm_kernel(GradientNorm* result, const double* squares, const std::int32_t* order, std::int64_t count,
+                         float clip) {
+  __shared__ double scratch[kSumThreads];
   double own = 0;
-  for (int i = threadIdx.x; i < kNormBlocks; i += kNormThreads) own += partial[i];
-  const double norm = sqrt(block_sum_double(own, scratch));
+#pragma unroll 8
+  for (std::int64_t i = threadIdx.x; i < count; i += kSumThreads) own += squares[order != nullptr ? order[i] : i];
+  const double norm = sqrt(block_sum_double<kSumThreads>(own, scratch));
   if (threadIdx.x != 0) return;
   result->norm = norm;
   result->gradient_scale = clip > 0 ? static_cast<float>(fmin(1.0, clip / (norm + 1e-6))) : 1.0f;
@@ -281,17 +293,17 @@ __global__ void __launch_bounds__(kNormThreads)
 
 }  // namespace
 
-void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip, void* workspace,
+void block_squares(double* squares, const float* gradients, const AdamWBlock* blocks, std::int64_t block_count,
                    cudaStream_t stream) {
-  double* partial = static_cast<double*>(workspace);
-  squares_kernel<<<kNormBlocks, kNormThreads, 0, stream>>>(partial, gradients, count);
-  check_launch("gradient_norm");
-  finish_norm_kernel<<<1, kNormThreads, 0, stream>>>(result, partial, clip);
-  check_launch("gradient_norm: finish");
+  if (block_count == 0) return;
+  block_squares_kernel<<<static_cast<unsigned>(block_count), kThreads, 0, stream>>>(squares, gradients, blocks);
+  check_launch("block_squares");
 }
 
-std::size_t gradient_norm_workspace() {
-  return kNormBlocks * sizeof(double);
+void gradient_norm(GradientNorm* result, const double* squares, const std::int32_t* order, std::int64_t count,
+                   float clip, cudaStream_t stream) {
+  gradient_norm_kernel<<<1, kSumThreads, 0, stream>>>(result, squares, order, count, clip);
+  check_launch("gradient_norm");
 }
 
 std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
@@ -303,8 +315,8 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
     for (++next; next < ranges.size() && ranges[next].begin == end && ranges[next].decay == decay; ++next)
       end = ranges[next].end;
     while (begin < end) {
-      const std::int64_t stop = std::min((begin / kBlockElements + 1) * kBlockElements, end);
-      blocks.push_back({begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
+      const std::int64_t stop = std::min((begin / kAdamWBlockElements + 1) * kAdamWBlockElements, end);
+      blocks.push_back({begin, begin, begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
       begin = stop;
     }
   }

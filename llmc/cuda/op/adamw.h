@@ -34,19 +34,12 @@ WEFT_HOST_DEVICE inline std::uint32_t join_master(SplitMaster split) {
          static_cast<std::uint32_t>(static_cast<std::int32_t>(split.low));
 }
 
-// ---- global norm ----------------------------------------------------------------------------------------------------
 // The norm of a step's gradient, on the device: the update reads it there, the host may read it later.
 struct GradientNorm {
   double norm;              // 2-norm over all gradients
   float gradient_scale;     // min(1, clip / (norm + 1e-6)), or 1 without clipping
   std::int32_t non_finite;  // 1 if the norm is not finite: the update then writes nothing
 };
-// gradients [count] fp32; clip 0: no clipping. The sum runs in fp32 in each thread and in double above, in a
-// fixed order. A sum of squares beyond fp32 (a gradient of 1e19) counts as not finite. `workspace`:
-// gradient_norm_workspace() bytes.
-void gradient_norm(GradientNorm* result, const float* gradients, std::int64_t count, float clip, void* workspace,
-                   cudaStream_t stream);
-std::size_t gradient_norm_workspace();
 
 // ---- update ---------------------------------------------------------------------------------------------------------
 // One tensor of the arena: elements [begin, end) and whether they decay.
@@ -58,14 +51,19 @@ struct AdamWRange {
 // tensor.
 struct AdamWBlock {
   std::int64_t begin = 0;
+  // Where its moments and low halves, and its gradients, begin in their arenas: begin, unless a model has some alone.
+  std::int64_t state = 0, gradient = 0;
   std::int32_t count = 0, decay = 0;
 };
+// Blocks end at multiples of so many elements of the arena.
+inline constexpr std::int64_t kAdamWBlockElements = 8192;
 // Adjacent ranges with the same decay are merged; elements between ranges (padding) are never accessed.
 std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges);
 
-// Update of `block_count` blocks. Parameters, gradients, moments and low parts are arenas of one layout,
-// aligned to 16 bytes; `blocks` lies on the device. norm: on the device; its gradient_scale replaces
-// step.gradient_scale, and if it is non_finite nothing is written. norm null: step.gradient_scale holds.
+// Update of `block_count` blocks. Parameters, gradients, and moments with low parts are arenas of up to three layouts, in
+// which the positions of a block differ by multiples of 4, all aligned to 16 bytes; `blocks` lies on the device. norm: on
+// the device; its gradient_scale replaces step.gradient_scale, and if it is non_finite nothing is written. norm null:
+// step.gradient_scale holds.
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, const AdamWBlock* blocks,
            std::int64_t block_count, const AdamWStep& step, const GradientNorm* norm, cudaStream_t stream);
 // The same on bf16 parameters with their low parts: an fp32 master in four bytes.
@@ -90,6 +88,17 @@ WEFT_HOST_DEVICE inline PhiloxWords rounding_words(std::uint64_t seed, std::int6
   return philox(seed, (static_cast<std::uint64_t>(step) << 38) + static_cast<std::uint64_t>(quad),
                 static_cast<std::uint64_t>(RandomStream::stochastic_rounding));
 }
+
+// ---- global norm ----------------------------------------------------------------------------------------------------
+// squares[i] = the sum of squares of the gradients of blocks[i], which lies on the device: in fp32 over eight elements of a
+// thread's lane, in double above, in a fixed order. A sum of squares beyond fp32 (a gradient of 1e19) counts as not finite.
+void block_squares(double* squares, const float* gradients, const AdamWBlock* blocks, std::int64_t block_count,
+                   cudaStream_t stream);
+// The norm from the squares of all blocks of a model [count], added in a fixed order: that of `order` [count], which has
+// the position of each block's square, or their own where it is null. So the bits of the norm do not depend on which ranks
+// the blocks belong to. clip 0: no clipping.
+void gradient_norm(GradientNorm* result, const double* squares, const std::int32_t* order, std::int64_t count,
+                   float clip, cudaStream_t stream);
 
 // fp32 masters to bf16 parameters and low parts, and back: for loading and saving. [count] each.
 void split_masters(__nv_bfloat16* parameters, std::int16_t* low, const float* masters, std::int64_t count,

@@ -9,6 +9,7 @@
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/rotate_pair.cuh"
 
 namespace weft::cuda {
 
@@ -41,8 +42,7 @@ struct Angles {
   Few<float, kWide> cosine, sine;
 };
 
-// Rotates the pieces of a head at `from` and writes them to `to`, which may be the same. Left to itself, the compiler fuses these
-// expressions differently for different kWide.
+// Rotates the pieces of a head at `from` and writes them to `to`, which may be the same.
 template <typename S, int kWide>
 __device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angles) {
   using Piece = Few<S, kWide>;
@@ -51,8 +51,8 @@ __device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angl
   for (int i = 0; i < kWide; ++i) {
     const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = angles.cosine.value[i],
                 s = angles.sine.value[i];
-    low.value[i] = from_float<S>(__fmaf_rn(a, c, -__fmul_rn(z, s)));
-    high.value[i] = from_float<S>(__fmaf_rn(z, c, __fmul_rn(a, s)));
+    low.value[i] = from_float<S>(rotated(a, z, c, -s));
+    high.value[i] = from_float<S>(rotated(z, a, c, s));
   }
   *reinterpret_cast<Piece*>(to) = low;
   *reinterpret_cast<Piece*>(to + half) = high;

@@ -25,8 +25,7 @@ struct AppendToPages {
 };
 
 // For each row at position p >= 0: q = rotate(q); keys and values of p = rotate(k), v, in page p / page_size of the row's block
-// table. As rope_forward(), but with one order of operations for every shape: with a pair (a, z) and the products in braces
-// rounded, fma(a, cos, -{z sin}) and fma(z, cos, {a sin}), rounded to S. Launched as part of a chain. A page size, a head
+// table. As rope_forward(), but with one order of operations for every shape (rotate_pair.cuh), rounded to S. Launched as part of a chain. A page size, a head
 // dimension or a view that is not as described: Exit::internal.
 template <typename S>
 void append_to_pages(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream);

@@ -431,6 +431,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void move_losses_kernel(LossTotal* sum, LossTotal* total) {
+  sum->loss_sum += total->loss_sum;
+  sum->label_count += total->label_count;
+  *total = {};
+}
+
 }  // namespace
 
 ClassifierLimits classifier_limits() {
@@ -460,6 +466,11 @@ void add_losses(LossTotal* total, const float* losses, const std::int32_t* label
                 cudaStream_t stream) {
   add_losses_kernel<<<1, kThreads, 0, stream>>>(total, losses, labels, N);
   check_launch("add_losses");
+}
+
+void move_losses(LossTotal* sum, LossTotal* total, cudaStream_t stream) {
+  move_losses_kernel<<<1, 1, 0, stream>>>(sum, total);
+  check_launch("move_losses");
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                           \

@@ -33,5 +33,7 @@ struct LossTotal {
 // total += the losses [N] and the number of labels [N] that are not kIgnoredLabel, added in double in a fixed
 // order.
 void add_losses(LossTotal* total, const float* losses, const std::int32_t* labels, std::int64_t N, cudaStream_t stream);
+// sum += total; total = 0.
+void move_losses(LossTotal* sum, LossTotal* total, cudaStream_t stream);
 
 }  // namespace weft::cuda

@@ -182,6 +182,11 @@ class Scratch {
 
 }  // namespace
 
+std::string cublaslt_version() {
+  const std::size_t number = cublasLtGetVersion();
+  return format("%zu.%zu.%zu", number / 10000, number / 100 % 100, number % 100);
+}
+
 const char* gemm_name(Gemm gemm) {
   return gemm == Gemm::forward      ? "forward"
          : gemm == Gemm::wide       ? "wide forward"

@@ -37,6 +37,8 @@ enum class Gemm {
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
 };
 const char* gemm_name(Gemm gemm);
+// "13.0.2": of the library that this process has loaded.
+std::string cublaslt_version();
 
 struct MatmulShape {
   Gemm gemm = Gemm::forward;
@@ -87,6 +89,10 @@ class Matmul {
   // suggestion.
   void prepare(std::span<const MatmulShape> shapes);
   void prepare(const MatmulShape& shape) { prepare({&shape, 1}); }
+  // The plans that hold, for another process that is to compute the same bits, and those of another one: from now on they are
+  // the remembered ones. Exit::environment if they are those of another GPU, driver or cuBLASLt.
+  std::string plans() const { return remembered_.text(); }
+  void adopt_plans(const std::string& plans) { remembered_.adopt(plans); }
 
   template <typename T>
   void forward(T* out, const T* x, const T* weight, const T* bias, std::int64_t N, std::int64_t C, std::int64_t OC,

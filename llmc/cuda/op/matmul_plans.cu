@@ -90,6 +90,17 @@ bool parse_line(const std::string& line, StoredPlans& plans) {
   return true;
 }
 
+// False if the text is damaged or of another version.
+bool parse(const std::string& text, std::string& identity, StoredPlans& plans) {
+  std::istringstream lines(text);
+  std::string title, line;
+  std::getline(lines, title);
+  std::getline(lines, identity);
+  bool intact = title == kTitle;
+  while (intact && std::getline(lines, line)) intact = parse_line(line, plans);
+  return intact;
+}
+
 }  // namespace
 
 MatmulPlans::MatmulPlans(std::string identity, std::string run_file)
@@ -124,14 +135,9 @@ StoredPlans MatmulPlans::read(const std::string& path) const {
   std::error_code error;
   if (!fs::exists(path, error)) return {};
   try {
-    std::istringstream lines(read_text_file(path, kMaxFileBytes));
-    std::string title, identity, line;
-    std::getline(lines, title);
-    std::getline(lines, identity);
+    std::string identity;
     StoredPlans plans;
-    bool intact = title == kTitle;
-    while (intact && std::getline(lines, line)) intact = parse_line(line, plans);
-    if (!intact) {
+    if (!parse(read_text_file(path, kMaxFileBytes), identity, plans)) {
       log_warning("%s is damaged or of another version: matmul plans are chosen anew", escaped(path, 4096).c_str());
       return {};
     }
@@ -140,6 +146,18 @@ StoredPlans MatmulPlans::read(const std::string& path) const {
     log_warning("%s. Matmul plans are chosen anew", problem.what());
     return {};
   }
+}
+
+void MatmulPlans::adopt(const std::string& text) {
+  std::string identity;
+  StoredPlans plans;
+  if (!parse(text, identity, plans) || identity != identity_) {
+    fail(Exit::environment,
+         "matmul plans of another rank are for %s, this one has %s. All ranks need the same GPU, driver "
+         "and cuBLASLt",
+         escaped(identity).c_str(), escaped(identity_).c_str());
+  }
+  plans_ = std::move(plans);
 }
 
 void MatmulPlans::write_cache(const StoredPlans& chosen) {

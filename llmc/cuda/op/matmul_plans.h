@@ -36,6 +36,11 @@ class MatmulPlans {
   // meantime its choice stays: find() tells which one holds.
   void add(const StoredPlans& chosen);
 
+  // All plans as a file has them, and those of another process instead of this one's: Exit::environment if its identity is
+  // another one.
+  std::string text() const { return text(plans_); }
+  void adopt(const std::string& text);
+
  private:
   std::string text(const StoredPlans& plans) const;
   StoredPlans read(const std::string& path) const;

@@ -18,6 +18,7 @@
 
 #include "llmc/cuda/op/gemv.h"
 #include "llmc/cuda/op/paged_kv.h"
+#include "llmc/cuda/op/rope.h"
 #include "llmc/model/head_view.h"
 
 namespace weft::cuda {
@@ -41,6 +42,9 @@ std::size_t paged_work_bytes(const PagedAttentionShape& shape);
 // part. Host only, no CUDA call. Spans beyond what the shape allows: Exit::internal.
 std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::span<const PagedSpan> spans);
 
+// Whether every span of the list is one row and none needs a tile: then paged_attention() can append keys and values itself.
+bool paged_work_decodes(const void* work);
+
 // Bytes that paged_attention() needs beside its tensors; zero before the first call, 16-byte aligned. Not for two launches at
 // the same time.
 std::size_t paged_attention_workspace(const PagedAttentionShape& shape);
@@ -50,12 +54,21 @@ template <typename S>
 struct PagedAttention {
   PagedAttentionShape shape;
   float scale = 0;
-  HeadViewOf<const S> q;       // as append_to_pages() left it
+  HeadViewOf<const S> q;       // as append_to_pages() left it, but see k
   PagedKv<S> kv;               // positions up to the rows' own; what lies behind them is not read into any result
   PagedRows rows;              // rows of a span are neighbours, as in its PagedSpan
   const void* work = nullptr;  // write_paged_work() for these rows, in device memory; read when `rows` are (paged_kv.h)
   void* workspace = nullptr;
   S* out = nullptr;  // [rows, NH, HS], 16-byte aligned; padding rows are not written
+  // Of a list that decodes, instead of append_to_pages(): k and v of the rows, and q above, as the GEMM before wrote them. Attention
+  // rotates q and k and writes k and v to their pages, once; q and k themselves stay as they were. All results have the bits that
+  // the two launches give. Keys and values of earlier positions are read without waiting for the predecessors.
+  HeadViewOf<const S> k, v;  // null: append_to_pages() came before
+  DeviceRopeTable rope;      // 16-byte aligned
+};
+enum class PagedPath {
+  automatic,  // prompts on wgmma on Hopper; the bits are those of mma.sync
+  portable,   // mma.sync on Hopper too, for tests
 };
 // Launched as part of a chain. bf16 and fp16 run on tensor cores, float on a plain and slow path.
 //
@@ -63,6 +76,7 @@ struct PagedAttention {
 // waits at some time before it ends, as every kernel of a chain does, and before it reads or overwrites what attention reads
 // or writes.
 template <typename S>
-void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+void paged_attention(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream,
+                     PagedPath path = PagedPath::automatic);
 
 }  // namespace weft::cuda

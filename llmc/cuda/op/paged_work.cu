@@ -60,13 +60,15 @@ class Plan {
       : shape_(shape), G_(group(shape)), free_slots_(paged_partial_slots(shape)) {}
 
   void add(const PagedSpan& span) {
+    if (span.rows > 1) decodes_ = false;
     if (!add_splits(span)) add_tiles(span);
   }
 
   std::size_t write(void* work) {
     auto* header = static_cast<PagedWorkHeader*>(work);
     auto* entry = reinterpret_cast<PagedItem*>(header + 1);
-    *header = {static_cast<std::int32_t>(tiles_.size()), static_cast<std::int32_t>(items_.size())};
+    *header = {static_cast<std::int32_t>(tiles_.size()), static_cast<std::int32_t>(items_.size()),
+               decodes_ && tiles_.empty() ? 1 : 0};
     // The longest first: those that are left at the end, when blocks run out of work, are short.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [&](const PagedItem& a, const PagedItem& b) { return tile_end(a) > tile_end(b); });
@@ -130,6 +132,7 @@ class Plan {
   const PagedAttentionShape& shape_;
   std::int64_t G_, free_slots_, used_slots_ = 0;
   std::vector<PagedItem> tiles_, items_;
+  bool decodes_ = true;  // no span has more than one row
 };
 
 void check_spans(const PagedAttentionShape& shape, std::span<const PagedSpan> spans) {
@@ -180,6 +183,10 @@ std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::
     if (span.rows > 1) plan.add(span);
   }
   return plan.write(work);
+}
+
+bool paged_work_decodes(const void* work) {
+  return static_cast<const PagedWorkHeader*>(work)->decodes == 1;
 }
 
 }  // namespace weft::cuda

@@ -23,6 +23,7 @@ constexpr std::int64_t paged_tile_rows(std::int64_t HS) {
 
 struct alignas(16) PagedWorkHeader {
   std::int32_t tiles = 0, items = 0;
+  std::int32_t decodes = 0;  // 1: what paged_work_decodes() says
 };
 struct alignas(16) PagedItem {
   std::uint16_t first_row = 0, rows = 0;  // of the span

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 #include "llmc/cuda/runtime/error.h"
 
 namespace weft::cuda {
@@ -13,38 +15,48 @@ constexpr int kOldestArch = 80;
 // Never launched: asking for its attributes tells whether this program holds code for the GPU.
 __global__ void marker_kernel() {}
 
-void inspect(Device& device, int injected_arch) {
+void inspect(Device& device, int injected_arch, int index) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "GPU");
   if (count == 0) check(cudaErrorNoDevice, "GPU");
+  const std::string gpu = "GPU " + std::to_string(index);
+  if (index >= count) fail(Exit::environment, "%s: this machine has %d (CUDA_VISIBLE_DEVICES)", gpu.c_str(), count);
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, 0), "GPU 0");
+  check(cudaGetDeviceProperties(&properties, index), gpu.c_str());
   device.name = properties.name;
+  device.id = format("%04x:%02x:%02x.0", properties.pciDomainID, properties.pciBusID, properties.pciDeviceID);
   device.arch = injected_arch != 0 ? injected_arch : 10 * properties.major + properties.minor;
   device.multiprocessors = properties.multiProcessorCount;
   device.shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
   if (device.arch < kOldestArch) {
-    fail(Exit::environment, "GPU 0 (%s) is sm_%d, weft needs sm_%d or later", device.name.c_str(), device.arch,
-         kOldestArch);
+    fail(Exit::environment, "%s (%s) is sm_%d, weft needs sm_%d or later", gpu.c_str(), device.name.c_str(),
+         device.arch, kOldestArch);
   }
-  check(cudaSetDevice(0), "GPU 0");
+  check(cudaSetDevice(index), gpu.c_str());
   std::size_t free_bytes = 0, total_bytes = 0;
-  check(cudaMemGetInfo(&free_bytes, &total_bytes), "GPU 0");
+  check(cudaMemGetInfo(&free_bytes, &total_bytes), gpu.c_str());
   device.free_bytes = free_bytes;
   device.total_bytes = total_bytes;
   cudaFuncAttributes attributes{};
   const cudaError_t found = cudaFuncGetAttributes(&attributes, marker_kernel);
-  check(found == cudaErrorInvalidDeviceFunction ? cudaErrorNoKernelImageForDevice : found, "GPU 0");
+  check(found == cudaErrorInvalidDeviceFunction ? cudaErrorNoKernelImageForDevice : found, gpu.c_str());
 }
 
 }  // namespace
 
-Device probe_device(int injected_arch) {
+int visible_gpus() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();  // no driver, or one that does not work: probe_device() says so
+  return 0;
+}
+
+Device probe_device(int injected_arch, int index) {
   Device device;
   cudaDriverGetVersion(&device.driver);
   cudaRuntimeGetVersion(&device.runtime);
   try {
-    inspect(device, injected_arch);
+    inspect(device, injected_arch, index);
     device.usable = true;
   } catch (const Error& error) {
     device.problem = error.what();

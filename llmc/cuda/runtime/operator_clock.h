@@ -20,7 +20,7 @@ class OperatorClock {
   // Runs `launch` as the operator `name` (a literal: it is kept by address). flops and bytes: see OperatorTime.
   template <typename Launch>
   void run(const char* name, double flops, double bytes, Launch&& launch) {
-    const Range range(name);
+    const TraceRange range(name);
     if (!timing_) return std::forward<Launch>(launch)();
     begin(name, flops, bytes);
     std::forward<Launch>(launch)();

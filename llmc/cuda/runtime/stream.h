@@ -37,12 +37,12 @@ class Event {
 };
 
 // A named span of the host thread; the kernels launched in it are found under its name.
-class Range {
+class TraceRange {
  public:
-  explicit Range(const char* name) { nvtxRangePushA(name); }
-  ~Range() { nvtxRangePop(); }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  explicit TraceRange(const char* name) { nvtxRangePushA(name); }
+  ~TraceRange() { nvtxRangePop(); }
+  TraceRange(const TraceRange&) = delete;
+  TraceRange& operator=(const TraceRange&) = delete;
 };
 
 }  // namespace weft::cuda

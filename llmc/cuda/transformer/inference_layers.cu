@@ -89,24 +89,23 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 template <typename S>
 void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
   const PagedRows paged_rows{step.positions, step.tables, reinterpret_cast<const std::int32_t*>(b_.step), rows};
-  AppendToPages<S> append;
-  append.q = queries();
-  append.k = keys();
-  append.v = values();
-  append.NH = config_.num_heads;
-  append.kv = pages_of_layer(l);
-  append.rows = paged_rows;
-  append.rope = rope_;
-  named("RoPE, pages", [&] { append_to_pages(append, device_, stream_); });
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
   io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
   io.q = queries();
-  io.kv = append.kv;
+  io.kv = pages_of_layer(l);
   io.rows = paged_rows;
   io.work = step.work;
   io.workspace = b_.attention_workspace;
   io.out = b_.attention;
+  if (step.decodes) {
+    io.k = keys();
+    io.v = values();
+    io.rope = rope_;
+  } else {
+    const AppendToPages<S> append = {queries(), keys(), values(), config_.num_heads, io.kv, paged_rows, rope_};
+    named("RoPE, pages", [&] { append_to_pages(append, device_, stream_); });
+  }
   named("attention", [&] { paged_attention(io, device_, stream_); });
   keep_heads(l);
 }

@@ -16,6 +16,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -67,6 +68,7 @@ struct StepArrays {
   std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
   std::byte* work;                               // of attention
+  bool decodes = false;                          // attention rotates and appends the rows itself: other launches
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
 
@@ -142,6 +144,7 @@ class Inference final : public InferenceModel {
     std::unique_ptr<PinnedBuffer> logits;  // of the spans that keep them; grows with their number
     Event done{cudaEventDisableTiming};
     std::int64_t wanted = 0;  // rows, without padding
+    bool decodes = false;     // the list of attention's work does
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
   };
@@ -182,7 +185,7 @@ class Inference final : public InferenceModel {
   template <typename Work>
   void named(const char* name, const Work& work) {
     if (!options_.direct) return work();
-    const Range range(name);
+    const TraceRange range(name);
     work();
   }
 
@@ -206,8 +209,9 @@ class Inference final : public InferenceModel {
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  std::map<std::pair<std::int64_t, std::int64_t>, BucketGraph> graphs_;  // by buckets of rows and wanted rows
-  std::vector<std::unique_ptr<Flight>> flights_;                         // [kDepth], used in turn
+  // By buckets of rows and of wanted rows, and by StepArrays::decodes.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool>, BucketGraph> graphs_;
+  std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted

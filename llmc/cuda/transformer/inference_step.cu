@@ -92,6 +92,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   const StepArrays step = step_arrays(begin, rows, wanted);
   // Block tables lie behind attention's work, in units of their elements.
   const std::size_t work_bytes = write_paged_work(step.work, attention_shape(config_, pool_), paged_spans_);
+  flight.decodes = paged_work_decodes(step.work);
   auto* const base = reinterpret_cast<std::int32_t*>(begin);
   std::int64_t table = ceil_div(step.work + work_bytes - begin, sizeof(std::int32_t));
   std::int64_t row = 0, next = 0;
@@ -153,9 +154,10 @@ void Inference<S>::keep_logits(const Flight& flight, std::int64_t first, std::in
 
 template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
-  const StepArrays step = step_arrays(b_.step, rows, wanted);
+  StepArrays step = step_arrays(b_.step, rows, wanted);
+  step.decodes = flight.decodes && !keep_;  // kept queries are rotated ones
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    BucketGraph& bucket = graphs_[{rows, wanted}];
+    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes}];
     // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {

@@ -74,7 +74,7 @@ class MaybeRange {
   }
 
  private:
-  std::optional<Range> range_;
+  std::optional<TraceRange> range_;
 };
 
 // Pointers into the workspace.

@@ -27,6 +27,7 @@
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/attention/hold_back.cuh"
 #include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
 
@@ -226,13 +227,6 @@ struct RunningSoftmax {
     }
   }
 };
-
-// A store that never happens: it keeps the assembler from putting what follows in front of the exponentials, which are
-// to run beside the GEMMs. (Sums of exponentials are not negative, but only we know.)
-__device__ inline void hold_back(float sum, unsigned shared) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(sum), "r"(shared)
-               : "memory");
-}
 
 template <int R>
 __device__ void multiply_rows(float (&O)[R], const float (&factor)[2]) {

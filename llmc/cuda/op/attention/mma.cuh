@@ -159,16 +159,21 @@ struct RegisterOperand {
 
   template <typename Row>
   __device__ void load(const Row& row) {
+    load(row, [](const T* elements, int word) { return reinterpret_cast<const unsigned*>(elements)[word]; });
+  }
+  // The same where elements 2 w and 2 w + 1 of a row are word(row(i), w).
+  template <typename Row, typename Word>
+  __device__ void load(const Row& row, const Word& word) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned* words = reinterpret_cast<const unsigned*>(row(m * 16 + half * 8 + g));
+        const T* elements = row(m * 16 + half * 8 + g);
 #pragma unroll
         for (int k = 0; k < HS / 16; ++k) {
-          at[m][k].word[half] = words ? words[k * 8 + t] : 0;
-          at[m][k].word[half + 2] = words ? words[k * 8 + t + 4] : 0;
+          at[m][k].word[half] = elements ? word(elements, k * 8 + t) : 0;
+          at[m][k].word[half + 2] = elements ? word(elements, k * 8 + t + 4) : 0;
         }
       }
     }
@@ -191,9 +196,11 @@ __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows
 // In both GEMMs the next fragment is on its way while the MMAs of this one run.
 
 // c += A B^T with A a LeftOperand or a RegisterOperand and B [N * 8, HS] in a tile (address with the lane's offset by columns).
-template <typename T, int HS, int M, int N, typename Left>
+// Part of Parts: only these columns of c, of which B has the rows.
+template <typename T, int HS, int Part = 0, int Parts = 1, int M, int N, typename Left>
 __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, unsigned b) {
-  constexpr int kPerStep = N / 2, kFragments = HS / 16 * kPerStep;
+  static_assert(N % (2 * Parts) == 0);
+  constexpr int kFirst = Part * N / Parts, kPerStep = N / Parts / 2, kFragments = HS / 16 * kPerStep;
   const auto load = [&](int i) {
     return load_matrices(b + i % kPerStep * 16 * Tile<T, HS>::kRowBytes + i / kPerStep * 32);
   };
@@ -206,15 +213,16 @@ __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, un
     }
     const Fragment columns = next;
     if (i + 1 < kFragments) next = load(i + 1);
-    multiply_add<T>(c, rows, columns, i % kPerStep * 2);
+    multiply_add<T>(c, rows, columns, kFirst + i % kPerStep * 2);
   }
 }
 
 // c += A B with A [M * 16, K * 16] in accumulators and B [K * 16, N * 8] in a tile (address with the lane's offset by
-// rows, at B's first column).
-template <typename T, int HS, int M, int N, int KN>
+// rows, at B's first column). Part of Parts: only these columns of A, of which B has the rows.
+template <typename T, int HS, int Part = 0, int Parts = 1, int M, int N, int KN>
 __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumulators<M, KN>& a, unsigned b) {
-  constexpr int kPerStep = N / 2, kFragments = KN / 2 * kPerStep;
+  static_assert(KN % (2 * Parts) == 0);
+  constexpr int kFirst = Part * KN / Parts / 2, kPerStep = N / 2, kFragments = KN / Parts / 2 * kPerStep;
   const auto load = [&](int i) {
     return load_matrices_transposed(b + i / kPerStep * 16 * Tile<T, HS>::kRowBytes + i % kPerStep * 32);
   };
@@ -223,7 +231,7 @@ __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumula
   for (int i = 0; i < kFragments; ++i) {
     if (i % kPerStep == 0) {
 #pragma unroll
-      for (int m = 0; m < M; ++m) rows[m] = as_operand<T>(a, m, i / kPerStep);
+      for (int m = 0; m < M; ++m) rows[m] = as_operand<T>(a, m, kFirst + i / kPerStep);
     }
     const Fragment columns = next;
     if (i + 1 < kFragments) next = load(i + 1);

@@ -1,0 +1,51 @@
+#include "llmc/app/rank_team.h"
+
+#include <unistd.h>
+
+#include <new>
+
+#include "llmc/base/hash.h"
+#include "llmc/base/log.h"
+#include "llmc/comm/socket_ranks.h"
+#include "llmc/comm/start_ranks.h"
+#include "llmc/train/fault_injection.h"
+
+namespace weft {
+
+RankTeam::RankTeam(const TrainSettings& settings, const std::optional<LaunchedRank>& launched)
+    : launched_(launched.value_or(LaunchedRank())), size_(settings.ranks) {
+  if (!first()) log_as_rank(rank());
+}
+
+void RankTeam::meet(const TrainSettings& settings, const std::string& version) {
+  const int listener = inherited_listener();
+  if (size_ == 1) return;
+  const RankAddress place = address_of_first(launched_);
+  const bool forged = parse_faults(settings.debug_inject).other_version == launched_.rank;
+  const RankIdentity self{rank(), size(), xxh3_64(launched_.run), forged ? "another version" : version};
+  communicator_ = meet_ranks(self, {place.address, place.port, listener}, settings.comm_timeout);
+}
+
+Exit RankTeam::together(const std::function<Exit()>& work) {
+  try {
+    return work();
+  } catch (const Error& error) {
+    communicator_->abort(error);
+    throw;
+  } catch (const std::bad_alloc&) {
+    communicator_->abort(Error(Exit::resources, "out of memory"));
+    throw;
+  } catch (...) {
+    communicator_->abort(Error(Exit::internal, "ended by an exception"));
+    throw;
+  }
+}
+
+void RankTeam::leave_with(const Error& error) {
+  log_error("%s", error.what());
+  communicator_->abort(error);
+  communicator_.reset();
+  ::_exit(static_cast<int>(error.code()));
+}
+
+}  // namespace weft

@@ -1,0 +1,46 @@
+// This process as one of the ranks of a run: which one it is, and its connection to the others.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "llmc/base/error.h"
+#include "llmc/comm/communicator.h"
+#include "llmc/comm/launcher.h"
+#include "llmc/train/options.h"
+
+namespace weft {
+
+class RankTeam {
+ public:
+  // `launched`: what a launcher says of this process. Waits for nobody. A rank that is not the first writes warnings and errors
+  // alone from now on (log_as_rank()).
+  RankTeam(const TrainSettings& settings, const std::optional<LaunchedRank>& launched);
+
+  int rank() const { return static_cast<int>(launched_.rank); }
+  int size() const { return static_cast<int>(size_); }
+  bool first() const { return launched_.rank == 0; }
+  // Among the ranks of this machine.
+  int local_rank() const { return static_cast<int>(launched_.local_rank); }
+  int local_size() const { return static_cast<int>(launched_.local_size); }
+
+  // Meets the other ranks, which have to be of the same `version`.
+  void meet(const TrainSettings& settings, const std::string& version);
+  // After meet(), or alone.
+  Communicator& communicator() { return *communicator_; }
+
+  // Calls work(). An error of it is told to the other ranks, and thrown.
+  Exit together(const std::function<Exit()>& work);
+  // Prints the error, tells it to the other ranks and ends the process: where to free what this rank has could mean to wait for
+  // a GPU that waits for a rank that does not come.
+  [[noreturn]] void leave_with(const Error& error);
+
+ private:
+  LaunchedRank launched_;
+  std::int64_t size_;
+  std::unique_ptr<Communicator> communicator_ = std::make_unique<SingleRank>();
+};
+
+}  // namespace weft

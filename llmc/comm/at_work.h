@@ -1,0 +1,29 @@
+// Work of one rank for which the others have to wait, and that may take longer than their time limit: reading a checkpoint,
+// trying GEMM plans.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "llmc/comm/communicator.h"
+
+namespace weft {
+
+// While one exists, a thread tells the others that this process is at work: they go on waiting. A process that is stopped or
+// dies gives no sign; one that hangs gives signs for half an hour at most.
+class AtWork {
+ public:
+  explicit AtWork(Communicator& ranks);
+  ~AtWork();
+  AtWork(const AtWork&) = delete;
+  AtWork& operator=(const AtWork&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;  // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace weft

@@ -1,0 +1,65 @@
+#include "llmc/comm/frame_io.h"
+
+namespace weft {
+
+FrameReader::Got FrameReader::read(const Socket& socket) {
+  constexpr std::size_t kHeader = sizeof(FrameHeader);
+  while (got_ < kHeader) {
+    const std::ptrdiff_t count = read_some(socket, bytes_of(header_).subspan(got_));
+    if (count <= 0) return count == 0 ? Got::nothing : Got::closed;
+    got_ += static_cast<std::size_t>(count);
+    if (got_ < kHeader) continue;
+    if (!is_frame(header_)) return Got::closed;
+    body_.resize(header_.bytes);
+  }
+  while (got_ - kHeader < body_.size()) {
+    const std::ptrdiff_t count = read_some(socket, std::span(body_).subspan(got_ - kHeader));
+    if (count <= 0) return count == 0 ? Got::nothing : Got::closed;
+    got_ += static_cast<std::size_t>(count);
+  }
+  got_ = 0;
+  return Got::frame;
+}
+
+Error FrameReader::reason() const {
+  return {static_cast<Exit>(header_.code), std::string(reinterpret_cast<const char*>(body_.data()), body_.size())};
+}
+
+void FrameWriter::begin(const FrameHeader& header, std::span<const std::byte> body) {
+  FrameHeader with_size = header;
+  with_size.bytes = body.size();
+  const auto head = const_bytes_of(with_size);
+  bytes_.assign(head.begin(), head.end());
+  bytes_.insert(bytes_.end(), body.begin(), body.end());
+  sent_ = 0;
+}
+
+void FrameWriter::begin(const Error& abort) {
+  FrameHeader header;
+  header.kind = FrameKind::abort;
+  header.code = static_cast<std::int32_t>(abort.code());
+  const std::string reason = abort.what();
+  const std::string_view text = reason_for_frame(reason);
+  begin(header, std::as_bytes(std::span(text.data(), text.size())));
+}
+
+bool FrameWriter::write(const Socket& socket) {
+  while (!done()) {
+    const std::ptrdiff_t count = write_some(socket, std::span(bytes_).subspan(sent_));
+    if (count <= 0) return count == 0;
+    sent_ += static_cast<std::size_t>(count);
+  }
+  return true;
+}
+
+bool FrameWriter::write_all(const Socket& socket, Deadline deadline) {
+  while (write(socket)) {
+    if (done()) return true;
+    if (SocketClock::now() >= deadline) return false;
+    pollfd waiting{socket.fd(), POLLOUT, 0};
+    wait_for_any({&waiting, 1}, deadline);
+  }
+  return false;
+}
+
+}  // namespace weft

@@ -1,0 +1,37 @@
+// Where the ranks of a run meet: a thread in the process of rank 0, to which each rank has one connection, rank 0 too. It
+// brings the calls of all ranks together, copies to each what it is to get, and keeps the time: of a call that cannot end it
+// knows who has not come. A run on GPUs sends its small messages here; its gradients take NCCL's way.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "llmc/comm/socket.h"
+
+namespace weft {
+
+// What a rank must know to be let in.
+struct RankIdentity {
+  int rank = 0, size = 1;
+  std::uint64_t token = 0;  // a number of this run, so that nothing else that knocks at the port is taken for a rank
+  std::string version;      // of weft; at most 103 bytes of it are compared
+};
+
+class Hub {
+ public:
+  // `listener`: where the other ranks come. Waits for them and serves their calls on a thread of its own, until all have
+  // left; each wait is limited to `time_limit_s` seconds.
+  Hub(Socket listener, const RankIdentity& first_rank, double time_limit_s);
+  ~Hub();  // the connection of rank 0 has to be closed before
+  Hub(const Hub&) = delete;
+  Hub& operator=(const Hub&) = delete;
+
+  Socket take_first_connection();  // of rank 0; once
+
+ private:
+  class Thread;
+  std::unique_ptr<Thread> thread_;
+};
+
+}  // namespace weft

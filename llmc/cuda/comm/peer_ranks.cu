@@ -1,0 +1,274 @@
+// Ranks of one machine whose GPUs reach each other's memory: copies by the copy engines, which take no multiprocessor from the
+// kernels beside them, as NCCL's sends do. Each rank reads what is meant for it out of the memory of the others.
+//
+// Order is kept by two numbers for each pair of ranks, which lie in the reader's and in the owner's memory and grow by one
+// with each call: a rank writes into the others' memory that its values are ready, waits in its stream for theirs, copies,
+// and writes into their memory that it has read; its call ends, in its stream, when all others have read. The driver writes
+// and waits in the order of a stream (cuStreamWriteValue32, cuStreamWaitValue32); no kernel and no host waits.
+#include <cudaTypedefs.h>
+
+#include <cstdint>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/cuda/comm/wait.h"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/error.h"
+#include "llmc/cuda/runtime/stream.h"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr const char* kName = "exchange between ranks";
+
+template <typename Function>
+Function driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result), name);
+  if (result != cudaDriverEntryPointSuccess || function == nullptr) {
+    fail(Exit::environment, "the NVIDIA driver has no %s; install one for CUDA 12 or later", name);
+  }
+  return reinterpret_cast<Function>(function);
+}
+
+// How a rank finds memory of another one.
+struct Exported {
+  cudaIpcMemHandle_t handle{};
+  const void* address = nullptr;  // in the process of its owner
+  std::uint64_t bytes = 0;
+  std::uint64_t process = 0;
+  int device = 0;
+};
+
+// Names this process. Its number would not: two containers may have a process 1 each.
+std::uint64_t this_process() {
+  static const std::uint64_t number = [] {
+    std::random_device random;
+    return static_cast<std::uint64_t>(random()) << 32 | random();
+  }();
+  return number;
+}
+
+// The numbers that others write into this rank's memory, [size] each: calls whose values rank r has ready, and calls in which
+// it has read this rank's values.
+struct Counters {
+  std::uint32_t* ready = nullptr;
+  std::uint32_t* read = nullptr;
+};
+
+class PeerRanks final : public DeviceRanks {
+ public:
+  PeerRanks(Communicator& ranks, double time_limit_s)
+      : ranks_(ranks), waiter_(ranks, time_limit_s), counters_(counter_plan(ranks.size())) {
+    counters_.clear(release_stream_);
+    release_stream_.synchronize(kName);
+    const std::vector<std::byte*> theirs = open(counters_.at<std::byte>(0), counters_.bytes());
+    for (std::byte* base : theirs) counters_of_.push_back(counters_at(base));
+    probe();
+  }
+  ~PeerRanks() override {
+    for (void* address : opened_) cudaIpcCloseMemHandle(address);
+    cudaGetLastError();
+  }
+
+  int rank() const override { return ranks_.rank(); }
+  int size() const override { return ranks_.size(); }
+  std::string name() const override { return "copy engines"; }
+
+  void share(std::byte* memory, std::uint64_t bytes) override {
+    if (bytes > 0) shared_.push_back({memory, bytes, open(memory, bytes)});
+  }
+
+  void exchange(const float* values, std::span<const Range> parts, float* received, cudaStream_t stream) override {
+    const Range mine = parts[me()];
+    const auto bytes = static_cast<std::size_t>(mine.size()) * sizeof(float);
+    call(stream, [&](std::size_t other) {
+      const auto row = static_cast<std::int64_t>(other < me() ? other : other - 1);
+      const auto* from = reinterpret_cast<const float*>(of_rank(other, reinterpret_cast<const std::byte*>(values)));
+      copy(received + row * mine.size(), from + mine.begin, bytes, stream);
+    });
+  }
+
+  void gather(std::byte* values, std::span<const Range> parts, cudaStream_t stream) override {
+    call(stream, [&](std::size_t other) {
+      const Range part = parts[other];
+      copy(values + part.begin, of_rank(other, values) + part.begin, static_cast<std::size_t>(part.size()), stream);
+    });
+  }
+
+  void wait(cudaStream_t stream, cudaEvent_t own, const char* action) override {
+    try {
+      waiter_.wait(stream, own, action, [] {});
+    } catch (...) {
+      release();
+      throw;
+    }
+  }
+
+ private:
+  struct Shared {
+    std::byte* memory;
+    std::uint64_t bytes;
+    std::vector<std::byte*> of_rank;
+  };
+
+  std::size_t me() const { return static_cast<std::size_t>(rank()); }
+  static MemoryPlan counter_plan(int size) {
+    MemoryPlan plan("counters of the ranks");
+    plan.add(2 * static_cast<std::uint64_t>(size) * sizeof(std::uint32_t));
+    return plan;
+  }
+  Counters counters_at(std::byte* base) const {
+    auto* const first = reinterpret_cast<std::uint32_t*>(base);
+    return {first, first + size()};
+  }
+
+  // The addresses at which this process reaches the same memory of each rank. All ranks call it.
+  std::vector<std::byte*> open(std::byte* memory, std::uint64_t bytes) {
+    Exported mine;
+    mine.address = memory;
+    mine.bytes = bytes;
+    mine.process = this_process();
+    std::optional<Error> error;
+    try {
+      check(cudaGetDevice(&mine.device), kName);
+      check(cudaIpcGetMemHandle(&mine.handle, memory), kName);
+    } catch (const Error& problem) {
+      error = problem;
+    }
+    fail_together(ranks_, error);
+    const std::vector<Exported> all = ranks_.gather(mine);
+    std::vector<std::byte*> addresses;
+    try {
+      for (const Exported& each : all) addresses.push_back(reach(each));
+    } catch (const Error& problem) {
+      error = problem;
+    }
+    fail_together(ranks_, error);
+    return addresses;
+  }
+
+  std::byte* reach(const Exported& memory) {
+    auto* const address = static_cast<std::byte*>(const_cast<void*>(memory.address));
+    if (memory.process != this_process()) {
+      void* opened = nullptr;
+      check(cudaIpcOpenMemHandle(&opened, memory.handle, cudaIpcMemLazyEnablePeerAccess), kName);
+      opened_.push_back(opened);
+      return static_cast<std::byte*>(opened);
+    }
+    int own = 0;
+    check(cudaGetDevice(&own), kName);
+    if (own == memory.device) return address;
+    const cudaError_t enabled = cudaDeviceEnablePeerAccess(memory.device, 0);
+    if (enabled == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();
+    } else {
+      check(enabled, kName);
+    }
+    return address;
+  }
+
+  // Where rank `other` has what lies at `memory` here.
+  const std::byte* of_rank(std::size_t other, const std::byte* memory) const {
+    for (auto shared = shared_.rbegin(); shared != shared_.rend(); ++shared) {  // an older one may have been freed
+      if (memory >= shared->memory && memory < shared->memory + shared->bytes) {
+        return shared->of_rank[other] + (memory - shared->memory);
+      }
+    }
+    fail(Exit::internal, "an exchange of memory that is not shared");
+  }
+
+  // read(other) queues the copies from the memory of rank `other`, while that keeps its values as they are.
+  template <typename Read>
+  void call(cudaStream_t stream, const Read& read) {
+    ++calls_;
+    const auto others =
+        [&](const auto& work) {  // beginning with the next rank: not all read from one rank at the same time
+          for (std::size_t i = 1; i < counters_of_.size(); ++i) work((me() + i) % counters_of_.size());
+        };
+    const Counters own = counters_of_[me()];
+    others([&](std::size_t other) { write(counters_of_[other].ready + me(), stream); });
+    others([&](std::size_t other) {
+      wait_for(own.ready + other, stream);
+      read(other);
+      write(counters_of_[other].read + me(), stream);
+    });
+    others([&](std::size_t other) { wait_for(own.read + other, stream); });
+  }
+
+  void write(std::uint32_t* counter, cudaStream_t stream) const {
+    check_driver(write_(stream, reinterpret_cast<CUdeviceptr>(counter), calls_, CU_STREAM_WRITE_VALUE_DEFAULT));
+  }
+  void wait_for(std::uint32_t* counter, cudaStream_t stream) const {
+    check_driver(wait_(stream, reinterpret_cast<CUdeviceptr>(counter), calls_, CU_STREAM_WAIT_VALUE_GEQ));
+  }
+  static void check_driver(CUresult result) {
+    if (result != CUDA_SUCCESS) fail(Exit::environment, "%s: the driver says %d", kName, static_cast<int>(result));
+  }
+  static void copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+    if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), kName);
+  }
+
+  // Ends the waits of this rank's streams for ranks that are lost, so that memory can be freed: the values are lost anyway.
+  void release() noexcept {
+    constexpr std::uint32_t kFarAhead = 1u << 30;
+    for (int i = 0; i < 2 * size(); ++i) {
+      write_(release_stream_, reinterpret_cast<CUdeviceptr>(counters_.at<std::uint32_t>(0) + i), calls_ + kFarAhead,
+             CU_STREAM_WRITE_VALUE_DEFAULT);
+    }
+  }
+
+  // Whether values arrive as they are.
+  void probe() {
+    const auto bytes = static_cast<std::uint64_t>(size());
+    MemoryPlan plan("probe of the ranks");
+    plan.add(bytes);
+    DeviceArena memory(plan);
+    share(memory.at<std::byte>(0), bytes);
+    const Stream stream;
+    const auto value = [](std::size_t r) { return static_cast<unsigned char>(r * 7 + 3); };
+    check(cudaMemsetAsync(memory.at<std::byte>(me()), value(me()), 1, stream), kName);
+    std::vector<Range> parts;
+    for (int r = 0; r < size(); ++r) parts.push_back({r, r + 1});
+    std::optional<Error> error;
+    try {
+      gather(memory.at<std::byte>(0), parts, stream);
+      wait(stream, nullptr, "the first exchange between the ranks");
+      std::vector<unsigned char> got(bytes);
+      check(cudaMemcpy(got.data(), memory.at<std::byte>(0), bytes, cudaMemcpyDeviceToHost), kName);
+      for (std::size_t r = 0; r < got.size(); ++r) {
+        if (got[r] != value(r)) fail(Exit::environment, "rank %zu's memory cannot be read", r);
+      }
+    } catch (const Error& problem) {
+      error = problem;
+    }
+    fail_together(ranks_, error);  // nobody reads this memory any more
+    shared_.clear();
+  }
+
+  Communicator& ranks_;
+  Waiter waiter_;
+  const PFN_cuStreamWriteValue32_v11070 write_ =
+      driver_function<PFN_cuStreamWriteValue32_v11070>("cuStreamWriteValue32");
+  const PFN_cuStreamWaitValue32_v11070 wait_ = driver_function<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32");
+  const Stream release_stream_;
+  DeviceArena counters_;
+  std::vector<Counters> counters_of_;  // of each rank
+  std::vector<Shared> shared_;
+  std::vector<void*> opened_;
+  std::uint32_t calls_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceRanks> make_peer_ranks(Communicator& ranks, double time_limit_s) {
+  return std::make_unique<PeerRanks>(ranks, time_limit_s);
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,113 @@
+// Items of splits by themselves (paged_items.cuh), in two places:
+//
+// Of a step in which every span is one row: RoPE, the append to pages and attention in one launch. Nothing of an earlier position's
+// key or value is written in this step, so the first copies start before the predecessor, the GEMM of q, k and v, has
+// finished: as much as all rings hold, 220 KiB a multiprocessor. What the step's own rows bring comes after the wait.
+//
+// Of any step on Hopper, beside its tiles (paged_hopper.cu): all that items read was complete when the kernel of the tiles let this
+// one start. It waits for the tiles at its end.
+//
+// Two blocks of four warps a multiprocessor. Few items: few warps of a block compute, whose rings are longer, and blocks without
+// an item leave at once, so that there is room for the successor.
+
+#include <algorithm>
+
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/op/attention/attention.h"
+#include "llmc/cuda/op/attention/launch.cuh"
+#include "llmc/cuda/op/attention/paths.h"
+#include "llmc/cuda/op/paged_items.cuh"
+#include "llmc/cuda/op/paged_paths.h"
+
+namespace weft::cuda {
+
+using namespace paged;
+
+namespace {
+
+// Of a block, of which two share a multiprocessor; each costs 1 KiB more than it asks for.
+constexpr int kMostBytes = 113 * 1024;
+
+template <int HeadDim>
+struct DecodeTiling {
+  static constexpr int HS = HeadDim;
+  static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
+  static constexpr int kSlotBytes = Tile<bf16, HS>::bytes(kSlotKeys<HS>);
+  // Slots of the ring of a warp: of four, of two, of one. A split has at most kMostSlots.
+  static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
+  static constexpr int kRing = std::min(kMostSlots, kMostBytes / kWarps / kSlotBytes);
+  static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
+  static constexpr int kRingBytes = kRing * kSlotBytes;
+};
+
+template <typename S, typename Tiling, bool kAppends>
+__global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
+    paged_items_kernel(const __grid_constant__ Arguments<S> a) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
+  const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
+  if (block > 0 && block >= count) return;  // block 0 waits, for the chain's sake
+
+  int warps = a.item_warps, slots = Tiling::kRing;
+  if (count <= 2 * blocks) {
+    warps = count <= blocks ? 1 : 2;
+    slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
+  }
+  const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
+  const unsigned ring = shared_address(shared) + warp * slots * Tiling::kSlotBytes;
+  ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
+  stream.look_up_first();
+  stream.start_assigned();
+  if constexpr (kAppends) wait_for_predecessors();
+  let_successor_start();  // not before: paged_attention.h says what the successor may read
+  if (warp < warps) {
+    stream.start();
+#pragma unroll 1
+    for (int i = 0;; ++i) {
+      const int n = stream.item(i);
+      if (n >= count) break;
+      compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+    }
+  }
+
+  if constexpr (!kAppends) wait_for_predecessors();
+
+  // The last block to finish prepares the next launch.
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const int before = fetch_add_acquire_release(&a.cursors->finished_blocks, 1);
+  if (before == min(blocks, max(count, 1)) - 1) *a.cursors = {};
+}
+
+template <typename S, int HS, bool kAppends>
+void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  using Tiling = DecodeTiling<HS>;
+  constexpr const char* kName = "paged_attention (items)";
+  const int most = std::min(shared_bytes_per_block(), kMostBytes);
+  const int warps = std::min<int>(Tiling::kWarps, most / Tiling::kRingBytes), shared = warps * Tiling::kRingBytes;
+  static_assert(3 * Tiling::kRingBytes <= 99 * 1024, "three warps' rings fit on every GPU, and so does a long one");
+  const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
+  int blocks = 1;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
+                                                      static_cast<std::size_t>(shared)),
+        kName);
+  const dim3 grid(static_cast<unsigned>(std::max(1, blocks) * device.multiprocessors));
+  launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
+                 kName, arguments_of(io, warps));
+}
+
+}  // namespace
+
+template <typename S>
+void paged_items(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
+    if (io.k.data != nullptr) return launch_for<S, HS, true>(io, device, stream);
+    if constexpr (HS <= 128) launch_for<S, HS, false>(io, device, stream);
+  });
+}
+
+template void paged_items<bf16>(const PagedAttention<bf16>&, const LaunchDevice&, cudaStream_t);
+template void paged_items<fp16>(const PagedAttention<fp16>&, const LaunchDevice&, cudaStream_t);
+
+}  // namespace weft::cuda

@@ -1,0 +1,447 @@
+// Items of splits (paged_work.h): a warp computes one split of up to 16 rows, with a ring of key and value blocks of its own.
+//
+// kAppends: each span is one row, whose query and key are not rotated yet and whose key and value are not in their page. Every item
+// rotates the queries that it reads. The item of the row's own split rotates its key, writes key and value to the page, and
+// puts them at their place in shared memory, rounded as they are stored there: they are multiplied as if they came from the page.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/memory_order.cuh"
+#include "llmc/cuda/op/paged_recurrence.cuh"
+#include "llmc/cuda/op/rotate_pair.cuh"
+
+namespace weft::cuda::paged {
+
+// Positions of a slot of a warp's ring.
+template <int HS>
+constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
+
+// How long what is read once stays in L2: what weights and code are there for has to remain.
+__device__ inline std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// copy_async() under a policy.
+__device__ inline void copy_async(unsigned shared, const void* global, bool valid, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(policy));
+}
+
+// Starts a warp's copy of the positions first .. first + Rows - 1 of one split, head and tensor; from `end` on they become zeros. In
+// units of kPageUnit positions, which lie in one piece in their page.
+template <int HS, int Rows, typename S>
+__device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
+                                           int first, int end, std::uint64_t policy) {
+  using T = Tile<S, HS>;
+  constexpr int kUnitChunks = kPageUnit * T::kChunks;
+  static_assert(Rows % kPageUnit == 0 && kUnitChunks % kWarpSize == 0);
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int unit = 0; unit < Rows / kPageUnit; ++unit) {
+    const int position = first + unit * kPageUnit;
+    const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
+    const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
+    const S* at = from + ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS + lane * 8;
+    const int chunks = (end - position) * T::kChunks - lane;  // from this lane's first one on
+#pragma unroll
+    for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
+      const int index = lane + i * kWarpSize, row = unit * kPageUnit + index / T::kChunks;
+      copy_async(tile + row * T::kRowBytes + index % T::kChunks * 16, at + i * kWarpSize * 8, i * kWarpSize < chunks,
+                 policy);
+    }
+  }
+}
+
+// ---- rows that are appended ---------------------------------------------------------------------------------------------
+// The row's key and value, as WarpRotation has words.
+template <typename S, int HS>
+struct AppendedRow {
+  using Rotation = WarpRotation<S, HS>;
+  static constexpr int kWords = Rotation::kWords;
+  unsigned key[kWords], value[kWords];
+
+  __device__ void store(S* k, S* v) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (Rotation::word(i) >= HS / 2) break;
+      reinterpret_cast<unsigned*>(k)[Rotation::word(i)] = key[i];
+      reinterpret_cast<unsigned*>(v)[Rotation::word(i)] = value[i];
+    }
+  }
+  // Key or value to a row in shared memory, for all lanes.
+  __device__ __forceinline__ void put(bool of_key, unsigned row) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int word = Rotation::word(i);
+      if (word < HS / 2)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word * 4), "r"(of_key ? key[i] : value[i]) : "memory");
+    }
+    __syncwarp();
+  }
+};
+
+// Q = the queries of an item whose span is one row, rotated: neighbouring heads. The next one is on its way while one is rotated. One
+// loop, not unrolled: at each launch code comes from memory, and much of it costs more than it computes.
+template <typename S, int HS>
+__device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const Arguments<S>& a, const S* head,
+                                             int count, const WarpRotation<S, HS>& rotation) {
+  using Rotation = WarpRotation<S, HS>;
+  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int k = 0; k < HS / 16; ++k) Q.at[0][k] = {};
+  typename Rotation::Head loaded = rotation.load(head);
+#pragma unroll 1
+  for (int row = 0; row < count; ++row) {
+    unsigned words[Rotation::kWords];
+#pragma unroll
+    for (int w = 0; w < Rotation::kWords; ++w) words[w] = rotation.rotate(loaded, w);
+    head += a.q_head_stride;
+    if (row + 1 < count) loaded = rotation.load(head);
+    // The lanes of the row's quad take the words that RegisterOperand::load() would.
+    const bool upper = row == g, lower = row == g + 8;
+#pragma unroll
+    for (int k = 0; k < HS / 16; ++k) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int word = k * 8 + j * 4;  // and three more
+        const unsigned taken = __shfl_sync(~0u, words[word / kWarpSize], word % kWarpSize + t);
+        if (upper) Q.at[0][k].word[2 * j] = taken;
+        if (lower) Q.at[0][k].word[2 * j + 1] = taken;
+      }
+    }
+  }
+}
+
+// ---- results of splits --------------------------------------------------------------------------------------------------
+// The state of one split, for the warp that will merge the splits.
+template <typename S, int HS>
+__device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>& state, int rows,
+                              std::int64_t first_slot, int kv_head) {
+  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * 8 + g;
+    if (row >= rows) continue;
+    float* slot = a.partials + ((first_slot + row) * a.NKV + kv_head) * kSlotFloats<HS>;
+#pragma unroll
+    for (int n = 0; n < HS / 8; ++n)
+      *reinterpret_cast<float2*>(slot + n * 8 + t * 2) = {state.O.at[0][n][half * 2], state.O.at[0][n][half * 2 + 1]};
+    if (t == 0) *reinterpret_cast<float2*>(slot + HS) = {state.maximum[0][half], state.sum[0][half]};
+  }
+}
+
+// All splits of a tile, in order; a lane has four neighbouring dimensions of a row.
+template <typename S, int HS, typename Rows>
+__device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int splits, std::int64_t first_slot,
+                               int kv_head) {
+  constexpr int kTogether = 8;  // splits that are loaded before the first of them is merged
+  for (int i = threadIdx.x % kWarpSize; i < rows.count * (HS / 4); i += kWarpSize) {
+    const int row = i / (HS / 4), d = i % (HS / 4) * 4;
+    float o[4] = {}, maximum = -INFINITY, sum = 0;
+    for (int first = 0; first < splits; first += kTogether) {
+      float4 added[kTogether];
+      float2 of_row[kTogether];  // maximum, sum
+#pragma unroll
+      for (int s = 0; s < kTogether; ++s) {
+        const std::int64_t at = first_slot + min(first + s, splits - 1) * rows.count + row;
+        const float* slot = a.partials + (at * a.NKV + kv_head) * kSlotFloats<HS>;
+        added[s] = __ldcg(reinterpret_cast<const float4*>(slot + d));
+        of_row[s] = __ldcg(reinterpret_cast<const float2*>(slot + HS));
+      }
+#pragma unroll
+      for (int s = 0; s < kTogether; ++s) {
+        if (first + s >= splits) break;
+        const float from[4] = {added[s].x, added[s].y, added[s].z, added[s].w};
+        if (first + s == 0) {
+          maximum = of_row[s].x, sum = of_row[s].y;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[e] = from[e];
+          continue;
+        }
+        const MergeFactors factors = merge(maximum, sum, of_row[s].x, of_row[s].y, a.c);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[e] = merged(factors, o[e], from[e]);
+      }
+    }
+    const float inverse = __frcp_rn(sum);
+    *reinterpret_cast<uint2*>(rows.template out<HS>(a, row) + d) = {pack<S>(mean(o[0], inverse), mean(o[1], inverse)),
+                                                                    pack<S>(mean(o[2], inverse), mean(o[3], inverse))};
+  }
+}
+
+// ---- items --------------------------------------------------------------------------------------------------------------
+// The items of a warp, in the order in which it computes them, and the ring that their keys and values come through, kSlotKeys
+// positions a slot: the keys of a key block, its values, the next block's keys, ..., item after item. Slots that lie behind the
+// item's last position are left out. What is copied is up to the whole ring ahead of what is
+// computed, and the lookups (number of the item -> entry -> block table -> pages) are an item ahead of the copies, one step
+// with each copy, so that none waits for the one before it.
+template <typename S, typename Tiling, bool kAppends>
+struct ItemStream {
+  static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
+  static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
+  using Rows = QueryRows<S, kAppends>;
+  static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kSlotKeys<HS>);
+
+  const Arguments<S>& a;
+  const PagedItem* entries;
+  int count;     // numbers of items: entry n / NKV, K/V head n % NKV
+  int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
+  unsigned ring;
+  std::uint64_t policy = evict_first_policy();
+  int slots;  // kRing, kPairRing or kLongRing
+  int load_slot = 0, slot = 0;
+  int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
+  int own_pages = 0;  // of the same items: the page of the row that is appended
+  int looked_up = 0;  // how many items before the one below
+  // Being looked up: the number, the entry; then the positions of its split and the block table, then this lane's page.
+  int step, number;
+  int4 entry;
+  int next_first, next_end, table_or_page;
+  // Being copied.
+  int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
+  int copy_end = 0;   // kAppends: without the row that is appended
+  int load_part = 0;  // of this key block: of its keys, then of its values
+
+  static __device__ int lane() { return threadIdx.x % kWarpSize; }
+  // In lane 0.
+  __device__ int from_cursor() const {
+    if (assigned >= count) return count;
+    return lane() == 0 ? assigned + atomicAdd(&a.cursors->items, 1) : 0;
+  }
+
+  // `first`: this warp's assigned item, or `numbers_of_items`, if there is none.
+  __device__ ItemStream(const Arguments<S>& arguments, const PagedItem* list, int numbers_of_items,
+                        int assigned_beforehand, int first, unsigned shared_ring, int ring_slots)
+      : a(arguments),
+        entries(list),
+        count(numbers_of_items),
+        assigned(assigned_beforehand),
+        ring(shared_ring),
+        slots(ring_slots) {
+    numbers = number = first;
+    step = 1;
+  }
+
+  // The next lookup of the four. Behind the last item there is nothing to look up.
+  __device__ __forceinline__ void look_up() {
+    if (step == 0) {
+      number = from_cursor();
+    } else if (step == 1) {
+      number = __shfl_sync(~0u, number, 0);
+      if (lane() == looked_up % kWarpSize) numbers = number;
+      if (number < count) entry = *reinterpret_cast<const int4*>(entries + number / a.NKV);
+    } else if (number < count) {
+      if (step == 2) {
+        const PagedItem& item = reinterpret_cast<const PagedItem&>(entry);
+        next_first = item.split * kSplit;
+        next_end = min(next_first + kSplit, Rows(a, item, 0, kItemRows).end());
+        table_or_page = a.tables[item.first_row];
+        if constexpr (kAppends) prefetch_angles(item.first_position);
+      } else {
+        table_or_page = split_pages(a, table_or_page, next_first / kSplit, next_end);
+      }
+    }
+    ++step;
+  }
+  // Of the position's row in the table: every cache line, from memory to L2.
+  __device__ __forceinline__ void prefetch_angles(int position) const {
+    const int half = a.appended.half, d = lane() % 16 * 32;
+    if (half == 0 || d >= half + 31) return;
+    const float* table = lane() < 16 ? a.appended.cos : a.appended.sin;
+    prefetch_to_l2(table + static_cast<std::int64_t>(position) * half + min(d, half - 1));
+  }
+  __device__ void look_up_first() {
+#pragma unroll 1
+    while (step < 4) look_up();
+  }
+
+  // The item that was looked up is the next one to be copied.
+  __device__ __forceinline__ void take_item() {
+    load_first = next_first;
+    load_end = next_end;
+    load_pages = table_or_page;
+    load_head = number % a.NKV;
+    if constexpr (kAppends) {
+      const int position = reinterpret_cast<const PagedItem&>(entry).first_position;
+      copy_end = min(load_end, position);
+      const int own_page = __shfl_sync(~0u, load_pages, position % kSplit / kPageUnit);
+      if (lane() == looked_up % kWarpSize) own_pages = own_page;
+    }
+    ++looked_up;
+    step = 0;
+  }
+  // Starts the next copy of this item, or of none, to the slot that was read last.
+  __device__ __forceinline__ void copy_next() {
+    if (load_first < load_end) {
+      const int first = load_first + load_part % kParts * kSlotKeys<HS>;
+      load_units<HS, kSlotKeys<HS>>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
+                                    load_pages, load_head, first, kAppends ? copy_end : load_end, policy);
+      if ((load_part + 1) % kParts != 0 && first + kSlotKeys<HS> < load_end) {
+        ++load_part;
+      } else if (load_part < kParts) {
+        load_part = kParts;
+      } else {
+        load_part = 0;
+        load_first += kKeys;
+      }
+    }
+    commit_copies();  // an empty group behind the last item: the number of groups in flight stays the same
+    load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
+  }
+  __device__ __forceinline__ void load_next() {
+    const bool ended = load_first >= load_end;
+#pragma unroll 1
+    while (step < 4) {
+      look_up();
+      if (!ended) break;
+    }
+    if (ended && number < count) take_item();
+    copy_next();
+  }
+  // Before the first block is read: all slots but one. The part that needs no cursor comes first, and may come before
+  // wait_for_predecessors() where no predecessor writes what it copies.
+  __device__ void start_assigned() {
+    if (number >= count) return;
+    take_item();
+#pragma unroll 1
+    while (load_slot < slots - 1 && load_first < load_end) copy_next();
+  }
+  __device__ void start() {
+#pragma unroll 1
+    for (int i = load_slot; i < slots - 1; ++i) load_next();
+  }
+
+  // The number of the i-th item, whose copies have begun, or of none.
+  __device__ int item(int i) const {
+    return __shfl_sync(~0u, numbers, i % kWarpSize);
+  }
+  __device__ int own_page(int i) const {
+    return __shfl_sync(~0u, own_pages, i % kWarpSize);
+  }
+
+  // The next slot's block, and the copy of another one to the slot that was read before it.
+  __device__ __forceinline__ unsigned next_block() {
+    if (slots == kRing) {
+      wait_for_older_copies<kRing - 2>();
+    } else if (slots == kLongRing) {
+      wait_for_older_copies<kLongRing - 2>();
+    } else {
+      wait_for_older_copies<kPairRing - 2>();
+    }
+    __syncwarp();
+    load_next();
+    const unsigned block = ring + slot * kSlotBytes;
+    slot = slot + 1 == slots ? 0 : slot + 1;
+    return block;
+  }
+};
+
+// The i-th item of the stream.
+template <typename S, typename Tiling, bool kAppends>
+__device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head, int i,
+                             ItemStream<S, Tiling, kAppends>& blocks) {
+  constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
+  static_assert(kParts <= 2);
+  using Rows = QueryRows<S, kAppends>;
+  int begin, end, unmasked_end, visible[1][2];
+  bool few_rows;
+  RegisterOperand<S, HS, 1> Q;
+  [[maybe_unused]] AppendedRow<S, HS> own;
+  [[maybe_unused]] bool has_own = false;  // the row is of this split
+  {
+    const PagedItem item = *entry;
+    const Rows rows(a, item, kv_head, kItemRows);
+    begin = item.split * kSplit;
+    end = min(begin + kSplit, rows.end());
+    visible_positions(visible, rows);
+    unmasked_end = rows.visible(0);
+    few_rows = rows.count <= 8;
+    if constexpr (kAppends) {
+      const AppendedRows<S>& from = a.appended;
+      const int position = item.first_position;
+      const WarpRotation<S, HS> rotation(from.cos, from.sin, from.half, position);
+      has_own = end > position;
+      // All loads are issued before the first result is used.
+      typename WarpRotation<S, HS>::Head key;
+      if (has_own) {
+        const S* v = from.v + item.first_row * from.v_row_stride + kv_head * from.v_head_stride;
+#pragma unroll
+        for (int w = 0; w < own.kWords; ++w)
+          own.value[w] = reinterpret_cast<const unsigned*>(v)[min(rotation.word(w), HS / 2 - 1)];
+        key = rotation.load(from.k + item.first_row * from.k_row_stride + kv_head * from.k_head_stride);
+      }
+      load_rotated(Q, a, rows.query(a, 0), rows.count, rotation);
+      if (has_own) {
+#pragma unroll
+        for (int w = 0; w < own.kWords; ++w) own.key[w] = rotation.rotate(key, w);
+      }
+      const std::int64_t head = static_cast<std::int64_t>(blocks.own_page(i)) * a.NKV + kv_head;
+      const std::int64_t at = ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS;
+      if (has_own && item.tile == 0) own.store(a.keys + at, a.values + at);
+    } else {
+      Q.load([&](int row) { return rows.query(a, row); });
+    }
+  }
+  SplitState<S, HS, 1> state;
+  state.clear();
+  // Slot by slot, as the stream copies them, so that next_block() stands in the code once.
+  Accumulators<1, kKeys / 8> scores;
+  int first_key = begin, part = 0;  // parts of the key block: of its keys, then of its values
+#pragma unroll 1
+  while (first_key < end) {
+    const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
+    const bool last_part = (part + 1) % kParts == 0 || slot_end >= end;
+    const unsigned slot = blocks.next_block();
+    if constexpr (kAppends) {
+      if (has_own && slot_end >= end) own.put(part < kParts, slot + (end - 1 - first) * Tile<S, HS>::kRowBytes);
+    }
+    if (part < kParts) {
+      if (part == 0) {
+        scores.clear();
+        multiply_by_rows<S, HS, 0, kParts>(scores, Q, slot + Tile<S, HS>::lane_by_columns());
+      } else {
+        multiply_by_rows<S, HS, kParts - 1, kParts>(scores, Q, slot + Tile<S, HS>::lane_by_columns());
+      }
+      ++part;
+      if (!last_part) continue;
+      part = kParts;
+      const bool masked = first_key + kKeys > unmasked_end;
+      float shrink[1][2];
+      if (few_rows) {
+        if (state.template weigh<1>(scores, shrink, visible, masked, first_key, a.c)) state.template rescale<1>(shrink);
+      } else {
+        if (state.weigh(scores, shrink, visible, masked, first_key, a.c)) state.rescale(shrink);
+      }
+    } else {
+      if (part == kParts) {
+        multiply_by_columns<S, HS, 0, kParts>(state.O, scores, slot + Tile<S, HS>::lane_by_rows());
+      } else {
+        multiply_by_columns<S, HS, kParts - 1, kParts>(state.O, scores, slot + Tile<S, HS>::lane_by_rows());
+      }
+      ++part;
+      if (!last_part) continue;
+      part = 0;
+      first_key += kKeys;
+    }
+  }
+  state.close();
+  const PagedItem item = *entry;  // again, rather than in registers that the loop needs
+  const Rows rows(a, item, kv_head, kItemRows);
+  if (item.partials < 0) return state.store(a, rows);
+
+  const int lane = threadIdx.x % kWarpSize, splits = (rows.end() + kSplit - 1) / kSplit;
+  store_partial(a, state, rows.count, item.partials + static_cast<std::int64_t>(item.split) * rows.count, kv_head);
+  int* merged = a.merged + static_cast<std::int64_t>(item.partials) * a.NKV + kv_head;
+  __syncwarp();
+  int before = 0;
+  if (lane == 0) before = fetch_add_acquire_release(merged, 1);
+  if (__shfl_sync(~0u, before, 0) != splits - 1) return;
+  __syncwarp();
+  merge_partials<S, HS>(a, rows, splits, item.partials, kv_head);
+  if (lane == 0) *merged = 0;  // for the next layer
+}
+
+}  // namespace weft::cuda::paged

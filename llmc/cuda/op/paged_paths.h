@@ -1,0 +1,21 @@
+// The kernels behind paged_attention.h; arguments are checked there.
+#pragma once
+
+#include "llmc/cuda/op/paged_attention.h"
+
+namespace weft::cuda {
+
+// 16-bit types: the items of splits. Of a list that decodes, whose keys and values are appended where io.k is given; otherwise after
+// paged_hopper_tiles(), for the same head dimensions.
+template <typename S>
+void paged_items(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+// 16-bit types, head dimensions up to 128, on Hopper: the tiles of a step.
+bool paged_hopper_computes(std::int64_t HS);
+template <typename S>
+void paged_hopper_tiles(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
+
+// Any step, in fp32; appends keys and values where io.k is given.
+void paged_plain(const PagedAttention<float>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda

@@ -1,0 +1,261 @@
+// What ranks over TCP do before the first step: who is let in, what all must have in common, and work that takes long.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "llmc/base/hash.h"
+#include "llmc/comm/agreement.h"
+#include "llmc/comm/at_work.h"
+#include "llmc/comm/frame_io.h"
+#include "test/cpp/rank_tools.h"
+#include "test/cpp/test_files.h"
+
+namespace weft {
+namespace {
+
+using Fields = std::vector<RankField>;
+
+// What each of three ranks throws when its fields are compared; they are those of `differing` on one of them.
+std::vector<std::string> compared(int differing, const Fields& fields, const Fields& others) {
+  std::vector<std::string> errors(3);
+  run_thread_ranks(3, 20, [&](Communicator& ranks) {
+    try {
+      require_same(ranks, ranks.rank() == differing ? others : fields);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::environment);
+      errors[static_cast<std::size_t>(ranks.rank())] = error.what();
+    }
+  });
+  return errors;
+}
+
+TEST(Agreement, ADifferenceIsNamedOnAllRanks) {
+  const Fields fields = {{"--lr", "0.001"}, {"--seed", "1"}, {"train, shard 2", "{\"name\":\"a\"}"}};
+  for (const std::string& error : compared(0, fields, fields)) EXPECT_EQ(error, "");
+  for (const std::string& error : compared(2, fields, {{"--lr", "0.001"}, {"--seed", "2"}, fields[2]})) {
+    EXPECT_EQ(error, "rank 2: --seed: got '2', expected '1' as on rank 0. All ranks of a run have this in common");
+  }
+  for (const std::string& error : compared(0, fields, {{"--lr", "1"}, {"--seed", "2"}, fields[2]})) {
+    EXPECT_EQ(error, "rank 1: --lr: got '0.001', expected '1' as on rank 0. All ranks of a run have this in common");
+  }
+}
+
+TEST(Agreement, FieldsThatOneRankAloneHasAreDifferences) {
+  const Fields fields = {{"a", "1"}}, more = {{"a", "1"}, {"b", ""}};
+  for (const std::string& error : compared(1, fields, more)) {
+    EXPECT_EQ(error, "rank 1: b: got '', expected nothing as on rank 0. All ranks of a run have this in common");
+  }
+  for (const std::string& error : compared(1, more, fields)) {
+    EXPECT_EQ(error, "rank 1: b: got nothing, expected '' as on rank 0. All ranks of a run have this in common");
+  }
+  for (const std::string& error : compared(1, {}, {})) EXPECT_EQ(error, "");
+}
+
+TEST(Agreement, WhatEachRankNeedsForItself) {
+  const auto errors_of = [](const std::vector<std::string>& gpus) {
+    std::vector<std::string> errors(gpus.size());
+    run_thread_ranks(static_cast<int>(gpus.size()), 20, [&](Communicator& ranks) {
+      const auto me = static_cast<std::size_t>(ranks.rank());
+      try {
+        require_distinct(ranks, "GPU", gpus[me]);
+      } catch (const Error& error) {
+        errors[me] = error.what();
+      }
+    });
+    return errors;
+  };
+  for (const std::string& error : errors_of({"a 0", "a 1", "b 0"})) EXPECT_EQ(error, "");
+  for (const std::string& error : errors_of({"", "", ""})) EXPECT_EQ(error, "") << "no GPU";
+  for (const std::string& error : errors_of({"a 0", "a 1", "a 0"})) {
+    EXPECT_EQ(error, "rank 2: GPU: got 'a 0', which is that of rank 0. Each rank needs one of its own");
+  }
+}
+
+// ---- work that takes longer than the time limit ----
+
+TEST(AtWorkTest, TheOthersWaitForWhoGivesSigns) {
+  run_socket_ranks(3, 1, [](Communicator& ranks) {
+    for (const int busy : {1, 0}) {
+      if (ranks.rank() == busy) {
+        const AtWork patience(ranks);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+      }
+      EXPECT_EQ(ranks.gather(ranks.rank()), (std::vector<int>{0, 1, 2}));
+    }
+  });
+  EXPECT_EQ(error_of(Exit::environment,
+                     [] {
+                       run_socket_ranks(2, 1, [](Communicator& ranks) {
+                         if (ranks.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+                         ranks.barrier();
+                       });
+                     }),
+            "rank 1 did not come to barrier() within 1 s");
+}
+
+TEST(AtWorkTest, OneRankNeedsNoSigns) {
+  SingleRank alone;
+  const AtWork patience(alone);
+}
+
+// ---- who comes to the port ----
+
+struct Door {
+  Socket listener = listen_at("127.0.0.1", 0);
+  std::int64_t port = port_of(listener);
+
+  Socket knock(std::span<const std::byte> words) const {
+    std::string problem;
+    Socket socket = connect_to("127.0.0.1", port, deadline_in(5), problem);
+    EXPECT_TRUE(socket.open()) << problem;
+    write_some(socket, words);
+    return socket;
+  }
+};
+
+// Waits for the end of a connection, or for the error that comes over it.
+std::string answer(const Socket& socket) {
+  FrameReader reader;
+  const Deadline end = deadline_in(10);
+  while (SocketClock::now() < end) {
+    const FrameReader::Got got = reader.read(socket);
+    if (got == FrameReader::Got::closed) return "closed";
+    if (got == FrameReader::Got::frame && reader.header().kind == FrameKind::abort) return reader.reason().what();
+    if (got == FrameReader::Got::frame && reader.header().kind == FrameKind::reply) return "welcome";
+    pollfd waiting{socket.fd(), POLLIN, 0};
+    wait_for_any({&waiting, 1}, end);
+  }
+  return "nothing";
+}
+
+Hello hello_of(int rank, int size, const char* version = "test") {
+  Hello hello;
+  hello.token = 42;
+  hello.rank = rank;
+  hello.size = size;
+  std::string_view(version).copy(hello.version, sizeof hello.version - 1);
+  return hello;
+}
+
+// The answer to a rank that says `hello` to a run of two.
+std::string answer_to(const Hello& hello) {
+  Door door;
+  Socket visitor = door.knock(const_bytes_of(hello));
+  Hub hub(std::move(door.listener), {0, 2, 42, "test"}, 5);
+  Socket first = hub.take_first_connection();
+  const std::string text = answer(visitor);
+  visitor.close();
+  first.close();
+  return text;
+}
+
+TEST(Hub, LetsInTheRanksOfItsRunAlone) {
+  EXPECT_EQ(answer_to(hello_of(1, 2)), "welcome");
+  EXPECT_EQ(answer_to(hello_of(0, 2)), "rank 0 was started twice");
+  EXPECT_EQ(answer_to(hello_of(1, 3)), "rank 1 was started as one of 3 ranks, rank 0 as one of 2");
+  for (const int rank : {-1, 2, 1 << 30}) {
+    EXPECT_EQ(answer_to(hello_of(rank, 2)), format("rank %d was started as one of 2 ranks, rank 0 as one of 2", rank));
+  }
+  EXPECT_EQ(answer_to(hello_of(1, 2, "newer")),
+            "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
+  Hello of_another_run = hello_of(1, 2);
+  of_another_run.token = 43;
+  EXPECT_EQ(answer_to(of_another_run), "closed");
+  Hello of_something_else = hello_of(1, 2);
+  of_something_else.magic[7] = 'x';
+  EXPECT_EQ(answer_to(of_something_else), "closed");
+}
+
+// Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
+TEST(Hub, RandomBytesAtThePortDoNoHarm) {
+  std::mt19937 random(7);
+  Door door;
+  std::vector<Socket> visitors;
+  for (int i = 0; i < 40; ++i) {
+    std::vector<std::byte> words(1 + random() % 300);
+    for (std::byte& byte : words) byte = static_cast<std::byte>(random());
+    if (i % 3 == 0) {  // the right magic, and another token
+      const Hello hello;
+      const auto known = const_bytes_of(hello).first(std::min<std::size_t>(words.size(), 16));
+      std::copy(known.begin(), known.end(), words.begin());
+    }
+    visitors.push_back(door.knock(words));
+  }
+  MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+  std::thread second([&] {
+    const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 20);
+    EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
+  });
+  const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 20);
+  EXPECT_EQ(ranks->gather(ranks->rank()), (std::vector<int>{0, 1}));
+  second.join();
+}
+
+// A rank that is let in and then sends what no rank sends ends the run, not the process, whatever the bytes are.
+TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 60; ++round) {
+    Door door;
+    std::vector<std::byte> words;
+    const Hello hello = hello_of(1, 2);
+    const auto known = const_bytes_of(hello);
+    words.assign(known.begin(), known.end());
+    FrameHeader header;
+    header.kind = round % 3 == 0 ? FrameKind::reply : FrameKind::call;
+    header.call = static_cast<CallName>(random() % 6);
+    header.root = static_cast<std::int32_t>(random());
+    header.bytes = round % 2 == 0 ? 24 : random();
+    header.sizes = round % 4 == 0 ? xxh3_64(nullptr, 0) : random();
+    const auto frame = const_bytes_of(header);
+    words.insert(words.end(), frame.begin(), frame.end());
+    for (int i = 0; i < 24 + round; ++i) words.push_back(static_cast<std::byte>(random()));
+    const MeetingPoint point{"127.0.0.1", door.port, door.listener.fd()};
+    Socket visitor = door.knock(words);
+    door.listener.release();
+    try {
+      const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 2);
+      std::thread later([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        visitor.close();
+      });
+      std::vector<float> values(2);
+      EXPECT_THROW(
+          {
+            ranks->exchange(values.data(), std::vector<Range>{{0, 1}, {1, 2}}, values.data());
+            ranks->barrier();
+          },
+          Error)
+          << round;
+      later.join();
+    } catch (const Error&) {  // before the start
+    }
+  }
+}
+
+TEST(Hub, APortThatIsTakenIsNamed) {
+  const Door door;
+  EXPECT_EQ(
+      error_of(Exit::environment, [&] { listen_at("127.0.0.1", door.port); }),
+      format("port %lld of '127.0.0.1': cannot listen for the ranks: Address already in use. Set MASTER_PORT to a free "
+             "port",
+             static_cast<long long>(door.port)));
+}
+
+TEST(SocketRanks, NobodyAtTheMeetingPoint) {
+  Door door;
+  door.listener.close();
+  const std::string error = error_of(Exit::environment, [&] {
+    meet_ranks({1, 2, 42, "test"}, {"127.0.0.1", door.port, -1}, 0.3);
+  });
+  expect_contains(error, "rank 0 did not come to the start within 0.3 s (port ");
+  expect_contains(error, "Connection refused");
+  expect_contains(error_of(Exit::environment,
+                           [&] {
+                             meet_ranks({1, 2, 42, "test"}, {"no-such-host.invalid", door.port, -1}, 0.3);
+                           }),
+                  "'no-such-host.invalid': ");
+}
+
+}  // namespace
+}  // namespace weft
