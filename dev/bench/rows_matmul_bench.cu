@@ -91,27 +91,24 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
   check(cudaMemsetAsync(out, 0, bytes(2 * rows * weight_rows), stream), "bench");
   const bool fp32 = shape.epilogue == RowsEpilogue::add || shape.epilogue == RowsEpilogue::store_fp32;
   const bool biased = std::string(shape.model).starts_with("pythia") && shape.epilogue != RowsEpilogue::store_fp32;
-  const auto measure = [&] {
-    return microseconds(
-        launches,
-        [&](int i) {
-          RowsMatmul<bf16> io;
-          io.x = x, io.weight = weight + i % copies * weight_rows * K, io.bias = biased ? bias : nullptr;
-          io.rows = rows, io.K = shape.K, io.OC = shape.OC, io.epilogue = shape.epilogue;
-          if (shape.K2 > 0) {
-            io.x2 = x + rows * shape.K, io.weight2 = io.weight + weight_rows * shape.K, io.bias2 = io.bias;
-            io.K2 = shape.K2;
-          }
-          if (fp32) {
-            io.out_fp32 = reinterpret_cast<float*>(out);
-          } else {
-            io.out = out;
-          }
-          rows_matmul(io, device, stream);
-        },
-        stream);
-  };
-  const double ours = measure();
+  const double ours = microseconds(
+      launches,
+      [&](int i) {
+        RowsMatmul<bf16> io;
+        io.x = x, io.weight = weight + i % copies * weight_rows * K, io.bias = biased ? bias : nullptr;
+        io.rows = rows, io.K = shape.K, io.OC = shape.OC, io.epilogue = shape.epilogue;
+        if (shape.K2 > 0) {
+          io.x2 = x + rows * shape.K, io.weight2 = io.weight + weight_rows * shape.K, io.bias2 = io.bias;
+          io.K2 = shape.K2;
+        }
+        if (fp32) {
+          io.out_fp32 = reinterpret_cast<float*>(out);
+        } else {
+          io.out = out;
+        }
+        rows_matmul(io, device, stream);
+      },
+      stream);
   const MatmulShape lt{Gemm::forward, rows, K, weight_rows, CUDA_R_16BF, Accumulate::no, biased, false};
   matmul.prepare(lt);
   const double theirs = microseconds(

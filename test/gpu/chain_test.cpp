@@ -172,18 +172,23 @@ TYPED_TEST_SUITE(ChainedRows, Types);
 template <typename T>
 class MatmulOperands {
  public:
-  MatmulOperands(std::int64_t K, std::int64_t OC, cuda::RowsEpilogue epilogue, std::int64_t most_rows)
+  // K2: of a second input; 0: none.
+  MatmulOperands(std::int64_t K, std::int64_t OC, cuda::RowsEpilogue epilogue, std::int64_t most_rows,
+                 std::int64_t K2 = 0)
       : K_(K),
+        K2_(K2),
         OC_(OC),
         epilogue_(epilogue),
         x_(random_buffer<T>(most_rows * K, 1)),
         weight_(random_buffer<T>((epilogue == cuda::RowsEpilogue::swiglu ? 2 : 1) * OC * K, 2, 0.1f)),
-        bias_(random_buffer<T>(OC, 3)) {}
+        bias_(random_buffer<T>(OC, 3)),
+        x2_(random_buffer<T>(most_rows * K2, 5)),
+        weight2_(random_buffer<T>(OC * K2, 6, 0.1f)) {}
 
   // `older`: x is there from the beginning.
   Names differing(std::int64_t rows, cuda::RowsPath path, bool older) const {
     const bool fp32 = epilogue_ == cuda::RowsEpilogue::add || epilogue_ == cuda::RowsEpilogue::store_fp32;
-    const DeviceBuffer<T> x(first(x_, rows * K_));
+    const DeviceBuffer<T> x(first(x_, rows * K_)), x2(first(x2_, rows * K2_));
     const DeviceBuffer<T> out = zeros<T>(fp32 ? 0 : rows * OC_);
     const DeviceBuffer<float> out_fp32 = random_buffer<float>(fp32 ? rows * OC_ : 0, 4);
     cuda::RowsMatmul<T> io;
@@ -195,6 +200,10 @@ class MatmulOperands {
     io.x_is_older = older;
     Chain chain;
     if (!older) chain.late(x, "x");
+    if (K2_ > 0) {
+      io.x2 = x2.data(), io.weight2 = weight2_.data(), io.bias2 = bias_.data(), io.K2 = K2_;
+      chain.late(x2, "x2");
+    }
     if (fp32) {
       io.out_fp32 = out_fp32.data();
       chain.late(out_fp32, "out_fp32");
@@ -212,9 +221,9 @@ class MatmulOperands {
     return values;
   }
 
-  std::int64_t K_, OC_;
+  std::int64_t K_, K2_, OC_;
   cuda::RowsEpilogue epilogue_;
-  DeviceBuffer<T> x_, weight_, bias_;
+  DeviceBuffer<T> x_, weight_, bias_, x2_, weight2_;
 };
 
 constexpr std::array kEpilogues = {cuda::RowsEpilogue::store, cuda::RowsEpilogue::gelu, cuda::RowsEpilogue::swiglu,
@@ -236,14 +245,27 @@ TYPED_TEST(ChainedRows, MatmulWithSplits) {
   }
 }
 
-// One split: the weight fills the GPU.
+// One split: the weight fills the GPU, in tiles of 64, 80 and 224 rows.
 TYPED_TEST(ChainedRows, MatmulWithOneSplit) {
   for (const cuda::RowsEpilogue epilogue : {cuda::RowsEpilogue::store, cuda::RowsEpilogue::add}) {
-    const MatmulOperands<TypeParam> operands(136, 30000, epilogue, 300);
-    for (const std::int64_t rows : {1, 20, 60, 90, 300}) {
-      SCOPED_TRACE(testing::Message() << rows << " rows, epilogue " << static_cast<int>(epilogue));
-      EXPECT_EQ(operands.differing(rows, cuda::RowsPath::automatic, false), Names{});
-      EXPECT_EQ(operands.differing(rows, cuda::RowsPath::automatic, true), Names{}) << "x is older";
+    for (const std::int64_t OC : {30000, 10200, 25400}) {
+      const MatmulOperands<TypeParam> operands(136, OC, epilogue, 300);
+      for (const std::int64_t rows : {1, 20, 60, 90, 300}) {
+        SCOPED_TRACE(testing::Message() << rows << " rows of " << OC << ", epilogue " << static_cast<int>(epilogue));
+        EXPECT_EQ(operands.differing(rows, cuda::RowsPath::automatic, false), Names{});
+        EXPECT_EQ(operands.differing(rows, cuda::RowsPath::automatic, true), Names{}) << "x is older";
+      }
+    }
+  }
+}
+
+// Two inputs, both of which are late, in one launch and, on the portable path, in two.
+TYPED_TEST(ChainedRows, MatmulWithTwoInputs) {
+  const MatmulOperands<TypeParam> operands(264, 1000, cuda::RowsEpilogue::add, 400, 1032);
+  for (const std::int64_t rows : {1, 20, 40, 60, 120, 250, 400}) {
+    for (const cuda::RowsPath path : kPaths) {
+      SCOPED_TRACE(testing::Message() << rows << " rows" << (path == cuda::RowsPath::portable ? ", portable" : ""));
+      EXPECT_EQ(operands.differing(rows, path, false), Names{});
     }
   }
 }

@@ -1,0 +1,220 @@
+// What the Hopper kernels of rows_matmul share: the order of sums, tensor maps, the stages of both operands and the sum over
+// them. rows_matmul_hopper.cu says which kernel is for what.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "llmc/cuda/hw/barriers.cuh"
+#include "llmc/cuda/hw/cluster.cuh"
+#include "llmc/cuda/hw/hopper.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
+#include "llmc/cuda/hw/tile.cuh"
+#include "llmc/cuda/op/rows_matmul.cuh"
+
+#if !WEFT_WGMMA
+#pragma nv_diag_suppress 177  // without the kernels' bodies nobody uses what only they need
+#endif
+
+namespace weft::cuda::rows {
+
+using namespace hopper;
+
+constexpr int kWeightRows = 64, kDepth = 64;  // of a warpgroup's tile and of a stage
+constexpr int kMostSplits = 8;
+constexpr int kWarps = kWarpgroupSize / kWarpSize;
+constexpr int kSumsStride = kWeightRows + kSumsPadding;
+constexpr int kAlignment = 1024;                // of a swizzled tile
+constexpr int kMostSharedBytes = 227 << 10;     // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
+constexpr int block_shared_bytes(int blocks) {  // of one of so many blocks of a multiprocessor
+  return kMostSharedBytes / blocks - (blocks - 1) * 512;
+}
+
+template <typename T>
+using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
+
+// Into how many splits K is cut, for a sum over `steps` stages: the fewest with which blocks of 64 rows of the weight and a
+// split occupy 132 multiprocessors nearly one and a half times, but one where the tiles alone occupy them, and no split is
+// shorter than 256 values. (Clusters of 6 and 7 leave multiprocessors empty.) The order of every sum follows from this: a
+// change of it changes bits. Split s has the stages from split_begin(s) to split_begin(s + 1).
+inline int split_count(std::int64_t weight_rows, std::int64_t steps) {
+  constexpr std::int64_t kEnoughTiles = 128, kEnoughBlocks = 185, kFewestSteps = 4;
+  const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
+  if (tiles >= kEnoughTiles) return 1;
+  const std::int64_t wanted = std::min(ceil_div(kEnoughBlocks, tiles), steps / kFewestSteps);
+  if (wanted >= kMostSplits) return kMostSplits;
+  return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, 5));
+}
+__device__ inline int split_begin(int split, int steps, int splits) {
+  return static_cast<int>(static_cast<std::int64_t>(split) * steps / splits);
+}
+
+template <typename T>
+struct Arguments {
+  CUtensorMap weight[2], x[2];  // of the inputs
+  CUtensorMap out;              // tile_kernel, where copies_out()
+  Output<T> output;
+  int first_steps, steps;     // stages of the first input, of both
+  int splits;                 // of all stages
+  int stages;                 // split_kernel: of the ring
+  bool x_is_older;            // split_kernel
+  int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
+  bool copies_out;            // tile_kernel
+};
+
+template <typename T>
+constexpr CUtensorMapDataType kMapType =
+    std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+// Boxes of 64 rows: coordinates (k, row, 0, 0), or with SwiGLU (k, 0, 0, unit / 8).
+template <typename T>
+CUtensorMap weight_map(const T* weight, std::int64_t columns, std::int64_t rows, bool swiglu, std::uint32_t box) {
+  const auto K = static_cast<std::uint64_t>(columns), OC = static_cast<std::uint64_t>(rows);
+  const std::int64_t row = columns * static_cast<std::int64_t>(sizeof(T));
+  if (swiglu)
+    return encode_tensor_map(weight, kMapType<T>, {K, 8, 2, OC / 8}, {row, rows * row, 8 * row},
+                             {kDepth, 8, 2, box / 16});
+  return encode_tensor_map(weight, kMapType<T>, {K, OC, 1, 1}, {row, row, row}, {kDepth, box, 1, 1});
+}
+template <typename T>
+CUtensorMap x_map(const T* x, std::int64_t columns, std::int64_t rows, int box_rows) {
+  return encode_tensor_map(x, kMapType<T>, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
+                           {columns * static_cast<std::int64_t>(sizeof(T))},
+                           {kDepth, static_cast<std::uint32_t>(box_rows)});
+}
+
+// Stages of a sum: each input begins with a stage of its own.
+template <typename T>
+std::int64_t steps_of(const RowsMatmul<T>& io) {
+  return ceil_div(io.K, kDepth) + ceil_div(io.K2, kDepth);
+}
+template <typename T>
+int splits_of(const RowsMatmul<T>& io) {
+  return split_count(weight_rows(io), steps_of(io));
+}
+
+template <typename T>
+Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t weight_box = kWeightRows) {
+  Arguments<T> arguments{};
+  arguments.weight[0] = weight_map(io.weight, io.K, io.OC, io.epilogue == RowsEpilogue::swiglu, weight_box);
+  arguments.x[0] = x_map(io.x, io.K, io.rows, box_rows);
+  if (io.K2 > 0) {
+    arguments.weight[1] = weight_map(io.weight2, io.K2, io.OC, false, weight_box);
+    arguments.x[1] = x_map(io.x2, io.K2, io.rows, box_rows);
+  }
+  arguments.output = Output<T>::of(io);
+  arguments.first_steps = static_cast<int>(ceil_div(io.K, kDepth));
+  arguments.steps = static_cast<int>(steps_of(io));
+  arguments.splits = splits_of(io);
+  return arguments;
+}
+
+// Both operands of a stage, as a warpgroup reads them: 64 rows of a, B::kRows columns of b.
+template <typename A, typename B>
+struct Operands {
+  A a;
+  B b;
+};
+
+#if WEFT_WGMMA
+
+// Which input stage `step` belongs to, and its first value of k there.
+struct Source {
+  int input, k;
+};
+template <typename T>
+__device__ inline Source source_of(const Arguments<T>& p, int step) {
+  const int input = step >= p.first_steps ? 1 : 0;
+  return {input, (step - input * p.first_steps) * kDepth};
+}
+// The 64 rows of the weight of tile `tile`, values of k of one stage.
+template <typename T>
+__device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
+  const bool swiglu = p.output.swiglu();
+  const Source source = source_of(p, step);
+  tensor_load(shared, &p.weight[source.input], barrier, source.k, swiglu ? 0 : tile * kWeightRows, 0,
+              swiglu ? tile * (kWeightRows / 16) : 0, keep);
+}
+
+// d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
+template <bool First, typename A, typename B>
+__device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A, B>& stage) {
+  const auto a = stage.a.k_major();
+  const auto b = stage.b.k_major();
+  if constexpr (First) forget(d);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < a.kSteps; ++i) wgmma_async<typename A::Element>(d, a.step(i), b.step(i), !First || i > 0);
+  wgmma_commit();
+}
+
+// d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) says where they are, release(stage) gives the
+// stage back.
+template <int R, typename OperandsAt, typename Release>
+__device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
+                                  const OperandsAt& operands_at, const Release& release) {
+  const auto multiply = [&]<bool First>() {
+    ring.wait_full(at);
+    multiply_stage<First>(d, operands_at(at.stage));
+  };
+  multiply.template operator()<true>();
+  for (int step = 1; step < steps; ++step) {
+    const int previous = at.stage;
+    at.advance(stages);
+    multiply.template operator()<false>();
+    wgmma_wait<1>();
+    release(previous);
+  }
+  wgmma_wait<0>();
+  pin(d);
+  release(at.stage);
+  at.advance(stages);
+}
+
+// The part of a block's producer in split_kernel and column_kernel, and what precedes it: makes the ring, fetches the first round
+// of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x and
+// what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
+template <typename T, typename LoadWeights, typename LoadX>
+__device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring, int stages, int steps,
+                                 unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
+                                 const LoadX& load_x) {
+  const int ahead = min(steps, stages);
+  let_successor_start();
+  if (producer) {
+    for (int stage = 0; stage < stages; ++stage) ring.init(stage, 1, consumer_warps);
+    fence_barrier_init();
+    for (int i = 0; i < ahead; ++i) load_weights(i, i);
+    prefetch_tensor_map(&p.x[0]);
+    if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
+  }
+  __syncthreads();
+  if (!producer) return;
+  if (!p.x_is_older) wait_for_predecessors();
+  for (int i = 0; i < ahead; ++i) load_x(i, i);
+  RingPosition at = RingPosition::at(ahead, stages);
+  for (int step = ahead; step < steps; ++step) {
+    ring.wait_empty(at);
+    load_weights(at.stage, step);
+    load_x(at.stage, step);
+    at.advance(stages);
+  }
+}
+
+#endif  // WEFT_WGMMA
+
+// ---- the kernels: bf16 and fp16 ----------------------------------------------------------------------------------------
+// Up to 64 rows, and with several splits up to 256.
+template <typename T>
+void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
+// Up to 128 rows, one split, one input. `height`: rows of the weight a block, 80 or 224.
+template <typename T>
+void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
+// Any number of rows.
+template <typename T>
+void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
+
+}  // namespace weft::cuda::rows
