@@ -1,5 +1,4 @@
 // rows_matmul() of few rows with one split: tiles of other heights than 64. rows_matmul_hopper.cu describes it.
-//
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
