@@ -20,6 +20,7 @@ namespace {
 
 constexpr double kStrangerSeconds = 10;     // in which a connection has to say who it is
 constexpr std::size_t kMostStrangers = 64;  // connections at once that have not yet said who they are
+constexpr double kRefusalSeconds = 5;       // that a run which cannot start waits for ranks, to tell them why
 constexpr double kLastWords = 1;            // seconds in which a rank has to take the news of an error
 constexpr double kLinger =
     0.5;  // seconds that rank 0 stays for the others at the end: they may not have read everything
@@ -98,12 +99,12 @@ class Hub::Thread {
   // ---- the start ----
 
   void meet() {
-    const Deadline deadline = deadline_in(time_limit_s_);
+    deadline_ = deadline_in(time_limit_s_);
     Deadline next_sign = SocketClock::now() + sign_interval();
     const auto absent = [](const Peer& peer) { return !peer.present; };
     while (!those(absent).empty()) {
       const Deadline now = SocketClock::now();
-      if (now >= deadline) throw late_ranks(those(absent), "the start", time_limit_s_);
+      if (now >= deadline_) throw refusal_.value_or(late_ranks(those(absent), "the start", time_limit_s_));
       if (now >= next_sign) {
         send_signs([](const Peer& peer) { return peer.present; });
         next_sign = now + sign_interval();
@@ -111,11 +112,12 @@ class Hub::Thread {
       std::vector<pollfd> waiting = peers_to_poll();
       if (strangers_.size() < kMostStrangers) waiting.push_back({listener_.fd(), POLLIN, 0});
       for (const Stranger& stranger : strangers_) waiting.push_back({stranger.socket.fd(), POLLIN, 0});
-      wait_for_any(waiting, std::min({deadline, next_sign, now + std::chrono::seconds(1)}));
+      wait_for_any(waiting, std::min({deadline_, next_sign, now + std::chrono::seconds(1)}));
       read_peers();
       accept_strangers();
       hear_strangers();
     }
+    if (refusal_) throw *refusal_;
     listener_.close();
     strangers_.clear();
     FrameHeader welcome;
@@ -167,28 +169,30 @@ class Hub::Thread {
     if (!may_be_rank(stranger) || hello.token != identity_.token) return turn_away(stranger);
     hello.version[sizeof hello.version - 1] = '\0';
     if (hello.size != identity_.size || hello.rank < 0 || hello.rank >= hello.size) {
-      refuse(stranger, Error(Exit::environment, format("rank %d was started as one of %d ranks, rank 0 as one of %d",
-                                                       hello.rank, hello.size, identity_.size)));
+      return refuse(stranger, format("rank %d was started as one of %d ranks, rank 0 as one of %d", hello.rank,
+                                     hello.size, identity_.size));
     }
     Peer& peer = peers_[static_cast<std::size_t>(hello.rank)];
-    if (peer.present) refuse(stranger, Error(Exit::environment, format("rank %d was started twice", hello.rank)));
+    if (peer.present) return refuse(stranger, format("rank %d was started twice", hello.rank));
+    peer.present = true;
     const std::string ours = identity_.version.substr(0, sizeof hello.version - 1);
     if (hello.version != ours) {
-      refuse(stranger,
-             Error(Exit::environment,
-                   format("rank %d: version: got %s, expected the %s of rank 0. Start all ranks with one program",
-                          hello.rank, escaped(hello.version).c_str(), escaped(ours).c_str())));
+      return refuse(stranger,
+                    format("rank %d: version: got %s, expected the %s of rank 0. Start all ranks with one program",
+                           hello.rank, escaped(hello.version).c_str(), escaped(ours).c_str()));
     }
     peer.socket = std::move(stranger.socket);
-    peer.present = true;
   }
 
-  // Ends the run, and tells this rank, too.
-  [[noreturn]] static void refuse(Stranger& stranger, const Error& error) {
+  // Tells this rank why the run cannot start, and the others when they come.
+  void refuse(Stranger& stranger, const std::string& reason) {
+    const Error error(Exit::environment, reason);
     FrameWriter news;
     news.begin(error);
     news.write_all(stranger.socket, deadline_in(kLastWords));
-    throw error;
+    stranger.socket.close();
+    if (!refusal_) deadline_ = std::min(deadline_, deadline_in(kRefusalSeconds));
+    refusal_ = refusal_.value_or(error);
   }
 
   // ---- rounds ----
@@ -420,7 +424,9 @@ class Hub::Thread {
   std::vector<Peer> peers_;
   std::vector<Stranger> strangers_;
   bool warned_ = false;
-  std::thread thread_;  // last: it starts when everything else exists
+  Deadline deadline_{};           // of the start
+  std::optional<Error> refusal_;  // why the run cannot start; told when all ranks have come
+  std::thread thread_;            // last: it starts when everything else exists
 };
 
 Hub::Hub(Socket listener, const RankIdentity& first_rank, double time_limit_s)

@@ -115,9 +115,14 @@ void TrainLoop::announce_stop(const std::string& doing) const {
 }
 
 Exit TrainLoop::run() {
-  while (state_.step < parts_.settings.steps && largest(ranks_, stop_requested() ? 1 : 0) == 0) {
+  while (state_.step < parts_.settings.steps) {
+    const std::optional<Error> failed_save = saves_ ? report_save(saves_->poll()) : std::nullopt;
+    const Wishes wishes = wishes_of_all(failed_save.has_value());
+    if (wishes.failed) fail_together(ranks_, failed_save);
+    if (wishes.stop) break;  // finish() saves
     announce_stop(format("finishing step %lld, then saving", wide(state_.step + 1)));
     try {
+      if (wishes.save && begun_save_ != state_.step) begin_save();
       Step step = train_step();
       after_step(step);
     } catch (const Error& error) {
@@ -130,9 +135,20 @@ Exit TrainLoop::run() {
       if (saves_) report_save(saves_->wait());
       throw;
     }
-    fail_together(ranks_, saves_ ? report_save(saves_->poll()) : std::nullopt);
   }
   return finish();
+}
+
+// What the ranks tell each other between two steps, in one call: it is time in which a GPU may have nothing to do.
+TrainLoop::Wishes TrainLoop::wishes_of_all(bool failed) {
+  // What comes before the first step waits: there is nothing new to be saved.
+  Wishes any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed};
+  for (const Wishes& of_rank : ranks_.gather(any)) {
+    any.stop |= of_rank.stop;
+    any.save |= of_rank.save;
+    any.failed |= of_rank.failed;
+  }
+  return any;
 }
 
 TrainLoop::Step TrainLoop::train_step() {
@@ -290,8 +306,7 @@ void TrainLoop::after_step(Step& step) {
   report(step);
   if (parts_.sample && settings.sample_every > 0 && due(settings.sample_every) && stop_signal() == 0) write_sample();
   if (state_.step == settings.steps) return;
-  const bool asked = largest(ranks_, take_save_request() ? 1 : 0) != 0;
-  if (asked || new_best || (settings.save_every > 0 && due(settings.save_every))) begin_save();
+  if (new_best || (settings.save_every > 0 && due(settings.save_every))) begin_save();
 }
 
 void TrainLoop::report(const Step& step) {
@@ -339,6 +354,7 @@ void TrainLoop::write_sample() {
 
 // Starts a save, which goes on in the background once the state is copied.
 void TrainLoop::begin_save() {
+  begun_save_ = state_.step;
   const Clock::time_point begin = Clock::now();
   settle_save();
   if (const double waited = seconds_since(begin); waited > 1 && first_rank()) {

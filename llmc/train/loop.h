@@ -65,6 +65,11 @@ class TrainLoop {
     std::optional<double> val_loss;
   };
 
+  struct Wishes {
+    bool stop, save, failed;  // a signal or the time limit; SIGUSR1; a save that has to end the run
+  };
+
+  Wishes wishes_of_all(bool failed);
   Step train_step();
   StepStatistics compute(std::int64_t step, const std::vector<MicroBatch>& batches);
   bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);
@@ -99,6 +104,7 @@ class TrainLoop {
   std::chrono::steady_clock::time_point last_line_;
   bool ending_ = false;                         // an error is ending the run: a save that fails too is only a warning
   std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
+  std::int64_t begun_save_ = -1;                // the step of the save that was begun last; -1: none
   double mean_step_seconds_ = 0;                // exponentially weighted mean, for the time left
   std::optional<std::int64_t> validated_step_;  // where state_.val_loss was measured, if by this process
   ProgressLine progress_;
