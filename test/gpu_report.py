@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,25 +37,72 @@ def gpu_facts() -> dict[str, str]:
     return {"gpu": name, "driver": driver}
 
 
-def run_shards(count: int) -> tuple[bool, list[dict]]:
-    """Whether every process ended well, and the suites of all of them."""
-    outputs = [ROOT / "build" / f"gpu_tests_{index}.json" for index in range(count)]
+def test_names() -> list[str]:
+    """Suite.Test, as --gtest_filter takes them."""
+    names, suite = [], ""
+    for line in subprocess.check_output([str(PROGRAM), "--gtest_list_tests"], text=True, cwd=ROOT).splitlines():
+        name = line.split("#")[0].strip()
+        if line.startswith("  "):
+            names.append(suite + name)
+        elif name.endswith("."):
+            suite = name
+    return names
+
+
+def shards_of(names: list[str], count: int) -> list[list[str]]:
+    """All tests, the longest first and each to the shard that has the least to do, by the times of the last reports."""
+    seconds = {test["name"]: float(test["seconds"]) for path in REPORTS.glob("gpu_*.json")
+               for test in json.loads(path.read_text())["tests"]}
+    shards: list[list[str]] = [[] for _ in range(count)]
+    load = [0.0] * count
+    for name in sorted(names, key=lambda name: -seconds.get(name, 1.0)):
+        least = load.index(min(load))
+        shards[least].append(name)
+        load[least] += seconds.get(name, 1.0)
+    return [shard for shard in shards if shard]
+
+
+def last_lines(log: Path) -> str:
+    """Of a process that did not end: the test that it is in."""
+    begun = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("[ RUN")]
+    return begun[-1] if begun else "before its first test"
+
+
+def run_shards(count: int, limit: float) -> tuple[bool, list[dict]]:
+    """Whether every process ended well within `limit` seconds, and the suites of all of them."""
+    build = ROOT / "build"
     processes = []
-    for index, output in enumerate(outputs):
+    for index, names in enumerate(shards_of(test_names(), count)):
+        output, log = build / f"gpu_tests_{index}.json", build / f"gpu_tests_{index}.log"
         output.unlink(missing_ok=True)
-        share = {"GTEST_TOTAL_SHARDS": str(count), "GTEST_SHARD_INDEX": str(index)}
-        if count > 1:
-            share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
-        processes.append(subprocess.Popen([str(PROGRAM), "--gtest_brief=1", f"--gtest_output=json:{output}"], cwd=ROOT,
-                                          env={**os.environ, **share}))
-    codes = [process.wait() for process in processes]
-    suites = [suite for output in outputs if output.exists() for suite in json.loads(output.read_text())["testsuites"]]
-    return not any(codes) and all(output.exists() for output in outputs), suites
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))} if count > 1 else {}
+        command = [str(PROGRAM), f"--gtest_filter={':'.join(names)}", f"--gtest_output=json:{output}"]
+        with log.open("w") as stdout:
+            processes.append((subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.STDOUT,
+                                               env={**os.environ, **threads}), output, log))
+    end = time.monotonic() + limit
+    ended_well, suites = True, []
+    for process, output, log in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            print(f"not done after {limit:.0f} s: {last_lines(log)}")
+        if process.returncode != 0:
+            ended_well = False
+            print("\n".join(line for line in log.read_text(errors="replace").splitlines() if "FAILED" in line or
+                            "Failure" in line) or f"{log.name}: ended with {process.returncode}, {last_lines(log)}")
+        if output.exists():
+            suites += json.loads(output.read_text())["testsuites"]
+        else:
+            ended_well = False
+    return ended_well, suites
 
 
-def run_tests(shards: int) -> int:
+def run_tests(shards: int, limit: float) -> int:
     REPORTS.mkdir(exist_ok=True)
-    ended_well, suites = run_shards(shards)
+    ended_well, suites = run_shards(shards, limit)
     tests = [dict(test, suite=suite["name"]) for suite in suites for test in suite["testsuite"]]
     failed = [t for t in tests if t.get("failures")]
     skipped = [t for t in tests if t.get("result") == "SKIPPED"]
@@ -94,7 +142,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the newest report fits this tree")
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="processes at once (default 1)")
+    parser.add_argument("--limit", type=float, default=1800, metavar="S",
+                        help="seconds after which what still runs is ended and named (default 1800)")
     options = parser.parse_args()
     if options.shards < 1:
         parser.error(f"--shards: got {options.shards}, expected 1 or more")
-    sys.exit(check() if options.check else run_tests(options.shards))
+    sys.exit(check() if options.check else run_tests(options.shards, options.limit))
