@@ -1305,6 +1305,8 @@ GPU = [
     Mutant("GPU: the classifier of one block keeps the wrong part of a row", "llmc/cuda/op/classifier.cu",
            "unit < stashed) stash[unit] = values[u];", "unit < stashed) stash[unit] = values[0];", ("gpu:Classifier*",)),
     # ---- chains: what a kernel does before its predecessor has ended ---------------------------------------------------
+    Mutant("GPU: a sample does not wait for the update", "llmc/cuda/llama/llama_model.h",
+           '[this] { synchronize("parameters"); }', "[] {}", ("gpu:StreamOrder.SamplesFollowTheUpdates",)),
     Mutant("GPU: rows_matmul reads x before the kernel that writes it is done", "llmc/cuda/op/rows_matmul_hopper.cuh",
            "  if (!p.x_is_older) wait_for_predecessors();\n", "", ("gpu:ChainedRows/*.MatmulWith*",)),
     Mutant("GPU: rows_matmul's tiles of columns write before their predecessor is done", "llmc/cuda/op/rows_matmul_column.cu",

@@ -33,7 +33,8 @@ class DecodeModel {
 
   virtual std::int64_t capacity() const = 0;  // positions the KV cache holds
   virtual std::int64_t length() const = 0;    // positions it holds now
-  virtual void reset() = 0;                   // length() becomes 0
+  // length() becomes 0. Whoever changes the weights between two sequences calls it: it waits until they are all there.
+  virtual void reset() = 0;
 
   // Appends `ids`: at least one, length() + ids.size() <= capacity(), otherwise Exit::internal. The caller has checked
   // that every id is in [0, vocab_size). Returns the fp32 logits after the last one, [vocab_size]; valid until the next

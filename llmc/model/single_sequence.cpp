@@ -12,8 +12,11 @@ namespace {
 
 class SingleSequence final : public DecodeModel {
  public:
-  SingleSequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity)
-      : model_(std::move(model)), capacity_(capacity), pages_(static_cast<std::size_t>(model_->num_pages())) {
+  SingleSequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights)
+      : model_(std::move(model)),
+        wait_for_weights_(std::move(wait_for_weights)),
+        capacity_(capacity),
+        pages_(static_cast<std::size_t>(model_->num_pages())) {
     std::iota(pages_.begin(), pages_.end(), 0);
   }
 
@@ -22,7 +25,10 @@ class SingleSequence final : public DecodeModel {
   std::uint64_t bytes_per_token(std::int64_t context) const override { return model_->bytes_per_step(1, context); }
   std::int64_t capacity() const override { return capacity_; }
   std::int64_t length() const override { return length_; }
-  void reset() override { length_ = 0; }
+  void reset() override {
+    if (wait_for_weights_) wait_for_weights_();
+    length_ = 0;
+  }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override { return prefill({&id, 1}); }
   // A model that computes on the host is not faster for sampling itself.
@@ -68,6 +74,7 @@ class SingleSequence final : public DecodeModel {
   }
 
   std::unique_ptr<InferenceModel> model_;
+  std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
   std::vector<std::int32_t> pages_;
   bool keep_ = false;
@@ -158,8 +165,9 @@ InferenceOptions one_sequence(std::int64_t capacity) {
   return options;
 }
 
-std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity) {
-  return std::make_unique<SingleSequence>(std::move(model), capacity);
+std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity,
+                                             std::function<void()> wait_for_weights) {
+  return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights));
 }
 
 }  // namespace weft

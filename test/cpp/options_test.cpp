@@ -342,7 +342,7 @@ TEST(TrainOptionParser, LimitsAndDefaultsOfEachOption) {
       {"grad-clip", "from 0 to 1e+09; default 1"},
       {"dropout", "from 0 to 0.99; default 0"},
       {"seed", "of at least 0; default 1"},
-      {"virtual-ranks", "from 1 to 65536; default 1"},
+      {"virtual-ranks", "from 1 to 65536; default 1, or the number of ranks of the run"},
       {"gpus", "from 0 to 256; default 0"},
       {"shard", "default optimizer"},
       {"comm-timeout", "from 1 to 86400; default 120"},

@@ -54,6 +54,21 @@ Ids generated(DecodeModel& model, const Ids& prompt, const GenerationRequest& re
   return ids;
 }
 
+// Each sequence begins when its weights are there.
+TEST(SingleSequence, AResetWaitsForTheWeights) {
+  int waits = 0;
+  const auto model = single_sequence(
+      std::make_unique<PagedFake>(PagedFakeSizes{
+          .page_size = 4, .num_pages = 15, .slots = 1, .max_rows = 4, .max_positions = kCapacity, .depth = 1}),
+      kCapacity, [&] { ++waits; });
+  model->prefill(prompt_of(5));
+  EXPECT_EQ(waits, 0);
+  model->reset();
+  EXPECT_EQ(waits, 1);
+  model->score(prompt_of(5));
+  EXPECT_EQ(waits, 2);
+}
+
 TEST(SingleSequence, KeepsAheadAndGivesTheSameIds) {
   for (const std::int64_t depth : {1, 2, 3}) {
     for (const std::int64_t max_rows : {1, 4, 7, 64}) {

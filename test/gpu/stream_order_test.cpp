@@ -1,6 +1,6 @@
 // Work that one stream hands to another, made late on purpose (llmc/cuda/runtime/fork.h): every delay must leave the bits as
 // they are. Without its wait each of these reads too early: the update that must not overtake the background copy of the
-// state, the sort of the tokens and the embedding's gradient, uploads of tokens that reuse a page-locked slot, MLP-up beside
+// state, a sample that must not overtake the update, the sort of the tokens and the embedding's gradient, uploads of tokens that reuse a page-locked slot, MLP-up beside
 // attention in a prompt, the pieces of a model file on their way to the GPU, and the description of an inference step, whose
 // page-locked memory the step after the next uses again.
 #include <gtest/gtest.h>
@@ -108,6 +108,37 @@ test::Floats prompt_logits(const std::string& path, std::int64_t ids) {
   const std::vector<std::int32_t> prompt = test::random_tokens(ids, model->config().vocab_size, 5);
   const std::span<const float> logits = model->prefill(prompt);
   return {logits.begin(), logits.end()};
+}
+
+// A sample between two steps has the parameters of the last update, which is only queued when the sample begins.
+TEST(StreamOrder, SamplesFollowTheUpdates) {
+  TrainOptions options;
+  options.micro_batch = 2;
+  options.seq_len = 37;
+  options.precision = Precision::bf16;
+  const ModelConfig config = test::small_llama();
+  const test::TokenBatch text = test::random_tokens(config, 2 * 37, 1);
+  const std::span<const std::int32_t> prompt = std::span(text.batch().tokens).first(20);
+  const auto logits = [&](bool wait) {
+    const auto model = cuda::make_llama(config, options);
+    test::randomize_parameters(*model);
+    const auto decoder = model->decoder(40);
+    model->zero_gradients();
+    model->forward(text.batch(), 0, 0.01f);
+    model->backward();
+    model->statistics();
+    AdamWStep update;
+    update.learning_rate = 1e-2f;
+    // Inference is delayed as an update is: several of them are still under way when its first step begins.
+    for (update.step = 1; update.step <= 5; ++update.step) model->update(update);
+    if (wait) test::read_values(*model, TensorRole::parameter, model->table().at("model.embed_tokens.weight"));
+    decoder->reset();
+    const std::span<const float> result = decoder->prefill(prompt);
+    return test::Floats(result.begin(), result.end());
+  };
+  const test::Floats expected = logits(true);
+  const Delay delay(DelayPoint::step, 20'000);
+  EXPECT_EQ(logits(false), expected);
 }
 
 TEST(StreamOrder, PromptsAndLoadingWithDelays) {

@@ -72,8 +72,9 @@ class Llama final : public TrainModel {
   std::vector<float> activation(const std::string& name) override;
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
-    synchronize("decoder");
-    return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity);
+    // Inference has a stream of its own: updates, and parameters on their way from other ranks, must be there first.
+    return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity,
+                           [this] { synchronize("parameters"); });
   }
 
  private:
