@@ -176,6 +176,11 @@ double alone_ms(const Settings& settings) {
 }
 
 void bench_steps(int gpus, const Settings& settings) {
+  if (settings.by == "peer") {
+    fail(Exit::usage,
+         "--by peer: only with --exchange-only. Steps of ranks that are threads wait for each other's memory; "
+         "measure them with train_llama --bench --gpus N");
+  }
   const double tokens = static_cast<double>(settings.micro_batch * settings.seq_len);
   std::printf("%s, T %lld, B %lld a GPU, buckets of %lld\n", settings.config.c_str(),
               static_cast<long long>(settings.seq_len), static_cast<long long>(settings.micro_batch),

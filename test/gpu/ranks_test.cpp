@@ -121,7 +121,9 @@ TEST(CudaRanks, ValuesPassThroughTheHost) {
 
 using MakePlane = std::function<std::unique_ptr<cuda::DeviceRanks>(Communicator&)>;
 
-// With each of the ways in which two GPUs reach each other.
+// Ranks that are threads with a GPU each. They allocate and free, which waits for all GPUs of a process, and a call by copy
+// engines waits for the other rank: only ranks that are processes may do both at a time. So models go by NCCL here;
+// test/python/test_ranks_gpu.py has them by copy engines.
 class CudaTwoGpus : public testing::Test {
  protected:
   void SetUp() override {
@@ -129,13 +131,10 @@ class CudaTwoGpus : public testing::Test {
     if (cuda::nccl_version().empty()) GTEST_SKIP() << "needs NCCL";
   }
   void TearDown() override { cuda::check(cudaSetDevice(0), "test"); }
-
-  static constexpr std::unique_ptr<cuda::DeviceRanks> (*kPlanes[])(Communicator&, double) = {cuda::make_peer_ranks,
-                                                                                             cuda::make_nccl_ranks};
 };
 
 TEST_F(CudaTwoGpus, ValuesArriveAsTheyAre) {
-  for (const auto make_plane : kPlanes) {
+  for (const auto make_plane : {cuda::make_peer_ranks, cuda::make_nccl_ranks}) {
     run_thread_ranks(2, 60, [&](Communicator& ranks) {
       cuda::check(cudaSetDevice(ranks.rank()), "test");
       const auto plane = make_plane(ranks, 60);
@@ -154,32 +153,30 @@ TEST_F(CudaTwoGpus, CopyEnginesComeFirst) {
 // A rank that does not come: the others end within the time limit, and their memory can be freed. Its own memory stays, as
 // that of a process that hangs.
 TEST_F(CudaTwoGpus, ARankThatDoesNotComeEndsTheOthers) {
-  for (const auto make_plane : kPlanes) {
-    std::promise<void> first_has_ended;
-    try {
-      run_thread_ranks(2, 60, [&](Communicator& ranks) {
-        cuda::check(cudaSetDevice(ranks.rank()), "test");
-        const auto plane = make_plane(ranks, 2);
-        const DeviceBuffer<float> values(1'000'000);
-        plane->share(reinterpret_cast<std::byte*>(values.data()), values.bytes());
-        const cuda::Stream stream;
-        const std::vector<Range> parts = {{0, 2'000'000}, {2'000'000, 4'000'000}};
-        if (ranks.rank() == 1) return first_has_ended.get_future().wait();
-        plane->gather(reinterpret_cast<std::byte*>(values.data()), parts, stream);
-        try {
-          plane->wait(stream, nullptr, "waiting in a test");
-        } catch (const Error& error) {
-          EXPECT_NE(std::string(error.what()).find("did not come within 2 s"), std::string::npos) << error.what();
-          cudaStreamSynchronize(stream);  // the work that was given up ends
-          first_has_ended.set_value();
-          throw;
-        }
+  std::promise<void> first_has_ended;
+  try {
+    run_thread_ranks(2, 60, [&](Communicator& ranks) {
+      cuda::check(cudaSetDevice(ranks.rank()), "test");
+      const auto plane = cuda::make_nccl_ranks(ranks, 2);
+      const DeviceBuffer<float> values(1'000'000);
+      plane->share(reinterpret_cast<std::byte*>(values.data()), values.bytes());
+      const cuda::Stream stream;
+      const std::vector<Range> parts = {{0, 2'000'000}, {2'000'000, 4'000'000}};
+      if (ranks.rank() == 1) return first_has_ended.get_future().wait();
+      plane->gather(reinterpret_cast<std::byte*>(values.data()), parts, stream);
+      try {
+        plane->wait(stream, nullptr, "waiting in a test");
+      } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what()).find("did not come within 2 s"), std::string::npos) << error.what();
+        cudaStreamSynchronize(stream);  // the work that was given up ends
         first_has_ended.set_value();
-      });
-      ADD_FAILURE() << "nobody came, nobody minded";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), Exit::environment) << error.what();
-    }
+        throw;
+      }
+      first_has_ended.set_value();
+    });
+    ADD_FAILURE() << "nobody came, nobody minded";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Exit::environment) << error.what();
   }
 }
 
@@ -532,21 +529,19 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
 }
 
 TEST_F(CudaTwoGpus, GiveTheBitsOfVirtualRanksOnOne) {
+  const auto on_own_gpu = [](Communicator& ranks) {
+    cuda::check(cudaSetDevice(ranks.rank()), "test");
+    return cuda::make_nccl_ranks(ranks, 60);
+  };
   for (const Case& c : kCases) {
     SCOPED_TRACE(name_of(c));
     const Outcome expected = train_virtual(c, 2);
-    for (const auto make_plane : kPlanes) {
-      const auto on_own_gpu = [&](Communicator& ranks) {
-        cuda::check(cudaSetDevice(ranks.rank()), "test");
-        return make_plane(ranks, 60);
-      };
-      for (const Shard shard : shards_of(c)) {
-        for (const std::int64_t elements : kBuckets) expect_ranks_give(expected, c, 2, shard, elements, on_own_gpu);
-      }
-      cuda::set_stream_delay(cuda::DelayPoint::forked, 5'000);
-      expect_ranks_give(expected, c, 2, Shard::optimizer, 50'000, on_own_gpu);
-      cuda::set_stream_delay(cuda::DelayPoint::forked, 0);
+    for (const Shard shard : shards_of(c)) {
+      for (const std::int64_t elements : kBuckets) expect_ranks_give(expected, c, 2, shard, elements, on_own_gpu);
     }
+    cuda::set_stream_delay(cuda::DelayPoint::forked, 5'000);
+    expect_ranks_give(expected, c, 2, Shard::optimizer, 50'000, on_own_gpu);
+    cuda::set_stream_delay(cuda::DelayPoint::forked, 0);
   }
 }
 
