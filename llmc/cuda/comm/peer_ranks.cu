@@ -17,6 +17,7 @@
 #include "llmc/cuda/comm/device_ranks.h"
 #include "llmc/cuda/comm/wait.h"
 #include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/driver_function.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 
@@ -25,17 +26,6 @@ namespace weft::cuda {
 namespace {
 
 constexpr const char* kName = "exchange between ranks";
-
-template <typename Function>
-Function driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result), name);
-  if (result != cudaDriverEntryPointSuccess || function == nullptr) {
-    fail(Exit::environment, "the NVIDIA driver has no %s; install one for CUDA 12 or later", name);
-  }
-  return reinterpret_cast<Function>(function);
-}
 
 // How a rank finds memory of another one.
 struct Exported {

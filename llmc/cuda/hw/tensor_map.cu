@@ -9,29 +9,13 @@
 #include <type_traits>
 
 #include "llmc/base/error.h"
-#include "llmc/cuda/runtime/error.h"
+#include "llmc/cuda/runtime/driver_function.h"
 
 namespace weft::cuda {
 
-namespace {
-
-// Asked of the runtime, so that the programs need not link the driver library.
-PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
-        "tensor map: driver function");
-  if (result != cudaDriverEntryPointSuccess || !function)
-    fail(Exit::environment,
-         "tensor map: the NVIDIA driver has no cuTensorMapEncodeTiled; install one for CUDA 12 or later");
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-}
-
-}  // namespace
-
 CUtensorMap encode_tensor_map(const void* data, CUtensorMapDataType type, std::initializer_list<std::uint64_t> size,
                               std::initializer_list<std::int64_t> stride, std::initializer_list<std::uint32_t> box) {
-  static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
+  static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
   constexpr std::size_t kMostDimensions = 5;
   const std::size_t dimensions = size.size();
   if (dimensions < 2 || dimensions > kMostDimensions || stride.size() != dimensions - 1 || box.size() != dimensions)
