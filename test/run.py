@@ -14,7 +14,7 @@ Called by `make test`, which has built what it needs. Suites:
     python3 test/run.py [--without-cuda] [--save FILE] [--add FILE]
 
 Suites run beside each other, a file of test/python being one of them: TEST_JOBS at a time (default: half the cores, at least
-2), because most of them use one core most of the time. What needs the GPU runs alone, at the end.
+2), because most of them use one core most of the time; what mostly waits comes on top. What needs the GPU runs alone, at the end.
 --without-cuda runs what a build for the CPU alone could answer otherwise than one with GPU code. --save keeps the rows,
 --add counts the rows of an earlier run in. GPU=must in the environment refuses to skip the GPU suite. A suite that dies, or
 that runs no test, counts as a failure.
@@ -43,6 +43,8 @@ RESULTS = ROOT / "build" / "test-results"
 CORES = len(os.sched_getaffinity(0))
 OUTPUT = threading.Lock()  # of the failures that are shown
 PYTEST_COLLECTED_NOTHING = 5  # its exit code
+# Files of test/python that wait for time limits and for servers that stall: one of them at a time runs beside the others.
+WAITING = ("test_ranks", "test_download")
 # Suites share the cores: threads that wait must not keep the others from running.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
 
@@ -237,8 +239,9 @@ def run_everything() -> list[Outcome]:
     for path in files:
         if path not in on_gpu:
             jobs[path.stem] = partial(run_python_file, path)
-    with ThreadPoolExecutor(int(os.environ.get("TEST_JOBS") or max(2, CORES // 2))) as pool:
-        running = {name: pool.submit(job) for name, job in jobs.items()}
+    at_once = int(os.environ.get("TEST_JOBS") or max(2, CORES // 2))
+    with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(1) as beside:
+        running = {name: (beside if name in WAITING and at_once > 1 else pool).submit(job) for name, job in jobs.items()}
     done = {name: future.result() for name, future in running.items()}
     python = [done[path.stem][0] for path in files if path not in on_gpu] + [run_python_file(path)[0] for path in on_gpu]
     return [*done["unit"], *done["unit asan"], *done["threads"], joined("python", python), *done["headers"], run_gpu(release),
