@@ -43,8 +43,8 @@ RESULTS = ROOT / "build" / "test-results"
 CORES = len(os.sched_getaffinity(0))
 OUTPUT = threading.Lock()  # of the failures that are shown
 PYTEST_COLLECTED_NOTHING = 5  # its exit code
-# Files of test/python that wait for time limits and for servers that stall: one of them at a time runs beside the others.
-WAITING = ("test_ranks", "test_download")
+# Files of test/python that wait for time limits, signals and servers that stall: one of them at a time runs beside the others.
+WAITING = ("test_faults", "test_ranks", "test_download")
 # Suites share the cores: threads that wait must not keep the others from running.
 SHARED = {"OMP_WAIT_POLICY": "passive"}
 
