@@ -34,6 +34,12 @@ void FrameWriter::begin(const FrameHeader& header, std::span<const std::byte> bo
   sent_ = 0;
 }
 
+void FrameWriter::begin(FrameKind kind, std::span<const std::byte> body) {
+  FrameHeader header;
+  header.kind = kind;
+  begin(header, body);
+}
+
 void FrameWriter::begin(const Error& abort) {
   FrameHeader header;
   header.kind = FrameKind::abort;

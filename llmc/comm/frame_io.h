@@ -32,6 +32,8 @@ class FrameReader {
 class FrameWriter {
  public:
   void begin(const FrameHeader& header, std::span<const std::byte> body);
+  // Of a kind that needs nothing else in its header.
+  void begin(FrameKind kind, std::span<const std::byte> body = {});
   void begin(const Error& abort);
   bool done() const { return sent_ == bytes_.size(); }
   // Writes what the connection takes now; false: it has ended.

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
 #include "llmc/comm/frame_io.h"
@@ -82,12 +83,8 @@ class Hub::Thread {
     drain();
   }
 
-  Deadline limit_from(Deadline begin) const {
-    return begin + std::chrono::duration_cast<SocketClock::duration>(std::chrono::duration<double>(time_limit_s_));
-  }
-  SocketClock::duration sign_interval() const {
-    return std::chrono::duration_cast<SocketClock::duration>(std::chrono::duration<double>(time_limit_s_ / 4));
-  }
+  Deadline limit_from(Deadline begin) const { return begin + duration_of(time_limit_s_); }
+  SocketClock::duration sign_interval() const { return duration_of(time_limit_s_ / 4); }
   std::vector<int> those(bool (*is)(const Peer&)) const {
     std::vector<int> ranks;
     for (std::size_t r = 0; r < peers_.size(); ++r) {
@@ -120,9 +117,7 @@ class Hub::Thread {
     if (refusal_) throw *refusal_;
     listener_.close();
     strangers_.clear();
-    FrameHeader welcome;
-    welcome.kind = FrameKind::reply;
-    for (Peer& peer : peers_) peer.writer.begin(welcome, {});
+    for (Peer& peer : peers_) peer.writer.begin(FrameKind::reply);
     write_replies("the start");
   }
 
@@ -307,16 +302,14 @@ class Hub::Thread {
 
   void reply() {
     const FrameHeader first = peers_[0].call;
-    FrameHeader header;
-    header.kind = FrameKind::reply;
     if (first.call == CallName::exchange) {
-      for (std::size_t r = 0; r < peers_.size(); ++r) peers_[r].writer.begin(header, pieces_for(r));
+      for (std::size_t r = 0; r < peers_.size(); ++r) peers_[r].writer.begin(FrameKind::reply, pieces_for(r));
     } else {
       const auto root = static_cast<std::size_t>(first.root);
       const std::vector<std::byte> all = first.call == CallName::gather      ? everything()
                                          : first.call == CallName::broadcast ? peers_.at(root).brought
                                                                              : std::vector<std::byte>();
-      for (Peer& peer : peers_) peer.writer.begin(header, all);
+      for (Peer& peer : peers_) peer.writer.begin(FrameKind::reply, all);
     }
     for (Peer& peer : peers_) peer.waiting = false;
     write_replies(name_of(first.call));
@@ -372,11 +365,9 @@ class Hub::Thread {
 
   // Tells those who wait that the hub is at work; who does not hear from it knows that rank 0 is stopped.
   void send_signs(bool (*to)(const Peer&)) {
-    FrameHeader sign;
-    sign.kind = FrameKind::alive;
     for (Peer& peer : peers_) {
       if (!to(peer) || peer.has_left || !peer.socket.open()) continue;
-      peer.writer.begin(sign, {});
+      peer.writer.begin(FrameKind::alive);
       if (!peer.writer.write_all(peer.socket, deadline_in(kLastWords))) peer.socket.close();
     }
   }
@@ -412,7 +403,7 @@ class Hub::Thread {
       }
       if (waiting.empty()) return;
       const Deadline now = SocketClock::now();
-      if (!end && !peers_[0].socket.open()) end = now + std::chrono::milliseconds(static_cast<int>(1000 * kLinger));
+      if (!end && !peers_[0].socket.open()) end = now + duration_of(kLinger);
       if (end && now >= *end) return;
       wait_for_any(waiting, end.value_or(now + std::chrono::hours(1)));
     }

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 
 namespace weft {
@@ -95,7 +96,7 @@ std::ptrdiff_t moved(ssize_t result) {
 }  // namespace
 
 Deadline deadline_in(double seconds) {
-  return SocketClock::now() + std::chrono::duration_cast<SocketClock::duration>(std::chrono::duration<double>(seconds));
+  return SocketClock::now() + duration_of(seconds);
 }
 
 void Socket::close() {

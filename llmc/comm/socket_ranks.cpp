@@ -6,6 +6,7 @@
 #include <mutex>
 #include <thread>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/hash.h"
 #include "llmc/comm/frame_io.h"
 #include "llmc/comm/rank_errors.h"
@@ -35,9 +36,7 @@ class SocketRanks final : public Communicator {
   ~SocketRanks() override {
     const std::lock_guard<std::mutex> lock(sending_);
     if (!ended()) {
-      FrameHeader leave;
-      leave.kind = FrameKind::leave;
-      writer_.begin(leave, {});
+      writer_.begin(FrameKind::leave);
       writer_.write_all(socket_, deadline_in(kAbortSeconds));
     }
     socket_.close();
@@ -53,7 +52,7 @@ class SocketRanks final : public Communicator {
   void exchange(const float* values, std::span<const Range> parts, float* received) override {
     const std::int64_t mine = parts[me()].size(), piece = piece_of(sizeof(float)) / size_ + 1;
     std::vector<std::byte> brought;
-    for_pieces(parts, piece, [&](std::span<const Range> now, std::int64_t first) {
+    for_pieces(parts, piece, [&](const std::vector<Range>& now, std::int64_t first) {
       brought.clear();
       for (const Range& part : now) append(brought, static_cast<std::uint64_t>(part.size()) * sizeof(float));
       for (const Range& part : now) append(brought, std::span(values + part.begin, values + part.end));
@@ -68,7 +67,7 @@ class SocketRanks final : public Communicator {
   }
 
   void gather_bytes(std::byte* values, std::span<const Range> parts) override {
-    for_pieces(parts, piece_of(1), [&](std::span<const Range> now, std::int64_t) {
+    for_pieces(parts, piece_of(1), [&](const std::vector<Range>& now, std::int64_t) {
       const auto brought = std::span(values + now[me()].begin, values + now[me()].end);
       const auto got = call({FrameKind::call, CallName::gather, 0, 0, hash_of(parts), 0}, brought);
       std::int64_t bytes = 0;
@@ -84,7 +83,7 @@ class SocketRanks final : public Communicator {
 
   void broadcast_bytes(std::byte* values, std::int64_t bytes, int root) override {
     const Range all[] = {{0, bytes}};
-    for_pieces(all, piece_of(1), [&](std::span<const Range> now, std::int64_t first) {
+    for_pieces(all, piece_of(1), [&](const std::vector<Range>& now, std::int64_t first) {
       const auto part = std::span(values + first, values + now[0].end);
       const auto got = call({FrameKind::call, CallName::broadcast, root, 0, hash_of(all), 0},
                             rank_ == root ? part : std::span<std::byte>());
@@ -104,10 +103,8 @@ class SocketRanks final : public Communicator {
     try {
       std::unique_lock<std::mutex> lock(sending_, std::try_to_lock);
       if (!lock.owns_lock() || ended()) return;  // a call that is being sent is a sign
-      FrameHeader alive;
-      alive.kind = FrameKind::alive;
       FrameWriter sign;
-      sign.begin(alive, {});
+      sign.begin(FrameKind::alive);
       sign.write_all(socket_, deadline_in(kAbortSeconds));
     } catch (...) {  // the next one will do
     }
@@ -150,16 +147,11 @@ class SocketRanks final : public Communicator {
   // Calls work(pieces, first) for the elements from `first` on of each part, `piece` at a time: once, too, if there are none.
   template <typename Work>
   static void for_pieces(std::span<const Range> parts, std::int64_t piece, const Work& work) {
-    std::int64_t longest = 0, first = 0;
-    for (const Range& part : parts) longest = std::max(longest, part.size());
-    std::vector<Range> now(parts.size());
+    std::int64_t first = 0;
     do {
-      for (std::size_t r = 0; r < parts.size(); ++r) {
-        now[r] = common(parts[r], {parts[r].begin + first, parts[r].begin + first + piece});
-      }
-      work(std::span<const Range>(now), first);
+      work(pieces_of(parts, first, piece), first);
       first += piece;
-    } while (first < longest);
+    } while (first < longest_of(parts));
   }
 
   static void require_bytes(std::span<const std::byte> got, std::int64_t expected) {
@@ -222,10 +214,7 @@ class SocketRanks final : public Communicator {
   }
 
   // The hub gives a sign four times within the limit: who hears none has lost rank 0.
-  Deadline patience() const {
-    return heard_ +
-           std::chrono::duration_cast<SocketClock::duration>(std::chrono::duration<double>(1.25 * time_limit_s_));
-  }
+  Deadline patience() const { return heard_ + duration_of(1.25 * time_limit_s_); }
   void require_sign(const char* name) {
     if (SocketClock::now() >= patience()) throw_end(late_ranks({0}, name, time_limit_s_));
   }

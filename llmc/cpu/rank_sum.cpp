@@ -28,16 +28,12 @@ void add_ranks(float* sum, std::span<const float* const> pieces, std::int64_t co
 
 void exchange_and_add(Communicator& ranks, float* sum, const float* values, std::span<const Range> parts, bool behind,
                       std::int64_t piece) {
-  std::int64_t longest = 0;
-  for (const Range& part : parts) longest = std::max(longest, part.size());
+  const std::int64_t longest = longest_of(parts);
   const auto size = static_cast<std::size_t>(ranks.size()), me = static_cast<std::size_t>(ranks.rank());
   std::vector<float> received(size * static_cast<std::size_t>(std::min(piece, longest)));
-  std::vector<Range> now(size);
   std::vector<const float*> pieces(size + 1);
   for (std::int64_t first = 0; first < longest; first += piece) {
-    for (std::size_t r = 0; r < size; ++r) {
-      now[r] = common(parts[r], {parts[r].begin + first, parts[r].begin + first + piece});
-    }
+    const std::vector<Range> now = pieces_of(parts, first, piece);
     ranks.exchange(values, now, received.data());
     float* const here = sum + (now[me].begin - parts[me].begin);
     pieces[0] = here;

@@ -25,9 +25,7 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
   const std::int64_t size = table.arena_elements();
   std::vector<Range> parts;
   for (std::int64_t r = 0, begin = 0; r < ranks; ++r) {
-    // size / ranks + ..., not size * r / ranks: no product of a large arena and many ranks.
-    const std::int64_t even = size / ranks * (r + 1) + size % ranks * (r + 1) / ranks;
-    const std::int64_t end = r + 1 == ranks ? size : next_block(table, even, block);
+    const std::int64_t end = r + 1 == ranks ? size : next_block(table, even_border(size, ranks, r + 1), block);
     parts.push_back({begin, end});
     begin = end;
   }
@@ -53,9 +51,8 @@ std::vector<Bucket> cut_buckets(std::span<const Range> sections, int ranks, std:
     Bucket bucket{section, range, {}};
     std::int64_t begin = range.begin;
     for (std::int64_t r = 0; r < ranks; ++r) {
-      // size / ranks (r + 1) + ..., not size (r + 1) / ranks: no product of a large range and many ranks.
-      const std::int64_t share = range.size() / ranks * (r + 1) + range.size() % ranks * (r + 1) / ranks;
-      const std::int64_t end = r + 1 == ranks ? range.end : std::min(at_block(range.begin + share), range.end);
+      const std::int64_t even = range.begin + even_border(range.size(), ranks, r + 1);
+      const std::int64_t end = r + 1 == ranks ? range.end : std::min(at_block(even), range.end);
       bucket.parts.push_back({begin, end});
       begin = end;
     }

@@ -17,7 +17,7 @@ class HostStateCopy final : public StateCopy {
   }
 
   void take() override {
-    for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorRole role : kStateRoles) {
       for (const TensorSpec& spec : model_.table().specs()) model_.read_tensor(role, spec, at(role, spec));
     }
   }

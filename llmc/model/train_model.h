@@ -63,6 +63,8 @@ struct StepStatistics {
 };
 
 enum class TensorRole { parameter, gradient, moment1, moment2 };
+// What a run goes on from. Ranks that read it together read it in this order.
+inline constexpr TensorRole kStateRoles[] = {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2};
 
 // Parameters and moments as they were at one moment, in host memory: what a thread can write to disk while training
 // goes on.

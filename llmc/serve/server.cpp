@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/file.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
@@ -36,14 +37,6 @@ constexpr std::size_t kMaxKeyBytes = 4096;
 constexpr const char* kKeyVariable = "WEFT_API_KEY";
 
 enum class Phase { loading, ready, draining };
-
-Clock::time_point after(Clock::time_point start, double seconds) {
-  return start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 // 63 random bits: as large as a seed that a request may give.
 std::uint64_t random_seed() {
@@ -345,7 +338,7 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
   CompletionsRequest request = parse_completions(exchange->take_body(), context);
   if (!request.seeded) request.options.sampler.seed = random_seed();
   if (options.request_seconds > 0) {
-    request.options.deadline = after(answer->arrival, options.request_seconds);
+    request.options.deadline = answer->arrival + duration_of(options.request_seconds);
   }
   for (const CompletionPrompt& prompt : request.prompts) {
     const std::string refusal =
@@ -510,7 +503,7 @@ void CompletionsServer::State::step_until_stopped() {
   for (;;) {
     if (phase == Phase::ready && stop_signal() != 0) {
       phase = Phase::draining;
-      give_up = after(Clock::now(), options.drain_seconds);
+      give_up = Clock::now() + duration_of(options.drain_seconds);
     }
     if (phase == Phase::draining && (in_flight == 0 || Clock::now() >= give_up)) return;
     const bool more = engine->step();

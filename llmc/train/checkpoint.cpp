@@ -88,7 +88,7 @@ void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSp
 std::string first_not_finite(const TensorTable& table, const TensorSource& source) {
   constexpr std::size_t kPiece = 1 << 18;  // values that are read at once
   std::vector<float> buffer(kPiece);
-  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : kStateRoles) {
     for (const TensorSpec& spec : table.specs()) {
       const auto count = static_cast<std::size_t>(spec.elements);
       for (std::size_t first = 0; first < count; first += kPiece) {
@@ -376,7 +376,7 @@ void Checkpoint::load(TrainModel& model) const {
     values.resize(static_cast<std::size_t>(spec.elements));
     model_.read_parameter(spec, values.data());
     model.write_tensor(TensorRole::parameter, spec, values.data());
-    for (const TensorRole role : {TensorRole::moment1, TensorRole::moment2}) {
+    for (const TensorRole role : kMoments) {
       training_.read_f32(training_.at(moment_name(role, spec)), values.data());
       model.write_tensor(role, spec, values.data());
     }
@@ -457,7 +457,7 @@ TensorSource tensors_of(const StateCopy& copy) {
 
 void take_part_in_copy(TrainModel& model) {
   std::vector<float> values;
-  for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+  for (const TensorRole role : kStateRoles) {
     for (const TensorSpec& spec : model.table().specs()) {
       values.resize(static_cast<std::size_t>(spec.elements));
       model.read_tensor(role, spec, values.data());

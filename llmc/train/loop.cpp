@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/json.h"
 #include "llmc/base/options.h"
 #include "llmc/base/signals.h"
@@ -18,10 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 // While the first rank waits for a file, the others hear from it so often.
 constexpr std::chrono::milliseconds kSaveHeartbeat(100);
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 // For printf's %lld.
 long long wide(std::int64_t value) {

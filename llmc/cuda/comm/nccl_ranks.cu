@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/signals.h"
 #include "llmc/cuda/comm/device_ranks.h"
@@ -93,10 +94,6 @@ const Nccl& nccl() {
 }
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 class NcclRanks final : public DeviceRanks {
  public:

@@ -74,14 +74,12 @@ class StagedRanks final : public DeviceRanks {
   // a buffer that holds nothing else.
   template <typename Work>
   static void for_pieces(std::span<const Range> parts, std::int64_t piece, const Work& work) {
-    std::int64_t longest = 0;
-    for (const Range& part : parts) longest = std::max(longest, part.size());
-    for (std::int64_t first = 0; first < longest; first += piece) {
-      std::vector<Range> now, packed;
+    for (std::int64_t first = 0; first < longest_of(parts); first += piece) {
+      const std::vector<Range> now = pieces_of(parts, first, piece);
+      std::vector<Range> packed;
       std::int64_t end = 0;
-      for (const Range& part : parts) {
-        now.push_back(common(part, {part.begin + first, part.begin + first + piece}));
-        packed.push_back({end, end + now.back().size()});
+      for (const Range& part : now) {
+        packed.push_back({end, end + part.size()});
         end = packed.back().end;
       }
       work(now, packed);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/comm/communicator.h"
 #include "llmc/cuda/runtime/error.h"
@@ -68,7 +69,7 @@ class Waiter {
       looked = now;
       ranks_.check();
       look();
-      if (begin && std::chrono::duration<double>(now - *begin).count() > time_limit_s_) {
+      if (begin && seconds_since(*begin) > time_limit_s_) {
         fail(Exit::environment, "%s: the other ranks did not come within %g s", action, time_limit_s_);
       }
     }

@@ -11,6 +11,10 @@ constexpr int kWarpSize = 32;
 __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
+// The first multiple of `alignment`, a power of two, from there on.
+__device__ inline unsigned shared_address(const void* pointer, unsigned alignment) {
+  return (shared_address(pointer) + alignment - 1) & ~(alignment - 1);
+}
 
 // Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads, a multiple of 32, have arrived or wait. A
 // thread that arrives goes on at once; one that waits then sees what the others wrote before they came.

@@ -88,6 +88,15 @@ __device__ inline bool mbarrier_try(unsigned barrier, unsigned parity) {
                : "memory");
   return complete != 0;
 }
+// The same without suspending the thread.
+__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(complete)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return complete != 0;
+}
 // Never hangs: some 10 s (5 times 2^32 clocks) are a fault of the kernel, and it ends: the host sees an illegal
 // address. (Not by __trap(): with one here ptxas 13.0 compiles the forward kernels of attention as if setmaxnreg gave them
 // no registers, with spills and every wgmma waited for. hopper_backward.cu has one that does no harm.)

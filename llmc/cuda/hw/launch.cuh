@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 
 #include "llmc/cuda/runtime/error.h"
@@ -25,6 +26,15 @@ __device__ inline void let_successor_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// How many blocks fit on the GPU at once, one a multiprocessor at least; more shared memory than 48 KB has been asked for.
+template <typename Kernel>
+unsigned resident_blocks(Kernel kernel, int threads, int shared_bytes, int multiprocessors, const char* name) {
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<std::size_t>(shared_bytes)),
+        name);
+  return static_cast<unsigned>(std::max(1, blocks) * multiprocessors);
 }
 
 // `attribute` must outlive what is returned.

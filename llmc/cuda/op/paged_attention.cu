@@ -73,8 +73,7 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
     if (Rows * T::kChunks % Threads != 0 && index >= Rows * T::kChunks) break;
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
-    const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
-    const std::int64_t at = ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS + chunk * 8;
+    const std::int64_t at = page_offset<HS>(a, page, kv_head, position) + chunk * 8;
     const bool inside = position < end;
 #pragma unroll
     for (int n = 0; n < Tensors; ++n) {
@@ -241,12 +240,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     __syncthreads();
   }
   compute_items<S, Tiling>(a, entries + work.tiles, work.items, work.tiles > 0, shared);
-
-  // The last block to finish prepares the next launch.
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  const int before = fetch_add_acquire_release(&a.cursors->finished_blocks, 1);
-  if (before == static_cast<int>(gridDim.x) - 1) *a.cursors = {};
+  reset_cursors(a, static_cast<int>(gridDim.x));
 }
 
 // ---- launch ---------------------------------------------------------------------------------------------------------------
@@ -293,11 +287,7 @@ void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_
   const auto kernel = paged_attention_kernel<S, Tiling>;
   const int shared = std::max(Tiling::kTileBytes, arguments.item_warps * Tiling::kRingBytes);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit - kStaticBytes), kName);
-  int blocks = 1;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
-                                                      static_cast<std::size_t>(shared)),
-        kName);
-  const dim3 grid(static_cast<unsigned>(std::max(1, blocks) * device.multiprocessors));
+  const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
                  kName, arguments);
 }

@@ -20,6 +20,7 @@
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/attention/hold_back.cuh"
+#include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/paged_paths.h"
 #include "llmc/cuda/op/paged_recurrence.cuh"
 
@@ -60,15 +61,6 @@ struct HopperTiling {
 
 #if WEFT_WGMMA
 
-// mbarrier_try() without suspending the thread.
-__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
-  unsigned complete;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(complete)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return complete != 0;
-}
 template <typename Tiling>
 struct SharedMemory {
   using Storage = typename Tiling::Storage;
@@ -78,9 +70,8 @@ struct SharedMemory {
   unsigned base;
 
   __device__ explicit SharedMemory(unsigned char* dynamic) {
-    const unsigned address = shared_address(dynamic), mask = alignof(Storage) - 1;
-    base = (address + mask) & ~mask;
-    memory = dynamic + (base - address);
+    base = shared_address(dynamic, alignof(Storage));
+    memory = dynamic + (base - shared_address(dynamic));
   }
   __device__ KeyTile k(int stage) const { return {base + unsigned{offsetof(Storage, k)} + stage * KeyTile::kBytes}; }
   __device__ KeyTile v(int stage) const { return {base + unsigned{offsetof(Storage, v)} + stage * KeyTile::kBytes}; }
@@ -331,18 +322,9 @@ bool paged_hopper_computes(std::int64_t HS) {
 
 template <typename S>
 void paged_hopper_tiles(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  switch (io.shape.HS) {
-    case 32:
-      return launch_for<S, 32>(io, device, stream);
-    case 64:
-      return launch_for<S, 64>(io, device, stream);
-    case 80:
-      return launch_for<S, 80>(io, device, stream);
-    case 96:
-      return launch_for<S, 96>(io, device, stream);
-    default:
-      return launch_for<S, 128>(io, device, stream);
-  }
+  for_head_dimension(io.shape.HS, "paged attention", [&]<int HS>() {
+    if constexpr (HS <= 128) launch_for<S, HS>(io, device, stream);
+  });
 }
 
 template void paged_hopper_tiles<bf16>(const PagedAttention<bf16>&, const LaunchDevice&, cudaStream_t);

@@ -71,12 +71,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   }
 
   if constexpr (!kAppends) wait_for_predecessors();
-
-  // The last block to finish prepares the next launch.
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  const int before = fetch_add_acquire_release(&a.cursors->finished_blocks, 1);
-  if (before == min(blocks, max(count, 1)) - 1) *a.cursors = {};
+  reset_cursors(a, min(blocks, max(count, 1)));
 }
 
 template <typename S, int HS, bool kAppends>
@@ -88,11 +83,7 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
   static_assert(3 * Tiling::kRingBytes <= 99 * 1024, "three warps' rings fit on every GPU, and so does a long one");
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
-  int blocks = 1;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Tiling::kThreads,
-                                                      static_cast<std::size_t>(shared)),
-        kName);
-  const dim3 grid(static_cast<unsigned>(std::max(1, blocks) * device.multiprocessors));
+  const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
                  kName, arguments_of(io, warps));
 }

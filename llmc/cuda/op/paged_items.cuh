@@ -18,18 +18,6 @@ namespace weft::cuda::paged {
 template <int HS>
 constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
 
-// How long what is read once stays in L2: what weights and code are there for has to remain.
-__device__ inline std::uint64_t evict_first_policy() {
-  std::uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-// copy_async() under a policy.
-__device__ inline void copy_async(unsigned shared, const void* global, bool valid, std::uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0), "l"(policy));
-}
-
 // Starts a warp's copy of the positions first .. first + Rows - 1 of one split, head and tensor; from `end` on they become zeros. In
 // units of kPageUnit positions, which lie in one piece in their page.
 template <int HS, int Rows, typename S>
@@ -43,8 +31,7 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
   for (int unit = 0; unit < Rows / kPageUnit; ++unit) {
     const int position = first + unit * kPageUnit;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
-    const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
-    const S* at = from + ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS + lane * 8;
+    const S* at = from + page_offset<HS>(a, page, kv_head, position) + lane * 8;
     const int chunks = (end - position) * T::kChunks - lane;  // from this lane's first one on
 #pragma unroll
     for (int i = 0; i < kUnitChunks / kWarpSize; ++i) {
@@ -378,8 +365,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
 #pragma unroll
         for (int w = 0; w < own.kWords; ++w) own.key[w] = rotation.rotate(key, w);
       }
-      const std::int64_t head = static_cast<std::int64_t>(blocks.own_page(i)) * a.NKV + kv_head;
-      const std::int64_t at = ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS;
+      const std::int64_t at = page_offset<HS>(a, blocks.own_page(i), kv_head, position);
       if (has_own && item.tile == 0) own.store(a.keys + at, a.values + at);
     } else {
       Q.load([&](int row) { return rows.query(a, row); });

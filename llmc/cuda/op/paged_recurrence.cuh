@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/hw/memory_order.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/paged_attention.h"
 #include "llmc/cuda/op/paged_work.h"
@@ -141,6 +142,21 @@ __device__ int split_pages(const Arguments<S>& a, int table, int split, int end)
   const int position = split * kSplit + threadIdx.x % kWarpSize * kPageUnit;
   if (threadIdx.x % kWarpSize >= kSplitUnits || position >= end) return 0;
   return a.pages[table + (position >> a.page_shift)];
+}
+
+// Where the key or value of a position lies in its page.
+template <int HS, typename S>
+__device__ __forceinline__ std::int64_t page_offset(const Arguments<S>& a, int page, int kv_head, int position) {
+  const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
+  return ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS;
+}
+
+// At the end of a block, all of whose threads come: the last of `blocks` blocks makes the cursors ready for the next launch.
+template <typename S>
+__device__ void reset_cursors(const Arguments<S>& a, int blocks) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (fetch_add_acquire_release(&a.cursors->finished_blocks, 1) == blocks - 1) *a.cursors = {};
 }
 
 // ---- the recurrence -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@
 
 #include "llmc/base/philox.h"
 #include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/residual_norm.h"
 
 namespace weft::cuda::norm_detail {
@@ -186,11 +187,8 @@ unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t w
   if (shared_bytes > shared_limit)
     fail(Exit::internal, "residual_norm: %d bytes of shared memory, a block has %d", shared_bytes, shared_limit);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "residual_norm");
-  int per_multiprocessor = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, shared_bytes),
-        "residual_norm");
   const std::int64_t resident =
-      static_cast<std::int64_t>(std::max(per_multiprocessor, 1)) * device_attribute(cudaDevAttrMultiProcessorCount);
+      resident_blocks(kernel, threads, shared_bytes, device_attribute(cudaDevAttrMultiProcessorCount), "residual_norm");
   return static_cast<unsigned>(std::min(resident, work));
 }
 

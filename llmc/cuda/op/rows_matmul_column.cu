@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
   using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
-  const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
+  const unsigned begin = shared_address(dynamic), base = shared_address(dynamic, kAlignment);
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + Shape::kStages * Shape::kStageBytes, Shape::kStages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;

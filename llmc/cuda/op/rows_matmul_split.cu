@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
   extern __shared__ unsigned char dynamic[];
-  const unsigned begin = shared_address(dynamic), base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
+  const unsigned begin = shared_address(dynamic), base = shared_address(dynamic, kAlignment);
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + p.stages * Shape::kStageBytes, p.stages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;

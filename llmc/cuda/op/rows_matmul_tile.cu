@@ -49,9 +49,8 @@ struct TileMemory {
   unsigned char* memory;  // the same as a pointer
 
   __device__ explicit TileMemory(unsigned char* dynamic) {
-    const unsigned begin = shared_address(dynamic);
-    base = (begin + unsigned{kAlignment - 1}) & ~unsigned{kAlignment - 1};
-    memory = dynamic + (base - begin);
+    base = shared_address(dynamic, kAlignment);
+    memory = dynamic + (base - shared_address(dynamic));
   }
   __device__ WeightTile<T> weight(int stage, int consumer) const {
     return {base + stage * Shape::kStageBytes + consumer * WeightTile<T>::kBytes};

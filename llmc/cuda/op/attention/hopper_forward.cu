@@ -107,8 +107,7 @@ struct SharedMemory {
 
   unsigned base;
 
-  __device__ explicit SharedMemory(const void* dynamic)
-      : base((shared_address(dynamic) + unsigned{alignof(Storage) - 1}) & ~unsigned{alignof(Storage) - 1}) {}
+  __device__ explicit SharedMemory(const void* dynamic) : base(shared_address(dynamic, alignof(Storage))) {}
 
   // The ring of Q has kQueryBuffers stages for each consumer.
   __device__ static RingPosition of_consumer(const RingPosition& q, int consumer) {

@@ -9,6 +9,7 @@
 // "Matrix fragments for mma.m16n8k16"): P and dS go from one GEMM into the next without leaving the registers.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #include "llmc/cuda/hw/common.cuh"
@@ -20,6 +21,16 @@ namespace weft::cuda {
 // 16 bytes from global to shared memory, past L1; zeros if not `valid`.
 __device__ inline void copy_async(unsigned shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
+}
+// For what is read once: it leaves L2 before weights and code do.
+__device__ inline std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void copy_async(unsigned shared, const void* global, bool valid, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(policy));
 }
 __device__ inline void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

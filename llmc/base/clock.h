@@ -1,0 +1,16 @@
+// Seconds as numbers, and the clock that no change of the time of day moves.
+#pragma once
+
+#include <chrono>
+
+namespace weft {
+
+inline std::chrono::steady_clock::duration duration_of(double seconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+inline double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+}  // namespace weft
