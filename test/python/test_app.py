@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -33,6 +34,15 @@ def ended_within_a_second(process, number):
     assert process.returncode == 128 + number, stderr
     assert time.monotonic() - begin < SECOND
     return stdout, stderr
+
+
+@pytest.mark.parametrize("program", [PROGRAM, INFER])
+def test_no_library_of_cuda_is_loaded_for_the_cpu(program):
+    """cuBLASLt alone would take longer to load than a run of these tests computes."""
+    if shutil.which("ldd") is None:
+        pytest.skip("needs ldd")
+    libraries = subprocess.run(["ldd", str(program)], capture_output=True, text=True).stdout
+    assert "libstdc++" in libraries and "libcu" not in libraries and "libnccl" not in libraries, libraries
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
