@@ -102,7 +102,9 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
 
 template <typename S>
 void Llama<S>::zero_gradients() {
-  if (has_peers()) finish_exchange();  // a step that was given up may still send its gradients
+  // A step that was given up may still send its gradients. After a complete one only parameters are on their way, for which
+  // the next forward pass waits where it reads them.
+  if (has_peers() && !exchanged_) finish_exchange();
   head_stale_ = others_stale_ = true;
   exchanged_ = false;
   rounds_done_ = 0;
