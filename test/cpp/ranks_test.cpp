@@ -151,7 +151,7 @@ TEST(SectionPlaces, SectionsTakeTurns) {
   EXPECT_TRUE(places.take(0));
   places.forget();
   for (const std::size_t s : {0u, 1u, 2u}) EXPECT_TRUE(places.take(s));
-  SectionPlaces one(std::span(sections).first(2), 1);
+  const SectionPlaces one({sections.data(), 2}, 1);
   EXPECT_EQ(one.elements(), 140);
   EXPECT_EQ(SectionPlaces().elements(), 0);
 }
