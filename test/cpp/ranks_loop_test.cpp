@@ -492,6 +492,22 @@ TEST_F(RanksLoop, ARankThatHangsIsNamed) {
   EXPECT_FALSE(fs::exists(checkpoint("run", 2)));
 }
 
+// The others wait for its part of a layer, in the middle of a pass.
+TEST_F(RanksLoop, ARankThatHangsIsNamedByThoseWhoNeedItsParameters) {
+  step_of(3, 1);
+  config_.num_layers = 5;
+  const auto hang = [](int rank, HookedModel& model, TrainSettings&) {
+    model.before_forward = [rank](std::uint64_t micro_step) {
+      if (rank == 1 && micro_step == 7) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    };
+  };
+  for (const Outcome& rank : run_ranks("run", Shard::parameters, hang, 1)) {
+    EXPECT_EQ(rank.error_code, Exit::environment);
+    EXPECT_EQ(rank.error, "rank 1 did not come to gather() within 1 s");
+    EXPECT_EQ(rank.state.step, 2);
+  }
+}
+
 TEST_F(RanksLoop, OneRanksTimeLimitStopsAllAfterASave) {
   step_of(3, 1);
   settings_.schedule = "constant";
