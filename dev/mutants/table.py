@@ -162,9 +162,14 @@ CPU = [
     Mutant("the norm of a divided update is that of the rank's part", "llmc/cpu/llama.cpp",
            "  ranks_->gather(squares.data(), blocks_of_rank);\n", "", unit("RanksLoop.*BitForBit*")),
     Mutant("a rank that fails in validation leaves the others waiting", "llmc/train/loop.cpp",
-           "    error = caught;\n  }\n  fail_together(ranks, error);\n  if (largest(ranks, stopped",
-           "    throw;\n  }\n  fail_together(ranks, error);\n  if (largest(ranks, stopped",
+           "        error = caught;\n      }\n    };\n    attempt(", "        throw;\n      }\n    };\n    attempt(",
            unit("RanksLoop.AnErrorOfOneRank*")),
+    Mutant("ranks with divided parameters validate as often as each has to", "llmc/train/loop.cpp",
+           "(together ? parts[0] : mine).size()", "mine.size()", unit("RanksLoop.LayersTakeTurns*")),
+    Mutant("a shard that one rank cannot read leaves the others in its layers", "llmc/train/loop.cpp",
+           "      fail_together(ranks, error);\n      stopped", "      stopped", unit("RanksLoop.AShardReplacedDuring*")),
+    Mutant("layers in use stay those of the step before", "llmc/cpu/llama.cpp",
+           "  portion_.places.forget();\n  if (divided_", "  if (divided_", unit("RanksLoop.*BitForBit*")),
     Mutant("a round replaces the sum of those before", "llmc/cpu/llama.cpp",
            "gradient_arena_.at<float>(0), parts_, ranks_added_ > 0);", "gradient_arena_.at<float>(0), parts_, false);",
            unit("RanksLoop.ProcessesShare*")),
@@ -1060,6 +1065,11 @@ GPU = [
     Mutant("GPU: forward does not wait for the others' parameters", "llmc/cuda/llama/ranks.cu",
            'check(cudaStreamWaitEvent(stream_, *parameters_ready_[b], flags), "exchange between ranks");', "",
            ("gpu:CudaRanks.*", "gpu:CudaTwoGpus.GiveTheBits*")),
+    Mutant("GPU: a layer comes into its place while another one is read there", "llmc/cuda/llama/ranks.cu",
+           '  fork_stream(stream_, stream, forked_, "parameters");\n', "", ("gpu:CudaRanks.LayersTakeTurns*",)),
+    Mutant("GPU: the parameters of a rank lie where those of all would", "llmc/cuda/op/adamw.cu",
+           "  masters.shift(block.parameter - block.begin);\n", "",
+           ("gpu:AdamW.TheStateMayLieElsewhere", "gpu:CudaRanks.GiveTheBits*")),
     Mutant("GPU: a virtual rank adds to the gradients of the one before", "llmc/cuda/llama/step.cu", """\
   head_stale_ = others_stale_ = true;
   rank_micro_batches_ = 0;
