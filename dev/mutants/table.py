@@ -1184,7 +1184,7 @@ GPU = [
            "if (has_own && item.tile == 0) own.store", "if (has_own && item.tile == 1) own.store",
            ("gpu:CudaPagedAttention*.StepsThatDecode*", "gpu:CudaPagedAttention*.DecodedRowByRow*")),
     Mutant("GPU: attention appends a value and uses the key in its place", "llmc/cuda/op/paged_items.cuh",
-           "own.put(part < kParts, slot", "own.put(true, slot",
+           "put<Slot>(part < kParts, slot", "put<Slot>(true, slot",
            ("gpu:CudaPagedAttention*.StepsThatDecode*",)),
     Mutant("GPU: the cursor of items stays", "llmc/cuda/op/paged_items.cu",
            "  reset_cursors(a, min(blocks, max(count, 1)));\n", "", ("gpu:CudaPagedAttention*.ARowsBits*",)),

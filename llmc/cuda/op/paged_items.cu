@@ -11,8 +11,11 @@
 // an item leave at once, so that there is room for the successor.
 
 #include <algorithm>
+#include <cstdint>
+#include <type_traits>
 
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
@@ -28,64 +31,103 @@ namespace {
 // Of a block, of which two share a multiprocessor; each costs 1 KiB more than it asks for.
 constexpr int kMostBytes = 113 * 1024;
 
-template <int HeadDim>
+template <int HeadDim, SlotCopy Copy>
 struct DecodeTiling {
   static constexpr int HS = HeadDim;
+  static constexpr SlotCopy kCopy = Copy;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
-  static constexpr int kSlotBytes = Tile<bf16, HS>::bytes(kSlotKeys<HS>);
+  static constexpr int kSlotBytes = SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
   // Slots of the ring of a warp: of four, of two, of one. A split has at most kMostSlots.
   static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
-  static constexpr int kRing = std::min(kMostSlots, kMostBytes / kWarps / kSlotBytes);
+  // Before the rings: mbarriers, and what aligns swizzled rows behind them.
+  static constexpr int kBarrierBytes = kMostSlots * static_cast<int>(sizeof(hopper::BarrierStorage));  // of a warp
+  static constexpr int kRingAlignment = kCopy == SlotCopy::tensor ? 1024 : 16;
+  static constexpr int kBeginBytes = kCopy == SlotCopy::threads ? 0 : kWarps * kBarrierBytes + kRingAlignment;
+  static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
   static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
   static constexpr int kRingBytes = kRing * kSlotBytes;
 };
 
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
-    paged_items_kernel(const __grid_constant__ Arguments<S> a) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
-  const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
-  if (block > 0 && block >= count) return;  // block 0 waits, for the chain's sake
+    paged_items_kernel(const __grid_constant__ Arguments<S> a, [[maybe_unused]] const __grid_constant__ SlotMaps maps) {
+  // Each architecture has one of the two kernels of a head dimension: that of its copies.
+  if constexpr (Tiling::kCopy != (WEFT_BULK_COPY ? kFastCopy<Tiling::HS> : SlotCopy::threads)) {
+    __trap();
+  } else {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
+    const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
+    if (block > 0 && block >= count) return;  // block 0 waits, for the chain's sake
 
-  int warps = a.item_warps, slots = Tiling::kRing;
-  if (count <= 2 * blocks) {
-    warps = count <= blocks ? 1 : 2;
-    slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
-  }
-  const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
-  const unsigned ring = shared_address(shared) + warp * slots * Tiling::kSlotBytes;
-  ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
-  stream.look_up_first();
-  stream.start_assigned();
-  if constexpr (kAppends) wait_for_predecessors();
-  let_successor_start();  // not before: paged_attention.h says what the successor may read
-  if (warp < warps) {
-    stream.start();
-#pragma unroll 1
-    for (int i = 0;; ++i) {
-      const int n = stream.item(i);
-      if (n >= count) break;
-      compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+    int warps = a.item_warps, slots = Tiling::kRing;
+    if (count <= 2 * blocks) {
+      warps = count <= blocks ? 1 : 2;
+      slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
     }
-  }
+    const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
+    unsigned rings = shared_address(shared);
+    if constexpr (Tiling::kCopy != SlotCopy::threads)
+      rings = shared_address(shared + Tiling::kWarps * Tiling::kBarrierBytes, Tiling::kRingAlignment);
+    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first,
+                                           rings + warp * slots * Tiling::kSlotBytes, slots);
+#if WEFT_BULK_COPY
+    if constexpr (Tiling::kCopy != SlotCopy::threads)
+      stream.use_barriers(shared_address(shared) + warp * Tiling::kBarrierBytes, &maps);
+#endif
+    stream.look_up_first();
+    stream.start_assigned();
+    if constexpr (kAppends) wait_for_predecessors();
+    let_successor_start();  // not before: paged_attention.h says what the successor may read
+    if (warp < warps) {
+      stream.start();
+#pragma unroll 1
+      for (int i = 0;; ++i) {
+        const int n = stream.item(i);
+        if (n >= count) break;
+        compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+      }
+    }
 
-  if constexpr (!kAppends) wait_for_predecessors();
-  reset_cursors(a, min(blocks, max(count, 1)));
+    if constexpr (!kAppends) wait_for_predecessors();
+    reset_cursors(a, min(blocks, max(count, 1)));
+  }
 }
 
-template <typename S, int HS, bool kAppends>
-void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Tiling = DecodeTiling<HS>;
+// Boxes of kPageUnit rows and 64 columns. How many pages there are is not known here, and copies stay in those of the tables.
+template <typename S>
+CUtensorMap slot_map(const S* data, std::int64_t HS) {
+  return encode_tensor_map(data,
+                           std::is_same_v<S, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                           {static_cast<std::uint64_t>(HS), INT32_MAX, 1},
+                           {HS * static_cast<std::int64_t>(sizeof(S)), 0}, {64, kPageUnit, 1});
+}
+
+template <typename S, int HS, SlotCopy kCopy, bool kAppends>
+void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  using Tiling = DecodeTiling<HS, kCopy>;
   constexpr const char* kName = "paged_attention (items)";
   const int most = std::min(shared_bytes_per_block(), kMostBytes);
-  const int warps = std::min<int>(Tiling::kWarps, most / Tiling::kRingBytes), shared = warps * Tiling::kRingBytes;
-  static_assert(3 * Tiling::kRingBytes <= 99 * 1024, "three warps' rings fit on every GPU, and so does a long one");
+  const int warps = std::min<int>(Tiling::kWarps, (most - Tiling::kBeginBytes) / Tiling::kRingBytes);
+  const int shared = Tiling::kBeginBytes + warps * Tiling::kRingBytes;
+  static_assert(Tiling::kBeginBytes + 3 * Tiling::kRingBytes <= 99 * 1024 && Tiling::kPairRing <= 2 * Tiling::kRing &&
+                    Tiling::kLongRing <= 3 * Tiling::kRing,
+                "three warps' rings fit on every GPU, and so does a long one");
+  SlotMaps maps{};
+  if constexpr (kCopy == SlotCopy::tensor) maps = {slot_map(io.kv.keys, HS), slot_map(io.kv.values, HS)};
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
   const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
-                 kName, arguments_of(io, warps));
+                 kName, arguments_of(io, warps), maps);
+}
+template <typename S, int HS, bool kAppends>
+void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  if constexpr (kFastCopy<HS> != SlotCopy::threads) {
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9)
+      return launch_with<S, HS, kFastCopy<HS>, kAppends>(io, device, stream);
+  }
+  launch_with<S, HS, SlotCopy::threads, kAppends>(io, device, stream);
 }
 
 }  // namespace
