@@ -88,7 +88,7 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 
 template <typename S>
 void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
-  const PagedRows paged_rows{step.positions, step.tables, reinterpret_cast<const std::int32_t*>(b_.step), rows};
+  const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
   io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
@@ -165,7 +165,7 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
   });
   named("sampling", [&] {
     sample_rows(b_.sampled_ids, b_.errors, b_.logits, count, V, V, step.plans + first, step.sample_positions + first,
-                stream_);
+                device_.overlapping, stream_);
   });
   ScoreRows io;
   io.logits = b_.logits;
@@ -178,7 +178,7 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
   io.ids = b_.sampled_ids;
   io.errors = b_.errors;
   io.last_ids = b_.last_ids;
-  io.scores = b_.scores + first;
+  io.scores = step.scores + first;
   io.most_likely = b_.most_likely + first * kMaxAlternatives;
   named("scores", [&] { score_rows(io, device_.overlapping, stream_); });
 }
