@@ -156,10 +156,14 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
 template <typename S>
 void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int64_t count) {
   const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
-  named("wanted rows", [&] {
-    gather_rows(b_.gathered, b_.residual, step.wanted_rows + first, count, C, device_.overlapping, stream_);
-  });
-  normalize(count, b_.gathered, weights_.final_norm, b_.final_norm);
+  const float* residual = b_.residual + first * C;
+  if (!step.all_wanted) {
+    residual = b_.gathered;
+    named("wanted rows", [&] {
+      gather_rows(b_.gathered, b_.residual, step.wanted_rows + first, count, C, device_.overlapping, stream_);
+    });
+  }
+  normalize(count, residual, weights_.final_norm, b_.final_norm);
   named("head", [&] {
     multiply(b_.final_norm, {weights_.head, nullptr}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
   });

@@ -70,6 +70,7 @@ struct StepArrays {
   std::byte* work;                               // of attention
   const std::int32_t* begin;                     // of the copy
   bool decodes = false;                          // attention rotates and appends the rows itself: other launches
+  bool all_wanted = false;                       // wanted_rows is 0, 1, ...: nothing has to be gathered
   RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
@@ -148,6 +149,7 @@ class Inference final : public InferenceModel {
     Event done{cudaEventDisableTiming};
     std::int64_t wanted = 0;  // rows, without padding
     bool decodes = false;     // the list of attention's work does
+    bool all_wanted = false;  // every row's logits are
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
   };
@@ -212,8 +214,9 @@ class Inference final : public InferenceModel {
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  // By buckets of rows and of wanted rows, by StepArrays::decodes, and by the flight, whose memory a graph reads and writes.
-  std::map<std::tuple<std::int64_t, std::int64_t, bool, const Flight*>, BucketGraph> graphs_;
+  // By buckets of rows and of wanted rows, by StepArrays::decodes and all_wanted, and by the flight, whose memory a graph reads
+  // and writes.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;

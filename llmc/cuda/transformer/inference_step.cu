@@ -87,6 +87,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     rows += count;
   }
   const std::int64_t used_rows = rows, used_wanted = wanted;
+  flight.all_wanted = wanted == rows;
   rows = row_bucket(rows);
   wanted = row_bucket(wanted);
 
@@ -159,8 +160,9 @@ void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t 
   StepArrays step = step_arrays(flight.step, rows, wanted);
   step.scores = flight.scores.template at<RowScore>(0);
   step.decodes = flight.decodes && !keep_;  // kept queries are rotated ones
+  step.all_wanted = flight.all_wanted;
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, &flight}];
+    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, &flight}];
     // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {
