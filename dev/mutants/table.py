@@ -1187,7 +1187,7 @@ GPU = [
            "put<Slot>(part < kParts, slot", "put<Slot>(true, slot",
            ("gpu:CudaPagedAttention*.StepsThatDecode*",)),
     Mutant("GPU: the cursor of items stays", "llmc/cuda/op/paged_items.cu",
-           "  reset_cursors(a, min(blocks, max(count, 1)));\n", "", ("gpu:CudaPagedAttention*.ARowsBits*",)),
+           "if (count > blocks * warps) reset_cursors(a, blocks);", "", ("gpu:CudaPagedAttention*.ARowsBits*",)),
     Mutant("GPU: attention in fp32 appends for every other query head", "llmc/cuda/op/paged_plain.cu",
            "if (head % (a.NH / static_cast<int>(a.kv.NKV)) == 0) {", "if (head % 2 == 1) {",
            ("gpu:CudaPagedAttention*.StepsThatDecode*",)),

@@ -12,10 +12,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
@@ -39,10 +37,8 @@ struct DecodeTiling {
   static constexpr int kSlotBytes = SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
   // Slots of the ring of a warp: of four, of two, of one. A split has at most kMostSlots.
   static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
-  // Before the rings: mbarriers, and what aligns swizzled rows behind them.
-  static constexpr int kBarrierBytes = kMostSlots * static_cast<int>(sizeof(hopper::BarrierStorage));  // of a warp
-  static constexpr int kRingAlignment = kCopy == SlotCopy::tensor ? 1024 : 16;
-  static constexpr int kBeginBytes = kCopy == SlotCopy::threads ? 0 : kWarps * kBarrierBytes + kRingAlignment;
+  static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // of a warp
+  static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // before the rings
   static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
   static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
   static constexpr int kRingBytes = kRing * kSlotBytes;
@@ -50,7 +46,7 @@ struct DecodeTiling {
 
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
-    paged_items_kernel(const __grid_constant__ Arguments<S> a, [[maybe_unused]] const __grid_constant__ SlotMaps maps) {
+    paged_items_kernel(const __grid_constant__ Arguments<S> a) {
   // Each architecture has one of the two kernels of a head dimension: that of its copies.
   if constexpr (Tiling::kCopy != (WEFT_BULK_COPY ? kFastCopy<Tiling::HS> : SlotCopy::threads)) {
     __trap();
@@ -66,14 +62,11 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
       slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
     }
     const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
-    unsigned rings = shared_address(shared);
-    if constexpr (Tiling::kCopy != SlotCopy::threads)
-      rings = shared_address(shared + Tiling::kWarps * Tiling::kBarrierBytes, Tiling::kRingAlignment);
-    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first,
-                                           rings + warp * slots * Tiling::kSlotBytes, slots);
+    const unsigned ring = shared_address(shared) + Tiling::kBeginBytes + warp * slots * Tiling::kSlotBytes;
+    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
 #if WEFT_BULK_COPY
-    if constexpr (Tiling::kCopy != SlotCopy::threads)
-      stream.use_barriers(shared_address(shared) + warp * Tiling::kBarrierBytes, &maps);
+    if constexpr (Tiling::kCopy == SlotCopy::bulk)
+      stream.use_barriers(shared_address(shared) + warp * Tiling::kBarrierBytes);
 #endif
     stream.look_up_first();
     stream.start_assigned();
@@ -90,17 +83,8 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     }
 
     if constexpr (!kAppends) wait_for_predecessors();
-    reset_cursors(a, min(blocks, max(count, 1)));
+    if (count > blocks * warps) reset_cursors(a, blocks);  // otherwise nobody has asked them
   }
-}
-
-// Boxes of kPageUnit rows and 64 columns. How many pages there are is not known here, and copies stay in those of the tables.
-template <typename S>
-CUtensorMap slot_map(const S* data, std::int64_t HS) {
-  return encode_tensor_map(data,
-                           std::is_same_v<S, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                           {static_cast<std::uint64_t>(HS), INT32_MAX, 1},
-                           {HS * static_cast<std::int64_t>(sizeof(S)), 0}, {64, kPageUnit, 1});
 }
 
 template <typename S, int HS, SlotCopy kCopy, bool kAppends>
@@ -113,13 +97,11 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
   static_assert(Tiling::kBeginBytes + 3 * Tiling::kRingBytes <= 99 * 1024 && Tiling::kPairRing <= 2 * Tiling::kRing &&
                     Tiling::kLongRing <= 3 * Tiling::kRing,
                 "three warps' rings fit on every GPU, and so does a long one");
-  SlotMaps maps{};
-  if constexpr (kCopy == SlotCopy::tensor) maps = {slot_map(io.kv.keys, HS), slot_map(io.kv.values, HS)};
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
   const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
-                 kName, arguments_of(io, warps), maps);
+                 kName, arguments_of(io, warps));
 }
 template <typename S, int HS, bool kAppends>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {

@@ -10,7 +10,6 @@
 #include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/memory_order.cuh"
-#include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/paged_recurrence.cuh"
 #include "llmc/cuda/op/rotate_pair.cuh"
 
@@ -23,38 +22,14 @@ constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
 // How keys and values come to a slot.
 enum class SlotCopy {
   threads,  // 16 bytes a lane and copy, to padded rows
-  bulk,  // one copy of all rows in a page, to rows without padding: of 160 bytes, four of eight rows fall into different banks
-  tensor,  // boxes of kPageUnit rows in the 128-byte swizzle
+  bulk,     // one copy of all rows in a page, to rows without padding
 };
-// What copies of sm_90 and later there are for a head dimension.
+// Bulk copies where rows without padding fall into different banks: of 160 bytes, four of the eight that a phase of ldmatrix reads.
+// Swizzled by tensor copies, heads of 64 and 128 are not faster than by threads.
 template <int HS>
-constexpr SlotCopy kFastCopy = HS == 80                ? SlotCopy::bulk
-                               : HS == 64 || HS == 128 ? SlotCopy::tensor
-                                                       : SlotCopy::threads;
-
-// A slot as tensor copies write it: column tiles of 64.
-template <typename T, int HS>
-struct SwizzledSlot {
-  using Rows = hopper::SwizzledTile<T, kSlotKeys<HS>, HS>;
-  static constexpr int bytes(int) { return Rows::kBytes; }
-  __device__ static int offset(int row, int chunk) { return Rows::offset(row, chunk); }
-  // As in Tile.
-  __device__ static unsigned lane_by_rows() { return offset(threadIdx.x % 16, threadIdx.x % 32 / 16); }
-  __device__ static unsigned lane_by_columns() {
-    return offset(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2);
-  }
-  __device__ static unsigned moved(unsigned lane_address, int rows, int columns) {
-    return (lane_address ^ (columns % 64 * 2)) + columns / 64 * Rows::kColumnTileBytes + rows * Rows::kRowBytes;
-  }
-};
+constexpr SlotCopy kFastCopy = HS == 80 ? SlotCopy::bulk : SlotCopy::threads;
 template <typename T, int HS, SlotCopy kCopy>
-using SlotLayout =
-    std::conditional_t<kCopy == SlotCopy::tensor, SwizzledSlot<T, HS>, Tile<T, HS, kCopy == SlotCopy::bulk ? 0 : 8>>;
-
-// For SlotCopy::tensor: [all positions of all heads and pages, HS].
-struct SlotMaps {
-  CUtensorMap keys, values;
-};
+using SlotLayout = Tile<T, HS, kCopy == SlotCopy::bulk ? 0 : 8>;
 
 // Starts a warp's copy of the positions first .. first + Rows - 1 of one split, head and tensor; from `end` on they become zeros. In
 // units of kPageUnit positions, which lie in one piece in their page.
@@ -228,10 +203,9 @@ struct ItemStream {
   int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
   unsigned ring;
   int slots;  // kRing, kPairRing or kLongRing
-  // SlotCopy::threads has groups of copies, the others an mbarrier a slot.
+  // SlotCopy::threads has groups of copies, SlotCopy::bulk an mbarrier a slot.
   std::uint64_t policy = evict_first_policy();
   unsigned barriers = 0, phase = 0;
-  const SlotMaps* maps = nullptr;
   int load_slot = 0, slot = 0;
   int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
   int own_pages = 0;  // of the same items: the page of the row that is appended
@@ -266,9 +240,8 @@ struct ItemStream {
   }
 #if WEFT_BULK_COPY
   // Before the first copy: makes the mbarriers, one a slot.
-  __device__ void use_barriers(unsigned storage, const SlotMaps* slot_maps) {
+  __device__ void use_barriers(unsigned storage) {
     barriers = storage;
-    maps = slot_maps;
     if (lane() == 0) {
 #pragma unroll 1
       for (int i = 0; i < slots; ++i) hopper::mbarrier_init(barrier(i), 1);
@@ -352,40 +325,31 @@ struct ItemStream {
     if constexpr (kCopy == SlotCopy::threads) commit_copies();
     load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
   }
-  // Of `rows` rows, perhaps none, from position `first` on, to load_slot. What lies behind them there stays, or is what lies behind
-  // them in the page.
+  // Of `rows` rows, perhaps none, from position `first` on, to load_slot. What lies behind them there stays.
   __device__ __forceinline__ void start_copy(bool of_keys, int first, int rows) {
 #if WEFT_BULK_COPY
     static_assert(kSlotKeys<HS> == 2 * kPageUnit);
     const int unit = first % kSplit / kPageUnit;
     const int page = __shfl_sync(~0u, load_pages, unit), next_page = __shfl_sync(~0u, load_pages, unit + 1);
     const unsigned to = ring + load_slot * kSlotBytes, full = barrier(load_slot);
-    if constexpr (kCopy == SlotCopy::bulk) {
-      if (lane() != 0) return;
-      const S* const from = of_keys ? a.keys : a.values;
-      const int piece = a.page_shift == 4 ? min(rows, kPageUnit) : rows;  // that lies in the first page
-      hopper::mbarrier_arrive_expect(full, rows * Slot::kRowBytes);
-      if (rows > 0)
-        hopper::bulk_load(to, from + page_offset<HS>(a, page, load_head, first), piece * Slot::kRowBytes, full,
-                          hopper::L2::evict_first);
-      if (rows > piece)
-        hopper::bulk_load(to + piece * Slot::kRowBytes, from + page_offset<HS>(a, next_page, load_head, first + piece),
-                          (rows - piece) * Slot::kRowBytes, full, hopper::L2::evict_first);
-    } else if constexpr (kCopy == SlotCopy::tensor) {
-      using Tile = typename Slot::Rows;
-      const int units = static_cast<int>(ceil_div(rows, kPageUnit));
-      if (lane() == 0) hopper::mbarrier_arrive_expect(full, units * kPageUnit * HS * 2);
-      if (lane() >= units * Tile::kColumnTiles) return;
-      const int half = lane() / Tile::kColumnTiles, columns = lane() % Tile::kColumnTiles;
-      const std::int64_t at = page_offset<1>(a, half == 0 ? page : next_page, load_head, first + half * kPageUnit);
-      hopper::tensor_load(to + columns * Tile::kColumnTileBytes + half * kPageUnit * Tile::kRowBytes,
-                          of_keys ? &maps->keys : &maps->values, full, columns * Tile::kTileColumns,
-                          static_cast<int>(at), 0, hopper::L2::evict_first);
-    }
+    if (lane() != 0) return;
+    const S* const from = of_keys ? a.keys : a.values;
+    const int piece = a.page_shift == 4 ? min(rows, kPageUnit) : rows;  // that lies in the first page
+    hopper::mbarrier_arrive_expect(full, rows * Slot::kRowBytes);
+    if (rows > 0)
+      hopper::bulk_load(to, from + page_offset<HS>(a, page, load_head, first), piece * Slot::kRowBytes, full,
+                        hopper::L2::evict_first);
+    if (rows > piece)
+      hopper::bulk_load(to + piece * Slot::kRowBytes, from + page_offset<HS>(a, next_page, load_head, first + piece),
+                        (rows - piece) * Slot::kRowBytes, full, hopper::L2::evict_first);
 #endif
   }
   __device__ __forceinline__ void load_next() {
     const bool ended = load_first >= load_end;
+    if (ended && step == 4 && number >= count) {  // nothing is left
+      if constexpr (kCopy == SlotCopy::threads) commit_copies();
+      return;
+    }
 #pragma unroll 1
     while (step < 4) {
       look_up();
