@@ -68,14 +68,17 @@ struct StepArrays {
   std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
   std::byte* work;                               // of attention
+  const std::int32_t* begin;                     // of the copy
   bool decodes = false;                          // attention rotates and appends the rows itself: other launches
+  bool all_wanted = false;                       // wanted_rows is 0, 1, ...: nothing has to be gathered
+  RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
 
 // Pointers into the workspace.
 template <typename S>
 struct InferenceBuffers {
-  std::byte* step;                               // what StepArrays describes
+  std::byte* step[kDepth];                       // what StepArrays describes: of a step that runs and of the next one
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; the second norm of the parallel residual
   float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
@@ -83,7 +86,6 @@ struct InferenceBuffers {
   float* logits;                                 // [logit rows, V]
   std::int32_t* sampled_ids;                     // [logit rows]
   SampleError* errors;                           // [logit rows]
-  RowScore* scores;                              // [wanted rows]
   IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
   std::int32_t* last_ids;                        // [slots]
   float *cos, *sin;
@@ -141,10 +143,13 @@ class Inference final : public InferenceModel {
         : upload(upload_bytes), scores(score_bytes), most_likely(most_likely_bytes) {}
 
     PinnedBuffer upload, scores, most_likely;
+    std::byte* step = nullptr;  // where the upload goes
+    Event uploaded{cudaEventDisableTiming};
     std::unique_ptr<PinnedBuffer> logits;  // of the spans that keep them; grows with their number
     Event done{cudaEventDisableTiming};
     std::int64_t wanted = 0;  // rows, without padding
     bool decodes = false;     // the list of attention's work does
+    bool all_wanted = false;  // every row's logits are
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
   };
@@ -203,14 +208,15 @@ class Inference final : public InferenceModel {
   std::unique_ptr<DeviceArena> own_;
   InferenceWeights<S> weights_;
   LaunchDevice device_;
-  Stream stream_;
+  Stream stream_, upload_stream_;
   InferenceBuffers<S> b_{};
   DeviceArena kv_arena_;
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  // By buckets of rows and of wanted rows, and by StepArrays::decodes.
-  std::map<std::tuple<std::int64_t, std::int64_t, bool>, BucketGraph> graphs_;
+  // By buckets of rows and of wanted rows, by StepArrays::decodes and all_wanted, and by the flight, whose memory a graph reads
+  // and writes.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;

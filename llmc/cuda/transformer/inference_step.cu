@@ -1,6 +1,7 @@
 // A step between submit() and collect(). Everything that differs between two steps of the same buckets lies in device memory:
 // the description, one copy from page-locked memory, and the ids that were sampled last. So a step of few rows is the replay of
-// a captured graph, and nothing waits for the host: results are copied to page-locked memory, and an event follows them.
+// a captured graph, and nothing waits for the host: a description is copied while the step before runs, the last kernel writes
+// results to page-locked memory, and an event follows it.
 #include <algorithm>
 #include <utility>
 
@@ -19,6 +20,7 @@ std::int64_t row_bucket(std::int64_t rows) {
 
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted) {
   StepArrays step;
+  step.begin = reinterpret_cast<const std::int32_t*>(begin);
   const auto take = [&](auto*& array, std::int64_t count) {
     using T = std::remove_reference_t<decltype(*array)>;
     begin += (16 - reinterpret_cast<std::uintptr_t>(begin) % 16) % 16;
@@ -85,6 +87,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     rows += count;
   }
   const std::int64_t used_rows = rows, used_wanted = wanted;
+  flight.all_wanted = wanted == rows;
   rows = row_bucket(rows);
   wanted = row_bucket(wanted);
 
@@ -154,10 +157,12 @@ void Inference<S>::keep_logits(const Flight& flight, std::int64_t first, std::in
 
 template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
-  StepArrays step = step_arrays(b_.step, rows, wanted);
+  StepArrays step = step_arrays(flight.step, rows, wanted);
+  step.scores = flight.scores.template at<RowScore>(0);
   step.decodes = flight.decodes && !keep_;  // kept queries are rotated ones
+  step.all_wanted = flight.all_wanted;
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes}];
+    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, &flight}];
     // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {
@@ -191,19 +196,18 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
     flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
   }
-  delay_point(stream_, DelayPoint::step);
-  cuda::check(cudaMemcpyAsync(b_.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice, stream_),
+  // The flight's step before this one was collected, so nothing reads what the copy overwrites.
+  delay_point(upload_stream_, DelayPoint::step);
+  cuda::check(cudaMemcpyAsync(flight.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice,
+                              upload_stream_),
               "inference step");
+  cuda::check(cudaEventRecord(flight.uploaded, upload_stream_), "inference step");
+  cuda::check(cudaStreamWaitEvent(stream_, flight.uploaded, 0), "inference step");
   launch(flight, rows, wanted);
-  const auto count = static_cast<std::size_t>(flight.wanted);
-  if (count > 0) {
-    cuda::check(cudaMemcpyAsync(flight.scores.template at<RowScore>(0), b_.scores, count * sizeof(RowScore),
-                                cudaMemcpyDeviceToHost, stream_),
-                "results");
-  }
   if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
     cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
-                                count * kMaxAlternatives * sizeof(IdLogprob), cudaMemcpyDeviceToHost, stream_),
+                                static_cast<std::size_t>(flight.wanted) * kMaxAlternatives * sizeof(IdLogprob),
+                                cudaMemcpyDeviceToHost, stream_),
                 "results");
   }
   cuda::check(cudaEventRecord(flight.done, stream_), "inference step");
