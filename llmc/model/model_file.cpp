@@ -19,7 +19,7 @@ void check_tensor(const TensorFile& file, const TensorSpec& spec) {
     fail(Exit::bad_file, "%s: %s: got shape %s, expected %s by the configuration", escaped(file.path()).c_str(),
          spec.name.c_str(), shape_text(tensor->shape).c_str(), shape_text(spec.shape).c_str());
   }
-  if (spec.role != TensorRole::parameter) {
+  if (spec.kind != ValueKind::floats) {
     if (tensor->dtype == spec.dtype) return;
     fail(Exit::bad_file, "%s: %s: got dtype %s, expected %s by the configuration", escaped(file.path()).c_str(),
          spec.name.c_str(), dtype_name(tensor->dtype), dtype_name(spec.dtype));
@@ -121,11 +121,11 @@ void ModelFile::read_quantized(const TensorSpec& spec, void* out) const {
   const std::span<const std::byte> data = file_.bytes(tensor);
   if (!data.empty()) std::memcpy(out, data.data(), data.size());
   file_.verify(tensor);
-  if (const std::optional<std::size_t> bad = first_invalid_value(spec.role, spec.dtype, data)) refuse_value(spec, *bad);
+  if (const std::optional<std::size_t> bad = first_invalid_value(spec.kind, spec.dtype, data)) refuse_value(spec, *bad);
 }
 
 void ModelFile::read_tensor(const TensorSpec& spec, std::byte* out) const {
-  if (spec.role == TensorRole::parameter) {
+  if (spec.kind == ValueKind::floats) {
     read_parameter(spec, reinterpret_cast<float*>(out));
   } else {
     read_quantized(spec, out);
@@ -134,7 +134,7 @@ void ModelFile::read_tensor(const TensorSpec& spec, std::byte* out) const {
 
 void ModelFile::refuse_value(const TensorSpec& spec, std::size_t index) const {
   fail(Exit::bad_file, "%s: %s: element %zu: expected %s", escaped(file_.path()).c_str(), spec.name.c_str(), index,
-       valid_values(spec.role, spec.dtype));
+       valid_values(spec.kind, spec.dtype));
 }
 
 void ModelFile::require_floats(const char* purpose) const {

@@ -27,13 +27,13 @@ class ModelFile {
   bool has_tokenizer() const;
   std::string tokenizer_json() const;  // verified; empty if the file carries none
   // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
-  // TensorRole::parameter.
+  // ValueKind::floats.
   void read_parameter(const TensorSpec& spec, float* out) const;
-  // Copies the spec.bytes of a tensor of another role, which lie in memory as in the file, and verifies hash and values.
+  // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and values.
   void read_quantized(const TensorSpec& spec, void* out) const;
-  // Either of them, by the role: `out` is where the tensor lies in an arena of table(DType::f32)'s layout by bytes.
+  // Either of them, by the kind: `out` is where the tensor lies in an arena of table(DType::f32)'s layout by bytes.
   void read_tensor(const TensorSpec& spec, std::byte* out) const;
-  // Exit::bad_file for element `index` of a tensor whose values are not those of its role.
+  // Exit::bad_file for element `index` of a tensor whose values are not those of its kind.
   [[noreturn]] void refuse_value(const TensorSpec& spec, std::size_t index) const;
   // Exit::bad_file if the weights are quantised. `purpose`: what needs floats, "training".
   void require_floats(const char* purpose) const;

@@ -41,7 +41,7 @@ class ParameterBinder {
   // quantised: bind_quantized() finds those.
   T* weight(const std::string& module) const {
     const TensorSpec& spec = table_.at(weight_of(module));
-    return spec.role == TensorRole::quantized ? nullptr : at(spec);
+    return spec.kind == ValueKind::quants ? nullptr : at(spec);
   }
   // Null where the table has none.
   T* bias(const std::string& module) const {

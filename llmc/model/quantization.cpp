@@ -80,35 +80,35 @@ std::string quantization_text(const Quantization& quantization) {
   return quantization.head == WeightScheme::none ? weights : weights + ", head int8";
 }
 
-std::optional<std::size_t> first_invalid_value(TensorRole role, DType dtype, std::span<const std::byte> data) {
-  switch (role) {
-    case TensorRole::parameter:
+std::optional<std::size_t> first_invalid_value(ValueKind kind, DType dtype, std::span<const std::byte> data) {
+  switch (kind) {
+    case ValueKind::floats:
       return std::nullopt;
-    case TensorRole::quantized:
+    case ValueKind::quants:
       if (dtype == DType::i8) return find_bad<std::int8_t>(data, [](std::int8_t q) { return q == INT8_MIN; });
       if (dtype == DType::e4m3) return find_bad<std::uint8_t>(data, [](std::uint8_t q) { return (q & 0x7F) == 0x7F; });
       return std::nullopt;  // u4: every nibble is a number
-    case TensorRole::scales:
+    case ValueKind::scales:
       // A positive finite number has no sign bit, some other bit, and not all bits of its exponent.
       if (dtype == DType::f16) {
         return find_bad<std::uint16_t>(data, [](std::uint16_t bits) { return bits == 0 || bits >= 0x7C00; });
       }
       return find_bad<std::uint32_t>(data, [](std::uint32_t bits) { return bits == 0 || bits >= 0x7F800000; });
-    case TensorRole::zeros:
+    case ValueKind::zeros:
       return find_bad<std::uint8_t>(data, [](std::uint8_t zero) { return zero > 15; });
   }
   return std::nullopt;
 }
 
-const char* valid_values(TensorRole role, DType dtype) {
-  switch (role) {
-    case TensorRole::parameter:
+const char* valid_values(ValueKind kind, DType dtype) {
+  switch (kind) {
+    case ValueKind::floats:
       break;
-    case TensorRole::quantized:
+    case ValueKind::quants:
       return dtype == DType::i8 ? "-127 to 127" : dtype == DType::e4m3 ? "a number, not NaN" : "0 to 15";
-    case TensorRole::scales:
+    case ValueKind::scales:
       return "a finite number above 0";
-    case TensorRole::zeros:
+    case ValueKind::zeros:
       return "0 to 15";
   }
   return "a finite number";

@@ -44,8 +44,8 @@ Json quantization_to_json(const Quantization& quantization);
 // "none", "int4", "int4, head int8": for people.
 std::string quantization_text(const Quantization& quantization);
 
-// What a tensor of the table is.
-enum class TensorRole {
+// What the values of a tensor of the table are.
+enum class ValueKind {
   parameter,  // a float tensor
   quantized,  // q of a matrix
   scales,     // positive and finite
@@ -53,11 +53,11 @@ enum class TensorRole {
 };
 
 // The index of the first element that a quantised model must not have: q of int8 that is -128, q of e4m3 that is not a
-// number, a scale that is not finite and positive, a zero above 15. `data`: bytes of a tensor of this role and dtype, any
-// whole number of elements. Nothing for TensorRole::parameter.
-std::optional<std::size_t> first_invalid_value(TensorRole role, DType dtype, std::span<const std::byte> data);
+// number, a scale that is not finite and positive, a zero above 15. `data`: bytes of a tensor of this kind and dtype, any
+// whole number of elements. Nothing for ValueKind::floats.
+std::optional<std::size_t> first_invalid_value(ValueKind kind, DType dtype, std::span<const std::byte> data);
 // What such a tensor expects of each element, for messages: "-127 to 127", "a finite number above 0", ...
-const char* valid_values(TensorRole role, DType dtype);
+const char* valid_values(ValueKind kind, DType dtype);
 
 // A quantised matrix [N, K] in the memory of either device.
 struct QuantizedMatrix {

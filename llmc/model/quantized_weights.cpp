@@ -11,7 +11,7 @@ QuantizedMatrix find_matrix(const TensorTable& table, const std::byte* arena, co
   const std::string name = weight_of(module);
   const TensorSpec* spec = table.find(name);
   QuantizedMatrix matrix;
-  if (spec == nullptr || spec->role != TensorRole::quantized) return matrix;
+  if (spec == nullptr || spec->kind != ValueKind::quants) return matrix;
   const std::byte* scales = arena + table.at(scales_of(name)).byte_offset;
   matrix.data = arena + spec->byte_offset;
   matrix.dtype = spec->dtype;

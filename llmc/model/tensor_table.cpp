@@ -19,7 +19,7 @@ void TensorTable::begin_group() {
   arena_bytes_ = align_up(arena_bytes_, kGroupAlignment * dtype_bytes(storage_), "parameters");
 }
 
-void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay, TensorRole role,
+void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay, ValueKind kind,
                       std::optional<DType> dtype) {
   TensorSpec spec;
   std::uint64_t elements = 1;
@@ -32,10 +32,10 @@ void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init in
   spec.shape = std::move(shape);
   spec.init = init;
   spec.decay = decay;
-  spec.role = role;
+  spec.kind = kind;
   spec.elements = static_cast<std::int64_t>(elements);
   spec.offset = arena_elements_;
-  if (role == TensorRole::parameter || role == TensorRole::quantized) parameters_ += spec.elements;
+  if (kind == ValueKind::floats || kind == ValueKind::quants) parameters_ += spec.elements;
   arena_elements_ += spec.elements;
   specs_.push_back(std::move(spec));
 }
@@ -50,16 +50,16 @@ void TensorTable::add_matrices(WeightScheme scheme, const std::vector<Matrix>& m
   quantized_ = true;
   const bool grouped = scheme == WeightScheme::int4;
   const DType q = grouped ? DType::u4 : scheme == WeightScheme::int8 ? DType::i8 : DType::e4m3;
-  for (const Matrix& m : matrices) add(weight_of(m.module), {m.out, m.in}, m.init, true, TensorRole::quantized, q);
+  for (const Matrix& m : matrices) add(weight_of(m.module), {m.out, m.in}, m.init, true, ValueKind::quants, q);
   const auto of_groups = [](const Matrix& m) { return std::vector<std::int64_t>{m.out, quant_groups(m.in)}; };
   begin_group();
   for (const Matrix& m : matrices) {
     add(scales_of(weight_of(m.module)), grouped ? of_groups(m) : std::vector<std::int64_t>{m.out}, Init::ones, false,
-        TensorRole::scales, grouped ? DType::f16 : DType::f32);
+        ValueKind::scales, grouped ? DType::f16 : DType::f32);
   }
   begin_group();
   for (const Matrix& m : matrices) {
-    if (grouped) add(zeros_of(weight_of(m.module)), of_groups(m), Init::zeros, false, TensorRole::zeros, DType::u8);
+    if (grouped) add(zeros_of(weight_of(m.module)), of_groups(m), Init::zeros, false, ValueKind::zeros, DType::u8);
   }
 }
 

@@ -24,7 +24,7 @@ struct TensorSpec {
   std::vector<std::int64_t> shape;
   Init init = Init::normal;
   bool decay = false;  // AdamW weight decay: matrices, not norms and biases
-  TensorRole role = TensorRole::parameter;
+  ValueKind kind = ValueKind::floats;
   std::int64_t elements = 0;
 
   // In the arena of the parameters, where each tensor lies in its own type.
@@ -61,8 +61,8 @@ class TensorTable {
     std::int64_t out, in;
     Init init;
   };
-  void add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay,
-           TensorRole role = TensorRole::parameter, std::optional<DType> dtype = {});
+  void add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay, ValueKind kind = ValueKind::floats,
+           std::optional<DType> dtype = {});
   void add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices);
   void begin_group();
   void add_llama(const ModelConfig& config);
