@@ -46,10 +46,10 @@ std::string quantization_text(const Quantization& quantization);
 
 // What the values of a tensor of the table are.
 enum class ValueKind {
-  parameter,  // a float tensor
-  quantized,  // q of a matrix
-  scales,     // positive and finite
-  zeros,      // 0 .. 15
+  floats,
+  quants,  // q of a matrix
+  scales,  // positive and finite
+  zeros,   // 0 .. 15
 };
 
 // The index of the first element that a quantised model must not have: q of int8 that is -128, q of e4m3 that is not a
