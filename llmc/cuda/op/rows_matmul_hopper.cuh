@@ -175,11 +175,17 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
   at.advance(stages);
 }
 
-// The part of a block's producer in split_kernel and column_kernel, and what precedes it: makes the ring, fetches the first round
-// of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x and
-// what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
-template <typename T, typename LoadWeights, typename LoadX>
-__device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring, int stages, int steps,
+template <typename T>
+__device__ inline void prefetch_tensor_maps(const Arguments<T>& p) {
+  prefetch_tensor_map(&p.x[0]);
+  if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
+}
+
+// The part of a block's producer in kernels whose blocks have one tile, and what precedes it: makes the ring, fetches the first
+// round of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x
+// and what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
+template <typename P, typename LoadWeights, typename LoadX>
+__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps,
                                  unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
                                  const LoadX& load_x) {
   const int ahead = min(steps, stages);
@@ -188,8 +194,7 @@ __device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring
     for (int stage = 0; stage < stages; ++stage) ring.init(stage, 1, consumer_warps);
     fence_barrier_init();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
-    prefetch_tensor_map(&p.x[0]);
-    if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
+    prefetch_tensor_maps(p);
   }
   __syncthreads();
   if (!producer) return;
@@ -202,6 +207,20 @@ __device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring
     load_x(at.stage, step);
     at.advance(stages);
   }
+}
+
+// What the blocks of a cluster have at the same address, added in order.
+__device__ inline float4 sum_of_splits(unsigned at, int splits) {
+  float4 parts[kMostSplits];
+#pragma unroll
+  for (int s = 0; s < kMostSplits; ++s)
+    if (s < splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
+  float4 sum = parts[0];
+#pragma unroll
+  for (int s = 1; s < kMostSplits; ++s) {
+    if (s < splits) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
+  }
+  return sum;
 }
 
 #endif  // WEFT_WGMMA
