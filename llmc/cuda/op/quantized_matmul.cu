@@ -18,7 +18,7 @@ template <DType Q>
 __global__ void __launch_bounds__(kPackThreads)
     pack_kernel(std::byte* blocks, PackedPlace place, std::int64_t K, const std::byte* from, std::int64_t count) {
   using namespace quantized;
-  constexpr int kSteps = Q == DType::u4 ? 2 : 1;  // that a word has
+  constexpr int kSteps = Q == DType::u4 ? 2 : 1;              // that a word has
   constexpr int kWordsOfRow = kBlockDepth / 16 / kSteps * 4;  // of a block
   const std::int64_t depths = ceil_div(K, kBlockDepth), words = count * depths * kWordsOfRow;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kPackThreads + threadIdx.x; i < words;
@@ -54,9 +54,8 @@ __global__ void __launch_bounds__(kPackThreads)
 
 // Half `half` of the words of groups.
 template <typename From>
-__global__ void __launch_bounds__(kPackThreads)
-    pack_groups_kernel(std::byte* blocks, PackedPlace place, std::int64_t K, const From* from, std::int64_t count,
-                       int half) {
+__global__ void __launch_bounds__(kPackThreads) pack_groups_kernel(std::byte* blocks, PackedPlace place, std::int64_t K,
+                                                                   const From* from, std::int64_t count, int half) {
   using namespace quantized;
   const std::int64_t groups = ceil_div(K, kBlockDepth);
   const std::int64_t i = std::int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
@@ -102,8 +101,7 @@ void check_arguments(const RowsMatmul<T>& io, const PackedMatrix& weight, const 
            dtype_name(weight2.dtype));
   }
   const bool fp32 = io.epilogue == RowsEpilogue::add || io.epilogue == RowsEpilogue::store_fp32;
-  if (fp32 ? io.out_fp32 == nullptr : io.out == nullptr)
-    fail(Exit::internal, "quantized_matmul: the result is null");
+  if (fp32 ? io.out_fp32 == nullptr : io.out == nullptr) fail(Exit::internal, "quantized_matmul: the result is null");
   if (io.epilogue == RowsEpilogue::swiglu && io.bias != nullptr)
     fail(Exit::internal, "quantized_matmul: a bias with SwiGLU");
 }

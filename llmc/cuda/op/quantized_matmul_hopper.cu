@@ -72,9 +72,7 @@ struct Split {
   __device__ int count() const { return stage_of(end - 1) + 1 - stage_of(begin); }
   __device__ int input_of(int stage) const { return stage_of(begin) + stage < first_stages() ? 0 : 1; }
   // Of the input, in blocks of 128 of K.
-  __device__ int block_of(int stage) const {
-    return stage_of(begin) + stage - input_of(stage) * first_stages();
-  }
+  __device__ int block_of(int stage) const { return stage_of(begin) + stage - input_of(stage) * first_stages(); }
   __device__ int blocks_of_input(int input) const {
     return input == 0 ? first_stages() : (p.steps - p.first_steps + 1) / 2;
   }
@@ -137,8 +135,8 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + Shape::kStages * Shape::kLoadBytes, Shape::kStages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
-  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);    // known to be the same in a warp
-  const int rank = static_cast<int>(blockIdx.x) % p.splits;    // in the cluster
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // known to be the same in a warp
+  const int rank = static_cast<int>(blockIdx.x) % p.splits;  // in the cluster
   const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
   const Split<T> split(p, rank);

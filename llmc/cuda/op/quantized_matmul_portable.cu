@@ -25,7 +25,7 @@ constexpr int kSumsStride = kBlockRows + rows::kSumsPadding;
 template <typename T, int kRows>
 constexpr int kStageBytes = Tile<T, kHalfDepth>::bytes(kRows);
 template <typename T, int kRows>
-constexpr int kSharedBytes = std::max(kStages * kStageBytes<T, kRows>, kRows* kSumsStride * 4);
+constexpr int kSharedBytes = std::max(kStages* kStageBytes<T, kRows>, kRows* kSumsStride * 4);
 
 // A thread's words of step `step` of 64 of K, and of the groups of its two rows.
 template <typename T, DType Q>

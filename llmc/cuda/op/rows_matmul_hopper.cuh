@@ -185,9 +185,8 @@ __device__ inline void prefetch_tensor_maps(const Arguments<T>& p) {
 // round of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x
 // and what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
 template <typename P, typename LoadWeights, typename LoadX>
-__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps,
-                                 unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
-                                 const LoadX& load_x) {
+__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps, unsigned consumer_warps,
+                                 bool producer, const LoadWeights& load_weights, const LoadX& load_x) {
   const int ahead = min(steps, stages);
   let_successor_start();
   if (producer) {
