@@ -49,8 +49,7 @@ constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the pa
 InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) {
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
-    const std::uint64_t free = free_host_memory(),
-                        parameters = static_cast<std::uint64_t>(TensorTable(config).parameters()) * sizeof(float);
+    const std::uint64_t free = free_host_memory(), parameters = parameter_plan(TensorTable(config)).bytes();
     if (free <= parameters) {
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
@@ -129,8 +128,9 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
   const bool many = settings_.many_sequences();
-  const std::string refusal = many || config.family != Family::gpt_neox ? cuda::inference_refusal(config, dtype_)
-                                                                        : cuda::neox_refusal(config, dtype_);
+  const std::string refusal = config.quantization.any()                   ? "quantised models run on the CPU"
+                              : many || config.family != Family::gpt_neox ? cuda::inference_refusal(config, dtype_)
+                                                                          : cuda::neox_refusal(config, dtype_);
   if (refusal.empty()) return choose_decode(config, many);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
   use_cpu(choose_cpu(refusal));
