@@ -34,7 +34,7 @@ struct Arguments {
 template <typename T, DType Q, int N, int kConsumers, int kBlocks>
 struct Shape {
   using XTile = SwizzledTile<T, N, kBlockDepth>;
-  static constexpr int kBlockThreads = kConsumers * kWarpgroupSize + kWarpSize;
+  static constexpr int kBlockThreads = kConsumers * kWarpgroupSize + 2 * kWarpSize;
   static constexpr int kWeightBytes = kConsumers * block_bytes(Q), kLoadBytes = XTile::kBytes + kWeightBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kStages = (rows::block_shared_bytes(kBlocks) - kAlignment) / (kLoadBytes + kBarrierBytes);
@@ -45,45 +45,29 @@ struct Shape {
 
 #if WEFT_WGMMA
 
-template <typename T>
-__device__ inline void prefetch_tensor_maps(const Arguments<T>& p) {
-  prefetch_tensor_map(&p.x[0]);
-  if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]);
-}
+// The blocks of the weight that a split needs of one input: steps begin..end of it.
+struct Segment {
+  int begin = 0, end = 0;
 
-// Where the stages of a split are: stages of the second input follow those of the first.
+  __device__ int first_block() const { return begin / 2; }
+  __device__ int blocks() const { return end > begin ? (end + 1) / 2 - begin / 2 : 0; }
+};
 template <typename T>
 struct Split {
-  const Arguments<T>& p;
-  int begin, end;  // steps
+  Segment first, second;  // of the inputs
 
-  __device__ Split(const Arguments<T>& arguments, int split) : p(arguments) {
-    const int second = p.first_splits > 0 && split >= p.first_splits ? 1 : 0;
-    const int from = second * p.first_steps, first = second * p.first_splits;
-    const int steps = p.first_splits == 0 ? p.steps : second ? p.steps - p.first_steps : p.first_steps;
-    const int splits = p.first_splits == 0 ? p.splits : second ? p.splits - p.first_splits : p.first_splits;
-    begin = from + rows::split_begin(split - first, steps, splits);
-    end = from + rows::split_begin(split - first + 1, steps, splits);
+  __device__ Split(const Arguments<T>& p, int split) {
+    const bool behind = p.first_splits > 0 && split >= p.first_splits;
+    const int from = behind ? p.first_steps : 0, before = behind ? p.first_splits : 0;
+    const int steps = p.first_splits == 0 ? p.steps : behind ? p.steps - p.first_steps : p.first_steps;
+    const int splits = p.first_splits == 0 ? p.splits : behind ? p.splits - p.first_splits : p.first_splits;
+    const int begin = from + rows::split_begin(split - before, steps, splits),
+              end = from + rows::split_begin(split - before + 1, steps, splits);
+    first = {min(begin, p.first_steps), min(end, p.first_steps)};
+    second = {max(begin, p.first_steps) - p.first_steps, max(end, p.first_steps) - p.first_steps};
   }
-  __device__ int first_stages() const { return (p.first_steps + 1) / 2; }
-  __device__ int stage_of(int step) const {
-    return step < p.first_steps ? step / 2 : first_stages() + (step - p.first_steps) / 2;
-  }
-  __device__ int count() const { return stage_of(end - 1) + 1 - stage_of(begin); }
-  __device__ int input_of(int stage) const { return stage_of(begin) + stage < first_stages() ? 0 : 1; }
-  // Of the input, in blocks of 128 of K.
-  __device__ int block_of(int stage) const { return stage_of(begin) + stage - input_of(stage) * first_stages(); }
-  __device__ int blocks_of_input(int input) const {
-    return input == 0 ? first_stages() : (p.steps - p.first_steps + 1) / 2;
-  }
-  // Which halves of a stage belong to the split: from..to.
-  __device__ int first_half(int stage) const { return first_step(stage) < begin ? 1 : 0; }
-  __device__ int end_half(int stage) const {
-    return min(2, min(end, input_of(stage) == 0 ? p.first_steps : p.steps) - first_step(stage));
-  }
-
- private:
-  __device__ int first_step(int stage) const { return input_of(stage) * p.first_steps + 2 * block_of(stage); }
+  __device__ Segment input(int i) const { return i == 0 ? first : second; }
+  __device__ int stages() const { return first.blocks() + second.blocks(); }
 };
 
 // The words of half `half` of the block at `block`, and what its groups have.
@@ -110,6 +94,10 @@ __device__ inline void load_groups(GroupScale<T> (&groups)[2], unsigned block, i
       groups[i] = GroupScale<T>(word);
     }
   }
+}
+
+__device__ inline int blocks_of_steps(int steps) {
+  return (steps + 1) / 2;
 }
 
 // d += a b over 64 of K. Asynchronous: `a` stays until a wait.
@@ -140,30 +128,60 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
   const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
   const Split<T> split(p, rank);
-  const int stages = split.count();
-  const bool consumer = warp < kConsumers * kWarps, producer = !consumer && lane == 0;
+  // One thread copies weights, one of another warp x: what a copy takes to issue is most of a stage's time otherwise.
+  constexpr int kConsumerWarps = kConsumers * kWarps;
+  const bool consumer = warp < kConsumerWarps, elected = !consumer && lane == 0;
+  const int stages = split.stages(), first_stages = split.first.blocks();
   const auto x_at = [&](int stage) { return XTile{base + stage * XTile::kBytes}; };
   const auto weights_at = [&](int stage) {
     return base + Shape::kStages * XTile::kBytes + stage * Shape::kWeightBytes;
   };
   const auto load_weights = [&](int stage, int step) {
-    const int input = split.input_of(step), blocks = split.blocks_of_input(input);
-    mbarrier_arrive_expect(ring.full(stage), Shape::kLoadBytes);
+    const int input = step < first_stages ? 0 : 1;
+    const int blocks = blocks_of_steps(input == 0 ? p.first_steps : p.steps - p.first_steps);
+    const int block = split.input(input).first_block() + step - input * first_stages;
+    mbarrier_arrive_expect(ring.full(stage), Shape::kWeightBytes);
 #pragma unroll
     for (int i = 0; i < kConsumers; ++i) {
-      const std::int64_t block = static_cast<std::int64_t>(min(tile + i, p.tiles - 1)) * blocks + split.block_of(step);
-      bulk_load(weights_at(stage) + i * block_bytes(Q), p.blocks[input] + block * block_bytes(Q), block_bytes(Q),
+      const std::int64_t at = static_cast<std::int64_t>(min(tile + i, p.tiles - 1)) * blocks + block;
+      bulk_load(weights_at(stage) + i * block_bytes(Q), p.blocks[input] + at * block_bytes(Q), block_bytes(Q),
                 ring.full(stage), L2::evict_first);
     }
   };
-  const auto load_x = [&](int stage, int step) {
-    const int input = split.input_of(step), k = split.block_of(step) * kBlockDepth;
+  let_successor_start();
+  const int ahead = min(stages, Shape::kStages);
+  if (elected && warp == kConsumerWarps) {
+    for (int stage = 0; stage < Shape::kStages; ++stage) ring.init(stage, 2, kConsumerWarps);
+    fence_barrier_init();
+    for (int i = 0; i < ahead; ++i) load_weights(i, i);
+  }
+  __syncthreads();
+  if (elected && warp == kConsumerWarps) {
+    RingPosition at = RingPosition::at(ahead, Shape::kStages);
+    for (int step = ahead; step < stages; ++step) {
+      ring.wait_empty(at);
+      load_weights(at.stage, step);
+      at.advance(Shape::kStages);
+    }
+  } else if (elected) {
+    prefetch_tensor_map(&p.x[0]);
+    if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]);
+    if (!p.x_is_older) wait_for_predecessors();
+    RingPosition at;
+    for (int input = 0; input < 2; ++input) {
+      const Segment segment = split.input(input);
+      const int begin = segment.first_block() * kBlockDepth, end = begin + segment.blocks() * kBlockDepth;
+      for (int k = begin; k < end; k += kBlockDepth) {
+        ring.wait_empty(at);
+        mbarrier_arrive_expect(ring.full(at.stage), XTile::kBytes);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      tensor_load(x_at(stage).column_tile(i).address, &p.x[input], ring.full(stage), k + i * kHalfDepth,
-                  static_cast<int>(first_row));
-  };
-  rows::fill_ring(p, ring, Shape::kStages, stages, kConsumers * kWarps, producer, load_weights, load_x);
+        for (int i = 0; i < 2; ++i)
+          tensor_load(x_at(at.stage).column_tile(i).address, &p.x[input], ring.full(at.stage), k + i * kHalfDepth,
+                      static_cast<int>(first_row));
+        at.advance(Shape::kStages);
+      }
+    }
+  }
   const int count = Columns<T>::count(p.output, kBlockRows), all = count * kConsumers;
   const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kBlockRows,
                            thread % count);  // reads the bias, early
@@ -173,26 +191,47 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
     if constexpr (Q != DType::u4) {
       const std::int64_t at = static_cast<std::int64_t>(min(tile + group, p.tiles - 1)) * kBlockRows + row;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i] = p.scales[split.input_of(0)][at + 8 * i];
+      for (int i = 0; i < 2; ++i) scales[i] = p.scales[first_stages > 0 ? 0 : 1][at + 8 * i];
     }
     float d[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[i] = 0;
+    RingPosition at;
+    int previous = -1;  // stage that wgmma may still read
     const auto release = [&](int stage) {
       if (stage >= 0 && lane == 0) mbarrier_arrive(ring.empty(stage));
     };
-    RingPosition at;
-    int previous = -1;  // stage that wgmma may still read
+    const auto next = [&] {
+      previous = at.stage;
+      at.advance(Shape::kStages);
+    };
+    const auto x = x_at(0).column_tile(0).k_major();
+    const unsigned first_block = weights_at(0) + group * block_bytes(Q);
     unsigned a[2][16];
-    for (int stage = 0; stage < stages; ++stage) {
+    GroupScale<T> groups[2];
+    // The half of a stage that belongs to the split.
+    const auto multiply_half_stage = [&](int half) {
+      const unsigned block = first_block + at.stage * Shape::kWeightBytes;
+      unsigned words[kWords<Q>];
       ring.wait_full(at);
-      const unsigned block = weights_at(at.stage) + group * block_bytes(Q);
-      const XTile x = x_at(at.stage);
-      GroupScale<T> groups[2];
       load_groups<T, Q>(groups, block, row);
-      const int half = split.first_half(stage);
-      if (half == 0 && split.end_half(stage) == 2) {
+      load_half<Q>(words, block, half);
+      wgmma_wait<0>();
+      release(previous);
+      convert_half<T, Q>(a[0], words, groups);
+      multiply_half(d, a[0], x.moved(at.stage * XTile::kBytes + half * XTile::kColumnTileBytes));
+      wgmma_wait<0>();
+      next();
+    };
+    for (int input = 0; input < 2; ++input) {
+      int step = split.input(input).begin;
+      const int end = split.input(input).end;
+      if (step < end && step % 2 == 1) multiply_half_stage(1), ++step;
+      for (; step + 1 < end; step += 2) {
+        const unsigned block = first_block + at.stage * Shape::kWeightBytes;
         unsigned words[2][kWords<Q>];
+        ring.wait_full(at);
+        load_groups<T, Q>(groups, block, row);
 #pragma unroll
         for (int i = 0; i < 2; ++i) load_half<Q>(words[i], block, i);
 #pragma unroll
@@ -200,19 +239,11 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
           wgmma_wait<1>();  // at most the other half is read by wgmma
           if (i == 1) release(previous);
           convert_half<T, Q>(a[i], words[i], groups);
-          multiply_half(d, a[i], x.column_tile(i).k_major());
+          multiply_half(d, a[i], x.moved(at.stage * XTile::kBytes + i * XTile::kColumnTileBytes));
         }
-      } else {
-        unsigned words[kWords<Q>];
-        load_half<Q>(words, block, half);
-        wgmma_wait<0>();
-        release(previous);
-        convert_half<T, Q>(a[0], words, groups);
-        multiply_half(d, a[0], x.column_tile(half).k_major());
-        wgmma_wait<0>();
+        next();
       }
-      previous = at.stage;
-      at.advance(Shape::kStages);
+      if (step < end) multiply_half_stage(0);
     }
     wgmma_wait<0>();
     pin(d);
@@ -288,7 +319,7 @@ void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMat
 template <typename T, DType Q>
 void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
                  const LaunchDevice& device, cudaStream_t stream) {
-  if (io.rows <= 16) return launch<T, Q, 16, 1, 4>(io, weight, weight2, device, stream);
+  if (io.rows <= 16) return launch<T, Q, 16, 1, 3>(io, weight, weight2, device, stream);
   if (io.rows <= 64) return launch<T, Q, 64, 1, 2>(io, weight, weight2, device, stream);
   launch<T, Q, 128, 2, 1>(io, weight, weight2, device, stream);
 }
