@@ -29,7 +29,7 @@ PIECE_ELEMENTS = 1 << 18  # quantised at once: its copies stay in the cache
 # By what the largest weight of a row or group is multiplied. fp8's rounding is relative, so what counts is where the
 # weights lie between two powers of two: factors above 1 shift them, without clipping.
 FACTORS = {"int8": tuple(1 - step / 25 for step in range(8)), "int4": tuple(1 - step / 20 for step in range(11)),
-           "fp8": (1.0, *(2 ** (step / 8) for step in (-2, -1, 1, 2, 3, 4, 5, 6, 7)))}
+           "fp8": (1.0, *(2 ** (step / 6) for step in (-1, 1, 2, 3, 4, 5)))}
 
 Shape = tuple[int, ...]
 
@@ -70,14 +70,30 @@ def _e4m3_values() -> np.ndarray:
 _E4M3_VALUES = _e4m3_values()
 
 
-def f32_to_e4m3(values: np.ndarray) -> np.ndarray:
-    """Finite float32 as e4m3 bits (uint8), rounded to nearest even; what is larger than 448 becomes 448."""
+def round_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Finite float32 as the nearest values of e4m3, ties to even; what is larger than 448 becomes 448."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) >> 20).astype(np.int64) - (120 << 3)
-    small = np.rint(np.minimum(magnitude.view(np.float32), 1) * np.float32(512)).astype(np.int64)
-    result = np.where(magnitude < 0x3C800000, small, np.minimum(normal, 0x7E))  # below 2^-6: multiples of 2^-9
-    return (result | (bits >> 24 & 0x80)).astype(np.uint8)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    normal = magnitude >> np.uint32(20)
+    normal &= np.uint32(1)
+    normal += np.uint32(0x7FFFF)
+    normal += magnitude
+    normal &= np.uint32(0xFFF00000)  # 3 bits of mantissa are left
+    # Below 2^-6 e4m3 has the multiples of 2^-9, which are what fp32 has around this number.
+    spaced = np.float32(1.5 * 2.0 ** (23 - 9))
+    small = (np.minimum(magnitude.view(np.float32), np.float32(1)) + spaced) - spaced
+    rounded = np.where(magnitude < 0x3C800000, small, np.minimum(normal.view(np.float32), np.float32(E4M3_MAX)))
+    return np.copysign(rounded, values)
+
+
+def f32_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Finite float32 as e4m3 bits (uint8), rounded as round_to_e4m3() does it."""
+    rounded = round_to_e4m3(values)
+    bits = rounded.view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    normal = (magnitude >> np.uint32(20)) - np.uint32(120 << 3)
+    small = (np.minimum(np.abs(rounded), 1) * np.float32(512)).astype(np.uint32)
+    return (np.where(magnitude < 0x3C800000, small, normal) | bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
 
 
 # ---- quantising ------------------------------------------------------------------------------------------------------
@@ -127,24 +143,26 @@ def _row_sums(values: np.ndarray) -> np.ndarray:
 def _search_rows(weights: np.ndarray, scheme: str) -> tuple[np.ndarray, np.ndarray, None, np.ndarray]:
     """int8 and fp8: a scale for each row of [rows, groups, GROUP]."""
     largest = np.abs(weights).max(axis=(1, 2))
-    quantize = _int8 if scheme == "int8" else f32_to_e4m3
-    values = (lambda q: q.astype(np.float32)) if scheme == "int8" else e4m3_to_f32
     limit = np.float32(127 if scheme == "int8" else E4M3_MAX)
+    nearest = _nearest_int8 if scheme == "int8" else round_to_e4m3
     best: list[np.ndarray] = []
     for factor in FACTORS[scheme]:
         scales = np.where(largest > 0, np.maximum(largest * np.float32(factor) / limit, SMALLEST_SCALE), np.float32(1))
-        wide = scales[:, None, None]
-        q = quantize(weights / wide)
-        difference = values(q) * wide - weights
-        _keep_best(best, [q, scales], _row_sums(difference * difference))
-    q, scales, error = best
+        difference = nearest(weights / scales[:, None, None])
+        difference *= scales[:, None, None]
+        difference -= weights
+        difference *= difference
+        _keep_best(best, [scales], _row_sums(difference))
+    scales, error = best
     if not np.isfinite(scales * limit).all():
         raise OverflowError("scale")
+    scaled = weights / scales[:, None, None]
+    q = _nearest_int8(scaled).astype(np.int8) if scheme == "int8" else f32_to_e4m3(scaled)
     return q, scales, None, error
 
 
-def _int8(values: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(values), -127, 127).astype(np.int8)
+def _nearest_int8(values: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(values), -127, 127)
 
 
 def _search_groups(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -153,13 +171,16 @@ def _search_groups(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     best: list[np.ndarray] = []
     for factor in FACTORS["int4"]:
         scales, zeros = int4_grid(low * np.float32(factor), high * np.float32(factor))
-        q = int4_values(weights, scales[..., None], zeros[..., None])
-        difference = int4_weights(q, scales[..., None], zeros[..., None]) - weights
-        _keep_best(best, [q, scales, zeros], _sums(difference * difference))
-    q, scales, zeros, error = best
+        difference = int4_nearest(weights, scales, zeros)
+        difference *= scales[..., None].astype(np.float32)
+        difference -= weights
+        difference *= difference
+        _keep_best(best, [scales, zeros], _sums(difference))
+    scales, zeros, error = best
     if not np.isfinite(scales).all():
         raise OverflowError("scale")
-    return q, scales, zeros, error
+    q = int4_nearest(weights, scales, zeros) + zeros[..., None].astype(np.float32)
+    return q.astype(np.uint8), scales, zeros, error
 
 
 def int4_grid(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -171,12 +192,12 @@ def int4_grid(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return scales, zeros
 
 
-def int4_values(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(weights / scales.astype(np.float32)) + zeros.astype(np.float32), 0, 15).astype(np.uint8)
-
-
-def int4_weights(q: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    return scales.astype(np.float32) * (q.astype(np.float32) - zeros.astype(np.float32))
+def int4_nearest(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """The nearest q - zero of `weights` [..., columns] of a group each, as float32."""
+    zero = zeros[..., None].astype(np.float32)
+    nearest = weights / scales[..., None].astype(np.float32)
+    np.rint(nearest, out=nearest)
+    return np.clip(nearest, -zero, 15 - zero, out=nearest)
 
 
 def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.ndarray) -> None:
@@ -186,7 +207,7 @@ def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.nd
         return
     better = error < best[-1]
     for kept, new in zip(best, [*candidate, error]):
-        np.copyto(kept, new, where=better.reshape(better.shape + (1,) * (new.ndim - better.ndim)))
+        np.copyto(kept, new, where=better)
 
 
 def quantize_matrix(rows: Callable[[int, int], np.ndarray], shape: Shape, scheme: str) -> Iterator[Quantized]:
@@ -220,4 +241,5 @@ def dequantized(file: TensorFile, name: str) -> np.ndarray:
         return e4m3_to_f32(q) * scales[:, None]
     pairs = np.stack([q & 15, q >> 4], axis=-1).reshape(info.shape)
     columns = np.arange(info.shape[1]) // GROUP
-    return int4_weights(pairs, scales[:, columns], file.array(f"{name}.zeros")[:, columns])
+    zeros = file.array(f"{name}.zeros")[:, columns].astype(np.float32)
+    return scales[:, columns].astype(np.float32) * (pairs.astype(np.float32) - zeros)
