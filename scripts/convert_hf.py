@@ -235,10 +235,13 @@ class Target:
         return self.scheme if ".layers." in name and len(shape) == 2 else None
 
     def stored(self, name: str, source: Source, model: Model) -> list[tuple[str, str, Shape]]:
-        """Name, dtype and shape of what is stored of a tensor."""
+        """Name, dtype and shape of what is stored of a tensor. FileError BAD_FILE for one that its scheme cannot hold."""
         scheme = self.scheme_of(name, source.entry.shape, model)
         if scheme is None:
             return [(name, self.dtype or source.dtype, source.entry.shape)]
+        if scheme == "int4" and source.entry.shape[1] % 2:
+            bad_file(source.file.path, name, f"got {source.entry.shape[1]} columns, expected an even number for int4",
+                     "Use --quantize int8 or fp8")
         return quantization.stored_tensors(scheme, name, source.entry.shape)
 
 
@@ -252,8 +255,6 @@ class QuantizedConversion:
     def write(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
         """FileError BAD_FILE for weights that cannot be quantised."""
         shape, path = source.entry.shape, source.file.path
-        if scheme == "int4" and shape[1] % 2:
-            bad_file(path, name, f"got {shape[1]} columns, expected an even number for int4", "Use --quantize int8 or fp8")
         pieces: list[quantization.Quantized] = []
 
         def stream() -> Iterator[np.ndarray]:

@@ -115,7 +115,7 @@ def quantize_rows(weights: np.ndarray, scheme: str) -> Quantized:
     rows, columns = weights.shape
     padded = np.zeros((rows, groups_of(columns), GROUP), dtype=np.float32)
     padded.reshape(rows, -1)[:, :columns] = weights
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         q, scales, zeros, error = _search_groups(padded) if scheme == "int4" else _search_rows(padded, scheme)
         square = _sums(padded * padded)
     q = q.reshape(rows, -1)[:, :columns]

@@ -267,7 +267,7 @@ def test_the_tool_lists_and_verifies(tmp_path):
     assert run_tool(tmp_path / "flipped.bin").returncode == 0
     refused = run_tool("--verify", tmp_path / "flipped.bin")
     assert refused.returncode == 3 and refused.stdout == ""
-    assert refused.stderr.startswith("error: ") and "tensor 'i64': XXH3-64" in refused.stderr
+    assert refused.stderr.startswith("error: ") and "tensor 'e4m3': XXH3-64" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 
