@@ -118,7 +118,7 @@ void add_measurements(OptionTable& table, InferSettings& s) {
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", s.random_model, "NAME",
              "instead of --model: random weights of this size, pythia-14m to pythia-12b; on a GPU also a --config of "
-             "train_llama");
+             "train_llama, and quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds

@@ -175,25 +175,21 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
   at.advance(stages);
 }
 
-template <typename T>
-__device__ inline void prefetch_tensor_maps(const Arguments<T>& p) {
-  prefetch_tensor_map(&p.x[0]);
-  if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
-}
-
-// The part of a block's producer in kernels whose blocks have one tile, and what precedes it: makes the ring, fetches the first
-// round of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x
-// and what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
-template <typename P, typename LoadWeights, typename LoadX>
-__device__ inline void fill_ring(const P& p, const RingBarriers& ring, int stages, int steps, unsigned consumer_warps,
-                                 bool producer, const LoadWeights& load_weights, const LoadX& load_x) {
+// The part of a block's producer in split_kernel and column_kernel, and what precedes it: makes the ring, fetches the first round
+// of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x and
+// what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
+template <typename T, typename LoadWeights, typename LoadX>
+__device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring, int stages, int steps,
+                                 unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
+                                 const LoadX& load_x) {
   const int ahead = min(steps, stages);
   let_successor_start();
   if (producer) {
     for (int stage = 0; stage < stages; ++stage) ring.init(stage, 1, consumer_warps);
     fence_barrier_init();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
-    prefetch_tensor_maps(p);
+    prefetch_tensor_map(&p.x[0]);
+    if (p.steps > p.first_steps) prefetch_tensor_map(&p.x[1]), prefetch_tensor_map(&p.weight[1]);
   }
   __syncthreads();
   if (!producer) return;
