@@ -106,6 +106,35 @@ Exit run_batch(const DecodeSession& s) {
   return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine_options(settings, *model)}, input, output);
 }
 
+// --against: both models on one text, token by token.
+Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, std::int64_t window,
+                    std::int64_t stride) {
+  InferSettings other = s.settings();
+  other.model = other.against;
+  const std::unique_ptr<DecodeModel> model = s.load_model(window);
+  const DecodeSession of_other(other);  // after the model is loaded: what memory is free is asked for here
+  const std::unique_ptr<DecodeModel> against = of_other.load_model(choose_capacity(other, of_other.config(), window));
+  if (against->capacity() < window) {
+    fail(Exit::usage, "--context: got %lld, expected at most the %lld positions of --against",
+         static_cast<long long>(window), static_cast<long long>(against->capacity()));
+  }
+  ProgressLine progress;
+  DivergenceHooks hooks;
+  hooks.interrupted = stop_requested;
+  hooks.on_window = [&progress](std::int64_t done, std::int64_t all, double so_far) {
+    on_stop(OnStop::finish,
+            "stopping: the result covers the tokens compared so far; a second signal leaves without one",
+            "left without a result");
+    progress.show(format("window %lld of %lld, divergence %.6f", static_cast<long long>(done),
+                         static_cast<long long>(all), so_far));
+  };
+  const DivergenceResult result = divergence(*model, *against, ids, window, stride, hooks);
+  progress.clear();
+  write_stdout(s.settings().json ? json_line(divergence_json(result, window, stride, s.device().path()))
+                                 : divergence_text(result, window, stride));
+  return exit_after(result.interrupted);
+}
+
 Exit run_perplexity(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   const Tokenizer& tokenizer = s.need_tokenizer();
@@ -119,6 +148,7 @@ Exit run_perplexity(const DecodeSession& s) {
   perplexity_windows(static_cast<std::int64_t>(ids.size()), window, stride);  // refuses a bad --stride before loading
   // If the whole text fits into one window, the cache only has to be as long as the text.
   const std::int64_t capacity = std::min(window, std::max<std::int64_t>(static_cast<std::int64_t>(ids.size()), 2));
+  if (!settings.against.empty()) return run_divergence(s, ids, capacity, std::min(stride, capacity - 1));
   const std::unique_ptr<DecodeModel> model = s.load_model(capacity);
 
   ProgressLine progress;

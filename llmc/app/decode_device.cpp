@@ -49,8 +49,7 @@ constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the pa
 InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) {
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
-    const std::uint64_t free = free_host_memory(),
-                        parameters = static_cast<std::uint64_t>(TensorTable(config).parameters()) * sizeof(float);
+    const std::uint64_t free = free_host_memory(), parameters = parameter_plan(TensorTable(config)).bytes();
     if (free <= parameters) {
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
@@ -66,6 +65,10 @@ std::unique_ptr<InferenceModel> random_on_cpu(const ModelConfig& config, const I
                                               std::int64_t seed) {
   if (config.family != Family::gpt_neox) {
     fail(Exit::usage, "--random-model: a Llama of random weights needs a GPU. Use one of pythia-14m to pythia-12b");
+  }
+  if (config.quantization.any()) {
+    fail(Exit::usage, "--random-model: random weights in %s need a GPU. Use a model without ':'",
+         quantization_text(config.quantization).c_str());
   }
   return cpu::make_neox_inference(config, options,
                                   [&, tensor = std::uint64_t{0}](const TensorSpec& spec, float* out) mutable {
@@ -113,7 +116,10 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-// A Llama decodes one sequence with the model for many.
+// One sequence is decoded with the model for many: a Llama, and whatever is quantised.
+bool through_pages(const ModelConfig& config) {
+  return config.family != Family::gpt_neox || config.quantization.any();
+}
 InferenceOptions one_sequence_on_gpu(std::int64_t capacity) {
   InferenceOptions pool = one_sequence(capacity);
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
@@ -129,24 +135,29 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
   const bool many = settings_.many_sequences();
-  const std::string refusal = many || config.family != Family::gpt_neox ? cuda::inference_refusal(config, dtype_)
-                                                                        : cuda::neox_refusal(config, dtype_);
+  const std::string refusal =
+      many || through_pages(config) ? cuda::inference_refusal(config, dtype_) : cuda::neox_refusal(config, dtype_);
   if (refusal.empty()) return choose_decode(config, many);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
   use_cpu(choose_cpu(refusal));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and a Llama
-// have no fused kernel.
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences, a Llama and
+// quantised weights have no fused kernel.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
-  const bool neox = config.family == Family::gpt_neox;
-  if (settings_.bench_layer && !neox) fail(Exit::usage, "--bench-layer: only for GPT-NeoX models, and this is a Llama");
-  if (many || !neox) {
+  const bool paged = through_pages(config);
+  const char* const what = config.family == Family::gpt_neox ? "quantised" : "a Llama";
+  if (settings_.bench_layer && paged)
+    fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s", what);
+  if (many || paged) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
-    fail(Exit::environment, "--decode fused: it runs %s. Use --decode graph",
-         many ? "one sequence only, and this is --batch, --serve or --bench-batch"
-              : "GPT-NeoX models only, and this is a Llama");
+    if (many)
+      fail(Exit::environment,
+           "--decode fused: it runs one sequence only, and this is --batch, --serve or --bench-batch. Use --decode "
+           "graph");
+    fail(Exit::environment,
+         "--decode fused: it runs GPT-NeoX models in 16 or 32 bits only, and this is %s. Use --decode graph", what);
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
@@ -168,10 +179,9 @@ void DecodeDevice::announce_gpu() const {
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    return total_bytes(
-        config.family == Family::gpt_neox
-            ? cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer})
-            : cuda::plan_inference(config, one_sequence_on_gpu(positions), dtype));
+    return total_bytes(through_pages(config) ? cuda::plan_inference(config, one_sequence_on_gpu(positions), dtype)
+                                             : cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr,
+                                                                        settings_.bench_layer}));
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -190,7 +200,7 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   if (!choice_.gpu) return cpu::load_decoder(file, capacity);
   announce_gpu();
   check_memory(file.config(), capacity);
-  if (file.config().family == Family::gpt_neox) {
+  if (!through_pages(file.config())) {
     return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
       return cuda::load_neox(file, {dtype_, decode_mode(decode_), capacity, progress, settings_.bench_layer});
     });
@@ -251,7 +261,7 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   announce_gpu();
   check_memory(config, capacity);
   const std::uint64_t seed = static_cast<std::uint64_t>(settings_.seed);
-  if (config.family == Family::gpt_neox) {
+  if (!through_pages(config)) {
     return cuda::random_neox(config, seed, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
   }
   return single_sequence(

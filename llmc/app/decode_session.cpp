@@ -54,13 +54,13 @@ std::string read_prompt_text(const InferSettings& settings) {
 // Logs one line about a loaded model. `room`: what its memory is for. `threads`: the CPU threads that compute; 0 if the GPU
 // does.
 template <typename Model>
-void announce(const Model& model, const std::string& name, const char* dtype, std::int64_t threads,
+void announce(const Model& model, const std::string& name, const std::string& source, std::int64_t threads,
               const std::string& room) {
   const std::string on_threads =
       threads > 0 ? format("; %lld thread%s", static_cast<long long>(threads), threads == 1 ? "" : "s") : "";
   log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for %s%s", name.c_str(),
            static_cast<long long>(model.config().num_layers), static_cast<long long>(model.config().hidden_size),
-           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, dtype,
+           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, source.c_str(),
            human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(), room.c_str(), on_threads.c_str());
 }
 
@@ -70,7 +70,7 @@ std::string context_of(const DecodeModel& model) {
 
 // What make() returns, with the faults that are planned, and logs one line about it. `source`: of its parameters.
 template <typename Make, typename Room>
-auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name, const char* source,
+auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name, const std::string& source,
                  const Make& make, const Room& room) {
   const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
   inject_before_load(faults);
@@ -117,15 +117,22 @@ GenerateOptions DecodeSession::generate_options() const {
   return generate;
 }
 
+// What the parameters come from: "bf16", "bf16, weights int4".
+std::string DecodeSession::source() const {
+  const Quantization& quantization = config().quantization;
+  return std::string(dtype_name(file_.dtype())) +
+         (quantization.any() ? ", weights " + quantization_text(quantization) : "");
+}
+
 std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) const {
   return ready_model(
-      settings_, device_, escaped(file_.file().path()), dtype_name(file_.dtype()),
+      settings_, device_, escaped(file_.file().path()), source(),
       [&] { return device_.load(file_, capacity); }, context_of);
 }
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
   return ready_model(
-      settings_, device_, escaped(file_.file().path()), dtype_name(file_.dtype()),
+      settings_, device_, escaped(file_.file().path()), source(),
       [&] { return device_.load_inference(file_, kv_memory, sequences); },
       [&](const InferenceModel& model) { return pool_of(model, sequences); });
 }

@@ -48,6 +48,8 @@ class DecodeSession {
   std::unique_ptr<InferenceModel> load_inference(std::uint64_t kv_memory, std::int64_t sequences) const;
 
  private:
+  std::string source() const;
+
   const InferSettings& settings_;
   DecodeDevice device_;
   ModelFile file_;

@@ -7,7 +7,6 @@
 #include "llmc/base/error.h"
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/llama_inference.h"
-#include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/neox_inference.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
@@ -33,6 +32,11 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
   last_ids_.resize(static_cast<std::size_t>(options_.slots));
   residual_.resize(static_cast<std::size_t>(options_.max_rows * config.hidden_size));
   final_norm_.resize(residual_.size());
+}
+
+std::string Inference::parameters_name() const {
+  const Quantization& quantization = config_.quantization;
+  return quantization.any() ? "parameters (" + quantization_text(quantization) + ")" : "parameters (fp32)";
 }
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {

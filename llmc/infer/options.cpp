@@ -105,6 +105,8 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.group("Perplexity");
   table.integer("stride", s.stride, 0, kNoLimit,
                 "tokens by which the window moves, less than the context; 0: half of it");
+  table.text("against", s.against, "FILE",
+             "instead of the perplexity: how far the distributions of the next token lie from those of this model");
 
   table.group("Benchmark");
   table.text("bench-contexts", s.bench_contexts, "64,1024",
@@ -116,7 +118,7 @@ void add_measurements(OptionTable& table, InferSettings& s) {
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", s.random_model, "NAME",
              "instead of --model: random weights of this size, pythia-14m to pythia-12b; on a GPU also a --config of "
-             "train_llama");
+             "train_llama, and quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds
@@ -222,7 +224,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
   for (const auto& [name, value] :
        {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
         std::pair("batch", &s.batch), std::pair("output", &s.output), std::pair("perplexity", &s.perplexity),
-        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare)}) {
+        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare), std::pair("against", &s.against)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
   check_many(table, s);
@@ -232,6 +234,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());
   }
   if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
+  if (table.given("against") && s.task != InferTask::perplexity) fail(Exit::usage, "--against: only for --perplexity");
   if (s.stats && s.task != InferTask::interactive) fail(Exit::usage, "--stats: only for --interactive");
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());

@@ -48,6 +48,7 @@ struct InferSettings {
   std::int64_t prompt_rows = 128;
 
   std::int64_t stride = 0;
+  std::string against;
   std::string bench_contexts;
   std::int64_t bench_prompt = 128;  // ids of each prompt of --bench-batch
   bool bench_layer = false, bench_timeline = false;

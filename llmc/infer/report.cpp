@@ -91,6 +91,36 @@ Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::i
   };
 }
 
+std::string divergence_text(const DivergenceResult& result, std::int64_t window, std::int64_t stride) {
+  std::string text = format("KL divergence  %.6f", result.mean);
+  if (std::isfinite(result.standard_error)) text += format(" +- %.6f", result.standard_error);
+  text += format(" nats a token, at most %.4f\n", result.largest);
+  text += format("same top id    %.2f %%\n", 100 * result.same_top);
+  text += format("perplexity     %.4f, of the other %.4f: %+.2f %%\n", std::exp(result.nll),
+                 std::exp(result.nll_against), 100 * std::expm1(result.nll - result.nll_against));
+  text +=
+      format("tokens         %lld in windows of %lld, stride %lld%s\n", static_cast<long long>(result.tokens),
+             static_cast<long long>(window), static_cast<long long>(stride), result.interrupted ? ", interrupted" : "");
+  return text;
+}
+
+Json divergence_json(const DivergenceResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path) {
+  return {
+      {"kl_mean", result.mean},
+      {"kl_standard_error", finite_or_null(result.standard_error)},
+      {"kl_largest", result.largest},
+      {"same_top", result.same_top},
+      {"mean_nll", result.nll},
+      {"mean_nll_against", result.nll_against},
+      {"tokens", result.tokens},
+      {"window", window},
+      {"stride", stride},
+      {"interrupted", result.interrupted},
+      {"device", path.device},
+      {"decode", path.decode},
+  };
+}
+
 std::string json_line(const Json& object) {
   return json_text(object) + "\n";
 }

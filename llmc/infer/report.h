@@ -6,6 +6,7 @@
 #include <string>
 
 #include "llmc/base/json_fwd.h"
+#include "llmc/infer/divergence.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/perplexity.h"
 #include "llmc/model/decode_model.h"
@@ -36,6 +37,9 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
 // The lines of a perplexity run, and its object for --json.
 std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride);
 Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path);
+// The same for a comparison with another model.
+std::string divergence_text(const DivergenceResult& result, std::int64_t window, std::int64_t stride);
+Json divergence_json(const DivergenceResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path);
 
 // `object` as one line of JSON. U+FFFD replaces bytes that are not UTF-8.
 std::string json_line(const Json& object);

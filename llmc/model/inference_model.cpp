@@ -80,10 +80,12 @@ void check_step(std::span<const Span> work, const InferenceOptions& options) {
 
 std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
                                  std::uint64_t element_bytes) {
-  const std::int64_t embedding = config.tied_embeddings ? 0 : config.vocab_size * config.hidden_size;
-  const std::int64_t weights = TensorTable(config).parameters() - embedding;
+  const TensorTable table(config, element_bytes == sizeof(float) ? DType::f32 : DType::f16);
+  std::uint64_t weights = 0;
+  for (const TensorSpec& spec : table.specs()) weights += spec.bytes;
+  if (!config.tied_embeddings) weights -= table.specs()[0].bytes;  // of the embedding only a row is read
   const std::int64_t of_sequence = config.hidden_size + 2 * config.num_layers * config.kv_size() * context;
-  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * element_bytes;
+  return weights + static_cast<std::uint64_t>(sequences * of_sequence) * element_bytes;
 }
 
 }  // namespace weft

@@ -242,7 +242,7 @@ def test_each_piece_of_a_tensor_is_watched(tmp_path, monkeypatch, capsys, row):
         directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
         checkpoint, warnings = hf_config.read_checkpoint(directory), cli.Warnings()
         tensors = convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, warnings)
-        convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, dtype, False, warnings)
+        convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, convert_hf.Target(dtype), False, warnings)
         return capsys.readouterr().err
 
     weights[name][row, 1] = np.nan
@@ -358,7 +358,7 @@ def test_memory_is_bounded_by_a_piece(tmp_path, monkeypatch):
     checkpoint, warnings = hf_config.read_checkpoint(directory), cli.Warnings()
     tensors = convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, warnings)
     tracemalloc.start()
-    convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, "f32", False, warnings)
+    convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, convert_hf.Target("f32"), False, warnings)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (tmp_path / "a.bin").stat().st_size > 20 << 20
@@ -628,7 +628,7 @@ def test_numbers_that_the_programs_cannot_read(tmp_path, number, accepted):
 
 def test_a_config_of_more_values_than_a_model_file_can_hold(tmp_path):
     model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX | {"extra": []})
-    room = 1_000_000 - cli.json_extent(convert_hf.file_configuration(hf_config.read_checkpoint(model), model))[1]
+    room = 1_000_000 - cli.json_extent(convert_hf.file_configuration(hf_config.read_checkpoint(model), model, convert_hf.Target()))[1]
     (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": [0] * room}))
     ck.convert(model, tmp_path / "a.bin")
     runs(tmp_path / "a.bin")

@@ -7,7 +7,7 @@
 // Both families are one list of operators: they differ in the norm, in where the second half of a layer reads the residual
 // stream, in how heads lie in a row of qkv and in the function between the two matrices of the MLP.
 //
-// Weights, activations, keys and values are stored in S, the residual stream and all sums in fp32.
+// Weights that are not quantised, activations, keys and values are stored in S, the residual stream and all sums in fp32.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,7 @@
 #include "llmc/cuda/op/gemv.h"
 #include "llmc/cuda/op/linear.h"
 #include "llmc/cuda/op/paged_attention.h"
+#include "llmc/cuda/op/quantized_matmul.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/rows_matmul.h"
 #include "llmc/cuda/op/score_rows.h"
@@ -42,18 +43,26 @@ constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one wait
 // Rows of a step are padded: few launches serve every number of them.
 std::int64_t row_bucket(std::int64_t rows);
 
+// A linear layer whose matrix is either of the two.
+template <typename S>
+struct InferenceLinear {
+  const S* weight = nullptr;  // [out, in], null where it is packed
+  const S* bias = nullptr;    // [out] or null
+  PackedMatrix packed;
+};
+
 template <typename S>
 struct InferenceLayer {
   Norm<S> input_norm, post_norm;
-  Linear<S, S> qkv, output;
-  Linear<S, S> up;  // GPT-NeoX [F, C], Llama [2 F, C]: gate and up
-  Linear<S, S> down;
+  InferenceLinear<S> qkv, output;
+  InferenceLinear<S> up;  // GPT-NeoX [F, C], Llama [2 F, C]: gate and up
+  InferenceLinear<S> down;
 };
 
 template <typename S>
 struct InferenceWeights {
   const S* embedding = nullptr;  // [V, C]
-  const S* head = nullptr;       // [V, C]
+  InferenceLinear<S> head;       // [V, C]
   Norm<S> final_norm;
   std::vector<InferenceLayer<S>> layers;
 };
@@ -175,8 +184,10 @@ class Inference final : public InferenceModel {
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
-  void multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+  void multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
+  // With the matrices of these layers, the second for io's second input.
+  void multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2);
   void add_branches(const InferenceLayer<S>& w, std::int64_t rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
