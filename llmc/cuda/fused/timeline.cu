@@ -12,7 +12,8 @@ namespace {
 const char* phase_name(int phase) {
   static const char* const names[kFusedPhases] = {"x here",         "norms done",     "QKV done",    "up done",
                                                   "query here",     "attention done", "MLP up here", "down done",
-                                                  "attention here", "x written"};
+                                                  "attention here", "x written",
+                                                  "middle written", "middle here"};
   return names[phase];
 }
 
