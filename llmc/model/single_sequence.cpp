@@ -48,7 +48,7 @@ class SingleSequence final : public DecodeModel {
     return decoder_->timeline(id, length_++);
   }
   // A model that computes on the host is not faster for sampling itself.
-  bool samples() const override { return model_->depth() > 1; }
+  bool samples() const override { return model_->depth() > 1 || decoder_ != nullptr; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
   std::vector<double> score(std::span<const std::int32_t> ids) override;

@@ -101,18 +101,14 @@ struct Block {
 struct Positions {
   int begin, end;
 };
-// The cached positions of a split of the context, and those of a split that begins where chunks of pages do.
+// The cached positions of a split of the context. A split begins at a multiple of `unit`.
+template <int unit = 1>
 __device__ inline Positions positions_of(int position, int splits, int split) {
-  const int each = (position + splits - 1) / splits;
+  const int each = ((position + splits - 1) / splits + unit - 1) / unit * unit;
   const int begin = min(split * each, position);
   return {begin, min(begin + each, position)};
 }
-constexpr int kPageUnit = 32;
-__device__ inline Positions paged_positions_of(int position, int splits, int split) {
-  const int each = ((position + splits - 1) / splits + kPageUnit - 1) / kPageUnit * kPageUnit;
-  const int begin = min(split * each, position);
-  return {begin, min(begin + each, position)};
-}
+constexpr int kPageUnit = 32;  // of splits, where the cache may be in pages
 // How many of the positions from `first` on lie in the same chunk: it is of one page.
 __device__ inline int chunk_of(const SequentialSizes& p, int first, int end) {
   return min(min(end - first, p.chunk_positions), p.page_size - first % p.page_size);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
   const int set_warps = (threads / kWarpSize - set + sets - 1) / sets;
   const int queries = min(kWarpQueries, p.group - set * kWarpQueries);
   const bool active = slice * kLaneElements < HS;
-  const Positions cached = paged_positions_of(position, splits, split);
+  const Positions cached = positions_of<kPageUnit>(position, splits, split);
   const float* query = reinterpret_cast<const float*>(shared + at.query) + set * kWarpQueries * HS;
   float q[kWarpQueries][kLaneElements];
 #pragma unroll

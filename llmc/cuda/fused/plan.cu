@@ -50,7 +50,7 @@ bool is_sequential(const ModelConfig& config) {
 // The sequential residual. Rows are as long as the hidden state or as all heads together; F elements come in two parts.
 KernelShape sequential_shape(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, longest = std::max(C, config.q_size());
-  if (C % 16 != 0 || C < 16 || longest > 5120) return {};
+  if (C % kLaneElements != 0 || longest > 5120) return {};
   KernelShape shape;
   const auto loads_of = [](std::int64_t elements) { return static_cast<int>(ceil_div(elements, kWarpElements)); };
   if (longest <= 2560) {
@@ -130,11 +130,16 @@ std::string model_refusal(const ModelConfig& config, const Device& device) {
   return "";
 }
 
-std::string too_few_multiprocessors(int blocks, int most_rows, int possible) {
-  return format(
-      "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at most %d are "
-      "possible",
-      blocks, most_rows, possible);
+// A thread finishes one row.
+std::string rows_refusal(const Plan& plan, int most_rows) {
+  const int consumers = plan.shape.warps_k * plan.shape.warps_r * kWarpSize;
+  if (plan.blocks < 1 || most_rows > consumers) {
+    return format(
+        "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at most %d are "
+        "possible",
+        plan.blocks, most_rows, consumers);
+  }
+  return "";
 }
 
 // Sizes that both kinds have, but for partial_rows, and those of the ring.
@@ -183,8 +188,8 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   KernelShape& shape = plan.shape = sequential_shape(config);
   if (shape.warps_k == 0) {
     return refuse(
-        format("fused decoding needs a hidden_size that is a multiple of 16, with heads x head_dim at most 5120; got "
-               "%lld, %lld x %lld",
+        format("fused decoding needs a hidden_size that is a multiple of 8 up to 5120, and heads x head_dim up to "
+               "5120; got %lld, %lld x %lld",
                number(config.hidden_size), number(config.num_heads), number(config.head_dim)));
   }
   const std::int64_t C = config.hidden_size, F = config.ffn_size, first_part = first_part_of(F);
@@ -204,7 +209,6 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   shape.stage_bytes = static_cast<int>(ceil_div(stage, 128) * 128);
 
   const bool neox = config.family == Family::gpt_neox, gated = !neox;
-  const int consumers = warps * kWarpSize;
   plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   int most_rows = 0;
   for (int b = 0; b < plan.blocks; ++b) {
@@ -215,11 +219,9 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
     const int up = own.up.end - own.up.begin;
     most_rows = std::max({most_rows, own.qkv.end - own.qkv.begin, own.out.end - own.out.begin, gated ? 2 * up : up});
   }
-  if (plan.blocks < 1 || most_rows > consumers) {  // a thread finishes one row
-    return refuse(too_few_multiprocessors(plan.blocks, most_rows, consumers));
-  }
+  if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
-  plan.sizes.partial_rows = consumers;  // a multiple of the rows of a chunk: the head has few barriers then
+  plan.sizes.partial_rows = warps * kWarpSize;  // a multiple of the rows of a chunk: the head has few barriers then
   set_ring(plan, device, tuning, group);
 
   SequentialSizes& p = plan.sequential_sizes;
@@ -257,14 +259,11 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
   plan.rows = assign_rows(config, plan.blocks, tuning.layer_only);
   const int chunk_rows = kChunkLoads / shape.row_loads * shape.warps_r;
-  const int consumers = shape.warps_k * shape.warps_r * kWarpSize;
   int most_rows = chunk_rows;
   for (const BlockRows& own : plan.rows) {
     for (const RowRange rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
   }
-  if (plan.blocks < 1 || most_rows > consumers) {  // a thread finishes one row
-    return refuse(too_few_multiprocessors(plan.blocks, most_rows, consumers));
-  }
+  if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
   plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
   set_ring(plan, device, tuning, 1);
