@@ -82,7 +82,8 @@ ModelConfig config_named(const std::string& name) {
   const std::string suffix = "-sequential";
   const bool sequential = name.ends_with(suffix);
   const std::string base = sequential ? name.substr(0, name.size() - suffix.size()) : name;
-  const auto found = std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == base; });
+  const auto found =
+      std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == base; });
   if (found == std::end(kShapes)) return preset_config(name);
   ModelConfig config = config_of(*found);
   config.parallel_residual = !sequential;
@@ -139,8 +140,7 @@ void run(const std::string& name, const Options& options, double ceiling) {
   const bool llama = config.family == Family::llama;
   const NeoxWeights<S, S> w =
       llama ? bind_llama<S>(config, table, memory.at<S>(0)) : bind_neox<S>(config, table, memory.at<S>(0));
-  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity,
-                         llama ? kFusedPageSize : 0};
+  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity, llama ? kFusedPageSize : 0};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");
@@ -166,9 +166,9 @@ void run(const std::string& name, const Options& options, double ceiling) {
     const auto layers = static_cast<double>(config.num_layers);
     if (options.tuning.layer_only) ms /= layers, bytes /= layers;
     const double rate = bytes / ms * 1e-6;
-    std::printf("%-14s %s context %4lld blocks %3d window %3d KB: %8.4f ms  %5.0f GB/s  %5.1f %% of %4.0f\n", name.c_str(),
-                options.tuning.layer_only ? "layer" : "token", static_cast<long long>(context), fused.blocks(),
-                options.tuning.window_bytes >> 10, ms, rate, 100 * rate / ceiling, ceiling);
+    std::printf("%-14s %s context %4lld blocks %3d window %3d KB: %8.4f ms  %5.0f GB/s  %5.1f %% of %4.0f\n",
+                name.c_str(), options.tuning.layer_only ? "layer" : "token", static_cast<long long>(context),
+                fused.blocks(), options.tuning.window_bytes >> 10, ms, rate, 100 * rate / ceiling, ceiling);
     if (options.timeline) {
       fused.record_timeline(true);
       fused.launch(request);

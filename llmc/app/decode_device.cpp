@@ -154,8 +154,9 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
-    fail(Exit::environment,
-         "--decode fused: it runs one sequence only, and this is --batch, --serve or --bench-batch. Use --decode graph");
+    fail(
+        Exit::environment,
+        "--decode fused: it runs one sequence only, and this is --batch, --serve or --bench-batch. Use --decode graph");
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;

@@ -86,9 +86,9 @@ class Model {
   std::unique_ptr<cuda::FusedDecode<S, S, S>> fused(const cuda::FusedTuning& tuning = {}) {
     keys_.fill_bytes(0xff);  // NaN: what the kernel must not read shows
     values_.fill_bytes(0xff);
-    return std::make_unique<cuda::FusedDecode<S, S, S>>(config_, weights(),
-                                                        cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_},
-                                                        rope_, mailbox_, stream_, tuning);
+    return std::make_unique<cuda::FusedDecode<S, S, S>>(
+        config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_}, rope_, mailbox_,
+        stream_, tuning);
   }
 
  private:

@@ -200,7 +200,8 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   }
   const int warps = shape.warps_k * shape.warps_r, group = static_cast<int>(config.num_heads / config.num_kv_heads);
   if (group > kWarpQueries * warps) {
-    return refuse(format("fused decoding needs at most %d query heads a K/V head, got %d", kWarpQueries * warps, group));
+    return refuse(
+        format("fused decoding needs at most %d query heads a K/V head, got %d", kWarpQueries * warps, group));
   }
   const int kRows = kChunkLoads / shape.row_loads;
   const std::int64_t row = std::max(C, config.q_size());

@@ -32,10 +32,9 @@ __device__ bool Producer<K>::part_rows(const typename K::W* matrix, RowRange row
   for (int row = rows.begin; row < rows.end; row += chunk_rows) {
     const int count = min(chunk_rows, rows.end - row);
     const auto* from = matrix + static_cast<std::int64_t>(row) * columns + begin;
-    const bool good = width == columns
-                          ? chunk(from, 1, count * width * kBytes, 0, 0)
-                          : chunk(from, count, width * kBytes, static_cast<std::int64_t>(columns) * kBytes,
-                                  width * kBytes);
+    const bool good = width == columns ? chunk(from, 1, count * width * kBytes, 0, 0)
+                                       : chunk(from, count, width * kBytes, static_cast<std::int64_t>(columns) * kBytes,
+                                               width * kBytes);
     if (!good) return false;
   }
   return true;
