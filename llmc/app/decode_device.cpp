@@ -12,6 +12,7 @@
 #include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/transformer/fused_tokens.h"
 #include "llmc/cuda/transformer/inference.h"
 #include "llmc/cuda/transformer/neox.h"
 #endif
@@ -116,14 +117,23 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-// One sequence is decoded with the model for many: a Llama, and whatever is quantised.
+// One sequence is decoded, or its prompt read, with the model for many: a Llama, and whatever is quantised.
 bool through_pages(const ModelConfig& config) {
   return config.family != Family::gpt_neox || config.quantization.any();
 }
-InferenceOptions one_sequence_on_gpu(std::int64_t capacity) {
+InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
   InferenceOptions pool = one_sequence(capacity);
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
+  if (fused) {
+    pool.page_size = cuda::kFusedPageSize;
+    pool.num_pages = (capacity + pool.page_size - 1) / pool.page_size;
+  }
   return pool;
+}
+std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> model, std::int64_t capacity, bool fused,
+                                             DType dtype) {
+  std::unique_ptr<IdDecoder> decoder = fused ? cuda::fused_tokens(*model, dtype) : nullptr;
+  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
 }
 
 }  // namespace
@@ -142,22 +152,19 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
   use_cpu(choose_cpu(refusal));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences, a Llama and
-// quantised weights have no fused kernel.
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences have no
+// fused kernel.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
-  const bool paged = through_pages(config);
-  const char* const what = config.family == Family::gpt_neox ? "quantised" : "a Llama";
-  if (settings_.bench_layer && paged)
-    fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s", what);
-  if (many || paged) {
+  if (settings_.bench_layer && through_pages(config)) {
+    fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s",
+         config.family == Family::gpt_neox ? "quantised" : "a Llama");
+  }
+  if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
-    if (many)
-      fail(Exit::environment,
-           "--decode fused: it runs one sequence only, and this is --batch, --serve or --bench-batch. Use --decode "
-           "graph");
-    fail(Exit::environment,
-         "--decode fused: it runs GPT-NeoX models in 16 or 32 bits only, and this is %s. Use --decode graph", what);
+    fail(
+        Exit::environment,
+        "--decode fused: it runs one sequence only, and this is --batch, --serve or --bench-batch. Use --decode graph");
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
@@ -178,10 +185,14 @@ void DecodeDevice::announce_gpu() const {
 
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
+  const bool fused = decode_ == "fused";
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    return total_bytes(through_pages(config) ? cuda::plan_inference(config, one_sequence_on_gpu(positions), dtype)
-                                             : cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr,
-                                                                        settings_.bench_layer}));
+    if (!through_pages(config)) {
+      return total_bytes(
+          cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
+    }
+    return total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
+           (fused ? total_bytes(cuda::plan_fused_tokens(config)) : 0);
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -205,10 +216,11 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
       return cuda::load_neox(file, {dtype_, decode_mode(decode_), capacity, progress, settings_.bench_layer});
     });
   }
+  const bool fused = decode_ == "fused";
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return single_sequence(
-        cuda::load_inference(file, one_sequence_on_gpu(capacity), {dtype_, decode_ == "reference", progress}),
-        capacity);
+    return sequence_on_gpu(
+        cuda::load_inference(file, one_sequence_on_gpu(capacity, fused), {dtype_, decode_ == "reference", progress}),
+        capacity, fused, dtype_);
   });
 }
 
@@ -264,9 +276,10 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   if (!through_pages(config)) {
     return cuda::random_neox(config, seed, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
   }
-  return single_sequence(
-      cuda::random_inference(config, seed, one_sequence_on_gpu(capacity), {dtype_, decode_ == "reference", nullptr}),
-      capacity);
+  const bool fused = decode_ == "fused";
+  return sequence_on_gpu(cuda::random_inference(config, seed, one_sequence_on_gpu(capacity, fused),
+                                                {dtype_, decode_ == "reference", nullptr}),
+                         capacity, fused, dtype_);
 }
 
 #else  // built without CUDA

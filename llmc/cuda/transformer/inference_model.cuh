@@ -23,6 +23,7 @@
 #include "llmc/base/regions.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/linear.h"
 #include "llmc/cuda/op/paged_attention.h"
 #include "llmc/cuda/op/quantized_matmul.h"
@@ -108,6 +109,16 @@ Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptio
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
+// What another decoder of the same sequences needs: parameters that are the model's own, else null; all pages, which page i of
+// a sequence is if there is one alone; the model's stream.
+template <typename S>
+struct InferenceParts {
+  S* parameters = nullptr;
+  KvCache<S> cache;
+  DeviceRopeTable rope;
+  cudaStream_t stream = nullptr;
+};
+
 template <typename S>
 class Inference final : public InferenceModel {
  public:
@@ -134,6 +145,14 @@ class Inference final : public InferenceModel {
   std::vector<float> activation(const std::string& name) override {
     const auto found = kept_.find(name);
     return found == kept_.end() ? std::vector<float>{} : found->second;
+  }
+  InferenceParts<S> parts() {
+    const std::int64_t positions = pool_.num_pages * pool_.page_size;
+    S* const keys = kv_arena_.template at<S>(0);
+    return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
+            {keys, keys + config_.num_layers * positions * config_.kv_size(), positions, pool_.page_size},
+            rope_,
+            stream_};
   }
 
  private:
