@@ -142,11 +142,12 @@ class FaultyInference final : public InferenceModel {
     const std::span<const SpanResult> results = inner_->collect();
     results_.assign(results.begin(), results.end());
     for (SpanResult& result : results_) {
-      if (!result.sampled.has_value()) continue;
-      faults_.count();
-      if (!faults_.nan()) continue;
-      result.sampled.reset();
-      result.error = SampleError::not_a_number;
+      for (std::size_t i = 0; i < result.accepted.size(); ++i) {
+        if (!count()) continue;
+        result.accepted.resize(i);
+        fail_sample(result);
+      }
+      if (result.sampled.has_value() && count()) fail_sample(result);
     }
     return results_;
   }
@@ -154,6 +155,15 @@ class FaultyInference final : public InferenceModel {
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 
  private:
+  bool count() {
+    faults_.count();
+    return faults_.nan();
+  }
+  static void fail_sample(SpanResult& result) {
+    result.sampled.reset();
+    result.error = SampleError::not_a_number;
+  }
+
   std::unique_ptr<InferenceModel> inner_;
   TokenFaults faults_;
   std::vector<SpanResult> results_;
