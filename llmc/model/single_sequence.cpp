@@ -12,7 +12,7 @@ namespace {
 
 class SingleSequence final : public DecodeModel {
  public:
-  SingleSequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights)
+  SingleSequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights)
       : model_(std::move(model)),
         wait_for_weights_(std::move(wait_for_weights)),
         capacity_(capacity),
@@ -73,7 +73,7 @@ class SingleSequence final : public DecodeModel {
     }
   }
 
-  std::unique_ptr<InferenceModel> model_;
+  std::shared_ptr<InferenceModel> model_;
   std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
   std::vector<std::int32_t> pages_;
@@ -165,7 +165,7 @@ InferenceOptions one_sequence(std::int64_t capacity) {
   return options;
 }
 
-std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity,
+std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
                                              std::function<void()> wait_for_weights) {
   return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights));
 }
