@@ -10,7 +10,10 @@
 #include "inference_tools.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/infer/draft_length.h"
+#include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/lookup.h"
+#include "llmc/model/single_sequence.h"
+#include "paged_fake.h"
 #include "test_files.h"
 
 namespace weft {
@@ -106,6 +109,118 @@ TEST(DraftLength, EndsWhenNothingIsRightAndBeginsAgain) {
     if (k == 0) length.generated_plainly();
   }
   EXPECT_EQ(length.next(7, 1, costs), 7);
+}
+
+// ---- a sequence with an engine of its own ---------------------------------------------------------------------------
+
+constexpr std::int64_t kCapacity = 80;
+
+PagedFakeSizes sizes_of_one(std::int64_t depth) {
+  return {.page_size = 4, .num_pages = 20, .slots = 1, .max_rows = 12, .max_positions = kCapacity, .depth = depth};
+}
+
+std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of) {
+  PagedFakeSizes of_draft = sizes_of_one(depth);
+  of_draft.wrong_of = wrong_of;
+  return engine_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity,
+                         std::make_unique<PagedFake>(of_draft), {.row_cost = 1e-3, .draft_cost = 0.05});
+}
+
+Ids generated(DecodeModel& model, const Ids& prompt, const GenerationRequest& request, std::size_t listen = 1000) {
+  Ids ids;
+  const std::int64_t before = model.length() + std::ssize(prompt);
+  model.generate_ids(prompt, request, [&](std::int32_t id) {
+    EXPECT_EQ(model.length(), before + std::ssize(ids));
+    ids.push_back(id);
+    return ids.size() < listen;
+  });
+  EXPECT_EQ(model.length(), before + std::ssize(ids) - 1);
+  return ids;
+}
+
+// Several turns of one text, as --interactive has them, to the last position; ended by number, stop id and listener.
+TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
+  for (const std::int64_t depth : {1, 2}) {
+    const auto drafted = fake_sequence(depth, 3);
+    const auto plain = single_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity);
+    GenerationRequest request;
+    request.sampling.seed = 3;
+    for (const std::size_t listen : {std::size_t{1000}, std::size_t{5}}) {
+      drafted->reset();
+      plain->reset();
+      Ids prompt = {7, 4, 9};
+      for (int turn = 0; plain->length() + std::ssize(prompt) < kCapacity; ++turn) {
+        request.max_ids = std::min<std::int64_t>(14, kCapacity - plain->length() - std::ssize(prompt));
+        const Ids expected = generated(*plain, prompt, request, listen);
+        EXPECT_EQ(generated(*drafted, prompt, request, listen), expected) << "turn " << turn;
+        prompt = {expected.back(), 5, static_cast<std::int32_t>(8 + turn)};
+        request.stop_ids = {expected[expected.size() / 2]};  // it may come again
+      }
+      const DraftCounts counts = *drafted->draft_counts();
+      EXPECT_GT(counts.spans, 0);
+      EXPECT_LE(counts.accepted, counts.drafted);
+    }
+  }
+}
+
+// What on_id throws comes out, and the sequence can go on.
+TEST(EngineSequence, AnExceptionOfTheListener) {
+  const auto model = fake_sequence(2, 3);
+  GenerationRequest request;
+  request.max_ids = 20;
+  int ids = 0;
+  EXPECT_THROW(model->generate_ids(Ids{4, 5}, request,
+                                   [&](std::int32_t) {
+                                     if (++ids == 6) fail(Exit::resources, "full");
+                                     return true;
+                                   }),
+               Error);
+  EXPECT_EQ(model->length(), 2 + 5);
+  model->reset();
+  EXPECT_EQ(generated(*model, {4, 5}, request), PagedFake::ids_after({4, 5}, 20, 0, 64));
+}
+
+TEST(EngineSequence, DamagedLogitsAreAnError) {
+  const auto model = fake_sequence(1, 3);
+  GenerationRequest request;
+  request.max_ids = 20;
+  EXPECT_THROW(model->generate_ids(Ids{4, PagedFake::kPoison}, request, [](std::int32_t) { return true; }), Error);
+}
+
+// Logits, scores and generation take turns in one sequence.
+TEST(EngineSequence, WhatTheHostSamplesIsTheSame) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
+  const auto model = engine_sequence(cpu::load_inference(file, one_sequence(40)), 40, nullptr, {.lookup = 3});
+  const auto plain = cpu::load_decoder(file, 40);
+  GenerationRequest request;
+  request.sampling = sampling_plan({});
+  request.max_ids = 6;
+  const auto both = [&](const auto& work) { return std::pair(work(*model), work(*plain)); };
+  const auto logits_after = [](const Ids& ids) {
+    return [ids](DecodeModel& m) {
+      const std::span<const float> logits = m.prefill(ids);
+      return std::vector<float>(logits.begin(), logits.end());
+    };
+  };
+  const auto [a, b] = both(logits_after({3, 1, 4}));
+  EXPECT_EQ(a, b);
+  const Ids expected = [&] {
+    Ids ids;
+    Sampler sampler{SamplingPlan{}};
+    std::span<const float> logits = plain->prefill(Ids{1, 5});
+    while (ids.size() < 6) {
+      ids.push_back(sampler.sample(logits, plain->length()));
+      if (ids.size() < 6) logits = plain->decode(ids.back());
+    }
+    return ids;
+  }();
+  EXPECT_EQ(generated(*model, {1, 5}, request), expected);
+  const auto [c, d] = both(logits_after({expected.back(), 2}));
+  EXPECT_EQ(c, d);
+  EXPECT_EQ(model->length(), plain->length());
+  const auto [e, f] = both([](DecodeModel& m) { return m.score(Ids{3, 1, 4, 1, 5}); });
+  EXPECT_EQ(e, f);
+  EXPECT_EQ(model->length(), plain->length());
 }
 
 // ---- the CPU's models -----------------------------------------------------------------------------------------------
