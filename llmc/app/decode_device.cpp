@@ -306,7 +306,7 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
   pool.max_rows = std::max(choice_.gpu ? cuda::kInferenceRows : kCpuRows, pool.slots);
   if (!choice_.gpu) return pool;
   const std::string refusal = cuda::inference_refusal(config, dtype_);
-  if (!refusal.empty()) fail(Exit::usage, "--draft: %s", refusal.c_str());
+  if (!refusal.empty()) fail(Exit::usage, "--draft: the GPU cannot run it: %s", refusal.c_str());
   return pool;
 }
 

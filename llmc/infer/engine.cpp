@@ -81,7 +81,7 @@ void check_options(const InferenceModel& model, const EngineOptions& options) {
   if (drafts.model != nullptr)
     check("sequences at once, of the draft model", options.max_running, drafts.model->slots());
   if (drafts.lookup != 0 && drafts.model != nullptr)
-    fail(Exit::usage, "drafts: lookup and a draft model: only one of them");
+    fail(Exit::internal, "drafts: lookup and a draft model: only one of them");
 }
 
 }  // namespace

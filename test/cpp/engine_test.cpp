@@ -980,14 +980,13 @@ TEST(Engine, ASequenceEndsInTheMiddleOfAVerification) {
 
 TEST(Engine, DraftOptionsOutOfRange) {
   PagedFake model({}), few({.slots = 2});
-  const auto refused = [&](const DraftOptions& drafts) {
-    return error_of(Exit::usage,
-                    [&] { Engine engine(model, {.max_running = 3, .rows_per_step = 32, .drafts = drafts}); });
+  const auto refused = [&](const DraftOptions& drafts, Exit code = Exit::usage) {
+    return error_of(code, [&] { Engine engine(model, {.max_running = 3, .rows_per_step = 32, .drafts = drafts}); });
   };
   expect_contains(refused({.lookup = 8}), "got 8, expected 1 to 7");
   expect_contains(refused({.lookup = -1}), "got -1");
   expect_contains(refused({.model = &few}), "got 3, expected 1 to 2");
-  expect_contains(refused({.lookup = 2, .model = &model}), "only one of them");
+  expect_contains(refused({.lookup = 2, .model = &model}, Exit::internal), "only one of them");
 }
 
 // Of --debug-inject accept=P: about that share of the guesses counts, whatever is sampled, and the text goes on with them.
