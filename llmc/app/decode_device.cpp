@@ -88,6 +88,7 @@ InferenceOptions pool_of_draft(const ModelConfig& config, const InferenceModel& 
   InferenceOptions pool;
   pool.num_pages = (model.num_pages() * model.page_size() + pool.page_size - 1) / pool.page_size;
   pool.slots = model.slots();
+  pool.max_rows = model.max_rows();
   pool.max_positions = std::min(config.max_positions, model.max_positions());
   return pool;
 }
@@ -302,8 +303,7 @@ std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& fil
 }
 
 InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
-  InferenceOptions pool = pool_of_draft(config, model);
-  pool.max_rows = std::max(choice_.gpu ? cuda::kInferenceRows : kCpuRows, pool.slots);
+  const InferenceOptions pool = pool_of_draft(config, model);
   if (!choice_.gpu) return pool;
   const std::string refusal = cuda::inference_refusal(config, dtype_);
   if (!refusal.empty()) fail(Exit::usage, "--draft: the GPU cannot run it: %s", refusal.c_str());
@@ -342,9 +342,7 @@ InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
 }
 
 InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
-  InferenceOptions pool = pool_of_draft(config, model);
-  pool.max_rows = std::max(kCpuRows, pool.slots);
-  return pool;
+  return pool_of_draft(config, model);
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
