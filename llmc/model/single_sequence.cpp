@@ -12,7 +12,7 @@ namespace {
 
 class SingleSequence final : public DecodeModel {
  public:
-  SingleSequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights,
+  SingleSequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights,
                  std::unique_ptr<IdDecoder> decoder)
       : model_(std::move(model)),
         decoder_(std::move(decoder)),
@@ -93,7 +93,7 @@ class SingleSequence final : public DecodeModel {
   void decode_ids(std::int32_t id, std::int64_t first, const GenerationRequest& request,
                   const std::function<bool(std::int32_t)>& on_id);
 
-  std::unique_ptr<InferenceModel> model_;
+  std::shared_ptr<InferenceModel> model_;
   std::unique_ptr<IdDecoder> decoder_;
   std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
@@ -208,7 +208,7 @@ InferenceOptions one_sequence(std::int64_t capacity) {
   return options;
 }
 
-std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity,
+std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
                                              std::function<void()> wait_for_weights,
                                              std::unique_ptr<IdDecoder> decoder) {
   return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights), std::move(decoder));

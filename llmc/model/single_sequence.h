@@ -39,7 +39,7 @@ InferenceOptions one_sequence(std::int64_t capacity);
 
 // `model` was made with one_sequence(capacity). `wait_for_weights`, if there is one, is called by each reset(): it returns when
 // whatever changes the weights is done. `decoder`, if there is one, decodes what follows a prompt; it may refer to the model.
-std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity,
+std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
                                              std::function<void()> wait_for_weights = nullptr,
                                              std::unique_ptr<IdDecoder> decoder = nullptr);
 

@@ -485,10 +485,12 @@ TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
 
 TEST(Faults, MalformedSpecsOfDecodingAreRefused) {
   for (const char* spec : {"", "nan", "nan@token", "nan@token=", "nan@token=x", "nan@token=-1", "nan@token=0",
-                           "nan@token=3x", "nan@token=99999999999999999999", "boom@token=3"}) {
+                           "nan@token=3x", "nan@token=99999999999999999999", "boom@token=3", "accept=", "accept=1.1",
+                           "accept=-0.1", "accept=nan", "accept=0.5x", "accept"}) {
     expect_contains(error_of(Exit::usage, [&] { parse_decode_faults({spec}); }), "--debug-inject");
   }
   EXPECT_EQ(parse_decode_faults({"nan@token=1"}).nan_token, 1);
+  EXPECT_EQ(parse_decode_faults({"accept=0.7"}).acceptance, 0.7);
 }
 
 TEST(Faults, TheFaultyModelPassesEverythingOn) {

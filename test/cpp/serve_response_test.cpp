@@ -237,34 +237,41 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
   metrics.ended(FinishedBy::cancelled, 1);
   metrics.answered(429);
   // Every field has a value of its own.
-  const EngineStatistics engine = {.running = 3,
-                                   .waiting = 2,
-                                   .pages = 64,
-                                   .pages_in_use = 16,
-                                   .pages_cached = 5,
-                                   .steps = 7,
-                                   .rows = 11,
-                                   .prompt_ids = 100,
-                                   .generated_ids = 5'000'000'000,
-                                   .prefix_ids = 13,
-                                   .preemptions = 17};
+  const EngineStatistics engine = {
+      .running = 3,
+      .waiting = 2,
+      .pages = 64,
+      .pages_in_use = 16,
+      .pages_cached = 5,
+      .steps = 7,
+      .rows = 11,
+      .prompt_ids = 100,
+      .generated_ids = 5'000'000'000,
+      .prefix_ids = 13,
+      .preemptions = 17,
+      .drafts = {.spans = 43, .ids = 1, .verifications = 31, .drafted = 41, .accepted = 37}};
   const std::string text = metrics.text("a\"b", &engine, {19, 23, 29});
-  for (const auto& [name, value] : std::map<std::string, std::string>{{"vllm:num_requests_running", "3"},
-                                                                      {"vllm:num_requests_waiting", "2"},
-                                                                      {"vllm:kv_cache_usage_perc", "0.25"},
-                                                                      {"vllm:prompt_tokens_total", "100"},
-                                                                      {"vllm:generation_tokens_total", "5000000000"},
-                                                                      {"vllm:num_preemptions_total", "17"},
-                                                                      {"vllm:prefix_cache_queries_total", "100"},
-                                                                      {"vllm:prefix_cache_hits_total", "13"},
-                                                                      {"weft:kv_pages", "64"},
-                                                                      {"weft:kv_pages_in_use", "16"},
-                                                                      {"weft:kv_pages_cached", "5"},
-                                                                      {"weft:steps_total", "7"},
-                                                                      {"weft:rows_total", "11"},
-                                                                      {"weft:connections", "19"},
-                                                                      {"weft:connections_refused_total", "23"},
-                                                                      {"weft:streams_cut_off_total", "29"}}) {
+  for (const auto& [name, value] :
+       std::map<std::string, std::string>{{"vllm:num_requests_running", "3"},
+                                          {"vllm:num_requests_waiting", "2"},
+                                          {"vllm:kv_cache_usage_perc", "0.25"},
+                                          {"vllm:prompt_tokens_total", "100"},
+                                          {"vllm:generation_tokens_total", "5000000000"},
+                                          {"vllm:num_preemptions_total", "17"},
+                                          {"vllm:prefix_cache_queries_total", "100"},
+                                          {"vllm:prefix_cache_hits_total", "13"},
+                                          {"vllm:spec_decode_num_drafts_total", "31"},
+                                          {"vllm:spec_decode_num_draft_tokens_total", "41"},
+                                          {"vllm:spec_decode_num_accepted_tokens_total", "37"},
+                                          {"weft:sampled_spans_total", "43"},
+                                          {"weft:kv_pages", "64"},
+                                          {"weft:kv_pages_in_use", "16"},
+                                          {"weft:kv_pages_cached", "5"},
+                                          {"weft:steps_total", "7"},
+                                          {"weft:rows_total", "11"},
+                                          {"weft:connections", "19"},
+                                          {"weft:connections_refused_total", "23"},
+                                          {"weft:streams_cut_off_total", "29"}}) {
     expect_contains(text, "\n" + name + "{model_name=\"a\\\"b\"} " + value + "\n");
     const char* type = name.ends_with("_total") ? "counter" : "gauge";
     expect_contains(text, "# TYPE " + name + " " + type + "\n");

@@ -164,6 +164,7 @@ class Inference final : public InferenceModel {
     bool sampled = false;
     std::int64_t logits = -1;  // row of Flight::logits
     std::int32_t alternatives = -1;
+    std::vector<std::int32_t> drafts;  // verified by the wanted rows that end with `last`
   };
   // A step between submit() and collect().
   struct Flight {
@@ -250,6 +251,7 @@ class Inference final : public InferenceModel {
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
+  std::vector<VerifiedRow> verified_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
 
   bool keep_ = false;
