@@ -73,8 +73,8 @@ std::string context_of(const DecodeModel& model) {
 
 // What make() returns, with the faults that are planned, and logs one line about it. `source`: of its parameters.
 template <typename Make, typename Room>
-auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name, const std::string& source,
-                 const Make& make, const Room& room) {
+auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name,
+                 const std::string& source, const Make& make, const Room& room) {
   const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
   inject_before_load(faults);
   auto model = with_faults(make(), faults);
