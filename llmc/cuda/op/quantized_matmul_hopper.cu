@@ -227,13 +227,17 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
       int step = split.input(input).begin;
       const int end = split.input(input).end;
       if (step < end && step % 2 == 1) multiply_half_stage(1), ++step;
-      for (; step + 1 < end; step += 2) {
+      // Words of whole stages are loaded one stage ahead, while wgmma runs.
+      unsigned words[2][kWords<Q>];
+      const auto load = [&] {
         const unsigned block = first_block + at.stage * Shape::kWeightBytes;
-        unsigned words[2][kWords<Q>];
         ring.wait_full(at);
         load_groups<T, Q>(groups, block, row);
 #pragma unroll
         for (int i = 0; i < 2; ++i) load_half<Q>(words[i], block, i);
+      };
+      if (step + 1 < end) load();
+      for (; step + 1 < end; step += 2) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           wgmma_wait<1>();  // at most the other half is read by wgmma
@@ -242,6 +246,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
           multiply_half(d, a[i], x.moved(at.stage * XTile::kBytes + i * XTile::kColumnTileBytes));
         }
         next();
+        if (step + 3 < end) load();
       }
       if (step < end) multiply_half_stage(0);
     }
@@ -319,7 +324,13 @@ void launch(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMat
 template <typename T, DType Q>
 void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
                  const LaunchDevice& device, cudaStream_t stream) {
-  if (io.rows <= 16) return launch<T, Q, 16, 1, 3>(io, weight, weight2, device, stream);
+  if (io.rows <= 16) {
+    // A third block in a multiprocessor only where there are enough of them: it would lie beside two, and others be empty.
+    const std::int64_t blocks = ceil_div(rows::weight_rows(io), kBlockRows) * rows::splits_of(io);
+    if (blocks >= 4 * std::int64_t{device.multiprocessors})
+      return launch<T, Q, 16, 1, 3>(io, weight, weight2, device, stream);
+    return launch<T, Q, 16, 1, 2>(io, weight, weight2, device, stream);
+  }
   if (io.rows <= 64) return launch<T, Q, 64, 1, 2>(io, weight, weight2, device, stream);
   launch<T, Q, 128, 2, 1>(io, weight, weight2, device, stream);
 }
