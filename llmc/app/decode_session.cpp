@@ -214,7 +214,7 @@ std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, co
     if (!settings.drafts()) return device.make_random(config, capacity);
     std::unique_ptr<InferenceModel> model = device.make_random_sequence(config, capacity), draft;
     if (!settings.draft.empty()) {
-      draft = device.make_random_draft(random_model_config(settings.draft), *model);
+      draft = device.make_random_draft(random_model_config(settings.draft, "--draft"), *model);
     }
     return engine_sequence(std::move(model), capacity, std::move(draft), drafts_of(settings, device, nullptr));
   };

@@ -207,12 +207,7 @@ void check_drafts(const OptionTable& table, const InferSettings& s) {
          : layer                         ? "bench-layer and --bench-timeline"
                                          : "bench-batch");
   }
-  if (s.draft.empty() || s.random_model.empty()) return;
-  try {
-    random_model_config(s.draft);
-  } catch (const Error& error) {  // an unknown name
-    fail(Exit::usage, "--draft: beside --random-model it is another one: %s", error.what());
-  }
+  if (!s.draft.empty() && !s.random_model.empty()) random_model_config(s.draft, "--draft");  // refuses an unknown name
 }
 
 // Options of the engine that runs many requests at once.

@@ -42,14 +42,14 @@ ModelConfig pythia_config(const Size& size) {
 
 }  // namespace
 
-ModelConfig random_model_config(const std::string& name) {
+ModelConfig random_model_config(const std::string& name, const char* option) {
   for (const Size& size : kSizes) {
     if (name == size.name) return pythia_config(size);
   }
   if (std::ranges::count(preset_names(), name) > 0) return preset_config(name);
   std::string known;
   for (const std::string& each : random_model_names()) known += (known.empty() ? "" : ", ") + each;
-  fail(Exit::usage, "--random-model: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
+  fail(Exit::usage, "%s: got %s, expected one of %s", option, escaped(name).c_str(), known.c_str());
 }
 
 std::vector<std::string> random_model_names() {

@@ -10,7 +10,7 @@
 namespace weft {
 
 // "pythia-14m" ... "pythia-12b", "tiny" ... "llama3.1-8b"; an unknown name is Exit::usage and lists them.
-ModelConfig random_model_config(const std::string& name);
+ModelConfig random_model_config(const std::string& name, const char* option = "--random-model");
 std::vector<std::string> random_model_names();
 
 }  // namespace weft
