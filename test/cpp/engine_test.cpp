@@ -669,6 +669,20 @@ TEST(Engine, NoMoreSequencesRunThanAStepHasRows) {
   expect_all_free(engine);
 }
 
+// A sequence that runs will need another page: who takes the last one would be preempted for it.
+TEST(Engine, APageIsLeftForEachSequenceThatRuns) {
+  PagedFake model({.num_pages = 2, .slots = 2});  // pages of 4 positions
+  Engine engine(model, {.max_running = 2, .rows_per_step = 16});
+  const EngineRequest first = request_of(random_ids(4, 1), 4), second = request_of(random_ids(3, 2), 2);
+  const auto older = submit(engine, first), younger = submit(engine, second);
+  engine.step();
+  EXPECT_EQ(engine.statistics().running, 1);
+  finish(engine);
+  EXPECT_EQ(engine.statistics().preemptions, 0);
+  EXPECT_EQ(older->ids, alone(first, model).ids);
+  EXPECT_EQ(younger->ids, alone(second, model).ids);
+}
+
 // Whoever waits hears of what comes in, at once.
 TEST(Engine, WaitingEndsWithWhatComesIn) {
   PagedFake model({});

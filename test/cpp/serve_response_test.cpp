@@ -132,6 +132,29 @@ TEST(CompletionsChoice, EchoScoresThePrompt) {
   EXPECT_EQ(all["top_logprobs"][1], Json({{"a", -0.5}}));
 }
 
+// Sampling may draw an id that is none of the likeliest.
+TEST(CompletionsChoice, TheTokenIsAmongItsAlternatives) {
+  CompletionsChoice choice(0, &tokenizer(), 1, nullptr);
+  CompletionPiece drawn = piece("a", byte_id('a'), -5);
+  drawn.id->alternatives = {{byte_id('z'), -0.25}};
+  choice.add(drawn);
+  EXPECT_EQ(written(choice)["logprobs"]["top_logprobs"], Json::array({{{"a", -5.0}, {"z", -0.25}}}));
+}
+
+// Normalization may have made more characters of a prompt than it was given.
+TEST(CompletionsChoice, OffsetsStayWithinThePromptAsItWasGiven) {
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->text = "a";
+  prompt->ids = {byte_id('a'), byte_id('b'), byte_id('c')};
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
+  CompletionPiece echo;
+  echo.is_prompt = true;
+  echo.text = prompt->text;
+  choice.add(echo);
+  choice.add(piece("d", byte_id('d')));
+  EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({0, 1, 1, 1}));
+}
+
 TEST(CompletionsChoice, AnEmptyPromptKeepsItsToken) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->ids = {0};
@@ -285,6 +308,7 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
     EXPECT_NE(text.find(line), std::string::npos) << line;
   }
   EXPECT_EQ(metrics.text("m", nullptr, {}).find("vllm:num_requests_running"), std::string::npos);
+  expect_contains(metrics.text("a\nb\\", nullptr, {}), "weft:connections{model_name=\"a\\nb\\\\\"} 0\n");
 }
 
 // ---- keys and the page ------------------------------------------------------------------------------------------------
