@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// The linear layers of a Llama have no biases: their pointers are weights.
+// The linear layers of a Llama have no biases: their pointers are weights. Null where they are quantised.
 template <typename T>
 struct LayerParameters {
   NormParameters<T> input_norm, post_norm;
@@ -31,7 +31,7 @@ struct LlamaParameters {
   T* embedding = nullptr;  // [V, C]
   std::vector<LayerParameters<T>> layers;
   NormParameters<T> final_norm;
-  T* head = nullptr;  // [V, C]; the embedding where tied
+  T* head = nullptr;  // [V, C]; the embedding where tied, null where it is quantised
 
   LlamaParameters(const ModelConfig& config, const TensorTable& table, T* arena, Offsets offsets) {
     const ParameterBinder<T> find(table, arena, offsets);

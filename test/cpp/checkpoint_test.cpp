@@ -386,6 +386,10 @@ TEST_F(CheckpointTest, WhatNoSaveHasWrittenIsNotRemoved) {
   kept.push_back(step_path(5) + ".tmp/notes.txt");  // in a directory that a save may have left
   fs::create_directories(step_path(5) + ".tmp");
   write_bytes(kept.back(), "precious");
+  for (const char* name : {"/model.bin.tmp.mine", "/model.bin.tmp.", "/model.bin.tmp.1.old"}) {
+    kept.push_back(step_path(5) + ".tmp" + name);
+    write_bytes(kept.back(), "precious");
+  }
   kept.push_back(step_path(7) + ".tmp");
   write_bytes(kept.back(), "a file");
   fs::create_directory_symlink(temporary_.file("elsewhere"), step_path(8) + ".tmp");
@@ -812,6 +816,7 @@ TEST_F(CheckpointTest, OtherDataIsRefused) {
   write_shard(temporary_.file("train.bin"), patterned_tokens(200, 1));
   data_.emplace(temporary_.file("train.bin"), 8);
   expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "other content");
+  expect_contains(error_of(Exit::bad_file, [&] { resumed_step(); }), "--train: shard 1 is");
 }
 
 TEST_F(CheckpointTest, OtherModelIsRefused) {

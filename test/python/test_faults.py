@@ -4,6 +4,7 @@ random places, and afterwards the run goes on to the same bits, or one line says
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -379,7 +380,9 @@ def test_of_many_starts_at_once_one_wins(data, tmp_path):
     wait_for(lambda: sum(process.poll() is not None for process in processes) == 5)
     for process in processes:
         if process.poll() is not None:
-            assert process.returncode == 4 and "another run works here" in process.communicate()[1]
+            messages = process.communicate()[1]
+            assert process.returncode == 4, messages
+            assert re.search(r"another run works here: 'pid \d+ on [^'\\]+'\. Stop it", messages), messages
 
 
 def test_a_clock_that_jumps(data, tmp_path, whole):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from train_runs import (MODEL, NEOX, PROGRAM, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
+from train_runs import (MODEL, NEOX, ROOT, SECONDS, arguments, assert_refused, assert_same_run, checkpoints, environment,
                         has_checkpoint, losses, np, preload, records, run_program, start, state_bytes, train, wait_for,
                         write_shard, xxhash)
 from train_runs import data_fixture, end_started, whole_fixture  # noqa: F401, pytest finds them here

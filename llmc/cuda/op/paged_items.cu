@@ -29,6 +29,11 @@ namespace {
 // Of a block, of which two share a multiprocessor; each costs 1 KiB more than it asks for.
 constexpr int kMostBytes = 113 * 1024;
 
+// Entries whose keys and values the first blocks ask for in L2, two blocks each, and how much that may be. Those blocks start
+// beside the GEMM before where it leaves multiprocessors free (12 of an H200 at QKV of Pythia-2.8B); at many rows that GEMM is
+// bound by what multiprocessors take in, and memory has time.
+constexpr std::int64_t kEarlyEntries = 12, kEarlyBytes = std::int64_t{32} << 20;
+
 template <int HeadDim, SlotCopy Copy>
 struct DecodeTiling {
   static constexpr int HS = HeadDim;
@@ -43,6 +48,31 @@ struct DecodeTiling {
   static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
   static constexpr int kRingBytes = kRing * kSlotBytes;
 };
+
+#if WEFT_BULK_COPY
+
+// Asks for bytes of global memory in L2. Address and size are multiples of 16.
+__device__ inline void bulk_prefetch(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+// All warps of a block: asks for the keys, or the values, of an entry's earlier positions, of all heads.
+template <int HS, typename S>
+__device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedItem& item, bool values) {
+  const int lane = threadIdx.x % kWarpSize, first = item.split * kSplit;
+  const int end = min(first + kSplit, item.first_position);
+  const int pages = split_pages(a, a.tables[item.first_row], item.split, end);
+  const S* const from = values ? a.values : a.keys;
+#pragma unroll 1
+  for (int unit = threadIdx.x / kWarpSize; first + unit * kPageUnit < end; unit += blockDim.x / kWarpSize) {
+    const int position = first + unit * kPageUnit, page = __shfl_sync(~0u, pages, unit);
+    const int bytes = min(kPageUnit, end - position) * HS * static_cast<int>(sizeof(S));
+#pragma unroll 1
+    for (int head = lane; head < a.NKV; head += kWarpSize)
+      bulk_prefetch(from + page_offset<HS>(a, page, head, position), bytes);
+  }
+}
+
+#endif
 
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
@@ -70,6 +100,13 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 #endif
     stream.look_up_first();
     stream.start_assigned();
+#if WEFT_BULK_COPY
+    if constexpr (kAppends) {
+      const int entry = block / 2;
+      if (count > 2 * blocks && entry < min(a.early_entries, a.work->items))
+        prefetch_entry<Tiling::HS>(a, items[entry], block % 2 == 1);
+    }
+#endif
     if constexpr (kAppends) wait_for_predecessors();
     let_successor_start();  // not before: paged_attention.h says what the successor may read
     if (warp < warps) {
@@ -99,9 +136,12 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
                 "three warps' rings fit on every GPU, and so does a long one");
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
+  Arguments<S> arguments = arguments_of(io, warps);
+  arguments.early_entries = static_cast<int>(
+      std::min(kEarlyEntries, kEarlyBytes / (2 * kSplit * io.shape.NKV * HS * std::int64_t{sizeof(S)})));
   const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
-                 kName, arguments_of(io, warps));
+                 kName, arguments);
 }
 template <typename S, int HS, bool kAppends>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
