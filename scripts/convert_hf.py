@@ -23,8 +23,11 @@ import needs  # noqa: F401, before the packages
 import numpy as np
 
 import cli
+import gptq
 import quantization
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
+from dump_reference import encode
+from gptq import Calibration
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
 from hf_tokenizer import missing_tokenizer
@@ -33,6 +36,7 @@ from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPE
                          f32_to_bf16, shape_text)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_CALIBRATION_BYTES = 64 << 20
 MAX_NAME_BYTES = 255  # of a file: with a longer one Linux refuses even to ask whether it is there
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
@@ -246,10 +250,10 @@ class Target:
 
 
 class QuantizedConversion:
-    """Streams matrices into their schemes, and sums up how far they moved."""
+    """Streams matrices into their schemes, and sums up how far they moved. With a `calibration` int4 is GPTQ's."""
 
-    def __init__(self, conversion: Conversion):
-        self.conversion = conversion
+    def __init__(self, conversion: Conversion, calibration: Calibration | None):
+        self.conversion, self.calibration = conversion, calibration
         self.matrices, self.error, self.square = 0, 0.0, 0.0
 
     def write(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
@@ -258,14 +262,15 @@ class QuantizedConversion:
         pieces: list[quantization.Quantized] = []
 
         def stream() -> Iterator[np.ndarray]:
-            for piece in quantization.quantize_matrix(lambda first, last: self._finite_rows(name, source, first, last),
-                                                      shape, scheme):
+            for piece in self._pieces(name, source, scheme):
                 pieces.append(replace(piece, q=np.empty(0, np.uint8)))
                 self.conversion.progress.advance(len(piece.q) * shape[1])
                 yield piece.q
 
         try:
             writer.write(name, stream())
+        except np.linalg.LinAlgError:
+            bad_file(path, name, "the calibration text gives it inputs that are not finite")
         except OverflowError:
             bad_file(path, name, f"got weights too large for {scheme} and its scales", "Use --quantize int8 or fp8")
         writer.write(f"{name}.scales", np.concatenate([piece.scales for piece in pieces]))
@@ -275,6 +280,13 @@ class QuantizedConversion:
         if not square:
             self.conversion.warnings.add(f"{escaped(str(path))}: {name}: every value is zero")
         self.matrices, self.error, self.square = self.matrices + 1, self.error + sum(p.error for p in pieces), self.square + square
+
+    def _pieces(self, name: str, source: Source, scheme: str) -> Iterator[quantization.Quantized]:
+        if self.calibration is None or scheme != "int4":
+            return quantization.quantize_matrix(lambda first, last: self._finite_rows(name, source, first, last),
+                                                source.entry.shape, scheme)
+        self._finite_rows(name, source, 0, source.entry.shape[0])
+        return iter([self.calibration.take(int(name.split(".layers.")[1].split(".")[0]), name)])
 
     @staticmethod
     def _finite_rows(name: str, source: Source, first: int, last: int) -> np.ndarray:
@@ -306,13 +318,30 @@ def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> 
     return config
 
 
+def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path) -> Calibration:
+    """GPTQ's, on the text of the file `path`. FileError BAD_FILE where it cannot be."""
+    model = checkpoint.model
+    widest = max(source.entry.shape[1] for source in tensors.values() if len(source.entry.shape) == 2)
+    if widest > gptq.MAX_COLUMNS:
+        bad_file(directory, "config.json", f"got a matrix of {widest} columns, expected at most {gptq.MAX_COLUMNS} for --gptq",
+                 "Leave --gptq out")
+    try:
+        text = cli.read_bytes(path, MAX_CALIBRATION_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad_file(path, "", f"not UTF-8 (byte {error.start}), expected a text")
+    ids = encode(checkpoint, text, directory)[0]
+    if len(ids) and ids.max() >= model.vocab_size:
+        bad_file(path, "", f"got id {ids.max()}, expected ids below vocab_size = {model.vocab_size}")
+    return Calibration(model, lambda name: tensors[name].rows(0, tensors[name].entry.shape[0]), gptq.windows(ids, model, path))
+
+
 def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], target: Target, strict: bool,
-                warnings: Warnings) -> str:
+                warnings: Warnings, calibration: Calibration | None = None) -> str:
     """Writes the model file; nothing is left behind if a value is refused. What the summary says of the quantisation."""
     config, model = file_configuration(checkpoint, Path("config.json"), target), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
     conversion = Conversion(warnings, progress)
-    quantized = QuantizedConversion(conversion)
+    quantized = QuantizedConversion(conversion, calibration)
     already = warnings.count
     with Writer(path, "model", config) as writer:
         for name, source in tensors.items():
@@ -383,6 +412,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the linear layers, to fewer bits; --dtype is then "
                         "that of the other tensors")
     parser.add_argument("--head", choices=HEADS, help="of a quantised model; default: 16, as the embedding")
+    parser.add_argument("--gptq", type=Path, metavar="TEXT", help="choose the weights of int4 by what they do to the outputs "
+                        "on this text (GPTQ)")
     parser.add_argument("--rope-theta", type=cli.number_in(1e-6, 1e12), metavar="X",
                         help="base of the rotary embedding, for a config.json that names none")
     parser.add_argument("--strict", action="store_true", help="refuse NaN, infinity and all-zero tensors")
@@ -403,6 +434,8 @@ def check_output(path: Path, directory: Path) -> None:
 def target_of(options: argparse.Namespace, model: Model) -> Target:
     if options.head is not None and options.quantize is None:
         raise FileError(cli.USAGE, "--head: only with --quantize")
+    if options.gptq is not None and options.quantize != "int4":
+        raise FileError(cli.USAGE, "--gptq: only with --quantize int4")
     head = HEADS[options.head or "16"]
     if head != "none" and model.tied_embeddings:
         raise FileError(cli.USAGE, "--head int8: the head of this model is its embedding, which is not quantised")
@@ -421,7 +454,8 @@ def main() -> int:
     target = target_of(options, checkpoint.model)
     file_configuration(checkpoint, options.directory / "config.json", target)  # refused before the weights are read
     tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
-    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings)
+    calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory) if options.gptq else None
+    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration)
     warnings.finish()
     print_summary(checkpoint, tensors, options.directory, options.output, target, quantized)
     return cli.OK

@@ -239,7 +239,13 @@ def dequantized(file: TensorFile, name: str) -> np.ndarray:
         return q.astype(np.float32) * scales[:, None]
     if scheme == "fp8":
         return e4m3_to_f32(q) * scales[:, None]
-    pairs = np.stack([q & 15, q >> 4], axis=-1).reshape(info.shape)
-    columns = np.arange(info.shape[1]) // GROUP
-    zeros = file.array(f"{name}.zeros")[:, columns].astype(np.float32)
-    return scales[:, columns].astype(np.float32) * (pairs.astype(np.float32) - zeros)
+    return int4_again(Quantized(q, scales, file.array(f"{name}.zeros"), 0, 0), info.shape[1])
+
+
+def int4_again(rows: Quantized, columns: int) -> np.ndarray:
+    """The weights of int4 rows, [rows, columns]."""
+    assert rows.zeros is not None
+    pairs = np.stack([rows.q & 15, rows.q >> 4], axis=-1).reshape(len(rows.q), columns)
+    group = np.arange(columns) // GROUP
+    zeros = rows.zeros[:, group].astype(np.float32)
+    return rows.scales[:, group].astype(np.float32) * (pairs.astype(np.float32) - zeros)

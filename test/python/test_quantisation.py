@@ -10,6 +10,7 @@ pytest.importorskip("xxhash")
 
 import checkpoints as ck  # noqa: E402
 import dump_reference  # noqa: E402
+import gptq  # noqa: E402
 import hf_config  # noqa: E402
 import quantization  # noqa: E402
 import tensor_file  # noqa: E402
@@ -255,3 +256,40 @@ def test_neither_training_nor_export_takes_a_quantised_file(tmp_path):
     run = subprocess.run([ck.ROOT / "train_llama", f"--model={packed.path}", "--train=none_*.bin", "--device=cpu",
                           f"--out={tmp_path / 'run'}"], capture_output=True, text=True)
     assert run.returncode == 3 and "its weights are quantised (int4), and training needs floats" in run.stderr
+
+
+# ---- GPTQ ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-hs64-gqa3-tied", "neox-hs32-padded", "neox-hs32-sequential-nobias"])
+def test_gptq_runs_the_model_that_pytorch_runs(name):
+    path = ck.ROOT / "test" / "fixtures" / "golden" / f"{name}.model.bin"
+    file, dump = tensor_file.read(path), tensor_file.read(path.with_name(f"{name}.dump.bin"))
+    model = hf_config.model_from_json(file.config["model"], path)
+    layers = gptq.Layers(model, file.f32, dump.array("input_ids"))
+    for layer in range(model.num_layers):
+        layers.run(layer, lambda names, _: [file.f32(each) for each in names])
+        want = dump.f32(f"act.layers.{layer}.residual").reshape(layers.x.shape)
+        assert np.abs(layers.x - want).max() < 1e-5 * np.abs(want).max()
+
+
+def test_gptq_moves_the_outputs_less_than_rounding_does():
+    random = np.random.default_rng(6)
+    x = (random.standard_normal((600, 40)) @ random.standard_normal((40, 262)) + random.standard_normal((600, 262)) / 2).astype(np.float32)
+    weights = random.standard_normal((24, 262)).astype(np.float32)
+    error = {}
+    for name, rows in {"gptq": gptq.quantize(weights, gptq.inverse_factor(x)), "nearest": quantization.quantize_rows(weights, "int4")}.items():
+        again = quantization.int4_again(rows, 262)
+        error[name] = (((again - weights) @ x.T) ** 2).sum()
+        assert rows.error == pytest.approx(((again - weights) ** 2).sum(), rel=1e-3)
+    assert error["gptq"] < 0.4 * error["nearest"]
+
+
+def test_gptq_is_for_int4_and_needs_a_tokenizer(tmp_path):
+    source = ck.write_checkpoint(tmp_path / "hf", LLAMA)
+    (tmp_path / "text.txt").write_text("some text")
+    options = ["-o", tmp_path / "a.bin", "--gptq", tmp_path / "text.txt"]
+    done = ck.run_script("convert_hf.py", source, *options, "--quantize", "int8")
+    assert done.returncode == 2 and "--gptq: only with --quantize int4" in done.stderr
+    done = ck.run_script("convert_hf.py", source, *options, "--quantize", "int4")
+    assert done.returncode == 3 and "tokenizer.json" in done.stderr and not (tmp_path / "a.bin").exists()

@@ -1,0 +1,203 @@
+"""GPTQ (Frantar et al., ICLR 2023): int4 weights that are chosen by what they do to the outputs on a calibration text.
+
+The model runs over the text in numpy, a layer after the other. Each linear layer's inputs X give H = X X^T; its weights are
+rounded column by column, and what a column loses is made up for by those to its right. Scales and zeros of a group are
+searched as for rounding to nearest, on the weights as they are when the group's turn comes. Each layer sees the text as
+the quantised layers before it pass it on. For models of up to a few hundred million parameters: numpy is slow, and H has the
+square of the columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import quantization
+from cli import bad_file
+from hf_config import LLAMA, Model, Rope
+from quantization import GROUP, Quantized
+
+DAMPING = 0.01  # of H's mean diagonal, added to the diagonal
+MAX_TOKENS, MAX_WINDOW = 32_768, 512  # of the calibration text that are used, in windows
+MAX_COLUMNS = 8192
+
+Read = Callable[[str], np.ndarray]  # a tensor of the model by its name, in float32
+
+
+def windows(ids: np.ndarray, model: Model, path: Path) -> np.ndarray:
+    """The ids [n] of a text as windows [S, T]; a last one that is not full is left out."""
+    length = min(MAX_WINDOW, model.max_positions, len(ids))
+    if length < 2:
+        bad_file(path, "", f"got {len(ids)} tokens, expected at least 2 to calibrate with")
+    count = max(1, min(len(ids), MAX_TOKENS) // length)
+    return ids[:count * length].reshape(count, length)
+
+
+# ---- the model ---------------------------------------------------------------------------------------------------------
+
+
+def norm(x: np.ndarray, model: Model, read: Read, module: str) -> np.ndarray:
+    if model.norm == "rmsnorm":
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(model.norm_eps)) * read(f"{module}.weight")
+    centred = x - x.mean(axis=-1, keepdims=True)
+    scaled = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + np.float32(model.norm_eps))
+    return scaled * read(f"{module}.weight") + read(f"{module}.bias")
+
+
+def inverse_frequencies(rope: Rope) -> np.ndarray:
+    """theta^(-2i/rotary_dim), then the llama3 scaling by wavelength."""
+    frequencies = rope.theta ** -(np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
+    if rope.type == "standard":
+        return frequencies
+    smooth = (rope.original_max_positions * frequencies / (2 * math.pi) - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0, 1)  # 0: divided by the factor, 1: kept
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def rotate(x: np.ndarray, rope: Rope) -> np.ndarray:
+    """RoPE on [T, heads, HS]: dimension i turns with i + rotary_dim/2."""
+    half = rope.rotary_dim // 2
+    angles = np.arange(len(x))[:, None] * inverse_frequencies(rope)
+    cos, sin = np.cos(angles)[:, None].astype(np.float32), np.sin(angles)[:, None].astype(np.float32)
+    low, high = x[..., :half], x[..., half:2 * half]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half:]], axis=-1)
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Causal attention of one window; q [T, NH, HS], k and v [T, NKV, HS]; [T, NH HS]."""
+    length, heads, size = q.shape
+    repeat = heads // k.shape[1]
+    out = np.empty_like(q)
+    future = np.triu(np.full((length, length), -np.inf, np.float32), 1)
+    for head in range(heads):
+        scores = q[:, head] @ k[:, head // repeat].T / np.float32(math.sqrt(size)) + future
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, head // repeat]
+    return out.reshape(length, heads * size)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """x Phi(x), with erf to 1.5e-7 (Abramowitz and Stegun 7.1.26): numpy has none."""
+    z = np.abs(x) / np.float32(math.sqrt(2))
+    t = 1 / (1 + np.float32(0.3275911) * z)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return x * (1 + np.copysign(1 - series * np.exp(-z * z), x)) / 2
+
+
+class Layers:
+    """The model over windows of a text, a layer at a time. quantise(names, X) is called with the weights that read the rows of X
+    [N, K] and gives the matrices to go on with."""
+
+    def __init__(self, model: Model, read: Read, ids: np.ndarray):
+        self.model, self.read = model, read
+        embedding = "model.embed_tokens.weight" if model.family == LLAMA else "gpt_neox.embed_in.weight"
+        self.shape = ids.shape
+        self.x = read(embedding)[ids.reshape(-1)]
+
+    def run(self, layer: int, quantise: Callable[[list[str], np.ndarray], list[np.ndarray]]) -> None:
+        (self._llama if self.model.family == LLAMA else self._neox)(layer, quantise)
+
+    def _attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Of all windows: q, k, v [N, heads, HS]."""
+        length, rope = self.shape[1], self.model.rope
+        return np.concatenate([
+            attend(rotate(q[begin:begin + length], rope), rotate(k[begin:begin + length], rope), v[begin:begin + length])
+            for begin in range(0, len(q), length)])
+
+    def _llama(self, layer: int, quantise: Callable[[list[str], np.ndarray], list[np.ndarray]]) -> None:
+        prefix, model = f"model.layers.{layer}.", self.model
+
+        def linear(modules: list[str], x: np.ndarray) -> list[np.ndarray]:
+            return [x @ weight.T for weight in quantise([f"{prefix}{module}.weight" for module in modules], x)]
+
+        x = norm(self.x, model, self.read, prefix + "input_layernorm")
+        q, k, v = (part.reshape(len(x), -1, model.head_dim)
+                   for part in linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], x))
+        self.x = self.x + linear(["self_attn.o_proj"], self._attention(q, k, v))[0]
+        x = norm(self.x, model, self.read, prefix + "post_attention_layernorm")
+        gate, up = linear(["mlp.gate_proj", "mlp.up_proj"], x)
+        self.x = self.x + linear(["mlp.down_proj"], gate / (1 + np.exp(-gate)) * up)[0]
+
+    def _neox(self, layer: int, quantise: Callable[[list[str], np.ndarray], list[np.ndarray]]) -> None:
+        prefix, model = f"gpt_neox.layers.{layer}.", self.model
+
+        def linear(module: str, x: np.ndarray, bias: bool = True) -> np.ndarray:
+            out = x @ quantise([f"{prefix}{module}.weight"], x)[0].T
+            return out + self.read(f"{prefix}{module}.bias") if bias else out
+
+        x = norm(self.x, model, self.read, prefix + "input_layernorm")
+        fused = linear("attention.query_key_value", x, model.attention_bias).reshape(len(x), -1, 3, model.head_dim)
+        attention = self._attention(fused[:, :, 0], fused[:, :, 1], fused[:, :, 2])
+        attended = self.x + linear("attention.dense", attention, model.attention_bias)
+        x = norm(self.x if model.parallel_residual else attended, model, self.read, prefix + "post_attention_layernorm")
+        self.x = attended + linear("mlp.dense_4h_to_h", gelu(linear("mlp.dense_h_to_4h", x)))
+
+
+# ---- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def inverse_factor(x: np.ndarray) -> np.ndarray:
+    """The upper Cholesky factor of H^-1, H = X^T X damped; in float64 [K, K]."""
+    hessian = np.zeros((x.shape[1], x.shape[1]))
+    for begin in range(0, len(x), 4096):
+        piece = x[begin:begin + 4096].astype(np.float64)
+        hessian += piece.T @ piece
+    diagonal = np.einsum("ii->i", hessian)
+    diagonal[diagonal == 0] = 1  # an input that is always 0: its weight may be anything
+    diagonal += DAMPING * diagonal.mean()
+    inverse = np.linalg.inv(hessian)
+    return np.linalg.cholesky((inverse + inverse.T) / 2).T
+
+
+def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
+    """int4 of `weights` [rows, columns], for the inputs whose inverse_factor() this is. OverflowError as quantize_rows()."""
+    rows, columns = weights.shape
+    left = weights.astype(np.float64)
+    q = np.empty((rows, columns), np.uint8)
+    scales = np.empty((rows, quantization.groups_of(columns)), np.float16)
+    zeros = np.empty(scales.shape, np.uint8)
+    error = 0.0
+    for group, begin in enumerate(range(0, columns, GROUP)):
+        end = min(begin + GROUP, columns)
+        nearest = quantization.quantize_rows(left[:, begin:end].astype(np.float32), "int4")
+        scales[:, group], zeros[:, group] = nearest.scales[:, 0], nearest.zeros[:, 0] if nearest.zeros is not None else 0
+        scale, zero = scales[:, group].astype(np.float64), zeros[:, group].astype(np.float64)
+        losses = np.empty((rows, end - begin))
+        for column in range(begin, end):
+            chosen = np.clip(np.rint(left[:, column] / scale) + zero, 0, 15)
+            q[:, column] = chosen
+            loss = (left[:, column] - scale * (chosen - zero)) / factor[column, column]
+            losses[:, column - begin] = loss
+            left[:, column + 1:end] -= np.outer(loss, factor[column, column + 1:end])
+            error += float(((weights[:, column] - scale * (chosen - zero)) ** 2).sum())
+        left[:, end:] -= losses @ factor[begin:end, end:]
+    square = float((weights.astype(np.float64) ** 2).sum())
+    return Quantized(q[:, 0::2] | q[:, 1::2] << 4, scales, zeros, error, square)
+
+
+class Calibration:
+    """The matrices of a model, a layer at a time."""
+
+    def __init__(self, model: Model, read: Read, ids: np.ndarray):
+        self.layers, self.read = Layers(model, read, ids), read
+        self.next = 0
+        self.found: dict[str, Quantized] = {}
+
+    def take(self, layer: int, name: str) -> Quantized:
+        """The matrix `name` of `layer`: layers in their order, each matrix once."""
+        while self.next <= layer:
+            self.layers.run(self.next, self._quantise)
+            self.next += 1
+        return self.found.pop(name)
+
+    def _quantise(self, names: list[str], x: np.ndarray) -> list[np.ndarray]:
+        factor, weights = inverse_factor(x), []
+        for name in names:
+            source = self.read(name)
+            self.found[name] = quantize(source, factor)
+            weights.append(quantization.int4_again(self.found[name], source.shape[1]))
+        return weights
