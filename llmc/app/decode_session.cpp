@@ -70,8 +70,8 @@ std::string context_of(const DecodeModel& model) {
 
 // What make() returns, with the faults that are planned, and logs one line about it. `source`: of its parameters.
 template <typename Make, typename Room>
-auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name, const std::string& source,
-                 const Make& make, const Room& room) {
+auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name,
+                 const std::string& source, const Make& make, const Room& room) {
   const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
   inject_before_load(faults);
   auto model = with_faults(make(), faults);
@@ -126,8 +126,8 @@ std::string DecodeSession::source() const {
 
 std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) const {
   return ready_model(
-      settings_, device_, escaped(file_.file().path()), source(),
-      [&] { return device_.load(file_, capacity); }, context_of);
+      settings_, device_, escaped(file_.file().path()), source(), [&] { return device_.load(file_, capacity); },
+      context_of);
 }
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {

@@ -306,8 +306,7 @@ TEST(DTypes, NamesAndSizes) {
 TEST(DTypes, E4m3HasTheValuesOfItsFormat) {
   for (int bits = 0; bits < 256; ++bits) {
     const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-    const double magnitude =
-        exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(1 + mantissa / 8.0, exponent - 7);
+    const double magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(1 + mantissa / 8.0, exponent - 7);
     const float got = e4m3_to_f32(static_cast<std::uint8_t>(bits));
     if ((bits & 0x7F) == 0x7F) {
       EXPECT_TRUE(std::isnan(got)) << bits;

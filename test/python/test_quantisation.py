@@ -9,6 +9,8 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("xxhash")
 
 import checkpoints as ck  # noqa: E402
+import dump_reference  # noqa: E402
+import hf_config  # noqa: E402
 import quantization  # noqa: E402
 import tensor_file  # noqa: E402
 
@@ -195,6 +197,19 @@ def test_infer_pythia_runs_what_the_file_means(tmp_path, family, scheme):
             writer.write(name, weights_of(packed, name))
     got = ids_of(packed.path)
     assert got == ids_of(tmp_path / "floats.bin") and len(set(got)) > 4
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_reference_dumps_take_the_weights_that_a_file_means(tmp_path, scheme):
+    packed, _ = converted(tmp_path, "llama", scheme, "--head", "int8")
+    model = hf_config.parse_config(LLAMA, "config")
+    found = dict(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", model))
+    assert list(found) == list(hf_config.expected_tensors(model))
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, weights_of(packed, name))
+    other = hf_config.parse_config(LLAMA | {"rope_theta": 500.0}, "config")
+    with pytest.raises(tensor_file.FileError, match="differs from the configuration of DIR"):
+        next(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", other))
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
