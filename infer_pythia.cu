@@ -85,11 +85,13 @@ Exit run_interactive(const DecodeSession& s) {
 }
 
 // The engine for many requests on this model.
-EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model) {
+EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model,
+                             const DraftOptions& drafts = {}) {
   EngineOptions options;
   options.max_running = settings.max_running;
   options.rows_per_step = model.max_rows();
   options.prompt_rows = settings.prompt_rows;
+  options.drafts = drafts;
   return options;
 }
 
@@ -98,12 +100,14 @@ Exit run_batch(const DecodeSession& s) {
   PolledLines input(settings.batch, kMaxRequestBytes);
   AnswerFile output(settings.output);  // before the model is loaded: what is wrong with the files is said at once
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
+  const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
   const GenerateOptions generate = s.generate_options();
   const CompletionOptions defaults = {.max_tokens = settings.max_tokens,
                                       .sampler = generate.sampler,
                                       .stop = settings.stop,
                                       .ignore_eos = settings.ignore_eos};
-  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine_options(settings, *model)}, input, output);
+  const EngineOptions engine = engine_options(settings, *model, s.draft_options(draft.get()));
+  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine}, input, output);
 }
 
 // --against: both models on one text, token by token.
@@ -226,6 +230,7 @@ Exit run_batch_bench(const InferSettings& settings, const DecodeDevice& device, 
 Exit run_random_bench(const InferSettings& settings) {
   const ModelConfig config = random_model_config(settings.random_model);
   DecodeDevice device(settings);
+  if (!settings.draft.empty()) device.expect_draft(random_model_config(settings.draft, "--draft"));
   device.choose(config, config.family == Family::gpt_neox ? DType::f16 : DType::bf16);
   if (settings.task == InferTask::bench_batch) {
     return run_batch_bench(settings, device, [&](std::int64_t sequences) {
@@ -267,7 +272,8 @@ Exit run_serve(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   CompletionsServer server(server_options(settings));  // until run() it answers that the model is being loaded
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
-  const EngineOptions options = engine_options(settings, *model);
+  const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
+  const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
   Engine engine(*model, options);
   return server.run(engine, options, s.config(), s.tokenizer(), s.special());
 }

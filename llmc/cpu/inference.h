@@ -78,6 +78,7 @@ class Inference : public InferenceModel {
     std::size_t span;
     std::int64_t target;  // index in the span's targets; -1: none
     bool last;            // of its span: sampled and kept where that is asked for
+    std::int64_t draft;   // index among the rows that verify the span's drafts; -1: none of them
   };
 
   PagedKv pages_of_layer(std::int64_t l) const;
@@ -85,6 +86,7 @@ class Inference : public InferenceModel {
   std::vector<WantedRow> wanted_rows(std::span<const Span> work) const;
   void compute_logits(std::span<const Span> work);
   void finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits);
+  ScoredId sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count);
 
@@ -99,7 +101,8 @@ class Inference : public InferenceModel {
   std::vector<std::int32_t> ids_;
   std::vector<PagedRows> rows_;
   std::vector<SpanResult> results_;
-  std::vector<std::vector<float>> kept_logits_;  // by span
+  std::vector<std::vector<float>> kept_logits_;     // by span
+  std::vector<std::vector<VerifiedRow>> verified_;  // by span, then by row
   bool uncollected_ = false;
   StepThreads threads_;  // of steps of one row
 

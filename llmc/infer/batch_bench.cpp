@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::int64_t kWarmUpTokens = 4;
+constexpr std::int64_t kWarmUpTokens = 8;
 
 // What the sequences were given since it was looked at last.
 struct Handed {

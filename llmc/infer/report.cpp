@@ -26,6 +26,19 @@ MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, dou
   return {bytes, static_cast<double>(bytes) * tokens_per_second / 1e9};
 }
 
+std::string drafts_text(const DraftCounts& counts) {
+  return format("%.2f tokens a step, %.0f %% of %lld drafted accepted", counts.ids_per_span(),
+                100 * counts.acceptance(), static_cast<long long>(counts.drafted));
+}
+
+Json drafts_json(const DraftCounts& counts) {
+  return {{"steps", counts.spans},
+          {"tokens_per_step", counts.ids_per_span()},
+          {"verifications", counts.verifications},
+          {"drafted", counts.drafted},
+          {"accepted", counts.accepted}};
+}
+
 std::string statistics_line(const DecodeModel& model, const GenerateResult& result) {
   const GenerateTimes& times = result.times;
   std::string line = format("first token %.1f ms", times.first_token_ms);
@@ -38,6 +51,7 @@ std::string statistics_line(const DecodeModel& model, const GenerateResult& resu
     line += format("; %s a token, %.2f GB/s", human_bytes(static_cast<double>(traffic.bytes_per_token)).c_str(),
                    traffic.gb_per_second);
   }
+  if (result.drafts.has_value()) line += "; " + drafts_text(*result.drafts);
   return line + format("; ended by %s", finish_reason_text(result.finish_reason));
 }
 
@@ -45,7 +59,7 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
                      const DecodePath& path) {
   const double rate = result.times.tokens_per_second();
   const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
-  return {
+  Json object = {
       {"prompt_ids", prompt},
       {"ids", result.ids},
       {"text", result.text},
@@ -59,6 +73,8 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
       {"device", path.device},
       {"decode", path.decode},
   };
+  if (result.drafts.has_value()) object["drafts"] = drafts_json(*result.drafts);
+  return object;
 }
 
 std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride) {

@@ -1,6 +1,7 @@
 #include "llmc/model/inference_model.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
@@ -70,11 +71,29 @@ void check_step(std::span<const Span> work, const InferenceOptions& options) {
       fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
            static_cast<long long>(span.rows()));
     }
+    const bool verifies = span.drafts > 0 && span.drafts < std::ssize(span.ids) && span.sampling != nullptr &&
+                          span.targets.empty() && !span.keep_logits;
+    if (span.drafts != 0 && !verifies) {
+      fail(Exit::internal, "inference: %lld drafts in a span of %lld rows%s", static_cast<long long>(span.drafts),
+           static_cast<long long>(span.rows()), span.sampling == nullptr ? " that samples nothing" : "");
+    }
     rows += span.rows();
   }
   if (work.empty() || rows > options.max_rows) {
     fail(Exit::internal, "inference: a step of %lld rows, expected 1 to %lld", static_cast<long long>(rows),
          static_cast<long long>(options.max_rows));
+  }
+}
+
+void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, SpanResult& result) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    result.error = rows[i].error;
+    if (result.error != SampleError::none) return;
+    if (i == drafted.size() || rows[i].id.id != drafted[i]) {
+      result.sampled = std::move(rows[i].id);
+      return;
+    }
+    result.accepted.push_back(std::move(rows[i].id));
   }
 }
 

@@ -1,6 +1,8 @@
 """convert_hf.py: what goes through unchanged, and what is refused. B numbers name classes of bad input."""
 
+import errno
 import json
+import os
 import resource
 import signal
 import struct
@@ -298,7 +300,21 @@ def test_many_warnings_are_counted(tmp_path):
     directory = ck.write_checkpoint(tmp_path / "model", config, weights)
     done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a.bin")
     assert done.returncode == 0 and len(done.stderr.splitlines()) == cli.MAX_WARNINGS + 1
-    assert "more" in done.stderr.splitlines()[-1]
+    # One for each tensor, and one for the tokenizer that is not there.
+    assert done.stderr.splitlines()[-1] == f"warning: ... and {len(weights) + 1 - cli.MAX_WARNINGS} more"
+
+
+@pytest.mark.parametrize("error, code", [(errno.ENOSPC, cli.RESOURCES), (errno.EDQUOT, cli.RESOURCES),
+                                         (errno.EFBIG, cli.RESOURCES), (errno.EACCES, cli.ENVIRONMENT)])
+def test_errors_of_the_system_have_their_codes(error, code, capsys):
+    """Those of every script, which ends by cli.run()."""
+    def fail():
+        raise OSError(error, os.strerror(error), "out.bin")
+
+    with pytest.raises(SystemExit) as end:
+        cli.run(fail)
+    assert end.value.code == code
+    assert capsys.readouterr().err == f"error: 'out.bin': {os.strerror(error)}\n"
 
 
 @pytest.mark.parametrize("stored", DTYPES)

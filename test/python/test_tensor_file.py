@@ -294,7 +294,7 @@ def test_shards_refuse_damage(case, tmp_path):
 
 def test_shard_writer_refuses_ids_outside_the_vocabulary(tmp_path):
     writer = token_shard.ShardWriter(tmp_path / "x.bin", vocab_size=10, tokenizer_hash=0)
-    for ids in ([10], [-1], [2**40]):
+    for ids in ([10], [-1], [2**40], [1, -1, 2], [1, 10, 2], [1, 2, -1]):
         with pytest.raises(ValueError):
             writer.write(np.array(ids))
     with pytest.raises(ValueError):

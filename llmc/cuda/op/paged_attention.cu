@@ -43,6 +43,7 @@ namespace {
 template <int HeadDim, int StageKeys, int Stages, bool SumsInRegisters>
 struct Tiling {
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
+  static constexpr SlotCopy kCopy = SlotCopy::threads;
   static constexpr bool kSumsInRegisters = SumsInRegisters;  // those of earlier splits, else in shared memory
   static constexpr int kKeys = kBlockKeys<HS>;
   static constexpr int M = HS <= 64 ? 2 : 1;  // m16 tiles of a warp of a tile

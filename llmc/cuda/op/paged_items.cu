@@ -11,6 +11,7 @@
 // an item leave at once, so that there is room for the successor.
 
 #include <algorithm>
+#include <cstdint>
 
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/attention/attention.h"
@@ -28,64 +29,127 @@ namespace {
 // Of a block, of which two share a multiprocessor; each costs 1 KiB more than it asks for.
 constexpr int kMostBytes = 113 * 1024;
 
-template <int HeadDim>
+// Entries whose keys and values the first blocks ask for in L2, two blocks each, and how much that may be. Those blocks start
+// beside the GEMM before where it leaves multiprocessors free (12 of an H200 at QKV of Pythia-2.8B); at many rows that GEMM is
+// bound by what multiprocessors take in, and memory has time.
+constexpr std::int64_t kEarlyEntries = 12, kEarlyBytes = std::int64_t{32} << 20;
+
+template <int HeadDim, SlotCopy Copy>
 struct DecodeTiling {
   static constexpr int HS = HeadDim;
+  static constexpr SlotCopy kCopy = Copy;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
-  static constexpr int kSlotBytes = Tile<bf16, HS>::bytes(kSlotKeys<HS>);
+  static constexpr int kSlotBytes = SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
   // Slots of the ring of a warp: of four, of two, of one. A split has at most kMostSlots.
   static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
-  static constexpr int kRing = std::min(kMostSlots, kMostBytes / kWarps / kSlotBytes);
+  static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // of a warp
+  static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // before the rings
+  static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
   static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
   static constexpr int kRingBytes = kRing * kSlotBytes;
 };
 
+#if WEFT_BULK_COPY
+
+// Asks for bytes of global memory in L2. Address and size are multiples of 16.
+__device__ inline void bulk_prefetch(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+// All warps of a block: asks for the keys, or the values, of an entry's earlier positions, of all heads.
+template <int HS, typename S>
+__device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedItem& item, bool values) {
+  const int lane = threadIdx.x % kWarpSize, first = item.split * kSplit;
+  const int end = min(first + kSplit, item.first_position);
+  const int pages = split_pages(a, a.tables[item.first_row], item.split, end);
+  const S* const from = values ? a.values : a.keys;
+#pragma unroll 1
+  for (int unit = threadIdx.x / kWarpSize; first + unit * kPageUnit < end; unit += blockDim.x / kWarpSize) {
+    const int position = first + unit * kPageUnit, page = __shfl_sync(~0u, pages, unit);
+    const int bytes = min(kPageUnit, end - position) * HS * static_cast<int>(sizeof(S));
+#pragma unroll 1
+    for (int head = lane; head < a.NKV; head += kWarpSize)
+      bulk_prefetch(from + page_offset<HS>(a, page, head, position), bytes);
+  }
+}
+
+#endif
+
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     paged_items_kernel(const __grid_constant__ Arguments<S> a) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
-  const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
-  if (block > 0 && block >= count) return;  // block 0 waits, for the chain's sake
+  // Each architecture has one of the two kernels of a head dimension: that of its copies.
+  if constexpr (Tiling::kCopy != (WEFT_BULK_COPY ? kFastCopy<Tiling::HS> : SlotCopy::threads)) {
+    __trap();
+  } else {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
+    const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
+    if (block > 0 && block >= count) return;  // block 0 waits, for the chain's sake
 
-  int warps = a.item_warps, slots = Tiling::kRing;
-  if (count <= 2 * blocks) {
-    warps = count <= blocks ? 1 : 2;
-    slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
-  }
-  const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
-  const unsigned ring = shared_address(shared) + warp * slots * Tiling::kSlotBytes;
-  ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
-  stream.look_up_first();
-  stream.start_assigned();
-  if constexpr (kAppends) wait_for_predecessors();
-  let_successor_start();  // not before: paged_attention.h says what the successor may read
-  if (warp < warps) {
-    stream.start();
-#pragma unroll 1
-    for (int i = 0;; ++i) {
-      const int n = stream.item(i);
-      if (n >= count) break;
-      compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+    int warps = a.item_warps, slots = Tiling::kRing;
+    if (count <= 2 * blocks) {
+      warps = count <= blocks ? 1 : 2;
+      slots = warps == 1 ? Tiling::kLongRing : Tiling::kPairRing;
     }
-  }
+    const int warp = threadIdx.x / kWarpSize, first = warp < warps ? warp * blocks + block : count;
+    const unsigned ring = shared_address(shared) + Tiling::kBeginBytes + warp * slots * Tiling::kSlotBytes;
+    ItemStream<S, Tiling, kAppends> stream(a, items, count, blocks * warps, first, ring, slots);
+#if WEFT_BULK_COPY
+    if constexpr (Tiling::kCopy == SlotCopy::bulk)
+      stream.use_barriers(shared_address(shared) + warp * Tiling::kBarrierBytes);
+#endif
+    stream.look_up_first();
+    stream.start_assigned();
+#if WEFT_BULK_COPY
+    if constexpr (kAppends) {
+      const int entry = block / 2;
+      if (count > 2 * blocks && entry < min(a.early_entries, a.work->items))
+        prefetch_entry<Tiling::HS>(a, items[entry], block % 2 == 1);
+    }
+#endif
+    if constexpr (kAppends) wait_for_predecessors();
+    let_successor_start();  // not before: paged_attention.h says what the successor may read
+    if (warp < warps) {
+      stream.start();
+#pragma unroll 1
+      for (int i = 0;; ++i) {
+        const int n = stream.item(i);
+        if (n >= count) break;
+        compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
+      }
+    }
 
-  if constexpr (!kAppends) wait_for_predecessors();
-  reset_cursors(a, min(blocks, max(count, 1)));
+    if constexpr (!kAppends) wait_for_predecessors();
+    if (count > blocks * warps) reset_cursors(a, blocks);  // otherwise nobody has asked them
+  }
 }
 
-template <typename S, int HS, bool kAppends>
-void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  using Tiling = DecodeTiling<HS>;
+template <typename S, int HS, SlotCopy kCopy, bool kAppends>
+void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  using Tiling = DecodeTiling<HS, kCopy>;
   constexpr const char* kName = "paged_attention (items)";
   const int most = std::min(shared_bytes_per_block(), kMostBytes);
-  const int warps = std::min<int>(Tiling::kWarps, most / Tiling::kRingBytes), shared = warps * Tiling::kRingBytes;
-  static_assert(3 * Tiling::kRingBytes <= 99 * 1024, "three warps' rings fit on every GPU, and so does a long one");
+  const int warps = std::min<int>(Tiling::kWarps, (most - Tiling::kBeginBytes) / Tiling::kRingBytes);
+  const int shared = Tiling::kBeginBytes + warps * Tiling::kRingBytes;
+  static_assert(Tiling::kBeginBytes + 3 * Tiling::kRingBytes <= 99 * 1024 && Tiling::kPairRing <= 2 * Tiling::kRing &&
+                    Tiling::kLongRing <= 3 * Tiling::kRing,
+                "three warps' rings fit on every GPU, and so does a long one");
   const auto kernel = paged_items_kernel<S, Tiling, kAppends>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName);
+  Arguments<S> arguments = arguments_of(io, warps);
+  arguments.early_entries = static_cast<int>(
+      std::min(kEarlyEntries, kEarlyBytes / (2 * kSplit * io.shape.NKV * HS * std::int64_t{sizeof(S)})));
   const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
-                 kName, arguments_of(io, warps));
+                 kName, arguments);
+}
+template <typename S, int HS, bool kAppends>
+void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {
+  if constexpr (kFastCopy<HS> != SlotCopy::threads) {
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9)
+      return launch_with<S, HS, kFastCopy<HS>, kAppends>(io, device, stream);
+  }
+  launch_with<S, HS, SlotCopy::threads, kAppends>(io, device, stream);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "llmc/cuda/hw/barriers.cuh"
 #include "llmc/cuda/hw/elements.cuh"
 #include "llmc/cuda/hw/memory_order.cuh"
 #include "llmc/cuda/op/paged_recurrence.cuh"
@@ -17,6 +18,18 @@ namespace weft::cuda::paged {
 // Positions of a slot of a warp's ring.
 template <int HS>
 constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
+
+// How keys and values come to a slot.
+enum class SlotCopy {
+  threads,  // 16 bytes a lane and copy, to padded rows
+  bulk,     // one copy of all rows in a page, to rows without padding
+};
+// Bulk copies where rows without padding fall into different banks: of 160 bytes, four of the eight that a phase of ldmatrix reads.
+// Swizzled by tensor copies, heads of 64 and 128 are not faster than by threads.
+template <int HS>
+constexpr SlotCopy kFastCopy = HS == 80 ? SlotCopy::bulk : SlotCopy::threads;
+template <typename T, int HS, SlotCopy kCopy>
+using SlotLayout = Tile<T, HS, kCopy == SlotCopy::bulk ? 0 : 8>;
 
 // Starts a warp's copy of the positions first .. first + Rows - 1 of one split, head and tensor; from `end` on they become zeros. In
 // units of kPageUnit positions, which lie in one piece in their page.
@@ -58,17 +71,27 @@ struct AppendedRow {
       reinterpret_cast<unsigned*>(v)[Rotation::word(i)] = value[i];
     }
   }
-  // Key or value to a row in shared memory, for all lanes.
-  __device__ __forceinline__ void put(bool of_key, unsigned row) const {
+  // Key or value to a row of a slot, for all lanes.
+  template <typename Slot>
+  __device__ __forceinline__ void put(bool of_key, unsigned slot, int row) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int word = Rotation::word(i);
-      if (word < HS / 2)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + word * 4), "r"(of_key ? key[i] : value[i]) : "memory");
+      const unsigned to = slot + Slot::offset(row, word / 4) + word % 4 * 4;
+      if (word < HS / 2) asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(of_key ? key[i] : value[i]) : "memory");
     }
-    __syncwarp();
   }
 };
+
+// A slot's rows from `row` on become zeros.
+template <typename Slot, int HS>
+__device__ __forceinline__ void clear_rows(unsigned slot, int row) {
+#pragma unroll 1
+  for (int i = row * (HS / 8) + threadIdx.x % kWarpSize; i < kSlotKeys<HS> * (HS / 8); i += kWarpSize)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(slot + Slot::offset(i / (HS / 8), i % (HS / 8))),
+                 "r"(0)
+                 : "memory");
+}
 
 // Q = the queries of an item whose span is one row, rotated: neighbouring heads. The next one is on its way while one is rotated. One
 // loop, not unrolled: at each launch code comes from memory, and much of it costs more than it computes.
@@ -169,16 +192,20 @@ template <typename S, typename Tiling, bool kAppends>
 struct ItemStream {
   static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static constexpr int kRing = Tiling::kRing, kPairRing = Tiling::kPairRing, kLongRing = Tiling::kLongRing;
+  static constexpr SlotCopy kCopy = Tiling::kCopy;
   using Rows = QueryRows<S, kAppends>;
-  static constexpr unsigned kSlotBytes = Tile<S, HS>::bytes(kSlotKeys<HS>);
+  using Slot = SlotLayout<S, HS, kCopy>;
+  static constexpr unsigned kSlotBytes = Slot::bytes(kSlotKeys<HS>);
 
   const Arguments<S>& a;
   const PagedItem* entries;
   int count;     // numbers of items: entry n / NKV, K/V head n % NKV
   int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
   unsigned ring;
-  std::uint64_t policy = evict_first_policy();
   int slots;  // kRing, kPairRing or kLongRing
+  // SlotCopy::threads has groups of copies, SlotCopy::bulk an mbarrier a slot.
+  std::uint64_t policy = evict_first_policy();
+  unsigned barriers = 0, phase = 0;
   int load_slot = 0, slot = 0;
   int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
   int own_pages = 0;  // of the same items: the page of the row that is appended
@@ -211,6 +238,21 @@ struct ItemStream {
     numbers = number = first;
     step = 1;
   }
+#if WEFT_BULK_COPY
+  // Before the first copy: makes the mbarriers, one a slot.
+  __device__ void use_barriers(unsigned storage) {
+    barriers = storage;
+    if (lane() == 0) {
+#pragma unroll 1
+      for (int i = 0; i < slots; ++i) hopper::mbarrier_init(barrier(i), 1);
+      hopper::fence_barrier_init();
+    }
+    __syncwarp();
+  }
+  __device__ unsigned barrier(int of_slot) const {
+    return barriers + of_slot * static_cast<int>(sizeof(hopper::BarrierStorage));
+  }
+#endif
 
   // The next lookup of the four. Behind the last item there is nothing to look up.
   __device__ __forceinline__ void look_up() {
@@ -263,9 +305,13 @@ struct ItemStream {
   // Starts the next copy of this item, or of none, to the slot that was read last.
   __device__ __forceinline__ void copy_next() {
     if (load_first < load_end) {
-      const int first = load_first + load_part % kParts * kSlotKeys<HS>;
-      load_units<HS, kSlotKeys<HS>>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
-                                    load_pages, load_head, first, kAppends ? copy_end : load_end, policy);
+      const int first = load_first + load_part % kParts * kSlotKeys<HS>, end = kAppends ? copy_end : load_end;
+      if constexpr (kCopy == SlotCopy::threads) {
+        load_units<HS, kSlotKeys<HS>>(a, load_part < kParts ? a.keys : a.values, ring + load_slot * kSlotBytes,
+                                      load_pages, load_head, first, end, policy);
+      } else {
+        start_copy(load_part < kParts, first, min(max(end - first, 0), kSlotKeys<HS>));
+      }
       if ((load_part + 1) % kParts != 0 && first + kSlotKeys<HS> < load_end) {
         ++load_part;
       } else if (load_part < kParts) {
@@ -275,11 +321,35 @@ struct ItemStream {
         load_first += kKeys;
       }
     }
-    commit_copies();  // an empty group behind the last item: the number of groups in flight stays the same
+    // An empty group behind the last item: the number of groups in flight stays the same.
+    if constexpr (kCopy == SlotCopy::threads) commit_copies();
     load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
+  }
+  // Of `rows` rows, perhaps none, from position `first` on, to load_slot. What lies behind them there stays.
+  __device__ __forceinline__ void start_copy(bool of_keys, int first, int rows) {
+#if WEFT_BULK_COPY
+    static_assert(kSlotKeys<HS> == 2 * kPageUnit);
+    const int unit = first % kSplit / kPageUnit;
+    const int page = __shfl_sync(~0u, load_pages, unit), next_page = __shfl_sync(~0u, load_pages, unit + 1);
+    const unsigned to = ring + load_slot * kSlotBytes, full = barrier(load_slot);
+    if (lane() != 0) return;
+    const S* const from = of_keys ? a.keys : a.values;
+    const int piece = a.page_shift == 4 ? min(rows, kPageUnit) : rows;  // that lies in the first page
+    hopper::mbarrier_arrive_expect(full, rows * Slot::kRowBytes);
+    if (rows > 0)
+      hopper::bulk_load(to, from + page_offset<HS>(a, page, load_head, first), piece * Slot::kRowBytes, full,
+                        hopper::L2::evict_first);
+    if (rows > piece)
+      hopper::bulk_load(to + piece * Slot::kRowBytes, from + page_offset<HS>(a, next_page, load_head, first + piece),
+                        (rows - piece) * Slot::kRowBytes, full, hopper::L2::evict_first);
+#endif
   }
   __device__ __forceinline__ void load_next() {
     const bool ended = load_first >= load_end;
+    if (ended && step == 4 && number >= count) {  // nothing is left
+      if constexpr (kCopy == SlotCopy::threads) commit_copies();
+      return;
+    }
 #pragma unroll 1
     while (step < 4) {
       look_up();
@@ -311,7 +381,11 @@ struct ItemStream {
 
   // The next slot's block, and the copy of another one to the slot that was read before it.
   __device__ __forceinline__ unsigned next_block() {
-    if (slots == kRing) {
+    if constexpr (kCopy != SlotCopy::threads) {
+#if WEFT_BULK_COPY
+      hopper::mbarrier_wait(barrier(slot), phase);
+#endif
+    } else if (slots == kRing) {
       wait_for_older_copies<kRing - 2>();
     } else if (slots == kLongRing) {
       wait_for_older_copies<kLongRing - 2>();
@@ -321,7 +395,7 @@ struct ItemStream {
     __syncwarp();
     load_next();
     const unsigned block = ring + slot * kSlotBytes;
-    slot = slot + 1 == slots ? 0 : slot + 1;
+    if (++slot == slots) slot = 0, phase ^= 1;
     return block;
   }
 };
@@ -333,6 +407,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
   static_assert(kParts <= 2);
   using Rows = QueryRows<S, kAppends>;
+  using Slot = SlotLayout<S, HS, Tiling::kCopy>;
   int begin, end, unmasked_end, visible[1][2];
   bool few_rows;
   RegisterOperand<S, HS, 1> Q;
@@ -381,15 +456,27 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
     const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
     const bool last_part = (part + 1) % kParts == 0 || slot_end >= end;
     const unsigned slot = blocks.next_block();
-    if constexpr (kAppends) {
-      if (has_own && slot_end >= end) own.put(part < kParts, slot + (end - 1 - first) * Tile<S, HS>::kRowBytes);
+    if (kAppends || Tiling::kCopy != SlotCopy::threads) {
+      if (slot_end >= end) {
+        if constexpr (kAppends) {
+          if (has_own) own.template put<Slot>(part < kParts, slot, end - 1 - first);
+        }
+        if constexpr (Tiling::kCopy != SlotCopy::threads) {
+          // Scores of keys behind the end are masked, whatever they are; a value there may be NaN.
+          if (part >= kParts) clear_rows<Slot, HS>(slot, end - first);
+#if WEFT_BULK_COPY
+          hopper::fence_async_proxy_shared();  // the next copy comes over it
+#endif
+        }
+        __syncwarp();
+      }
     }
     if (part < kParts) {
       if (part == 0) {
         scores.clear();
-        multiply_by_rows<S, HS, 0, kParts>(scores, Q, slot + Tile<S, HS>::lane_by_columns());
+        multiply_by_rows<S, HS, 0, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
       } else {
-        multiply_by_rows<S, HS, kParts - 1, kParts>(scores, Q, slot + Tile<S, HS>::lane_by_columns());
+        multiply_by_rows<S, HS, kParts - 1, kParts, Slot>(scores, Q, slot + Slot::lane_by_columns());
       }
       ++part;
       if (!last_part) continue;
@@ -403,9 +490,9 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
       }
     } else {
       if (part == kParts) {
-        multiply_by_columns<S, HS, 0, kParts>(state.O, scores, slot + Tile<S, HS>::lane_by_rows());
+        multiply_by_columns<S, HS, 0, kParts, Slot>(state.O, scores, slot + Slot::lane_by_rows());
       } else {
-        multiply_by_columns<S, HS, kParts - 1, kParts>(state.O, scores, slot + Tile<S, HS>::lane_by_rows());
+        multiply_by_columns<S, HS, kParts - 1, kParts, Slot>(state.O, scores, slot + Slot::lane_by_rows());
       }
       ++part;
       if (!last_part) continue;

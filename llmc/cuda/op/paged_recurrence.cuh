@@ -62,6 +62,7 @@ struct Arguments {
   S* out;
   int NH, NKV, group, page_shift;  // group: NH / NKV
   int item_warps;                  // of a block
+  int early_entries;               // of items, see paged_items.cu
   float c;                         // scale log2 e
   AppendedRows<S> appended;        // of steps that decode
 };

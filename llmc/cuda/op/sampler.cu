@@ -29,6 +29,8 @@ struct SampledRows {
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const SampledRows io) {
   __shared__ SamplerScratch<kThreads, kBlocks> scratch;
+  wait_for_predecessors();
+  let_successor_start();
   const std::int64_t row = blockIdx.x / kBlocks, position = io.positions[row];
   if (position < 0) return;  // all blocks of the cluster: nobody waits for a message
   const SampledToken token =
@@ -41,18 +43,17 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const SampledRows io) 
 }
 
 template <int kThreads, int kBlocks>
-void launch(const SampledRows& io, cudaStream_t stream) {
+void launch(const SampledRows& io, bool overlapping, cudaStream_t stream) {
   const auto kernel = sample_kernel<kThreads, kBlocks>;
   const dim3 grid(static_cast<unsigned>(io.rows * kBlocks));
   if constexpr (kBlocks > 1) {
-    launch_clustered(kernel, grid, dim3(kThreads), 0, stream, kBlocks, "sample", io);
+    launch_chained_clusters(kernel, grid, dim3(kThreads), 0, stream, overlapping, kBlocks, "sample", io);
   } else {
-    kernel<<<grid, kThreads, 0, stream>>>(io);
-    check_launch("sample");
+    launch_chained(kernel, grid, dim3(kThreads), 0, stream, overlapping, "sample", io);
   }
 }
 
-void launch_rows(const SampledRows& io, cudaStream_t stream, bool clusters) {
+void launch_rows(const SampledRows& io, bool overlapping, cudaStream_t stream, bool clusters) {
   if (io.V > kMaxSampledVocab) {
     fail(Exit::usage, "sampling: got %lld ids, expected at most %lld", static_cast<long long>(io.V),
          static_cast<long long>(kMaxSampledVocab));
@@ -64,7 +65,7 @@ void launch_rows(const SampledRows& io, cudaStream_t stream, bool clusters) {
   } else if (clusters && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
     run = launch<kThreads, kBlocks>;
   }
-  run(io, stream);
+  run(io, overlapping, stream);
 }
 
 }  // namespace
@@ -72,13 +73,13 @@ void launch_rows(const SampledRows& io, cudaStream_t stream, bool clusters) {
 void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
             std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream,
             bool clusters) {
-  launch_rows({ids, errors, logits, rows, V, row_stride, plan, 0, positions}, stream, clusters);
+  launch_rows({ids, errors, logits, rows, V, row_stride, plan, 0, positions}, false, stream, clusters);
 }
 
 void sample_rows(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
-                 std::int64_t row_stride, const SamplingPlan* plans, const std::int64_t* positions,
+                 std::int64_t row_stride, const SamplingPlan* plans, const std::int64_t* positions, bool overlapping,
                  cudaStream_t stream) {
-  launch_rows({ids, errors, logits, rows, V, row_stride, plans, 1, positions}, stream, true);
+  launch_rows({ids, errors, logits, rows, V, row_stride, plans, 1, positions}, overlapping, stream, true);
 }
 
 }  // namespace weft::cuda

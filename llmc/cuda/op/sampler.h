@@ -18,9 +18,10 @@ void sample(std::int32_t* ids, SampleError* errors, const float* logits, std::in
             std::int64_t row_stride, const SamplingPlan* plan, const std::int64_t* positions, cudaStream_t stream,
             bool clusters = true);
 
-// The same with a plan for each row, plans[r]. A row whose position is negative is left out: nothing of it is written.
+// The same with a plan for each row, plans[r]. A row whose position is negative is left out: nothing of it is written. Part of a
+// chain (hw/launch.cuh) where `overlapping`.
 void sample_rows(std::int32_t* ids, SampleError* errors, const float* logits, std::int64_t rows, std::int64_t V,
-                 std::int64_t row_stride, const SamplingPlan* plans, const std::int64_t* positions,
+                 std::int64_t row_stride, const SamplingPlan* plans, const std::int64_t* positions, bool overlapping,
                  cudaStream_t stream);
 
 }  // namespace weft::cuda

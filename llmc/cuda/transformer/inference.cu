@@ -47,12 +47,11 @@ Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& p
   regions.want(&b.logits, logit_rows * c.vocab_size);
   regions.want(&b.sampled_ids, logit_rows);
   regions.want(&b.errors, logit_rows);
-  regions.want(&b.scores, rows);
   regions.want(&b.most_likely, rows * kMaxAlternatives);
   regions.want(&b.last_ids, pool.slots);
   regions.want(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
   regions.want(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
-  regions.want_bytes(&b.step, step_bytes(c, pool));
+  for (std::byte*& step : b.step) regions.want_bytes(&step, step_bytes(c, pool));
   regions.want_bytes(&b.attention_workspace, paged_attention_workspace(attention_shape(c, pool)));
   return regions;
 }
@@ -100,6 +99,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
     flights_.push_back(
         std::make_unique<Flight>(step_bytes(config_, pool_), static_cast<std::uint64_t>(rows) * sizeof(RowScore),
                                  static_cast<std::uint64_t>(rows * kMaxAlternatives) * sizeof(IdLogprob)));
+    flights_.back()->step = b_.step[i];
   }
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
   rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);

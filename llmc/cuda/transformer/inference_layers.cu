@@ -95,7 +95,7 @@ HeadViewOf<S> Inference<S>::heads(std::int64_t first_element) const {
 
 template <typename S>
 void Inference<S>::attend(std::int64_t l, const StepArrays& step, std::int64_t rows) {
-  const PagedRows paged_rows{step.positions, step.tables, reinterpret_cast<const std::int32_t*>(b_.step), rows};
+  const PagedRows paged_rows{step.positions, step.tables, step.begin, rows};
   PagedAttention<S> io;
   io.shape = attention_shape(config_, pool_);
   io.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
@@ -163,15 +163,19 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
 template <typename S>
 void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int64_t count) {
   const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
-  named("wanted rows", [&] {
-    gather_rows(b_.gathered, b_.residual, step.wanted_rows + first, count, C, device_.overlapping, stream_);
-  });
-  normalize(count, b_.gathered, weights_.final_norm, b_.final_norm);
+  const float* residual = b_.residual + first * C;
+  if (!step.all_wanted) {
+    residual = b_.gathered;
+    named("wanted rows", [&] {
+      gather_rows(b_.gathered, b_.residual, step.wanted_rows + first, count, C, device_.overlapping, stream_);
+    });
+  }
+  normalize(count, residual, weights_.final_norm, b_.final_norm);
   named("head",
         [&] { multiply(b_.final_norm, weights_.head, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits); });
   named("sampling", [&] {
     sample_rows(b_.sampled_ids, b_.errors, b_.logits, count, V, V, step.plans + first, step.sample_positions + first,
-                stream_);
+                device_.overlapping, stream_);
   });
   ScoreRows io;
   io.logits = b_.logits;
@@ -184,7 +188,7 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
   io.ids = b_.sampled_ids;
   io.errors = b_.errors;
   io.last_ids = b_.last_ids;
-  io.scores = b_.scores + first;
+  io.scores = step.scores + first;
   io.most_likely = b_.most_likely + first * kMaxAlternatives;
   named("scores", [&] { score_rows(io, device_.overlapping, stream_); });
 }

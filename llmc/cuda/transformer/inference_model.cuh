@@ -23,6 +23,7 @@
 #include "llmc/base/regions.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/linear.h"
 #include "llmc/cuda/op/paged_attention.h"
 #include "llmc/cuda/op/quantized_matmul.h"
@@ -77,14 +78,17 @@ struct StepArrays {
   std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
   std::byte* work;                               // of attention
+  const std::int32_t* begin;                     // of the copy
   bool decodes = false;                          // attention rotates and appends the rows itself: other launches
+  bool all_wanted = false;                       // wanted_rows is 0, 1, ...: nothing has to be gathered
+  RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
 
 // Pointers into the workspace.
 template <typename S>
 struct InferenceBuffers {
-  std::byte* step;                               // what StepArrays describes
+  std::byte* step[kDepth];                       // what StepArrays describes: of a step that runs and of the next one
   float* residual;                               // [rows, C]
   S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; the second norm of the parallel residual
   float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
@@ -92,7 +96,6 @@ struct InferenceBuffers {
   float* logits;                                 // [logit rows, V]
   std::int32_t* sampled_ids;                     // [logit rows]
   SampleError* errors;                           // [logit rows]
-  RowScore* scores;                              // [wanted rows]
   IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
   std::int32_t* last_ids;                        // [slots]
   float *cos, *sin;
@@ -105,6 +108,16 @@ Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptio
 // Bytes of the longest description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
+
+// What another decoder of the same sequences needs: parameters that are the model's own, else null; all pages, which page i of
+// a sequence is if there is one alone; the model's stream.
+template <typename S>
+struct InferenceParts {
+  S* parameters = nullptr;
+  KvCache<S> cache;
+  DeviceRopeTable rope;
+  cudaStream_t stream = nullptr;
+};
 
 template <typename S>
 class Inference final : public InferenceModel {
@@ -133,6 +146,14 @@ class Inference final : public InferenceModel {
     const auto found = kept_.find(name);
     return found == kept_.end() ? std::vector<float>{} : found->second;
   }
+  InferenceParts<S> parts() {
+    const std::int64_t positions = pool_.num_pages * pool_.page_size;
+    S* const keys = kv_arena_.template at<S>(0);
+    return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
+            {keys, keys + config_.num_layers * positions * config_.kv_size(), positions, pool_.page_size},
+            rope_,
+            stream_};
+  }
 
  private:
   // Where a span's results lie among those of the wanted rows; -1: not asked for.
@@ -143,6 +164,7 @@ class Inference final : public InferenceModel {
     bool sampled = false;
     std::int64_t logits = -1;  // row of Flight::logits
     std::int32_t alternatives = -1;
+    std::vector<std::int32_t> drafts;  // verified by the wanted rows that end with `last`
   };
   // A step between submit() and collect().
   struct Flight {
@@ -150,10 +172,13 @@ class Inference final : public InferenceModel {
         : upload(upload_bytes), scores(score_bytes), most_likely(most_likely_bytes) {}
 
     PinnedBuffer upload, scores, most_likely;
+    std::byte* step = nullptr;  // where the upload goes
+    Event uploaded{cudaEventDisableTiming};
     std::unique_ptr<PinnedBuffer> logits;  // of the spans that keep them; grows with their number
     Event done{cudaEventDisableTiming};
     std::int64_t wanted = 0;  // rows, without padding
     bool decodes = false;     // the list of attention's work does
+    bool all_wanted = false;  // every row's logits are
     std::vector<FlightSpan> spans;
     std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
   };
@@ -214,17 +239,19 @@ class Inference final : public InferenceModel {
   std::unique_ptr<DeviceArena> own_;
   InferenceWeights<S> weights_;
   LaunchDevice device_;
-  Stream stream_;
+  Stream stream_, upload_stream_;
   InferenceBuffers<S> b_{};
   DeviceArena kv_arena_;
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  // By buckets of rows and of wanted rows, and by StepArrays::decodes.
-  std::map<std::tuple<std::int64_t, std::int64_t, bool>, BucketGraph> graphs_;
+  // By buckets of rows and of wanted rows, by StepArrays::decodes and all_wanted, and by the flight, whose memory a graph reads
+  // and writes.
+  std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
+  std::vector<VerifiedRow> verified_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
 
   bool keep_ = false;

@@ -1,6 +1,7 @@
 // A step between submit() and collect(). Everything that differs between two steps of the same buckets lies in device memory:
 // the description, one copy from page-locked memory, and the ids that were sampled last. So a step of few rows is the replay of
-// a captured graph, and nothing waits for the host: results are copied to page-locked memory, and an event follows them.
+// a captured graph, and nothing waits for the host: a description is copied while the step before runs, the last kernel writes
+// results to page-locked memory, and an event follows it.
 #include <algorithm>
 #include <utility>
 
@@ -19,6 +20,7 @@ std::int64_t row_bucket(std::int64_t rows) {
 
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted) {
   StepArrays step;
+  step.begin = reinterpret_cast<const std::int32_t*>(begin);
   const auto take = [&](auto*& array, std::int64_t count) {
     using T = std::remove_reference_t<decltype(*array)>;
     begin += (16 - reinterpret_cast<std::uintptr_t>(begin) % 16) % 16;
@@ -72,10 +74,11 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     FlightSpan& out = flight.spans[s];
     const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     const bool last_is_wanted = span.sampling != nullptr || span.keep_logits;
+    out.drafts.assign(span.ids.end() - span.drafts, span.ids.end());
     paged_spans_.push_back({rows, count, span.first_position});
     out.targets_begin = wanted;
     out.targets.assign(span.targets.begin(), span.targets.end());
-    wanted += targets;
+    wanted += targets + span.drafts;  // never both
     out.last = -1;
     if (last_is_wanted) out.last = targets == count ? wanted - 1 : wanted++;  // or it is the last target's row
     out.sampled = span.sampling != nullptr;
@@ -85,6 +88,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     rows += count;
   }
   const std::int64_t used_rows = rows, used_wanted = wanted;
+  flight.all_wanted = wanted == rows;
   rows = row_bucket(rows);
   wanted = row_bucket(wanted);
 
@@ -109,12 +113,14 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
         kept_places_.push_back(
             {span.pages[static_cast<std::size_t>(position / pool_.page_size)], position % pool_.page_size});
       }
-      const bool last = t + 1 == count && flight.spans[s].last >= 0, sampled = last && span.sampling != nullptr;
-      if (t >= targets && !last) continue;
+      const bool last = t + 1 == count && flight.spans[s].last >= 0;
+      const bool verified = span.drafts > 0 && t + 1 + span.drafts >= count;
+      const bool sampled = (last && span.sampling != nullptr) || verified;
+      if (t >= targets && !last && !verified) continue;
       step.wanted_rows[next] = static_cast<std::int32_t>(row);
       step.sample_positions[next] = sampled ? position + 1 : -1;
       if (sampled) step.plans[next] = *span.sampling;
-      step.slots[next] = sampled ? span.slot : -1;
+      step.slots[next] = verified ? kSampledForHost : sampled ? span.slot : kNotSampled;
       step.targets[next] = t < targets ? span.targets[static_cast<std::size_t>(t)] : -1;
       step.alternatives[next] = span.alternatives;
       ++next;
@@ -131,7 +137,8 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   for (; next < wanted; ++next) {
     step.wanted_rows[next] = 0;
     step.sample_positions[next] = -1;
-    step.slots[next] = step.targets[next] = step.alternatives[next] = -1;
+    step.slots[next] = kNotSampled;
+    step.targets[next] = step.alternatives[next] = -1;
   }
   kept_step_rows_ = used_rows;
   flight.wanted = used_wanted;
@@ -154,10 +161,12 @@ void Inference<S>::keep_logits(const Flight& flight, std::int64_t first, std::in
 
 template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
-  StepArrays step = step_arrays(b_.step, rows, wanted);
+  StepArrays step = step_arrays(flight.step, rows, wanted);
+  step.scores = flight.scores.template at<RowScore>(0);
   step.decodes = flight.decodes && !keep_;  // kept queries are rotated ones
+  step.all_wanted = flight.all_wanted;
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
-    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes}];
+    BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, &flight}];
     // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {
@@ -191,19 +200,18 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
     flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
   }
-  delay_point(stream_, DelayPoint::step);
-  cuda::check(cudaMemcpyAsync(b_.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice, stream_),
+  // The flight's step before this one was collected, so nothing reads what the copy overwrites.
+  delay_point(upload_stream_, DelayPoint::step);
+  cuda::check(cudaMemcpyAsync(flight.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice,
+                              upload_stream_),
               "inference step");
+  cuda::check(cudaEventRecord(flight.uploaded, upload_stream_), "inference step");
+  cuda::check(cudaStreamWaitEvent(stream_, flight.uploaded, 0), "inference step");
   launch(flight, rows, wanted);
-  const auto count = static_cast<std::size_t>(flight.wanted);
-  if (count > 0) {
-    cuda::check(cudaMemcpyAsync(flight.scores.template at<RowScore>(0), b_.scores, count * sizeof(RowScore),
-                                cudaMemcpyDeviceToHost, stream_),
-                "results");
-  }
   if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
     cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
-                                count * kMaxAlternatives * sizeof(IdLogprob), cudaMemcpyDeviceToHost, stream_),
+                                static_cast<std::size_t>(flight.wanted) * kMaxAlternatives * sizeof(IdLogprob),
+                                cudaMemcpyDeviceToHost, stream_),
                 "results");
   }
   cuda::check(cudaEventRecord(flight.done, stream_), "inference step");
@@ -241,6 +249,16 @@ std::span<const SpanResult> Inference<S>::collect() {
       result.logits = {flight.logits->template at<float>(0) + static_cast<std::size_t>(span.logits) * V, V};
     }
     if (!span.sampled) continue;
+    if (!span.drafts.empty()) {
+      const std::int64_t begin = span.last - std::ssize(span.drafts);
+      verified_.clear();
+      for (std::int64_t row = begin; row <= span.last; ++row) {
+        const RowScore& score = scores[row];
+        verified_.push_back({scored(flight, row, score.id, score.sampled, span.alternatives), score.error});
+      }
+      accept_drafts(span.drafts, verified_, result);
+      continue;
+    }
     const RowScore& score = scores[span.last];
     result.error = score.error;
     if (score.error != SampleError::none) continue;

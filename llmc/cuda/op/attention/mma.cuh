@@ -85,14 +85,16 @@ __device__ inline void multiply_add(float (&c)[4], const Fragment& a, unsigned b
 }
 
 // ---- tiles ------------------------------------------------------------------------------------------------------------
-// [rows, HS] in shared memory.
-template <typename T, int HS>
+// [rows, HS] in shared memory. Without padding, one bulk copy writes it.
+template <typename T, int HS, int Padding = 8>
 struct Tile {
-  static constexpr int kStride = HS + 8;  // elements
+  static constexpr int kStride = HS + Padding;  // elements
   static constexpr int kRowBytes = kStride * 2;
   static constexpr int kChunks = HS / 8;  // of 16 bytes, without the padding
 
   __host__ __device__ static constexpr int bytes(int rows) { return rows * kRowBytes; }
+  // Of the 8 elements `chunk` of a row.
+  __device__ static int offset(int row, int chunk) { return row * kRowBytes + chunk * 16; }
 
   // Starts the copy of Rows rows of a head by `Threads` threads; rows from `valid` on become zero.
   template <int Rows, int Threads>
@@ -115,6 +117,10 @@ struct Tile {
   // As [N, K] rows of B: lanes 0..7 and 8..15 have rows 0..7 of both chunks, lanes 16..31 rows 8..15.
   __device__ static unsigned lane_by_columns() {
     return (threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8) * kRowBytes + threadIdx.x / 8 % 2 * 16;
+  }
+  // From a lane's address in the tile's first 16 rows and columns to that in 16 others.
+  __device__ static unsigned moved(unsigned lane_address, int rows, int columns) {
+    return lane_address + rows * kRowBytes + columns * 2;
   }
 };
 
@@ -207,14 +213,12 @@ __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows
 // In both GEMMs the next fragment is on its way while the MMAs of this one run.
 
 // c += A B^T with A a LeftOperand or a RegisterOperand and B [N * 8, HS] in a tile (address with the lane's offset by columns).
-// Part of Parts: only these columns of c, of which B has the rows.
-template <typename T, int HS, int Part = 0, int Parts = 1, int M, int N, typename Left>
+// Part of Parts: only these columns of c, of which B has the rows. Layout: of B.
+template <typename T, int HS, int Part = 0, int Parts = 1, typename Layout = Tile<T, HS>, int M, int N, typename Left>
 __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, unsigned b) {
   static_assert(N % (2 * Parts) == 0);
   constexpr int kFirst = Part * N / Parts, kPerStep = N / Parts / 2, kFragments = HS / 16 * kPerStep;
-  const auto load = [&](int i) {
-    return load_matrices(b + i % kPerStep * 16 * Tile<T, HS>::kRowBytes + i / kPerStep * 32);
-  };
+  const auto load = [&](int i) { return load_matrices(Layout::moved(b, i % kPerStep * 16, i / kPerStep * 16)); };
   Fragment next = load(0), rows[M];
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) {
@@ -229,13 +233,13 @@ __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, un
 }
 
 // c += A B with A [M * 16, K * 16] in accumulators and B [K * 16, N * 8] in a tile (address with the lane's offset by
-// rows, at B's first column). Part of Parts: only these columns of A, of which B has the rows.
-template <typename T, int HS, int Part = 0, int Parts = 1, int M, int N, int KN>
+// rows, at B's first column). Part of Parts: only these columns of A, of which B has the rows. Layout: of B.
+template <typename T, int HS, int Part = 0, int Parts = 1, typename Layout = Tile<T, HS>, int M, int N, int KN>
 __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumulators<M, KN>& a, unsigned b) {
   static_assert(KN % (2 * Parts) == 0);
   constexpr int kFirst = Part * KN / Parts / 2, kPerStep = N / 2, kFragments = KN / Parts / 2 * kPerStep;
   const auto load = [&](int i) {
-    return load_matrices_transposed(b + i / kPerStep * 16 * Tile<T, HS>::kRowBytes + i % kPerStep * 32);
+    return load_matrices_transposed(Layout::moved(b, i / kPerStep * 16, i % kPerStep * 16));
   };
   Fragment next = load(0), rows[M];
 #pragma unroll
