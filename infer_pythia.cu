@@ -85,11 +85,13 @@ Exit run_interactive(const DecodeSession& s) {
 }
 
 // The engine for many requests on this model.
-EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model) {
+EngineOptions engine_options(const InferSettings& settings, const InferenceModel& model,
+                             const DraftOptions& drafts = {}) {
   EngineOptions options;
   options.max_running = settings.max_running;
   options.rows_per_step = model.max_rows();
   options.prompt_rows = settings.prompt_rows;
+  options.drafts = drafts;
   return options;
 }
 
@@ -98,12 +100,43 @@ Exit run_batch(const DecodeSession& s) {
   PolledLines input(settings.batch, kMaxRequestBytes);
   AnswerFile output(settings.output);  // before the model is loaded: what is wrong with the files is said at once
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
+  const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
   const GenerateOptions generate = s.generate_options();
   const CompletionOptions defaults = {.max_tokens = settings.max_tokens,
                                       .sampler = generate.sampler,
                                       .stop = settings.stop,
                                       .ignore_eos = settings.ignore_eos};
-  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine_options(settings, *model)}, input, output);
+  const EngineOptions engine = engine_options(settings, *model, s.draft_options(draft.get()));
+  return run_batch(*model, s.tokenizer(), {defaults, s.special(), engine}, input, output);
+}
+
+// --against: both models on one text, token by token.
+Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, std::int64_t window,
+                    std::int64_t stride) {
+  InferSettings other = s.settings();
+  other.model = other.against;
+  const std::unique_ptr<DecodeModel> model = s.load_model(window);
+  const DecodeSession of_other(other);  // after the model is loaded: what memory is free is asked for here
+  const std::unique_ptr<DecodeModel> against = of_other.load_model(choose_capacity(other, of_other.config(), window));
+  if (against->capacity() < window) {
+    fail(Exit::usage, "--context: got %lld, expected at most the %lld positions of --against",
+         static_cast<long long>(window), static_cast<long long>(against->capacity()));
+  }
+  ProgressLine progress;
+  DivergenceHooks hooks;
+  hooks.interrupted = stop_requested;
+  hooks.on_window = [&progress](std::int64_t done, std::int64_t all, double so_far) {
+    on_stop(OnStop::finish,
+            "stopping: the result covers the tokens compared so far; a second signal leaves without one",
+            "left without a result");
+    progress.show(format("window %lld of %lld, divergence %.6f", static_cast<long long>(done),
+                         static_cast<long long>(all), so_far));
+  };
+  const DivergenceResult result = divergence(*model, *against, ids, window, stride, hooks);
+  progress.clear();
+  write_stdout(s.settings().json ? json_line(divergence_json(result, window, stride, s.device().path()))
+                                 : divergence_text(result, window, stride));
+  return exit_after(result.interrupted);
 }
 
 Exit run_perplexity(const DecodeSession& s) {
@@ -119,6 +152,7 @@ Exit run_perplexity(const DecodeSession& s) {
   perplexity_windows(static_cast<std::int64_t>(ids.size()), window, stride);  // refuses a bad --stride before loading
   // If the whole text fits into one window, the cache only has to be as long as the text.
   const std::int64_t capacity = std::min(window, std::max<std::int64_t>(static_cast<std::int64_t>(ids.size()), 2));
+  if (!settings.against.empty()) return run_divergence(s, ids, capacity, std::min(stride, capacity - 1));
   const std::unique_ptr<DecodeModel> model = s.load_model(capacity);
 
   ProgressLine progress;
@@ -196,6 +230,7 @@ Exit run_batch_bench(const InferSettings& settings, const DecodeDevice& device, 
 Exit run_random_bench(const InferSettings& settings) {
   const ModelConfig config = random_model_config(settings.random_model);
   DecodeDevice device(settings);
+  if (!settings.draft.empty()) device.expect_draft(random_model_config(settings.draft, "--draft"));
   device.choose(config, config.family == Family::gpt_neox ? DType::f16 : DType::bf16);
   if (settings.task == InferTask::bench_batch) {
     return run_batch_bench(settings, device, [&](std::int64_t sequences) {
@@ -237,7 +272,8 @@ Exit run_serve(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   CompletionsServer server(server_options(settings));  // until run() it answers that the model is being loaded
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
-  const EngineOptions options = engine_options(settings, *model);
+  const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
+  const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
   Engine engine(*model, options);
   return server.run(engine, options, s.config(), s.tokenizer(), s.special());
 }

@@ -3,17 +3,19 @@
 
     python3 scripts/convert_hf.py models/pythia-160m -o pythia-160m.bin
     python3 scripts/convert_hf.py models/Llama-3.2-1B -o llama.bin --dtype bf16
+    python3 scripts/convert_hf.py models/pythia-2.8b -o pythia-int4.bin --quantize int4 --head int8
 
 Reads config.json, generation_config.json, tokenizer.json and model.safetensors (or its shards and index); checks all of
-it before anything is written. Tensors keep their names, shapes and, without --dtype, their bits. A piece of one tensor
-is in memory at a time. Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+it before anything is written. Tensors keep their names, shapes and, without --dtype and --quantize, their bits. One
+tensor at most is in memory at a time. --quantize stores the linear layers in fewer bits (doc/quantisation.md). Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import needs  # noqa: F401, before the packages
 import numpy as np
 
 import cli
+import quantization
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
@@ -34,6 +37,7 @@ MAX_NAME_BYTES = 255  # of a file: with a longer one Linux refuses even to ask w
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
+HEADS = {"16": "none", "int8": "int8"}  # --head: in the configuration
 TOKENIZER_TENSOR = "tokenizer.json"
 
 
@@ -53,6 +57,11 @@ class Source:
         values = self.file.bytes(self.entry).view(NUMPY_DTYPES[self.dtype])
         for begin in range(0, values.size, CHUNK_ELEMENTS):
             yield values[begin:begin + CHUNK_ELEMENTS]
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Rows of a matrix in float32."""
+        values = self.file.bytes(self.entry).view(NUMPY_DTYPES[self.dtype]).reshape(self.entry.shape)
+        return to_f32(values[first:last], self.dtype)
 
 
 # ---- finding the tensors ---------------------------------------------------------------------------------------------
@@ -211,9 +220,80 @@ class Conversion:
                      "Convert with --dtype bf16 or fp32")
 
 
-def file_configuration(checkpoint: Checkpoint, source: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Target:
+    """How the parameters are to be stored."""
+
+    dtype: str | None = None   # of the float tensors; None: each as it is
+    scheme: str | None = None  # of the linear layers of the blocks; None: they are floats, too
+    head: str = "none"         # "int8": of the head
+
+    def scheme_of(self, name: str, shape: Shape, model: Model) -> str | None:
+        """The scheme in which a tensor is stored; None for floats."""
+        if name == head_name(model) and name != embedding_name(model):
+            return self.head if self.head != "none" else None
+        return self.scheme if ".layers." in name and len(shape) == 2 else None
+
+    def stored(self, name: str, source: Source, model: Model) -> list[tuple[str, str, Shape]]:
+        """Name, dtype and shape of what is stored of a tensor. FileError BAD_FILE for one that its scheme cannot hold."""
+        scheme = self.scheme_of(name, source.entry.shape, model)
+        if scheme is None:
+            return [(name, self.dtype or source.dtype, source.entry.shape)]
+        if scheme == "int4" and source.entry.shape[1] % 2:
+            bad_file(source.file.path, name, f"got {source.entry.shape[1]} columns, expected an even number for int4",
+                     "Use --quantize int8 or fp8")
+        return quantization.stored_tensors(scheme, name, source.entry.shape)
+
+
+class QuantizedConversion:
+    """Streams matrices into their schemes, and sums up how far they moved."""
+
+    def __init__(self, conversion: Conversion):
+        self.conversion = conversion
+        self.matrices, self.error, self.square = 0, 0.0, 0.0
+
+    def write(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
+        """FileError BAD_FILE for weights that cannot be quantised."""
+        shape, path = source.entry.shape, source.file.path
+        pieces: list[quantization.Quantized] = []
+
+        def stream() -> Iterator[np.ndarray]:
+            for piece in quantization.quantize_matrix(lambda first, last: self._finite_rows(name, source, first, last),
+                                                      shape, scheme):
+                pieces.append(replace(piece, q=np.empty(0, np.uint8)))
+                self.conversion.progress.advance(len(piece.q) * shape[1])
+                yield piece.q
+
+        try:
+            writer.write(name, stream())
+        except OverflowError:
+            bad_file(path, name, f"got weights too large for {scheme} and its scales", "Use --quantize int8 or fp8")
+        writer.write(f"{name}.scales", np.concatenate([piece.scales for piece in pieces]))
+        if scheme == "int4":
+            writer.write(f"{name}.zeros", np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None]))
+        square = sum(piece.square for piece in pieces)
+        if not square:
+            self.conversion.warnings.add(f"{escaped(str(path))}: {name}: every value is zero")
+        self.matrices, self.error, self.square = self.matrices + 1, self.error + sum(p.error for p in pieces), self.square + square
+
+    @staticmethod
+    def _finite_rows(name: str, source: Source, first: int, last: int) -> np.ndarray:
+        rows = source.rows(first, last)
+        if not np.isfinite(rows).all():
+            bad_file(source.file.path, name, "holds NaN or infinity, which cannot be quantised")
+        return rows
+
+    def summary(self, target: Target) -> str:
+        share = math.sqrt(self.error / self.square) if self.square > 0 else 0.0
+        head = ", head int8" if target.head == "int8" else ""
+        return f"{self.matrices} matrices to {target.scheme}{head}, {share:.2%} off in the root mean square"
+
+
+def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> dict[str, Any]:
     """The configuration of the model file, with config.json, `source`, in it. FileError BAD_FILE where readers would refuse it."""
     config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
+    if target.scheme is not None:
+        config["quantization"] = quantization.to_json(target.scheme, target.head)
     (depth, values), size = cli.json_extent(config), len(configuration_text(config))
     if depth > cli.MAX_JSON_DEPTH:
         bad_file(source, "", f"got JSON nested {depth - 1} levels deep, expected at most "
@@ -226,36 +306,43 @@ def file_configuration(checkpoint: Checkpoint, source: Path) -> dict[str, Any]:
     return config
 
 
-def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], dtype: str | None, strict: bool,
-                warnings: Warnings) -> None:
-    """Writes the model file; nothing is left behind if a value is refused."""
-    config = file_configuration(checkpoint, Path("config.json"))
+def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], target: Target, strict: bool,
+                warnings: Warnings) -> str:
+    """Writes the model file; nothing is left behind if a value is refused. What the summary says of the quantisation."""
+    config, model = file_configuration(checkpoint, Path("config.json"), target), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
     conversion = Conversion(warnings, progress)
+    quantized = QuantizedConversion(conversion)
     already = warnings.count
     with Writer(path, "model", config) as writer:
         for name, source in tensors.items():
-            writer.declare(name, dtype or source.dtype, source.entry.shape)
+            for stored in target.stored(name, source, model):
+                writer.declare(*stored)
         if checkpoint.tokenizer is not None:
             writer.declare(TOKENIZER_TENSOR, "u8", (len(checkpoint.tokenizer),))
         for name, source in tensors.items():
-            writer.write(name, conversion.stream(name, source, dtype or source.dtype))
+            scheme = target.scheme_of(name, source.entry.shape, model)
+            if scheme is None:
+                writer.write(name, conversion.stream(name, source, target.dtype or source.dtype))
+            else:
+                quantized.write(writer, name, source, scheme)
         if checkpoint.tokenizer is not None:
             writer.write(TOKENIZER_TENSOR, checkpoint.tokenizer)
         progress.finish()
         if strict and warnings.count > already:
             raise FileError(BAD_FILE, f"{escaped(str(path))}: not written: {warnings.count - already} tensors hold "
                             "NaN, infinity or only zeros. Convert without --strict to take them as they are")
+    return quantized.summary(target)
 
 
 # ---- what the user sees ----------------------------------------------------------------------------------------------
 
 
 def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, path: Path,
-                  dtype: str | None) -> None:
+                  target: Target, quantized: str) -> None:
     model, rope = checkpoint.model, checkpoint.model.rope
     scaling = f", llama3 x{rope.factor:g} of {rope.original_max_positions}" if rope.type == "llama3" else ""
-    stored = {dtype} if dtype else {source.dtype for source in tensors.values()}
+    stored = {part[1] for name, source in tensors.items() for part in target.stored(name, source, model)[:1]}
     tokenizer = f"{model.tokenizer_vocab} tokens" if checkpoint.tokenizer is not None else "none"
     rows = {
         "family": model.family + (" (parallel residual)" if model.parallel_residual else ""),
@@ -266,16 +353,18 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
         "parameters": f"{parameter_count(model):,} as {', '.join(sorted(stored))}",
         "file": f"{escaped(str(path))}, {path.stat().st_size:,} bytes",
     }
+    if target.scheme is not None:
+        rows["quantised"] = quantized
     for label, text in rows.items():
         print(f"{label:12}{text}")
-    for command in next_commands(checkpoint, directory, path):
+    for command in next_commands(checkpoint, directory, path, target):
         print(f"next        {command}")
 
 
-def next_commands(checkpoint: Checkpoint, directory: Path, path: Path) -> list[str]:
-    """What to do with the model file, as lines for a shell. A Llama goes on from a text of the user's, my.txt."""
+def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target) -> list[str]:
+    """What to do with the model file, as lines for a shell. A Llama of floats goes on from a text of the user's, my.txt."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
-    if checkpoint.model.family == GPT_NEOX:
+    if checkpoint.model.family == GPT_NEOX or target.scheme is not None:
         few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
         prompt = '--prompt "Hello"' if has_tokenizer else f"--prompt-ids {few or 0}"
         return [f"./infer_pythia --model {model} {prompt}"]
@@ -291,6 +380,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face model directory")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the model file to write")
     parser.add_argument("--dtype", choices=DTYPE_OPTIONS, help="of the parameters; default: each as it is stored")
+    parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the linear layers, to fewer bits; --dtype is then "
+                        "that of the other tensors")
+    parser.add_argument("--head", choices=HEADS, help="of a quantised model; default: 16, as the embedding")
     parser.add_argument("--rope-theta", type=cli.number_in(1e-6, 1e12), metavar="X",
                         help="base of the rotary embedding, for a config.json that names none")
     parser.add_argument("--strict", action="store_true", help="refuse NaN, infinity and all-zero tensors")
@@ -308,6 +400,15 @@ def check_output(path: Path, directory: Path) -> None:
             raise FileError(cli.USAGE, f"--output: {escaped(str(path))} is one of the input files. Choose another name")
 
 
+def target_of(options: argparse.Namespace, model: Model) -> Target:
+    if options.head is not None and options.quantize is None:
+        raise FileError(cli.USAGE, "--head: only with --quantize")
+    head = HEADS[options.head or "16"]
+    if head != "none" and model.tied_embeddings:
+        raise FileError(cli.USAGE, "--head int8: the head of this model is its embedding, which is not quantised")
+    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, head)
+
+
 def main() -> int:
     options = arguments()
     check_output(options.output, options.directory)
@@ -317,12 +418,12 @@ def main() -> int:
         why = missing_tokenizer(options.directory)
         warnings.add(f"{escaped(str(options.directory))}: no tokenizer.json: the model will only take and print ids"
                      + (f". {why}" if why else ""))
-    file_configuration(checkpoint, options.directory / "config.json")  # refused before the weights are read
+    target = target_of(options, checkpoint.model)
+    file_configuration(checkpoint, options.directory / "config.json", target)  # refused before the weights are read
     tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
-    dtype = DTYPE_OPTIONS.get(options.dtype)
-    write_model(options.output, checkpoint, tensors, dtype, options.strict, warnings)
+    quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings)
     warnings.finish()
-    print_summary(checkpoint, tensors, options.directory, options.output, dtype)
+    print_summary(checkpoint, tensors, options.directory, options.output, target, quantized)
     return cli.OK
 
 

@@ -29,9 +29,11 @@ import needs  # noqa: F401, before the packages
 import numpy as np
 
 import cli
+import quantization
+import tensor_file
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
 from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint
-from tensor_file import Writer, escaped
+from tensor_file import Writer, escaped, shape_text
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +74,7 @@ class Request:
     greedy: int = 0
     greedy_prompt: np.ndarray | None = None
     device: str = "cpu"
+    weights: Path | None = None  # a model file whose weights replace those of the directory
 
 
 # ---- the model under the hooks ---------------------------------------------------------------------------------------
@@ -87,7 +90,21 @@ def libraries() -> tuple[Any, Any]:
                         "transformers: python3 -m pip install torch transformers") from None
 
 
-def load_model(directory: Path, dtype: str, device: str) -> torch.nn.Module:
+def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter of a model file in float32, quantised matrices as the weights that they mean. FileError BAD_FILE for
+    another model's file."""
+    file = tensor_file.read(path, "model")
+    if file.config.get("model") != description.to_json():
+        bad_file(path, "model", "differs from the configuration of DIR", "--weights takes a conversion of that directory")
+    for name, shape in expected_tensors(description).items():
+        file.verify_tensor(name)
+        values = quantization.dequantized(file, name) if quantization.is_quantized(file, name) else file.f32(name)
+        if values.shape != shape:
+            bad_file(path, name, f"got shape {shape_text(values.shape)}, expected {shape_text(shape)}")
+        yield name, values
+
+
+def load_model(directory: Path, description: Model, request: Request, dtype: str) -> torch.nn.Module:
     """The model in `dtype` with its RoPE frequencies left in fp32, which .to(dtype) would round."""
     torch, transformers = libraries()
     transformers.logging.set_verbosity_error()
@@ -96,7 +113,12 @@ def load_model(directory: Path, dtype: str, device: str) -> torch.nn.Module:
     key = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
     options = {"attn_implementation": "eager", "local_files_only": True, key: getattr(torch, TORCH_DTYPES[dtype])}
     model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options)
-    return model.to(device).eval()
+    if request.weights is not None:
+        parameters = named_parameters(model, description)
+        with torch.no_grad():
+            for name, values in replaced_weights(request.weights, description):
+                parameters[name].copy_(torch.from_numpy(values))
+    return model.to(request.device).eval()
 
 
 @dataclass(frozen=True)
@@ -280,7 +302,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def activations(directory: Path, description: Model, request: Request, dtype: str) -> dict[str, torch.Tensor]:
     """Every activation of one forward pass, and "logits"."""
     torch, _ = libraries()
-    model = load_model(directory, dtype, request.device)
+    model = load_model(directory, description, request, dtype)
     recorder = Recorder(model, description)
     with torch.no_grad(), recorder.listening():
         logits = model(torch.from_numpy(request.ids).long().to(request.device), use_cache=False).logits
@@ -305,7 +327,7 @@ def loss_of(model: torch.nn.Module, request: Request) -> torch.Tensor:
 
 
 def gradients(directory: Path, description: Model, request: Request, dtype: str) -> dict[str, torch.Tensor]:
-    model = load_model(directory, dtype, request.device)
+    model = load_model(directory, description, request, dtype)
     loss_of(model, request).backward()
     return {name: parameter.grad.float() for name, parameter in named_parameters(model, description).items()}
 
@@ -315,7 +337,7 @@ def optimizer_steps(directory: Path, description: Model, request: Request,
     """The loss before each step on the same batch, and the parameters after the last."""
     torch, _ = libraries()
     settings = request.adamw or AdamW()
-    model = load_model(directory, dtype, request.device)
+    model = load_model(directory, description, request, dtype)
     parameters = named_parameters(model, description)
     matrices = [value for value in parameters.values() if value.ndim >= 2]
     vectors = [value for value in parameters.values() if value.ndim < 2]
@@ -339,7 +361,7 @@ def greedy(directory: Path, description: Model, request: Request) -> tuple[np.nd
     The whole text goes through the model for every id: slow, and free of the caches that it is to check.
     """
     torch, _ = libraries()
-    model = load_model(directory, request.dtype, request.device)
+    model = load_model(directory, description, request, request.dtype)
     prompt = request.ids[0] if request.greedy_prompt is None else request.greedy_prompt
     ids, lead = [int(value) for value in prompt], math.inf
     for _ in range(request.greedy):
@@ -519,6 +541,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eps", type=cli.number_in(1e-30, 1), default=AdamW.eps)
     parser.add_argument("--weight-decay", type=cli.number_in(0, 10), default=AdamW.weight_decay)
     parser.add_argument("--grad-clip", type=cli.number_in(1e-9, 1e9), default=AdamW.grad_clip)
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="compute with the weights of this model file, a "
+                        "conversion of DIR: those that a quantised one means")
     parser.add_argument("--greedy", type=cli.number_in(0, 1 << 20, int), default=0, metavar="N",
                         help="continue the first text by up to N ids at temperature 0")
     parser.add_argument("--tensors", type=group_list, metavar="LIST",
@@ -550,7 +574,7 @@ def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
     adamw = AdamW(options.adamw_steps, options.lr, options.beta1, options.beta2, options.eps, options.weight_decay,
                   options.grad_clip) if options.adamw_steps else None
     return Request(ids, labels, DTYPES[options.dtype], DTYPES.get(options.half_run), options.backward, adamw,
-                   options.greedy, device=options.device)
+                   options.greedy, device=options.device, weights=options.weights)
 
 
 def main() -> int:

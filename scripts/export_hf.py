@@ -40,6 +40,8 @@ def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
     """The model file, checked: configuration, every tensor present with its shape and a float dtype, and its hash."""
     file = tensor_file.read(path, expected="model")
     model = model_from_json(file.config.get("model"), path)
+    if "quantization" in file.config:
+        bad_file(path, "", "its weights are quantised, and an export needs floats", "Export the file it was converted from")
     for name, shape in expected_tensors(model).items():
         info = file.at(name)
         if info.shape != shape or info.dtype not in SAFETENSORS_DTYPES:

@@ -22,7 +22,7 @@ import numpy as np
 
 import cli
 from cli import ENVIRONMENT, INTERNAL, FileError, Warnings
-from convert_hf import match_tensors, open_weights, write_model
+from convert_hf import Target, match_tensors, open_weights, write_model
 from dump_reference import (IGNORED_LABEL, AdamW, Request, encode, greedy, libraries, optimizer_steps, random_batch,
                             selection, shifted_labels, write_dump)
 from hf_config import Checkpoint, read_checkpoint
@@ -151,7 +151,7 @@ def batch(checkpoint: Checkpoint, case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def convert(directory: Path, checkpoint: Checkpoint, path: Path) -> None:
     warnings = Warnings()
-    write_model(path, checkpoint, match_tensors(checkpoint, open_weights(directory), directory, warnings), None, True,
+    write_model(path, checkpoint, match_tensors(checkpoint, open_weights(directory), directory, warnings), Target(), True,
                 warnings)
     if warnings.count:
         raise FileError(INTERNAL, f"{escaped(str(path))}: the conversion of a golden model warns")

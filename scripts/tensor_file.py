@@ -34,9 +34,9 @@ VERSION = 1
 BYTE_ORDER = 0x01020304
 KINDS = {1: "model", 2: "training state", 3: "reference dump"}
 FAMILIES = {0: None, 1: "llama", 2: "gpt_neox"}
-DTYPES = ("f32", "f16", "bf16", "u8", "u16", "u32", "i32", "i64")  # by their number
+DTYPES = ("f32", "f16", "bf16", "u8", "u16", "u32", "i32", "i64", "i8", "u4", "e4m3")  # by their number
 NUMPY_DTYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "u8": "u1", "u16": "<u2", "u32": "<u4", "i32": "<i4",
-                "i64": "<i8"}  # bf16 has no numpy type: its bits
+                "i64": "<i8", "i8": "i1", "u4": "u1", "e4m3": "u1"}  # bf16 and e4m3 have no numpy type: their bits; u4: pairs
 
 HEADER_PAGE = 4096
 TENSOR_ALIGNMENT = 256
@@ -304,11 +304,23 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
+def whole_bytes(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether each row of the tensor ends with a byte: u4 packs two elements into one, along the last dimension."""
+    return dtype != "u4" or (len(shape) > 0 and shape[-1] % 2 == 0)
+
+
+def array_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a numpy array of the tensor's bytes: for u4 that of its pairs."""
+    return (*shape[:-1], shape[-1] // 2) if dtype == "u4" else shape
+
+
 def payload_bytes(dtype: str, shape: Iterable[int]) -> int | None:
     """Product of the shape x size of the dtype; None where the product without its zeros reaches 2^63."""
     shape = tuple(shape)
     size = np.dtype(NUMPY_DTYPES[dtype]).itemsize
-    return math.prod(shape) * size if math.prod(n for n in shape if n) * size < 1 << 63 else None
+    if math.prod(n for n in shape if n) * size >= 1 << 63:
+        return None
+    return math.prod(shape) // 2 if dtype == "u4" else math.prod(shape) * size
 
 
 def model_family(config: dict[str, Any]) -> Any:
@@ -336,9 +348,9 @@ class TensorFile:
         return memoryview(self._data)[info.offset:info.offset + info.bytes]
 
     def array(self, name: str) -> np.ndarray:
-        """A read-only view of a tensor in the file; bf16 as its bits (uint16)."""
+        """A read-only view of a tensor in the file; bf16 and e4m3 as their bits, u4 as its pairs [..., columns / 2]."""
         info = self.at(name)
-        return np.frombuffer(self.bytes(name), dtype=NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+        return np.frombuffer(self.bytes(name), dtype=NUMPY_DTYPES[info.dtype]).reshape(array_shape(info.dtype, info.shape))
 
     def f32(self, name: str) -> np.ndarray:
         """A float tensor (f32, f16, bf16) as float32."""
@@ -525,6 +537,8 @@ def _read_record(path: str, index: int, record: tuple) -> TensorInfo:
             fail(path, f"{where}: shape: got {size_of_dimension}, expected sizes below 2^63")
     if any(sizes[rank:]):
         fail(path, f"{where}: shape: sizes past the rank are not zero")
+    if not whole_bytes(DTYPES[dtype], shape):
+        fail(path, f"{where}: shape: got {shape_text(shape)}, expected an even last size for {DTYPES[dtype]}")
     expected = payload_bytes(DTYPES[dtype], shape)
     if expected is None:
         fail(path, f"{where}: shape: the product of {shape_text(shape)} does not fit in 63 bits")
@@ -580,7 +594,8 @@ class Writer:
             raise ValueError(f"{name}: declared after the first write")
         if not valid_name(encoded) or len(encoded) > MAX_NAME or name in self._names:
             raise ValueError(f"{name!r}: a tensor name is unique, 1 to {MAX_NAME} bytes, without control characters")
-        if dtype not in DTYPES or len(shape) > MAX_RANK or any(size < 0 for size in shape):
+        if (dtype not in DTYPES or len(shape) > MAX_RANK or any(size < 0 for size in shape)
+                or not whole_bytes(dtype, shape)):
             raise ValueError(f"{name}: {dtype} {shape_text(shape)}: not a dtype and shape of a tensor file")
         size = payload_bytes(dtype, shape)
         if size is None or len(self.tensors) == MAX_TENSORS:
@@ -589,14 +604,14 @@ class Writer:
         self.tensors.append(TensorInfo(name, dtype, shape, bytes=size))
 
     def write(self, name: str, data: np.ndarray | bytes | memoryview | Iterable[Any]) -> None:
-        """The data of the next declared tensor: an array of its dtype and shape (bf16: its bits as uint16), its bytes,
+        """The data of the next declared tensor: an array of its dtype and shape (as TensorFile.array() gives it), its bytes,
         or an iterable of arrays or byte strings that together are its bytes."""
         file = self._begin()
         if self._next == len(self.tensors) or self.tensors[self._next].name != name:
             raise ValueError(f"{name}: not the next declared tensor")
         info = self.tensors[self._next]
-        if isinstance(data, np.ndarray) and data.shape != info.shape:
-            raise ValueError(f"{name}: got shape {shape_text(data.shape)}, declared {shape_text(info.shape)}")
+        if isinstance(data, np.ndarray) and data.shape != array_shape(info.dtype, info.shape):
+            raise ValueError(f"{name}: got shape {shape_text(data.shape)}, declared {shape_text(info.shape)} {info.dtype}")
         self._pad_to(file, info.offset)
         pieces = [data] if isinstance(data, (np.ndarray, np.generic, bytes, bytearray, memoryview)) else data
         hasher, written = xxhash.xxh3_64(), 0

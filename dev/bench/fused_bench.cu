@@ -1,8 +1,8 @@
-// Times the fused decode kernel on models of Pythia's shapes with random fp16 weights, beside a plain read of memory in the
-// same run.
+// Times the fused decode kernel on models of Pythia's shapes, and on the presets of Llama, with random fp16 weights, beside a
+// plain read of memory in the same run.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/fused_bench.cu build/release/libweft.a ...
-//   ./a.out 2.8b 410m ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--layer] [--timeline] [--sample]
+//   ./a.out 2.8b 410m llama3.2-1b ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--layer] [--timeline] [--sample]
 //
 // A row: milliseconds a token (median of 7 launches of 32 tokens around the context), bytes that a token must read over
 // that time, and its share of the plain read. --layer times attention + MLP-up + GELU of one layer, the benchmark of
@@ -24,6 +24,8 @@
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
+#include "llmc/cuda/transformer/fused_tokens.h"
+#include "llmc/cuda/transformer/llama_parameters.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/model/tensor_table.h"
 
@@ -75,6 +77,19 @@ ModelConfig config_of(const Shape& shape) {
   return config;
 }
 
+// A Pythia's name, the same with "-sequential", or a preset's.
+ModelConfig config_named(const std::string& name) {
+  const std::string suffix = "-sequential";
+  const bool sequential = name.ends_with(suffix);
+  const std::string base = sequential ? name.substr(0, name.size() - suffix.size()) : name;
+  const auto found =
+      std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == base; });
+  if (found == std::end(kShapes)) return preset_config(name);
+  ModelConfig config = config_of(*found);
+  config.parallel_residual = !sequential;
+  return config;
+}
+
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
@@ -106,12 +121,12 @@ struct Options {
 };
 
 // `ceiling`: GB/s of a plain read.
-void run(const Shape& shape, const Options& options, double ceiling) {
-  const ModelConfig config = config_of(shape);
+void run(const std::string& name, const Options& options, double ceiling) {
+  const ModelConfig config = config_named(name);
   const TensorTable table(config);
   Stream stream;
   const DeviceArena memory = allocate(static_cast<std::uint64_t>(table.arena_elements()) * sizeof(S));
-  const std::int64_t cached = config.num_layers * config.hidden_size * kCapacity;
+  const std::int64_t cached = config.num_layers * config.kv_size() * kCapacity;
   const DeviceArena cache_memory = allocate(static_cast<std::uint64_t>(2 * cached) * sizeof(S));
   for (const DeviceArena* arena : {&memory, &cache_memory}) {
     fill_kernel<<<1056, 512, 0, stream>>>(arena->at<unsigned>(0), arena->bytes() / 4);
@@ -122,8 +137,10 @@ void run(const Shape& shape, const Options& options, double ceiling) {
   check(cudaMemcpy(rope_memory.at<float>(0) + rope.cos.size(), rope.sin.data(), rope.sin.size() * 4,
                    cudaMemcpyHostToDevice),
         "rope");
-  const NeoxWeights<S, S> w = bind_neox<S>(config, table, memory.at<S>(0));
-  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity};
+  const bool llama = config.family == Family::llama;
+  const NeoxWeights<S, S> w =
+      llama ? bind_llama<S>(config, table, memory.at<S>(0)) : bind_neox<S>(config, table, memory.at<S>(0));
+  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, kCapacity, llama ? kFusedPageSize : 0};
   const DeviceRopeTable device_rope{rope_memory.at<float>(0), rope_memory.at<float>(0) + rope.cos.size(),
                                     rope.positions, rope.half};
   stream.synchronize("benchmark");
@@ -146,11 +163,12 @@ void run(const Shape& shape, const Options& options, double ceiling) {
       if (i > 0) times.push_back(ms / static_cast<double>(kTokens));
     }
     double ms = median(times), bytes = static_cast<double>(fused.bytes_per_token(context));
-    if (options.tuning.layer_only) ms /= static_cast<double>(shape.layers), bytes /= static_cast<double>(shape.layers);
+    const auto layers = static_cast<double>(config.num_layers);
+    if (options.tuning.layer_only) ms /= layers, bytes /= layers;
     const double rate = bytes / ms * 1e-6;
-    std::printf("%-5s %s context %4lld blocks %3d window %3d KB: %8.4f ms  %5.0f GB/s  %5.1f %% of %4.0f\n", shape.name,
-                options.tuning.layer_only ? "layer" : "token", static_cast<long long>(context), fused.blocks(),
-                options.tuning.window_bytes >> 10, ms, rate, 100 * rate / ceiling, ceiling);
+    std::printf("%-14s %s context %4lld blocks %3d window %3d KB: %8.4f ms  %5.0f GB/s  %5.1f %% of %4.0f\n",
+                name.c_str(), options.tuning.layer_only ? "layer" : "token", static_cast<long long>(context),
+                fused.blocks(), options.tuning.window_bytes >> 10, ms, rate, 100 * rate / ceiling, ceiling);
     if (options.timeline) {
       fused.record_timeline(true);
       fused.launch(request);
@@ -198,12 +216,7 @@ int main(int argc, char** argv) {
   }
   try {
     const double ceiling = measure_read_bandwidth();
-    for (const std::string& name : options.models) {
-      const auto found =
-          std::find_if(std::begin(kShapes), std::end(kShapes), [&](const Shape& s) { return s.name == name; });
-      if (found == std::end(kShapes)) fail(Exit::usage, "no model %s", name.c_str());
-      run(*found, options, ceiling);
-    }
+    for (const std::string& name : options.models) run(name, options, ceiling);
   } catch (const Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return static_cast<int>(error.code());

@@ -1,7 +1,8 @@
 // The batch-invariant linear layers of llmc/cuda/op/rows_matmul.h beside cuBLASLt's best plan for the same shape: what
-// invariance costs. Layers of Pythia-2.8B and Llama-3.1-8B in bf16.
+// invariance costs. Layers of Pythia-2.8B and Llama-3.1-8B in bf16. And the same layers with quantised weights
+// (llmc/cuda/op/quantized_matmul.h), in fp16 for Pythia and in bf16 for Llama.
 //
-//   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [ROWS ...]
+//   make benches && build/release/dev/bench/rows_matmul_bench [pythia-2.8b llama-3.1-8b] [bf16 int8 fp8 int4] [ROWS ...]
 //
 // A graph of launches goes through copies of the weight that are larger than L2 together, as the layers of a model do; the
 // median of 7 replays. GB/s count weight and x, of the weight's read share: of a plain read of memory.
@@ -14,11 +15,13 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/ceilings.h"
 #include "llmc/cuda/op/matmul.h"
+#include "llmc/cuda/op/quantized_matmul.h"
 #include "llmc/cuda/op/rows_matmul.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/captured_graph.h"
@@ -129,27 +132,95 @@ void run(const Shape& shape, std::int64_t rows, double read_bandwidth, Matmul& m
   std::fflush(stdout);
 }
 
+constexpr std::pair<const char*, DType> kFormats[] = {{"int8", DType::i8}, {"fp8", DType::e4m3}, {"int4", DType::u4}};
+
+// A launch reads packed weights; the share is that of these bytes.
+template <typename T>
+void run_quantized(const Shape& shape, std::int64_t rows, const char* name, DType format, double read_bandwidth,
+                   const Matmul& matmul, cudaStream_t stream) {
+  constexpr std::uint64_t kBeyondCache = 256 << 20;
+  const LaunchDevice device = launch_device();
+  const std::int64_t outputs = packed_rows(shape.OC, shape.epilogue == RowsEpilogue::swiglu);
+  const std::uint64_t first_bytes = packed_block_bytes(format, outputs, shape.K),
+                      second_bytes = shape.K2 > 0 ? packed_block_bytes(format, outputs, shape.K2) : 0,
+                      weight_bytes = first_bytes + second_bytes, scale_bytes = packed_scale_bytes(format, outputs);
+  const int copies = static_cast<int>(kBeyondCache / weight_bytes) + 1, launches = std::max(copies, 24);
+  const auto bytes = [](std::int64_t count) { return static_cast<std::uint64_t>(count) * sizeof(T); };
+  const auto fill = [&](const DeviceArena& arena, std::uint64_t at, std::uint64_t size) {
+    matmul.fill_random(arena.at<bf16>(at), static_cast<std::int64_t>(size / sizeof(bf16)));
+  };
+  MemoryPlan plan("bench");
+  const std::uint64_t weight_at = plan.add(static_cast<std::uint64_t>(copies) * weight_bytes),
+                      scales_at = plan.add(scale_bytes), x_bytes = bytes(rows * (shape.K + shape.K2)),
+                      x_at = plan.add(x_bytes), out_at = plan.add(2 * bytes(rows * outputs)),
+                      bias_at = plan.add(bytes(shape.OC));
+  const DeviceArena arena(plan);
+  fill(arena, weight_at, static_cast<std::uint64_t>(copies) * weight_bytes);
+  fill(arena, scales_at, scale_bytes);
+  fill(arena, x_at, x_bytes);
+  fill(arena, bias_at, bytes(shape.OC));
+  check(cudaMemsetAsync(arena.at<T>(out_at), 0, 2 * bytes(rows * outputs), stream), "bench");
+  const bool biased = std::string(shape.model).starts_with("pythia") && shape.epilogue != RowsEpilogue::store_fp32;
+  const double time = microseconds(
+      launches,
+      [&](int i) {
+        RowsMatmul<T> io;
+        io.x = arena.at<T>(x_at), io.bias = biased ? arena.at<T>(bias_at) : nullptr;
+        io.rows = rows, io.K = shape.K, io.OC = shape.OC, io.epilogue = shape.epilogue;
+        io.out = arena.at<T>(out_at), io.out_fp32 = arena.at<float>(out_at);
+        const PackedMatrix first = {
+            arena.at<std::byte>(weight_at) + static_cast<std::uint64_t>(i % copies) * weight_bytes,
+            arena.at<float>(scales_at), format};
+        PackedMatrix second = first;
+        second.blocks += first_bytes;
+        if (shape.K2 > 0) io.x2 = io.x + rows * shape.K, io.bias2 = io.bias, io.K2 = shape.K2;
+        quantized_matmul(io, first, second, device, stream);
+      },
+      stream);
+  const double flops =
+      2.0 * static_cast<double>(rows) * static_cast<double>(shape.K + shape.K2) * static_cast<double>(outputs);
+  const double read = static_cast<double>(weight_bytes);
+  std::printf(
+      "%-12s %-8s %5lld -> %6lld, %4lld rows, %-4s: %8.2f us, %6.1f MB, %5.0f GB/s, %4.0f TF/s, %3.0f %% of a read\n",
+      shape.model, shape.layer, static_cast<long long>(shape.K + shape.K2), static_cast<long long>(shape.OC),
+      static_cast<long long>(rows), name, time, read * 1e-6, read / time * 1e-3, flops / time * 1e-6,
+      100 * read / time * 1e-3 / read_bandwidth);
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
     std::vector<std::int64_t> all_rows;
-    std::vector<std::string> models;
+    std::vector<std::string> models, types;
     for (int i = 1; i < argc; ++i) {
       if (std::atoll(argv[i]) > 0) {
         all_rows.push_back(std::atoll(argv[i]));
       } else {
-        models.emplace_back(argv[i]);
+        const std::string word = argv[i];
+        (word.find('-') == std::string::npos ? types : models).push_back(word);
       }
     }
+    const auto wanted = [](const std::vector<std::string>& list, const char* name) {
+      return list.empty() || std::find(list.begin(), list.end(), name) != list.end();
+    };
     if (all_rows.empty()) all_rows.assign(std::begin(kRows), std::end(kRows));
     const double read_bandwidth = measure_read_bandwidth();
     std::printf("plain read: %.0f GB/s\n", read_bandwidth);
     const Stream stream;
     Matmul matmul(stream);
     for (const Shape& shape : kShapes) {
-      if (!models.empty() && std::find(models.begin(), models.end(), shape.model) == models.end()) continue;
-      for (const std::int64_t rows : all_rows) run(shape, rows, read_bandwidth, matmul, stream);
+      if (!wanted(models, shape.model)) continue;
+      for (const std::int64_t rows : all_rows) {
+        if (wanted(types, "bf16")) run(shape, rows, read_bandwidth, matmul, stream);
+        for (const auto& [name, format] : kFormats) {
+          if (!wanted(types, name)) continue;
+          const auto quantized =
+              std::string(shape.model).starts_with("pythia") ? run_quantized<fp16> : run_quantized<bf16>;
+          quantized(shape, rows, name, format, read_bandwidth, matmul, stream);
+        }
+      }
     }
     return 0;
   } catch (const std::exception& error) {

@@ -1,7 +1,7 @@
 // The GEMMs before and after SwiGLU: cuBLASLt and a kernel for SwiGLU, against the kernels of llmc/cuda/op/matmul_swiglu.h
 // that do both, at the shapes of a training step.
 //
-//   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a -lcublasLt
+//   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/swiglu_bench.cu build/release/libweft.a
 //   ./a.out [llama3.2-1b d12 ...]
 //
 // After a rest, the mean of 8 launches; and under load, where the power limit holds the clock down as in a step: slots of

@@ -12,6 +12,7 @@
 #include "llmc/train/initialize.h"
 #ifdef WEFT_CUDA
 #include "llmc/cuda/op/ceilings.h"
+#include "llmc/cuda/transformer/fused_tokens.h"
 #include "llmc/cuda/transformer/inference.h"
 #include "llmc/cuda/transformer/neox.h"
 #endif
@@ -45,19 +46,29 @@ namespace {
 constexpr std::int64_t kCpuRows = 128;
 constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the parameters
 
+// Of `bytes` for the keys and values of a model and of its draft model, if there is one, what the model gets: both for as many
+// positions.
+std::uint64_t kv_share(std::uint64_t bytes, const ModelConfig& config, const std::optional<ModelConfig>& draft) {
+  if (!draft) return bytes;
+  const auto own = static_cast<double>(kv_bytes(config, 1, 1)), other = static_cast<double>(kv_bytes(*draft, 1, 1));
+  return static_cast<std::uint64_t>(static_cast<double>(bytes) * own / (own + other));
+}
+
 // The pool of the CPU for `sequences` sequences, beside the parameters.
-InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) {
+InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences,
+                          const std::optional<ModelConfig>& draft) {
   std::uint64_t bytes = kv_memory;
   if (bytes == 0) {
+    const auto parameters_of = [](const ModelConfig& of) { return parameter_plan(TensorTable(of)).bytes(); };
     const std::uint64_t free = free_host_memory(),
-                        parameters = static_cast<std::uint64_t>(TensorTable(config).parameters()) * sizeof(float);
+                        parameters = parameters_of(config) + (draft ? parameters_of(*draft) : 0);
     if (free <= parameters) {
       fail(Exit::resources, "the parameters need %s of memory, %s are free",
            human_bytes(static_cast<double>(parameters)).c_str(), human_bytes(static_cast<double>(free)).c_str());
     }
     bytes = static_cast<std::uint64_t>(kCpuKvShare * static_cast<double>(free - parameters));
   }
-  InferenceOptions options = pool_options(config, bytes, sequences, sizeof(float));
+  InferenceOptions options = pool_options(config, kv_share(bytes, config, draft), sequences, sizeof(float));
   options.max_rows = std::max(kCpuRows, sequences);
   return options;
 }
@@ -67,11 +78,25 @@ std::unique_ptr<InferenceModel> random_on_cpu(const ModelConfig& config, const I
   if (config.family != Family::gpt_neox) {
     fail(Exit::usage, "--random-model: a Llama of random weights needs a GPU. Use one of pythia-14m to pythia-12b");
   }
+  if (config.quantization.any()) {
+    fail(Exit::usage, "--random-model: random weights in %s need a GPU. Use a model without ':'",
+         quantization_text(config.quantization).c_str());
+  }
   return cpu::make_neox_inference(config, options,
                                   [&, tensor = std::uint64_t{0}](const TensorSpec& spec, float* out) mutable {
                                     initial_values(spec, tensor++, config.num_layers, static_cast<std::uint64_t>(seed),
                                                    {out, static_cast<std::size_t>(spec.elements)});
                                   });
+}
+
+// The pool of a draft model for the sequences of `model`.
+InferenceOptions pool_of_draft(const ModelConfig& config, const InferenceModel& model) {
+  InferenceOptions pool;
+  pool.num_pages = (model.num_pages() * model.page_size() + pool.page_size - 1) / pool.page_size;
+  pool.slots = model.slots();
+  pool.max_rows = model.max_rows();
+  pool.max_positions = std::min(config.max_positions, model.max_positions());
+  return pool;
 }
 
 std::unique_ptr<DecodeModel> random_decoder_on_cpu(const ModelConfig& config, std::int64_t capacity,
@@ -113,11 +138,23 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-// A Llama decodes one sequence with the model for many.
-InferenceOptions one_sequence_on_gpu(std::int64_t capacity) {
+// One sequence is decoded, or its prompt read, with the model for many: a Llama, and whatever is quantised.
+bool through_pages(const ModelConfig& config) {
+  return config.family != Family::gpt_neox || config.quantization.any();
+}
+InferenceOptions one_sequence_on_gpu(std::int64_t capacity, bool fused) {
   InferenceOptions pool = one_sequence(capacity);
   pool.max_rows = std::min(cuda::kInferenceRows, capacity);
+  if (fused) {
+    pool.page_size = cuda::kFusedPageSize;
+    pool.num_pages = (capacity + pool.page_size - 1) / pool.page_size;
+  }
   return pool;
+}
+std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> model, std::int64_t capacity, bool fused,
+                                             DType dtype) {
+  std::unique_ptr<IdDecoder> decoder = fused ? cuda::fused_tokens(*model, dtype) : nullptr;
+  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
 }
 
 }  // namespace
@@ -128,25 +165,27 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
            : settings_.dtype == "bf16"                                         ? DType::bf16
            : settings_.dtype == "fp32" || settings_.task == InferTask::compare ? DType::f32
                                                                                : stored;
-  const bool many = settings_.many_sequences();
-  const std::string refusal = many || config.family != Family::gpt_neox ? cuda::inference_refusal(config, dtype_)
-                                                                        : cuda::neox_refusal(config, dtype_);
+  const bool many = settings_.many_sequences() || settings_.drafts();
+  const std::string refusal =
+      many || through_pages(config) ? cuda::inference_refusal(config, dtype_) : cuda::neox_refusal(config, dtype_);
   if (refusal.empty()) return choose_decode(config, many);
   if (settings_.device == "cuda") fail(Exit::usage, "--device cuda: %s. Use --device cpu", refusal.c_str());
   use_cpu(choose_cpu(refusal));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and a Llama
-// have no fused kernel.
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences have no
+// fused kernel.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
-  const bool neox = config.family == Family::gpt_neox;
-  if (settings_.bench_layer && !neox) fail(Exit::usage, "--bench-layer: only for GPT-NeoX models, and this is a Llama");
-  if (many || !neox) {
+  if (settings_.bench_layer && through_pages(config)) {
+    fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s",
+         config.family == Family::gpt_neox ? "quantised" : "a Llama");
+  }
+  if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
     fail(Exit::environment, "--decode fused: it runs %s. Use --decode graph",
-         many ? "one sequence only, and this is --batch, --serve or --bench-batch"
-              : "GPT-NeoX models only, and this is a Llama");
+         settings_.drafts() ? "a token at a time, and --lookup and --draft verify several"
+                            : "one sequence only, and this is --batch, --serve or --bench-batch");
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
@@ -167,11 +206,16 @@ void DecodeDevice::announce_gpu() const {
 
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
+  const bool fused = decode_ == "fused";
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    return total_bytes(
-        config.family == Family::gpt_neox
-            ? cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer})
-            : cuda::plan_inference(config, one_sequence_on_gpu(positions), dtype));
+    const std::uint64_t of_draft =
+        draft_ ? total_bytes(cuda::plan_inference(*draft_, one_sequence_on_gpu(positions, false), dtype)) : 0;
+    if (!through_pages(config) && !settings_.drafts()) {
+      return total_bytes(
+          cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
+    }
+    return of_draft + total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
+           (fused ? total_bytes(cuda::plan_fused_tokens(config)) : 0);
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
   if (needed <= available) return;
@@ -190,15 +234,16 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   if (!choice_.gpu) return cpu::load_decoder(file, capacity);
   announce_gpu();
   check_memory(file.config(), capacity);
-  if (file.config().family == Family::gpt_neox) {
+  if (!through_pages(file.config())) {
     return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
       return cuda::load_neox(file, {dtype_, decode_mode(decode_), capacity, progress, settings_.bench_layer});
     });
   }
+  const bool fused = decode_ == "fused";
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return single_sequence(
-        cuda::load_inference(file, one_sequence_on_gpu(capacity), {dtype_, decode_ == "reference", progress}),
-        capacity);
+    return sequence_on_gpu(
+        cuda::load_inference(file, one_sequence_on_gpu(capacity, fused), {dtype_, decode_ == "reference", progress}),
+        capacity, fused, dtype_);
   });
 }
 
@@ -207,16 +252,24 @@ InferenceOptions DecodeDevice::gpu_pool(const ModelConfig& config, std::uint64_t
                                         std::int64_t sequences) const {
   const std::uint64_t element = dtype_bytes(dtype_), free = choice_.available_bytes;
   const auto pool_of = [&](std::uint64_t bytes) {
-    InferenceOptions pool = pool_options(config, bytes, sequences, element);
+    InferenceOptions pool = pool_options(config, kv_share(bytes, config, draft_), sequences, element);
     pool.max_rows = std::max(cuda::kInferenceRows, sequences);
     return pool;
   };
   // What lies beside the pages depends on how many there are, a little: it is counted for as many as there can be.
-  const std::uint64_t all_pages = kv_bytes(config, config.max_positions * sequences, element);
+  const auto kv_of_both = [&](std::int64_t positions) {
+    return kv_bytes(config, positions, element) + (draft_ ? kv_bytes(*draft_, positions, element) : 0);
+  };
   const InferenceOptions largest =
-      pool_of(std::max(all_pages, 2 * kv_bytes(config, InferenceOptions{}.page_size, element)));
-  const std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_)) -
-                               kv_bytes(config, largest.num_pages * largest.page_size, element);
+      pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
+  std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_)) -
+                         kv_bytes(config, largest.num_pages * largest.page_size, element);
+  if (draft_) {
+    InferenceOptions of_draft = largest;
+    of_draft.max_positions = 0;
+    beside += total_bytes(cuda::plan_inference(*draft_, of_draft, dtype_)) -
+              kv_bytes(*draft_, of_draft.num_pages * of_draft.page_size, element);
+  }
   const std::uint64_t rest =
       free > beside ? static_cast<std::uint64_t>(kGpuKvShare * static_cast<double>(free - beside)) : 0;
   if (rest == 0 || kv_memory > free - beside) {
@@ -230,7 +283,7 @@ InferenceOptions DecodeDevice::gpu_pool(const ModelConfig& config, std::uint64_t
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
-  if (!choice_.gpu) return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences));
+  if (!choice_.gpu) return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences, draft_));
   announce_gpu();
   const InferenceOptions pool = gpu_pool(file.config(), kv_memory, sequences);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
@@ -240,7 +293,7 @@ std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& fi
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                                     std::int64_t sequences) const {
-  if (!choice_.gpu) return random_on_cpu(config, cpu_pool(config, kv_memory, sequences), settings_.seed);
+  if (!choice_.gpu) return random_on_cpu(config, cpu_pool(config, kv_memory, sequences, draft_), settings_.seed);
   announce_gpu();
   return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed),
                                 gpu_pool(config, kv_memory, sequences), {dtype_, decode_ == "reference", nullptr});
@@ -251,15 +304,88 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   announce_gpu();
   check_memory(config, capacity);
   const std::uint64_t seed = static_cast<std::uint64_t>(settings_.seed);
-  if (config.family == Family::gpt_neox) {
+  if (!through_pages(config)) {
     return cuda::random_neox(config, seed, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
   }
-  return single_sequence(
-      cuda::random_inference(config, seed, one_sequence_on_gpu(capacity), {dtype_, decode_ == "reference", nullptr}),
-      capacity);
+  const bool fused = decode_ == "fused";
+  return sequence_on_gpu(cuda::random_inference(config, seed, one_sequence_on_gpu(capacity, fused),
+                                                {dtype_, decode_ == "reference", nullptr}),
+                         capacity, fused, dtype_);
+}
+
+InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
+  return choice_.gpu ? one_sequence_on_gpu(capacity, false) : one_sequence(capacity);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
+  if (!choice_.gpu) return cpu::load_inference(file, sequence_pool(capacity));
+  announce_gpu();
+  check_memory(file.config(), capacity);
+  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+    return cuda::load_inference(file, sequence_pool(capacity), {dtype_, decode_ == "reference", progress});
+  });
+}
+
+InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
+  const InferenceOptions pool = pool_of_draft(config, model);
+  if (!choice_.gpu) return pool;
+  const std::string refusal = cuda::inference_refusal(config, dtype_);
+  if (!refusal.empty()) fail(Exit::usage, "--draft: the GPU cannot run it: %s", refusal.c_str());
+  return pool;
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
+  const InferenceOptions pool = draft_pool(file.config(), model);
+  if (!choice_.gpu) return cpu::load_inference(file, pool);
+  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
+  });
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
+                                                                   std::int64_t capacity) const {
+  if (!choice_.gpu) return random_on_cpu(config, sequence_pool(capacity), settings_.seed);
+  announce_gpu();
+  check_memory(config, capacity);
+  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), sequence_pool(capacity),
+                                {dtype_, decode_ == "reference", nullptr});
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
+                                                                const InferenceModel& model) const {
+  const InferenceOptions pool = draft_pool(config, model);
+  if (!choice_.gpu) return random_on_cpu(config, pool, settings_.seed);
+  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool,
+                                {dtype_, decode_ == "reference", nullptr});
 }
 
 #else  // built without CUDA
+
+InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
+  return one_sequence(capacity);
+}
+
+InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
+  return pool_of_draft(config, model);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
+  return cpu::load_inference(file, sequence_pool(capacity));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
+  return cpu::load_inference(file, draft_pool(file.config(), model));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
+                                                                   std::int64_t capacity) const {
+  return random_on_cpu(config, sequence_pool(capacity), settings_.seed);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
+                                                                const InferenceModel& model) const {
+  return random_on_cpu(config, draft_pool(config, model), settings_.seed);
+}
 
 void DecodeDevice::choose(const ModelConfig&, DType) {}
 
@@ -273,12 +399,12 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                              std::int64_t sequences) const {
-  return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences));
+  return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences, draft_));
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                                     std::int64_t sequences) const {
-  return random_on_cpu(config, cpu_pool(config, kv_memory, sequences), settings_.seed);
+  return random_on_cpu(config, cpu_pool(config, kv_memory, sequences, draft_), settings_.seed);
 }
 
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {

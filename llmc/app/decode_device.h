@@ -25,11 +25,16 @@ class DecodeDevice {
   // and --decode or --dtype need a GPU.
   explicit DecodeDevice(const InferSettings& settings);
 
+  // A draft model of this shape will share the memory. To be called before choose().
+  void expect_draft(const ModelConfig& config) { draft_ = config; }
   // Chooses the dtype and the way of decoding for this model; to be called before anything is loaded or made. `stored`:
   // the dtype of the model's file. With --device auto, a model that the GPU cannot run goes to the CPU.
   void choose(const ModelConfig& config, DType stored);
 
   bool gpu() const { return choice_.gpu; }
+  // A further row of a step, in steps of one row (DraftOptions::row_cost): the GPU reads the weights either way, the CPU has
+  // little arithmetic to spare. Rough: it decides about when guesses are too many.
+  double row_cost() const { return choice_.gpu ? 0.01 : 0.15; }
   // Tolerance of a comparison with PyTorch, both in fp32, relative to a tensor's largest value.
   double compare_tolerance() const { return choice_.gpu ? 1e-4 : 1e-5; }
   DecodePath path() const { return {choice_.gpu ? "cuda" : "cpu", decode_}; }
@@ -42,20 +47,29 @@ class DecodeDevice {
   // free, but no more than so many sequences can fill. Exit::resources, with how much is needed, if it does not fit.
   std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, std::uint64_t kv_memory,
                                                  std::int64_t sequences) const;
+  // The model for one sequence of `capacity` positions, as an InferenceModel.
+  std::unique_ptr<InferenceModel> load_sequence(const ModelFile& file, std::int64_t capacity) const;
+  // The draft model for all sequences of `model`, with as many positions in its pages. Exit::usage if the GPU cannot run it.
+  std::unique_ptr<InferenceModel> load_draft(const ModelFile& file, const InferenceModel& model) const;
   // The same with random weights; on the CPU for GPT-NeoX only (Exit::usage).
   std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) const;
   std::unique_ptr<InferenceModel> make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                         std::int64_t sequences) const;
+  std::unique_ptr<InferenceModel> make_random_sequence(const ModelConfig& config, std::int64_t capacity) const;
+  std::unique_ptr<InferenceModel> make_random_draft(const ModelConfig& config, const InferenceModel& model) const;
 
  private:
   void use_cpu(const DeviceChoice& cpu);
   void choose_decode(const ModelConfig& config, bool many);
   void announce_gpu() const;
   void check_memory(const ModelConfig& config, std::int64_t capacity) const;
+  InferenceOptions draft_pool(const ModelConfig& config, const InferenceModel& model) const;
+  InferenceOptions sequence_pool(std::int64_t capacity) const;
   InferenceOptions gpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
 
   const InferSettings& settings_;
   DeviceChoice choice_;
+  std::optional<ModelConfig> draft_;
   std::optional<SharedCores> shared_cores_;  // only if the CPU computes
   DType dtype_ = DType::f32;
   std::string decode_ = "reference";  // on a GPU also "graph" or "fused"

@@ -3,13 +3,16 @@
 #include <algorithm>
 #include <cstdio>
 #include <iostream>
+#include <utility>
 
 #include "llmc/app/paths.h"
 #include "llmc/base/error.h"
 #include "llmc/base/file.h"
 #include "llmc/base/log.h"
+#include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/infer/prompt.h"
+#include "llmc/model/random_models.h"
 
 namespace weft {
 
@@ -54,13 +57,13 @@ std::string read_prompt_text(const InferSettings& settings) {
 // Logs one line about a loaded model. `room`: what its memory is for. `threads`: the CPU threads that compute; 0 if the GPU
 // does.
 template <typename Model>
-void announce(const Model& model, const std::string& name, const char* dtype, std::int64_t threads,
+void announce(const Model& model, const std::string& name, const std::string& source, std::int64_t threads,
               const std::string& room) {
   const std::string on_threads =
       threads > 0 ? format("; %lld thread%s", static_cast<long long>(threads), threads == 1 ? "" : "s") : "";
   log_info("%s: %lld layers of %lld, %.1f M parameters from %s; %s for %s%s", name.c_str(),
            static_cast<long long>(model.config().num_layers), static_cast<long long>(model.config().hidden_size),
-           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, dtype,
+           static_cast<double>(TensorTable(model.config()).parameters()) / 1e6, source.c_str(),
            human_bytes(static_cast<double>(total_bytes(model.memory()))).c_str(), room.c_str(), on_threads.c_str());
 }
 
@@ -70,8 +73,8 @@ std::string context_of(const DecodeModel& model) {
 
 // What make() returns, with the faults that are planned, and logs one line about it. `source`: of its parameters.
 template <typename Make, typename Room>
-auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name, const char* source,
-                 const Make& make, const Room& room) {
+auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name,
+                 const std::string& source, const Make& make, const Room& room) {
   const DecodeFaults faults = parse_decode_faults(settings.debug_inject);
   inject_before_load(faults);
   auto model = with_faults(make(), faults);
@@ -84,11 +87,51 @@ std::string pool_of(const InferenceModel& model, std::int64_t sequences) {
                 static_cast<long long>(model.num_pages() * model.page_size()));
 }
 
+DraftOptions drafts_of(const InferSettings& settings, const DecodeDevice& device, InferenceModel* draft) {
+  DraftOptions options;
+  options.lookup = settings.lookup;
+  options.model = draft;
+  options.row_cost = device.row_cost();
+  options.acceptance = parse_decode_faults(settings.debug_inject).acceptance;
+  return options;
+}
+
 }  // namespace
 
 DecodeSession::DecodeSession(const InferSettings& settings)
     : settings_(settings), device_(settings), file_(open_model(settings.model)), tokenizer_(load_tokenizer(file_)) {
+  if (!settings.draft.empty()) {
+    draft_file_.emplace(open_model(settings.draft));
+    check_same_tokens(file_, tokenizer(), *draft_file_);
+    device_.expect_draft(draft_file_->config());
+  }
   device_.choose(file_.config(), file_.dtype());
+}
+
+void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& draft) {
+  const auto refuse = [&](const std::string& why) {
+    fail(Exit::usage, "--draft: %s: %s. A draft model needs the tokenizer of %s", escaped(draft.file().path()).c_str(),
+         why.c_str(), escaped(model.file().path()).c_str());
+  };
+  const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
+  if (tokenizer == nullptr || !draft.has_tokenizer()) {
+    if (draft.has_tokenizer()) refuse("it has a tokenizer, and the model has none to compare it with");
+    if (tokenizer != nullptr) refuse("it has no tokenizer");
+    const std::int64_t own = draft.config().tokenizer_vocab, other = model.config().tokenizer_vocab;
+    if (own != other) refuse(format("it was made for %lld tokens, not %lld", wide(own), wide(other)));
+    return;
+  }
+  if (draft.tokenizer_json() == model.tokenizer_json()) return;
+  const Tokenizer own = *load_tokenizer(draft);
+  if (own.vocab_size() != tokenizer->vocab_size()) {
+    refuse(format("its tokenizer has %lld tokens, not %lld", wide(own.vocab_size()), wide(tokenizer->vocab_size())));
+  }
+  for (std::int32_t id = 0; id < own.vocab_size(); ++id) {
+    const std::string here = own.token_bytes(id), there = tokenizer->token_bytes(id);
+    if (here != there) {
+      refuse(format("its token %d is %s, not %s", id, escaped(here).c_str(), escaped(there).c_str()));
+    }
+  }
 }
 
 const Tokenizer& DecodeSession::need_tokenizer() const {
@@ -117,15 +160,38 @@ GenerateOptions DecodeSession::generate_options() const {
   return generate;
 }
 
+// What the parameters come from: "bf16", "bf16, weights int4".
+std::string DecodeSession::source() const {
+  const Quantization& quantization = config().quantization;
+  return std::string(dtype_name(file_.dtype())) +
+         (quantization.any() ? ", weights " + quantization_text(quantization) : "");
+}
+
+DraftOptions DecodeSession::draft_options(InferenceModel* draft) const {
+  return drafts_of(settings_, device_, draft);
+}
+
+std::unique_ptr<InferenceModel> DecodeSession::load_draft(const InferenceModel& model) const {
+  if (!draft_file_) return nullptr;
+  std::unique_ptr<InferenceModel> draft = device_.load_draft(*draft_file_, model);
+  announce(*draft, escaped(draft_file_->file().path()), dtype_name(draft_file_->dtype()),
+           device_.gpu() ? 0 : settings_.threads, "drafts");
+  return draft;
+}
+
 std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) const {
-  return ready_model(
-      settings_, device_, escaped(file_.file().path()), dtype_name(file_.dtype()),
-      [&] { return device_.load(file_, capacity); }, context_of);
+  const auto load = [&] {
+    if (!settings_.drafts()) return device_.load(file_, capacity);
+    std::unique_ptr<InferenceModel> model = device_.load_sequence(file_, capacity);
+    std::unique_ptr<InferenceModel> draft = load_draft(*model);
+    return engine_sequence(std::move(model), capacity, std::move(draft), draft_options(nullptr));
+  };
+  return ready_model(settings_, device_, escaped(file_.file().path()), source(), load, context_of);
 }
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
   return ready_model(
-      settings_, device_, escaped(file_.file().path()), dtype_name(file_.dtype()),
+      settings_, device_, escaped(file_.file().path()), source(),
       [&] { return device_.load_inference(file_, kv_memory, sequences); },
       [&](const InferenceModel& model) { return pool_of(model, sequences); });
 }
@@ -151,9 +217,15 @@ constexpr const char* kRandomSource = "a random generator";
 
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity) {
-  return ready_model(
-      settings, device, settings.random_model, kRandomSource, [&] { return device.make_random(config, capacity); },
-      context_of);
+  const auto make = [&] {
+    if (!settings.drafts()) return device.make_random(config, capacity);
+    std::unique_ptr<InferenceModel> model = device.make_random_sequence(config, capacity), draft;
+    if (!settings.draft.empty()) {
+      draft = device.make_random_draft(random_model_config(settings.draft, "--draft"), *model);
+    }
+    return engine_sequence(std::move(model), capacity, std::move(draft), drafts_of(settings, device, nullptr));
+  };
+  return ready_model(settings, device, settings.random_model, kRandomSource, make, context_of);
 }
 
 std::unique_ptr<InferenceModel> make_random_inference(const InferSettings& settings, const DecodeDevice& device,

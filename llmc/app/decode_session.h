@@ -10,6 +10,7 @@
 
 #include "llmc/app/decode_device.h"
 #include "llmc/base/sampling.h"
+#include "llmc/infer/engine.h"
 #include "llmc/infer/generate.h"
 #include "llmc/infer/options.h"
 #include "llmc/model/decode_model.h"
@@ -42,17 +43,28 @@ class DecodeSession {
   // Ids of --prompt, --prompt-file or --prompt-ids.
   std::vector<std::int32_t> prompt_ids() const;
   GenerateOptions generate_options() const;
-  // Loads the model, with a cache of `capacity` positions, and logs one line about it.
+  // With --lookup or --draft (else no drafts): where guesses come from. `draft`: what load_draft() returned.
+  DraftOptions draft_options(InferenceModel* draft) const;
+  // The model of --draft for the sequences of `model`; null without it.
+  std::unique_ptr<InferenceModel> load_draft(const InferenceModel& model) const;
+  // Loads the model, with drafts if they are asked for, with a cache of `capacity` positions, and logs one line about it.
   std::unique_ptr<DecodeModel> load_model(std::int64_t capacity) const;
   // Loads the model for many sequences at once (DecodeDevice::load_inference()), and logs one line about it.
   std::unique_ptr<InferenceModel> load_inference(std::uint64_t kv_memory, std::int64_t sequences) const;
 
  private:
+  std::string source() const;
+
   const InferSettings& settings_;
   DecodeDevice device_;
   ModelFile file_;
   std::optional<Tokenizer> tokenizer_;
+  std::optional<ModelFile> draft_file_;
 };
+
+// Exit::usage unless both models have the same tokens: of their tokenizers, and of their configurations where neither file has a
+// tokenizer. The vocabularies may be padded differently.
+void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& draft);
 
 // What the options say about sampling; without vocab_limit, which the model says.
 SamplerOptions sampler_options(const InferSettings& settings);

@@ -63,7 +63,7 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
   if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
-    fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
+    fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   }
   if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
     fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");

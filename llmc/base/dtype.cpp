@@ -11,15 +11,19 @@ namespace {
 
 struct DTypeInfo {
   const char* name;
-  std::size_t bytes;
+  std::size_t bits;
 };
-constexpr DTypeInfo kInfo[kNumDTypes] = {{"f32", 4}, {"f16", 2}, {"bf16", 2}, {"u8", 1},
-                                         {"u16", 2}, {"u32", 4}, {"i32", 4},  {"i64", 8}};
+constexpr DTypeInfo kInfo[kNumDTypes] = {{"f32", 32}, {"f16", 16}, {"bf16", 16}, {"u8", 8}, {"u16", 16}, {"u32", 32},
+                                         {"i32", 32}, {"i64", 64}, {"i8", 8},    {"u4", 4}, {"e4m3", 8}};
 
 }  // namespace
 
+std::size_t dtype_bits(DType dtype) {
+  return kInfo[static_cast<std::uint32_t>(dtype)].bits;
+}
 std::size_t dtype_bytes(DType dtype) {
-  return kInfo[static_cast<std::uint32_t>(dtype)].bytes;
+  if (dtype_bits(dtype) < 8) fail(Exit::internal, "an element of dtype %s has no bytes of its own", dtype_name(dtype));
+  return dtype_bits(dtype) / 8;
 }
 const char* dtype_name(DType dtype) {
   return kInfo[static_cast<std::uint32_t>(dtype)].name;
@@ -47,6 +51,17 @@ float f16_to_f32(std::uint16_t bits) {
     return sign != 0 ? -magnitude : magnitude;
   }
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+float e4m3_to_f32(std::uint8_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x80u) << 24;
+  const std::uint32_t exponent = (bits >> 3) & 0xFu, mantissa = bits & 7u;
+  if (exponent == 0xF && mantissa == 7) return std::bit_cast<float>(sign | 0x7FC00000u);
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-9f;  // zero or subnormal
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  return std::bit_cast<float>(sign | ((exponent + 120) << 23) | (mantissa << 20));
 }
 
 std::uint16_t f32_to_bf16(float value) {

@@ -7,7 +7,6 @@
 #include "llmc/base/error.h"
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/llama_inference.h"
-#include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/neox_inference.h"
 #include "llmc/cpu/residual_norm.h"
 #include "llmc/cpu/rope.h"
@@ -33,6 +32,11 @@ Inference::Inference(const ModelConfig& config, const InferenceOptions& options)
   last_ids_.resize(static_cast<std::size_t>(options_.slots));
   residual_.resize(static_cast<std::size_t>(options_.max_rows * config.hidden_size));
   final_norm_.resize(residual_.size());
+}
+
+std::string Inference::parameters_name() const {
+  const Quantization& quantization = config_.quantization;
+  return quantization.any() ? "parameters (" + quantization_text(quantization) + ")" : "parameters (fp32)";
 }
 
 std::uint64_t Inference::bytes_per_step(std::int64_t sequences, std::int64_t context) const {
@@ -139,9 +143,12 @@ std::vector<Inference::WantedRow> Inference::wanted_rows(std::span<const Span> w
   for (std::size_t s = 0; s < work.size(); ++s) {
     const std::int64_t rows = rows_[s].rows, targets = static_cast<std::int64_t>(work[s].targets.size());
     const bool last_is_wanted = work[s].sampling != nullptr || work[s].keep_logits;
+    const std::int64_t verified = work[s].drafts > 0 ? rows - 1 - work[s].drafts : rows;  // the first row that is
     for (std::int64_t t = 0; t < rows; ++t) {
       const bool last = t + 1 == rows && last_is_wanted;
-      if (t < targets || last) wanted.push_back({rows_[s].first_row + t, s, t < targets ? t : -1, last});
+      if (t < targets || last || t >= verified) {
+        wanted.push_back({rows_[s].first_row + t, s, t < targets ? t : -1, last, t >= verified ? t - verified : -1});
+      }
     }
   }
   return wanted;
@@ -151,7 +158,11 @@ void Inference::compute_logits(std::span<const Span> work) {
   const std::int64_t C = config_.hidden_size, V = config_.vocab_size;
   results_.assign(work.size(), {});
   kept_logits_.assign(work.size(), {});
-  for (std::size_t s = 0; s < work.size(); ++s) results_[s].targets.resize(work[s].targets.size());
+  verified_.resize(work.size());
+  for (std::size_t s = 0; s < work.size(); ++s) {
+    results_[s].targets.resize(work[s].targets.size());
+    verified_[s].assign(work[s].drafts > 0 ? static_cast<std::size_t>(work[s].drafts + 1) : 0, {});
+  }
 
   const std::vector<WantedRow> wanted = wanted_rows(work);
   const std::int64_t count = static_cast<std::int64_t>(wanted.size()), piece = std::min(count, kLogitRows);
@@ -168,6 +179,10 @@ void Inference::compute_logits(std::span<const Span> work) {
       finish_row(work[row.span], row, {logits.data() + i * V, static_cast<std::size_t>(V)});
     }
   }
+  for (std::size_t s = 0; s < work.size(); ++s) {
+    if (work[s].drafts == 0) continue;
+    accept_drafts(work[s].ids.last(static_cast<std::size_t>(work[s].drafts)), verified_[s], results_[s]);
+  }
 }
 
 void Inference::finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits) {
@@ -175,6 +190,14 @@ void Inference::finish_row(const Span& span, const WantedRow& wanted, std::span<
   if (wanted.target >= 0) {
     const std::size_t target = static_cast<std::size_t>(wanted.target);
     result.targets[target] = scored(span.targets[target], logits, span.alternatives);
+  }
+  if (wanted.draft >= 0) {
+    VerifiedRow& verified = verified_[wanted.span][static_cast<std::size_t>(wanted.draft)];
+    const std::int64_t position = span.first_position + wanted.row - rows_[wanted.span].first_row + 1;
+    std::int32_t id = 0;
+    verified.error = Sampler(*span.sampling).try_sample(logits, position, &id);
+    if (verified.error == SampleError::none) verified.id = sampled_id(id, logits, span.alternatives);
+    return;
   }
   if (!wanted.last) return;
   if (span.keep_logits) {
@@ -186,7 +209,11 @@ void Inference::finish_row(const Span& span, const WantedRow& wanted, std::span<
   result.error = Sampler(*span.sampling).try_sample(logits, span.first_position + rows_[wanted.span].rows, &id);
   if (result.error != SampleError::none) return;
   last_ids_[static_cast<std::size_t>(span.slot)] = id;
-  result.sampled = span.alternatives < 0 ? ScoredId{id, 0, {}} : scored(id, logits, span.alternatives);
+  result.sampled = sampled_id(id, logits, span.alternatives);
+}
+
+ScoredId Inference::sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const {
+  return alternatives < 0 ? ScoredId{id, 0, {}} : scored(id, logits, alternatives);
 }
 
 ScoredId Inference::scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const {

@@ -15,6 +15,7 @@
 #include "llmc/base/sampler.h"
 #include "llmc/base/threads.h"
 #include "llmc/cpu/head_view.h"
+#include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/paged_attention.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/inference_model.h"
@@ -23,7 +24,8 @@
 
 namespace weft::cpu {
 
-// Either family from its file: reads and verifies every parameter (fp16, bf16 or fp32) into fp32 memory. Exit::bad_file for
+// Either family from its file: reads and verifies every parameter (fp16, bf16 or fp32) into fp32 memory, and quantised
+// matrices as they are. Exit::bad_file for
 // damaged tensors, Exit::resources if the memory cannot be had.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options);
 // The same for one sequence of at most `capacity` positions, 1 .. max_positions.
@@ -49,11 +51,13 @@ class Inference : public InferenceModel {
  protected:
   // Runs the rows of the step, whose ids these are, and leaves the output of the final norm in final_norm() [rows, C].
   virtual void run_layers(std::span<const std::int32_t> ids) = 0;
-  virtual const float* head() const = 0;  // [V, C]
+  virtual RowsWeight head() const = 0;  // [V, C]
 
   float* residual() { return residual_.data(); }  // [rows, C], the residual stream
   float* final_norm() { return final_norm_.data(); }
   std::uint64_t kv_bytes() const { return kv_arena_.bytes(); }
+  // "parameters (fp32)", "parameters (int4 weights)"
+  std::string parameters_name() const;
 
   using Norm = NormParameters<const float>;
   // residual += branch (unless null); out = norm(residual) and, where there is one, out2 = norm2(residual) from the same
@@ -74,6 +78,7 @@ class Inference : public InferenceModel {
     std::size_t span;
     std::int64_t target;  // index in the span's targets; -1: none
     bool last;            // of its span: sampled and kept where that is asked for
+    std::int64_t draft;   // index among the rows that verify the span's drafts; -1: none of them
   };
 
   PagedKv pages_of_layer(std::int64_t l) const;
@@ -81,6 +86,7 @@ class Inference : public InferenceModel {
   std::vector<WantedRow> wanted_rows(std::span<const Span> work) const;
   void compute_logits(std::span<const Span> work);
   void finish_row(const Span& span, const WantedRow& wanted, std::span<const float> logits);
+  ScoredId sampled_id(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   ScoredId scored(std::int32_t id, std::span<const float> logits, std::int32_t alternatives) const;
   void keep_heads(const std::string& name, ConstHeadView heads, std::int64_t rows, std::int64_t count);
 
@@ -95,7 +101,8 @@ class Inference : public InferenceModel {
   std::vector<std::int32_t> ids_;
   std::vector<PagedRows> rows_;
   std::vector<SpanResult> results_;
-  std::vector<std::vector<float>> kept_logits_;  // by span
+  std::vector<std::vector<float>> kept_logits_;     // by span
+  std::vector<std::vector<VerifiedRow>> verified_;  // by span, then by row
   bool uncollected_ = false;
   StepThreads threads_;  // of steps of one row
 

@@ -31,7 +31,7 @@ namespace {
 
 constexpr std::int64_t kClassifierRows = 512;  // of logits at once
 
-MemoryPlan moment_plan(const char* name, const Range& part) {
+MemoryPlan part_plan(const char* name, const Range& part) {
   MemoryPlan plan(name);
   plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), name));
   return plan;
@@ -49,22 +49,46 @@ struct Portion {
   std::int64_t rounds = 1;  // ranks that it computes, one after the other
   Range added;              // elements of the gradients that it adds
   Range own;                // elements that it updates: it has their moments
+  SectionPlaces places;     // of divided parameters; empty if it has all of them
 };
 
-Portion portion_of(const TensorTable& table, const TrainOptions& options, int rank, int ranks, Shard shard) {
+Portion portion_of(const ModelConfig& config, const TensorTable& table, const TrainOptions& options, int rank,
+                   int ranks, Shard shard) {
   const Range all{0, table.arena_elements()};
   const Range part = cut_arena(table, ranks, kAdamWBlock)[static_cast<std::size_t>(rank)];
-  return {options.virtual_ranks / ranks, part, shard == Shard::optimizer ? part : all};
+  Portion portion{options.virtual_ranks / ranks, part, shard == Shard::none ? all : part, {}};
+  if (shard == Shard::parameters && ranks > 1) {
+    portion.places = SectionPlaces(llama_sections(config, table), config.num_layers);
+  }
+  return portion;
+}
+
+// What passes read: all parameters, or those of the sections that are in use.
+MemoryPlan read_parameters_plan(const TensorTable& table, const Portion& portion) {
+  if (portion.places.elements() == 0) return parameter_plan(table);
+  return part_plan("parameters of layers in use", {0, portion.places.elements()});
+}
+
+// Those of this process's own part, where they are divided.
+MemoryPlan own_parameters_plan(const Portion& portion) {
+  return part_plan("parameters", portion.places.elements() > 0 ? portion.own : Range());
 }
 
 std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptions& options, const TensorTable& table,
                                      const Portion& portion) {
-  const std::uint64_t parameters = parameter_plan(table).bytes();
-  std::vector<MemoryLine> lines = {{"parameters (fp32)", parameters}, {"gradients (fp32)", parameters}};
+  const std::uint64_t all = parameter_plan(table).bytes(), read = read_parameters_plan(table, portion).bytes();
+  std::vector<MemoryLine> lines;
+  if (portion.places.elements() > 0) {
+    lines.push_back({"parameters (fp32)", own_parameters_plan(portion).bytes()});
+    lines.push_back({"parameters of layers in use (fp32)", read});
+  } else {
+    lines.push_back({"parameters (fp32)", read});
+  }
+  lines.push_back({"gradients (fp32)", all});
   if (portion.rounds > 1) {
     lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(portion.rounds, portion.added).bytes()});
   }
-  lines.push_back({"AdamW moments (fp32)", 2 * moment_plan("moments", portion.own).bytes()});
+  lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", portion.own).bytes()});
   lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
   return lines;
 }
@@ -81,22 +105,29 @@ class Llama final : public TrainModel {
         options_(options),
         table_(config),
         ranks_(ranks),
-        divided_(ranks != nullptr && shard == Shard::optimizer),
+        divided_(ranks != nullptr && shard != Shard::none),
         parts_(cut_arena(table_, ranks != nullptr ? ranks->size() : 1, kAdamWBlock)),
-        portion_(portion_of(table_, options, ranks != nullptr ? ranks->rank() : 0, ranks != nullptr ? ranks->size() : 1,
-                            shard)),
+        portion_(portion_of(config, table_, options, ranks != nullptr ? ranks->rank() : 0,
+                            ranks != nullptr ? ranks->size() : 1, shard)),
         own_(portion_.own),
-        parameter_arena_(parameter_plan(table_)),
+        sections_(llama_sections(config, table_)),
+        parameter_arena_(read_parameters_plan(table_, portion_)),
+        own_parameter_arena_(own_parameters_plan(portion_)),
         gradient_arena_(per_parameter_plan("gradients", table_, sizeof(float))),
         rank_sum_arena_(rank_sum_plan(portion_.rounds, portion_.added)),
-        moment1_arena_(moment_plan("first moments", own_)),
-        moment2_arena_(moment_plan("second moments", own_)),
+        moment1_arena_(part_plan("first moments", own_)),
+        moment2_arena_(part_plan("second moments", own_)),
         weights_(config, table_, parameter_arena_.at<float>(0), Offsets::bytes),
         d_weights_(config, table_, gradient_arena_.at<float>(0), Offsets::elements),
         acts_(config, options, kClassifierRows),
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
     acts_.bind(activation_arena_);
+    if (!parameters_divided()) return;
+    std::vector<std::int64_t> moves;
+    for (std::size_t s = 0; s < sections_.size(); ++s)
+      moves.push_back(portion_.places.begin_of(s) - sections_[s].begin);
+    weights_.move_sections(moves);
   }
 
   const ModelConfig& config() const override { return config_; }
@@ -119,6 +150,8 @@ class Llama final : public TrainModel {
     return classify(batch.labels, 0, label_count);
   }
 
+  bool evaluates_together() const override { return parameters_divided(); }
+
   void backward() override;
   void zero_gradients() override {
     gradient_arena_.clear();
@@ -133,9 +166,11 @@ class Llama final : public TrainModel {
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override {
     const Range part = common(elements_of(spec), held(role));
     if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
+    if (role == TensorRole::parameter) portion_.places.forget();
   }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
+    if (parameters_divided()) fail(Exit::internal, "a decoder of divided parameters");
     return single_sequence(make_llama_inference(config_, weights_, one_sequence(capacity)), capacity);
   }
 
@@ -145,21 +180,23 @@ class Llama final : public TrainModel {
   Range held(TensorRole role) const { return is_divided(role) ? own_ : Range{0, table_.arena_elements()}; }
   // Whether each rank has its part alone.
   bool is_divided(TensorRole role) const {
-    return divided_ && role != TensorRole::parameter && (role != TensorRole::gradient || exchanged_);
+    if (role == TensorRole::parameter) return parameters_divided();
+    return divided_ && (role != TensorRole::gradient || exchanged_);
   }
+  bool parameters_divided() const { return portion_.places.elements() > 0; }
   // The values of elements that this model has; null if there are none.
   float* at(TensorRole role, const Range& part) const {
     if (part.size() == 0) return nullptr;
-    const auto moments = [&](const HostArena& arena) { return arena.at<float>(0) + (part.begin - own_.begin); };
+    const auto own = [&](const HostArena& arena) { return arena.at<float>(0) + (part.begin - own_.begin); };
     switch (role) {
       case TensorRole::parameter:
-        return parameter_arena_.at<float>(0) + part.begin;
+        return parameters_divided() ? own(own_parameter_arena_) : parameter_arena_.at<float>(0) + part.begin;
       case TensorRole::gradient:
         return (ranks_ == nullptr && ranks_added_ > 0 ? rank_sum_arena_ : gradient_arena_).at<float>(0) + part.begin;
       case TensorRole::moment1:
-        return moments(moment1_arena_);
+        return own(moment1_arena_);
       case TensorRole::moment2:
-        return moments(moment2_arena_);
+        return own(moment2_arena_);
     }
     fail(Exit::internal, "unknown tensor role");
   }
@@ -213,6 +250,10 @@ class Llama final : public TrainModel {
   // become those of x and skip.
   void norm_backward(const NormSite& site, const float* d_norm, bool has_skip);
 
+  static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
+  void gather_parameters(std::size_t section);
+  std::size_t head_section() const { return config_.tied_embeddings ? 0 : sections_.size() - 1; }
+
   void forward_layers();
   void forward_layer(std::int64_t l);
   void forward_to_swiglu(std::int64_t l, float* branch);
@@ -232,7 +273,10 @@ class Llama final : public TrainModel {
   std::vector<Range> parts_;  // of the arena: one for each rank
   Portion portion_;
   Range own_;  // whose moments this model has: of all parameters, or of the part of its rank
-  HostArena parameter_arena_, gradient_arena_;
+  std::vector<Range> sections_;
+  HostArena parameter_arena_;      // what passes read
+  HostArena own_parameter_arena_;  // of this rank, where they are divided
+  HostArena gradient_arena_;
   HostArena rank_sum_arena_;  // the gradients of the ranks that are complete; empty where a process has one
   HostArena moment1_arena_, moment2_arena_;
   LlamaParameters<float> weights_, d_weights_;
@@ -250,10 +294,29 @@ class Llama final : public TrainModel {
   bool exchanged_ = false;  // gradients, loss and labels are those of all ranks, as far as this model has them
 };
 
+// What follows reads the parameters of a section: where they are divided, they come from all ranks, unless they are there.
+void Llama::gather_parameters(std::size_t section) {
+  if (!parameters_divided() || !portion_.places.take(section)) return;
+  const Range range = sections_[section];
+  float* const values = parameter_arena_.at<float>(0) + portion_.places.begin_of(section);
+  const Range mine = common(range, own_);
+  if (mine.size() > 0) {
+    std::copy_n(at(TensorRole::parameter, mine), mine.size(), values + (mine.begin - range.begin));
+  }
+  std::vector<Range> parts;
+  for (const Range& each : parts_) {
+    const Range theirs = common(range, each);
+    parts.push_back({theirs.begin - range.begin, theirs.end - range.begin});
+  }
+  ranks_->gather(values, parts);
+}
+
 // ---- forward --------------------------------------------------------------------------------------------------------
 
 void Llama::forward_layers() {
+  gather_parameters(0);
   embedding_forward(acts_.residual[0], tokens_.data(), weights_.embedding, rows(), config_.hidden_size);
+  gather_parameters(section_of_layer(0));
   normalize(norm_after(-1));
   for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
 }
@@ -263,6 +326,7 @@ void Llama::forward_layer(std::int64_t l) {
   forward_to_swiglu(l, acts_.branch);
   matmul_forward(acts_.branch, a.swiglu_out, weights_.layers[l].down, nullptr, rows(), config_.ffn_size,
                  config_.hidden_size);
+  if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // the norm is that layer's
   add_and_normalize(norm_after(2 * l + 1), acts_.branch, a.residual_mid);
 }
 
@@ -287,6 +351,7 @@ void Llama::forward_to_swiglu(std::int64_t l, float* branch) {
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
 double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, std::int64_t* label_count) {
   const std::int64_t N = rows(), C = config_.hidden_size, V = config_.vocab_size;
+  gather_parameters(head_section());
   for (std::int64_t row = 0; row < N; row += kClassifierRows) {
     const std::int64_t count = std::min(kClassifierRows, N - row);
     const float* hidden = acts_.final_norm + row * C;
@@ -310,8 +375,10 @@ double Llama::classify(std::span<const std::int32_t> labels, float loss_scale, s
 void Llama::backward() {
   if (!training_) fail(Exit::internal, "backward() without a forward()");
   const std::int64_t L = config_.num_layers;
+  gather_parameters(section_of_layer(L - 1));
   norm_backward(norm_after(2 * L - 1), acts_.d_final_norm, false);
   for (std::int64_t l = L - 1; l >= 0; --l) {
+    gather_parameters(section_of_layer(l));
     recompute_layer(l);
     backward_layer(l);
   }
@@ -504,7 +571,8 @@ void Llama::update(const AdamWStep& step) {
     adamw(at(TensorRole::parameter, part), at(TensorRole::gradient, part), at(TensorRole::moment1, part),
           at(TensorRole::moment2, part), part.size(), spec.decay, step);
   }
-  if (divided_) ranks_->gather(parameter_arena_.at<float>(0), parts_);
+  portion_.places.forget();
+  if (divided_ && !parameters_divided()) ranks_->gather(parameter_arena_.at<float>(0), parts_);
 }
 
 // ---- access ---------------------------------------------------------------------------------------------------------
@@ -530,6 +598,7 @@ std::vector<float> Llama::activation(const std::string& name) {
   };
   if (name == "embedding") return copy(acts_.residual[0], C, C);
   if (name == "final_norm") return copy(acts_.final_norm, C, C);
+  if (name == "logits" && parameters_divided()) return {};
   if (name == "logits") {
     std::vector<float> logits(static_cast<std::size_t>(N * config_.vocab_size));
     matmul_forward(logits.data(), acts_.final_norm, weights_.head, nullptr, N, C, config_.vocab_size);
@@ -563,7 +632,7 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                    Shard shard) {
   const TensorTable table(config);
-  return memory_lines(config, options, table, portion_of(table, options, rank, ranks, shard));
+  return memory_lines(config, options, table, portion_of(config, table, options, rank, ranks, shard));
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
@@ -577,7 +646,8 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
-  if (shard == Shard::gradients) fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer");
+  if (shard == Shard::gradients)
+    fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   return std::make_unique<Llama>(config, options, &ranks, shard);
 }
 

@@ -24,7 +24,9 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
 // one model that computes those of all ranks. `ranks` outlives the model. All processes call, in the same order: backward(),
 // where they have several ranks; statistics(), which makes the gradients those of the step; update(); and, with
 // Shard::optimizer, read_tensor() of moments and, after statistics(), of gradients. write_tensor() of a moment keeps the part
-// that the process has.
+// that the process has. With Shard::parameters the same holds for read_tensor() and write_tensor() of parameters, and all
+// processes call forward(), backward() and evaluate() in the same order, as each layer's parameters come from all of them;
+// gradients are those of Shard::optimizer.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        Shard shard);
 

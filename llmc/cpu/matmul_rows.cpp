@@ -3,7 +3,10 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
+#include <memory>
 
+#include "llmc/cpu/dequantize.h"
 #include "llmc/cpu/dot_products.h"
 
 namespace weft::cpu {
@@ -25,29 +28,32 @@ constexpr std::int64_t kEnoughForThreads = std::int64_t{1} << 16;
 
 struct Linear {
   float* out;
-  const float *x, *weight, *bias;
+  const float *x, *bias, *scales;  // scales: of the rows of the weight; null: none
   std::int64_t C, OC;
   bool accumulate;
 
   void write(std::int64_t n, std::int64_t o, float sum) const {
     float* element = out + n * OC + o;
-    const float value = sum + (bias != nullptr ? bias[o] : 0.0f);
+    const float of_bias = bias != nullptr ? bias[o] : 0.0f;
+    // Written as fma: a compiler that chose for each of the blocks whether to fuse would make bits depend on the block.
+    const float value = scales != nullptr ? std::fma(sum, scales[o], of_bias) : sum + of_bias;
     *element = accumulate ? *element + value : value;
   }
+  // `weight`: of output o on.
   template <int Rows, int Outputs>
-  void block(std::int64_t n, std::int64_t o) const {
+  void block(std::int64_t n, std::int64_t o, const float* weight) const {
     float sums[Rows][Outputs];
-    dot_products(sums, x + n * C, C, weight + o * C, C, C);
+    dot_products(sums, x + n * C, C, weight, C, C);
     for (int r = 0; r < Rows; ++r) {
       for (int i = 0; i < Outputs; ++i) write(n + r, o + i, sums[r][i]);
     }
   }
-  // Rows [n, n + Rows), outputs [first, last).
+  // Rows [n, n + Rows), outputs [first, last), whose rows of the weight these are.
   template <int Rows, int Outputs>
-  void outputs(std::int64_t n, std::int64_t first, std::int64_t last) const {
+  void outputs(std::int64_t n, std::int64_t first, std::int64_t last, const float* weight) const {
     std::int64_t o = first;
-    for (; o + Outputs <= last; o += Outputs) block<Rows, Outputs>(n, o);
-    for (; o < last; ++o) block<Rows, 1>(n, o);
+    for (; o + Outputs <= last; o += Outputs) block<Rows, Outputs>(n, o, weight + (o - first) * C);
+    for (; o < last; ++o) block<Rows, 1>(n, o, weight + (o - first) * C);
   }
 };
 
@@ -57,20 +63,32 @@ std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
 
 }  // namespace
 
-void matmul_rows_forward(float* out, const float* x, const float* weight, const float* bias, std::int64_t N,
+void matmul_rows_forward(float* out, const float* x, const RowsWeight& weight, const float* bias, std::int64_t N,
                          std::int64_t C, std::int64_t OC, Accumulate accumulate) {
-  const Linear linear = {out, x, weight, bias, C, OC, accumulate == Accumulate::yes};
+  const Linear linear = {out, x, bias, weight.quants.row_scales, C, OC, accumulate == Accumulate::yes};
   const std::int64_t of_cache = kPanelFloats / std::max<std::int64_t>(C, 1),
                      of_thread = ceil_divide(OC, omp_get_max_threads());
   const std::int64_t panel =
       ceil_divide(std::max<std::int64_t>(std::min(of_cache, of_thread), 1), kLeastPanel) * kLeastPanel;
+  // A panel of a quantised weight for each thread. Allocated here: no exception can leave the loop.
+  const std::size_t panel_floats = weight.quants ? static_cast<std::size_t>(panel * C) : 0;
+  const auto panels =
+      std::make_unique_for_overwrite<float[]>(panel_floats * static_cast<std::size_t>(omp_get_max_threads()));
 #pragma omp parallel for schedule(dynamic) if (N * C * OC >= kEnoughForThreads)
   for (std::int64_t first = 0; first < OC; first += panel) {
     const std::int64_t last = std::min(first + panel, OC);
+    const float* of_panel = nullptr;
+    if (weight.quants) {
+      float* dequantized = panels.get() + panel_floats * static_cast<std::size_t>(omp_get_thread_num());
+      dequantize_rows(dequantized, weight.quants, first, last, C);
+      of_panel = dequantized;
+    } else {
+      of_panel = weight.floats + first * C;
+    }
     std::int64_t n = 0;
-    for (; n + kRows <= N; n += kRows) linear.outputs<kRows, kOutputs>(n, first, last);
-    for (; n + 2 <= N; n += 2) linear.outputs<2, kOutputs>(n, first, last);
-    if (n < N) linear.outputs<1, kOutputsOfOneRow>(n, first, last);
+    for (; n + kRows <= N; n += kRows) linear.outputs<kRows, kOutputs>(n, first, last, of_panel);
+    for (; n + 2 <= N; n += 2) linear.outputs<2, kOutputs>(n, first, last, of_panel);
+    if (n < N) linear.outputs<1, kOutputsOfOneRow>(n, first, last, of_panel);
   }
 }
 

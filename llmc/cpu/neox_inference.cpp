@@ -12,6 +12,7 @@
 #include "llmc/cpu/inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/model/neox_layout.h"
+#include "llmc/model/quantized_weights.h"
 
 namespace weft::cpu {
 
@@ -20,11 +21,12 @@ namespace {
 class NeoxInference final : public Inference {
  public:
   NeoxInference(const ModelConfig& model, const TensorTable& table, const InferenceOptions& options,
-                const std::function<void(const TensorSpec&, float*)>& fill)
+                const std::function<void(const TensorSpec&, std::byte*)>& fill)
       : Inference(model, options),
-        arena_(per_parameter_plan("parameters", table, sizeof(float))),
-        weights_(model, table, arena_.at<const float>(0)) {
-    for (const TensorSpec& spec : table.specs()) fill(spec, arena_.at<float>(0) + spec.offset);
+        arena_(parameter_plan(table)),
+        weights_(model, table, arena_.at<const float>(0), Offsets::bytes),
+        quants_(bind_quantized(model, table, arena_.at<const std::byte>(0))) {
+    for (const TensorSpec& spec : table.specs()) fill(spec, arena_.at<std::byte>(spec.byte_offset));
     const std::size_t rows = static_cast<std::size_t>(max_rows());
     const std::size_t C = static_cast<std::size_t>(config().hidden_size),
                       F = static_cast<std::size_t>(config().ffn_size);
@@ -38,14 +40,14 @@ class NeoxInference final : public Inference {
 
   std::vector<MemoryLine> memory() const override {
     const std::size_t scratch = 5 * branch_.size() + qkv_.size() + up_.size();
-    return {{"parameters (fp32)", arena_.bytes()},
+    return {{parameters_name(), arena_.bytes()},
             {"K/V cache (fp32)", kv_bytes()},
             {"workspace (fp32)", scratch * sizeof(float)}};
   }
 
  protected:
   void run_layers(std::span<const std::int32_t> ids) override;
-  const float* head() const override { return weights_.head; }
+  RowsWeight head() const override { return {weights_.head, quants_.head}; }
 
  private:
   void run_layer(std::int64_t l, std::int64_t rows);
@@ -64,6 +66,7 @@ class NeoxInference final : public Inference {
 
   HostArena arena_;
   const NeoxParameters<const float> weights_;
+  const QuantizedWeights quants_;
   std::vector<float> norm1_, norm2_, branch_, attention_, qkv_, up_;
 };
 
@@ -79,21 +82,22 @@ void NeoxInference::run_layers(std::span<const std::int32_t> ids) {
 void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
   const ModelConfig& c = config();
   const NeoxLayerParameters<const float>& w = weights_.layers[static_cast<std::size_t>(l)];
+  const QuantizedLayer& q = quants_.layers[static_cast<std::size_t>(l)];
   const std::int64_t C = c.hidden_size, F = c.ffn_size, HS = c.head_dim;
   const auto heads = [&](std::int64_t part) { return HeadView{qkv_.data() + part * HS, 0, 3 * C, 3 * HS}; };
   const std::string prefix = "layers." + std::to_string(l) + ".";
 
   keep(prefix + "input_norm", norm1_.data(), rows, C);
-  matmul_rows_forward(qkv_.data(), norm1_.data(), w.qkv.weight, w.qkv.bias, rows, C, 3 * C);
+  matmul_rows_forward(qkv_.data(), norm1_.data(), {w.qkv.weight, q.qkv}, w.qkv.bias, rows, C, 3 * C);
   attend(l, heads(0), heads(1), heads(2), attention_.data());
-  matmul_rows_forward(branch_.data(), attention_.data(), w.dense.weight, w.dense.bias, rows, C, C);
+  matmul_rows_forward(branch_.data(), attention_.data(), {w.dense.weight, q.output}, w.dense.bias, rows, C, C);
   if (!c.parallel_residual) normalize(rows, branch_.data(), w.post_norm, norm2_.data());
   keep(prefix + "post_attention_norm", norm2_.data(), rows, C);
-  matmul_rows_forward(up_.data(), norm2_.data(), w.up.weight, w.up.bias, rows, C, F);
+  matmul_rows_forward(up_.data(), norm2_.data(), {w.up.weight, q.up}, w.up.bias, rows, C, F);
   gelu_forward(up_.data(), up_.data(), rows * F);
   keep(prefix + "mlp_product", up_.data(), rows, F);
   // Parallel residual: both branches are added at once, so the MLP accumulates into what attention left.
-  matmul_rows_forward(branch_.data(), up_.data(), w.down.weight, w.down.bias, rows, F, C,
+  matmul_rows_forward(branch_.data(), up_.data(), {w.down.weight, q.down}, w.down.bias, rows, F, C,
                       c.parallel_residual ? Accumulate::yes : Accumulate::no);
   normalize_input(l + 1, rows, branch_.data());
   keep(prefix + "residual", residual(), rows, C);
@@ -103,12 +107,13 @@ void NeoxInference::run_layer(std::int64_t l, std::int64_t rows) {
 
 std::unique_ptr<InferenceModel> load_neox_inference(const ModelFile& file, const InferenceOptions& options) {
   return std::make_unique<NeoxInference>(file.config(), file.table(), options,
-                                         [&](const TensorSpec& spec, float* out) { file.read_parameter(spec, out); });
+                                         [&](const TensorSpec& spec, std::byte* out) { file.read_tensor(spec, out); });
 }
 
 std::unique_ptr<InferenceModel> make_neox_inference(const ModelConfig& config, const InferenceOptions& options,
                                                     const std::function<void(const TensorSpec&, float*)>& fill) {
-  return std::make_unique<NeoxInference>(config, TensorTable(config), options, fill);
+  const auto fill_bytes = [&](const TensorSpec& spec, std::byte* out) { fill(spec, reinterpret_cast<float*>(out)); };
+  return std::make_unique<NeoxInference>(config, TensorTable(config), options, fill_bytes);
 }
 
 }  // namespace weft::cpu

@@ -67,16 +67,22 @@ std::optional<std::uint32_t> family_number(const Json& family) {
 }
 
 // Bytes of a tensor; nothing if they reach 2^63. Sizes of 0 are left out of that product, so that the answer does not
-// depend on where in the shape they stand.
+// depend on where in the shape they stand. A u4 tensor has passed whole_bytes(): half of its elements are bytes.
 std::optional<std::uint64_t> payload_bytes(DType dtype, std::span<const std::int64_t> shape) {
-  std::uint64_t bytes = dtype_bytes(dtype);
+  const bool packed = dtype_bits(dtype) < 8;
+  std::uint64_t bytes = packed ? 1 : dtype_bytes(dtype);
   bool empty = false;
   for (const std::int64_t size : shape) {
     empty = empty || size == 0;
     if (size != 0 && __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes)) return std::nullopt;
     if (bytes > static_cast<std::uint64_t>(INT64_MAX)) return std::nullopt;
   }
-  return empty ? 0 : bytes;
+  return empty ? 0 : packed ? bytes / 2 : bytes;
+}
+
+// Whether each row of the tensor ends with a byte: a u4 tensor's last size is even.
+bool whole_bytes(DType dtype, std::span<const std::int64_t> shape) {
+  return dtype_bits(dtype) >= 8 || (!shape.empty() && shape.back() % 2 == 0);
 }
 
 // 1 to 255 bytes of UTF-8 without C0 and C1 control characters.
@@ -247,8 +253,12 @@ class Validator {
     }
     tensor.dtype = static_cast<DType>(record.dtype);
     tensor.shape = record_shape(record, where);
-    const std::optional<std::uint64_t> bytes = payload_bytes(tensor.dtype, tensor.shape);
     const std::string shape = shape_text(tensor.shape);
+    if (!whole_bytes(tensor.dtype, tensor.shape)) {
+      fail(Exit::bad_file, "%s: shape: got %s, expected an even last size for %s", where.c_str(), shape.c_str(),
+           dtype_name(tensor.dtype));
+    }
+    const std::optional<std::uint64_t> bytes = payload_bytes(tensor.dtype, tensor.shape);
     if (!bytes) {
       fail(Exit::bad_file, "%s: shape: the product of %s does not fit in 63 bits", where.c_str(), shape.c_str());
     }
@@ -525,7 +535,8 @@ TensorFileWriter::TensorFileWriter(const std::string& path, FileKind kind, const
 
 void TensorFileWriter::declare(const std::string& name, DType dtype, std::vector<std::int64_t> shape) {
   const auto negative = [](std::int64_t size) { return size < 0; };
-  const bool valid_shape = shape.size() <= kMaxTensorRank && std::none_of(shape.begin(), shape.end(), negative);
+  const bool valid_shape =
+      shape.size() <= kMaxTensorRank && std::none_of(shape.begin(), shape.end(), negative) && whole_bytes(dtype, shape);
   const std::optional<std::uint64_t> bytes = valid_shape ? payload_bytes(dtype, shape) : std::nullopt;
   if (file_ != nullptr || tensors_.size() == kMaxTensors || !bytes || !valid_name(name) ||
       !names_.insert(name).second) {

@@ -13,6 +13,7 @@
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
 #include "llmc/infer/prompt.h"
+#include "llmc/infer/report.h"
 
 namespace weft {
 
@@ -300,6 +301,7 @@ void Batch::report() const {
                    100.0 * static_cast<double>(now.prefix_ids) / static_cast<double>(now.prompt_ids),
                    wide(now.prompt_ids), wide(now.preemptions));
   }
+  if (settings_.engine.drafts.any()) line += "; " + drafts_text(now.drafts);
   log_info("%s", line.c_str());
 }
 

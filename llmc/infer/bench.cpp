@@ -84,18 +84,21 @@ BenchPoint measure(DecodeModel& model, std::int64_t prompt_tokens, std::int64_t 
   point.first_token_ms = percentile(first, 50);
   let_gpu_rest();
   point.decode.inter_token_ms = run_once(model, prompt, decode_ids.first(static_cast<std::size_t>(tokens))).step_ms;
+  point.drafts = model.draft_counts();
   point.tokens = static_cast<std::int64_t>(point.decode.inter_token_ms.size());
   point.traffic = memory_traffic(model, point.prompt + point.tokens / 2, point.decode.tokens_per_second());
   return point;
 }
 
 std::string row(const BenchPoint& point, double ceiling) {
+  const std::string drafts = point.drafts.has_value() ? "  " + drafts_text(*point.drafts) : "";
   const std::string name = format("prompt %lld, decode %lld tokens", static_cast<long long>(point.prompt),
                                   static_cast<long long>(point.tokens));
-  return format("%-30s %10.3f %10.3f %10.3f %12.1f %8.1f %8s\n", name.c_str(), point.first_token_ms,
+  return format("%-30s %10.3f %10.3f %10.3f %12.1f %8.1f %8s%s\n", name.c_str(), point.first_token_ms,
                 point.decode.inter_token_percentile(50), point.decode.inter_token_percentile(99),
                 point.decode.tokens_per_second(), point.traffic.gb_per_second,
-                ceiling > 0 ? format("%.1f %%", 100 * point.traffic.gb_per_second / ceiling).c_str() : "-");
+                ceiling > 0 ? format("%.1f %%", 100 * point.traffic.gb_per_second / ceiling).c_str() : "-",
+                drafts.c_str());
 }
 
 Json point_json(const BenchPoint& point, double ceiling) {
@@ -109,6 +112,7 @@ Json point_json(const BenchPoint& point, double ceiling) {
       {"bytes_per_token", point.traffic.bytes_per_token},
       {"gb_per_s", point.traffic.gb_per_second},
   };
+  if (point.drafts.has_value()) object["drafts"] = drafts_json(*point.drafts);
   if (ceiling > 0) object["share_of_read_ceiling"] = point.traffic.gb_per_second / ceiling;
   return object;
 }

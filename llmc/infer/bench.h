@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,7 @@ struct BenchPoint {
   double first_token_ms = 0;  // the whole prompt, median of three
   GenerateTimes decode;       // one value per decode step; its first_token_ms is unused
   MemoryTraffic traffic;
+  std::optional<DraftCounts> drafts = {};  // if the model drafts
 };
 
 struct BenchResult {

@@ -7,10 +7,15 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "llmc/base/error.h"
+#include "llmc/base/philox.h"
+#include "llmc/infer/draft_length.h"
+#include "llmc/infer/draft_model.h"
+#include "llmc/infer/lookup.h"
 #include "llmc/infer/scheduler.h"
 
 namespace weft {
@@ -18,6 +23,11 @@ namespace weft {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Of the last few times, in seconds.
+void running_mean(double& mean, double seconds) {
+  mean = mean == 0 ? seconds : 0.8 * mean + 0.2 * seconds;
+}
 
 struct Request {
   Request(PagePool& pool, RequestId id, EngineRequest asked, std::shared_ptr<RequestListener> to)
@@ -29,6 +39,10 @@ struct Request {
   bool cut = false;              // max_ids is less than was asked for
   std::vector<ScoredId> scored;  // of the prompt, by row
   bool prompt_told = false;
+
+  DraftLength draft_length;
+  Lookup lookup;
+  std::optional<DraftModel::State> draft_state;
 };
 
 // The longest sequence that requests are cut to. A model may say less than it was made for, because its pages hold no more; that
@@ -49,6 +63,7 @@ struct FlightSpan {
   Request* request;
   std::int64_t first_target = 0, targets = 0;  // rows
   bool sampled = false;
+  std::int64_t drafts = 0;
 };
 using Flight = std::vector<FlightSpan>;
 
@@ -61,6 +76,12 @@ void check_options(const InferenceModel& model, const EngineOptions& options) {
   check("sequences at once", options.max_running, model.slots());
   check("rows of a step", options.rows_per_step, model.max_rows());
   check("rows of prompts beside decoding", options.prompt_rows, std::numeric_limits<std::int64_t>::max());
+  const DraftOptions& drafts = options.drafts;
+  if (drafts.lookup != 0) check("ids that are looked up", drafts.lookup, kMostDrafted);
+  if (drafts.model != nullptr)
+    check("sequences at once, of the draft model", options.max_running, drafts.model->slots());
+  if (drafts.lookup != 0 && drafts.model != nullptr)
+    fail(Exit::internal, "drafts: lookup and a draft model: only one of them");
 }
 
 }  // namespace
@@ -72,7 +93,10 @@ class Engine::State {
         longest_(longest_sequence(model)),
         pool_(model.num_pages(), model.page_size()),
         scheduler_(pool_, {options.max_running, options.rows_per_step, options.prompt_rows, model.slots(),
-                           options.share_prefixes}) {
+                           options.share_prefixes}),
+        drafts_(options.drafts) {
+    if (drafts_.model != nullptr) draft_model_.emplace(*drafts_.model, model.config().vocab_size);
+    verified_ids_.reserve(static_cast<std::size_t>(options.rows_per_step));
     update_statistics();
   }
 
@@ -82,7 +106,10 @@ class Engine::State {
   bool step();
   void wait(Clock::time_point until);
   EngineStatistics statistics() const;
-  std::string inconsistency() const { return pool_.inconsistency(); }
+  std::string inconsistency() const {
+    const std::string of_drafts = draft_model_ ? draft_model_->inconsistency() : "";
+    return of_drafts.empty() ? pool_.inconsistency() : "draft model: " + of_drafts;
+  }
 
  private:
   std::int64_t max_ids_of(std::int64_t prompt_ids, std::int64_t max_ids) const {
@@ -92,8 +119,17 @@ class Engine::State {
 
   void take_commands();
   void end_late_requests();
+  void draft();
+  bool wants_drafts(Request& request);
+  void draft_with_model();
+  DraftCosts draft_costs() const;
+  std::int64_t draft_length(const Request& request) const {
+    return request.draft_length.next(draft_model_ ? kMostDrafted : drafts_.lookup, scheduler_.running(), draft_costs());
+  }
   void submit_step(std::span<const PlannedSpan> plan);
   void collect_step();
+  void verify(const FlightSpan& span, const SpanResult& result);
+  std::int64_t forced_acceptance(const FlightSpan& span) const;
   void take_result(const FlightSpan& span, const SpanResult& result);
   bool take_scores(const FlightSpan& span, const SpanResult& result);
   void take_id(Request& request, const ScoredId& id);
@@ -109,6 +145,13 @@ class Engine::State {
   std::deque<Flight> flights_;                                   // submitted and not collected, the oldest first
   std::vector<Flight> unused_flights_;                           // their memory, for later steps
   std::vector<Span> spans_;                                      // of the step that is submitted
+  std::vector<std::int32_t> verified_ids_;                       // of its spans with drafts
+  const DraftOptions drafts_;
+  std::optional<DraftModel> draft_model_;
+  std::vector<Request*> drafted_for_;  // whose draft_state there is
+  std::vector<DraftModel::Job> draft_jobs_;
+  double verification_seconds_ = 0;  // of a step that verifies and does little else; 0: not known yet
+  DraftCounts draft_counts_;
   std::int64_t steps_ = 0, rows_ = 0, generated_ids_ = 0;
 
   // Shared with other threads.
@@ -180,11 +223,86 @@ void Engine::State::cancel(RequestId id) {
 bool Engine::State::step() {
   take_commands();
   end_late_requests();
+  if (drafts_.any()) draft();
   const std::span<const PlannedSpan> plan = scheduler_.plan();
+  const Clock::time_point start = Clock::now();
   if (!plan.empty()) submit_step(plan);
   const bool full = std::ssize(flights_) >= model_.depth();
-  if (full || (plan.empty() && !flights_.empty())) collect_step();
+  const bool verifies = std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.drafts > 0; });
+  if (verifies) {
+    const bool alone = flights_.size() == 1 &&
+                       !std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.rows > 1 + span.drafts; });
+    while (!flights_.empty()) collect_step();
+    if (alone) running_mean(verification_seconds_, std::chrono::duration<double>(Clock::now() - start).count());
+  } else if (full || (plan.empty() && !flights_.empty())) {
+    collect_step();
+  }
   return update_statistics();
+}
+
+// Guesses for the sequences that generate. They need all ids that were sampled, so that steps in flight are collected first if
+// some sequence is to get guesses.
+void Engine::State::draft() {
+  const auto request_of = [&](const Sequence* s) -> Request& { return *requests_.at(s->order); };
+  const std::span<Sequence* const> running = scheduler_.running_sequences();
+  for (Sequence* s : running) s->drafts.clear();
+  if (std::ranges::any_of(running, [&](Sequence* s) { return s->in_flight > 0 && wants_drafts(request_of(s)); })) {
+    while (!flights_.empty()) collect_step();
+  }
+  if (draft_model_) return draft_with_model();
+  for (Sequence* s : scheduler_.running_sequences()) {
+    Request& request = request_of(s);
+    if (!wants_drafts(request) || s->in_flight > 0) continue;
+    const std::span<const std::int32_t> found = request.lookup.find(s->ids, draft_length(request));
+    s->drafts.assign(found.begin(), found.end());
+  }
+}
+
+// Whether a sequence that generates is to get guesses as soon as its last id is known. Without a match among the ids that are
+// known there is no reason to wait for the next one.
+bool Engine::State::wants_drafts(Request& request) {
+  const Sequence& s = request.sequence;
+  const bool generates = s.id_on_device || s.id_on_host;
+  if (!generates || std::ssize(s.ids) == s.prompt_size || s.max_ids - s.sampled < 2) return false;
+  if (draft_length(request) == 0) return false;
+  return draft_model_ || !request.lookup.find(s.ids, 1).empty();
+}
+
+void Engine::State::draft_with_model() {
+  std::erase_if(drafted_for_, [&](Request* request) {  // preempted
+    if (request->sequence.running) return false;
+    draft_model_->release(*request->draft_state);
+    request->draft_state.reset();
+    return true;
+  });
+  draft_jobs_.clear();
+  for (Sequence* s : scheduler_.running_sequences()) {
+    if (s->max_ids < 2) continue;
+    Request& request = *requests_.at(s->order);
+    const bool generates = std::ssize(s->ids) > s->prompt_size, wants = s->in_flight == 0 && wants_drafts(request);
+    if (generates && !wants) continue;
+    if (!request.draft_state.has_value()) {
+      request.draft_state.emplace(draft_model_->pool());
+      drafted_for_.push_back(&request);
+    }
+    DraftModel::Job job{&*request.draft_state, s->ids, &request.request.sampling, 0, &s->drafts};
+    if (wants) {
+      job.count = std::min(draft_length(request), s->max_ids - s->sampled - 1);
+    }
+    draft_jobs_.push_back(job);
+  }
+  draft_model_->draft(draft_jobs_);
+}
+
+// Until both are measured a draft costs what it reads.
+DraftCosts Engine::State::draft_costs() const {
+  if (!draft_model_) return {drafts_.row_cost, 0};
+  if (drafts_.draft_cost > 0) return {drafts_.row_cost, drafts_.draft_cost};
+  if (draft_model_->step_seconds() > 0 && verification_seconds_ > 0) {
+    return {drafts_.row_cost, draft_model_->step_seconds() / verification_seconds_};
+  }
+  const std::uint64_t own = drafts_.model->bytes_per_step(1, 0), all = model_.bytes_per_step(1, 0);
+  return {drafts_.row_cost, all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 0};
 }
 
 void Engine::State::take_commands() {
@@ -225,6 +343,7 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
   }
   flight.clear();
   spans_.clear();
+  verified_ids_.clear();  // it has room for all rows of a step
   for (const PlannedSpan& planned : plan) {
     Sequence& s = *planned.sequence;
     Request& request = *requests_.at(s.order);
@@ -233,8 +352,16 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
     Span span;
     span.pages = s.table.pages();
     span.first_position = planned.first_position;
-    if (!planned.id_on_device) span.ids = std::span(s.ids).subspan(first, rows);
     span.slot = s.slot;
+    if (planned.drafts > 0) {
+      const std::size_t begin = verified_ids_.size();
+      verified_ids_.push_back(s.ids[first]);
+      verified_ids_.insert(verified_ids_.end(), s.drafts.begin(), s.drafts.end());
+      span.ids = std::span(verified_ids_).subspan(begin);
+      span.drafts = planned.drafts;
+    } else if (!planned.id_on_device) {
+      span.ids = std::span(s.ids).subspan(first, rows);
+    }
     if (planned.sample) span.sampling = &request.request.sampling;
     span.alternatives = request.request.alternatives;
     // Row i gives the log-probability of the id after it. Rows that are computed again after a preemption are not scored
@@ -244,7 +371,8 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
         std::min(planned.first_position + planned.rows, rows_to_score) - planned.first_position;
     if (targets > 0) span.targets = std::span(s.ids).subspan(first + 1, static_cast<std::size_t>(targets));
     spans_.push_back(span);
-    flight.push_back({&request, planned.first_position, std::max<std::int64_t>(targets, 0), planned.sample});
+    flight.push_back(
+        {&request, planned.first_position, std::max<std::int64_t>(targets, 0), planned.sample, planned.drafts});
     rows_ += planned.rows;
   }
   model_.submit(spans_);
@@ -269,11 +397,52 @@ void Engine::State::collect_step() {
 void Engine::State::take_result(const FlightSpan& span, const SpanResult& result) {
   Request& request = *span.request;
   const Sequence& s = request.sequence;
+  if (span.drafts > 0) return verify(span, result);
   if (result.error != SampleError::none || !take_scores(span, result)) return end(request, RequestEnd::not_finite);
   if (s.max_ids == 0 && request.prompt_told) return end(request, RequestEnd::max_ids);
   if (!span.sampled) return;
   if (!result.sampled.has_value()) fail(Exit::internal, "engine: a step has no id where one was asked for");
+  ++draft_counts_.spans;
+  ++draft_counts_.ids;
+  if (drafts_.any() && draft_length(request) == 0) request.draft_length.generated_plainly();
   take_id(request, *result.sampled);
+}
+
+// The sequence's rows become those of the right drafts before anybody hears of an id: a page is named by what is in it.
+void Engine::State::verify(const FlightSpan& span, const SpanResult& result) {
+  Request& request = *span.request;
+  Sequence& s = request.sequence;
+  std::vector<ScoredId> ids = result.accepted;
+  if (drafts_.acceptance.has_value()) {
+    ids.clear();
+    for (std::int64_t i = forced_acceptance(span); i > 0; --i) ids.push_back({s.drafts[ids.size()], 0, {}});
+  }
+  const std::int64_t right = std::ssize(ids);
+  Scheduler::verified(s, right);
+  request.draft_length.verified(span.drafts, right);
+  if (result.sampled.has_value()) ids.push_back(*result.sampled);
+  ++draft_counts_.spans;
+  ++draft_counts_.verifications;
+  draft_counts_.ids += std::ssize(ids);
+  draft_counts_.drafted += span.drafts;
+  draft_counts_.accepted += right;
+  for (const ScoredId& id : ids) {
+    take_id(request, id);
+    if (s.ended) return;
+  }
+  if (result.error != SampleError::none) return end(request, RequestEnd::not_finite);
+  if (!result.sampled.has_value()) fail(Exit::internal, "engine: a verification has no id");
+}
+
+// How many drafts count as right under DraftOptions::acceptance: a function of the request and the position.
+std::int64_t Engine::State::forced_acceptance(const FlightSpan& span) const {
+  const Sequence& s = span.request->sequence;
+  for (std::int64_t i = 0; i < span.drafts; ++i) {
+    const PhiloxWords words = philox(s.order, static_cast<std::uint64_t>(std::ssize(s.ids) + i),
+                                     static_cast<std::uint64_t>(RandomStream::sampling));
+    if (static_cast<double>(uniform01(words.word[0])) >= *drafts_.acceptance) return i;
+  }
+  return span.drafts;
 }
 
 // False if a log-probability is not a number.
@@ -318,6 +487,11 @@ void Engine::State::take_id(Request& request, const ScoredId& id) {
 void Engine::State::end(Request& request, RequestEnd reason) {
   if (request.sequence.ended) return;
   scheduler_.end(request.sequence, reason == RequestEnd::not_finite);
+  if (request.draft_state.has_value()) {
+    draft_model_->release(*request.draft_state);
+    request.draft_state.reset();
+    std::erase(drafted_for_, &request);
+  }
   if (request.request.deadline.has_value()) deadlines_.erase({*request.request.deadline, request.sequence.order});
   const std::shared_ptr<RequestListener> listener = std::move(request.listener);
   if (Scheduler::released(request.sequence)) requests_.erase(request.sequence.order);
@@ -337,6 +511,7 @@ bool Engine::State::update_statistics() {
   statistics_.generated_ids = generated_ids_;
   statistics_.prefix_ids = scheduler_.prefix_ids();
   statistics_.preemptions = scheduler_.preemptions();
+  statistics_.drafts = draft_counts_;
   busy_ = !requests_.empty();
   return busy_ || !commands_.empty();
 }

@@ -7,6 +7,12 @@
 // recomputation). Full pages are shared between sequences that begin with the same ids. llmc/infer/scheduler.h and page_pool.h
 // say how.
 //
+// With EngineOptions::drafts a sequence that generates may get a row for each of several guesses of what comes next, and all
+// that are right are generated in one step (doc/speculation.md). The guesses are looked up in the sequence's own ids or come from
+// a draft model. Each row is sampled as it would be without guesses, by the random number of its position, and a guess counts if
+// it is the id that was sampled in its place: so the ids are those of plain decoding at any temperature, not only their
+// distribution.
+//
 // None of this changes a request's ids or bits: InferenceModel promises that.
 #pragma once
 
@@ -19,6 +25,7 @@
 #include <vector>
 
 #include "llmc/base/sampling.h"
+#include "llmc/model/draft_counts.h"
 #include "llmc/model/inference_model.h"
 
 namespace weft {
@@ -55,12 +62,28 @@ struct EngineRequest {
   std::optional<std::chrono::steady_clock::time_point> deadline;
 };
 
+// Where guesses come from; nowhere by default. Not both.
+struct DraftOptions {
+  std::int64_t lookup = 0;  // at most so many ids that followed the same ids before, 0 to kMostDrafted
+  InferenceModel* model =
+      nullptr;  // drafts kMostDrafted at most; with as many slots as max_running; outlives the engine
+  // Of a further row of a step, in steps of one row: what makes guesses too expensive where many sequences run.
+  double row_cost = 0.01;
+  // Of one step of `model`, in steps of the engine's model. 0: measured.
+  double draft_cost = 0;
+  // For tests and measurements: a guess counts as right with this probability, whatever was sampled.
+  std::optional<double> acceptance = {};
+
+  bool any() const { return lookup > 0 || model != nullptr; }
+};
+
 struct EngineOptions {
   std::int64_t max_running = 256;    // sequences at once; at most the model's slots()
   std::int64_t rows_per_step = 512;  // at most the model's max_rows()
   // Of them, rows of prompts in a step that also decodes: sequences that generate wait for its whole step.
   std::int64_t prompt_rows = 128;
   bool share_prefixes = true;
+  DraftOptions drafts = {};
 };
 
 // Counters since the engine was made, and the state of the moment.
@@ -71,6 +94,7 @@ struct EngineStatistics {
   std::int64_t steps = 0, rows = 0, prompt_ids = 0, generated_ids = 0;
   std::int64_t prefix_ids = 0;  // ids of prompts that were found in shared pages
   std::int64_t preemptions = 0;
+  DraftCounts drafts = {};
 };
 
 using RequestId = std::uint64_t;

@@ -14,7 +14,7 @@ namespace weft {
 
 namespace {
 
-constexpr const char* kForms = "nan@token=N, kill@token=N, term@token=N, hang@token=N or io-error@load";
+constexpr const char* kForms = "nan@token=N, kill@token=N, term@token=N, hang@token=N, io-error@load or accept=P";
 
 [[noreturn]] void refuse(const std::string& spec) {
   fail(Exit::usage, "--debug-inject: got %s, expected one of %s", escaped(spec).c_str(), kForms);
@@ -28,6 +28,13 @@ void parse_fault(const std::string& spec, DecodeFaults& faults) {
   const std::size_t equals = spec.find('=');
   if (equals == std::string::npos) refuse(spec);
   const std::string fault = spec.substr(0, equals), digits = spec.substr(equals + 1);
+  if (fault == "accept") {
+    double share = 0;
+    const auto end = std::from_chars(digits.data(), digits.data() + digits.size(), share);
+    if (end.ec != std::errc{} || end.ptr != digits.data() + digits.size() || !(share >= 0 && share <= 1)) refuse(spec);
+    faults.acceptance = share;
+    return;
+  }
   std::int64_t number = 0;
   const auto end = std::from_chars(digits.data(), digits.data() + digits.size(), number);
   if (end.ec != std::errc{} || end.ptr != digits.data() + digits.size() || number < 1) refuse(spec);
@@ -104,6 +111,7 @@ class FaultyModel final : public DecodeModel {
   // Windows overlap, and only the caller knows which losses count: loss_faults() has the faults of scored tokens.
   std::vector<double> score(std::span<const std::int32_t> ids) override { return inner_->score(ids); }
   void interrupt_score(std::function<bool()> interrupted) override { inner_->interrupt_score(std::move(interrupted)); }
+  std::optional<DraftCounts> draft_counts() const override { return inner_->draft_counts(); }
   void keep_activations(bool keep) override { inner_->keep_activations(keep); }
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 
@@ -142,11 +150,12 @@ class FaultyInference final : public InferenceModel {
     const std::span<const SpanResult> results = inner_->collect();
     results_.assign(results.begin(), results.end());
     for (SpanResult& result : results_) {
-      if (!result.sampled.has_value()) continue;
-      faults_.count();
-      if (!faults_.nan()) continue;
-      result.sampled.reset();
-      result.error = SampleError::not_a_number;
+      for (std::size_t i = 0; i < result.accepted.size(); ++i) {
+        if (!count()) continue;
+        result.accepted.resize(i);
+        fail_sample(result);
+      }
+      if (result.sampled.has_value() && count()) fail_sample(result);
     }
     return results_;
   }
@@ -154,6 +163,15 @@ class FaultyInference final : public InferenceModel {
   std::vector<float> activation(const std::string& name) override { return inner_->activation(name); }
 
  private:
+  bool count() {
+    faults_.count();
+    return faults_.nan();
+  }
+  static void fail_sample(SpanResult& result) {
+    result.sampled.reset();
+    result.error = SampleError::not_a_number;
+  }
+
   std::unique_ptr<InferenceModel> inner_;
   TokenFaults faults_;
   std::vector<SpanResult> results_;

@@ -8,6 +8,8 @@
 //   term@token=N      SIGTERM arrives before token N
 //   hang@token=N      the process waits for ever before token N
 //   io-error@load     a page of the model file cannot be read
+//   accept=P          a drafted id counts as right with probability P, whatever the model says: for measurements of --lookup
+//                     and --draft. The text is none
 #pragma once
 
 #include <cstdint>
@@ -25,6 +27,7 @@ namespace weft {
 struct DecodeFaults {
   std::optional<std::int64_t> nan_token, kill_token, term_token, hang_token;
   bool io_error_at_load = false;
+  std::optional<double> acceptance;
 };
 
 const char* decode_fault_help();

@@ -103,6 +103,7 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
   };
   if (model.samples()) {
     model.generate_ids(prompt, {sampling_plan(options.sampler), options.stop_ids, max_ids}, take);
+    result.drafts = model.draft_counts();
   } else {
     Sampler sampler(options.sampler);
     std::span<const float> logits = model.prefill(prompt);

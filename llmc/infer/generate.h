@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,7 +49,8 @@ struct GenerateResult {
   std::string text;               // their text up to the stop; empty without a tokenizer
   FinishReason finish_reason = FinishReason::max_tokens;
   GenerateTimes times;
-  std::int64_t context = 0;  // positions in the cache at the end
+  std::int64_t context = 0;                // positions in the cache at the end
+  std::optional<DraftCounts> drafts = {};  // if the model drafts
 };
 
 struct GenerateHooks {

@@ -6,6 +6,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/base/threads.h"
+#include "llmc/infer/draft_length.h"
 #include "llmc/infer/fault_injection.h"
 #include "llmc/model/random_models.h"
 
@@ -86,14 +87,23 @@ void add_generation(OptionTable& table, InferSettings& s) {
   table.number("top-p", s.top_p, 0, 1, "then keep the likeliest tokens that make up this share");
   table.number("min-p", s.min_p, 0, 1, "then keep tokens of at least this share of the likeliest one");
   table.integer("seed", s.seed, 0, kNoLimit, "of the random numbers");
+  table.integer(
+      "lookup", s.lookup, 0, kMostDrafted,
+      "guess at most so many tokens at once from what followed the same ones before, and verify them in one step: "
+      "the output stays the same; see doc/speculation.md");
+  table.text(
+      "draft", s.draft, "FILE",
+      "guess tokens with this smaller model of the same tokenizer; after --random-model: the name of another one");
 }
 
 void add_batch(OptionTable& table, InferSettings& s) {
   table.group("Many requests at once");
   table.text("output", s.output, "FILE",
              "where --batch puts the answers; those that are in it already are not computed again; - is stdout");
-  table.text("kv-memory", s.kv_memory, "SIZE",
-             "of the keys and values of all sequences, as 8GB; default: what they can need, or what is free");
+  table.text(
+      "kv-memory", s.kv_memory, "SIZE",
+      "of the keys and values of all sequences, as 8GB, with those of --draft; default: what they can need, or what is "
+      "free");
   table.integer("max-running", s.max_running, 1, kMostRunning, "sequences at once");
   table.integer(
       "prompt-rows", s.prompt_rows, 1, kNoLimit,
@@ -105,6 +115,8 @@ void add_measurements(OptionTable& table, InferSettings& s) {
   table.group("Perplexity");
   table.integer("stride", s.stride, 0, kNoLimit,
                 "tokens by which the window moves, less than the context; 0: half of it");
+  table.text("against", s.against, "FILE",
+             "instead of the perplexity: how far the distributions of the next token lie from those of this model");
 
   table.group("Benchmark");
   table.text("bench-contexts", s.bench_contexts, "64,1024",
@@ -116,7 +128,7 @@ void add_measurements(OptionTable& table, InferSettings& s) {
              "also when the phases of a fused token at context 64 end; needs --decode fused");
   table.text("random-model", s.random_model, "NAME",
              "instead of --model: random weights of this size, pythia-14m to pythia-12b; on a GPU also a --config of "
-             "train_llama");
+             "train_llama, and quantised: NAME:int8, :int4 or :fp8, with +head for a head in int8");
 }
 
 constexpr double kLongestWait = 1e6;  // seconds
@@ -180,6 +192,26 @@ void check_server(const OptionTable& table, const InferSettings& s) {
   }
 }
 
+// Options of drafts: for what generates.
+void check_drafts(const OptionTable& table, const InferSettings& s) {
+  if (table.given("draft") && s.draft.empty()) fail(Exit::usage, "--draft: got '', expected a value");
+  const DecodeFaults faults = parse_decode_faults(s.debug_inject);
+  if (faults.acceptance.has_value() && !s.drafts())
+    fail(Exit::usage, "--debug-inject accept: needs --lookup or --draft");
+  if (!s.drafts()) return;
+  const char* const name = s.draft.empty() ? "lookup" : "draft";
+  if (s.lookup > 0 && !s.draft.empty()) fail(Exit::usage, "--lookup, --draft: only one of them at a time");
+  const bool layer = s.bench_layer || s.bench_timeline;
+  if (s.task == InferTask::perplexity || s.task == InferTask::compare || s.task == InferTask::bench_batch || layer) {
+    fail(Exit::usage, "--%s: does not go with --%s", name,
+         s.task == InferTask::perplexity ? "perplexity"
+         : s.task == InferTask::compare  ? "compare"
+         : layer                         ? "bench-layer and --bench-timeline"
+                                         : "bench-batch");
+  }
+  if (!s.draft.empty() && !s.random_model.empty()) random_model_config(s.draft, "--draft");  // refuses an unknown name
+}
+
 // Options of the engine that runs many requests at once.
 void check_many(const OptionTable& table, InferSettings& s) {
   const bool served = s.task == InferTask::batch || s.task == InferTask::serve;
@@ -222,7 +254,7 @@ void check_together(const OptionTable& table, InferSettings& s) {
   for (const auto& [name, value] :
        {std::pair("model", &s.model), std::pair("prompt-file", &s.prompt_file), std::pair("prompt-ids", &s.prompt_ids),
         std::pair("batch", &s.batch), std::pair("output", &s.output), std::pair("perplexity", &s.perplexity),
-        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare)}) {
+        std::pair("bench-batch", &s.bench_batch), std::pair("compare", &s.compare), std::pair("against", &s.against)}) {
     if (table.given(name) && value->empty()) fail(Exit::usage, "--%s: got '', expected a value", name);
   }
   check_many(table, s);
@@ -232,12 +264,13 @@ void check_together(const OptionTable& table, InferSettings& s) {
     fail(Exit::usage, "--json: does not go with %s", given.c_str());
   }
   if (table.given("stride") && s.task != InferTask::perplexity) fail(Exit::usage, "--stride: only for --perplexity");
+  if (table.given("against") && s.task != InferTask::perplexity) fail(Exit::usage, "--against: only for --perplexity");
   if (s.stats && s.task != InferTask::interactive) fail(Exit::usage, "--stats: only for --interactive");
   if (s.task == InferTask::compare && (s.dtype == "fp16" || s.dtype == "bf16")) {
     fail(Exit::usage, "--dtype: got %s, --compare is for fp32: what a dump holds", s.dtype.c_str());
   }
   if (table.given("random-model")) random_model_config(s.random_model);  // refuses an unknown name
-  parse_decode_faults(s.debug_inject);
+  check_drafts(table, s);
 }
 
 }  // namespace

@@ -38,6 +38,8 @@ struct InferSettings {
 
   std::int64_t max_tokens = 128, top_k = 0, seed = 0;
   double temperature = 0, top_p = 1, min_p = 0;
+  std::int64_t lookup = 0;
+  std::string draft;
   std::vector<std::string> stop;
   bool ignore_eos = false, special = false;
 
@@ -48,6 +50,7 @@ struct InferSettings {
   std::int64_t prompt_rows = 128;
 
   std::int64_t stride = 0;
+  std::string against;
   std::string bench_contexts;
   std::int64_t bench_prompt = 128;  // ids of each prompt of --bench-batch
   bool bench_layer = false, bench_timeline = false;
@@ -61,7 +64,8 @@ struct InferSettings {
   std::vector<std::string> debug_inject;
 
   InferTask task = InferTask::prompt;  // the one whose option was given
-  bool many_sequences() const {        // the task runs on the engine
+  bool drafts() const { return lookup > 0 || !draft.empty(); }
+  bool many_sequences() const {  // the task runs on the engine
     return task == InferTask::batch || task == InferTask::serve || task == InferTask::bench_batch;
   }
 };

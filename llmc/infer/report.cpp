@@ -26,6 +26,19 @@ MemoryTraffic memory_traffic(const DecodeModel& model, std::int64_t context, dou
   return {bytes, static_cast<double>(bytes) * tokens_per_second / 1e9};
 }
 
+std::string drafts_text(const DraftCounts& counts) {
+  return format("%.2f tokens a step, %.0f %% of %lld drafted accepted", counts.ids_per_span(),
+                100 * counts.acceptance(), static_cast<long long>(counts.drafted));
+}
+
+Json drafts_json(const DraftCounts& counts) {
+  return {{"steps", counts.spans},
+          {"tokens_per_step", counts.ids_per_span()},
+          {"verifications", counts.verifications},
+          {"drafted", counts.drafted},
+          {"accepted", counts.accepted}};
+}
+
 std::string statistics_line(const DecodeModel& model, const GenerateResult& result) {
   const GenerateTimes& times = result.times;
   std::string line = format("first token %.1f ms", times.first_token_ms);
@@ -38,6 +51,7 @@ std::string statistics_line(const DecodeModel& model, const GenerateResult& resu
     line += format("; %s a token, %.2f GB/s", human_bytes(static_cast<double>(traffic.bytes_per_token)).c_str(),
                    traffic.gb_per_second);
   }
+  if (result.drafts.has_value()) line += "; " + drafts_text(*result.drafts);
   return line + format("; ended by %s", finish_reason_text(result.finish_reason));
 }
 
@@ -45,7 +59,7 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
                      const DecodePath& path) {
   const double rate = result.times.tokens_per_second();
   const MemoryTraffic traffic = memory_traffic(model, middle_context(result), rate);
-  return {
+  Json object = {
       {"prompt_ids", prompt},
       {"ids", result.ids},
       {"text", result.text},
@@ -59,6 +73,8 @@ Json generation_json(const DecodeModel& model, std::span<const std::int32_t> pro
       {"device", path.device},
       {"decode", path.decode},
   };
+  if (result.drafts.has_value()) object["drafts"] = drafts_json(*result.drafts);
+  return object;
 }
 
 std::string perplexity_text(const PerplexityResult& result, std::int64_t window, std::int64_t stride) {
@@ -83,6 +99,36 @@ Json perplexity_json(const PerplexityResult& result, std::int64_t window, std::i
       {"tokens", result.tokens},
       {"bytes", result.bytes},
       {"windows", result.windows},
+      {"window", window},
+      {"stride", stride},
+      {"interrupted", result.interrupted},
+      {"device", path.device},
+      {"decode", path.decode},
+  };
+}
+
+std::string divergence_text(const DivergenceResult& result, std::int64_t window, std::int64_t stride) {
+  std::string text = format("KL divergence  %.6f", result.mean);
+  if (std::isfinite(result.standard_error)) text += format(" +- %.6f", result.standard_error);
+  text += format(" nats a token, at most %.4f\n", result.largest);
+  text += format("same top id    %.2f %%\n", 100 * result.same_top);
+  text += format("perplexity     %.4f, of the other %.4f: %+.2f %%\n", std::exp(result.nll),
+                 std::exp(result.nll_against), 100 * std::expm1(result.nll - result.nll_against));
+  text +=
+      format("tokens         %lld in windows of %lld, stride %lld%s\n", static_cast<long long>(result.tokens),
+             static_cast<long long>(window), static_cast<long long>(stride), result.interrupted ? ", interrupted" : "");
+  return text;
+}
+
+Json divergence_json(const DivergenceResult& result, std::int64_t window, std::int64_t stride, const DecodePath& path) {
+  return {
+      {"kl_mean", result.mean},
+      {"kl_standard_error", finite_or_null(result.standard_error)},
+      {"kl_largest", result.largest},
+      {"same_top", result.same_top},
+      {"mean_nll", result.nll},
+      {"mean_nll_against", result.nll_against},
+      {"tokens", result.tokens},
       {"window", window},
       {"stride", stride},
       {"interrupted", result.interrupted},

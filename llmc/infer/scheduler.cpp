@@ -9,11 +9,13 @@ namespace weft {
 namespace {
 
 bool decodes(const Sequence& s) {
-  return s.id_on_device && s.known_rows() - s.rows <= 1 && s.sampled < s.max_ids;
+  if (s.sampled >= s.max_ids) return false;
+  const std::int64_t missing = s.known_rows() - s.rows;
+  return s.id_on_device ? missing <= 1 : s.id_on_host && missing == 1;
 }
 
 bool has_prompt_rows(const Sequence& s) {
-  return !s.id_on_device && s.rows < s.known_rows();
+  return !s.id_on_device && !s.id_on_host && s.rows < s.known_rows();
 }
 
 // Of `remaining` rows from `position` on, at most `limit`, up to the end of a page if not all of them fit.
@@ -64,13 +66,15 @@ std::span<const PlannedSpan> Scheduler::plan() {
     Share& share = shares_[i];
     Sequence& s = *share.sequence;
     if (!s.running || !get_pages(share)) continue;
-    PlannedSpan span{&s, s.rows, share.rows, share.decodes, false};
+    s.drafts.resize(static_cast<std::size_t>(share.drafts));
+    PlannedSpan span{&s, s.rows, share.rows, share.decodes && s.id_on_device && share.drafts == 0, false, share.drafts};
     s.rows += share.rows;
     ++s.in_flight;
     span.sample = s.max_ids > 0 && (share.decodes || s.rows == s.known_rows());
     if (span.sample) {
-      ++s.sampled;
-      s.id_on_device = true;
+      s.sampled += 1 + share.drafts;
+      s.id_on_device = share.drafts == 0;
+      s.id_on_host = share.drafts > 0;
     }
     plan_.push_back(span);
   }
@@ -88,7 +92,7 @@ void Scheduler::admit() {
     s.slot = slots_.back();
     slots_.pop_back();
     s.rows = 0;
-    s.id_on_device = false;
+    s.id_on_device = s.id_on_host = false;
     s.running = true;
     running_.push_back(&s);
     if (s.preempted) continue;
@@ -144,11 +148,26 @@ void Scheduler::divide() {
       prompts.push_back({s->rows, s->known_rows() - s->rows});
     }
   }
-  if (budget < options_.rows_per_step) budget = std::min(budget, options_.prompt_rows);
+  const bool any_decodes = budget < options_.rows_per_step;
+  budget -= give_drafts(prompts.empty() ? budget : budget / 2);
+  if (any_decodes) budget = std::min(budget, options_.prompt_rows);
   const std::vector<std::int64_t> rows = divide_rows(budget, prompts, pool_.page_size());
   for (std::size_t i = 0, prompt = 0; i < shares_.size(); ++i) {
     if (!shares_[i].decodes) shares_[i].rows = rows[prompt++];
   }
+}
+
+// Drafts for those that decode, in the order of arrival, at most `budget` in all. Returns how many. An id is sampled after each,
+// so that the last draft must leave room for one.
+std::int64_t Scheduler::give_drafts(std::int64_t budget) {
+  std::int64_t given = 0;
+  for (Share& share : shares_) {
+    if (!share.decodes) continue;
+    const Sequence& s = *share.sequence;
+    share.drafts = std::min({std::ssize(s.drafts), s.max_ids - s.sampled - 1, budget - given});
+    given += share.drafts;
+  }
+  return given;
 }
 
 // Pages for the rows of `share`, if need be from younger sequences. Where these do not suffice it gets fewer rows; false: none.
@@ -161,6 +180,9 @@ bool Scheduler::get_pages(Share& share) {
     share.rows = std::min(share.rows, pages * pool_.page_size() - s.rows);
     if (share.rows <= 0) return false;
   }
+  // Drafts take free pages only.
+  while (share.drafts > 0 && !s.table.grow(s.rows + share.rows + share.drafts)) --share.drafts;
+  share.rows += share.drafts;
   return true;
 }
 
@@ -195,6 +217,13 @@ void Scheduler::give_back(Sequence& s) {
   s.table.release(s.forget_pages);
   slots_.push_back(s.slot);
   s.slot = -1;
+}
+
+void Scheduler::verified(Sequence& s, std::int64_t accepted) {
+  const std::int64_t wrong = std::ssize(s.drafts) - accepted;
+  if (wrong < 0) fail(Exit::internal, "scheduler: more drafts were right than there were");
+  s.rows -= wrong;
+  s.sampled -= wrong;
 }
 
 void Scheduler::collected(Sequence& s) {

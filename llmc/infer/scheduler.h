@@ -31,6 +31,10 @@ struct Sequence {
   std::int64_t sampled = 0;    // ids that were sampled, or that a submitted step will sample
   std::int64_t in_flight = 0;  // submitted steps with rows of this sequence that were not collected
   bool id_on_device = false;   // its last id was sampled in its slot, so a step needs no id from the host
+  bool id_on_host = false;     // its last id came from a verification: it is in `ids` alone
+  // Guesses of what follows `ids`, for the next step: set before plan() if none of its rows is in flight. plan() keeps those
+  // that the step gets.
+  std::vector<std::int32_t> drafts;
   bool running = false;
   bool preempted = false;  // at least once
   bool ended = false;
@@ -67,6 +71,8 @@ struct PlannedSpan {
   std::int64_t first_position = 0, rows = 0;
   bool id_on_device = false;  // one row, whose id is the one that was sampled last in the sequence's slot
   bool sample = false;        // an id is sampled from the last row
+  std::int64_t drafts =
+      0;  // so many of the rows are the sequence's drafts, and an id is sampled from each of them, too
 };
 
 class Scheduler {
@@ -78,6 +84,9 @@ class Scheduler {
   // The rows of the next step, decodes first; the caller submits them. Empty if nothing can be computed before a submitted
   // step is collected, or at all. Valid until the next call.
   std::span<const PlannedSpan> plan();
+  // Of the drafts of `sequence` in the step that is being collected only `accepted` were right: the rows of the others are
+  // computed again. Called before ids are appended, and before collected().
+  static void verified(Sequence& sequence, std::int64_t accepted);
   // A step with rows of `sequence` was collected.
   void collected(Sequence& sequence);
   // `sequence` computes nothing more. Its pages and its slot are free as soon as none of its rows is in flight.
@@ -86,6 +95,7 @@ class Scheduler {
   static bool released(const Sequence& sequence);
 
   std::int64_t running() const { return std::ssize(running_); }
+  std::span<Sequence* const> running_sequences() const { return running_; }  // the oldest first
   std::int64_t waiting() const { return std::ssize(waiting_); }
   std::int64_t preemptions() const { return preemptions_; }
   std::int64_t prompt_ids() const { return prompt_ids_; }  // of the prompts that were admitted
@@ -97,6 +107,7 @@ class Scheduler {
     Sequence* sequence;
     std::int64_t rows;
     bool decodes;
+    std::int64_t drafts = 0;  // of the rows
   };
 
   void admit();
@@ -104,6 +115,7 @@ class Scheduler {
   void use_prefix(Sequence& sequence);
   bool follows_another(const Sequence& sequence) const;
   void divide();
+  std::int64_t give_drafts(std::int64_t budget);
   bool get_pages(Share& share);
   bool preempt_younger_than(const Sequence& sequence);
   void name_pages(Sequence& sequence);

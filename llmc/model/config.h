@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "llmc/base/json_fwd.h"
+#include "llmc/model/quantization.h"
 
 namespace weft {
 
@@ -51,6 +52,8 @@ struct ModelConfig {
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
+  // Of the weights. Not a part of the object "model": a model file has an object "quantization" beside it.
+  Quantization quantization;
 
   std::int64_t q_size() const { return num_heads * head_dim; }
   std::int64_t kv_size() const { return num_kv_heads * head_dim; }

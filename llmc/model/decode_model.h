@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
+#include "llmc/model/draft_counts.h"
 
 namespace weft {
 
@@ -54,6 +56,9 @@ class DecodeModel {
                             const std::function<bool(std::int32_t)>& /*on_id*/) {
     fail(Exit::internal, "this model does not sample");
   }
+
+  // Of the last generate_ids(), if the model drafts.
+  virtual std::optional<DraftCounts> draft_counts() const { return std::nullopt; }
 
   // For measurements: decodes `id` as decode() does and returns a table of when its phases ended. A model that cannot
   // measure this returns an empty text and decodes nothing.

@@ -1,6 +1,7 @@
 #include "llmc/model/inference_model.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
@@ -70,6 +71,12 @@ void check_step(std::span<const Span> work, const InferenceOptions& options) {
       fail(Exit::internal, "inference: %zu targets for %lld rows", span.targets.size(),
            static_cast<long long>(span.rows()));
     }
+    const bool verifies = span.drafts > 0 && span.drafts < std::ssize(span.ids) && span.sampling != nullptr &&
+                          span.targets.empty() && !span.keep_logits;
+    if (span.drafts != 0 && !verifies) {
+      fail(Exit::internal, "inference: %lld drafts in a span of %lld rows%s", static_cast<long long>(span.drafts),
+           static_cast<long long>(span.rows()), span.sampling == nullptr ? " that samples nothing" : "");
+    }
     rows += span.rows();
   }
   if (work.empty() || rows > options.max_rows) {
@@ -78,12 +85,26 @@ void check_step(std::span<const Span> work, const InferenceOptions& options) {
   }
 }
 
+void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, SpanResult& result) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    result.error = rows[i].error;
+    if (result.error != SampleError::none) return;
+    if (i == drafted.size() || rows[i].id.id != drafted[i]) {
+      result.sampled = std::move(rows[i].id);
+      return;
+    }
+    result.accepted.push_back(std::move(rows[i].id));
+  }
+}
+
 std::uint64_t read_bytes_of_step(const ModelConfig& config, std::int64_t sequences, std::int64_t context,
                                  std::uint64_t element_bytes) {
-  const std::int64_t embedding = config.tied_embeddings ? 0 : config.vocab_size * config.hidden_size;
-  const std::int64_t weights = TensorTable(config).parameters() - embedding;
+  const TensorTable table(config, element_bytes == sizeof(float) ? DType::f32 : DType::f16);
+  std::uint64_t weights = 0;
+  for (const TensorSpec& spec : table.specs()) weights += spec.bytes;
+  if (!config.tied_embeddings) weights -= table.specs()[0].bytes;  // of the embedding only a row is read
   const std::int64_t of_sequence = config.hidden_size + 2 * config.num_layers * config.kv_size() * context;
-  return static_cast<std::uint64_t>(weights + sequences * of_sequence) * element_bytes;
+  return weights + static_cast<std::uint64_t>(sequences * of_sequence) * element_bytes;
 }
 
 }  // namespace weft

@@ -64,6 +64,12 @@ struct Span {
   // of the sampled id.
   std::int32_t alternatives = -1;
   bool keep_logits = false;  // of the last row, for SpanResult::logits
+  // So many ids at the end of `ids` are drafts: guesses of what is sampled after the ids before them (Leviathan et al., "Fast
+  // Inference from Transformers via Speculative Decoding", ICML 2023). An id is sampled from each of the last drafts + 1 rows,
+  // for the position after it: the one that a span of one row would sample there. SpanResult::accepted says how many guesses
+  // were right; the keys and values of the others are overwritten by a later span. Needs `sampling` and at least one id before
+  // the drafts; without targets and keep_logits. The next span of `slot` has ids.
+  std::int64_t drafts = 0;
 
   std::int64_t rows() const { return ids.empty() ? 1 : std::ssize(ids); }
 };
@@ -91,9 +97,20 @@ struct SpanResult {
   std::optional<ScoredId> sampled;
   SampleError error =
       SampleError::none;  // why nothing was sampled although it was asked for: only this span is affected
+  // Of the drafts, those that equal the ids sampled in their place, up to the first that does not. `sampled` is what follows
+  // them, or `error` says why there is none.
+  std::vector<ScoredId> accepted;
   std::vector<ScoredId> targets;
   std::span<const float> logits;  // [vocab_size], valid until the next submit(); empty unless asked for
 };
+
+// What was sampled from one of the last rows of a span with drafts.
+struct VerifiedRow {
+  ScoredId id;
+  SampleError error = SampleError::none;
+};
+// Fills accepted, sampled and error of `result` from drafted.size() + 1 rows, in order. Takes their ids away.
+void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, SpanResult& result);
 
 class InferenceModel {
  public:

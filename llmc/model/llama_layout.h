@@ -3,7 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <span>
 #include <vector>
 
 #include "llmc/base/regions.h"
@@ -12,7 +15,7 @@
 
 namespace weft {
 
-// The linear layers of a Llama have no biases: their pointers are weights.
+// The linear layers of a Llama have no biases: their pointers are weights. Null where they are quantised.
 template <typename T>
 struct LayerParameters {
   NormParameters<T> input_norm, post_norm;
@@ -28,7 +31,7 @@ struct LlamaParameters {
   T* embedding = nullptr;  // [V, C]
   std::vector<LayerParameters<T>> layers;
   NormParameters<T> final_norm;
-  T* head = nullptr;  // [V, C]; the embedding where tied
+  T* head = nullptr;  // [V, C]; the embedding where tied, null where it is quantised
 
   LlamaParameters(const ModelConfig& config, const TensorTable& table, T* arena, Offsets offsets) {
     const ParameterBinder<T> find(table, arena, offsets);
@@ -40,6 +43,24 @@ struct LlamaParameters {
     }
     final_norm = find.norm(LlamaNames::kFinalNorm);
     head = config.tied_embeddings ? embedding : find.weight(LlamaNames::kHead);
+  }
+
+  // Where sections (llama_sections()) lie in places of their own: moves the pointers to each by so many elements.
+  void move_sections(std::span<const std::int64_t> by) {
+    const auto move = [](std::int64_t elements, std::initializer_list<T**> pointers) {
+      for (T** pointer : pointers) {
+        if (*pointer != nullptr) *pointer += elements;
+      }
+    };
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      LayerParameters<T>& layer = layers[l];
+      move(by[1 + l], {&layer.input_norm.weight, &layer.input_norm.bias, &layer.post_norm.weight, &layer.post_norm.bias,
+                       &layer.qkv, &layer.output, &layer.gate_up, &layer.down});
+    }
+    move(by[layers.size()], {&final_norm.weight, &final_norm.bias});
+    move(by.front(), {&embedding});
+    const bool tied = by.size() == 1 + layers.size();
+    move(tied ? by.front() : by.back(), {&head});
   }
 };
 

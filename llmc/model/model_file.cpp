@@ -1,5 +1,7 @@
 #include "llmc/model/model_file.h"
 
+#include <cstring>
+
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 
@@ -16,6 +18,11 @@ void check_tensor(const TensorFile& file, const TensorSpec& spec) {
   if (tensor->shape != spec.shape) {
     fail(Exit::bad_file, "%s: %s: got shape %s, expected %s by the configuration", escaped(file.path()).c_str(),
          spec.name.c_str(), shape_text(tensor->shape).c_str(), shape_text(spec.shape).c_str());
+  }
+  if (spec.kind != ValueKind::floats) {
+    if (tensor->dtype == spec.dtype) return;
+    fail(Exit::bad_file, "%s: %s: got dtype %s, expected %s by the configuration", escaped(file.path()).c_str(),
+         spec.name.c_str(), dtype_name(tensor->dtype), dtype_name(spec.dtype));
   }
   if (tensor->dtype != DType::f32 && tensor->dtype != DType::f16 && tensor->dtype != DType::bf16) {
     fail(Exit::bad_file, "%s: %s: got dtype %s, expected f32, f16 or bf16", escaped(file.path()).c_str(),
@@ -59,6 +66,13 @@ ModelConfig read_config(const TensorFile& file, std::optional<Family> expected) 
     fail(Exit::bad_file, "%s: family: got %s, expected %s. infer_pythia runs this model", source.c_str(),
          family_name(config.family), family_name(*expected));
   }
+  const auto quantization = file.config().find("quantization");
+  if (quantization == file.config().end()) return config;
+  const std::string where = escaped(file.path()) + ": quantization";
+  config.quantization = quantization_from_json(*quantization, where);
+  if (config.tied_embeddings && config.quantization.head != WeightScheme::none) {
+    fail(Exit::bad_file, "%s: head: got int8, but it is the embedding, which is not quantised", where.c_str());
+  }
   return config;
 }
 
@@ -100,6 +114,33 @@ std::string ModelFile::tokenizer_json() const {
 
 void ModelFile::read_parameter(const TensorSpec& spec, float* out) const {
   file_.read_finite_f32(file_.at(spec.name), out);
+}
+
+void ModelFile::read_quantized(const TensorSpec& spec, void* out) const {
+  const TensorInfo& tensor = file_.at(spec.name);
+  const std::span<const std::byte> data = file_.bytes(tensor);
+  if (!data.empty()) std::memcpy(out, data.data(), data.size());
+  file_.verify(tensor);
+  if (const std::optional<std::size_t> bad = first_invalid_value(spec.kind, spec.dtype, data)) refuse_value(spec, *bad);
+}
+
+void ModelFile::read_tensor(const TensorSpec& spec, std::byte* out) const {
+  if (spec.kind == ValueKind::floats) {
+    read_parameter(spec, reinterpret_cast<float*>(out));
+  } else {
+    read_quantized(spec, out);
+  }
+}
+
+void ModelFile::refuse_value(const TensorSpec& spec, std::size_t index) const {
+  fail(Exit::bad_file, "%s: %s: element %zu: expected %s", escaped(file_.path()).c_str(), spec.name.c_str(), index,
+       valid_values(spec.kind, spec.dtype));
+}
+
+void ModelFile::require_floats(const char* purpose) const {
+  if (!config_.quantization.any()) return;
+  fail(Exit::bad_file, "%s: its weights are quantised (%s), and %s needs floats. Take the file it was converted from",
+       escaped(file_.path()).c_str(), quantization_text(config_.quantization).c_str(), purpose);
 }
 
 }  // namespace weft

@@ -16,8 +16,8 @@ inline constexpr const char* kTokenizerTensor = "tokenizer.json";  // u8, the te
 class ModelFile {
  public:
   // Opens and checks everything but the tensor data: configuration valid, family as asked (none: either), every
-  // tensor of the table present with its shape and a float dtype, nothing missing. Exit::bad_file names what does
-  // not fit.
+  // tensor of the table present with its shape and a float dtype or, where it belongs to a quantised matrix, that of its
+  // scheme, nothing missing. Exit::bad_file names what does not fit.
   static ModelFile open(const std::string& path, std::optional<Family> expected = {});
 
   const ModelConfig& config() const { return config_; }
@@ -26,8 +26,17 @@ class ModelFile {
   DType dtype() const;  // of the embedding: what the start-up line names
   bool has_tokenizer() const;
   std::string tokenizer_json() const;  // verified; empty if the file carries none
-  // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file.
+  // Reads one parameter as fp32 and verifies its hash. A value that is not finite is Exit::bad_file. Only for
+  // ValueKind::floats.
   void read_parameter(const TensorSpec& spec, float* out) const;
+  // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and values.
+  void read_quantized(const TensorSpec& spec, void* out) const;
+  // Either of them, by the kind: `out` is where the tensor lies in an arena of table(DType::f32)'s layout by bytes.
+  void read_tensor(const TensorSpec& spec, std::byte* out) const;
+  // Exit::bad_file for element `index` of a tensor whose values are not those of its kind.
+  [[noreturn]] void refuse_value(const TensorSpec& spec, std::size_t index) const;
+  // Exit::bad_file if the weights are quantised. `purpose`: what needs floats, "training".
+  void require_floats(const char* purpose) const;
 
  private:
   ModelFile(TensorFile file, ModelConfig config);

@@ -22,12 +22,11 @@ struct NeoxParameters {
   T* embedding = nullptr;  // [V, C]
   std::vector<NeoxLayerParameters<T>> layers;
   NormParameters<T> final_norm;
-  T* head = nullptr;  // [V, C]
+  T* head = nullptr;  // [V, C]; null where it is quantised
 
   NeoxParameters() = default;
-  // `arena` holds all parameters in one type.
-  NeoxParameters(const ModelConfig& config, const TensorTable& table, T* arena) {
-    const ParameterBinder<T> find(table, arena, Offsets::elements);
+  NeoxParameters(const ModelConfig& config, const TensorTable& table, T* arena, Offsets offsets = Offsets::elements) {
+    const ParameterBinder<T> find(table, arena, offsets);
     embedding = find.weight(NeoxNames::kEmbedding);
     for (std::int64_t l = 0; l < config.num_layers; ++l) {
       const NeoxNames::Layer names(l);

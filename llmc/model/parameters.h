@@ -21,7 +21,7 @@ struct NormParameters {
 
 template <typename T>
 struct LinearParameters {
-  T* weight = nullptr;  // [out, in], row-major
+  T* weight = nullptr;  // [out, in], row-major; null where it is quantised
   T* bias = nullptr;    // [out]; null where the layer has none
 };
 
@@ -37,8 +37,12 @@ class ParameterBinder {
   ParameterBinder(const TensorTable& table, T* arena, Offsets offsets)
       : table_(table), arena_(arena), offsets_(offsets) {}
 
-  // Exit::internal where the table has no such parameter, or has it in a type of another size than T.
-  T* weight(const std::string& module) const { return at(table_.at(weight_of(module))); }
+  // Exit::internal where the table has no such parameter, or has it in a type of another size than T. Null where it is
+  // quantised: bind_quantized() finds those.
+  T* weight(const std::string& module) const {
+    const TensorSpec& spec = table_.at(weight_of(module));
+    return spec.kind == ValueKind::quants ? nullptr : at(spec);
+  }
   // Null where the table has none.
   T* bias(const std::string& module) const {
     const TensorSpec* spec = table_.find(bias_of(module));

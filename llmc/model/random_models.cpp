@@ -1,6 +1,7 @@
 #include "llmc/model/random_models.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "llmc/base/error.h"
 
@@ -40,16 +41,33 @@ ModelConfig pythia_config(const Size& size) {
   return config;
 }
 
+Quantization quantization_named(const std::string& text, const char* option) {
+  constexpr std::string_view kHead = "+head";
+  const bool head = text.ends_with(kHead);
+  const std::string scheme = head ? text.substr(0, text.size() - kHead.size()) : text;
+  for (const WeightScheme each : {WeightScheme::int8, WeightScheme::int4, WeightScheme::fp8}) {
+    if (scheme == weight_scheme_name(each)) return {each, head ? WeightScheme::int8 : WeightScheme::none};
+  }
+  fail(Exit::usage, "%s: got weights in %s, expected int8, int4 or fp8, and +head for a head in int8", option,
+       escaped(text).c_str());
+}
+
 }  // namespace
 
-ModelConfig random_model_config(const std::string& name) {
+ModelConfig random_model_config(const std::string& name, const char* option) {
+  if (const std::size_t colon = name.find(':'); colon != std::string::npos) {
+    ModelConfig config = random_model_config(name.substr(0, colon), option);
+    config.quantization = quantization_named(name.substr(colon + 1), option);
+    if (config.tied_embeddings) config.quantization.head = WeightScheme::none;
+    return config;
+  }
   for (const Size& size : kSizes) {
     if (name == size.name) return pythia_config(size);
   }
   if (std::ranges::count(preset_names(), name) > 0) return preset_config(name);
   std::string known;
   for (const std::string& each : random_model_names()) known += (known.empty() ? "" : ", ") + each;
-  fail(Exit::usage, "--random-model: got %s, expected one of %s", escaped(name).c_str(), known.c_str());
+  fail(Exit::usage, "%s: got %s, expected one of %s", option, escaped(name).c_str(), known.c_str());
 }
 
 std::vector<std::string> random_model_names() {

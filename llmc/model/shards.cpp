@@ -44,6 +44,33 @@ std::vector<Range> llama_sections(const ModelConfig& config, const TensorTable& 
   return sections;
 }
 
+SectionPlaces::SectionPlaces(std::span<const Range> sections, std::int64_t num_layers) {
+  const auto layers = static_cast<std::size_t>(num_layers);
+  const std::size_t layer_places = std::min(layers, kLayerPlaces);
+  std::vector<std::int64_t> sizes(1 + layer_places);
+  for (std::size_t s = 0; s < sections.size(); ++s) {
+    const bool is_layer = s >= 1 && s <= layers;
+    place_of_.push_back(is_layer ? 1 + (s - 1) % kLayerPlaces : 0);
+    sizes[place_of_[s]] = std::max(sizes[place_of_[s]], sections[s].size());
+  }
+  for (const std::int64_t size : sizes) {
+    begins_.push_back(elements_);
+    elements_ += size;
+  }
+  occupants_.assign(sizes.size(), -1);
+}
+
+bool SectionPlaces::take(std::size_t section) {
+  std::ptrdiff_t& occupant = occupants_[place_of_[section]];
+  const bool is_new = occupant != static_cast<std::ptrdiff_t>(section);
+  occupant = static_cast<std::ptrdiff_t>(section);
+  return is_new;
+}
+
+void SectionPlaces::forget() {
+  std::fill(occupants_.begin(), occupants_.end(), -1);
+}
+
 std::vector<Bucket> cut_buckets(std::span<const Range> sections, int ranks, std::int64_t block, std::int64_t elements) {
   const auto at_block = [block](std::int64_t element) { return (element + block - 1) / block * block; };
   std::vector<Bucket> buckets;

@@ -18,6 +18,7 @@ enum class Shard {
   none,       // every rank has everything, and makes the whole update
   optimizer,  // a rank has the moments of its own range alone, updates that, and gets the other parameters from the others
   gradients,  // the gradients of the step as well; those of a layer go as soon as the ranks have exchanged them. On a GPU
+  parameters,  // the parameters as well: those of a layer come before a pass uses them, and go behind (SectionPlaces)
 };
 
 // The ranges of `ranks` ranks, in elements of the arenas that have one type for all tensors: neighbours from 0 to
@@ -30,6 +31,32 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
 // 0 to arena_elements(); the last layer's section has the final norm as well. Backward completes the gradients of a section
 // after those of all sections behind it.
 std::vector<Range> llama_sections(const ModelConfig& config, const TensorTable& table);
+
+// Where a pass has parameters that the ranks have divided. Those of a section come into its place before they are used, and
+// stay until another section needs the place. Layers take turns in kLayerPlaces of them, because the norm at the end of a
+// layer is the next one's, and so that the next layer can come while one computes; the embedding and a head that is not
+// tied take turns in one more.
+class SectionPlaces {
+ public:
+  static constexpr std::size_t kLayerPlaces = 2;
+
+  SectionPlaces() = default;  // no places: nothing is divided
+  // `sections`: llama_sections() of a model of so many layers.
+  SectionPlaces(std::span<const Range> sections, std::int64_t num_layers);
+
+  std::int64_t elements() const { return elements_; }  // of all places
+  std::int64_t begin_of(std::size_t section) const { return begins_[place_of_[section]]; }
+  // Gives a section its place; false if it was there already.
+  bool take(std::size_t section);
+  // Nothing that lies in the places is of use any more: the parameters have changed.
+  void forget();
+
+ private:
+  std::vector<std::size_t> place_of_;      // of each section
+  std::vector<std::int64_t> begins_;       // of each place
+  std::vector<std::ptrdiff_t> occupants_;  // the section in each place; -1: none
+  std::int64_t elements_ = 0;
+};
 
 // What moves between ranks at once, and what of it each rank has. A bucket is a few neighbouring sections or, of a large
 // section, a piece: each rank has a part of every bucket, so that all ranks send and receive at the same time whichever

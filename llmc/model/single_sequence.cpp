@@ -12,8 +12,10 @@ namespace {
 
 class SingleSequence final : public DecodeModel {
  public:
-  SingleSequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights)
+  SingleSequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity, std::function<void()> wait_for_weights,
+                 std::unique_ptr<IdDecoder> decoder)
       : model_(std::move(model)),
+        decoder_(std::move(decoder)),
         wait_for_weights_(std::move(wait_for_weights)),
         capacity_(capacity),
         pages_(static_cast<std::size_t>(model_->num_pages())) {
@@ -21,7 +23,12 @@ class SingleSequence final : public DecodeModel {
   }
 
   const ModelConfig& config() const override { return model_->config(); }
-  std::vector<MemoryLine> memory() const override { return model_->memory(); }
+  std::vector<MemoryLine> memory() const override {
+    std::vector<MemoryLine> lines = model_->memory();
+    if (decoder_ == nullptr) return lines;
+    for (const MemoryLine& line : decoder_->memory()) lines.push_back(line);
+    return lines;
+  }
   std::uint64_t bytes_per_token(std::int64_t context) const override { return model_->bytes_per_step(1, context); }
   std::int64_t capacity() const override { return capacity_; }
   std::int64_t length() const override { return length_; }
@@ -30,9 +37,18 @@ class SingleSequence final : public DecodeModel {
     length_ = 0;
   }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
-  std::span<const float> decode(std::int32_t id) override { return prefill({&id, 1}); }
+  std::span<const float> decode(std::int32_t id) override {
+    if (decoder_ == nullptr || keep_) return prefill({&id, 1});
+    check_room(1);
+    return decoder_->decode(id, length_++);
+  }
+  std::string decode_timeline(std::int32_t id) override {
+    if (decoder_ == nullptr) return {};
+    check_room(1);
+    return decoder_->timeline(id, length_++);
+  }
   // A model that computes on the host is not faster for sampling itself.
-  bool samples() const override { return model_->depth() > 1; }
+  bool samples() const override { return model_->depth() > 1 || decoder_ != nullptr; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
   std::vector<double> score(std::span<const std::int32_t> ids) override;
@@ -73,7 +89,12 @@ class SingleSequence final : public DecodeModel {
     }
   }
 
-  std::unique_ptr<InferenceModel> model_;
+  // Ids first ... max_ids - 1 of a generation, after `id`, which is not in the cache yet.
+  void decode_ids(std::int32_t id, std::int64_t first, const GenerationRequest& request,
+                  const std::function<bool(std::int32_t)>& on_id);
+
+  std::shared_ptr<InferenceModel> model_;
+  std::unique_ptr<IdDecoder> decoder_;
   std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
   std::vector<std::int32_t> pages_;
@@ -128,7 +149,8 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     ++queue.steps;
   };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
-    while (queue.steps < model_->depth() && sampled < request.max_ids) submit_next();
+    // A decoder goes on after the first id.
+    while (queue.steps < model_->depth() && sampled < (decoder_ != nullptr ? 1 : request.max_ids)) submit_next();
     --queue.steps;
     const SpanResult& result = model_->collect()[0];
     check_sample(result.error);
@@ -137,6 +159,27 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     length_ = end + seen++;
     const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
     if (!on_id(id) || stop) return;
+    if (decoder_ != nullptr) return decode_ids(id, seen, request, on_id);
+  }
+}
+
+void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const GenerationRequest& request,
+                                const std::function<bool(std::int32_t)>& on_id) {
+  struct End {
+    IdDecoder& decoder;
+    ~End() { decoder.end(); }
+  } const end{*decoder_};
+  for (std::int64_t seen = first; seen < request.max_ids;) {
+    const std::int64_t count = std::min(request.max_ids - seen, decoder_->most_ids());
+    decoder_->launch(id, length_, count, request);
+    for (std::int64_t i = 0; i < count; ++i) {
+      id = decoder_->wait(i);
+      ++length_;
+      ++seen;
+      const bool stop = std::find(request.stop_ids.begin(), request.stop_ids.end(), id) != request.stop_ids.end();
+      if (!on_id(id) || stop) return;
+    }
+    decoder_->end();
   }
 }
 
@@ -165,9 +208,10 @@ InferenceOptions one_sequence(std::int64_t capacity) {
   return options;
 }
 
-std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity,
-                                             std::function<void()> wait_for_weights) {
-  return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights));
+std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
+                                             std::function<void()> wait_for_weights,
+                                             std::unique_ptr<IdDecoder> decoder) {
+  return std::make_unique<SingleSequence>(std::move(model), capacity, std::move(wait_for_weights), std::move(decoder));
 }
 
 }  // namespace weft

@@ -1,20 +1,46 @@
 // A DecodeModel over an InferenceModel: one sequence that has all the pages.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
+#include <string>
+#include <vector>
 
 #include "llmc/model/decode_model.h"
 #include "llmc/model/inference_model.h"
 
 namespace weft {
 
+// Decodes the ids of the one sequence after its prompt, many of them a launch, in the model's pages: page i holds the positions
+// [i * page_size, (i + 1) * page_size).
+class IdDecoder {
+ public:
+  virtual ~IdDecoder() = default;
+
+  virtual std::vector<MemoryLine> memory() const = 0;  // beside the model's
+  virtual std::int64_t most_ids() const = 0;           // of a launch
+  // Feeds `id` at `position`, and then each id that it samples: `count` of them, or fewer if one is a stop id. The model and the
+  // launch before must have nothing left to do.
+  virtual void launch(std::int32_t id, std::int64_t position, std::int64_t count, const GenerationRequest& request) = 0;
+  // Id i of the launch, as soon as the host has it. Exit::numeric if its logits were not finite.
+  virtual std::int32_t wait(std::int64_t i) = 0;
+  // Waits until a launch has ended; one that runs is cancelled.
+  virtual void end() noexcept = 0;
+  // Feeds `id` at `position` and returns the logits; valid until the next call.
+  virtual std::span<const float> decode(std::int32_t id, std::int64_t position) = 0;
+  // The same, with DecodeModel::decode_timeline()'s table.
+  virtual std::string timeline(std::int32_t id, std::int64_t position) = 0;
+};
+
 // Options of a model for one sequence of at most `capacity` positions.
 InferenceOptions one_sequence(std::int64_t capacity);
 
 // `model` was made with one_sequence(capacity). `wait_for_weights`, if there is one, is called by each reset(): it returns when
-// whatever changes the weights is done.
-std::unique_ptr<DecodeModel> single_sequence(std::unique_ptr<InferenceModel> model, std::int64_t capacity,
-                                             std::function<void()> wait_for_weights = nullptr);
+// whatever changes the weights is done. `decoder`, if there is one, decodes what follows a prompt; it may refer to the model.
+std::unique_ptr<DecodeModel> single_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
+                                             std::function<void()> wait_for_weights = nullptr,
+                                             std::unique_ptr<IdDecoder> decoder = nullptr);
 
 }  // namespace weft

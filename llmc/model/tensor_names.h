@@ -15,6 +15,14 @@ inline std::string bias_of(const std::string& module) {
   return module + ".bias";
 }
 
+// Of a quantised matrix called `weight`.
+inline std::string scales_of(const std::string& weight) {
+  return weight + ".scales";
+}
+inline std::string zeros_of(const std::string& weight) {
+  return weight + ".zeros";
+}
+
 struct LlamaNames {
   static constexpr const char* kEmbedding = "model.embed_tokens";
   static constexpr const char* kFinalNorm = "model.norm";

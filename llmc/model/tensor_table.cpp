@@ -19,23 +19,48 @@ void TensorTable::begin_group() {
   arena_bytes_ = align_up(arena_bytes_, kGroupAlignment * dtype_bytes(storage_), "parameters");
 }
 
-void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay) {
+void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay, ValueKind kind,
+                      std::optional<DType> dtype) {
   TensorSpec spec;
   std::uint64_t elements = 1;
   for (const std::int64_t size : shape) elements = checked_mul(elements, static_cast<std::uint64_t>(size), name);
-  spec.dtype = storage_;
-  spec.bytes = checked_mul(elements, dtype_bytes(spec.dtype), name);
+  spec.dtype = dtype.value_or(storage_);
+  spec.bytes = checked_add(checked_mul(elements, dtype_bits(spec.dtype), name), 7, name) / 8;
   spec.byte_offset = arena_bytes_;
   arena_bytes_ = checked_add(arena_bytes_, spec.bytes, name);
   spec.name = std::move(name);
   spec.shape = std::move(shape);
   spec.init = init;
   spec.decay = decay;
+  spec.kind = kind;
   spec.elements = static_cast<std::int64_t>(elements);
   spec.offset = arena_elements_;
-  parameters_ += spec.elements;
+  if (kind == ValueKind::floats || kind == ValueKind::quants) parameters_ += spec.elements;
   arena_elements_ += spec.elements;
   specs_.push_back(std::move(spec));
+}
+
+// Matrices that are one for a GEMM.
+void TensorTable::add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices) {
+  begin_group();
+  if (scheme == WeightScheme::none) {
+    for (const Matrix& m : matrices) add(weight_of(m.module), {m.out, m.in}, m.init, true);
+    return;
+  }
+  quantized_ = true;
+  const bool grouped = scheme == WeightScheme::int4;
+  const DType q = grouped ? DType::u4 : scheme == WeightScheme::int8 ? DType::i8 : DType::e4m3;
+  for (const Matrix& m : matrices) add(weight_of(m.module), {m.out, m.in}, m.init, true, ValueKind::quants, q);
+  const auto of_groups = [](const Matrix& m) { return std::vector<std::int64_t>{m.out, quant_groups(m.in)}; };
+  begin_group();
+  for (const Matrix& m : matrices) {
+    add(scales_of(weight_of(m.module)), grouped ? of_groups(m) : std::vector<std::int64_t>{m.out}, Init::ones, false,
+        ValueKind::scales, grouped ? DType::f16 : DType::f32);
+  }
+  begin_group();
+  for (const Matrix& m : matrices) {
+    if (grouped) add(zeros_of(weight_of(m.module)), of_groups(m), Init::zeros, false, ValueKind::zeros, DType::u8);
+  }
 }
 
 void TensorTable::add_llama(const ModelConfig& config) {
@@ -49,36 +74,26 @@ void TensorTable::add_llama(const ModelConfig& config) {
       add(bias_of(module), {C}, Init::zeros, false);
     }
   };
-  const auto add_matrix = [&](const std::string& module, std::int64_t out, std::int64_t in, Init init) {
-    add(weight_of(module), {out, in}, init, true);
-  };
-  add_matrix(LlamaNames::kEmbedding, V, C, Init::normal);
+  const WeightScheme weights = config.quantization.weights;
+  add_matrices(WeightScheme::none, {{LlamaNames::kEmbedding, V, C, Init::normal}});
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     const LlamaNames::Layer names(l);
     add_norm(names.input_norm);
-    begin_group();
-    add_matrix(names.q, q, C, Init::normal);
-    add_matrix(names.k, kv, C, Init::normal);
-    add_matrix(names.v, kv, C, Init::normal);
-    begin_group();
-    add_matrix(names.output, C, q, Init::normal_residual);
+    add_matrices(weights,
+                 {{names.q, q, C, Init::normal}, {names.k, kv, C, Init::normal}, {names.v, kv, C, Init::normal}});
+    add_matrices(weights, {{names.output, C, q, Init::normal_residual}});
     add_norm(names.post_norm);
-    begin_group();
-    add_matrix(names.gate, F, C, Init::normal);
-    add_matrix(names.up, F, C, Init::normal);
-    begin_group();
-    add_matrix(names.down, C, F, Init::normal_residual);
+    add_matrices(weights, {{names.gate, F, C, Init::normal}, {names.up, F, C, Init::normal}});
+    add_matrices(weights, {{names.down, C, F, Init::normal_residual}});
   }
   add_norm(LlamaNames::kFinalNorm);
-  begin_group();
-  if (!config.tied_embeddings) add_matrix(LlamaNames::kHead, V, C, Init::normal);
+  if (!config.tied_embeddings) add_matrices(config.quantization.head, {{LlamaNames::kHead, V, C, Init::normal}});
 }
 
 void TensorTable::add_gpt_neox(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const auto add_linear = [&](const std::string& module, std::int64_t out, std::int64_t in, Init init, bool bias) {
-    begin_group();
-    add(weight_of(module), {out, in}, init, true);
+    add_matrices(config.quantization.weights, {{module, out, in, init}});
     begin_group();
     if (bias) add(bias_of(module), {out}, Init::zeros, false);
   };
@@ -88,7 +103,7 @@ void TensorTable::add_gpt_neox(const ModelConfig& config) {
     begin_group();
     add(bias_of(module), {C}, Init::zeros, false);
   };
-  add(weight_of(NeoxNames::kEmbedding), {V, C}, Init::normal, true);
+  add_matrices(WeightScheme::none, {{NeoxNames::kEmbedding, V, C, Init::normal}});
   for (std::int64_t l = 0; l < config.num_layers; ++l) {
     const NeoxNames::Layer names(l);
     add_norm(names.input_norm);
@@ -99,8 +114,7 @@ void TensorTable::add_gpt_neox(const ModelConfig& config) {
     add_linear(names.down, C, F, Init::normal_residual, true);
   }
   add_norm(NeoxNames::kFinalNorm);
-  begin_group();
-  add(weight_of(NeoxNames::kHead), {V, C}, Init::normal, true);
+  add_matrices(config.quantization.head, {{NeoxNames::kHead, V, C, Init::normal}});
 }
 
 const TensorSpec* TensorTable::find(std::string_view name) const {
@@ -127,6 +141,7 @@ MemoryPlan parameter_plan(const TensorTable& table) {
 }
 
 MemoryPlan per_parameter_plan(const char* name, const TensorTable& table, std::size_t element_bytes) {
+  if (table.quantized()) fail(Exit::internal, "%s: a quantised model has no arena of one type", name);
   MemoryPlan plan(name);
   plan.add(checked_mul(static_cast<std::uint64_t>(table.arena_elements()), element_bytes, name));
   return plan;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -23,6 +24,7 @@ struct TensorSpec {
   std::vector<std::int64_t> shape;
   Init init = Init::normal;
   bool decay = false;  // AdamW weight decay: matrices, not norms and biases
+  ValueKind kind = ValueKind::floats;
   std::int64_t elements = 0;
 
   // In the arena of the parameters, where each tensor lies in its own type.
@@ -34,35 +36,47 @@ struct TensorSpec {
 
 class TensorTable {
  public:
-  // `storage`: the dtype in which the parameters are kept in memory, today the same for all of them. What a model file
-  // stores is the file's own matter.
+  // `storage`: the dtype in which the float parameters are kept in memory. What a model file stores of them is the file's own
+  // matter. Matrices that config.quantization names have the dtype of their scheme, in memory as in the file, and their
+  // scales and zeros are tensors of the table too.
   explicit TensorTable(const ModelConfig& config, DType storage = DType::f32);
 
   std::span<const TensorSpec> specs() const { return specs_; }
   const TensorSpec* find(std::string_view name) const;
   const TensorSpec& at(std::string_view name) const;       // Exit::internal if absent
   std::size_t index_of(std::string_view name) const;       // Exit::internal if absent
-  std::int64_t parameters() const { return parameters_; }  // sum of elements
+  std::int64_t parameters() const { return parameters_; }  // sum of elements, scales and zeros not counted
+  bool quantized() const { return quantized_; }
   // Sizes of the arenas, with the padding between groups: of one type for all tensors, and of the parameters.
   std::int64_t arena_elements() const { return arena_elements_; }
   std::uint64_t arena_bytes() const { return arena_bytes_; }
 
  private:
   // Tensors of one group lie next to each other without padding, so that the group is one matrix for one GEMM:
-  // {q, k, v} is [q + 2 kv, C], {gate, up} is [2 F, C]. Groups start on multiples of kGroupAlignment elements.
+  // {q, k, v} is [q + 2 kv, C], {gate, up} is [2 F, C]. Groups start on multiples of kGroupAlignment elements of the storage
+  // type. The scales of a group of matrices are a group, and so are their zeros.
   static constexpr std::int64_t kGroupAlignment = 128;
-  void add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay);
+  struct Matrix {
+    std::string module;
+    std::int64_t out, in;
+    Init init;
+  };
+  void add(std::string name, std::vector<std::int64_t> shape, Init init, bool decay, ValueKind kind = ValueKind::floats,
+           std::optional<DType> dtype = {});
+  void add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices);
   void begin_group();
   void add_llama(const ModelConfig& config);
   void add_gpt_neox(const ModelConfig& config);
 
   DType storage_;
+  bool quantized_ = false;
   std::vector<TensorSpec> specs_;
   std::int64_t parameters_ = 0, arena_elements_ = 0;
   std::uint64_t arena_bytes_ = 0;
 };
 
-// The arena of the parameters themselves, and one with `element_bytes` for each parameter (gradients, moments).
+// The arena of the parameters themselves, and one with `element_bytes` for each parameter (gradients, moments): Exit::internal
+// with a quantised table.
 MemoryPlan parameter_plan(const TensorTable& table);
 MemoryPlan per_parameter_plan(const char* name, const TensorTable& table, std::size_t element_bytes);
 

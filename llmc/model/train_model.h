@@ -108,6 +108,8 @@ class TrainModel {
   // Mean loss of a batch without dropout and without touching gradients or the statistics: validation.
   // Returns the sum over counted labels; *label_count gets their number.
   virtual double evaluate(const Batch& batch, std::int64_t* label_count) = 0;
+  // Whether all ranks of a run have to call evaluate() at the same time, because each needs parameters of the others.
+  virtual bool evaluates_together() const { return false; }
 
   // Runs `step` (the calls of one training step) with a clock around each operator, one launch after the other. The
   // table has no rows on a device that has no such clock.
@@ -133,7 +135,7 @@ class TrainModel {
   virtual std::vector<float> activation(const std::string& name) = 0;
 
   // Generation from the live parameters, with a KV cache of `capacity` positions. Valid while this model
-  // lives.
+  // lives. Exit::internal for a rank that does not have all parameters.
   virtual std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) = 0;
 };
 

@@ -108,11 +108,19 @@ std::string ServerMetrics::text(const std::string& model, const EngineStatistics
         static_cast<double>(e.prompt_ids));
     one("vllm:prefix_cache_hits_total", "counter", "Ids of prompts that were found in shared pages.",
         static_cast<double>(e.prefix_ids));
+
+    one("vllm:spec_decode_num_drafts_total", "counter", "Steps of sequences that verified drafted ids.",
+        static_cast<double>(e.drafts.verifications));
+    one("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted ids.", static_cast<double>(e.drafts.drafted));
+    one("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted ids that were right.",
+        static_cast<double>(e.drafts.accepted));
     one("weft:kv_pages", "gauge", "Pages of the K/V pool.", static_cast<double>(e.pages));
     one("weft:kv_pages_in_use", "gauge", "Pages of sequences.", static_cast<double>(e.pages_in_use));
     one("weft:kv_pages_cached", "gauge", "Pages kept for a prefix that may come again.",
         static_cast<double>(e.pages_cached));
     one("weft:steps_total", "counter", "Steps of the model.", static_cast<double>(e.steps));
+    one("weft:sampled_spans_total", "counter", "Steps of sequences that ended with an id.",
+        static_cast<double>(e.drafts.spans));
     one("weft:rows_total", "counter", "Rows of all steps.", static_cast<double>(e.rows));
   }
   one("weft:connections", "gauge", "Open connections.", static_cast<double>(http.connections));

@@ -257,6 +257,7 @@ Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
   }
   Checkpoint checkpoint(ModelFile::open(path + "/" + kModelName, Family::llama),
                         TensorFile::open(path + "/" + kStateName, FileKind::training_state));
+  checkpoint.model_.require_floats("training");
   check_against_manifest((*files)[0], checkpoint.model_.file(), source);
   check_against_manifest((*files)[1], checkpoint.training_, source);
   checkpoint.read_state(manifest, step);

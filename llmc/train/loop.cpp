@@ -41,7 +41,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
   const std::uint64_t count = batches == 0 ? all_batches : std::min(static_cast<std::uint64_t>(batches), all_batches);
   const auto T = static_cast<std::size_t>(data.seq_len());
   MicroBatch batch{std::vector<std::int32_t>(B * T), std::vector<std::int32_t>(B * T)};
-  const auto measure = [&](std::uint64_t i, std::int64_t* counted) {
+  const auto read = [&](std::uint64_t i) {
     for (std::uint64_t b = 0; b < B; ++b) {
       const std::uint64_t row = i * B + b;
       const bool exists = row < data.windows();  // rows that only fill up the last micro-batch do not count
@@ -51,7 +51,6 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
       data.read_window(window, std::span(batch.tokens).subspan(b * T, T), row_labels);
       if (!exists) std::fill(row_labels.begin(), row_labels.end(), kIgnoredLabel);
     }
-    return stop_signal() != 0 ? std::nullopt : std::optional(model.evaluate(batch.view(), counted));
   };
 
   // One value for each micro-batch, whoever measures it: they are added in their own order.
@@ -61,14 +60,37 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
   const Range mine = parts[static_cast<std::size_t>(ranks.rank())];
   bool stopped = false;
   std::optional<Error> error;
-  try {
-    for (auto i = static_cast<std::size_t>(mine.begin); i < static_cast<std::size_t>(mine.end) && !stopped; ++i) {
-      const std::optional<double> sum = measure(i, &labels[i]);
-      stopped = !sum;
-      sums[i] = sum.value_or(0);
+  // Where all ranks have to compute together they do so as often as the first one, which has the most micro-batches: a rank
+  // with one less measures another one's once more, for nobody.
+  const bool together = ranks.size() > 1 && model.evaluates_together();
+  for (std::int64_t turn = 0; turn < (together ? parts[0] : mine).size() && !stopped && !error; ++turn) {
+    const auto i = static_cast<std::size_t>(std::min(mine.begin + turn, std::ssize(sums) - 1));
+    const auto attempt = [&](const auto& work) {
+      try {
+        work();
+      } catch (const Error& caught) {
+        error = caught;
+      }
+    };
+    attempt([&] { read(i); });
+    stopped = stop_signal() != 0;
+    if (together) {
+      fail_together(ranks, error);
+      stopped = largest(ranks, stopped ? 1 : 0) != 0;
     }
-  } catch (const Error& caught) {
-    error = caught;
+    if (stopped || error) break;
+    const auto evaluate = [&] {
+      std::int64_t counted = 0;
+      const double sum = model.evaluate(batch.view(), &counted);
+      if (turn >= mine.size()) return;
+      sums[i] = sum;
+      labels[i] = counted;
+    };
+    if (together) {
+      evaluate();  // the others are in the same call: an error ends it for them
+    } else {
+      attempt(evaluate);
+    }
   }
   fail_together(ranks, error);
   if (largest(ranks, stopped ? 1 : 0) != 0) return std::nullopt;

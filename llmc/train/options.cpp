@@ -99,9 +99,9 @@ void add_ranks(OptionTable& table, TrainSettings& s) {
       "train on so many GPUs of this machine, one process each; 0: as many ranks as torchrun, srun or mpirun have "
       "started, or one");
   table.choice(
-      "shard", s.shard, {"none", "optimizer", "gradients"},
-      "what the ranks divide: nothing, AdamW's moments and the update, or, on GPUs, gradients too. The numbers are "
-      "the same");
+      "shard", s.shard, {"none", "optimizer", "gradients", "parameters"},
+      "what the ranks divide: nothing, AdamW's moments and the update, on GPUs gradients too, or parameters too. The "
+      "numbers are the same");
   table.number("comm-timeout", s.comm_timeout, 1, 86400,
                "seconds that a rank waits for another one before the run ends");
 }
@@ -173,6 +173,19 @@ void check_ranks(TrainSettings& s, std::int64_t launched) {
   if (s.operators) fail(Exit::usage, "--operators: needs one rank. Leave --gpus or the launcher out");
 }
 
+// A sample is generated from all parameters, by one rank.
+void check_samples(TrainSettings& s, bool given) {
+  if (s.ranks == 1 || s.shard_kind() != Shard::parameters) return;
+  if (given && s.sample_every > 0) {
+    fail(
+        Exit::usage,
+        "--sample-every: got %lld, but with --shard parameters no rank has the parameters to write samples with. Leave "
+        "it out, and try checkpoints with infer_pythia",
+        static_cast<long long>(s.sample_every));
+  }
+  s.sample_every = 0;
+}
+
 void check_batch(TrainSettings& s) {
   const std::int64_t micro_tokens = s.micro_batch * s.seq_len;               // bounded by the table: below 2^44
   if (s.batch_tokens == 0) s.batch_tokens = s.virtual_ranks * micro_tokens;  // below 2^60
@@ -239,6 +252,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   }
   if (!s.config.empty() && !s.config_is_file()) preset_config(s.config);  // refuses an unknown name
   check_ranks(s, launched);
+  check_samples(s, table.given("sample-every"));
   check_batch(s);
   check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   check_purpose(s);
@@ -311,7 +325,10 @@ ResumeMode TrainSettings::resume_mode() const {
 }
 
 Shard TrainSettings::shard_kind() const {
-  return shard == "gradients" ? Shard::gradients : shard == "optimizer" ? Shard::optimizer : Shard::none;
+  return shard == "parameters"  ? Shard::parameters
+         : shard == "gradients" ? Shard::gradients
+         : shard == "optimizer" ? Shard::optimizer
+                                : Shard::none;
 }
 
 Json TrainSettings::numeric_settings() const {

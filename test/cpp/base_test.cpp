@@ -298,6 +298,24 @@ TEST(DTypes, NamesAndSizes) {
   EXPECT_EQ(dtype_from_name("f64"), std::nullopt);
   EXPECT_EQ(dtype_bytes(DType::bf16), 2u);
   EXPECT_EQ(dtype_bytes(DType::i64), 8u);
+  EXPECT_EQ(dtype_bits(DType::u4), 4u);
+  EXPECT_NE(error_of(Exit::internal, [&] { dtype_bytes(DType::u4); }), "");
+}
+
+// Against the formula of the format: sign, exponent of bias 7, three bits of mantissa; subnormals; the largest is 448.
+TEST(DTypes, E4m3HasTheValuesOfItsFormat) {
+  for (int bits = 0; bits < 256; ++bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    const double magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(1 + mantissa / 8.0, exponent - 7);
+    const float got = e4m3_to_f32(static_cast<std::uint8_t>(bits));
+    if ((bits & 0x7F) == 0x7F) {
+      EXPECT_TRUE(std::isnan(got)) << bits;
+    } else {
+      EXPECT_EQ(static_cast<double>(got), bits < 128 ? magnitude : -magnitude) << bits;
+      EXPECT_EQ(std::signbit(got), bits >= 128) << bits;
+    }
+  }
+  EXPECT_EQ(e4m3_to_f32(0x7E), 448.0f);
 }
 
 TEST(DTypes, ArraysConvert) {

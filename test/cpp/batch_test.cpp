@@ -208,6 +208,22 @@ TEST_F(BatchTest, ABadLineIsAnAnswerWithAnErrorThatNamesTheField) {
   EXPECT_EQ(answer(2)["ids"].size(), 12u);
 }
 
+// Blank lines and lines that are too long count as well.
+TEST_F(BatchTest, ErrorsNameTheirLine) {
+  write_bytes(in_, std::string(101, 'x') + "\n\nbad\n");
+  {
+    PagedFake model(sizes());
+    PolledLines input(in_, 100);
+    AnswerFile output(out_);
+    EXPECT_EQ(run_batch(model, nullptr, {{}, Tokenizer::Special::text, {4, 32, true}}, input, output), Exit::ok);
+  }
+  const std::vector<Json> all = answers();
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0]["line"], 1);
+  EXPECT_NE(all[0]["error"].get<std::string>().find("this line has more than"), std::string::npos);
+  EXPECT_EQ(all[1]["line"], 3);
+}
+
 TEST_F(BatchTest, LogitsThatAreNotFiniteAreAnErrorOfTheirRequest) {
   EXPECT_EQ(run("{\"id\": 1, \"prompt_ids\": [3, 1, 3]}\n{\"id\": 2, \"prompt\": \"c\"}\n"), Exit::ok);
   EXPECT_EQ(answer(1)["finish_reason"], "error");
@@ -252,6 +268,13 @@ TEST_F(BatchTest, AnotherRequestUnderAnIdThatWasAnsweredIsRefused) {
   for (const std::string& changed :
        {std::string(R"({"id": "a", "prompt": "y"})"), std::string(R"({"id": "a", "prompt": "x", "seed": 1})"),
         std::string(R"({"id": "a", "prompt": "x", "max_tokens": 13})"),
+        std::string(R"({"id": "a", "prompt": "x", "temperature": 0.5})"),
+        std::string(R"({"id": "a", "prompt": "x", "top_k": 3})"),
+        std::string(R"({"id": "a", "prompt": "x", "top_p": 0.5})"),
+        std::string(R"({"id": "a", "prompt": "x", "min_p": 0.5})"),
+        std::string(R"({"id": "a", "prompt": "x", "ignore_eos": true})"),
+        std::string(R"({"id": "a", "prompt": "x", "logprobs": 1})"),
+        std::string(R"({"id": "a", "prompt": "x", "echo": true})"),
         std::string(R"({"id": "a", "prompt": "x", "stop": "q"})")}) {
     EXPECT_EQ(run(changed + "\n{\"id\": \"b\", \"prompt\": \"x\"}\n"), Exit::bad_file) << changed;
     EXPECT_EQ(answer("a"), before);

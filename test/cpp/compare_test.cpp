@@ -125,6 +125,21 @@ TEST_F(CompareDump, LabelsCountOrAreIgnored) {
   }
 }
 
+TEST_F(CompareDump, EachStepHasALoss) {
+  const Json settings = {{"steps", 3},  {"learning_rate", 1e-3}, {"beta1", 0.9},    {"beta2", 0.95},
+                         {"eps", 1e-8}, {"weight_decay", 0.1},   {"grad_clip", 1.0}};
+  TensorFileWriter writer(path_, FileKind::reference_dump, {{"dump", {{"adamw", settings}}}});
+  writer.declare("input_ids", DType::i32, {1, 8});
+  writer.declare("labels", DType::i32, {1, 8});
+  writer.declare("adamw.losses", DType::f32, {2});
+  writer.write(ids_.data(), ids_.size() * 4);
+  writer.write(labels_.data(), labels_.size() * 4);
+  writer.write_f32(std::vector<float>{3, 2}.data(), 2);
+  writer.publish();
+  expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }),
+                  "steps: got 3, expected one for each of the 2 adamw.losses");
+}
+
 // What is read of a dump is read with its hash: one bit that is another, in any tensor, is damage and no difference.
 TEST_F(CompareDump, EachTensorThatIsReadIsVerified) {
   write(embedding(), nullptr);

@@ -88,6 +88,9 @@ TEST(Completion, OptionsAreRead) {
   EXPECT_EQ(o.logprobs, 2);
   EXPECT_TRUE(read_completion_option("stop", Json::array({"a", "bc"}), o));
   EXPECT_EQ(o.stop, (std::vector<std::string>{"a", "bc"}));
+  const std::vector<std::string> most(kMaxStopTexts, std::string(kMaxStopTextBytes, 'x'));  // just the limits
+  EXPECT_TRUE(read_completion_option("stop", Json(most), o));
+  EXPECT_EQ(o.stop, most);
 }
 
 TEST(Completion, ValuesThatCannotBeAreRefusedByName) {

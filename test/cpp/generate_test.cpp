@@ -4,12 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <map>
 #include <memory>
 #include <numbers>
+#include <numeric>
 #include <sstream>
 
 #include "llmc/base/error.h"
@@ -408,6 +410,17 @@ TEST(Perplexity, AgreesWithTheClosedForm) {
   }
 }
 
+// Each time is from one token to the next: together they are no more than the whole took.
+TEST(Generate, TimesDoNotOverlap) {
+  GenerateOptions options;
+  options.max_tokens = 40;
+  const auto begin = std::chrono::steady_clock::now();
+  const GenerateTimes times = run(std::vector<std::int32_t>(40, byte_id('a')), options).result.times;
+  const double whole_ms = 1e3 * std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  ASSERT_EQ(times.inter_token_ms.size(), 39u);
+  EXPECT_LE(std::accumulate(times.inter_token_ms.begin(), times.inter_token_ms.end(), times.first_token_ms), whole_ms);
+}
+
 TEST(Perplexity, EdgesAndFailures) {
   ScriptedModel model({}, 8);
   const std::vector<std::int32_t> two = {0, 5};
@@ -456,7 +469,8 @@ TEST(Perplexity, AnInterruptedWindowCountsAsFarAsItWent) {
   EXPECT_EQ(cut.windows, 1);
   EXPECT_EQ(cut.tokens, 7 + 3) << "six losses of the window that begins at id 4: three are of the overlap";
   EXPECT_NEAR(cut.mean_nll, ScriptedModel::nll_of(3, 3), 1e-12);
-  EXPECT_FALSE(perplexity(model, many, 30, 4).interrupted) << "nobody polls after that";
+  EXPECT_EQ(model.score(std::span(many).first(8)).size(), 7u) << "nobody polls after that";
+  EXPECT_FALSE(perplexity(model, many, 30, 4).interrupted);
 }
 
 TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
@@ -485,10 +499,12 @@ TEST(Faults, OfScoredTokensAreOfThoseThatCount) {
 
 TEST(Faults, MalformedSpecsOfDecodingAreRefused) {
   for (const char* spec : {"", "nan", "nan@token", "nan@token=", "nan@token=x", "nan@token=-1", "nan@token=0",
-                           "nan@token=3x", "nan@token=99999999999999999999", "boom@token=3"}) {
+                           "nan@token=3x", "nan@token=99999999999999999999", "boom@token=3", "accept=", "accept=1.1",
+                           "accept=-0.1", "accept=nan", "accept=0.5x", "accept"}) {
     expect_contains(error_of(Exit::usage, [&] { parse_decode_faults({spec}); }), "--debug-inject");
   }
   EXPECT_EQ(parse_decode_faults({"nan@token=1"}).nan_token, 1);
+  EXPECT_EQ(parse_decode_faults({"accept=0.7"}).acceptance, 0.7);
 }
 
 TEST(Faults, TheFaultyModelPassesEverythingOn) {

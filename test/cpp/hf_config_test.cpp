@@ -76,6 +76,12 @@ TEST(HfConfig, TransformersFiveKeepsItsRopeElsewhere) {
   expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), "rope_theta: disagrees with");
 }
 
+TEST(HfConfig, OneOfSeveralArchitecturesIsEnough) {
+  Json config = llama_1b();
+  config["architectures"] = {"LlamaForSequenceClassification", "LlamaForCausalLM"};
+  EXPECT_TRUE(parsed(config) == preset_config("llama3.2-1b"));
+}
+
 TEST(HfConfig, WithoutKeyValueHeadsEveryHeadHasItsOwn) {
   Json config = llama_1b();
   config.erase("num_key_value_heads");

@@ -215,9 +215,9 @@ inline std::vector<EngineRequest> random_requests(const InferenceModel& model, s
 }
 
 // Each request alone, then all of them arriving at random times, in `schedules` ways: depths, chunks of prompts, with and
-// without shared prefixes. Returns the sums of what happened.
+// without shared prefixes, with `drafts`. Returns the sums of what happened.
 inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int schedules, std::int64_t requests,
-                                                      unsigned seed) {
+                                                      unsigned seed, const DraftOptions& drafts = {}) {
   const std::vector<EngineRequest> all = random_requests(model, requests, seed);
   const auto finish = [](Engine& engine) {
     while (engine.step()) {
@@ -246,6 +246,7 @@ inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int
     options.rows_per_step = std::min<std::int64_t>(model.max_rows(), 5 + static_cast<std::int64_t>(random() % 60));
     options.prompt_rows = 1 + static_cast<std::int64_t>(random() % 60);
     options.share_prefixes = schedule % 3 != 0;
+    options.drafts = drafts;
     Engine engine(shallow, options);
     std::vector<std::shared_ptr<EngineRecorder>> recorders;
     for (const EngineRequest& request : all) {
@@ -262,8 +263,86 @@ inline EngineStatistics expect_engine_changes_nothing(InferenceModel& model, int
     sum.steps += one.steps;
     sum.preemptions += one.preemptions;
     sum.prefix_ids += one.prefix_ids;
+    sum.drafts.verifications += one.drafts.verifications;
+    sum.drafts.accepted += one.drafts.accepted;
   }
   return sum;
+}
+
+// A span with drafts gives the ids and log-probabilities that spans of one row give, as far as its drafts are right, and leaves
+// pages from which the sequence goes on whatever was drafted. `model`: at least 24 pages, 48 positions a sequence.
+inline void expect_drafts_verified(InferenceModel& model) {
+  constexpr std::int64_t kIds = 20, kPrompt = 7;
+  std::vector<std::int32_t> pages(static_cast<std::size_t>(48 / model.page_size()));
+  std::iota(pages.rbegin(), pages.rend(), 2);
+  const auto vocab = static_cast<std::int32_t>(model.config().tokenizer_vocab);
+  for (const double temperature : {0.0, 0.7}) {
+    SamplerOptions sampler;
+    sampler.temperature = temperature;
+    sampler.seed = 5;
+    sampler.vocab_limit = vocab;
+    const SamplingPlan plan = sampling_plan(sampler);
+    std::vector<std::int32_t> ids = {3, 1, 4, 1, 5, 9, 2};
+    Span span;
+    span.pages = pages;
+    span.slot = 2;
+    span.alternatives = 3;
+    span.sampling = &plan;
+    const auto run = [&](std::int64_t first, std::span<const std::int32_t> rows, std::int64_t drafts) {
+      span.first_position = first;
+      span.ids = rows;
+      span.drafts = drafts;
+      model.submit({&span, 1});
+      return SpanResult(model.collect()[0]);
+    };
+    std::vector<ScoredId> plain = {*run(0, ids, 0).sampled};
+    for (std::int64_t i = 0; i < kIds; ++i) {
+      ids.push_back(plain.back().id);
+      plain.push_back(*run(kPrompt + i, std::span(ids).last(1), 0).sampled);
+    }
+    const auto expect_same = [](const ScoredId& a, const ScoredId& b) {
+      EXPECT_EQ(a.id, b.id);
+      EXPECT_EQ(a.logprob, b.logprob);
+      ASSERT_EQ(a.alternatives.size(), b.alternatives.size());
+      for (std::size_t i = 0; i < a.alternatives.size(); ++i) EXPECT_EQ(a.alternatives[i].id, b.alternatives[i].id);
+    };
+    // From every position: k drafts of which the first `right` are right.
+    for (std::int64_t begin = 0, k = 1, right = 0; begin + k < kIds;) {
+      std::vector<std::int32_t> rows = {plain[static_cast<std::size_t>(begin)].id};
+      for (std::int64_t i = 1; i <= k; ++i) {
+        const std::int32_t id = plain[static_cast<std::size_t>(begin + i)].id;
+        rows.push_back(i <= right ? id : (id + 1) % vocab);
+      }
+      const SpanResult result = run(kPrompt + begin, rows, k);
+      EXPECT_EQ(result.error, SampleError::none);
+      ASSERT_EQ(std::ssize(result.accepted), right);
+      ASSERT_TRUE(result.sampled.has_value());
+      for (std::int64_t i = 0; i < right; ++i) {
+        expect_same(result.accepted[static_cast<std::size_t>(i)], plain[static_cast<std::size_t>(begin + i + 1)]);
+      }
+      expect_same(*result.sampled, plain[static_cast<std::size_t>(begin + right + 1)]);
+      begin += right + 1;
+      k = k % 7 + 2 > 7 ? 1 : k + 2;
+      right = std::min(k, (right + 3) % 6);
+    }
+    span.drafts = 0;
+  }
+  const auto refused = [&](const auto& change) {
+    const std::vector<std::int32_t> ids = {5, 9, 2};
+    const SamplingPlan plan = sampling_plan({});
+    Span span;
+    span.pages = pages;
+    span.ids = ids;
+    span.sampling = &plan;
+    span.drafts = 2;
+    change(span);
+    EXPECT_NE(error_of(Exit::internal, [&] { model.submit({&span, 1}); }).find("drafts in a span"), std::string::npos);
+  };
+  refused([](Span& s) { s.drafts = 3; });
+  refused([](Span& s) { s.drafts = -1; });
+  refused([](Span& s) { s.sampling = nullptr; });
+  refused([](Span& s) { s.keep_logits = true; });
+  refused([](Span& s) { s.targets = s.ids; });
 }
 
 // What a step may not do on any device. `model`: 8 pages of `page_size` positions, 64 rows, kSlots slots. Returns a span that is

@@ -381,6 +381,22 @@ TEST(ModelConfig, UnknownRandomModelListsTheKnownOnes) {
   }
 }
 
+TEST(ModelConfig, RandomModelsAreQuantisedByName) {
+  const auto quantization_of = [](const char* name) { return random_model_config(name).quantization; };
+  EXPECT_EQ(quantization_of("pythia-14m"), Quantization{});
+  EXPECT_EQ(quantization_of("pythia-14m:fp8"), (Quantization{WeightScheme::fp8, WeightScheme::none}));
+  EXPECT_EQ(quantization_of("pythia-14m:int4+head"), (Quantization{WeightScheme::int4, WeightScheme::int8}));
+  EXPECT_EQ(quantization_of("tiny:int8"), (Quantization{WeightScheme::int8, WeightScheme::none}));
+  for (const char* name : {"pythia-14m:", "pythia-14m:none", "pythia-14m:int8+tail", "pythia-14m:+head"}) {
+    try {
+      random_model_config(name);
+      ADD_FAILURE() << name;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+    }
+  }
+}
+
 TEST(Rope, StandardFrequencies) {
   RopeConfig rope;
   rope.theta = 10000;

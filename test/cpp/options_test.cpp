@@ -375,6 +375,7 @@ TEST(InferOptionParser, LimitsAndDefaultsOfEachOption) {
                                                        {"top-p", "from 0 to 1; default 1"},
                                                        {"min-p", "from 0 to 1; default 0"},
                                                        {"seed", "of at least 0; default 0"},
+                                                       {"lookup", "from 0 to 7; default 0"},
                                                        {"max-running", "from 1 to 4096; default 64"},
                                                        {"prompt-rows", "of at least 1; default 128"},
                                                        {"stride", "of at least 0; default 0"},
@@ -486,6 +487,22 @@ TEST(InferOptionParser, ChecksWhatNoSingleValueShows) {
   EXPECT_NE(refusal({"-mx", "--compare=y", "--dtype=fp16"}).find("--compare is for fp32"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--stride=3"}).find("--stride: only for --perplexity"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--stats"}).find("--stats: only for --interactive"), std::string::npos);
+  EXPECT_EQ(refusal({"-mx", "-py", "--lookup=3"}), "accepted");
+  EXPECT_EQ(refusal({"-mx", "--interactive", "--draft=y"}), "accepted");
+  EXPECT_EQ(refusal({"-mx", "--serve=a:1", "--draft=y", "--debug-inject=accept=0.5"}), "accepted");
+  EXPECT_EQ(refusal({"--random-model=pythia-14m", "--bench", "--draft=pythia-70m"}), "accepted");
+  EXPECT_NE(refusal({"-mx", "-py", "--lookup=3", "--draft=y"}).find("--lookup, --draft: only one"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "-py", "--draft="}).find("--draft: got ''"), std::string::npos);
+  EXPECT_NE(refusal({"-mx", "--perplexity=y", "--lookup=3"}).find("--lookup: does not go with --perplexity"),
+            std::string::npos);
+  EXPECT_NE(refusal({"-mx", "--compare=y", "--draft=z"}).find("--draft: does not go with --compare"),
+            std::string::npos);
+  EXPECT_NE(refusal({"-mx", "--bench-batch=1", "--lookup=3"}).find("does not go with --bench-batch"),
+            std::string::npos);
+  EXPECT_NE(refusal({"-mx", "--bench", "--bench-layer", "--lookup=3"}).find("--bench-layer"), std::string::npos);
+  EXPECT_NE(refusal({"--random-model=pythia-14m", "--bench", "--draft=y"}).find("--draft: got 'y', expected one of"),
+            std::string::npos);
+  EXPECT_NE(refusal({"-mx", "-py", "--debug-inject=accept=0.5"}).find("needs --lookup or --draft"), std::string::npos);
   EXPECT_NE(refusal({"-mx", "-py", "--debug-inject=boom"}).find("nan@token=N"), std::string::npos);
 }
 

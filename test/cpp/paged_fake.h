@@ -27,6 +27,7 @@ struct PagedFakeSizes {
   std::int64_t max_rows = 32;
   std::int64_t max_positions = 200;
   std::int64_t depth = 1;
+  std::int64_t wrong_of = 0;    // for a draft model: one of so many ids that it samples is another one; 0: none
   bool read_everything = true;  // each row reads all ids before it; otherwise the state of the one before alone
 };
 
@@ -156,6 +157,9 @@ class PagedFake : public InferenceModel {
     }
     if (span.slot < 0 || span.slot >= sizes_.slots) fail(Exit::internal, "fake: slot %d", span.slot);
     const Slot& slot = slots_[static_cast<std::size_t>(span.slot)];
+    const bool verifies = span.drafts > 0 && span.drafts < std::ssize(span.ids) && span.sampling != nullptr &&
+                          span.targets.empty() && !span.keep_logits;
+    if (span.drafts != 0 && !verifies) fail(Exit::internal, "fake: %lld drafts", wide(span.drafts));
     if (span.ids.empty() && (slot.id < 0 || slot.position != span.first_position)) {
       fail(Exit::internal, "fake: slot %d has no id for position %lld", span.slot, wide(span.first_position));
     }
@@ -199,6 +203,7 @@ class PagedFake : public InferenceModel {
     Slot& slot = slots_[static_cast<std::size_t>(span.slot)];
     std::uint64_t state = 0;
     bool poisoned = false;
+    std::vector<VerifiedRow> verified;
     for (std::int64_t row = 0; row < rows_of(span); ++row) {
       const std::int64_t position = span.first_position + row;
       read_before(span, position, state, poisoned);
@@ -210,17 +215,36 @@ class PagedFake : public InferenceModel {
         result.targets.push_back(scored(span, state, span.targets[static_cast<std::size_t>(row)]));
         if (poisoned) result.targets.back().logprob = std::numeric_limits<float>::quiet_NaN();
       }
+      if (span.drafts == 0 || row + 1 + span.drafts < rows_of(span)) continue;
+      VerifiedRow& sampled = verified.emplace_back();
+      if (poisoned) {
+        sampled.error = SampleError::not_a_number;
+      } else {
+        sampled.id = scored(span, state, sampled_here(state, *span.sampling, position + 1));
+      }
     }
     if (span.sampling == nullptr) return result;
+    if (span.drafts > 0) {
+      accept_drafts(span.ids.last(static_cast<std::size_t>(span.drafts)), verified, result);
+      slot = {};
+      return result;
+    }
     slot.position = span.first_position + rows_of(span);
     if (poisoned) {
       result.error = SampleError::not_a_number;
       slot.id = 0;
       return result;
     }
-    slot.id = sampled_from(state, span.sampling->seed, slot.position, sizes_.vocab_size);
+    slot.id = sampled_here(state, *span.sampling, slot.position);
     result.sampled = scored(span, state, slot.id);
     return result;
+  }
+
+  std::int32_t sampled_here(std::uint64_t state, const SamplingPlan& plan, std::int64_t position) const {
+    const std::int32_t id = sampled_from(state, plan.seed, position, sizes_.vocab_size);
+    if (sizes_.wrong_of == 0 || state % static_cast<std::uint64_t>(sizes_.wrong_of) != 0) return id;
+    const std::int32_t other = (id + 1) % static_cast<std::int32_t>(sizes_.vocab_size);
+    return other == kPoison ? kPoison + 1 : other;
   }
 
   void read_before(const Span& span, std::int64_t position, std::uint64_t& state, bool& poisoned) {

@@ -69,9 +69,9 @@ class RanksLoop : public testing::Test {
     const bool first = ranks.rank() == 0;
     TrainSettings settings = settings_;
     const TokenDataset data(temporary_.file("train_*.bin"), settings.seq_len);
-    const std::unique_ptr<TrainModel> inner =
-        several != nullptr ? cpu::make_llama(ranks_config(), settings.model_options(), *several, shard)
-                           : cpu::make_llama(ranks_config(), settings.model_options());
+    const std::unique_ptr<TrainModel> inner = several != nullptr
+                                                  ? cpu::make_llama(config_, settings.model_options(), *several, shard)
+                                                  : cpu::make_llama(config_, settings.model_options());
     initialize_parameters(*inner, static_cast<std::uint64_t>(settings.seed));
     HookedModel model(*inner);
     if (hook) hook(ranks.rank(), model, settings);
@@ -82,7 +82,7 @@ class RanksLoop : public testing::Test {
     if (first) {
       directory.emplace(temporary_.file(name));
       RunIdentity identity = micro_identity(settings, data);
-      identity.model = ranks_config();
+      identity.model = config_;
       keeper.emplace(*directory, identity, settings.keep);
       log.emplace(directory->file("log.jsonl"));
     }
@@ -161,11 +161,12 @@ class RanksLoop : public testing::Test {
   const int threads_ = omp_get_max_threads();
   TemporaryDirectory temporary_;
   TrainSettings settings_;
+  ModelConfig config_ = ranks_config();
   std::int64_t processes_ = 0;  // that share the ranks of a step; 0: as many as there are ranks
   std::string result_lines_;
 };
 
-constexpr Shard kShards[] = {Shard::none, Shard::optimizer};
+constexpr Shard kShards[] = {Shard::none, Shard::optimizer, Shard::parameters};
 
 TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
   for (const std::int64_t ranks : {2, 3, 4, 8}) {
@@ -186,6 +187,27 @@ TEST_F(RanksLoop, NRanksAreOneProcessBitForBit) {
         EXPECT_EQ(std::count(result_lines_.begin(), result_lines_.end(), '\n'), 1) << "the first rank's alone";
       }
     }
+  }
+}
+
+// More layers than there are places for divided parameters, and a head that takes turns with the embedding; validation by
+// ranks of which one has a micro-batch less, and by more ranks than there are micro-batches.
+TEST_F(RanksLoop, LayersTakeTurnsInThePlacesOfDividedParameters) {
+  config_.num_layers = 5;
+  config_.tied_embeddings = false;
+  for (const std::int64_t ranks : {3, 8}) {
+    step_of(ranks, 1);
+    settings_.recompute = ranks == 3 ? "none" : "block";
+    const std::string run = format("%lld", static_cast<long long>(ranks));
+    const Outcome alone = run_alone("alone" + run);
+    ASSERT_EQ(alone.exit, Exit::ok) << alone.error;
+    for (const Outcome& rank : run_ranks("ranks" + run, Shard::parameters)) {
+      EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+      EXPECT_TRUE(rank.state == alone.state) << run;
+      EXPECT_EQ(rank.tensors, alone.tensors) << run;
+    }
+    EXPECT_EQ(records("ranks" + run), records("alone" + run)) << run;
+    expect_same_files("ranks" + run, "alone" + run, 4);
   }
 }
 
@@ -335,7 +357,7 @@ TEST_F(RanksLoop, AnInfiniteMomentEndsAllRanksWithoutACheckpoint) {
 // All ranks know of it before they go on, and save the last good step together.
 TEST_F(RanksLoop, AnErrorOfOneRanksDataEndsAllAfterASave) {
   step_of(3, 1);
-  for (const Shard shard : kShards) {
+  for (const Shard shard : {Shard::none, Shard::optimizer}) {  // with divided parameters the others are in the call too
     const std::string name = format("run%d", static_cast<int>(shard));
     const std::vector<Outcome> outcomes = run_ranks(name, shard, [](int rank, HookedModel& model, TrainSettings&) {
       if (rank != 1) return;
@@ -349,6 +371,60 @@ TEST_F(RanksLoop, AnErrorOfOneRanksDataEndsAllAfterASave) {
     }
     EXPECT_TRUE(fs::exists(checkpoint(name, 2) + "/manifest.json"));
   }
+}
+
+// Found by the read before the second micro-batch: no rank computes it, and none waits for another one that does.
+TEST_F(RanksLoop, AShardReplacedDuringValidationEndsAllAfterASave) {
+  step_of(3, 1);
+  settings_.steps = 3;
+  for (const Shard shard : kShards) {
+    const std::string name = format("run%d", static_cast<int>(shard));
+    const std::vector<Outcome> outcomes = run_ranks(name, shard, [&](int rank, HookedModel& model, TrainSettings&) {
+      if (rank != 1) return;
+      model.before_evaluate = [&](const Batch&) {
+        const std::string replaced = temporary_.file("train_0.bin");
+        fs::remove(replaced);
+        write_shard(replaced, patterned_tokens(303, 7));
+      };
+    });
+    for (const Outcome& rank : outcomes) {
+      EXPECT_EQ(rank.error_code, Exit::bad_file) << name << ": " << rank.error;
+      expect_contains(rank.error, "train_0.bin");
+      EXPECT_EQ(rank.state.step, 2);
+    }
+    EXPECT_TRUE(fs::exists(checkpoint(name, 2) + "/manifest.json")) << name;
+    write_shard(temporary_.file("train_0.bin"), patterned_tokens(303));
+  }
+}
+
+// Two of five layers, the last of which has the final norm as well. A rank of them has no decoder.
+TEST_F(RanksLoop, DividedParametersAreAPartAndThePlacesOfTwoLayers) {
+  config_.num_layers = 5;
+  config_.tied_embeddings = false;
+  const TensorTable table(config_);
+  const std::uint64_t all = parameter_plan(table).bytes();
+  step_of(3, 1);
+  std::atomic<std::uint64_t> own{0}, used{0};
+  run_thread_ranks(3, 60, [&](Communicator& ranks) {
+    const TrainOptions options = settings_.model_options();
+    const std::unique_ptr<TrainModel> model = cpu::make_llama(config_, options, ranks, Shard::parameters);
+    for (const MemoryLine& line : model->memory()) {
+      if (line.name == "parameters (fp32)") own += line.bytes;
+      if (line.name == "parameters of layers in use (fp32)") used = line.bytes;
+    }
+    EXPECT_EQ(total_bytes(model->memory()),
+              total_bytes(cpu::plan_llama(config_, options, ranks.rank(), 3, Shard::parameters)));
+    EXPECT_TRUE(model->evaluates_together());
+    expect_contains(error_of(Exit::internal, [&] { model->decoder(4); }), "divided parameters");
+    EXPECT_TRUE(model->activation("logits").empty());
+  });
+  EXPECT_GE(own, all);
+  EXPECT_LE(own, all + 3 * kRegionAlignment);
+  const std::vector<Range> sections = llama_sections(config_, table);
+  const auto vocabulary = static_cast<std::uint64_t>(std::max(sections[0].size(), sections.back().size()));
+  const auto layers = static_cast<std::uint64_t>(sections[4].size() + sections[5].size());
+  EXPECT_GE(used, 4 * (vocabulary + layers));
+  EXPECT_LE(used, 4 * (vocabulary + layers) + kRegionAlignment);
 }
 
 TEST_F(RanksLoop, AReplacedShardEndsAllAfterASave) {
@@ -414,6 +490,22 @@ TEST_F(RanksLoop, ARankThatHangsIsNamed) {
     EXPECT_EQ(rank.state.step, 2);
   }
   EXPECT_FALSE(fs::exists(checkpoint("run", 2)));
+}
+
+// The others wait for its part of a layer, in the middle of a pass.
+TEST_F(RanksLoop, ARankThatHangsIsNamedByThoseWhoNeedItsParameters) {
+  step_of(3, 1);
+  config_.num_layers = 5;
+  const auto hang = [](int rank, HookedModel& model, TrainSettings&) {
+    model.before_forward = [rank](std::uint64_t micro_step) {
+      if (rank == 1 && micro_step == 7) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    };
+  };
+  for (const Outcome& rank : run_ranks("run", Shard::parameters, hang, 1)) {
+    EXPECT_EQ(rank.error_code, Exit::environment);
+    EXPECT_EQ(rank.error, "rank 1 did not come to gather() within 1 s");
+    EXPECT_EQ(rank.state.step, 2);
+  }
 }
 
 TEST_F(RanksLoop, OneRanksTimeLimitStopsAllAfterASave) {

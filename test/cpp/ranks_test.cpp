@@ -133,6 +133,29 @@ TEST(CutArena, AModelOfFewBlocksLeavesRanksWithNothing) {
   EXPECT_GT(with_something, 3);
 }
 
+// Three layers in two places; embedding and head, which are not in use together, in one.
+TEST(SectionPlaces, SectionsTakeTurns) {
+  const std::vector<Range> sections = {{0, 100}, {100, 140}, {140, 180}, {180, 230}, {230, 350}};
+  SectionPlaces places(sections, 3);
+  EXPECT_EQ(places.elements(), 120 + 50 + 40);
+  const std::int64_t begins[] = {0, 120, 170, 120, 0};
+  for (std::size_t s = 0; s < sections.size(); ++s) EXPECT_EQ(places.begin_of(s), begins[s]) << s;
+  EXPECT_TRUE(places.take(1));
+  EXPECT_TRUE(places.take(2));
+  EXPECT_FALSE(places.take(1));
+  EXPECT_TRUE(places.take(3));
+  EXPECT_FALSE(places.take(2));
+  EXPECT_TRUE(places.take(1)) << "the third layer was there";
+  EXPECT_TRUE(places.take(0));
+  EXPECT_TRUE(places.take(4));
+  EXPECT_TRUE(places.take(0));
+  places.forget();
+  for (const std::size_t s : {0u, 1u, 2u}) EXPECT_TRUE(places.take(s));
+  const SectionPlaces one({sections.data(), 2}, 1);
+  EXPECT_EQ(one.elements(), 140);
+  EXPECT_EQ(SectionPlaces().elements(), 0);
+}
+
 TEST(CutBuckets, SectionsAreTheLayersInTheOrderOfTheForwardPass) {
   for (const bool tied : {true, false}) {
     ModelConfig config = preset_config("tiny");

@@ -359,6 +359,15 @@ TEST(Http, AClientThatLeavesIsNoticed) {
   }
 }
 
+// While an answer is made its client may send the next requests, but not without end.
+TEST(Http, AClientThatSendsTooFarAheadIsClosed) {
+  std::atomic<int> gone{0};
+  Running running([&](const std::shared_ptr<HttpExchange>& exchange) { exchange->on_gone([&] { ++gone; }); });
+  const Client client(running.server.port());
+  client.send(kGet + std::string(80 << 10, 'x'));
+  EXPECT_TRUE(eventually([&] { return gone == 1; }));
+}
+
 TEST(Http, AStreamIsReadAsItIsWritten) {
   std::shared_ptr<HttpExchange> kept;
   std::atomic<bool> ready{false};

@@ -132,6 +132,29 @@ TEST(CompletionsChoice, EchoScoresThePrompt) {
   EXPECT_EQ(all["top_logprobs"][1], Json({{"a", -0.5}}));
 }
 
+// Sampling may draw an id that is none of the likeliest.
+TEST(CompletionsChoice, TheTokenIsAmongItsAlternatives) {
+  CompletionsChoice choice(0, &tokenizer(), 1, nullptr);
+  CompletionPiece drawn = piece("a", byte_id('a'), -5);
+  drawn.id->alternatives = {{byte_id('z'), -0.25}};
+  choice.add(drawn);
+  EXPECT_EQ(written(choice)["logprobs"]["top_logprobs"], Json::array({{{"a", -5.0}, {"z", -0.25}}}));
+}
+
+// Normalization may have made more characters of a prompt than it was given.
+TEST(CompletionsChoice, OffsetsStayWithinThePromptAsItWasGiven) {
+  const auto prompt = std::make_shared<CompletionPrompt>();
+  prompt->text = "a";
+  prompt->ids = {byte_id('a'), byte_id('b'), byte_id('c')};
+  CompletionsChoice choice(0, &tokenizer(), 0, prompt);
+  CompletionPiece echo;
+  echo.is_prompt = true;
+  echo.text = prompt->text;
+  choice.add(echo);
+  choice.add(piece("d", byte_id('d')));
+  EXPECT_EQ(written(choice)["logprobs"]["text_offset"], Json({0, 1, 1, 1}));
+}
+
 TEST(CompletionsChoice, AnEmptyPromptKeepsItsToken) {
   const auto prompt = std::make_shared<CompletionPrompt>();
   prompt->ids = {0};
@@ -237,34 +260,41 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
   metrics.ended(FinishedBy::cancelled, 1);
   metrics.answered(429);
   // Every field has a value of its own.
-  const EngineStatistics engine = {.running = 3,
-                                   .waiting = 2,
-                                   .pages = 64,
-                                   .pages_in_use = 16,
-                                   .pages_cached = 5,
-                                   .steps = 7,
-                                   .rows = 11,
-                                   .prompt_ids = 100,
-                                   .generated_ids = 5'000'000'000,
-                                   .prefix_ids = 13,
-                                   .preemptions = 17};
+  const EngineStatistics engine = {
+      .running = 3,
+      .waiting = 2,
+      .pages = 64,
+      .pages_in_use = 16,
+      .pages_cached = 5,
+      .steps = 7,
+      .rows = 11,
+      .prompt_ids = 100,
+      .generated_ids = 5'000'000'000,
+      .prefix_ids = 13,
+      .preemptions = 17,
+      .drafts = {.spans = 43, .ids = 1, .verifications = 31, .drafted = 41, .accepted = 37}};
   const std::string text = metrics.text("a\"b", &engine, {19, 23, 29});
-  for (const auto& [name, value] : std::map<std::string, std::string>{{"vllm:num_requests_running", "3"},
-                                                                      {"vllm:num_requests_waiting", "2"},
-                                                                      {"vllm:kv_cache_usage_perc", "0.25"},
-                                                                      {"vllm:prompt_tokens_total", "100"},
-                                                                      {"vllm:generation_tokens_total", "5000000000"},
-                                                                      {"vllm:num_preemptions_total", "17"},
-                                                                      {"vllm:prefix_cache_queries_total", "100"},
-                                                                      {"vllm:prefix_cache_hits_total", "13"},
-                                                                      {"weft:kv_pages", "64"},
-                                                                      {"weft:kv_pages_in_use", "16"},
-                                                                      {"weft:kv_pages_cached", "5"},
-                                                                      {"weft:steps_total", "7"},
-                                                                      {"weft:rows_total", "11"},
-                                                                      {"weft:connections", "19"},
-                                                                      {"weft:connections_refused_total", "23"},
-                                                                      {"weft:streams_cut_off_total", "29"}}) {
+  for (const auto& [name, value] :
+       std::map<std::string, std::string>{{"vllm:num_requests_running", "3"},
+                                          {"vllm:num_requests_waiting", "2"},
+                                          {"vllm:kv_cache_usage_perc", "0.25"},
+                                          {"vllm:prompt_tokens_total", "100"},
+                                          {"vllm:generation_tokens_total", "5000000000"},
+                                          {"vllm:num_preemptions_total", "17"},
+                                          {"vllm:prefix_cache_queries_total", "100"},
+                                          {"vllm:prefix_cache_hits_total", "13"},
+                                          {"vllm:spec_decode_num_drafts_total", "31"},
+                                          {"vllm:spec_decode_num_draft_tokens_total", "41"},
+                                          {"vllm:spec_decode_num_accepted_tokens_total", "37"},
+                                          {"weft:sampled_spans_total", "43"},
+                                          {"weft:kv_pages", "64"},
+                                          {"weft:kv_pages_in_use", "16"},
+                                          {"weft:kv_pages_cached", "5"},
+                                          {"weft:steps_total", "7"},
+                                          {"weft:rows_total", "11"},
+                                          {"weft:connections", "19"},
+                                          {"weft:connections_refused_total", "23"},
+                                          {"weft:streams_cut_off_total", "29"}}) {
     expect_contains(text, "\n" + name + "{model_name=\"a\\\"b\"} " + value + "\n");
     const char* type = name.ends_with("_total") ? "counter" : "gauge";
     expect_contains(text, "# TYPE " + name + " " + type + "\n");
@@ -278,6 +308,7 @@ TEST(ServerMetrics, NamesAreThoseOfVllm) {
     EXPECT_NE(text.find(line), std::string::npos) << line;
   }
   EXPECT_EQ(metrics.text("m", nullptr, {}).find("vllm:num_requests_running"), std::string::npos);
+  expect_contains(metrics.text("a\nb\\", nullptr, {}), "weft:connections{model_name=\"a\\nb\\\\\"} 0\n");
 }
 
 // ---- keys and the page ------------------------------------------------------------------------------------------------

@@ -116,6 +116,92 @@ TEST(SingleSequence, ErrorsLeaveNothingQueued) {
   }
 }
 
+// Knows the ids that follow a prompt, and what it was asked for.
+class FakeDecoder final : public IdDecoder {
+ public:
+  FakeDecoder(Ids ids, std::int64_t prompt_size) : ids_(std::move(ids)), prompt_size_(prompt_size) {}
+
+  std::vector<MemoryLine> memory() const override { return {{"decoder", 5}}; }
+  std::int64_t most_ids() const override { return 7; }
+  void launch(std::int32_t id, std::int64_t position, std::int64_t count, const GenerationRequest& request) override {
+    EXPECT_FALSE(runs) << "a launch before the end of another";
+    EXPECT_EQ(id, at(position));
+    EXPECT_TRUE(count >= 1 && count <= most_ids()) << count;
+    EXPECT_EQ(request.sampling.seed, 3u);
+    runs = true;
+    first_ = position + 1;
+    left_ = count;
+    ++launches;
+  }
+  std::int32_t wait(std::int64_t i) override {
+    EXPECT_TRUE(runs && i < left_);
+    return at(first_ + i);
+  }
+  void end() noexcept override { runs = false; }
+  std::span<const float> decode(std::int32_t id, std::int64_t position) override {
+    logits_ = {static_cast<float>(id), static_cast<float>(position)};
+    return logits_;
+  }
+  std::string timeline(std::int32_t id, std::int64_t position) override {
+    return std::to_string(id) + " at " + std::to_string(position);
+  }
+
+  bool runs = false;
+  int launches = 0;
+
+ private:
+  std::int32_t at(std::int64_t position) const { return ids_.at(static_cast<std::size_t>(position - prompt_size_)); }
+
+  Ids ids_;
+  std::int64_t prompt_size_, first_ = 0, left_ = 0;
+  std::vector<float> logits_;
+};
+
+TEST(SingleSequence, ADecoderGoesOnAfterThePrompt) {
+  const Ids prompt = prompt_of(13), want = PagedFake::ids_after(prompt, 47, 3, 64);
+  auto owned = std::make_unique<FakeDecoder>(want, std::ssize(prompt));
+  FakeDecoder& decoder = *owned;
+  const auto model = single_sequence(
+      std::make_unique<PagedFake>(PagedFakeSizes{
+          .page_size = 4, .num_pages = 15, .slots = 1, .max_rows = 4, .max_positions = kCapacity, .depth = 2}),
+      kCapacity, nullptr, std::move(owned));
+  EXPECT_TRUE(model->samples());
+  EXPECT_EQ(model->memory().back().name, "decoder");
+  EXPECT_EQ(generated(*model, prompt, request_of(47)), want) << "to the end of the context";
+  EXPECT_EQ(decoder.launches, 7);  // of 46 ids
+  model->reset();
+  EXPECT_EQ(generated(*model, prompt, request_of(1)), Ids(want.begin(), want.begin() + 1));
+  EXPECT_EQ(decoder.launches, 7);
+  for (const std::size_t listen : {1, 2, 5, 8}) {
+    model->reset();
+    EXPECT_EQ(generated(*model, prompt, request_of(20), listen),
+              Ids(want.begin(), want.begin() + static_cast<std::ptrdiff_t>(listen)));
+    EXPECT_FALSE(decoder.runs);
+  }
+  GenerationRequest stopping = request_of(40);
+  stopping.stop_ids = {1000, want[11]};
+  const auto stop = std::find(want.begin(), want.end(), want[11]) + 1;
+  model->reset();
+  EXPECT_EQ(generated(*model, prompt, stopping), Ids(want.begin(), stop));
+  EXPECT_FALSE(decoder.runs);
+  model->reset();
+  int ids = 0;
+  EXPECT_THROW(model->generate_ids(prompt, request_of(9),
+                                   [&](std::int32_t) {
+                                     if (++ids == 4) throw Error(Exit::usage, "");
+                                     return true;
+                                   }),
+               Error);
+  EXPECT_FALSE(decoder.runs);
+
+  model->reset();
+  model->prefill(prompt);
+  const std::span<const float> logits = model->decode(9);
+  EXPECT_EQ(std::vector<float>(logits.begin(), logits.end()), (std::vector<float>{9, 13}));
+  EXPECT_EQ(model->decode_timeline(8), "8 at 14");
+  EXPECT_EQ(model->length(), 15);
+}
+
 // On the CPU the ids of generate_ids() are those that Sampler picks from the logits of prefill() and decode().
 TEST(SingleSequence, IdsAreThoseOfTheHostsSampler) {
   for (const GoldenCase& golden : golden_cases()) {

@@ -60,6 +60,9 @@ void write_all_dtypes(const std::string& path) {
   writer.declare("u32", DType::u32, {2});
   writer.declare("i32", DType::i32, {2, 1});
   writer.declare("i64", DType::i64, {1});
+  writer.declare("i8", DType::i8, {3});
+  writer.declare("u4", DType::u4, {2, 4});
+  writer.declare("e4m3", DType::e4m3, {3});
   const std::vector<float> matrix = {-1, -0.5f, 0, 0.5f, 1, 1.5f};
   const std::vector<float> half = {0, -0.0f, 1, 65504, std::numeric_limits<float>::infinity()};
   const std::vector<float> brain = {1, 1.00390625f, 3.4e38f, -2.5f};
@@ -72,6 +75,9 @@ void write_all_dtypes(const std::string& path) {
   put<std::uint32_t>(writer, {0, 4294967295u});
   put<std::int32_t>(writer, {std::numeric_limits<std::int32_t>::min(), 7});
   put<std::int64_t>(writer, {-1});
+  put<std::int8_t>(writer, {-128, 127, 1});
+  put<std::uint8_t>(writer, {0x10, 0x32, 0x54, 0xF6});
+  put<std::uint8_t>(writer, {0x01, 0x7E, 0xB8});
   writer.publish();
 }
 
@@ -139,7 +145,7 @@ TEST(TensorFile, ReadsWhatPythonWrote) {
   const TensorFile file = TensorFile::open(kFixtures + "all_dtypes.bin", FileKind::model);
   file.verify_all();
   EXPECT_EQ(file.config()["model"]["norm_eps"], 1e-5);
-  ASSERT_EQ(file.tensors().size(), 8u);
+  ASSERT_EQ(file.tensors().size(), 11u);
   std::vector<float> matrix(6), half(5), brain(4);
   file.read_f32(file.at("matrix"), matrix.data());
   file.read_f32(file.at("half"), half.data());

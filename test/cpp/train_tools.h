@@ -151,6 +151,7 @@ class HookedModel : public TrainModel {
     if (after_evaluate) after_evaluate(loss_sum, *label_count);
     return loss_sum;
   }
+  bool evaluates_together() const override { return inner_.evaluates_together(); }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override {
     inner_.read_tensor(role, spec, values);
   }

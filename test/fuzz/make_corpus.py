@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).resolve().parent / "corpus"
 LIMIT = 150_000  # bytes, all seeds together
-F32, F16, BF16, U8, U16, U32, I32, I64 = range(8)
+F32, F16, BF16, U8, U16, U32, I32, I64, I8, U4, E4M3 = range(11)
 MODEL, STATE, DUMP = 1, 2, 3
 NONE, LLAMA, NEOX = range(3)
 
@@ -77,6 +77,24 @@ def neox_tensors(dtype: int = BF16) -> list[tuple[str, int, tuple[int, ...]]]:
     return [(name, dtype, shape) for name, shape in shapes.items()]
 
 
+def quantized(family: str, scheme: str, head: str = "none", **model: Any) -> bytes:
+    """A model whose linear layers, of two or four columns, are quantised."""
+    q = {"int8": I8, "int4": U4, "fp8": E4M3}[scheme]
+    tensors: list[tuple[str, int, tuple[int, ...]]] = []
+    for name, dtype, shape in llama_tensors() if family == "llama" else neox_tensors():
+        shape = tuple(2 if size == 1 else size for size in shape)
+        is_head = name in ("lm_head.weight", "embed_out.weight") and head == "int8"
+        if not is_head and (len(shape) < 2 or "layers" not in name):
+            tensors.append((name, dtype, shape))
+        elif scheme == "int4" and not is_head:
+            tensors += [(name, U4, shape), (name + ".scales", F16, (shape[0], 1)), (name + ".zeros", U8, (shape[0], 1))]
+        else:
+            tensors += [(name, I8 if is_head else q, shape), (name + ".scales", F32, shape[:1])]
+    config = {"model": model_config(family, ffn_size=2, **model),
+              "quantization": {"scheme": scheme, "group": 128 if scheme == "int4" else 0, "head": head}}
+    return described(MODEL, LLAMA if family == "llama" else NEOX, config, tensors)
+
+
 def llama_model(**changes: Any) -> bytes:
     return described(MODEL, LLAMA, {"model": model_config("llama"), "made_by": "seed"}, llama_tensors(), **changes)
 
@@ -102,6 +120,10 @@ def tensor_file() -> dict[str, bytes]:
         "tokenizer": described(MODEL, LLAMA, {"model": model_config("llama")},
                                [*llama_tensors(dtype=F16), ("tokenizer.json", U8, (40,))]),
         "tied": described(MODEL, LLAMA, {"model": model_config("llama", tied_embeddings=True)}, llama_tensors()[:-1]),
+        "llama-int4": quantized("llama", "int4"),
+        "llama-int8": quantized("llama", "int8", "int8"),
+        "neox-fp8": quantized("gpt_neox", "fp8"),
+        "odd-u4": described(DUMP, NONE, {}, [("a", U4, (2, 3))]),
         "state": state(),
         "dump": described(DUMP, NONE, {"dump": {}}, scalar),
         "none": described(DUMP, NONE, {}, []),
@@ -118,7 +140,7 @@ def tensor_file() -> dict[str, bytes]:
         "safetensors": b"\3" + struct.pack("<Q", 2) + b"{}",
     }
     dumps = ("dump", "none", "rank-9", "past-end", "cut", "bad-hash", "whole-file")
-    asked = {"neox": 3, "state": 1} | dict.fromkeys(dumps, 2)
+    asked = {"neox": 3, "neox-fp8": 3, "odd-u4": 2, "state": 1} | dict.fromkeys(dumps, 2)
     return {name: bytes([asked.get(name, 0)]) + seed for name, seed in seeds.items()}
 
 

@@ -75,11 +75,13 @@ Tensor take_tensor(Input& input) {
   tensor.name = input.take_text(input.take<std::uint8_t>());
   tensor.dtype = input.take<std::uint8_t>();
   tensor.rank = input.take<std::uint8_t>() % 9;
-  tensor.bytes = tensor.dtype < kNumDTypes ? dtype_bytes(static_cast<DType>(tensor.dtype)) : 1;
+  const std::uint64_t bits = tensor.dtype < kNumDTypes ? dtype_bits(static_cast<DType>(tensor.dtype)) : 8;
+  std::uint64_t elements = 1;
   for (int i = 0; i < tensor.rank; ++i) {
     tensor.shape[i] = input.take<std::uint16_t>();
-    tensor.bytes = std::min<std::uint64_t>(tensor.bytes * tensor.shape[i], std::uint64_t{1} << 40);
+    elements = std::min<std::uint64_t>(elements * tensor.shape[i], std::uint64_t{1} << 40);
   }
+  tensor.bytes = elements * bits / 8;
   return tensor;
 }
 

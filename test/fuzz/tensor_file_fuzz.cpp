@@ -25,7 +25,7 @@ void use(const TensorFile& file) {
   std::uint64_t end = 0;
   for (const TensorInfo& tensor : file.tensors()) {
     FUZZ_CHECK(tensor.offset >= end && tensor.offset + tensor.bytes <= file.file_bytes());
-    FUZZ_CHECK(tensor.elements() * dtype_bytes(tensor.dtype) == tensor.bytes);
+    FUZZ_CHECK(tensor.elements() * dtype_bits(tensor.dtype) == 8 * tensor.bytes);
     FUZZ_CHECK(file.find(tensor.name) == &tensor && &file.at(tensor.name) == &tensor);
     end = tensor.offset + tensor.bytes;
     const bool whole = accepts([&] { file.verify(tensor); });
@@ -38,11 +38,13 @@ void use(const TensorFile& file) {
 }
 
 void use(const ModelFile& model) {
-  std::vector<float> values;
+  std::vector<std::byte> values;
   for (const TensorSpec& spec : model.table().specs()) {
-    values.resize(static_cast<std::size_t>(spec.elements));
-    accepts([&] { model.read_parameter(spec, values.data()); });
+    values.resize(spec.bytes);
+    const bool good = accepts([&] { model.read_tensor(spec, values.data()); });
+    if (good && spec.kind != ValueKind::floats) FUZZ_CHECK(!first_invalid_value(spec.kind, spec.dtype, values));
   }
+  FUZZ_CHECK(accepts([&] { model.require_floats("fuzzing"); }) == !model.table().quantized());
   accepts([&] { model.tokenizer_json(); });
 }
 

@@ -192,6 +192,16 @@ TEST(AdamW, TheStateMayLieElsewhere) {
   expect_same_bits(other.parameters, plain.parameters, "parameters");
   same(on_host(m2), on_host(m));
   same(on_host(v2), on_host(v));
+  // Parameters and gradients as well.
+  std::vector<AdamWBlock> moved = shifted;
+  for (AdamWBlock& block : moved) block.gradient = block.parameter = block.state;
+  const DeviceBuffer<AdamWBlock> moved_blocks(moved);
+  const DeviceBuffer<float> all(state.parameters), own(behind(state.parameters)), g3(behind(state.gradients)),
+      m3(behind(state.moment1)), v3(behind(state.moment2)), m4(state.moment1), v4(state.moment2);
+  adamw(all.data(), g.data(), m4.data(), v4.data(), plain_blocks.data(), count, make_step(3, 1), nullptr, nullptr);
+  adamw(own.data(), g3.data(), m3.data(), v3.data(), moved_blocks.data(), count, make_step(3, 1), nullptr, nullptr);
+  same(on_host(own), on_host(all));
+  same(on_host(m3), on_host(m4));
   const Low got = low.download(), want = plain.low.download();
   EXPECT_TRUE(std::equal(got.begin(), got.end(), want.begin() - kShift));
   // Rounded moments: the random bits are those of the parameter, wherever its moments lie.

@@ -244,6 +244,27 @@ TEST(CudaInference, BitsDoNotDependOnTheEnginesSchedule) {
   }
 }
 
+// Spans with drafts give what spans of one row give, and the engine's requests what they give alone: with lookups, and with the
+// model as its own draft model.
+TEST(CudaInference, DraftsChangeNoBit) {
+  for (const bool llama : {false, true}) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      SCOPED_TRACE(std::string(llama ? "llama in " : "neox in ") + dtype_name(dtype));
+      const Fixture fixture(
+          llama ? test::llama_config(test::small_llamas()[1]) : test::neox_config(test::small_shapes()[3]), dtype);
+      const auto model = fixture.on_gpu(pool_of(14)), draft = fixture.on_gpu(pool_of(14));
+      test::expect_drafts_verified(*model);
+      for (const bool lookup : {true, false}) {
+        const DraftOptions drafts{
+            .lookup = lookup ? 5 : 0, .model = lookup ? nullptr : draft.get(), .row_cost = 1e-3, .draft_cost = 0.05};
+        const EngineStatistics sum = test::expect_engine_changes_nothing(*model, 4, 20, 1, drafts);
+        EXPECT_GT(sum.drafts.verifications, 20);
+        EXPECT_GT(sum.drafts.accepted, lookup ? 0 : 100);
+      }
+    }
+  }
+}
+
 // 601 rows are scored in one step, so that their logits take three pieces, and in steps of one piece and of few rows.
 TEST(CudaInference, ScoresOfManyRowsAreThoseOfFew) {
   for (const bool llama : {false, true}) {

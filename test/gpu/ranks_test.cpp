@@ -305,7 +305,10 @@ std::vector<Outcome> train_ranks(const Case& c, int size, Shard shard, std::int6
 }
 
 const char* shard_name(Shard shard) {
-  return shard == Shard::none ? "none" : shard == Shard::optimizer ? "optimizer" : "gradients";
+  return shard == Shard::none        ? "none"
+         : shard == Shard::optimizer ? "optimizer"
+         : shard == Shard::gradients ? "gradients"
+                                     : "parameters";
 }
 
 void expect_ranks_give(const Outcome& expected, const Case& c, int size, Shard shard, std::int64_t bucket_elements,
@@ -325,10 +328,10 @@ const Case kCases[] = {
     {Precision::bf16, Precision::fp32, true, 0, 3, Recompute::block},
     {Precision::bf16, Precision::bf16, false, 0.1f, 2},
 };
-// Gradients can be divided where a rank has one micro-batch.
+// Gradients, and parameters with them, can be divided where a rank has one micro-batch.
 std::vector<Shard> shards_of(const Case& c) {
   if (c.accumulation > 1) return {Shard::none, Shard::optimizer};
-  return {Shard::none, Shard::optimizer, Shard::gradients};
+  return {Shard::none, Shard::optimizer, Shard::gradients, Shard::parameters};
 }
 
 // Every section in pieces; sections of their own; all in one.
@@ -393,7 +396,7 @@ TEST(CudaVirtualRanks, TheirMemoryIsPlanned) {
             bytes(cuda::plan_llama(config, one)) + 4u * static_cast<std::uint64_t>(model->table().arena_elements()));
   run_thread_ranks(2, 60, [&](Communicator& ranks) {
     const auto plane = cuda::make_staged_ranks(ranks);
-    for (const Shard shard : {Shard::none, Shard::optimizer, Shard::gradients}) {
+    for (const Shard shard : {Shard::none, Shard::optimizer, Shard::gradients, Shard::parameters}) {
       const auto rank = cuda::make_llama(config, two, ranks, *plane, shard);
       EXPECT_EQ(bytes(rank->memory()), bytes(cuda::plan_llama(config, two, ranks.rank(), 2, shard)));
     }
@@ -442,7 +445,7 @@ TEST(CudaRanks, DelaysChangeNothing) {
   }
 }
 
-// More layers than there are places for divided gradients: each place is used again while it is exchanged.
+// More layers than there are places for divided gradients and parameters: each place is used again while it is exchanged.
 TEST(CudaRanks, LayersTakeTurnsInThePlacesOfDividedGradients) {
   for (const bool tied : {false, true}) {
     Case c;
@@ -451,9 +454,58 @@ TEST(CudaRanks, LayersTakeTurnsInThePlacesOfDividedGradients) {
     const Outcome expected = train_virtual(c, 2);
     for (const cuda::DelayPoint point : {cuda::DelayPoint::step, cuda::DelayPoint::forked}) {
       cuda::set_stream_delay(point, 3'000);
-      expect_ranks_give(expected, c, 2, Shard::gradients, 50'000);
+      for (const Shard shard : {Shard::gradients, Shard::parameters}) expect_ranks_give(expected, c, 2, shard, 50'000);
       cuda::set_stream_delay(point, 0);
     }
+  }
+}
+
+// A model of one layer, and of none to come after it: the places are fewer.
+TEST(CudaRanks, DividedParametersOfOneLayer) {
+  for (const bool tied : {false, true}) {
+    Case c;
+    c.tied = tied;
+    c.layers = 1;
+    expect_ranks_give(train_virtual(c, 2), c, 2, Shard::parameters, 50'000);
+  }
+}
+
+// All ranks evaluate at the same time, between steps as well, and with the parameters as they are then.
+TEST(CudaRanks, DividedParametersEvaluate) {
+  for (const bool tied : {false, true}) {
+    Case c;
+    c.tied = tied;
+    const auto run = [&](TrainModel& model, const Range& micro_batches) {
+      std::vector<double> losses;
+      for (std::int64_t step = 1; step <= 3; ++step) {
+        for (unsigned text = 0; text < 2; ++text) {
+          std::int64_t labels = 0;
+          losses.push_back(model.evaluate(test::random_tokens(config_of(c), 2 * 37, 100 + text).batch(), &labels));
+          losses.push_back(static_cast<double>(labels));
+        }
+        model.zero_gradients();
+        compute(model, c, step, micro_batches, 2);
+        losses.push_back(model.statistics().gradient_norm);
+        AdamWStep update;
+        update.step = step;
+        update.learning_rate = 1e-2f;
+        if (step == 2) continue;  // a step that is skipped
+        model.update(update);
+      }
+      return losses;
+    };
+    const auto whole = cuda::make_llama(config_of(c), options_of(c, 2));
+    test::randomize_parameters(*whole);
+    EXPECT_FALSE(whole->evaluates_together());
+    const std::vector<double> expected = run(*whole, {0, 2});
+    run_thread_ranks(2, 60, [&](Communicator& ranks) {
+      const auto plane = cuda::make_staged_ranks(ranks);
+      const auto model = cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, Shard::parameters, 50'000);
+      test::randomize_parameters(*model);
+      EXPECT_TRUE(model->evaluates_together());
+      EXPECT_EQ(run(*model, {ranks.rank(), ranks.rank() + 1}), expected);
+      EXPECT_THROW(model->decoder(8), Error);
+    });
   }
 }
 
@@ -475,16 +527,19 @@ TEST(CudaRanks, DividedGradientsAreZeroWhereNothingWasComputed) {
 TEST(CudaRanks, SeveralMicroBatchesOfDividedGradientsAreRefused) {
   Case c;
   c.accumulation = 2;
-  run_thread_ranks(2, 60, [&](Communicator& ranks) {
-    const auto plane = cuda::make_staged_ranks(ranks);
-    try {
-      cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, Shard::gradients);
-      ADD_FAILURE() << "two micro-batches were accepted";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), Exit::usage);
-      EXPECT_NE(std::string(error.what()).find("--shard: got gradients"), std::string::npos) << error.what();
-    }
-  });
+  for (const Shard shard : {Shard::gradients, Shard::parameters}) {
+    run_thread_ranks(2, 60, [&](Communicator& ranks) {
+      const auto plane = cuda::make_staged_ranks(ranks);
+      try {
+        cuda::make_llama(config_of(c), options_of(c, 2), ranks, *plane, shard);
+        ADD_FAILURE() << "two micro-batches were accepted";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), Exit::usage);
+        const std::string words = format("--shard: got %s with 2 micro-batches", shard_name(shard));
+        EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+      }
+    });
+  }
 }
 
 // A state that ranks give, another number of ranks takes: what a checkpoint does.
@@ -500,10 +555,9 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
     update.learning_rate = 1e-2f;
     source->statistics();
     source->update(update);
-    for (const int size : {2, 3}) {
-      run_thread_ranks(size, 60, [&](Communicator& ranks) {
+    for (const auto& [size, shard] : {std::pair{2, Shard::optimizer}, {3, Shard::gradients}, {3, Shard::parameters}}) {
+      run_thread_ranks(size, 60, [&, size = size, shard = shard](Communicator& ranks) {
         const auto plane = cuda::make_staged_ranks(ranks);
-        const Shard shard = size == 2 ? Shard::optimizer : Shard::gradients;
         const auto model = cuda::make_llama(config_of(c), options_of(c, size), ranks, *plane, shard, 8'192);
         for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
           for (const TensorSpec& spec : model->table().specs()) {

@@ -72,6 +72,9 @@ def make_base(base: Path) -> None:
     (base / "tokenizer.json").write_bytes(tokenizer)
     (base / "text.txt").write_text("Once upon a time.\n")
     checkpoints.write_checkpoint(base / "hf", checkpoints.LLAMA)
+    for scheme in ("int8", "int4", "fp8"):
+        done = checkpoints.run_script("convert_hf.py", base / "hf", "-o", base / f"{scheme}.bin", "--quantize", scheme)
+        assert done.returncode == OK, done.stderr
 
 
 def train_options(**changes: Any) -> list[Any]:
@@ -186,10 +189,15 @@ def rewrite(source: Path, target: Path, change: Callable[[dict, Tensors], Any], 
     old = tensor_file.read(source)
     config, tensors = json.loads(json.dumps(old.config)), {name: old.array(name) for name in old.tensors}
     change(config, tensors)
-    names = {np.dtype(code): name for name, code in tensor_file.NUMPY_DTYPES.items() if name != "bf16"}
+    own = ("bf16", "u4", "e4m3")  # no types of numpy: who changes such a tensor keeps its type
+    names = {np.dtype(code): name for name, code in tensor_file.NUMPY_DTYPES.items() if name not in own}
     with tensor_file.Writer(target, kind or old.kind, config) as writer:
         for name, value in tensors.items():
-            writer.declare(name, names[np.asarray(value).dtype], np.shape(value))
+            dtype, shape = names[np.asarray(value).dtype], np.shape(value)
+            if name in old.tensors and old.at(name).dtype in ("u4", "e4m3") and np.asarray(value).dtype == np.uint8:
+                dtype = old.at(name).dtype
+                shape = (*shape[:-1], 2 * shape[-1]) if dtype == "u4" else shape
+            writer.declare(name, dtype, shape)
         for name, value in tensors.items():
             writer.write(name, np.asarray(value))
 
@@ -246,6 +254,24 @@ def set_tensor(name: str, value: Callable[[np.ndarray], np.ndarray]) -> Callable
 def with_nan(values: np.ndarray) -> np.ndarray:
     values.reshape(-1)[7] = np.nan
     return values
+
+
+QUANTIZED = "model.layers.1.mlp.down_proj.weight"
+
+
+def with_value(value: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def change(values: np.ndarray) -> np.ndarray:
+        values.reshape(-1)[7] = value
+        return values
+    return change
+
+
+def quantized_content(name: str, scheme: str, change: Callable[[dict, Tensors], Any], *words: str) -> Case:
+    return model_content(f"{scheme}: {name}", change, *words, source=BASE / f"{scheme}.bin")
+
+
+def quantization_value(key: str, value: Any) -> Callable[[dict, Tensors], None]:
+    return lambda config, _: config["quantization"].update({key: value})
 
 
 def rename_tensor(old: str, new: str) -> Edit:
@@ -327,7 +353,7 @@ MODEL_FILES = [
     model_bytes("data_offset 2^63", header(data_offset=2**63), "data_offset"),
     model_bytes("rank 9", record(0, rank=9), "rank: got 9"),
     model_bytes("rank 2^32 - 1", record(0, rank=2**32 - 1), "rank"),
-    model_bytes("dtype 8", record(0, dtype=8), "dtype: got 8"),
+    model_bytes("dtype 11", record(0, dtype=11), "dtype: got 11"),
     model_bytes("B20 shape overflows", record(0, size0=2**62, size1=2**62), "shape", "63 bits"),
     model_bytes("B20 size of 2^64 - 1", record(0, size0=2**64 - 1), "shape"),
     model_bytes("B20 exabytes", record(0, size0=2**40, size1=2**20, bytes=2**61), "ends at byte"),
@@ -402,6 +428,25 @@ MODEL_FILES = [
     model_content("B24 parameters of another dtype", set_tensor(EMBEDDING, lambda values: values.astype("<i4")),
                   EMBEDDING, "dtype", "i32", "bf16"),
     model_content("B34 not a number", set_tensor(EMBEDDING, with_nan), EMBEDDING, "not finite"),
+    quantized_content("-128", "int8", set_tensor(QUANTIZED, with_value(-128)), QUANTIZED, "element 7", "-127 to 127"),
+    quantized_content("NaN", "fp8", set_tensor(QUANTIZED, with_value(0xFF)), QUANTIZED, "element 7", "not NaN"),
+    quantized_content("scale NaN", "int8", set_tensor(QUANTIZED + ".scales", with_nan), "above 0"),
+    quantized_content("scale 0", "int4", set_tensor(QUANTIZED + ".scales", with_value(0)), "above 0"),
+    quantized_content("scale below 0", "fp8", set_tensor(QUANTIZED + ".scales", with_value(-1)), "above 0"),
+    quantized_content("zero 16", "int4", set_tensor(QUANTIZED + ".zeros", with_value(16)), "0 to 15"),
+    quantized_content("scales missing", "int4", lambda _, tensors: tensors.pop(QUANTIZED + ".scales"), ".scales", "missing"),
+    quantized_content("zeros missing", "int4", lambda _, tensors: tensors.pop(QUANTIZED + ".zeros"), ".zeros", "missing"),
+    quantized_content("scales of another dtype", "int8",
+                      set_tensor(QUANTIZED + ".scales", lambda values: values.astype("<f2")), "got dtype f16, expected f32"),
+    quantized_content("fewer scales", "int8", set_tensor(QUANTIZED + ".scales", lambda values: values[:3]), "shape [3]"),
+    quantized_content("floats under a scheme", "int8", set_tensor(QUANTIZED, lambda values: values.astype("<f4")),
+                      "got dtype f32, expected i8"),
+    quantized_content("a scheme of tomorrow", "int4", quantization_value("scheme", "int2"), "scheme: got 'int2'"),
+    quantized_content("another group", "int4", quantization_value("group", 64), "group: got 64, expected 128"),
+    quantized_content("another scheme", "int8", quantization_value("scheme", "fp8"), "got dtype i8, expected e4m3"),
+    quantized_content("an int8 head", "fp8", quantization_value("head", "int8"), "got dtype f32, expected i8"),
+    quantized_content("no object", "int8", lambda config, _: config.update(quantization=[]), "expected an object"),
+    quantized_content("nothing said", "int8", lambda config, _: config.pop("quantization"), "got dtype i8, expected f32"),
 ]
 
 

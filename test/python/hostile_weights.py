@@ -66,6 +66,7 @@ HOSTILE_FILES = {
     "B30 a million names": (ck.safetensors_bytes(b"{" + b",".join(b'"%d":1' % n for n in range(500_000)) + b"}"),
                             ["500000 tensors"]),
     "missing key": (ck.safetensors_bytes({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), ["data_offsets"]),
+    "unknown key": (entries(quantized=True), ["'a'", "expected dtype, shape and data_offsets"]),
     "entry is no object": (ck.safetensors_bytes({"a": 5}), ["'a'", "integer 5"]),
     "header is an array of objects": (ck.safetensors_bytes({"__metadata__": {"a": 1}}), ["__metadata__"]),
     "escape sequence in a name": (ck.safetensors_bytes({"\x1b[31m": ENTRY}, bytes(8)), ["\\x1b"]),

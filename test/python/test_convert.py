@@ -1,6 +1,8 @@
 """convert_hf.py: what goes through unchanged, and what is refused. B numbers name classes of bad input."""
 
+import errno
 import json
+import os
 import resource
 import signal
 import struct
@@ -242,7 +244,7 @@ def test_each_piece_of_a_tensor_is_watched(tmp_path, monkeypatch, capsys, row):
         directory = ck.write_checkpoint(tmp_path / "model", ck.LLAMA, weights)
         checkpoint, warnings = hf_config.read_checkpoint(directory), cli.Warnings()
         tensors = convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, warnings)
-        convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, dtype, False, warnings)
+        convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, convert_hf.Target(dtype), False, warnings)
         return capsys.readouterr().err
 
     weights[name][row, 1] = np.nan
@@ -298,7 +300,21 @@ def test_many_warnings_are_counted(tmp_path):
     directory = ck.write_checkpoint(tmp_path / "model", config, weights)
     done = ck.run_script("convert_hf.py", directory, "-o", tmp_path / "a.bin")
     assert done.returncode == 0 and len(done.stderr.splitlines()) == cli.MAX_WARNINGS + 1
-    assert "more" in done.stderr.splitlines()[-1]
+    # One for each tensor, and one for the tokenizer that is not there.
+    assert done.stderr.splitlines()[-1] == f"warning: ... and {len(weights) + 1 - cli.MAX_WARNINGS} more"
+
+
+@pytest.mark.parametrize("error, code", [(errno.ENOSPC, cli.RESOURCES), (errno.EDQUOT, cli.RESOURCES),
+                                         (errno.EFBIG, cli.RESOURCES), (errno.EACCES, cli.ENVIRONMENT)])
+def test_errors_of_the_system_have_their_codes(error, code, capsys):
+    """Those of every script, which ends by cli.run()."""
+    def fail():
+        raise OSError(error, os.strerror(error), "out.bin")
+
+    with pytest.raises(SystemExit) as end:
+        cli.run(fail)
+    assert end.value.code == code
+    assert capsys.readouterr().err == f"error: 'out.bin': {os.strerror(error)}\n"
 
 
 @pytest.mark.parametrize("stored", DTYPES)
@@ -358,7 +374,7 @@ def test_memory_is_bounded_by_a_piece(tmp_path, monkeypatch):
     checkpoint, warnings = hf_config.read_checkpoint(directory), cli.Warnings()
     tensors = convert_hf.match_tensors(checkpoint, convert_hf.open_weights(directory), directory, warnings)
     tracemalloc.start()
-    convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, "f32", False, warnings)
+    convert_hf.write_model(tmp_path / "a.bin", checkpoint, tensors, convert_hf.Target("f32"), False, warnings)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (tmp_path / "a.bin").stat().st_size > 20 << 20
@@ -628,7 +644,7 @@ def test_numbers_that_the_programs_cannot_read(tmp_path, number, accepted):
 
 def test_a_config_of_more_values_than_a_model_file_can_hold(tmp_path):
     model = ck.write_checkpoint(tmp_path / "model", ck.GPT_NEOX | {"extra": []})
-    room = 1_000_000 - cli.json_extent(convert_hf.file_configuration(hf_config.read_checkpoint(model), model))[1]
+    room = 1_000_000 - cli.json_extent(convert_hf.file_configuration(hf_config.read_checkpoint(model), model, convert_hf.Target()))[1]
     (model / "config.json").write_text(json.dumps(ck.GPT_NEOX | {"extra": [0] * room}))
     ck.convert(model, tmp_path / "a.bin")
     runs(tmp_path / "a.bin")

@@ -307,6 +307,28 @@ def test_perplexity_of_a_uniform_model_is_its_vocabulary(tmp_path):
         assert (result["window"], result["stride"]) == (CONTEXT, CONTEXT // 2)
 
 
+def test_divergence_from_another_model(model, tmp_path):
+    """From itself none; of a uniform model log V less the entropy, which is none where one id has all probability."""
+    text = tmp_path / "text.txt"
+    text.write_text("a short text, of some bytes" * 3)
+    arguments = ("--perplexity", text, "--context", 20, "--stride", 7)
+    same = object_of("--model", model, *arguments, "--against", model)
+    assert same["kl_mean"] == same["kl_largest"] == 0 and same["same_top"] == 1
+    assert same["mean_nll"] == same["mean_nll_against"] > 0
+    uniform = write_model(tmp_path / "uniform.bin", tokenizer_json(), np.zeros((ROWS, C), np.float32))
+    sure = write_model(tmp_path / "sure.bin", tokenizer_json(), 100 * constant_head(b"a"))
+    apart = object_of("--model", uniform, *arguments, "--against", sure)
+    assert apart["kl_mean"] == pytest.approx(math.log(TOKENS), rel=1e-6) == apart["mean_nll"]
+    assert apart["tokens"] == object_of("--model", model, *arguments)["tokens"] and apart["same_top"] < 1
+    assert object_of("--model", sure, *arguments, "--against", uniform)["kl_mean"] > 10 * apart["kl_mean"]
+    lines = run_ok("--model", uniform, *arguments, "--against", sure).decode()
+    assert lines.startswith("KL divergence  ") and "same top id" in lines and "of the other" in lines
+    assert "--against: only for --perplexity" in refused(2, "--model", model, "--prompt", "a", "--against", model)
+    assert "--against: got ''" in refused(2, "--model", model, *arguments, "--against", "")
+    fewer = write_model(tmp_path / "fewer.bin", tokenizer_json(), tokenizer_vocab=TOKENS - 1)
+    assert "only models of one tokenizer" in refused(3, "--model", model, *arguments, "--against", fewer)
+
+
 def test_perplexity_depends_on_the_stride_only_by_context(model, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"The quick brown fox. " * 12)
     def score(stride: int) -> dict:

@@ -269,13 +269,15 @@ def test_the_llama_that_comes_with_weft_matches_pytorch(llama):
 def test_a_llama_writes_the_same_text_every_time(llama, sampling):
     common = ["--model", llama, "--prompt", "Once upon a time", "--max-tokens", 100, *sampling]
     results = {decode: object_of(*common, "--decode", decode) for decode in ("auto", "graph", "reference")}
-    assert [result["decode"] for result in results.values()] == ["graph", "graph", "reference"]
-    assert len({result["text"] for result in results.values()}) == 1 and len(results["auto"]["ids"]) > 50
+    assert [result["decode"] for result in results.values()] == [modes("fp16")[-1], "graph", "reference"]
+    assert results["graph"]["text"] == results["reference"]["text"] and len(results["auto"]["ids"]) > 50
     done = run("--device", "cuda", *common)
     assert done.returncode == OK and done.stdout.decode() == results["auto"]["text"]
     fp32, cpu = (object_of(*common, "--dtype", "fp32")["ids"],
                  json.loads(run("--device", "cpu", *common, "--json").stdout)["ids"])
     assert fp32[:20] == cpu[:20]
+    if not sampling:  # else rounding may draw another id
+        assert results["auto"]["ids"][:20] == cpu[:20]
 
 
 def test_a_llama_in_every_task(llama, tmp_path):
@@ -286,7 +288,7 @@ def test_a_llama_in_every_task(llama, tmp_path):
         assert result["tokens"] == cpu["tokens"]
         assert abs(math.log(result["perplexity"] / cpu["perplexity"])) < tolerance, dtype
     bench = object_of("--model", llama, "--bench", "--max-tokens", 16)
-    assert bench["decode"] == "graph" and bench["gb_per_s"] > 0
+    assert bench["decode"] == modes("fp16")[-1] and bench["gb_per_s"] > 0
     done = subprocess.run([PROGRAM, "--device", "cuda", "--model", llama, "--interactive", "--max-tokens", "12",
                            "--ignore-eos"], input=b"Once upon\na time\n", capture_output=True, timeout=120)
     first = object_of("--model", llama, "--prompt", "Once upon", "--max-tokens", 12, "--ignore-eos")
@@ -295,9 +297,8 @@ def test_a_llama_in_every_task(llama, tmp_path):
 
 def test_what_a_llama_has_not(llama):
     common = ["--device", "cuda", "--model", llama]
-    assert "--decode fused: " in refused(ENVIRONMENT, *common, "--prompt", "x", "--decode", "fused")
     assert "--bench-layer: " in refused(USAGE, *common, "--bench", "--bench-layer")
-    assert "--bench-timeline" in refused(ENVIRONMENT, *common, "--bench", "--bench-timeline")
+    assert "--bench-timeline" in refused(ENVIRONMENT, *common, "--bench", "--bench-timeline", "--decode", "graph")
 
 
 # ---- many requests at once -------------------------------------------------------------------------------------------
@@ -328,7 +329,8 @@ def test_answers_of_a_batch_do_not_depend_on_each_other(tiny, llama, tmp_path):
         for i, options in enumerate([["--max-running", 24], ["--max-running", 24, "--kv-memory", "0.4MB"],
                                      ["--decode", "reference"]]):
             assert batch(model, folder / str(i), requests, *options) == want, options
-    alone = object_of("--model", llama, "--prompt", "The hen", "--max-tokens", 40, "--ignore-eos", "--seed", 0)
+    alone = object_of("--model", llama, "--prompt", "The hen", "--max-tokens", 40, "--ignore-eos", "--seed", 0, "--decode",
+                      "graph")
     assert want[0]["ids"] == alone["ids"], "a Llama alone is the same model"
 
 

@@ -67,6 +67,16 @@ def test_broken_lines_are_left_out(tmp_path):
     assert sorted(run.steps) == [1, 2] and run.broken == 3
 
 
+def test_broken_lines_are_counted_where_there_are_several(tmp_path, monkeypatch, capsys):
+    """One is what a killed run leaves."""
+    monkeypatch.setattr(plot_log, "draw", lambda runs, output: None)
+    for count in (0, 1, 2, 3):
+        log = write_log(tmp_path / "log.jsonl", [HEADER, step(1)], tail="[1]\n" * count)
+        monkeypatch.setattr(sys, "argv", ["plot_log.py", str(log), "-o", "x.png"])
+        assert plot_log.main() == 0
+        assert (f": {count} lines are no records" in capsys.readouterr().err) == (count > 1)
+
+
 def test_values_that_are_no_numbers_leave_gaps(tmp_path):
     log = write_log(tmp_path / "log.jsonl", [HEADER, step(1), step(2, loss=None), step(3, loss="x"), step(4, loss=True),
                                              step(5, val_loss=3.0)])

@@ -79,7 +79,7 @@ def twelve(*options):
 # ---- the same run ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_ranks_are_one_process(data, tmp_path, shard):
     whole = tmp_path / "whole"
     assert train(data, whole, "--virtual-ranks", 2).returncode == 0
@@ -500,7 +500,7 @@ def test_gpus_are_refused_where_there_are_none(data, tmp_path):
 
 def test_the_plan_of_gpus_that_are_not_here(data, tmp_path):
     plans = {shard: train(data, tmp_path / "no", "--gpus", 8, "--shard", shard, "--batch-tokens", 0, "--gpu-memory", "80GB", "--dry-run")
-             for shard in ("none", "optimizer", "gradients")}
+             for shard in ("none", "optimizer", "gradients", "parameters")}
     if "built without nvcc" in plans["none"].stderr:
         assert_refused(plans["none"], 4, "--gpu-memory")
         pytest.skip("a build for the CPU alone")
@@ -509,12 +509,31 @@ def test_the_plan_of_gpus_that_are_not_here(data, tmp_path):
         assert done.returncode == 0 and f"memory on cuda, of each of the 8 ranks (--shard {shard})" in done.stdout, done.stderr
     moments, gradients = "AdamW moments (fp32)", "gradients (fp32)"
     assert lines["none"][moments] not in (lines["optimizer"][moments], lines["gradients"][moments])
-    assert lines["none"][gradients] == lines["optimizer"][gradients] != lines["gradients"][gradients]
+    assert lines["none"][gradients] == lines["optimizer"][gradients] != lines["gradients"][gradients] == lines["parameters"][gradients]
+    parameters, used = "parameters (bf16)", "parameters of layers in use (bf16)"
+    assert lines["none"][parameters] == lines["gradients"][parameters] != lines["parameters"][parameters]
+    assert used in lines["parameters"] and used not in lines["gradients"]
 
 
 def test_gradients_are_divided_on_gpus_alone(data, tmp_path):
     for ends in (run_ranks(data, tmp_path / "no", 2, "--shard", "gradients", *more) for more in ([], ["--dry-run"])):
         assert_ended(ends, 2, "--shard: got gradients, which needs a GPU")
+
+
+def test_divided_parameters(data, tmp_path, whole12):
+    """Three processes, of which validation gives one micro-batch to two; stopped between, and gone on with whole parameters. No rank
+    could write a sample."""
+    out = tmp_path / "run"
+    stopped = run_ranks(data, out, 3, *twelve("--shard", "parameters", "--debug-inject", "term@step=6"))
+    assert [end.returncode for end in stopped] == [143, 143, 143], stopped[0].stderr
+    assert_goes_on(data, out, whole12)
+    plans = {shard: run_ranks(data, tmp_path / "no", 2, "--dry-run", "--shard", shard)[0].stdout for shard in ("optimizer", "parameters")}
+    lines = {shard: dict(re.findall(r"^  (.*?) {2,}(.*)$", plan, re.M)) for shard, plan in plans.items()}
+    used = "parameters of layers in use (fp32)"
+    assert used in lines["parameters"] and used not in lines["optimizer"]
+    assert lines["parameters"]["parameters (fp32)"] != lines["optimizer"]["parameters (fp32)"]
+    for end in run_ranks(data, tmp_path / "no", 2, "--shard", "parameters", "--sample-every", 5):
+        assert end.returncode == 2 and "--sample-every: got 5, but with --shard parameters no rank has the parameters" in end.last
 
 
 def test_a_launcher_of_one_rank_is_none(data, tmp_path, whole12):

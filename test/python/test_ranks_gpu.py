@@ -34,7 +34,7 @@ def whole_fixture(data, tmp_path):
 
 @pytest.mark.parametrize("exchange", ["", "nccl", "host"])
 def test_two_gpus_are_one(data, tmp_path, whole, exchange):
-    for shard in ("none", "optimizer", "gradients"):
+    for shard in ("none", "optimizer", "gradients", "parameters"):
         out = tmp_path / shard
         done = train(data, out, "--gpus", 2, "--shard", shard, "--dropout", 0.1, env={"WEFT_EXCHANGE": exchange} if exchange else {})
         assert done.returncode == 0, done.stderr

@@ -329,10 +329,22 @@ def test_other_paths_methods_types_and_models(server):
                                        ("POST", "/v1/completions", {"model": "other", "prompt": "a"}, 404)]:
         got, headers, text = server.ask(method, path, body)
         assert got == status and json.loads(text)["error"]["message"], (method, path)
-        assert (status == 405) == ("Allow" in headers)
+        assert headers.get("Allow") == (None if status != 405 else "POST" if path == "/v1/completions" else "GET")
     good = {"prompt": "a", "max_tokens": 1}
     assert "application/json" in server.refuse(415, good, Content_Type="text/plain")["message"]
     assert "not decompressed" in server.refuse(415, good, Content_Encoding="gzip")["message"]
+
+
+def test_latencies_do_not_overlap(server):
+    """From the arrival to the first token, and from each to the next: together no more than until the end."""
+    def sums():
+        return [server.metric(f"vllm:{name}_seconds_sum") for name in (
+            "time_to_first_token", "inter_token_latency", "e2e_request_latency")]
+
+    before = sums()
+    assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 30, "ignore_eos": True})[0] == 200
+    first, between, whole = [after - earlier for after, earlier in zip(sums(), before)]
+    assert 0 < first and 0 < between and first + between <= whole * 1.0001, (first, between, whole)
 
 
 def test_pages_of_other_sites_are_kept_out(server):
@@ -342,6 +354,8 @@ def test_pages_of_other_sites_are_kept_out(server):
     server.refuse(403, good, Origin="null")
     for host in ("localhost:1", f"127.0.0.1:{server.port}", "[::1]"):
         assert server.ask("POST", "/v1/completions", good, Host=host, Origin=f"http://{host}")[0] == 200
+    # Behind a proxy that speaks TLS.
+    assert server.ask("POST", "/v1/completions", good, Host="localhost", Origin="https://localhost")[0] == 200
 
 
 # ---- hostile HTTP ----------------------------------------------------------------------------------------------------

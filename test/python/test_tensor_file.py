@@ -62,11 +62,14 @@ def test_refuses_damage(case, tmp_path):
 def test_reads_the_content():
     file = tensor_file.read(FIXTURES / "tensor_file" / "all_dtypes.bin", "model")
     assert file.kind == "model" and file.config["model"]["family"] == "llama"
-    assert list(file.tensors) == ["matrix", "half", "brain", "tokenizer.json", "u16", "u32", "i32", "i64"]
+    assert list(file.tensors) == ["matrix", "half", "brain", "tokenizer.json", "u16", "u32", "i32", "i64",
+                                  "i8", "u4", "e4m3"]
     np.testing.assert_array_equal(file.array("matrix"), np.arange(6, dtype=np.float32).reshape(2, 3) / 2 - 1)
     np.testing.assert_array_equal(file.f32("brain"), np.array([1, 1, np.inf, -2.5], dtype=np.float32))
     assert file.f32("half")[3] == 65504 and file.array("i64")[0] == -1
     assert bytes(file.bytes("tokenizer.json")) == b'{"model":{}}'
+    assert file.at("u4").shape == (2, 4) and file.array("u4").tolist() == [[0x10, 0x32], [0x54, 0xF6]]
+    assert file.array("i8").tolist() == [-128, 127, 1] and file.array("e4m3").tolist() == [0x01, 0x7E, 0xB8]
     with pytest.raises(FileError, match="tensor 'none': missing"):
         file.array("none")
     with pytest.raises(FileError, match="dtype: got u16, expected f32, f16 or bf16"):
@@ -264,7 +267,7 @@ def test_the_tool_lists_and_verifies(tmp_path):
     assert run_tool(tmp_path / "flipped.bin").returncode == 0
     refused = run_tool("--verify", tmp_path / "flipped.bin")
     assert refused.returncode == 3 and refused.stdout == ""
-    assert refused.stderr.startswith("error: ") and "tensor 'i64': XXH3-64" in refused.stderr
+    assert refused.stderr.startswith("error: ") and "tensor 'e4m3': XXH3-64" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 
@@ -291,7 +294,7 @@ def test_shards_refuse_damage(case, tmp_path):
 
 def test_shard_writer_refuses_ids_outside_the_vocabulary(tmp_path):
     writer = token_shard.ShardWriter(tmp_path / "x.bin", vocab_size=10, tokenizer_hash=0)
-    for ids in ([10], [-1], [2**40]):
+    for ids in ([10], [-1], [2**40], [1, -1, 2], [1, 10, 2], [1, 2, -1]):
         with pytest.raises(ValueError):
             writer.write(np.array(ids))
     with pytest.raises(ValueError):

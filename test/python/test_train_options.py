@@ -77,7 +77,7 @@ def test_sizes_of_a_step(data, tmp_path):
     ok(train(data, tmp_path / "default", "--batch-tokens", 0, "--micro-batch", 3, steps=4))
     assert [r["tokens"] for r in records(tmp_path / "default") if r["type"] == "step"] == [48, 96, 144, 192]
     done = ok(train(data, tmp_path / "length", "--seq-len", 8, steps=4))
-    assert "64 tokens = 2 x 8, accumulated 4 times" in done.stderr and " windows of 8" in done.stderr
+    assert "64 tokens = 2 x 8, accumulated 4 times" in done.stderr and " 81 windows of 8, 0.40 epochs" in done.stderr
     assert losses(tmp_path / "length")[1] != want[1]
 
 

@@ -62,10 +62,7 @@ class PeerRanks final : public DeviceRanks {
     for (std::byte* base : theirs) counters_of_.push_back(counters_at(base));
     probe();
   }
-  ~PeerRanks() override {
-    for (void* address : opened_) cudaIpcCloseMemHandle(address);
-    cudaGetLastError();
-  }
+  ~PeerRanks() override { close(); }
 
   int rank() const override { return ranks_.rank(); }
   int size() const override { return ranks_.size(); }
@@ -144,6 +141,12 @@ class PeerRanks final : public DeviceRanks {
     return addresses;
   }
 
+  // Gives back what was opened after the first `keep` of them.
+  void close(std::size_t keep = 0) noexcept {
+    for (; opened_.size() > keep; opened_.pop_back()) cudaIpcCloseMemHandle(opened_.back());
+    cudaGetLastError();
+  }
+
   std::byte* reach(const Exported& memory) {
     auto* const address = static_cast<std::byte*>(const_cast<void*>(memory.address));
     if (memory.process != this_process()) {
@@ -220,6 +223,7 @@ class PeerRanks final : public DeviceRanks {
     MemoryPlan plan("probe of the ranks");
     plan.add(bytes);
     DeviceArena memory(plan);
+    const std::size_t opened = opened_.size();
     share(memory.at<std::byte>(0), bytes);
     const Stream stream;
     const auto value = [](std::size_t r) { return static_cast<unsigned char>(r * 7 + 3); };
@@ -238,8 +242,10 @@ class PeerRanks final : public DeviceRanks {
     } catch (const Error& problem) {
       error = problem;
     }
-    fail_together(ranks_, error);  // nobody reads this memory any more
+    // Before its owner frees it: what comes to lie there next could not be opened.
+    close(opened);
     shared_.clear();
+    fail_together(ranks_, error);
   }
 
   Communicator& ranks_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "llmc/cuda/fused/parameters.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
@@ -20,7 +21,17 @@ struct Variant {
   using KV = Cache;
   static constexpr int kRowLoads = kLoads;
   static constexpr bool kInstrumented = kWithInstruments;
+  static constexpr bool kSequential = false;  // the order of a layer: layer.cuh or sequential_layer.cuh
 };
+template <typename Weight, typename Vector, typename Cache, int kLoads, bool kWithInstruments>
+struct SequentialVariant : Variant<Weight, Vector, Cache, kLoads, kWithInstruments> {
+  static constexpr bool kSequential = true;
+};
+
+template <typename K>
+using ParametersOf =
+    std::conditional_t<K::kSequential, SequentialParameters<typename K::W, typename K::A, typename K::KV>,
+                       Parameters<typename K::W, typename K::A, typename K::KV>>;
 
 #if WEFT_BULK_COPY
 
@@ -46,7 +57,7 @@ static __device__ __noinline__ void time_out(Control* control, HostWords* host, 
 
 template <typename K>
 struct Block {
-  using Parameters = fused::Parameters<typename K::W, typename K::A, typename K::KV>;
+  using Parameters = ParametersOf<K>;
   using Layer = fused::Layer<typename K::W, typename K::A>;
 
   const Parameters& p;
@@ -90,11 +101,17 @@ struct Block {
 struct Positions {
   int begin, end;
 };
-// The cached positions of a split of the context.
+// The cached positions of a split of the context. A split begins at a multiple of `unit`.
+template <int unit = 1>
 __device__ inline Positions positions_of(int position, int splits, int split) {
-  const int each = (position + splits - 1) / splits;
+  const int each = ((position + splits - 1) / splits + unit - 1) / unit * unit;
   const int begin = min(split * each, position);
   return {begin, min(begin + each, position)};
+}
+constexpr int kPageUnit = 32;  // of splits, where the cache may be in pages
+// How many of the positions from `first` on lie in the same chunk: it is of one page.
+__device__ inline int chunk_of(const SequentialSizes& p, int first, int end) {
+  return min(min(end - first, p.chunk_positions), p.page_size - first % p.page_size);
 }
 
 #endif  // WEFT_BULK_COPY

@@ -7,6 +7,8 @@
 //   attention.cuh  attention of an item
 //   head.cuh       logits and the greatest of them
 //   sampling.cuh   the next id, for all blocks and the host
+//
+// and, for the sequential residual, in sequential_layer.cuh and grouped_attention.cuh
 #pragma once
 
 #include <cstdint>
@@ -78,6 +80,11 @@ struct Consumer {
   __device__ __forceinline__ static float bias_value(unsigned short bits);
 
   // ---- norm.cuh
+  struct NormWeight {
+    uint4 weight[kRowLoads], bias[kRowLoads];
+  };
+  __device__ __forceinline__ NormWeight load_norm(const A* weight, const A* bias) const;
+  __device__ __forceinline__ void normalize_one(const NormWeight& n, float (&x)[kInputs]);
   struct NormWeights {
     uint4 weight1[kRowLoads], bias1[kRowLoads], weight2[kRowLoads], bias2[kRowLoads];
   };
@@ -91,6 +98,29 @@ struct Consumer {
   __device__ __forceinline__ void attend_item(int layer, int position, int item, int splits);
   template <int kLanes>
   __device__ __forceinline__ void attend_cached(SoftmaxState& r, const float (&q)[kLaneElements], int positions);
+
+  // ---- sequential_layer.cuh
+  static constexpr int kPartLoads = 2 * kRowLoads;            // of a thread from a part of a row of F elements
+  static constexpr int kPartRows = kChunkLoads / kPartLoads;  // of them that a warp takes from a chunk
+  __device__ __forceinline__ void run_sequential();
+  __device__ __forceinline__ void run_sequential_layer(int l, int token, std::int32_t id);
+  __device__ __forceinline__ void load_rope(int position) const;
+  template <int kLoads, int kEach>
+  __device__ __forceinline__ void multiply_chunks(int rows, int chunk_rows, int width,
+                                                  const float (&input)[kLoads * kLaneElements], bool accumulate);
+  __device__ __forceinline__ float partial_sum(int target) const;
+  __device__ __forceinline__ void sequential_qkv_rows(int l, const float (&input)[kInputs]);
+  __device__ __forceinline__ void middle_rows(int l, float (&input)[kInputs]);
+  __device__ __forceinline__ void hidden_rows(int l, int token, const float (&input)[kInputs]);
+  __device__ __forceinline__ void down_rows(int l);
+
+  // ---- grouped_attention.cuh
+  struct GroupState;
+  __device__ __forceinline__ void attend_groups(int layer, int position, int splits);
+  __device__ __forceinline__ void fetch_heads(int head, bool newest);
+  template <int kLanes>
+  __device__ __forceinline__ void attend_group(int position, int split, int splits);
+  __device__ __forceinline__ void merge_group(int head, int split, int splits);
 
   // ---- head.cuh
   __device__ __forceinline__ void run_head(int token);

@@ -54,6 +54,7 @@
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
+#include "llmc/model/inference_model.h"
 #include "llmc/model/tensor_table.h"
 
 namespace weft::cuda {
@@ -64,13 +65,14 @@ using namespace fused;
 
 // `blocks` bounds what depends on it. Everything before `rows` is cleared before each launch.
 template <typename W, typename A, typename KV>
-Regions plan_workspace(const ModelConfig& config, int blocks, Parameters<W, A, KV>& p) {
+Regions plan_workspace(const ModelConfig& config, int blocks, SequentialParameters<W, A, KV>& p) {
   const std::int64_t C = config.hidden_size;
   Regions regions("fused decoding: workspace");
   regions.want(&p.control, 1);
   regions.want(&p.x, C);
-  regions.want(&p.qkv, 3 * C);
-  regions.want(&p.attention, C);
+  regions.want(&p.x_mid, C);
+  regions.want(&p.qkv, config.q_size() + 2 * config.kv_size());
+  regions.want(&p.attention, config.q_size());
   regions.want(&p.h, config.ffn_size);
   regions.want(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   regions.want(&p.head_best, blocks);
@@ -93,8 +95,9 @@ struct FusedDecode<W, A, KV>::State {
   Mailbox& mailbox;
   cudaStream_t stream;
   KernelShape shape;
+  bool sequential;
   int blocks, threads, shared_bytes;
-  Parameters<W, A, KV> parameters{};
+  SequentialParameters<W, A, KV> parameters{};  // where the residual is parallel, the first part of it: Parameters
   Regions regions;
   DeviceArena workspace;
   PinnedBuffer host_memory;
@@ -108,6 +111,7 @@ struct FusedDecode<W, A, KV>::State {
         mailbox(box),
         stream(in_stream),
         shape(plan.shape),
+        sequential(plan.sequential),
         blocks(plan.blocks),
         threads((plan.shape.warps_k * plan.shape.warps_r + 2) * kWarpSize),
         shared_bytes(plan.layout.bytes),
@@ -124,7 +128,8 @@ struct FusedDecode<W, A, KV>::State {
   bool instrumented() const { return tuning.layer_only || tuning.lose_an_arrival || timeline != nullptr; }
   // The kernel of the next launch, with its shared memory allowed.
   const void* kernel() const {
-    const void* chosen = fused_kernel<W, A, KV>(shape.row_loads, instrumented());
+    const void* chosen = sequential ? fused_sequential_kernel<W, A, KV>(shape.row_loads, instrumented())
+                                    : fused_kernel<W, A, KV>(shape.row_loads, instrumented());
     check(cudaFuncSetAttribute(chosen, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "fused decoding");
     return chosen;
   }
@@ -156,12 +161,14 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<
   state_ = std::make_unique<State>(config, tuning, plan, mailbox, stream);
   State& s = *state_;
 
-  Parameters<W, A, KV>& p = s.parameters;
+  SequentialParameters<W, A, KV>& p = s.parameters;
   static_cast<Sizes&>(p) = plan.sizes;
+  static_cast<SequentialSizes&>(p) = plan.sequential_sizes;
   p.embedding = weights.embedding;
   p.keys = cache.keys;
   p.values = cache.values;
   p.capacity = cache.capacity;
+  p.page_size = static_cast<int>(cache.page_size > 0 ? cache.page_size : cache.capacity);
   p.rope_cos = rope.cos;
   p.rope_sin = rope.sin;
   p.eps = static_cast<float>(config.norm_eps);
@@ -197,7 +204,7 @@ FusedDecode<W, A, KV>::~FusedDecode() {
 template <typename W, typename A, typename KV>
 std::vector<MemoryLine> FusedDecode<W, A, KV>::memory(const ModelConfig& config) {
   const int blocks = blocks_for(config, device_attribute(cudaDevAttrMultiProcessorCount), 0);
-  Parameters<W, A, KV> parameters{};
+  SequentialParameters<W, A, KV> parameters{};
   return {{"fused decoding: workspace", plan_workspace(config, blocks, parameters).plan().bytes()}};
 }
 
@@ -304,6 +311,7 @@ std::uint64_t FusedDecode<W, A, KV>::logits_hash() {
 template <typename W, typename A, typename KV>
 std::uint64_t FusedDecode<W, A, KV>::bytes_per_token(std::int64_t context) const {
   const ModelConfig& c = state_->config;
+  if (state_->sequential) return read_bytes_of_step(c, 1, context, sizeof(W));
   const std::int64_t C = c.hidden_size, F = c.ffn_size, L = c.num_layers, V = c.vocab_size;
   const std::int64_t matrices = state_->tuning.layer_only ? L * C * (4 * C + F) : L * C * (4 * C + 2 * F) + V * C;
   const std::int64_t vectors =  // biases, norms, a row of the embedding

@@ -1,8 +1,8 @@
-// Decoding GPT-NeoX at batch 1 in one persistent kernel: all layers, the head and sampling of many tokens in one launch,
+// Decoding GPT-NeoX and Llama at batch 1 in one persistent kernel: all layers, the head and sampling of many tokens in one launch,
 // one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
 // decode.cu says how it works.
 //
-// It computes what llmc/cpu/neox_inference.cpp specifies, in fp32, with matrices stored in W, embedding, biases and norms in A, the
+// It computes what llmc/cpu/neox_inference.cpp and llmc/cpu/llama_inference.cpp specify, in fp32, with matrices stored in W, embedding, biases and norms in A, the
 // cache in KV (all fp16, or all bf16). Sums are added in an
 // order that depends on the model and on the number of multiprocessors only: same bits every run.
 #pragma once
@@ -29,8 +29,9 @@
 namespace weft::cuda {
 
 // Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can. It needs compute
-// capability 9.0, the parallel residual, ffn_size = 4 hidden_size (all Pythia models), a head_dim that is a multiple of 8 up
-// to 256, and multiprocessors enough for the model's rows: 16 for Pythia-410M, 32 for 1B to 2.8B, 64 for 6.9B and 12B.
+// capability 9.0, a head_dim that is a multiple of 8 up to 256, and multiprocessors enough for the model's rows: 16 for
+// Pythia-410M, 32 for 1B to 2.8B, 64 for 6.9B and 12B. With the parallel residual ffn_size = 4 hidden_size (all Pythia models);
+// with the sequential one ffn_size is at most 4 times the hidden_size, rounded up to whole loads.
 std::string fused_decode_refusal(const ModelConfig& config, const Device& device);
 
 // Tokens of a launch, at most: the host may read their ids as late as it likes.

@@ -11,11 +11,19 @@ namespace weft::cuda::fused {
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_head(int token) {
   const Parameters& p = c.p;
-  float input[kInputs], unused[kInputs];
-  const NormWeights norms = load_norms(layers[p.L], false);
-  load_vector<kRowLoads>(p.x, p.C, step, input);
-  stamp(p.L, FusedPhase::x_here);
-  normalize(norms, input, unused);
+  float input[kInputs];
+  if constexpr (K::kSequential) {
+    const NormWeight norm = load_norm(layers[p.L].norm1_weight, layers[p.L].norm1_bias);
+    load_vector<kRowLoads>(p.x, p.C, step, input);
+    stamp(p.L, FusedPhase::x_here);
+    normalize_one(norm, input);
+  } else {
+    float unused[kInputs];
+    const NormWeights norms = load_norms(layers[p.L], false);
+    load_vector<kRowLoads>(p.x, p.C, step, input);
+    stamp(p.L, FusedPhase::x_here);
+    normalize(norms, input, unused);
+  }
   stamp(p.L, FusedPhase::norms_done);
   // Loaded early: this is host memory. Cancelling may take effect a token late.
   const bool cancelled = c.block == 0 && thread == 0 && load_relaxed_system(&p.host->cancel) == p.sequence;

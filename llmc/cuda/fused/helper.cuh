@@ -190,6 +190,10 @@ struct Helper {
     return true;
   }
 
+  // ---- sequential_helper.cuh
+  __device__ bool append(int layer, int position, int head);
+  __device__ void run_sequential();
+
   __device__ void run() {
     const Parameters& p = c.p;
     unsigned step = 0;

@@ -6,17 +6,23 @@
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/layer.cuh"
 #include "llmc/cuda/fused/producer.cuh"
+#include "llmc/cuda/fused/sequential_helper.cuh"
+#include "llmc/cuda/fused/sequential_layer.cuh"
+#include "llmc/cuda/fused/sequential_producer.cuh"
 
 namespace weft::cuda::fused {
 
 template <typename K>
 __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
-    fused_decode_kernel(const __grid_constant__ Parameters<typename K::W, typename K::A, typename K::KV> p) {
+    fused_decode_kernel(const __grid_constant__ ParametersOf<K> p) {
 #if WEFT_BULK_COPY
   using Layer = typename Block<K>::Layer;
   extern __shared__ __align__(128) char shared[];
   __shared__ Flags flags;
-  const SharedLayout at = shared_layout(p);
+  const SharedLayout at = [&] {
+    if constexpr (K::kSequential) return shared_layout(p, p.group);
+    return shared_layout(p);
+  }();
   const int consumers = p.warps_k * p.warps_r * kWarpSize;
   const unsigned base = shared_address(shared);
   const Block<K> block{p,
@@ -43,13 +49,17 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
       hopper::mbarrier_init(block.empty + 8 * s, static_cast<unsigned>(consumers / kWarpSize));
     }
     hopper::mbarrier_init(block.query_here, 1);
-    hopper::mbarrier_init(block.item_done, static_cast<unsigned>(consumers / kWarpSize));
+    hopper::mbarrier_init(block.item_done, K::kSequential ? 1u : static_cast<unsigned>(consumers / kWarpSize));
     hopper::fence_barrier_init();
   }
   __syncthreads();
   if (static_cast<int>(threadIdx.x) >= consumers + kWarpSize) {
     Helper<K> helper{block, shared, at, static_cast<int>(threadIdx.x) % kWarpSize, consumers / kWarpSize};
-    helper.run();
+    if constexpr (K::kSequential) {
+      helper.run_sequential();
+    } else {
+      helper.run();
+    }
     return;
   }
   if (static_cast<int>(threadIdx.x) >= consumers) {
@@ -60,16 +70,20 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     return;
   }
   Consumer<K> consumer(block, shared, at);
-  consumer.run();
+  if constexpr (K::kSequential) {
+    consumer.run_sequential();
+  } else {
+    consumer.run();
+  }
 #else
   __trap();  // fused_decode_refusal() keeps such GPUs away
 #endif
 }
 
-// Defines fused_kernel() for these storage types: four kernels.
-#define WEFT_FUSED_KERNELS(W, A, KV)                                                                                \
+// Defines fused_kernel(), or fused_sequential_kernel(), for these storage types: four kernels.
+#define WEFT_FUSED_KERNELS(function, Variant, W, A, KV)                                                             \
   template <>                                                                                                       \
-  const void* fused_kernel<W, A, KV>(int row_loads, bool instrumented) {                                            \
+  const void* function<W, A, KV>(int row_loads, bool instrumented) {                                                \
     const auto of = [](auto variant) {                                                                              \
       return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);                                 \
     };                                                                                                              \

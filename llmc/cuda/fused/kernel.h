@@ -7,5 +7,8 @@ namespace weft::cuda::fused {
 // instruments or without. One parameter: Parameters<W, A, KV>.
 template <typename W, typename A, typename KV>
 const void* fused_kernel(int row_loads, bool instrumented);
+// The same for the sequential residual. One parameter: SequentialParameters<W, A, KV>.
+template <typename W, typename A, typename KV>
+const void* fused_sequential_kernel(int row_loads, bool instrumented);
 
 }  // namespace weft::cuda::fused

@@ -1,5 +1,7 @@
 // Where the parameters of a GPT-NeoX lie on the device: what the decoder, the fused kernel and their tests hand to each
-// other. W is the storage type of matrices that GEMMs read, A that of the embedding, biases and norms.
+// other. W is the storage type of matrices that GEMMs read, A that of the embedding, biases and norms. The fused kernel takes a
+// Llama in the same form: `qkv` [q + 2 kv, C] has the heads of q, k and v one after another, `up` [2 F, C] is gate and up, and
+// there are no biases.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Both LayerNorms of the residual stream. Every block normalizes all of x for itself: that is cheaper than sharing the result.
+// The norms of the residual stream: both LayerNorms of the parallel residual, or one norm. Every block normalizes all of x for itself: that is cheaper than sharing the result.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
@@ -73,6 +73,67 @@ __device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, flo
 #pragma unroll
     for (int j = 0; j < kLaneElements; ++j)
       x[i * kLaneElements + j] = fmaf(x[i * kLaneElements + j] * rstd, w[j], b[j]);
+  }
+}
+
+// One norm; a Llama's has no bias.
+template <typename K>
+__device__ __forceinline__ typename Consumer<K>::NormWeight Consumer<K>::load_norm(const A* weight,
+                                                                                   const A* bias) const {
+  NormWeight n;
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    const bool inside = piece(i) * kLaneElements < c.p.C;
+    const auto get = [&](const A* from) { return load_early(reinterpret_cast<const uint4*>(from) + piece(i)); };
+    n.weight[i] = inside ? get(weight) : make_uint4(0, 0, 0, 0);
+    n.bias[i] = inside && bias != nullptr ? get(bias) : make_uint4(0, 0, 0, 0);
+  }
+  return n;
+}
+
+// x becomes norm(x). LayerNorm as above; RMSNorm is the same with 0 for every mean.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::normalize_one(const NormWeight& n, float (&x)[kInputs]) {
+  const float C = static_cast<float>(c.p.C);
+  float own_mean = 0, count = 0, squares = 0;
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    const int first = (i * c.p.warps_k + warp_k) * kWarpElements;
+    count += static_cast<float>(max(0, min(kWarpElements, c.p.C - first)));
+  }
+  if (!c.p.rms) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    const bool inside = piece(i) * kLaneElements < c.p.C;
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) {
+      const float d = inside ? x[i * kLaneElements + j] - own_mean : 0.0f;
+      squares = fmaf(d, d, squares);
+    }
+  }
+  squares = warp_sum(squares);
+  float4* of_warps = c.flags.moments[moment_buffer];
+  moment_buffer ^= 1;
+  if (lane == 0) of_warps[warp] = make_float4(own_mean, squares, count, 0);
+  sync();
+  const float4 moments = lane < c.p.warps_k ? of_warps[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);
+  const float mean = warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
+  const float rstd = rsqrtf(warp_sum(fmaf(off * off, moments.z, moments.y)) / C + c.p.eps);
+#pragma unroll
+  for (int i = 0; i < kRowLoads; ++i) {
+    float w[kLaneElements], b[kLaneElements];
+    widen<A>(n.weight[i], w);
+    widen<A>(n.bias[i], b);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) {
+      float& value = x[i * kLaneElements + j];
+      value = fmaf((value - mean) * rstd, w[j], b[j]);
+    }
   }
 }
 

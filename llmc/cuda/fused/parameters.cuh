@@ -121,20 +121,52 @@ struct Parameters : Sizes {
   Instruments instruments;
 };
 
+// What a model with the sequential residual has beside Sizes: a Llama, or a GPT-NeoX without the parallel residual.
+struct SequentialSizes {
+  int NKV, group;  // K/V heads; query heads of each
+  int q_size;      // NH HS
+  // Where a row of qkv has the heads: the queries of K/V head h begin at h q_stride, its key at h kv_stride + key_begin.
+  int q_stride, kv_stride, key_begin, value_begin;
+  int first_part;       // of the F elements between the MLP's matrices: they are exchanged in two parts
+  int chunk_positions;  // of keys and values, in a stage of the ring
+  int page_size;        // positions
+  bool gated, rms;      // SwiGLU, not GELU; RMSNorm, not LayerNorm
+};
+// Query heads of a K/V head that one warp takes.
+constexpr int kWarpQueries = 4;
+
+template <typename W, typename A, typename KV>
+struct SequentialParameters : Parameters<W, A, KV>, SequentialSizes {
+  TaggedValue* x_mid;  // [C]: the residual stream between attention and MLP
+};
+
+// The rows of a block, of rows that are divided evenly.
+__host__ __device__ inline RowRange share_of(std::int64_t rows, int block, int blocks) {
+  return {static_cast<int>(rows * block / blocks), static_cast<int>(rows * (block + 1) / blocks)};
+}
+
+// Rows of part 0 or 1 of the elements between the MLP's matrices.
+__host__ __device__ inline RowRange hidden_part(const Sizes& p, int first_part, int part, int block, int blocks) {
+  if (part == 0) return share_of(first_part, block, blocks);
+  const RowRange rows = share_of(p.F - first_part, block, blocks);
+  return {first_part + rows.begin, first_part + rows.end};
+}
+
 // Words of shared memory between the warps of a block.
 struct Flags {
   int abort;             // something went wrong here or elsewhere: waits return at once
-  int stop;              // no token follows
+  int stop;              // not 0: no token follows; with the sequential residual, how many tokens there were
   unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
   std::int32_t id;       // of the next token
   float4 moments[2][kMaxWarps];  // of each warp's elements of x: mean, sum of squared distances, count
 };
 
-// Offsets of everything in dynamic shared memory, behind the ring; host and device compute it alike.
+// Offsets of everything in dynamic shared memory, behind the ring; host and device compute it alike. `group`: query heads of
+// an item of attention.
 struct SharedLayout {
   int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
 };
-__host__ __device__ inline SharedLayout shared_layout(const Sizes& p) {
+__host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
   const int warps = p.warps_k * p.warps_r;
   const auto up16 = [](int bytes) { return (bytes + 15) / 16 * 16; };
   SharedLayout at{};
@@ -147,10 +179,10 @@ __host__ __device__ inline SharedLayout shared_layout(const Sizes& p) {
   at.layers = take((p.L + 1) * kLayerBytes);
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
   at.rope = take(2 * p.rope_half * 4);
-  at.raw = take(3 * p.HS * 4);
-  at.query = take(p.HS * 4);
+  at.raw = take((group + 2) * p.HS * 4);
+  at.query = take(group * p.HS * 4);
   at.added = take(2 * p.HS * static_cast<int>(sizeof(fp16)));
-  at.states = take(warps * (p.HS + 2) * 4);
+  at.states = take(warps * (group < kWarpQueries ? group : kWarpQueries) * (p.HS + 2) * 4);
   at.sampler = take(static_cast<int>(sizeof(SamplerScratch<kSamplerThreads>)));
   at.barriers = take((2 * p.stages + 2) * 8);
   at.bytes = end;

@@ -43,8 +43,32 @@ static_assert([] {
   return true;
 }());
 
-RowRange share_of(std::int64_t rows, int block, int blocks) {
-  return {static_cast<int>(rows * block / blocks), static_cast<int>(rows * (block + 1) / blocks)};
+bool is_sequential(const ModelConfig& config) {
+  return config.family == Family::llama || !config.parallel_residual;
+}
+
+// The sequential residual. Rows are as long as the hidden state or as all heads together; F elements come in two parts.
+KernelShape sequential_shape(const ModelConfig& config) {
+  const std::int64_t C = config.hidden_size, longest = std::max(C, config.q_size());
+  if (C % kLaneElements != 0 || longest > 5120) return {};
+  KernelShape shape;
+  const auto loads_of = [](std::int64_t elements) { return static_cast<int>(ceil_div(elements, kWarpElements)); };
+  if (longest <= 2560) {
+    const int loads = loads_of(longest);
+    shape.row_loads = 1;
+    shape.warps_k = loads == 6 || loads == 7 ? 8 : loads;
+    shape.warps_r = std::max(1, kMaxWarps / shape.warps_k);
+  } else {
+    shape.row_loads = 2;
+    shape.warps_k = std::max(kSamplerThreads / kWarpSize, (loads_of(longest) + 1) / 2);
+    shape.warps_r = 1;
+  }
+  return shape;
+}
+
+// Of the elements between the MLP's matrices: half of them, in whole loads of a warp.
+std::int64_t first_part_of(std::int64_t F) {
+  return std::min(F, ceil_div(ceil_div(F, 2), kWarpElements) * kWarpElements);
 }
 
 // Every block gets the same number of bytes a layer: QKV and output rows are divided evenly, and the number of MLP-up rows
@@ -71,63 +95,55 @@ std::vector<BlockRows> assign_rows(const ModelConfig& config, int blocks, bool l
 }  // namespace
 
 // Small models are bound by synchronisation between blocks, so they use half of the multiprocessors. Every block owns at
-// least one QKV row, so that it writes none of the next layer's x before it has read this layer's.
+// least one QKV row, so that it writes none of the next layer's x before it has read this layer's. With the sequential
+// residual it is a row of the first part of the MLP.
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted) {
   const int chosen = wanted > 0                  ? std::min(wanted, multiprocessors)
                      : config.hidden_size <= 256 ? (multiprocessors + 1) / 2
                                                  : multiprocessors;
-  return static_cast<int>(std::min<std::int64_t>(chosen, 3 * config.hidden_size));
+  const std::int64_t rows = is_sequential(config) ? first_part_of(config.ffn_size) : 3 * config.hidden_size;
+  return static_cast<int>(std::min<std::int64_t>(chosen, rows));
 }
 
 int max_splits_of(const ModelConfig& config, int blocks) {
-  return std::max(1, blocks / static_cast<int>(config.num_heads));
+  return std::max(1, blocks / static_cast<int>(config.num_kv_heads));
 }
 
-Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
-  Plan plan;
-  const auto refuse = [&](std::string why) {
-    plan.refusal = std::move(why);
-    return plan;
-  };
-  const auto number = [](std::int64_t value) { return static_cast<long long>(value); };
+namespace {
+
+long long number(std::int64_t value) {
+  return value;
+}
+
+// What every model must be; empty where it is.
+std::string model_refusal(const ModelConfig& config, const Device& device) {
   if (device.arch < 90) {
-    return refuse(format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch));
-  }
-  if (config.family != Family::gpt_neox) return refuse("fused decoding runs GPT-NeoX models only");
-  if (!config.parallel_residual) return refuse("fused decoding runs models with the parallel residual only");
-  if (config.ffn_size != 4 * config.hidden_size) {
-    return refuse(format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
-                         number(config.hidden_size)));
+    return format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch);
   }
   if (config.head_dim % kLaneElements != 0 || config.head_dim > 256) {
-    return refuse(
-        format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld", number(config.head_dim)));
-  }
-  const KernelShape shape = plan.shape = kernel_shape(config.hidden_size);
-  if (shape.warps_k == 0) {
-    return refuse(format(
-        "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
-        number(config.hidden_size)));
+    return format("fused decoding needs a head_dim that is a multiple of 8 up to 256, got %lld",
+                  number(config.head_dim));
   }
   if (config.num_layers > kMaxLayers || config.vocab_size >= BlockBest::kIds) {
-    return refuse(format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers));
+    return format("fused decoding needs at most %d layers and fewer than 2^20 ids", kMaxLayers);
   }
+  return "";
+}
 
-  plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
-  plan.rows = assign_rows(config, plan.blocks, tuning.layer_only);
-  const int chunk_rows = kChunkLoads / shape.row_loads * shape.warps_r;
-  const int consumers = shape.warps_k * shape.warps_r * kWarpSize;
-  int most_rows = chunk_rows;
-  for (const BlockRows& own : plan.rows) {
-    for (const RowRange rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
-  }
-  if (plan.blocks < 1 || most_rows > consumers) {  // a thread finishes one row
-    return refuse(format(
+// A thread finishes one row.
+std::string rows_refusal(const Plan& plan, int most_rows) {
+  const int consumers = plan.shape.warps_k * plan.shape.warps_r * kWarpSize;
+  if (plan.blocks < 1 || most_rows > consumers) {
+    return format(
         "fused decoding: %d multiprocessors are too few for this model: a block would own %d rows, at most %d are "
         "possible",
-        plan.blocks, most_rows, consumers));
+        plan.blocks, most_rows, consumers);
   }
+  return "";
+}
 
+// Sizes that both kinds have, but for partial_rows, and those of the ring.
+void set_sizes(Plan& plan, const ModelConfig& config) {
   Sizes& p = plan.sizes;
   p.rope_half = static_cast<int>(config.rope.rotary_dim / 2);
   p.L = static_cast<int>(config.num_layers);
@@ -136,25 +152,134 @@ Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning&
   p.V = static_cast<int>(config.vocab_size);
   p.NH = static_cast<int>(config.num_heads);
   p.HS = static_cast<int>(config.head_dim);
-  p.warps_k = shape.warps_k;
-  p.warps_r = shape.warps_r;
-  p.stage_bytes = shape.stage_bytes;
-  p.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
+  p.warps_k = plan.shape.warps_k;
+  p.warps_r = plan.shape.warps_r;
+  p.stage_bytes = plan.shape.stage_bytes;
   p.max_splits = max_splits_of(config, plan.blocks);
-  // The ring takes the shared memory that is left.
+}
+
+// The ring takes the shared memory that is left. `group`: query heads of an item of attention.
+void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int group) {
+  Sizes& p = plan.sizes;
   const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
   const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
   for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
-    if (shared_layout(p).bytes <= most) break;
+    if (shared_layout(p, group).bytes <= most) break;
   }
-  plan.layout = shared_layout(p);
+  plan.layout = shared_layout(p, group);
   if (plan.layout.bytes > most) {
-    return refuse(
-        format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes, most));
+    plan.refusal =
+        format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", plan.layout.bytes, most);
+    return;
   }
   const int window_bytes = tuning.window_bytes > 0 ? tuning.window_bytes : kDefaultWindow;
   p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
+}
+
+// The rows of every matrix are divided evenly: an exchange follows each of them.
+Plan plan_sequential(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+  Plan plan;
+  const auto refuse = [&](std::string why) {
+    plan.refusal = std::move(why);
+    return plan;
+  };
+  plan.sequential = true;
+  if (tuning.layer_only) return refuse("fused decoding measures a layer alone with the parallel residual only");
+  KernelShape& shape = plan.shape = sequential_shape(config);
+  if (shape.warps_k == 0) {
+    return refuse(
+        format("fused decoding needs a hidden_size that is a multiple of 8 up to 5120, and heads x head_dim up to "
+               "5120; got %lld, %lld x %lld",
+               number(config.hidden_size), number(config.num_heads), number(config.head_dim)));
+  }
+  const std::int64_t C = config.hidden_size, F = config.ffn_size, first_part = first_part_of(F);
+  const std::int64_t part_loads = 2 * shape.row_loads;  // of a lane, from a part of a row of F elements
+  if (F % kLaneElements != 0 || first_part > part_loads * shape.warps_k * kWarpElements) {
+    return refuse(format("fused decoding needs an ffn_size that is a multiple of 8, here up to %lld; got %lld",
+                         number(2 * part_loads * shape.warps_k * kWarpElements), number(F)));
+  }
+  const int warps = shape.warps_k * shape.warps_r, group = static_cast<int>(config.num_heads / config.num_kv_heads);
+  if (group > kWarpQueries * warps) {
+    return refuse(
+        format("fused decoding needs at most %d query heads a K/V head, got %d", kWarpQueries * warps, group));
+  }
+  const int kRows = kChunkLoads / shape.row_loads;
+  const std::int64_t row = std::max(C, config.q_size());
+  const std::int64_t stage =
+      2 * shape.warps_r * std::max(kRows * row, kChunkLoads / part_loads * std::max(first_part, F - first_part));
+  shape.stage_bytes = static_cast<int>(ceil_div(stage, 128) * 128);
+
+  const bool neox = config.family == Family::gpt_neox, gated = !neox;
+  plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
+  int most_rows = 0;
+  for (int b = 0; b < plan.blocks; ++b) {
+    const BlockRows own = {share_of(config.q_size() + 2 * config.kv_size(), b, plan.blocks),
+                           share_of(first_part, b, plan.blocks), share_of(C, b, plan.blocks),
+                           share_of(config.vocab_size, b, plan.blocks)};
+    plan.rows.push_back(own);
+    const int up = own.up.end - own.up.begin;
+    most_rows = std::max({most_rows, own.qkv.end - own.qkv.begin, own.out.end - own.out.begin, gated ? 2 * up : up});
+  }
+  if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
+  set_sizes(plan, config);
+  plan.sizes.partial_rows = warps * kWarpSize;  // a multiple of the rows of a chunk: the head has few barriers then
+  set_ring(plan, device, tuning, group);
+
+  SequentialSizes& p = plan.sequential_sizes;
+  const int HS = plan.sizes.HS, kv_size = static_cast<int>(config.kv_size());
+  p.NKV = static_cast<int>(config.num_kv_heads);
+  p.group = group;
+  p.q_size = static_cast<int>(config.q_size());
+  p.q_stride = neox ? 3 * HS : group * HS;
+  p.kv_stride = neox ? 3 * HS : HS;
+  p.key_begin = neox ? HS : p.q_size;
+  p.value_begin = neox ? 2 * HS : p.q_size + kv_size;
+  p.first_part = static_cast<int>(first_part);
+  p.chunk_positions = shape.stage_bytes / (4 * HS);
+  p.gated = gated;
+  p.rms = config.norm == NormKind::rmsnorm;
   return plan;
+}
+
+Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+  Plan plan;
+  const auto refuse = [&](std::string why) {
+    plan.refusal = std::move(why);
+    return plan;
+  };
+  if (config.ffn_size != 4 * config.hidden_size) {
+    return refuse(format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
+                         number(config.hidden_size)));
+  }
+  const KernelShape shape = plan.shape = kernel_shape(config.hidden_size);
+  if (shape.warps_k == 0) {
+    return refuse(format(
+        "fused decoding needs a hidden_size that is a multiple of 16 up to 2560, or 4096, 4608 or 5120; got %lld",
+        number(config.hidden_size)));
+  }
+  plan.blocks = blocks_for(config, device.multiprocessors, tuning.blocks);
+  plan.rows = assign_rows(config, plan.blocks, tuning.layer_only);
+  const int chunk_rows = kChunkLoads / shape.row_loads * shape.warps_r;
+  int most_rows = chunk_rows;
+  for (const BlockRows& own : plan.rows) {
+    for (const RowRange rows : {own.qkv, own.up, own.out}) most_rows = std::max(most_rows, rows.end - rows.begin);
+  }
+  if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
+  set_sizes(plan, config);
+  plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
+  set_ring(plan, device, tuning, 1);
+  return plan;
+}
+
+}  // namespace
+
+Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+  if (std::string refusal = model_refusal(config, device); !refusal.empty()) {
+    Plan plan;
+    plan.refusal = std::move(refusal);
+    return plan;
+  }
+  return is_sequential(config) ? plan_sequential(config, device, tuning) : plan_parallel(config, device, tuning);
 }
 
 }  // namespace fused

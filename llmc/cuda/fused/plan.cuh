@@ -18,18 +18,20 @@ struct KernelShape {
 };
 
 struct Plan {
-  std::string refusal;  // empty: the model runs
+  std::string refusal;      // empty: the model runs
+  bool sequential = false;  // a kernel of the sequential residual runs it
   KernelShape shape;
   int blocks = 0;
   std::vector<BlockRows> rows;  // of each block
   Sizes sizes{};
+  SequentialSizes sequential_sizes{};
   SharedLayout layout{};
 };
 Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning);
 
 // Blocks of a launch; `wanted` = 0: chosen by the model's size.
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted);
-// Splits of the context of a head, at most: as many as give every block an item.
+// Splits of the context of a K/V head, at most: as many as give every block an item.
 int max_splits_of(const ModelConfig& config, int blocks);
 
 }  // namespace weft::cuda::fused

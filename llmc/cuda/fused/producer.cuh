@@ -103,6 +103,14 @@ struct Producer {
     return true;
   }
 
+  // ---- sequential_producer.cuh
+  __device__ bool chunk(const void* from, int copies, int amount, std::int64_t apart, int stage_apart);
+  __device__ bool part_rows(const typename K::W* matrix, RowRange rows, int columns, int begin, int width,
+                            int chunk_rows);
+  __device__ bool gated_rows(const typename K::W* matrix, RowRange rows, int half);
+  __device__ bool pages(int token, int layer, int position);
+  __device__ bool sequential_layer(const BlockRows& own, int token, int l);
+
   // In the order in which consumers read.
   __device__ bool layer(const BlockRows& own, int token, int l) {
     const Parameters& p = c.p;
@@ -115,8 +123,18 @@ struct Producer {
     const Parameters& p = c.p;
     bool more = true;
     for (int token = 0; more && token < p.count; ++token) {
-      for (int l = 0; more && l < p.L; ++l) more = layer(own, token, l);
-      more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));
+      for (int l = 0; more && l < p.L; ++l) {
+        if constexpr (K::kSequential) {
+          more = sequential_layer(own, token, l);
+        } else {
+          more = layer(own, token, l);
+        }
+      }
+      if constexpr (K::kSequential) {
+        more = more && part_rows(layers[p.L].qkv, own.head, p.C, 0, p.C, kChunkLoads / K::kRowLoads * p.warps_r);
+      } else {
+        more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));
+      }
     }
     // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
     for (; in_flight > 0; --in_flight) {

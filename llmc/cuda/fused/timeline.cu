@@ -10,9 +10,9 @@ namespace weft::cuda {
 namespace {
 
 const char* phase_name(int phase) {
-  static const char* const names[kFusedPhases] = {"x here",         "norms done",     "QKV done",    "up done",
-                                                  "query here",     "attention done", "MLP up here", "down done",
-                                                  "attention here", "x written"};
+  static const char* const names[kFusedPhases] = {"x here",         "norms done",     "QKV done",       "up done",
+                                                  "query here",     "attention done", "MLP up here",    "down done",
+                                                  "attention here", "x written",      "middle written", "middle here"};
   return names[phase];
 }
 

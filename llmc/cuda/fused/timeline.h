@@ -7,8 +7,8 @@
 
 namespace weft::cuda {
 
-// Ends of the phases of a layer, in the order in which a block reaches them. "here": what other blocks computed has
-// arrived.
+// Ends of the phases of a layer, in the order in which a block reaches them where the residual is parallel. "here": what
+// other blocks computed has arrived. Of the last two, and the order elsewhere, see sequential_layer.cuh.
 enum class FusedPhase : int {
   x_here,
   norms_done,
@@ -20,8 +20,10 @@ enum class FusedPhase : int {
   down_done,
   attention_here,
   x_written,
+  middle_written,  // the residual stream between attention and MLP
+  middle_here,
 };
-inline constexpr int kFusedPhases = 10;
+inline constexpr int kFusedPhases = 12;
 
 // times[(layer * kFusedPhases + phase) * blocks + block] in ns of the GPU's global timer, for the last token of a launch;
 // 0 where a block has no part in a phase. Layer `layers` is the head, which has x_here, norms_done, qkv_done (its rows) and

@@ -13,7 +13,9 @@ namespace weft::cuda {
 template <typename S>
 void Llama<S>::forward_layers() {
   parameters_needed(kEmbeddingSection);
+  for (std::int64_t l = 0; l < std::min(config_.num_layers, kLayerPlaces); ++l) fetch_parameters(section_of_layer(l));
   embed();
+  fetch_parameters(head_section());
   parameters_needed(section_of_layer(0));
   normalize(norm_after(-1));
   for (std::int64_t l = 0; l < config_.num_layers; ++l) forward_layer(l);
@@ -28,6 +30,7 @@ void Llama<S>::forward_layer(std::int64_t l) {
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) parameters_needed(section_of_layer(l + 1));  // the norm is that layer's
   linear_and_normalize(down_, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
+  if (l + kLayerPlaces < config_.num_layers) fetch_parameters(section_of_layer(l + kLayerPlaces));  // in place of these
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C] is scratch for the output of attention with
@@ -73,9 +76,12 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
   if (accumulate == Accumulate::no) zero_accumulated_gradients();
   sort_tokens();  // for embed_backward(), in another stream
   take_gradient_slot(config_.num_layers - 1);
+  parameters_needed_again(section_of_layer(config_.num_layers - 1));
   normalize_backward(norm_after(2 * config_.num_layers - 1), acts_.d_final_norm, false);
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
     if (l + 1 < config_.num_layers) take_gradient_slot(l);
+    parameters_needed_again(section_of_layer(l));
+    if (l > 0) fetch_parameters(section_of_layer(l - 1));
     recompute_layer(l);
     backward_layer(l, accumulate);
     gradients_ready(section_of_layer(l));

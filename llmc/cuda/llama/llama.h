@@ -24,12 +24,14 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
 
 // One of `ranks` ranks, which compute the options.virtual_ranks ranks of a step, a multiple of them, in rounds: in round i rank
 // r computes rank i ranks.size() + r of the step. Each has a GPU of its own or, with staged ranks, a shared one. Its model
-// computes the micro-batches of this rank alone, and gives the bits of one model that computes those of all on such a GPU. GEMM plans are those of the first rank; options.matmul_plans of the others is ignored. `ranks` and `device_ranks`
-// outlive the model. All ranks call, in the same order: make_llama(); forward() and backward(), which send what is complete;
+// computes the micro-batches of this rank alone, and gives the bits of one model that computes those of all on such a GPU. GEMM
+// plans are those of the first rank; options.matmul_plans of the others is ignored. `ranks` and `device_ranks` outlive the
+// model. All ranks call, in the same order: make_llama(); forward() and backward(), which send what is complete;
 // statistics(), which makes the gradients those of the step; update(); and, unless shard is none, read_tensor() of moments,
-// of parameters in bf16 (whose low halves are divided) and, after statistics(), of gradients. Exit::usage for
-// Shard::gradients with several micro-batches a rank. write_tensor() keeps the part
-// that the rank has. `bucket_elements`: see RankShare (llmc/cuda/llama/plan.h); changes no bit.
+// of parameters that are divided or in bf16 (whose low halves are divided) and, after statistics(), of gradients; with
+// Shard::parameters evaluate() and write_tensor() of parameters as well. Exit::usage for Shard::gradients and
+// Shard::parameters with several micro-batches a rank. write_tensor() keeps the part that the rank has. `bucket_elements`: see
+// RankShare (llmc/cuda/llama/plan.h); changes no bit.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        DeviceRanks& device_ranks, Shard shard, std::int64_t bucket_elements = 16 << 20);
 

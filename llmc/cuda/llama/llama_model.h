@@ -66,12 +66,14 @@ class Llama final : public TrainModel {
   void update(const AdamWStep& step) override;
   OperatorTable time_operators(const std::function<void()>& step) override;
   double evaluate(const Batch& batch, std::int64_t* label_count) override;
+  bool evaluates_together() const override { return division_.parameters_divided; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
   std::unique_ptr<StateCopy> make_state_copy() override;
   std::vector<float> activation(const std::string& name) override;
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
+    if (division_.parameters_divided) fail(Exit::internal, "a decoder of divided parameters");
     // Inference has a stream of its own: updates, and parameters on their way from other ranks, must be there first.
     return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity,
                            [this] { synchronize("parameters"); });
@@ -175,8 +177,16 @@ class Llama final : public TrainModel {
     return division_.gradient_begins[section] - division_.sections[section].begin;
   }
   std::size_t section_of(const TensorSpec& spec) const;
+  // The same for divided parameters while a pass has them.
+  std::int64_t parameter_shift(std::size_t section) const {
+    return division_.places.begin_of(section) - division_.sections[section].begin;
+  }
+  const DeviceArena& own_parameters() const {
+    return division_.parameters_divided ? own_parameter_arena_ : parameter_arena_;
+  }
 
   // ---- ranks.cu
+  static constexpr auto kLayerPlaces = static_cast<std::int64_t>(SectionPlaces::kLayerPlaces);
   // Sections of the arena (llama_sections()).
   static constexpr std::size_t kEmbeddingSection = 0;
   static std::size_t section_of_layer(std::int64_t l) { return static_cast<std::size_t>(l) + 1; }
@@ -187,6 +197,8 @@ class Llama final : public TrainModel {
   std::size_t my_rank() const { return static_cast<std::size_t>(peers_.share.rank); }
   void gradients_ready(std::size_t section);
   void parameters_needed(std::size_t section);
+  void parameters_needed_again(std::size_t section);
+  void fetch_parameters(std::size_t section);
   void exchange_from(std::size_t section);
   void exchange(std::size_t bucket);
   void begin_round();
@@ -199,7 +211,7 @@ class Llama final : public TrainModel {
 
   // ---- setup.cu
   void prepare_matmuls();
-  void place_gradients();
+  void place_sections();
 
   // ---- tensor_io.cu
   // A range of a tensor that this model has: where it begins in arenas of the table's layout, and in those of the state.
@@ -210,7 +222,7 @@ class Llama final : public TrainModel {
   // Whether each rank has its part alone.
   bool is_divided(TensorRole role) const {
     if (role == TensorRole::gradient) return division_.gradients_divided || (division_.divided && exchanged_);
-    return division_.divided && (is_moment(role) || kSplitMaster<S>);
+    return division_.divided && (is_moment(role) || kSplitMaster<S> || division_.parameters_divided);
   }
   Range held(TensorRole role, const Bucket& bucket) const {
     return is_divided(role) ? bucket.parts[my_rank()] : bucket.range;
@@ -238,7 +250,9 @@ class Llama final : public TrainModel {
   Matmul matmul_;
   LlamaActivations<S> acts_;
   LlamaWorkspace work_;
-  DeviceArena parameter_arena_, low_arena_, gradient_arena_;
+  DeviceArena parameter_arena_;      // what passes read
+  DeviceArena own_parameter_arena_;  // of this rank, where they are divided
+  DeviceArena low_arena_, gradient_arena_;
   DeviceArena part_sum_arena_;  // see Division::sum_begins
   DeviceArena rank_sum_arena_;  // the gradients of the virtual ranks that are complete; empty without them
   DeviceArena received_arena_;  // gradients of other ranks on their way into the sum; empty without them
@@ -267,6 +281,7 @@ class Llama final : public TrainModel {
   std::optional<Stream> exchange_stream_;
   std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
   Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
+  SectionPlaces places_;    // of parameter_arena_, where parameters are divided
   std::vector<bool> sent_;  // buckets whose exchange is queued since the last zero_gradients()
   std::int64_t rounds_done_ = 0;
   bool exchanged_ = false;  // the gradients are those of all ranks, as far as this model has them

@@ -51,9 +51,11 @@ std::vector<AdamWBlock> blocks_of(const TensorTable& table, const Range& section
 
 Division::Division(const ModelConfig& config, const TensorTable& table, const RankShare& share)
     : divided(share.ranks > 1 && share.shard != Shard::none),
-      gradients_divided(share.ranks > 1 && share.shard == Shard::gradients),
+      gradients_divided(share.ranks > 1 && (share.shard == Shard::gradients || share.shard == Shard::parameters)),
+      parameters_divided(share.ranks > 1 && share.shard == Shard::parameters),
       sections(llama_sections(config, table)) {
   place_gradients(config);
+  if (parameters_divided) places = SectionPlaces(sections, config.num_layers);
   if (gradients_divided) {  // a section at a time: its place is needed again
     for (std::size_t s = 0; s < sections.size(); ++s) {
       for (Bucket& bucket : cut_buckets({&sections[s], 1}, share.ranks, kAdamWBlockElements, share.bucket_elements)) {
@@ -85,6 +87,7 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
         blocks.push_back(all[next]);
         blocks.back().state = state_elements + all[next].begin - held.begin;
         if (gradients_divided) blocks.back().gradient = blocks.back().state;
+        if (parameters_divided) blocks.back().parameter = blocks.back().state;
       }
     }
     state_elements += held.size();
@@ -134,6 +137,11 @@ MemoryPlan plan_of(const char* name, std::int64_t elements, std::size_t element_
 }
 
 }  // namespace
+
+MemoryPlan read_parameters_plan(const TensorTable& table, const Division& division, std::size_t element_bytes) {
+  if (!division.parameters_divided) return parameter_plan(table);
+  return plan_of("parameters of layers in use", division.places.elements(), element_bytes);
+}
 
 MemoryPlan gradient_plan(const Division& division) {
   return plan_of("gradients", division.gradient_elements, sizeof(float));
@@ -187,7 +195,10 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   const LlamaActivations<S> activations(config, options, classifier_rows(options.micro_batch * options.seq_len));
   const auto state_bytes = [&](std::size_t element) { return state_plan("", division, element).bytes(); };
   std::vector<MemoryLine> lines;
-  lines.push_back({kSplitMaster<S> ? "parameters (bf16)" : "parameters (fp32)", table.arena_bytes()});
+  const std::uint64_t read = read_parameters_plan(table, division, sizeof(S)).bytes();
+  const auto named = [](const char* what) { return format("%s (%s)", what, kSplitMaster<S> ? "bf16" : "fp32"); };
+  lines.push_back({named("parameters"), division.parameters_divided ? state_bytes(sizeof(S)) : read});
+  if (division.parameters_divided) lines.push_back({named("parameters of layers in use"), read});
   if (kSplitMaster<S>) lines.push_back({"low halves of fp32 masters", state_bytes(sizeof(std::int16_t))});
   lines.push_back({"gradients (fp32)", gradient_plan(division).bytes() + part_sum_plan(division).bytes()});
   if (options.virtual_ranks > 1) lines.push_back({"sum of the ranks (fp32)", rank_sum_plan(table, options).bytes()});

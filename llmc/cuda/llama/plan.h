@@ -48,14 +48,16 @@ struct RankShare {
 struct Division {
   Division(const ModelConfig& config, const TensorTable& table, const RankShare& share);
 
-  bool divided = false;            // moments, low halves and the update: of the rank's own parts alone
-  bool gradients_divided = false;  // the gradients of the step too
-  std::vector<Bucket> buckets;     // of the arena, in its order
+  bool divided = false;             // moments, low halves and the update: of the rank's own parts alone
+  bool gradients_divided = false;   // the gradients of the step too
+  bool parameters_divided = false;  // the parameters too: stored as the state is
+  std::vector<Bucket> buckets;      // of the arena, in its order
   std::vector<Range> sections;
   // Where the gradients of a section lie while they are computed. With divided gradients layers take turns in
   // kGradientSlots places, and the sums of the ranks are stored as the state is.
   std::vector<std::int64_t> gradient_begins;
   std::int64_t gradient_elements = 0;
+  SectionPlaces places;                    // where passes have divided parameters
   std::vector<AdamWBlock> blocks;          // the work of the update, in the order of the buckets
   std::vector<Range> blocks_of_bucket;     // of `blocks`
   std::vector<std::int64_t> state_begins;  // where the moments of this rank's part of a bucket begin
@@ -108,6 +110,8 @@ MemoryPlan state_plan(const char* name, const Division& division, std::size_t el
 // The sum of virtual ranks that have computed; empty with one.
 MemoryPlan rank_sum_plan(const TensorTable& table, const TrainOptions& options);
 MemoryPlan received_plan(const Division& division);
+// What passes read: all parameters, or the places of those that are divided, of so many bytes an element.
+MemoryPlan read_parameters_plan(const TensorTable& table, const Division& division, std::size_t element_bytes);
 // Gradients while they are computed, and the sums of this rank's parts that are apart from them.
 MemoryPlan gradient_plan(const Division& division);
 MemoryPlan part_sum_plan(const Division& division);

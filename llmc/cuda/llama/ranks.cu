@@ -3,6 +3,7 @@
 // lists of llama.cu mark both by section of the arena; the events that carry the marks are external to the graphs that the
 // lists are captured in, so that work outside of them can wait for a part of a graph, and a part of a graph for it.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "llmc/base/error.h"
@@ -43,10 +44,45 @@ void Llama<S>::gradients_ready(std::size_t section) {
 template <typename S>
 void Llama<S>::parameters_needed(std::size_t section) {
   if (!division_.divided) return;
+  fetch_parameters(section);
   const unsigned flags = is_captured(stream_) ? cudaEventWaitExternal : cudaEventWaitDefault;
   for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
     if (division_.buckets[b].section != section) continue;
     check(cudaStreamWaitEvent(stream_, *parameters_ready_[b], flags), "exchange between ranks");
+  }
+}
+
+// The same in backward: since the forward pass divided parameters alone may have made place for others.
+template <typename S>
+void Llama<S>::parameters_needed_again(std::size_t section) {
+  if (division_.parameters_divided) parameters_needed(section);
+}
+
+// In the lists: divided parameters of a section come into their place, unless they are there, behind all that is queued so
+// far. So it is called when no operator behind it reads those that were in that place, and as long before
+// parameters_needed() as that allows.
+template <typename S>
+void Llama<S>::fetch_parameters(std::size_t section) {
+  if (!division_.parameters_divided || !places_.take(section)) return;
+  const cudaStream_t stream = *exchange_stream_;
+  fork_stream(stream_, stream, forked_, "parameters");
+  for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
+    if (division_.buckets[b].section != section) continue;
+    std::vector<Range> parts = division_.buckets[b].parts;
+    for (Range& part : parts) {
+      part.begin += parameter_shift(section);
+      part.end += parameter_shift(section);
+    }
+    const Range mine = parts[my_rank()];
+    if (mine.size() > 0) {
+      const auto begin = static_cast<std::uint64_t>(mine.begin) * sizeof(S),
+                 own = static_cast<std::uint64_t>(division_.state_begins[b]) * sizeof(S);
+      check(cudaMemcpyAsync(parameter_arena_.at<std::byte>(begin), own_parameter_arena_.at<std::byte>(own),
+                            static_cast<std::size_t>(mine.size()) * sizeof(S), cudaMemcpyDeviceToDevice, stream),
+            "parameters");
+    }
+    peers_.device_ranks->gather(parameter_arena_.at<std::byte>(0), in_bytes(std::move(parts), sizeof(S)), stream);
+    check(cudaEventRecord(*parameters_ready_[b], stream), "parameters");
   }
 }
 
@@ -172,16 +208,18 @@ void Llama<S>::synchronize(const char* action) {
   peers_.device_ranks->wait(stream_, nullptr, action);
 }
 
-#define WEFT_INSTANTIATE(S)                               \
-  template void Llama<S>::gradients_ready(std::size_t);   \
-  template void Llama<S>::parameters_needed(std::size_t); \
-  template void Llama<S>::exchange_from(std::size_t);     \
-  template void Llama<S>::begin_round();                  \
-  template void Llama<S>::finish_round();                 \
-  template void Llama<S>::zero_unsent_gradients();        \
-  template void Llama<S>::finish_exchange();              \
-  template void Llama<S>::gather_statistics();            \
-  template void Llama<S>::gather_parameters(std::size_t); \
+#define WEFT_INSTANTIATE(S)                                     \
+  template void Llama<S>::gradients_ready(std::size_t);         \
+  template void Llama<S>::parameters_needed(std::size_t);       \
+  template void Llama<S>::parameters_needed_again(std::size_t); \
+  template void Llama<S>::fetch_parameters(std::size_t);        \
+  template void Llama<S>::exchange_from(std::size_t);           \
+  template void Llama<S>::begin_round();                        \
+  template void Llama<S>::finish_round();                       \
+  template void Llama<S>::zero_unsent_gradients();              \
+  template void Llama<S>::finish_exchange();                    \
+  template void Llama<S>::gather_statistics();                  \
+  template void Llama<S>::gather_parameters(std::size_t);       \
   template void Llama<S>::synchronize(const char*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

@@ -1,5 +1,5 @@
 // Construction of the training model: GEMM plans first, then the arenas, then what they begin with.
-#include <initializer_list>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
@@ -22,7 +22,8 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
       work_(config, options, peers.share, division_),
-      parameter_arena_((prepare_matmuls(), parameter_plan(table_))),
+      parameter_arena_((prepare_matmuls(), read_parameters_plan(table_, division_, sizeof(S)))),
+      own_parameter_arena_(state_plan("parameters", division_, division_.parameters_divided ? sizeof(S) : 0)),
       low_arena_(state_plan("low halves of fp32 masters", division_, kSplitMaster<S> ? sizeof(std::int16_t) : 0)),
       gradient_arena_(gradient_plan(division_)),
       part_sum_arena_(part_sum_plan(division_)),
@@ -37,13 +38,14 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       upload_(rows()),
       results_(sizeof(GradientNorm) +
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
+      places_(division_.places),
       sent_(division_.buckets.size()) {
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
-  place_gradients();
+  place_sections();
   for (DeviceArena* arena :
-       {&parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_, &received_arena_,
-        &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
+       {&parameter_arena_, &own_parameter_arena_, &low_arena_, &gradient_arena_, &part_sum_arena_, &rank_sum_arena_,
+        &received_arena_, &moment1_arena_, &moment2_arena_, &activation_arena_, &workspace_arena_}) {
     arena->clear(stream_);
   }
   const RopeTable table = rope_table(config.rope, options.seq_len);
@@ -70,23 +72,16 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
   stream_.synchronize("start");
 }
 
-// The gradients of a section lie where the division has a place for them.
+// Gradients, and divided parameters, lie where the division has a place for them.
 template <typename S>
-void Llama<S>::place_gradients() {
-  const auto move = [](std::int64_t shift, std::initializer_list<float**> pointers) {
-    for (float** pointer : pointers) {
-      if (*pointer != nullptr) *pointer += shift;
-    }
-  };
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-    LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
-    move(gradient_shift(section_of_layer(l)), {&dw.input_norm.weight, &dw.input_norm.bias, &dw.post_norm.weight,
-                                               &dw.post_norm.bias, &dw.qkv, &dw.output, &dw.gate_up, &dw.down});
+void Llama<S>::place_sections() {
+  std::vector<std::int64_t> of_gradients, of_parameters;
+  for (std::size_t s = 0; s < division_.sections.size(); ++s) {
+    of_gradients.push_back(gradient_shift(s));
+    of_parameters.push_back(division_.parameters_divided ? parameter_shift(s) : 0);
   }
-  move(gradient_shift(section_of_layer(config_.num_layers - 1)),
-       {&d_weights_.final_norm.weight, &d_weights_.final_norm.bias});
-  move(gradient_shift(kEmbeddingSection), {&d_weights_.embedding});
-  move(gradient_shift(head_section()), {&d_weights_.head});
+  d_weights_.move_sections(of_gradients);
+  weights_.move_sections(of_parameters);
 }
 
 // Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch of a
@@ -151,11 +146,11 @@ std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOpt
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }
-  if (shard == Shard::gradients && options.rank_micro_batches > 1) {
+  if ((shard == Shard::gradients || shard == Shard::parameters) && options.rank_micro_batches > 1) {
     fail(Exit::usage,
-         "--shard: got gradients with %lld micro-batches a rank and step, expected one: the sum of a rank has to be "
+         "--shard: got %s with %lld micro-batches a rank and step, expected one: the sum of a rank has to be "
          "complete before it is added to those of others. Use --shard optimizer",
-         static_cast<long long>(options.rank_micro_batches));
+         shard == Shard::gradients ? "gradients" : "parameters", static_cast<long long>(options.rank_micro_batches));
   }
   const std::int64_t rounds = options.virtual_ranks / ranks.size();
   return make(config, of_one_rank(options), &ranks, &device_ranks,

@@ -34,10 +34,15 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
   upload(batch);
-  replay(forward_graphs_[static_cast<int>(head)], loss_scale, [&] {
+  const auto launches = [&] {
     forward_layers();
     classify(loss_scale, head, work_.loss_total);
-  });
+  };
+  if (division_.parameters_divided) {  // it waits for layers that are sent for while it is queued: no graph
+    launches();
+  } else {
+    replay(forward_graphs_[static_cast<int>(head)], loss_scale, launches);
+  }
   head_stale_ = false;
   if (is_last_micro_batch() && head_section() != kEmbeddingSection) exchange_from(head_section());
 }
@@ -97,7 +102,9 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
 
 template <typename S>
 void Llama<S>::zero_gradients() {
-  if (has_peers()) finish_exchange();  // a step that was given up may still send its gradients
+  // A step that was given up may still send its gradients. After a complete one only parameters are on their way, for which
+  // the next forward pass waits where it reads them.
+  if (has_peers() && !exchanged_) finish_exchange();
   head_stale_ = others_stale_ = true;
   exchanged_ = false;
   rounds_done_ = 0;
@@ -172,7 +179,8 @@ template <typename S>
 StepStatistics Llama<S>::statistics() {
   const TraceRange range("statistics");
   zero_stale_gradients();
-  check(cudaEventRecord(own_work_, stream_), "statistics");
+  // Where passes wait for other ranks no work is this rank's alone: the event is never recorded, and has come.
+  if (!division_.gradients_divided) check(cudaEventRecord(own_work_, stream_), "statistics");
   if (has_peers() && !exchanged_) {
     if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
       fail(Exit::internal, "statistics of a step before its last round");
@@ -220,9 +228,18 @@ void Llama<S>::update(const AdamWStep& step) {
   if (!division_.divided) return update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
   // What another rank still gets of the last update must not change under it.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
+  places_.forget();
+  // Of divided parameters, those that the next forward pass begins with: they come while the others are updated.
+  const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerPlaces));
   for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
     update_blocks(division_.blocks_of_bucket[b], step);
-    gather_parameters(b);
+    if (!division_.parameters_divided) {
+      gather_parameters(b);
+      continue;
+    }
+    const std::size_t section = division_.buckets[b].section;
+    const bool complete = b + 1 == division_.buckets.size() || division_.buckets[b + 1].section != section;
+    if (complete && section < first) fetch_parameters(section);
   }
 }
 
@@ -237,7 +254,7 @@ void Llama<S>::update_blocks(const Range& range, const AdamWStep& step) {
     elements += division_.blocks[static_cast<std::size_t>(i)].count;
   clock_.run("adamw", 0, elements * (3 * sizeof(float) + 4.0 * moment_bytes(options_)), [&] {
     if constexpr (kSplitMaster<S>) {
-      bf16* parameters = parameter_arena_.at<bf16>(0);
+      bf16* parameters = own_parameters().template at<bf16>(0);
       std::int16_t* low = low_arena_.at<std::int16_t>(0);
       if (options_.moments == Precision::bf16) {
         adamw(parameters, low, gradients(), moment1_arena_.at<bf16>(0), moment2_arena_.at<bf16>(0), blocks, count, step,
@@ -246,7 +263,8 @@ void Llama<S>::update_blocks(const Range& range, const AdamWStep& step) {
       }
       adamw(parameters, low, gradients(), moment1, moment2, blocks, count, step, nullptr, stream_);
     } else {
-      adamw(parameter_arena_.at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr, stream_);
+      adamw(own_parameters().template at<float>(0), gradients(), moment1, moment2, blocks, count, step, nullptr,
+            stream_);
     }
   });
 }

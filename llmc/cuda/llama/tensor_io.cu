@@ -15,7 +15,7 @@ std::byte* Llama<S>::address_of(TensorRole role, const Piece& piece) const {
   const auto element = static_cast<std::uint64_t>(piece.element), state = static_cast<std::uint64_t>(piece.state);
   switch (role) {
     case TensorRole::parameter:
-      return parameter_arena_.at<std::byte>(element * sizeof(S));
+      return own_parameters().template at<std::byte>((division_.parameters_divided ? state : element) * sizeof(S));
     case TensorRole::gradient:
       return reinterpret_cast<std::byte*>(gradients() + (division_.gradients_divided ? state : element));
     case TensorRole::moment1:
@@ -75,6 +75,7 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const floa
   if (role == TensorRole::gradient) zero_stale_gradients();
   synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
+  if (role == TensorRole::parameter) places_.forget();
   const TensorSpec& spec = table_.at(named.name);
   const Range tensor{spec.offset, spec.offset + spec.elements};
   for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
@@ -87,7 +88,8 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const floa
       write_piece(role, {part.begin, state, part.size()}, values + (part.begin - spec.offset));
     };
     write(own, true);
-    if (role != TensorRole::parameter) continue;  // every rank has the parameters themselves of all
+    if (role != TensorRole::parameter || division_.parameters_divided) continue;
+    // Every rank has the parameters themselves of all.
     write({bucket.range.begin, own.begin}, false);
     write({own.end, bucket.range.end}, false);
   }

@@ -54,6 +54,7 @@ __device__ float updated(float p, float gradient, float& m, float& v, const Scal
 struct Fp32Masters {
   float* p;
 
+  __device__ void shift(std::int64_t elements) { p += elements; }
   __device__ float get(std::int64_t i, std::int64_t) const { return p[i]; }
   __device__ void set(std::int64_t i, std::int64_t, float value) const { p[i] = value; }
   __device__ float4 get_quad(std::int64_t i, std::int64_t) const {
@@ -68,6 +69,7 @@ struct SplitMasters {
   std::uint16_t* p;  // the bits of bf16
   std::int16_t* low;
 
+  __device__ void shift(std::int64_t elements) { p += elements; }
   static __device__ float join(unsigned high, unsigned low) {
     return __uint_as_float(
         join_master({static_cast<std::uint16_t>(high), static_cast<std::int16_t>(static_cast<std::uint16_t>(low))}));
@@ -195,6 +197,7 @@ __global__ void __launch_bounds__(kThreads)
   if (block.decay == 0) scalars.keep = 1.0f;
   const std::int64_t state = block.state - block.begin;
   gradients += block.gradient - block.begin;
+  masters.shift(block.parameter - block.begin);
   // Tensors of a group are adjacent without padding, so a block may begin and end inside a quad.
   const std::int64_t end = block.begin + block.count;
   const std::int64_t first_quad = min(ceil_div(block.begin, kQuad) * kQuad, end);
@@ -316,7 +319,7 @@ std::vector<AdamWBlock> adamw_blocks(std::span<const AdamWRange> ranges) {
       end = ranges[next].end;
     while (begin < end) {
       const std::int64_t stop = std::min((begin / kAdamWBlockElements + 1) * kAdamWBlockElements, end);
-      blocks.push_back({begin, begin, begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
+      blocks.push_back({begin, begin, begin, begin, static_cast<std::int32_t>(stop - begin), decay ? 1 : 0});
       begin = stop;
     }
   }

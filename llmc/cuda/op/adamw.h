@@ -51,8 +51,9 @@ struct AdamWRange {
 // tensor.
 struct AdamWBlock {
   std::int64_t begin = 0;
-  // Where its moments and low halves, and its gradients, begin in their arenas: begin, unless a model has some alone.
-  std::int64_t state = 0, gradient = 0;
+  // Where its moments and low halves, its gradients, and its parameters begin in their arenas: begin, unless a model has some
+  // alone.
+  std::int64_t state = 0, gradient = 0, parameter = 0;
   std::int32_t count = 0, decay = 0;
 };
 // Blocks end at multiples of so many elements of the arena.

@@ -204,6 +204,20 @@ __device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring
   }
 }
 
+// What the blocks of a cluster have at the same address, added in order.
+__device__ inline float4 sum_of_splits(unsigned at, int splits) {
+  float4 parts[kMostSplits];
+#pragma unroll
+  for (int s = 0; s < kMostSplits; ++s)
+    if (s < splits) parts[s] = cluster_load(cluster_address(at, static_cast<unsigned>(s)));
+  float4 sum = parts[0];
+#pragma unroll
+  for (int s = 1; s < kMostSplits; ++s) {
+    if (s < splits) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
+  }
+  return sum;
+}
+
 #endif  // WEFT_WGMMA
 
 // ---- the kernels: bf16 and fp16 ----------------------------------------------------------------------------------------

@@ -95,14 +95,15 @@ __global__ void __launch_bounds__(kThreads) score_rows_kernel(const ScoreRows io
   const std::int64_t r = blockIdx.x;
   const float* row = io.logits + r * io.V;
   const std::int32_t slot = io.slots[r], target = io.targets[r], alternatives = io.alternatives[r];
-  const std::int32_t id = slot >= 0 ? io.ids[r] : 0;
-  const SampleError error = slot >= 0 ? io.errors[r] : SampleError::none;
+  const bool sampled = slot != kNotSampled;
+  const std::int32_t id = sampled ? io.ids[r] : 0;
+  const SampleError error = sampled ? io.errors[r] : SampleError::none;
   __syncthreads();  // everybody has read the error
-  if (threadIdx.x == 0 && slot >= 0) {
-    io.last_ids[slot] = id;
+  if (threadIdx.x == 0 && sampled) {
+    if (slot >= 0) io.last_ids[slot] = id;
     io.errors[r] = SampleError::none;
   }
-  const bool score_sampled = slot >= 0 && error == SampleError::none && alternatives >= 0;
+  const bool score_sampled = sampled && error == SampleError::none && alternatives >= 0;
   RowScore score = {id, error, 0, 0};
   if (score_sampled || target >= 0) {
     const LogSoftmax softmax = log_softmax(row, static_cast<int>(io.V), scratch);

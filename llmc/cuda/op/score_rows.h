@@ -19,13 +19,16 @@ struct RowScore {
   float sampled, target;  // log-probabilities
 };
 
+// Of a row's slot: nothing was sampled from it; an id was, which only the host needs.
+inline constexpr std::int32_t kNotSampled = -1, kSampledForHost = -2;
+
 // Everything lies in device memory.
 struct ScoreRows {
   const float* logits = nullptr;  // [rows, V]
   std::int64_t rows = 0, V = 0;
   std::int64_t tokenizer_vocab = 0;  // ids from here on are padding rows: never among the most likely
 
-  const std::int32_t* slots = nullptr;         // [rows]: where the sampled id goes; -1: nothing was sampled
+  const std::int32_t* slots = nullptr;         // [rows]: where the sampled id goes, or one of the above
   const std::int32_t* targets = nullptr;       // [rows]: an id to score; -1: none
   const std::int32_t* alternatives = nullptr;  // [rows]: most likely ids; -1: the sampled id is not scored either
   const std::int32_t* ids = nullptr;           // [rows], from sample_rows()

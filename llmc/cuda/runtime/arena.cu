@@ -11,12 +11,16 @@ std::string bytes_text(std::uint64_t bytes) {
   return human_bytes(static_cast<double>(bytes));
 }
 
+// The driver maps memory in blocks of this size and puts smaller allocations into one. Another process can open a block once:
+// what ranks share with each other must be alone in its own.
+constexpr std::uint64_t kBlockBytes = 2 << 20;
+
 }  // namespace
 
 DeviceArena::DeviceArena(const MemoryPlan& plan) : bytes_(plan.bytes()) {
   if (bytes_ == 0) return;
   void* address = nullptr;
-  const cudaError_t error = cudaMalloc(&address, bytes_);
+  const cudaError_t error = cudaMalloc(&address, (bytes_ + kBlockBytes - 1) / kBlockBytes * kBlockBytes);
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // it is reported here
     std::size_t free_bytes = 0, total_bytes = 0;

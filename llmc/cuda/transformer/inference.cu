@@ -2,6 +2,8 @@
 #include "llmc/cuda/transformer/inference.h"
 
 #include <algorithm>
+#include <span>
+#include <type_traits>
 
 #include "llmc/base/error.h"
 #include "llmc/base/sampling_math.h"
@@ -9,6 +11,7 @@
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
 #include "llmc/cuda/transformer/neox_parameters.h"
+#include "llmc/cuda/transformer/quantized_parameters.cuh"
 #include "llmc/model/neox_layout.h"
 #include "llmc/model/single_sequence.h"
 
@@ -56,13 +59,13 @@ Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& p
 namespace {
 
 template <typename S>
-std::string in_storage() {
-  return std::string(" (") + dtype_name(storage_dtype<S>()) + ")";
-}
-template <typename S>
-std::vector<MemoryLine> memory_lines(std::uint64_t parameters, std::uint64_t pages, std::uint64_t workspace) {
-  std::vector<MemoryLine> lines = {{"K/V cache" + in_storage<S>(), pages}, {"workspace", workspace}};
-  if (parameters > 0) lines.insert(lines.begin(), {"parameters" + in_storage<S>(), parameters});
+std::vector<MemoryLine> memory_lines(const ModelConfig& config, std::uint64_t parameters, std::uint64_t pages,
+                                     std::uint64_t workspace) {
+  const std::string storage = dtype_name(storage_dtype<S>());
+  std::vector<MemoryLine> lines = {{"K/V cache (" + storage + ")", pages}, {"workspace", workspace}};
+  const std::string types =
+      config.quantization.any() ? quantization_text(config.quantization) + ", others " + storage : storage;
+  if (parameters > 0) lines.insert(lines.begin(), {"parameters (" + types + ")", parameters});
   return lines;
 }
 
@@ -70,7 +73,7 @@ template <typename S>
 std::vector<MemoryLine> plan_of(const ModelConfig& config, const InferenceOptions& asked, std::uint64_t parameters) {
   const InferenceOptions pool = completed(asked, config);
   InferenceBuffers<S> buffers;
-  return memory_lines<S>(parameters, plan_pages(config, pool, sizeof(S)).bytes(),
+  return memory_lines<S>(config, parameters, plan_pages(config, pool, sizeof(S)).bytes(),
                          plan_inference_workspace<S>(config, pool, buffers).plan().bytes());
 }
 
@@ -105,7 +108,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
 
 template <typename S>
 std::vector<MemoryLine> Inference<S>::memory() const {
-  return memory_lines<S>(own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+  return memory_lines<S>(config_, own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
 }
 
 template <typename S>
@@ -131,23 +134,23 @@ Norm<S> norm_of(const NormParameters<T>& norm) {
   return {norm.weight, norm.bias};
 }
 template <typename S, typename T>
-Linear<S, S> linear_of(const LinearParameters<T>& linear) {
-  return {linear.weight, linear.bias};
+InferenceLinear<S> linear_of(const LinearParameters<T>& linear) {
+  return {linear.weight, linear.bias, {}};
 }
 
 template <typename S>
 InferenceWeights<S> weights_of(const LlamaParameters<S>& from) {
   InferenceWeights<S> weights;
   weights.embedding = from.embedding;
-  weights.head = from.head;
+  weights.head = {from.head, nullptr, {}};
   weights.final_norm = norm_of<S>(from.final_norm);
   for (const LayerParameters<S>& layer : from.layers) {
     weights.layers.push_back({norm_of<S>(layer.input_norm),
                               norm_of<S>(layer.post_norm),
-                              {layer.qkv, nullptr},
-                              {layer.output, nullptr},
-                              {layer.gate_up, nullptr},
-                              {layer.down, nullptr}});
+                              {layer.qkv, nullptr, {}},
+                              {layer.output, nullptr, {}},
+                              {layer.gate_up, nullptr, {}},
+                              {layer.down, nullptr, {}}});
   }
   return weights;
 }
@@ -156,7 +159,7 @@ template <typename S>
 InferenceWeights<S> weights_of(const NeoxParameters<S>& from) {
   InferenceWeights<S> weights;
   weights.embedding = from.embedding;
-  weights.head = from.head;
+  weights.head = {from.head, nullptr, {}};
   weights.final_norm = norm_of<S>(from.final_norm);
   for (const NeoxLayerParameters<S>& layer : from.layers) {
     weights.layers.push_back({norm_of<S>(layer.input_norm), norm_of<S>(layer.post_norm), linear_of<S>(layer.qkv),
@@ -170,20 +173,43 @@ void check_model(const ModelConfig& config, DType dtype) {
   if (!refusal.empty()) fail(Exit::usage, "%s", refusal.c_str());
 }
 
-// A model with parameters of its own, which fill(parameters) writes once all memory is there.
+template <typename S>
+constexpr bool kHoldsQuantized = !std::is_same_v<S, float>;  // inference_refusal() says so
+
+template <typename S>
+MemoryPlan parameters_plan(const ModelConfig& config) {
+  if constexpr (kHoldsQuantized<S>) {
+    if (config.quantization.any()) return QuantizedParameters<S>(config).plan();
+  }
+  return per_parameter_plan("parameters", TensorTable(config), sizeof(S));
+}
+
+// A model with parameters of its own, which fill(parameters) writes once all memory is there: `parameters` are targets where
+// the model is quantised, or the arena's beginning.
 template <typename S, typename Fill>
 std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const InferenceOptions& pool,
                                                const GpuInferenceOptions& options, const Fill& fill) {
-  const TensorTable table(config);
-  auto own = std::make_unique<DeviceArena>(per_parameter_plan("parameters", table, sizeof(S)));
+  const MemoryPlan plan = parameters_plan<S>(config);
+  auto own = std::make_unique<DeviceArena>(plan);
   check(cudaMemset(own->at<S>(0), 0, own->bytes()), "clearing GPU memory");  // padding between tensors
   check(cudaDeviceSynchronize(), "clearing GPU memory");
+  if constexpr (kHoldsQuantized<S>) {
+    if (config.quantization.any()) {
+      const QuantizedParameters<S> parameters(config);
+      const std::vector<ParameterTarget<S>> targets = parameters.targets(own->at<std::byte>(0));
+      InferenceWeights<S> weights = parameters.weights(own->at<std::byte>(0));
+      auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
+      fill(parameters.table(), std::span<const ParameterTarget<S>>(targets));
+      return model;
+    }
+  }
+  const TensorTable table(config);
   S* const parameters = own->at<S>(0);
   InferenceWeights<S> weights = config.family == Family::gpt_neox
-                                    ? weights_of(NeoxParameters<S>(config, table, parameters))
+                                    ? weights_of(NeoxParameters<S>(config, table, parameters, Offsets::elements))
                                     : weights_of(LlamaParameters<S>(config, table, parameters, Offsets::elements));
   auto model = std::make_unique<Inference<S>>(config, pool, options, std::move(weights), std::move(own));
-  fill(parameters);
+  fill(table, parameters);
   return model;
 }
 
@@ -191,6 +217,8 @@ std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const 
 
 std::string inference_refusal(const ModelConfig& c, DType dtype) {
   if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
+  if (c.quantization.any() && dtype == DType::f32)
+    return "quantised weights on a GPU need fp16 or bf16 beside them. Use --dtype fp16 or bf16";
   if (c.hidden_size % 8 != 0 || c.hidden_size > kMaxNormWidth) {
     return format("hidden_size: got %lld, the GPU has kernels for multiples of 8 up to %lld",
                   static_cast<long long>(c.hidden_size), static_cast<long long>(kMaxNormWidth));
@@ -213,7 +241,7 @@ std::vector<MemoryLine> plan_inference(const ModelConfig& config, const Inferenc
   check_model(config, dtype);
   return with_storage(dtype, [&](auto storage) {
     using S = decltype(storage);
-    return plan_of<S>(config, pool, per_parameter_plan("parameters", TensorTable(config), sizeof(S)).bytes());
+    return plan_of<S>(config, pool, parameters_plan<S>(config).bytes());
   });
 }
 
@@ -222,8 +250,9 @@ std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const Infe
   check_model(file.config(), options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return make_inference<S>(file.config(), pool, options,
-                             [&](S* parameters) { load_parameters<S>(file, parameters, options.progress); });
+    return make_inference<S>(file.config(), pool, options, [&](const TensorTable&, auto parameters) {
+      load_parameters<S>(file, parameters, options.progress);
+    });
   });
 }
 
@@ -232,8 +261,9 @@ std::unique_ptr<InferenceModel> random_inference(const ModelConfig& config, std:
   check_model(config, options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return make_inference<S>(config, pool, options,
-                             [&](S* parameters) { randomize_parameters<S>(TensorTable(config), seed, parameters); });
+    return make_inference<S>(config, pool, options, [&](const TensorTable& table, auto parameters) {
+      randomize_parameters<S>(table, seed, parameters);
+    });
   });
 }
 

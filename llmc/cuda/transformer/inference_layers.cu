@@ -5,6 +5,7 @@
 // otherwise:                   h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "llmc/cuda/op/append_to_pages.h"
 #include "llmc/cuda/op/residual_norm.h"
@@ -37,12 +38,22 @@ void Inference<S>::normalize(std::int64_t rows, const float* residual, const Nor
 }
 
 template <typename S>
-void Inference<S>::multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+void Inference<S>::multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2) {
+  io.bias = w.bias;
+  io.bias2 = w2.bias;
+  if constexpr (!std::is_same_v<S, float>) {
+    if (w.packed) return quantized_matmul(io, w.packed, w2.packed, device_, stream_);
+  }
+  io.weight = w.weight;
+  io.weight2 = w2.weight;
+  rows_matmul(io, device_, stream_);
+}
+
+template <typename S>
+void Inference<S>::multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                             RowsEpilogue epilogue, S* out, float* out_fp32, bool x_is_older) {
   RowsMatmul<S> io;
   io.x = x;
-  io.weight = w.weight;
-  io.bias = w.bias;
   io.rows = rows;
   io.K = K;
   io.OC = OC;
@@ -50,7 +61,7 @@ void Inference<S>::multiply(const S* x, const Linear<S, S>& w, std::int64_t rows
   io.out = out;
   io.out_fp32 = out_fp32;
   io.x_is_older = x_is_older;
-  rows_matmul(io, device_, stream_);
+  multiply(io, w, {});
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
@@ -58,18 +69,14 @@ template <typename S>
 void Inference<S>::add_branches(const InferenceLayer<S>& w, std::int64_t rows) {
   RowsMatmul<S> io;
   io.x = b_.attention;
-  io.weight = w.output.weight;
-  io.bias = w.output.bias;
   io.K = config_.q_size();
   io.x2 = b_.product;
-  io.weight2 = w.down.weight;
-  io.bias2 = w.down.bias;
   io.K2 = config_.ffn_size;
   io.rows = rows;
   io.OC = config_.hidden_size;
   io.epilogue = RowsEpilogue::add;
   io.out_fp32 = b_.residual;
-  named("output projection, MLP down", [&] { rows_matmul(io, device_, stream_); });
+  named("output projection, MLP down", [&] { multiply(io, w.output, w.down); });
 }
 
 // ---- attention --------------------------------------------------------------------------------------------------------
@@ -164,9 +171,8 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
     });
   }
   normalize(count, residual, weights_.final_norm, b_.final_norm);
-  named("head", [&] {
-    multiply(b_.final_norm, {weights_.head, nullptr}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
-  });
+  named("head",
+        [&] { multiply(b_.final_norm, weights_.head, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits); });
   named("sampling", [&] {
     sample_rows(b_.sampled_ids, b_.errors, b_.logits, count, V, V, step.plans + first, step.sample_positions + first,
                 device_.overlapping, stream_);
@@ -246,7 +252,7 @@ void Inference<S>::keep_logits_of_all_rows() {
   const std::int64_t piece = std::min(kLogitRows, row_bucket(pool_.max_rows));
   for (std::int64_t first = 0; first < all; first += piece) {
     const std::int64_t count = std::min(piece, all - first);
-    multiply(b_.norm1 + first * C, {weights_.head, nullptr}, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
+    multiply(b_.norm1 + first * C, weights_.head, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits);
     const std::vector<float> values = download(b_.logits, count * V);
     std::vector<float>& kept = kept_["logits"];
     kept.insert(kept.end(), values.begin(), values.end());

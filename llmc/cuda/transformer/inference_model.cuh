@@ -7,7 +7,7 @@
 // Both families are one list of operators: they differ in the norm, in where the second half of a layer reads the residual
 // stream, in how heads lie in a row of qkv and in the function between the two matrices of the MLP.
 //
-// Weights, activations, keys and values are stored in S, the residual stream and all sums in fp32.
+// Weights that are not quantised, activations, keys and values are stored in S, the residual stream and all sums in fp32.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,10 @@
 #include "llmc/base/regions.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemv.h"
+#include "llmc/cuda/op/kv_cache.h"
 #include "llmc/cuda/op/linear.h"
 #include "llmc/cuda/op/paged_attention.h"
+#include "llmc/cuda/op/quantized_matmul.h"
 #include "llmc/cuda/op/rope.h"
 #include "llmc/cuda/op/rows_matmul.h"
 #include "llmc/cuda/op/score_rows.h"
@@ -42,18 +44,26 @@ constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one wait
 // Rows of a step are padded: few launches serve every number of them.
 std::int64_t row_bucket(std::int64_t rows);
 
+// A linear layer whose matrix is either of the two.
+template <typename S>
+struct InferenceLinear {
+  const S* weight = nullptr;  // [out, in], null where it is packed
+  const S* bias = nullptr;    // [out] or null
+  PackedMatrix packed;
+};
+
 template <typename S>
 struct InferenceLayer {
   Norm<S> input_norm, post_norm;
-  Linear<S, S> qkv, output;
-  Linear<S, S> up;  // GPT-NeoX [F, C], Llama [2 F, C]: gate and up
-  Linear<S, S> down;
+  InferenceLinear<S> qkv, output;
+  InferenceLinear<S> up;  // GPT-NeoX [F, C], Llama [2 F, C]: gate and up
+  InferenceLinear<S> down;
 };
 
 template <typename S>
 struct InferenceWeights {
   const S* embedding = nullptr;  // [V, C]
-  const S* head = nullptr;       // [V, C]
+  InferenceLinear<S> head;       // [V, C]
   Norm<S> final_norm;
   std::vector<InferenceLayer<S>> layers;
 };
@@ -99,6 +109,16 @@ Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptio
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
+// What another decoder of the same sequences needs: parameters that are the model's own, else null; all pages, which page i of
+// a sequence is if there is one alone; the model's stream.
+template <typename S>
+struct InferenceParts {
+  S* parameters = nullptr;
+  KvCache<S> cache;
+  DeviceRopeTable rope;
+  cudaStream_t stream = nullptr;
+};
+
 template <typename S>
 class Inference final : public InferenceModel {
  public:
@@ -126,6 +146,14 @@ class Inference final : public InferenceModel {
     const auto found = kept_.find(name);
     return found == kept_.end() ? std::vector<float>{} : found->second;
   }
+  InferenceParts<S> parts() {
+    const std::int64_t positions = pool_.num_pages * pool_.page_size;
+    S* const keys = kv_arena_.template at<S>(0);
+    return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
+            {keys, keys + config_.num_layers * positions * config_.kv_size(), positions, pool_.page_size},
+            rope_,
+            stream_};
+  }
 
  private:
   // Where a span's results lie among those of the wanted rows; -1: not asked for.
@@ -136,6 +164,7 @@ class Inference final : public InferenceModel {
     bool sampled = false;
     std::int64_t logits = -1;  // row of Flight::logits
     std::int32_t alternatives = -1;
+    std::vector<std::int32_t> drafts;  // verified by the wanted rows that end with `last`
   };
   // A step between submit() and collect().
   struct Flight {
@@ -175,8 +204,10 @@ class Inference final : public InferenceModel {
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
-  void multiply(const S* x, const Linear<S, S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
+  void multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
+  // With the matrices of these layers, the second for io's second input.
+  void multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2);
   void add_branches(const InferenceLayer<S>& w, std::int64_t rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
@@ -220,6 +251,7 @@ class Inference final : public InferenceModel {
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
+  std::vector<VerifiedRow> verified_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
 
   bool keep_ = false;

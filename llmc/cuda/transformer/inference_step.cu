@@ -74,10 +74,11 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     FlightSpan& out = flight.spans[s];
     const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     const bool last_is_wanted = span.sampling != nullptr || span.keep_logits;
+    out.drafts.assign(span.ids.end() - span.drafts, span.ids.end());
     paged_spans_.push_back({rows, count, span.first_position});
     out.targets_begin = wanted;
     out.targets.assign(span.targets.begin(), span.targets.end());
-    wanted += targets;
+    wanted += targets + span.drafts;  // never both
     out.last = -1;
     if (last_is_wanted) out.last = targets == count ? wanted - 1 : wanted++;  // or it is the last target's row
     out.sampled = span.sampling != nullptr;
@@ -112,12 +113,14 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
         kept_places_.push_back(
             {span.pages[static_cast<std::size_t>(position / pool_.page_size)], position % pool_.page_size});
       }
-      const bool last = t + 1 == count && flight.spans[s].last >= 0, sampled = last && span.sampling != nullptr;
-      if (t >= targets && !last) continue;
+      const bool last = t + 1 == count && flight.spans[s].last >= 0;
+      const bool verified = span.drafts > 0 && t + 1 + span.drafts >= count;
+      const bool sampled = (last && span.sampling != nullptr) || verified;
+      if (t >= targets && !last && !verified) continue;
       step.wanted_rows[next] = static_cast<std::int32_t>(row);
       step.sample_positions[next] = sampled ? position + 1 : -1;
       if (sampled) step.plans[next] = *span.sampling;
-      step.slots[next] = sampled ? span.slot : -1;
+      step.slots[next] = verified ? kSampledForHost : sampled ? span.slot : kNotSampled;
       step.targets[next] = t < targets ? span.targets[static_cast<std::size_t>(t)] : -1;
       step.alternatives[next] = span.alternatives;
       ++next;
@@ -134,7 +137,8 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   for (; next < wanted; ++next) {
     step.wanted_rows[next] = 0;
     step.sample_positions[next] = -1;
-    step.slots[next] = step.targets[next] = step.alternatives[next] = -1;
+    step.slots[next] = kNotSampled;
+    step.targets[next] = step.alternatives[next] = -1;
   }
   kept_step_rows_ = used_rows;
   flight.wanted = used_wanted;
@@ -245,6 +249,16 @@ std::span<const SpanResult> Inference<S>::collect() {
       result.logits = {flight.logits->template at<float>(0) + static_cast<std::size_t>(span.logits) * V, V};
     }
     if (!span.sampled) continue;
+    if (!span.drafts.empty()) {
+      const std::int64_t begin = span.last - std::ssize(span.drafts);
+      verified_.clear();
+      for (std::int64_t row = begin; row <= span.last; ++row) {
+        const RowScore& score = scores[row];
+        verified_.push_back({scored(flight, row, score.id, score.sampled, span.alternatives), score.error});
+      }
+      accept_drafts(span.drafts, verified_, result);
+      continue;
+    }
     const RowScore& score = scores[span.last];
     result.error = score.error;
     if (score.error != SampleError::none) continue;

@@ -128,6 +128,7 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
 }
 
 std::string fused_refusal(const ModelConfig& config, DType dtype) {
+  if (config.quantization.any()) return "the fused kernel reads weights in 16 bits, not quantised ones";
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   return fused_decode_refusal(config, probe_device());
 }

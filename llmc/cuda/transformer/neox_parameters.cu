@@ -8,6 +8,7 @@
 #include <exception>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -71,10 +72,13 @@ MemoryPlan staging_plan(std::size_t bytes) {
 }
 
 // The work that the threads share, and what they report.
+template <typename S>
 struct Job {
   const ModelFile& file;
-  std::vector<const TensorSpec*> order;  // largest first: the last ones to finish are short
-  unsigned long long* bad;               // [specs], on the device
+  std::span<const ParameterTarget<S>> targets;
+  std::size_t piece_bytes = kPieceBytes;  // that a thread has of each of its two pieces
+  std::vector<const TensorSpec*> order;   // largest first: the last ones to finish are short
+  unsigned long long* bad;                // [specs], on the device
   std::atomic<std::size_t> next = 0;
   std::atomic<std::uint64_t> bytes_done = 0;
   std::atomic<bool> failed = false;
@@ -85,7 +89,8 @@ struct Job {
   std::size_t error_index = std::numeric_limits<std::size_t>::max();
   std::exception_ptr error;
 
-  Job(const ModelFile& file_, unsigned long long* bad_) : file(file_), bad(bad_) {}
+  Job(const ModelFile& file_, std::span<const ParameterTarget<S>> targets_, unsigned long long* bad_)
+      : file(file_), targets(targets_), bad(bad_) {}
   void report(std::size_t index, std::exception_ptr what) {
     const std::lock_guard lock(mutex);
     failed = true;
@@ -93,13 +98,17 @@ struct Job {
   }
 };
 
+// Of a tensor whose rows are packed.
+std::size_t row_bytes(const TensorSpec& spec) {
+  return spec.bytes / static_cast<std::size_t>(spec.shape[0]);
+}
+
 // One thread: takes tensors, and for each piece copies file -> page-locked memory, hashing on the way, and queues
 // page-locked memory -> staging -> parameters.
 template <typename S>
 class Worker {
  public:
-  Worker(Job& job, S* parameters)
-      : job_(job), parameters_(parameters), pinned_(2 * kPieceBytes), staging_(staging_plan(2 * kPieceBytes)) {}
+  explicit Worker(Job<S>& job) : job_(job), pinned_(2 * job.piece_bytes), staging_(staging_plan(2 * job.piece_bytes)) {}
 
   void run() {
     for (std::size_t i = job_.next++; i < job_.order.size() && !job_.failed; i = job_.next++) {
@@ -118,37 +127,73 @@ class Worker {
   void load(const TensorSpec& spec, std::size_t index) {
     const TensorInfo& tensor = job_.file.file().at(spec.name);
     const std::span<const std::byte> data = job_.file.file().bytes(tensor);
-    const std::size_t element = dtype_bytes(tensor.dtype);
+    const bool floats = spec.kind == ValueKind::floats;
+    // Pieces of whole elements, and of what is packed whole rows.
+    const std::size_t unit = floats ? dtype_bytes(tensor.dtype) : row_bytes(spec),
+                      piece = job_.piece_bytes / unit * unit;
+    std::optional<std::size_t> invalid;
     Xxh3Stream hash;
-    for (std::size_t done = 0; done < data.size() && !job_.failed; done += kPieceBytes, turn_ ^= 1) {
-      const std::size_t bytes = std::min(kPieceBytes, data.size() - done);
+    for (std::size_t done = 0; done < data.size() && !job_.failed; done += piece, turn_ ^= 1) {
+      const std::size_t bytes = std::min(piece, data.size() - done);
       check(cudaEventSynchronize(copied_[turn_]), "loading parameters");  // the piece before the last has left
-      std::byte* pinned = pinned_.template at<std::byte>(turn_ * kPieceBytes);
+      std::byte* pinned = pinned_.template at<std::byte>(turn_ * job_.piece_bytes);
       for (std::size_t part = 0; part < bytes; part += kHashBytes) {
         const std::size_t size = std::min(kHashBytes, bytes - part);
         std::memcpy(pinned + part, data.data() + done + part, size);
         hash.update(pinned + part, size);
       }
-      std::byte* staged = staging_.template at<std::byte>(turn_ * kPieceBytes);
+      std::byte* staged = staging_.template at<std::byte>(turn_ * job_.piece_bytes);
       delay_point(stream_, DelayPoint::step);
       check(cudaMemcpyAsync(staged, pinned, bytes, cudaMemcpyHostToDevice, stream_), "loading parameters");
-      check(cudaEventRecord(copied_[turn_], stream_), "loading parameters");
-      const auto first = static_cast<std::int64_t>(done / element);
-      convert(parameters_ + spec.offset + first, staged, tensor.dtype, static_cast<std::int64_t>(bytes / element),
-              first, job_.bad + index, stream_);
+      const auto first = static_cast<std::int64_t>(done / unit), count = static_cast<std::int64_t>(bytes / unit);
+      if (floats) {
+        check(cudaEventRecord(copied_[turn_], stream_), "loading parameters");
+        convert(job_.targets[index].floats + first, staged, tensor.dtype, count, first, job_.bad + index, stream_);
+      } else {
+        if (!invalid) {
+          invalid = first_invalid_value(spec.kind, spec.dtype, {pinned, bytes});
+          if (invalid) *invalid += done * 8 / dtype_bits(spec.dtype);
+        }
+        check(cudaEventRecord(copied_[turn_], stream_), "loading parameters");
+        pack(spec, job_.targets[index], staged, first, count);
+      }
       job_.bytes_done += bytes;
     }
-    if (!job_.failed) job_.file.file().compare_hash(tensor, hash.digest());
+    if (job_.failed) return;
+    job_.file.file().compare_hash(tensor, hash.digest());
+    if (invalid) job_.file.refuse_value(spec, *invalid);
   }
 
-  Job& job_;
-  S* parameters_;
+  // `count` rows of a tensor from row `first` on.
+  void pack(const TensorSpec& spec, const ParameterTarget<S>& target, const std::byte* staged, std::int64_t first,
+            std::int64_t count) {
+    PackedPlace place = target.place;
+    place.first += first;
+    if (spec.kind == ValueKind::quants) {
+      pack_weights(target.packed, place, target.K, staged, count, stream_);
+    } else if (spec.kind == ValueKind::zeros) {
+      pack_zeros(target.packed, place, target.K, reinterpret_cast<const std::uint8_t*>(staged), count, stream_);
+    } else if (target.packed.dtype == DType::u4) {
+      pack_group_scales(target.packed, place, target.K, reinterpret_cast<const std::uint16_t*>(staged), count, stream_);
+    } else {
+      pack_row_scales(target.packed, place, reinterpret_cast<const float*>(staged), count, stream_);
+    }
+  }
+
+  Job<S>& job_;
   Stream stream_;
   PinnedBuffer pinned_;
   DeviceArena staging_;
   Event copied_[2] = {Event(cudaEventDisableTiming), Event(cudaEventDisableTiming)};
   std::size_t turn_ = 0;
 };
+
+template <typename S>
+std::vector<ParameterTarget<S>> targets_in_arena(const TensorTable& table, S* parameters) {
+  std::vector<ParameterTarget<S>> targets;
+  for (const TensorSpec& spec : table.specs()) targets.push_back({parameters + spec.offset, {}, {}, 0});
+  return targets;
+}
 
 template <typename S>
 void check_values(const ModelFile& file, const unsigned long long* device_bad) {
@@ -168,15 +213,21 @@ void check_values(const ModelFile& file, const unsigned long long* device_bad) {
 
 template <typename S>
 void load_parameters(const ModelFile& file, S* parameters, const LoadProgress& progress) {
+  load_parameters<S>(file, targets_in_arena(file.table(), parameters), progress);
+}
+
+template <typename S>
+void load_parameters(const ModelFile& file, std::span<const ParameterTarget<S>> targets, const LoadProgress& progress) {
   const std::span<const TensorSpec> specs = file.table().specs();
   const DeviceArena bad(staging_plan(specs.size() * sizeof(unsigned long long)));
-  Job job(file, bad.at<unsigned long long>(0));
+  Job<S> job(file, targets, bad.at<unsigned long long>(0));
   check(cudaMemset(job.bad, 0xff, specs.size() * sizeof(unsigned long long)), "loading parameters");
   check(cudaDeviceSynchronize(), "loading parameters");
   std::uint64_t bytes = 0;
   for (const TensorSpec& spec : specs) {
     job.order.push_back(&spec);
     bytes += file.file().at(spec.name).bytes;
+    if (spec.kind != ValueKind::floats) job.piece_bytes = std::max(job.piece_bytes, row_bytes(spec));
   }
   std::stable_sort(job.order.begin(), job.order.end(),
                    [](const TensorSpec* a, const TensorSpec* b) { return a->elements > b->elements; });
@@ -186,9 +237,9 @@ void load_parameters(const ModelFile& file, S* parameters, const LoadProgress& p
   job.running = static_cast<unsigned>(std::min<std::size_t>({kMaxWorkers, cores, useful}));
   std::vector<std::thread> threads;
   for (unsigned i = job.running; i > 0; --i) {
-    threads.emplace_back([&job, parameters] {
+    threads.emplace_back([&job] {
       try {
-        Worker<S>(job, parameters).run();
+        Worker<S>(job).run();
       } catch (...) {
         job.report(0, std::current_exception());
       }
@@ -227,16 +278,72 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Bytes of quantised values: any that a file may hold.
+__global__ void __launch_bounds__(kThreads) randomize_quants_kernel(std::uint8_t* out, std::int64_t count, DType dtype,
+                                                                    std::uint64_t seed, std::uint64_t offset) {
+  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    const PhiloxWords words =
+        philox(seed, offset + static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(RandomStream::init));
+    auto value = static_cast<std::uint8_t>(words.word[0]);
+    if (dtype == DType::i8 && value == 0x80) value = 0;
+    if (dtype == DType::e4m3) value &= 0xbf;  // below 2, and a number
+    out[i] = value;
+  }
+}
+template <typename T>
+__global__ void __launch_bounds__(kThreads) fill_kernel(T* out, T value, std::int64_t count) {
+  for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) out[i] = value;
+}
+
+// The matrix of `target`, with scales and zeros. A uniform q has this standard deviation.
+void randomize_packed(const TensorSpec& spec, std::uint64_t seed, const PackedMatrix& to, const PackedPlace& place,
+                      std::int64_t K) {
+  const double deviation = to.dtype == DType::i8 ? 73.3 : to.dtype == DType::e4m3 ? 0.59 : 4.6;
+  const auto scale = static_cast<float>(0.02 / deviation);
+  const std::int64_t rows = spec.shape[0], groups = rows * quant_groups(K);
+  MemoryPlan plan("random parameters");
+  const std::uint64_t quants_at = plan.add(spec.bytes), scales_at = plan.add(static_cast<std::uint64_t>(groups) * 4),
+                      zeros_at = plan.add(static_cast<std::uint64_t>(groups));
+  const DeviceArena arena(plan);
+  auto* const quants = arena.at<std::uint8_t>(quants_at);
+  randomize_quants_kernel<<<kBlocks, kThreads>>>(quants, static_cast<std::int64_t>(spec.bytes), to.dtype, seed,
+                                                 static_cast<std::uint64_t>(spec.offset));
+  check_launch("random parameters");
+  pack_weights(to, place, K, reinterpret_cast<const std::byte*>(quants), rows, nullptr);
+  if (to.dtype == DType::u4) {
+    auto* const scales = arena.at<std::uint16_t>(scales_at);
+    auto* const zeros = arena.at<std::uint8_t>(zeros_at);
+    fill_kernel<<<kBlocks, kThreads>>>(scales, f32_to_f16(scale), groups);
+    fill_kernel<<<kBlocks, kThreads>>>(zeros, std::uint8_t{8}, groups);
+    check_launch("random parameters");
+    pack_group_scales(to, place, K, scales, rows, nullptr);
+    pack_zeros(to, place, K, zeros, rows, nullptr);
+  } else {
+    auto* const scales = arena.at<float>(scales_at);
+    fill_kernel<<<kBlocks, kThreads>>>(scales, scale, rows);
+    check_launch("random parameters");
+    pack_row_scales(to, place, scales, rows, nullptr);
+  }
+  check(cudaDeviceSynchronize(), "random parameters");  // before the arena goes
+}
+
 }  // namespace
 
 template <typename S>
-void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* parameters) {
-  for (const TensorSpec& spec : table.specs()) {
-    randomize_kernel<<<kBlocks, kThreads>>>(parameters + spec.offset, spec.elements, spec.init, seed,
+void randomize_parameters(const TensorTable& table, std::uint64_t seed, std::span<const ParameterTarget<S>> targets) {
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const TensorSpec& spec = table.specs()[i];
+    if (spec.kind == ValueKind::quants) randomize_packed(spec, seed, targets[i].packed, targets[i].place, targets[i].K);
+    if (spec.kind != ValueKind::floats) continue;
+    randomize_kernel<<<kBlocks, kThreads>>>(targets[i].floats, spec.elements, spec.init, seed,
                                             static_cast<std::uint64_t>(spec.offset));
     check_launch("random parameters");
   }
   check(cudaDeviceSynchronize(), "random parameters");
+}
+template <typename S>
+void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* parameters) {
+  randomize_parameters<S>(table, seed, targets_in_arena(table, parameters));
 }
 
 template <typename S>
@@ -255,9 +362,11 @@ NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table,
   return weights;
 }
 
-#define WEFT_INSTANTIATE(S)                                                     \
-  template void load_parameters<S>(const ModelFile&, S*, const LoadProgress&);  \
-  template void randomize_parameters<S>(const TensorTable&, std::uint64_t, S*); \
+#define WEFT_INSTANTIATE(S)                                                                                      \
+  template void load_parameters<S>(const ModelFile&, std::span<const ParameterTarget<S>>, const LoadProgress&);  \
+  template void load_parameters<S>(const ModelFile&, S*, const LoadProgress&);                                   \
+  template void randomize_parameters<S>(const TensorTable&, std::uint64_t, std::span<const ParameterTarget<S>>); \
+  template void randomize_parameters<S>(const TensorTable&, std::uint64_t, S*);                                  \
   template NeoxWeights<S, S> bind_neox<S>(const ModelConfig&, const TensorTable&, const S*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

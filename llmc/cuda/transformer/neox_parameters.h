@@ -6,11 +6,13 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <span>
 #include <type_traits>
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
 #include "llmc/cuda/fused/neox_weights.h"
+#include "llmc/cuda/op/quantized_matmul.h"
 #include "llmc/cuda/transformer/neox.h"
 #include "llmc/model/model_file.h"
 
@@ -38,14 +40,27 @@ auto with_storage(DType dtype, const Function& function) {
   }
 }
 
-// Copies every parameter of the file to `parameters`, table().arena_elements() elements of S, and converts it where the
-// file has another dtype. Several threads read, hash and copy at once, each through two page-locked pieces, so that disk,
+// Where a tensor of the table goes.
+template <typename S>
+struct ParameterTarget {
+  S* floats = nullptr;  // ValueKind::floats
+  PackedMatrix packed;  // other kinds: the tensor's rows, their scales or zeros, at `place`
+  PackedPlace place;
+  std::int64_t K = 0;  // of the matrix
+};
+
+// Copies every parameter of the file to its target, [specs of the table], and converts it where the file has another dtype. Several threads read, hash and copy at once, each through two page-locked pieces, so that disk,
 // hash and bus work at the same time. Afterwards every hash was right and every value finite: Exit::bad_file otherwise,
-// also for a value that S cannot hold.
+// also for a value that S cannot hold. Packed matrices were cleared before.
+template <typename S>
+void load_parameters(const ModelFile& file, std::span<const ParameterTarget<S>> targets, const LoadProgress& progress);
+// The same into table().arena_elements() elements of S; no tensor is quantised.
 template <typename S>
 void load_parameters(const ModelFile& file, S* parameters, const LoadProgress& progress);
 
-// N(0, 0.02^2), norms 1, biases 0: for measurements.
+// N(0, 0.02^2), norms 1, biases 0: for measurements. Quantised weights are uniform, with that variance.
+template <typename S>
+void randomize_parameters(const TensorTable& table, std::uint64_t seed, std::span<const ParameterTarget<S>> targets);
 template <typename S>
 void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* parameters);
 

@@ -1,0 +1,285 @@
+// Attention of a K/V head and all its query heads, by the consumers alone: an item is a K/V head and a split of the context,
+// and keys and values are read once for the group.
+#pragma once
+
+#include "llmc/cuda/fused/consumer.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// The running softmax of the queries that a warp takes, in a group of lanes that share positions: see SoftmaxState.
+template <typename K>
+struct Consumer<K>::GroupState {
+  float largest[kWarpQueries], sum[kWarpQueries] = {}, out[kWarpQueries][kLaneElements] = {};
+
+  // Two positions more for query u; a score of -INFINITY leaves one out.
+  __device__ __forceinline__ void add(int u, float score0, float score1, const float (&v0)[kLaneElements],
+                                      const float (&v1)[kLaneElements]) {
+    const float most = fmaxf(largest[u], fmaxf(score0, score1));
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float keep = exp2f(largest[u] - base), p0 = exp2f(score0 - base), p1 = exp2f(score1 - base);
+    largest[u] = most;
+    sum[u] = fmaf(sum[u], keep, p0 + p1);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) out[u][j] = fmaf(out[u][j], keep, fmaf(p0, v0[j], p1 * v1[j]));
+  }
+};
+
+// The queries of the group, rotated and scaled, to shared memory; `newest`: with the token's key and value, rounded as the
+// cache holds them.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) {
+  const Parameters& p = c.p;
+  const int HS = p.HS, half = p.rope_half, queries = p.group * HS, wanted = queries + (newest ? 2 * HS : 0);
+  float* raw = reinterpret_cast<float*>(shared + at.raw);
+  float* query = reinterpret_cast<float*>(shared + at.query);
+  KV* added = reinterpret_cast<KV*>(shared + at.added);
+  for (int e = 4 * thread; e < wanted; e += 4 * threads) {
+    const int place = e < queries        ? head * p.q_stride + e
+                      : e < queries + HS ? head * p.kv_stride + p.key_begin + e - queries
+                                         : head * p.kv_stride + p.value_begin + e - queries - HS;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    c.wait_for([&] {
+      v = load_relaxed_x4(p.qkv + place);
+      return has_tag(v.x, step + 1) && has_tag(v.y, step + 1) && has_tag(v.z, step + 1) && has_tag(v.w, step + 1);
+    });
+    *reinterpret_cast<float4*>(raw + e) = make_float4(untagged(v.x), untagged(v.y), untagged(v.z), untagged(v.w));
+  }
+  if (newest) {  // the helper has taken the last ones
+    c.wait_barrier(c.item_done, item_phase ^ 1);
+    item_phase ^= 1;
+  }
+  sync();
+  const float *cosine = reinterpret_cast<const float*>(shared + at.rope), *sine = cosine + half;
+  for (int e = thread; e < wanted; e += threads) {
+    const int d = e % HS;
+    float value = raw[e];
+    if (e < queries + HS && d < 2 * half) {
+      value = d < half ? value * cosine[d] - raw[e + half] * sine[d]
+                       : value * cosine[d - half] + raw[e - half] * sine[d - half];
+    }
+    if (e < queries) {
+      query[e] = value * p.scale;
+    } else {
+      added[e - queries] = from_float<KV>(value);
+    }
+  }
+  sync();
+  if (newest && thread == 0) hopper::mbarrier_arrive(c.query_here);
+}
+
+// The chunks of keys and values of one item, by all warps. Warps form sets, each with up to kWarpQueries queries of the
+// group; kLanes lanes share a position. A softmax state for each warp and query is left in shared memory.
+template <typename K>
+template <int kLanes>
+__device__ __forceinline__ void Consumer<K>::attend_group(int position, int split, int splits) {
+  const Parameters& p = c.p;
+  constexpr int kGroups = kWarpSize / kLanes;
+  const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, slice = lane % kLanes;
+  const int sets = (p.group + kWarpQueries - 1) / kWarpQueries, set = warp % sets, set_warp = warp / sets;
+  const int set_warps = (threads / kWarpSize - set + sets - 1) / sets;
+  const int queries = min(kWarpQueries, p.group - set * kWarpQueries);
+  const bool active = slice * kLaneElements < HS;
+  const Positions cached = positions_of<kPageUnit>(position, splits, split);
+  const float* query = reinterpret_cast<const float*>(shared + at.query) + set * kWarpQueries * HS;
+  float q[kWarpQueries][kLaneElements];
+#pragma unroll
+  for (int u = 0; u < kWarpQueries; ++u) {
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) {
+      q[u][j] = active && u < queries ? query[u * HS + slice * kLaneElements + j] : 0.0f;
+    }
+  }
+  GroupState r;
+#pragma unroll
+  for (int u = 0; u < kWarpQueries; ++u) r.largest[u] = -INFINITY;
+
+  // Two positions of this group of lanes, of which `count` say how many there are.
+  const auto attend_two = [&](const uint4(&k)[2], const uint4(&v)[2], bool first_is_there, bool second_is_there) {
+    float keys[2][kLaneElements], values[2][kLaneElements];
+    widen<KV>(k[0], keys[0]);
+    widen<KV>(k[1], keys[1]);
+    widen<KV>(v[0], values[0]);
+    widen<KV>(v[1], values[1]);
+#pragma unroll
+    for (int u = 0; u < kWarpQueries; ++u) {
+      if (u >= queries) continue;
+      float score[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) {
+        score[0] = fmaf(keys[0][j], q[u][j], score[0]);
+        score[1] = fmaf(keys[1][j], q[u][j], score[1]);
+      }
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        score[0] += __shfl_xor_sync(~0u, score[0], offset);
+        score[1] += __shfl_xor_sync(~0u, score[1], offset);
+      }
+      r.add(u, first_is_there ? score[0] : -INFINITY, second_is_there ? score[1] : -INFINITY, values[0], values[1]);
+    }
+  };
+
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  for (int done = cached.begin; done < cached.end;) {
+    const int count = chunk_of(p, done, cached.end);
+    const unsigned keys = begin_chunk() + slice * 16, values = keys + p.chunk_positions * position_bytes;
+    for (int first = set_warp * kGroups; first < count; first += 2 * set_warps * kGroups) {
+      const int at_position[2] = {first + group, first + set_warps * kGroups + group};
+      uint4 k[2] = {zero, zero}, v[2] = {zero, zero};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (active && at_position[i] < count) {
+          k[i] = load_shared(keys + at_position[i] * position_bytes);
+          v[i] = load_shared(values + at_position[i] * position_bytes);
+        }
+      }
+      attend_two(k, v, at_position[0] < count, at_position[1] < count);
+    }
+    end_chunk();
+    done += count;
+  }
+  if (split == splits - 1 && set_warp == 0) {  // the new token itself
+    const KV* added = reinterpret_cast<const KV*>(shared + at.added);
+    uint4 k[2] = {zero, zero}, v[2] = {zero, zero};
+    if (active && lane < kLanes) {
+      k[0] = *reinterpret_cast<const uint4*>(added + slice * kLaneElements);
+      v[0] = *reinterpret_cast<const uint4*>(added + HS + slice * kLaneElements);
+    }
+    attend_two(k, v, lane < kLanes, false);
+  }
+
+  // Merges the groups of lanes.
+  const int kept = min(p.group, kWarpQueries);
+#pragma unroll
+  for (int u = 0; u < kWarpQueries; ++u) {
+    if (u >= queries) continue;
+#pragma unroll
+    for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+      const float other = __shfl_xor_sync(~0u, r.largest[u], offset), largest = fmaxf(r.largest[u], other);
+      const float base = largest == -INFINITY ? 0.0f : largest, keep = exp2f(r.largest[u] - base);
+      r.sum[u] *= keep;
+      r.sum[u] += __shfl_xor_sync(~0u, r.sum[u], offset);
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) {
+        r.out[u][j] *= keep;
+        r.out[u][j] += __shfl_xor_sync(~0u, r.out[u][j], offset);
+      }
+      r.largest[u] = largest;
+    }
+    float* state = reinterpret_cast<float*>(shared + at.states) + (warp * kept + u) * (HS + 2);
+    if (lane < kLanes && active) {
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) state[2 + slice * kLaneElements + j] = r.out[u][j];
+    }
+    if (lane == 0) state[0] = r.largest[u], state[1] = r.sum[u];
+  }
+}
+
+// Merges the softmax states of the warps, two dimensions a thread. Where the context has several splits, the block of the
+// last one merges all of them in order.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, int splits) {
+  constexpr int kAhead = 8;
+  const Parameters& p = c.p;
+  const int HS = p.HS, pairs = HS / 2, warps = threads / kWarpSize, kept = min(p.group, kWarpQueries);
+  const int sets = (p.group + kWarpQueries - 1) / kWarpQueries;
+  const float* states = reinterpret_cast<const float*>(shared + at.states);
+  for (int i = thread; i < p.group * pairs; i += threads) {
+    const int g = i / pairs, d = 2 * (i % pairs), set = g / kWarpQueries, u = g % kWarpQueries;
+    const auto state_of = [&](int w) { return states + (w * kept + u) * (HS + 2); };
+    float largest = -INFINITY, sum = 0, out[2] = {};
+    for (int w = set; w < warps; w += sets) largest = fmaxf(largest, state_of(w)[0]);
+    const float base = largest == -INFINITY ? 0.0f : largest;
+    for (int w = set; w < warps; w += sets) {
+      const float* state = state_of(w);
+      const float weight = exp2f(state[0] - base);
+      const float2 values = *reinterpret_cast<const float2*>(state + 2 + d);
+      sum = fmaf(state[1], weight, sum);
+      out[0] = fmaf(values.x, weight, out[0]);
+      out[1] = fmaf(values.y, weight, out[1]);
+    }
+    const int query_head = head * p.group + g;
+    std::uint64_t* stored = p.splits + static_cast<std::int64_t>(query_head) * p.max_splits * (HS + 2);
+    if (split < splits - 1) {
+      std::uint64_t* to = stored + split * (HS + 2);
+      const auto store = [&](std::uint64_t* word, float value) {
+        store_relaxed(word, static_cast<std::uint64_t>(step + 1) << 32 | __float_as_uint(value));
+      };
+      store(to + 2 + d, out[0]);
+      store(to + 3 + d, out[1]);
+      if (d == 0) store(to, largest), store(to + 1, sum);
+      continue;
+    }
+    float merged[2] = {}, total = 0, most = -INFINITY;
+    const auto raise = [&](float to) {  // the largest score, which weights are relative to
+      const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
+      most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
+      return zero;
+    };
+    const auto add = [&](float weight, float sum_of_split, float x, float y) {
+      total = fmaf(sum_of_split, weight, total);
+      merged[0] = fmaf(x, weight, merged[0]);
+      merged[1] = fmaf(y, weight, merged[1]);
+    };
+    const int others = splits - 1;
+    for (int begin = 0; begin < others; begin += kAhead) {
+      ulonglong2 state[kAhead], output[kAhead];
+      c.wait_for([&] {
+        bool good = true;
+#pragma unroll
+        for (int s = 0; s < kAhead; ++s) {
+          const std::uint64_t* from = stored + min(begin + s, others - 1) * (HS + 2);
+          state[s] = load_relaxed_x2(from);
+          output[s] = load_relaxed_x2(from + 2 + d);
+        }
+        const auto is_here = [&](std::uint64_t word) { return static_cast<unsigned>(word >> 32) == step + 1; };
+#pragma unroll
+        for (int s = 0; s < kAhead; ++s) {
+          good = good && is_here(state[s].x) && is_here(state[s].y) && is_here(output[s].x) && is_here(output[s].y);
+        }
+        return good;
+      });
+      const auto value = [](std::uint64_t word) { return __uint_as_float(static_cast<unsigned>(word)); };
+      float next = most;
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) next = fmaxf(next, value(state[s].x));
+      const float zero = raise(next);
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) {
+        const float weight = begin + s < others ? exp2f(value(state[s].x) - zero) : 0.0f;
+        add(weight, value(state[s].y), value(output[s].x), value(output[s].y));
+      }
+    }
+    const float zero = raise(fmaxf(most, largest));
+    add(exp2f(largest - zero), sum, out[0], out[1]);
+    TaggedValue* to = p.attention + query_head * HS + d;
+    store_relaxed(to, tagged(merged[0] / total, step + 1));
+    store_relaxed(to + 1, tagged(merged[1] / total, step + 1));
+  }
+}
+
+// The items of this block.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int position, int splits) {
+  const Parameters& p = c.p;
+  for (int item = c.first_item(layer); item < p.NKV * splits; item += c.blocks) {
+    const int head = item / splits, split = item % splits;
+    fetch_heads(head, split == splits - 1);
+    stamp(layer, FusedPhase::query_here);
+    if (p.HS <= 64) {
+      attend_group<8>(position, split, splits);
+    } else if (p.HS <= 128) {
+      attend_group<16>(position, split, splits);
+    } else {
+      attend_group<32>(position, split, splits);
+    }
+    sync();
+    merge_group(head, split, splits);
+  }
+  stamp(layer, FusedPhase::attention_done);
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

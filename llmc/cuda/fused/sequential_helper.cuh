@@ -1,0 +1,66 @@
+// What the helper warp does for the sequential residual: consumers compute attention alone, since nothing else waits to be
+// computed beside it, and the helper moves the token's keys and values to the cache while they go on.
+#pragma once
+
+#include "llmc/cuda/fused/helper.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// The key and value of a head, which the consumers left in shared memory, to their page. They may use that memory again
+// after item_done.
+template <typename K>
+__device__ bool Helper<K>::append(int layer, int position, int head) {
+  const Parameters& p = c.p;
+  const auto is_here = [&] { return hopper::mbarrier_try(c.query_here, phase); };
+  // Where no token follows, it may have come just before the word that says so.
+  if (!wait(is_here) && __all_sync(~0u, is_here()) == 0) return false;
+  phase ^= 1;
+  const uint4* added = reinterpret_cast<const uint4*>(shared + at.added);
+  const std::int64_t page = static_cast<std::int64_t>(position / p.page_size) * p.NKV + head;
+  const std::int64_t row =
+      (p.capacity * p.NKV * layer + page * p.page_size + position % p.page_size) * static_cast<std::int64_t>(p.HS);
+  const int pieces = p.HS / kLaneElements;
+  for (int i = lane; i < 2 * pieces; i += kWarpSize) {
+    KV* to = i < pieces ? p.keys + row + i * kLaneElements : p.values + row + (i - pieces) * kLaneElements;
+    *reinterpret_cast<uint4*>(to) = added[i];
+  }
+  hopper::fence_async_proxy_global();
+  __syncwarp();
+  if (lane == 0) {
+    hopper::mbarrier_arrive(c.item_done);
+    add_release(&p.control->attention.value, 1);
+  }
+  return true;
+}
+
+template <typename K>
+__device__ void Helper<K>::run_sequential() {
+  const Parameters& p = c.p;
+  unsigned step = 0;
+  for (int token = 0; token < p.count; ++token) {
+    const int position = p.position + token, splits = splits_at(position, p.max_splits);
+    const int stop = *const_cast<volatile int*>(&c.flags.stop);
+    if (stop != 0 && token >= stop) return;
+    for (int l = 0; l < p.L; ++l) {
+      for (int item = c.first_item(l); item < p.NKV * splits; item += c.blocks) {
+        if (item % splits == splits - 1 && !append(l, position, item / splits)) return;
+      }
+      ++step;
+      // Every block has appended its keys and values of this layer: the producer may read them at the next token. Where none
+      // follows, the keys and values of the layers behind are appended all the same.
+      const unsigned target = static_cast<unsigned>(p.NKV) * step;
+      if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) {
+        if (*const_cast<volatile int*>(&c.flags.abort) != 0) return;
+        continue;
+      }
+      __threadfence_block();
+      if (lane == 0) *const_cast<volatile unsigned*>(&c.flags.cache_steps) = step;
+    }
+  }
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,8 @@
+// The fused decode kernel for models in fp16 with the sequential residual.
+#include "llmc/cuda/fused/kernel.cuh"
+
+namespace weft::cuda::fused {
+
+WEFT_FUSED_KERNELS(fused_sequential_kernel, SequentialVariant, fp16, fp16, fp16)
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,216 @@
+// The order of a layer with the sequential residual, and of the tokens of a launch:
+//
+//   x_mid = x + output(attention(norm1(x)));  x = x_mid + down(mlp(norm2(x_mid)))
+//
+// Each arrow of x -> QKV -> attention -> x_mid -> h -> x is an exchange between all blocks. h is exchanged in two parts, so
+// that its exchange is hidden: the first part travels while the second is computed, the second while the first is multiplied.
+// Behind the other four the ring fills. dev/performance/fused.md, "The sequential residual", has the count.
+#pragma once
+
+#include "llmc/cuda/fused/grouped_attention.cuh"
+#include "llmc/cuda/fused/head.cuh"
+#include "llmc/cuda/fused/norm.cuh"
+#include "llmc/cuda/fused/rows.cuh"
+#include "llmc/cuda/fused/sampling.cuh"
+#include "llmc/cuda/op/gelu.cuh"
+#include "llmc/cuda/op/swiglu.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// All tokens of the launch. The id of a token is needed for the next one: -1 ends the launch.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::run_sequential() {
+  const Parameters& p = c.p;
+  std::int32_t id = p.first_id;
+  int token = 0;
+  for (; token < p.count && id >= 0; ++token) {
+    if constexpr (K::kInstrumented) stamping = p.instruments.timeline != nullptr && token == p.count - 1;
+    load_rope(p.position + token);
+    for (int l = 0; l < p.L; ++l) run_sequential_layer(l, token, id);
+    run_head(token);
+    id = p.sampling.greedy ? greedy_id(token) : sampled_id(token);
+  }
+  if (thread == 0) *const_cast<volatile int*>(&c.flags.stop) = token;
+}
+
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int token, std::int32_t id) {
+  const int position = c.p.position + token;
+  float x[kInputs];
+  {
+    const NormWeight norm = load_norm(layers[l].norm1_weight, layers[l].norm1_bias);  // early: while x is waited for
+    load_residual(l, token, id, x);
+    normalize_one(norm, x);
+  }
+  stamp(l, FusedPhase::norms_done);
+  sequential_qkv_rows(l, x);
+  attend_groups(l, position, splits_at(position, c.p.max_splits));
+  middle_rows(l, x);
+  {
+    const NormWeight norm = load_norm(layers[l].norm2_weight, layers[l].norm2_bias);
+    load_vector<kRowLoads>(c.p.x_mid, c.p.C, step + 1, x);
+    stamp(l, FusedPhase::middle_here);
+    normalize_one(norm, x);
+  }
+  hidden_rows(l, token, x);
+  down_rows(l);
+  ++step;
+}
+
+// cos and sin of the token's position. A barrier follows before they are read.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::load_rope(int position) const {
+  const int half = c.p.rope_half;
+  float* to = reinterpret_cast<float*>(shared + at.rope);
+  for (int e = thread; e < 2 * half; e += threads) {
+    const float* table = e < half ? c.p.rope_cos : c.p.rope_sin;
+    to[e] = __ldg(table + static_cast<std::int64_t>(position) * half + (e < half ? e : e - half));
+  }
+}
+
+// The partial sums of the rows in ceil(rows / chunk_rows) chunks, times the inputs; `rows`: those of one matrix. A chunk holds
+// kEach rows of `width` elements for each group of warps. Where chunk_rows is half of that, a chunk has as many rows of a
+// second matrix behind those of the first, and their sums follow `rows` later. As narrow_rows().
+template <typename K>
+template <int kLoads, int kEach>
+__device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk_rows, int width,
+                                                             const float (&input)[kLoads * kLaneElements],
+                                                             bool accumulate) {
+  const Parameters& p = c.p;
+  const int row_bytes = 2 * width, chunks = (rows + chunk_rows - 1) / chunk_rows;
+  const unsigned own_bytes = warp_r * kEach * row_bytes;
+  float* partial =
+      reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
+  int offset[kLoads];
+  bool used[kLoads];  // by any lane of this warp
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    offset[i] = piece(i) * kLaneElements < width ? piece(i) * 16 : -1;
+    used[i] = i == 0 || (i * p.warps_k + warp_k) * kWarpElements < width;
+  }
+  uint4 w[2][kEach][kLoads] = {};
+  const auto add = [&](float* sums, const uint4(&of)[kEach][kLoads]) {
+    float each[kLoads][kEach] = {};  // chains of additions that do not wait for each other
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (!used[i]) continue;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) dot<W>(each[i][j], of[j][i], input + i * kLaneElements);
+    }
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      sums[j] = each[0][j];
+#pragma unroll
+      for (int i = 1; i < kLoads; ++i) sums[j] += each[i][j];
+    }
+  };
+  if (chunks > 0) load_chunk(w[0], own_bytes, row_bytes, offset);
+  for (int chunk = 0; chunk < chunks; chunk += 2) {
+    float sums[2 * kEach];
+    if (chunk + 1 < chunks) load_chunk(w[1], own_bytes, row_bytes, offset);
+    add(sums, w[0]);
+    if (chunk + 2 < chunks) load_chunk(w[0], own_bytes, row_bytes, offset);
+    add(sums + kEach, w[1]);
+    const float sum = warp_fold(sums, lane);
+    constexpr int kSpan = kWarpSize / (2 * kEach);
+    const int slot = lane / kSpan, of_chunk = chunk + slot / kEach, row = warp_r * kEach + slot % kEach;
+    const bool second = row >= chunk_rows;
+    const int target = of_chunk * chunk_rows + (second ? row - chunk_rows : row);
+    if (lane % kSpan == 0 && target < rows) {
+      float& place = partial[second ? rows + target : target];
+      place = accumulate ? place + sum : sum;
+    }
+  }
+}
+
+// The sum of a row, as finish_rows() adds it.
+template <typename K>
+__device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
+  const float* partial =
+      reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows + target;
+  float sum = partial[0];
+  for (int k = 1; k < c.p.warps_k; ++k) sum += partial[k * c.p.partial_rows];
+  return sum;
+}
+
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, const float (&input)[kInputs]) {
+  const unsigned short bias = load_bias(layers[l].qkv_bias, own.qkv);
+  const int rows = own.qkv.end - own.qkv.begin;
+  multiply_chunks<kRowLoads, kRows>(rows, kRows * c.p.warps_r, c.p.C, input, false);
+  finish_rows(rows, [&](int row, float sum) {
+    store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(sum + bias_value(bias), step + 1));
+  });
+  stamp(l, FusedPhase::qkv_done);
+}
+
+// Output projection, added to the residual. `input` is only scratch.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[kInputs]) {
+  const Parameters& p = c.p;
+  const int rows = own.out.end - own.out.begin;
+  if (rows <= 0) return;
+  const unsigned short bias = load_bias(layers[l].dense_bias, own.out);
+  load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
+  stamp(l, FusedPhase::attention_here);
+  multiply_chunks<kRowLoads, kRows>(rows, kRows * p.warps_r, p.q_size, input, false);
+  finish_rows(rows, [&](int row, float sum) {
+    x_own += sum + bias_value(bias);
+    store_relaxed(p.x_mid + own.out.begin + row, tagged(x_own, step + 1));
+  });
+  stamp(l, FusedPhase::middle_written);
+}
+
+// The MLP's first matrix and its function, in two parts.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const float (&input)[kInputs]) {
+  const Parameters& p = c.p;
+#pragma unroll 1
+  for (int part = 0; part < 2; ++part) {
+    const RowRange own_rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
+    const unsigned short bias = load_bias(layers[l].up_bias, own_rows);
+    const int rows = own_rows.end - own_rows.begin, chunk_rows = kRows * p.warps_r;
+    multiply_chunks<kRowLoads, kRows>(rows, p.gated ? chunk_rows / 2 : chunk_rows, p.C, input, false);
+    sync();
+    bool write = thread < rows;
+    if constexpr (K::kInstrumented) {  // the last token never completes
+      if (p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1) write = false;
+    }
+    if (write) {
+      const float sum = partial_sum(thread);
+      const float value = p.gated ? swiglu<float>(sum, partial_sum(rows + thread)) : gelu_exact(sum + bias_value(bias));
+      store_relaxed(p.h + own_rows.begin + thread, tagged(value, step + 1));
+    }
+    partial_buffer ^= 1;
+  }
+  stamp(l, FusedPhase::up_done);
+}
+
+// The MLP's second matrix, part by part, added to the residual.
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::down_rows(int l) {
+  const Parameters& p = c.p;
+  const int rows = own.out.end - own.out.begin;
+  if (rows <= 0) return;
+  const unsigned short bias = load_bias(layers[l].down_bias, own.out);
+#pragma unroll 1
+  for (int part = 0; part < 2; ++part) {
+    const int begin = part == 0 ? 0 : p.first_part, width = part == 0 ? p.first_part : p.F - p.first_part;
+    if (width == 0) break;
+    float hidden[kPartLoads * kLaneElements];
+    load_vector<kPartLoads>(p.h + begin, width, step + 1, hidden);
+    stamp(l, FusedPhase::mlp_up_here);
+    multiply_chunks<kPartLoads, kPartRows>(rows, kPartRows * p.warps_r, width, hidden, part > 0);
+  }
+  finish_rows(rows, [&](int row, float sum) {
+    x_own += sum + bias_value(bias);
+    store_relaxed(p.x + own.out.begin + row, tagged(x_own, step + 1));
+  });
+  stamp(l, FusedPhase::x_written);
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

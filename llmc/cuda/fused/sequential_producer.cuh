@@ -1,0 +1,115 @@
+// What the producer thread copies for the sequential residual.
+#pragma once
+
+#include "llmc/cuda/fused/producer.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// One stage: `copies` ranges of `amount` bytes, `apart` bytes from one to the next in global memory and `stage_apart` in the
+// stage.
+template <typename K>
+__device__ bool Producer<K>::chunk(const void* from, int copies, int amount, std::int64_t apart, int stage_apart) {
+  if (!acquire()) return false;
+  const unsigned barrier = c.full + 8 * next.stage, stage = c.ring + next.stage * c.p.stage_bytes;
+  const char* source = static_cast<const char*>(from);
+  hopper::mbarrier_arrive_expect(barrier, static_cast<unsigned>(copies * amount));
+  for (int i = 0; i < copies; ++i) {
+    hopper::bulk_load(stage + i * stage_apart, source + i * apart, static_cast<unsigned>(amount), barrier,
+                      hopper::L2::evict_first);
+  }
+  issued();
+  return true;
+}
+
+// Columns begin ... begin + width - 1 of rows of `columns`, chunk_rows of them a stage.
+template <typename K>
+__device__ bool Producer<K>::part_rows(const typename K::W* matrix, RowRange rows, int columns, int begin, int width,
+                                       int chunk_rows) {
+  if (width == 0) return true;
+  constexpr int kBytes = sizeof(*matrix);
+  for (int row = rows.begin; row < rows.end; row += chunk_rows) {
+    const int count = min(chunk_rows, rows.end - row);
+    const auto* from = matrix + static_cast<std::int64_t>(row) * columns + begin;
+    const bool good = width == columns ? chunk(from, 1, count * width * kBytes, 0, 0)
+                                       : chunk(from, count, width * kBytes, static_cast<std::int64_t>(columns) * kBytes,
+                                               width * kBytes);
+    if (!good) return false;
+  }
+  return true;
+}
+
+// Rows of gate and the same rows of up, F rows further on: `half` of each a stage, those of gate first.
+template <typename K>
+__device__ bool Producer<K>::gated_rows(const typename K::W* matrix, RowRange rows, int half) {
+  const int row_bytes = c.p.C * static_cast<int>(sizeof(*matrix));
+  for (int row = rows.begin; row < rows.end; row += half) {
+    const int count = min(half, rows.end - row);
+    if (!chunk(matrix + static_cast<std::int64_t>(row) * c.p.C, 2, count * row_bytes,
+               static_cast<std::int64_t>(c.p.F) * row_bytes, half * row_bytes)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// As cache(), from pages, for the items of this block: a K/V head and a split of the context each.
+template <typename K>
+__device__ bool Producer<K>::pages(int token, int layer, int position) {
+  const Parameters& p = c.p;
+  const int splits = splits_at(position, p.max_splits);
+  const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
+  const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
+  bool checked = token == 0;  // earlier launches have ended
+  for (int item = c.first_item(layer); item < p.NKV * splits; item += c.blocks) {
+    const Positions cached = positions_of<kPageUnit>(position, splits, item % splits);
+    if (cached.begin == cached.end) continue;
+    if (!checked) {
+      const volatile unsigned* steps = &c.flags.cache_steps;
+      const volatile int* stop = &c.flags.stop;
+      const unsigned wanted = static_cast<unsigned>((token - 1) * p.L + layer + 1);
+      if (!c.wait_for([&] { return *steps >= wanted || *stop != 0; })) return false;
+      if (*stop != 0) return false;
+      __threadfence_block();  // pairs with that of the helper; then the fence of the copies
+      hopper::fence_async_proxy_global();
+      checked = true;
+    }
+    for (int first = cached.begin; first < cached.end;) {
+      const int count = chunk_of(p, first, cached.end);
+      const std::int64_t page = static_cast<std::int64_t>(first / p.page_size) * p.NKV + item / splits;
+      const std::int64_t from = layer_begin + (page * p.page_size + first % p.page_size) * p.HS;
+      if (!chunk(p.keys + from, 2, count * position_bytes,
+                 reinterpret_cast<const char*>(p.values) - reinterpret_cast<const char*>(p.keys),
+                 p.chunk_positions * position_bytes)) {
+        return false;
+      }
+      first += count;
+    }
+  }
+  return true;
+}
+
+// In the order in which consumers read.
+template <typename K>
+__device__ bool Producer<K>::sequential_layer(const BlockRows& own, int token, int l) {
+  const Parameters& p = c.p;
+  const Layer& w = layers[l];
+  constexpr int kRows = kChunkLoads / K::kRowLoads, kPartRows = kChunkLoads / (2 * K::kRowLoads);
+  const int chunk_rows = kRows * p.warps_r;
+  if (!part_rows(w.qkv, own.qkv, p.C, 0, p.C, chunk_rows)) return false;
+  if (!pages(token, l, p.position + token)) return false;
+  if (!part_rows(w.dense, own.out, p.q_size, 0, p.q_size, chunk_rows)) return false;
+  for (int part = 0; part < 2; ++part) {
+    const RowRange rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
+    if (!(p.gated ? gated_rows(w.up, rows, chunk_rows / 2) : part_rows(w.up, rows, p.C, 0, p.C, chunk_rows))) {
+      return false;
+    }
+  }
+  return part_rows(w.down, own.out, p.F, 0, p.first_part, kPartRows * p.warps_r) &&
+         part_rows(w.down, own.out, p.F, p.first_part, p.F - p.first_part, kPartRows * p.warps_r);
+}
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

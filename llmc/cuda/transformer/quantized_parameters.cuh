@@ -1,0 +1,64 @@
+// The parameters of a quantised model on the device, of either family: one allocation with the float tensors in S, and for each
+// linear layer that is quantised a packed matrix (op/quantized_matmul.h), in which q, k and v, and gate and up are one.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "llmc/base/arena.h"
+#include "llmc/cuda/transformer/inference_model.cuh"
+#include "llmc/cuda/transformer/neox_parameters.h"
+#include "llmc/model/tensor_table.h"
+
+namespace weft::cuda {
+
+template <typename S>
+class QuantizedParameters {
+ public:
+  explicit QuantizedParameters(const ModelConfig& config);
+
+  const MemoryPlan& plan() const { return plan_; }
+  const TensorTable& table() const { return table_; }
+  // Where everything lies in an arena of plan() that begins at `arena`.
+  InferenceWeights<S> weights(std::byte* arena) const;
+  std::vector<ParameterTarget<S>> targets(std::byte* arena) const;  // of the specs of the table
+
+ private:
+  // A matrix in the plan. dtype f32: none, its tensors are floats.
+  struct Matrix {
+    DType dtype = DType::f32;
+    std::int64_t K = 0;
+    std::uint64_t blocks_at = 0, scales_at = 0;
+    PackedMatrix in(std::byte* arena) const;
+  };
+  struct Layer {
+    Matrix qkv, output, up, down;
+  };
+  // Where a tensor goes: floats at an offset, or a place in a matrix.
+  struct Target {
+    std::uint64_t floats_at = 0;
+    Matrix matrix;
+    PackedPlace place;
+  };
+  struct Part {
+    std::string module;
+    PackedPlace::Part part = PackedPlace::Part::rows;
+  };
+
+  void place_floats();
+  // The matrix of these modules, whose rows follow each other, or are gate and up.
+  Matrix place_matrix(const std::vector<Part>& parts);
+  const S* floats(std::byte* arena, const std::string& name) const;  // null where the table has none, or not as floats
+  Norm<S> norm(std::byte* arena, const std::string& module) const;
+  InferenceLinear<S> linear(std::byte* arena, const std::string& module, const Matrix& matrix) const;
+
+  ModelConfig config_;
+  TensorTable table_;
+  MemoryPlan plan_;
+  std::vector<Target> targets_;
+  std::vector<Layer> layers_;
+  Matrix head_;
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,41 @@
+// infer_pythia --perplexity --against: how far the next-token distribution of a model lies from another's, on one text.
+//
+// The windows are those of the perplexity. At each token that is scored the Kullback-Leibler divergence
+// KL(p || q) = sum of p log(p / q) over the ids of the tokenizer is taken, p of the other model, q of this one, both
+// normalised over these ids: padded rows of a vocabulary do not count, and their number may differ. Perplexity alone hides what
+// quantisation changes: gains and losses of single tokens cancel in its mean.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "llmc/model/decode_model.h"
+
+namespace weft {
+
+struct DivergenceResult {
+  std::int64_t tokens = 0;    // distributions that were compared
+  double mean = 0;            // of the divergence, in nats
+  double standard_error = 0;  // of the mean, as if tokens were independent; NaN with fewer than two
+  double largest = 0;
+  double same_top = 0;              // share of tokens at which both models have the same likeliest id
+  double nll = 0, nll_against = 0;  // mean -log of the text's token, of this model and of the other
+  bool interrupted = false;         // the figures cover the tokens before the interruption
+};
+
+struct DivergenceHooks {
+  std::function<void(std::int64_t done, std::int64_t all, double mean_so_far)> on_window;
+  std::function<bool()> interrupted;  // polled before each token
+};
+
+// KL(p || q) of the distributions whose logits these are, of equal length; in double precision.
+double divergence_of(std::span<const float> logits_p, std::span<const float> logits_q);
+
+// `ids`: at least two, the first one starts the document. Windows of `window` ids, which both models hold, and `stride`: as
+// perplexity_windows() takes them. Models whose tokenizers have different numbers of ids: Exit::bad_file. A divergence that is
+// not finite: Exit::numeric.
+DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<const std::int32_t> ids,
+                            std::int64_t window, std::int64_t stride, const DivergenceHooks& hooks = {});
+
+}  // namespace weft

@@ -1,0 +1,146 @@
+#include "llmc/infer/draft_model.h"
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+
+#include "llmc/base/error.h"
+#include "llmc/infer/draft_length.h"
+
+namespace weft {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kMemory = 0.8;  // weight of earlier times in the mean
+
+}  // namespace
+
+DraftModel::DraftModel(InferenceModel& model, std::int64_t vocab_size)
+    : model_(model),
+      vocab_size_(std::min(vocab_size, model.config().vocab_size)),
+      pool_(model.num_pages(), model.page_size()) {
+  for (std::int64_t slot = model.slots() - 1; slot >= 0; --slot) slots_.push_back(static_cast<std::int32_t>(slot));
+}
+
+void DraftModel::release(State& state) {
+  if (state.slot < 0) return;
+  state.table.release();
+  slots_.push_back(state.slot);
+  state.slot = -1;
+  state.rows = state.checked = 0;
+  state.guesses.clear();
+}
+
+// Pages for the rows of the job's first step, and for its guesses as far as there are any. False if it gets no row.
+bool DraftModel::prepare(Job& job, std::int64_t& budget) {
+  State& s = *job.state;
+  const std::int64_t size = std::ssize(job.ids);
+  const auto id = [&](std::int64_t i) { return job.ids[static_cast<std::size_t>(i)]; };
+  for (; s.checked < size; ++s.checked) {
+    if (id(s.checked) >= vocab_size_) return false;
+  }
+  if (s.slot < 0) {
+    if (slots_.empty()) return false;
+    s.slot = slots_.back();
+    slots_.pop_back();
+  }
+  for (const std::int32_t guess : s.guesses) {
+    if (s.rows >= size - 1 || id(s.rows) != guess) break;
+    ++s.rows;
+  }
+  s.guesses.clear();
+  // The last row is computed by the step that samples from it, so its page has no name yet.
+  s.table.name_full_pages(job.ids, std::min(s.rows, size - 1));
+  const bool ends_with_a_page = s.rows == std::ssize(s.table.pages()) * pool_.page_size();
+  if (ends_with_a_page && s.rows + pool_.page_size() < size) s.rows = s.table.extend_by_prefix(job.ids, size - 1);
+  if (job.count > 0) s.rows = std::min(s.rows, size - 1);
+
+  std::int64_t rows = std::min({size - s.rows, budget, model_.max_positions() - s.rows});
+  if (rows < 1 || !s.table.grow(s.rows + rows)) return false;
+  if (s.rows + rows < size) job.count = 0;
+  job.count = std::min(job.count, model_.max_positions() - size + 1);
+  while (job.count > 1 && !s.table.grow(size + job.count - 1)) --job.count;
+  budget -= rows;
+
+  Span span;
+  span.pages = s.table.pages();
+  span.first_position = s.rows;
+  span.ids = job.ids.subspan(static_cast<std::size_t>(s.rows), static_cast<std::size_t>(rows));
+  span.slot = s.slot;
+  if (job.count > 0) {
+    s.plan = *job.sampling;
+    s.plan.vocab_limit = s.plan.vocab_limit > 0 ? std::min(s.plan.vocab_limit, vocab_size_) : vocab_size_;
+    span.sampling = &s.plan;
+  }
+  spans_.push_back(span);
+  s.rows += rows;
+  return true;
+}
+
+void DraftModel::draft(std::span<Job> jobs) {
+  const Clock::time_point start = Clock::now();
+  std::int64_t budget = model_.max_rows(), steps = 1;
+  spans_.clear();
+  std::vector<Job*> working;
+  for (Job& job : jobs) {
+    if (prepare(job, budget)) {
+      working.push_back(&job);
+    } else {
+      job.count = 0;
+    }
+  }
+  if (working.empty()) return;
+  const bool only_guesses = model_.max_rows() - budget <= 2 * std::ssize(working);
+  std::deque<std::vector<Job*>> flights;
+  model_.submit(spans_);
+  flights.push_back(working);
+  for (std::int64_t i = 1; i < kMostDrafted; ++i) {
+    std::erase_if(working, [&](const Job* job) { return job->count <= i; });
+    if (working.empty()) break;
+    if (std::ssize(flights) >= model_.depth()) {
+      collect(flights.front());
+      flights.pop_front();
+    }
+    spans_.clear();
+    for (const Job* job : working) {
+      Span span;
+      span.pages = job->state->table.pages();
+      span.first_position = std::ssize(job->ids) + i - 1;
+      span.slot = job->state->slot;
+      span.sampling = &job->state->plan;
+      spans_.push_back(span);
+    }
+    model_.submit(spans_);
+    flights.push_back(working);
+    ++steps;
+  }
+  for (std::vector<Job*>& flight : flights) collect(flight);
+  // The row of the last guess was not computed.
+  for (Job& job : jobs) {
+    if (!job.drafts->empty()) job.state->guesses.assign(job.drafts->begin(), job.drafts->end() - 1);
+  }
+  if (!only_guesses) return;
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(steps);
+  step_seconds_ = step_seconds_ == 0 ? seconds : kMemory * step_seconds_ + (1 - kMemory) * seconds;
+}
+
+// A guess after one that could not be sampled is none.
+void DraftModel::collect(std::vector<Job*>& flight) {
+  const std::span<const SpanResult> results = model_.collect();
+  if (results.size() != flight.size()) {
+    fail(Exit::internal, "draft model: a step has another number of results than spans");
+  }
+  for (std::size_t i = 0; i < flight.size(); ++i) {
+    Job& job = *flight[i];
+    if (std::ssize(*job.drafts) >= job.count) continue;
+    if (!results[i].sampled.has_value()) {
+      job.count = std::ssize(*job.drafts);
+      continue;
+    }
+    job.drafts->push_back(results[i].sampled->id);
+  }
+}
+
+}  // namespace weft

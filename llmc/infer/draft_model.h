@@ -1,0 +1,66 @@
+// Drafts by a second, smaller model with the same tokenizer (Leviathan et al., "Fast Inference from Transformers via Speculative
+// Decoding", ICML 2023). It has pages, slots and prefixes of its own.
+//
+// It draws each guess with the random number that the sequence's own model will draw with at that position: sampling is a
+// function of logits, seed and position (llmc/base/sampling.h), and the closer the two distributions are the more often both
+// pick the same id. At temperature 0 both take the likeliest.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "llmc/base/sampling.h"
+#include "llmc/infer/page_pool.h"
+#include "llmc/model/inference_model.h"
+
+namespace weft {
+
+class DraftModel {
+ public:
+  // Ids that are drafted are below vocab_size of both models. `model` must outlive this.
+  DraftModel(InferenceModel& model, std::int64_t vocab_size);
+
+  // What it keeps of a sequence.
+  struct State {
+    explicit State(PagePool& pool) : table(pool) {}
+    BlockTable table;
+    std::int32_t slot = -1;             // -1: none, and no pages
+    std::int64_t rows = 0;              // of the sequence's ids, in the pages
+    std::vector<std::int32_t> guesses;  // whose rows follow them: they count if these ids are generated
+    std::int64_t checked = 0;           // ids below vocab_size
+    SamplingPlan plan;
+  };
+  PagePool& pool() { return pool_; }
+
+  struct Job {
+    State* state = nullptr;
+    std::span<const std::int32_t> ids;  // of the sequence, all that are known
+    const SamplingPlan* sampling = nullptr;
+    std::int64_t count = 0;                       // to draft; 0: what `ids` have is computed, for later
+    std::vector<std::int32_t>* drafts = nullptr;  // empty
+  };
+  // Puts at most job.count guesses, and at most kMostDrafted, into *job.drafts. Fewer, or none, where the model has not caught up with the ids yet (at
+  // most max_rows() of all jobs together are computed), where pages are missing, where an id is not in its vocabulary, or
+  // beyond its longest sequence. Waits until all is done.
+  void draft(std::span<Job> jobs);
+  void release(State& state);
+
+  // A step of the draft model in seconds, over the last ones without long prompts; 0: not known yet.
+  double step_seconds() const { return step_seconds_; }
+  std::string inconsistency() const { return pool_.inconsistency(); }
+  std::int64_t pages_in_use() const { return pool_.in_use(); }
+
+ private:
+  bool prepare(Job& job, std::int64_t& budget);
+  void collect(std::vector<Job*>& flight);
+
+  InferenceModel& model_;
+  const std::int64_t vocab_size_;
+  PagePool pool_;
+  std::vector<std::int32_t> slots_;  // free
+  std::vector<Span> spans_;
+  double step_seconds_ = 0;
+};
+
+}  // namespace weft

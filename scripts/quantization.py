@@ -1,0 +1,245 @@
+"""Weights in int8, int4 and fp8: how a matrix is quantised, how it lies in a tensor file, and what its weights are again.
+
+The schemes are those of doc/tensor_file.md, "Quantised weights". A scale covers a row of int8 or fp8, and a group of 128
+columns of int4. Each is searched: of a few factors by which the range is clipped, the one with the least squared error
+wins. Rounding is to nearest even, and every sum is added in an order of its own, so that the same weights give the same
+bits on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tensor_file import TensorFile, fail, shape_text
+
+SCHEMES = ("int8", "int4", "fp8")
+GROUP = 128  # columns of int4 that share a scale and a zero
+DTYPES = {"int8": "i8", "int4": "u4", "fp8": "e4m3"}
+SCHEME_OF_DTYPE = {dtype: scheme for scheme, dtype in DTYPES.items()}
+E4M3_MAX = 448.0
+SMALLEST_SCALE = np.float32(2.0**-126)  # of a row whose weights are tinier than fp32's normal numbers
+PIECE_ELEMENTS = 1 << 18  # quantised at once: its copies stay in the cache
+
+# By what the largest weight of a row or group is multiplied. fp8's rounding is relative, so what counts is where the
+# weights lie between two powers of two: factors above 1 shift them, without clipping.
+FACTORS = {"int8": tuple(1 - step / 25 for step in range(8)), "int4": tuple(1 - step / 20 for step in range(11)),
+           "fp8": (1.0, *(2 ** (step / 6) for step in (-1, 1, 2, 3, 4, 5)))}
+
+Shape = tuple[int, ...]
+
+
+def groups_of(columns: int) -> int:
+    return -(-columns // GROUP)
+
+
+def stored_tensors(scheme: str, name: str, shape: Shape) -> list[tuple[str, str, Shape]]:
+    """The tensors of a quantised matrix, in the order in which they are stored: name, dtype and shape of each."""
+    if scheme != "int4":
+        return [(name, DTYPES[scheme], shape), (f"{name}.scales", "f32", shape[:1])]
+    groups = (shape[0], groups_of(shape[1]))
+    return [(name, "u4", shape), (f"{name}.scales", "f16", groups), (f"{name}.zeros", "u8", groups)]
+
+
+def to_json(scheme: str, head: str) -> dict[str, Any]:
+    """The object "quantization" of a model file's configuration. `head`: "none" or "int8"."""
+    return {"scheme": scheme, "group": GROUP if scheme == "int4" else 0, "head": head}
+
+
+# ---- e4m3 ------------------------------------------------------------------------------------------------------------
+
+
+def e4m3_to_f32(bits: np.ndarray) -> np.ndarray:
+    """e4m3 bits (uint8) as float32, exactly; 0x7F and 0xFF are NaN."""
+    return _E4M3_VALUES[bits]
+
+
+def _e4m3_values() -> np.ndarray:
+    bits = np.arange(128)
+    exponent, mantissa = bits >> 3, bits & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+_E4M3_VALUES = _e4m3_values()
+
+
+def round_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Finite float32 as the nearest values of e4m3, ties to even; what is larger than 448 becomes 448."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    normal = magnitude >> np.uint32(20)
+    normal &= np.uint32(1)
+    normal += np.uint32(0x7FFFF)
+    normal += magnitude
+    normal &= np.uint32(0xFFF00000)  # 3 bits of mantissa are left
+    # Below 2^-6 e4m3 has the multiples of 2^-9, which are what fp32 has around this number.
+    spaced = np.float32(1.5 * 2.0 ** (23 - 9))
+    small = (np.minimum(magnitude.view(np.float32), np.float32(1)) + spaced) - spaced
+    rounded = np.where(magnitude < 0x3C800000, small, np.minimum(normal.view(np.float32), np.float32(E4M3_MAX)))
+    return np.copysign(rounded, values)
+
+
+def f32_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Finite float32 as e4m3 bits (uint8), rounded as round_to_e4m3() does it."""
+    rounded = round_to_e4m3(values)
+    bits = rounded.view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    normal = (magnitude >> np.uint32(20)) - np.uint32(120 << 3)
+    small = (np.minimum(np.abs(rounded), 1) * np.float32(512)).astype(np.uint32)
+    return (np.where(magnitude < 0x3C800000, small, normal) | bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
+
+
+# ---- quantising ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Rows of a quantised matrix, as they are stored: `q` [rows, columns] i1 or u1, for int4 its pairs [rows, columns / 2]."""
+
+    q: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    error: float   # sum of the squared differences
+    square: float  # sum of the squared weights
+
+
+def quantize_rows(weights: np.ndarray, scheme: str) -> Quantized:
+    """`weights` [rows, columns] in float32, finite. OverflowError where a scale does not fit in its type."""
+    rows, columns = weights.shape
+    padded = np.zeros((rows, groups_of(columns), GROUP), dtype=np.float32)
+    padded.reshape(rows, -1)[:, :columns] = weights
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        q, scales, zeros, error = _search_groups(padded) if scheme == "int4" else _search_rows(padded, scheme)
+        square = _sums(padded * padded)
+    q = q.reshape(rows, -1)[:, :columns]
+    stored = q[:, 0::2] | q[:, 1::2] << 4 if scheme == "int4" else np.ascontiguousarray(q)
+    return Quantized(stored, scales, zeros, float(error.sum(dtype=np.float64)), float(square.sum(dtype=np.float64)))
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """The sums over the last dimension, of GROUP elements: halves are added until one is left."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+def _row_sums(values: np.ndarray) -> np.ndarray:
+    """The sums over the last two dimensions, group after group."""
+    by_group = _sums(values)
+    total = by_group[:, 0].copy()
+    for group in range(1, by_group.shape[1]):
+        total += by_group[:, group]
+    return total
+
+
+def _search_rows(weights: np.ndarray, scheme: str) -> tuple[np.ndarray, np.ndarray, None, np.ndarray]:
+    """int8 and fp8: a scale for each row of [rows, groups, GROUP]."""
+    largest = np.abs(weights).max(axis=(1, 2))
+    limit = np.float32(127 if scheme == "int8" else E4M3_MAX)
+    nearest = _nearest_int8 if scheme == "int8" else round_to_e4m3
+    best: list[np.ndarray] = []
+    for factor in FACTORS[scheme]:
+        scales = np.where(largest > 0, np.maximum(largest * np.float32(factor) / limit, SMALLEST_SCALE), np.float32(1))
+        difference = nearest(weights / scales[:, None, None])
+        difference *= scales[:, None, None]
+        difference -= weights
+        difference *= difference
+        _keep_best(best, [scales], _row_sums(difference))
+    scales, error = best
+    if not np.isfinite(scales * limit).all():
+        raise OverflowError("scale")
+    scaled = weights / scales[:, None, None]
+    q = _nearest_int8(scaled).astype(np.int8) if scheme == "int8" else f32_to_e4m3(scaled)
+    return q, scales, None, error
+
+
+def _nearest_int8(values: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(values), -127, 127)
+
+
+def _search_groups(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """int4: a scale and a zero for each group. The range of a group holds 0, which stays exact."""
+    low, high = np.minimum(weights.min(axis=2), 0), np.maximum(weights.max(axis=2), 0)
+    best: list[np.ndarray] = []
+    for factor in FACTORS["int4"]:
+        scales, zeros = int4_grid(low * np.float32(factor), high * np.float32(factor))
+        difference = int4_nearest(weights, scales, zeros)
+        difference *= scales[..., None].astype(np.float32)
+        difference -= weights
+        difference *= difference
+        _keep_best(best, [scales, zeros], _sums(difference))
+    scales, zeros, error = best
+    if not np.isfinite(scales).all():
+        raise OverflowError("scale")
+    q = int4_nearest(weights, scales, zeros) + zeros[..., None].astype(np.float32)
+    return q.astype(np.uint8), scales, zeros, error
+
+
+def int4_grid(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale (fp16) and zero (u8) with which 0 to 15 reach from `low` <= 0 to `high` >= 0."""
+    with np.errstate(over="ignore", under="ignore"):
+        span = (high - low) / np.float32(15)
+        scales = np.where(span > 0, np.maximum(span, np.float32(2.0**-24)), np.float32(1)).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, 15).astype(np.uint8)
+    return scales, zeros
+
+
+def int4_nearest(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """The nearest q - zero of `weights` [..., columns] of a group each, as float32."""
+    zero = zeros[..., None].astype(np.float32)
+    nearest = weights / scales[..., None].astype(np.float32)
+    np.rint(nearest, out=nearest)
+    return np.clip(nearest, -zero, 15 - zero, out=nearest)
+
+
+def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.ndarray) -> None:
+    """Takes the rows or groups of `candidate` whose error is less than that in `best`, whose last element it is."""
+    if not best:
+        best.extend([*candidate, error])
+        return
+    better = error < best[-1]
+    for kept, new in zip(best, [*candidate, error]):
+        np.copyto(kept, new, where=better)
+
+
+def quantize_matrix(rows: Callable[[int, int], np.ndarray], shape: Shape, scheme: str) -> Iterator[Quantized]:
+    """The matrix in pieces of rows, on several threads. rows(first, last) gives some of its rows in float32."""
+    step = max(1, PIECE_ELEMENTS // max(shape[1], 1))
+    pieces = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
+        yield from threads.map(lambda piece: quantize_rows(rows(*piece), scheme), pieces)
+
+
+# ---- and back --------------------------------------------------------------------------------------------------------
+
+
+def is_quantized(file: TensorFile, name: str) -> bool:
+    return file.at(name).dtype in SCHEME_OF_DTYPE
+
+
+def dequantized(file: TensorFile, name: str) -> np.ndarray:
+    """The weights of a quantised matrix in float32: scale x q, or scale x (q - zero), which for int4 is exact."""
+    info = file.at(name)
+    scheme = SCHEME_OF_DTYPE[info.dtype]
+    for part, dtype, shape in stored_tensors(scheme, name, info.shape):
+        found = file.at(part)
+        if (found.dtype, found.shape) != (dtype, shape):
+            fail(file.path, f"{part}: got {found.dtype} {shape_text(found.shape)}, expected {dtype} {shape_text(shape)}")
+        file.verify_tensor(part)
+    q, scales = file.array(name), file.array(f"{name}.scales")
+    if scheme == "int8":
+        return q.astype(np.float32) * scales[:, None]
+    if scheme == "fp8":
+        return e4m3_to_f32(q) * scales[:, None]
+    pairs = np.stack([q & 15, q >> 4], axis=-1).reshape(info.shape)
+    columns = np.arange(info.shape[1]) // GROUP
+    zeros = file.array(f"{name}.zeros")[:, columns].astype(np.float32)
+    return scales[:, columns].astype(np.float32) * (pairs.astype(np.float32) - zeros)

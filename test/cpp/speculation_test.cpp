@@ -1,0 +1,269 @@
+// Where guesses come from and how many are made: prompt lookup, the length of drafts; and verification by the CPU's models.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "inference_tools.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/infer/draft_length.h"
+#include "llmc/infer/engine_sequence.h"
+#include "llmc/infer/lookup.h"
+#include "llmc/model/single_sequence.h"
+#include "paged_fake.h"
+#include "test_files.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+Ids found(const Ids& ids, std::int64_t count) {
+  Lookup lookup;
+  const std::span<const std::int32_t> result = lookup.find(ids, count);
+  return {result.begin(), result.end()};
+}
+
+TEST(Lookup, TheLongestMatchAndOfThoseTheLatest) {
+  EXPECT_EQ(found({}, 3), Ids{});
+  EXPECT_EQ(found({1}, 3), Ids{});
+  EXPECT_EQ(found({1, 2, 3, 4, 1}, 3), Ids{});                       // one id is not enough
+  EXPECT_EQ(found({1, 2, 3, 4, 1, 2}, 2), (Ids{3, 4}));              // a pair is
+  EXPECT_EQ(found({1, 2, 3, 1, 2, 4, 1, 2}, 1), Ids{4});             // the latest of two pairs
+  EXPECT_EQ(found({9, 1, 2, 3, 1, 2, 4, 9, 1, 2}, 1), Ids{3});       // three ids beat two
+  EXPECT_EQ(found({1, 2, 3, 1, 2}, 7), (Ids{3, 1, 2, 3, 1, 2, 3}));  // beyond the end it goes on with itself
+  EXPECT_EQ(found({5, 5, 5}, 4), (Ids{5, 5, 5, 5}));
+  EXPECT_EQ(found({1, 2, 3, 1, 2}, 0), Ids{});
+}
+
+// Called with longer and longer ids it finds what it finds at once; and that is what a plain search finds.
+TEST(Lookup, AppendingIsTheSameAsTheWhole) {
+  std::mt19937 random(3);
+  Lookup growing;
+  Ids ids;
+  int hits = 0;
+  for (int i = 0; i < 400; ++i) {
+    ids.push_back(static_cast<std::int32_t>(random() % 6));
+    std::int64_t best = -1, longest = Lookup::kFewestSame - 1;
+    for (std::int64_t end = std::ssize(ids) - 2; end >= 1; --end) {
+      std::int64_t same = 0;
+      while (same <= end && same < Lookup::kMostSame &&
+             ids[static_cast<std::size_t>(end - same)] == ids[ids.size() - 1 - static_cast<std::size_t>(same)])
+        ++same;
+      if (same > longest) longest = same, best = end;
+    }
+    const std::span<const std::int32_t> got = growing.find(ids, 1);
+    ASSERT_EQ(Ids(got.begin(), got.end()), found(ids, 1)) << i;
+    ASSERT_EQ(got.empty(), best < 0) << i;
+    if (best >= 0) {
+      ++hits;
+      ASSERT_EQ(got[0], ids[static_cast<std::size_t>(best + 1)]) << i;
+    }
+  }
+  EXPECT_GT(hits, 300);
+}
+
+TEST(DraftLength, ExpectedIds) {
+  EXPECT_DOUBLE_EQ(expected_ids(0.5, 0), 1);
+  EXPECT_DOUBLE_EQ(expected_ids(0.5, 3), 1.875);
+  EXPECT_DOUBLE_EQ(expected_ids(1, 7), 8);
+}
+
+TEST(DraftLength, FollowsAcceptanceAndCosts) {
+  const DraftCosts cheap{0.01, 0.1};
+  EXPECT_EQ(best_draft_length(0, 7, 1, cheap), 0);
+  EXPECT_EQ(best_draft_length(1, 7, 1, cheap), 7);
+  EXPECT_EQ(best_draft_length(1, 3, 1, cheap), 3);
+  EXPECT_EQ(best_draft_length(0.7, 7, 1, {0, 0}), 7);
+  EXPECT_EQ(best_draft_length(0.9, 7, 1, {0, 0.9}), 0);   // a draft as dear as the model
+  EXPECT_EQ(best_draft_length(0.7, 7, 64, {0.1, 0}), 0);  // many sequences: their rows are the cost
+  // By hand, 0.7 and 0.11 a draft and row: (1 + 0.11 k) / E(k) is 0.653, 0.557, 0.525, 0.5194, 0.527 for k = 1 to 5.
+  EXPECT_EQ(best_draft_length(0.7, 7, 1, cheap), 4);
+}
+
+TEST(DraftLength, EndsWhenNothingIsRightAndBeginsAgain) {
+  const DraftCosts costs{0.01, 0.1};
+  DraftLength length;
+  EXPECT_GE(length.next(7, 1, costs), 3);
+  for (int i = 0; i < 20; ++i) {
+    const std::int64_t k = length.next(7, 1, costs);
+    if (k > 0) length.verified(k, 0);
+  }
+  EXPECT_EQ(length.next(7, 1, costs), 0);
+  // A trial of one guess now and then, more and more rarely.
+  std::vector<int> trials;
+  for (int i = 0; i < 200; ++i) {
+    length.generated_plainly();
+    if (length.next(7, 1, costs) == 0) continue;
+    EXPECT_EQ(length.next(7, 1, costs), 1);
+    trials.push_back(i);
+    length.verified(1, 0);
+  }
+  EXPECT_EQ(trials, (std::vector<int>{15, 47, 111}));
+  for (int i = 0; i < 300; ++i) {
+    const std::int64_t k = length.next(7, 1, costs);
+    if (k > 0) length.verified(k, k);
+    if (k == 0) length.generated_plainly();
+  }
+  EXPECT_EQ(length.next(7, 1, costs), 7);
+}
+
+// ---- a sequence with an engine of its own ---------------------------------------------------------------------------
+
+constexpr std::int64_t kCapacity = 80;
+
+PagedFakeSizes sizes_of_one(std::int64_t depth) {
+  return {.page_size = 4, .num_pages = 20, .slots = 1, .max_rows = 12, .max_positions = kCapacity, .depth = depth};
+}
+
+std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of) {
+  PagedFakeSizes of_draft = sizes_of_one(depth);
+  of_draft.wrong_of = wrong_of;
+  return engine_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity,
+                         std::make_unique<PagedFake>(of_draft), {.row_cost = 1e-3, .draft_cost = 0.05});
+}
+
+Ids generated(DecodeModel& model, const Ids& prompt, const GenerationRequest& request, std::size_t listen = 1000) {
+  Ids ids;
+  const std::int64_t before = model.length() + std::ssize(prompt);
+  model.generate_ids(prompt, request, [&](std::int32_t id) {
+    EXPECT_EQ(model.length(), before + std::ssize(ids));
+    ids.push_back(id);
+    return ids.size() < listen;
+  });
+  EXPECT_EQ(model.length(), before + std::ssize(ids) - 1);
+  return ids;
+}
+
+// Several turns of one text, as --interactive has them, to the last position; ended by number, stop id and listener.
+TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
+  for (const std::int64_t depth : {1, 2}) {
+    const auto drafted = fake_sequence(depth, 3);
+    const auto plain = single_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity);
+    GenerationRequest request;
+    request.sampling.seed = 3;
+    for (const std::size_t listen : {std::size_t{1000}, std::size_t{5}}) {
+      drafted->reset();
+      plain->reset();
+      Ids prompt = {7, 4, 9};
+      for (int turn = 0; plain->length() + std::ssize(prompt) < kCapacity; ++turn) {
+        request.max_ids = std::min<std::int64_t>(14, kCapacity - plain->length() - std::ssize(prompt));
+        const Ids expected = generated(*plain, prompt, request, listen);
+        EXPECT_EQ(generated(*drafted, prompt, request, listen), expected) << "turn " << turn;
+        prompt = {expected.back(), 5, static_cast<std::int32_t>(8 + turn)};
+        request.stop_ids = {expected[expected.size() / 2]};  // it may come again
+      }
+      const DraftCounts counts = *drafted->draft_counts();
+      EXPECT_GT(counts.spans, 0);
+      EXPECT_LE(counts.accepted, counts.drafted);
+    }
+  }
+}
+
+// What on_id throws comes out, and the sequence can go on.
+TEST(EngineSequence, AnExceptionOfTheListener) {
+  const auto model = fake_sequence(2, 3);
+  GenerationRequest request;
+  request.max_ids = 20;
+  int ids = 0;
+  EXPECT_THROW(model->generate_ids(Ids{4, 5}, request,
+                                   [&](std::int32_t) {
+                                     if (++ids == 6) fail(Exit::resources, "full");
+                                     return true;
+                                   }),
+               Error);
+  EXPECT_EQ(model->length(), 2 + 5);
+  model->reset();
+  EXPECT_EQ(generated(*model, {4, 5}, request), PagedFake::ids_after({4, 5}, 20, 0, 64));
+}
+
+TEST(EngineSequence, DamagedLogitsAreAnError) {
+  const auto model = fake_sequence(1, 3);
+  GenerationRequest request;
+  request.max_ids = 20;
+  EXPECT_THROW(model->generate_ids(Ids{4, PagedFake::kPoison}, request, [](std::int32_t) { return true; }), Error);
+}
+
+// Logits, scores and generation take turns in one sequence.
+TEST(EngineSequence, WhatTheHostSamplesIsTheSame) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
+  const auto model = engine_sequence(cpu::load_inference(file, one_sequence(40)), 40, nullptr, {.lookup = 3});
+  const auto plain = cpu::load_decoder(file, 40);
+  GenerationRequest request;
+  request.sampling = sampling_plan({});
+  request.max_ids = 6;
+  const auto both = [&](const auto& work) { return std::pair(work(*model), work(*plain)); };
+  const auto logits_after = [](const Ids& ids) {
+    return [ids](DecodeModel& m) {
+      const std::span<const float> logits = m.prefill(ids);
+      return std::vector<float>(logits.begin(), logits.end());
+    };
+  };
+  const auto [a, b] = both(logits_after({3, 1, 4}));
+  EXPECT_EQ(a, b);
+  const Ids expected = [&] {
+    Ids ids;
+    Sampler sampler{SamplingPlan{}};
+    std::span<const float> logits = plain->prefill(Ids{1, 5});
+    while (ids.size() < 6) {
+      ids.push_back(sampler.sample(logits, plain->length()));
+      if (ids.size() < 6) logits = plain->decode(ids.back());
+    }
+    return ids;
+  }();
+  EXPECT_EQ(generated(*model, {1, 5}, request), expected);
+  const auto [c, d] = both(logits_after({expected.back(), 2}));
+  EXPECT_EQ(c, d);
+  EXPECT_EQ(model->length(), plain->length());
+  const auto [e, f] = both([](DecodeModel& m) { return m.score(Ids{3, 1, 4, 1, 5}); });
+  EXPECT_EQ(e, f);
+  EXPECT_EQ(model->length(), plain->length());
+}
+
+// ---- the CPU's models -----------------------------------------------------------------------------------------------
+
+const char* const kModels[] = {"neox-hs32-padded", "llama-hs32-gqa2"};
+
+std::string model_path(const std::string& name) {
+  return "test/fixtures/golden/" + name + ".model.bin";
+}
+
+InferenceOptions pool(std::int64_t pages) {
+  InferenceOptions options;
+  options.page_size = 4;
+  options.num_pages = pages;
+  options.slots = test::kSlots;
+  options.max_rows = 64;
+  options.max_positions = 48;
+  return options;
+}
+
+TEST(CpuSpeculation, AVerificationSamplesWhatSingleRowsSample) {
+  for (const char* name : kModels) {
+    SCOPED_TRACE(name);
+    const auto model = cpu::load_inference(ModelFile::open(model_path(name)), pool(24));
+    test::expect_drafts_verified(*model);
+  }
+}
+
+// Lookups, the model as its own draft model, and one of other weights, through the engine.
+TEST(CpuSpeculation, DraftsChangeNoBitOfAnyRequest) {
+  for (const char* name : kModels) {
+    SCOPED_TRACE(name);
+    const ModelFile file = ModelFile::open(model_path(name));
+    const auto model = cpu::load_inference(file, pool(20)), draft = cpu::load_inference(file, pool(20));
+    for (const bool lookup : {true, false}) {
+      DraftOptions drafts{
+          .lookup = lookup ? 5 : 0, .model = lookup ? nullptr : draft.get(), .row_cost = 1e-3, .draft_cost = 0.05};
+      const EngineStatistics sum = test::expect_engine_changes_nothing(*model, 3, 14, 1, drafts);
+      EXPECT_GT(sum.drafts.verifications, lookup ? 20 : 80);
+      EXPECT_GT(sum.drafts.accepted, lookup ? 5 : 200);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,281 @@
+// The fused decode kernel of the sequential residual, Llama and GPT-NeoX, against the CPU reference and against itself.
+// fused_tools.h derives the tolerance.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "test/gpu/fused_tools.h"
+
+namespace weft {
+namespace {
+
+using test::bf16;
+using test::check_steps;
+using test::expect_logits;
+using test::fp16;
+using test::id_at;
+using test::logits_of;
+using test::Model;
+using test::step;
+
+struct Sizes {
+  std::int64_t C, heads, kv_heads, head_dim, F, layers = 2;
+  bool tied = false;
+};
+
+ModelConfig llama_config(const Sizes& sizes, std::int64_t vocab = 1003) {
+  ModelConfig config;
+  config.vocab_size = config.tokenizer_vocab = vocab;
+  config.hidden_size = sizes.C;
+  config.num_heads = sizes.heads;
+  config.num_kv_heads = sizes.kv_heads;
+  config.head_dim = sizes.head_dim;
+  config.ffn_size = sizes.F;
+  config.num_layers = sizes.layers;
+  config.max_positions = 2048;
+  config.norm_eps = 1e-5;
+  config.rope.theta = 10000;
+  config.rope.rotary_dim = sizes.head_dim;
+  config.tied_embeddings = sizes.tied;
+  return config;
+}
+
+ModelConfig sequential_neox_config(std::int64_t heads, std::int64_t head_dim, std::int64_t layers) {
+  ModelConfig config = llama_config({heads * head_dim, heads, heads, head_dim, 4 * heads * head_dim, layers});
+  config.family = Family::gpt_neox;
+  config.norm = NormKind::layernorm;
+  config.rope.rotary_dim = head_dim / 4 / 2 * 2;
+  config.attention_bias = true;
+  return config;
+}
+
+// The presets' ways in which warps share a row, groups of 1 to 32 query heads, heads that are not C wide together, and sizes
+// that fill no load, chunk or block.
+TEST(FusedSequential, LlamaMatchesTheCpuAtEveryShape) {
+  const Sizes shapes[] = {
+      {256, 4, 1, 64, 688, 3, true},      // groups of 4, head size 64, tied
+      {512, 4, 1, 128, 1376, 3},          // head size 128, untied
+      {192, 6, 2, 32, 512, 4, true},      // tiny
+      {576, 9, 3, 64, 1536, 2, true},     // smollm2-135m
+      {768, 12, 4, 64, 2048, 2, true},    // d12
+      {2048, 32, 4, 64, 5632, 1},         // tinyllama-1.1b: groups of 8
+      {2048, 32, 8, 64, 8192, 1, true},   // llama3.2-1b
+      {3072, 24, 8, 128, 8192, 1, true},  // llama3.2-3b
+      {4096, 32, 8, 128, 14336, 1},       // llama3.1-8b
+      {8, 1, 1, 8, 8},
+      {72, 6, 2, 32, 200},
+      {48, 6, 2, 8, 24},
+      {208, 5, 5, 40, 328},
+      {64, 32, 1, 16, 136},  // one K/V head for 32, heads wider than C
+      {640, 3, 3, 256, 1000},
+      {272, 6, 1, 24, 1088},
+      {1504, 7, 1, 72, 4000},
+  };
+  for (const Sizes& sizes : shapes) {
+    check_steps<fp16>(llama_config(sizes, sizes.C > 2000 ? 301 : 1003), 5);
+    check_steps<bf16>(llama_config(sizes, sizes.C > 2000 ? 301 : 1003), 3);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(FusedSequential, NeoxMatchesTheCpu) {
+  for (const auto& [heads, head_dim] : {std::pair{4, 32}, {3, 16}, {12, 64}, {8, 80}, {32, 80}, {32, 128}, {2, 256}}) {
+    const int layers = heads * head_dim > 700 ? 1 : 3;
+    check_steps<fp16>(sequential_neox_config(heads, head_dim, layers), 5);
+    check_steps<bf16>(sequential_neox_config(heads, head_dim, layers), 3);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(FusedSequential, FewBlocksAndTheSmallestRing) {
+  cuda::FusedTuning tuning;
+  tuning.blocks = 24;
+  check_steps<fp16>(llama_config({512, 8, 2, 64, 1376}), 5, tuning);
+  tuning.blocks = 3;  // fewer than K/V heads
+  tuning.ring_bytes = 1;
+  tuning.window_bytes = 1;
+  check_steps<fp16>(llama_config({128, 8, 4, 16, 152}), 5, tuning);
+}
+
+template <typename S>
+void check_contexts(const ModelConfig& config, std::int64_t page_size, std::int64_t capacity) {
+  SCOPED_TRACE(test::type_name<S>() + ", head_dim " + std::to_string(config.head_dim) + ", pages of " +
+               std::to_string(page_size));
+  Model<S> model(config, capacity, 1, page_size);
+  const auto cpu = model.on_cpu();
+  const auto fused = model.fused();
+  std::int64_t fed = 0;
+  // From 128 and 192 positions on there are two and three splits.
+  for (const std::int64_t context : {0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 700, 1500}) {
+    if (context >= capacity) break;
+    std::vector<std::int32_t> ids;
+    for (std::int64_t i = fed; i <= context; ++i) ids.push_back(id_at(i, config));
+    for (; fed < context; ++fed) step(*fused, id_at(fed, config), fed);
+    step(*fused, id_at(fed, config), fed);
+    ++fed;
+    expect_logits<S>(logits_of(*fused, config), cpu->prefill(ids), "context " + std::to_string(context));
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(FusedSequential, EveryContextInPagesAndWithout) {
+  check_contexts<fp16>(llama_config({128, 8, 2, 64, 304}, 307), 64, 1501);
+  check_contexts<fp16>(llama_config({256, 8, 2, 128, 304}, 307), 32, 701);
+  check_contexts<bf16>(llama_config({128, 4, 1, 32, 304}, 307), 16, 701);
+  check_contexts<fp16>(llama_config({128, 16, 2, 24, 304}, 307), 0, 701);
+  check_contexts<fp16>(sequential_neox_config(2, 80, 2), 0, 701);
+}
+
+// Many tokens in one launch: the same ids and the same bits as one launch a token; and after a stop id, or many launches.
+TEST(FusedSequential, ManyTokensInOneLaunch) {
+  for (const Sizes& sizes : {Sizes{256, 4, 1, 64, 688, 3, true}, {512, 8, 8, 64, 1376}, {2048, 32, 8, 64, 8192, 2}}) {
+    const ModelConfig config = llama_config(sizes);
+    constexpr int kTokens = 150;
+    Model<fp16> model(config, kTokens, 1, 64);
+    std::vector<std::int32_t> singly;
+    std::uint64_t hash = 0;
+    {
+      const auto fused = model.fused();
+      for (int i = 0; i < kTokens; ++i) singly.push_back(step(*fused, singly.empty() ? 5 : singly.back(), i));
+      hash = fused->logits_hash();
+    }
+    EXPECT_GT(std::set<std::int32_t>(singly.begin(), singly.end()).size(), 3u) << "the test says nothing";
+    const auto fused = model.fused();
+    const auto launch = [&](std::int32_t id, std::int64_t position, std::int64_t count,
+                            std::vector<std::int32_t> stop_ids = {}) {
+      cuda::FusedRequest request;
+      request.first_id = id;
+      request.position = position;
+      request.count = count;
+      request.stop_ids = std::move(stop_ids);
+      fused->launch(request);
+      std::vector<std::int32_t> ids;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::optional<std::int32_t> got = fused->wait(i);
+        if (!got.has_value()) break;
+        ids.push_back(*got);
+      }
+      EXPECT_EQ(fused->finish().tokens, std::ssize(ids));
+      return ids;
+    };
+    EXPECT_EQ(launch(5, 0, kTokens), singly);
+    EXPECT_EQ(fused->logits_hash(), hash);
+    EXPECT_EQ(launch(5, 0, kTokens), singly);
+    EXPECT_EQ(fused->logits_hash(), hash);
+
+    // What a launch appends before it stops, another one reads.
+    const auto at = std::find(singly.begin(), singly.end(), singly[70]) - singly.begin();
+    model.fused();  // the cache is NaN again
+    std::vector<std::int32_t> ids = launch(5, 0, kTokens, {singly[70]});
+    ASSERT_EQ(std::ssize(ids), at + 1);
+    const std::vector<std::int32_t> rest = launch(ids.back(), at + 1, kTokens - at - 1);
+    ids.insert(ids.end(), rest.begin(), rest.end());
+    EXPECT_EQ(ids, singly);
+    EXPECT_EQ(fused->logits_hash(), hash);
+  }
+}
+
+TEST(FusedSequential, SameBitsEveryRun) {
+  Model<bf16> model(llama_config({2048, 32, 8, 64, 8192, 2}), 256, 1, 64);
+  const auto fused = model.fused();
+  std::uint64_t hash = 0;
+  for (int run = 0; run < 50; ++run) {
+    cuda::FusedRequest request;
+    request.first_id = 7;
+    request.count = 200;
+    fused->launch(request);
+    fused->finish();
+    if (run == 0) hash = fused->logits_hash();
+    ASSERT_EQ(fused->logits_hash(), hash) << "run " << run;
+  }
+}
+
+TEST(FusedSequential, SamplesWhatTheHostWouldSample) {
+  const ModelConfig config = llama_config({256, 4, 1, 64, 688}, 5003);
+  Model<fp16> model(config, 64);
+  const auto fused = model.fused();
+  SamplerOptions options;
+  options.seed = 99;
+  options.temperature = 0.9, options.top_k = 100, options.top_p = 0.8;
+  options.vocab_limit = 4900;
+  std::int32_t id = 3;
+  for (int i = 0; i < 20; ++i) {
+    id = step(*fused, id, i, options);
+    EXPECT_EQ(id, Sampler(options).sample(logits_of(*fused, config), i + 1)) << "position " << i;
+  }
+}
+
+TEST(FusedSequential, CancelEndsTheLaunch) {
+  Model<fp16> model(llama_config({256, 4, 1, 64, 688}), 4096, 1, 64);
+  const auto fused = model.fused();
+  cuda::FusedRequest request;
+  request.count = 4000;
+  fused->launch(request);
+  ASSERT_TRUE(fused->wait(3).has_value());
+  fused->cancel();
+  const auto result = fused->finish();
+  EXPECT_EQ(result.end, cuda::FusedEnd::cancelled);
+  EXPECT_LT(result.tokens, 4000);
+  EXPECT_GE(step(*fused, 1, 0), 0);
+}
+
+TEST(FusedSequential, TheWatchdogEndsAHang) {
+  Model<fp16> model(llama_config({256, 4, 1, 64, 688}), 64);
+  cuda::FusedTuning tuning;
+  tuning.timeout_seconds = 0.2;
+  tuning.lose_an_arrival = true;
+  const auto fused = model.fused(tuning);
+  cuda::FusedRequest request;
+  request.count = 5;
+  fused->launch(request);
+  EXPECT_TRUE(fused->wait(3).has_value());
+  EXPECT_NE(error_of(Exit::environment, [&] { fused->wait(4); }).find("no progress"), std::string::npos);
+  // The next object, of the same memory, is not affected.
+  const auto another = model.fused();
+  EXPECT_GE(step(*another, 1, 0), 0);
+}
+
+// The instrumented kernel computes the same bits, and its table has the phases of this order.
+TEST(FusedSequential, TimelineHasItsPhases) {
+  Model<fp16> model(llama_config({512, 8, 2, 64, 1376, 3}), 64);
+  const auto fused = model.fused();
+  cuda::FusedRequest request;
+  request.first_id = 7;
+  request.count = 4;
+  fused->launch(request);
+  fused->finish();
+  const std::uint64_t hash = fused->logits_hash();
+  fused->record_timeline(true);
+  fused->launch(request);
+  fused->finish();
+  EXPECT_EQ(fused->logits_hash(), hash);
+  const std::string text = cuda::timeline_text(fused->timeline());
+  for (const char* phase : {"x here", "norms done", "QKV done", "query here", "attention done", "attention here",
+                            "middle written", "middle here", "up done", "MLP up here", "x written"}) {
+    EXPECT_NE(text.find(std::string("\n") + phase), std::string::npos) << phase << text;
+  }
+}
+
+TEST(FusedSequential, RefusesWhatItCannotRun) {
+  cuda::Device device;
+  device.arch = 90;
+  device.multiprocessors = 132;
+  device.shared_bytes = 227 << 10;
+  for (const std::string& preset : preset_names()) {
+    EXPECT_EQ(cuda::fused_decode_refusal(preset_config(preset), device), "") << preset;
+  }
+  const auto refusal = [&](const Sizes& sizes) { return cuda::fused_decode_refusal(llama_config(sizes), device); };
+  EXPECT_EQ(refusal({512, 8, 2, 64, 1376}), "");
+  EXPECT_NE(refusal({516, 8, 2, 64, 1376}).find("hidden_size"), std::string::npos);
+  EXPECT_NE(refusal({512, 8, 2, 1024, 1376}).find("head_dim"), std::string::npos);
+  EXPECT_NE(refusal({512, 8, 2, 64, 1380}).find("ffn_size"), std::string::npos);
+  EXPECT_NE(refusal({512, 8, 2, 64, 4096}).find("ffn_size"), std::string::npos);
+  EXPECT_NE(refusal({512, 64, 1, 8, 1376}).find("query heads"), std::string::npos);
+  device.multiprocessors = 16;
+  EXPECT_NE(cuda::fused_decode_refusal(preset_config("llama3.1-8b"), device).find("multiprocessors are too few"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,127 @@
+// The fused decode kernel after a prompt of the inference model, in the same pages: logits against the CPU, ids against the
+// host's sampler, generation in pieces.
+#include "llmc/cuda/transformer/fused_tokens.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "llmc/base/error.h"
+#include "llmc/cpu/inference.h"
+#include "llmc/cuda/transformer/inference.h"
+#include "llmc/cuda/transformer/neox.h"
+#include "test/cpp/golden_cases.h"
+#include "test/cpp/inference_tools.h"
+#include "test/gpu/decode_tools.h"
+#include "test/gpu/neox_models.h"
+
+namespace weft {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+std::unique_ptr<DecodeModel> fused_sequence(const ModelFile& file, DType dtype, std::int64_t capacity) {
+  InferenceOptions pool = one_sequence(capacity);
+  pool.page_size = cuda::kFusedPageSize;
+  pool.num_pages = (capacity + pool.page_size - 1) / pool.page_size;
+  cuda::GpuInferenceOptions options;
+  options.dtype = dtype;
+  auto model = cuda::load_inference(file, pool, options);
+  auto decoder = cuda::fused_tokens(*model, dtype);
+  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
+}
+
+Ids generated(DecodeModel& model, std::span<const std::int32_t> prompt, const SamplerOptions& sampler,
+              std::int64_t count, Ids stop_ids = {}) {
+  Ids ids;
+  model.generate_ids(prompt, {sampling_plan(sampler), std::move(stop_ids), count}, [&](std::int32_t id) {
+    ids.push_back(id);
+    return true;
+  });
+  return ids;
+}
+
+void check_model(const ModelFile& file, DType dtype, std::int64_t prompt_size) {
+  constexpr std::int64_t kIds = 60;
+  const std::int64_t capacity = prompt_size + kIds + 3;
+  const auto model = fused_sequence(file, dtype, capacity), cpu = cpu::load_decoder(file, capacity);
+  const ModelConfig& config = model->config();
+  const Ids prompt = test::random_tokens(static_cast<std::size_t>(prompt_size), config.tokenizer_vocab, 5);
+  test::expect_close("prompt", model->prefill(prompt), cpu->prefill(prompt), dtype);
+  for (const std::int32_t id : {7, 3, 11, 2}) test::expect_close("decode", model->decode(id), cpu->decode(id), dtype);
+
+  for (const double temperature : {0.0, 0.9}) {
+    GenerateOptions options;
+    options.sampler.temperature = temperature;
+    options.sampler.vocab_limit = config.tokenizer_vocab;
+    options.max_tokens = kIds;
+    const Ids want = test::host_sampled(*model, prompt, options);
+    for (int run = 0; run < 2; ++run) {
+      model->reset();
+      EXPECT_EQ(generated(*model, prompt, options.sampler, kIds), want);
+      EXPECT_EQ(model->length(), prompt_size + kIds - 1);
+    }
+    // The inference model goes on with keys and values that the kernel has appended.
+    Ids all = prompt;
+    all.insert(all.end(), want.begin(), want.end());
+    cpu->reset();
+    test::expect_close("after a text", model->prefill(std::span(all).last(1)), cpu->prefill(all), dtype);
+    model->reset();
+    const auto stop = std::find(want.begin(), want.end(), want[30]) + 1;
+    EXPECT_EQ(generated(*model, prompt, options.sampler, kIds, {want[30]}), Ids(want.begin(), stop));
+  }
+  model->reset();
+  EXPECT_NE(error_of(Exit::internal, [&] { generated(*model, prompt, {}, kIds + 4); }), "");
+}
+
+TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
+  for (const test::LlamaShape& shape : test::small_llamas()) {
+    const ModelConfig config = test::llama_config(shape);
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      if (!cuda::fused_refusal(config, dtype).empty()) GTEST_SKIP() << cuda::fused_refusal(config, dtype);
+      SCOPED_TRACE(shape.name + " in " + dtype_name(dtype));
+      const TemporaryDirectory directory;
+      const std::string path = directory.file("model.bin");
+      test::write_random_model(path, config, dtype, 3, nullptr);
+      check_model(ModelFile::open(path), dtype, dtype == DType::f16 ? 70 : 201);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// The greedy ids of the reference dumps' models, on the GPU in fp16 and on the CPU in fp32. An id may differ where the two
+// greatest logits are closer than the storage type's rounding.
+TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
+  int compared = 0;
+  for (const GoldenCase& golden : golden_cases(Family::llama)) {
+    SCOPED_TRACE(golden.name);
+    const ModelFile file = ModelFile::open(golden.model);
+    if (!cuda::fused_refusal(file.config(), DType::f16).empty()) {
+      GTEST_SKIP() << cuda::fused_refusal(file.config(), DType::f16);
+    }
+    const std::int64_t capacity = 40;
+    const auto model = fused_sequence(file, DType::f16, capacity), cpu = cpu::load_decoder(file, capacity);
+    const Ids prompt = test::random_tokens(9, file.config().tokenizer_vocab, 5);
+    SamplerOptions sampler;
+    sampler.temperature = 0;
+    sampler.vocab_limit = file.config().tokenizer_vocab;
+    const Ids ids = generated(*model, prompt, sampler, 30);
+    Sampler host(sampler);
+    std::span<const float> logits = cpu->prefill(prompt);
+    for (const std::int32_t id : ids) {
+      const std::int32_t best = host.sample(logits, 0);
+      const auto logit = [&](std::int32_t of) { return logits[static_cast<std::size_t>(of)]; };
+      const float largest = std::max(std::abs(*std::max_element(logits.begin(), logits.end())), 1.0f);
+      if (id == best) {
+        ++compared;
+      } else {
+        EXPECT_LT(logit(best) - logit(id), 4e-3f * largest) << "after " << compared << " equal ids";
+      }
+      logits = cpu->decode(id);
+    }
+  }
+  EXPECT_GT(compared, 150);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,257 @@
+"""convert_hf.py --quantize: the grids and their search, the files, and what infer_pythia computes from them."""
+
+import json
+import subprocess
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("xxhash")
+
+import checkpoints as ck  # noqa: E402
+import dump_reference  # noqa: E402
+import hf_config  # noqa: E402
+import quantization  # noqa: E402
+import tensor_file  # noqa: E402
+
+# One group and a ragged second one along K, three along the FFN; rows that are no multiple of anything.
+LLAMA = ck.LLAMA | {"hidden_size": 144, "intermediate_size": 262, "vocab_size": 53}
+NEOX = ck.GPT_NEOX | {"hidden_size": 144, "intermediate_size": 262, "vocab_size": 53}
+CONFIGS = {"llama": LLAMA, "gpt_neox": NEOX}
+HEADS = {"llama": "lm_head.weight", "gpt_neox": "embed_out.weight"}
+
+
+def e4m3(byte: int) -> float:
+    """One value of e4m3 by the definition of the format."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if byte & 0x80 else value
+
+
+def weights_of(file: tensor_file.TensorFile, name: str) -> np.ndarray:
+    """The weights of a matrix, quantised or not, without the project's own way back."""
+    info = file.at(name)
+    raw = np.frombuffer(file.bytes(name), np.uint8)
+    if info.dtype in ("f32", "f16", "bf16"):
+        return file.f32(name)
+    rows, columns = info.shape
+    scales = file.array(name + ".scales").astype(np.float32)
+    if info.dtype == "i8":
+        return raw.astype(np.int8).astype(np.float32).reshape(info.shape) * scales.reshape(rows, 1)
+    if info.dtype == "e4m3":
+        values = np.array([e4m3(byte) for byte in range(256)], np.float32)
+        return np.take(values, raw).reshape(info.shape) * scales.reshape(rows, 1)
+    assert info.dtype == "u4"
+    row, column = np.arange(rows)[:, None], np.arange(columns)[None, :]
+    byte = raw[(row * columns + column) // 2]
+    q = np.where(column % 2 == 0, byte % 16, byte // 16).astype(np.float32)
+    return scales[row, column // 128] * (q - file.array(name + ".zeros")[row, column // 128])
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+def test_e4m3_is_the_nearest_value_and_ties_go_to_even():
+    values = np.array([e4m3(byte) for byte in range(127)])
+    np.testing.assert_array_equal(quantization.e4m3_to_f32(np.arange(127, dtype=np.uint8)), values.astype(np.float32))
+    assert np.isnan(quantization.e4m3_to_f32(np.array([0x7F, 0xFF], np.uint8))).all()
+    middle = (values[1:] + values[:-1]) / 2
+    random = np.random.default_rng(1)
+    x = np.concatenate([values, middle, middle * (1 + 2.0**-20), middle * (1 - 2.0**-20), [449, 464, 1e30, 1e-30],
+                        np.exp2(random.uniform(-12, 9, 20_000))]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    distance = np.abs(np.minimum(np.abs(x).astype(np.float64), 448)[:, None] - values)
+    nearest = distance == distance.min(axis=1, keepdims=True)
+    nearest[nearest.sum(axis=1) > 1] &= np.arange(127) % 2 == 0
+    bits = quantization.f32_to_e4m3(x)
+    np.testing.assert_array_equal(bits & 0x7F, nearest.argmax(axis=1))
+    np.testing.assert_array_equal(bits >> 7, np.signbit(x))
+    np.testing.assert_array_equal(quantization.round_to_e4m3(x), quantization.e4m3_to_f32(bits))
+
+
+def weights_again(rows: quantization.Quantized, scheme: str, columns: int) -> np.ndarray:
+    if scheme == "int8":
+        return rows.q.astype(np.float32) * rows.scales[:, None]
+    if scheme == "fp8":
+        return quantization.e4m3_to_f32(rows.q) * rows.scales[:, None]
+    q = np.stack([rows.q & 15, rows.q >> 4], axis=-1).reshape(len(rows.q), -1).astype(np.float32)
+    assert rows.zeros is not None
+    return (np.repeat(rows.scales.astype(np.float32), 128, axis=1)[:, :columns]
+            * (q - np.repeat(rows.zeros, 128, axis=1)[:, :columns]))
+
+
+@pytest.mark.parametrize("columns", [2, 130, 384])
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_the_search_takes_the_least_error(scheme, columns, monkeypatch):
+    """What is said of the error is true, and no single factor does better on any row."""
+    random = np.random.default_rng(2)
+    weights = random.standard_t(4, (19, columns)).astype(np.float32) * np.exp2(random.integers(-9, 3, (19, 1))).astype(np.float32)
+    weights[3] = 0
+    weights[4] = np.abs(weights[4])
+    weights[5] = 1e-30
+
+    def error(rows):
+        return ((weights_again(rows, scheme, columns).astype(np.float64) - weights) ** 2).sum(axis=1)
+
+    best = quantization.quantize_rows(weights, scheme)
+    assert best.error == pytest.approx(error(best).sum(), rel=1e-3)
+    assert best.square == pytest.approx((weights.astype(np.float64) ** 2).sum(), rel=1e-5)
+    assert (weights_again(best, scheme, columns)[3] == 0).all() and (best.scales > 0).all()
+    gains = []
+    for factor in quantization.FACTORS[scheme]:
+        monkeypatch.setitem(quantization.FACTORS, scheme, (factor,))
+        alone = error(quantization.quantize_rows(weights, scheme))
+        assert (error(best) <= alone * 1.0001 + 1e-30).all()
+        gains.append((error(best) < alone * 0.99).any())
+    assert any(gains) or columns == 2
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_weights_on_a_grid_come_back_as_they_are(scheme):
+    random = np.random.default_rng(3)
+    if scheme == "int4":
+        q = random.integers(0, 16, (7, 256))
+        q[:, ::128], q[:, 1::128] = 0, 15
+        zeros, scales = random.integers(1, 15, (7, 2)), np.float16(random.uniform(0.01, 0.02, (7, 2)))
+        weights = np.repeat(scales.astype(np.float32), 128, axis=1) * (q - np.repeat(zeros, 128, axis=1)).astype(np.float32)
+    else:
+        q = random.integers(-127, 128, (7, 256)) if scheme == "int8" else np.array(
+            [e4m3(byte) for byte in random.integers(0, 127, 7 * 256)]).reshape(7, 256)
+        q[:, 0] = 127 if scheme == "int8" else 448
+        weights = (q * np.exp2(random.integers(-5, 5, (7, 1)))).astype(np.float32)
+    rows = quantization.quantize_rows(weights, scheme)
+    np.testing.assert_allclose(weights_again(rows, scheme, 256), weights, rtol=1e-6)
+    if scheme == "int4":
+        np.testing.assert_array_equal(rows.scales, scales)
+        np.testing.assert_array_equal(rows.zeros, zeros)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def converted(folder, family, scheme, *options, dtype="F16", seed=0):
+    config = CONFIGS[family]
+    weights = {name: values / 8 if values.ndim == 2 else values for name, values in ck.weights_of(config, seed).items()}
+    source = ck.write_checkpoint(folder / "hf", config, weights, dtype)
+    target = folder / f"{family}-{scheme}.bin"
+    done = ck.run_script("convert_hf.py", source, "-o", target, *(["--quantize", scheme] if scheme else []), *options)
+    assert done.returncode == 0, done.stderr
+    return tensor_file.read(target, "model"), done.stdout
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_converted_model_is_near_its_source(tmp_path, family, scheme, monkeypatch):
+    monkeypatch.setattr(quantization, "PIECE_ELEMENTS", 10_000)  # several pieces a matrix
+    head = ["--head", "int8"] if scheme != "fp8" else []
+    floats, _ = converted(tmp_path, family, "")
+    packed, text = converted(tmp_path, family, scheme, *head)
+    assert f"matrices to {scheme}" in text and "infer_pythia --model" in text
+    assert packed.config["quantization"] == {"scheme": scheme, "group": 128 if scheme == "int4" else 0,
+                                             "head": "int8" if head else "none"}
+    assert "quantization" not in floats.config
+    packed.verify()
+    seen = 0
+    for name, info in floats.tensors.items():
+        got = packed.at(name)
+        assert got.shape == info.shape
+        of_layer = ".layers." in name and len(info.shape) == 2
+        if not of_layer and not (name == HEADS[family] and head):
+            assert (got.dtype, got.hash) == (info.dtype, info.hash), name
+            continue
+        seen += 1
+        own = scheme if of_layer else "int8"
+        assert got.dtype == {"int8": "i8", "int4": "u4", "fp8": "e4m3"}[own]
+        want, have = floats.f32(name), weights_of(packed, name)
+        np.testing.assert_array_equal(quantization.dequantized(packed, name), have)
+        worst = {"int8": 1 / 200, "int4": 1 / 8, "fp8": 1 / 16}[own] * np.abs(want).max()  # clipping included
+        assert np.abs(want - have).max() < 4 * worst
+        assert np.sqrt(((want - have) ** 2).mean()) < worst
+    assert seen == (14 if family == "llama" else 8) + bool(head)
+    names = [name for name in packed.tensors if name.endswith((".scales", ".zeros"))]
+    assert len(names) == seen + (seen - bool(head) if scheme == "int4" else 0)
+
+    first = (tmp_path / f"{family}-{scheme}.bin").read_bytes()
+    converted(tmp_path, family, scheme, *head)
+    assert (tmp_path / f"{family}-{scheme}.bin").read_bytes() == first
+
+
+def ids_of(path) -> list[int]:
+    done = subprocess.run([ck.ROOT / "infer_pythia", "--device=cpu", f"--model={path}", "--prompt-ids=3,1,4,1,5,9,2,6",
+                           "--max-tokens=24", "--temperature=1", "--seed=3", "--ignore-eos", "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["ids"]
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_infer_pythia_runs_what_the_file_means(tmp_path, family, scheme):
+    """The same ids from a file of floats that holds the quantised weights."""
+    packed, _ = converted(tmp_path, family, scheme, "--head", "int8")
+    config = {key: value for key, value in packed.config.items() if key != "quantization"}
+    names = [name for name in packed.tensors if not name.endswith((".scales", ".zeros"))]
+    with tensor_file.Writer(tmp_path / "floats.bin", "model", config) as writer:
+        for name in names:
+            writer.declare(name, "f32", packed.at(name).shape)
+        for name in names:
+            writer.write(name, weights_of(packed, name))
+    got = ids_of(packed.path)
+    assert got == ids_of(tmp_path / "floats.bin") and len(set(got)) > 4
+
+
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_reference_dumps_take_the_weights_that_a_file_means(tmp_path, scheme):
+    packed, _ = converted(tmp_path, "llama", scheme, "--head", "int8")
+    model = hf_config.parse_config(LLAMA, "config")
+    found = dict(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", model))
+    assert list(found) == list(hf_config.expected_tensors(model))
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, weights_of(packed, name))
+    other = hf_config.parse_config(LLAMA | {"rope_theta": 500.0}, "config")
+    with pytest.raises(tensor_file.FileError, match="differs from the configuration of DIR"):
+        next(dump_reference.replaced_weights(tmp_path / f"llama-{scheme}.bin", other))
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, config, words", [
+    (["--head", "int8"], LLAMA, "--head: only with --quantize"),
+    (["--quantize", "int8", "--head", "int8"], LLAMA | {"tie_word_embeddings": True}, "--head int8: the head of this model is"),
+    (["--quantize", "int2"], LLAMA, "invalid choice: 'int2'"),
+])
+def test_usage_errors(tmp_path, options, config, words):
+    source = ck.write_checkpoint(tmp_path / "hf", config)
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", *options)
+    assert done.returncode == 2 and words in done.stderr and not (tmp_path / "a.bin").exists()
+
+
+@pytest.mark.parametrize("scheme, value, words", [
+    ("int8", np.nan, "holds NaN or infinity, which cannot be quantised"),
+    ("fp8", np.inf, "holds NaN or infinity, which cannot be quantised"),
+    ("int4", 2e6, "got weights too large for int4 and its scales"),
+])
+def test_weights_that_cannot_be_quantised(tmp_path, scheme, value, words):
+    weights = ck.weights_of(LLAMA)
+    weights["model.layers.1.mlp.down_proj.weight"][5, 9] = value
+    source = ck.write_checkpoint(tmp_path / "hf", LLAMA, weights)
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", "--quantize", scheme)
+    assert done.returncode == 3 and "model.layers.1.mlp.down_proj.weight: " + words in done.stderr
+    assert not (tmp_path / "a.bin").exists()
+
+
+def test_int4_needs_pairs_of_columns(tmp_path):
+    source = ck.write_checkpoint(tmp_path / "hf", LLAMA | {"intermediate_size": 25})
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", "--quantize", "int4")
+    assert done.returncode == 3 and "got 25 columns, expected an even number for int4. Use --quantize int8" in done.stderr
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", "--quantize", "fp8")
+    assert done.returncode == 0, done.stderr
+
+
+def test_neither_training_nor_export_takes_a_quantised_file(tmp_path):
+    packed, _ = converted(tmp_path, "llama", "int4")
+    done = ck.run_script("export_hf.py", packed.path, "-o", tmp_path / "out")
+    assert done.returncode == 3 and "its weights are quantised, and an export needs floats" in done.stderr
+    run = subprocess.run([ck.ROOT / "train_llama", f"--model={packed.path}", "--train=none_*.bin", "--device=cpu",
+                          f"--out={tmp_path / 'run'}"], capture_output=True, text=True)
+    assert run.returncode == 3 and "its weights are quantised (int4), and training needs floats" in run.stderr
