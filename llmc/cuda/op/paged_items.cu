@@ -4,6 +4,8 @@
 // key or value is written in this step, so the first copies start before the predecessor, the GEMM of q, k and v, has
 // finished: as much as all rings hold, 220 KiB a multiprocessor. What the step's own rows bring comes after the wait.
 //
+// Heads of 80 come by bulk copies from Hopper on (SlotCopy), other heads by threads.
+//
 // Of any step on Hopper, beside its tiles (paged_hopper.cu): all that items read was complete when the kernel of the tiles let this
 // one start. It waits for the tiles at its end.
 //
