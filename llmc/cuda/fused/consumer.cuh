@@ -109,6 +109,8 @@ struct Consumer {
   __device__ __forceinline__ void multiply_chunks(int rows, int chunk_rows, int width,
                                                   const float (&input)[kLoads * kLaneElements], bool accumulate);
   __device__ __forceinline__ float partial_sum(int target) const;
+  template <typename Finish>
+  __device__ __forceinline__ void finish_sums(int count, const Finish& finish);
   __device__ __forceinline__ void sequential_qkv_rows(int l, const float (&input)[kInputs]);
   __device__ __forceinline__ void middle_rows(int l, float (&input)[kInputs]);
   __device__ __forceinline__ void hidden_rows(int l, int token, const float (&input)[kInputs]);

@@ -91,11 +91,35 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
       q[u][j] = active && u < queries ? query[u * HS + slice * kLaneElements + j] : 0.0f;
     }
   }
+  const uint4 zero = make_uint4(0, 0, 0, 0);
   GroupState r;
 #pragma unroll
   for (int u = 0; u < kWarpQueries; ++u) r.largest[u] = -INFINITY;
+  if (split == splits - 1 && set_warp == 0) {  // the new token itself
+    const KV* added = reinterpret_cast<const KV*>(shared + at.added);
+    uint4 k = zero, v = zero;
+    if (active && lane < kLanes) {
+      k = *reinterpret_cast<const uint4*>(added + slice * kLaneElements);
+      v = *reinterpret_cast<const uint4*>(added + HS + slice * kLaneElements);
+    }
+    float values[kLaneElements];
+    widen<KV>(v, values);
+#pragma unroll
+    for (int u = 0; u < kWarpQueries; ++u) {
+      float score = 0;
+      dot<KV>(score, k, q[u]);
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
+      if (lane >= kLanes) continue;
+      r.largest[u] = score;
+      r.sum[u] = 1;
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) r.out[u][j] = values[j];
+    }
+  }
 
-  // Two positions of this group of lanes, of which `count` say how many there are.
+  // Two positions of this group of lanes. Queries that the set has not are zeros: a branch would keep the others from being
+  // computed side by side.
   const auto attend_two = [&](const uint4(&k)[2], const uint4(&v)[2], bool first_is_there, bool second_is_there) {
     float keys[2][kLaneElements], values[2][kLaneElements];
     widen<KV>(k[0], keys[0]);
@@ -104,7 +128,6 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     widen<KV>(v[1], values[1]);
 #pragma unroll
     for (int u = 0; u < kWarpQueries; ++u) {
-      if (u >= queries) continue;
       float score[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
@@ -120,7 +143,6 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     }
   };
 
-  const uint4 zero = make_uint4(0, 0, 0, 0);
   for (int done = cached.begin; done < cached.end;) {
     const int count = chunk_of(p, done, cached.end);
     const unsigned keys = begin_chunk() + slice * 16, values = keys + p.chunk_positions * position_bytes;
@@ -139,21 +161,11 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     end_chunk();
     done += count;
   }
-  if (split == splits - 1 && set_warp == 0) {  // the new token itself
-    const KV* added = reinterpret_cast<const KV*>(shared + at.added);
-    uint4 k[2] = {zero, zero}, v[2] = {zero, zero};
-    if (active && lane < kLanes) {
-      k[0] = *reinterpret_cast<const uint4*>(added + slice * kLaneElements);
-      v[0] = *reinterpret_cast<const uint4*>(added + HS + slice * kLaneElements);
-    }
-    attend_two(k, v, lane < kLanes, false);
-  }
 
   // Merges the groups of lanes.
   const int kept = min(p.group, kWarpQueries);
 #pragma unroll
   for (int u = 0; u < kWarpQueries; ++u) {
-    if (u >= queries) continue;
 #pragma unroll
     for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
       const float other = __shfl_xor_sync(~0u, r.largest[u], offset), largest = fmaxf(r.largest[u], other);
@@ -168,11 +180,11 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
       r.largest[u] = largest;
     }
     float* state = reinterpret_cast<float*>(shared + at.states) + (warp * kept + u) * (HS + 2);
-    if (lane < kLanes && active) {
+    if (u < queries && lane < kLanes && active) {
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) state[2 + slice * kLaneElements + j] = r.out[u][j];
     }
-    if (lane == 0) state[0] = r.largest[u], state[1] = r.sum[u];
+    if (u < queries && lane == 0) state[0] = r.largest[u], state[1] = r.sum[u];
   }
 }
 
@@ -187,17 +199,23 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
   const float* states = reinterpret_cast<const float*>(shared + at.states);
   for (int i = thread; i < p.group * pairs; i += threads) {
     const int g = i / pairs, d = 2 * (i % pairs), set = g / kWarpQueries, u = g % kWarpQueries;
-    const auto state_of = [&](int w) { return states + (w * kept + u) * (HS + 2); };
     float largest = -INFINITY, sum = 0, out[2] = {};
-    for (int w = set; w < warps; w += sets) largest = fmaxf(largest, state_of(w)[0]);
+    float2 of_warp[kMaxWarps], values[kMaxWarps];  // largest score and sum; output times sum
+#pragma unroll
+    for (int n = 0; n < kMaxWarps; ++n) {
+      const int w = set + n * sets;
+      const float2* state = reinterpret_cast<const float2*>(states + (w * kept + u) * (HS + 2));
+      of_warp[n] = w < warps ? state[0] : make_float2(-INFINITY, 0);
+      values[n] = w < warps ? state[1 + d / 2] : make_float2(0, 0);
+      largest = fmaxf(largest, of_warp[n].x);
+    }
     const float base = largest == -INFINITY ? 0.0f : largest;
-    for (int w = set; w < warps; w += sets) {
-      const float* state = state_of(w);
-      const float weight = exp2f(state[0] - base);
-      const float2 values = *reinterpret_cast<const float2*>(state + 2 + d);
-      sum = fmaf(state[1], weight, sum);
-      out[0] = fmaf(values.x, weight, out[0]);
-      out[1] = fmaf(values.y, weight, out[1]);
+#pragma unroll
+    for (int n = 0; n < kMaxWarps; ++n) {
+      const float weight = exp2f(of_warp[n].x - base);
+      sum = fmaf(of_warp[n].y, weight, sum);
+      out[0] = fmaf(values[n].x, weight, out[0]);
+      out[1] = fmaf(values[n].y, weight, out[1]);
     }
     const int query_head = head * p.group + g;
     std::uint64_t* stored = p.splits + static_cast<std::int64_t>(query_head) * p.max_splits * (HS + 2);
@@ -259,11 +277,12 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
   }
 }
 
-// The items of this block.
+// The items of this block, the same ones in every layer: nobody has anything else to do meanwhile, and their code stays in the
+// instruction cache.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int position, int splits) {
   const Parameters& p = c.p;
-  for (int item = c.first_item(layer); item < p.NKV * splits; item += c.blocks) {
+  for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
     const int head = item / splits, split = item % splits;
     fetch_heads(head, split == splits - 1);
     stamp(layer, FusedPhase::query_here);

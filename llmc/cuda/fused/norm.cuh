@@ -122,7 +122,7 @@ __device__ __forceinline__ void Consumer<K>::normalize_one(const NormWeight& n, 
   if (lane == 0) of_warps[warp] = make_float4(own_mean, squares, count, 0);
   sync();
   const float4 moments = lane < c.p.warps_k ? of_warps[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);
-  const float mean = warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
+  const float mean = c.p.rms ? 0.0f : warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
   const float rstd = rsqrtf(warp_sum(fmaf(off * off, moments.z, moments.y)) / C + c.p.eps);
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {

@@ -44,7 +44,7 @@ __device__ void Helper<K>::run_sequential() {
     const int stop = *const_cast<volatile int*>(&c.flags.stop);
     if (stop != 0 && token >= stop) return;
     for (int l = 0; l < p.L; ++l) {
-      for (int item = c.first_item(l); item < p.NKV * splits; item += c.blocks) {
+      for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
         if (item % splits == splits - 1 && !append(l, position, item / splits)) return;
       }
       ++step;

@@ -84,18 +84,13 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   float* partial =
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
   int offset[kLoads];
-  bool used[kLoads];  // by any lane of this warp
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    offset[i] = piece(i) * kLaneElements < width ? piece(i) * 16 : -1;
-    used[i] = i == 0 || (i * p.warps_k + warp_k) * kWarpElements < width;
-  }
+  for (int i = 0; i < kLoads; ++i) offset[i] = piece(i) * kLaneElements < width ? piece(i) * 16 : -1;
   uint4 w[2][kEach][kLoads] = {};
   const auto add = [&](float* sums, const uint4(&of)[kEach][kLoads]) {
     float each[kLoads][kEach] = {};  // chains of additions that do not wait for each other
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (!used[i]) continue;
 #pragma unroll
       for (int j = 0; j < kEach; ++j) dot<W>(each[i][j], of[j][i], input + i * kLaneElements);
     }
@@ -125,14 +120,27 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   }
 }
 
-// The sum of a row, as finish_rows() adds it.
+// The sum of a row, in the order of the warps.
 template <typename K>
 __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
   const float* partial =
       reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows + target;
-  float sum = partial[0];
-  for (int k = 1; k < c.p.warps_k; ++k) sum += partial[k * c.p.partial_rows];
+  float of_warp[kMaxWarps];  // loaded side by side
+#pragma unroll
+  for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < c.p.warps_k ? partial[k * c.p.partial_rows] : 0.0f;
+  float sum = of_warp[0];
+#pragma unroll
+  for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
   return sum;
+}
+
+// As finish_rows().
+template <typename K>
+template <typename Finish>
+__device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish& finish) {
+  sync();
+  if (thread < count) finish(thread, partial_sum(thread));
+  partial_buffer ^= 1;
 }
 
 template <typename K>
@@ -140,7 +148,7 @@ __device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, const fl
   const unsigned short bias = load_bias(layers[l].qkv_bias, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
   multiply_chunks<kRowLoads, kRows>(rows, kRows * c.p.warps_r, c.p.C, input, false);
-  finish_rows(rows, [&](int row, float sum) {
+  finish_sums(rows, [&](int row, float sum) {
     store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(sum + bias_value(bias), step + 1));
   });
   stamp(l, FusedPhase::qkv_done);
@@ -156,7 +164,7 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
   stamp(l, FusedPhase::attention_here);
   multiply_chunks<kRowLoads, kRows>(rows, kRows * p.warps_r, p.q_size, input, false);
-  finish_rows(rows, [&](int row, float sum) {
+  finish_sums(rows, [&](int row, float sum) {
     x_own += sum + bias_value(bias);
     store_relaxed(p.x_mid + own.out.begin + row, tagged(x_own, step + 1));
   });
@@ -173,17 +181,14 @@ __device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const
     const unsigned short bias = load_bias(layers[l].up_bias, own_rows);
     const int rows = own_rows.end - own_rows.begin, chunk_rows = kRows * p.warps_r;
     multiply_chunks<kRowLoads, kRows>(rows, p.gated ? chunk_rows / 2 : chunk_rows, p.C, input, false);
-    sync();
-    bool write = thread < rows;
+    bool write = true;
     if constexpr (K::kInstrumented) {  // the last token never completes
-      if (p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1) write = false;
+      write = !(p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1);
     }
-    if (write) {
-      const float sum = partial_sum(thread);
-      const float value = p.gated ? swiglu<float>(sum, partial_sum(rows + thread)) : gelu_exact(sum + bias_value(bias));
-      store_relaxed(p.h + own_rows.begin + thread, tagged(value, step + 1));
-    }
-    partial_buffer ^= 1;
+    finish_sums(rows, [&](int row, float sum) {
+      const float value = p.gated ? swiglu<float>(sum, partial_sum(rows + row)) : gelu_exact(sum + bias_value(bias));
+      if (write) store_relaxed(p.h + own_rows.begin + row, tagged(value, step + 1));
+    });
   }
   stamp(l, FusedPhase::up_done);
 }
@@ -204,7 +209,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
     stamp(l, FusedPhase::mlp_up_here);
     multiply_chunks<kPartLoads, kPartRows>(rows, kPartRows * p.warps_r, width, hidden, part > 0);
   }
-  finish_rows(rows, [&](int row, float sum) {
+  finish_sums(rows, [&](int row, float sum) {
     x_own += sum + bias_value(bias);
     store_relaxed(p.x + own.out.begin + row, tagged(x_own, step + 1));
   });

@@ -62,7 +62,7 @@ __device__ bool Producer<K>::pages(int token, int layer, int position) {
   const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
   const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
   bool checked = token == 0;  // earlier launches have ended
-  for (int item = c.first_item(layer); item < p.NKV * splits; item += c.blocks) {
+  for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
     const Positions cached = positions_of<kPageUnit>(position, splits, item % splits);
     if (cached.begin == cached.end) continue;
     if (!checked) {
