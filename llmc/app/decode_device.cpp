@@ -189,7 +189,10 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
-  const std::string refusal = cuda::fused_refusal(config, dtype_);
+  std::string refusal = cuda::fused_refusal(config, dtype_);
+  if (refusal.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
+    refusal = "the graph is faster for a model of this width";
+  }
   if (refusal.empty()) return;
   if (settings_.decode == "fused") fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
   decode_ = "graph";

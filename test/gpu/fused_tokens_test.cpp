@@ -74,6 +74,20 @@ void check_model(const ModelFile& file, DType dtype, std::int64_t prompt_size) {
   EXPECT_NE(error_of(Exit::internal, [&] { generated(*model, prompt, {}, kIds + 4); }), "");
 }
 
+TEST(FusedTokens, NarrowModelsAreLeftToTheGraph) {
+  ModelConfig config = test::llama_config(test::small_llamas().front());
+  for (const std::int64_t width : {1024, 2047, 2048, 4096}) {
+    config.hidden_size = width;
+    EXPECT_EQ(cuda::graph_is_faster(config), width < 2048) << width;
+  }
+  config.family = Family::gpt_neox;
+  config.hidden_size = 512;
+  config.parallel_residual = false;
+  EXPECT_TRUE(cuda::graph_is_faster(config));
+  config.parallel_residual = true;
+  EXPECT_FALSE(cuda::graph_is_faster(config));
+}
+
 TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
   for (const test::LlamaShape& shape : test::small_llamas()) {
     const ModelConfig config = test::llama_config(shape);
@@ -93,11 +107,13 @@ TEST(FusedTokens, FollowThePromptOfEverySmallModel) {
 // greatest logits are closer than the storage type's rounding.
 TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
   int compared = 0;
+  std::size_t refused = 0;
   for (const GoldenCase& golden : golden_cases(Family::llama)) {
     SCOPED_TRACE(golden.name);
     const ModelFile file = ModelFile::open(golden.model);
     if (!cuda::fused_refusal(file.config(), DType::f16).empty()) {
-      GTEST_SKIP() << cuda::fused_refusal(file.config(), DType::f16);
+      ++refused;
+      continue;
     }
     const std::int64_t capacity = 40;
     const auto model = fused_sequence(file, DType::f16, capacity), cpu = cpu::load_decoder(file, capacity);
@@ -120,7 +136,9 @@ TEST(FusedTokens, GreedyIdsOfTheGoldenLlamas) {
       logits = cpu->decode(id);
     }
   }
-  EXPECT_GT(compared, 150);
+  if (refused == golden_cases(Family::llama).size()) GTEST_SKIP() << "no fused kernel on this GPU";
+  EXPECT_EQ(refused, 1u) << "one has an ffn_size of 36";
+  EXPECT_GT(compared, 130);
 }
 
 }  // namespace

@@ -133,6 +133,12 @@ std::string fused_refusal(const ModelConfig& config, DType dtype) {
   return fused_decode_refusal(config, probe_device());
 }
 
+bool graph_is_faster(const ModelConfig& config) {
+  constexpr std::int64_t kWide = 2048;
+  const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+  return !parallel && config.hidden_size < kWide;
+}
+
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {
   check_model(config, options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
