@@ -191,7 +191,7 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (decode_ != "fused") return;
   std::string refusal = cuda::fused_refusal(config, dtype_);
   if (refusal.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
-    refusal = "the graph is faster for a model of this width";
+    refusal = "the graph is faster for models as wide as this one";
   }
   if (refusal.empty()) return;
   if (settings_.decode == "fused") fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());

@@ -134,9 +134,9 @@ std::string fused_refusal(const ModelConfig& config, DType dtype) {
 }
 
 bool graph_is_faster(const ModelConfig& config) {
-  constexpr std::int64_t kWide = 2048;
+  constexpr std::int64_t kLoadedElements = 2048;
   const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
-  return !parallel && config.hidden_size < kWide;
+  return !parallel && config.hidden_size % kLoadedElements != 0;
 }
 
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {

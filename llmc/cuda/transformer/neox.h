@@ -38,8 +38,9 @@ std::string neox_refusal(const ModelConfig& config, DType dtype);
 
 // Why this GPU cannot run it in fused mode; empty where it can.
 std::string fused_refusal(const ModelConfig& config, DType dtype);
-// Whether the captured graph decodes a token sooner than the fused kernel: narrow models with the sequential residual, whose
-// five exchanges a layer cost more than launches that overlap (measured: dev/performance/fused.md).
+// Whether the captured graph decodes a token sooner than the fused kernel: with the sequential residual, whose five exchanges a
+// layer cost more than launches that overlap, unless rows of the weights fill the loads of the warps (measured:
+// dev/performance/fused.md).
 bool graph_is_faster(const ModelConfig& config);
 
 // What the model will allocate on the current GPU, as memory() reports it afterwards.
