@@ -4,6 +4,7 @@
 # Settings, on the command line or in the environment:
 #   NVCC=...              the CUDA compiler; NVCC= builds for the CPU alone
 #   GPU_ARCH="80 90a 120" GPU architectures; default: that of the GPU found, else "80 90a 120"
+#   GPU_FLAGS=...         more flags for nvcc
 #   CPU_FLAGS=...         host instruction set; default -march=native (the binary is for this machine)
 #   MODE=release|asan|tsan   build/<mode> holds the result
 #   PREFIX=, DESTDIR=     where make install puts things
@@ -71,7 +72,7 @@ CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 CUDA_SRC  := $(sort $(wildcard llmc/cuda/*/*.cu llmc/cuda/*/*/*.cu))
 CUDA_OBJ  := $(CUDA_SRC:%.cu=$B/%.o)
 NVCCFLAGS += -std=c++20 -O3 -I. -MMD -MP --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
-             $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a)
+             $(foreach a,$(GPU_ARCH),-gencode arch=compute_$a,code=sm_$a) $(GPU_FLAGS)
 MAIN_FLAGS := -DWEFT_CUDA -isystem $(CUDA_HOME)/include
 LDLIBS    += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcudart_static -lrt -ldl -lpthread
 endif
