@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/log.h"
 #include "llmc/cpu/inference.h"
@@ -119,20 +120,18 @@ cuda::DecodeMode decode_mode(const std::string& name) {
 // Loads a model with a progress line, and logs how long it took. load(progress) returns it.
 template <typename Load>
 auto load_on_gpu(const ModelFile& file, const Load& load) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point begin = Clock::now();
-  const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+  const auto begin = std::chrono::steady_clock::now();
   std::uint64_t all = 0;
   for (const TensorSpec& spec : file.table().specs()) all += file.file().at(spec.name).bytes;
   ProgressLine line;
   auto model = load([&](std::uint64_t done, std::uint64_t) {
     line.show(format("reading %s: %s of %s, %.1f GB/s", escaped(file.file().path()).c_str(),
                      human_bytes(static_cast<double>(done)).c_str(), human_bytes(static_cast<double>(all)).c_str(),
-                     static_cast<double>(done) / seconds() / 1e9));
+                     static_cast<double>(done) / seconds_since(begin) / 1e9));
   });
   line.clear();
-  log_info("read %s in %.2f s, %.1f GB/s, every hash right", human_bytes(static_cast<double>(all)).c_str(), seconds(),
-           static_cast<double>(all) / seconds() / 1e9);
+  log_info("read %s in %.2f s, %.1f GB/s, every hash right", human_bytes(static_cast<double>(all)).c_str(),
+           seconds_since(begin), static_cast<double>(all) / seconds_since(begin) / 1e9);
   return model;
 }
 
@@ -203,12 +202,9 @@ double DecodeDevice::read_ceiling() const {
   return choice_.gpu ? cuda::measure_read_bandwidth() : 0;
 }
 
-void DecodeDevice::announce_gpu() const {
-  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
-}
-
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
+  if (!choice_.gpu) return;
   const bool fused = decode_ == "fused";
   const auto planned = [&](std::int64_t positions, DType dtype) {
     const std::uint64_t of_draft =
@@ -243,16 +239,39 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
     });
   }
   const bool fused = decode_ == "fused";
+  return sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_);
+}
+
+std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
+  if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
+  announce_gpu();
+  check_memory(config, capacity);
+  if (!through_pages(config)) {
+    return cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
+                             {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
+  }
+  const bool fused = decode_ == "fused";
+  return sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
+  if (!choice_.gpu) return cpu::load_inference(file, pool);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return sequence_on_gpu(
-        cuda::load_inference(file, one_sequence_on_gpu(capacity, fused), {dtype_, decode_ == "reference", progress}),
-        capacity, fused, dtype_);
+    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
   });
 }
 
-// The pool of the GPU for `sequences` sequences, beside parameters and workspace.
-InferenceOptions DecodeDevice::gpu_pool(const ModelConfig& config, std::uint64_t kv_memory,
-                                        std::int64_t sequences) const {
+std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config,
+                                                           const InferenceOptions& pool) const {
+  if (!choice_.gpu) return random_on_cpu(config, pool, settings_.seed);
+  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool,
+                                {dtype_, decode_ == "reference", nullptr});
+}
+
+// On the GPU beside parameters and workspace.
+InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_t kv_memory,
+                                         std::int64_t sequences) const {
+  if (!choice_.gpu) return cpu_pool(config, kv_memory, sequences, draft_);
   const std::uint64_t element = dtype_bytes(dtype_), free = choice_.available_bytes;
   const auto pool_of = [&](std::uint64_t bytes) {
     InferenceOptions pool = pool_options(config, kv_share(bytes, config, draft_), sequences, element);
@@ -284,49 +303,8 @@ InferenceOptions DecodeDevice::gpu_pool(const ModelConfig& config, std::uint64_t
   return pool_of(kv_memory > 0 ? kv_memory : rest);
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
-                                                             std::int64_t sequences) const {
-  if (!choice_.gpu) return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences, draft_));
-  announce_gpu();
-  const InferenceOptions pool = gpu_pool(file.config(), kv_memory, sequences);
-  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
-  });
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
-                                                                    std::int64_t sequences) const {
-  if (!choice_.gpu) return random_on_cpu(config, cpu_pool(config, kv_memory, sequences, draft_), settings_.seed);
-  announce_gpu();
-  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed),
-                                gpu_pool(config, kv_memory, sequences), {dtype_, decode_ == "reference", nullptr});
-}
-
-std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
-  if (!choice_.gpu) return random_decoder_on_cpu(config, capacity, settings_.seed);
-  announce_gpu();
-  check_memory(config, capacity);
-  const std::uint64_t seed = static_cast<std::uint64_t>(settings_.seed);
-  if (!through_pages(config)) {
-    return cuda::random_neox(config, seed, {dtype_, decode_mode(decode_), capacity, nullptr, settings_.bench_layer});
-  }
-  const bool fused = decode_ == "fused";
-  return sequence_on_gpu(cuda::random_inference(config, seed, one_sequence_on_gpu(capacity, fused),
-                                                {dtype_, decode_ == "reference", nullptr}),
-                         capacity, fused, dtype_);
-}
-
 InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
   return choice_.gpu ? one_sequence_on_gpu(capacity, false) : one_sequence(capacity);
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
-  if (!choice_.gpu) return cpu::load_inference(file, sequence_pool(capacity));
-  announce_gpu();
-  check_memory(file.config(), capacity);
-  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return cuda::load_inference(file, sequence_pool(capacity), {dtype_, decode_ == "reference", progress});
-  });
 }
 
 InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
@@ -337,60 +315,10 @@ InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const Infer
   return pool;
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
-  const InferenceOptions pool = draft_pool(file.config(), model);
-  if (!choice_.gpu) return cpu::load_inference(file, pool);
-  return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
-  });
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
-                                                                   std::int64_t capacity) const {
-  if (!choice_.gpu) return random_on_cpu(config, sequence_pool(capacity), settings_.seed);
-  announce_gpu();
-  check_memory(config, capacity);
-  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), sequence_pool(capacity),
-                                {dtype_, decode_ == "reference", nullptr});
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
-                                                                const InferenceModel& model) const {
-  const InferenceOptions pool = draft_pool(config, model);
-  if (!choice_.gpu) return random_on_cpu(config, pool, settings_.seed);
-  return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool,
-                                {dtype_, decode_ == "reference", nullptr});
-}
-
 #else  // built without CUDA
 
-InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
-  return one_sequence(capacity);
-}
-
-InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
-  return pool_of_draft(config, model);
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
-  return cpu::load_inference(file, sequence_pool(capacity));
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
-  return cpu::load_inference(file, draft_pool(file.config(), model));
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
-                                                                   std::int64_t capacity) const {
-  return random_on_cpu(config, sequence_pool(capacity), settings_.seed);
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
-                                                                const InferenceModel& model) const {
-  return random_on_cpu(config, draft_pool(config, model), settings_.seed);
-}
-
 void DecodeDevice::choose(const ModelConfig&, DType) {}
+void DecodeDevice::check_memory(const ModelConfig&, std::int64_t) const {}
 
 double DecodeDevice::read_ceiling() const {
   return 0;
@@ -400,20 +328,71 @@ std::unique_ptr<DecodeModel> DecodeDevice::load(const ModelFile& file, std::int6
   return cpu::load_decoder(file, capacity);
 }
 
-std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
-                                                             std::int64_t sequences) const {
-  return cpu::load_inference(file, cpu_pool(file.config(), kv_memory, sequences, draft_));
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
-                                                                    std::int64_t sequences) const {
-  return random_on_cpu(config, cpu_pool(config, kv_memory, sequences, draft_), settings_.seed);
-}
-
 std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config, std::int64_t capacity) const {
   return random_decoder_on_cpu(config, capacity, settings_.seed);
 }
 
+std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
+  return cpu::load_inference(file, pool);
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& config,
+                                                           const InferenceOptions& pool) const {
+  return random_on_cpu(config, pool, settings_.seed);
+}
+
+InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_t kv_memory,
+                                         std::int64_t sequences) const {
+  return cpu_pool(config, kv_memory, sequences, draft_);
+}
+
+InferenceOptions DecodeDevice::sequence_pool(std::int64_t capacity) const {
+  return one_sequence(capacity);
+}
+
+InferenceOptions DecodeDevice::draft_pool(const ModelConfig& config, const InferenceModel& model) const {
+  return pool_of_draft(config, model);
+}
+
 #endif
+
+void DecodeDevice::announce_gpu() const {
+  if (!choice_.gpu) return;
+  log_info("running on %s in %s, decode %s", choice_.name.c_str(), dtype_name(dtype_), decode_.c_str());
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_inference(const ModelFile& file, std::uint64_t kv_memory,
+                                                             std::int64_t sequences) const {
+  announce_gpu();
+  return load_pages(file, many_pool(file.config(), kv_memory, sequences));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
+                                                                    std::int64_t sequences) const {
+  announce_gpu();
+  return random_pages(config, many_pool(config, kv_memory, sequences));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_sequence(const ModelFile& file, std::int64_t capacity) const {
+  announce_gpu();
+  check_memory(file.config(), capacity);
+  return load_pages(file, sequence_pool(capacity));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelConfig& config,
+                                                                   std::int64_t capacity) const {
+  announce_gpu();
+  check_memory(config, capacity);
+  return random_pages(config, sequence_pool(capacity));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
+  return load_pages(file, draft_pool(file.config(), model));
+}
+
+std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
+                                                                const InferenceModel& model) const {
+  return random_pages(config, draft_pool(config, model));
+}
 
 }  // namespace weft

@@ -63,9 +63,13 @@ class DecodeDevice {
   void choose_decode(const ModelConfig& config, bool many);
   void announce_gpu() const;
   void check_memory(const ModelConfig& config, std::int64_t capacity) const;
-  InferenceOptions draft_pool(const ModelConfig& config, const InferenceModel& model) const;
+  // Pools: of many sequences, of one, of the draft model for all sequences of `model`.
+  InferenceOptions many_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
   InferenceOptions sequence_pool(std::int64_t capacity) const;
-  InferenceOptions gpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
+  InferenceOptions draft_pool(const ModelConfig& config, const InferenceModel& model) const;
+  // The model on the chosen device, from a file or with random weights.
+  std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool) const;
+  std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool) const;
 
   const InferSettings& settings_;
   DeviceChoice choice_;

@@ -4,14 +4,13 @@
 #include <chrono>
 #include <deque>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/infer/draft_length.h"
 
 namespace weft {
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr double kMemory = 0.8;  // weight of earlier times in the mean
 
@@ -80,7 +79,7 @@ bool DraftModel::prepare(Job& job, std::int64_t& budget) {
 }
 
 void DraftModel::draft(std::span<Job> jobs) {
-  const Clock::time_point start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   std::int64_t budget = model_.max_rows(), steps = 1;
   spans_.clear();
   std::vector<Job*> working;
@@ -122,7 +121,7 @@ void DraftModel::draft(std::span<Job> jobs) {
     if (!job.drafts->empty()) job.state->guesses.assign(job.drafts->begin(), job.drafts->end() - 1);
   }
   if (!only_guesses) return;
-  const double seconds = std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(steps);
+  const double seconds = seconds_since(start) / static_cast<double>(steps);
   step_seconds_ = step_seconds_ == 0 ? seconds : kMemory * step_seconds_ + (1 - kMemory) * seconds;
 }
 
