@@ -6,6 +6,7 @@
 
 #include <numeric>
 
+#include "generated_ids.h"
 #include "golden_cases.h"
 #include "llmc/base/sampler.h"
 #include "llmc/cpu/inference.h"
@@ -15,6 +16,7 @@
 namespace weft {
 namespace {
 
+using test::generated;
 using Ids = std::vector<std::int32_t>;
 
 constexpr std::int64_t kCapacity = 60;
@@ -40,18 +42,6 @@ GenerationRequest request_of(std::int64_t max_ids) {
   request.sampling.seed = 3;
   request.max_ids = max_ids;
   return request;
-}
-
-Ids generated(DecodeModel& model, const Ids& prompt, const GenerationRequest& request, std::size_t listen = 1000) {
-  Ids ids;
-  const std::int64_t before = model.length() + std::ssize(prompt);
-  model.generate_ids(prompt, request, [&](std::int32_t id) {
-    EXPECT_EQ(model.length(), before + std::ssize(ids));
-    ids.push_back(id);
-    return ids.size() < listen;
-  });
-  EXPECT_EQ(model.length(), before + std::ssize(ids) - 1);
-  return ids;
 }
 
 // Each sequence begins when its weights are there.

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "generated_ids.h"
 #include "inference_tools.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/infer/draft_length.h"
@@ -19,6 +20,7 @@
 namespace weft {
 namespace {
 
+using test::generated;
 using Ids = std::vector<std::int32_t>;
 
 Ids found(const Ids& ids, std::int64_t count) {
@@ -124,18 +126,6 @@ std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wron
   of_draft.wrong_of = wrong_of;
   return engine_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity,
                          std::make_unique<PagedFake>(of_draft), {.row_cost = 1e-3, .draft_cost = 0.05});
-}
-
-Ids generated(DecodeModel& model, const Ids& prompt, const GenerationRequest& request, std::size_t listen = 1000) {
-  Ids ids;
-  const std::int64_t before = model.length() + std::ssize(prompt);
-  model.generate_ids(prompt, request, [&](std::int32_t id) {
-    EXPECT_EQ(model.length(), before + std::ssize(ids));
-    ids.push_back(id);
-    return ids.size() < listen;
-  });
-  EXPECT_EQ(model.length(), before + std::ssize(ids) - 1);
-  return ids;
 }
 
 // Several turns of one text, as --interactive has them, to the last position; ended by number, stop id and listener.

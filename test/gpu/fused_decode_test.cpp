@@ -140,19 +140,8 @@ TEST(FusedDecode, ManyTokensInOneLaunch) {
 }
 
 TEST(FusedDecode, SameBitsEveryRun) {
-  const ModelConfig config = neox_config(32, 80, 2, 1003);
-  Model<fp16> model(config, 64);
-  const auto fused = model.fused();
-  std::uint64_t hash = 0;
-  for (int run = 0; run < 100; ++run) {
-    cuda::FusedRequest request;
-    request.first_id = 7;
-    request.count = 24;
-    fused->launch(request);
-    fused->finish();
-    if (run == 0) hash = fused->logits_hash();
-    ASSERT_EQ(fused->logits_hash(), hash) << "run " << run;
-  }
+  Model<fp16> model(neox_config(32, 80, 2, 1003), 64);
+  test::expect_same_bits_every_run(model, 24, 100);
 }
 
 // The choice is the host sampler's, bit for bit, for the same logits and the position in the sequence.
@@ -239,20 +228,8 @@ TEST(FusedDecode, StopsAtAStopId) {
 }
 
 TEST(FusedDecode, CancelEndsTheLaunch) {
-  const ModelConfig config = neox_config(16, 64, 4, 1003);
-  Model<fp16> model(config, 4096);
-  const auto fused = model.fused();
-  cuda::FusedRequest request;
-  request.count = 4000;
-  fused->launch(request);
-  ASSERT_TRUE(fused->wait(3).has_value());
-  fused->cancel();
-  const auto result = fused->finish();
-  EXPECT_EQ(result.end, cuda::FusedEnd::cancelled);
-  EXPECT_GE(result.tokens, 4);
-  EXPECT_LT(result.tokens, 4000);
-  // The next launch is not affected.
-  EXPECT_GE(step(*fused, 1, 0), 0);
+  Model<fp16> model(neox_config(16, 64, 4, 1003), 4096);
+  test::expect_cancel_ends_the_launch(model);
 }
 
 TEST(FusedDecode, DamagedLogitsAreAnError) {
@@ -270,21 +247,9 @@ TEST(FusedDecode, DamagedLogitsAreAnError) {
   }
 }
 
-// A wait that never ends is an error of the machine, in all blocks, after the time limit, and the GPU is free afterwards.
 TEST(FusedDecode, TheWatchdogEndsAHang) {
-  const ModelConfig config = neox_config(4, 32, 2, 1003);
-  Model<fp16> model(config, 64);
-  cuda::FusedTuning tuning;
-  tuning.timeout_seconds = 0.2;
-  tuning.lose_an_arrival = true;
-  const auto broken = model.fused(tuning);
-  cuda::FusedRequest request;
-  request.count = 5;
-  broken->launch(request);
-  for (int i = 0; i < 4; ++i) EXPECT_TRUE(broken->wait(i).has_value());
-  EXPECT_NE(error_of(Exit::environment, [&] { broken->wait(4); }).find("no progress"), std::string::npos);
-  const auto sound = model.fused();
-  EXPECT_GE(step(*sound, 1, 0), 0);
+  Model<fp16> model(neox_config(4, 32, 2, 1003), 64);
+  test::expect_the_watchdog_ends_a_hang(model);
 }
 
 // More ids than a launch has: the same ids however the text is divided into launches.

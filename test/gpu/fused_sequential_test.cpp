@@ -178,17 +178,7 @@ TEST(FusedSequential, ManyTokensInOneLaunch) {
 
 TEST(FusedSequential, SameBitsEveryRun) {
   Model<bf16> model(llama_config({2048, 32, 8, 64, 8192, 2}), 256, 1, 64);
-  const auto fused = model.fused();
-  std::uint64_t hash = 0;
-  for (int run = 0; run < 50; ++run) {
-    cuda::FusedRequest request;
-    request.first_id = 7;
-    request.count = 200;
-    fused->launch(request);
-    fused->finish();
-    if (run == 0) hash = fused->logits_hash();
-    ASSERT_EQ(fused->logits_hash(), hash) << "run " << run;
-  }
+  test::expect_same_bits_every_run(model, 200, 50);
 }
 
 TEST(FusedSequential, SamplesWhatTheHostWouldSample) {
@@ -208,32 +198,12 @@ TEST(FusedSequential, SamplesWhatTheHostWouldSample) {
 
 TEST(FusedSequential, CancelEndsTheLaunch) {
   Model<fp16> model(llama_config({256, 4, 1, 64, 688}), 4096, 1, 64);
-  const auto fused = model.fused();
-  cuda::FusedRequest request;
-  request.count = 4000;
-  fused->launch(request);
-  ASSERT_TRUE(fused->wait(3).has_value());
-  fused->cancel();
-  const auto result = fused->finish();
-  EXPECT_EQ(result.end, cuda::FusedEnd::cancelled);
-  EXPECT_LT(result.tokens, 4000);
-  EXPECT_GE(step(*fused, 1, 0), 0);
+  test::expect_cancel_ends_the_launch(model);
 }
 
 TEST(FusedSequential, TheWatchdogEndsAHang) {
   Model<fp16> model(llama_config({256, 4, 1, 64, 688}), 64);
-  cuda::FusedTuning tuning;
-  tuning.timeout_seconds = 0.2;
-  tuning.lose_an_arrival = true;
-  const auto fused = model.fused(tuning);
-  cuda::FusedRequest request;
-  request.count = 5;
-  fused->launch(request);
-  EXPECT_TRUE(fused->wait(3).has_value());
-  EXPECT_NE(error_of(Exit::environment, [&] { fused->wait(4); }).find("no progress"), std::string::npos);
-  // The next object, of the same memory, is not affected.
-  const auto another = model.fused();
-  EXPECT_GE(step(*another, 1, 0), 0);
+  test::expect_the_watchdog_ends_a_hang(model);
 }
 
 // The instrumented kernel computes the same bits, and its table has the phases of this order.

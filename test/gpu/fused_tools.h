@@ -169,4 +169,55 @@ void check_steps(const ModelConfig& config, int steps, const cuda::FusedTuning& 
   }
 }
 
+// ---- what every model's kernel does ------------------------------------------------------------------------------------
+
+template <typename S>
+void expect_same_bits_every_run(Model<S>& model, std::int64_t count, int runs) {
+  const auto fused = model.fused();
+  std::uint64_t hash = 0;
+  for (int run = 0; run < runs; ++run) {
+    cuda::FusedRequest request;
+    request.first_id = 7;
+    request.count = count;
+    fused->launch(request);
+    fused->finish();
+    if (run == 0) hash = fused->logits_hash();
+    ASSERT_EQ(fused->logits_hash(), hash) << "run " << run;
+  }
+}
+
+// `model` has room for 4,000 ids.
+template <typename S>
+void expect_cancel_ends_the_launch(Model<S>& model) {
+  const auto fused = model.fused();
+  cuda::FusedRequest request;
+  request.count = 4000;
+  fused->launch(request);
+  ASSERT_TRUE(fused->wait(3).has_value());
+  fused->cancel();
+  const auto result = fused->finish();
+  EXPECT_EQ(result.end, cuda::FusedEnd::cancelled);
+  EXPECT_GE(result.tokens, 4);
+  EXPECT_LT(result.tokens, 4000);
+  // The next launch is not affected.
+  EXPECT_GE(step(*fused, 1, 0), 0);
+}
+
+// A wait that never ends is an error of the machine, in all blocks, after the time limit, and the GPU is free afterwards.
+template <typename S>
+void expect_the_watchdog_ends_a_hang(Model<S>& model) {
+  cuda::FusedTuning tuning;
+  tuning.timeout_seconds = 0.2;
+  tuning.lose_an_arrival = true;
+  const auto broken = model.fused(tuning);
+  cuda::FusedRequest request;
+  request.count = 5;
+  broken->launch(request);
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(broken->wait(i).has_value());
+  EXPECT_NE(error_of(Exit::environment, [&] { broken->wait(4); }).find("no progress"), std::string::npos);
+  // The next object, of the same memory, is not affected.
+  const auto sound = model.fused();
+  EXPECT_GE(step(*sound, 1, 0), 0);
+}
+
 }  // namespace weft::test

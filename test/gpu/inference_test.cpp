@@ -44,17 +44,6 @@ InferenceOptions pool_of(std::int64_t pages, std::int64_t page_size = 16, std::i
   return pool;
 }
 
-struct NamedConfig {
-  std::string name;
-  ModelConfig config;
-};
-std::vector<NamedConfig> small_models() {
-  std::vector<NamedConfig> all;
-  for (const test::NeoxShape& shape : test::small_shapes()) all.push_back({shape.name, test::neox_config(shape)});
-  for (const test::LlamaShape& shape : test::small_llamas()) all.push_back({shape.name, test::llama_config(shape)});
-  return all;
-}
-
 // A random model in a file, and the models made of it.
 class Fixture {
  public:
@@ -154,7 +143,7 @@ void compare_prompt(const Fixture& fixture, DType dtype, std::int64_t size) {
 }
 
 TEST(CudaInference, LogitsAndScoresMatchTheCpu) {
-  for (const NamedConfig& model : small_models()) {
+  for (const test::NamedConfig& model : test::small_models()) {
     SCOPED_TRACE(model.name);
     for (const DType dtype : kDTypes) {
       const Fixture fixture(model.config, dtype);
@@ -190,7 +179,7 @@ TEST(CudaInference, AlternativesOfEqualLogitsAreInOrderOfId) {
 // ---- the bits of a sequence are its own ----------------------------------------------------------------------------------
 
 TEST(CudaInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
-  for (const NamedConfig& each : small_models()) {
+  for (const test::NamedConfig& each : test::small_models()) {
     SCOPED_TRACE(each.name);
     for (const DType dtype : kDTypes) {
       SCOPED_TRACE(dtype_name(dtype));
@@ -413,7 +402,7 @@ TEST(CudaInference, ShapesWithoutKernelsAreRefusedByName) {
 }
 
 TEST(CudaInference, ThePlanIsWhatIsAllocated) {
-  for (const NamedConfig& each : small_models()) {
+  for (const test::NamedConfig& each : test::small_models()) {
     for (const DType dtype : kDTypes) {
       const auto planned = cuda::plan_inference(each.config, pool_of(9), dtype),
                  reported = cuda::random_inference(each.config, 1, pool_of(9), options_of(dtype))->memory();

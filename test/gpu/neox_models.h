@@ -102,6 +102,18 @@ inline std::vector<LlamaShape> small_llamas() {
           {"hs32 gqa3", 6, 2, 32, 2, 72, 200, false, false, 1003}};
 }
 
+// Those of both families.
+struct NamedConfig {
+  std::string name;
+  ModelConfig config;
+};
+inline std::vector<NamedConfig> small_models() {
+  std::vector<NamedConfig> all;
+  for (const NeoxShape& shape : small_shapes()) all.push_back({shape.name, neox_config(shape)});
+  for (const LlamaShape& shape : small_llamas()) all.push_back({shape.name, llama_config(shape)});
+  return all;
+}
+
 // Changes the values of one tensor before they are written.
 using Edit = std::function<void(const TensorSpec& spec, std::vector<float>& values)>;
 

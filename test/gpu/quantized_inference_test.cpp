@@ -32,17 +32,6 @@ Quantization quantization_of(WeightScheme weights, bool head) {
   return {weights, head ? WeightScheme::int8 : WeightScheme::none};
 }
 
-struct NamedConfig {
-  std::string name;
-  ModelConfig config;
-};
-std::vector<NamedConfig> small_models() {
-  std::vector<NamedConfig> all;
-  for (const test::NeoxShape& shape : test::small_shapes()) all.push_back({shape.name, test::neox_config(shape)});
-  for (const test::LlamaShape& shape : test::small_llamas()) all.push_back({shape.name, test::llama_config(shape)});
-  return all;
-}
-
 // A quantised random model in a file, and the same weights as floats in another.
 class Pair {
  public:
@@ -90,7 +79,7 @@ std::vector<float> logits_of(InferenceModel& model, std::int64_t size) {
 // As near to the CPU as 16 bits come with the same weights as floats, whose rounding to 16 bits these here do without (int4 does
 // not). How near that is depends on the model: random e4m3 makes weights of very different sizes.
 TEST(CudaQuantizedInference, LogitsMatchTheCpu) {
-  for (const NamedConfig& each : small_models()) {
+  for (const test::NamedConfig& each : test::small_models()) {
     for (const WeightScheme scheme : kSchemes) {
       for (const DType dtype : {DType::f16, DType::bf16}) {
         SCOPED_TRACE(each.name + ", " + weight_scheme_name(scheme) + ", " + dtype_name(dtype));
@@ -112,7 +101,7 @@ TEST(CudaQuantizedInference, LogitsMatchTheCpu) {
 }
 
 TEST(CudaQuantizedInference, Int4HasTheBitsOfItsWeightsAsFloats) {
-  for (const NamedConfig& each : small_models()) {
+  for (const test::NamedConfig& each : test::small_models()) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       SCOPED_TRACE(each.name + ", " + dtype_name(dtype));
       const Pair pair(each.config, quantization_of(WeightScheme::int4, false), dtype);
@@ -125,7 +114,7 @@ TEST(CudaQuantizedInference, Int4HasTheBitsOfItsWeightsAsFloats) {
 }
 
 TEST(CudaQuantizedInference, BitsOfASequenceDoNotDependOnWhatElseRuns) {
-  for (const NamedConfig& each : small_models()) {
+  for (const test::NamedConfig& each : test::small_models()) {
     for (const WeightScheme scheme : kSchemes) {
       SCOPED_TRACE(each.name + ", " + weight_scheme_name(scheme));
       const Pair pair(each.config, quantization_of(scheme, true), DType::f16);
@@ -154,7 +143,7 @@ TEST(CudaQuantizedInference, BitsDoNotDependOnTheEnginesSchedule) {
 }
 
 TEST(CudaQuantizedInference, ThePlanIsWhatIsAllocated) {
-  for (const NamedConfig& each : small_models()) {
+  for (const test::NamedConfig& each : test::small_models()) {
     for (const WeightScheme scheme : kSchemes) {
       ModelConfig config = each.config;
       config.quantization = quantization_of(scheme, !config.tied_embeddings);

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -15,27 +14,14 @@
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/quantized_tools.h"
+#include "test/gpu/rows_tools.h"
 
 namespace weft::cuda {
 namespace {
 
 using namespace weft::test;
 
-constexpr std::array kEpilogues = {RowsEpilogue::store, RowsEpilogue::gelu, RowsEpilogue::swiglu, RowsEpilogue::add,
-                                   RowsEpilogue::store_fp32};
-constexpr std::array kPaths = {RowsPath::automatic, RowsPath::portable};
 constexpr std::array kFormats = {DType::i8, DType::e4m3, DType::u4};
-
-bool is_fp32(RowsEpilogue epilogue) {
-  return epilogue == RowsEpilogue::add || epilogue == RowsEpilogue::store_fp32;
-}
-
-Floats quarters(std::int64_t count, unsigned seed) {
-  std::mt19937 generator(seed);
-  Floats values(static_cast<std::size_t>(count));
-  for (float& value : values) value = 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2);
-  return values;
-}
 
 // A layer whose weight is quantised, and the same with the weights as 16-bit values.
 template <typename T>

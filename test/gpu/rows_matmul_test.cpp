@@ -20,15 +20,12 @@
 #include "llmc/cuda/runtime/error.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "test/gpu/operator_tools.h"
+#include "test/gpu/rows_tools.h"
 
 namespace weft::cuda {
 namespace {
 
 using namespace weft::test;
-
-constexpr std::array kEpilogues = {RowsEpilogue::store, RowsEpilogue::gelu, RowsEpilogue::swiglu, RowsEpilogue::add,
-                                   RowsEpilogue::store_fp32};
-constexpr std::array kPaths = {RowsPath::automatic, RowsPath::portable};
 
 std::string name_of(RowsEpilogue epilogue) {
   constexpr const char* kNames[] = {"store", "gelu", "swiglu", "add", "store_fp32"};
@@ -37,17 +34,6 @@ std::string name_of(RowsEpilogue epilogue) {
 std::string name_of(RowsPath path) {
   return path == RowsPath::automatic ? "automatic" : "portable";
 }
-bool is_fp32(RowsEpilogue epilogue) {
-  return epilogue == RowsEpilogue::add || epilogue == RowsEpilogue::store_fp32;
-}
-
-Floats quarters(std::int64_t count, unsigned seed) {
-  std::mt19937 generator(seed);
-  Floats values(static_cast<std::size_t>(count));
-  for (float& value : values) value = 0.25f * static_cast<float>(static_cast<int>(generator() % 5) - 2);
-  return values;
-}
-
 // As large as needed and a little more before and after, which must stay as it is.
 template <typename T>
 class Guarded {
