@@ -89,6 +89,10 @@ struct Consumer {
     uint4 weight1[kRowLoads], bias1[kRowLoads], weight2[kRowLoads], bias2[kRowLoads];
   };
   __device__ __forceinline__ NormWeights load_norms(const Layer& layer, bool both) const;
+  struct Moments {
+    float mean, rstd;
+  };
+  __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs], const bool& rms);
   __device__ __forceinline__ void normalize(const NormWeights& n, float (&x)[kInputs], float (&other)[kInputs]);
 
   // ---- attention.cuh

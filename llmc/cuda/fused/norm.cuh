@@ -25,22 +25,26 @@ __device__ __forceinline__ typename Consumer<K>::NormWeights Consumer<K>::load_n
   return n;
 }
 
-// x becomes norm1(x), other becomes norm2(x). Each warp takes the mean of its own elements and the sum of their squared
+// Mean and 1 / sqrt(variance + eps) of the rows of x. Each warp takes the mean of its own elements and the sum of their squared
 // distances from it, and those of all warps are combined (Chan et al., "Updating formulae and a pairwise algorithm for
-// computing sample variances", 1979): as exact as two passes over all elements, with one barrier.
+// computing sample variances", 1979): as exact as two passes over all elements, with one barrier. RMSNorm is the same with 0
+// for every mean; `rms` is a reference so that it takes no register while all wait.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, float (&x)[kInputs],
-                                                       float (&other)[kInputs]) {
+__device__ __forceinline__ typename Consumer<K>::Moments Consumer<K>::moments_of(const float (&x)[kInputs],
+                                                                                 const bool& rms) {
   const float C = static_cast<float>(c.p.C);
-  float sum = 0, count = 0, squares = 0;
+  float own_mean = 0, count = 0, squares = 0;
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     const int first = (i * c.p.warps_k + warp_k) * kWarpElements;
     count += static_cast<float>(max(0, min(kWarpElements, c.p.C - first)));
   }
+  if (!rms) {
+    float sum = 0;
 #pragma unroll
-  for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
-  const float own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
+  }
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     const bool inside = piece(i) * kLaneElements < c.p.C;
@@ -56,8 +60,15 @@ __device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, flo
   if (lane == 0) of_warps[warp] = make_float4(own_mean, squares, count, 0);
   sync();
   const float4 moments = lane < c.p.warps_k ? of_warps[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);
-  const float mean = warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
-  const float rstd = rsqrtf(warp_sum(fmaf(off * off, moments.z, moments.y)) / C + c.p.eps);
+  const float mean = rms ? 0.0f : warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
+  return {mean, rsqrtf(warp_sum(fmaf(off * off, moments.z, moments.y)) / C + c.p.eps)};
+}
+
+// x becomes norm1(x), other becomes norm2(x).
+template <typename K>
+__device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, float (&x)[kInputs],
+                                                       float (&other)[kInputs]) {
+  const auto [mean, rstd] = moments_of(x, false);
 #pragma unroll
   for (int j = 0; j < kInputs; ++j) x[j] -= mean;
 #pragma unroll
@@ -91,39 +102,10 @@ __device__ __forceinline__ typename Consumer<K>::NormWeight Consumer<K>::load_no
   return n;
 }
 
-// x becomes norm(x). LayerNorm as above; RMSNorm is the same with 0 for every mean.
+// x becomes norm(x).
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::normalize_one(const NormWeight& n, float (&x)[kInputs]) {
-  const float C = static_cast<float>(c.p.C);
-  float own_mean = 0, count = 0, squares = 0;
-#pragma unroll
-  for (int i = 0; i < kRowLoads; ++i) {
-    const int first = (i * c.p.warps_k + warp_k) * kWarpElements;
-    count += static_cast<float>(max(0, min(kWarpElements, c.p.C - first)));
-  }
-  if (!c.p.rms) {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
-    own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
-  }
-#pragma unroll
-  for (int i = 0; i < kRowLoads; ++i) {
-    const bool inside = piece(i) * kLaneElements < c.p.C;
-#pragma unroll
-    for (int j = 0; j < kLaneElements; ++j) {
-      const float d = inside ? x[i * kLaneElements + j] - own_mean : 0.0f;
-      squares = fmaf(d, d, squares);
-    }
-  }
-  squares = warp_sum(squares);
-  float4* of_warps = c.flags.moments[moment_buffer];
-  moment_buffer ^= 1;
-  if (lane == 0) of_warps[warp] = make_float4(own_mean, squares, count, 0);
-  sync();
-  const float4 moments = lane < c.p.warps_k ? of_warps[warp_r * c.p.warps_k + lane] : make_float4(0, 0, 0, 0);
-  const float mean = c.p.rms ? 0.0f : warp_sum(moments.x * moments.z) / C, off = moments.x - mean;
-  const float rstd = rsqrtf(warp_sum(fmaf(off * off, moments.z, moments.y)) / C + c.p.eps);
+  const auto [mean, rstd] = moments_of(x, c.p.rms);
 #pragma unroll
   for (int i = 0; i < kRowLoads; ++i) {
     float w[kLaneElements], b[kLaneElements];
