@@ -260,27 +260,8 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
     named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
     rows::store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
   }
-  __syncwarp();  // the producer's lanes meet again
-  if (p.splits > 1) {
-    cluster_barrier();
-  } else {
-    __syncthreads();
-  }
-  if (consumer) {
-    const int group = thread % all / count;
-    const int shared_rows = kConsumerThreads / all * p.splits;  // that the cluster's threads take at a time
-    const int end = static_cast<int>(min(std::int64_t{N}, p.output.rows - first_row));
-    for (int r = thread / all * p.splits + rank; r < end; r += shared_rows) {
-      columns.finish(first_row + r, [&](int i) {
-        return rows::sum_of_splits(base + ((group * N + r) * kSumsStride + i) * 4, p.splits);
-      });
-    }
-  }
-  __syncwarp();
-  if (p.splits > 1) {  // nobody leaves while others read its sums
-    cluster_arrive();
-    cluster_wait();
-  }
+  rows::finish_splits<N, kConsumerThreads>(columns, base, consumer, thread, count, p.splits, rank, first_row,
+                                           p.output.rows);
 #else
   __trap();
 #endif

@@ -218,6 +218,35 @@ __device__ inline float4 sum_of_splits(unsigned at, int splits) {
   return sum;
 }
 
+// The end of a block of a cluster: every block has stored its split's sums, [N][kSumsStride] for each warpgroup of consumers, at the
+// same shared address `sums`. The blocks, of which this is number `rank`, share the rows from first_row up to `rows`, add what
+// all of them have of a row, and finish it. `count`: threads of a row in the tile of a warpgroup. All threads call this.
+template <int N, int kConsumerThreads, typename Columns>
+__device__ __forceinline__ void finish_splits(const Columns& columns, unsigned sums, bool consumer, int thread,
+                                              int count, int splits, int rank, std::int64_t first_row,
+                                              std::int64_t rows) {
+  __syncwarp();  // the producer's lanes meet again
+  if (splits > 1) {
+    cluster_barrier();
+  } else {
+    __syncthreads();
+  }
+  if (consumer) {
+    const int all = count * (kConsumerThreads / kWarpgroupSize), group = thread % all / count;
+    const int shared_rows = kConsumerThreads / all * splits;  // that the cluster's threads take at a time
+    const int end = static_cast<int>(min(std::int64_t{N}, rows - first_row));
+    for (int r = thread / all * splits + rank; r < end; r += shared_rows) {
+      columns.finish(first_row + r,
+                     [&](int i) { return sum_of_splits(sums + ((group * N + r) * kSumsStride + i) * 4, splits); });
+    }
+  }
+  __syncwarp();
+  if (splits > 1) {  // nobody leaves while others read its sums
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
 #endif  // WEFT_WGMMA
 
 // ---- the kernels: bf16 and fp16 ----------------------------------------------------------------------------------------
