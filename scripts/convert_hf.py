@@ -26,11 +26,10 @@ import cli
 import gptq
 import quantization
 from cli import BAD_FILE, FileError, Warnings, bad_file, json_type, shown
-from dump_reference import encode
 from gptq import Calibration
 from hf_config import (GPT_NEOX, MAX_INDEX_BYTES, Checkpoint, Model, Shape, embedding_name, expected_tensors, head_name,
                        is_ignorable_buffer, parameter_count, read_checkpoint)
-from hf_tokenizer import missing_tokenizer
+from hf_tokenizer import encode, missing_tokenizer
 from safetensors_reader import Entry, SafetensorsFile
 from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPES, Writer, bf16_to_f32, configuration_text, escaped,
                          f32_to_bf16, shape_text)
@@ -329,7 +328,7 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
         text = cli.read_bytes(path, MAX_CALIBRATION_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         bad_file(path, "", f"not UTF-8 (byte {error.start}), expected a text")
-    ids = encode(checkpoint, text, directory)[0]
+    ids = np.array(encode(checkpoint.tokenizer, text, directory, "--gptq", "Leave --gptq out"), dtype=np.int32)
     if len(ids) and ids.max() >= model.vocab_size:
         bad_file(path, "", f"got id {ids.max()}, expected ids below vocab_size = {model.vocab_size}")
     return Calibration(model, lambda name: tensors[name].rows(0, tensors[name].entry.shape[0]), gptq.windows(ids, model, path))

@@ -33,6 +33,7 @@ import quantization
 import tensor_file
 from cli import ENVIRONMENT, INTERNAL, USAGE, FileError, bad_file, shown
 from hf_config import LLAMA, Checkpoint, Model, Rope, expected_tensors, read_checkpoint
+from hf_tokenizer import encode
 from tensor_file import Writer, escaped, shape_text
 
 if TYPE_CHECKING:
@@ -483,17 +484,9 @@ def random_batch(model: Model, batch: int, length: int, seed: int) -> tuple[np.n
     return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
 
 
-def encode(checkpoint: Checkpoint, prompt: str, directory: Path) -> np.ndarray:
-    """The prompt's ids [1, T], with the special tokens that the tokenizer's post-processor adds."""
-    if checkpoint.tokenizer is None:
-        bad_file(directory / "tokenizer.json", "", "no such file, but --prompt needs it", "Use --ids")
-    from tokenizers import Tokenizer
-
-    try:
-        ids = Tokenizer.from_str(checkpoint.tokenizer.decode("utf-8")).encode(prompt).ids
-    except Exception as error:  # the library raises plain Exception
-        bad_file(directory / "tokenizer.json", "", f"the tokenizers library refuses it: {escaped(str(error))[1:-1]}")
-    return np.array([ids], dtype=np.int32)
+def encode_prompt(checkpoint: Checkpoint, prompt: str, directory: Path) -> np.ndarray:
+    """The prompt's ids [1, T], as encode() gives them."""
+    return np.array([encode(checkpoint.tokenizer, prompt, directory, "--prompt", "Use --ids")], dtype=np.int32)
 
 
 def integers(low: int, count: int | None = None) -> Callable[[str], list[int]]:
@@ -554,7 +547,7 @@ def arguments() -> argparse.Namespace:
 def request_of(options: argparse.Namespace, checkpoint: Checkpoint) -> Request:
     model = checkpoint.model
     if options.prompt is not None or options.ids:
-        ids = (encode(checkpoint, options.prompt, options.directory) if options.prompt is not None else
+        ids = (encode_prompt(checkpoint, options.prompt, options.directory) if options.prompt is not None else
                np.array([options.ids], dtype=np.int32))
         labels = shifted_labels(ids)
     else:

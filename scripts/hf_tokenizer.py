@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cli import bad_file, parse_json_object, shown
+from cli import bad_file, escaped, parse_json_object, shown
 
 MAX_VOCABULARY, MAX_TOKEN_BYTES, MAX_ADDED_BYTES = 1_000_000, 4096, 16 << 20
 MAX_STEPS, MAX_PREPEND_BYTES, MAX_STRIPPED = 8, 64, 1 << 20
@@ -412,3 +412,16 @@ def tokenizer_vocabulary(text: bytes, source: Path) -> int:
     if kind := other_kind(text):
         bad_file(source, "", f"this is {kind}, expected tokenizer.json", MAKE_TOKENIZER_JSON)
     return _Reader(Node(parse_json_object(text, source), "", source)).read()
+
+
+def encode(tokenizer: bytes | None, text: str, directory: Path, option: str, instead: str) -> list[int]:
+    """The ids of a text, with the special tokens that the tokenizer's post-processor adds. FileError BAD_FILE if `directory`
+    has no tokenizer, which `option` needs: `instead` is what to do."""
+    if tokenizer is None:
+        bad_file(directory / "tokenizer.json", "", f"no such file, but {option} needs it", instead)
+    from tokenizers import Tokenizer
+
+    try:
+        return list(Tokenizer.from_str(tokenizer.decode("utf-8")).encode(text).ids)
+    except Exception as error:  # the library raises plain Exception
+        bad_file(directory / "tokenizer.json", "", f"the tokenizers library refuses it: {escaped(str(error))[1:-1]}")

@@ -23,7 +23,7 @@ import numpy as np
 import cli
 from cli import ENVIRONMENT, INTERNAL, FileError, Warnings
 from convert_hf import Target, match_tensors, open_weights, write_model
-from dump_reference import (IGNORED_LABEL, AdamW, Request, encode, greedy, libraries, optimizer_steps, random_batch,
+from dump_reference import (IGNORED_LABEL, AdamW, Request, encode_prompt, greedy, libraries, optimizer_steps, random_batch,
                             selection, shifted_labels, write_dump)
 from hf_config import Checkpoint, read_checkpoint
 from tensor_file import escaped
@@ -198,7 +198,7 @@ def make_trained(name: str, output: Path) -> None:
         print(f"{name}: not there yet, skipped")
         return
     checkpoint = read_checkpoint(directory)
-    prompt = encode(checkpoint, STORY, directory)
+    prompt = encode_prompt(checkpoint, STORY, directory)
     story_request = Request(prompt, shifted_labels(prompt), greedy=64 + LONG_PROMPT_IDS)
     continuation, lead = greedy(directory, checkpoint.model, story_request)
     text = np.concatenate([prompt[0], continuation])[None, :LONG_PROMPT_IDS].astype(np.int32)

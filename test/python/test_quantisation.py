@@ -293,3 +293,4 @@ def test_gptq_is_for_int4_and_needs_a_tokenizer(tmp_path):
     assert done.returncode == 2 and "--gptq: only with --quantize int4" in done.stderr
     done = ck.run_script("convert_hf.py", source, *options, "--quantize", "int4")
     assert done.returncode == 3 and "tokenizer.json" in done.stderr and not (tmp_path / "a.bin").exists()
+    assert "--gptq needs it. Leave --gptq out" in done.stderr
