@@ -131,6 +131,10 @@ __device__ inline void bulk_load(unsigned shared, const void* global, unsigned b
       "l"(global), "r"(bytes), "r"(barrier), "l"(static_cast<std::uint64_t>(keep))
       : "memory");
 }
+// Asks for bytes of global memory in L2.
+__device__ inline void bulk_prefetch(const void* global, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 __device__ inline void bulk_store(void* global, unsigned shared, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");

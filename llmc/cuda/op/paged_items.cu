@@ -53,10 +53,6 @@ struct DecodeTiling {
 
 #if WEFT_BULK_COPY
 
-// Asks for bytes of global memory in L2. Address and size are multiples of 16.
-__device__ inline void bulk_prefetch(const void* global, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
 // All warps of a block: asks for the keys, or the values, of an entry's earlier positions, of all heads.
 template <int HS, typename S>
 __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedItem& item, bool values) {
@@ -70,7 +66,7 @@ __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const Page
     const int bytes = min(kPageUnit, end - position) * HS * static_cast<int>(sizeof(S));
 #pragma unroll 1
     for (int head = lane; head < a.NKV; head += kWarpSize)
-      bulk_prefetch(from + page_offset<HS>(a, page, head, position), bytes);
+      hopper::bulk_prefetch(from + page_offset<HS>(a, page, head, position), bytes);
   }
 }
 
