@@ -4,6 +4,11 @@
 
 namespace weft {
 
+void running_mean(double& mean, double seconds) {
+  constexpr double kEarlier = 0.8;  // weight of the times before
+  mean = mean == 0 ? seconds : kEarlier * mean + (1 - kEarlier) * seconds;
+}
+
 double expected_ids(double acceptance, std::int64_t k) {
   double sum = 1, power = 1;
   for (std::int64_t i = 0; i < k; ++i) sum += power *= acceptance;

@@ -13,6 +13,9 @@ struct DraftCosts {
   double draft = 0;  // of drafting one id
 };
 
+// Takes a time into the mean of the last few, in seconds; 0: none yet.
+void running_mean(double& mean, double seconds);
+
 // Ids that a verification of k drafts yields on average, if each is right with probability `acceptance`, given that those
 // before it are: 1 + a + ... + a^k (Leviathan et al., eq. 1).
 double expected_ids(double acceptance, std::int64_t k);

@@ -10,12 +10,6 @@
 
 namespace weft {
 
-namespace {
-
-constexpr double kMemory = 0.8;  // weight of earlier times in the mean
-
-}  // namespace
-
 DraftModel::DraftModel(InferenceModel& model, std::int64_t vocab_size)
     : model_(model),
       vocab_size_(std::min(vocab_size, model.config().vocab_size)),
@@ -121,8 +115,7 @@ void DraftModel::draft(std::span<Job> jobs) {
     if (!job.drafts->empty()) job.state->guesses.assign(job.drafts->begin(), job.drafts->end() - 1);
   }
   if (!only_guesses) return;
-  const double seconds = seconds_since(start) / static_cast<double>(steps);
-  step_seconds_ = step_seconds_ == 0 ? seconds : kMemory * step_seconds_ + (1 - kMemory) * seconds;
+  running_mean(step_seconds_, seconds_since(start) / static_cast<double>(steps));
 }
 
 // A guess after one that could not be sampled is none.

@@ -11,6 +11,7 @@
 #include <set>
 #include <utility>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/philox.h"
 #include "llmc/infer/draft_length.h"
@@ -23,11 +24,6 @@ namespace weft {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// Of the last few times, in seconds.
-void running_mean(double& mean, double seconds) {
-  mean = mean == 0 ? seconds : 0.8 * mean + 0.2 * seconds;
-}
 
 struct Request {
   Request(PagePool& pool, RequestId id, EngineRequest asked, std::shared_ptr<RequestListener> to)
@@ -233,7 +229,7 @@ bool Engine::State::step() {
     const bool alone = flights_.size() == 1 &&
                        !std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.rows > 1 + span.drafts; });
     while (!flights_.empty()) collect_step();
-    if (alone) running_mean(verification_seconds_, std::chrono::duration<double>(Clock::now() - start).count());
+    if (alone) running_mean(verification_seconds_, seconds_since(start));
   } else if (full || (plan.empty() && !flights_.empty())) {
     collect_step();
   }
