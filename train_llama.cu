@@ -222,8 +222,8 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   if (settings.eval) {
     TrainOptions options = settings.model_options();
     options.virtual_ranks = 1;
-    device.check_memory(inputs.config, options, batch_sequences(settings), 0);
-    const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);  // each rank has all of it
+    device.check_memory(inputs.config, options, batch_sequences(settings), 0, Holds::all);
+    const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);
     return evaluate(*model, settings, inputs, ranks);
   }
   std::optional<SampleWriter> sample;
