@@ -62,7 +62,9 @@ class RanksLoop : public testing::Test {
   using Hook = std::function<void(int rank, HookedModel&, TrainSettings&)>;
 
   // What one process does, a rank of `several` or, if that is null, all there is.
-  void start(const std::string& name, Communicator* several, Shard shard, const Hook& hook, Outcome& outcome) {
+  // `beside`: for saves that all write; null: the first rank writes.
+  void start(const std::string& name, Communicator* several, Communicator* beside, Shard shard, const Hook& hook,
+             Outcome& outcome) {
     omp_set_num_threads(1);
     SingleRank alone;
     Communicator& ranks = several != nullptr ? *several : alone;
@@ -90,9 +92,15 @@ class RanksLoop : public testing::Test {
     const TrainState begin = resume_on_all(ranks, checkpoints, settings.resume_mode(), model).value_or(TrainState{});
     DataLoader loader(data, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), begin.windows,
                       {ranks.rank(), ranks.size(), settings.rank_accumulation()});
-    TrainLoop loop({settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
-                    first ? model.make_state_copy() : nullptr, several},
-                   begin);
+    const bool joint = beside != nullptr && shard != Shard::none;
+    TrainLoop loop(
+        {settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
+         joint   ? model.make_own_copy()
+         : first ? model.make_state_copy()
+                 : nullptr,
+         several,
+         joint ? std::make_unique<JointSave>(*beside, checkpoints, model.table(), model.own_elements()) : nullptr},
+        begin);
     try {
       outcome.exit = loop.run();
       outcome.tensors = whole_state(*inner);
@@ -107,7 +115,7 @@ class RanksLoop : public testing::Test {
     Outcome outcome;
     testing::internal::CaptureStdout();
     try {
-      start(name, nullptr, Shard::none, hook, outcome);
+      start(name, nullptr, nullptr, Shard::none, hook, outcome);
     } catch (const Error& error) {
       outcome.error = error.what();
       outcome.error_code = error.code();
@@ -121,10 +129,10 @@ class RanksLoop : public testing::Test {
     std::vector<Outcome> outcomes(static_cast<std::size_t>(processes));
     testing::internal::CaptureStdout();
     try {
-      run_thread_ranks(static_cast<int>(processes), time_limit_s, [&](Communicator& ranks) {
+      run_thread_ranks(static_cast<int>(processes), time_limit_s, [&](Communicator& ranks, Communicator& beside) {
         Outcome& outcome = outcomes[static_cast<std::size_t>(ranks.rank())];
         try {
-          start(name, &ranks, shard, hook, outcome);
+          start(name, &ranks, all_save_ ? &beside : nullptr, shard, hook, outcome);
         } catch (const Error& error) {
           outcome.error = error.what();
           outcome.error_code = error.code();
@@ -163,6 +171,7 @@ class RanksLoop : public testing::Test {
   TrainSettings settings_;
   ModelConfig config_ = ranks_config();
   std::int64_t processes_ = 0;  // that share the ranks of a step; 0: as many as there are ranks
+  bool all_save_ = true;        // where the state is divided; otherwise the first rank saves
   std::string result_lines_;
 };
 

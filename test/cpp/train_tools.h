@@ -159,6 +159,8 @@ class HookedModel : public TrainModel {
     inner_.write_tensor(role, spec, values);
   }
   std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
+  std::vector<Range> own_elements() const override { return inner_.own_elements(); }
+  std::unique_ptr<StateCopy> make_own_copy() override { return inner_.make_own_copy(); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override { return inner_.decoder(capacity); }
 
  private:

@@ -80,10 +80,10 @@ def train(data, out, *more, env=None, **keys):
 _started = []
 
 
-def start(data, out, *more, env=None, **keys):
+def start(data, out, *more, env=None, cwd=None, **keys):
     """A run beside the test; `end_started` ends it with the test."""
     process = subprocess.Popen(arguments(data, out, *more, **keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment(**(env or {})))
+                               env=environment(**(env or {})), cwd=cwd)
     _started.append(process)
     return process
 
