@@ -85,8 +85,7 @@ void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSp
 }
 
 std::string bad_value_text(TensorRole role, const TensorSpec& spec, std::size_t element, float value) {
-  return format("%s: element %zu is %g", (role == TensorRole::parameter ? spec.name : moment_name(role, spec)).c_str(),
-                element, static_cast<double>(value));
+  return format("%s: element %zu is %g", state_tensor_name(role, spec).c_str(), element, static_cast<double>(value));
 }
 
 // "moment2.NAME: element 3 is inf" for the first value that is not finite; empty if there is none.
@@ -216,6 +215,10 @@ std::string value_text(const Json& object, const std::string& key) {
 }
 
 }  // namespace
+
+std::string state_tensor_name(TensorRole role, const TensorSpec& spec) {
+  return role == TensorRole::parameter ? spec.name : moment_name(role, spec);
+}
 
 Json TrainState::to_json() const {
   Json json = {{"step", step},

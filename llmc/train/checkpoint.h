@@ -115,6 +115,9 @@ struct SharedCheckpoint {
   std::vector<std::uint64_t> offsets;
 };
 
+// What a tensor of kStateRoles is called in the file that holds it.
+std::string state_tensor_name(TensorRole role, const TensorSpec& spec);
+
 // What a read of a saved tensor has found, by a rank of a run.
 struct TensorRead {
   std::uint64_t hash = 0;

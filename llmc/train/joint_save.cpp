@@ -65,7 +65,7 @@ JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Tensor
     std::int64_t end = 0;
     for (const std::size_t p : parts) end = begin_of(p) == end ? parts_[p].elements.end : -1;
     if (end != spec_of(t).elements) {
-      fail(Exit::internal, "%s: the ranks do not have each element once", spec_of(t).name.c_str());
+      fail(Exit::internal, "%s: the ranks do not have each element once", name_of(t).c_str());
     }
   }
   // Behind each other the tensors have `all` elements: each is read by the rank in whose even share it begins.
@@ -156,7 +156,7 @@ void JointSave::read_tensors(const Files& files) {
     const std::uint64_t bytes = static_cast<std::uint64_t>(spec_of(tensor).elements) * sizeof(float);
     if (file.size() < bytes || files.offsets[tensor] > file.size() - bytes) {
       fail(Exit::bad_file, "%s: %llu bytes, too few for %s", escaped(file.path()).c_str(),
-           static_cast<unsigned long long>(file.size()), spec_of(tensor).name.c_str());
+           static_cast<unsigned long long>(file.size()), name_of(tensor).c_str());
     }
     tensors_[tensor] = read_tensor({file.data() + files.offsets[tensor], bytes}, tensor, file.path());
   });
@@ -183,7 +183,7 @@ TensorRead JointSave::read_tensor(std::span<const std::byte> data, std::size_t t
         Exit::bad_file,
         "%s: %s: what rank %td has written did not come back (XXH3-64: got %016llx, expected %016llx). If this recurs, "
         "the file system does not let several ranks write one file: see WEFT_SAVE in doc/several_gpus.md",
-        escaped(path).c_str(), spec_of(tensor).name.c_str(), writer - parts_of_rank_.begin(),
+        escaped(path).c_str(), name_of(tensor).c_str(), writer - parts_of_rank_.begin(),
         static_cast<unsigned long long>(hash.digest()), static_cast<unsigned long long>(hashes_[number]));
   }
   TensorRead read{check.hash(), -1, 0};

@@ -220,6 +220,45 @@ TEST_F(RanksLoop, LayersTakeTurnsInThePlacesOfDividedParameters) {
   }
 }
 
+// Where the ranks have no directory in common, or are told so.
+TEST_F(RanksLoop, TheFirstRankMaySaveForAll) {
+  step_of(3, 1);
+  settings_.save_every = 3;
+  const Outcome alone = run_alone("alone");
+  for (all_save_ = false; const Shard shard : kShards) {
+    const std::string name = format("ranks_%d", static_cast<int>(shard));
+    for (const Outcome& rank : run_ranks(name, shard)) EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+    for (const std::int64_t step : {3, 4}) expect_same_files(name, "alone", step);
+  }
+}
+
+// One rank needs longer to write than the steps take: a save begins when the one before has ended, on all ranks.
+TEST_F(RanksLoop, ASaveWaitsForTheOneBefore) {
+  step_of(3, 1);
+  settings_.save_every = 1;
+  settings_.keep = 10;
+  const Outcome alone = run_alone("alone");
+  std::atomic<int> reads{0};
+  const auto slow = [&](int rank, HookedModel& model, TrainSettings&) {
+    if (rank != 1) return;
+    model.before_copy_read = [&] {
+      ++reads;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    };
+  };
+  for (const Outcome& rank : run_ranks("ranks", Shard::optimizer, slow)) {
+    EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+    EXPECT_EQ(rank.tensors, alone.tensors);
+  }
+  EXPECT_GE(reads, 4 * 3);
+  std::int64_t saved = 0;
+  for (const Json& record : records("ranks")) {
+    if (record["type"] == "save") EXPECT_EQ(record["step"], ++saved);
+  }
+  EXPECT_EQ(saved, 4);
+  for (const std::int64_t step : {1, 2, 3, 4}) expect_same_files("ranks", "alone", step);
+}
+
 // Whoever computed the first half, whoever goes on: the ranks, or one process for them.
 TEST_F(RanksLoop, AResumeMayGoFromRanksToOneProcessAndBack) {
   step_of(4, 2);
