@@ -18,11 +18,11 @@
 #include "llmc/base/json.h"
 #include "llmc/comm/communicator.h"
 #include "llmc/file/run_dir.h"
-#include "llmc/file/tensor_file.h"
 #include "llmc/model/model_file.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/guard.h"
 #include "llmc/train/options.h"
+#include "llmc/train/shared_checkpoint.h"
 
 namespace weft {
 
@@ -104,26 +104,8 @@ TensorSource tensors_of(const StateCopy& copy);
 // tensor, as TrainModel::make_state_copy() reads it.
 void take_part_in_copy(TrainModel& model);
 
-// A checkpoint whose files several ranks write (llmc/train/joint_save.h): what the first one keeps of it from
-// CheckpointKeeper::begin_shared() until commit_shared().
-struct SharedCheckpoint {
-  std::string directory;  // step_N.tmp
-  TensorFileWriter model, training;
-  // Under these names the files are written; the tensors of the state lie in them at these offsets: role by role of
-  // kStateRoles, each in the order of the table.
-  std::string model_path, training_path;
-  std::vector<std::uint64_t> offsets;
-};
-
 // What a tensor of kStateRoles is called in the file that holds it.
 std::string state_tensor_name(TensorRole role, const TensorSpec& spec);
-
-// What a read of a saved tensor has found, by a rank of a run.
-struct TensorRead {
-  std::uint64_t hash = 0;
-  std::int64_t first_bad = -1;  // element that is not finite; -1: none
-  float bad_value = 0;
-};
 
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {

@@ -12,6 +12,7 @@
 #include "llmc/base/parallel.h"
 #include "llmc/comm/at_work.h"
 #include "llmc/file/data_check.h"
+#include "llmc/train/checkpoint.h"
 
 namespace weft {
 
@@ -79,6 +80,10 @@ JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Tensor
     while (next < tensors && begin_of(next) < even_border(all, ranks.size(), r)) ++next;
     read_by_.push_back({first, static_cast<std::int64_t>(next)});
   }
+}
+
+std::string JointSave::name_of(std::size_t tensor) const {
+  return state_tensor_name(role_of(tensor), spec_of(tensor));
 }
 
 bool JointSave::ended() const {

@@ -22,9 +22,12 @@
 #include "llmc/base/range.h"
 #include "llmc/comm/communicator.h"
 #include "llmc/model/train_model.h"
-#include "llmc/train/checkpoint.h"
+#include "llmc/train/shared_checkpoint.h"
 
 namespace weft {
+
+class CheckpointKeeper;
+struct TrainState;
 
 class JointSave {
  public:
@@ -64,7 +67,7 @@ class JointSave {
   std::size_t rank() const { return static_cast<std::size_t>(ranks_.rank()); }
   const TensorSpec& spec_of(std::size_t tensor) const { return table_.specs()[tensor % table_.specs().size()]; }
   TensorRole role_of(std::size_t tensor) const { return kStateRoles[tensor / table_.specs().size()]; }
-  std::string name_of(std::size_t tensor) const { return state_tensor_name(role_of(tensor), spec_of(tensor)); }
+  std::string name_of(std::size_t tensor) const;
   bool in_model_file(std::size_t tensor) const { return role_of(tensor) == TensorRole::parameter; }
 
   Communicator& ranks_;

@@ -362,15 +362,17 @@ TEST(SaveWriters, TheFirstRankWritesWhereTheOthersDoNotSeeItsFiles) {
   EXPECT_FALSE(hidden.all);
   expect_contains(hidden.reason, "rank 1: ");
   expect_contains(hidden.reason, "No such file");
+  static std::atomic<int> synced;
+  synced = 0;
   set_call_fault([](const char* call, const std::string& path) {
-    if (std::string(call) == "sync" && path == probe)
-      write_bytes(probe, std::string(24, '\x01'));  // after the others' answers
+    // The first rank's file, and behind it the answers of two.
+    if (std::string(call) == "sync" && path == probe && ++synced == 3) write_bytes(probe, std::string(24, '\x01'));
     return true;
   });
   const SaveWriters lost = writers_of(parent_directory(probe), Shard::optimizer);
   set_call_fault(nullptr);
   EXPECT_FALSE(lost.all);
-  expect_contains(lost.reason, "rank ");
+  expect_contains(lost.reason, "without what rank 0 has written");
 }
 
 }  // namespace
