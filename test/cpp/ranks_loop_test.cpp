@@ -253,7 +253,8 @@ TEST_F(RanksLoop, ASaveWaitsForTheOneBefore) {
   EXPECT_GE(reads, 4 * 3);
   std::int64_t saved = 0;
   for (const Json& record : records("ranks")) {
-    if (record["type"] == "save") EXPECT_EQ(record["step"], ++saved);
+    if (record["type"] != "save") continue;
+    EXPECT_EQ(record["step"], ++saved);
   }
   EXPECT_EQ(saved, 4);
   for (const std::int64_t step : {1, 2, 3, 4}) expect_same_files("ranks", "alone", step);
