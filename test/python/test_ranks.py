@@ -185,11 +185,12 @@ def assert_goes_on(data, out, whole, ranks=3):
 def test_a_rank_that_is_killed(data, tmp_path, whole12, killed):
     out = tmp_path / "run"
     begin = time.monotonic()
-    ends = run_ranks(data, out, 3, *twelve(), own={killed: ["--debug-inject", "kill@step=6"]})
+    ends = run_ranks(data, out, 3, *twelve(), own={killed: ["--debug-inject", "kill@step=10"]})
     assert time.monotonic() - begin < LIMIT, "its connection ends at once"
     assert ends[killed].returncode == -signal.SIGKILL
     assert_ended(ends, 4, f"rank {killed} is gone: its connection was closed", rank=killed)
-    assert killed == 0 or checkpoints(out) == ["step_00000004"], "rank 0 may have died while it wrote that"
+    # A save that was being written is lost with a rank that wrote it; it began when the one before was complete.
+    assert checkpoints(out)[0] == "step_00000004"
     assert_goes_on(data, out, whole12)
 
 

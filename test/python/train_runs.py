@@ -17,7 +17,7 @@ xxhash = pytest.importorskip("xxhash")
 
 import token_shard  # noqa: E402
 
-PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama"
+PROGRAM = (Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama").absolute()
 GOLDEN = ROOT / "test" / "fixtures" / "golden"
 MODEL = GOLDEN / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
 NEOX = GOLDEN / "neox-hs32-padded.model.bin"
