@@ -577,6 +577,22 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
           const float* copied = copy->read(TensorRole::moment1, spec, 0, buffer.size(), buffer.data());
           EXPECT_TRUE(std::equal(values.begin(), values.end(), copied)) << spec.name;
         }
+        const auto own = model->make_own_copy();
+        own->take();
+        for (const TensorRole role : kStateRoles) {
+          for (const TensorSpec& spec : model->table().specs()) {
+            const Floats values = test::read_values(*model, role, spec);
+            for (const Range& range : model->own_elements()) {
+              const Range part = common(range, {spec.offset, spec.offset + spec.elements});
+              if (part.size() == 0) continue;
+              const auto first = static_cast<std::size_t>(part.begin - spec.offset);
+              Floats buffer(static_cast<std::size_t>(part.size()));
+              const float* copied = own->read(role, spec, first, buffer.size(), buffer.data());
+              EXPECT_TRUE(std::equal(copied, copied + buffer.size(), values.begin() + part.begin - spec.offset))
+                  << spec.name;
+            }
+          }
+        }
       });
     }
   }
