@@ -8,6 +8,7 @@
 #include "llmc/comm/agreement.h"
 #include "llmc/comm/at_work.h"
 #include "llmc/comm/frame_io.h"
+#include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
@@ -232,6 +233,36 @@ TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
     } catch (const Error&) {  // before the start
     }
   }
+}
+
+// For a rank to come to the start, to come to a call, and to close its connection after an error: all threads sleep meanwhile,
+// the hub's, too, between the signs that it gives.
+TEST(Hub, WaitingCostsNoProcessorTime) {
+  const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+  std::string error;
+  const double seconds = test::processor_seconds([&] {
+    Door door;
+    const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+    std::thread second([&] {
+      sleep(400);
+      const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 1);
+      sleep(400);
+      ranks->barrier();
+      EXPECT_THROW(ranks->barrier(), Error);
+      sleep(400);  // this connection is still open
+    });
+    try {
+      const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 1);
+      ranks->barrier();
+      ranks->abort(Error(Exit::numeric, "over"));
+      ranks->barrier();
+    } catch (const Error& caught) {
+      error = caught.what();
+    }
+    second.join();
+  });
+  EXPECT_EQ(error, "rank 0: over");
+  EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of 1.2 s that were waits";
 }
 
 TEST(Hub, APortThatIsTakenIsNamed) {
