@@ -4,18 +4,13 @@
 
 #include <ctime>
 
-namespace weft::test {
+namespace weft {
 
 template <typename Work>
-double processor_seconds(const Work& work) {
-  const auto now = [] {
-    timespec time{};
-    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-  };
-  const double begin = now();
+double processor_seconds(Work work) {
+  const std::clock_t begin = std::clock();
   work();
-  return now() - begin;
+  return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
 }
 
-}  // namespace weft::test
+}  // namespace weft

@@ -169,6 +169,19 @@ TEST(Hub, LetsInTheRanksOfItsRunAlone) {
   EXPECT_EQ(answer_to(of_something_else), "closed");
 }
 
+// Rank 0 hears why the run cannot start, in the words that the rank at fault hears; others that come later hear them, too.
+TEST(Hub, ARefusalIsToldToAllRanks) {
+  Door door;
+  Socket newer = door.knock(const_bytes_of(hello_of(1, 3, "newer")));
+  Hub hub(std::move(door.listener), {0, 3, 42, "test"}, 5);
+  Socket first = hub.take_first_connection();
+  const std::string reason = answer(newer);
+  EXPECT_EQ(reason, "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
+  Socket third = door.knock(const_bytes_of(hello_of(2, 3)));
+  EXPECT_EQ(answer(first), reason);
+  EXPECT_EQ(answer(third), reason);
+}
+
 // Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
 TEST(Hub, RandomBytesAtThePortDoNoHarm) {
   std::mt19937 random(7);
@@ -240,7 +253,7 @@ TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
 TEST(Hub, WaitingCostsNoProcessorTime) {
   const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
   std::string error;
-  const double seconds = test::processor_seconds([&] {
+  const double seconds = processor_seconds([&] {
     Door door;
     const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
     std::thread second([&] {

@@ -134,7 +134,7 @@ TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
 
 TEST_F(CompletionsServerTest, WaitingForRequestsCostsNoProcessorTime) {
   run();
-  const double seconds = test::processor_seconds([] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); });
+  const double seconds = processor_seconds([] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); });
   EXPECT_LT(seconds, test::kSanitized ? 0.2 : 0.04);
 }
 

@@ -154,6 +154,58 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
   }
 }
 
+// Every count of a text, from the ids that the draft model gets wrong: how many guesses are made is DraftLength's to say, and those
+// before the first wrong one count. A wrong guess that stayed in the draft model's pages would make all later ones wrong.
+TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
+  constexpr std::int64_t kIds = 76;
+  const DraftCosts costs{1e-3, 0.05};
+  const Ids prompt = {7, 4, 9};
+  for (const std::int64_t wrong_of : {0, 1, 2, 3, 5, 11}) {
+    SCOPED_TRACE(wrong_of);
+    PagedFakeSizes sizes = sizes_of_one(1), of_draft = sizes;
+    sizes.max_rows = of_draft.max_rows = 64;
+    of_draft.wrong_of = wrong_of;
+    const auto model =
+        engine_sequence(std::make_unique<PagedFake>(sizes), kCapacity, std::make_unique<PagedFake>(of_draft),
+                        {.row_cost = costs.row, .draft_cost = costs.draft});
+    GenerationRequest request;
+    request.max_ids = kIds;
+    const Ids ids = generated(*model, prompt, request);
+    ASSERT_EQ(ids, PagedFake::ids_after(prompt, kIds, 0, 64));
+
+    Ids all = prompt;
+    all.insert(all.end(), ids.begin(), ids.end());
+    const auto is_wrong = [&](std::int64_t number) {  // the guess of id `number`
+      const auto before = static_cast<std::size_t>(std::ssize(prompt) + number);
+      return wrong_of > 0 &&
+             PagedFake::state_of(std::span(all).first(before)) % static_cast<std::uint64_t>(wrong_of) == 0;
+    };
+    DraftLength length;
+    DraftCounts expected;
+    for (std::int64_t done = 0; done < kIds; ++expected.spans) {
+      const std::int64_t wanted = length.next(kMostDrafted, 1, costs), drafted = std::min(wanted, kIds - done - 1);
+      std::int64_t right = 0;
+      if (done > 0 && drafted > 0) {  // the first id is that of the prompt's step
+        while (right < drafted && !is_wrong(done + right)) ++right;
+        length.verified(drafted, right);
+        ++expected.verifications;
+        expected.drafted += drafted;
+        expected.accepted += right;
+      } else if (wanted == 0) {
+        length.generated_plainly();
+      }
+      done += right + 1;
+    }
+    const DraftCounts counts = *model->draft_counts();
+    EXPECT_EQ(counts.spans, expected.spans);
+    EXPECT_EQ(counts.ids, kIds);
+    EXPECT_EQ(counts.verifications, expected.verifications);
+    EXPECT_EQ(counts.drafted, expected.drafted);
+    EXPECT_EQ(counts.accepted, expected.accepted);
+    EXPECT_GT(expected.verifications, 4);
+  }
+}
+
 // What on_id throws comes out, and the sequence can go on.
 TEST(EngineSequence, AnExceptionOfTheListener) {
   const auto model = fake_sequence(2, 3);

@@ -495,7 +495,16 @@ def test_a_tokenizer_that_the_programs_refuse_is_refused(tmp_path):
     for change, words in (({"normalizer": {"type": "NFKC"}}, ("normalizer.type", "'NFKC'")),
                           ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, ("pre_tokenizer.type", "'WhitespaceSplit'")),
                           ({"decoder": {"type": "WordPiece"}}, ("decoder.type", "'WordPiece'")),
-                          ({"model": tokenizer["model"] | {"type": "Unigram"}}, ("model.type", "'Unigram'"))):
+                          ({"model": tokenizer["model"] | {"type": "Unigram"}}, ("model.type", "'Unigram'")),
+                          ({"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": "x"}},
+                           ("normalizer.pattern.String", "one character")),
+                          ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "xy"}},
+                           ("normalizer.content", "one character")),
+                          ({"pre_tokenizer": {"type": "Metaspace", "replacement": "__"}},
+                           ("pre_tokenizer.replacement", "one character")),
+                          ({"decoder": {"type": "Sequence", "decoders": [
+                              {"type": "Fuse"}, {"type": "Strip", "content": "", "start": 1, "stop": 0}]}},
+                           ("decoder.decoders[1].content", "one character"))):
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer | change))
         refuse(directory, "tokenizer.json", *words)
 
