@@ -74,6 +74,16 @@ TEST(BatchBench, CountsTheStepsInWhichAllSequencesDecode) {
   }
 }
 
+// The least that has a step between two: of each sequence one.
+TEST(BatchBench, TwoTokensAreEnough) {
+  Measured model(sizes(1));
+  BatchBenchOptions options;
+  options.sequences = {3};
+  options.prompt = 5;
+  options.tokens = 2;
+  EXPECT_EQ(std::ssize(run_batch_bench(model, engine_options(), options).points.at(0).step_ms), 1);
+}
+
 TEST(BatchBench, RefusesWhatCannotBeMeasured) {
   const auto refusal = [](Exit code, std::vector<std::int64_t> sequences, std::int64_t prompt, std::int64_t tokens) {
     Measured model(sizes(1));

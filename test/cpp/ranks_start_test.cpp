@@ -11,6 +11,7 @@
 #include "llmc/comm/at_work.h"
 #include "llmc/comm/frame_io.h"
 #include "llmc/cpu/llama.h"
+#include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
@@ -252,6 +253,19 @@ TEST(Hub, LetsInTheRanksOfItsRunAlone) {
   EXPECT_EQ(answer_to(of_something_else), "closed");
 }
 
+// Rank 0 hears why the run cannot start, in the words that the rank at fault hears; others that come later hear them, too.
+TEST(Hub, ARefusalIsToldToAllRanks) {
+  Door door;
+  Socket newer = door.knock(const_bytes_of(hello_of(1, 3, "newer")));
+  Hub hub(std::move(door.listener), {0, 3, 42, "test"}, 5);
+  Socket first = hub.take_first_connection();
+  const std::string reason = answer(newer);
+  EXPECT_EQ(reason, "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
+  Socket third = door.knock(const_bytes_of(hello_of(2, 3)));
+  EXPECT_EQ(answer(first), reason);
+  EXPECT_EQ(answer(third), reason);
+}
+
 // Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
 TEST(Hub, RandomBytesAtThePortDoNoHarm) {
   std::mt19937 random(7);
@@ -316,6 +330,36 @@ TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
     } catch (const Error&) {  // before the start
     }
   }
+}
+
+// For a rank to come to the start, to come to a call, and to close its connection after an error: all threads sleep meanwhile,
+// the hub's, too, between the signs that it gives.
+TEST(Hub, WaitingCostsNoProcessorTime) {
+  const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+  std::string error;
+  const double seconds = processor_seconds([&] {
+    Door door;
+    const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+    std::thread second([&] {
+      sleep(400);
+      const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 1);
+      sleep(400);
+      ranks->barrier();
+      EXPECT_THROW(ranks->barrier(), Error);
+      sleep(400);  // this connection is still open
+    });
+    try {
+      const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 1);
+      ranks->barrier();
+      ranks->abort(Error(Exit::numeric, "over"));
+      ranks->barrier();
+    } catch (const Error& caught) {
+      error = caught.what();
+    }
+    second.join();
+  });
+  EXPECT_EQ(error, "rank 0: over");
+  EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of 1.2 s that were waits";
 }
 
 TEST(Hub, APortThatIsTakenIsNamed) {

@@ -9,6 +9,7 @@
 
 #include "generated_ids.h"
 #include "inference_tools.h"
+#include "llmc/app/decode_session.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/engine_sequence.h"
@@ -153,6 +154,58 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
   }
 }
 
+// Every count of a text, from the ids that the draft model gets wrong: how many guesses are made is DraftLength's to say, and those
+// before the first wrong one count. A wrong guess that stayed in the draft model's pages would make all later ones wrong.
+TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
+  constexpr std::int64_t kIds = 76;
+  const DraftCosts costs{1e-3, 0.05};
+  const Ids prompt = {7, 4, 9};
+  for (const std::int64_t wrong_of : {0, 1, 2, 3, 5, 11}) {
+    SCOPED_TRACE(wrong_of);
+    PagedFakeSizes sizes = sizes_of_one(1), of_draft = sizes;
+    sizes.max_rows = of_draft.max_rows = 64;
+    of_draft.wrong_of = wrong_of;
+    const auto model =
+        engine_sequence(std::make_unique<PagedFake>(sizes), kCapacity, std::make_unique<PagedFake>(of_draft),
+                        {.row_cost = costs.row, .draft_cost = costs.draft});
+    GenerationRequest request;
+    request.max_ids = kIds;
+    const Ids ids = generated(*model, prompt, request);
+    ASSERT_EQ(ids, PagedFake::ids_after(prompt, kIds, 0, 64));
+
+    Ids all = prompt;
+    all.insert(all.end(), ids.begin(), ids.end());
+    const auto is_wrong = [&](std::int64_t number) {  // the guess of id `number`
+      const auto before = static_cast<std::size_t>(std::ssize(prompt) + number);
+      return wrong_of > 0 &&
+             PagedFake::state_of(std::span(all).first(before)) % static_cast<std::uint64_t>(wrong_of) == 0;
+    };
+    DraftLength length;
+    DraftCounts expected;
+    for (std::int64_t done = 0; done < kIds; ++expected.spans) {
+      const std::int64_t wanted = length.next(kMostDrafted, 1, costs), drafted = std::min(wanted, kIds - done - 1);
+      std::int64_t right = 0;
+      if (done > 0 && drafted > 0) {  // the first id is that of the prompt's step
+        while (right < drafted && !is_wrong(done + right)) ++right;
+        length.verified(drafted, right);
+        ++expected.verifications;
+        expected.drafted += drafted;
+        expected.accepted += right;
+      } else if (wanted == 0) {
+        length.generated_plainly();
+      }
+      done += right + 1;
+    }
+    const DraftCounts counts = *model->draft_counts();
+    EXPECT_EQ(counts.spans, expected.spans);
+    EXPECT_EQ(counts.ids, kIds);
+    EXPECT_EQ(counts.verifications, expected.verifications);
+    EXPECT_EQ(counts.drafted, expected.drafted);
+    EXPECT_EQ(counts.accepted, expected.accepted);
+    EXPECT_GT(expected.verifications, 4);
+  }
+}
+
 // What on_id throws comes out, and the sequence can go on.
 TEST(EngineSequence, AnExceptionOfTheListener) {
   const auto model = fake_sequence(2, 3);
@@ -211,6 +264,71 @@ TEST(EngineSequence, WhatTheHostSamplesIsTheSame) {
   const auto [e, f] = both([](DecodeModel& m) { return m.score(Ids{3, 1, 4, 1, 5}); });
   EXPECT_EQ(e, f);
   EXPECT_EQ(model->length(), plain->length());
+}
+
+// ---- which model may draft for which -----------------------------------------------------------------------------------
+
+// A tokenizer of the tokens a, b, c, ...: the first of them is `first`.
+std::string letters(int count, char first) {
+  Json vocab = Json::object();
+  vocab[std::string(1, first)] = 0;
+  for (int id = 1; id < count; ++id) vocab[std::string(1, static_cast<char>('a' + id))] = id;
+  return Json{{"version", "1.0"},
+              {"added_tokens", Json::array()},
+              {"decoder", {{"type", "Fuse"}}},
+              {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}}
+      .dump();
+}
+
+// Tokenizers by what they hold: none, the same text, the same tokens in another text, other tokens, fewer.
+TEST(CheckSameTokens, EveryPairOfTokenizers) {
+  const TemporaryDirectory directory;
+  auto model_with = [&, number = 0](const std::string& tokenizer, int vocabulary) mutable {
+    const TensorFile source = TensorFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", FileKind::model);
+    Json config = source.config();
+    config["model"]["tokenizer_vocab"] = vocabulary;
+    const std::string path = directory.file(std::to_string(number++));
+    TensorFileWriter writer(path, FileKind::model, config);
+    const auto for_tensors = [&](const auto& work) {
+      for (const TensorInfo& tensor : source.tensors()) {
+        if (tensor.name != kTokenizerTensor) work(tensor);
+      }
+    };
+    for_tensors([&](const TensorInfo& tensor) { writer.declare(tensor.name, tensor.dtype, tensor.shape); });
+    if (!tokenizer.empty()) writer.declare(kTokenizerTensor, DType::u8, {std::ssize(tokenizer)});
+    for_tensors(
+        [&](const TensorInfo& tensor) { writer.write(source.bytes(tensor).data(), source.bytes(tensor).size()); });
+    writer.write(tokenizer.data(), tokenizer.size());
+    writer.publish();
+    return ModelFile::open(path);
+  };
+  const auto refusal = [](const ModelFile& model, const ModelFile& draft) -> std::string {
+    std::optional<Tokenizer> tokenizer;
+    if (model.has_tokenizer()) tokenizer = Tokenizer::from_json(model.tokenizer_json(), "test");
+    try {
+      check_same_tokens(model, tokenizer ? &*tokenizer : nullptr, draft);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      const std::string text = error.what(), before = "--draft: " + escaped(draft.file().path()) + ": ",
+                        behind = ". A draft model needs the tokenizer of " + escaped(model.file().path());
+      EXPECT_TRUE(text.starts_with(before) && text.ends_with(behind)) << text;
+      return text.substr(before.size(), text.size() - before.size() - behind.size());
+    }
+    return "";
+  };
+  const ModelFile none = model_with("", 20), none_of_fewer = model_with("", 19), own = model_with(letters(8, 'a'), 8),
+                  again = model_with(letters(8, 'a') + " ", 8), others = model_with(letters(8, 'z'), 8),
+                  fewer = model_with(letters(7, 'a'), 7), other_configuration = model_with(letters(8, 'a'), 20);
+  EXPECT_EQ(refusal(none, none), "");
+  EXPECT_EQ(refusal(none, none_of_fewer), "it was made for 19 tokens, not 20");
+  EXPECT_EQ(refusal(none, own), "it has a tokenizer, and the model has none to compare it with");
+  EXPECT_EQ(refusal(own, none), "it has no tokenizer");
+  EXPECT_EQ(refusal(own, own), "");
+  EXPECT_EQ(refusal(own, again), "") << "the same tokens";
+  EXPECT_EQ(refusal(own, other_configuration), "");
+  EXPECT_EQ(refusal(own, others), "its token 0 is 'z', not 'a'");
+  EXPECT_EQ(refusal(own, fewer), "its tokenizer has 7 tokens, not 8");
+  EXPECT_EQ(refusal(fewer, own), "its tokenizer has 8 tokens, not 7");
 }
 
 // ---- the CPU's models -----------------------------------------------------------------------------------------------

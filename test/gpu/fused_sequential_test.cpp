@@ -96,6 +96,7 @@ TEST(FusedSequential, FewBlocksAndTheSmallestRing) {
   tuning.ring_bytes = 1;
   tuning.window_bytes = 1;
   check_steps<fp16>(llama_config({128, 8, 4, 16, 152}), 5, tuning);
+  check_steps<fp16>(llama_config({128, 8, 8, 16, 152}), 5, tuning);  // three items of attention for two of the blocks
 }
 
 template <typename S>
