@@ -134,6 +134,7 @@ struct Consumer {
   // ---- sampling.cuh
   __device__ __forceinline__ FusedEnd end_after(const SampledToken& chosen, int token, bool cancelled) const;
   __device__ __forceinline__ void tell_host(const SampledToken& chosen, int token, FusedEnd end) const;
+  __device__ __forceinline__ std::int32_t given_id(int token) const;
   __device__ __forceinline__ std::int32_t greedy_id(int token);
   __device__ __forceinline__ void choose(int token, bool cancelled);
   __device__ __forceinline__ std::int32_t sampled_id(int token);

@@ -27,6 +27,10 @@ __device__ __forceinline__ void Consumer<K>::run() {
       if (c.block == 0 && thread == 0) tell_host({id, SampleError::none}, token, end);
       continue;
     }
+    if (token < p.num_more) {
+      id = given_id(token);
+      continue;
+    }
     run_head(token);
     id = p.sampling.greedy ? greedy_id(token) : sampled_id(token);
   }

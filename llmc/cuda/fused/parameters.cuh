@@ -113,7 +113,10 @@ struct Parameters : Sizes {
   HostWords* host;
   std::uint32_t sequence;  // of the first id in the mailbox
   std::int32_t first_id;
-  int position, count;
+  std::int32_t more_ids[kFusedMoreIds];  // fed after it
+  int num_more;
+  int position, count;       // count: tokens that are fed; the first num_more of them have no logits
+  std::int32_t* device_ids;  // or null: the sampled ids go there, too
   SamplingPlan sampling;
   int num_stop_ids;
   std::int32_t stop_ids[kMaxStopIds];

@@ -24,9 +24,12 @@ class FusedTokens final : public IdDecoder {
 
   std::vector<MemoryLine> memory() const override { return FusedDecode<S, S, S>::memory(config_); }
   std::int64_t most_ids() const override { return kFusedTokens; }
-  void launch(std::int32_t id, std::int64_t position, std::int64_t count, const GenerationRequest& request) override {
+  std::int64_t most_first_ids() const override { return kFusedMoreIds + 1; }
+  void launch(std::span<const std::int32_t> ids, std::int64_t position, std::int64_t count,
+              const GenerationRequest& request) override {
     FusedRequest fused;
-    fused.first_id = id;
+    fused.first_id = ids[0];
+    fused.more_ids.assign(ids.begin() + 1, ids.end());
     fused.position = position;
     fused.count = count;
     fused.sampling = request.sampling;
