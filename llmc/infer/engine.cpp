@@ -16,6 +16,7 @@
 #include "llmc/base/philox.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/draft_model.h"
+#include "llmc/infer/draft_sequence.h"
 #include "llmc/infer/lookup.h"
 #include "llmc/infer/scheduler.h"
 
@@ -38,6 +39,8 @@ struct Request {
 
   DraftLength draft_length;
   Lookup lookup;
+  std::vector<std::int32_t> found;  // by lookup
+  std::int64_t found_after = -1;    // so many ids
   std::optional<DraftModel::State> draft_state;
 };
 
@@ -76,8 +79,10 @@ void check_options(const InferenceModel& model, const EngineOptions& options) {
   if (drafts.lookup != 0) check("ids that are looked up", drafts.lookup, kMostDrafted);
   if (drafts.model != nullptr)
     check("sequences at once, of the draft model", options.max_running, drafts.model->slots());
-  if (drafts.lookup != 0 && drafts.model != nullptr)
-    fail(Exit::internal, "drafts: lookup and a draft model: only one of them");
+  if ((drafts.lookup != 0) + (drafts.model != nullptr) + (drafts.sequence != nullptr) > 1)
+    fail(Exit::internal, "drafts: lookup, a draft model, a draft model for one sequence: only one of them");
+  if (drafts.sequence != nullptr && options.max_running != 1)
+    fail(Exit::internal, "drafts: a model of one sequence for %lld", static_cast<long long>(options.max_running));
 }
 
 }  // namespace
@@ -92,6 +97,7 @@ class Engine::State {
                            options.share_prefixes}),
         drafts_(options.drafts) {
     if (drafts_.model != nullptr) draft_model_.emplace(*drafts_.model, model.config().vocab_size);
+    if (drafts_.sequence != nullptr) draft_sequence_.emplace(*drafts_.sequence, model.config().vocab_size);
     verified_ids_.reserve(static_cast<std::size_t>(options.rows_per_step));
     update_statistics();
   }
@@ -116,11 +122,13 @@ class Engine::State {
   void take_commands();
   void end_late_requests();
   void draft();
-  bool wants_drafts(Request& request);
+  bool wants_drafts(const Request& request) const;
+  const std::vector<std::int32_t>& looked_up(Request& request);
   void draft_with_model();
   DraftCosts draft_costs() const;
+  bool has_model() const { return draft_model_ || draft_sequence_; }
   std::int64_t draft_length(const Request& request) const {
-    return request.draft_length.next(draft_model_ ? kMostDrafted : drafts_.lookup, scheduler_.running(), draft_costs());
+    return request.draft_length.next(has_model() ? kMostDrafted : drafts_.lookup, scheduler_.running(), costs_);
   }
   void submit_step(std::span<const PlannedSpan> plan);
   void collect_step();
@@ -144,9 +152,11 @@ class Engine::State {
   std::vector<std::int32_t> verified_ids_;                       // of its spans with drafts
   const DraftOptions drafts_;
   std::optional<DraftModel> draft_model_;
+  std::optional<DraftSequence> draft_sequence_;
   std::vector<Request*> drafted_for_;  // whose draft_state there is
   std::vector<DraftModel::Job> draft_jobs_;
-  double verification_seconds_ = 0;  // of a step that verifies and does little else; 0: not known yet
+  StepCosts step_costs_;  // of steps that verify and do little else
+  DraftCosts costs_;      // draft_costs() at the beginning of the step
   DraftCounts draft_counts_;
   std::int64_t steps_ = 0, rows_ = 0, generated_ids_ = 0;
 
@@ -228,8 +238,10 @@ bool Engine::State::step() {
   if (verifies) {
     const bool alone = flights_.size() == 1 &&
                        !std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.rows > 1 + span.drafts; });
+    std::int64_t rows = 0;
+    for (const PlannedSpan& span : plan) rows += span.rows;
     while (!flights_.empty()) collect_step();
-    if (alone) running_mean(verification_seconds_, seconds_since(start));
+    if (alone) step_costs_.add(rows, seconds_since(start));
   } else if (full || (plan.empty() && !flights_.empty())) {
     collect_step();
   }
@@ -237,31 +249,50 @@ bool Engine::State::step() {
 }
 
 // Guesses for the sequences that generate. They need all ids that were sampled, so that steps in flight are collected first if
-// some sequence is to get guesses.
+// some sequence is to get guesses. Without a match among the ids that are known there is no reason to wait for the next one.
 void Engine::State::draft() {
   const auto request_of = [&](const Sequence* s) -> Request& { return *requests_.at(s->order); };
   const std::span<Sequence* const> running = scheduler_.running_sequences();
+  costs_ = draft_costs();
   for (Sequence* s : running) s->drafts.clear();
-  if (std::ranges::any_of(running, [&](Sequence* s) { return s->in_flight > 0 && wants_drafts(request_of(s)); })) {
+  const auto waits = [&](Sequence* s) {
+    Request& request = request_of(s);
+    return s->in_flight > 0 && wants_drafts(request) && (has_model() || !looked_up(request).empty());
+  };
+  if (std::ranges::any_of(running, waits)) {
     while (!flights_.empty()) collect_step();
   }
   if (draft_model_) return draft_with_model();
   for (Sequence* s : scheduler_.running_sequences()) {
     Request& request = request_of(s);
-    if (!wants_drafts(request) || s->in_flight > 0) continue;
-    const std::span<const std::int32_t> found = request.lookup.find(s->ids, draft_length(request));
-    s->drafts.assign(found.begin(), found.end());
+    if (s->in_flight > 0 || !wants_drafts(request)) continue;
+    if (draft_sequence_) {
+      const std::int64_t count = std::min(draft_length(request), s->max_ids - s->sampled - 1);
+      const std::span<const std::int32_t> guesses = draft_sequence_->draft(s->ids, request.request.sampling, count);
+      s->drafts.assign(guesses.begin(), guesses.end());
+    } else {
+      s->drafts = looked_up(request);
+    }
   }
 }
 
-// Whether a sequence that generates is to get guesses as soon as its last id is known. Without a match among the ids that are
-// known there is no reason to wait for the next one.
-bool Engine::State::wants_drafts(Request& request) {
+// What the sequence's ids say that follows them. Looked up once for the same ids.
+const std::vector<std::int32_t>& Engine::State::looked_up(Request& request) {
+  const std::vector<std::int32_t>& ids = request.sequence.ids;
+  if (request.found_after != std::ssize(ids)) {
+    const std::span<const std::int32_t> found = request.lookup.find(ids, draft_length(request));
+    request.found.assign(found.begin(), found.end());
+    request.found_after = std::ssize(ids);
+  }
+  return request.found;
+}
+
+// Whether a sequence that generates is to get guesses as soon as its last id is known.
+bool Engine::State::wants_drafts(const Request& request) const {
   const Sequence& s = request.sequence;
   const bool generates = s.id_on_device || s.id_on_host;
   if (!generates || std::ssize(s.ids) == s.prompt_size || s.max_ids - s.sampled < 2) return false;
-  if (draft_length(request) == 0) return false;
-  return draft_model_ || !request.lookup.find(s.ids, 1).empty();
+  return draft_length(request) > 0;
 }
 
 void Engine::State::draft_with_model() {
@@ -292,13 +323,14 @@ void Engine::State::draft_with_model() {
 
 // Until both are measured a draft costs what it reads.
 DraftCosts Engine::State::draft_costs() const {
-  if (!draft_model_) return {drafts_.row_cost, 0};
-  if (drafts_.draft_cost > 0) return {drafts_.row_cost, drafts_.draft_cost};
-  if (draft_model_->step_seconds() > 0 && verification_seconds_ > 0) {
-    return {drafts_.row_cost, draft_model_->step_seconds() / verification_seconds_};
-  }
-  const std::uint64_t own = drafts_.model->bytes_per_step(1, 0), all = model_.bytes_per_step(1, 0);
-  return {drafts_.row_cost, all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 0};
+  if (drafts_.draft_cost > 0) return {drafts_.row_cost, has_model() ? drafts_.draft_cost : 0};
+  const StepCosts::Line line = step_costs_.line(drafts_.row_cost);
+  if (!has_model()) return {line.further_row, 0};
+  const double step = draft_model_ ? draft_model_->step_seconds() : draft_sequence_->step_seconds();
+  if (step > 0 && line.one_row > 0) return {line.further_row, step / line.one_row};
+  const std::uint64_t own = draft_model_ ? drafts_.model->bytes_per_step(1, 0) : drafts_.sequence->bytes_per_token(0),
+                      all = model_.bytes_per_step(1, 0);
+  return {line.further_row, all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 0};
 }
 
 void Engine::State::take_commands() {
