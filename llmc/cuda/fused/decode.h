@@ -65,6 +65,8 @@ struct FusedTuning {
   int blocks = 0;        // 0: chosen by the model's size; at most one on each multiprocessor
   int window_bytes = 0;  // bulk copies in flight a block; 0: the default
   int ring_bytes = 0;    // shared memory of the ring; 0: all there is
+  bool own_vectors =
+      false;  // each thread loads what it needs of other blocks' results, also where several need the same
   // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing else: no MLP-down, no head.
   // Ids are 0, logits are not written.
   bool layer_only = false;

@@ -267,6 +267,7 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
   plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
+  if (shape.warps_r > 1 && !tuning.own_vectors) plan.sizes.vector_bytes = 4 * plan.sizes.F;
   set_ring(plan, device, tuning, 1);
   return plan;
 }
