@@ -26,6 +26,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+static_assert(kMostDrafted <= kDeviceDrafts);
+
 struct Request {
   Request(PagePool& pool, RequestId id, EngineRequest asked, std::shared_ptr<RequestListener> to)
       : sequence(pool, id), request(std::move(asked)), listener(std::move(to)) {}
@@ -125,6 +127,7 @@ class Engine::State {
   bool wants_drafts(const Request& request) const;
   const std::vector<std::int32_t>& looked_up(Request& request);
   void draft_with_model();
+  void finish_draft();
   DraftCosts draft_costs() const;
   bool has_model() const { return draft_model_ || draft_sequence_; }
   std::int64_t draft_length(const Request& request) const {
@@ -153,6 +156,7 @@ class Engine::State {
   const DraftOptions drafts_;
   std::optional<DraftModel> draft_model_;
   std::optional<DraftSequence> draft_sequence_;
+  bool drafts_on_device_ = false;      // they are being drawn
   std::vector<Request*> drafted_for_;  // whose draft_state there is
   std::vector<DraftModel::Job> draft_jobs_;
   StepCosts step_costs_;  // of steps that verify and do little else
@@ -231,8 +235,12 @@ bool Engine::State::step() {
   end_late_requests();
   if (drafts_.any()) draft();
   const std::span<const PlannedSpan> plan = scheduler_.plan();
-  const Clock::time_point start = Clock::now();
+  Clock::time_point start = Clock::now();
   if (!plan.empty()) submit_step(plan);
+  if (drafts_on_device_) {
+    finish_draft();
+    start = Clock::now();
+  }
   const bool full = std::ssize(flights_) >= model_.depth();
   const bool verifies = std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.drafts > 0; });
   if (verifies) {
@@ -268,11 +276,30 @@ void Engine::State::draft() {
     if (s->in_flight > 0 || !wants_drafts(request)) continue;
     if (draft_sequence_) {
       const std::int64_t count = std::min(draft_length(request), s->max_ids - s->sampled - 1);
-      const std::span<const std::int32_t> guesses = draft_sequence_->draft(s->ids, request.request.sampling, count);
-      s->drafts.assign(guesses.begin(), guesses.end());
+      const DeviceDrafts place = model_.device_drafts();
+      const std::int64_t started = draft_sequence_->start(s->ids, request.request.sampling, count, place);
+      // The step is submitted while the guesses are drawn, with ids in their places that it does not read.
+      s->drafts.assign(static_cast<std::size_t>(started), 0);
+      drafts_on_device_ = place.ids != nullptr && started > 0;
+      if (!drafts_on_device_) {
+        const std::span<const std::int32_t> guesses = draft_sequence_->finish();
+        s->drafts.assign(guesses.begin(), guesses.end());
+      }
     } else {
       s->drafts = looked_up(request);
     }
+  }
+}
+
+// The guesses take the places that the submitted step has for them.
+void Engine::State::finish_draft() {
+  drafts_on_device_ = false;
+  const std::span<const std::int32_t> guesses = draft_sequence_->finish();
+  if (flights_.empty() || flights_.back().front().drafts == 0) return;  // there was no room for a guess
+  std::vector<std::int32_t>& drafts = flights_.back().front().request->sequence.drafts;
+  for (std::size_t i = 0; i < drafts.size(); ++i) {
+    verified_ids_[1 + i] = i < guesses.size() ? guesses[i] : -1;
+    drafts[i] = std::max(verified_ids_[1 + i], 0);
   }
 }
 
@@ -387,6 +414,7 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
       verified_ids_.insert(verified_ids_.end(), s.drafts.begin(), s.drafts.end());
       span.ids = std::span(verified_ids_).subspan(begin);
       span.drafts = planned.drafts;
+      span.drafts_on_device = drafts_on_device_;
     } else if (!planned.id_on_device) {
       span.ids = std::span(s.ids).subspan(first, rows);
     }

@@ -14,6 +14,7 @@
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
 #include "llmc/model/draft_counts.h"
+#include "llmc/model/inference_model.h"
 
 namespace weft {
 
@@ -72,9 +73,10 @@ class DecodeModel {
   virtual bool can_draft() const { return false; }
   // Cuts the sequence to its first `kept` positions, appends `ids`, at least one, and samples `count` ids after them, at least one;
   // kept + ids.size() + count - 1 <= capacity(), and so long the sequence is afterwards: the last id is not appended. Returns
-  // before the ids are sampled. The caller has checked `ids`. Id i is sampled for position kept + ids.size() + i.
+  // before the ids are sampled. The caller has checked `ids`. Id i is sampled for position kept + ids.size() + i, and is
+  // written to to.ids[i], too, if there is a place.
   virtual void start_draft(std::int64_t /*kept*/, std::span<const std::int32_t> /*ids*/, std::int64_t /*count*/,
-                           const SamplingPlan& /*sampling*/) {
+                           const SamplingPlan& /*sampling*/, const DeviceDrafts& /*to*/) {
     fail(Exit::internal, "this model does not draft");
   }
   // Id i of the draft, as soon as the host has it. Nothing, for it and those behind it, if its logits are not finite.

@@ -53,7 +53,7 @@ class SingleSequence final : public DecodeModel {
                     const std::function<bool(std::int32_t)>& on_id) override;
   bool can_draft() const override { return decoder_ != nullptr; }
   void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
-                   const SamplingPlan& sampling) override;
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override;
   std::optional<std::int32_t> drafted(std::int64_t i) override {
     return drafted_id([&] { return decoder_->wait(i); });
   }
@@ -190,7 +190,7 @@ void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const Gener
 }
 
 void SingleSequence::start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
-                                 const SamplingPlan& sampling) {
+                                 const SamplingPlan& sampling, const DeviceDrafts& to) {
   decoder_->end();
   length_ = kept;
   check_room(ids.size() + static_cast<std::size_t>(count) - 1);
@@ -201,7 +201,7 @@ void SingleSequence::start_draft(std::int64_t kept, std::span<const std::int32_t
   }
   GenerationRequest request;
   request.sampling = sampling;
-  decoder_->launch(ids, length_, count, request);
+  decoder_->launch(ids, length_, count, request, to);
   length_ += std::ssize(ids) + count - 1;
 }
 

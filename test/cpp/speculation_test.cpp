@@ -172,7 +172,7 @@ class FakeDrafter : public DecodeModel {
 
   bool can_draft() const override { return true; }
   void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
-                   const SamplingPlan& sampling) override {
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override {
     ASSERT_TRUE(kept >= 0 && kept <= length() && !ids.empty() && count >= 1);
     ASSERT_LE(kept + std::ssize(ids) + count - 1, capacity_);
     held.resize(static_cast<std::size_t>(kept));
@@ -186,6 +186,7 @@ class FakeDrafter : public DecodeModel {
           PagedFake::sampled_from(PagedFake::state_of(held), sampling.seed, length(), sampling.vocab_limit);
       if (wrong_of_ > 0 && (length() * 7) % wrong_of_ == 0) id = id == 5 ? 6 : 5;
       drafts_.push_back(poisoned ? std::nullopt : std::optional(id));
+      if (to.ids != nullptr && !poisoned) to.ids[i] = id;
       if (poisoned) break;
     }
   }
@@ -203,7 +204,9 @@ class FakeDrafter : public DecodeModel {
 Ids drafts_for(DraftSequence& drafts, const Ids& ids, std::int64_t count, std::uint64_t seed = 3) {
   SamplingPlan plan;
   plan.seed = seed;
-  const std::span<const std::int32_t> result = drafts.draft(ids, plan, count);
+  const std::int64_t started = drafts.start(ids, plan, count);
+  const std::span<const std::int32_t> result = drafts.finish();
+  EXPECT_LE(std::ssize(result), started);
   return {result.begin(), result.end()};
 }
 
@@ -254,12 +257,15 @@ PagedFakeSizes sizes_of_one(std::int64_t depth) {
   return {.page_size = 4, .num_pages = 20, .slots = 1, .max_rows = 12, .max_positions = kCapacity, .depth = depth};
 }
 
-// `paged`: the form of the draft model.
-std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of, bool paged = true) {
+// `paged`: the form of the draft model; if it is not, `on_device`: guesses go to the model's place for them.
+std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of, bool paged = true,
+                                           bool on_device = false) {
   PagedFakeSizes of_draft = sizes_of_one(depth);
   of_draft.wrong_of = wrong_of;
   if (!paged) {
-    return engine_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity,
+    PagedFakeSizes of_model = sizes_of_one(depth);
+    of_model.device_drafts = on_device;
+    return engine_sequence(std::make_unique<PagedFake>(of_model), kCapacity,
                            {nullptr, std::make_unique<FakeDrafter>(kCapacity - 9, 64, wrong_of)},
                            {.row_cost = 1e-3, .draft_cost = 0.05});
   }
@@ -269,9 +275,9 @@ std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wron
 
 // Several turns of one text, as --interactive has them, to the last position; ended by number, stop id and listener.
 TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
-  for (const std::int64_t form : {0, 1, 2, 3}) {
+  for (const std::int64_t form : {0, 1, 2, 3, 4, 5}) {
     const std::int64_t depth = 1 + form % 2;
-    const auto drafted = fake_sequence(depth, 3, form < 2);
+    const auto drafted = fake_sequence(depth, 3, form<2, form> 3);
     const auto plain = single_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity);
     GenerationRequest request;
     request.sampling.seed = 3;

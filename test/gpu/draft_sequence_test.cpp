@@ -67,7 +67,7 @@ SamplingPlan plan_of(double temperature, const ModelConfig& config) {
 
 // `count` ids after the first `given` of `ids` as a prompt and each of the others fed alone.
 Ids one_by_one(DecodeModel& model, const Ids& ids, std::int64_t given, std::int64_t count, const SamplingPlan& plan) {
-  model.start_draft(0, std::span(ids).first(static_cast<std::size_t>(given)), 1, plan);
+  model.start_draft(0, std::span(ids).first(static_cast<std::size_t>(given)), 1, plan, {});
   std::int32_t next = *model.drafted(0);
   Ids sampled;
   for (std::int64_t i = given; i < std::ssize(ids) + count; ++i) {
@@ -76,7 +76,7 @@ Ids one_by_one(DecodeModel& model, const Ids& ids, std::int64_t given, std::int6
     } else {
       sampled.push_back(next);
     }
-    model.start_draft(i, {&next, 1}, 1, plan);
+    model.start_draft(i, {&next, 1}, 1, plan, {});
     next = *model.drafted(0);
   }
   return sampled;
@@ -92,7 +92,8 @@ TEST(CudaDraftSequence, GuessesAreThoseOfAModelThatIsFedIdById) {
       const SamplingPlan plan = plan_of(temperature, model->config());
       DraftSequence drafts(*model, 10000);
       const auto drafted = [&](const Ids& ids, std::int64_t count) {
-        const std::span<const std::int32_t> found = drafts.draft(ids, plan, count);
+        drafts.start(ids, plan, count);
+        const std::span<const std::int32_t> found = drafts.finish();
         return Ids(found.begin(), found.end());
       };
       for (std::int64_t k = 1; k <= kMostDrafted; ++k) {
@@ -114,8 +115,9 @@ TEST(CudaDraftSequence, GuessesAreThoseOfAModelThatIsFedIdById) {
     }
     DraftSequence drafts(*model, 10000);
     const SamplingPlan plan = plan_of(0, model->config());
-    EXPECT_EQ(drafts.draft(Ids(58, 3), plan, 7).size(), 3u) << "two positions are left, and the last guess needs none";
-    EXPECT_EQ(drafts.draft(Ids(61, 3), plan, 7).size(), 0u);
+    EXPECT_EQ(drafts.start(Ids(58, 3), plan, 7), 3) << "two positions are left, and the last guess needs none";
+    EXPECT_EQ(drafts.finish().size(), 3u);
+    EXPECT_EQ(drafts.start(Ids(61, 3), plan, 7), 0);
   }
 }
 
