@@ -154,7 +154,9 @@ TEST(CudaDraftSequence, AnEngineGivesThePlainOutput) {
           }
         }
       }
-      if (form != 1) EXPECT_GT(accepted, 50);
+      if (form != 1) {
+        EXPECT_GT(accepted, 50);
+      }
     }
   }
 }

@@ -64,8 +64,8 @@ struct Consumer {
   __device__ __forceinline__ void run_layer(int l, int token, std::int32_t id);
   __device__ __forceinline__ void load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]);
   __device__ __forceinline__ void load_embedding(std::int32_t id, float (&x)[kInputs]) const;
-  __device__ __forceinline__ void qkv_rows(int l, const float (&input)[kInputs]);
-  __device__ __forceinline__ void up_rows(int l, int token, const float (&input)[kInputs]);
+  __device__ __forceinline__ void input_rows(int l, int token, float (&input)[kInputs],
+                                             const float (&mlp_input)[kInputs]);
   __device__ __forceinline__ void output_rows(int l, float (&input)[kInputs]);
 
   // ---- rows.cuh

@@ -85,6 +85,7 @@ struct Sizes {
   int stages, stage_bytes, window;
   int partial_rows;  // rows whose partial sums fit in shared memory
   int max_splits;
+  int item_shift;    // of the first item of attention of a block, from layer to layer
   int vector_bytes;  // of shared memory, through which a block gets what others computed; 0: each thread loads its own
 };
 
