@@ -275,11 +275,10 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
   plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
-  const bool narrow = shape.warps_r > 1;
-  if (narrow && !tuning.own_vectors) plan.sizes.vector_bytes = 4 * plan.sizes.F;
+  if (shape.warps_r > 1 && !tuning.own_vectors) plan.sizes.vector_bytes = 4 * plan.sizes.F;
   // A wide model is bound by memory: the blocks without an item are not always the same. A narrow one is bound by exchanges, and
   // attention is faster in blocks that had it in the layer before.
-  plan.sizes.item_shift = narrow ? 0 : 37;
+  plan.sizes.item_shift = config.hidden_size <= 2048 ? 0 : 37;
   set_ring(plan, device, tuning, 1);
   return plan;
 }
