@@ -883,6 +883,7 @@ TEST(Engine, DraftsChangeNoIdOfAnySchedule) {
             .max_running = 6, .rows_per_step = 10 + static_cast<std::int64_t>(seed % 30), .share_prefixes = share};
         options.drafts.lookup = 1 + static_cast<std::int64_t>(seed % 7);
         options.drafts.row_cost = 1e-3;
+        options.drafts.draft_cost = 1;  // neither is measured
         add(lookups, run_schedule(sizes, options, ++seed, 1200));
 
         PagedFakeSizes of_drafts = sizes;

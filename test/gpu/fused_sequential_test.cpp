@@ -207,6 +207,11 @@ TEST(FusedSequential, TheWatchdogEndsAHang) {
   test::expect_the_watchdog_ends_a_hang(model);
 }
 
+TEST(FusedSequential, GivenIdsAreFed) {
+  Model<fp16> model(llama_config({512, 8, 2, 64, 1376, 3}), 40);
+  test::expect_given_ids_are_fed(model);
+}
+
 // The instrumented kernel computes the same bits, and its table has the phases of this order.
 TEST(FusedSequential, TimelineHasItsPhases) {
   Model<fp16> model(llama_config({512, 8, 2, 64, 1376, 3}), 64);
