@@ -391,7 +391,10 @@ void Checkpoint::load(TrainModel& model) const {
 }
 
 CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep)
-    : directory_(directory), identity_(std::move(identity)), keep_(static_cast<std::size_t>(keep)) {
+    : directory_(directory),
+      identity_(std::move(identity)),
+      keep_(static_cast<std::size_t>(keep)),
+      began_empty_(directory.empty()) {
   if (keep < 2) fail(Exit::usage, "--keep: got %lld, expected at least 2", static_cast<long long>(keep));
 }
 
@@ -428,7 +431,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
 }
 
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
-  if (mode == ResumeMode::never && !directory_.empty()) {
+  if (mode == ResumeMode::never && !began_empty_) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_intact(mode);
