@@ -192,6 +192,7 @@ void inject_moment_fault(const FaultPlan& plan, std::int64_t step, TrainModel& m
 }
 
 bool log_record_allowed() {
+  const std::lock_guard<std::mutex> lock(hook_mutex);
   return !armed.log_record || ++log_records != *armed.log_record;
 }
 
