@@ -267,8 +267,8 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
 }
 
 bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
-  return choice_.gpu && settings_.decode == "auto" && cuda::fused_refusal(config, dtype_).empty() &&
-         !cuda::graph_is_faster(config);
+  const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
+  return choice_.gpu && wanted && cuda::fused_refusal(config, dtype_).empty() && !cuda::graph_is_faster(config);
 }
 
 SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {

@@ -52,7 +52,7 @@ class DecodeDevice {
   std::unique_ptr<InferenceModel> load_sequence(const ModelFile& file, std::int64_t capacity) const;
   // The draft model for all sequences of `model`, with as many positions in its pages. Exit::usage if the GPU cannot run it.
   std::unique_ptr<InferenceModel> load_draft(const ModelFile& file, const InferenceModel& model) const;
-  // The draft model for the one sequence of `model`: in the fused kernel where --decode is auto and the GPU has it for this model,
+  // The draft model for the one sequence of `model`: in the fused kernel where --decode is auto or fused and the GPU has it,
   // otherwise as load_draft() makes it.
   SequenceDraft load_sequence_draft(const ModelFile& file, const InferenceModel& model) const;
   // The same with random weights; on the CPU for GPT-NeoX only (Exit::usage).
