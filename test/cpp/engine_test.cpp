@@ -315,6 +315,23 @@ TEST(Engine, EqualPromptsWaitForPagesThatTheyCanShare) {
   }
 }
 
+// A prompt beside a sequence with drafts has half of the rows that are left, by hand: of 8 rows one decodes, 3 of the other 7 are
+// drafts, 4 are the prompt's.
+TEST(Engine, DraftsLeaveRowsForPrompts) {
+  PagedFake model({.slots = 2, .max_rows = 8}), draft({.slots = 2, .max_rows = 8});
+  DraftOptions drafts{.model = &draft, .row_cost = 1e-3, .draft_cost = 0.05};
+  Engine engine(model, {.max_running = 2, .rows_per_step = 8, .prompt_rows = 64, .drafts = drafts});
+  const auto first = submit(engine, request_of(random_ids(3, 1), 60));
+  while (std::ssize(first->ids) < 20) engine.step();
+  const auto second = submit(engine, request_of(random_ids(20, 2), 5));
+  engine.step();
+  std::vector<std::int64_t> rows;
+  for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows.push_back(span.rows);
+  EXPECT_EQ(rows, (std::vector<std::int64_t>{4, 4}));
+  finish(engine);
+  EXPECT_EQ(second->ids, alone(request_of(random_ids(20, 2), 5), model).ids);
+}
+
 // A conversation's next prompt contains the answer: what was generated is shared, too.
 TEST(Engine, GeneratedIdsArePartOfAPrefix) {
   PagedFake model({.depth = 2});
