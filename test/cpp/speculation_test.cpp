@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "generated_ids.h"
@@ -353,6 +355,32 @@ TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
     EXPECT_EQ(counts.accepted, expected.accepted);
     EXPECT_GT(expected.verifications, 4);
   }
+}
+
+// Without a cost that is given, costs are measured: a draft model that takes ten times as long as the model is given up, one that
+// takes a tenth drafts to the end.
+TEST(EngineSequence, WhatDraftsCostIsMeasured) {
+  class Slow : public PagedFake {
+   public:
+    Slow(const PagedFakeSizes& sizes, int ms) : PagedFake(sizes), ms_(ms) {}
+    std::span<const SpanResult> collect() override {
+      std::this_thread::sleep_for(std::chrono::milliseconds(ms_));
+      return PagedFake::collect();
+    }
+
+   private:
+    int ms_;
+  };
+  const auto drafted = [](int of_model, int of_draft) {
+    const auto model = engine_sequence(std::make_unique<Slow>(sizes_of_one(1), of_model), kCapacity,
+                                       std::make_unique<Slow>(sizes_of_one(1), of_draft), {.row_cost = 1e-3});
+    GenerationRequest request;
+    request.max_ids = 40;
+    generated(*model, {7, 4, 9}, request);
+    return model->draft_counts()->drafted;
+  };
+  EXPECT_LT(drafted(2, 20), 20);
+  EXPECT_GT(drafted(20, 2), 30);
 }
 
 // What on_id throws comes out, and the sequence can go on.

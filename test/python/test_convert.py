@@ -404,6 +404,17 @@ def test_tied_llama(tmp_path):  # B50
     refuse(directory, "lm_head.weight", "missing", "tie_word_embeddings is false")
 
 
+def test_a_tied_head_that_differs_in_its_last_value_is_refused(tmp_path, monkeypatch):
+    """Both are read in pieces."""
+    monkeypatch.setattr(convert_hf, "CHUNK_ELEMENTS", 100)
+    config = ck.LLAMA | {"tie_word_embeddings": True}
+    weights = ck.weights_of(config)
+    weights["lm_head.weight"] = weights[EMBEDDING["llama"]].copy()
+    ck.convert(ck.write_checkpoint(tmp_path / "same", config, weights), tmp_path / "same.bin")
+    weights["lm_head.weight"][-1, -1] += 1
+    refuse(ck.write_checkpoint(tmp_path / "other", config, weights), "lm_head.weight", "differs from")
+
+
 def test_tied_gpt_neox_becomes_untied(tmp_path):  # B50: weft stores a head of its own for this family
     config = ck.GPT_NEOX | {"tie_word_embeddings": True}
     weights = ck.weights_of(config)
