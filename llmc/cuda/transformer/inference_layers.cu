@@ -226,17 +226,17 @@ void Inference<S>::keep_heads(std::int64_t l) {
                            v = download(kv.values, elements);
   const std::int64_t head_stride = queries().head_stride;
   const std::string prefix = "layers." + std::to_string(l) + ".";
-  const auto append = [&](const char* name, const std::vector<float>& from, std::int64_t offset) {
-    std::vector<float>& kept = kept_[prefix + name];
+  const auto append = [HS](std::vector<float>& kept, const std::vector<float>& from, std::int64_t offset) {
     kept.insert(kept.end(), from.begin() + offset, from.begin() + offset + HS);
   };
+  std::vector<float>&kept_q = kept_[prefix + "q"], &kept_k = kept_[prefix + "k"], &kept_v = kept_[prefix + "v"];
   for (std::int64_t r = 0; r < kept_step_rows_; ++r) {
     const auto [page, place] = kept_places_[static_cast<std::size_t>(r)];
-    for (std::int64_t h = 0; h < NH; ++h) append("q", packed, r * qkv_size() + h * head_stride);
+    for (std::int64_t h = 0; h < NH; ++h) append(kept_q, packed, r * qkv_size() + h * head_stride);
     for (std::int64_t h = 0; h < kv.NKV; ++h) {
       const std::int64_t at = ((page * kv.NKV + h) * P + place) * HS;
-      append("k", k, at);
-      append("v", v, at);
+      append(kept_k, k, at);
+      append(kept_v, v, at);
     }
   }
   keep(prefix + "attention", b_.attention, NH * HS);
