@@ -238,7 +238,7 @@ class Run:
     def cpu(self) -> None:
         """The schemes on both devices, on a short text. The CPU computes in fp32, the GPU in the 16 bits of the file."""
         calibration, text = self.text("calibration.txt", "train.txt", self.size.calibration), self.text("both.txt", "held.txt", self.size.both_held)
-        for model in ("llama", "neox"):
+        for model in self.trained_models():
             for variant in ON_BOTH:
                 for device in dict.fromkeys(("cpu", self.options.device)):
                     if not self.has(model=model, key=variant.key, text=text.name, device_option=device):
@@ -247,7 +247,7 @@ class Run:
     def drafts(self) -> None:
         """The small model drafts for the large one, and each prompt is the first third of a held document."""
         prompts = [document[:len(document) // 3] for document in self.text("held.txt", "held.txt", self.size.held).read_text().split(BETWEEN)[:12]]
-        for model in ("llama", "neox"):
+        for model in self.trained_models("-small"):
             for key, extra in (("plain", []), ("draft", ["--draft", self.base(f"{model}-small")]), ("lookup", ["--lookup", "5"])):
                 if self.has(model=model, key=key):
                     continue
@@ -257,6 +257,9 @@ class Run:
                 self.add({"model": model, "key": key, "prompts": len(answers), "answers": [
                     {name: value for name, value in answer.items() if name not in ("text", "prompt", "ids", "prompt_ids")} for answer in answers],
                     "ids": [answer.get("ids") for answer in answers]})
+
+    def trained_models(self, also: str = "") -> list[str]:
+        return [model for model in ("llama", "neox") if (self.work / model).exists() and (self.work / (model + also)).exists()]
 
     def one_prompt(self, text: str) -> Path:
         path = self.work / "prompt.txt"
