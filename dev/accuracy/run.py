@@ -64,7 +64,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(320_000, 8192, 1024, 32, 600, 200, 40, 240, {
+    "full": Size(320_000, 8192, 1024, 32, 600, 200, 40, 160, {
         "llama": Shape(16, 768, 2048, 4, 1100), "neox": Shape(14, 768, steps=900),
         "llama-small": Shape(8, 384, 1024, 2, 1100), "neox-small": Shape(6, 384, steps=900)}),
     "dry": Size(300, 1024, 128, 4, 4, 2, 2, 20, {
@@ -94,9 +94,9 @@ class Variant:
 SCHEMES = ("int8", "fp8", "int4", "int4 GPTQ")
 PARTS = ("qkv", "output", "up", "down")
 # What takes longest first.
-VARIANTS = ([Variant("int4 GPTQ"), Variant("int4 GPTQ", head=True)] + [Variant("int4 GPTQ", part) for part in PARTS]
+VARIANTS = ([Variant("int4 GPTQ")] + [Variant("int4 GPTQ", part) for part in PARTS]
             + [Variant("int8"), Variant("int8", head=True), Variant("fp8"), Variant("int4")]
-            + [Variant(scheme, part) for scheme in SCHEMES[:3] for part in PARTS] + [Variant("int8", "head", head=True)])
+            + [Variant(scheme, part) for scheme in SCHEMES[:3] for part in PARTS] + [Variant("int8", "head", head=True), Variant("int4 GPTQ", head=True)])
 ON_BOTH = (Variant("int8"), Variant("fp8"), Variant("int4"), Variant("int4 GPTQ"))
 
 
