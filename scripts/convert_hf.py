@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401, before the packages
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # quantising has threads of its own; read when numpy is loaded
 import numpy as np
 
 import cli

@@ -10,7 +10,6 @@ square of the columns.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ DAMPING = 0.01  # of H's mean diagonal, added to the diagonal
 MAX_TOKENS, MAX_WINDOW = 32_768, 512  # of the calibration text that are used, in windows
 MAX_COLUMNS = 8192
 PIECE_ROWS = 256  # of a matrix, whose columns one thread rounds
+BLOCK = 128  # columns of H that one thread adds up
 
 Read = Callable[[str], np.ndarray]  # a tensor of the model by its name, in float32
 Quantise = Callable[[list[str], np.ndarray], list[np.ndarray]]
@@ -109,6 +109,9 @@ class Layers:
     def run(self, layer: int, quantise: Quantise) -> None:
         (self._llama if self.model.family == LLAMA else self._neox)(layer, quantise)
 
+    def _multiply(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return self._by_window(lambda rows: rows @ weight.T, x)
+
     def _by_window(self, function: Callable[..., np.ndarray], *values: np.ndarray) -> np.ndarray:
         """function(...) of the rows [N, ...] of each window, on all threads."""
         length = self.shape[1]
@@ -127,7 +130,7 @@ class Layers:
         prefix, model = f"model.layers.{layer}.", self.model
 
         def linear(modules: list[str], x: np.ndarray) -> list[np.ndarray]:
-            return [x @ weight.T for weight in quantise([f"{prefix}{module}.weight" for module in modules], x)]
+            return [self._multiply(x, weight) for weight in quantise([f"{prefix}{module}.weight" for module in modules], x)]
 
         x = self._norm(self.x, prefix + "input_layernorm")
         q, k, v = (part.reshape(len(x), -1, model.head_dim)
@@ -141,7 +144,7 @@ class Layers:
         prefix, model = f"gpt_neox.layers.{layer}.", self.model
 
         def linear(module: str, x: np.ndarray, bias: bool = True) -> np.ndarray:
-            out = x @ quantise([f"{prefix}{module}.weight"], x)[0].T
+            out = self._multiply(x, quantise([f"{prefix}{module}.weight"], x)[0])
             return out + self.read(f"{prefix}{module}.bias") if bias else out
 
         x = self._norm(self.x, prefix + "input_layernorm")
@@ -155,17 +158,36 @@ class Layers:
 # ---- rounding ----------------------------------------------------------------------------------------------------------
 
 
-def inverse_factor(x: np.ndarray) -> np.ndarray:
+def inverse_factor(x: np.ndarray, threads: ThreadPoolExecutor) -> np.ndarray:
     """The upper Cholesky factor of H^-1, H = X^T X damped; in float64 [K, K]."""
-    hessian = np.zeros((x.shape[1], x.shape[1]))
-    for begin in range(0, len(x), 1024):  # few enough for sums in float32: the damping is 10^4 times their error
-        piece = x[begin:begin + 1024]
-        hessian += piece.T @ piece
+    columns = x.shape[1]
+    hessian = np.zeros((columns, columns))
+
+    def add_up(begin: int) -> None:  # from the first row to the diagonal
+        end = min(begin + BLOCK, columns)
+        for row in range(0, len(x), 1024):  # few enough for sums in float32: the damping is 10^4 times their error
+            piece = x[row:row + 1024]
+            hessian[:end, begin:end] += piece[:, :end].T @ piece[:, begin:end]
+
+    list(threads.map(add_up, range(0, columns, BLOCK)))
+    hessian = np.triu(hessian) + np.triu(hessian, 1).T
     diagonal = np.einsum("ii->i", hessian)
     diagonal[diagonal == 0] = 1  # an input that is always 0: its weight may be anything
     diagonal += DAMPING * diagonal.mean()
     # H = R R^T with R upper triangular, by Cholesky's factor from the last row up; then H^-1 = (R^-1)^T R^-1.
-    return np.triu(np.linalg.inv(np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1]))
+    return inverse_of_upper(np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1])
+
+
+def inverse_of_upper(matrix: np.ndarray) -> np.ndarray:
+    """Of an upper triangular matrix, by halves: a sixth of the operations of np.linalg.inv()."""
+    size = len(matrix)
+    if size <= 64:
+        return np.triu(np.linalg.inv(matrix))
+    half = size // 2
+    inverse = np.zeros_like(matrix)
+    inverse[:half, :half], inverse[half:, half:] = inverse_of_upper(matrix[:half, :half]), inverse_of_upper(matrix[half:, half:])
+    inverse[:half, half:] = -inverse[:half, :half] @ matrix[:half, half:] @ inverse[half:, half:]
+    return inverse
 
 
 def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
@@ -200,7 +222,7 @@ class Calibration:
     """The matrices of a model, a layer at a time. `chosen` says which are quantised."""
 
     def __init__(self, model: Model, read: Read, ids: np.ndarray, chosen: Callable[[str], bool]):
-        self.threads = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+        self.threads = ThreadPoolExecutor(max_workers=quantization.workers())
         self.layers, self.read, self.chosen = Layers(model, read, ids, self.threads), read, chosen
         self.next = 0
         self.found: dict[str, Quantized] = {}
@@ -216,7 +238,7 @@ class Calibration:
         weights = [self.read(name) for name in names]
         if not any(map(self.chosen, names)):
             return weights
-        factor = inverse_factor(x)
+        factor = inverse_factor(x, self.threads)
         for i, name in enumerate(names):
             if self.chosen(name):
                 self.found[name] = self._rounded(weights[i], factor)

@@ -210,11 +210,17 @@ def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.nd
         np.copyto(kept, new, where=better)
 
 
+def workers() -> int:
+    """Threads to compute with: the cores, at most OMP_NUM_THREADS."""
+    cores, limit = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(limit)) if limit.isascii() and limit.isdigit() and int(limit) else cores
+
+
 def quantize_matrix(rows: Callable[[int, int], np.ndarray], shape: Shape, scheme: str) -> Iterator[Quantized]:
     """The matrix in pieces of rows, on several threads. rows(first, last) gives some of its rows in float32."""
     step = max(1, PIECE_ELEMENTS // max(shape[1], 1))
     pieces = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(max_workers=workers()) as threads:
         yield from threads.map(lambda piece: quantize_rows(rows(*piece), scheme), pieces)
 
 

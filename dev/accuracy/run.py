@@ -60,14 +60,16 @@ class Size:
     part_held: int    # documents for the parts
     both_held: int    # documents for both devices
     calibration: int  # documents for GPTQ
+    part_calibration: int  # and for GPTQ of a part
+    prompts: int      # for drafts
     models: dict[str, Shape] = field(default_factory=dict)
 
 
 SIZES = {
-    "full": Size(320_000, 8192, 1024, 32, 600, 200, 40, 160, {
-        "llama": Shape(16, 768, 2048, 4, 1100), "neox": Shape(14, 768, steps=900),
-        "llama-small": Shape(8, 384, 1024, 2, 1100), "neox-small": Shape(6, 384, steps=900)}),
-    "dry": Size(300, 1024, 128, 4, 4, 2, 2, 20, {
+    "full": Size(320_000, 8192, 1024, 32, 380, 150, 12, 160, 64, 16, {
+        "llama": Shape(16, 768, 2048, 4, 800), "neox": Shape(14, 768, steps=700),
+        "llama-small": Shape(8, 384, 1024, 2, 700), "neox-small": Shape(6, 384, steps=500)}),
+    "dry": Size(300, 1024, 128, 4, 4, 2, 2, 20, 10, 3, {
         "llama": Shape(2, 128, 256, 1, 12), "neox": Shape(2, 128, steps=12),
         "llama-small": Shape(1, 64, 128, 1, 8), "neox-small": Shape(1, 64, steps=8)}),
 }
@@ -93,10 +95,10 @@ class Variant:
 
 SCHEMES = ("int8", "fp8", "int4", "int4 GPTQ")
 PARTS = ("qkv", "output", "up", "down")
-# What takes longest first.
-VARIANTS = ([Variant("int4 GPTQ")] + [Variant("int4 GPTQ", part) for part in PARTS]
-            + [Variant("int8"), Variant("int8", head=True), Variant("fp8"), Variant("int4")]
-            + [Variant(scheme, part) for scheme in SCHEMES[:3] for part in PARTS] + [Variant("int8", "head", head=True), Variant("int4 GPTQ", head=True)])
+# What matters most first.
+VARIANTS = ([Variant("int4 GPTQ"), Variant("int8"), Variant("int4"), Variant("fp8"), Variant("int8", head=True)]
+            + [Variant(scheme, part) for scheme in ("int4", "int8", "fp8", "int4 GPTQ") for part in PARTS]
+            + [Variant("int8", "head", head=True), Variant("int4 GPTQ", head=True)])
 ON_BOTH = (Variant("int8"), Variant("fp8"), Variant("int4"), Variant("int4 GPTQ"))
 
 
@@ -182,7 +184,7 @@ class Run:
         self.call(["./train_llama", "--config", path, "--train", shards / "train_*.bin", "--val", shards / "val_*.bin", "--out", run,
                    "--steps", shape.steps, "--micro-batch", self.size.micro_batch, "--seq-len", self.size.length, "--lr", "1e-3",
                    "--warmup-steps", min(100, shape.steps // 4), "--save-every", 0, "--sample-every", 0, "--val-every", 0,
-                   "--max-minutes", self.options.train_seconds / 60, "--resume", "never", *self.device], name)
+                   "--max-minutes", self.options.train_seconds / 60, *self.device], name)
         self.trained(name, begin, run / "log.jsonl")
         model = sorted(run.glob("step_*/model.bin"))[-1]
         self.script("scripts/export_hf.py", model, "-o", folder, log=name)
@@ -213,22 +215,26 @@ class Run:
     def evaluate(self, model: str) -> None:
         self.base(model)
         texts = {False: self.text("held.txt", "held.txt", self.size.held), True: self.text("part.txt", "held.txt", self.size.part_held)}
-        calibration = self.text("calibration.txt", "train.txt", self.size.calibration)
+        calibrations = {False: self.calibration(), True: self.text("calibration-part.txt", "train.txt", self.size.part_calibration)}
         left = [each for each in VARIANTS if not self.has(model=model, key=each.key)]
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            for done in [pool.submit(self.measure, model, each, calibration, texts[bool(each.part)], self.options.device) for each in left]:
+            for done in [pool.submit(self.measure, model, each, calibrations[bool(each.part)], texts[bool(each.part)], self.options.device)
+                         for each in left]:
                 done.result()
 
+    def calibration(self) -> Path:
+        return self.text("calibration.txt", "train.txt", self.size.calibration)
+
     def measure(self, model: str, variant: Variant, calibration: Path, text: Path, device: str) -> None:
-        begin = time.monotonic()
+        begin, threads = time.monotonic(), CORES if text.name == "both.txt" else max(1, 5 * CORES // (4 * self.options.jobs))
         file = self.converted(model, variant.key, "--dtype", "bf16" if model.startswith("llama") else "fp16",
-                              *variant.options(calibration), threads=max(1, 2 * CORES // self.options.jobs))
+                              *variant.options(calibration), threads=threads)
         converted = time.monotonic() - begin
         precise = ["--dtype", "fp32"] if variant.part and device != "cpu" else []
         answer = json.loads(self.call(
             ["./infer_pythia", "--model", file, "--perplexity", text, "--special", "--context", self.size.length, "--stride",
              self.size.length * 3 // 4, "--against", self.base(model), "--json", *precise, *(["--device", device] if device else [])],
-            f"measure-{model}-{variant.key}", max(1, CORES // self.options.jobs)))
+            f"measure-{model}-{variant.key}", threads))
         self.add({"model": model, "key": variant.key, "scheme": variant.scheme, "part": variant.part, "head": variant.head,
                   "text": text.name, "device_option": device, "bytes": file.stat().st_size, "convert_seconds": round(converted, 1),
                   "seconds": round(time.monotonic() - begin - converted, 1), **answer})
@@ -237,7 +243,7 @@ class Run:
 
     def cpu(self) -> None:
         """The schemes on both devices, on a short text. The CPU computes in fp32, the GPU in the 16 bits of the file."""
-        calibration, text = self.text("calibration.txt", "train.txt", self.size.calibration), self.text("both.txt", "held.txt", self.size.both_held)
+        calibration, text = self.calibration(), self.text("both.txt", "held.txt", self.size.both_held)
         for model in self.trained_models():
             for variant in ON_BOTH:
                 for device in dict.fromkeys(("cpu", self.options.device)):
@@ -245,26 +251,25 @@ class Run:
                         self.measure(model, variant, calibration, text, device)
 
     def drafts(self) -> None:
-        """The small model drafts for the large one, and each prompt is the first third of a held document."""
-        prompts = [document[:len(document) // 3] for document in self.text("held.txt", "held.txt", self.size.held).read_text().split(BETWEEN)[:12]]
+        """The small model drafts for the large one; each prompt is the first third of a held document, one sequence at a time."""
+        documents = self.text("held.txt", "held.txt", self.size.held).read_text().split(BETWEEN)[:self.size.prompts]
+        requests = self.work / "prompts.jsonl"
+        requests.write_text("".join(json.dumps({"id": i, "prompt": document[:len(document) // 3], "max_tokens": self.size.length // 8}) + "\n"
+                                    for i, document in enumerate(documents)))
         for model in self.trained_models("-small"):
             for key, extra in (("plain", []), ("draft", ["--draft", self.base(f"{model}-small")]), ("lookup", ["--lookup", "5"])):
                 if self.has(model=model, key=key):
                     continue
-                answers = [json.loads(self.call(
-                    ["./infer_pythia", "--model", self.base(model), "--prompt-file", self.one_prompt(prompt), "-n", 96, "--json", *extra,
-                     *self.device], f"drafts-{model}")) for prompt in prompts]
-                self.add({"model": model, "key": key, "prompts": len(answers), "answers": [
-                    {name: value for name, value in answer.items() if name not in ("text", "prompt", "ids", "prompt_ids")} for answer in answers],
-                    "ids": [answer.get("ids") for answer in answers]})
+                answers, log = self.work / f"answers-{model}-{key}.jsonl", f"drafts-{model}-{key}"
+                answers.unlink(missing_ok=True)
+                self.call(["./infer_pythia", "--model", self.base(model), "--batch", requests, "--output", answers, "--max-running", 1, *extra,
+                           *self.device], log)
+                said = [line for line in (self.work / f"{log}.log").read_text(errors="replace").splitlines() if line.startswith("answered")]
+                ids = [answer.get("ids") for answer in map(json.loads, answers.read_text().splitlines())]
+                self.add({"model": model, "key": key, "prompts": len(ids), "report": said[-1], "ids": ids})
 
     def trained_models(self, also: str = "") -> list[str]:
         return [model for model in ("llama", "neox") if (self.work / model).exists() and (self.work / (model + also)).exists()]
-
-    def one_prompt(self, text: str) -> Path:
-        path = self.work / "prompt.txt"
-        path.write_text(text)
-        return path
 
     def report(self) -> None:
         text = tables(self.measured())
@@ -316,10 +321,10 @@ def tables(rows: list[dict[str, Any]]) -> str:
                 cells = [f"{change(row)}, {row['kl_mean']:.6f}" if (row := alone.get((scheme, part))) else "" for part in (*PARTS, "head")]
                 lines.append(f"| {scheme} | " + " | ".join(cells) + " |")
             lines.append("")
-        drafted = {row["key"]: row for row in rows if row["model"] == model and "answers" in row}
+        drafted = {row["key"]: row for row in rows if row["model"] == model and "ids" in row}
         for key, row in drafted.items():
             same = sum(a == b for a, b in zip(row["ids"], drafted["plain"]["ids"])) if "plain" in drafted else 0
-            lines.append(f"{model}, {key}: {same} of {row['prompts']} answers equal; {json.dumps(row['answers'][0])[:600]}")
+            lines.append(f"{model}, {key}: {same} of {row['prompts']} texts as without; {row['report']}")
     return "\n".join(lines) + "\n"
 
 

@@ -54,7 +54,7 @@ Compared compare(std::span<const float> p, std::span<const float> q, std::int32_
 
 // Appends `ids`. With `logits` those after each of them, [ids, vocab_size], otherwise an empty vector.
 std::vector<float> append(DecodeModel& model, std::span<const std::int32_t> ids, bool logits) {
-  model.keep_activations(logits);
+  model.keep_logits(logits);
   model.prefill(ids);
   return logits ? model.activation("logits") : std::vector<float>{};
 }
@@ -131,8 +131,8 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
   };
   result.standard_error = error_of_mean(squares);
   result.nll_difference_error = error_of_mean(loss_squares);
-  model.keep_activations(false);
-  against.keep_activations(false);
+  model.keep_logits(false);
+  against.keep_logits(false);
   return result;
 }
 

@@ -324,7 +324,7 @@ def test_gptq_moves_the_outputs_less_than_rounding_does():
     x = (random.standard_normal((600, 40)) @ random.standard_normal((40, 262)) + random.standard_normal((600, 262)) / 2).astype(np.float32)
     weights = random.standard_normal((24, 262)).astype(np.float32)
     error = {}
-    for name, rows in {"gptq": gptq.quantize(weights, gptq.inverse_factor(x)), "nearest": quantization.quantize_rows(weights, "int4")}.items():
+    for name, rows in {"gptq": gptq.quantize(weights, gptq.inverse_factor(x, ThreadPoolExecutor(2))), "nearest": quantization.quantize_rows(weights, "int4")}.items():
         again = quantization.int4_again(rows, 262)
         error[name] = (((again - weights) @ x.T) ** 2).sum()
         assert rows.error == pytest.approx(((again - weights) ** 2).sum(), rel=1e-3)
@@ -338,7 +338,7 @@ def test_the_factor_of_gptq_is_that_of_the_inverse(columns):
     hessian = x.astype(np.float64).T @ x
     hessian[3, 3] = 1
     hessian += np.eye(columns) * gptq.DAMPING * np.diag(hessian).mean()
-    factor = gptq.inverse_factor(x)
+    factor = gptq.inverse_factor(x, ThreadPoolExecutor(2))
     assert (np.tril(factor, -1) == 0).all() and (np.diag(factor) > 0).all()
     np.testing.assert_allclose(factor.T @ factor @ hessian, np.eye(columns), atol=1e-5)
 

@@ -209,7 +209,7 @@ std::vector<float> Inference<S>::download(const T* data, std::int64_t count) {
 template <typename S>
 template <typename T>
 void Inference<S>::keep(const std::string& name, const T* data, std::int64_t columns) {
-  if (!keep_) return;
+  if (!keep_ || logits_alone_) return;
   const std::vector<float> values = download(data, kept_step_rows_ * columns);
   std::vector<float>& kept = kept_[name];
   kept.insert(kept.end(), values.begin(), values.end());
@@ -218,7 +218,7 @@ void Inference<S>::keep(const std::string& name, const T* data, std::int64_t col
 // q (rotated) from the packed rows, k (rotated) and v from the pages.
 template <typename S>
 void Inference<S>::keep_heads(std::int64_t l) {
-  if (!keep_) return;
+  if (!keep_ || logits_alone_) return;
   const std::int64_t NH = config_.num_heads, HS = config_.head_dim, P = pool_.page_size;
   const PagedKv<S> kv = pages_of_layer(l);
   const std::int64_t elements = pool_.num_pages * P * config_.kv_size();
