@@ -422,7 +422,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
 }
 
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
-  if (mode == ResumeMode::never && !directory_.empty()) {
+  if (mode == ResumeMode::never && !directory_.was_empty()) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_intact(mode);
