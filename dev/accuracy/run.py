@@ -318,7 +318,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
             lines += [f"### {model}: a part alone, change of the perplexity and divergence", "",
                       "| | " + " | ".join((*PARTS, "head")) + " |", "|---" * (len(PARTS) + 2) + "|"]
             for scheme in SCHEMES:
-                cells = [f"{change(row)}, {row['kl_mean']:.6f}" if (row := alone.get((scheme, part))) else "" for part in (*PARTS, "head")]
+                cells = [
+                    f"{change(alone[scheme, part])}, {alone[scheme, part]['kl_mean']:.6f}" if (scheme, part) in alone else ""
+                    for part in (*PARTS, "head")]
                 lines.append(f"| {scheme} | " + " | ".join(cells) + " |")
             lines.append("")
         drafted = {row["key"]: row for row in rows if row["model"] == model and "ids" in row}
