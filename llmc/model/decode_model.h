@@ -99,6 +99,8 @@ class DecodeModel {
   // Kept only after keep_activations(true).
   virtual void keep_activations(bool keep) = 0;
   virtual std::vector<float> activation(const std::string& name) = 0;
+  // The same for activation("logits") alone, [ids, vocab_size], which is much faster.
+  virtual void keep_logits(bool keep) { keep_activations(keep); }
 
  protected:
   bool score_interrupted() const { return interrupted_ && interrupted_(); }

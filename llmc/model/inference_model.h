@@ -155,6 +155,8 @@ class InferenceModel {
   // order of the steps and their spans; empty if not kept.
   virtual void keep_activations(bool keep) = 0;
   virtual std::vector<float> activation(const std::string& name) = 0;
+  // The same for activation("logits") alone.
+  virtual void keep_logits(bool keep) { keep_activations(keep); }
 };
 
 }  // namespace weft

@@ -38,7 +38,7 @@ class SingleSequence final : public DecodeModel {
   }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override {
-    if (decoder_ == nullptr || keep_) return prefill({&id, 1});
+    if (decoder_ == nullptr || keep_ != Keep::nothing) return prefill({&id, 1});
     check_room(1);
     return decoder_->decode(id, length_++);
   }
@@ -58,13 +58,21 @@ class SingleSequence final : public DecodeModel {
     return drafted_id([&] { return decoder_->wait(i); });
   }
   std::vector<double> score(std::span<const std::int32_t> ids) override;
-  void keep_activations(bool keep) override {
-    keep_ = keep;
-    model_->keep_activations(keep);
-  }
+  void keep_activations(bool keep) override { set_keep(keep ? Keep::activations : Keep::nothing); }
+  void keep_logits(bool keep) override { set_keep(keep ? Keep::logits : Keep::nothing); }
   std::vector<float> activation(const std::string& name) override { return model_->activation(name); }
 
  private:
+  enum class Keep { nothing, logits, activations };
+
+  void set_keep(Keep keep) {
+    keep_ = keep;
+    if (keep == Keep::logits) {
+      model_->keep_logits(true);
+    } else {
+      model_->keep_activations(keep == Keep::activations);
+    }
+  }
   void check_room(std::size_t ids) const {
     if (ids == 0 || static_cast<std::int64_t>(ids) > capacity_ - length_) {
       fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids,
@@ -104,12 +112,12 @@ class SingleSequence final : public DecodeModel {
   std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
   std::vector<std::int32_t> pages_;
-  bool keep_ = false;
+  Keep keep_ = Keep::nothing;
 };
 
 std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids) {
   check_room(ids.size());
-  if (keep_) model_->keep_activations(true);  // forgets those of the prompt before
+  set_keep(keep_);  // forgets what was kept of the prompt before
   std::span<const float> logits;
   append(
       ids, [&](Span& span, std::size_t begin) { span.keep_logits = begin + span.ids.size() == ids.size(); },
@@ -122,7 +130,7 @@ std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids
 void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                                   const std::function<bool(std::int32_t)>& on_id) {
   check_room(prompt.size());
-  if (keep_) model_->keep_activations(true);
+  set_keep(keep_);
   const std::int64_t begin = length_, prompt_size = std::ssize(prompt), end = begin + prompt_size;
   if (request.max_ids < 1 || request.max_ids > capacity_ - end) {
     fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",

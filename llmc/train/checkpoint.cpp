@@ -391,10 +391,7 @@ void Checkpoint::load(TrainModel& model) const {
 }
 
 CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep)
-    : directory_(directory),
-      identity_(std::move(identity)),
-      keep_(static_cast<std::size_t>(keep)),
-      began_empty_(directory.empty()) {
+    : directory_(directory), identity_(std::move(identity)), keep_(static_cast<std::size_t>(keep)) {
   if (keep < 2) fail(Exit::usage, "--keep: got %lld, expected at least 2", static_cast<long long>(keep));
 }
 
@@ -431,7 +428,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
 }
 
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
-  if (mode == ResumeMode::never && !began_empty_) {
+  if (mode == ResumeMode::never && !directory_.was_empty()) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_intact(mode);

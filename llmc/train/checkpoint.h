@@ -115,8 +115,8 @@ class CheckpointKeeper {
   // Loads the newest intact checkpoint into `model`, with a warning for each damaged one that is newer, removes what
   // interrupted saves left, and returns the checkpoint's state; nothing if there is no checkpoint and the run begins. If
   // there are checkpoints but none is intact: Exit::bad_file, because a run is never silently started over.
-  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that was not empty when this keeper was
-  // made is Exit::usage; what the model has written there since, the GEMM plans of a GPU, does not count.
+  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that was not empty when this run
+  // took it is Exit::usage.
   std::optional<TrainState> resume(ResumeMode mode, TrainModel& model);
 
   // Writes a checkpoint, reads it back, gives it its name, and only then removes old ones. On failure nothing older is
@@ -152,7 +152,6 @@ class CheckpointKeeper {
   const RunDirectory& directory_;
   const RunIdentity identity_;
   const std::size_t keep_;
-  const bool began_empty_;
   std::set<std::int64_t> intact_;     // steps whose checkpoint this process has read completely and found intact
   std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };

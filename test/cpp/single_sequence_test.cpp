@@ -44,6 +44,32 @@ GenerationRequest request_of(std::int64_t max_ids) {
   return request;
 }
 
+// keep_logits() gives the logits of all rows of the last prompt, in pieces as in one, and the same as beside all activations.
+TEST(SingleSequence, KeepsTheLogitsOfEveryRow) {
+  const ModelFile file = ModelFile::open(golden_cases().front().model);
+  const auto model = single_sequence(cpu::load_inference(file, one_sequence(kCapacity)), kCapacity);
+  const Ids ids = prompt_of(11);
+  const auto width = static_cast<std::size_t>(file.config().vocab_size);
+  model->keep_activations(true);
+  model->prefill(ids);
+  const std::vector<float> all = model->activation("logits");
+  ASSERT_EQ(all.size(), ids.size() * width);
+  model->reset();
+  model->keep_logits(true);
+  model->prefill(std::span(ids).first(4));
+  const std::vector<float> first = model->activation("logits");
+  const std::span<const float> last = model->prefill(std::span(ids).subspan(4));
+  const std::vector<float> rest = model->activation("logits");
+  ASSERT_EQ(first.size() + rest.size(), all.size());
+  EXPECT_TRUE(std::equal(first.begin(), first.end(), all.begin()));
+  EXPECT_TRUE(std::equal(rest.begin(), rest.end(), all.begin() + std::ssize(first)));
+  EXPECT_TRUE(std::equal(last.begin(), last.end(), all.end() - std::ssize(last)));
+  model->keep_logits(false);
+  model->reset();
+  model->prefill(ids);
+  EXPECT_TRUE(model->activation("logits").empty());
+}
+
 // Each sequence begins when its weights are there.
 TEST(SingleSequence, AResetWaitsForTheWeights) {
   int waits = 0;

@@ -317,7 +317,7 @@ TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
     sizes.max_rows = of_draft.max_rows = 64;
     of_draft.wrong_of = wrong_of;
     const auto model =
-        engine_sequence(std::make_unique<PagedFake>(sizes), kCapacity, std::make_unique<PagedFake>(of_draft),
+        engine_sequence(std::make_unique<PagedFake>(sizes), kCapacity, {std::make_unique<PagedFake>(of_draft), nullptr},
                         {.row_cost = costs.row, .draft_cost = costs.draft});
     GenerationRequest request;
     request.max_ids = kIds;

@@ -141,7 +141,12 @@ class Inference final : public InferenceModel {
   std::span<const SpanResult> collect() override;
   void keep_activations(bool keep) override {
     keep_ = keep;
+    logits_alone_ = false;
     kept_.clear();
+  }
+  void keep_logits(bool keep) override {
+    keep_activations(keep);
+    logits_alone_ = keep;
   }
   std::vector<float> activation(const std::string& name) override {
     const auto found = kept_.find(name);
@@ -258,7 +263,7 @@ class Inference final : public InferenceModel {
   std::vector<VerifiedRow> verified_;
   std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
 
-  bool keep_ = false;
+  bool keep_ = false, logits_alone_ = false;
   // Of the step that is launched, without padding: its rows, and where keys and values of each lie.
   struct Place {
     std::int64_t page, place;

@@ -132,7 +132,11 @@ class NeoxDecoder final : public DecodeModel {
     return drafted_id([&] { return wait_fused(i); });
   }
   std::vector<double> score(std::span<const std::int32_t> ids) override;
-  void keep_activations(bool keep) override { keep_ = keep; }
+  void keep_activations(bool keep) override {
+    keep_ = keep;
+    logits_alone_ = false;
+  }
+  void keep_logits(bool keep) override { keep_ = logits_alone_ = keep; }
   std::vector<float> activation(const std::string& name) override {
     const auto found = kept_.find(name);
     return found == kept_.end() ? std::vector<float>{} : found->second;
@@ -208,7 +212,7 @@ class NeoxDecoder final : public DecodeModel {
   }
   template <typename T>
   void keep(const std::string& name, const T* data, std::int64_t count) {
-    if (!keep_) return;
+    if (!keep_ || (logits_alone_ && name != "logits")) return;
     const std::vector<float> values = download(data, count);
     std::vector<float>& kept = kept_[name];
     kept.insert(kept.end(), values.begin(), values.end());
@@ -234,7 +238,7 @@ class NeoxDecoder final : public DecodeModel {
   CapturedGraph step_graph_{"decode graph"}, sampling_graph_{"decode graph"};
   std::unique_ptr<FusedOf<S>> fused_;  // in fused mode
   std::int64_t length_ = 0;
-  bool keep_ = false;
+  bool keep_ = false, logits_alone_ = false;
   std::map<std::string, std::vector<float>> kept_;
 };
 
