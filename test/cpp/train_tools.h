@@ -159,6 +159,8 @@ class HookedModel : public TrainModel {
     inner_.write_tensor(role, spec, values);
   }
   std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
+  std::vector<float> fp8_state() const override { return inner_.fp8_state(); }
+  void set_fp8_state(std::span<const float> state) override { inner_.set_fp8_state(state); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override { return inner_.decoder(capacity); }
 
  private:

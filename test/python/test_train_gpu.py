@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_bits(data, tmp_path, whole):
     assert losses(tmp_path / "other") != losses(whole)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp8"])
 @pytest.mark.parametrize("dropout", [0, 0.1])
 def test_how_it_is_computed_changes_no_bit(data, tmp_path, precision, dropout):
     ways = {"plain": [], "norm": ["--recompute", "norm"], "block": ["--recompute", "block"], "launches": ["--no-graph"],
