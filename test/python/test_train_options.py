@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, PROGRAM, ROOT, SECONDS, assert_refused, checkpoints, environment, losses, np, records, run_program,
-                        start, state_bytes, train, wait_for, write_shard, xxhash)
+from train_runs import (MODEL, PROGRAM, ROOT, SECONDS, assert_refused, checkpoints, environment, fp8_shape, losses, np, records,
+                        run_program, start, state_bytes, train, wait_for, write_shard, xxhash)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -200,7 +200,7 @@ def test_precision_and_moments_in_the_plan(data, tmp_path):
 
 def test_fp8_counts_what_rounding_loses(data, tmp_path):
     """The linear layers of the blocks alone: near fp32, with its own numbers in the log, killed and resumed bit for bit."""
-    small = ["--model", MODEL, "--device", "cpu", "--val="]
+    small = [*fp8_shape(tmp_path / "shape"), "--device", "cpu", "--val="]
     fp8 = [*small, "--precision", "fp8"]
     ok(train(data, tmp_path / "fp32", *small, steps=6))
     ok(train(data, tmp_path / "fp8", *fp8, steps=6))
@@ -220,9 +220,9 @@ def test_fp8_counts_what_rounding_loses(data, tmp_path):
     assert "  operands rounded to fp8 (fp32) " in done.stdout
     assert_refused(train(data, tmp_path / "no", *fp8, "--seq-len", 15, "--batch-tokens", 30), 2, "--micro-batch x --seq-len: got 30")
     assert_refused(train(data, tmp_path / "no", *fp8, "--virtual-ranks", 2), 2, "--precision: got fp8 with 2 ranks")
-    assert_refused(train(data, tmp_path / "no", *fp8, "--compare", MODEL), 2, "--compare: needs --precision")
+    assert_refused(train(data, tmp_path / "no", "--precision", "fp8", "--compare", MODEL), 2, "--compare: needs --precision")
     if WITH_CUDA:
-        done = ok(train(data, tmp_path / "no", "--gpu-memory", "80GB", "--dry-run", "--precision", "fp8"))
+        done = ok(train(data, tmp_path / "no", *small[:3], "--gpu-memory", "80GB", "--dry-run", "--precision", "fp8"))
         assert "  weights and operands (fp8) " in done.stdout and "  activations (bf16) " in done.stdout
 
 
