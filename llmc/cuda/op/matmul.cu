@@ -270,6 +270,10 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
   if (in_fp8(shape)) {
     const std::int8_t fast = shape.gemm == Gemm::forward ? 1 : 0;
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast);
+    // What is suggested may depend on whether there are scales; these are not read.
+    const void* const scale = workspace_;
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scale);
   }
   layout(&plan.a, c.a_type, c.a_rows, c.a_columns);
   layout(&plan.b, c.b_type, c.b_rows, c.b_columns);
@@ -354,15 +358,15 @@ void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const v
     check_blas(cublasLtMatmulDescSetAttribute(chosen.descriptor, attribute, &value, sizeof value), "matmul operand");
   };
   if (shape.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-  if (in_fp8(shape)) {  // a null pointer is a scale of 1
+  if (in_fp8(shape)) {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_scale);
   }
   const float alpha = 1, beta = shape.accumulate == Accumulate::yes || shape.addend ? 1.0f : 0.0f;
-  check_blas(
+  const cublasStatus_t status =
       cublasLtMatmul(handle_, chosen.descriptor, &alpha, a, chosen.a, b, chosen.b, &beta, shape.addend ? addend : d,
-                     chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_),
-      gemm_name(shape.gemm));
+                     chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_);
+  if (status != CUBLAS_STATUS_SUCCESS) check_blas(status, ("matmul " + gemm_key(shape)).c_str());
 }
 
 void Matmul::fill_random(bf16* data, std::int64_t count) const {
@@ -374,7 +378,7 @@ struct Matmul::Trial {
   Matmul& matmul;
   MatmulShape shape;
   Operand a_operand, b_operand, bias_operand;
-  Scratch a, b, bias, addend, expected, result, differences;
+  Scratch a, b, bias, addend, expected, result, differences, scale;
   Event start, stop;
 
   static std::size_t result_bytes(const ColumnMajor& c) {
@@ -402,8 +406,11 @@ struct Matmul::Trial {
         addend(shape.addend ? result_bytes(c) : 4),
         expected(result_bytes(c)),
         result(result_bytes(c)),
-        differences(2 * sizeof(unsigned)) {
+        differences(2 * sizeof(unsigned)),
+        scale(sizeof(float)) {
     clear(addend);
+    const float one = 1;
+    check(cudaMemcpyAsync(scale.data(), &one, sizeof one, cudaMemcpyHostToDevice, matmul.stream_), "matmul: scale");
   }
 
   // The algorithm that the next run uses.
@@ -417,7 +424,10 @@ struct Matmul::Trial {
   void clear(const Scratch& scratch) const {
     check(cudaMemsetAsync(scratch.data(), 0, scratch.bytes(), matmul.stream_), "matmul: clear");
   }
-  void run(const Scratch& out) const { matmul.run(shape, a.data(), b.data(), bias.data(), addend.data(), out.data()); }
+  void run(const Scratch& out) const {
+    const auto* one = static_cast<const float*>(scale.data());
+    matmul.run(shape, a.data(), b.data(), bias.data(), addend.data(), out.data(), one, one);
+  }
   void compute_expected() const {
     clear(expected);
     run(expected);
