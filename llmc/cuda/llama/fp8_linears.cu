@@ -8,17 +8,6 @@
 
 namespace weft::cuda {
 
-namespace {
-
-// Scales that cuBLASLt reads are so many floats apart: it takes none that is not aligned as matrices are.
-constexpr std::int64_t kScaleStride = kRegionAlignment / sizeof(float);
-
-Fp8Matrix scaled(const Fp8Memory& memory, std::int64_t slot, const std::uint8_t* codes) {
-  return {codes, memory.inverses + kScaleStride * slot};
-}
-
-}  // namespace
-
 Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options) {
   const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
   std::int64_t widest_input = 0, widest_gradient = 0;
@@ -54,7 +43,7 @@ Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, M
       memory_(config, options),
       arena_(memory_.regions.plan()),
       results_(static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(Fp8Tally)),
-      upload_((1 + kScaleStride) * static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(float)) {
+      upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(float)) {
   memory_.regions.bind(arena_);
   arena_.clear(stream_);
   std::fill_n(results_.at<Fp8Tally>(0), scales_.slots().count(), Fp8Tally{});
@@ -73,8 +62,8 @@ void Fp8Linears::find_scale(std::int64_t slot, Pass pass, const std::function<vo
   Fp8Tally* const tally = memory_.tallies + scales_.slots().count();
   check(cudaMemsetAsync(tally, 0, sizeof *tally, stream_), "fp8 scale");
   look({nullptr, nullptr, nullptr, tally});
-  fp8_current_scale(memory_.scales + slot, memory_.inverses + kScaleStride * slot, tally,
-                    fp8_format(scales_.slots().kind(slot)), stream_);
+  fp8_current_scale(memory_.scales + slot, memory_.inverse(slot), tally, fp8_format(scales_.slots().kind(slot)),
+                    stream_);
 }
 
 void Fp8Linears::round_weights(const LlamaParameters<bf16>& weights) {
@@ -119,8 +108,8 @@ void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, cons
   }
   const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
   clock_.run(name, 2 * n * C * OC, n * C + C * OC + (addend != nullptr ? 4 : 2) * n * OC, [&] {
-    matmul_.forward_fp8(out, scaled(memory_, slot, memory_.input),
-                        scaled(memory_, weight_slot, weight(linear, layer).codes), rows_, size.C, size.OC, addend);
+    matmul_.forward_fp8(out, matrix(slot, memory_.input), matrix(weight_slot, weight(linear, layer).codes), rows_,
+                        size.C, size.OC, addend);
   });
 }
 
@@ -152,9 +141,9 @@ void Fp8Linears::input_grad(BlockLinear linear, std::int64_t layer, bf16* dx, co
   const std::uint8_t* const codes = linear == BlockLinear::gate_up ? memory_.d_gate_up : memory_.gradient;
   const Fp8Slots& slots = scales_.slots();
   clock_.run(name, 2 * n * C * OC, n * OC + C * OC + 2 * n * C, [&] {
-    matmul_.input_grad_fp8(dx, scaled(memory_, slots.at(Fp8Kind::gradient, layer, linear), codes),
-                           scaled(memory_, slots.at(Fp8Kind::weight, layer, linear), weight(linear, layer).transposed),
-                           rows_, size.C, size.OC);
+    matmul_.input_grad_fp8(dx, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
+                           matrix(slots.at(Fp8Kind::weight, layer, linear), weight(linear, layer).transposed), rows_,
+                           size.C, size.OC);
   });
 }
 
@@ -174,8 +163,8 @@ void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dwei
   const std::uint8_t* const codes = of_gate_up ? memory_.d_gate_up_transposed : memory_.gradient_transposed;
   const double passes = accumulate == Accumulate::yes ? 2 : 1;
   clock_.run(name, 2 * n * C * OC, n * (C + OC) + passes * C * OC * sizeof(float), [&] {
-    matmul_.weight_grad_fp8(dweight, scaled(memory_, slots.at(Fp8Kind::gradient, layer, linear), codes),
-                            scaled(memory_, slot, memory_.input), rows_, size.C, size.OC, accumulate);
+    matmul_.weight_grad_fp8(dweight, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
+                            matrix(slot, memory_.input), rows_, size.C, size.OC, accumulate);
   });
 }
 
@@ -226,11 +215,12 @@ void Fp8Linears::upload_scales() {
   auto* const scales = upload_.at<std::uint32_t>(0);
   for (std::int64_t slot = 0; slot < slots; ++slot) {
     scales[slot] = fp8_scale_bits(scales_.exponent(slot));
-    scales[slots + kScaleStride * slot] = fp8_scale_bits(-scales_.exponent(slot));
+    scales[slots + Fp8Memory::kScaleStride * slot] = fp8_scale_bits(-scales_.exponent(slot));
   }
   const std::size_t bytes = static_cast<std::size_t>(slots) * sizeof(float);
   check(cudaMemcpyAsync(memory_.scales, scales, bytes, cudaMemcpyHostToDevice, stream_), "fp8 scales");
-  check(cudaMemcpyAsync(memory_.inverses, scales + slots, kScaleStride * bytes, cudaMemcpyHostToDevice, stream_),
+  check(cudaMemcpyAsync(memory_.inverses, scales + slots, Fp8Memory::kScaleStride * bytes, cudaMemcpyHostToDevice,
+                        stream_),
         "fp8 scales");
 }
 

@@ -27,11 +27,15 @@ struct Fp8Memory {
   Fp8Memory(const Fp8Memory&) = delete;  // regions has the addresses of the pointers
   Fp8Memory& operator=(const Fp8Memory&) = delete;
 
+  // Scales that cuBLASLt reads are so many floats apart: it takes none that is not aligned as matrices are.
+  static constexpr std::int64_t kScaleStride = kRegionAlignment / sizeof(float);
+  float* inverse(std::int64_t slot) const { return inverses + kScaleStride * slot; }
+
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
   std::vector<Weight> weights;                                         // by layer and linear layer
-  float *scales = nullptr, *inverses = nullptr;                        // [slots]: 2^e, 2^-e
+  float *scales = nullptr, *inverses = nullptr;                        // [slots]: 2^e; [slots, kScaleStride]: 2^-e
   Fp8Tally* tallies = nullptr;                                         // [slots], and one for current scaling
   std::uint8_t* input = nullptr;                                       // of the widest input [N, C]
   std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;    // of the widest but that of gate and up
@@ -88,7 +92,8 @@ class Fp8Linears {
   std::span<const Fp8Tally> tallies() const {
     return {results_.at<Fp8Tally>(0), static_cast<std::size_t>(scales_.slots().count())};
   }
-  Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverses + slot}; }
+  // An operand of cuBLASLt.
+  Fp8Matrix matrix(std::int64_t slot, const std::uint8_t* codes) const { return {codes, memory_.inverse(slot)}; }
   const Fp8Memory::Weight& weight(BlockLinear linear, std::int64_t layer) const {
     return memory_.weights[static_cast<std::size_t>(4 * layer) + static_cast<std::size_t>(linear)];
   }

@@ -5,9 +5,9 @@
 //
 // Operands in fp8 (sm_89 and later) are codes with one scale for all of them. The tensor cores sum over neighbours alone, so
 // that the gradients need the weight, and the input and the gradient of the output, transposed. Inputs and weights are
-// e4m3, gradients of outputs e5m2; outputs and gradients of inputs are stored in bf16. The forward GEMM uses the
-// tensor cores' fast accumulation, which keeps about 14 bits of a sum of the products of one instruction; the gradients are
-// accumulated in fp32.
+// e4m3, gradients of outputs e5m2; outputs and gradients of inputs are stored in bf16. A tensor core keeps about 14 bits of a sum: the
+// forward GEMM adds in it to the end (fast accumulation), the gradients go on in fp32 after a few instructions. Scales are
+// aligned as matrices are.
 //
 // A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
 // timed on random data alternately, and the fastest that gives the same bits every time is kept; a later candidate replaces
