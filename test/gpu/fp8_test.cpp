@@ -241,13 +241,10 @@ TEST(CudaFp8, GemmsAreThoseOfTheCpuOnTheSameCodes) {
       const DeviceBuffer<bf16> gpu_out(out.size()), with_skip(out.size()), gpu_dx(dx.size()),
           addend = on_device<bf16>(skip);
       const DeviceBuffer<float> stored_dw(dw.size()), added_dw(before);
-      // Plans of one size; the others use cuBLASLt's first suggestion.
+      // Plans of some of one size; the others use cuBLASLt's first suggestion.
       if (N == 512) {
         const MatmulShape shapes[] = {{Gemm::forward, N, C, OC, CUDA_R_8F_E4M3},
-                                      {Gemm::input_grad, N, C, OC, CUDA_R_8F_E4M3},
-                                      {Gemm::weight_grad, N, C, OC, CUDA_R_8F_E4M3},
-                                      {Gemm::weight_grad, N, C, OC, CUDA_R_8F_E4M3, Accumulate::yes},
-                                      {Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, false, true}};
+                                      {Gemm::weight_grad, N, C, OC, CUDA_R_8F_E4M3, Accumulate::yes}};
         matmul.prepare(shapes);
       }
       matmul.forward_fp8(gpu_out.data(), x.matrix(false), w.matrix(false), N, C, OC);
@@ -366,8 +363,9 @@ TEST_F(CudaFp8Model, StepsAreThoseOfTheCpuThatRoundsInTheSamePlaces) {
     for (std::size_t kind = 0; kind < 3; ++kind) {
       EXPECT_EQ(got.fp8->kinds[kind].values, want.fp8->kinds[kind].values);
       EXPECT_EQ(got.fp8->kinds[kind].saturated, 0u);
-      EXPECT_NEAR(static_cast<double>(got.fp8->kinds[kind].flushed), static_cast<double>(want.fp8->kinds[kind].flushed),
-                  20 + 0.1 * static_cast<double>(want.fp8->kinds[kind].flushed));
+      // Where fp32 leaves something tiny, attention in bf16 leaves a zero, which is not lost by rounding to fp8.
+      EXPECT_LE(static_cast<double>(got.fp8->kinds[kind].flushed),
+                20 + 1.1 * static_cast<double>(want.fp8->kinds[kind].flushed));
     }
     for (const TensorSpec& spec : model->table().specs()) {
       const Floats of_gpu = read_values(*model, TensorRole::gradient, spec);
