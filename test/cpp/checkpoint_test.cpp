@@ -128,6 +128,16 @@ TEST_F(CheckpointTest, EmptyDirectoryAndTheThreeModes) {
   expect_contains(error_of(Exit::usage, [&] { resumed_step(ResumeMode::never); }), "not empty");
 }
 
+TEST_F(CheckpointTest, ANewRunMayFindThePlansThatItsModelWrote) {
+  {
+    const RunDirectory run(run_path());
+    CheckpointKeeper keeper(run, identity(), 2);
+    std::ofstream(run.file("matmul_plans.txt")) << "plans";
+    EXPECT_FALSE(keeper.resume(ResumeMode::never, *model_).has_value());
+  }
+  expect_contains(error_of(Exit::usage, [&] { resumed_step(ResumeMode::never); }), "not empty");
+}
+
 // The process dies at each write of a save in turn: the run must find the older checkpoint, every time.
 TEST_F(CheckpointTest, DyingAtAnyWriteLeavesTheOlderCheckpoint) {
   save(3);
