@@ -58,20 +58,21 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   announce_cpu(choice_);
   if (!choice_.gpu) shared_cores_.emplace();
   if (!choice_.gpu && settings.precision == "bf16") {
-    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
   if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   }
-  if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
-    fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
+  if (settings.moments == "bf16" && (!choice_.gpu || precision == "fp32")) {
+    fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16 or fp8");
   }
 }
 
 std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
                                           [[maybe_unused]] std::int64_t sample_positions, Holds holds) const {
+  if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
   const bool is_part = ranks_ > 1 && holds == Holds::part;
 #ifdef WEFT_CUDA
   if (choice_.gpu) {

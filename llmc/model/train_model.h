@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "llmc/base/error.h"
 #include "llmc/base/range.h"
 #include "llmc/model/decode_model.h"
+#include "llmc/model/fp8.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/tensor_table.h"
 
@@ -20,7 +22,11 @@ namespace weft {
 
 inline constexpr std::int32_t kIgnoredLabel = -100;  // transformers' ignore_index
 
-enum class Precision { fp32, bf16 };
+enum class Precision {
+  fp32,
+  bf16,
+  fp8
+};  // fp8: llmc/model/fp8.h; what is not in fp8 is as in bf16, on the CPU as in fp32
 enum class Recompute { none, norm, block };
 
 struct TrainOptions {
@@ -30,7 +36,7 @@ struct TrainOptions {
   Recompute recompute = Recompute::none;
   float dropout = 0;                    // probability; applied to each branch before it is added to the residual
   std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
-  Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: with Precision::bf16 on a GPU
+  Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
 
   // A step is the work of so many ranks, which this model does one after the other (--virtual-ranks), with
   // `rank_micro_batches` micro-batches each. A rank's gradients are those of a model that computes its micro-batches alone;
@@ -59,8 +65,9 @@ struct AdamWStep {
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {
   double loss_sum = 0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
-  std::int64_t label_count = 0;  // how many labels were counted
-  double gradient_norm = 0;      // 2-norm over all parameters; not finite if any gradient is not
+  std::int64_t label_count = 0;                     // how many labels were counted
+  double gradient_norm = 0;                         // 2-norm over all parameters; not finite if any gradient is not
+  std::optional<Fp8Statistics> fp8 = std::nullopt;  // with Precision::fp8
 };
 
 enum class TensorRole { parameter, gradient, moment1, moment2 };
@@ -131,6 +138,11 @@ class TrainModel {
   // every dtype in which weft keeps state. `spec` may be that of another table of the same configuration (a file's, say).
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
+
+  // With Precision::fp8 what the scales of the next step depend on (Fp8Scales::state()), otherwise empty. A run that goes on
+  // sets it after it has written all parameters: those that come from elsewhere make a model forget it.
+  virtual std::vector<float> fp8_state() const { return {}; }
+  virtual void set_fp8_state(std::span<const float> /*state*/) { fail(Exit::internal, "a model without fp8"); }
 
   // Host memory for copies of the state, state_copy_bytes() of it; valid while this model lives. Exit::resources where
   // it cannot be had. This implementation calls read_tensor(); a GPU has one that copies while training goes on.

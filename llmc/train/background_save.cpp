@@ -61,7 +61,7 @@ BackgroundSave::Result BackgroundSave::save_now(const TrainState& state, TrainMo
   begin_ = Clock::now();
   Result result;
   if (copy_ != nullptr) copy_->take();
-  write(state, model.table(), copy_ != nullptr ? tensors_of(*copy_) : tensors_of(model), result);
+  write(state, model.table(), copy_ != nullptr ? tensors_of(*copy_, model.fp8_state()) : tensors_of(model), result);
   result.stalled_seconds = result.seconds;
   return result;
 }
@@ -82,10 +82,11 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
     throw;
   }
   state_ = state;
+  fp8_state_ = model.fp8_state();
   result_ = {};
   done_ = false;
   const auto body = [this, &table = model.table()] {
-    write(state_, table, tensors_of(*copy_), result_);
+    write(state_, table, tensors_of(*copy_, fp8_state_), result_);
     const std::lock_guard<std::mutex> lock(mutex_);
     done_ = true;
     changed_.notify_all();

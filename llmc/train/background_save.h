@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/model/train_model.h"
@@ -72,7 +73,8 @@ class BackgroundSave {
   const std::unique_ptr<JointSave> joint_;
   const std::unique_ptr<StateCopy> copy_;
   Clock::time_point begin_;
-  TrainState state_;  // of the save in progress
+  TrainState state_;              // of the save in progress
+  std::vector<float> fp8_state_;  // with it
   Result result_;
   double stalled_seconds_ = 0;
   bool started_ = false;

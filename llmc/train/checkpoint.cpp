@@ -21,6 +21,7 @@ namespace {
 
 constexpr const char* kModelName = "model.bin";
 constexpr const char* kStateName = "state.bin";
+constexpr const char* kFp8Tensor = "fp8.amax";
 constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
@@ -125,8 +126,12 @@ void fill_model(const RunIdentity& run, const TensorTable& table, const TensorSo
 
 constexpr TensorRole kMoments[] = {TensorRole::moment1, TensorRole::moment2};
 
+std::vector<std::int64_t> fp8_shape(const ModelConfig& model) {
+  return {kFp8History, Fp8Slots{model.num_layers}.count()};
+}
+
 TensorFileWriter declare_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
-                                        const TensorTable& table) {
+                                        const TensorTable& table, bool has_fp8) {
   const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
                          {"device", run.device},     {"version", run.version}, {"began_from", run.began_from},
                          {"world_size", 1}};
@@ -137,6 +142,7 @@ TensorFileWriter declare_training_state(const std::string& path, const RunIdenti
       writer.declare(moment_name(role, spec), DType::f32, spec.shape);
     }
   }
+  if (has_fp8) writer.declare(kFp8Tensor, DType::f32, fp8_shape(run.model));
   return writer;
 }
 
@@ -144,6 +150,7 @@ void fill_training_state(const TensorTable& table, const TensorSource& source, T
   for (const TensorRole role : kMoments) {
     for (const TensorSpec& spec : table.specs()) write_tensor_of(source, role, spec, writer);
   }
+  if (!source.fp8_state.empty()) writer.write(source.fp8_state.data(), source.fp8_state.size() * sizeof(float));
 }
 
 // ---- reading ----
@@ -174,11 +181,11 @@ void check_against_manifest(const Json& entry, const TensorFile& file, const std
 }
 
 // Checks shape, hash, and that every value is finite: a NaN with a correct hash is no state to go on from either.
-void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec) {
+void check_values(const TensorFile& file, const std::string& name, const std::vector<std::int64_t>& shape) {
   const TensorInfo& tensor = file.at(name);
-  if (tensor.shape != spec.shape) {
+  if (tensor.shape != shape) {
     fail(Exit::bad_file, "%s: %s: got shape %s, expected %s", escaped(file.path()).c_str(), name.c_str(),
-         shape_text(tensor.shape).c_str(), shape_text(spec.shape).c_str());
+         shape_text(tensor.shape).c_str(), shape_text(shape).c_str());
   }
   file.verify_finite(tensor);
 }
@@ -295,12 +302,18 @@ void Checkpoint::check_tensors() const {
   in_parallel(3 * specs.size(), helper_threads(), [&](std::size_t i) {
     const TensorSpec& spec = specs[i / 3];
     if (i % 3 == 0) {
-      check_values(model_.file(), spec.name, spec);
+      check_values(model_.file(), spec.name, spec.shape);
     } else {
-      check_values(training_, moment_name(kMoments[i % 3 - 1], spec), spec);
+      check_values(training_, moment_name(kMoments[i % 3 - 1], spec), spec.shape);
     }
   });
   if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
+  if (in_fp8()) check_values(training_, kFp8Tensor, fp8_shape(model()));
+}
+
+// That there is a history of scales follows from the settings: one that is missing is damage.
+bool Checkpoint::in_fp8() const {
+  return run_["settings"].value("precision", Json()) == "fp8";
 }
 
 void Checkpoint::require_same_model(const RunIdentity& run, const std::string& source) const {
@@ -388,6 +401,11 @@ void Checkpoint::load(TrainModel& model) const {
       model.write_tensor(role, spec, values.data());
     }
   }
+  if (!in_fp8()) return;
+  const TensorInfo& tensor = training_.at(kFp8Tensor);
+  values.resize(tensor.elements());
+  training_.read_f32(tensor, values.data());
+  model.set_fp8_state(values);
 }
 
 CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep)
@@ -452,14 +470,14 @@ TensorSource tensors_of(TrainModel& model) {
             std::copy_n(tensor->data() + first, count, buffer);
             return buffer;
           },
-          false};
+          false, model.fp8_state()};
 }
 
-TensorSource tensors_of(const StateCopy& copy) {
+TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state) {
   return {[&copy](TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count, float* buffer) {
             return copy.read(role, spec, first, count, buffer);
           },
-          true};
+          true, std::move(fp8_state)};
 }
 
 void take_part_in_copy(TrainModel& model) {
@@ -503,7 +521,7 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
                              const TensorSource& source) const {
   const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
   TensorFileWriter model = declare_model(model_path, identity_, table);
-  TensorFileWriter training = declare_training_state(training_path, identity_, state, table);
+  TensorFileWriter training = declare_training_state(training_path, identity_, state, table, !source.fp8_state.empty());
   // Both files may be filled at the same time (not under an injected fault, which counts their bytes in order), but they
   // are synced and renamed one after the other.
   in_parallel(2, source.for_many_threads && !write_fault_armed() ? 2 : 1, [&](std::size_t file) {
@@ -552,7 +570,7 @@ SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const T
   const std::string path = directory_.begin_checkpoint(state.step);
   SharedCheckpoint files{path,
                          declare_model(path + "/" + kModelName, identity_, table),
-                         declare_training_state(path + "/" + kStateName, identity_, state, table),
+                         declare_training_state(path + "/" + kStateName, identity_, state, table, false),
                          {},
                          {},
                          {}};

@@ -1,8 +1,8 @@
 // Checkpoints: everything that a run needs to go on as if it had never stopped.
 //
 // step_00000100/ holds model.bin (a model file: parameters in fp32 and the tokenizer; --model and
-// export_hf.py read it), state.bin (a training state: both moments, and a JSON object with TrainState and
-// RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
+// export_hf.py read it), state.bin (a training state: both moments, with --precision fp8 the history of its scales, and a JSON
+// object with TrainState and RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
 // and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
 #pragma once
 
@@ -83,6 +83,7 @@ class Checkpoint {
   void require_same_beginning(const RunIdentity& run, const std::string& source) const;
   void require_same_model(const RunIdentity& run, const std::string& source) const;
   void check_tensors() const;
+  bool in_fp8() const;
 
   ModelFile model_;
   TensorFile training_;
@@ -95,10 +96,11 @@ struct TensorSource {
   // Returns a pointer to elements first to first + count - 1 of a tensor: either `buffer` filled with them, or memory that
   // does not change until the save has ended. The elements of a tensor are read in order, from 0 on.
   std::function<const float*(TensorRole, const TensorSpec&, std::size_t first, std::size_t count, float* buffer)> read;
-  bool for_many_threads = false;  // `read` may be called by several threads: both files are written at once
+  bool for_many_threads = false;      // `read` may be called by several threads: both files are written at once
+  std::vector<float> fp8_state = {};  // TrainModel::fp8_state() of the same moment
 };
 TensorSource tensors_of(TrainModel& model);
-TensorSource tensors_of(const StateCopy& copy);
+TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state);
 
 // What the other ranks do while the first one calls StateCopy::take(): they give it what they alone have, role by role, tensor by
 // tensor, as TrainModel::make_state_copy() reads it.

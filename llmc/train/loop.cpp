@@ -190,6 +190,7 @@ TrainLoop::Step TrainLoop::train_step() {
   step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
   step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
   step.gradient_norm = statistics.gradient_norm;
+  step.fp8 = statistics.fp8;
   step.learning_rate = parts_.settings.learning_rate().at(step.number);
   if (step.skipped) {
     ++state_.skipped;
@@ -309,6 +310,19 @@ void TrainLoop::report_spike(const Step& step, const Spike& spike) {
                     {"windows", {state_.windows, parts_.data.position()}}});
 }
 
+// At most one warning in a hundred steps.
+void TrainLoop::report_saturation(const Step& step) {
+  constexpr std::int64_t kSteps = 100;
+  if (step.fp8->worst_share <= kFp8SaturationWarning) return;
+  if (saturated_step_ > 0 && step.number < saturated_step_ + kSteps) return;
+  saturated_step_ = step.number;
+  log_warning(
+      "step %lld: fp8 saturates: %.2g %% of the values of %s were beyond its range (doc/precision.md). If that recurs: "
+      "lower "
+      "--lr, or use --precision bf16",
+      wide(step.number), 100 * step.fp8->worst_share, step.fp8->worst.c_str());
+}
+
 bool TrainLoop::due(std::int64_t every) const {
   return state_.step == parts_.settings.steps || (every > 0 && state_.step % every == 0);
 }
@@ -351,6 +365,16 @@ void TrainLoop::report(const Step& step) {
                  {"skipped", step.skipped}};
   if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val_loss) record["val_loss"] = *step.val_loss;
+  if (step.fp8) {
+    constexpr const char* kNames[] = {"input", "weight", "gradient"};
+    for (const Fp8Kind kind : kFp8Kinds) {
+      const auto i = static_cast<std::size_t>(kind);
+      const Fp8Statistics::Kind& counts = step.fp8->kinds[i];
+      record["fp8"][kNames[i]] = {
+          {"values", counts.values}, {"saturated", counts.saturated}, {"flushed", counts.flushed}};
+    }
+    report_saturation(step);
+  }
   parts_.log.write(std::move(record));
 
   mean_step_seconds_ += (step.seconds - mean_step_seconds_) * (step.number == first_step_ ? 1.0 : 0.1);

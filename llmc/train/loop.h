@@ -65,6 +65,7 @@ class TrainLoop {
     double loss = 0, gradient_norm = 0, learning_rate = 0, seconds = 0;
     bool skipped = false;
     std::optional<double> val_loss;
+    std::optional<Fp8Statistics> fp8;
   };
 
   struct Wishes {
@@ -77,6 +78,7 @@ class TrainLoop {
   bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);
   void apply(const Step& step);
   void report_spike(const Step& step, const Spike& spike);
+  void report_saturation(const Step& step);
   bool due(std::int64_t every) const;
   bool first_rank() const { return ranks_.rank() == 0; }
   std::int64_t micro_batches() const { return parts_.settings.accumulation() / ranks_.size(); }
@@ -107,6 +109,7 @@ class TrainLoop {
   bool ending_ = false;                         // an error is ending the run: a save that fails too is only a warning
   std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
   std::int64_t begun_save_ = -1;                // the step of the save that was begun last; -1: none
+  std::int64_t saturated_step_ = 0;             // of the last warning that fp8 saturates; 0: none
   double mean_step_seconds_ = 0;                // exponentially weighted mean, for the time left
   std::optional<std::int64_t> validated_step_;  // where state_.val_loss was measured, if by this process
   ProgressLine progress_;

@@ -990,7 +990,7 @@ TEST_F(BackgroundSaveTest, BothSourcesGiveEveryPieceOfATensor) {
   make_state(3);
   const std::unique_ptr<StateCopy> copy = model_->make_state_copy();
   copy->take();
-  const TensorSource sources[] = {tensors_of(*model_), tensors_of(*copy)};
+  const TensorSource sources[] = {tensors_of(*model_), tensors_of(*copy, {})};
   for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
     for (const TensorSpec& spec : model_->table().specs()) {
       const auto count = static_cast<std::size_t>(spec.elements);

@@ -188,6 +188,33 @@ TEST(CpuLlamaTest, ThePlanNamesEachRegion) {
   EXPECT_EQ(lines().at("sum of the ranks (fp32)"), 4 * elements);
 }
 
+// What fp8 has lost is in the record of each step; of much saturation one warning in a hundred steps names the tensor.
+TEST_F(TrainLoopTest, SaturationIsLoggedAndWarnedOf) {
+  const auto saturating = [](double share) {
+    return [share](HookedModel& model) {
+      model.after_statistics = [share](StepStatistics& statistics) {
+        statistics.fp8.emplace();
+        statistics.fp8->kinds[static_cast<std::size_t>(Fp8Kind::gradient)] = {1000, 20, 5};
+        statistics.fp8->worst = "layers.0 qkv gradient";
+        statistics.fp8->worst_share = share;
+      };
+    };
+  };
+  settings_.steps = 104;
+  testing::internal::CaptureStderr();
+  run("much", saturating(0.02));
+  const std::string much = testing::internal::GetCapturedStderr();
+  expect_contains(much, "step 1: fp8 saturates: 2 % of the values of layers.0 qkv gradient were beyond its range");
+  expect_contains(much, "step 101: fp8 saturates");
+  EXPECT_EQ(much.find("fp8 saturates", much.find("fp8 saturates") + 1), much.rfind("fp8 saturates")) << "twice";
+  EXPECT_EQ(steps("much").at(7)["fp8"]["gradient"], (Json{{"values", 1000}, {"saturated", 20}, {"flushed", 5}}));
+  settings_.steps = 2;
+  testing::internal::CaptureStderr();
+  run("little", saturating(kFp8SaturationWarning));
+  EXPECT_EQ(testing::internal::GetCapturedStderr().find("fp8 saturates"), std::string::npos);
+  EXPECT_EQ(steps("little").at(2)["fp8"]["gradient"]["saturated"], 20);
+}
+
 TEST_F(TrainLoopTest, LearnsAndReports) {
   settings_.steps = 60;
   with_validation_ = true;

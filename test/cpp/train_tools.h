@@ -178,6 +178,8 @@ class HookedModel : public TrainModel {
     inner_.write_tensor(role, spec, values);
   }
   std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
+  std::vector<float> fp8_state() const override { return inner_.fp8_state(); }
+  void set_fp8_state(std::span<const float> state) override { inner_.set_fp8_state(state); }
   std::vector<Range> own_elements() const override { return inner_.own_elements(); }
   std::unique_ptr<StateCopy> make_own_copy() override {
     return std::make_unique<HookedCopy>(inner_.make_own_copy(), before_copy_read);

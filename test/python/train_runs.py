@@ -72,6 +72,17 @@ def arguments(data, out, *more, steps=12):
     return [str(PROGRAM), *kept, *map(str, more)]
 
 
+def fp8_shape(directory):
+    """A new model whose widths are multiples of 16, as --precision fp8 needs them; MODEL's are not."""
+    directory.mkdir(exist_ok=True)
+    path = directory / "fp8_shape.json"
+    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+                                "vocab_size": 64, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
+                                "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+                                "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    return ["--model=", "--config", path]
+
+
 def train(data, out, *more, env=None, **keys):
     return subprocess.run(arguments(data, out, *more, **keys), capture_output=True, text=True, timeout=SECONDS,
                           env=environment(**(env or {})))

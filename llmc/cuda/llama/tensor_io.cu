@@ -76,6 +76,7 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const floa
   synchronize("writing a tensor");
   check(cudaEventSynchronize(state_copied_), "writing a tensor");
   if (role == TensorRole::parameter) places_.forget();
+  if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
   const TensorSpec& spec = table_.at(named.name);
   const Range tensor{spec.offset, spec.offset + spec.elements};
   for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
