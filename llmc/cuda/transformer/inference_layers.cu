@@ -9,6 +9,7 @@
 
 #include "llmc/cuda/op/append_to_pages.h"
 #include "llmc/cuda/op/residual_norm.h"
+#include "llmc/cuda/op/rows_matmul_ahead.h"
 #include "llmc/cuda/op/sampler.h"
 #include "llmc/cuda/op/step_rows.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
@@ -62,6 +63,23 @@ void Inference<S>::multiply(const S* x, const InferenceLinear<S>& w, std::int64_
   io.out_fp32 = out_fp32;
   io.x_is_older = x_is_older;
   multiply(io, w, {});
+}
+
+template <typename S>
+void Inference<S>::project_qkv(std::int64_t l, const StepArrays& step, std::int64_t rows) {
+  const InferenceLinear<S>& w = weights_.layers[static_cast<std::size_t>(l)].qkv;
+  RowsMatmul<S> io;
+  io.x = b_.norm1;
+  io.rows = rows;
+  io.K = config_.hidden_size;
+  io.OC = qkv_size();
+  io.out = b_.qkv;
+  if (!step.decodes || w.packed) return multiply(io, w, {});  // attention is bound by reading keys and values
+  io.weight = w.weight;
+  io.bias = w.bias;
+  const PagedKv<S> kv = pages_of_layer(l);
+  const std::int64_t page_bytes = kv.NKV * kv.page_size * kv.HS * static_cast<std::int64_t>(sizeof(S));
+  rows_matmul_ahead(io, {kv.keys, kv.values, page_bytes, step.listed_pages, step.begin}, device_, stream_);
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
@@ -139,7 +157,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
     normalize(rows, b_.residual, w.input_norm, b_.norm1);
   }
   keep(prefix + "input_norm", b_.norm1, C);
-  named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
+  named("QKV", [&] { project_qkv(l, step, rows); });
   attend(l, step, rows);
   const auto up = [&] {
     const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;
