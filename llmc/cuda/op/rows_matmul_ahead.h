@@ -1,4 +1,5 @@
-// rows_matmul() before attention: while it ends, memory already works for its successor.
+// Memory that the next kernel of a chain reads, asked for in L2 by one whose own reads have arrived: memory works while one kernel
+// ends and the next begins.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,19 +11,21 @@
 
 namespace weft::cuda {
 
-// Pages of keys and values (paged_kv.h) that are asked for in L2. A hint: any of them, or none, may be.
-struct PagesAhead {
-  const void *keys = nullptr, *values = nullptr;  // of page 0, aligned to 16 bytes
-  std::int64_t page_bytes = 0;                    // a multiple of 16
-  const std::int32_t* list = nullptr;             // {where the pages' numbers begin in `pages`, how many there are}
-  const std::int32_t* pages = nullptr;
-  int most_bytes = 16 << 20;
+// Pieces of one or two tensors; piece i is `bytes` from i * stride on, in each. A hint: any of them, or none, may be asked for.
+struct Ahead {
+  const void *first = nullptr, *second = nullptr;  // aligned to 16 bytes; null: none
+  std::int64_t stride = 0, bytes = 0;              // multiples of 16
+  int count = 0;
+  // Where these are given, the pieces are pages: `list` is {where their numbers begin in `pages`, how many there are}. Read before
+  // the wait for the predecessor.
+  const std::int32_t *list = nullptr, *pages = nullptr;
+  int most_bytes = 0;
 };
 
-// The same results as rows_matmul(). From the end of a block's own reads on, when memory has nothing to do until the successor
-// has started and looked up what it reads, it asks for pages. The list and its pages are read before the wait for the predecessor.
+// The same results as rows_matmul().
 template <typename S>
-void rows_matmul_ahead(const RowsMatmul<S>& io, const PagesAhead& ahead, const LaunchDevice& device,
-                       cudaStream_t stream);
+void rows_matmul_ahead(const RowsMatmul<S>& io, const Ahead& ahead, const LaunchDevice& device, cudaStream_t stream);
+
+extern Ahead g_ahead_of_up, g_ahead_of_attention;
 
 }  // namespace weft::cuda

@@ -1,7 +1,7 @@
 // rows_matmul() of few rows: the splits of a tile are the blocks of a cluster. rows_matmul_hopper.cu describes it.
 #include <cstdlib>
 
-#include "llmc/cuda/op/rows_matmul_ahead.h"
+#include "llmc/cuda/op/ahead.cuh"
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
@@ -21,30 +21,10 @@ struct SplitShape {
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
 };
 
-#if WEFT_WGMMA
-
-// A warp: its block's share of the pages, in pieces.
-__device__ inline void ask_for_pages(const PagesAhead& ahead, int first_page, int count) {
-  constexpr int kPieceBytes = 8 << 10;
-  const int pieces = static_cast<int>(ceil_div(ahead.page_bytes, std::int64_t{kPieceBytes}));  // of a page
-  const int blocks = static_cast<int>(gridDim.x), all = min(count * 2 * pieces, ahead.most_bytes / kPieceBytes);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-#pragma unroll 1
-  for (int i = static_cast<int>(blockIdx.x) + lane * blocks; i < all; i += kWarpSize * blocks) {
-    const int page = ahead.pages[first_page + i / (2 * pieces)];
-    const std::int64_t offset = i % pieces * std::int64_t{kPieceBytes};
-    const void* const tensor = i / pieces % 2 == 0 ? ahead.keys : ahead.values;
-    const char* const from = static_cast<const char*>(tensor) + page * ahead.page_bytes + offset;
-    bulk_prefetch(from, static_cast<unsigned>(min(std::int64_t{kPieceBytes}, ahead.page_bytes - offset)));
-  }
-}
-
-#endif
-
 template <typename T, int N, int kConsumers, int kBlocks>
 __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThreads, kBlocks)
     split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p,
-                 [[maybe_unused]] const __grid_constant__ PagesAhead ahead) {
+                 [[maybe_unused]] const __grid_constant__ Ahead ahead) {
 #if WEFT_WGMMA
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
@@ -74,8 +54,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     const Source source = source_of(p, first_step + step);
     tensor_load(x_address(stage), &p.x[source.input], ring.full(stage), source.k, static_cast<int>(first_row));
   };
-  int first_page = 0, pages = 0;
-  if (!consumer && ahead.list != nullptr) first_page = ahead.list[0], pages = ahead.list[1];
+  const AskAhead next(ahead);
   fill_ring(p, ring, p.stages, steps, kConsumers * kWarps, producer, load_weights, load_x);
   const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
   const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
@@ -96,10 +75,10 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     wait_for_predecessors();                  // they may still read what is written below
     named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
     store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
-  } else if (pages > 0 && blockIdx.y == 0) {
+  } else if (next.any() && blockIdx.y == 0) {
     __syncwarp();  // all copies have been started
     ring.wait_full(RingPosition::at(steps - 1, p.stages));
-    ask_for_pages(ahead, first_page, pages);
+    next.ask(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   }
   finish_splits<N, kConsumerThreads>(columns, base, consumer, thread, count, p.splits, split, first_row, p.output.rows);
 #else
@@ -108,7 +87,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
 }
 
 template <typename T, int N, int kConsumers, int kBlocks>
-void launch(const RowsMatmul<T>& io, const PagesAhead& ahead, const LaunchDevice& device, cudaStream_t stream) {
+void launch(const RowsMatmul<T>& io, const Ahead& ahead, const LaunchDevice& device, cudaStream_t stream) {
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, N);
@@ -125,7 +104,7 @@ void launch(const RowsMatmul<T>& io, const PagesAhead& ahead, const LaunchDevice
 // Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor. Where there are several splits, a block has 128 from 33
 // rows of x on, so that x is read half as often.
 template <typename T>
-void launch_rows(const RowsMatmul<T>& io, const PagesAhead& ahead, const LaunchDevice& device, cudaStream_t stream) {
+void launch_rows(const RowsMatmul<T>& io, const Ahead& ahead, const LaunchDevice& device, cudaStream_t stream) {
   if (io.rows <= 16) return launch<T, 16, 1, 2>(io, ahead, device, stream);
   if (io.rows <= 32) return launch<T, 32, 1, 2>(io, ahead, device, stream);
   if (splits_of(io) == 1) {
@@ -144,7 +123,7 @@ void launch_rows(const RowsMatmul<T>& io, const PagesAhead& ahead, const LaunchD
 
 template <typename T>
 void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  launch_rows(io, PagesAhead{}, device, stream);
+  launch_rows(io, Ahead{}, device, stream);
 }
 
 template void launch_split_kernel(const RowsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
@@ -154,25 +133,26 @@ template void launch_split_kernel(const RowsMatmul<fp16>&, const LaunchDevice&, 
 
 namespace weft::cuda {
 
+Ahead g_ahead_of_up, g_ahead_of_attention;
+
 template <typename S>
-void rows_matmul_ahead(const RowsMatmul<S>& io, const PagesAhead& ahead, const LaunchDevice& device,
+void rows_matmul_ahead(const RowsMatmul<S>& io, const Ahead& ahead, const LaunchDevice& device,
                        cudaStream_t stream) {
   if constexpr (!std::is_same_v<S, float>) {
     // Where rows_matmul() would take the same kernel.
     constexpr std::int64_t kMostRows = 256;
     if (io.rows > 0 && io.rows <= kMostRows && rows::hopper_computes(io) && rows::splits_of(io) > 1) {
-      PagesAhead some = ahead;
+      Ahead some = ahead;
       const char* e = std::getenv("WEFT_AHEAD");
       some.most_bytes = (e ? std::atoi(e) : 16) << 20;
-      if (some.most_bytes <= 0) some.list = nullptr;
       return rows::launch_rows(io, some, device, stream);
     }
   }
   rows_matmul(io, device, stream);
 }
 
-template void rows_matmul_ahead<float>(const RowsMatmul<float>&, const PagesAhead&, const LaunchDevice&, cudaStream_t);
-template void rows_matmul_ahead<bf16>(const RowsMatmul<bf16>&, const PagesAhead&, const LaunchDevice&, cudaStream_t);
-template void rows_matmul_ahead<fp16>(const RowsMatmul<fp16>&, const PagesAhead&, const LaunchDevice&, cudaStream_t);
+template void rows_matmul_ahead<float>(const RowsMatmul<float>&, const Ahead&, const LaunchDevice&, cudaStream_t);
+template void rows_matmul_ahead<bf16>(const RowsMatmul<bf16>&, const Ahead&, const LaunchDevice&, cudaStream_t);
+template void rows_matmul_ahead<fp16>(const RowsMatmul<fp16>&, const Ahead&, const LaunchDevice&, cudaStream_t);
 
 }  // namespace weft::cuda
