@@ -1,6 +1,5 @@
-// A row's accesses are a few neighbouring pairs that are rotated, or 16 bytes that are copied. A thread has some of them, and all its
-// loads are issued before the first result is stored. Bytes moved: the rotated dimensions of q are read and written, k and v read
-// once and written once.
+// One thread for each access: a few neighbouring pairs that are rotated, or 16 bytes that are copied. Bytes moved: the rotated
+// dimensions of q are read and written, k and v read once and written once.
 #include "llmc/cuda/op/append_to_pages.h"
 
 #include <algorithm>
@@ -43,108 +42,72 @@ struct Angles {
   Few<float, kWide> cosine, sine;
 };
 
-// One access of a row, in three steps.
+// Rotates the pieces of a head at `from` and writes them to `to`, which may be the same.
 template <typename S, int kWide>
-struct Access {
-  static constexpr int kPack = Pack<S>::size;
+__device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angles) {
   using Piece = Few<S, kWide>;
-
-  const S* from = nullptr;  // null: there is none
-  S* to = nullptr;          // the same as `from` for queries
-  int half = 0;             // of the rotated dimensions; 0: 16 bytes are copied
-  int first = 0;            // of these, the first element that is not a rotated one
-  Angles<kWide> angles;
-  Piece low, high;
-  Pack<S> chunk;
-
-  // Number i of the row's accesses, the row being at `position` >= 0, in page `page`. Reads nothing that an operator writes.
-  __device__ void find(const AppendToPages<S>& io, const Accesses& count, int row, int position, std::int64_t page,
-                       int i) {
-    if (i >= count.all()) return;
-    const int HS = static_cast<int>(io.kv.HS), turned = 2 * static_cast<int>(io.rope.half);
-    const int page_size = static_cast<int>(io.kv.page_size);
-    const auto stored = [&](S* tensor, int head) {
-      return tensor + ((page * io.kv.NKV + head) * page_size + position % page_size) * HS;
-    };
-    if (i < count.query_pieces + count.key_pieces) {
-      const int pieces = turned / 2 / kWide, d = i % pieces * kWide;
-      const bool of_query = i < count.query_pieces;
-      const int head = (of_query ? i : i - count.query_pieces) / pieces;
-      half = turned / 2;
-      from = (of_query ? io.q.at(0, row, head) : io.k.at(0, row, head)) + d;
-      to = of_query ? io.q.at(0, row, head) + d : stored(io.kv.keys, head) + d;
-      const std::int64_t at = static_cast<std::int64_t>(position) * half + d;
-      angles = {*reinterpret_cast<const Few<float, kWide>*>(io.rope.cos + at),
-                *reinterpret_cast<const Few<float, kWide>*>(io.rope.sin + at)};
-      return;
-    }
-    i -= count.query_pieces + count.key_pieces;
-    if (i < count.key_chunks) {
-      const int per_head = HS / kPack - turned / kPack, head = i / per_head;
-      const int d = (turned / kPack + i % per_head) * kPack;
-      from = io.k.at(0, row, head) + d;
-      to = stored(io.kv.keys, head) + d;
-      first = max(0, turned - d);  // the rotated dimensions may end inside this chunk
-      return;
-    }
-    i -= count.key_chunks;
-    const int head = i / (HS / kPack), d = i % (HS / kPack) * kPack;
-    from = io.v.at(0, row, head) + d;
-    to = stored(io.kv.values, head) + d;
-  }
-  __device__ void load() {
-    if (from == nullptr) return;
-    if (half > 0) {
-      low = *reinterpret_cast<const Piece*>(from), high = *reinterpret_cast<const Piece*>(from + half);
-    } else {
-      chunk = load_pack(from);
-    }
-  }
-  __device__ void store() {
-    if (from == nullptr) return;
-    if (half > 0) {
+  Piece low = *reinterpret_cast<const Piece*>(from), high = *reinterpret_cast<const Piece*>(from + half);
 #pragma unroll
-      for (int i = 0; i < kWide; ++i) {
-        const float x = to_float(low.value[i]), z = to_float(high.value[i]), c = angles.cosine.value[i],
-                    s = angles.sine.value[i];
-        low.value[i] = from_float<S>(rotated(x, z, c, -s));
-        high.value[i] = from_float<S>(rotated(z, x, c, s));
-      }
-      *reinterpret_cast<Piece*>(to) = low;
-      *reinterpret_cast<Piece*>(to + half) = high;
-    } else if (first == 0) {
-      store_pack(to, chunk);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kPack; ++e)
-        if (e >= first) to[e] = chunk.value[e];
-    }
+  for (int i = 0; i < kWide; ++i) {
+    const float a = to_float(low.value[i]), z = to_float(high.value[i]), c = angles.cosine.value[i],
+                s = angles.sine.value[i];
+    low.value[i] = from_float<S>(rotated(a, z, c, -s));
+    high.value[i] = from_float<S>(rotated(z, a, c, s));
   }
-};
-
-// Accesses of a thread: as many as registers have room for.
-template <int kWide>
-constexpr int kEach = kWide > 2 ? 2 : 4;
+  *reinterpret_cast<Piece*>(to) = low;
+  *reinterpret_cast<Piece*>(to + half) = high;
+}
 
 // Grid: x = rows, y = blocks of a row's accesses.
 template <typename S, int kWide>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendToPages<S> io) {
+  constexpr int kPack = Pack<S>::size;
   let_successor_start();
   const Accesses count = accesses<S, kWide>(io);
-  const int row = blockIdx.x, first = static_cast<int>(blockIdx.y * kEach<kWide> * kThreads + threadIdx.x);
+  const int HS = static_cast<int>(io.kv.HS), half = static_cast<int>(io.rope.half), pieces = half / kWide;
+  const int page_size = static_cast<int>(io.kv.page_size), row = blockIdx.x;
+  int i = static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
   // The step's rows and the angles were there before the chain began (paged_kv.h): their lookups do not wait for it.
   const int position = io.rows.positions[row];
-  Access<S, kWide> access[kEach<kWide>];
-  if (position >= 0) {
-    const std::int64_t page = io.rows.pages[io.rows.tables[row] + position / static_cast<int>(io.kv.page_size)];
-#pragma unroll
-    for (int i = 0; i < kEach<kWide>; ++i) access[i].find(io, count, row, position, page, first + i * kThreads);
+  const bool active = position >= 0 && i < count.all(), rotates = i < count.query_pieces + count.key_pieces;
+  const int d_rotated = rotates && active ? i % pieces * kWide : 0;
+  Angles<kWide> angles{};
+  std::int64_t page = 0;
+  if (active && rotates) {
+    const std::int64_t at = static_cast<std::int64_t>(position) * half + d_rotated;
+    angles = {*reinterpret_cast<const Few<float, kWide>*>(io.rope.cos + at),
+              *reinterpret_cast<const Few<float, kWide>*>(io.rope.sin + at)};
   }
+  if (active && i >= count.query_pieces) page = io.rows.pages[io.rows.tables[row] + position / page_size];
   wait_for_predecessors();
+  if (!active) return;
+  if (i < count.query_pieces) {
+    S* q = io.q.at(0, row, i / pieces) + d_rotated;
+    return rotate<S, kWide>(q, q, half, angles);
+  }
+  i -= count.query_pieces;
+  const auto stored = [&](S* tensor, int head) {
+    return tensor + ((page * io.kv.NKV + head) * page_size + position % page_size) * HS;
+  };
+  if (i < count.key_pieces) {
+    const int head = i / pieces;
+    return rotate<S, kWide>(stored(io.kv.keys, head) + d_rotated, io.k.at(0, row, head) + d_rotated, half, angles);
+  }
+  i -= count.key_pieces;
+  if (i < count.key_chunks) {
+    const int per_head = HS / kPack - 2 * half / kPack, head = i / per_head;
+    const int d = (2 * half / kPack + i % per_head) * kPack;
+    const Pack<S> chunk = load_pack(io.k.at(0, row, head) + d);
+    S* to = stored(io.kv.keys, head) + d;
+    if (d >= 2 * half) return store_pack(to, chunk);
 #pragma unroll
-  for (int i = 0; i < kEach<kWide>; ++i) access[i].load();
-#pragma unroll
-  for (int i = 0; i < kEach<kWide>; ++i) access[i].store();
+    for (int e = 0; e < kPack; ++e)  // the rotated dimensions end inside this chunk
+      if (d + e >= 2 * half) to[e] = chunk.value[e];
+    return;
+  }
+  i -= count.key_chunks;
+  const int head = i / (HS / kPack), d = i % (HS / kPack) * kPack;
+  store_pack(stored(io.kv.values, head) + d, load_pack(io.v.at(0, row, head) + d));
 }
 
 template <typename S>
@@ -169,7 +132,7 @@ void check_arguments(const AppendToPages<S>& io) {
 
 template <typename S, int kWide>
 void launch(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream) {
-  const std::int64_t blocks = ceil_div(accesses<S, kWide>(io).all(), kEach<kWide> * kThreads);
+  const std::int64_t blocks = ceil_div(accesses<S, kWide>(io).all(), kThreads);
   launch_chained(append_kernel<S, kWide>, dim3(static_cast<unsigned>(io.rows.rows), static_cast<unsigned>(blocks)),
                  dim3(kThreads), 0, stream, device.overlapping, "append_to_pages", io);
 }

@@ -16,7 +16,6 @@
 #include <cstdint>
 
 #include "llmc/cuda/hw/launch.cuh"
-#include "llmc/cuda/op/ahead.cuh"
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/attention/launch.cuh"
 #include "llmc/cuda/op/attention/paths.h"
@@ -75,7 +74,7 @@ __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const Page
 
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
-    paged_items_kernel(const __grid_constant__ Arguments<S> a, [[maybe_unused]] const __grid_constant__ Ahead ahead) {
+    paged_items_kernel(const __grid_constant__ Arguments<S> a) {
   // Each architecture has one of the two kernels of a head dimension: that of its copies.
   if constexpr (Tiling::kCopy != (WEFT_BULK_COPY ? kFastCopy<Tiling::HS> : SlotCopy::threads)) {
     __trap();
@@ -116,12 +115,6 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
         if (n >= count) break;
         compute_item(a, items + n / a.NKV, n % a.NKV, i, stream);
       }
-#if WEFT_BULK_COPY
-      if constexpr (kAppends) {
-        const AskAhead next(ahead);
-        if (next.any()) next.ask(warp * blocks + block, min(count, warps * blocks));
-      }
-#endif
     }
 
     if constexpr (!kAppends) wait_for_predecessors();
@@ -146,7 +139,7 @@ void launch_with(const PagedAttention<S>& io, const LaunchDevice& device, cudaSt
       std::min(kEarlyEntries, kEarlyBytes / (2 * kSplit * io.shape.NKV * HS * std::int64_t{sizeof(S)})));
   const dim3 grid(resident_blocks(kernel, Tiling::kThreads, shared, device.multiprocessors, kName));
   launch_chained(kernel, grid, dim3(Tiling::kThreads), static_cast<std::size_t>(shared), stream, device.overlapping,
-                 kName, arguments, g_ahead_of_attention);
+                 kName, arguments);
 }
 template <typename S, int HS, bool kAppends>
 void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream) {

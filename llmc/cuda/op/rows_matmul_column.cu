@@ -1,5 +1,4 @@
 // rows_matmul() of few rows with one split: tiles of other heights than 64. rows_matmul_hopper.cu describes it.
-#include "llmc/cuda/op/ahead.cuh"
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
@@ -28,8 +27,7 @@ struct ColumnShape {
 
 template <typename T, int kRows, int H, int kConsumers, int kBlocks>
 __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>::kThreads, kBlocks)
-    column_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p,
-                  [[maybe_unused]] const __grid_constant__ Ahead ahead) {
+    column_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
   using Shape = ColumnShape<T, kRows, H, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
@@ -52,7 +50,6 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
   const auto load_x = [&](int stage, int step) {
     tensor_load(x_at(stage), &p.x[0], ring.full(stage), step * kDepth, 0);
   };
-  const AskAhead next(ahead);
   fill_ring(p, ring, Shape::kStages, p.steps, kConsumers * kWarps, producer, load_weights, load_x);
   const int count = Columns<T>::count(p.output, H);
   const Columns<T> columns(p.output, first, thread % count);  // reads the bias, early
@@ -86,10 +83,6 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
       for (int r = thread / count; r < p.output.rows; r += rows_at_once)
         columns.finish(r, [&](int i) { return *reinterpret_cast<const float4*>(sums + r * Shape::kStride + i); });
     }
-  } else if (next.any()) {
-    __syncwarp();  // all copies have been started
-    ring.wait_full(RingPosition::at(p.steps - 1, Shape::kStages));
-    next.ask(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   }
 #else
   __trap();
@@ -106,7 +99,7 @@ void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes),
         "rows_matmul: shared memory");
   launch_chained(kernel, dim3(static_cast<unsigned>(ceil_div(weight_rows(io), H))), dim3(Shape::kThreads),
-                 Shape::kBytes, stream, device.overlapping, "rows_matmul", arguments, g_ahead_of_up);
+                 Shape::kBytes, stream, device.overlapping, "rows_matmul", arguments);
 }
 template <typename T, int H>
 void launch_height(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
@@ -115,6 +108,7 @@ void launch_height(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
   if (io.rows <= 16) return launch<T, 16, H, 1>(io, device, stream);
   if (io.rows <= 32) return launch<T, 32, H, 1>(io, device, stream);
   if (io.rows <= 64) return launch<T, 64, H, 1>(io, device, stream);
+  if (H == 80 && io.rows > 128) return launch<T, 192, 80, 1>(io, device, stream);
   launch<T, 128, H, 1>(io, device, stream);
 }
 

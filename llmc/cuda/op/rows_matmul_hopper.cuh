@@ -56,14 +56,13 @@ __device__ inline int split_begin(int split, int steps, int splits) {
 template <typename T>
 struct Arguments {
   CUtensorMap weight[2], x[2];  // of the inputs
-  CUtensorMap out;              // tile_kernel, where copies_out()
   Output<T> output;
-  int first_steps, steps;     // stages of the first input, of both
-  int splits;                 // of all stages
-  int stages;                 // split_kernel: of the ring
-  bool x_is_older;            // split_kernel
+  int first_steps, steps;  // stages of the first input, of both
+  int splits;              // of all stages
+  int stages;              // split_kernel: of the ring
+  bool x_is_older;
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
-  bool copies_out;            // tile_kernel
+  bool full_stores;           // tile_kernel
 };
 
 template <typename T>
@@ -253,7 +252,7 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 // Up to 64 rows, and with several splits up to 256.
 template <typename T>
 void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
-// Up to 128 rows, one split, one input. `height`: rows of the weight a block, 80 or 224.
+// Up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight a block, 80 or 224.
 template <typename T>
 void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
 // Any number of rows.

@@ -1,7 +1,4 @@
 // rows_matmul() of few rows: the splits of a tile are the blocks of a cluster. rows_matmul_hopper.cu describes it.
-#include <cstdlib>
-
-#include "llmc/cuda/op/ahead.cuh"
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
@@ -23,8 +20,7 @@ struct SplitShape {
 
 template <typename T, int N, int kConsumers, int kBlocks>
 __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThreads, kBlocks)
-    split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p,
-                 [[maybe_unused]] const __grid_constant__ Ahead ahead) {
+    split_kernel([[maybe_unused]] const __grid_constant__ Arguments<T> p) {
 #if WEFT_WGMMA
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
@@ -54,7 +50,6 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     const Source source = source_of(p, first_step + step);
     tensor_load(x_address(stage), &p.x[source.input], ring.full(stage), source.k, static_cast<int>(first_row));
   };
-  const AskAhead next(ahead);
   fill_ring(p, ring, p.stages, steps, kConsumers * kWarps, producer, load_weights, load_x);
   const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
   const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
@@ -75,10 +70,6 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
     wait_for_predecessors();                  // they may still read what is written below
     named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
     store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
-  } else if (next.any() && blockIdx.y == 0) {
-    __syncwarp();  // all copies have been started
-    ring.wait_full(RingPosition::at(steps - 1, p.stages));
-    next.ask(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   }
   finish_splits<N, kConsumerThreads>(columns, base, consumer, thread, count, p.splits, split, first_row, p.output.rows);
 #else
@@ -87,7 +78,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
 }
 
 template <typename T, int N, int kConsumers, int kBlocks>
-void launch(const RowsMatmul<T>& io, const Ahead& ahead, const LaunchDevice& device, cudaStream_t stream) {
+void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   using Shape = SplitShape<T, N, kConsumers, kBlocks>;
   const auto kernel = split_kernel<T, N, kConsumers, kBlocks>;
   Arguments<T> arguments = arguments_of(io, N);
@@ -98,61 +89,30 @@ void launch(const RowsMatmul<T>& io, const Ahead& ahead, const LaunchDevice& dev
   arguments.x_is_older = io.x_is_older;
   const dim3 grid(static_cast<unsigned>(tiles * arguments.splits), static_cast<unsigned>(ceil_div(io.rows, N)));
   launch_chained_clusters(kernel, grid, dim3(Shape::kThreads), static_cast<std::size_t>(bytes), stream,
-                          device.overlapping, arguments.splits, "rows_matmul", arguments, ahead);
-}
-
-// Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor. Where there are several splits, a block has 128 from 33
-// rows of x on, so that x is read half as often.
-template <typename T>
-void launch_rows(const RowsMatmul<T>& io, const Ahead& ahead, const LaunchDevice& device, cudaStream_t stream) {
-  if (io.rows <= 16) return launch<T, 16, 1, 2>(io, ahead, device, stream);
-  if (io.rows <= 32) return launch<T, 32, 1, 2>(io, ahead, device, stream);
-  if (splits_of(io) == 1) {
-    if (io.rows <= 48) return launch<T, 48, 1, 2>(io, ahead, device, stream);
-    return launch<T, 64, 1, 2>(io, ahead, device, stream);
-  }
-  if (io.rows <= 48) return launch<T, 48, 2, 1>(io, ahead, device, stream);
-  if (io.rows <= 64) return launch<T, 64, 2, 1>(io, ahead, device, stream);
-  if (io.rows <= 96) return launch<T, 96, 2, 1>(io, ahead, device, stream);
-  if (io.rows <= 128) return launch<T, 128, 2, 1>(io, ahead, device, stream);
-  if (io.rows <= 192) return launch<T, 192, 2, 1>(io, ahead, device, stream);
-  launch<T, 256, 2, 1>(io, ahead, device, stream);
+                          device.overlapping, arguments.splits, "rows_matmul", arguments);
 }
 
 }  // namespace
 
+// Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor. Where there are several splits, a block has 128 from 33
+// rows of x on, so that x is read half as often.
 template <typename T>
 void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  launch_rows(io, Ahead{}, device, stream);
+  if (io.rows <= 16) return launch<T, 16, 1, 2>(io, device, stream);
+  if (io.rows <= 32) return launch<T, 32, 1, 2>(io, device, stream);
+  if (splits_of(io) == 1) {
+    if (io.rows <= 48) return launch<T, 48, 1, 2>(io, device, stream);
+    return launch<T, 64, 1, 2>(io, device, stream);
+  }
+  if (io.rows <= 48) return launch<T, 48, 2, 1>(io, device, stream);
+  if (io.rows <= 64) return launch<T, 64, 2, 1>(io, device, stream);
+  if (io.rows <= 96) return launch<T, 96, 2, 1>(io, device, stream);
+  if (io.rows <= 128) return launch<T, 128, 2, 1>(io, device, stream);
+  if (io.rows <= 192) return launch<T, 192, 2, 1>(io, device, stream);
+  launch<T, 256, 2, 1>(io, device, stream);
 }
 
 template void launch_split_kernel(const RowsMatmul<bf16>&, const LaunchDevice&, cudaStream_t);
 template void launch_split_kernel(const RowsMatmul<fp16>&, const LaunchDevice&, cudaStream_t);
 
 }  // namespace weft::cuda::rows
-
-namespace weft::cuda {
-
-Ahead g_ahead_of_up, g_ahead_of_attention;
-
-template <typename S>
-void rows_matmul_ahead(const RowsMatmul<S>& io, const Ahead& ahead, const LaunchDevice& device,
-                       cudaStream_t stream) {
-  if constexpr (!std::is_same_v<S, float>) {
-    // Where rows_matmul() would take the same kernel.
-    constexpr std::int64_t kMostRows = 256;
-    if (io.rows > 0 && io.rows <= kMostRows && rows::hopper_computes(io) && rows::splits_of(io) > 1) {
-      Ahead some = ahead;
-      const char* e = std::getenv("WEFT_AHEAD");
-      some.most_bytes = (e ? std::atoi(e) : 16) << 20;
-      return rows::launch_rows(io, some, device, stream);
-    }
-  }
-  rows_matmul(io, device, stream);
-}
-
-template void rows_matmul_ahead<float>(const RowsMatmul<float>&, const Ahead&, const LaunchDevice&, cudaStream_t);
-template void rows_matmul_ahead<bf16>(const RowsMatmul<bf16>&, const Ahead&, const LaunchDevice&, cudaStream_t);
-template void rows_matmul_ahead<fp16>(const RowsMatmul<fp16>&, const Ahead&, const LaunchDevice&, cudaStream_t);
-
-}  // namespace weft::cuda

@@ -5,12 +5,10 @@
 // otherwise:                   h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <type_traits>
 
 #include "llmc/cuda/op/append_to_pages.h"
 #include "llmc/cuda/op/residual_norm.h"
-#include "llmc/cuda/op/rows_matmul_ahead.h"
 #include "llmc/cuda/op/sampler.h"
 #include "llmc/cuda/op/step_rows.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
@@ -64,27 +62,6 @@ void Inference<S>::multiply(const S* x, const InferenceLinear<S>& w, std::int64_
   io.out_fp32 = out_fp32;
   io.x_is_older = x_is_older;
   multiply(io, w, {});
-}
-
-template <typename S>
-void Inference<S>::project_qkv(std::int64_t l, const StepArrays& step, std::int64_t rows) {
-  const InferenceLinear<S>& w = weights_.layers[static_cast<std::size_t>(l)].qkv;
-  RowsMatmul<S> io;
-  io.x = b_.norm1;
-  io.rows = rows;
-  io.K = config_.hidden_size;
-  io.OC = qkv_size();
-  io.out = b_.qkv;
-  if (!step.decodes || w.packed) return multiply(io, w, {});  // attention is bound by reading keys and values
-  io.weight = w.weight;
-  io.bias = w.bias;
-  const PagedKv<S> kv = pages_of_layer(l);
-  const std::int64_t page_bytes = kv.NKV * kv.page_size * kv.HS * static_cast<std::int64_t>(sizeof(S));
-  Ahead ahead;
-  ahead.first = kv.keys, ahead.second = kv.values;
-  ahead.stride = ahead.bytes = page_bytes;
-  ahead.list = step.listed_pages, ahead.pages = step.begin;
-  rows_matmul_ahead(io, ahead, device_, stream_);
 }
 
 // The parallel residual's two branches, as one sum: attention Woutput^T + product Wdown^T.
@@ -162,23 +139,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
     normalize(rows, b_.residual, w.input_norm, b_.norm1);
   }
   keep(prefix + "input_norm", b_.norm1, C);
-  g_ahead_of_up = g_ahead_of_attention = {};
-  if (parallel() && step.decodes && !w.up.packed) {
-    const auto rows_of = [&](const S* weight, std::int64_t tile, std::int64_t K, std::int64_t OC, const char* mb) {
-      Ahead a;
-      const char* e = std::getenv(mb);
-      const std::int64_t bytes = (e ? std::atoll(e) : 0) << 20;
-      a.first = weight;
-      a.count = static_cast<int>(OC / tile);
-      a.stride = tile * K * 2;
-      a.bytes = bytes / a.count / (K * 2) * (K * 2);
-      a.most_bytes = a.bytes > 0 ? INT32_MAX : 0;
-      return a;
-    };
-    g_ahead_of_attention = rows_of(w.up.weight, 80, C, F, "WEFT_AHEAD_UP");
-    g_ahead_of_up = rows_of(w.down.weight, 64, F, C, "WEFT_AHEAD_BOTH");
-  }
-  named("QKV", [&] { project_qkv(l, step, rows); });
+  named("QKV", [&] { multiply(b_.norm1, w.qkv, rows, C, qkv_size(), RowsEpilogue::store, b_.qkv); });
   attend(l, step, rows);
   const auto up = [&] {
     const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;

@@ -77,7 +77,6 @@ struct StepArrays {
   std::int32_t *ids, *positions, *tables;        // [rows]; an id of -1 - s: the one in slot s. Position -1: padding
   std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
-  std::int32_t* listed_pages;                    // [2]: where the first block table begins, how many pages all have
   std::byte* work;                               // of attention
   const std::int32_t* begin;                     // of the copy
   bool decodes = false;                          // attention rotates and appends the rows itself: other launches
@@ -210,7 +209,6 @@ class Inference final : public InferenceModel {
   // With the matrices of these layers, the second for io's second input.
   void multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2);
   void add_branches(const InferenceLayer<S>& w, std::int64_t rows);
-  void project_qkv(std::int64_t l, const StepArrays& step, std::int64_t rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
   HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
   HeadViewOf<S> queries() const { return heads(0); }

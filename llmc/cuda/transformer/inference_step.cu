@@ -36,7 +36,6 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
   take(step.slots, wanted);
   take(step.targets, wanted);
   take(step.alternatives, wanted);
-  take(step.listed_pages, 2);
   take(step.work, 0);
   return step;
 }
@@ -100,7 +99,6 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   flight.decodes = paged_work_decodes(step.work);
   auto* const base = reinterpret_cast<std::int32_t*>(begin);
   std::int64_t table = ceil_div(step.work + work_bytes - begin, sizeof(std::int32_t));
-  step.listed_pages[0] = static_cast<std::int32_t>(table);
   std::int64_t row = 0, next = 0;
   kept_places_.clear();
   for (std::size_t s = 0; s < work.size(); ++s) {
@@ -131,7 +129,6 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     std::copy_n(span.pages.begin(), pages, base + table);
     table += pages;
   }
-  step.listed_pages[1] = static_cast<std::int32_t>(table) - step.listed_pages[0];
   for (; row < rows; ++row) {  // padding computes on an embedding, so that it stays finite
     step.ids[row] = 0;
     step.positions[row] = -1;
