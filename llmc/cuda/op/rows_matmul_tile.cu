@@ -8,17 +8,16 @@ namespace {
 constexpr int kTileConsumers = 2, kTileThreads = (1 + kTileConsumers) * kWarpgroupSize, kCluster = 2;
 constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // of the weight, of a cluster
 constexpr int kSumsRows = 32;                                       // of x, that wait for the epilogue at a time
-// Results of a warp on their way to full 16-byte stores: two buffers of 16 rows of x, padded, of 16 rows of the weight.
-constexpr int kOutStride = 48, kOutBufferBytes = 16 * kOutStride;
 
 template <typename T, int N>
 struct TileShape {
   using XTile = SwizzledTile<T, N, kDepth>;
   static_assert(N % kSumsRows == 0);
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
-  // What a consumer has for its results on their way to memory: sums, or the buffers of its warps.
+  // What a consumer has for its results on their way to memory: sums, or values as copies take them.
+  using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
   static constexpr int kSumsBytes =
-      (std::max(kSumsRows * kSumsStride * 4, kWarps * 2 * kOutBufferBytes) + kAlignment - 1) / kAlignment * kAlignment;
+      (std::max(kSumsRows * kSumsStride * 4, OutTile::kBytes) + kAlignment - 1) / kAlignment * kAlignment;
   static constexpr int kRest = kAlignment + kTileConsumers * kSumsBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kStages = (kMostSharedBytes - kRest) / (kStageBytes + kBarrierBytes);
@@ -60,8 +59,8 @@ struct TileMemory {
   __device__ float* sums(int consumer) const {
     return reinterpret_cast<float*>(memory + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes);
   }
-  __device__ unsigned out_buffers(int consumer) const {
-    return base + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes;
+  __device__ typename Shape::OutTile out(int consumer) const {
+    return {base + Shape::kStages * Shape::kStageBytes + consumer * Shape::kSumsBytes};
   }
   __device__ RingBarriers ring() const {
     return {base + Shape::kStages * Shape::kStageBytes + kTileConsumers * Shape::kSumsBytes, Shape::kStages};
@@ -105,42 +104,43 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   }
 }
 
-// Sums of a warp's 16 rows of the weight, from `first` on, and N rows of x, from `row` on, to `out` in full 16-byte stores: bias (of
-// this thread's two rows of the weight) and GELU in registers, transposed on the way through `buffers`. Warps by themselves: nobody
-// waits for others, nor for copies of the copy engine.
+// Sums of a warpgroup's 64 rows of the weight, from `first` on, and N rows of x, from `row` on, to `out`: bias (of this thread's
+// two rows of the weight) and GELU in registers, transposed on the way to shared memory, from there by tensor copies, which leave
+// out what is outside.
 template <typename T, int N>
-__device__ __forceinline__ void store_results(const Arguments<T>& p, unsigned buffers, std::int64_t first, int row,
-                                              const float (&sum)[N / 2], const float (&bias)[2]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+__device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::OutTile& staging, int barrier,
+                         std::int64_t first, int row, const float (&sum)[N / 2], const float (&bias)[2]) {
+  using OutTile = typename TileShape<T, N>::OutTile;
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
+  const int warp = thread / kWarpSize;
   const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
-  const unsigned write = (lane / 16 * 8 + lane % 8) * kOutStride + lane / 8 % 2 * 16;
-  const unsigned read = lane / 2 * kOutStride + lane % 2 * 16;
-  const std::int64_t column = first + lane % 2 * 8, OC = p.output.OC;
-  const int rows = column < OC ? static_cast<int>(min(p.output.rows - row, std::int64_t{N})) : 0;
-  T* const out = p.output.out + (row + lane / 2) * OC + column;
 #pragma unroll
-  for (int i = 0; i < N / 16; ++i) {
-    const unsigned buffer = buffers + i % 2 * kOutBufferBytes;
-    unsigned words[4];
+  for (int part = 0; part < 2; ++part) {
+    if (thread == 0) bulk_wait_read();
+    named_barrier_wait(barrier, kWarpgroupSize);  // the copy before has been read
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {  // matrices of 8 rows of x, m / 2, and 8 of the weight, m % 2
-      const int at = 4 * (2 * i + m / 2) + 2 * (m % 2);
-      float pair[2] = {sum[at], sum[at + 1]};
+    for (int i = 0; i < OutTile::kRows / 16; ++i) {
+      unsigned words[4];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (biased) pair[k] += bias[m % 2];
-        if (gelu) pair[k] = gelu_for<T>(pair[k]);
+      for (int m = 0; m < 4; ++m) {  // matrices of 8 rows of x, m / 2, and 8 of the weight, m % 2
+        const int at = 4 * (part * (OutTile::kRows / 8) + 2 * i + m / 2) + 2 * (m % 2);
+        float pair[2] = {sum[at], sum[at + 1]};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          if (biased) pair[k] += bias[m % 2];
+          if (gelu) pair[k] = gelu_for<T>(pair[k]);
+        }
+        words[m] = pack<T>(pair[0], pair[1]);
       }
-      words[m] = pack<T>(pair[0], pair[1]);
+      const int r = 16 * i + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+      store_matrices_transposed(staging.address + OutTile::offset(r, chunk), words[0], words[1], words[2], words[3]);
     }
-    store_matrices_transposed(buffer + write, words[0], words[1], words[2], words[3]);
-    __syncwarp();  // complete; and all lanes have read what the other buffer held
-    uint4 chunk;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
-                 : "r"(buffer + read)
-                 : "memory");
-    if (16 * i + lane / 2 < rows) *reinterpret_cast<uint4*>(out + 16 * i * OC) = chunk;
+    fence_async_proxy_shared();
+    named_barrier_wait(barrier, kWarpgroupSize);
+    if (thread == 0) {
+      tensor_store(&p.out, staging.address, static_cast<int>(first), row + part * OutTile::kRows, 0);
+      bulk_commit();
+    }
   }
 }
 
@@ -150,7 +150,6 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
   const int count = p.tile_pairs * p.row_tiles;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
-  const int warp = thread / kWarpSize;
   const RingBarriers ring = shared.ring();
   const auto release = [&](int stage) {  // in both blocks, since both fill it
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
@@ -166,25 +165,23 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
     const std::int64_t first =
         static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
     float bias[2] = {};  // read before it is needed
-    if (p.full_stores && p.output.bias != nullptr) {
+    if (p.copies_out && p.output.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const std::int64_t column = first + warp * 16 + i * 8 + lane / 4;
+        const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
         if (column < p.output.OC) bias[i] = to_float(p.output.bias[column]);
       }
     }
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
       wait_for_predecessors();  // they may still read what is written here
-      if (p.full_stores)
-        return store_results<T, N>(p, shared.out_buffers(consumer) + warp * 2 * kOutBufferBytes, first + warp * 16,
-                                   row_tile * N, total, bias);
+      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
       const Columns<T> columns(p.output, first, thread % fours);
 #pragma unroll
       for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
         const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
         named_barrier_wait(1 + consumer, kWarpgroupSize);  // the chunk before has been read
-        store_sums<kSumsRows / 2>(sums + warp * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
+        store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
         named_barrier_wait(1 + consumer, kWarpgroupSize);
 #pragma unroll 2
         for (int r = thread / fours; r < kSumsRows; r += kWarpgroupSize / fours) {
@@ -206,6 +203,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       finish(d);
     }
   }
+  if (p.copies_out && thread == 0) bulk_wait();  // shared memory stays until all has been written
 }
 
 #endif  // WEFT_WGMMA
@@ -238,9 +236,9 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 #endif
 }
 
-// Whether eight neighbours of a row of the result, at a multiple of eight, are one aligned store.
+// Whether results go to memory by tensor copies, whose rows begin at multiples of 16 bytes.
 template <typename T>
-bool full_stores(const RowsMatmul<T>& io) {
+bool copies_out(const RowsMatmul<T>& io) {
   return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
          aligned_to_16(io.out);
 }
@@ -252,8 +250,12 @@ void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStrea
   Arguments<T> arguments = arguments_of(io, N / kCluster);
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
-  arguments.full_stores = full_stores(io);
+  arguments.copies_out = copies_out(io);
   arguments.x_is_older = io.x_is_older;
+  if (arguments.copies_out)
+    arguments.out = encode_tensor_map(io.out, kMapType<T>,
+                                      {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},
+                                      {io.OC * static_cast<std::int64_t>(sizeof(T)), 0}, {kWeightRows, N / 2, 1});
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "rows_matmul: shared memory");
   const int clusters = std::min(device.multiprocessors / kCluster, arguments.tile_pairs * arguments.row_tiles);
