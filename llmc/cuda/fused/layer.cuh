@@ -77,26 +77,25 @@ __device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, flo
 }
 
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::qkv_rows(int l, const float (&input)[kInputs]) {
-  const unsigned short bias = load_bias(layers[l].qkv_bias, own.qkv);
+__device__ __forceinline__ void Consumer<K>::qkv_rows(int l, float (&input)[kInputs]) {
+  const RowTerms terms = load_terms(layers[l].qkv_bias, layers[l].qkv_scales, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
-  narrow_rows(rows, input);
-  finish_rows(rows, [&](int row, float sum) {
-    store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(sum + bias_value(bias), step + 1));
-  });
+  multiply_rows<kRowLoads>(rows, c.p.C, input);
+  finish_rows(
+      rows, [&](int row, float sum) { store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(terms.of(sum), step + 1)); });
   stamp(l, FusedPhase::qkv_done);
 }
 
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::up_rows(int l, int token, const float (&input)[kInputs]) {
-  const unsigned short bias = load_bias(layers[l].up_bias, own.up);
+__device__ __forceinline__ void Consumer<K>::up_rows(int l, int token, float (&input)[kInputs]) {
+  const RowTerms terms = load_terms(layers[l].up_bias, layers[l].up_scales, own.up);
   const int rows = own.up.end - own.up.begin;
-  narrow_rows(rows, input);
+  multiply_rows<kRowLoads>(rows, c.p.C, input);
   finish_rows(rows, [&](int row, float sum) {
     if constexpr (K::kInstrumented) {  // the last token never completes
       if (c.p.instruments.lose_an_arrival && c.block == 0 && token == c.p.count - 1) return;
     }
-    store_relaxed(c.p.h + own.up.begin + row, tagged(gelu_exact(sum + bias_value(bias)), step + 1));
+    store_relaxed(c.p.h + own.up.begin + row, tagged(gelu_exact(terms.of(sum)), step + 1));
   });
   stamp(l, FusedPhase::up_done);
 }
@@ -108,22 +107,22 @@ __device__ __forceinline__ void Consumer<K>::output_rows(int l, float (&input)[k
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   float mlp = 0;  // of this thread's row
-  const unsigned short down_bias = load_bias(layers[l].down_bias, own.out),
-                       dense_bias = load_bias(layers[l].dense_bias, own.out);
+  const RowTerms down_terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out),
+                 dense_terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   if (rows <= 0) return;
   if (!c.layer_only()) {
     float hidden[kHidden];
     load_vector<4 * kRowLoads>(p.h, p.F, step + 1, hidden);
     stamp(l, FusedPhase::mlp_up_here);
-    wide_rows(rows, hidden);
-    finish_rows(rows, [&](int, float sum) { mlp = sum + bias_value(down_bias); });
+    multiply_rows<4 * kRowLoads>(rows, p.F, hidden);
+    finish_rows(rows, [&](int, float sum) { mlp = down_terms.of(sum); });
     stamp(l, FusedPhase::down_done);
   }
   load_vector<kRowLoads>(p.attention, p.C, step + 1, input);
   stamp(l, FusedPhase::attention_here);
-  narrow_rows(rows, input);
+  multiply_rows<kRowLoads>(rows, p.C, input);
   finish_rows(rows, [&](int row, float sum) {
-    x_own += (sum + bias_value(dense_bias)) + mlp;
+    x_own += dense_terms.of(sum) + mlp;
     store_relaxed(p.x + own.out.begin + row, tagged(x_own, step + 1));
   });
   stamp(l, FusedPhase::x_written);

@@ -128,7 +128,17 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
 }
 
 std::string fused_refusal(const ModelConfig& config, DType dtype) {
-  if (config.quantization.any()) return "the fused kernel reads weights in 16 bits, not quantised ones";
+  if (config.quantization.any()) {
+    const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+    if (config.quantization.weights == WeightScheme::none) {
+      return "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits";
+    }
+    if (dtype != (parallel ? DType::f16 : DType::bf16)) {
+      return format("the fused kernel reads quantised weights of %s beside %s, not %s",
+                    parallel ? "models with the parallel residual" : "Llamas and models without the parallel residual",
+                    parallel ? "fp16" : "bf16", dtype_name(dtype));
+    }
+  }
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   return fused_decode_refusal(config, probe_device());
 }
