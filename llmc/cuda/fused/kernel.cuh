@@ -6,7 +6,6 @@
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/layer.cuh"
 #include "llmc/cuda/fused/producer.cuh"
-#include "llmc/cuda/fused/quantized_rows.cuh"
 #include "llmc/cuda/fused/sequential_helper.cuh"
 #include "llmc/cuda/fused/sequential_layer.cuh"
 #include "llmc/cuda/fused/sequential_producer.cuh"

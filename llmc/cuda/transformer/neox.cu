@@ -128,6 +128,7 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
 }
 
 std::string fused_refusal(const ModelConfig& config, DType dtype) {
+  if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   if (config.quantization.any()) {
     const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
     if (config.quantization.weights == WeightScheme::none) {
@@ -136,10 +137,9 @@ std::string fused_refusal(const ModelConfig& config, DType dtype) {
     if (dtype != (parallel ? DType::f16 : DType::bf16)) {
       return format("the fused kernel reads quantised weights of %s beside %s, not %s",
                     parallel ? "models with the parallel residual" : "Llamas and models without the parallel residual",
-                    parallel ? "fp16" : "bf16", dtype_name(dtype));
+                    parallel ? "fp16" : "bf16", parallel ? "bf16" : "fp16");
     }
   }
-  if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
   return fused_decode_refusal(config, probe_device());
 }
 
