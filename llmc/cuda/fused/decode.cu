@@ -35,6 +35,9 @@
 // Reuse of global buffers needs no further synchronisation: a block writes a buffer again only after it has read results
 // that every reader of the old contents has computed after reading them.
 //
+// Weights in 8 and 4 bits take another way from the ring to the sums (quantized_rows.cuh), and are laid out for it once
+// (weight_stream.cuh). Everything else is the same.
+//
 // Waits end after a time limit: the block that waited too long raises a flag, which all others look at while they wait.
 #include "llmc/cuda/fused/decode.h"
 
