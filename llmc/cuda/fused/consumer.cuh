@@ -85,19 +85,12 @@ struct Consumer {
   __device__ __forceinline__ static float load_scale(const float* scale);
 
   // ---- quantized_rows.cuh
-  template <DType Q, int kLoads>
+  template <DType Q>
   struct Digits;
-  template <DType Q, int kLoads>
-  __device__ __forceinline__ void make_digits(Digits<Q, kLoads>& d, const float* x) const;
   template <DType Q>
-  struct StageWeights;
+  __device__ __forceinline__ void make_digits(Digits<Q>& d, const float* x) const;
   template <DType Q>
-  __device__ __forceinline__ void load_stage(StageWeights<Q>& of, int begin, int rows, int here);
-  template <DType Q>
-  struct StageSums;
-  template <DType Q, int kLoads, typename Prepare>
-  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Q, kLoads>& x, bool accumulate,
-                                                const Prepare& prepare);
+  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Q>& x, bool accumulate);
   template <DType Q, int kLoads>
   __device__ __forceinline__ void multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                   bool accumulate);

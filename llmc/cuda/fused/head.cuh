@@ -31,7 +31,7 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
   std::uint64_t best = 0;
   unsigned bad = 0;
   struct Nothing {};
-  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<DType::i8, kRowLoads>, Nothing> digits;
+  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<DType::i8>, Nothing> digits;
   [[maybe_unused]] bool in_int8 = false;
   if constexpr (K::kQuantized) {
     in_int8 = layers[p.L].stream != nullptr;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
     if constexpr (K::kQuantized) {
       if (in_int8) {
         scale = thread < rows ? load_scale(layers[p.L].qkv_scales + first + thread) : 1.0f;
-        multiply_band<DType::i8>(rows, groups_of(p.C), digits, false, [] {});
+        multiply_band<DType::i8>(rows, groups_of(p.C), digits, false);
       }
     }
     if (!in_int8) narrow_rows(rows, input);

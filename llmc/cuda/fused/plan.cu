@@ -163,17 +163,16 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
   p.digit_bytes = kDigitBytes;
   const int unit = set_rows(DType::u4) * plan.shape.warps_r;
   p.partial_rows = static_cast<int>(ceil_div(most_rows, unit) * unit);
-  const StreamShape shape(p);
+  const StreamShape shape(p, plan.shape.row_loads);
   const auto aligned = [](std::int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   for (int b = 0; b < plan.blocks; ++b) {
     const BlockRows& own = plan.rows[static_cast<std::size_t>(b)];
-    const LayerParts parts =
-        layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, plan.shape.row_loads, own, b, plan.blocks);
+    const LayerParts parts = layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, own, b, plan.blocks);
     std::int64_t bytes = 0;
     for (int i = 0; i < parts.count; ++i) bytes += part_bytes(q, shape, parts.part[i]);
     p.stream_bytes = std::max(p.stream_bytes, aligned(bytes));
     if (config.quantization.head == WeightScheme::none) continue;
-    const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size), plan.shape.row_loads};
+    const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size)};
     p.head_stream_bytes = std::max(p.head_stream_bytes, aligned(part_bytes(DType::i8, shape, head)));
   }
 }

@@ -116,7 +116,7 @@ struct Producer {
 
   // ---- quantized_rows.cuh
   template <DType Q>
-  __device__ bool stream_part(const std::byte*& source, const StreamPart& part);
+  __device__ bool stream_part(const std::byte*& source, int rows, int groups);
   __device__ bool quantized_layer(const LayerParts& parts, int token, int l);
 
   // In the order in which consumers read.
@@ -134,7 +134,7 @@ struct Producer {
     if constexpr (K::kQuantized) {
       const SequentialSizes* sequential = nullptr;
       if constexpr (K::kSequential) sequential = &p;
-      parts = layer_parts(p, sequential, K::kRowLoads, own, c.block, c.blocks);
+      parts = layer_parts(p, sequential, own, c.block, c.blocks);
     }
     for (int token = 0; more && token < p.count; ++token) {
       for (int l = 0; more && l < p.L; ++l) {
@@ -149,7 +149,7 @@ struct Producer {
       if constexpr (K::kQuantized) {
         if (more && layers[p.L].stream != nullptr) {
           const std::byte* source = layers[p.L].stream + c.block * p.head_stream_bytes;
-          more = stream_part<DType::i8>(source, {own.head.end - own.head.begin, groups_of(p.C), K::kRowLoads});
+          more = stream_part<DType::i8>(source, own.head.end - own.head.begin, groups_of(p.C));
           continue;
         }
       }

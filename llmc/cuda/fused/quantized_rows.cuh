@@ -64,23 +64,23 @@ template <DType Q>
 constexpr int kSteps = kIntegers<Q> ? 2 : 4;
 // A band of the activations as this lane's words of B.
 template <typename K>
-template <DType Q, int kLoads>
+template <DType Q>
 struct Consumer<K>::Digits {
-  unsigned b[kLoads][kWarpGroups][kSteps<Q>][2];
-  int sums[kLoads][kWarpGroups]
+  unsigned b[kRowLoads][kWarpGroups][kSteps<Q>][2];
+  int sums[kRowLoads][kWarpGroups]
           [2];  // int4: of the digits of columns 2 t and 2 t + 1 over a group, as the mma weighs them
   float scale;  // what the sum of this lane's two digits is multiplied by
 };
 
 // Digits of activations. An infinity or NaN among them makes all sums NaN.
 template <typename K>
-template <DType Q, int kLoads>
-__device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q, kLoads>& d, const float* x) const {
+template <DType Q>
+__device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const float* x) const {
   // |x| < 2^(exponent - 126), which becomes 2^30, or 2^9.
   constexpr unsigned kUp = kIntegers<Q> ? 283 : 262;
   unsigned most = 0;
 #pragma unroll
-  for (int j = 0; j < kLoads * kLaneElements; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+  for (int j = 0; j < kInputs; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
   const unsigned exponent = max(__reduce_max_sync(~0u, most) >> 23, 32u);
   const float up = __uint_as_float((kUp - exponent) << 23);
   const int column = lane / 4, t = lane % 4;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q, kLoads>& d, c
   const unsigned planes = shared_address(shared) + at.digits + warp * kDigitBytes;
   const unsigned from = planes + column % 4 * kDigitPlane;
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
+  for (int i = 0; i < kRowLoads; ++i) {
     const float* const own = x + i * kLaneElements;
     if constexpr (kIntegers<Q>) {
       unsigned plane[4][2];
@@ -172,167 +172,107 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q, kLoads>& d, c
   }
 }
 
-// The weights of a stage that this lane has: of each tile row lane / 4.
-template <typename K>
-template <DType Q>
-struct Consumer<K>::StageWeights {
-  static constexpr int kTiles = warp_tiles(Q);
-  uint4 w[kTiles][kWarpGroups][2 / kTiles] = {};
-  unsigned words[kTiles][kWarpGroups] = {};  // int4: scale and zero
-};
-
-// Loads what this lane has of the next stage, with rows from `begin` of `rows` for its group of warps and `here` groups. Rows and
-// groups that are not there are left as they are.
-template <typename K>
-template <DType Q>
-__device__ __forceinline__ void Consumer<K>::load_stage(StageWeights<Q>& of, int begin, int rows, int here) {
-  constexpr int kSetRows = set_rows(Q);
-  const int g = lane / 4, t = lane % 4, own_rows = min(kSetRows, rows - begin);
-  const unsigned set = begin_chunk() + warp_r * (kSetRows * group_bytes(Q)) * here;
-#pragma unroll
-  for (int group = 0; group < kWarpGroups; ++group) {
-    const int of_stage = warp_k * kWarpGroups + group;
-    if (of_stage >= here) break;
-#pragma unroll
-    for (int tile = 0; tile < warp_tiles(Q); ++tile) {
-      const int row = tile * kTileRows + g;
-      if (row >= own_rows) continue;
-      if constexpr (Q == DType::u4) {
-        of.w[tile][group][0] = load_shared(set + (of_stage * own_rows + row) * 64 + t * 16);
-        of.words[tile][group] = load_shared_word(set + here * own_rows * 64 + (of_stage * own_rows + row) * 4);
-      } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          of.w[tile][group][half] = load_shared(set + ((2 * of_stage + half) * own_rows + row) * 64 + t * 16);
-        }
-      }
-    }
-  }
-  end_chunk();
-}
-
-// Sums over the weights of a stage times load `i` of the activations, for each tile, in the digits of columns 2 t and 2 t + 1.
-template <typename K>
-template <DType Q>
-struct Consumer<K>::StageSums {
-  std::conditional_t<kIntegers<Q>, int, float> each[kWarpGroups][4] = {};  // chains that do not wait for each other
-  float scaled[warp_tiles(Q)] = {};                                        // int4
-
-  template <int kLoads>
-  __device__ __forceinline__ void add(const StageWeights<Q>& of, const Digits<Q, kLoads>& x, int i, int t) {
-#pragma unroll
-    for (int tile = 0; tile < warp_tiles(Q); ++tile) {
-#pragma unroll
-      for (int group = 0; group < kWarpGroups; ++group) {
-        const auto& b = x.b[i][group];
-        if constexpr (Q == DType::i8) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint4 v = of.w[tile][group][half];
-            multiply_add<Q>(each[group], {v.x, v.y, v.z, v.w}, b[half]);
-          }
-        } else if constexpr (Q == DType::e4m3) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint4 v = of.w[tile][group][half];
-            unsigned a[8];
-            e4m3_pairs(v.x, a[0], a[1]);
-            e4m3_pairs(v.y, a[2], a[3]);
-            e4m3_pairs(v.z, a[4], a[5]);
-            e4m3_pairs(v.w, a[6], a[7]);
-            multiply_add(each[group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
-            multiply_add(each[group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
-          }
-        } else {
-          constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // 16 q
-          const uint4 v = of.w[tile][group][0];
-          const int zero = static_cast<int>(of.words[tile][group] >> 16);
-          const int of_zero[2] = {-zero * x.sums[i][group][0], -zero * x.sums[i][group][1]};
-          int sums[4] = {of_zero[0], of_zero[1], of_zero[0], of_zero[1]};
-          multiply_add<Q>(sums, {v.x & kLow, v.x & kHigh, v.y & kLow, v.y & kHigh}, b[0]);
-          multiply_add<Q>(sums, {v.z & kLow, v.z & kHigh, v.w & kLow, v.w & kHigh}, b[1]);
-          const int low = t < 2 ? sums[0] : sums[2], high = t < 2 ? sums[1] : sums[3];
-          const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(of.words[tile][group])));
-          scaled[tile] = fmaf(static_cast<float>(low + 256 * high), scale, scaled[tile]);
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ float of_tile(int tile, int t) const {
-    if constexpr (Q == DType::u4) return scaled[tile];
-    const auto low = t < 2 ? each[0][0] + each[1][0] : each[0][2] + each[1][2];
-    const auto high = t < 2 ? each[0][1] + each[1][1] : each[0][3] + each[1][3];
-    constexpr float kDigit = kIntegers<Q> ? 256.0f : 0x1p-11f;
-    return fmaf(static_cast<float>(high), kDigit, static_cast<float>(low));
-  }
-};
-
-// Sums each of N values over four neighbouring lanes; lane t of them then has the sum of value t % N.
-template <int N>
-__device__ __forceinline__ float fold_four(float (&v)[N], int t) {
-  float sum = v[0];
-  if constexpr (N == 4) {
-    const bool upper = t >= 2;
-    v[0] = (upper ? v[2] : v[0]) + __shfl_xor_sync(~0u, upper ? v[0] : v[2], 2);
-    v[1] = (upper ? v[3] : v[1]) + __shfl_xor_sync(~0u, upper ? v[1] : v[3], 2);
-  }
-  if constexpr (N >= 2) {
-    const bool odd = t % 2 == 1;
-    sum = (odd ? v[1] : v[0]) + __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
-  } else {
-    sum += __shfl_xor_sync(~0u, sum, 1);
-  }
-  if constexpr (N < 4) sum += __shfl_xor_sync(~0u, sum, 2);
-  return sum;
-}
-
 // The partial sums of `rows` rows, at most partial_rows, times a band of activations: `groups` groups of K, fewer than a band has
-// at its end. `accumulate`: added to those that are there. prepare() makes the digits, while the first weights are on their way.
-// Weights are loaded one stage ahead, into two sets of registers by turns; where a row is in one stage, the sums of two stages are
-// folded at once.
+// at its end. `accumulate`: added to those that are there.
 template <typename K>
-template <DType Q, int kLoads, typename Prepare>
-__device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Q, kLoads>& x,
-                                                           bool accumulate, const Prepare& prepare) {
-  static_assert(kLoads == 1 || kLoads % 2 == 0);
+template <DType Q>
+__device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Q>& x, bool accumulate) {
   constexpr int kTiles = warp_tiles(Q), kSetRows = set_rows(Q);
-  constexpr int kStages = kLoads == 1 ? 2 : 1, kSums = kStages * kTiles;  // that are folded at once
   const Parameters& p = c.p;
-  const int t = lane % 4, stage_rows = kSetRows * p.warps_r, load_groups = kWarpGroups * p.warps_k;
-  const int first_groups = min(groups, load_groups), own = warp_r * kSetRows;
+  const int g = lane / 4, t = lane % 4, stage_rows = kSetRows * p.warps_r, load_groups = kWarpGroups * p.warps_k;
   float* partial =
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
-  StageWeights<Q> w[2];
-  if (rows > 0) load_stage<Q>(w[0], own, rows, first_groups);
-  prepare();
-  for (int first = 0; first < rows; first += kStages * stage_rows) {
-    const int next = first + kStages * stage_rows;
-    StageSums<Q> sums[kStages];
-    if constexpr (kLoads == 1) {
-      if (first + stage_rows < rows) load_stage<Q>(w[1], first + stage_rows + own, rows, first_groups);
-      sums[0].add(w[0], x, 0, t);
-      if (next < rows) load_stage<Q>(w[0], next + own, rows, first_groups);
-      sums[1].add(w[1], x, 0, t);
-    } else {
+  for (int first = 0; first < rows; first += stage_rows) {
+    const int begin = first + warp_r * kSetRows, own_rows = max(0, min(kSetRows, rows - begin));
+    std::conditional_t<kIntegers<Q>, int, float> sums[kWarpGroups][4] = {};  // chains that do not wait for each other
+    float scaled[kTiles] = {};
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {  // digits of loads that are not there are 0
-        if (i + 1 < kLoads) {
-          const int here = min(groups - (i + 1) * load_groups, load_groups);
-          if (here > 0) load_stage<Q>(w[(i + 1) % 2], first + own, rows, here);
-        } else if (next < rows) {
-          load_stage<Q>(w[0], next + own, rows, first_groups);
+    for (int i = 0; i < kRowLoads; ++i) {
+      const int here = min(groups - i * load_groups, load_groups);  // groups of the stage
+      if (here <= 0) continue;
+      const unsigned set = begin_chunk() + warp_r * (kSetRows * group_bytes(Q)) * here;
+      uint4 w[kTiles][kWarpGroups][2 / kTiles];
+      unsigned words[kTiles][kWarpGroups];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int group = 0; group < kWarpGroups; ++group) {
+          const int row = tile * kTileRows + g, of_stage = warp_k * kWarpGroups + group;
+          const bool mine = row < own_rows && of_stage < here;
+          words[tile][group] = 0;
+          if constexpr (Q == DType::u4) {
+            w[tile][group][0] = make_uint4(0, 0, 0, 0);
+            if (mine) {
+              w[tile][group][0] = load_shared(set + (of_stage * own_rows + row) * 64 + t * 16);
+              words[tile][group] = load_shared_word(set + here * own_rows * 64 + (of_stage * own_rows + row) * 4);
+            }
+          } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              w[tile][group][half] = make_uint4(0, 0, 0, 0);
+              if (mine) {
+                w[tile][group][half] = load_shared(set + ((2 * of_stage + half) * own_rows + row) * 64 + t * 16);
+              }
+            }
+          }
         }
-        sums[0].add(w[i % 2], x, i, t);
+      }
+      end_chunk();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int group = 0; group < kWarpGroups; ++group) {
+          const auto& b = x.b[i][group];
+          if constexpr (Q == DType::i8) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const uint4 v = w[tile][group][half];
+              multiply_add<Q>(sums[group], {v.x, v.y, v.z, v.w}, b[half]);
+            }
+          } else if constexpr (Q == DType::e4m3) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const uint4 v = w[tile][group][half];
+              unsigned a[8];
+              e4m3_pairs(v.x, a[0], a[1]);
+              e4m3_pairs(v.y, a[2], a[3]);
+              e4m3_pairs(v.z, a[4], a[5]);
+              e4m3_pairs(v.w, a[6], a[7]);
+              multiply_add(sums[group], {a[0], a[1], a[2], a[3]}, b[2 * half]);
+              multiply_add(sums[group], {a[4], a[5], a[6], a[7]}, b[2 * half + 1]);
+            }
+          } else {
+            constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // 16 q
+            const uint4 v = w[tile][group][0];
+            const int zero = static_cast<int>(words[tile][group] >> 16);
+            const int of_zero[2] = {-zero * x.sums[i][group][0], -zero * x.sums[i][group][1]};
+            int each[4] = {of_zero[0], of_zero[1], of_zero[0], of_zero[1]};
+            multiply_add<Q>(each, {v.x & kLow, v.x & kHigh, v.y & kLow, v.y & kHigh}, b[0]);
+            multiply_add<Q>(each, {v.z & kLow, v.z & kHigh, v.w & kLow, v.w & kHigh}, b[1]);
+            const int low = t < 2 ? each[0] : each[2], high = t < 2 ? each[1] : each[3];
+            const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(words[tile][group])));
+            scaled[tile] = fmaf(static_cast<float>(low + 256 * high), scale, scaled[tile]);
+          }
+        }
       }
     }
-    float values[kSums];
 #pragma unroll
-    for (int j = 0; j < kSums; ++j) values[j] = sums[j / kTiles].of_tile(j % kTiles, t) * x.scale;
-    const float sum = fold_four(values, t);
-    const int j = t % kSums, row = first + j / kTiles * stage_rows + own + j % kTiles * kTileRows + lane / 4;
-    if (t < kSums && row < rows) {
-      float& place = partial[row];
-      place = accumulate ? place + sum : sum;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float sum = scaled[tile];
+      if constexpr (Q != DType::u4) {
+        const auto low = t < 2 ? sums[0][0] + sums[1][0] : sums[0][2] + sums[1][2];
+        const auto high = t < 2 ? sums[0][1] + sums[1][1] : sums[0][3] + sums[1][3];
+        constexpr float kDigit = kIntegers<Q> ? 256.0f : 0x1p-11f;
+        sum = fmaf(static_cast<float>(high), kDigit, static_cast<float>(low));
+      }
+      sum *= x.scale;
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = tile * kTileRows + g;
+      if (t == 0 && row < own_rows) {
+        float& place = partial[begin + row];
+        place = accumulate ? place + sum : sum;
+      }
     }
   }
 }
@@ -350,19 +290,18 @@ template <typename K>
 template <DType Q, int kLoads>
 __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                              bool accumulate) {
-  constexpr int kBand = band_loads(kLoads);
+  const int band_groups = kRowLoads * kWarpGroups * c.p.warps_k;
 #pragma unroll 1
-  for (int groups = groups_of(size); groups > 0; groups -= kBand * kWarpGroups * c.p.warps_k) {
-    Digits<Q, kBand> digits;
-    multiply_band<Q>(rows, groups, digits, accumulate, [&] { make_digits<Q>(digits, input); });
+  for (int groups = groups_of(size); groups > 0; groups -= band_groups) {
+    Digits<Q> digits;
+    make_digits<Q>(digits, input);
+    multiply_band<Q>(rows, groups, digits, accumulate);
     accumulate = true;
-    if constexpr (kLoads == kBand) {
-      break;
-    } else {
+    if constexpr (kLoads > kRowLoads) {  // registers have no index: the next band moves to the front
 #pragma unroll
-      for (int j = kBand * kLaneElements; j < kLoads * kLaneElements; ++j) {  // registers have no index
-        input[j - kBand * kLaneElements] = input[j];
-      }
+      for (int j = kInputs; j < kLoads * kLaneElements; ++j) input[j - kInputs] = input[j];
+    } else {
+      break;
     }
   }
 }
@@ -372,17 +311,18 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
 // A part of the stream at `source`, which moves on.
 template <typename K>
 template <DType Q>
-__device__ bool Producer<K>::stream_part(const std::byte*& source, const StreamPart& part) {
-  return for_each_stage(Q, StreamShape(c.p), part, [&](int, int stage_rows, int, int stage_groups) {
-    if (!acquire()) return false;
-    const auto amount = static_cast<unsigned>(set_bytes(Q, stage_rows, stage_groups));
-    const unsigned barrier = c.full + 8 * next.stage;
-    hopper::mbarrier_arrive_expect(barrier, amount);
-    hopper::bulk_load(c.ring + next.stage * c.p.stage_bytes, source, amount, barrier, hopper::L2::evict_first);
-    source += amount;
-    issued();
-    return true;
-  });
+__device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int groups) {
+  return for_each_stage(
+      Q, StreamShape(c.p, K::kRowLoads), {rows, groups}, [&](int, int stage_rows, int, int stage_groups) {
+        if (!acquire()) return false;
+        const auto amount = static_cast<unsigned>(set_bytes(Q, stage_rows, stage_groups));
+        const unsigned barrier = c.full + 8 * next.stage;
+        hopper::mbarrier_arrive_expect(barrier, amount);
+        hopper::bulk_load(c.ring + next.stage * c.p.stage_bytes, source, amount, barrier, hopper::L2::evict_first);
+        source += amount;
+        issued();
+        return true;
+      });
 }
 
 // In the order in which consumers read.
@@ -401,7 +341,7 @@ __device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token,
       }
       if (!good) return false;
     }
-    if (!stream_part<K::W::kType>(source, parts.part[i])) return false;
+    if (!stream_part<K::W::kType>(source, parts.part[i].rows, parts.part[i].groups)) return false;
   }
   return true;
 }

@@ -104,19 +104,15 @@ __device__ __forceinline__ void Consumer<K>::wide_rows(int count, const float (&
 template <typename K>
 template <typename Finish>
 __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish& finish) {
-  if constexpr (K::kQuantized) {
-    finish_sums(count, finish);
-  } else {
-    sync();
-    const float* partial =
-        reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows;
-    if (thread < count) {
-      float sum = partial[thread];
-      for (int k = 1; k < c.p.warps_k; ++k) sum += partial[k * c.p.partial_rows + thread];
-      finish(thread, sum);
-    }
-    partial_buffer ^= 1;
+  sync();
+  const float* partial =
+      reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows;
+  if (thread < count) {
+    float sum = partial[thread];
+    for (int k = 1; k < c.p.warps_k; ++k) sum += partial[k * c.p.partial_rows + thread];
+    finish(thread, sum);
   }
+  partial_buffer ^= 1;
 }
 
 // What the row whose sum this thread will finish is multiplied with, and its bias as bits: converting them early would wait for

@@ -95,10 +95,9 @@ struct LayerSources {
 template <DType Q>
 __global__ void __launch_bounds__(kPackThreads)
     pack_layer_kernel(std::byte* to, LayerSources from, Sizes sizes, SequentialSizes sequential, bool is_sequential,
-                      StreamShape shape, int row_loads, const BlockRows* rows) {
+                      StreamShape shape, const BlockRows* rows) {
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-  const LayerParts parts =
-      layer_parts(sizes, is_sequential ? &sequential : nullptr, row_loads, rows[block], block, blocks);
+  const LayerParts parts = layer_parts(sizes, is_sequential ? &sequential : nullptr, rows[block], block, blocks);
   to += block * sizes.stream_bytes;
   for (int i = 0; i < parts.count; ++i) {
     const LayerParts::Part& part = parts.part[i];
@@ -110,11 +109,10 @@ __global__ void __launch_bounds__(kPackThreads)
 }
 
 __global__ void __launch_bounds__(kPackThreads)
-    pack_head_kernel(std::byte* to, const std::byte* from, Sizes sizes, StreamShape shape, int row_loads,
-                     const BlockRows* rows) {
+    pack_head_kernel(std::byte* to, const std::byte* from, Sizes sizes, StreamShape shape, const BlockRows* rows) {
   const RowRange own = rows[blockIdx.x].head;
   pack_part<DType::i8>(to + blockIdx.x * sizes.head_stream_bytes, {from, sizes.C, 0, own, false}, shape,
-                       {own.end - own.begin, groups_of(sizes.C), row_loads});
+                       {own.end - own.begin, groups_of(sizes.C)});
 }
 
 }  // namespace
@@ -125,12 +123,12 @@ void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes
   const std::int64_t attention = sequential == nullptr ? sizes.C : sequential->q_size;
   const LayerSources sources = {{from.qkv.blocks, from.up.blocks, from.down.blocks, from.dense.blocks},
                                 {sizes.C, sizes.C, sizes.F, attention}};
-  const StreamShape shape(sizes);
+  const StreamShape shape(sizes, row_loads);
   const auto launch = [&](auto kernel) {
     const dim3 grid(static_cast<unsigned>(blocks), kPackSlices);
     kernel<<<grid, kPackThreads, 0, stream>>>(to, sources, sizes,
                                               sequential == nullptr ? SequentialSizes{} : *sequential,
-                                              sequential != nullptr, shape, row_loads, rows);
+                                              sequential != nullptr, shape, rows);
     check_launch("fused decoding: weights");
   };
   switch (from.qkv.dtype) {
@@ -149,7 +147,7 @@ void pack_head(std::byte* to, const PackedMatrix& from, const Sizes& sizes, int 
                int blocks, cudaStream_t stream) {
   if (from.dtype != DType::i8) fail(Exit::internal, "fused decoding: a head in %s", dtype_name(from.dtype));
   pack_head_kernel<<<dim3(static_cast<unsigned>(blocks), kPackSlices), kPackThreads, 0, stream>>>(
-      to, from.blocks, sizes, StreamShape(sizes), row_loads, rows);
+      to, from.blocks, sizes, StreamShape(sizes, row_loads), rows);
   check_launch("fused decoding: head");
 }
 

@@ -46,28 +46,23 @@ constexpr int kDigitBytes = 4 * kDigitPlane;
 
 // How warps share the weights of a stage.
 struct StreamShape {
-  int load_groups, warps_r;
+  int load_groups, band_groups, warps_r;
 
-  __host__ __device__ explicit StreamShape(const Sizes& p) : load_groups(kWarpGroups * p.warps_k), warps_r(p.warps_r) {}
+  __host__ __device__ StreamShape(const Sizes& p, int row_loads)
+      : load_groups(kWarpGroups * p.warps_k), band_groups(row_loads * load_groups), warps_r(p.warps_r) {}
   __host__ __device__ int stage_rows(DType q) const { return set_rows(q) * warps_r; }
 };
 
-// Loads of a band: those of a row of C elements, or of MLP-down's longer rows as many as registers hold digits of.
-constexpr int kMostBandLoads = 4;
-__host__ __device__ constexpr int band_loads(int loads) {
-  return loads < kMostBandLoads ? loads : kMostBandLoads;
-}
 struct StreamPart {
-  int rows, groups, loads;
+  int rows, groups;
 };
 // visit(first row, rows, first group, groups) for each stage, until it returns false. True: to the end.
 template <typename Visit>
 __host__ __device__ inline bool for_each_stage(DType q, const StreamShape& shape, const StreamPart& part,
                                                const Visit& visit) {
   const int stage_rows = shape.stage_rows(q);
-  const int band_groups = part.loads * shape.load_groups;
-  for (int band = 0; band < part.groups; band += band_groups) {
-    const int band_end = band + band_groups < part.groups ? band + band_groups : part.groups;
+  for (int band = 0; band < part.groups; band += shape.band_groups) {
+    const int band_end = band + shape.band_groups < part.groups ? band + shape.band_groups : part.groups;
     for (int row = 0; row < part.rows; row += stage_rows) {
       const int rows = stage_rows < part.rows - row ? stage_rows : part.rows - row;
       for (int first = band; first < band_end; first += shape.load_groups) {
@@ -100,30 +95,28 @@ struct LayerParts {
   Part part[kMostParts];
   int count;
 };
-__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const SequentialSizes* s, int row_loads,
-                                                  const BlockRows& own, int block, int blocks) {
+__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const SequentialSizes* s, const BlockRows& own,
+                                                  int block, int blocks) {
   LayerParts parts{};
-  const auto add = [&](LayerParts::Matrix matrix, const RowRange& rows, int first_group, int groups, int loads,
-                       int matrices = 1) {
+  const auto add = [&](LayerParts::Matrix matrix, const RowRange& rows, int first_group, int groups, int matrices = 1) {
     LayerParts::Part& part = parts.part[parts.count++];
-    part.rows = matrices * (rows.end - rows.begin), part.groups = groups, part.loads = band_loads(loads);
+    part.rows = matrices * (rows.end - rows.begin), part.groups = groups;
     part.matrix = matrix, part.first_group = first_group, part.rows_of = rows;
   };
-  add(LayerParts::qkv, own.qkv, 0, groups_of(p.C), row_loads);
+  add(LayerParts::qkv, own.qkv, 0, groups_of(p.C));
   if (s == nullptr) {
-    add(LayerParts::up, own.up, 0, groups_of(p.C), row_loads);
-    add(LayerParts::down, own.out, 0, groups_of(p.F), 4 * row_loads);
-    add(LayerParts::dense, own.out, 0, groups_of(p.C), row_loads);
+    add(LayerParts::up, own.up, 0, groups_of(p.C));
+    add(LayerParts::down, own.out, 0, groups_of(p.F));
+    add(LayerParts::dense, own.out, 0, groups_of(p.C));
     return parts;
   }
-  add(LayerParts::dense, own.out, 0, groups_of(s->q_size), row_loads);
+  add(LayerParts::dense, own.out, 0, groups_of(s->q_size));
   for (int i = 0; i < 2; ++i) {
-    add(LayerParts::up, hidden_part(p, s->first_part, i, block, blocks), 0, groups_of(p.C), row_loads,
-        s->gated ? 2 : 1);
+    add(LayerParts::up, hidden_part(p, s->first_part, i, block, blocks), 0, groups_of(p.C), s->gated ? 2 : 1);
   }
   const int first = groups_of(s->first_part);  // whole loads of a warp, or all of F
-  add(LayerParts::down, own.out, 0, first, 2 * row_loads);
-  add(LayerParts::down, own.out, first, groups_of(p.F) - first, 2 * row_loads);
+  add(LayerParts::down, own.out, 0, first);
+  add(LayerParts::down, own.out, first, groups_of(p.F) - first);
   return parts;
 }
 
