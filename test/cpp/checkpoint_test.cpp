@@ -105,6 +105,13 @@ TEST_F(CheckpointTest, BringsBackEveryBit) {
   EXPECT_EQ(whole_state(*model_), expected);
 }
 
+// A model on a GPU has written its GEMM plans by then.
+TEST_F(CheckpointTest, WhatTheRunItselfHasWrittenDoesNotMakeADirectoryUsed) {
+  const RunDirectory run(run_path());
+  std::ofstream(run.file("matmul_plans.txt")) << "plans";
+  EXPECT_FALSE(CheckpointKeeper(run, identity(), 2).resume(ResumeMode::never, *model_).has_value());
+}
+
 TEST_F(CheckpointTest, ItsModelIsAModelFileWithTheTokenizer) {
   save(3);
   const ModelFile file = ModelFile::open(step_path(3) + "/model.bin", Family::llama);

@@ -146,6 +146,7 @@ struct Producer {
           more = layer(own, token, l);
         }
       }
+      if (token < p.num_more) continue;  // no logits
       if constexpr (K::kQuantized) {
         if (more && layers[p.L].stream != nullptr) {
           const std::byte* source = layers[p.L].stream + c.block * p.head_stream_bytes;

@@ -149,6 +149,14 @@ bool graph_is_faster(const ModelConfig& config) {
   return !parallel && config.hidden_size % kLoadedElements != 0;
 }
 
+bool fused_by_default(const ModelConfig& config) {
+  constexpr std::int64_t kWidest = 2560;  // a row is one load of each lane
+  if (!config.quantization.any()) return true;
+  const bool integers =
+      config.quantization.weights == WeightScheme::int8 || config.quantization.weights == WeightScheme::int4;
+  return integers && config.family == Family::gpt_neox && config.parallel_residual && config.hidden_size <= kWidest;
+}
+
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {
   check_model(config, options.dtype);
   return with_storage(options.dtype, [&](auto storage) {
