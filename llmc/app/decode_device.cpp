@@ -201,6 +201,18 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (refusal.empty() && settings_.decode == "auto" && cuda::graph_is_faster(config)) {
     refusal = "the graph is faster for models as wide as this one";
   }
+  if (refusal.empty() && settings_.decode == "auto" && !cuda::fused_by_default(config)) {
+    refusal = "quantised weights of this model are decoded by the fused kernel only if --decode fused asks for it";
+  }
+  if (refusal.empty() && settings_.decode == "auto" && config.quantization.any()) {
+    const std::uint64_t needed =
+        total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(cuda::kFusedPageSize, true), dtype_)) +
+        total_bytes(cuda::plan_fused_tokens(config));
+    if (needed > choice_.available_bytes) {
+      refusal =
+          "the fused kernel needs the quantised weights a second time, in an order of its own, and the GPU has no room";
+    }
+  }
   if (refusal.empty()) return;
   if (settings_.decode == "fused") fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
   decode_ = "graph";

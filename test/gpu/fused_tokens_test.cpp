@@ -13,6 +13,7 @@
 #include "test/cpp/golden_cases.h"
 #include "test/cpp/inference_tools.h"
 #include "test/gpu/decode_tools.h"
+#include "test/gpu/fused_sequences.h"
 #include "test/gpu/neox_models.h"
 
 namespace weft {
@@ -20,26 +21,8 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-std::unique_ptr<DecodeModel> fused_sequence(const ModelFile& file, DType dtype, std::int64_t capacity) {
-  InferenceOptions pool = one_sequence(capacity);
-  pool.page_size = cuda::kFusedPageSize;
-  pool.num_pages = (capacity + pool.page_size - 1) / pool.page_size;
-  cuda::GpuInferenceOptions options;
-  options.dtype = dtype;
-  auto model = cuda::load_inference(file, pool, options);
-  auto decoder = cuda::fused_tokens(*model, dtype);
-  return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
-}
-
-Ids generated(DecodeModel& model, std::span<const std::int32_t> prompt, const SamplerOptions& sampler,
-              std::int64_t count, Ids stop_ids = {}) {
-  Ids ids;
-  model.generate_ids(prompt, {sampling_plan(sampler), std::move(stop_ids), count}, [&](std::int32_t id) {
-    ids.push_back(id);
-    return true;
-  });
-  return ids;
-}
+using test::fused_sequence;
+using test::generated;
 
 void check_model(const ModelFile& file, DType dtype, std::int64_t prompt_size) {
   constexpr std::int64_t kIds = 60;

@@ -32,15 +32,15 @@ struct Consumer<K>::SoftmaxState {
 template <typename K>
 template <int kLanes>
 __device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState& r, const float (&q)[kLaneElements],
-                                                           int positions) {
+                                                           Positions cached) {
   const Parameters& p = c.p;
   constexpr int kGroups = kWarpSize / kLanes;
   const int warps = threads / kWarpSize, group = lane / kLanes, slice = lane % kLanes;
-  const int chunk_positions = p.stage_bytes / (4 * p.HS), position_bytes = 2 * p.HS;
+  const int position_bytes = 2 * p.HS;
   const bool active = slice * kLaneElements < p.HS;
-  for (int done = 0; done < positions; done += chunk_positions) {
-    const int count = min(chunk_positions, positions - done);
-    const unsigned keys = begin_chunk() + slice * 16, values = keys + chunk_positions * position_bytes;
+  for (int done = cached.begin; done < cached.end;) {
+    const int count = chunk_of(p, done, cached.end);
+    const unsigned keys = begin_chunk() + slice * 16, values = keys + p.chunk_positions * position_bytes;
     for (int first = warp * kGroups; first < count; first += 2 * warps * kGroups) {
       const int at_position[2] = {first + group, first + warps * kGroups + group};
       uint4 v[2];
@@ -65,6 +65,7 @@ __device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState& r, cons
       r.add(score[0], score[1], v[0], v[1]);
     }
     end_chunk();
+    done += count;
   }
 }
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
   for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[slice * kLaneElements + j] : 0.0f;
 
   SoftmaxState r;
-  attend_cached<kLanes>(r, q, cached.end - cached.begin);
+  attend_cached<kLanes>(r, q, cached);
   if (split == splits - 1 && warp == 0) {  // the new token itself
     uint4 k = make_uint4(0, 0, 0, 0), v = k;
     if (active && lane < kLanes) {

@@ -20,6 +20,7 @@ struct Variant {
   using A = Vector;
   using KV = Cache;
   static constexpr int kRowLoads = kLoads;
+  static constexpr bool kQuantized = kIsQuantized<Weight>;
   static constexpr bool kInstrumented = kWithInstruments;
   static constexpr bool kSequential = false;  // the order of a layer: layer.cuh or sequential_layer.cuh
 };
@@ -111,7 +112,7 @@ __device__ inline Positions positions_of(int position, int splits, int split) {
 }
 constexpr int kPageUnit = 32;  // of splits, where the cache may be in pages
 // How many of the positions from `first` on lie in the same chunk: it is of one page.
-__device__ inline int chunk_of(const SequentialSizes& p, int first, int end) {
+__device__ inline int chunk_of(const Sizes& p, int first, int end) {
   return min(min(end - first, p.chunk_positions), p.page_size - first % p.page_size);
 }
 

@@ -3,6 +3,7 @@
 //
 //   layer.cuh      the order of a layer and of a launch
 //   rows.cuh       GEMV over the chunks of the ring
+//   quantized_rows.cuh  the same with weights in 8 or 4 bits
 //   norm.cuh       the two LayerNorms
 //   attention.cuh  attention of an item
 //   head.cuh       logits and the greatest of them
@@ -26,8 +27,9 @@ template <typename K>
 struct Consumer {
   using Parameters = typename Block<K>::Parameters;
   using Layer = typename Block<K>::Layer;
-  using W = typename K::W;
   using A = typename K::A;
+  using W = std::conditional_t<K::kQuantized, A,
+                               typename K::W>;  // of matrices in 16 bits: quantised models may have such a head
   using KV = typename K::KV;
   static constexpr int kRowLoads = K::kRowLoads;             // 16-byte loads of a thread from a row of C elements
   static constexpr int kRows = kChunkLoads / kRowLoads;      // rows of C elements that a warp takes from a chunk
@@ -76,8 +78,23 @@ struct Consumer {
   __device__ __forceinline__ void wide_rows(int count, const float (&input)[kHidden]);
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int count, const Finish& finish);
-  __device__ __forceinline__ unsigned short load_bias(const A* bias, RowRange rows) const;
-  __device__ __forceinline__ static float bias_value(unsigned short bits);
+  template <int kLoads>
+  __device__ __forceinline__ void multiply_rows(int count, int size, float (&input)[kLoads * kLaneElements]);
+  struct RowTerms;
+  __device__ __forceinline__ RowTerms load_terms(const A* bias, const float* scales, RowRange rows) const;
+  __device__ __forceinline__ static float load_scale(const float* scale);
+
+  // ---- quantized_rows.cuh
+  template <DType Q>
+  struct Digits;
+  template <DType Q>
+  __device__ __forceinline__ void make_digits(Digits<Q>& d, const float* x) const;
+  template <DType Q>
+  __device__ __forceinline__ void multiply_band(int rows, int groups, const Digits<Q>& x, bool accumulate);
+  template <DType Q, int kLoads>
+  __device__ __forceinline__ void multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
+                                                  bool accumulate);
+  __device__ __forceinline__ static void e4m3_pairs(unsigned word, unsigned& low, unsigned& high);
 
   // ---- norm.cuh
   struct NormWeight {
@@ -101,7 +118,7 @@ struct Consumer {
   template <int kLanes>
   __device__ __forceinline__ void attend_item(int layer, int position, int item, int splits);
   template <int kLanes>
-  __device__ __forceinline__ void attend_cached(SoftmaxState& r, const float (&q)[kLaneElements], int positions);
+  __device__ __forceinline__ void attend_cached(SoftmaxState& r, const float (&q)[kLaneElements], Positions cached);
 
   // ---- sequential_layer.cuh
   static constexpr int kPartLoads = 2 * kRowLoads;            // of a thread from a part of a row of F elements
@@ -112,12 +129,15 @@ struct Consumer {
   template <int kLoads, int kEach>
   __device__ __forceinline__ void multiply_chunks(int rows, int chunk_rows, int width,
                                                   const float (&input)[kLoads * kLaneElements], bool accumulate);
+  template <int kLoads, int kEach>
+  __device__ __forceinline__ void multiply_part(int rows, int matrices, int width,
+                                                float (&input)[kLoads * kLaneElements], bool accumulate = false);
   __device__ __forceinline__ float partial_sum(int target) const;
   template <typename Finish>
   __device__ __forceinline__ void finish_sums(int count, const Finish& finish);
-  __device__ __forceinline__ void sequential_qkv_rows(int l, const float (&input)[kInputs]);
+  __device__ __forceinline__ void sequential_qkv_rows(int l, float (&input)[kInputs]);
   __device__ __forceinline__ void middle_rows(int l, float (&input)[kInputs]);
-  __device__ __forceinline__ void hidden_rows(int l, int token, const float (&input)[kInputs]);
+  __device__ __forceinline__ void hidden_rows(int l, int token, float (&input)[kInputs]);
   __device__ __forceinline__ void down_rows(int l);
 
   // ---- grouped_attention.cuh

@@ -35,6 +35,9 @@
 // Reuse of global buffers needs no further synchronisation: a block writes a buffer again only after it has read results
 // that every reader of the old contents has computed after reading them.
 //
+// Weights in 8 and 4 bits take another way from the ring to the sums (quantized_rows.cuh), and are laid out for it once
+// (weight_stream.cuh). Everything else is the same.
+//
 // Waits end after a time limit: the block that waited too long raises a flag, which all others look at while they wait.
 #include "llmc/cuda/fused/decode.h"
 
@@ -51,6 +54,7 @@
 #include "llmc/cuda/fused/kernel.h"
 #include "llmc/cuda/fused/parameters.cuh"
 #include "llmc/cuda/fused/plan.cuh"
+#include "llmc/cuda/fused/weight_stream.h"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
@@ -63,9 +67,10 @@ namespace {
 
 using namespace fused;
 
-// `blocks` bounds what depends on it. Everything before `rows` is cleared before each launch.
+// Everything before `rows` is cleared before each launch.
 template <typename W, typename A, typename KV>
-Regions plan_workspace(const ModelConfig& config, int blocks, SequentialParameters<W, A, KV>& p) {
+Regions plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<W, A, KV>& p) {
+  const int blocks = plan.blocks;
   const std::int64_t C = config.hidden_size;
   Regions regions("fused decoding: workspace");
   regions.want(&p.control, 1);
@@ -77,13 +82,41 @@ Regions plan_workspace(const ModelConfig& config, int blocks, SequentialParamete
   regions.want(&p.splits, config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   regions.want(&p.head_best, blocks);
   regions.want(&p.rows, blocks);
-  regions.want(&p.layers, config.num_layers + 1);
+  regions.want_bytes(&p.layers, static_cast<std::uint64_t>((config.num_layers + 1) * plan.sizes.layer_bytes));
   regions.want(&p.logits, config.vocab_size);
   return regions;
 }
 
 std::uint64_t read_word(std::uint64_t& word) {
   return std::atomic_ref<std::uint64_t>(word).load(std::memory_order_acquire);
+}
+
+Device current_device() {
+  Device device;
+  device.arch =
+      10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
+  device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return device;
+}
+
+// The streams of all layers, and of the head.
+MemoryPlan plan_streams(const ModelConfig& config, const Plan& plan) {
+  MemoryPlan memory("fused decoding: weights");
+  memory.add(static_cast<std::uint64_t>(config.num_layers * plan.blocks * plan.sizes.stream_bytes));
+  memory.add(static_cast<std::uint64_t>(plan.blocks * plan.sizes.head_stream_bytes));
+  return memory;
+}
+
+// The kernel for quantised weights beside S.
+template <typename S, DType Q>
+const void* quantized_kernel(const Plan& plan, bool instrumented) {
+  if constexpr (std::is_same_v<S, fp16>) {
+    if (!plan.sequential) return fused_kernel<Quantized<Q>, S, S>(plan.shape.row_loads, instrumented);
+  } else {
+    if (plan.sequential) return fused_sequential_kernel<Quantized<Q>, S, S>(plan.shape.row_loads, instrumented);
+  }
+  fail(Exit::internal, "fused decoding: weights in %s are not compiled for this model", dtype_name(Q));
 }
 
 }  // namespace
@@ -94,28 +127,30 @@ struct FusedDecode<W, A, KV>::State {
   FusedTuning tuning;
   Mailbox& mailbox;
   cudaStream_t stream;
-  KernelShape shape;
-  bool sequential;
+  const Plan plan;
+  DType quantized;  // type of quantised weights; f32: they are of W
   int blocks, threads, shared_bytes;
   SequentialParameters<W, A, KV> parameters{};  // where the residual is parallel, the first part of it: Parameters
   Regions regions;
   DeviceArena workspace;
+  std::unique_ptr<DeviceArena> streams;  // of quantised weights
   PinnedBuffer host_memory;
   std::unique_ptr<DeviceArena> timeline;
   bool launched = false;
   Result result;
 
-  State(const ModelConfig& model, const FusedTuning& chosen, const Plan& plan, Mailbox& box, cudaStream_t in_stream)
+  State(const ModelConfig& model, const FusedTuning& chosen, const Plan& found, DType type, Mailbox& box,
+        cudaStream_t in_stream)
       : config(model),
         tuning(chosen),
         mailbox(box),
         stream(in_stream),
-        shape(plan.shape),
-        sequential(plan.sequential),
+        plan(found),
+        quantized(type),
         blocks(plan.blocks),
         threads((plan.shape.warps_k * plan.shape.warps_r + 2) * kWarpSize),
         shared_bytes(plan.layout.bytes),
-        regions(plan_workspace(model, blocks, parameters)),
+        regions(plan_workspace(model, plan, parameters)),
         workspace(regions.plan()),
         host_memory(sizeof(HostWords)) {
     regions.bind(workspace);
@@ -126,16 +161,31 @@ struct FusedDecode<W, A, KV>::State {
   // Whether a word of the host is of the running launch.
   bool is_of_launch(std::uint64_t word) const { return word >> 32 == parameters.sequence; }
   bool instrumented() const { return tuning.layer_only || tuning.lose_an_arrival || timeline != nullptr; }
+  const void* kernel_of_type() const {
+    switch (quantized) {
+      case DType::i8:
+        return quantized_kernel<W, DType::i8>(plan, instrumented());
+      case DType::u4:
+        return quantized_kernel<W, DType::u4>(plan, instrumented());
+      case DType::e4m3:
+        return quantized_kernel<W, DType::e4m3>(plan, instrumented());
+      default:
+        return plan.sequential ? fused_sequential_kernel<W, A, KV>(plan.shape.row_loads, instrumented())
+                               : fused_kernel<W, A, KV>(plan.shape.row_loads, instrumented());
+    }
+  }
   // The kernel of the next launch, with its shared memory allowed.
   const void* kernel() const {
-    const void* chosen = sequential ? fused_sequential_kernel<W, A, KV>(shape.row_loads, instrumented())
-                                    : fused_kernel<W, A, KV>(shape.row_loads, instrumented());
+    const void* chosen = kernel_of_type();
     check(cudaFuncSetAttribute(chosen, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "fused decoding");
     return chosen;
   }
   void upload(void* to, const void* from, std::size_t bytes) const {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "fused decoding");
   }
+  // The layers' weights as the kernel finds them.
+  void upload_layers(const NeoxWeights<W, A>& weights);
+  void upload_quantized_layers(const NeoxWeights<W, A>& weights);
   // The kernel has given up, and ends by itself.
   void throw_timeout() {
     if (!is_of_launch(read_word(host().timeout))) return;
@@ -151,14 +201,15 @@ template <typename W, typename A, typename KV>
 FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<W, A>& weights,
                                    const KvCache<KV>& cache, const DeviceRopeTable& rope, Mailbox& mailbox,
                                    cudaStream_t stream, const FusedTuning& tuning) {
-  Device device;
-  device.arch =
-      10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
-  device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  const Plan plan = plan_of(config, device, tuning);
+  const Plan plan = plan_of(config, current_device(), tuning);
   if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
-  state_ = std::make_unique<State>(config, tuning, plan, mailbox, stream);
+  const bool quantized = !weights.quantized.layers.empty();
+  if (quantized != config.quantization.any()) {
+    fail(Exit::internal, "fused decoding: a model with weights in %s, and its matrices are %squantised",
+         quantization_text(config.quantization).c_str(), quantized ? "" : "not ");
+  }
+  const DType type = quantized ? weights.quantized.layers.front().qkv.dtype : DType::f32;
+  state_ = std::make_unique<State>(config, tuning, plan, type, mailbox, stream);
   State& s = *state_;
 
   SequentialParameters<W, A, KV>& p = s.parameters;
@@ -179,6 +230,16 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<
   p.instruments = {tuning.layer_only, tuning.lose_an_arrival, nullptr};
   s.kernel();
 
+  s.upload(p.rows, plan.rows.data(), plan.rows.size() * sizeof(BlockRows));
+  if (quantized) {
+    s.upload_quantized_layers(weights);
+  } else {
+    s.upload_layers(weights);
+  }
+}
+
+template <typename W, typename A, typename KV>
+void FusedDecode<W, A, KV>::State::upload_layers(const NeoxWeights<W, A>& weights) {
   std::vector<Layer<W, A>> layers;
   for (const NeoxLayerWeights<W, A>& w : weights.layers) {
     layers.push_back({w.qkv.weight, w.up.weight, w.down.weight, w.dense.weight, w.qkv.bias, w.up.bias, w.down.bias,
@@ -189,8 +250,41 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<
   last.norm1_weight = weights.final_norm.weight;
   last.norm1_bias = weights.final_norm.bias;
   layers.push_back(last);
-  s.upload(p.layers, layers.data(), layers.size() * sizeof(Layer<W, A>));
-  s.upload(p.rows, plan.rows.data(), plan.rows.size() * sizeof(BlockRows));
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<W, A>));
+  check(cudaStreamSynchronize(stream), "fused decoding");
+}
+
+template <typename W, typename A, typename KV>
+void FusedDecode<W, A, KV>::State::upload_quantized_layers(const NeoxWeights<W, A>& weights) {
+  const Sizes& sizes = plan.sizes;
+  const SequentialSizes* const sequential = plan.sequential ? &plan.sequential_sizes : nullptr;
+  streams = std::make_unique<DeviceArena>(plan_streams(config, plan));
+  std::byte* const begin = streams->at<std::byte>(0);
+  const std::int64_t layer_bytes = blocks * sizes.stream_bytes;
+  std::vector<QuantizedLayer<A>> layers;
+  for (std::size_t l = 0; l < weights.layers.size(); ++l) {
+    const NeoxLayerWeights<W, A>& w = weights.layers[l];
+    const QuantizedMatrices::Layer& m = weights.quantized.layers[l];
+    std::byte* const to = begin + static_cast<std::int64_t>(l) * layer_bytes;
+    pack_layer(to, m, sizes, sequential, plan.shape.row_loads, parameters.rows, blocks, stream);
+    layers.push_back({to, nullptr, m.qkv.row_scales, m.up.row_scales, m.down.row_scales, m.dense.row_scales, w.qkv.bias,
+                      w.up.bias, w.down.bias, w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight,
+                      w.post_norm.bias});
+  }
+  QuantizedLayer<A> last{};
+  if (weights.quantized.head) {
+    std::byte* const to = begin + config.num_layers * layer_bytes;
+    pack_head(to, weights.quantized.head, sizes, plan.shape.row_loads, parameters.rows, blocks, stream);
+    last.stream = to;
+    last.qkv_scales = weights.quantized.head.row_scales;
+  } else {
+    last.qkv = weights.head;
+  }
+  last.norm1_weight = weights.final_norm.weight;
+  last.norm1_bias = weights.final_norm.bias;
+  layers.push_back(last);
+  static_assert(sizeof(QuantizedLayer<A>) == kQuantizedLayerBytes);
+  upload(parameters.layers, layers.data(), layers.size() * sizeof(QuantizedLayer<A>));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
 
@@ -203,9 +297,13 @@ FusedDecode<W, A, KV>::~FusedDecode() {
 
 template <typename W, typename A, typename KV>
 std::vector<MemoryLine> FusedDecode<W, A, KV>::memory(const ModelConfig& config) {
-  const int blocks = blocks_for(config, device_attribute(cudaDevAttrMultiProcessorCount), 0);
+  const Plan plan = plan_of(config, current_device(), {});
+  if (!plan.refusal.empty()) fail(Exit::environment, "%s", plan.refusal.c_str());
   SequentialParameters<W, A, KV> parameters{};
-  return {{"fused decoding: workspace", plan_workspace(config, blocks, parameters).plan().bytes()}};
+  std::vector<MemoryLine> lines = {
+      {"fused decoding: workspace", plan_workspace(config, plan, parameters).plan().bytes()}};
+  if (config.quantization.any()) lines.push_back({"fused decoding: weights", plan_streams(config, plan).bytes()});
+  return lines;
 }
 
 template <typename W, typename A, typename KV>
@@ -319,7 +417,7 @@ std::uint64_t FusedDecode<W, A, KV>::logits_hash() {
 template <typename W, typename A, typename KV>
 std::uint64_t FusedDecode<W, A, KV>::bytes_per_token(std::int64_t context) const {
   const ModelConfig& c = state_->config;
-  if (state_->sequential) return read_bytes_of_step(c, 1, context, sizeof(W));
+  if (state_->plan.sequential || state_->streams != nullptr) return read_bytes_of_step(c, 1, context, sizeof(W));
   const std::int64_t C = c.hidden_size, F = c.ffn_size, L = c.num_layers, V = c.vocab_size;
   const std::int64_t matrices = state_->tuning.layer_only ? L * C * (4 * C + F) : L * C * (4 * C + 2 * F) + V * C;
   const std::int64_t vectors =  // biases, norms, a row of the embedding

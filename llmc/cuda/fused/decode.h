@@ -28,6 +28,11 @@
 
 namespace weft::cuda {
 
+// Quantised weights (llmc/model/quantization.h) are multiplied with fp32 activations without rounding either: int4 is
+// scale * (q - zero) itself, not that rounded to 16 bits. The constructor copies them into the order in which blocks read them, so
+// that a model whose prompts another decoder reads has them twice. GPT-NeoX with the parallel residual beside fp16, all others
+// beside bf16.
+
 // Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can. It needs compute
 // capability 9.0, a head_dim that is a multiple of 8 up to 256, and multiprocessors enough for the model's rows: 16 for
 // Pythia-410M, 32 for 1B to 2.8B, 64 for 6.9B and 12B. With the parallel residual ffn_size = 4 hidden_size (all Pythia models);
@@ -86,7 +91,7 @@ class FusedDecode {
   FusedDecode(const FusedDecode&) = delete;
   FusedDecode& operator=(const FusedDecode&) = delete;
 
-  // Device memory that the constructor allocates: workspace with the logits.
+  // Device memory that the constructor allocates: workspace with the logits, and quantised weights in the kernel's order.
   static std::vector<MemoryLine> memory(const ModelConfig& config);
 
   // Starts decoding and returns. The launch before must have ended (finish()). Keys and values of the fed tokens are

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/fused/weight_stream.cuh"
 
 namespace weft::cuda::fused {
 
@@ -29,13 +30,30 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
   const bool cancelled = c.block == 0 && thread == 0 && load_relaxed_system(&p.host->cancel) == p.sequence;
   std::uint64_t best = 0;
   unsigned bad = 0;
-  const int chunk_rows = kRows * p.warps_r, batch = p.partial_rows / chunk_rows * chunk_rows;
+  struct Nothing {};
+  [[maybe_unused]] std::conditional_t<K::kQuantized, Digits<DType::i8>, Nothing> digits;
+  [[maybe_unused]] bool in_int8 = false;
+  if constexpr (K::kQuantized) {
+    in_int8 = layers[p.L].stream != nullptr;
+    if (in_int8) make_digits<DType::i8>(digits, input);
+  }
+  // A multiple of the rows of a stage.
+  const int chunk_rows = (K::kQuantized ? set_rows(DType::i8) : kRows) * p.warps_r,
+            batch = p.partial_rows / chunk_rows * chunk_rows;
   const std::int64_t limit = p.sampling.vocab_limit > 0 ? p.sampling.vocab_limit : p.V;
   for (int first = own.head.begin; first < own.head.end; first += batch) {
     const int rows = min(batch, own.head.end - first);
-    narrow_rows(rows, input);
-    finish_rows(rows, [&](int row, float logit) {
+    [[maybe_unused]] float scale = 1;
+    if constexpr (K::kQuantized) {
+      if (in_int8) {
+        scale = thread < rows ? load_scale(layers[p.L].qkv_scales + first + thread) : 1.0f;
+        multiply_band<DType::i8>(rows, groups_of(p.C), digits, false);
+      }
+    }
+    if (!in_int8) narrow_rows(rows, input);
+    finish_rows(rows, [&](int row, float sum) {
       const int id = first + row;
+      const float logit = K::kQuantized ? sum * scale : sum;
       p.logits[id] = logit;
       if (id >= limit) return;
       const std::uint64_t rank = sampler_detail::rank_of(logit, id);

@@ -80,7 +80,8 @@ struct Helper {
       return d < half ? of[d] * cosine[d] - of[d + half] * sine[d]
                       : of[d] * cosine[d - half] + of[d - half] * sine[d - half];
     };
-    const std::int64_t row = ((static_cast<std::int64_t>(layer) * p.NH + head) * p.capacity + position) * HS;
+    const std::int64_t page = static_cast<std::int64_t>(position / p.page_size) * p.NH + head;
+    const std::int64_t row = (p.capacity * p.NH * layer + page * p.page_size + position % p.page_size) * HS;
     for (int d = lane; d < HS; d += kWarpSize) {
       query[d] = rotated(raw, d) * p.scale;
       if (newest) {

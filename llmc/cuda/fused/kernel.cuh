@@ -34,8 +34,8 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
                        base + at.barriers + 16 * p.stages + 8,
                        static_cast<int>(gridDim.x),
                        static_cast<int>(blockIdx.x)};
-  static_assert(sizeof(Layer) == kLayerBytes);
-  const int words = (p.L + 1) * kLayerBytes / 8;
+  static_assert(sizeof(Layer) == (K::kQuantized ? kQuantizedLayerBytes : kLayerBytes));
+  const int words = (p.L + 1) * static_cast<int>(sizeof(Layer)) / 8;
   auto* table = reinterpret_cast<std::uint64_t*>(shared + at.layers);
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {
     table[i] = reinterpret_cast<const std::uint64_t*>(p.layers)[i];
@@ -89,6 +89,16 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     };                                                                                                              \
     if (row_loads == 1) return instrumented ? of(Variant<W, A, KV, 1, true>()) : of(Variant<W, A, KV, 1, false>()); \
     return instrumented ? of(Variant<W, A, KV, 2, true>()) : of(Variant<W, A, KV, 2, false>());                     \
+  }
+
+// The same for quantised weights: two kernels, which have instruments always.
+#define WEFT_QUANTIZED_FUSED_KERNELS(function, Variant, W, A, KV)                                \
+  template <>                                                                                    \
+  const void* function<W, A, KV>(int row_loads, bool) {                                          \
+    const auto of = [](auto variant) {                                                           \
+      return reinterpret_cast<const void*>(fused_decode_kernel<decltype(variant)>);              \
+    };                                                                                           \
+    return row_loads == 1 ? of(Variant<W, A, KV, 1, true>()) : of(Variant<W, A, KV, 2, true>()); \
   }
 
 }  // namespace weft::cuda::fused

@@ -88,14 +88,15 @@ __device__ __forceinline__ void Consumer<K>::input_rows(int l, int token, float 
   for (int matrix = 0; matrix < 2; ++matrix) {
     const bool up = matrix == 1;
     const RowRange range = up ? own.up : own.qkv;
-    const unsigned short bias = load_bias(up ? layers[l].up_bias : layers[l].qkv_bias, range);
+    const RowTerms terms = up ? load_terms(layers[l].up_bias, layers[l].up_scales, range)
+                              : load_terms(layers[l].qkv_bias, layers[l].qkv_scales, range);
     const int rows = range.end - range.begin;
-    narrow_rows(rows, input);
+    multiply_rows<kRowLoads>(rows, c.p.C, input);
     finish_rows(rows, [&](int row, float sum) {
       if constexpr (K::kInstrumented) {  // the last token never completes
         if (up && c.p.instruments.lose_an_arrival && c.block == 0 && token == c.p.count - 1) return;
       }
-      const float value = sum + bias_value(bias);
+      const float value = terms.of(sum);
       store_relaxed((up ? c.p.h : c.p.qkv) + range.begin + row, tagged(up ? gelu_exact(value) : value, step + 1));
     });
     stamp(l, up ? FusedPhase::up_done : FusedPhase::qkv_done);
@@ -111,22 +112,22 @@ __device__ __forceinline__ void Consumer<K>::output_rows(int l, float (&input)[k
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   float mlp = 0;  // of this thread's row
-  const unsigned short down_bias = load_bias(layers[l].down_bias, own.out),
-                       dense_bias = load_bias(layers[l].dense_bias, own.out);
+  const RowTerms down_terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out),
+                 dense_terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   if (rows <= 0) return;
   if (!c.layer_only()) {
     float hidden[kHidden];
     load_vector<4 * kRowLoads>(p.h, p.F, step + 1, hidden);
     stamp(l, FusedPhase::mlp_up_here);
-    wide_rows(rows, hidden);
-    finish_rows(rows, [&](int, float sum) { mlp = sum + bias_value(down_bias); });
+    multiply_rows<4 * kRowLoads>(rows, p.F, hidden);
+    finish_rows(rows, [&](int, float sum) { mlp = down_terms.of(sum); });
     stamp(l, FusedPhase::down_done);
   }
   load_vector<kRowLoads>(p.attention, p.C, step + 1, input);
   stamp(l, FusedPhase::attention_here);
-  narrow_rows(rows, input);
+  multiply_rows<kRowLoads>(rows, p.C, input);
   finish_rows(rows, [&](int row, float sum) {
-    x_own += (sum + bias_value(dense_bias)) + mlp;
+    x_own += dense_terms.of(sum) + mlp;
     store_relaxed(p.x + own.out.begin + row, tagged(x_own, step + 1));
   });
   stamp(l, FusedPhase::x_written);

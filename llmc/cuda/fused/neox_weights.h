@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "llmc/cuda/op/linear.h"
+#include "llmc/cuda/op/quantized_matmul.h"
 
 namespace weft::cuda {
 
@@ -19,12 +20,23 @@ struct NeoxLayerWeights {
   Linear<W, A> down;   // [C, F]
 };
 
+// The matrices of the layers where they are quantised, as an inference model has them: q, k and v are one, and so are gate and up.
+// Empty without layers.
+struct QuantizedMatrices {
+  struct Layer {
+    PackedMatrix qkv, up, down, dense;
+  };
+  std::vector<Layer> layers;
+  PackedMatrix head;  // empty where it is in 16 bits
+};
+
 template <typename W, typename A>
 struct NeoxWeights {
   const A* embedding = nullptr;  // [V, C]
   const W* head = nullptr;       // [V, C]
   Norm<A> final_norm;
   std::vector<NeoxLayerWeights<W, A>> layers;
+  QuantizedMatrices quantized;  // where it has layers, theirs above are null
 };
 
 }  // namespace weft::cuda

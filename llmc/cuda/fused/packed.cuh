@@ -23,6 +23,11 @@ __device__ inline unsigned short load_early(const unsigned short* address) {
   asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(address));
   return value;
 }
+__device__ inline float load_early(const float* address) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(address));
+  return value;
+}
 __device__ inline uint4 load_shared(unsigned address) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

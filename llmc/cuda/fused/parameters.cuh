@@ -2,8 +2,10 @@
 // blocks and host talk, and the layout of shared memory. Private to this folder, as all of its .cuh.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "llmc/base/dtype.h"
 #include "llmc/base/sampling.h"
 #include "llmc/cuda/fused/decode.h"
 #include "llmc/cuda/hw/common.cuh"
@@ -25,9 +27,34 @@ struct Layer {
   const W *qkv, *up, *down, *dense;                                // weights, [out, in]
   const A *qkv_bias, *up_bias, *down_bias, *dense_bias;            // or null
   const A *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;  // [C]
+  static constexpr const float *qkv_scales = nullptr, *up_scales = nullptr, *down_scales = nullptr,
+                               *dense_scales = nullptr;
 };
 // The host lays out shared memory without knowing the types.
 constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
+
+// As type of weights: matrices of the blocks in i8, e4m3 or u4, in the order of weight_stream.cuh.
+template <DType Q>
+struct Quantized {
+  static constexpr DType kType = Q;
+};
+template <typename W>
+constexpr bool kIsQuantized = false;
+template <DType Q>
+constexpr bool kIsQuantized<Quantized<Q>> = true;
+
+template <typename A>
+struct QuantizedLayer {
+  const std::byte*
+      stream;    // matrices: of each block its own, Sizes::stream_bytes apart; in the last layer the head, or null
+  const A* qkv;  // in the last layer the head in 16 bits, or null
+  const float *qkv_scales, *up_scales, *down_scales, *dense_scales;  // of rows, as PackedMatrix has them; int4: null
+  const A *qkv_bias, *up_bias, *down_bias, *dense_bias;
+  const A *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
+};
+template <DType Q, typename A>
+struct Layer<Quantized<Q>, A> : QuantizedLayer<A> {};
+constexpr int kQuantizedLayerBytes = 14 * static_cast<int>(sizeof(void*));
 
 // Rows of each matrix that are assigned to a block; out: of MLP-down and of the output projection.
 struct BlockRows {
@@ -87,6 +114,12 @@ struct Sizes {
   int max_splits;
   int item_shift;    // of the first item of attention of a block, from layer to layer
   int vector_bytes;  // of shared memory, through which a block gets what others computed; 0: each thread loads its own
+  int chunk_positions;  // of keys and values, in a stage of the ring
+  int page_size;        // positions; without pages all that there are
+  int layer_bytes;      // of the kernel's Layer
+  // Quantised weights: of shared memory for the digits of a warp's activations; of a block's matrices of a layer, of its head.
+  int digit_bytes;
+  std::int64_t stream_bytes, head_stream_bytes;
 };
 
 // For measurements and tests; only instrumented kernels look at them.
@@ -132,10 +165,8 @@ struct SequentialSizes {
   int q_size;      // NH HS
   // Where a row of qkv has the heads: the queries of K/V head h begin at h q_stride, its key at h kv_stride + key_begin.
   int q_stride, kv_stride, key_begin, value_begin;
-  int first_part;       // of the F elements between the MLP's matrices: they are exchanged in two parts
-  int chunk_positions;  // of keys and values, in a stage of the ring
-  int page_size;        // positions
-  bool gated, rms;      // SwiGLU, not GELU; RMSNorm, not LayerNorm
+  int first_part;   // of the F elements between the MLP's matrices: they are exchanged in two parts
+  bool gated, rms;  // SwiGLU, not GELU; RMSNorm, not LayerNorm
 };
 // Query heads of a K/V head that one warp takes.
 constexpr int kWarpQueries = 4;
@@ -169,7 +200,7 @@ struct Flags {
 // Offsets of everything in dynamic shared memory, behind the ring; host and device compute it alike. `group`: query heads of
 // an item of attention.
 struct SharedLayout {
-  int layers, partials, vector, rope, raw, query, added, states, sampler, barriers, bytes;
+  int layers, partials, digits, vector, rope, raw, query, added, states, sampler, barriers, bytes;
 };
 __host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
   const int warps = p.warps_k * p.warps_r;
@@ -181,8 +212,9 @@ __host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group 
     end += up16(bytes);
     return start;
   };
-  at.layers = take((p.L + 1) * kLayerBytes);
+  at.layers = take((p.L + 1) * p.layer_bytes);
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
+  at.digits = take(warps * p.digit_bytes);
   at.vector = take(p.vector_bytes);
   at.rope = take(2 * p.rope_half * 4);
   at.raw = take((group + 2) * p.HS * 4);

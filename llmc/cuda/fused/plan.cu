@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "llmc/base/error.h"
+#include "llmc/cuda/fused/weight_stream.cuh"
 
 namespace weft::cuda {
 
@@ -138,6 +139,52 @@ std::string model_refusal(const ModelConfig& config, const Device& device) {
   return "";
 }
 
+DType weight_type(const ModelConfig& config) {
+  switch (config.quantization.weights) {
+    case WeightScheme::int8:
+      return DType::i8;
+    case WeightScheme::int4:
+      return DType::u4;
+    case WeightScheme::fp8:
+      return DType::e4m3;
+    case WeightScheme::none:
+      break;
+  }
+  return DType::f16;
+}
+
+// Of a stage for weights of that type: a set of rows for each group of warps, and a load of each warp.
+int stream_stage_bytes(DType q, const KernelShape& shape) {
+  return set_bytes(q, set_rows(q) * shape.warps_r, kWarpGroups * shape.warps_k);
+}
+
+// What a plan for quantised weights has beside others. The stages hold the head's rows as well, in 8 or 16 bits.
+void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
+  if (!config.quantization.any()) return;
+  Sizes& p = plan.sizes;
+  const DType q = weight_type(config);
+  const int kRows = kChunkLoads / plan.shape.row_loads;
+  p.stage_bytes = std::max(stream_stage_bytes(q, plan.shape), stream_stage_bytes(DType::i8, plan.shape));
+  p.stage_bytes = std::max(p.stage_bytes, static_cast<int>(2 * config.hidden_size) * kRows * plan.shape.warps_r);
+  p.stage_bytes = static_cast<int>(ceil_div(p.stage_bytes, 128) * 128);
+  p.layer_bytes = kQuantizedLayerBytes;
+  p.digit_bytes = kDigitBytes;
+  const int unit = set_rows(DType::u4) * plan.shape.warps_r;
+  p.partial_rows = static_cast<int>(ceil_div(most_rows, unit) * unit);
+  const StreamShape shape(p, plan.shape.row_loads);
+  const auto aligned = [](std::int64_t bytes) { return ceil_div(bytes, 128) * 128; };
+  for (int b = 0; b < plan.blocks; ++b) {
+    const BlockRows& own = plan.rows[static_cast<std::size_t>(b)];
+    const LayerParts parts = layer_parts(p, plan.sequential ? &plan.sequential_sizes : nullptr, own, b, plan.blocks);
+    std::int64_t bytes = 0;
+    for (int i = 0; i < parts.count; ++i) bytes += part_bytes(q, shape, parts.part[i]);
+    p.stream_bytes = std::max(p.stream_bytes, aligned(bytes));
+    if (config.quantization.head == WeightScheme::none) continue;
+    const StreamPart head = {own.head.end - own.head.begin, groups_of(config.hidden_size)};
+    p.head_stream_bytes = std::max(p.head_stream_bytes, aligned(part_bytes(DType::i8, shape, head)));
+  }
+}
+
 // A thread finishes one row.
 std::string rows_refusal(const Plan& plan, int most_rows) {
   const int consumers = plan.shape.warps_k * plan.shape.warps_r * kWarpSize;
@@ -163,12 +210,14 @@ void set_sizes(Plan& plan, const ModelConfig& config) {
   p.warps_k = plan.shape.warps_k;
   p.warps_r = plan.shape.warps_r;
   p.stage_bytes = plan.shape.stage_bytes;
+  p.layer_bytes = kLayerBytes;
   p.max_splits = max_splits_of(config, plan.blocks);
 }
 
 // The ring takes the shared memory that is left. `group`: query heads of an item of attention.
 void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int group) {
   Sizes& p = plan.sizes;
+  p.chunk_positions = p.stage_bytes / (4 * p.HS);
   const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
   const int stages_wanted = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStages;
   for (p.stages = std::clamp(stages_wanted, kMinStages, kMaxStages); p.stages > kMinStages; --p.stages) {
@@ -231,7 +280,6 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
   plan.sizes.partial_rows = warps * kWarpSize;  // a multiple of the rows of a chunk: the head has few barriers then
-  set_ring(plan, device, tuning, group);
 
   SequentialSizes& p = plan.sequential_sizes;
   const int HS = plan.sizes.HS, kv_size = static_cast<int>(config.kv_size());
@@ -243,9 +291,10 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   p.key_begin = neox ? HS : p.q_size;
   p.value_begin = neox ? 2 * HS : p.q_size + kv_size;
   p.first_part = static_cast<int>(first_part);
-  p.chunk_positions = shape.stage_bytes / (4 * HS);
   p.gated = gated;
   p.rms = config.norm == NormKind::rmsnorm;
+  set_quantized(plan, config, most_rows);
+  set_ring(plan, device, tuning, group);
   return plan;
 }
 
@@ -255,6 +304,9 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
     plan.refusal = std::move(why);
     return plan;
   };
+  if (tuning.layer_only && config.quantization.any()) {
+    return refuse("fused decoding measures a layer alone with weights in 16 bits only");
+  }
   if (config.ffn_size != 4 * config.hidden_size) {
     return refuse(format("fused decoding needs ffn_size = 4 hidden_size, got %lld and %lld", number(config.ffn_size),
                          number(config.hidden_size)));
@@ -279,6 +331,7 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   // A wide model is bound by memory: the blocks without an item are not always the same. A narrow one is bound by exchanges, and
   // attention is faster in blocks that had it in the layer before.
   plan.sizes.item_shift = config.hidden_size <= 2048 ? 0 : 37;
+  set_quantized(plan, config, most_rows);
   set_ring(plan, device, tuning, 1);
   return plan;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "llmc/cuda/fused/block.cuh"
+#include "llmc/cuda/fused/weight_stream.cuh"
 #include "llmc/cuda/hw/ring.cuh"
 
 namespace weft::cuda::fused {
@@ -60,7 +61,8 @@ struct Producer {
     }
     return true;
   }
-  __device__ bool rows(const typename K::W* matrix, RowRange rows, int columns) {
+  using W = std::conditional_t<K::kQuantized, typename K::A, typename K::W>;  // of matrices in 16 bits
+  __device__ bool rows(const W* matrix, RowRange rows, int columns) {
     return bytes(matrix + static_cast<std::int64_t>(rows.begin) * columns,
                  static_cast<std::int64_t>(rows.end - rows.begin) * columns * static_cast<int>(sizeof(*matrix)),
                  c.p.stage_bytes);
@@ -71,8 +73,8 @@ struct Producer {
   __device__ bool cache(int token, int layer, int position) {
     const Parameters& p = c.p;
     const int splits = splits_at(position, p.max_splits);
-    const int chunk_positions = p.stage_bytes / (4 * p.HS),
-              position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
+    const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
+    const std::int64_t layer_begin = p.capacity * p.NH * p.HS * layer;
     bool checked = token == 0;  // earlier launches have ended
     for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
       const Positions cached = positions_of(position, splits, item % splits);
@@ -87,17 +89,19 @@ struct Producer {
         hopper::fence_async_proxy_global();
         checked = true;
       }
-      const std::int64_t head = (static_cast<std::int64_t>(layer) * p.NH + item / splits) * p.capacity;
-      for (int first = cached.begin; first < cached.end; first += chunk_positions) {
-        const int count = min(chunk_positions, cached.end - first);
+      for (int first = cached.begin; first < cached.end;) {
+        const int count = chunk_of(p, first, cached.end);
+        const std::int64_t page = static_cast<std::int64_t>(first / p.page_size) * p.NH + item / splits;
+        const std::int64_t from = layer_begin + (page * p.page_size + first % p.page_size) * p.HS;
         const unsigned amount = static_cast<unsigned>(count * position_bytes);
         if (!acquire()) return false;
         const unsigned barrier = c.full + 8 * next.stage, stage = c.ring + next.stage * p.stage_bytes;
         hopper::mbarrier_arrive_expect(barrier, 2 * amount);
-        hopper::bulk_load(stage, p.keys + (head + first) * p.HS, amount, barrier, hopper::L2::evict_first);
-        hopper::bulk_load(stage + chunk_positions * position_bytes, p.values + (head + first) * p.HS, amount, barrier,
+        hopper::bulk_load(stage, p.keys + from, amount, barrier, hopper::L2::evict_first);
+        hopper::bulk_load(stage + p.chunk_positions * position_bytes, p.values + from, amount, barrier,
                           hopper::L2::evict_first);
         issued();
+        first += count;
       }
     }
     return true;
@@ -105,11 +109,15 @@ struct Producer {
 
   // ---- sequential_producer.cuh
   __device__ bool chunk(const void* from, int copies, int amount, std::int64_t apart, int stage_apart);
-  __device__ bool part_rows(const typename K::W* matrix, RowRange rows, int columns, int begin, int width,
-                            int chunk_rows);
-  __device__ bool gated_rows(const typename K::W* matrix, RowRange rows, int half);
+  __device__ bool part_rows(const W* matrix, RowRange rows, int columns, int begin, int width, int chunk_rows);
+  __device__ bool gated_rows(const W* matrix, RowRange rows, int half);
   __device__ bool pages(int token, int layer, int position);
   __device__ bool sequential_layer(const BlockRows& own, int token, int l);
+
+  // ---- quantized_rows.cuh
+  template <DType Q>
+  __device__ bool stream_part(const std::byte*& source, int rows, int groups);
+  __device__ bool quantized_layer(const LayerParts& parts, int token, int l);
 
   // In the order in which consumers read.
   __device__ bool layer(const BlockRows& own, int token, int l) {
@@ -122,16 +130,31 @@ struct Producer {
   __device__ void run(const BlockRows& own) {
     const Parameters& p = c.p;
     bool more = true;
+    [[maybe_unused]] LayerParts parts;
+    if constexpr (K::kQuantized) {
+      const SequentialSizes* sequential = nullptr;
+      if constexpr (K::kSequential) sequential = &p;
+      parts = layer_parts(p, sequential, own, c.block, c.blocks);
+    }
     for (int token = 0; more && token < p.count; ++token) {
       for (int l = 0; more && l < p.L; ++l) {
-        if constexpr (K::kSequential) {
+        if constexpr (K::kQuantized) {
+          more = quantized_layer(parts, token, l);
+        } else if constexpr (K::kSequential) {
           more = sequential_layer(own, token, l);
         } else {
           more = layer(own, token, l);
         }
       }
       if (token < p.num_more) continue;  // no logits
-      if constexpr (K::kSequential) {
+      if constexpr (K::kQuantized) {
+        if (more && layers[p.L].stream != nullptr) {
+          const std::byte* source = layers[p.L].stream + c.block * p.head_stream_bytes;
+          more = stream_part<DType::i8>(source, own.head.end - own.head.begin, groups_of(p.C));
+          continue;
+        }
+      }
+      if constexpr (K::kSequential || K::kQuantized) {
         more = more && part_rows(layers[p.L].qkv, own.head, p.C, 0, p.C, kChunkLoads / K::kRowLoads * p.warps_r);
       } else {
         more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));

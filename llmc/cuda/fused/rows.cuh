@@ -119,17 +119,49 @@ __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish
   partial_buffer ^= 1;
 }
 
-// The bias of the row whose sum this thread will finish, as bits: converting them here would wait for the load.
+// What the row whose sum this thread will finish is multiplied with, and its bias as bits: converting them early would wait for
+// the load.
 template <typename K>
-__device__ __forceinline__ unsigned short Consumer<K>::load_bias(const A* bias, RowRange rows) const {
-  const bool mine = bias != nullptr && thread < rows.end - rows.begin;
-  return mine ? load_early(reinterpret_cast<const unsigned short*>(bias) + rows.begin + thread) : 0;
+struct Consumer<K>::RowTerms {
+  unsigned short bias;
+  float scale;
+
+  __device__ __forceinline__ float of(float sum) const {
+    float low, high;
+    widen<A>(bias, low, high);
+    if constexpr (K::kQuantized) return fmaf(sum, scale, low);
+    return sum + low;
+  }
+};
+template <typename K>
+__device__ __forceinline__ typename Consumer<K>::RowTerms Consumer<K>::load_terms(const A* bias, const float* scales,
+                                                                                  RowRange rows) const {
+  const bool mine = thread < rows.end - rows.begin;
+  RowTerms terms{0, 1};
+  if (mine && bias != nullptr)
+    terms.bias = load_early(reinterpret_cast<const unsigned short*>(bias) + rows.begin + thread);
+  if constexpr (K::kQuantized)
+    terms.scale = mine ? load_scale(scales == nullptr ? nullptr : scales + rows.begin + thread) : 1;
+  return terms;
 }
+// null: rows have none.
 template <typename K>
-__device__ __forceinline__ float Consumer<K>::bias_value(unsigned short bits) {
-  float low, high;
-  widen<A>(bits, low, high);
-  return low;
+__device__ __forceinline__ float Consumer<K>::load_scale(const float* scale) {
+  return scale != nullptr ? load_early(scale) : 1.0f;
+}
+
+// The partial sums of `count` rows of `size` elements, C with one band of loads, F with four.
+template <typename K>
+template <int kLoads>
+__device__ __forceinline__ void Consumer<K>::multiply_rows(int count, int size,
+                                                           float (&input)[kLoads * kLaneElements]) {
+  if constexpr (K::kQuantized) {
+    multiply_stream<K::W::kType, kLoads>(count, size, input, false);
+  } else if constexpr (kLoads == kRowLoads) {
+    narrow_rows(count, input);
+  } else {
+    wide_rows(count, input);
+  }
 }
 
 #endif  // WEFT_BULK_COPY

@@ -124,6 +124,18 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   }
 }
 
+// The partial sums of `rows` rows of `width` elements of each of so many matrices.
+template <typename K>
+template <int kLoads, int kEach>
+__device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width,
+                                                           float (&input)[kLoads * kLaneElements], bool accumulate) {
+  if constexpr (K::kQuantized) {
+    multiply_stream<K::W::kType, kLoads>(matrices * rows, width, input, accumulate);
+  } else {
+    multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
+  }
+}
+
 // The sum of a row, in the order of the warps.
 template <typename K>
 __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
@@ -148,13 +160,12 @@ __device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish
 }
 
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, const float (&input)[kInputs]) {
-  const unsigned short bias = load_bias(layers[l].qkv_bias, own.qkv);
+__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, float (&input)[kInputs]) {
+  const RowTerms terms = load_terms(layers[l].qkv_bias, layers[l].qkv_scales, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
-  multiply_chunks<kRowLoads, kRows>(rows, kRows * c.p.warps_r, c.p.C, input, false);
-  finish_sums(rows, [&](int row, float sum) {
-    store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(sum + bias_value(bias), step + 1));
-  });
+  multiply_part<kRowLoads, kRows>(rows, 1, c.p.C, input);
+  finish_sums(
+      rows, [&](int row, float sum) { store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(terms.of(sum), step + 1)); });
   stamp(l, FusedPhase::qkv_done);
 }
 
@@ -164,12 +175,12 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
-  const unsigned short bias = load_bias(layers[l].dense_bias, own.out);
+  const RowTerms terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
   stamp(l, FusedPhase::attention_here);
-  multiply_chunks<kRowLoads, kRows>(rows, kRows * p.warps_r, p.q_size, input, false);
+  multiply_part<kRowLoads, kRows>(rows, 1, p.q_size, input);
   finish_sums(rows, [&](int row, float sum) {
-    x_own += sum + bias_value(bias);
+    x_own += terms.of(sum);
     store_relaxed(p.x_mid + own.out.begin + row, tagged(x_own, step + 1));
   });
   stamp(l, FusedPhase::middle_written);
@@ -177,20 +188,29 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
 
 // The MLP's first matrix and its function, in two parts.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const float (&input)[kInputs]) {
+__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, float (&input)[kInputs]) {
   const Parameters& p = c.p;
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const RowRange own_rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
-    const unsigned short bias = load_bias(layers[l].up_bias, own_rows);
-    const int rows = own_rows.end - own_rows.begin, chunk_rows = kRows * p.warps_r;
-    multiply_chunks<kRowLoads, kRows>(rows, p.gated ? chunk_rows / 2 : chunk_rows, p.C, input, false);
+    RowTerms terms = load_terms(layers[l].up_bias, p.gated ? nullptr : layers[l].up_scales, own_rows);
+    const int rows = own_rows.end - own_rows.begin;
+    [[maybe_unused]] float scale = 1;  // of up, where `terms` has that of gate
+    if constexpr (K::kQuantized) {
+      if (p.gated && layers[l].up_scales != nullptr && thread < rows) {
+        terms.scale = load_scale(layers[l].up_scales + gate_scale(own_rows.begin + thread));
+        scale = load_scale(layers[l].up_scales + up_scale(own_rows.begin + thread));
+      }
+    }
+    multiply_part<kRowLoads, kRows>(rows, p.gated ? 2 : 1, p.C, input);
     bool write = true;
     if constexpr (K::kInstrumented) {  // the last token never completes
       write = !(p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1);
     }
     finish_sums(rows, [&](int row, float sum) {
-      const float value = p.gated ? swiglu<float>(sum, partial_sum(rows + row)) : gelu_exact(sum + bias_value(bias));
+      const auto second = [&] { return K::kQuantized ? partial_sum(rows + row) * scale : partial_sum(rows + row); };
+      const float value =
+          p.gated ? swiglu<float>(K::kQuantized ? terms.of(sum) : sum, second()) : gelu_exact(terms.of(sum));
       if (write) store_relaxed(p.h + own_rows.begin + row, tagged(value, step + 1));
     });
   }
@@ -203,7 +223,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
-  const unsigned short bias = load_bias(layers[l].down_bias, own.out);
+  const RowTerms terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const int begin = part == 0 ? 0 : p.first_part, width = part == 0 ? p.first_part : p.F - p.first_part;
@@ -211,10 +231,10 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
     float hidden[kPartLoads * kLaneElements];
     load_vector<kPartLoads>(p.h + begin, width, step + 1, hidden);
     stamp(l, FusedPhase::mlp_up_here);
-    multiply_chunks<kPartLoads, kPartRows>(rows, kPartRows * p.warps_r, width, hidden, part > 0);
+    multiply_part<kPartLoads, kPartRows>(rows, 1, width, hidden, part > 0);
   }
   finish_sums(rows, [&](int row, float sum) {
-    x_own += sum + bias_value(bias);
+    x_own += terms.of(sum);
     store_relaxed(p.x + own.out.begin + row, tagged(x_own, step + 1));
   });
   stamp(l, FusedPhase::x_written);

@@ -25,7 +25,7 @@ __device__ bool Producer<K>::chunk(const void* from, int copies, int amount, std
 
 // Columns begin ... begin + width - 1 of rows of `columns`, chunk_rows of them a stage.
 template <typename K>
-__device__ bool Producer<K>::part_rows(const typename K::W* matrix, RowRange rows, int columns, int begin, int width,
+__device__ bool Producer<K>::part_rows(const W* matrix, RowRange rows, int columns, int begin, int width,
                                        int chunk_rows) {
   if (width == 0) return true;
   constexpr int kBytes = sizeof(*matrix);
@@ -42,7 +42,7 @@ __device__ bool Producer<K>::part_rows(const typename K::W* matrix, RowRange row
 
 // Rows of gate and the same rows of up, F rows further on: `half` of each a stage, those of gate first.
 template <typename K>
-__device__ bool Producer<K>::gated_rows(const typename K::W* matrix, RowRange rows, int half) {
+__device__ bool Producer<K>::gated_rows(const W* matrix, RowRange rows, int half) {
   const int row_bytes = c.p.C * static_cast<int>(sizeof(*matrix));
   for (int row = rows.begin; row < rows.end; row += half) {
     const int count = min(half, rows.end - row);

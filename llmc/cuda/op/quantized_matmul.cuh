@@ -43,6 +43,30 @@ __host__ __device__ inline std::int64_t block_of(std::int64_t row, std::int64_t 
   return row / kBlockRows * ceil_div(K, kBlockDepth) + k / kBlockDepth;
 }
 
+// The value at (row of the packed matrix, k), as a file has it.
+template <DType Q>
+__device__ inline unsigned packed_value(const std::byte* blocks, std::int64_t K, std::int64_t row, std::int64_t k) {
+  const int in_warp = static_cast<int>(row % 16), in_depth = static_cast<int>(k % kBlockDepth);
+  const int step = in_depth / 16, upper = in_depth / 8 % 2, t = in_depth % 8 / 2, odd = in_depth % 2;
+  const int thread = static_cast<int>(row % kBlockRows) / 16 * kWarpSize + in_warp % 8 * 4 + t;
+  const std::byte* const half = blocks + block_of(row, k, K) * block_bytes(Q) + step / 4 * kHalfBytes<Q>;
+  const auto word_of = [&](int index) {
+    return reinterpret_cast<const unsigned*>(half + index / 4 * kPieceBytes)[thread * 4 + index % 4];
+  };
+  if constexpr (Q == DType::u4) {
+    return word_of(step % 4 / 2 * 2 + in_warp / 8) >> (4 * (2 * (step % 2) + upper + 4 * odd)) & 15;
+  } else {
+    const unsigned byte = word_of(step % 4 * 2 + in_warp / 8) >> (8 * (upper + 2 * odd)) & 255;
+    return Q == DType::i8 ? byte ^ 0x80 : byte;
+  }
+}
+// The word of a row's group (int4): the scale's bits, and above them zero.
+__device__ inline unsigned packed_group(const std::byte* blocks, std::int64_t K, std::int64_t row, std::int64_t group) {
+  const std::byte* const words =
+      blocks + block_of(row, group * kBlockDepth, K) * block_bytes(DType::u4) + 2 * kPieceBytes;
+  return reinterpret_cast<const unsigned*>(words)[row % kBlockRows];
+}
+
 // ---- conversion ---------------------------------------------------------------------------------------------------------
 
 template <unsigned kLut>  // of the bits of a, b and c

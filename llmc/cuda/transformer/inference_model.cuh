@@ -109,11 +109,12 @@ Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptio
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
-// What another decoder of the same sequences needs: parameters that are the model's own, else null; all pages, which page i of
-// a sequence is if there is one alone; the model's stream.
+// What another decoder of the same sequences needs: parameters that are the model's own, else null; where they are; all pages,
+// which page i of a sequence is if there is one alone; the model's stream.
 template <typename S>
 struct InferenceParts {
   S* parameters = nullptr;
+  const InferenceWeights<S>* weights = nullptr;
   KvCache<S> cache;
   DeviceRopeTable rope;
   cudaStream_t stream = nullptr;
@@ -156,6 +157,7 @@ class Inference final : public InferenceModel {
     const std::int64_t positions = pool_.num_pages * pool_.page_size;
     S* const keys = kv_arena_.template at<S>(0);
     return {own_ != nullptr ? own_->template at<S>(0) : nullptr,
+            &weights_,
             {keys, keys + config_.num_layers * positions * config_.kv_size(), positions, pool_.page_size},
             rope_,
             stream_};

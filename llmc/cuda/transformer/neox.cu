@@ -128,8 +128,18 @@ std::string neox_refusal(const ModelConfig& c, DType dtype) {
 }
 
 std::string fused_refusal(const ModelConfig& config, DType dtype) {
-  if (config.quantization.any()) return "the fused kernel reads weights in 16 bits, not quantised ones";
   if (dtype == DType::f32) return "the fused kernel computes with fp16 or bf16 weights, not fp32";
+  if (config.quantization.any()) {
+    const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
+    if (config.quantization.weights == WeightScheme::none) {
+      return "the fused kernel reads quantised heads beside quantised layers, not beside layers in 16 bits";
+    }
+    if (dtype != (parallel ? DType::f16 : DType::bf16)) {
+      return format("the fused kernel reads quantised weights of %s beside %s, not %s",
+                    parallel ? "models with the parallel residual" : "Llamas and models without the parallel residual",
+                    parallel ? "fp16" : "bf16", parallel ? "bf16" : "fp16");
+    }
+  }
   return fused_decode_refusal(config, probe_device());
 }
 
@@ -137,6 +147,14 @@ bool graph_is_faster(const ModelConfig& config) {
   constexpr std::int64_t kLoadedElements = 2048;
   const bool parallel = config.family == Family::gpt_neox && config.parallel_residual;
   return !parallel && config.hidden_size % kLoadedElements != 0;
+}
+
+bool fused_by_default(const ModelConfig& config) {
+  constexpr std::int64_t kWidest = 2560;  // a row is one load of each lane
+  if (!config.quantization.any()) return true;
+  const bool integers =
+      config.quantization.weights == WeightScheme::int8 || config.quantization.weights == WeightScheme::int4;
+  return integers && config.family == Family::gpt_neox && config.parallel_residual && config.hidden_size <= kWidest;
 }
 
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options) {

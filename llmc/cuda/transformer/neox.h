@@ -42,6 +42,9 @@ std::string fused_refusal(const ModelConfig& config, DType dtype);
 // layer cost more than launches that overlap, unless rows of the weights fill the loads of the warps (measured:
 // dev/performance/fused.md).
 bool graph_is_faster(const ModelConfig& config);
+// Whether the fused kernel decodes these weights without being asked for: of quantised ones int8 and int4 with the parallel residual
+// up to a hidden_size of 2,560, which have been held against the CPU on a GPU.
+bool fused_by_default(const ModelConfig& config);
 
 // What the model will allocate on the current GPU, as memory() reports it afterwards.
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options);
