@@ -14,8 +14,8 @@ namespace weft::cuda::fused {
 // ---- the consumers --------------------------------------------------------------------------------------------------
 
 // As Consumer::SoftmaxState.
-template <typename S>
-struct StepConsumer<S>::SoftmaxState {
+template <typename S, bool kParallel>
+struct StepConsumer<S, kParallel>::SoftmaxState {
   float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
 
   // Two positions more; a score of -INFINITY leaves one out.
@@ -35,9 +35,9 @@ struct StepConsumer<S>::SoftmaxState {
 
 // From the query that the helper left in shared memory to a softmax state for each warp, which the helper merges; kLanes lanes
 // share a position.
-template <typename S>
+template <typename S, bool kParallel>
 template <int kLanes>
-__device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& item, int slot) {
+__device__ __forceinline__ void StepConsumer<S, kParallel>::attend_item(const StepItem& item, int slot) {
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, lane_bytes = lane % kLanes * 16;
   const bool active = lane % kLanes * kLaneElements < HS;
@@ -102,8 +102,8 @@ __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& ite
   if (lane == 0) state[0] = r.largest, state[1] = r.sum;
 }
 
-template <typename S>
-__device__ __forceinline__ void StepConsumer<S>::attend(int layer) {
+template <typename S, bool kParallel>
+__device__ __forceinline__ void StepConsumer<S, kParallel>::attend(int layer) {
   StepItem item;
   for (int index = c.block; item_at(p, index, item); index += c.blocks, ++items) {
     const int slot = static_cast<int>(items % kItemSlots);

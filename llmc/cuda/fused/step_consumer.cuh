@@ -20,12 +20,14 @@
 #include "llmc/cuda/hw/ring.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/gelu.cuh"
+#include "llmc/cuda/op/swiglu.cuh"
 
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-template <typename S>
+// kParallel: the parallel residual; otherwise one branch follows the other, and there may be SwiGLU, RMSNorm and grouped queries.
+template <typename S, bool kParallel>
 struct StepConsumer {
   using Variant = StepVariant<S>;
   using Layer = typename Block<Variant>::Layer;
@@ -147,21 +149,24 @@ struct StepConsumer {
       keep(chunk + 1, multiply_tiles(a, w[1]));
     }
   }
-  // Adds the partial sums of the warps in their order and calls finish(row, sum): in one thread for each row of the batch and
-  // each row `act`, those that the step has not included. One barrier: the next partial sums go to the other buffer.
+  // The sum of row `row` of a batch with row `act`, of the warps' partial sums in their order.
+  __device__ __forceinline__ float sum_of(int row) const {
+    const int place = row / kTileRows * kWarpSize + act * 4 + row % kTileRows;
+    float of_warp[kMaxWarps];  // loaded side by side
+#pragma unroll
+    for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[place] : 0.0f;
+    float sum = of_warp[0];
+#pragma unroll
+    for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
+    return sum;
+  }
+  // Calls finish(row, sum) in one thread for each row of the batch and each row `act`, those that the step has not included. One
+  // barrier: the next partial sums go to the other buffer.
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
     sync();
     const int row = kTileRows * warp + slice;
-    if (row < rows) {
-      float of_warp[kMaxWarps];  // loaded side by side
-#pragma unroll
-      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[thread] : 0.0f;
-      float sum = of_warp[0];
-#pragma unroll
-      for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
-      finish(row, sum);
-    }
+    if (row < rows) finish(row, sum_of(row));
     partial_buffer ^= 1;
   }
   // All rows of a matrix of `width` columns, a batch at a time: store(row, sum with bias).
@@ -187,6 +192,29 @@ struct StepConsumer {
     return low;
   }
 
+  // Rows of the MLP's first matrix and its function, rounded, to p.hidden.
+  __device__ __forceinline__ void hidden_rows(int l, const Operand& a) {
+    const Layer& w = layers[l];
+    const auto store = [&](int row, float value) {
+      if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(value);
+    };
+    if (kParallel || !p.gated) {
+      all_rows(own.up, p.C, w.up_bias, a, [&](int row, float sum) { store(row, gelu_exact(sum)); });
+    } else {  // a chunk has `half` rows of gate and the same rows of up
+      const int half = kTileRows / 2 * p.warps_r, batch = kTileRows / 2 * warps;
+      for (int first = own.up.begin; first < own.up.end; first += batch) {
+        const int count = min(batch, own.up.end - first);
+        multiply((count + half - 1) / half * 2 * half, p.C, a, false);
+        sync();
+        const int row = kTileRows * warp + slice, tile_row = row / half * 2 * half + row % half;
+        if (row < count) store(first + row, swiglu<float>(sum_of(tile_row), sum_of(tile_row + half)));
+        partial_buffer ^= 1;
+      }
+    }
+    if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
+    stamp(l, FusedPhase::up_done);
+  }
+
   // ---- activations
   // Rows of 16-bit activations that a counter has announced, `stride` elements apart; `width` elements from `vectors` on.
   __device__ __forceinline__ void load_operand(Operand& a, const S* vectors, int stride, int width) const {
@@ -209,7 +237,7 @@ struct StepConsumer {
   // This lane's elements of the residual stream: of the embedding in the first layer.
   __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
     if (l > 0) {
-      load_tagged(x);
+      load_tagged(p.x, step, x);
     } else {
       const S* embedding = p.embedding + static_cast<std::int64_t>(id_of_row()) * p.C;
 #pragma unroll
@@ -224,8 +252,8 @@ struct StepConsumer {
     }
     stamp(l, FusedPhase::x_here);
   }
-  // The same from p.x, as soon as it is of layer `step`; loads again only what is not.
-  __device__ __forceinline__ void load_tagged(float (&x)[kInputs]) const {
+  // The same from p.x or p.x_mid, as soon as it is of step `wanted`; loads again only what is not.
+  __device__ __forceinline__ void load_tagged(const TaggedValue* vectors, unsigned wanted, float (&x)[kInputs]) const {
     constexpr int kLoads = 4 * kWarpTiles;
     uint4 values[kLoads] = {};
     unsigned missing = 0;
@@ -233,7 +261,7 @@ struct StepConsumer {
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) missing |= piece(k / 4, k / 2 % 2) * kLaneElements < p.C ? 1u << k : 0;
     }
-    const TaggedValue* from = p.x + act * p.x_stride + warp_k * kWarpElements + slice * 4;
+    const TaggedValue* from = vectors + act * p.x_stride + warp_k * kWarpElements + slice * 4;
     c.wait_for([&] {
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
@@ -242,7 +270,8 @@ struct StepConsumer {
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
         const uint4 v = values[k];
-        if (has_tag(v.x, step) && has_tag(v.y, step) && has_tag(v.z, step) && has_tag(v.w, step)) missing &= ~(1u << k);
+        if (has_tag(v.x, wanted) && has_tag(v.y, wanted) && has_tag(v.z, wanted) && has_tag(v.w, wanted))
+          missing &= ~(1u << k);
       }
       return missing == 0;
     });
@@ -273,7 +302,8 @@ struct StepConsumer {
     float sum = 0, squares = 0;
 #pragma unroll
     for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
-    const float own_mean = count > 0 ? over_slices(sum) / count : 0.0f;
+    const bool rms = !kParallel && p.rms;           // 0 for every mean
+    const float own_mean = count > 0 && !rms ? over_slices(sum) / count : 0.0f;
 #pragma unroll
     for (int k = 0; k < 2 * kWarpTiles; ++k) {
       if (piece(k / 2, k % 2) * kLaneElements >= p.C) continue;
@@ -303,7 +333,8 @@ struct StepConsumer {
     }
     return {mean, rsqrtf(total / C + p.eps)};
   }
-  // first = norm1(x), second = norm2(x), rounded, by the weights and biases that the next chunk holds one after another.
+  // first = norm1(x), second = norm2(x), rounded, by the weights and biases that the next chunk holds one after another; RMSNorm
+  // has no biases.
   template <bool kBoth>
   __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
     const auto [mean, rstd] = moments_of(x);
@@ -320,7 +351,11 @@ struct StepConsumer {
         for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
           float w[kLaneElements], b[kLaneElements];
           widen<S>(load_shared(chunk + (2 * n * p.C + of_row * kLaneElements) * 2), w);
-          widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
+          if (kParallel || !p.rms) {
+            widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
+          } else {
+            widen<S>(make_uint4(0, 0, 0, 0), b);
+          }
           float y[kLaneElements];
 #pragma unroll
           for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(centred[j], w[j], b[j]);
@@ -341,11 +376,58 @@ struct StepConsumer {
 
   // ---- the order of a layer
   __device__ __forceinline__ void run() {
-    for (int l = 0; l < p.L; ++l) run_layer(l);
+    for (int l = 0; l < p.L; ++l) {
+      if constexpr (kParallel) {
+        run_parallel_layer(l);
+      } else {
+        run_sequential_layer(l);
+      }
+      ++step;
+    }
     if (p.logits != nullptr) run_head();
   }
-  // h' = h + attention(norm1(h)) + mlp(norm2(h)): the parallel residual.
-  __device__ __forceinline__ void run_layer(int l) {
+  __device__ __forceinline__ void qkv_rows(int l, const Operand& input) {
+    // Also of rows that the step has not: every tag tells its layer, however many rows the next launch has.
+    all_rows(own.qkv, p.C, layers[l].qkv_bias, input,
+             [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
+    stamp(l, FusedPhase::qkv_done);
+  }
+  __device__ __forceinline__ void await_hidden(Operand& first) const {
+    await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
+    load_operand(first, p.hidden, p.F, p.part);
+  }
+  __device__ __forceinline__ void await_attention(int l, Operand& attended) const {
+    const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
+    await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
+    load_operand(attended, p.attended, p.q_size, p.q_size);
+    stamp(l, FusedPhase::attention_here);
+  }
+  // MLP-down, a part of the columns at a time: the partial sums of rows of own.out. What is multiplied next is on its way
+  // meanwhile: the next part of the hidden rows, and in the end what load_next() brings. `input` holds the first part.
+  template <typename LoadNext>
+  __device__ __forceinline__ void down_rows(int rows, Operand& input, const LoadNext& load_next) {
+#pragma unroll 1
+    for (int begin = 0; begin < p.F; begin += p.part) {
+      Operand next;
+      if (begin + p.part < p.F) {
+        load_operand(next, p.hidden + begin + p.part, p.F, min(p.part, p.F - begin - p.part));
+      } else {
+        load_next(next);
+      }
+      multiply(rows, min(p.part, p.F - begin), input, begin > 0);
+      input = next;
+    }
+  }
+  // Adds the sums and the biases to the residual that this thread holds, and writes it to `stream`, p.x or p.x_mid.
+  __device__ __forceinline__ void residual_rows(int rows, TaggedValue* stream, float biases) {
+    finish_rows(rows, [&](int row, float sum) {
+      x_own += sum + biases;
+      store_relaxed(stream + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
+    });
+  }
+
+  // h' = h + attention(norm1(h)) + mlp(norm2(h)). Attention is computed between MLP-up and MLP-down.
+  __device__ __forceinline__ void run_parallel_layer(int l) {
     const Layer& w = layers[l];
     Operand input;
     {
@@ -354,45 +436,55 @@ struct StepConsumer {
       load_residual(l, x);
       normalize<true>(x, input, mlp_input);
       stamp(l, FusedPhase::norms_done);
-      // Also of rows that the step has not: every tag tells its layer, however many rows the next launch has.
-      all_rows(own.qkv, p.C, w.qkv_bias, input,
-               [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
-      stamp(l, FusedPhase::qkv_done);
-      all_rows(own.up, p.C, w.up_bias, mlp_input, [&](int row, float sum) {
-        if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
-      });
-      if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
-      stamp(l, FusedPhase::up_done);
+      qkv_rows(l, input);
+      hidden_rows(l, mlp_input);
     }
     attend(l);
-    output_rows(l, input);
-    ++step;
-  }
-  // MLP-down, a part of C columns at a time, and the output projection of the same rows, added to the residual. `input` is only
-  // scratch.
-  __device__ __forceinline__ void output_rows(int l, Operand& input) {
-    const Layer& w = layers[l];
     const int rows = own.out.end - own.out.begin;
     if (rows <= 0) return;
     const unsigned short down_bias = load_bias(w.down_bias, own.out.begin, rows),
                          dense_bias = load_bias(w.dense_bias, own.out.begin, rows);
-    await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
+    await_hidden(input);
     stamp(l, FusedPhase::mlp_up_here);
-#pragma unroll 1
-    for (int begin = 0; begin < p.F; begin += p.C) {
-      load_operand(input, p.hidden + begin, p.F, p.C);
-      multiply(rows, p.C, input, begin > 0);
-    }
+    down_rows(rows, input, [&](Operand& next) { await_attention(l, next); });
     stamp(l, FusedPhase::down_done);
-    const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
-    await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
-    load_operand(input, p.attended, p.q_size, p.q_size);
-    stamp(l, FusedPhase::attention_here);
     multiply(rows, p.q_size, input, true);
-    finish_rows(rows, [&](int row, float sum) {
-      x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
-      store_relaxed(p.x + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
-    });
+    residual_rows(rows, p.x, bias_value(down_bias) + bias_value(dense_bias));
+    stamp(l, FusedPhase::x_written);
+  }
+  // h1 = h + attention(norm1(h)); h' = h1 + mlp(norm2(h1)).
+  __device__ __forceinline__ void run_sequential_layer(int l) {
+    const Layer& w = layers[l];
+    const int rows = own.out.end - own.out.begin;
+    Operand input;
+    {
+      float x[kInputs];
+      load_residual(l, x);
+      normalize<false>(x, input, input);
+    }
+    stamp(l, FusedPhase::norms_done);
+    qkv_rows(l, input);
+    attend(l);
+    if (rows > 0) {
+      const unsigned short bias = load_bias(w.dense_bias, own.out.begin, rows);
+      await_attention(l, input);
+      multiply(rows, p.q_size, input, false);
+      residual_rows(rows, p.x_mid, bias_value(bias));
+      stamp(l, FusedPhase::middle_written);
+    }
+    {
+      float x[kInputs];
+      load_tagged(p.x_mid, step + 1, x);
+      stamp(l, FusedPhase::middle_here);
+      normalize<false>(x, input, input);
+    }
+    hidden_rows(l, input);
+    if (rows <= 0) return;
+    const unsigned short bias = load_bias(w.down_bias, own.out.begin, rows);
+    await_hidden(input);
+    stamp(l, FusedPhase::mlp_up_here);
+    down_rows(rows, input, [](Operand&) {});
+    residual_rows(rows, p.x, bias_value(bias));
     stamp(l, FusedPhase::x_written);
   }
   __device__ __forceinline__ void run_head() {

@@ -28,7 +28,8 @@ struct StepParameters : SequentialParameters<S, S, S> {
   int step_rows;
   FusedStepRow row[kStepRows];  // those from step_rows on have ids 0, no logits
   const std::int32_t *pages, *last_ids;
-  int x_stride, qkv_stride;   // of a row of x and of qkv
+  int part;                   // columns of MLP-down that are multiplied at a time
+  int x_stride, qkv_stride;   // of a row of x and x_mid, and of qkv
   S *hidden, *attended;       // [kStepRows, F] after GELU, [kStepRows, q_size] attention's output, rounded
   unsigned first_step;        // layers of all launches before this one
   unsigned attention_before;  // heads that those announced

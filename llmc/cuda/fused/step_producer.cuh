@@ -10,7 +10,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-template <typename S>
+template <typename S, bool kParallel>
 struct StepProducer {
   using Layer = typename Block<StepVariant<S>>::Layer;
 
@@ -20,15 +20,20 @@ struct StepProducer {
   __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
   __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
 
-  // Weights and biases of both norms, or of one, one after another.
-  __device__ bool norms(const Layer& w, bool both) {
+  // Vectors of C elements, one after another, those that there are.
+  template <int kCount>
+  __device__ bool vectors(const S* const (&from)[kCount]) {
     if (!ring.acquire()) return false;
     const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
-    const S* const vectors[] = {w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias};
-    const int count = both ? 4 : 2;
-    hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(count) * bytes);
-    for (int i = 0; i < count; ++i)
-      hopper::bulk_load(stage() + static_cast<unsigned>(i) * bytes, vectors[i], bytes, full());
+    unsigned there = 0;
+    for (const S* vector : from) there += vector != nullptr ? 1 : 0;
+    hopper::mbarrier_arrive_expect(full(), there * bytes);
+    unsigned to = stage();
+    for (const S* vector : from) {
+      if (vector == nullptr) continue;
+      hopper::bulk_load(to, vector, bytes, full());
+      to += bytes;
+    }
     ring.issued();
     return true;
   }
@@ -70,18 +75,30 @@ struct StepProducer {
     const auto all = [&](const S* matrix, RowRange rows, int width) {
       return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
     };
-    if (!norms(w, true) || !all(w.qkv, own.qkv, p.C) || !all(w.up, own.up, p.C) || !pages(l)) return false;
-    for (int begin = 0; begin < p.F; begin += p.C) {
-      if (!ring.part_rows(w.down, own.out, p.F, begin, p.C, chunk_rows)) return false;
+    if constexpr (kParallel) {
+      return vectors({w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias}) && all(w.qkv, own.qkv, p.C) &&
+             all(w.up, own.up, p.C) && pages(l) && down(w, own.out) && all(w.dense, own.out, p.q_size);
     }
-    return all(w.dense, own.out, p.q_size);
+    if (!vectors({w.norm1_weight, w.norm1_bias}) || !all(w.qkv, own.qkv, p.C) || !pages(l) ||
+        !all(w.dense, own.out, p.q_size) || !vectors({w.norm2_weight, w.norm2_bias})) {
+      return false;
+    }
+    const bool good = p.gated ? ring.gated_rows(w.up, own.up, chunk_rows / 2) : all(w.up, own.up, p.C);
+    return good && down(w, own.out);
+  }
+  __device__ bool down(const Layer& w, RowRange rows) {
+    for (int begin = 0; begin < p.F; begin += p.part) {
+      if (!ring.part_rows(w.down, rows, p.F, begin, min(p.part, p.F - begin), kTileRows * p.warps_r)) return false;
+    }
+    return true;
   }
 
   __device__ void run(const BlockRows& own) {
     bool more = true;
     for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
-    if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
-      ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
+    const Layer& last = ring.layers[p.L];
+    if (more && p.logits != nullptr && vectors({last.norm1_weight, last.norm1_bias})) {
+      ring.part_rows(last.qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
     }
     // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
     for (; ring.in_flight > 0; --ring.in_flight) {
