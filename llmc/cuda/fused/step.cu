@@ -3,7 +3,7 @@
 // Consumers multiply on tensor cores (step_consumer.cuh), 4 rows of a matrix by 8 rows of activations at a time, whether the step
 // has 8 or fewer: a further row costs no time there. A chunk of the ring has 4 rows of at most hidden_size elements for each group
 // of warps; MLP-down comes in parts as wide as that, so that the activations of a part stay in registers: 16-bit values, as the
-// model that runs launch by launch stores them. The norms' weights come through the ring, too.
+// model that runs launch by launch stores them.
 //
 // Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). The MLP's hidden rows and attention's output
 // are four times as much for 8 rows as for the exchange to hide, so they are exchanged in 16 bits, which have no bit to spare for
@@ -41,10 +41,11 @@ constexpr int kStepWindow = 48 << 10;
 struct StepPlan {
   Plan plan;  // of FusedDecode; sizes and refusal are those of the step
   StepLayout layout{};
+  int most_shared = 0;  // bytes that a block of this kernel may have
 };
 
 StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
-  StepPlan step{plan_of(config, device, tuning), {}};
+  StepPlan step{plan_of(config, device, tuning), {}, 0};
   Plan& plan = step.plan;
   const auto refuse = [&](std::string why) {
     plan.refusal = std::move(why);
@@ -68,7 +69,7 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
     return refuse(
         format("fused decoding: %d multiprocessors are too few for steps of several rows of this model", plan.blocks));
   }
-  const int most = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
+  const int most = step.most_shared = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
   const int stages = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStepStages;
   for (p.stages = std::clamp(stages, kMinStepStages, kMaxStepStages); p.stages > kMinStepStages; --p.stages) {
     if (step_layout(p).bytes <= most) break;
@@ -97,7 +98,7 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
 template <typename S>
 Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
   Regions regions("fused steps: workspace");
-  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpSize) * kWarpSize);
+  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
   p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
   regions.want(&p.control, 1);
   regions.want(&p.x, std::int64_t{kStepRows} * p.x_stride);
@@ -187,7 +188,8 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
   p.host = &state_->host();
   p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
   p.instruments = {false, tuning.lose_an_arrival, nullptr};
-  cuda::check(cudaFuncSetAttribute(state_->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, state_->shared_bytes),
+  // All there is: models of other sizes have the same kernel.
+  cuda::check(cudaFuncSetAttribute(state_->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
               "fused steps");
 
   std::vector<Layer<S, S>> layers;

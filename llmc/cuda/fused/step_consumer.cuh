@@ -18,6 +18,7 @@
 #include "llmc/cuda/fused/step_parameters.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/hw/warp_fold.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/gelu.cuh"
 #include "llmc/cuda/op/swiglu.cuh"
@@ -25,6 +26,12 @@
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
+
+__device__ inline void store_shared(unsigned address, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 
 // kParallel: the parallel residual; otherwise one branch follows the other, and there may be SwiGLU, RMSNorm and grouped queries.
 template <typename S, bool kParallel>
@@ -35,7 +42,6 @@ struct StepConsumer {
   struct Operand {
     uint4 at[kWarpTiles][2];
   };
-  static constexpr int kInputs = kWarpTiles * 2 * kLaneElements;
 
   const Block<Variant>& c;
   const StepParameters<S>& p;
@@ -230,90 +236,114 @@ struct StepConsumer {
       }
     }
   }
-  __device__ __forceinline__ std::int32_t id_of_row() const {
-    const std::int32_t id = p.row[act].id;
-    return id < 0 ? p.last_ids[-1 - id] : id;
+  // ---- the residual stream
+  // Of every row of the step 8 neighbouring elements a lane, those of piece `column()`: the lanes of a warp then share its weights
+  // of a norm, and one row costs an eighth of eight.
+  using Columns = float[kStepRows][kLaneElements];
+  __device__ __forceinline__ int column() const {
+    return warp_k * kWarpSize + lane;
   }
-  // This lane's elements of the residual stream: of the embedding in the first layer.
-  __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
+  __device__ __forceinline__ bool has_column() const {
+    return column() * kLaneElements < p.C;
+  }
+  __device__ __forceinline__ const S* embedding_of(int row) const {
+    const std::int32_t id = p.row[row].id;
+    return p.embedding + static_cast<std::int64_t>(id < 0 ? p.last_ids[-1 - id] : id) * p.C;
+  }
+  // Of the embedding in the first layer.
+  __device__ __forceinline__ void load_residual(int l, Columns& x) {
     if (l > 0) {
       load_tagged(p.x, step, x);
     } else {
-      const S* embedding = p.embedding + static_cast<std::int64_t>(id_of_row()) * p.C;
 #pragma unroll
-      for (int k = 0; k < 2 * kWarpTiles; ++k) {
-        const int first = piece(k / 2, k % 2) * kLaneElements;
+      for (int r = 0; r < kStepRows; ++r) {
         uint4 packed = make_uint4(0, 0, 0, 0);
-        if (act < p.step_rows && first < p.C) packed = __ldg(reinterpret_cast<const uint4*>(embedding + first));
-        widen<S>(packed, x + k * kLaneElements);
+        if (r < p.step_rows && has_column()) {
+          packed = __ldg(reinterpret_cast<const uint4*>(embedding_of(r) + column() * kLaneElements));
+        }
+        widen<S>(packed, x[r]);
       }
       const int row = own.out.begin + kTileRows * warp + slice;
-      if (row < own.out.end) x_own = to_float(embedding[row]);
+      if (row < own.out.end) x_own = to_float(embedding_of(act)[row]);
     }
     stamp(l, FusedPhase::x_here);
   }
-  // The same from p.x or p.x_mid, as soon as it is of step `wanted`; loads again only what is not.
-  __device__ __forceinline__ void load_tagged(const TaggedValue* vectors, unsigned wanted, float (&x)[kInputs]) const {
-    constexpr int kLoads = 4 * kWarpTiles;
+  // From p.x or p.x_mid, as soon as it is of step `wanted`. Loads again only what is not, and while nothing comes only one of
+  // many loads: 8 rows are 80 KB a block, and all blocks wait at the same time.
+  __device__ __forceinline__ void load_tagged(const TaggedValue* vectors, unsigned wanted, Columns& x) const {
+    constexpr int kLoads = 2 * kStepRows, kFew = 4;
     uint4 values[kLoads] = {};
-    unsigned missing = 0;
-    if (act < p.step_rows) {
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) missing |= piece(k / 4, k / 2 % 2) * kLaneElements < p.C ? 1u << k : 0;
-    }
-    const TaggedValue* from = vectors + act * p.x_stride + warp_k * kWarpElements + slice * 4;
+    unsigned missing = has_column() ? (1u << 2 * p.step_rows) - 1 : 0, asked = missing;
+    const TaggedValue* from = vectors + warp_k * kWarpElements + lane * 4;
     c.wait_for([&] {
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
-        if ((missing >> k & 1) != 0) values[k] = load_relaxed_x4(from + 16 * k);
+        if ((asked >> k & 1) != 0) values[k] = load_relaxed_x4(from + k / 2 * p.x_stride + k % 2 * (kWarpElements / 2));
       }
+      const unsigned before = missing;
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
         const uint4 v = values[k];
-        if (has_tag(v.x, wanted) && has_tag(v.y, wanted) && has_tag(v.z, wanted) && has_tag(v.w, wanted))
-          missing &= ~(1u << k);
+        const bool complete =
+            has_tag(v.x, wanted) && has_tag(v.y, wanted) && has_tag(v.z, wanted) && has_tag(v.w, wanted);
+        if (complete) missing &= ~(1u << k);
       }
+      asked = missing != before || __popc(missing) <= kFew ? missing : missing & (0 - missing);
       return missing == 0;
     });
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      x[4 * k] = untagged(values[k].x);
-      x[4 * k + 1] = untagged(values[k].y);
-      x[4 * k + 2] = untagged(values[k].z);
-      x[4 * k + 3] = untagged(values[k].w);
+      float* to = x[k / 2] + k % 2 * 4;
+      to[0] = untagged(values[k].x);
+      to[1] = untagged(values[k].y);
+      to[2] = untagged(values[k].z);
+      to[3] = untagged(values[k].w);
     }
   }
 
   // ---- norms
-  struct Moments {
-    float mean, rstd;
+  struct NormWeight {
+    uint4 weight, bias;
   };
-  // Of row `act`. Each warp takes the moments of its own elements, and those of all warps are combined, as moments_of() in
-  // norm.cuh does.
-  __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs]) {
+  // Early: while x is waited for. RMSNorm has no bias.
+  __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const {
+    const auto get = [&](const S* from) {
+      return has_column() && from != nullptr ? load_early(reinterpret_cast<const uint4*>(from) + column())
+                                             : make_uint4(0, 0, 0, 0);
+    };
+    return {get(weight), get(bias)};
+  }
+  // x becomes (x - mean) / sqrt(variance + eps), row by row. Each warp takes the moments of its own elements, and those of all
+  // warps are combined, as moments_of() in norm.cuh does; lanes 4 r ... 4 r + 3 do it for row r.
+  __device__ __forceinline__ void standardize(Columns& x) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
     };
-    const auto over_slices = [](float value) {
-      value += __shfl_xor_sync(~0u, value, 1);
-      return value + __shfl_xor_sync(~0u, value, 2);
-    };
+    const bool rms = !kParallel && p.rms;  // 0 for every mean
     const float count = elements_of(warp_k), C = static_cast<float>(p.C);
-    float sum = 0, squares = 0;
+    float sums[kStepRows], own_mean = 0;
+    if (count > 0 && !rms) {
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
-    const bool rms = !kParallel && p.rms;           // 0 for every mean
-    const float own_mean = count > 0 && !rms ? over_slices(sum) / count : 0.0f;
+      for (int r = 0; r < kStepRows; ++r) {
+        sums[r] = 0;
 #pragma unroll
-    for (int k = 0; k < 2 * kWarpTiles; ++k) {
-      if (piece(k / 2, k % 2) * kLaneElements >= p.C) continue;
+        for (int j = 0; j < kLaneElements; ++j) sums[r] += x[r][j];  // 0 outside
+      }
+      own_mean = warp_fold(sums, lane) / count;
+    }
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+      sums[r] = 0;
+      if (r >= p.step_rows) continue;
+      const float mean = __shfl_sync(~0u, own_mean, 4 * r);
+      if (!has_column()) continue;
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
-        const float d = x[k * kLaneElements + j] - own_mean;
-        squares = fmaf(d, d, squares);
+        const float d = x[r][j] - mean;
+        sums[r] = fmaf(d, d, sums[r]);
       }
     }
-    squares = over_slices(squares);
+    const float squares = warp_fold(sums, lane);
     float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kStepRows;
     moment_buffer ^= 1;
     if (slice == 0) of_warps[warp * kStepRows + act] = make_float2(own_mean, squares);
@@ -331,41 +361,46 @@ struct StepConsumer {
       const float off = moments[k].x - mean;
       if (k < p.warps_k) total += fmaf(off * off, elements_of(k), moments[k].y);
     }
-    return {mean, rsqrtf(total / C + p.eps)};
-  }
-  // first = norm1(x), second = norm2(x), rounded, by the weights and biases that the next chunk holds one after another; RMSNorm
-  // has no biases.
-  template <bool kBoth>
-  __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
-    const auto [mean, rstd] = moments_of(x);
-    const unsigned chunk = begin_chunk();
+    const float rstd = rsqrtf(total / C + p.eps);
 #pragma unroll
-    for (int k = 0; k < 2 * kWarpTiles; ++k) {
-      const int of_row = piece(k / 2, k % 2);
-      uint4 out[2] = {};
-      if (of_row * kLaneElements < p.C) {
-        float centred[kLaneElements];
+    for (int r = 0; r < kStepRows; ++r) {
+      if (r >= p.step_rows) continue;
+      const float of_row = __shfl_sync(~0u, mean, 4 * r), factor = __shfl_sync(~0u, rstd, 4 * r);
 #pragma unroll
-        for (int j = 0; j < kLaneElements; ++j) centred[j] = (x[k * kLaneElements + j] - mean) * rstd;
-#pragma unroll
-        for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
-          float w[kLaneElements], b[kLaneElements];
-          widen<S>(load_shared(chunk + (2 * n * p.C + of_row * kLaneElements) * 2), w);
-          if (kParallel || !p.rms) {
-            widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
-          } else {
-            widen<S>(make_uint4(0, 0, 0, 0), b);
-          }
-          float y[kLaneElements];
-#pragma unroll
-          for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(centred[j], w[j], b[j]);
-          out[n] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
-        }
-      }
-      first.at[k / 2][k % 2] = out[0];
-      if constexpr (kBoth) second.at[k / 2][k % 2] = out[1];
+      for (int j = 0; j < kLaneElements; ++j) x[r][j] = (x[r][j] - of_row) * factor;
     }
-    end_chunk();
+  }
+  // Standardized rows times weight plus bias, rounded, as an operand. Lanes exchange their pieces through shared memory, 4 rows at
+  // a time: where the partial sums lie, so a barrier must follow.
+  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, Operand& out) const {
+    constexpr int kRowBytes = kTransposeBytes / 4;
+    const unsigned scratch = c.ring + at.partials + warp * kTransposeBytes;
+    float w[kLaneElements], b[kLaneElements];
+    widen<S>(n.weight, w);
+    widen<S>(n.bias, b);
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpTiles; ++i) out.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int first = 0; first < kStepRows; first += 4) {
+      if (first >= p.step_rows) break;
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        if (first + r >= p.step_rows) break;
+        float y[kLaneElements];
+#pragma unroll
+        for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(x[first + r][j], w[j], b[j]);
+        store_shared(scratch + r * kRowBytes + lane * 16,
+                     make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7])));
+      }
+      __syncwarp();
+      if (act / 4 * 4 != first || act >= p.step_rows) continue;
+#pragma unroll
+      for (int i = 0; i < 2 * kWarpTiles; ++i) {
+        if (piece(i / 2, i % 2) * kLaneElements >= p.C) continue;
+        out.at[i / 2][i % 2] = load_shared(scratch + act % 4 * kRowBytes + (4 * i + slice) * 16);
+      }
+    }
   }
 
   // ---- step_attention.cuh
@@ -432,9 +467,16 @@ struct StepConsumer {
     Operand input;
     {
       Operand mlp_input;
-      float x[kInputs];
-      load_residual(l, x);
-      normalize<true>(x, input, mlp_input);
+      {
+        const NormWeight norm1 = load_norm(w.norm1_weight, w.norm1_bias),
+                         norm2 = load_norm(w.norm2_weight, w.norm2_bias);
+        Columns x;
+        load_residual(l, x);
+        standardize(x);
+        apply_norm(norm1, x, input);
+        apply_norm(norm2, x, mlp_input);
+        sync();
+      }
       stamp(l, FusedPhase::norms_done);
       qkv_rows(l, input);
       hidden_rows(l, mlp_input);
@@ -458,9 +500,12 @@ struct StepConsumer {
     const int rows = own.out.end - own.out.begin;
     Operand input;
     {
-      float x[kInputs];
+      const NormWeight norm = load_norm(w.norm1_weight, w.norm1_bias);
+      Columns x;
       load_residual(l, x);
-      normalize<false>(x, input, input);
+      standardize(x);
+      apply_norm(norm, x, input);
+      sync();
     }
     stamp(l, FusedPhase::norms_done);
     qkv_rows(l, input);
@@ -473,10 +518,13 @@ struct StepConsumer {
       stamp(l, FusedPhase::middle_written);
     }
     {
-      float x[kInputs];
+      const NormWeight norm = load_norm(w.norm2_weight, w.norm2_bias);
+      Columns x;
       load_tagged(p.x_mid, step + 1, x);
       stamp(l, FusedPhase::middle_here);
-      normalize<false>(x, input, input);
+      standardize(x);
+      apply_norm(norm, x, input);
+      sync();
     }
     hidden_rows(l, input);
     if (rows <= 0) return;
@@ -488,10 +536,13 @@ struct StepConsumer {
     stamp(l, FusedPhase::x_written);
   }
   __device__ __forceinline__ void run_head() {
-    float x[kInputs];
+    const NormWeight norm = load_norm(layers[p.L].norm1_weight, layers[p.L].norm1_bias);
+    Columns x;
     load_residual(p.L, x);
+    standardize(x);
     Operand input;
-    normalize<false>(x, input, input);
+    apply_norm(norm, x, input);
+    sync();
     stamp(p.L, FusedPhase::norms_done);
     const int logits_row = p.row[act].logits;
     float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;

@@ -20,24 +20,6 @@ struct StepProducer {
   __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
   __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
 
-  // Vectors of C elements, one after another, those that there are.
-  template <int kCount>
-  __device__ bool vectors(const S* const (&from)[kCount]) {
-    if (!ring.acquire()) return false;
-    const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
-    unsigned there = 0;
-    for (const S* vector : from) there += vector != nullptr ? 1 : 0;
-    hopper::mbarrier_arrive_expect(full(), there * bytes);
-    unsigned to = stage();
-    for (const S* vector : from) {
-      if (vector == nullptr) continue;
-      hopper::bulk_load(to, vector, bytes, full());
-      to += bytes;
-    }
-    ring.issued();
-    return true;
-  }
-
   // Keys and values of the positions of this block's items that lie in pages, chunk_positions a stage.
   __device__ bool pages(int layer) {
     const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
@@ -75,14 +57,11 @@ struct StepProducer {
     const auto all = [&](const S* matrix, RowRange rows, int width) {
       return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
     };
+    if (!all(w.qkv, own.qkv, p.C)) return false;
     if constexpr (kParallel) {
-      return vectors({w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias}) && all(w.qkv, own.qkv, p.C) &&
-             all(w.up, own.up, p.C) && pages(l) && down(w, own.out) && all(w.dense, own.out, p.q_size);
+      return all(w.up, own.up, p.C) && pages(l) && down(w, own.out) && all(w.dense, own.out, p.q_size);
     }
-    if (!vectors({w.norm1_weight, w.norm1_bias}) || !all(w.qkv, own.qkv, p.C) || !pages(l) ||
-        !all(w.dense, own.out, p.q_size) || !vectors({w.norm2_weight, w.norm2_bias})) {
-      return false;
-    }
+    if (!pages(l) || !all(w.dense, own.out, p.q_size)) return false;
     const bool good = p.gated ? ring.gated_rows(w.up, own.up, chunk_rows / 2) : all(w.up, own.up, p.C);
     return good && down(w, own.out);
   }
@@ -96,9 +75,8 @@ struct StepProducer {
   __device__ void run(const BlockRows& own) {
     bool more = true;
     for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
-    const Layer& last = ring.layers[p.L];
-    if (more && p.logits != nullptr && vectors({last.norm1_weight, last.norm1_bias})) {
-      ring.part_rows(last.qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
+    if (more && p.logits != nullptr) {
+      ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
     }
     // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
     for (; ring.in_flight > 0; --ring.in_flight) {
