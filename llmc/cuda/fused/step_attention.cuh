@@ -105,7 +105,7 @@ __device__ __forceinline__ void StepConsumer<S, kParallel>::attend_item(const St
 template <typename S, bool kParallel>
 __device__ __forceinline__ void StepConsumer<S, kParallel>::attend(int layer) {
   StepItem item;
-  for (int index = c.block; item_at(p, index, item); index += c.blocks, ++items) {
+  for (int round = 0; item_at(p, c.block, c.blocks, round, item); ++round, ++items) {
     const int slot = static_cast<int>(items % kItemSlots);
     c.wait_barrier(c.query_here + 8 * slot, items / kItemSlots & 1);
     stamp(layer, FusedPhase::query_here);
@@ -167,7 +167,7 @@ struct StepHelper {
         for (int u = 0; u < kAhead; ++u) {
           const int e = min(first + u * kSpan, wanted - 4), vector = e / HS - 1;
           const int of_row = vector < 0 ? item.row : first_key + vector / 2;
-          const int begin = vector < 0        ? item.head * p.q_stride
+          const int begin = vector < 0        ? kv_head * p.q_stride + item.head % p.group * HS
                             : vector % 2 == 0 ? kv_head * p.kv_stride + p.key_begin
                                               : kv_head * p.kv_stride + p.value_begin;
           v[u] = load_relaxed_x4(p.qkv + of_row * p.qkv_stride + begin + e % HS);
@@ -306,27 +306,28 @@ struct StepHelper {
         store_relaxed(to, pack<S>(merged[0] / total, merged[1] / total));
       }
     }
-    if (item.split < item.splits - 1) return true;
-    __syncwarp();
-    if (lane == 0) add_release(&p.control->attention.value, 1);
     return true;
   }
 
-  // The next item is prepared before the last one's states are waited for.
+  // The next item is prepared before the last one's states are waited for. One addition announces the heads of a layer: each
+  // would wait until what was stored before it has arrived.
   __device__ void run() {
     unsigned items = 0;
     for (int l = 0; l < p.L; ++l) {
       const unsigned step = p.first_step + static_cast<unsigned>(l) + 1;
       StepItem item, next;
-      int index = c.block;
-      if (!item_at(p, index, item)) return;
+      if (!item_at(p, c.block, c.blocks, 0, item)) return;
       if (!prepare(l, item, static_cast<int>(items % kItemSlots), step)) return;
-      for (bool more = true; more; item = next, ++items) {
-        index += c.blocks;
-        more = item_at(p, index, next);
+      unsigned heads = 0;
+      int round = 1;
+      for (bool more = true; more; item = next, ++items, ++round) {
+        more = item_at(p, c.block, c.blocks, round, next);
         if (more && !prepare(l, next, static_cast<int>((items + 1) % kItemSlots), step)) return;
         if (!collect(item, static_cast<int>(items % kItemSlots), items / kItemSlots & 1, step)) return;
+        heads += item.split == item.splits - 1 ? 1 : 0;
       }
+      __syncwarp();
+      if (lane == 0 && heads > 0) add_release(&p.control->attention.value, heads);
     }
   }
 };

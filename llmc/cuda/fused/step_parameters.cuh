@@ -52,9 +52,11 @@ __host__ __device__ inline int step_splits(int position, int max_splits) {
 struct StepItem {
   int row, head, split, splits;
 };
-// Item `index` of a layer, the same in every layer; false if there are fewer.
+// Item `round` of a block in a layer, the same in every layer; false if it has fewer. Each round the blocks move on by one: the
+// last splits of heads, which merge the others, are not always with the same blocks.
 template <typename S>
-__device__ inline bool item_at(const StepParameters<S>& p, int index, StepItem& item) {
+__device__ inline bool item_at(const StepParameters<S>& p, int block, int blocks, int round, StepItem& item) {
+  int index = round * blocks + (block + round) % blocks;
   for (int row = 0; row < p.step_rows; ++row) {
     const int splits = step_splits(p.row[row].position, p.max_splits), items = p.NH * splits;
     if (index < items) {

@@ -25,7 +25,7 @@ struct StepProducer {
     const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
     const int position_bytes = p.HS * static_cast<int>(sizeof(S));
     StepItem item;
-    for (int index = ring.c.block; item_at(p, index, item); index += ring.c.blocks) {
+    for (int round = 0; item_at(p, ring.c.block, ring.c.blocks, round, item); ++round) {
       const ItemPositions positions = positions_of_item(p, item);
       const int end = min(positions.end, positions.cached), kv_head = item.head / p.group;
       const std::int32_t* table = p.pages + p.row[item.row].table;
