@@ -1456,7 +1456,7 @@ GPU = [
            "const int splits = step_splits(p.row[row].position * p.step_rows, p.max_splits), items",
            ("gpu:FusedStep.BitsOfARow*",)),
     Mutant("GPU: a step's rows of one sequence take each for the first", "llmc/cuda/transformer/inference_step.cu",
-           "if (r > 0 && all[r].table == all[r - 1].table) all[r].first = all[r - 1].first;", "",
+           "all[r].first = all[r - 1].first;", "all[r].first = static_cast<std::int32_t>(r);",
            ("gpu:FusedStep.MatchesTheCpuAtEveryShape",)),
     Mutant("GPU: a step's tile adds the halves that do not belong together", "llmc/cuda/fused/step_consumer.cuh",
            "((sums[0][0] + sums[0][3])", "((sums[0][0] + sums[0][2])", ("gpu:FusedStep.MatchesTheCpuAtEveryShape",)),

@@ -3,11 +3,11 @@
 // Consumers multiply on tensor cores (step_consumer.cuh), 4 rows of a matrix by 8 rows of activations at a time, whether the step
 // has 8 or fewer: a further row costs no time there. A chunk of the ring has 4 rows of at most hidden_size elements for each group
 // of warps; MLP-down comes in parts as wide as that, so that the activations of a part stay in registers: 16-bit values, as the
-// model that runs launch by launch stores them.
+// model that runs launch by launch stores them. The norms' weights come through the ring, too.
 //
 // Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). The MLP's hidden rows and attention's output
 // are four times as much for 8 rows as for the exchange to hide, so they are exchanged in 16 bits, which have no bit to spare for
-// a tag: a counter announces them. With the parallel residual both waits are hidden, by attention and by MLP-down.
+// a tag: a counter announces them. Both waits are hidden, by attention and by MLP-down.
 //
 // An item of attention is a row, a head and a split of the row's positions. The keys of the step's own rows come from the blocks
 // that computed them, not from the pages: so several positions of one sequence see each other, and a page is written by one block
@@ -53,14 +53,12 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
   };
   if (!plan.refusal.empty()) return step;
   if (config.quantization.any()) return refuse("steps of several rows have no fused kernel for quantised weights");
-  if (plan.shape.row_loads != 1) {
-    return refuse(format("steps of several rows have a fused kernel for rows of up to 2560 elements, got %lld",
-                         static_cast<long long>(std::max(config.hidden_size, config.q_size()))));
+  if (plan.sequential) {
+    return refuse("steps of several rows have a fused kernel for the parallel residual of GPT-NeoX only");
   }
-  if (plan.sequential) {  // the rows of the MLP's first matrix are exchanged at once, not in two parts
-    for (int b = 0; b < plan.blocks; ++b) {
-      plan.rows[static_cast<std::size_t>(b)].up = share_of(config.ffn_size, b, plan.blocks);
-    }
+  if (plan.shape.row_loads != 1) {
+    return refuse(format("steps of several rows have a fused kernel for a hidden_size up to 2560, got %lld",
+                         static_cast<long long>(config.hidden_size)));
   }
   Sizes& p = plan.sizes;
   const int batch = kTileRows * p.warps_k * p.warps_r;
@@ -83,14 +81,13 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
   p.window = std::clamp((window + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
 
   SequentialSizes& s = plan.sequential_sizes;
-  s.chunk_positions = p.stage_bytes / (4 * p.HS);
-  if (plan.sequential) return step;
   s.NKV = p.NH;
   s.group = 1;
-  s.q_size = p.C;
+  s.q_size = static_cast<int>(config.q_size());
   s.q_stride = s.kv_stride = 3 * p.HS;
   s.key_begin = p.HS;
   s.value_begin = 2 * p.HS;
+  s.chunk_positions = p.stage_bytes / (4 * p.HS);
   return step;
 }
 
@@ -98,11 +95,10 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
 template <typename S>
 Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
   Regions regions("fused steps: workspace");
-  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpElements) * kWarpElements);
+  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpSize) * kWarpSize);
   p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
   regions.want(&p.control, 1);
   regions.want(&p.x, std::int64_t{kStepRows} * p.x_stride);
-  regions.want(&p.x_mid, std::int64_t{kStepRows} * p.x_stride);
   regions.want(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);
   regions.want(&p.splits, kStepRows * config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
   regions.want(&p.hidden, kStepRows * config.ffn_size);
@@ -124,7 +120,6 @@ struct FusedStep<S>::State {
   FusedTuning tuning;
   cudaStream_t stream;
   int blocks, threads, shared_bytes;
-  const void* kernel;
   StepParameters<S> parameters{};
   Regions regions;
   DeviceArena workspace;
@@ -138,7 +133,6 @@ struct FusedStep<S>::State {
         blocks(step.plan.blocks),
         threads((step.plan.shape.warps_k * step.plan.shape.warps_r + 2) * kWarpSize),
         shared_bytes(step.layout.bytes),
-        kernel(step.plan.sequential ? fused_step_kernel_of<S, false>() : fused_step_kernel_of<S, true>()),
         regions(plan_workspace(model, blocks, parameters)),
         workspace(regions.plan()),
         host_memory(sizeof(HostWords)) {
@@ -175,7 +169,6 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
   StepParameters<S>& p = state_->parameters;
   static_cast<Sizes&>(p) = step.plan.sizes;
   static_cast<SequentialSizes&>(p) = step.plan.sequential_sizes;
-  p.part = static_cast<int>(std::max(config.hidden_size, config.q_size()));
   p.embedding = weights.embedding;
   p.keys = cache.keys;
   p.values = cache.values;
@@ -189,8 +182,9 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
   p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
   p.instruments = {false, tuning.lose_an_arrival, nullptr};
   // All there is: models of other sizes have the same kernel.
-  cuda::check(cudaFuncSetAttribute(state_->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
-              "fused steps");
+  cuda::check(
+      cudaFuncSetAttribute(fused_step_kernel_of<S>(), cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
+      "fused steps");
 
   std::vector<Layer<S, S>> layers;
   for (const NeoxLayerWeights<S, S>& w : weights.layers) {
@@ -245,7 +239,7 @@ void FusedStep<S>::launch(std::span<const FusedStepRow> rows, const std::int32_t
       launch_config(dim3(static_cast<unsigned>(s.blocks)), dim3(static_cast<unsigned>(s.threads)),
                     static_cast<std::size_t>(s.shared_bytes), s.stream, cooperative);
   void* arguments[] = {&p};
-  cuda::check(cudaLaunchKernelExC(&launch, s.kernel, arguments), "fused steps");
+  cuda::check(cudaLaunchKernelExC(&launch, fused_step_kernel_of<S>(), arguments), "fused steps");
   p.first_step += static_cast<unsigned>(p.L);
   p.attention_before += static_cast<unsigned>(p.step_rows * p.NH * p.L);
 }

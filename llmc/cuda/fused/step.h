@@ -24,8 +24,8 @@ namespace weft::cuda {
 
 inline constexpr std::int64_t kFusedStepRows = 8;
 
-// Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can: a model that FusedDecode can run,
-// with rows of up to 2560 elements.
+// Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can: a GPT-NeoX with the parallel
+// residual and a hidden_size up to 2560 that FusedDecode can run.
 std::string fused_step_refusal(const ModelConfig& config, const Device& device);
 
 // A row of a step. Rows of one sequence follow each other, in the order of their positions.

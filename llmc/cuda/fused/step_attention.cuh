@@ -14,8 +14,8 @@ namespace weft::cuda::fused {
 // ---- the consumers --------------------------------------------------------------------------------------------------
 
 // As Consumer::SoftmaxState.
-template <typename S, bool kParallel>
-struct StepConsumer<S, kParallel>::SoftmaxState {
+template <typename S>
+struct StepConsumer<S>::SoftmaxState {
   float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
 
   // Two positions more; a score of -INFINITY leaves one out.
@@ -35,9 +35,9 @@ struct StepConsumer<S, kParallel>::SoftmaxState {
 
 // From the query that the helper left in shared memory to a softmax state for each warp, which the helper merges; kLanes lanes
 // share a position.
-template <typename S, bool kParallel>
+template <typename S>
 template <int kLanes>
-__device__ __forceinline__ void StepConsumer<S, kParallel>::attend_item(const StepItem& item, int slot) {
+__device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& item, int slot) {
   constexpr int kGroups = kWarpSize / kLanes;
   const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, lane_bytes = lane % kLanes * 16;
   const bool active = lane % kLanes * kLaneElements < HS;
@@ -102,8 +102,8 @@ __device__ __forceinline__ void StepConsumer<S, kParallel>::attend_item(const St
   if (lane == 0) state[0] = r.largest, state[1] = r.sum;
 }
 
-template <typename S, bool kParallel>
-__device__ __forceinline__ void StepConsumer<S, kParallel>::attend(int layer) {
+template <typename S>
+__device__ __forceinline__ void StepConsumer<S>::attend(int layer) {
   StepItem item;
   for (int round = 0; item_at(p, c.block, c.blocks, round, item); ++round, ++items) {
     const int slot = static_cast<int>(items % kItemSlots);
@@ -144,7 +144,7 @@ struct StepHelper {
   // the pages hold them. The item of the last split moves those of its own row to their page.
   __device__ bool prepare(int layer, const StepItem& item, int slot, unsigned step) {
     constexpr int kAhead = 4, kSpan = 4 * kWarpSize;
-    const int HS = p.HS, half = p.rope_half, kv_head = item.head / p.group;
+    const int HS = p.HS, half = p.rope_half;
     const FusedStepRow& row = p.row[item.row];
     const ItemPositions positions = positions_of_item(p, item);
     const bool newest = item.split == item.splits - 1, in_step = positions.end > positions.cached;
@@ -167,9 +167,9 @@ struct StepHelper {
         for (int u = 0; u < kAhead; ++u) {
           const int e = min(first + u * kSpan, wanted - 4), vector = e / HS - 1;
           const int of_row = vector < 0 ? item.row : first_key + vector / 2;
-          const int begin = vector < 0        ? kv_head * p.q_stride + item.head % p.group * HS
-                            : vector % 2 == 0 ? kv_head * p.kv_stride + p.key_begin
-                                              : kv_head * p.kv_stride + p.value_begin;
+          const int begin = vector < 0        ? item.head * p.q_stride
+                            : vector % 2 == 0 ? item.head * p.kv_stride + p.key_begin
+                                              : item.head * p.kv_stride + p.value_begin;
           v[u] = load_relaxed_x4(p.qkv + of_row * p.qkv_stride + begin + e % HS);
         }
 #pragma unroll
@@ -209,9 +209,9 @@ struct StepHelper {
       wanted_keys[e] = from_float<S>(rotated(raw + (1 + key) * HS, e % HS, position));
     }
     __syncwarp();
-    if (newest && item.head % p.group == 0) {
+    if (newest) {
       const std::int64_t page =
-          static_cast<std::int64_t>(p.pages[row.table + row.position / p.page_size]) * p.NKV + kv_head;
+          static_cast<std::int64_t>(p.pages[row.table + row.position / p.page_size]) * p.NKV + item.head;
       const std::int64_t to = p.capacity * p.NKV * HS * layer + (page * p.page_size + row.position % p.page_size) * HS;
       const int pieces = HS / kLaneElements, from = (item.row - row.first) * HS;
       for (int i = lane; i < 2 * pieces; i += kWarpSize) {

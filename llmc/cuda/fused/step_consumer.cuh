@@ -18,23 +18,14 @@
 #include "llmc/cuda/fused/step_parameters.cuh"
 #include "llmc/cuda/fused/timeline.h"
 #include "llmc/cuda/hw/ring.cuh"
-#include "llmc/cuda/hw/warp_fold.cuh"
 #include "llmc/cuda/op/attention/mma.cuh"
 #include "llmc/cuda/op/gelu.cuh"
-#include "llmc/cuda/op/swiglu.cuh"
 
 namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-__device__ inline void store_shared(unsigned address, const uint4& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
-               : "memory");
-}
-
-// kParallel: the parallel residual; otherwise one branch follows the other, and there may be SwiGLU, RMSNorm and grouped queries.
-template <typename S, bool kParallel>
+template <typename S>
 struct StepConsumer {
   using Variant = StepVariant<S>;
   using Layer = typename Block<Variant>::Layer;
@@ -42,6 +33,7 @@ struct StepConsumer {
   struct Operand {
     uint4 at[kWarpTiles][2];
   };
+  static constexpr int kInputs = kWarpTiles * 2 * kLaneElements;
 
   const Block<Variant>& c;
   const StepParameters<S>& p;
@@ -155,24 +147,21 @@ struct StepConsumer {
       keep(chunk + 1, multiply_tiles(a, w[1]));
     }
   }
-  // The sum of row `row` of a batch with row `act`, of the warps' partial sums in their order.
-  __device__ __forceinline__ float sum_of(int row) const {
-    const int place = row / kTileRows * kWarpSize + act * 4 + row % kTileRows;
-    float of_warp[kMaxWarps];  // loaded side by side
-#pragma unroll
-    for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[place] : 0.0f;
-    float sum = of_warp[0];
-#pragma unroll
-    for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
-    return sum;
-  }
-  // Calls finish(row, sum) in one thread for each row of the batch and each row `act`, those that the step has not included. One
-  // barrier: the next partial sums go to the other buffer.
+  // Adds the partial sums of the warps in their order and calls finish(row, sum): in one thread for each row of the batch and
+  // each row `act`, those that the step has not included. One barrier: the next partial sums go to the other buffer.
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
     sync();
     const int row = kTileRows * warp + slice;
-    if (row < rows) finish(row, sum_of(row));
+    if (row < rows) {
+      float of_warp[kMaxWarps];  // loaded side by side
+#pragma unroll
+      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[thread] : 0.0f;
+      float sum = of_warp[0];
+#pragma unroll
+      for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
+      finish(row, sum);
+    }
     partial_buffer ^= 1;
   }
   // All rows of a matrix of `width` columns, a batch at a time: store(row, sum with bias).
@@ -198,29 +187,6 @@ struct StepConsumer {
     return low;
   }
 
-  // Rows of the MLP's first matrix and its function, rounded, to p.hidden.
-  __device__ __forceinline__ void hidden_rows(int l, const Operand& a) {
-    const Layer& w = layers[l];
-    const auto store = [&](int row, float value) {
-      if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(value);
-    };
-    if (kParallel || !p.gated) {
-      all_rows(own.up, p.C, w.up_bias, a, [&](int row, float sum) { store(row, gelu_exact(sum)); });
-    } else {  // a chunk has `half` rows of gate and the same rows of up
-      const int half = kTileRows / 2 * p.warps_r, batch = kTileRows / 2 * warps;
-      for (int first = own.up.begin; first < own.up.end; first += batch) {
-        const int count = min(batch, own.up.end - first);
-        multiply((count + half - 1) / half * 2 * half, p.C, a, false);
-        sync();
-        const int row = kTileRows * warp + slice, tile_row = row / half * 2 * half + row % half;
-        if (row < count) store(first + row, swiglu<float>(sum_of(tile_row), sum_of(tile_row + half)));
-        partial_buffer ^= 1;
-      }
-    }
-    if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
-    stamp(l, FusedPhase::up_done);
-  }
-
   // ---- activations
   // Rows of 16-bit activations that a counter has announced, `stride` elements apart; `width` elements from `vectors` on.
   __device__ __forceinline__ void load_operand(Operand& a, const S* vectors, int stride, int width) const {
@@ -236,114 +202,88 @@ struct StepConsumer {
       }
     }
   }
-  // ---- the residual stream
-  // Of every row of the step 8 neighbouring elements a lane, those of piece `column()`: the lanes of a warp then share its weights
-  // of a norm, and one row costs an eighth of eight.
-  using Columns = float[kStepRows][kLaneElements];
-  __device__ __forceinline__ int column() const {
-    return warp_k * kWarpSize + lane;
+  __device__ __forceinline__ std::int32_t id_of_row() const {
+    const std::int32_t id = p.row[act].id;
+    return id < 0 ? p.last_ids[-1 - id] : id;
   }
-  __device__ __forceinline__ bool has_column() const {
-    return column() * kLaneElements < p.C;
-  }
-  __device__ __forceinline__ const S* embedding_of(int row) const {
-    const std::int32_t id = p.row[row].id;
-    return p.embedding + static_cast<std::int64_t>(id < 0 ? p.last_ids[-1 - id] : id) * p.C;
-  }
-  // Of the embedding in the first layer.
-  __device__ __forceinline__ void load_residual(int l, Columns& x) {
+  // This lane's elements of the residual stream: of the embedding in the first layer.
+  __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
     if (l > 0) {
-      load_tagged(p.x, step, x);
+      load_tagged(x);
     } else {
+      const S* embedding = p.embedding + static_cast<std::int64_t>(id_of_row()) * p.C;
 #pragma unroll
-      for (int r = 0; r < kStepRows; ++r) {
+      for (int k = 0; k < 2 * kWarpTiles; ++k) {
+        const int first = piece(k / 2, k % 2) * kLaneElements;
         uint4 packed = make_uint4(0, 0, 0, 0);
-        if (r < p.step_rows && has_column()) {
-          packed = __ldg(reinterpret_cast<const uint4*>(embedding_of(r) + column() * kLaneElements));
-        }
-        widen<S>(packed, x[r]);
+        if (act < p.step_rows && first < p.C) packed = __ldg(reinterpret_cast<const uint4*>(embedding + first));
+        widen<S>(packed, x + k * kLaneElements);
       }
       const int row = own.out.begin + kTileRows * warp + slice;
-      if (row < own.out.end) x_own = to_float(embedding_of(act)[row]);
+      if (row < own.out.end) x_own = to_float(embedding[row]);
     }
     stamp(l, FusedPhase::x_here);
   }
-  // From p.x or p.x_mid, as soon as it is of step `wanted`. Loads again only what is not, and while nothing comes only one of
-  // many loads: 8 rows are 80 KB a block, and all blocks wait at the same time.
-  __device__ __forceinline__ void load_tagged(const TaggedValue* vectors, unsigned wanted, Columns& x) const {
-    constexpr int kLoads = 2 * kStepRows, kFew = 4;
+  // The same from p.x, as soon as it is of layer `step`; loads again only what is not.
+  __device__ __forceinline__ void load_tagged(float (&x)[kInputs]) const {
+    constexpr int kLoads = 4 * kWarpTiles;
     uint4 values[kLoads] = {};
-    unsigned missing = has_column() ? (1u << 2 * p.step_rows) - 1 : 0, asked = missing;
-    const TaggedValue* from = vectors + warp_k * kWarpElements + lane * 4;
+    unsigned missing = 0;
+    if (act < p.step_rows) {
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) missing |= piece(k / 4, k / 2 % 2) * kLaneElements < p.C ? 1u << k : 0;
+    }
+    const TaggedValue* from = p.x + act * p.x_stride + warp_k * kWarpElements + slice * 4;
     c.wait_for([&] {
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
-        if ((asked >> k & 1) != 0) values[k] = load_relaxed_x4(from + k / 2 * p.x_stride + k % 2 * (kWarpElements / 2));
+        if ((missing >> k & 1) != 0) values[k] = load_relaxed_x4(from + 16 * k);
       }
-      const unsigned before = missing;
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
         const uint4 v = values[k];
-        const bool complete =
-            has_tag(v.x, wanted) && has_tag(v.y, wanted) && has_tag(v.z, wanted) && has_tag(v.w, wanted);
-        if (complete) missing &= ~(1u << k);
+        if (has_tag(v.x, step) && has_tag(v.y, step) && has_tag(v.z, step) && has_tag(v.w, step)) missing &= ~(1u << k);
       }
-      asked = missing != before || __popc(missing) <= kFew ? missing : missing & (0 - missing);
       return missing == 0;
     });
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      float* to = x[k / 2] + k % 2 * 4;
-      to[0] = untagged(values[k].x);
-      to[1] = untagged(values[k].y);
-      to[2] = untagged(values[k].z);
-      to[3] = untagged(values[k].w);
+      x[4 * k] = untagged(values[k].x);
+      x[4 * k + 1] = untagged(values[k].y);
+      x[4 * k + 2] = untagged(values[k].z);
+      x[4 * k + 3] = untagged(values[k].w);
     }
   }
 
   // ---- norms
-  struct NormWeight {
-    uint4 weight, bias;
+  struct Moments {
+    float mean, rstd;
   };
-  // Early: while x is waited for. RMSNorm has no bias.
-  __device__ __forceinline__ NormWeight load_norm(const S* weight, const S* bias) const {
-    const auto get = [&](const S* from) {
-      return has_column() && from != nullptr ? load_early(reinterpret_cast<const uint4*>(from) + column())
-                                             : make_uint4(0, 0, 0, 0);
-    };
-    return {get(weight), get(bias)};
-  }
-  // x becomes (x - mean) / sqrt(variance + eps), row by row. Each warp takes the moments of its own elements, and those of all
-  // warps are combined, as moments_of() in norm.cuh does; lanes 4 r ... 4 r + 3 do it for row r.
-  __device__ __forceinline__ void standardize(Columns& x) {
+  // Of row `act`. Each warp takes the moments of its own elements, and those of all warps are combined, as moments_of() in
+  // norm.cuh does.
+  __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs]) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
     };
-    const bool rms = !kParallel && p.rms;  // 0 for every mean
+    const auto over_slices = [](float value) {
+      value += __shfl_xor_sync(~0u, value, 1);
+      return value + __shfl_xor_sync(~0u, value, 2);
+    };
     const float count = elements_of(warp_k), C = static_cast<float>(p.C);
-    float sums[kStepRows], own_mean = 0;
-    if (count > 0 && !rms) {
+    float sum = 0, squares = 0;
 #pragma unroll
-      for (int r = 0; r < kStepRows; ++r) {
-        sums[r] = 0;
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    const float own_mean = count > 0 ? over_slices(sum) / count : 0.0f;
 #pragma unroll
-        for (int j = 0; j < kLaneElements; ++j) sums[r] += x[r][j];  // 0 outside
-      }
-      own_mean = warp_fold(sums, lane) / count;
-    }
-#pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
-      sums[r] = 0;
-      if (r >= p.step_rows) continue;
-      const float mean = __shfl_sync(~0u, own_mean, 4 * r);
-      if (!has_column()) continue;
+    for (int k = 0; k < 2 * kWarpTiles; ++k) {
+      if (piece(k / 2, k % 2) * kLaneElements >= p.C) continue;
 #pragma unroll
       for (int j = 0; j < kLaneElements; ++j) {
-        const float d = x[r][j] - mean;
-        sums[r] = fmaf(d, d, sums[r]);
+        const float d = x[k * kLaneElements + j] - own_mean;
+        squares = fmaf(d, d, squares);
       }
     }
-    const float squares = warp_fold(sums, lane);
+    squares = over_slices(squares);
     float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kStepRows;
     moment_buffer ^= 1;
     if (slice == 0) of_warps[warp * kStepRows + act] = make_float2(own_mean, squares);
@@ -361,46 +301,36 @@ struct StepConsumer {
       const float off = moments[k].x - mean;
       if (k < p.warps_k) total += fmaf(off * off, elements_of(k), moments[k].y);
     }
-    const float rstd = rsqrtf(total / C + p.eps);
-#pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
-      if (r >= p.step_rows) continue;
-      const float of_row = __shfl_sync(~0u, mean, 4 * r), factor = __shfl_sync(~0u, rstd, 4 * r);
-#pragma unroll
-      for (int j = 0; j < kLaneElements; ++j) x[r][j] = (x[r][j] - of_row) * factor;
-    }
+    return {mean, rsqrtf(total / C + p.eps)};
   }
-  // Standardized rows times weight plus bias, rounded, as an operand. Lanes exchange their pieces through shared memory, 4 rows at
-  // a time: where the partial sums lie, so a barrier must follow.
-  __device__ __forceinline__ void apply_norm(const NormWeight& n, const Columns& x, Operand& out) const {
-    constexpr int kRowBytes = kTransposeBytes / 4;
-    const unsigned scratch = c.ring + at.partials + warp * kTransposeBytes;
-    float w[kLaneElements], b[kLaneElements];
-    widen<S>(n.weight, w);
-    widen<S>(n.bias, b);
+  // first = norm1(x), second = norm2(x), rounded, by the weights and biases that the next chunk holds one after another.
+  template <bool kBoth>
+  __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
+    const auto [mean, rstd] = moments_of(x);
+    const unsigned chunk = begin_chunk();
 #pragma unroll
-    for (int i = 0; i < 2 * kWarpTiles; ++i) out.at[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
+    for (int k = 0; k < 2 * kWarpTiles; ++k) {
+      const int of_row = piece(k / 2, k % 2);
+      uint4 out[2] = {};
+      if (of_row * kLaneElements < p.C) {
+        float centred[kLaneElements];
 #pragma unroll
-    for (int first = 0; first < kStepRows; first += 4) {
-      if (first >= p.step_rows) break;
-      __syncwarp();
+        for (int j = 0; j < kLaneElements; ++j) centred[j] = (x[k * kLaneElements + j] - mean) * rstd;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        if (first + r >= p.step_rows) break;
-        float y[kLaneElements];
+        for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
+          float w[kLaneElements], b[kLaneElements];
+          widen<S>(load_shared(chunk + (2 * n * p.C + of_row * kLaneElements) * 2), w);
+          widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
+          float y[kLaneElements];
 #pragma unroll
-        for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(x[first + r][j], w[j], b[j]);
-        store_shared(scratch + r * kRowBytes + lane * 16,
-                     make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7])));
+          for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(centred[j], w[j], b[j]);
+          out[n] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
+        }
       }
-      __syncwarp();
-      if (act / 4 * 4 != first || act >= p.step_rows) continue;
-#pragma unroll
-      for (int i = 0; i < 2 * kWarpTiles; ++i) {
-        if (piece(i / 2, i % 2) * kLaneElements >= p.C) continue;
-        out.at[i / 2][i % 2] = load_shared(scratch + act % 4 * kRowBytes + (4 * i + slice) * 16);
-      }
+      first.at[k / 2][k % 2] = out[0];
+      if constexpr (kBoth) second.at[k / 2][k % 2] = out[1];
     }
+    end_chunk();
   }
 
   // ---- step_attention.cuh
@@ -411,138 +341,72 @@ struct StepConsumer {
 
   // ---- the order of a layer
   __device__ __forceinline__ void run() {
-    for (int l = 0; l < p.L; ++l) {
-      if constexpr (kParallel) {
-        run_parallel_layer(l);
-      } else {
-        run_sequential_layer(l);
-      }
-      ++step;
-    }
+    for (int l = 0; l < p.L; ++l) run_layer(l);
     if (p.logits != nullptr) run_head();
   }
-  __device__ __forceinline__ void qkv_rows(int l, const Operand& input) {
-    // Also of rows that the step has not: every tag tells its layer, however many rows the next launch has.
-    all_rows(own.qkv, p.C, layers[l].qkv_bias, input,
-             [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
-    stamp(l, FusedPhase::qkv_done);
-  }
-  __device__ __forceinline__ void await_hidden(Operand& first) const {
-    await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
-    load_operand(first, p.hidden, p.F, p.part);
-  }
-  __device__ __forceinline__ void await_attention(int l, Operand& attended) const {
-    const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
-    await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
-    load_operand(attended, p.attended, p.q_size, p.q_size);
-    stamp(l, FusedPhase::attention_here);
-  }
-  // MLP-down, a part of the columns at a time: the partial sums of rows of own.out. What is multiplied next is on its way
-  // meanwhile: the next part of the hidden rows, and in the end what load_next() brings. `input` holds the first part.
-  template <typename LoadNext>
-  __device__ __forceinline__ void down_rows(int rows, Operand& input, const LoadNext& load_next) {
-#pragma unroll 1
-    for (int begin = 0; begin < p.F; begin += p.part) {
-      Operand next;
-      if (begin + p.part < p.F) {
-        load_operand(next, p.hidden + begin + p.part, p.F, min(p.part, p.F - begin - p.part));
-      } else {
-        load_next(next);
-      }
-      multiply(rows, min(p.part, p.F - begin), input, begin > 0);
-      input = next;
-    }
-  }
-  // Adds the sums and the biases to the residual that this thread holds, and writes it to `stream`, p.x or p.x_mid.
-  __device__ __forceinline__ void residual_rows(int rows, TaggedValue* stream, float biases) {
-    finish_rows(rows, [&](int row, float sum) {
-      x_own += sum + biases;
-      store_relaxed(stream + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
-    });
-  }
-
-  // h' = h + attention(norm1(h)) + mlp(norm2(h)). Attention is computed between MLP-up and MLP-down.
-  __device__ __forceinline__ void run_parallel_layer(int l) {
+  // h' = h + attention(norm1(h)) + mlp(norm2(h)): the parallel residual.
+  __device__ __forceinline__ void run_layer(int l) {
     const Layer& w = layers[l];
     Operand input;
     {
       Operand mlp_input;
-      {
-        const NormWeight norm1 = load_norm(w.norm1_weight, w.norm1_bias),
-                         norm2 = load_norm(w.norm2_weight, w.norm2_bias);
-        Columns x;
-        load_residual(l, x);
-        standardize(x);
-        apply_norm(norm1, x, input);
-        apply_norm(norm2, x, mlp_input);
-        sync();
-      }
+      float x[kInputs];
+      load_residual(l, x);
+      normalize<true>(x, input, mlp_input);
       stamp(l, FusedPhase::norms_done);
-      qkv_rows(l, input);
-      hidden_rows(l, mlp_input);
+      // Also of rows that the step has not: every tag tells its layer, however many rows the next launch has.
+      all_rows(own.qkv, p.C, w.qkv_bias, input,
+               [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
+      stamp(l, FusedPhase::qkv_done);
+      all_rows(own.up, p.C, w.up_bias, mlp_input, [&](int row, float sum) {
+        if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
+      });
+      if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
+      stamp(l, FusedPhase::up_done);
     }
     attend(l);
+    output_rows(l, input);
+    ++step;
+  }
+  // MLP-down, a part of C columns at a time, and the output projection of the same rows, added to the residual. `input` is only
+  // scratch.
+  __device__ __forceinline__ void output_rows(int l, Operand& input) {
+    const Layer& w = layers[l];
     const int rows = own.out.end - own.out.begin;
     if (rows <= 0) return;
     const unsigned short down_bias = load_bias(w.down_bias, own.out.begin, rows),
                          dense_bias = load_bias(w.dense_bias, own.out.begin, rows);
-    await_hidden(input);
+    await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
+    load_operand(input, p.hidden, p.F, p.C);
     stamp(l, FusedPhase::mlp_up_here);
-    down_rows(rows, input, [&](Operand& next) { await_attention(l, next); });
+    // What is multiplied next is on its way meanwhile: a part of the hidden rows, at last attention's output.
+#pragma unroll 1
+    for (int begin = 0; begin < p.F; begin += p.C) {
+      Operand next;
+      if (begin + p.C < p.F) {
+        load_operand(next, p.hidden + begin + p.C, p.F, p.C);
+      } else {
+        const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
+        await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
+        load_operand(next, p.attended, p.q_size, p.q_size);
+        stamp(l, FusedPhase::attention_here);
+      }
+      multiply(rows, p.C, input, begin > 0);
+      input = next;
+    }
     stamp(l, FusedPhase::down_done);
     multiply(rows, p.q_size, input, true);
-    residual_rows(rows, p.x, bias_value(down_bias) + bias_value(dense_bias));
-    stamp(l, FusedPhase::x_written);
-  }
-  // h1 = h + attention(norm1(h)); h' = h1 + mlp(norm2(h1)).
-  __device__ __forceinline__ void run_sequential_layer(int l) {
-    const Layer& w = layers[l];
-    const int rows = own.out.end - own.out.begin;
-    Operand input;
-    {
-      const NormWeight norm = load_norm(w.norm1_weight, w.norm1_bias);
-      Columns x;
-      load_residual(l, x);
-      standardize(x);
-      apply_norm(norm, x, input);
-      sync();
-    }
-    stamp(l, FusedPhase::norms_done);
-    qkv_rows(l, input);
-    attend(l);
-    if (rows > 0) {
-      const unsigned short bias = load_bias(w.dense_bias, own.out.begin, rows);
-      await_attention(l, input);
-      multiply(rows, p.q_size, input, false);
-      residual_rows(rows, p.x_mid, bias_value(bias));
-      stamp(l, FusedPhase::middle_written);
-    }
-    {
-      const NormWeight norm = load_norm(w.norm2_weight, w.norm2_bias);
-      Columns x;
-      load_tagged(p.x_mid, step + 1, x);
-      stamp(l, FusedPhase::middle_here);
-      standardize(x);
-      apply_norm(norm, x, input);
-      sync();
-    }
-    hidden_rows(l, input);
-    if (rows <= 0) return;
-    const unsigned short bias = load_bias(w.down_bias, own.out.begin, rows);
-    await_hidden(input);
-    stamp(l, FusedPhase::mlp_up_here);
-    down_rows(rows, input, [](Operand&) {});
-    residual_rows(rows, p.x, bias_value(bias));
+    finish_rows(rows, [&](int row, float sum) {
+      x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
+      store_relaxed(p.x + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
+    });
     stamp(l, FusedPhase::x_written);
   }
   __device__ __forceinline__ void run_head() {
-    const NormWeight norm = load_norm(layers[p.L].norm1_weight, layers[p.L].norm1_bias);
-    Columns x;
+    float x[kInputs];
     load_residual(p.L, x);
-    standardize(x);
     Operand input;
-    apply_norm(norm, x, input);
-    sync();
+    normalize<false>(x, input, input);
     stamp(p.L, FusedPhase::norms_done);
     const int logits_row = p.row[act].logits;
     float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;

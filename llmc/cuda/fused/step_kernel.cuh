@@ -8,7 +8,7 @@
 
 namespace weft::cuda::fused {
 
-template <typename S, bool kParallel>
+template <typename S>
 __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     fused_step_kernel(const __grid_constant__ StepParameters<S> p) {
 #if WEFT_BULK_COPY
@@ -56,23 +56,23 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
   if (static_cast<int>(threadIdx.x) >= consumers) {
     if (static_cast<int>(threadIdx.x) == consumers) {
       Producer<StepVariant<S>> ring{block, reinterpret_cast<const Layer*>(shared + at.layers), {}, {}, 0, false};
-      StepProducer<S, kParallel> producer{ring, p};
+      StepProducer<S> producer{ring, p};
       producer.run(p.rows[blockIdx.x]);
     }
     return;
   }
-  StepConsumer<S, kParallel> consumer(block, p, shared, at);
+  StepConsumer<S> consumer(block, p, shared, at);
   consumer.run();
 #else
   __trap();  // fused_step_refusal() keeps such GPUs away
 #endif
 }
 
-// Defines fused_step_kernel_of() for this storage type and order of a layer.
-#define WEFT_FUSED_STEP_KERNEL(S, kParallel)                               \
-  template <>                                                              \
-  const void* fused_step_kernel_of<S, kParallel>() {                       \
-    return reinterpret_cast<const void*>(fused_step_kernel<S, kParallel>); \
+// Defines fused_step_kernel_of() for this storage type.
+#define WEFT_FUSED_STEP_KERNEL(S)                               \
+  template <>                                                   \
+  const void* fused_step_kernel_of<S>() {                       \
+    return reinterpret_cast<const void*>(fused_step_kernel<S>); \
   }
 
 }  // namespace weft::cuda::fused

@@ -3,8 +3,8 @@
 
 namespace weft::cuda::fused {
 
-// One parameter: StepParameters<S>. kParallel: the parallel residual.
-template <typename S, bool kParallel>
+// One parameter: StepParameters<S>.
+template <typename S>
 const void* fused_step_kernel_of();
 
 }  // namespace weft::cuda::fused

@@ -12,11 +12,10 @@
 namespace weft::cuda::fused {
 
 constexpr int kStepRows = static_cast<int>(kFusedStepRows);
-constexpr int kTileRows = 4;                                   // rows of a matrix that a warp takes from a chunk
-constexpr int kTileElements = 64;                              // of each of them, in a tile: one load of a warp
-constexpr int kWarpTiles = kWarpElements / kTileElements;      // a warp's share of a row
-constexpr int kTransposeBytes = 4 * (kWarpElements * 2 + 64);  // of a warp: 4 rows in 16 bits, in other banks each
-constexpr int kItemSlots = 2;       // items of attention that are prepared or computed at a time
+constexpr int kTileRows = 4;                               // rows of a matrix that a warp takes from a chunk
+constexpr int kTileElements = 64;                          // of each of them, in a tile: one load of a warp
+constexpr int kWarpTiles = kWarpElements / kTileElements;  // a warp's share of a row
+constexpr int kItemSlots = 2;                              // items of attention that are prepared or computed at a time
 constexpr int kMinStepSplit = 128;  // a split of a row's positions has at least so many, but for the last
 
 template <typename S>
@@ -29,17 +28,16 @@ struct StepParameters : SequentialParameters<S, S, S> {
   int step_rows;
   FusedStepRow row[kStepRows];  // those from step_rows on have ids 0, no logits
   const std::int32_t *pages, *last_ids;
-  int part;                   // columns of MLP-down that are multiplied at a time
-  int x_stride, qkv_stride;   // of a row of x and x_mid, and of qkv
+  int x_stride, qkv_stride;   // of a row of x and of qkv
   S *hidden, *attended;       // [kStepRows, F] after GELU, [kStepRows, q_size] attention's output, rounded
   unsigned first_step;        // layers of all launches before this one
   unsigned attention_before;  // heads that those announced
 };
 
-// Where an element of the residual stream lies in a row of `x`: a lane takes 8 neighbours by two loads of 16 bytes, and those of
-// the lanes of a warp are 512 consecutive bytes each time.
+// Where an element of the residual stream lies in a row of `x`: the 8 neighbours that a lane takes are two loads of 16 bytes, and
+// the four lanes that load side by side find theirs in 64 consecutive bytes.
 __host__ __device__ inline int exchange_place(int element) {
-  return (element & ~255) | (element >> 2 & 1) << 7 | (element >> 3 & 31) << 2 | (element & 3);
+  return (element & ~31) | (element >> 2 & 1) << 4 | (element >> 3 & 3) << 2 | (element & 3);
 }
 
 // Splits of the positions 0 ... position of a head: by the position alone, so that a row's bits do not depend on other rows.
@@ -95,9 +93,7 @@ __host__ __device__ inline StepLayout step_layout(const Sizes& p) {
     return start;
   };
   at.layers = take((p.L + 1) * kLayerBytes);
-  // Two that take turns: [warps_k][tiles of a batch][lane]. And room for apply_norm().
-  const int partials = 2 * p.warps_k * warps * kWarpSize * 4, transposed = warps * kTransposeBytes;
-  at.partials = take(partials > transposed ? partials : transposed);
+  at.partials = take(2 * p.warps_k * warps * kWarpSize * 4);  // two that take turns: [warps_k][tiles of a batch][lane]
   at.moments = take(2 * warps * kStepRows * 8);
   at.raw = take((1 + kStepRows) * p.HS * 4);
   at.query = take(kItemSlots * p.HS * 4);

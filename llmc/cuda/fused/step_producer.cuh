@@ -10,7 +10,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-template <typename S, bool kParallel>
+template <typename S>
 struct StepProducer {
   using Layer = typename Block<StepVariant<S>>::Layer;
 
@@ -20,6 +20,19 @@ struct StepProducer {
   __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
   __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
 
+  // Weights and biases of both norms, or of one, one after another.
+  __device__ bool norms(const Layer& w, bool both) {
+    if (!ring.acquire()) return false;
+    const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
+    const S* const vectors[] = {w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias};
+    const int count = both ? 4 : 2;
+    hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(count) * bytes);
+    for (int i = 0; i < count; ++i)
+      hopper::bulk_load(stage() + static_cast<unsigned>(i) * bytes, vectors[i], bytes, full());
+    ring.issued();
+    return true;
+  }
+
   // Keys and values of the positions of this block's items that lie in pages, chunk_positions a stage.
   __device__ bool pages(int layer) {
     const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
@@ -27,7 +40,7 @@ struct StepProducer {
     StepItem item;
     for (int round = 0; item_at(p, ring.c.block, ring.c.blocks, round, item); ++round) {
       const ItemPositions positions = positions_of_item(p, item);
-      const int end = min(positions.end, positions.cached), kv_head = item.head / p.group;
+      const int end = min(positions.end, positions.cached);
       const std::int32_t* table = p.pages + p.row[item.row].table;
       for (int begin = positions.begin; begin < end; begin += p.chunk_positions) {
         if (!ring.acquire()) return false;
@@ -36,7 +49,8 @@ struct StepProducer {
         for (int done = 0; done < count;) {
           const int position = begin + done, place = position % p.page_size;
           const int run = min(count - done, p.page_size - place);
-          const std::int64_t page = static_cast<std::int64_t>(__ldg(table + position / p.page_size)) * p.NKV + kv_head;
+          const std::int64_t page =
+              static_cast<std::int64_t>(__ldg(table + position / p.page_size)) * p.NKV + item.head;
           const std::int64_t from = layer_begin + (page * p.page_size + place) * p.HS;
           const unsigned to = stage() + static_cast<unsigned>(done * position_bytes);
           const auto bytes = static_cast<unsigned>(run * position_bytes);
@@ -57,25 +71,17 @@ struct StepProducer {
     const auto all = [&](const S* matrix, RowRange rows, int width) {
       return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
     };
-    if (!all(w.qkv, own.qkv, p.C)) return false;
-    if constexpr (kParallel) {
-      return all(w.up, own.up, p.C) && pages(l) && down(w, own.out) && all(w.dense, own.out, p.q_size);
+    if (!norms(w, true) || !all(w.qkv, own.qkv, p.C) || !all(w.up, own.up, p.C) || !pages(l)) return false;
+    for (int begin = 0; begin < p.F; begin += p.C) {
+      if (!ring.part_rows(w.down, own.out, p.F, begin, p.C, chunk_rows)) return false;
     }
-    if (!pages(l) || !all(w.dense, own.out, p.q_size)) return false;
-    const bool good = p.gated ? ring.gated_rows(w.up, own.up, chunk_rows / 2) : all(w.up, own.up, p.C);
-    return good && down(w, own.out);
-  }
-  __device__ bool down(const Layer& w, RowRange rows) {
-    for (int begin = 0; begin < p.F; begin += p.part) {
-      if (!ring.part_rows(w.down, rows, p.F, begin, min(p.part, p.F - begin), kTileRows * p.warps_r)) return false;
-    }
-    return true;
+    return all(w.dense, own.out, p.q_size);
   }
 
   __device__ void run(const BlockRows& own) {
     bool more = true;
     for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
-    if (more && p.logits != nullptr) {
+    if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
       ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
     }
     // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.

@@ -11,7 +11,6 @@
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/residual_norm.h"
 #include "llmc/cuda/transformer/inference_model.cuh"
-#include "llmc/cuda/transformer/llama_parameters.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
 #include "llmc/cuda/transformer/quantized_parameters.cuh"
 #include "llmc/model/neox_layout.h"
@@ -109,11 +108,11 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
     if constexpr (std::is_same_v<S, float>) {
       fail(Exit::internal, "fused steps in fp32");
     } else {
+      if (const std::string refusal = fused_steps_refusal(config, storage_dtype<S>()); !refusal.empty()) {
+        fail(Exit::environment, "%s", refusal.c_str());
+      }
       const InferenceParts<S> own_parts = parts();
-      const TensorTable tensors(config);
-      const NeoxWeights<S, S> bound = config.family == Family::gpt_neox
-                                          ? bind_neox<S>(config, tensors, own_parts.parameters)
-                                          : bind_llama<S>(config, tensors, own_parts.parameters);
+      const NeoxWeights<S, S> bound = bind_neox<S>(config, TensorTable(config), own_parts.parameters);
       fused_ = std::make_unique<FusedStep<S>>(config, bound, own_parts.cache, rope_, stream_);
     }
   }

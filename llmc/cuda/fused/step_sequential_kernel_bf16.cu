@@ -1,8 +1,0 @@
-// The kernel of one step for models with the sequential residual in bf16.
-#include "llmc/cuda/fused/step_kernel.cuh"
-
-namespace weft::cuda::fused {
-
-WEFT_FUSED_STEP_KERNEL(bf16, false)
-
-}  // namespace weft::cuda::fused
