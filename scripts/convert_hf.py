@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import needs  # noqa: F401, before the packages
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # quantising has threads of its own; read when numpy is loaded
 import numpy as np
 
 import cli
@@ -41,6 +44,9 @@ FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tens
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
 HEADS = {"16": "none", "int8": "int8"}  # --head: in the configuration
+# --only: the modules of either family
+PARTS = {"qkv": ("q_proj", "k_proj", "v_proj", "query_key_value"), "output": ("o_proj", "dense"),
+         "up": ("gate_proj", "up_proj", "dense_h_to_4h"), "down": ("down_proj", "dense_4h_to_h"), "head": ("lm_head", "embed_out")}
 TOKENIZER_TENSOR = "tokenizer.json"
 
 
@@ -230,9 +236,12 @@ class Target:
     dtype: str | None = None   # of the float tensors; None: each as it is
     scheme: str | None = None  # of the linear layers of the blocks; None: they are floats, too
     head: str = "none"         # "int8": of the head
+    only: tuple[str, ...] = () # of PARTS: what is quantised; it is stored in float32 as what it means. Empty: everything
 
     def scheme_of(self, name: str, shape: Shape, model: Model) -> str | None:
         """The scheme in which a tensor is stored; None for floats."""
+        if self.only and not any(name.split(".")[-2] in PARTS[part] for part in self.only):
+            return None
         if name == head_name(model) and name != embedding_name(model):
             return self.head if self.head != "none" else None
         return self.scheme if ".layers." in name and len(shape) == 2 else None
@@ -245,7 +254,7 @@ class Target:
         if scheme == "int4" and source.entry.shape[1] % 2:
             bad_file(source.file.path, name, f"got {source.entry.shape[1]} columns, expected an even number for int4",
                      "Use --quantize int8 or fp8")
-        return quantization.stored_tensors(scheme, name, source.entry.shape)
+        return [(name, "f32", source.entry.shape)] if self.only else quantization.stored_tensors(scheme, name, source.entry.shape)
 
 
 class QuantizedConversion:
@@ -256,29 +265,39 @@ class QuantizedConversion:
         self.matrices, self.error, self.square = 0, 0.0, 0.0
 
     def write(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
-        """FileError BAD_FILE for weights that cannot be quantised."""
-        shape, path = source.entry.shape, source.file.path
+        """The tensors of the scheme. FileError BAD_FILE for weights that cannot be quantised."""
         pieces: list[quantization.Quantized] = []
 
         def stream() -> Iterator[np.ndarray]:
-            for piece in self._pieces(name, source, scheme):
+            for piece in self._quantized(name, source, scheme):
                 pieces.append(replace(piece, q=np.empty(0, np.uint8)))
-                self.conversion.progress.advance(len(piece.q) * shape[1])
                 yield piece.q
 
+        writer.write(name, stream())
+        writer.write(f"{name}.scales", np.concatenate([piece.scales for piece in pieces]))
+        if scheme == "int4":
+            writer.write(f"{name}.zeros", np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None]))
+
+    def write_again(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
+        """One tensor in float32, of the weights that the quantised ones mean. FileError as write()."""
+        writer.write(name, (quantization.weights_again(piece, scheme, source.entry.shape[1])
+                            for piece in self._quantized(name, source, scheme)))
+
+    def _quantized(self, name: str, source: Source, scheme: str) -> Iterator[quantization.Quantized]:
+        """The matrix in pieces of rows, counted."""
+        path, square = source.file.path, 0.0
         try:
-            writer.write(name, stream())
+            for piece in self._pieces(name, source, scheme):
+                self.error, square = self.error + piece.error, square + piece.square
+                self.conversion.progress.advance(len(piece.q) * source.entry.shape[1])
+                yield piece
         except np.linalg.LinAlgError:
             bad_file(path, name, "the calibration text gives it inputs that are not finite")
         except OverflowError:
             bad_file(path, name, f"got weights too large for {scheme} and its scales", "Use --quantize int8 or fp8")
-        writer.write(f"{name}.scales", np.concatenate([piece.scales for piece in pieces]))
-        if scheme == "int4":
-            writer.write(f"{name}.zeros", np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None]))
-        square = sum(piece.square for piece in pieces)
         if not square:
             self.conversion.warnings.add(f"{escaped(str(path))}: {name}: every value is zero")
-        self.matrices, self.error, self.square = self.matrices + 1, self.error + sum(p.error for p in pieces), self.square + square
+        self.matrices, self.square = self.matrices + 1, self.square + square
 
     def _pieces(self, name: str, source: Source, scheme: str) -> Iterator[quantization.Quantized]:
         if self.calibration is None or scheme != "int4":
@@ -297,13 +316,14 @@ class QuantizedConversion:
     def summary(self, target: Target) -> str:
         share = math.sqrt(self.error / self.square) if self.square > 0 else 0.0
         head = ", head int8" if target.head == "int8" else ""
-        return f"{self.matrices} matrices to {target.scheme}{head}, {share:.2%} off in the root mean square"
+        only = f", {' and '.join(target.only)} alone and stored as floats" if target.only else ""
+        return f"{self.matrices} matrices to {target.scheme}{head}{only}, {share:.2%} off in the root mean square"
 
 
 def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> dict[str, Any]:
     """The configuration of the model file, with config.json, `source`, in it. FileError BAD_FILE where readers would refuse it."""
     config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
-    if target.scheme is not None:
+    if target.scheme is not None and not target.only:
         config["quantization"] = quantization.to_json(target.scheme, target.head)
     (depth, values), size = cli.json_extent(config), len(configuration_text(config))
     if depth > cli.MAX_JSON_DEPTH:
@@ -317,7 +337,7 @@ def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> 
     return config
 
 
-def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path) -> Calibration:
+def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, target: Target) -> Calibration:
     """GPTQ's, on the text of the file `path`. FileError BAD_FILE where it cannot be."""
     model = checkpoint.model
     widest = max(source.entry.shape[1] for source in tensors.values() if len(source.entry.shape) == 2)
@@ -331,7 +351,8 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
     ids = np.array(encode(checkpoint.tokenizer, text, directory, "--gptq", "Leave --gptq out"), dtype=np.int32)
     if len(ids) and ids.max() >= model.vocab_size:
         bad_file(path, "", f"got id {ids.max()}, expected ids below vocab_size = {model.vocab_size}")
-    return Calibration(model, lambda name: tensors[name].rows(0, tensors[name].entry.shape[0]), gptq.windows(ids, model, path))
+    return Calibration(model, lambda name: tensors[name].rows(0, tensors[name].entry.shape[0]), gptq.windows(ids, model, path),
+                       lambda name: target.scheme_of(name, tensors[name].entry.shape, model) == "int4")
 
 
 def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], target: Target, strict: bool,
@@ -353,7 +374,7 @@ def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], 
             if scheme is None:
                 writer.write(name, conversion.stream(name, source, target.dtype or source.dtype))
             else:
-                quantized.write(writer, name, source, scheme)
+                (quantized.write_again if target.only else quantized.write)(writer, name, source, scheme)
         if checkpoint.tokenizer is not None:
             writer.write(TOKENIZER_TENSOR, checkpoint.tokenizer)
         progress.finish()
@@ -403,6 +424,14 @@ def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: T
             f"./train_llama --model {model} --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine"]
 
 
+def part_list(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in PARTS:
+            raise argparse.ArgumentTypeError(f"got {shown(name)}, expected names of {', '.join(PARTS)}")
+    return names
+
+
 def arguments() -> argparse.Namespace:
     parser = cli.Parser(description=__doc__, prog="convert_hf.py")
     parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face model directory")
@@ -411,6 +440,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the linear layers, to fewer bits; --dtype is then "
                         "that of the other tensors")
     parser.add_argument("--head", choices=HEADS, help="of a quantised model; default: 16, as the embedding")
+    parser.add_argument("--only", type=part_list, default=(), metavar="LIST", help="to see what it costs: quantise only these, of "
+                        f"{','.join(PARTS)}, and store the floats that they mean")
     parser.add_argument("--gptq", type=Path, metavar="TEXT", help="choose the weights of int4 by what they do to the outputs "
                         "on this text (GPTQ)")
     parser.add_argument("--rope-theta", type=cli.number_in(1e-6, 1e12), metavar="X",
@@ -435,10 +466,14 @@ def target_of(options: argparse.Namespace, model: Model) -> Target:
         raise FileError(cli.USAGE, "--head: only with --quantize")
     if options.gptq is not None and options.quantize != "int4":
         raise FileError(cli.USAGE, "--gptq: only with --quantize int4")
+    if options.only and options.quantize is None:
+        raise FileError(cli.USAGE, "--only: only with --quantize")
+    if ("head" in options.only) != (options.head == "int8") and options.only:
+        raise FileError(cli.USAGE, "--only: its head goes with --head int8")
     head = HEADS[options.head or "16"]
     if head != "none" and model.tied_embeddings:
         raise FileError(cli.USAGE, "--head int8: the head of this model is its embedding, which is not quantised")
-    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, head)
+    return Target(DTYPE_OPTIONS.get(options.dtype), options.quantize, head, options.only)
 
 
 def main() -> int:
@@ -453,7 +488,7 @@ def main() -> int:
     target = target_of(options, checkpoint.model)
     file_configuration(checkpoint, options.directory / "config.json", target)  # refused before the weights are read
     tensors = match_tensors(checkpoint, open_weights(options.directory), options.directory, warnings)
-    calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory) if options.gptq else None
+    calibration = calibration_of(options.gptq, checkpoint, tensors, options.directory, target) if options.gptq else None
     quantized = write_model(options.output, checkpoint, tensors, target, options.strict, warnings, calibration)
     warnings.finish()
     print_summary(checkpoint, tensors, options.directory, options.output, target, quantized)

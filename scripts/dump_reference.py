@@ -576,7 +576,7 @@ def main() -> int:
     request = request_of(options, checkpoint)
     write_dump(options.output, options.directory, checkpoint, request, selection(options.tensors, options.act_layers))
     print(f"dump        {escaped(str(options.output))}, {options.output.stat().st_size:,} bytes")
-    program = "train_llama" if checkpoint.model.family == LLAMA else "infer_pythia"
+    program = "train_llama" if checkpoint.model.family == LLAMA and options.weights is None else "infer_pythia"
     print(f"next        ./{program} --model FILE --compare {cli.pasteable(options.output)}")
     return cli.OK
 

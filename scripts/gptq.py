@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,11 @@ from quantization import GROUP, Quantized
 DAMPING = 0.01  # of H's mean diagonal, added to the diagonal
 MAX_TOKENS, MAX_WINDOW = 32_768, 512  # of the calibration text that are used, in windows
 MAX_COLUMNS = 8192
+PIECE_ROWS = 256  # of a matrix, whose columns one thread rounds
+BLOCK = 128  # columns of H that one thread adds up
 
 Read = Callable[[str], np.ndarray]  # a tensor of the model by its name, in float32
+Quantise = Callable[[list[str], np.ndarray], list[np.ndarray]]
 
 
 def windows(ids: np.ndarray, model: Model, path: Path) -> np.ndarray:
@@ -88,102 +92,138 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return x * (1 + np.copysign(1 - series * np.exp(-z * z), x)) / 2
 
 
+def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
+
+
 class Layers:
     """The model over windows of a text, a layer at a time. quantise(names, X) is called with the weights that read the rows of X
     [N, K] and gives the matrices to go on with."""
 
-    def __init__(self, model: Model, read: Read, ids: np.ndarray):
-        self.model, self.read = model, read
+    def __init__(self, model: Model, read: Read, ids: np.ndarray, threads: ThreadPoolExecutor):
+        self.model, self.read, self.threads = model, read, threads
         embedding = "model.embed_tokens.weight" if model.family == LLAMA else "gpt_neox.embed_in.weight"
         self.shape = ids.shape
         self.x = read(embedding)[ids.reshape(-1)]
 
-    def run(self, layer: int, quantise: Callable[[list[str], np.ndarray], list[np.ndarray]]) -> None:
+    def run(self, layer: int, quantise: Quantise) -> None:
         (self._llama if self.model.family == LLAMA else self._neox)(layer, quantise)
+
+    def _multiply(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return self._by_window(lambda rows: rows @ weight.T, x)
+
+    def _by_window(self, function: Callable[..., np.ndarray], *values: np.ndarray) -> np.ndarray:
+        """function(...) of the rows [N, ...] of each window, on all threads."""
+        length = self.shape[1]
+        return np.concatenate(list(self.threads.map(lambda begin: function(*(each[begin:begin + length] for each in values)),
+                                                    range(0, len(values[0]), length))))
+
+    def _norm(self, x: np.ndarray, module: str) -> np.ndarray:
+        return self._by_window(lambda rows: norm(rows, self.model, self.read, module), x)
 
     def _attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Of all windows: q, k, v [N, heads, HS]."""
-        length, rope = self.shape[1], self.model.rope
-        return np.concatenate([
-            attend(rotate(q[begin:begin + length], rope), rotate(k[begin:begin + length], rope), v[begin:begin + length])
-            for begin in range(0, len(q), length)])
+        rope = self.model.rope
+        return self._by_window(lambda q, k, v: attend(rotate(q, rope), rotate(k, rope), v), q, k, v)
 
-    def _llama(self, layer: int, quantise: Callable[[list[str], np.ndarray], list[np.ndarray]]) -> None:
+    def _llama(self, layer: int, quantise: Quantise) -> None:
         prefix, model = f"model.layers.{layer}.", self.model
 
         def linear(modules: list[str], x: np.ndarray) -> list[np.ndarray]:
-            return [x @ weight.T for weight in quantise([f"{prefix}{module}.weight" for module in modules], x)]
+            return [self._multiply(x, weight) for weight in quantise([f"{prefix}{module}.weight" for module in modules], x)]
 
-        x = norm(self.x, model, self.read, prefix + "input_layernorm")
+        x = self._norm(self.x, prefix + "input_layernorm")
         q, k, v = (part.reshape(len(x), -1, model.head_dim)
                    for part in linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], x))
         self.x = self.x + linear(["self_attn.o_proj"], self._attention(q, k, v))[0]
-        x = norm(self.x, model, self.read, prefix + "post_attention_layernorm")
+        x = self._norm(self.x, prefix + "post_attention_layernorm")
         gate, up = linear(["mlp.gate_proj", "mlp.up_proj"], x)
-        self.x = self.x + linear(["mlp.down_proj"], gate / (1 + np.exp(-gate)) * up)[0]
+        self.x = self.x + linear(["mlp.down_proj"], self._by_window(swiglu, gate, up))[0]
 
-    def _neox(self, layer: int, quantise: Callable[[list[str], np.ndarray], list[np.ndarray]]) -> None:
+    def _neox(self, layer: int, quantise: Quantise) -> None:
         prefix, model = f"gpt_neox.layers.{layer}.", self.model
 
         def linear(module: str, x: np.ndarray, bias: bool = True) -> np.ndarray:
-            out = x @ quantise([f"{prefix}{module}.weight"], x)[0].T
+            out = self._multiply(x, quantise([f"{prefix}{module}.weight"], x)[0])
             return out + self.read(f"{prefix}{module}.bias") if bias else out
 
-        x = norm(self.x, model, self.read, prefix + "input_layernorm")
+        x = self._norm(self.x, prefix + "input_layernorm")
         fused = linear("attention.query_key_value", x, model.attention_bias).reshape(len(x), -1, 3, model.head_dim)
         attention = self._attention(fused[:, :, 0], fused[:, :, 1], fused[:, :, 2])
         attended = self.x + linear("attention.dense", attention, model.attention_bias)
-        x = norm(self.x if model.parallel_residual else attended, model, self.read, prefix + "post_attention_layernorm")
-        self.x = attended + linear("mlp.dense_4h_to_h", gelu(linear("mlp.dense_h_to_4h", x)))
+        x = self._norm(self.x if model.parallel_residual else attended, prefix + "post_attention_layernorm")
+        self.x = attended + linear("mlp.dense_4h_to_h", self._by_window(gelu, linear("mlp.dense_h_to_4h", x)))
 
 
 # ---- rounding ----------------------------------------------------------------------------------------------------------
 
 
-def inverse_factor(x: np.ndarray) -> np.ndarray:
+def inverse_factor(x: np.ndarray, threads: ThreadPoolExecutor) -> np.ndarray:
     """The upper Cholesky factor of H^-1, H = X^T X damped; in float64 [K, K]."""
-    hessian = np.zeros((x.shape[1], x.shape[1]))
-    for begin in range(0, len(x), 4096):
-        piece = x[begin:begin + 4096].astype(np.float64)
-        hessian += piece.T @ piece
+    columns = x.shape[1]
+    hessian = np.zeros((columns, columns))
+
+    def add_up(begin: int) -> None:  # from the first row to the diagonal
+        end = min(begin + BLOCK, columns)
+        for row in range(0, len(x), 1024):  # few enough for sums in float32: the damping is 10^4 times their error
+            piece = x[row:row + 1024]
+            hessian[:end, begin:end] += piece[:, :end].T @ piece[:, begin:end]
+
+    list(threads.map(add_up, range(0, columns, BLOCK)))
+    hessian = np.triu(hessian) + np.triu(hessian, 1).T
     diagonal = np.einsum("ii->i", hessian)
     diagonal[diagonal == 0] = 1  # an input that is always 0: its weight may be anything
     diagonal += DAMPING * diagonal.mean()
-    inverse = np.linalg.inv(hessian)
-    return np.linalg.cholesky((inverse + inverse.T) / 2).T
+    # H = R R^T with R upper triangular, by Cholesky's factor from the last row up; then H^-1 = (R^-1)^T R^-1.
+    return inverse_of_upper(np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1])
+
+
+def inverse_of_upper(matrix: np.ndarray) -> np.ndarray:
+    """Of an upper triangular matrix, by halves: a sixth of the operations of np.linalg.inv()."""
+    size = len(matrix)
+    if size <= 64:
+        return np.triu(np.linalg.inv(matrix))
+    half = size // 2
+    inverse = np.zeros_like(matrix)
+    inverse[:half, :half], inverse[half:, half:] = inverse_of_upper(matrix[:half, :half]), inverse_of_upper(matrix[half:, half:])
+    inverse[:half, half:] = -inverse[:half, :half] @ matrix[:half, half:] @ inverse[half:, half:]
+    return inverse
 
 
 def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
     """int4 of `weights` [rows, columns], for the inputs whose inverse_factor() this is. OverflowError as quantize_rows()."""
     rows, columns = weights.shape
     left = weights.astype(np.float64)
-    q = np.empty((rows, columns), np.uint8)
+    q = np.empty((columns, rows), np.uint8)
     scales = np.empty((rows, quantization.groups_of(columns)), np.float16)
     zeros = np.empty(scales.shape, np.uint8)
-    error = 0.0
     for group, begin in enumerate(range(0, columns, GROUP)):
         end = min(begin + GROUP, columns)
         nearest = quantization.quantize_rows(left[:, begin:end].astype(np.float32), "int4")
         scales[:, group], zeros[:, group] = nearest.scales[:, 0], nearest.zeros[:, 0] if nearest.zeros is not None else 0
         scale, zero = scales[:, group].astype(np.float64), zeros[:, group].astype(np.float64)
-        losses = np.empty((rows, end - begin))
+        of_group = np.ascontiguousarray(left[:, begin:end].T)  # column by column
+        losses = np.empty_like(of_group)
         for column in range(begin, end):
-            chosen = np.clip(np.rint(left[:, column] / scale) + zero, 0, 15)
-            q[:, column] = chosen
-            loss = (left[:, column] - scale * (chosen - zero)) / factor[column, column]
-            losses[:, column - begin] = loss
-            left[:, column + 1:end] -= np.outer(loss, factor[column, column + 1:end])
-            error += float(((weights[:, column] - scale * (chosen - zero)) ** 2).sum())
-        left[:, end:] -= losses @ factor[begin:end, end:]
-    square = float((weights.astype(np.float64) ** 2).sum())
-    return Quantized(q[:, 0::2] | q[:, 1::2] << 4, scales, zeros, error, square)
+            values = of_group[column - begin]
+            chosen = np.clip(np.rint(values / scale) + zero, 0, 15)
+            q[column] = chosen
+            loss = losses[column - begin] = (values - scale * (chosen - zero)) / factor[column, column]
+            of_group[column + 1 - begin:] -= np.outer(factor[column, column + 1:end], loss)
+        left[:, end:] -= losses.T @ factor[begin:end, end:]
+    pairs = np.ascontiguousarray((q[0::2] | q[1::2] << 4).T)
+    result = Quantized(pairs, scales, zeros, 0, 0)
+    source = weights.astype(np.float64)
+    error = float(((quantization.int4_again(result, columns) - source) ** 2).sum())
+    return Quantized(pairs, scales, zeros, error, float((source ** 2).sum()))
 
 
 class Calibration:
-    """The matrices of a model, a layer at a time."""
+    """The matrices of a model, a layer at a time. `chosen` says which are quantised."""
 
-    def __init__(self, model: Model, read: Read, ids: np.ndarray):
-        self.layers, self.read = Layers(model, read, ids), read
+    def __init__(self, model: Model, read: Read, ids: np.ndarray, chosen: Callable[[str], bool]):
+        self.threads = ThreadPoolExecutor(max_workers=quantization.workers())
+        self.layers, self.read, self.chosen = Layers(model, read, ids, self.threads), read, chosen
         self.next = 0
         self.found: dict[str, Quantized] = {}
 
@@ -195,9 +235,20 @@ class Calibration:
         return self.found.pop(name)
 
     def _quantise(self, names: list[str], x: np.ndarray) -> list[np.ndarray]:
-        factor, weights = inverse_factor(x), []
-        for name in names:
-            source = self.read(name)
-            self.found[name] = quantize(source, factor)
-            weights.append(quantization.int4_again(self.found[name], source.shape[1]))
+        weights = [self.read(name) for name in names]
+        if not any(map(self.chosen, names)):
+            return weights
+        factor = inverse_factor(x, self.threads)
+        for i, name in enumerate(names):
+            if self.chosen(name):
+                self.found[name] = self._rounded(weights[i], factor)
+                weights[i] = quantization.int4_again(self.found[name], weights[i].shape[1])
         return weights
+
+    def _rounded(self, weights: np.ndarray, factor: np.ndarray) -> Quantized:
+        """quantize() in pieces of rows."""
+        pieces = list(self.threads.map(lambda begin: quantize(weights[begin:begin + PIECE_ROWS], factor),
+                                       range(0, len(weights), PIECE_ROWS)))
+        return Quantized(np.concatenate([piece.q for piece in pieces]), np.concatenate([piece.scales for piece in pieces]),
+                         np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None]),
+                         sum(piece.error for piece in pieces), sum(piece.square for piece in pieces))

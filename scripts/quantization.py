@@ -210,11 +210,17 @@ def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.nd
         np.copyto(kept, new, where=better)
 
 
+def workers() -> int:
+    """Threads to compute with: the cores, at most OMP_NUM_THREADS."""
+    cores, limit = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(limit)) if limit.isascii() and limit.isdigit() and int(limit) else cores
+
+
 def quantize_matrix(rows: Callable[[int, int], np.ndarray], shape: Shape, scheme: str) -> Iterator[Quantized]:
     """The matrix in pieces of rows, on several threads. rows(first, last) gives some of its rows in float32."""
     step = max(1, PIECE_ELEMENTS // max(shape[1], 1))
     pieces = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(max_workers=workers()) as threads:
         yield from threads.map(lambda piece: quantize_rows(rows(*piece), scheme), pieces)
 
 
@@ -234,12 +240,15 @@ def dequantized(file: TensorFile, name: str) -> np.ndarray:
         if (found.dtype, found.shape) != (dtype, shape):
             fail(file.path, f"{part}: got {found.dtype} {shape_text(found.shape)}, expected {dtype} {shape_text(shape)}")
         file.verify_tensor(part)
-    q, scales = file.array(name), file.array(f"{name}.scales")
-    if scheme == "int8":
-        return q.astype(np.float32) * scales[:, None]
-    if scheme == "fp8":
-        return e4m3_to_f32(q) * scales[:, None]
-    return int4_again(Quantized(q, scales, file.array(f"{name}.zeros"), 0, 0), info.shape[1])
+    zeros = file.array(f"{name}.zeros") if scheme == "int4" else None
+    return weights_again(Quantized(file.array(name), file.array(f"{name}.scales"), zeros, 0, 0), scheme, info.shape[1])
+
+
+def weights_again(rows: Quantized, scheme: str, columns: int) -> np.ndarray:
+    """The weights that quantised rows mean, [rows, columns] in float32."""
+    if scheme == "int4":
+        return int4_again(rows, columns)
+    return (e4m3_to_f32(rows.q) if scheme == "fp8" else rows.q.astype(np.float32)) * rows.scales[:, None]
 
 
 def int4_again(rows: Quantized, columns: int) -> np.ndarray:

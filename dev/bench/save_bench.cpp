@@ -100,7 +100,7 @@ void measure(const std::string& config, const std::string& directory, int saves)
   for (int i = 1; i <= saves; ++i) {
     TrainState state;
     state.step = i;
-    report("save", seconds_of([&] { keeper.save(state, table, tensors_of(copy)); }), copy.bytes());
+    report("save", seconds_of([&] { keeper.save(state, table, tensors_of(copy, {})); }), copy.bytes());
   }
   report("read back", seconds_of([&] { Checkpoint::open(keeper.last_path(), keeper.last_saved()); }), copy.bytes());
   std::printf("(hash %016llx)\n", static_cast<unsigned long long>(hash));

@@ -156,6 +156,15 @@ std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> mod
   return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
 }
 
+// What a model for one sequence, decoded in the fused kernel, will allocate.
+std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capacity, DType dtype) {
+  if (!through_pages(config))
+    return cuda::plan_neox(config, {dtype, cuda::DecodeMode::fused, capacity, nullptr, false});
+  std::vector<MemoryLine> lines = cuda::plan_inference(config, one_sequence_on_gpu(capacity, true), dtype);
+  for (const MemoryLine& line : cuda::plan_fused_tokens(config)) lines.push_back(line);
+  return lines;
+}
+
 }  // namespace
 
 void DecodeDevice::choose(const ModelConfig& config, DType stored) {
@@ -207,14 +216,17 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   if (!choice_.gpu) return;
   const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
-    const std::uint64_t beside =
-        (draft_ ? total_bytes(cuda::plan_inference(*draft_, one_sequence_on_gpu(positions, false), dtype)) : 0) +
-        steps_memory(config);
+    const std::uint64_t of_draft =
+        !draft_ ? 0
+        : fuses_draft(*draft_)
+            ? total_bytes(plan_fused(*draft_, positions, dtype))
+            : total_bytes(cuda::plan_inference(*draft_, one_sequence_on_gpu(positions, false), dtype));
     if (!through_pages(config) && !settings_.drafts()) {
       return total_bytes(
           cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
     }
-    return beside + total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
+    return of_draft + steps_memory(config) +
+           total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
            (fused ? total_bytes(cuda::plan_fused_tokens(config)) : 0);
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
@@ -259,13 +271,41 @@ std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
   const auto of = [&](const ModelConfig& each) {
     return fused_steps(each) ? total_bytes(cuda::plan_fused_steps(each)) : 0;
   };
-  return of(config) + (draft_ ? of(*draft_) : 0);
+  return of(config) + (draft_ && settings_.many_sequences() ? of(*draft_) : 0);
 }
 
 // A draft model has them if it can; the model itself was refused where it cannot.
 bool DecodeDevice::fused_steps(const ModelConfig& config) const {
   const bool many = settings_.many_sequences() || settings_.drafts();
   return many && decode_ == "fused" && cuda::fused_steps_refusal(config, dtype_).empty();
+}
+
+bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
+  const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
+  return choice_.gpu && wanted && cuda::fused_refusal(config, dtype_).empty() && !cuda::graph_is_faster(config);
+}
+
+SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
+  const ModelConfig& config = file.config();
+  if (!fuses_draft(config)) return {load_draft(file, model), nullptr};
+  const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
+  if (through_pages(config)) {
+    return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
+  }
+  return {nullptr, load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+            return cuda::load_neox(file, {dtype_, cuda::DecodeMode::fused, capacity, progress, false});
+          })};
+}
+
+SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
+  if (!fuses_draft(config)) return {random_pages(config, draft_pool(config, model)), nullptr};
+  const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
+  if (through_pages(config)) {
+    return {nullptr,
+            sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
+  }
+  return {nullptr, cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
+                                     {dtype_, cuda::DecodeMode::fused, capacity, nullptr, false})};
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
@@ -347,6 +387,14 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   return random_decoder_on_cpu(config, capacity, settings_.seed);
 }
 
+SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
+  return {load_draft(file, model), nullptr};
+}
+
+SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
+  return {random_pages(config, draft_pool(config, model)), nullptr};
+}
+
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
   return cpu::load_inference(file, pool);
 }
@@ -403,11 +451,6 @@ std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelCo
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
   return load_pages(file, draft_pool(file.config(), model));
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
-                                                                const InferenceModel& model) const {
-  return random_pages(config, draft_pool(config, model));
 }
 
 }  // namespace weft

@@ -58,24 +58,26 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
   announce_cpu(choice_);
   if (!choice_.gpu) shared_cores_.emplace();
   if (!choice_.gpu && settings.precision == "bf16") {
-    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
   }
   const std::string precision = settings.precision != "auto" ? settings.precision : choice_.gpu ? "bf16" : "fp32";
   settings.set_device(choice_.gpu ? "cuda" : "cpu", precision);
   if (!choice_.gpu && ranks_ > 1 && shard_ == Shard::gradients) {
     fail(Exit::usage, "--shard: got gradients, which needs a GPU. Use optimizer or parameters");
   }
-  if (settings.moments == "bf16" && (!choice_.gpu || precision != "bf16")) {
-    fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16");
+  if (settings.moments == "bf16" && (!choice_.gpu || precision == "fp32")) {
+    fail(Exit::usage, "--moments: got bf16, which needs a GPU and --precision bf16 or fp8");
   }
 }
 
 std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
-                                          [[maybe_unused]] std::int64_t sample_positions) const {
+                                          [[maybe_unused]] std::int64_t sample_positions, Holds holds) const {
+  if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
+  const bool is_part = ranks_ > 1 && holds == Holds::part;
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
     std::vector<MemoryLine> lines =
-        ranks_ > 1 ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
+        is_part ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
     if (sample_positions == 0) return lines;
     for (MemoryLine& line : cuda::plan_llama_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
@@ -83,7 +85,7 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
     return lines;
   }
 #endif
-  return ranks_ > 1 ? cpu::plan_llama(config, options, rank_, ranks_, shard_) : cpu::plan_llama(config, options);
+  return is_part ? cpu::plan_llama(config, options, rank_, ranks_, shard_) : cpu::plan_llama(config, options);
 }
 
 std::vector<RankField> TrainDevice::rank_fields() const {
@@ -105,11 +107,11 @@ std::string TrainDevice::gpu_id() const {
 }
 
 void TrainDevice::check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
-                               std::int64_t sample_positions) const {
+                               std::int64_t sample_positions, Holds holds) const {
   TrainOptions smaller = options;
   // Ranks on the CPUs of one machine share its memory.
   const auto sharing = static_cast<std::uint64_t>(choice_.gpu ? 1 : local_ranks_);
-  const auto planned = [&] { return sharing * total_bytes(plan(config, smaller, sample_positions)); };
+  const auto planned = [&] { return sharing * total_bytes(plan(config, smaller, sample_positions, holds)); };
   const std::uint64_t available = choice_.available_bytes, needed = planned();
   if (needed <= available || available == 0) return;
   if (batch_sequences == 0) fail_plan(needed, choice_, "Make a reference dump of fewer or shorter sequences");

@@ -16,6 +16,7 @@
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/classifier.h"
 #include "llmc/cpu/embedding.h"
+#include "llmc/cpu/fp8_linears.h"
 #include "llmc/cpu/llama_inference.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/rank_sum.h"
@@ -90,11 +91,16 @@ std::vector<MemoryLine> memory_lines(const ModelConfig& config, const TrainOptio
   }
   lines.push_back({"AdamW moments (fp32)", 2 * part_plan("moments", portion.own).bytes()});
   lines.push_back({"activations (fp32)", LlamaActivations<float>(config, options, kClassifierRows).plan().bytes()});
+  if (options.precision == Precision::fp8) {
+    lines.push_back({"operands rounded to fp8 (fp32)", Fp8Linears::planned_bytes(config, options)});
+  }
   return lines;
 }
 
-void require_fp32(const TrainOptions& options) {
-  if (options.precision != Precision::fp32) fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 only");
+void check_precision(const ModelConfig& config, const TrainOptions& options) {
+  if (options.precision == Precision::bf16)
+    fail(Exit::usage, "--precision: got bf16, the CPU computes in fp32 and fp8 only");
+  if (options.precision == Precision::fp8) check_fp8_sizes(config, options.micro_batch, options.seq_len);
 }
 
 class Llama final : public TrainModel {
@@ -123,6 +129,10 @@ class Llama final : public TrainModel {
         activation_arena_(acts_.plan()),
         rope_(rope_table(config.rope, options.seq_len)) {
     acts_.bind(activation_arena_);
+    if (options.precision == Precision::fp8) {
+      if (ranks != nullptr || options.virtual_ranks > 1) fail(Exit::internal, "several ranks with --precision fp8");
+      fp8_.emplace(config, options);
+    }
     if (!parameters_divided()) return;
     std::vector<std::int64_t> moves;
     for (std::size_t s = 0; s < sections_.size(); ++s)
@@ -138,6 +148,7 @@ class Llama final : public TrainModel {
     micro_step_ = micro_step;
     training_ = true;
     tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    if (fp8_) fp8_->use_weights(weights_);
     forward_layers();
     loss_sum_ += classify(batch.labels, loss_scale, &label_count_);
   }
@@ -145,6 +156,7 @@ class Llama final : public TrainModel {
   double evaluate(const Batch& batch, std::int64_t* label_count) override {
     training_ = false;
     tokens_.assign(batch.tokens.begin(), batch.tokens.end());
+    if (fp8_) fp8_->use_weights(weights_);
     forward_layers();
     *label_count = 0;
     return classify(batch.labels, 0, label_count);
@@ -159,6 +171,7 @@ class Llama final : public TrainModel {
     loss_sum_ = ranks_loss_sum_ = 0;
     label_count_ = 0;
     exchanged_ = false;
+    if (fp8_) fp8_->begin_step();
   }
   StepStatistics statistics() override;
   void update(const AdamWStep& step) override;
@@ -167,6 +180,19 @@ class Llama final : public TrainModel {
     const Range part = common(elements_of(spec), held(role));
     if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
     if (role == TensorRole::parameter) portion_.places.forget();
+    if (role == TensorRole::parameter && fp8_) fp8_->weights_replaced();
+  }
+  std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
+  void set_fp8_state(std::span<const float> state) override {
+    if (!fp8_) return TrainModel::set_fp8_state(state);
+    fp8_->set_state(state);
+  }
+  std::vector<Range> own_elements() const override { return {divided_ ? own_ : Range{0, table_.arena_elements()}}; }
+  std::unique_ptr<StateCopy> make_own_copy() override {
+    return make_host_copy(own_elements(), [this](TensorRole role, std::size_t, float* values) {
+      const Range own = own_elements()[0];
+      std::copy_n(at(role, own), own.size(), values);
+    });
   }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
@@ -254,6 +280,10 @@ class Llama final : public TrainModel {
   void gather_parameters(std::size_t section);
   std::size_t head_section() const { return config_.tied_embeddings ? 0 : sections_.size() - 1; }
 
+  // The linear layers of layer l of the blocks: out [N, OC] = x [N, C] W^T, and from dout [N, OC] the gradients of x and W.
+  void linear(BlockLinear which, std::int64_t l, float* out, const float* x);
+  void linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x);
+
   void forward_layers();
   void forward_layer(std::int64_t l);
   void forward_to_swiglu(std::int64_t l, float* branch);
@@ -282,11 +312,12 @@ class Llama final : public TrainModel {
   LlamaParameters<float> weights_, d_weights_;
   LlamaActivations<float> acts_;
   HostArena activation_arena_;
+  std::optional<Fp8Linears> fp8_;  // with --precision fp8
   RopeTable rope_;
 
   std::vector<std::int32_t> tokens_;  // [N] of the last forward
   std::uint64_t micro_step_ = 0;
-  bool training_ = false;
+  bool training_ = false, recomputing_ = false;
   std::int64_t rank_micro_batches_ = 0,
                ranks_added_ = 0;              // of the rank that is computed; ranks of this process that are complete
   double loss_sum_ = 0, ranks_loss_sum_ = 0;  // of that rank; of those before
@@ -324,28 +355,26 @@ void Llama::forward_layers() {
 void Llama::forward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
   forward_to_swiglu(l, acts_.branch);
-  matmul_forward(acts_.branch, a.swiglu_out, weights_.layers[l].down, nullptr, rows(), config_.ffn_size,
-                 config_.hidden_size);
+  linear(BlockLinear::down, l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // the norm is that layer's
   add_and_normalize(norm_after(2 * l + 1), acts_.branch, a.residual_mid);
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C]: scratch for the output of attention.
 void Llama::forward_to_swiglu(std::int64_t l, float* branch) {
-  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
-  const LayerParameters<float>& w = weights_.layers[l];
+  const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
 
-  matmul_forward(a.qkv, a.input_norm, w.qkv, nullptr, N, C, qkv_size());
+  linear(BlockLinear::qkv, l, a.qkv, a.input_norm);
   rope_forward(q_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_forward(k_heads(a.qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
   attention_forward(attention_shape(), heads(a.attention, config_.q_size()), a.lse, q_heads(a.qkv), k_heads(a.qkv),
                     v_heads(a.qkv));
-  matmul_forward(branch, a.attention, w.output, nullptr, N, config_.q_size(), C);
+  linear(BlockLinear::output, l, branch, a.attention);
   add_and_normalize(norm_after(2 * l), branch, acts_.residual[l]);
 
-  matmul_forward(a.gate_up, a.post_norm, w.gate_up, nullptr, N, C, 2 * F);
-  swiglu_forward(a.swiglu_out, a.gate_up, N, F);
+  linear(BlockLinear::gate_up, l, a.gate_up, a.post_norm);
+  swiglu_forward(a.swiglu_out, a.gate_up, rows(), config_.ffn_size);
 }
 
 // Logits, losses and, in training, the gradient of the final norm and of the head, kClassifierRows at a time.
@@ -383,6 +412,7 @@ void Llama::backward() {
     backward_layer(l);
   }
   embedding_backward(d_weights_.embedding, acts_.branch, tokens_.data(), rows(), config_.hidden_size);
+  if (fp8_) fp8_->end_micro_batch();
   if (portion_.rounds > 1 && ++rank_micro_batches_ == options_.rank_micro_batches) finish_rank();
 }
 
@@ -411,7 +441,9 @@ void Llama::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
   normalize(norm_after(2 * l - 1));
   if (options_.recompute == Recompute::block) {
+    recomputing_ = true;
     forward_to_swiglu(l, acts_.d_norm);  // acts_.branch holds a gradient now
+    recomputing_ = false;
     return;
   }
   const LayerActivations<float>& a = acts_.layers[l];
@@ -422,24 +454,48 @@ void Llama::recompute_layer(std::int64_t l) {
 // In: branch holds the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
 // Out: branch holds the gradient of the output of the layer below (its MLP, or the embedding).
 void Llama::backward_layer(std::int64_t l) {
-  const std::int64_t N = rows(), C = config_.hidden_size, F = config_.ffn_size, T = options_.seq_len;
-  const LayerParameters<float>& w = weights_.layers[l];
-  const LayerParameters<float>& dw = d_weights_.layers[l];
+  const std::int64_t T = options_.seq_len;
   const LayerActivations<float>& a = acts_.layers[l];
 
-  matmul_backward(acts_.d_swiglu_out, dw.down, nullptr, acts_.branch, a.swiglu_out, w.down, N, F, C);
-  swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, N, F);  // a.gate_up is its gradient from here on
-  matmul_backward(acts_.d_norm, dw.gate_up, nullptr, a.gate_up, a.post_norm, w.gate_up, N, C, 2 * F);
+  linear_backward(BlockLinear::down, l, acts_.d_swiglu_out, acts_.branch, a.swiglu_out);
+  // a.gate_up is its gradient from here on.
+  swiglu_backward(a.gate_up, acts_.d_swiglu_out, a.gate_up, rows(), config_.ffn_size);
+  linear_backward(BlockLinear::gate_up, l, acts_.d_norm, a.gate_up, a.post_norm);
   norm_backward(norm_after(2 * l), acts_.d_norm, true);
 
-  matmul_backward(acts_.d_attention, dw.output, nullptr, acts_.branch, a.attention, w.output, N, config_.q_size(), C);
+  linear_backward(BlockLinear::output, l, acts_.d_attention, acts_.branch, a.attention);
   attention_backward(attention_shape(), q_heads(acts_.d_qkv), k_heads(acts_.d_qkv), v_heads(acts_.d_qkv),
                      heads(acts_.d_attention, config_.q_size()), heads(a.attention, config_.q_size()), a.lse,
                      q_heads(a.qkv), k_heads(a.qkv), v_heads(a.qkv));
   rope_backward(q_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_heads, 0);
   rope_backward(k_heads(acts_.d_qkv), rope_, options_.micro_batch, T, config_.num_kv_heads, 0);
-  matmul_backward(acts_.d_norm, dw.qkv, nullptr, acts_.d_qkv, a.input_norm, w.qkv, N, C, qkv_size());
+  linear_backward(BlockLinear::qkv, l, acts_.d_norm, acts_.d_qkv, a.input_norm);
   norm_backward(norm_after(2 * l - 1), acts_.d_norm, true);
+}
+
+// ---- linear layers --------------------------------------------------------------------------------------------------
+
+void Llama::linear(BlockLinear which, std::int64_t l, float* out, const float* x) {
+  const LinearSize size = linear_size(config_, which);
+  const float* weight = weights_.layers[static_cast<std::size_t>(l)].weight(which);
+  if (fp8_) {
+    using Pass = Fp8Linears::Pass;
+    x = fp8_->input(which, l, x, !training_ ? Pass::evaluation : recomputing_ ? Pass::again : Pass::training);
+    weight = fp8_->weight(which, l);
+  }
+  matmul_forward(out, x, weight, nullptr, rows(), size.C, size.OC);
+}
+
+void Llama::linear_backward(BlockLinear which, std::int64_t l, float* dx, const float* dout, const float* x) {
+  const LinearSize size = linear_size(config_, which);
+  const float* weight = weights_.layers[static_cast<std::size_t>(l)].weight(which);
+  if (fp8_) {
+    x = fp8_->input(which, l, x, Fp8Linears::Pass::again);
+    dout = fp8_->gradient(which, l, dout);
+    weight = fp8_->weight(which, l);
+  }
+  matmul_backward(dx, d_weights_.layers[static_cast<std::size_t>(l)].weight(which), nullptr, dout, x, weight, rows(),
+                  size.C, size.OC);
 }
 
 // ---- norms ----------------------------------------------------------------------------------------------------------
@@ -528,7 +584,9 @@ StepStatistics Llama::statistics() {
       sum += sum_of_squares(at(TensorRole::gradient, elements_of(spec)), spec.elements);
     }
   }
-  return {ranks_loss_sum_ + loss_sum_, label_count_, std::sqrt(sum)};
+  StepStatistics statistics{ranks_loss_sum_ + loss_sum_, label_count_, std::sqrt(sum)};
+  if (fp8_) statistics.fp8 = fp8_->statistics();
+  return statistics;
 }
 
 // What sum_of_squares() gives over all tensors, from the blocks of all ranks.
@@ -571,6 +629,7 @@ void Llama::update(const AdamWStep& step) {
     adamw(at(TensorRole::parameter, part), at(TensorRole::gradient, part), at(TensorRole::moment1, part),
           at(TensorRole::moment2, part), part.size(), spec.decay, step);
   }
+  if (fp8_) fp8_->end_step();
   portion_.places.forget();
   if (divided_ && !parameters_divided()) ranks_->gather(parameter_arena_.at<float>(0), parts_);
 }
@@ -636,13 +695,13 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options) {
-  require_fp32(options);
+  check_precision(config, options);
   return std::make_unique<Llama>(config, options, nullptr, Shard::none);
 }
 
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        Shard shard) {
-  require_fp32(options);
+  check_precision(config, options);
   if (options.virtual_ranks % ranks.size() != 0) {
     fail(Exit::internal, "%d ranks for a step of %lld", ranks.size(), static_cast<long long>(options.virtual_ranks));
   }

@@ -1,4 +1,5 @@
-// Llama on the CPU in fp32: training, and generation from the live parameters.
+// Llama on the CPU in fp32: training, and generation from the live parameters. With Precision::fp8 the operands of the blocks'
+// linear layers are rounded to fp8 (llmc/model/fp8.h): the reference for a GPU that computes with them.
 #pragma once
 
 #include <memory>
@@ -16,7 +17,7 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
                                    Shard shard);
 
 // All parameters, gradients and moments start as zeros: write_tensor() brings them. Exit::usage if
-// options.precision is not fp32, Exit::resources if the memory cannot be had.
+// options.precision is bf16, or fp8 with sizes that it does not have, Exit::resources if the memory cannot be had.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options);
 
 // A process for one or more of options.virtual_ranks ranks, a multiple of the processes that `ranks` has: process p of P

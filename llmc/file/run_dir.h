@@ -31,7 +31,8 @@ class RunDirectory {
 
   const std::string& path() const { return path_; }
   std::string file(const std::string& name) const { return path_ + "/" + name; }
-  bool empty() const;  // holds nothing but the lock file
+  // Held nothing but the lock file when this run took it. A model on a GPU puts its GEMM plans here before a run begins.
+  bool was_empty() const { return was_empty_; }
   // Removes the temporary directories that interrupted saves and removals left. Call it only when the run has made sure
   // that the checkpoints here are its own.
   void remove_leftovers() const;
@@ -63,6 +64,7 @@ class RunDirectory {
 
   std::string path_;
   int lock_ = -1;
+  bool was_empty_ = true;
 };
 
 }  // namespace weft

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "llmc/base/error.h"
 #include "llmc/infer/perplexity.h"
@@ -10,6 +11,8 @@
 namespace weft {
 
 namespace {
+
+constexpr std::int64_t kPiece = 128;  // rows whose activations and logits exist at once
 
 // The logarithm of the sum of the exponentials.
 double log_sum(std::span<const float> logits) {
@@ -23,16 +26,43 @@ std::ptrdiff_t top(std::span<const float> logits) {
   return std::max_element(logits.begin(), logits.end()) - logits.begin();
 }
 
+double divergence_of(std::span<const float> logits_p, std::span<const float> logits_q, double log_sum_p,
+                     double log_sum_q) {
+  double sum = 0;
+  for (std::size_t i = 0; i < logits_p.size(); ++i) {
+    const double log_p = logits_p[i] - log_sum_p;
+    sum += std::exp(log_p) * (log_p - (logits_q[i] - log_sum_q));
+  }
+  return sum;
+}
+
+// One token: its divergence, and the losses of both models.
+struct Compared {
+  double divergence = 0, nll = 0, nll_against = 0;
+  bool same_top = false;
+};
+
+Compared compare(std::span<const float> p, std::span<const float> q, std::int32_t next) {
+  const double of_p = log_sum(p), of_q = log_sum(q);
+  Compared result{divergence_of(p, q, of_p, of_q), 0, 0, top(p) == top(q)};
+  if (next < std::ssize(p)) {
+    result.nll = of_q - q[static_cast<std::size_t>(next)];
+    result.nll_against = of_p - p[static_cast<std::size_t>(next)];
+  }
+  return result;
+}
+
+// Appends `ids`. With `logits` those after each of them, [ids, vocab_size], otherwise an empty vector.
+std::vector<float> append(DecodeModel& model, std::span<const std::int32_t> ids, bool logits) {
+  model.keep_logits(logits);
+  model.prefill(ids);
+  return logits ? model.activation("logits") : std::vector<float>{};
+}
+
 }  // namespace
 
 double divergence_of(std::span<const float> logits_p, std::span<const float> logits_q) {
-  const double of_p = log_sum(logits_p), of_q = log_sum(logits_q);
-  double sum = 0;
-  for (std::size_t i = 0; i < logits_p.size(); ++i) {
-    const double log_p = logits_p[i] - of_p;
-    sum += std::exp(log_p) * (log_p - (logits_q[i] - of_q));
-  }
-  return sum;
+  return divergence_of(logits_p, logits_q, log_sum(logits_p), log_sum(logits_q));
 }
 
 DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<const std::int32_t> ids,
@@ -46,30 +76,46 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
   }
   const auto windows = perplexity_windows(std::ssize(ids), window, stride);
   DivergenceResult result;
-  double squares = 0;  // sum of the squared differences from the mean (Welford, Technometrics 4, 1962)
+  // Means and sums of the squared differences from them (Welford, Technometrics 4, 1962).
+  double squares = 0, loss_mean = 0, loss_squares = 0;
   std::int64_t done = 0, same = 0;
+  std::vector<Compared> compared;
   for (const PerplexityWindow& each : windows) {
     model.reset();
     against.reset();
-    for (std::int64_t i = each.begin; i + 1 < each.end; ++i) {
+    for (std::int64_t begin = each.begin; begin + 1 < each.end; begin += kPiece) {
       result.interrupted = hooks.interrupted && hooks.interrupted();
       if (result.interrupted) break;
-      const std::int32_t id = ids[static_cast<std::size_t>(i)], next = ids[static_cast<std::size_t>(i + 1)];
-      const auto real = static_cast<std::size_t>(vocabulary);
-      const std::span<const float> q = model.decode(id).first(real), p = against.decode(id).first(real);
-      if (i + 1 < each.first_scored) continue;
-      const double value = divergence_of(p, q);
-      if (!std::isfinite(value)) {
-        fail(Exit::numeric, "--against: the divergence at token %lld is not finite", static_cast<long long>(i + 1));
+      const std::int64_t count = std::min(kPiece, each.end - 1 - begin);
+      const std::int64_t first = std::max<std::int64_t>(each.first_scored - 1 - begin, 0);  // row that counts
+      const auto piece = ids.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
+      const std::vector<float> q = append(model, piece, first < count), p = append(against, piece, first < count);
+      if (first >= count) continue;
+      compared.assign(static_cast<std::size_t>(count), {});
+#pragma omp parallel for
+      for (std::int64_t i = first; i < count; ++i) {
+        const auto row = [&](const std::vector<float>& logits) {
+          const std::size_t width = logits.size() / static_cast<std::size_t>(count);
+          return std::span(logits).subspan(static_cast<std::size_t>(i) * width, static_cast<std::size_t>(vocabulary));
+        };
+        compared[static_cast<std::size_t>(i)] = compare(row(p), row(q), ids[static_cast<std::size_t>(begin + i + 1)]);
       }
-      const double difference = value - result.mean;
-      result.mean += difference / static_cast<double>(++result.tokens);
-      squares += difference * (value - result.mean);
-      result.largest = std::max(result.largest, value);
-      same += top(p) == top(q) ? 1 : 0;
-      if (next < vocabulary) {
-        result.nll += log_sum(q) - q[static_cast<std::size_t>(next)];
-        result.nll_against += log_sum(p) - p[static_cast<std::size_t>(next)];
+      for (std::int64_t i = first; i < count; ++i) {
+        const Compared& token = compared[static_cast<std::size_t>(i)];
+        if (!std::isfinite(token.divergence)) {
+          fail(Exit::numeric, "--against: the divergence at token %lld is not finite",
+               static_cast<long long>(begin + i + 1));
+        }
+        const double difference = token.divergence - result.mean;
+        result.mean += difference / static_cast<double>(++result.tokens);
+        squares += difference * (token.divergence - result.mean);
+        result.largest = std::max(result.largest, token.divergence);
+        same += token.same_top ? 1 : 0;
+        result.nll += token.nll;
+        result.nll_against += token.nll_against;
+        const double loss = token.nll - token.nll_against, from_mean = loss - loss_mean;
+        loss_mean += from_mean / static_cast<double>(result.tokens);
+        loss_squares += from_mean * (loss - loss_mean);
       }
     }
     if (result.interrupted) break;
@@ -79,8 +125,14 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
   result.same_top = static_cast<double>(same) / count;
   result.nll /= count;
   result.nll_against /= count;
-  result.standard_error =
-      result.tokens < 2 ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(squares / (count - 1) / count);
+  const auto error_of_mean = [&](double sum_of_squares) {
+    return result.tokens < 2 ? std::numeric_limits<double>::quiet_NaN()
+                             : std::sqrt(sum_of_squares / (count - 1) / count);
+  };
+  result.standard_error = error_of_mean(squares);
+  result.nll_difference_error = error_of_mean(loss_squares);
+  model.keep_logits(false);
+  against.keep_logits(false);
   return result;
 }
 

@@ -3,7 +3,8 @@
 // The windows are those of the perplexity. At each token that is scored the Kullback-Leibler divergence
 // KL(p || q) = sum of p log(p / q) over the ids of the tokenizer is taken, p of the other model, q of this one, both
 // normalised over these ids: padded rows of a vocabulary do not count, and their number may differ. Perplexity alone hides what
-// quantisation changes: gains and losses of single tokens cancel in its mean.
+// quantisation changes: gains and losses of single tokens cancel in its mean. Both models compute as for a prompt, many rows at a
+// time.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +22,13 @@ struct DivergenceResult {
   double largest = 0;
   double same_top = 0;              // share of tokens at which both models have the same likeliest id
   double nll = 0, nll_against = 0;  // mean -log of the text's token, of this model and of the other
+  double nll_difference_error = 0;  // standard error of nll - nll_against, which is far below that of either
   bool interrupted = false;         // the figures cover the tokens before the interruption
 };
 
 struct DivergenceHooks {
   std::function<void(std::int64_t done, std::int64_t all, double mean_so_far)> on_window;
-  std::function<bool()> interrupted;  // polled before each token
+  std::function<bool()> interrupted;  // polled before each piece of a window
 };
 
 // KL(p || q) of the distributions whose logits these are, of equal length; in double precision.

@@ -128,6 +128,7 @@ Json divergence_json(const DivergenceResult& result, std::int64_t window, std::i
       {"same_top", result.same_top},
       {"mean_nll", result.nll},
       {"mean_nll_against", result.nll_against},
+      {"nll_difference_standard_error", finite_or_null(result.nll_difference_error)},
       {"tokens", result.tokens},
       {"window", window},
       {"stride", stride},

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <initializer_list>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "llmc/base/regions.h"
+#include "llmc/model/fp8.h"
 #include "llmc/model/parameters.h"
 #include "llmc/model/train_model.h"
 
@@ -23,6 +25,13 @@ struct LayerParameters {
   T* output = nullptr;   // [C, q]
   T* gate_up = nullptr;  // [2 F, C]: gate and up are neighbours
   T* down = nullptr;     // [C, F]
+
+  T* weight(BlockLinear linear) const {
+    return linear == BlockLinear::qkv       ? qkv
+           : linear == BlockLinear::output  ? output
+           : linear == BlockLinear::gate_up ? gate_up
+                                            : down;
+  }
 };
 
 // The parameters of a whole model, or their gradients, as pointers into an arena of the table's layout.
@@ -117,7 +126,9 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
   const std::int64_t L = config.num_layers, C = config.hidden_size, F = config.ffn_size, V = config.vocab_size;
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();
-  const bool share_norms = options.recompute != Recompute::none;   // norms and SwiGLU's output
+  const bool share_norms = options.recompute != Recompute::none;  // norms and SwiGLU's output
+  // With --precision fp8 a GPU keeps SwiGLU's output in no other form.
+  const bool only_in_fp8 = options.precision == Precision::fp8 && !std::is_same_v<T, float>;
   const bool share_block = options.recompute == Recompute::block;  // everything but the layer's input
 
   layers.resize(static_cast<std::size_t>(L));
@@ -135,7 +146,7 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
     using Layer = LayerActivations<T>;
     want(&Layer::input_norm, N * C, share_norms);
     want(&Layer::post_norm, N * C, share_norms);
-    want(&Layer::swiglu_out, N * F, share_norms);
+    if (!only_in_fp8) want(&Layer::swiglu_out, N * F, share_norms);
     want(&Layer::mean1, N, share_block);
     want(&Layer::rstd1, N, share_block);
     want(&Layer::qkv, N * qkv, share_block);

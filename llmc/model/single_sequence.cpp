@@ -38,7 +38,7 @@ class SingleSequence final : public DecodeModel {
   }
   std::span<const float> prefill(std::span<const std::int32_t> ids) override;
   std::span<const float> decode(std::int32_t id) override {
-    if (decoder_ == nullptr || keep_) return prefill({&id, 1});
+    if (decoder_ == nullptr || keep_ != Keep::nothing) return prefill({&id, 1});
     check_room(1);
     return decoder_->decode(id, length_++);
   }
@@ -51,14 +51,28 @@ class SingleSequence final : public DecodeModel {
   bool samples() const override { return model_->depth() > 1 || decoder_ != nullptr; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
-  std::vector<double> score(std::span<const std::int32_t> ids) override;
-  void keep_activations(bool keep) override {
-    keep_ = keep;
-    model_->keep_activations(keep);
+  bool can_draft() const override { return decoder_ != nullptr; }
+  void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override;
+  std::optional<std::int32_t> drafted(std::int64_t i) override {
+    return drafted_id([&] { return decoder_->wait(i); });
   }
+  std::vector<double> score(std::span<const std::int32_t> ids) override;
+  void keep_activations(bool keep) override { set_keep(keep ? Keep::activations : Keep::nothing); }
+  void keep_logits(bool keep) override { set_keep(keep ? Keep::logits : Keep::nothing); }
   std::vector<float> activation(const std::string& name) override { return model_->activation(name); }
 
  private:
+  enum class Keep { nothing, logits, activations };
+
+  void set_keep(Keep keep) {
+    keep_ = keep;
+    if (keep == Keep::logits) {
+      model_->keep_logits(true);
+    } else {
+      model_->keep_activations(keep == Keep::activations);
+    }
+  }
   void check_room(std::size_t ids) const {
     if (ids == 0 || static_cast<std::int64_t>(ids) > capacity_ - length_) {
       fail(Exit::internal, "decoder: %zu tokens do not fit: %lld of %lld positions are used", ids,
@@ -98,12 +112,12 @@ class SingleSequence final : public DecodeModel {
   std::function<void()> wait_for_weights_;
   std::int64_t capacity_, length_ = 0;
   std::vector<std::int32_t> pages_;
-  bool keep_ = false;
+  Keep keep_ = Keep::nothing;
 };
 
 std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids) {
   check_room(ids.size());
-  if (keep_) model_->keep_activations(true);  // forgets those of the prompt before
+  set_keep(keep_);  // forgets what was kept of the prompt before
   std::span<const float> logits;
   append(
       ids, [&](Span& span, std::size_t begin) { span.keep_logits = begin + span.ids.size() == ids.size(); },
@@ -116,7 +130,7 @@ std::span<const float> SingleSequence::prefill(std::span<const std::int32_t> ids
 void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                                   const std::function<bool(std::int32_t)>& on_id) {
   check_room(prompt.size());
-  if (keep_) model_->keep_activations(true);
+  set_keep(keep_);
   const std::int64_t begin = length_, prompt_size = std::ssize(prompt), end = begin + prompt_size;
   if (request.max_ids < 1 || request.max_ids > capacity_ - end) {
     fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
@@ -171,7 +185,7 @@ void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const Gener
   } const end{*decoder_};
   for (std::int64_t seen = first; seen < request.max_ids;) {
     const std::int64_t count = std::min(request.max_ids - seen, decoder_->most_ids());
-    decoder_->launch(id, length_, count, request);
+    decoder_->launch({&id, 1}, length_, count, request);
     for (std::int64_t i = 0; i < count; ++i) {
       id = decoder_->wait(i);
       ++length_;
@@ -181,6 +195,22 @@ void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const Gener
     }
     decoder_->end();
   }
+}
+
+void SingleSequence::start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                                 const SamplingPlan& sampling, const DeviceDrafts& to) {
+  decoder_->end();
+  length_ = kept;
+  check_room(ids.size() + static_cast<std::size_t>(count) - 1);
+  if (std::ssize(ids) > decoder_->most_first_ids()) {
+    append(
+        ids.first(ids.size() - 1), [](Span&, std::size_t) {}, [](const SpanResult&) {}, [] { return false; });
+    ids = ids.last(1);
+  }
+  GenerationRequest request;
+  request.sampling = sampling;
+  decoder_->launch(ids, length_, count, request, to);
+  length_ += std::ssize(ids) + count - 1;
 }
 
 std::vector<double> SingleSequence::score(std::span<const std::int32_t> ids) {

@@ -5,13 +5,16 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "llmc/base/arena.h"
 #include "llmc/base/error.h"
+#include "llmc/base/range.h"
 #include "llmc/model/decode_model.h"
+#include "llmc/model/fp8.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/tensor_table.h"
 
@@ -19,7 +22,11 @@ namespace weft {
 
 inline constexpr std::int32_t kIgnoredLabel = -100;  // transformers' ignore_index
 
-enum class Precision { fp32, bf16 };
+enum class Precision {
+  fp32,
+  bf16,
+  fp8
+};  // fp8: llmc/model/fp8.h; what is not in fp8 is as in bf16, on the CPU as in fp32
 enum class Recompute { none, norm, block };
 
 struct TrainOptions {
@@ -29,7 +36,7 @@ struct TrainOptions {
   Recompute recompute = Recompute::none;
   float dropout = 0;                    // probability; applied to each branch before it is added to the residual
   std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
-  Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: with Precision::bf16 on a GPU
+  Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
 
   // A step is the work of so many ranks, which this model does one after the other (--virtual-ranks), with
   // `rank_micro_batches` micro-batches each. A rank's gradients are those of a model that computes its micro-batches alone;
@@ -58,8 +65,9 @@ struct AdamWStep {
 // What a step needs to know before it may update. Reading it is the only synchronisation of a step.
 struct StepStatistics {
   double loss_sum = 0;  // sum over counted labels of -log p(label), of all micro-batches since zero_gradients()
-  std::int64_t label_count = 0;  // how many labels were counted
-  double gradient_norm = 0;      // 2-norm over all parameters; not finite if any gradient is not
+  std::int64_t label_count = 0;                     // how many labels were counted
+  double gradient_norm = 0;                         // 2-norm over all parameters; not finite if any gradient is not
+  std::optional<Fp8Statistics> fp8 = std::nullopt;  // with Precision::fp8
 };
 
 enum class TensorRole { parameter, gradient, moment1, moment2 };
@@ -81,9 +89,17 @@ class StateCopy {
                             float* buffer) const = 0;
 };
 // What a StateCopy keeps on the host: a parameter and its two moments, four bytes each on every device.
-inline std::uint64_t state_copy_bytes(const TensorTable& table) {
-  return 3 * sizeof(float) * static_cast<std::uint64_t>(table.arena_elements());
+inline std::uint64_t state_copy_bytes(std::int64_t elements) {
+  return 3 * sizeof(float) * static_cast<std::uint64_t>(elements);
 }
+inline std::uint64_t state_copy_bytes(const TensorTable& table) {
+  return state_copy_bytes(table.arena_elements());
+}
+
+// A StateCopy in plain host memory. take() calls read(role, i, values) for each role of kStateRoles and each range i of the
+// arena, which together hold what the copy is of.
+std::unique_ptr<StateCopy> make_host_copy(std::vector<Range> ranges,
+                                          std::function<void(TensorRole, std::size_t range, float* values)> read);
 
 class TrainModel {
  public:
@@ -123,9 +139,20 @@ class TrainModel {
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 
+  // With Precision::fp8 what the scales of the next step depend on (Fp8Scales::state()), otherwise empty. A run that goes on
+  // sets it after it has written all parameters: those that come from elsewhere make a model forget it.
+  virtual std::vector<float> fp8_state() const { return {}; }
+  virtual void set_fp8_state(std::span<const float> /*state*/) { fail(Exit::internal, "a model without fp8"); }
+
   // Host memory for copies of the state, state_copy_bytes() of it; valid while this model lives. Exit::resources where
   // it cannot be had. This implementation calls read_tensor(); a GPU has one that copies while training goes on.
   virtual std::unique_ptr<StateCopy> make_state_copy();
+
+  // What of the state this model has without asking other ranks: ranges of the arena, in its order. Those of all ranks that
+  // have divided the state are the arena, and no element is in two of them.
+  virtual std::vector<Range> own_elements() const { return {{0, table().arena_elements()}}; }
+  // As make_state_copy(), of own_elements() alone: what it reads lies within one of these ranges, and no other rank takes part.
+  virtual std::unique_ptr<StateCopy> make_own_copy() { return make_state_copy(); }
 
   // Test tool: a kernel that faults, as a broken one would. Exit::usage on a device that has no kernels.
   virtual void inject_device_fault() { fail(Exit::usage, "--debug-inject gpu@step: there is no GPU in this run"); }

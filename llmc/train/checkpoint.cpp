@@ -21,6 +21,7 @@ namespace {
 
 constexpr const char* kModelName = "model.bin";
 constexpr const char* kStateName = "state.bin";
+constexpr const char* kFp8Tensor = "fp8.amax";
 constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
@@ -84,6 +85,10 @@ void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSp
   });
 }
 
+std::string bad_value_text(TensorRole role, const TensorSpec& spec, std::size_t element, float value) {
+  return format("%s: element %zu is %g", state_tensor_name(role, spec).c_str(), element, static_cast<double>(value));
+}
+
 // "moment2.NAME: element 3 is inf" for the first value that is not finite; empty if there is none.
 std::string first_not_finite(const TensorTable& table, const TensorSource& source) {
   constexpr std::size_t kPiece = 1 << 18;  // values that are read at once
@@ -96,9 +101,7 @@ std::string first_not_finite(const TensorTable& table, const TensorSource& sourc
         const float* values = source.read(role, spec, first, size, buffer.data());
         const float* bad = std::find_if(values, values + size, [](float value) { return !std::isfinite(value); });
         if (bad == values + size) continue;
-        return format("%s: element %zu is %g",
-                      (role == TensorRole::parameter ? spec.name : moment_name(role, spec)).c_str(),
-                      first + static_cast<std::size_t>(bad - values), static_cast<double>(*bad));
+        return bad_value_text(role, spec, first + static_cast<std::size_t>(bad - values), *bad);
       }
     }
   }
@@ -123,8 +126,12 @@ void fill_model(const RunIdentity& run, const TensorTable& table, const TensorSo
 
 constexpr TensorRole kMoments[] = {TensorRole::moment1, TensorRole::moment2};
 
+std::vector<std::int64_t> fp8_shape(const ModelConfig& model) {
+  return {kFp8History, Fp8Slots{model.num_layers}.count()};
+}
+
 TensorFileWriter declare_training_state(const std::string& path, const RunIdentity& run, const TrainState& state,
-                                        const TensorTable& table) {
+                                        const TensorTable& table, bool has_fp8) {
   const Json identity = {{"settings", run.settings}, {"steps", run.steps},     {"data", run.data},
                          {"device", run.device},     {"version", run.version}, {"began_from", run.began_from},
                          {"world_size", 1}};
@@ -135,6 +142,7 @@ TensorFileWriter declare_training_state(const std::string& path, const RunIdenti
       writer.declare(moment_name(role, spec), DType::f32, spec.shape);
     }
   }
+  if (has_fp8) writer.declare(kFp8Tensor, DType::f32, fp8_shape(run.model));
   return writer;
 }
 
@@ -142,6 +150,7 @@ void fill_training_state(const TensorTable& table, const TensorSource& source, T
   for (const TensorRole role : kMoments) {
     for (const TensorSpec& spec : table.specs()) write_tensor_of(source, role, spec, writer);
   }
+  if (!source.fp8_state.empty()) writer.write(source.fp8_state.data(), source.fp8_state.size() * sizeof(float));
 }
 
 // ---- reading ----
@@ -172,11 +181,11 @@ void check_against_manifest(const Json& entry, const TensorFile& file, const std
 }
 
 // Checks shape, hash, and that every value is finite: a NaN with a correct hash is no state to go on from either.
-void check_values(const TensorFile& file, const std::string& name, const TensorSpec& spec) {
+void check_values(const TensorFile& file, const std::string& name, const std::vector<std::int64_t>& shape) {
   const TensorInfo& tensor = file.at(name);
-  if (tensor.shape != spec.shape) {
+  if (tensor.shape != shape) {
     fail(Exit::bad_file, "%s: %s: got shape %s, expected %s", escaped(file.path()).c_str(), name.c_str(),
-         shape_text(tensor.shape).c_str(), shape_text(spec.shape).c_str());
+         shape_text(tensor.shape).c_str(), shape_text(shape).c_str());
   }
   file.verify_finite(tensor);
 }
@@ -214,6 +223,10 @@ std::string value_text(const Json& object, const std::string& key) {
 
 }  // namespace
 
+std::string state_tensor_name(TensorRole role, const TensorSpec& spec) {
+  return role == TensorRole::parameter ? spec.name : moment_name(role, spec);
+}
+
 Json TrainState::to_json() const {
   Json json = {{"step", step},
                {"updates", updates},
@@ -246,7 +259,7 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
   return state;
 }
 
-Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
+Checkpoint Checkpoint::open(const std::string& path, std::int64_t step, Values values) {
   const std::string manifest_path = path + "/" + kManifestName, source = escaped(manifest_path);
   const Json manifest = parse_json(read_text_file(manifest_path, kMaxManifestBytes), source,
                                    {.bytes = kMaxManifestBytes, .values = kMaxConfigValues});
@@ -261,7 +274,7 @@ Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
   check_against_manifest((*files)[0], checkpoint.model_.file(), source);
   check_against_manifest((*files)[1], checkpoint.training_, source);
   checkpoint.read_state(manifest, step);
-  checkpoint.check_tensors();
+  if (values == Values::unknown) checkpoint.check_tensors();
   return checkpoint;
 }
 
@@ -289,12 +302,18 @@ void Checkpoint::check_tensors() const {
   in_parallel(3 * specs.size(), helper_threads(), [&](std::size_t i) {
     const TensorSpec& spec = specs[i / 3];
     if (i % 3 == 0) {
-      check_values(model_.file(), spec.name, spec);
+      check_values(model_.file(), spec.name, spec.shape);
     } else {
-      check_values(training_, moment_name(kMoments[i % 3 - 1], spec), spec);
+      check_values(training_, moment_name(kMoments[i % 3 - 1], spec), spec.shape);
     }
   });
   if (model_.has_tokenizer()) model_.tokenizer_json();  // verifies its hash
+  if (in_fp8()) check_values(training_, kFp8Tensor, fp8_shape(model()));
+}
+
+// That there is a history of scales follows from the settings: one that is missing is damage.
+bool Checkpoint::in_fp8() const {
+  return run_["settings"].value("precision", Json()) == "fp8";
 }
 
 void Checkpoint::require_same_model(const RunIdentity& run, const std::string& source) const {
@@ -382,6 +401,11 @@ void Checkpoint::load(TrainModel& model) const {
       model.write_tensor(role, spec, values.data());
     }
   }
+  if (!in_fp8()) return;
+  const TensorInfo& tensor = training_.at(kFp8Tensor);
+  values.resize(tensor.elements());
+  training_.read_f32(tensor, values.data());
+  model.set_fp8_state(values);
 }
 
 CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep)
@@ -422,7 +446,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
 }
 
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
-  if (mode == ResumeMode::never && !directory_.empty()) {
+  if (mode == ResumeMode::never && !directory_.was_empty()) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_intact(mode);
@@ -446,14 +470,14 @@ TensorSource tensors_of(TrainModel& model) {
             std::copy_n(tensor->data() + first, count, buffer);
             return buffer;
           },
-          false};
+          false, model.fp8_state()};
 }
 
-TensorSource tensors_of(const StateCopy& copy) {
+TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state) {
   return {[&copy](TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count, float* buffer) {
             return copy.read(role, spec, first, count, buffer);
           },
-          true};
+          true, std::move(fp8_state)};
 }
 
 void take_part_in_copy(TrainModel& model) {
@@ -495,11 +519,9 @@ std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* k
 
 void CheckpointKeeper::write(const std::string& path, const TrainState& state, const TensorTable& table,
                              const TensorSource& source) const {
-  Json manifest = manifest_head(state, identity_.model, identity_.settings);
-  manifest["made_by"] = "weft train_llama " + identity_.version;
   const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
   TensorFileWriter model = declare_model(model_path, identity_, table);
-  TensorFileWriter training = declare_training_state(training_path, identity_, state, table);
+  TensorFileWriter training = declare_training_state(training_path, identity_, state, table, !source.fp8_state.empty());
   // Both files may be filled at the same time (not under an injected fault, which counts their bytes in order), but they
   // are synced and renamed one after the other.
   in_parallel(2, source.for_many_threads && !write_fault_armed() ? 2 : 1, [&](std::size_t file) {
@@ -511,8 +533,16 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
     }
   });
   training.publish();
-  manifest["files"] = {describe_file(model_path, model.tensors()), describe_file(training_path, training.tensors())};
-  write_file_atomically(path + "/" + kManifestName, manifest.dump(1) + "\n");
+  write_manifest(path, state, model, training);
+}
+
+void CheckpointKeeper::write_manifest(const std::string& directory, const TrainState& state,
+                                      const TensorFileWriter& model, const TensorFileWriter& training) const {
+  Json manifest = manifest_head(state, identity_.model, identity_.settings);
+  manifest["made_by"] = "weft train_llama " + identity_.version;
+  manifest["files"] = {describe_file(directory + "/" + kModelName, model.tensors()),
+                       describe_file(directory + "/" + kStateName, training.tensors())};
+  write_file_atomically(directory + "/" + kManifestName, manifest.dump(1) + "\n");
 }
 
 std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& table, const TensorSource& source) {
@@ -525,10 +555,56 @@ std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& t
     directory_.discard_checkpoint(state.step);
     throw;
   }
+  return keep(state);
+}
+
+// The checkpoint of this state is complete.
+std::string CheckpointKeeper::keep(const TrainState& state) {
   intact_.insert(state.step);
   if (state.best && state.best->step == state.step) best_ = state.step;  // only now may the best one before be removed
   remove_old();
   return directory_.checkpoint_path(state.step);
+}
+
+SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const TensorTable& table) const {
+  const std::string path = directory_.begin_checkpoint(state.step);
+  SharedCheckpoint files{path,
+                         declare_model(path + "/" + kModelName, identity_, table),
+                         declare_training_state(path + "/" + kStateName, identity_, state, table, false),
+                         {},
+                         {},
+                         {}};
+  files.model_path = files.model.share();
+  files.training_path = files.training.share();
+  for (std::size_t i = 0; i < table.specs().size(); ++i) files.offsets.push_back(files.model.tensors()[i].offset);
+  for (const TensorInfo& tensor : files.training.tensors()) files.offsets.push_back(tensor.offset);
+  return files;
+}
+
+std::string CheckpointKeeper::commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
+                                            std::span<const TensorRead> tensors) {
+  const std::size_t count = table.specs().size();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].first_bad >= 0) {
+      throw not_finite(state, bad_value_text(kStateRoles[i / count], table.specs()[i % count],
+                                             static_cast<std::size_t>(tensors[i].first_bad), tensors[i].bad_value));
+    }
+    (i < count ? files.model : files.training).written_by_others(tensors[i].hash);
+  }
+  if (!identity_.tokenizer.empty()) files.model.write(identity_.tokenizer.data(), identity_.tokenizer.size());
+  files.model.publish();
+  files.training.publish();
+  write_manifest(files.directory, state, files.model, files.training);
+  Checkpoint::open(files.directory, state.step, Checkpoint::Values::checked);
+  directory_.commit_checkpoint(state.step);
+  return keep(state);
+}
+
+Error CheckpointKeeper::not_finite(const TrainState& state, const std::string& value) const {
+  return {Exit::numeric,
+          format("step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step), value.c_str(),
+                 intact_.empty() ? "There is no older checkpoint"
+                                 : ("The newest checkpoint is " + escaped(last_path())).c_str())};
 }
 
 // Nothing older is removed before the new checkpoint has been read from the disk and found intact. Reading refuses a value
@@ -539,12 +615,7 @@ void CheckpointKeeper::read_back(const std::string& path, const TrainState& stat
     Checkpoint::open(path, state.step);
   } catch (const Error& error) {
     if (error.code() != Exit::bad_file) throw;
-    if (const std::string value = first_not_finite(table, source); !value.empty()) {
-      fail(Exit::numeric, "step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step),
-           value.c_str(),
-           intact_.empty() ? "There is no older checkpoint"
-                           : ("The newest checkpoint is " + escaped(last_path())).c_str());
-    }
+    if (const std::string value = first_not_finite(table, source); !value.empty()) throw not_finite(state, value);
     throw;
   }
 }

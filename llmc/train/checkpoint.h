@@ -1,8 +1,8 @@
 // Checkpoints: everything that a run needs to go on as if it had never stopped.
 //
 // step_00000100/ holds model.bin (a model file: parameters in fp32 and the tokenizer; --model and
-// export_hf.py read it), state.bin (a training state: both moments, and a JSON object with TrainState and
-// RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
+// export_hf.py read it), state.bin (a training state: both moments, with --precision fp8 the history of its scales, and a JSON
+// object with TrainState and RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
 // and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
 #pragma once
 
@@ -11,7 +11,9 @@
 #include <functional>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "llmc/base/json.h"
 #include "llmc/comm/communicator.h"
@@ -20,6 +22,7 @@
 #include "llmc/model/train_model.h"
 #include "llmc/train/guard.h"
 #include "llmc/train/options.h"
+#include "llmc/train/shared_checkpoint.h"
 
 namespace weft {
 
@@ -60,8 +63,12 @@ struct RunIdentity {
 // A checkpoint that was read completely and found intact.
 class Checkpoint {
  public:
-  // Checks manifest, sizes, every hash, and that every value is finite; Exit::bad_file says what is wrong.
-  static Checkpoint open(const std::string& path, std::int64_t step);
+  // What is known of the values in the files: nothing, or that they have been read, are finite, and have the hashes that the
+  // tables of the files say.
+  enum class Values { unknown, checked };
+  // Checks manifest, sizes and, where they are unknown, every hash, and that every value is finite; Exit::bad_file says what
+  // is wrong.
+  static Checkpoint open(const std::string& path, std::int64_t step, Values values = Values::unknown);
 
   const TrainState& state() const { return state_; }
   const ModelConfig& model() const { return model_.config(); }
@@ -76,6 +83,7 @@ class Checkpoint {
   void require_same_beginning(const RunIdentity& run, const std::string& source) const;
   void require_same_model(const RunIdentity& run, const std::string& source) const;
   void check_tensors() const;
+  bool in_fp8() const;
 
   ModelFile model_;
   TensorFile training_;
@@ -88,14 +96,18 @@ struct TensorSource {
   // Returns a pointer to elements first to first + count - 1 of a tensor: either `buffer` filled with them, or memory that
   // does not change until the save has ended. The elements of a tensor are read in order, from 0 on.
   std::function<const float*(TensorRole, const TensorSpec&, std::size_t first, std::size_t count, float* buffer)> read;
-  bool for_many_threads = false;  // `read` may be called by several threads: both files are written at once
+  bool for_many_threads = false;      // `read` may be called by several threads: both files are written at once
+  std::vector<float> fp8_state = {};  // TrainModel::fp8_state() of the same moment
 };
 TensorSource tensors_of(TrainModel& model);
-TensorSource tensors_of(const StateCopy& copy);
+TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state);
 
 // What the other ranks do while the first one calls StateCopy::take(): they give it what they alone have, role by role, tensor by
 // tensor, as TrainModel::make_state_copy() reads it.
 void take_part_in_copy(TrainModel& model);
+
+// What a tensor of kStateRoles is called in the file that holds it.
+std::string state_tensor_name(TensorRole role, const TensorSpec& spec);
 
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {
@@ -105,7 +117,8 @@ class CheckpointKeeper {
   // Loads the newest intact checkpoint into `model`, with a warning for each damaged one that is newer, removes what
   // interrupted saves left, and returns the checkpoint's state; nothing if there is no checkpoint and the run begins. If
   // there are checkpoints but none is intact: Exit::bad_file, because a run is never silently started over.
-  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that is not empty is Exit::usage.
+  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that was not empty when this run
+  // took it is Exit::usage.
   std::optional<TrainState> resume(ResumeMode mode, TrainModel& model);
 
   // Writes a checkpoint, reads it back, gives it its name, and only then removes old ones. On failure nothing older is
@@ -113,6 +126,14 @@ class CheckpointKeeper {
   // path.
   std::string save(const TrainState& state, const TensorTable& table, const TensorSource& source);
   std::string save(const TrainState& state, TrainModel& model) { return save(state, model.table(), tensors_of(model)); }
+
+  // The same in two steps, between which all ranks write the values of the tensors and read them back. begin_shared() makes
+  // the files, at their full size; commit_shared() gets what was read of each tensor, in the order of the offsets, and does the
+  // rest. discard() removes what was written.
+  SharedCheckpoint begin_shared(const TrainState& state, const TensorTable& table) const;
+  std::string commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
+                            std::span<const TensorRead> tensors);
+  void discard(std::int64_t step) const noexcept { directory_.discard_checkpoint(step); }
 
   std::int64_t last_saved() const { return intact_.empty() ? -1 : *intact_.rbegin(); }  // step of the newest; -1: none
   std::string last_path() const;                                                        // empty if there is none
@@ -122,6 +143,10 @@ class CheckpointKeeper {
   std::optional<Checkpoint> newest_intact(ResumeMode mode) const;
   void write(const std::string& path, const TrainState& state, const TensorTable& table,
              const TensorSource& source) const;
+  void write_manifest(const std::string& directory, const TrainState& state, const TensorFileWriter& model,
+                      const TensorFileWriter& training) const;
+  std::string keep(const TrainState& state);
+  Error not_finite(const TrainState& state, const std::string& value) const;
   void read_back(const std::string& path, const TrainState& state, const TensorTable& table,
                  const TensorSource& source) const;
   void remove_old() const;

@@ -114,13 +114,17 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       start_time_(Clock::now()),
       first_step_(state_.step + 1),
       saved_step_(state_.step) {
-  if (ranks_.size() > 1 &&
-      (parts_.settings.virtual_ranks % ranks_.size() != 0 || first_rank() != (parts_.checkpoints != nullptr) ||
-       first_rank() != (parts_.copy != nullptr))) {
+  const bool saves = first_rank() || parts_.joint_save != nullptr;
+  if (ranks_.size() > 1 && (parts_.settings.virtual_ranks % ranks_.size() != 0 ||
+                            first_rank() != (parts_.checkpoints != nullptr) || saves != (parts_.copy != nullptr))) {
     fail(Exit::internal, "rank %d of %d: not the parts of this rank", ranks_.rank(), ranks_.size());
   }
-  if (parts_.checkpoints != nullptr) saves_.emplace(*parts_.checkpoints, std::move(parts_.copy));
-  if (first_rank()) arm_save_fault(faults_);
+  if (parts_.joint_save != nullptr) {
+    saves_.emplace(std::move(parts_.joint_save), std::move(parts_.copy));
+  } else if (parts_.checkpoints != nullptr) {
+    saves_.emplace(*parts_.checkpoints, std::move(parts_.copy));
+  }
+  if (saves_) arm_save_fault(faults_);
 }
 
 // Sets the messages for the first and the second signal from now on.
@@ -150,7 +154,11 @@ Exit TrainLoop::run() {
       // model can be trusted, and the last checkpoint has to do.
       // All ranks throw these together, so that they can save together.
       ending_ = true;
-      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
+      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) {
+        save_now(false);
+      } else {
+        ranks_.abort(error);  // before a save in progress is waited for: the others need not wait that long
+      }
       if (saves_) report_save(saves_->wait());
       throw;
     }
@@ -182,6 +190,7 @@ TrainLoop::Step TrainLoop::train_step() {
   step.skipped = !is_finite(statistics) && !recover(step.number, batches, statistics);
   step.loss = statistics.loss_sum / static_cast<double>(statistics.label_count);
   step.gradient_norm = statistics.gradient_norm;
+  step.fp8 = statistics.fp8;
   step.learning_rate = parts_.settings.learning_rate().at(step.number);
   if (step.skipped) {
     ++state_.skipped;
@@ -301,6 +310,19 @@ void TrainLoop::report_spike(const Step& step, const Spike& spike) {
                     {"windows", {state_.windows, parts_.data.position()}}});
 }
 
+// At most one warning in a hundred steps.
+void TrainLoop::report_saturation(const Step& step) {
+  constexpr std::int64_t kSteps = 100;
+  if (step.fp8->worst_share <= kFp8SaturationWarning) return;
+  if (saturated_step_ > 0 && step.number < saturated_step_ + kSteps) return;
+  saturated_step_ = step.number;
+  log_warning(
+      "step %lld: fp8 saturates: %.2g %% of the values of %s were beyond its range (doc/precision.md). If that recurs: "
+      "lower "
+      "--lr, or use --precision bf16",
+      wide(step.number), 100 * step.fp8->worst_share, step.fp8->worst.c_str());
+}
+
 bool TrainLoop::due(std::int64_t every) const {
   return state_.step == parts_.settings.steps || (every > 0 && state_.step % every == 0);
 }
@@ -343,6 +365,16 @@ void TrainLoop::report(const Step& step) {
                  {"skipped", step.skipped}};
   if (ranks_.size() > 1) record["tokens_per_s_rank"] = tokens_per_s / ranks_.size();
   if (step.val_loss) record["val_loss"] = *step.val_loss;
+  if (step.fp8) {
+    constexpr const char* kNames[] = {"input", "weight", "gradient"};
+    for (const Fp8Kind kind : kFp8Kinds) {
+      const auto i = static_cast<std::size_t>(kind);
+      const Fp8Statistics::Kind& counts = step.fp8->kinds[i];
+      record["fp8"][kNames[i]] = {
+          {"values", counts.values}, {"saturated", counts.saturated}, {"flushed", counts.flushed}};
+    }
+    report_saturation(step);
+  }
   parts_.log.write(std::move(record));
 
   mean_step_seconds_ += (step.seconds - mean_step_seconds_) * (step.number == first_step_ ? 1.0 : 0.1);
@@ -407,6 +439,7 @@ void TrainLoop::save_now(bool last) {
   } else {
     start_save();
     result = wait_for_save();
+    if (!first_rank()) result.reset();  // what the first rank says counts
   }
   if (last && result && result->error && result->error->code() != Exit::numeric) {
     fail_together(ranks_,
@@ -415,14 +448,16 @@ void TrainLoop::save_now(bool last) {
   fail_together(ranks_, report_save(result));
 }
 
-// The result of the save in progress, if there is one, on the first rank.
+// The result of the save in progress, if there is one, on the ranks that save.
 std::optional<BackgroundSave::Result> TrainLoop::wait_for_save() {
   if (ranks_.size() == 1) return saves_->wait();
   std::optional<BackgroundSave::Result> result;
   bool waiting = true;
   while (waiting) {
-    if (saves_) result = saves_->wait_at_most(kSaveHeartbeat);
-    waiting = ranks_.broadcast(saves_ && saves_->in_progress());
+    if (saves_) {
+      if (std::optional<BackgroundSave::Result> done = saves_->wait_at_most(kSaveHeartbeat)) result = std::move(done);
+    }
+    waiting = largest(ranks_, saves_ && saves_->in_progress() ? 1 : 0) != 0;
   }
   return result;
 }
@@ -432,12 +467,13 @@ void TrainLoop::settle_save() {
   fail_together(ranks_, report_save(wait_for_save()));
 }
 
-// Returns the error that is to end the run.
+// Returns the error that is to end the run. Only the first rank knows how a save of all has ended.
 std::optional<Error> TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
-  if (!result) return std::nullopt;
+  if (!result || !first_rank()) return std::nullopt;
   if (result->error) {
-    // Training on from moments that are not finite would only move the parameters away from the last good checkpoint.
-    if (result->error->code() == Exit::numeric && !ending_) return result->error;
+    // Training on from moments that are not finite would only move the parameters away from the last good checkpoint, and
+    // without a rank to save with there would be no other one.
+    if ((result->error->code() == Exit::numeric || result->was_last) && !ending_) return result->error;
     log_warning("no checkpoint of step %lld: %s%s", wide(result->step), result->error->what(),
                 ending_ ? "" : ". Training goes on");
     return std::nullopt;

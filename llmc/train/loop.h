@@ -32,7 +32,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
                                 std::int64_t batches);
 
 // One process, or one of several ranks: each has a loop, which take the same steps and the same decisions. The first rank
-// alone writes: the log, messages, samples and checkpoints.
+// alone writes: the log, messages, samples and, unless all write those together, checkpoints.
 class TrainLoop {
  public:
   struct Parts {
@@ -43,8 +43,10 @@ class TrainLoop {
     RunLog& log;
     const TokenDataset* validation = nullptr;              // may be absent
     std::function<std::string(std::int64_t step)> sample;  // may be empty
-    std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; the first of several ranks needs one
+    std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; who saves of several ranks needs one
     Communicator* ranks = nullptr;    // of a divisor of settings.virtual_ranks processes; null: alone
+    // On all of several ranks that write checkpoints together, each with a copy of its own part; absent: the first one writes.
+    std::unique_ptr<JointSave> joint_save;
   };
 
   // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.
@@ -63,6 +65,7 @@ class TrainLoop {
     double loss = 0, gradient_norm = 0, learning_rate = 0, seconds = 0;
     bool skipped = false;
     std::optional<double> val_loss;
+    std::optional<Fp8Statistics> fp8;
   };
 
   struct Wishes {
@@ -75,6 +78,7 @@ class TrainLoop {
   bool recover(std::int64_t step, const std::vector<MicroBatch>& batches, StepStatistics& statistics);
   void apply(const Step& step);
   void report_spike(const Step& step, const Spike& spike);
+  void report_saturation(const Step& step);
   bool due(std::int64_t every) const;
   bool first_rank() const { return ranks_.rank() == 0; }
   std::int64_t micro_batches() const { return parts_.settings.accumulation() / ranks_.size(); }
@@ -98,13 +102,14 @@ class TrainLoop {
   Communicator& ranks_;
   TrainState state_;
   FaultPlan faults_;
-  std::optional<BackgroundSave> saves_;  // where there is a keeper
+  std::optional<BackgroundSave> saves_;  // where there is a keeper, and on all ranks that save together
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;
   bool ending_ = false;                         // an error is ending the run: a save that fails too is only a warning
   std::int64_t saved_step_;                     // of the newest checkpoint that is known to be complete; 0: none
   std::int64_t begun_save_ = -1;                // the step of the save that was begun last; -1: none
+  std::int64_t saturated_step_ = 0;             // of the last warning that fp8 saturates; 0: none
   double mean_step_seconds_ = 0;                // exponentially weighted mean, for the time left
   std::optional<std::int64_t> validated_step_;  // where state_.val_loss was measured, if by this process
   ProgressLine progress_;

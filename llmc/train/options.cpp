@@ -109,9 +109,12 @@ void add_ranks(OptionTable& table, TrainSettings& s) {
 void add_execution(OptionTable& table, TrainSettings& s) {
   table.group("Execution");
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "auto takes the GPU where there is one");
-  table.choice("precision", s.precision, {"auto", "bf16", "fp32"}, "auto: bf16 on a GPU, fp32 on the CPU");
-  table.choice("moments", s.moments, {"fp32", "bf16"},
-               "AdamW's moments; bf16 with random rounding saves 4 bytes a parameter, on a GPU with --precision bf16");
+  table.choice("precision", s.precision, {"auto", "bf16", "fp32", "fp8"},
+               "auto: bf16 on a GPU, fp32 on the CPU. fp8: the GEMMs of the blocks in 8 bits, the rest as with auto "
+               "(doc/precision.md)");
+  table.choice(
+      "moments", s.moments, {"fp32", "bf16"},
+      "AdamW's moments; bf16 with random rounding saves 4 bytes a parameter, on a GPU with --precision bf16 or fp8");
   table.choice("recompute", s.recompute, {"none", "norm", "block"}, "activations computed twice to save memory");
   table.flag("no-graph", s.no_graph, "launch each GPU kernel by itself: the same numbers, a little slower");
   table.number("max-minutes", s.max_minutes, 0, 1e7, "save and stop after this time; 0: no limit");
@@ -211,6 +214,18 @@ void check_batch(TrainSettings& s) {
   }
 }
 
+void check_fp8(const TrainSettings& s) {
+  if (s.precision != "fp8") return;
+  if (s.ranks > 1 || s.virtual_ranks > 1) {
+    fail(Exit::usage,
+         "--precision: got fp8 with %lld ranks, expected one: scales are not shared between ranks. Use --precision "
+         "bf16, "
+         "or leave --gpus, --virtual-ranks and the launcher out",
+         static_cast<long long>(std::max(s.ranks, s.virtual_ranks)));
+  }
+  if (!s.compare.empty()) fail(Exit::usage, "--compare: needs --precision fp32 or bf16, got fp8");
+}
+
 void check_purpose(TrainSettings& s) {
   if (!s.compare.empty() && s.model.empty())
     fail(Exit::usage, "--compare: needs --model, the file that the dump was made from");
@@ -256,6 +271,7 @@ void check_together(TrainSettings& s, const OptionTable& table, std::int64_t lau
   check_batch(s);
   check_schedule(s, table.given("warmup-steps"), table.given("wsd-decay-fraction"));
   check_purpose(s);
+  check_fp8(s);
   if (s.eval && !table.given("val-batches")) s.val_batches = 0;
   if (s.print_config || s.bench || s.eval || !s.compare.empty()) return;
   if (s.train.empty()) fail(Exit::usage, "--train: needed, the token shards to train on");
@@ -308,7 +324,7 @@ TrainOptions TrainSettings::model_options() const {
   TrainOptions options;
   options.micro_batch = micro_batch;
   options.seq_len = seq_len;
-  options.precision = precision == "bf16" ? Precision::bf16 : Precision::fp32;
+  options.precision = precision == "bf16" ? Precision::bf16 : precision == "fp8" ? Precision::fp8 : Precision::fp32;
   options.recompute = recompute == "block" ? Recompute::block : recompute == "norm" ? Recompute::norm : Recompute::none;
   options.dropout = static_cast<float>(dropout);
   options.seed = static_cast<std::uint64_t>(seed);

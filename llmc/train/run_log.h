@@ -3,6 +3,7 @@
 //   {"type": "header", ...}  settings, model, version, host: once per start
 //   {"type": "resume", "step": N, ...}  what follows replaces earlier records of steps above N
 //   {"type": "step", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "dt_ms", "skipped", "time", ...}
+//            with --precision fp8 "fp8": {"input"|"weight"|"gradient": {"values", "saturated", "flushed"}};
 //            of several ranks together, with "tokens_per_s_rank" of one; with "val_loss" where it was measured; a number that is not finite is null
 //   {"type": "sample", "step", "text"}, {"type": "save", "step", ...}, {"type": "non_finite", "step", ...}
 //   {"type": "spike", "step", "loss", "loss_level", "grad_norm", "grad_norm_level", "windows": [begin, end]}

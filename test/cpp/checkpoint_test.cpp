@@ -105,6 +105,13 @@ TEST_F(CheckpointTest, BringsBackEveryBit) {
   EXPECT_EQ(whole_state(*model_), expected);
 }
 
+// A model on a GPU has written its GEMM plans by then.
+TEST_F(CheckpointTest, WhatTheRunItselfHasWrittenDoesNotMakeADirectoryUsed) {
+  const RunDirectory run(run_path());
+  std::ofstream(run.file("matmul_plans.txt")) << "plans";
+  EXPECT_FALSE(CheckpointKeeper(run, identity(), 2).resume(ResumeMode::never, *model_).has_value());
+}
+
 TEST_F(CheckpointTest, ItsModelIsAModelFileWithTheTokenizer) {
   save(3);
   const ModelFile file = ModelFile::open(step_path(3) + "/model.bin", Family::llama);
@@ -983,7 +990,7 @@ TEST_F(BackgroundSaveTest, BothSourcesGiveEveryPieceOfATensor) {
   make_state(3);
   const std::unique_ptr<StateCopy> copy = model_->make_state_copy();
   copy->take();
-  const TensorSource sources[] = {tensors_of(*model_), tensors_of(*copy)};
+  const TensorSource sources[] = {tensors_of(*model_), tensors_of(*copy, {})};
   for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
     for (const TensorSpec& spec : model_->table().specs()) {
       const auto count = static_cast<std::size_t>(spec.elements);

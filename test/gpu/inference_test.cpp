@@ -84,6 +84,27 @@ TEST(CudaInference, Fp32MatchesPyTorchTensorByTensor) {
   }
 }
 
+// keep_logits() gives what keep_activations() gives of "logits", and nothing else.
+TEST(CudaInference, LogitsAloneAreThoseBesideAllActivations) {
+  for (const GoldenCase& golden : golden_cases()) {
+    SCOPED_TRACE(golden.name);
+    const ModelFile file = ModelFile::open(golden.model);
+    const std::int64_t capacity = file.config().max_positions;
+    const auto model =
+        single_sequence(cuda::load_inference(file, one_sequence(capacity), options_of(DType::f32)), capacity);
+    const Ids ids = test::random_tokens(11, file.config().tokenizer_vocab, 5);
+    model->keep_activations(true);
+    model->prefill(ids);
+    const std::vector<float> all = model->activation("logits");
+    EXPECT_EQ(all.size(), ids.size() * static_cast<std::size_t>(file.config().vocab_size));
+    model->reset();
+    model->keep_logits(true);
+    model->prefill(ids);
+    EXPECT_EQ(model->activation("logits"), all);
+    EXPECT_TRUE(model->activation("final_norm").empty() && model->activation("layers.0.q").empty());
+  }
+}
+
 // A prompt with everything that can be asked for: logits against the CPU's, everything else against these logits.
 void compare_prompt(const Fixture& fixture, DType dtype, std::int64_t size) {
   SCOPED_TRACE("prompt of " + std::to_string(size));

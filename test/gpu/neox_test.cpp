@@ -88,6 +88,23 @@ TEST(CudaNeox, Fp32MatchesPyTorchTensorByTensor) {
   EXPECT_GE(cases, 6);
 }
 
+// keep_logits() gives what keep_activations() gives of "logits", and nothing else.
+TEST(CudaNeox, LogitsAloneAreThoseBesideAllActivations) {
+  const GoldenCase golden = golden_cases(Family::gpt_neox).front();
+  const ModelFile file = ModelFile::open(golden.model, Family::gpt_neox);
+  const auto model = cuda::load_neox(file, options_of(DType::f32, DecodeMode::graph, file.config().max_positions));
+  const std::vector<std::int32_t> ids = test::random_tokens(11, file.config().tokenizer_vocab, 5);
+  model->keep_activations(true);
+  model->prefill(ids);
+  const std::vector<float> all = model->activation("logits");
+  EXPECT_EQ(all.size(), ids.size() * static_cast<std::size_t>(file.config().vocab_size));
+  model->reset();
+  model->keep_logits(true);
+  model->prefill(ids);
+  EXPECT_EQ(model->activation("logits"), all);
+  EXPECT_TRUE(model->activation("final_norm").empty() && model->activation("layers.0.residual").empty());
+}
+
 // One token after contexts of every awkward length, in every storage type and mode, and the prompt that led there.
 void compare_contexts(const NeoxShape& shape, DType dtype) {
   SCOPED_TRACE(shape.name);

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -249,6 +250,51 @@ def test_int4_needs_pairs_of_columns(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("family, scheme, parts", [
+    ("llama", "int4", "qkv,down"), ("llama", "int8", "up"), ("gpt_neox", "fp8", "output"), ("gpt_neox", "int8", "head,qkv")])
+def test_a_part_alone_is_stored_as_the_floats_that_it_means(tmp_path, family, scheme, parts):
+    head = ["--head", "int8"] if "head" in parts else []
+    floats, _ = converted(tmp_path, family, "")
+    packed, _ = converted(tmp_path, family, scheme, *head)
+    alone, text = converted(tmp_path, family, scheme, *head, "--only", parts)
+    modules = {"qkv": ("q_proj", "k_proj", "v_proj", "query_key_value"), "output": ("attention.dense", "o_proj"),
+               "up": ("gate_proj", "up_proj"), "down": ("down_proj",), "head": ("embed_out",)}
+    chosen = [name for name in floats.tensors if any(each + ".weight" in name for part in parts.split(",") for each in modules[part])]
+    assert len(chosen) >= 2 and "quantization" not in alone.config and "alone and stored as floats" in text
+    assert set(alone.tensors) == set(floats.tensors)
+    for name in alone.tensors:
+        if name in chosen:
+            assert alone.at(name).dtype == "f32"
+            np.testing.assert_array_equal(alone.f32(name), weights_of(packed, name))
+        else:
+            assert alone.at(name).dtype == floats.at(name).dtype
+            np.testing.assert_array_equal(alone.array(name), floats.array(name))
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--only", "qkv"], "--only: only with --quantize"),
+    (["--quantize", "int8", "--only", "qkv,neck"], "got 'neck', expected names of qkv, output, up, down, head"),
+    (["--quantize", "int8", "--only", "head"], "--only: its head goes with --head int8"),
+    (["--quantize", "int8", "--only", "up", "--head", "int8"], "--only: its head goes with --head int8"),
+])
+def test_parts_that_are_refused(tmp_path, options, words):
+    source = ck.write_checkpoint(tmp_path / "hf", LLAMA)
+    done = ck.run_script("convert_hf.py", source, "-o", tmp_path / "a.bin", *options)
+    assert done.returncode == 2 and words in done.stderr and not (tmp_path / "a.bin").exists()
+
+
+@pytest.mark.parametrize("model, scheme", [("tiny-pythia", "int4"), ("tiny-llama", "fp8")])
+def test_pytorch_computes_the_same_from_quantised_weights(tmp_path, model, scheme):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    directory, file, dump = ck.ROOT / "models" / model, tmp_path / "m.bin", tmp_path / "d.bin"
+    assert ck.run_script("convert_hf.py", directory, "-o", file, "--quantize", scheme).returncode == 0
+    done = ck.run_script("dump_reference.py", directory, "--weights", file, "-o", dump, "--prompt", "Once upon a time", "--greedy", "8")
+    assert done.returncode == 0 and "next        ./infer_pythia" in done.stdout, done.stderr
+    compared = subprocess.run([ck.ROOT / "infer_pythia", f"--model={file}", f"--compare={dump}", "--device=cpu"], capture_output=True, text=True)
+    assert compared.returncode == 0 and " 0 failed" in compared.stdout, compared.stdout
+
+
 def test_neither_training_nor_export_takes_a_quantised_file(tmp_path):
     packed, _ = converted(tmp_path, "llama", "int4")
     done = ck.run_script("export_hf.py", packed.path, "-o", tmp_path / "out")
@@ -266,7 +312,7 @@ def test_gptq_runs_the_model_that_pytorch_runs(name):
     path = ck.ROOT / "test" / "fixtures" / "golden" / f"{name}.model.bin"
     file, dump = tensor_file.read(path), tensor_file.read(path.with_name(f"{name}.dump.bin"))
     model = hf_config.model_from_json(file.config["model"], path)
-    layers = gptq.Layers(model, file.f32, dump.array("input_ids"))
+    layers = gptq.Layers(model, file.f32, dump.array("input_ids"), ThreadPoolExecutor(2))
     for layer in range(model.num_layers):
         layers.run(layer, lambda names, _: [file.f32(each) for each in names])
         want = dump.f32(f"act.layers.{layer}.residual").reshape(layers.x.shape)
@@ -278,11 +324,42 @@ def test_gptq_moves_the_outputs_less_than_rounding_does():
     x = (random.standard_normal((600, 40)) @ random.standard_normal((40, 262)) + random.standard_normal((600, 262)) / 2).astype(np.float32)
     weights = random.standard_normal((24, 262)).astype(np.float32)
     error = {}
-    for name, rows in {"gptq": gptq.quantize(weights, gptq.inverse_factor(x)), "nearest": quantization.quantize_rows(weights, "int4")}.items():
+    for name, rows in {"gptq": gptq.quantize(weights, gptq.inverse_factor(x, ThreadPoolExecutor(2))), "nearest": quantization.quantize_rows(weights, "int4")}.items():
         again = quantization.int4_again(rows, 262)
         error[name] = (((again - weights) @ x.T) ** 2).sum()
         assert rows.error == pytest.approx(((again - weights) ** 2).sum(), rel=1e-3)
     assert error["gptq"] < 0.4 * error["nearest"]
+
+
+@pytest.mark.parametrize("columns", [40, 262])
+def test_the_factor_of_gptq_is_that_of_the_inverse(columns):
+    x = np.random.default_rng(7).standard_normal((3000, columns)).astype(np.float32)
+    x[:, 3] = 0
+    hessian = x.astype(np.float64).T @ x
+    hessian[3, 3] = 1
+    hessian += np.eye(columns) * gptq.DAMPING * np.diag(hessian).mean()
+    factor = gptq.inverse_factor(x, ThreadPoolExecutor(2))
+    assert (np.tril(factor, -1) == 0).all() and (np.diag(factor) > 0).all()
+    np.testing.assert_allclose(factor.T @ factor @ hessian, np.eye(columns), atol=1e-5)
+
+
+def test_gptq_rounds_the_chosen_matrices_alone_and_rows_in_pieces(monkeypatch):
+    path = ck.ROOT / "test" / "fixtures" / "golden" / "llama-hs64-gqa3-tied.model.bin"
+    file = tensor_file.read(path)
+    model, ids = hf_config.model_from_json(file.config["model"], path), np.arange(64, dtype=np.int32).reshape(2, 32)
+
+    def found(chosen):
+        calibration = gptq.Calibration(model, file.f32, ids, chosen)
+        names = [name for name in file.tensors if ".layers." in name and len(file.at(name).shape) == 2 and chosen(name)]
+        return {name: calibration.take(int(name.split(".")[2]), name) for name in names}
+
+    everything = found(lambda name: True)
+    monkeypatch.setattr(gptq, "PIECE_ROWS", 16)
+    for name, rows in found(lambda name: True).items():
+        assert np.mean(rows.q != everything[name].q) < 0.01, name  # sums of another order may turn a tie
+    first = found(lambda name: "layers.0.self_attn.q_proj" in name)
+    assert list(first) == ["model.layers.0.self_attn.q_proj.weight"]
+    assert np.mean(first["model.layers.0.self_attn.q_proj.weight"].q != everything["model.layers.0.self_attn.q_proj.weight"].q) < 0.01
 
 
 def test_gptq_is_for_int4_and_needs_a_tokenizer(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, environment, losses, records,
+from train_runs import (ROOT, arguments, assert_refused, assert_same_run, checkpoints, environment, fp8_shape, losses, records,
                         run_program, state_bytes)
 from train_runs import data_fixture  # noqa: F401, pytest finds it here
 import tensor_file
@@ -100,13 +100,14 @@ def test_the_same_seed_gives_the_same_bits(data, tmp_path, whole):
     assert losses(tmp_path / "other") != losses(whole)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp8"])
 @pytest.mark.parametrize("dropout", [0, 0.1])
 def test_how_it_is_computed_changes_no_bit(data, tmp_path, precision, dropout):
     ways = {"plain": [], "norm": ["--recompute", "norm"], "block": ["--recompute", "block"], "launches": ["--no-graph"],
             "block launches": ["--recompute", "block", "--no-graph"]}
+    shape = fp8_shape(tmp_path / "shape") if precision == "fp8" else []
     for name, options in ways.items():
-        done = train(data, tmp_path / name, "--precision", precision, "--dropout", dropout, *options)
+        done = train(data, tmp_path / name, "--precision", precision, "--dropout", dropout, *shape, *options)
         assert done.returncode == 0, done.stderr
     for name in ways:
         assert losses(tmp_path / name) == losses(tmp_path / "plain"), name

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from train_runs import (MODEL, PROGRAM, ROOT, SECONDS, assert_refused, checkpoints, environment, losses, np, records, run_program,
-                        start, state_bytes, train, wait_for, write_shard, xxhash)
+from train_runs import (MODEL, PROGRAM, ROOT, SECONDS, assert_refused, checkpoints, environment, fp8_shape, losses, np, records,
+                        run_program, start, state_bytes, train, wait_for, write_shard, xxhash)
 from train_runs import data_fixture, end_started  # noqa: F401, pytest finds them here
 
 import tensor_file
@@ -184,7 +184,7 @@ def test_precision_and_moments_in_the_plan(data, tmp_path):
     for options in ([], ["--precision", "auto"], ["--precision", "fp32", "--moments", "fp32"]):
         done = ok(train(data, tmp_path / "no", *options, "--device", "cpu", "--dry-run"))
         assert "  parameters (fp32) " in done.stdout and re.search(r"^  precision +fp32$", done.stdout, re.M)
-    assert_refused(train(data, tmp_path / "no", "--device", "cpu", "--precision", "bf16"), 2, "--precision", "fp32 only")
+    assert_refused(train(data, tmp_path / "no", "--device", "cpu", "--precision", "bf16"), 2, "--precision", "fp32 and fp8 only")
     assert_refused(train(data, tmp_path / "no", "--device", "cpu", "--moments", "bf16"), 2, "--moments", "needs a GPU")
     if not WITH_CUDA:
         return
@@ -196,6 +196,34 @@ def test_precision_and_moments_in_the_plan(data, tmp_path):
     half = planned(ok(train(data, tmp_path / "no", *gpu, "--moments", "bf16")).stdout, "AdamW moments (bf16)")
     assert half == pytest.approx(full / 2, rel=0.01)
     assert_refused(train(data, tmp_path / "no", *gpu, "--moments", "bf16", "--precision", "fp32"), 2, "--moments")
+
+
+def test_fp8_counts_what_rounding_loses(data, tmp_path):
+    """The linear layers of the blocks alone: near fp32, with its own numbers in the log, killed and resumed bit for bit."""
+    small = [*fp8_shape(tmp_path / "shape"), "--device", "cpu", "--val="]
+    fp8 = [*small, "--precision", "fp8"]
+    ok(train(data, tmp_path / "fp32", *small, steps=6))
+    ok(train(data, tmp_path / "fp8", *fp8, steps=6))
+    want, got = losses(tmp_path / "fp32"), losses(tmp_path / "fp8")
+    assert all(1e-6 < abs(got[step][0] / want[step][0] - 1) < 0.05 for step in want)
+    steps = [record for record in records(tmp_path / "fp8") if record["type"] == "step"]
+    for record in steps:
+        assert set(record["fp8"]) == {"input", "weight", "gradient"}
+        assert all(0 <= kind["saturated"] <= kind["values"] and 0 <= kind["flushed"] < kind["values"] / 10
+                   for kind in record["fp8"].values())
+    assert steps[0]["fp8"]["weight"]["saturated"] == 0 and "fp8" not in records(tmp_path / "fp32")[2]
+    train(data, tmp_path / "killed", *fp8, "--debug-inject", "kill@step=6", steps=6)
+    ok(train(data, tmp_path / "killed", *fp8, steps=6))
+    assert losses(tmp_path / "killed") == got
+    assert state_bytes(tmp_path / "killed", 6) == state_bytes(tmp_path / "fp8", 6)
+    done = ok(train(data, tmp_path / "no", *fp8, "--dry-run"))
+    assert "  operands rounded to fp8 (fp32) " in done.stdout
+    assert_refused(train(data, tmp_path / "no", *fp8, "--seq-len", 15, "--batch-tokens", 30), 2, "--micro-batch x --seq-len: got 30")
+    assert_refused(train(data, tmp_path / "no", *fp8, "--virtual-ranks", 2), 2, "--precision: got fp8 with 2 ranks")
+    assert_refused(train(data, tmp_path / "no", "--precision", "fp8", "--compare", MODEL), 2, "--compare: needs --precision")
+    if WITH_CUDA:
+        done = ok(train(data, tmp_path / "no", *small[:3], "--gpu-memory", "80GB", "--dry-run", "--precision", "fp8"))
+        assert "  weights and operands (fp8) " in done.stdout and "  activations (bf16) " in done.stdout
 
 
 def test_threads_are_as_many_as_asked_for(data, tmp_path):

@@ -17,7 +17,7 @@ xxhash = pytest.importorskip("xxhash")
 
 import token_shard  # noqa: E402
 
-PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama"
+PROGRAM = (Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama").absolute()
 GOLDEN = ROOT / "test" / "fixtures" / "golden"
 MODEL = GOLDEN / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
 NEOX = GOLDEN / "neox-hs32-padded.model.bin"
@@ -72,6 +72,17 @@ def arguments(data, out, *more, steps=12):
     return [str(PROGRAM), *kept, *map(str, more)]
 
 
+def fp8_shape(directory):
+    """A new model whose widths are multiples of 16, as --precision fp8 needs them; MODEL's are not."""
+    directory.mkdir(exist_ok=True)
+    path = directory / "fp8_shape.json"
+    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+                                "vocab_size": 64, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
+                                "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+                                "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    return ["--model=", "--config", path]
+
+
 def train(data, out, *more, env=None, **keys):
     return subprocess.run(arguments(data, out, *more, **keys), capture_output=True, text=True, timeout=SECONDS,
                           env=environment(**(env or {})))
@@ -80,10 +91,10 @@ def train(data, out, *more, env=None, **keys):
 _started = []
 
 
-def start(data, out, *more, env=None, **keys):
+def start(data, out, *more, env=None, cwd=None, **keys):
     """A run beside the test; `end_started` ends it with the test."""
     process = subprocess.Popen(arguments(data, out, *more, **keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment(**(env or {})))
+                               env=environment(**(env or {})), cwd=cwd)
     _started.append(process)
     return process
 

@@ -57,6 +57,7 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
   if (which == "v") return download(a.qkv + q + kv, N, kv, qkv_size());
   if (which == "attention") return download(a.attention, N, q, q);
   if (which == "post_attention_norm") return download(a.post_norm, N, C, C);
+  if (which == "mlp_product" && fp8_) return {};
   if (which == "mlp_product") return download(a.swiglu_out, N, F, F);
   if (which == "residual") return download(acts_.residual[static_cast<std::size_t>(l) + 1], N, C, C);
   return {};

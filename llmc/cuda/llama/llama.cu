@@ -29,7 +29,7 @@ void Llama<S>::forward_layer(std::int64_t l) {
 
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
   if (l + 1 < config_.num_layers) parameters_needed(section_of_layer(l + 1));  // the norm is that layer's
-  linear_and_normalize(down_, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
+  linear_and_normalize(down_, l, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
   if (l + kLayerPlaces < config_.num_layers) fetch_parameters(section_of_layer(l + kLayerPlaces));  // in place of these
 }
 
@@ -42,10 +42,10 @@ void Llama<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out) {
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
   const S* residual = acts_.residual[static_cast<std::size_t>(l)];
 
-  linear(qkv_, a.qkv, a.input_norm, w.qkv, N);
+  linear(qkv_, l, a.qkv, a.input_norm, w.qkv, N);
   rope(a.qkv);
   attend(a);
-  linear_and_normalize(output_, norm_after(2 * l), a.attention, w.output, residual, branch);
+  linear_and_normalize(output_, l, norm_after(2 * l), a.attention, w.output, residual, branch);
 
   gate_up_and_swiglu(l, swiglu_out);
 }
@@ -59,11 +59,11 @@ void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
   for (std::int64_t row = 0; row < N; row += chunk) {
     const std::int64_t count = std::min(chunk, N - row);
     const S* hidden = acts_.final_norm + row * C;
-    linear(head_, acts_.logits, hidden, weights_.head, count);
+    linear(head_, kNoLayer, acts_.logits, hidden, weights_.head, count);
     softmax_and_loss(acts_.losses + row, work_.labels + row, count, loss_scale);  // logits are their gradient now
     if (!training_) continue;
-    input_grad(head_, acts_.d_final_norm + row * C, acts_.logits, weights_.head, count);
-    weight_grad(head_, d_weights_.head, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
+    input_grad(head_, kNoLayer, acts_.d_final_norm + row * C, acts_.logits, weights_.head, count);
+    weight_grad(head_, kNoLayer, d_weights_.head, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
   }
   if (training_ && head_section() != kEmbeddingSection) gradients_ready(head_section());
   sum_losses(total);
@@ -96,12 +96,14 @@ template <typename S>
 void Llama<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
   const TraceRange range("recompute");
+  recomputing_ = true;
   normalize(norm_after(2 * l - 1));
   if (options_.recompute == Recompute::block) {
     forward_to_swiglu(l, acts_.d_norm, nullptr);  // acts_.branch holds a gradient now
   } else {
     normalize(norm_after(2 * l));
   }
+  recomputing_ = false;
 }
 
 // In: branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
@@ -115,16 +117,16 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
   down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);  // null: still there
-  weight_grad(down_, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
-  weight_grad(gate_up_, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up is its gradient now
-  input_grad(gate_up_, acts_.d_norm, a.gate_up, w.gate_up, N);
+  weight_grad(down_, l, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
+  weight_grad(gate_up_, l, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up is its gradient now
+  input_grad(gate_up_, l, acts_.d_norm, a.gate_up, w.gate_up, N);
   normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 
-  weight_grad(output_, dw.output, branch_gradient(), a.attention, N, accumulate);
-  input_grad(output_, acts_.d_attention, branch_gradient(), w.output, N);
+  weight_grad(output_, l, dw.output, branch_gradient(), a.attention, N, accumulate);
+  input_grad(output_, l, acts_.d_attention, branch_gradient(), w.output, N);
   attend_backward(a);  // and RoPE's
-  weight_grad(qkv_, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
-  input_grad(qkv_, acts_.d_norm, acts_.d_qkv, w.qkv, N);
+  weight_grad(qkv_, l, dw.qkv, acts_.d_qkv, a.input_norm, N, accumulate);
+  input_grad(qkv_, l, acts_.d_norm, acts_.d_qkv, w.qkv, N);
   normalize_backward(norm_after(2 * l - 1), acts_.d_norm, true);
 }
 

@@ -8,6 +8,7 @@
 //   tensor_io.cu    parameters, gradients and moments to and from the host
 //   activations.cu  activations by name, for comparison with PyTorch
 //   plan.{h,cu}     sizes of everything that is allocated
+//   fp8_linears.{h,cu}  the linear layers of the blocks with --precision fp8
 //
 // Letters: B batch, T sequence, N = B T rows, C hidden, NH / NKV query and K/V heads, HS head size, q = NH HS,
 // kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x. S is the storage type of parameters and
@@ -29,6 +30,7 @@
 
 #include "llmc/comm/communicator.h"
 #include "llmc/cuda/comm/device_ranks.h"
+#include "llmc/cuda/llama/fp8_linears.h"
 #include "llmc/cuda/llama/plan.h"
 #include "llmc/cuda/llama/token_upload.h"
 #include "llmc/cuda/op/matmul.h"
@@ -69,7 +71,14 @@ class Llama final : public TrainModel {
   bool evaluates_together() const override { return division_.parameters_divided; }
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
+  std::vector<float> fp8_state() const override { return fp8_ ? fp8_->state() : std::vector<float>(); }
+  void set_fp8_state(std::span<const float> state) override {
+    if (!fp8_) return TrainModel::set_fp8_state(state);
+    fp8_->set_state(state);
+  }
   std::unique_ptr<StateCopy> make_state_copy() override;
+  std::vector<Range> own_elements() const override;
+  std::unique_ptr<StateCopy> make_own_copy() override;
   std::vector<float> activation(const std::string& name) override;
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
@@ -103,7 +112,9 @@ class Llama final : public TrainModel {
   struct LinearLayer {
     const char *forward, *input_grad, *weight_grad;
     std::int64_t C, OC;
+    std::optional<BlockLinear> block;  // nothing: the head
   };
+  static constexpr std::int64_t kNoLayer = -1;  // the head's
   // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1 the
   // embedding. So a layer's first norm is norm_after(2 l - 1), its second norm_after(2 l), the final norm_after(2 L - 1).
   struct NormSite {
@@ -122,11 +133,12 @@ class Llama final : public TrainModel {
 
   void embed();
   void normalize(const NormSite& site);
-  void linear(const LinearLayer& layer, S* out, const S* x, const S* weight, std::int64_t N, const S* addend = nullptr);
+  void linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
+              const S* addend = nullptr);
   void rope(S* qkv);
   void attend(const LayerActivations<S>& a);
-  void linear_and_normalize(const LinearLayer& layer, const NormSite& site, const S* x, const S* weight, const S* skip,
-                            S* branch);
+  void linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x, const S* weight,
+                            const S* skip, S* branch);
   void gate_up_and_swiglu(std::int64_t l, S* swiglu_out);
   void softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale);
   void sum_losses(LossTotal* total);
@@ -134,9 +146,17 @@ class Llama final : public TrainModel {
   void sort_tokens();
   void embed_backward();
   void normalize_backward(const NormSite& site, const S* d_out, bool has_skip);
-  void input_grad(const LinearLayer& layer, S* dx, const S* dout, const S* weight, std::int64_t N);
-  void weight_grad(const LinearLayer& layer, float* dweight, const S* dout, const S* x, std::int64_t N,
+  void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
+  void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
                    Accumulate accumulate);
+  // Whether a linear layer computes in fp8. Then weight_grad() rounds dout, and the input_grad() behind it reads that; and the
+  // input of the down projection, and the gradient of gate and up, are there in fp8 alone.
+  bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
+  Fp8Linears::Pass fp8_pass() const {
+    return !training_     ? Fp8Linears::Pass::evaluation
+           : recomputing_ ? Fp8Linears::Pass::again
+                          : Fp8Linears::Pass::training;
+  }
   void attend_backward(const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
 
@@ -153,6 +173,7 @@ class Llama final : public TrainModel {
 
   // ---- step.cu
   void upload(const Batch& batch) { upload_.upload(batch, work_.tokens, work_.labels, stream_); }
+  void use_fp8_weights();
   void replay(StepGraph& graph, float scale, const std::function<void()>& launches);
   void zero_gradient(const TensorSpec& spec);
   void zero_accumulated_gradients();
@@ -238,11 +259,13 @@ class Llama final : public TrainModel {
   const Division division_;
   // Whether SwiGLU, and its derivative, are computed in the epilogues of the GEMMs beside it: bf16 on Hopper.
   const bool swiglu_in_epilogue_;
-  const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size()};
-  const LinearLayer output_{"output", "output dgrad", "output wgrad", config_.q_size(), config_.hidden_size};
-  const LinearLayer gate_up_{"gate, up", "gate, up dgrad", "gate, up wgrad", config_.hidden_size, 2 * config_.ffn_size};
-  const LinearLayer down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size};
-  const LinearLayer head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size};
+  const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
+  const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
+                            config_.q_size(), config_.hidden_size, BlockLinear::output};
+  const LinearLayer gate_up_{"gate, up",          "gate, up dgrad",     "gate, up wgrad",
+                             config_.hidden_size, 2 * config_.ffn_size, BlockLinear::gate_up};
+  const LinearLayer down_{"down", "down dgrad", "down wgrad", config_.ffn_size, config_.hidden_size, BlockLinear::down};
+  const LinearLayer head_{"head", "head dgrad", "head wgrad", config_.hidden_size, config_.vocab_size, std::nullopt};
 
   Stream stream_, side_stream_;
   Event tokens_ready_{cudaEventDisableTiming}, tokens_sorted_{cudaEventDisableTiming};
@@ -257,6 +280,7 @@ class Llama final : public TrainModel {
   DeviceArena rank_sum_arena_;  // the gradients of the virtual ranks that are complete; empty without them
   DeviceArena received_arena_;  // gradients of other ranks on their way into the sum; empty without them
   DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
+  std::optional<Fp8Linears> fp8_;  // with --precision fp8
   LlamaParameters<S> weights_;
   LlamaParameters<float> d_weights_;
   DeviceRopeTable rope_;
@@ -269,7 +293,7 @@ class Llama final : public TrainModel {
   bool timed_before_ = false;
 
   std::uint64_t micro_step_ = 0;
-  bool training_ = false;
+  bool training_ = false, recomputing_ = false;
   // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
   // then the head's gradient, and that of everything else, is stale.
   bool head_stale_ = false, others_stale_ = false;

@@ -17,7 +17,14 @@ namespace weft::cuda {
 
 // out = x W^T, plus addend [N, OC] where there is one.
 template <typename S>
-void Llama<S>::linear(const LinearLayer& layer, S* out, const S* x, const S* weight, std::int64_t N, const S* addend) {
+void Llama<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
+                      const S* addend) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (in_fp8(layer)) {
+      const bool of_swiglu = layer.block == BlockLinear::down;
+      return fp8_->forward(*layer.block, l, out, of_swiglu ? nullptr : x, addend, layer.forward, fp8_pass());
+    }
+  }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.forward, 2 * n * C * OC, (n * C + C * OC + (addend != nullptr ? 2 : 1) * n * OC) * sizeof(S),
              [&] { matmul_.forward<S>(out, x, weight, nullptr, N, layer.C, layer.OC, Accumulate::no, addend); });
@@ -25,7 +32,11 @@ void Llama<S>::linear(const LinearLayer& layer, S* out, const S* x, const S* wei
 
 // dx = dout W.
 template <typename S>
-void Llama<S>::input_grad(const LinearLayer& layer, S* dx, const S* dout, const S* weight, std::int64_t N) {
+void Llama<S>::input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight,
+                          std::int64_t N) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (in_fp8(layer)) return fp8_->input_grad(*layer.block, l, dx, layer.input_grad);
+  }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   clock_.run(layer.input_grad, 2 * n * C * OC, (n * C + C * OC + n * OC) * sizeof(S),
              [&] { matmul_.input_grad<S>(dx, dout, weight, N, layer.C, layer.OC); });
@@ -33,8 +44,15 @@ void Llama<S>::input_grad(const LinearLayer& layer, S* dx, const S* dout, const 
 
 // dweight (+)= dout^T x.
 template <typename S>
-void Llama<S>::weight_grad(const LinearLayer& layer, float* dweight, const S* dout, const S* x, std::int64_t N,
-                           Accumulate accumulate) {
+void Llama<S>::weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x,
+                           std::int64_t N, Accumulate accumulate) {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (in_fp8(layer)) {
+      const bool of_swiglu = layer.block == BlockLinear::down, taken = of_swiglu || layer.block == BlockLinear::gate_up;
+      if (!taken) fp8_->take_gradient(*layer.block, l, dout);
+      return fp8_->weight_grad(*layer.block, l, dweight, of_swiglu ? nullptr : x, accumulate, layer.weight_grad);
+    }
+  }
   const double n = static_cast<double>(N), C = static_cast<double>(layer.C), OC = static_cast<double>(layer.OC);
   const double passes = accumulate == Accumulate::yes ? 2 : 1;
   clock_.run(layer.weight_grad, 2 * n * C * OC, n * (C + OC) * sizeof(S) + passes * C * OC * sizeof(float),
@@ -128,13 +146,13 @@ void Llama<S>::normalize(const NormSite& site) {
 // residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it the
 // GEMM writes `branch` [N, C], and the norm's kernel drops, adds and normalises.
 template <typename S>
-void Llama<S>::linear_and_normalize(const LinearLayer& layer, const NormSite& site, const S* x, const S* weight,
-                                    const S* skip, S* branch) {
+void Llama<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
+                                    const S* weight, const S* skip, S* branch) {
   ResidualNormForward<S, S> norm = norm_operands(site);
   if (residual_in_epilogue()) {
-    linear(layer, site.residual, x, weight, rows(), skip);
+    linear(layer, l, site.residual, x, weight, rows(), skip);
   } else {
-    linear(layer, branch, x, weight, rows());
+    linear(layer, l, branch, x, weight, rows());
     norm.x = branch;
     norm.residual = skip;
     norm.residual_out = site.residual;
@@ -212,7 +230,13 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
       return;
     }
   }
-  linear(gate_up_, a.gate_up, a.post_norm, weight, N);
+  linear(gate_up_, l, a.gate_up, a.post_norm, weight, N);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) {
+      if (!recomputing_) fp8_->swiglu(l, a.gate_up, fp8_pass());
+      return;
+    }
+  }
   if (swiglu_out == nullptr) return;
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
@@ -233,7 +257,14 @@ void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
       return;
     }
   }
-  input_grad(down_, acts_.d_swiglu_out, branch_gradient(), weight, N);
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) {
+      fp8_->take_gradient(BlockLinear::down, l, branch_gradient());
+      fp8_->input_grad(BlockLinear::down, l, acts_.d_swiglu_out, down_.input_grad);
+      return fp8_->swiglu_backward(l, acts_.d_swiglu_out, gate_up);
+    }
+  }
+  input_grad(down_, l, acts_.d_swiglu_out, branch_gradient(), weight, N);
   clock_.run("swiglu backward", 0, (swiglu_out == nullptr ? 5 : 6) * row_bytes(F),
              [&] { swiglu_backward(gate_up, acts_.d_swiglu_out, gate_up, N, F, swiglu_out, stream_); });
 }
@@ -255,23 +286,25 @@ void Llama<S>::sum_losses(LossTotal* total) {
              [&] { add_losses(total, acts_.losses, work_.labels, rows(), stream_); });
 }
 
-#define WEFT_INSTANTIATE(S)                                                                                            \
-  template void Llama<S>::linear(const LinearLayer&, S*, const S*, const S*, std::int64_t, const S*);                  \
-  template void Llama<S>::input_grad(const LinearLayer&, S*, const S*, const S*, std::int64_t);                        \
-  template void Llama<S>::weight_grad(const LinearLayer&, float*, const S*, const S*, std::int64_t, Accumulate);       \
-  template void Llama<S>::embed();                                                                                     \
-  template void Llama<S>::sort_tokens();                                                                               \
-  template void Llama<S>::embed_backward();                                                                            \
-  template Llama<S>::NormSite Llama<S>::norm_after(std::int64_t) const;                                                \
-  template void Llama<S>::normalize(const NormSite&);                                                                  \
-  template void Llama<S>::linear_and_normalize(const LinearLayer&, const NormSite&, const S*, const S*, const S*, S*); \
-  template void Llama<S>::normalize_backward(const NormSite&, const S*, bool);                                         \
-  template void Llama<S>::rope(S*);                                                                                    \
-  template void Llama<S>::attend(const LayerActivations<S>&);                                                          \
-  template void Llama<S>::attend_backward(const LayerActivations<S>&);                                                 \
-  template void Llama<S>::gate_up_and_swiglu(std::int64_t, S*);                                                        \
-  template void Llama<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                                \
-  template void Llama<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                          \
+#define WEFT_INSTANTIATE(S)                                                                                           \
+  template void Llama<S>::linear(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t, const S*);   \
+  template void Llama<S>::input_grad(const LinearLayer&, std::int64_t, S*, const S*, const S*, std::int64_t);         \
+  template void Llama<S>::weight_grad(const LinearLayer&, std::int64_t, float*, const S*, const S*, std::int64_t,     \
+                                      Accumulate);                                                                    \
+  template void Llama<S>::embed();                                                                                    \
+  template void Llama<S>::sort_tokens();                                                                              \
+  template void Llama<S>::embed_backward();                                                                           \
+  template Llama<S>::NormSite Llama<S>::norm_after(std::int64_t) const;                                               \
+  template void Llama<S>::normalize(const NormSite&);                                                                 \
+  template void Llama<S>::linear_and_normalize(const LinearLayer&, std::int64_t, const NormSite&, const S*, const S*, \
+                                               const S*, S*);                                                         \
+  template void Llama<S>::normalize_backward(const NormSite&, const S*, bool);                                        \
+  template void Llama<S>::rope(S*);                                                                                   \
+  template void Llama<S>::attend(const LayerActivations<S>&);                                                         \
+  template void Llama<S>::attend_backward(const LayerActivations<S>&);                                                \
+  template void Llama<S>::gate_up_and_swiglu(std::int64_t, S*);                                                       \
+  template void Llama<S>::down_input_grad_and_swiglu(std::int64_t, S*);                                               \
+  template void Llama<S>::softmax_and_loss(float*, const std::int32_t*, std::int64_t, float);                         \
   template void Llama<S>::sum_losses(LossTotal*);
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

@@ -7,6 +7,7 @@
 #include "llmc/base/checked.h"
 #include "llmc/base/error.h"
 #include "llmc/cuda/hw/common.cuh"
+#include "llmc/cuda/llama/fp8_linears.h"
 #include "llmc/cuda/llama/llama.h"
 #include "llmc/cuda/op/attention/attention.h"
 #include "llmc/cuda/op/embedding.h"
@@ -206,6 +207,9 @@ std::vector<MemoryLine> llama_memory(const ModelConfig& config, const TrainOptio
   lines.push_back({options.moments == Precision::bf16 ? "AdamW moments (bf16)" : "AdamW moments (fp32)",
                    2 * state_bytes(moment_bytes(options))});
   lines.push_back({kSplitMaster<S> ? "activations (bf16)" : "activations (fp32)", activations.plan().bytes()});
+  if (options.precision == Precision::fp8) {
+    lines.push_back({"weights and operands (fp8)", Fp8Memory(config, options).regions.plan().bytes()});
+  }
   lines.push_back({"workspace", workspace.regions.plan().bytes() + Matmul::kWorkspaceBytes});
   return lines;
 }
@@ -227,8 +231,8 @@ namespace {
 
 std::vector<MemoryLine> lines_of(const ModelConfig& config, const TrainOptions& options, const RankShare& share) {
   check_sizes(config);
-  return options.precision == Precision::bf16 ? llama_memory<bf16>(config, options, share)
-                                              : llama_memory<float>(config, options, share);
+  return options.precision == Precision::fp32 ? llama_memory<float>(config, options, share)
+                                              : llama_memory<bf16>(config, options, share);
 }
 
 }  // namespace

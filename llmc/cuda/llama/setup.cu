@@ -17,7 +17,8 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
       peers_(peers),
       table_(config, kStorage<S>),
       division_(config, table_, peers.share),
-      swiglu_in_epilogue_(std::is_same_v<S, bf16> && matmul_swiglu_computes(config.hidden_size, config.ffn_size)),
+      swiglu_in_epilogue_(options.precision == Precision::bf16 &&
+                          matmul_swiglu_computes(config.hidden_size, config.ffn_size)),
       clock_(stream_),
       matmul_(stream_, peers.share.rank == 0 ? options.matmul_plans : std::string()),
       acts_(config, options, classifier_rows(rows())),
@@ -40,6 +41,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
                (1 + static_cast<std::uint64_t>(peers.share.ranks * peers.share.rounds)) * sizeof(LossTotal)),
       places_(division_.places),
       sent_(division_.buckets.size()) {
+  if (options.precision == Precision::fp8) fp8_.emplace(config, options, matmul_, clock_, stream_);
   acts_.bind(activation_arena_);
   work_.regions.bind(workspace_arena_);
   place_sections();
@@ -89,13 +91,16 @@ void Llama<S>::place_sections() {
 template <typename S>
 void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);
-  const cudaDataType_t type = std::is_same_v<S, float> ? CUDA_R_32F : CUDA_R_16BF;
+  constexpr bool kIsFloat = std::is_same_v<S, float>;
   std::vector<MatmulShape> shapes;
   struct WeightGrads {
     bool stored, accumulated;
   };
   const auto prepare = [&](const LinearLayer& layer, std::int64_t n, bool addend, WeightGrads weight_grads) {
     const std::int64_t C = layer.C, OC = layer.OC;
+    const cudaDataType_t type = options_.precision == Precision::fp8 && layer.block ? CUDA_R_8F_E4M3
+                                : kIsFloat                                          ? CUDA_R_32F
+                                                                                    : CUDA_R_16BF;
     if (!swiglu_in_epilogue_ || &layer != &gate_up_) {
       shapes.push_back({Gemm::forward, n, C, OC, type, Accumulate::no, false, addend});
     }
@@ -121,18 +126,34 @@ void Llama<S>::prepare_matmuls() {
 
 namespace {
 
+// Tensor cores with fp8 came with compute capability 8.9.
+void require_fp8() {
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+  const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
+  if (10 * major + minor >= 89) return;
+  fail(Exit::environment,
+       "--precision: got fp8, which needs a GPU of compute capability 8.9 or later. This one has %d.%d: use "
+       "--precision bf16",
+       major, minor);
+}
+
 std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator* ranks,
                                  DeviceRanks* device_ranks, const RankShare& share) {
   check_sizes(config);
-  if (options.moments == Precision::bf16 && options.precision != Precision::bf16) {
+  if (options.moments == Precision::bf16 && options.precision == Precision::fp32) {
     fail(Exit::internal, "moments in bf16 beside parameters in fp32");
+  }
+  if (options.precision == Precision::fp8) {
+    check_fp8_sizes(config, options.micro_batch, options.seq_len);
+    require_fp8();
+    if (ranks != nullptr || options.virtual_ranks > 1) fail(Exit::internal, "several ranks with --precision fp8");
   }
   const auto make_as = [&](auto storage) -> std::unique_ptr<TrainModel> {
     using Model = Llama<decltype(storage)>;
     return std::make_unique<Model>(config, options, typename Model::Peers{ranks, device_ranks, share});
   };
-  if (options.precision == Precision::bf16) return make_as(bf16{});
-  return make_as(float{});
+  if (options.precision == Precision::fp32) return make_as(float{});
+  return make_as(bf16{});
 }
 
 }  // namespace

@@ -20,7 +20,8 @@ namespace weft::cuda {
 // from one run of a list to the next.
 template <typename S>
 void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
-  if (!options_.graph || clock_.timing()) return launches();
+  const bool looks_first = fp8_ && !fp8_->scales_known();  // other launches than later
+  if (!options_.graph || clock_.timing() || looks_first) return launches();
   std::uint32_t scale_bits = 0;
   std::memcpy(&scale_bits, &scale, sizeof scale_bits);
   graph.run(stream_, {scale_bits, options_.dropout > 0 ? micro_step_ : 0}, launches);
@@ -33,6 +34,7 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
   micro_step_ = micro_step;
   training_ = true;
   const Accumulate head = head_stale_ ? Accumulate::no : Accumulate::yes;
+  use_fp8_weights();
   upload(batch);
   const auto launches = [&] {
     forward_layers();
@@ -59,11 +61,19 @@ void Llama<S>::backward() {
     replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
   }
   others_stale_ = false;
+  if (fp8_) fp8_->end_micro_batch();
   const bool last = is_last_micro_batch();
   ++rank_micro_batches_;
   if (!last) return;
   if (has_peers()) finish_round();
   if (options_.virtual_ranks > 1) finish_rank();
+}
+
+template <typename S>
+void Llama<S>::use_fp8_weights() {
+  if constexpr (std::is_same_v<S, bf16>) {
+    if (fp8_) fp8_->use_weights(weights_);
+  }
 }
 
 // The gradients of a virtual rank are complete: adds them, and its loss, to those of the ranks before it.
@@ -88,6 +98,7 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
   training_ = false;
   LossTotal* total = work_.evaluation_total;
   check(cudaMemsetAsync(total, 0, sizeof *total, stream_), "evaluate");
+  use_fp8_weights();
   upload(batch);
   forward_layers();
   classify(0, Accumulate::yes, total);
@@ -110,6 +121,7 @@ void Llama<S>::zero_gradients() {
   rounds_done_ = 0;
   std::fill(sent_.begin(), sent_.end(), false);
   rank_micro_batches_ = ranks_added_ = 0;
+  if (fp8_) fp8_->begin_step();
   check(cudaMemsetAsync(work_.loss_total, 0, sizeof(LossTotal), stream_), "zero_gradients");
   check(cudaMemsetAsync(work_.rank_totals, 0, rank_totals() * sizeof(LossTotal), stream_), "zero_gradients");
 }
@@ -203,12 +215,14 @@ StepStatistics Llama<S>::statistics() {
   check(cudaMemcpyAsync(total, work_.loss_total, sizeof *total, cudaMemcpyDeviceToHost, stream_), "statistics");
   check(cudaMemcpyAsync(totals, work_.rank_totals, rank_totals() * sizeof *total, cudaMemcpyDeviceToHost, stream_),
         "statistics");
+  if (fp8_) fp8_->download_tallies();
   if (has_peers()) {
     peers_.device_ranks->wait(stream_, own_work_, "training step");
   } else {
     stream_.synchronize("training step");
   }
   StepStatistics statistics{0, 0, norm->norm};
+  if (fp8_) statistics.fp8 = fp8_->statistics();
   for (std::size_t r = 0; r < rank_totals(); ++r) {  // in the order of the ranks
     statistics.loss_sum += totals[r].loss_sum;
     statistics.label_count += totals[r].label_count;
@@ -225,7 +239,13 @@ void Llama<S>::update(const AdamWStep& step) {
   zero_stale_gradients();
   delay_point(stream_, DelayPoint::step);
   check(cudaStreamWaitEvent(stream_, state_copied_), "update");  // no wait if the event was never recorded
-  if (!division_.divided) return update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
+  if (!division_.divided) {
+    update_blocks({0, static_cast<std::int64_t>(division_.blocks.size())}, step);
+    if constexpr (std::is_same_v<S, bf16>) {
+      if (fp8_) fp8_->end_step(weights_);
+    }
+    return;
+  }
   // What another rank still gets of the last update must not change under it.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
   places_.forget();

@@ -2,7 +2,11 @@
 //   forward      out^T [OC, N] = (W as [C, OC])^T  (x as [C, N])
 //   input_grad   dx^T  [C, N]  = (W as [C, OC])    (dout as [OC, N])
 //   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T
+// In fp8 the first factor is always transposed and the second never (the sum runs along the columns of both), so that W, x and
+// dout of the gradients come transposed: W^T as [OC, C], x^T as [N, C], dout^T as [N, OC].
 #include "llmc/cuda/op/matmul.h"
+
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cstring>
@@ -37,26 +41,47 @@ constexpr cudaDataType_t data_type<fp16>() {
 }
 
 std::size_t type_bytes(cudaDataType_t type) {
-  return type == CUDA_R_32F ? 4 : 2;
+  const bool fp8 = type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2;
+  return type == CUDA_R_32F ? 4 : fp8 ? 1 : 2;
 }
 
 // The matrices of a GEMM as cuBLASLt sees them.
 struct ColumnMajor {
   std::int64_t a_rows, a_columns, b_rows, b_columns, d_rows, d_columns;
   cublasOperation_t a_operation, b_operation;
-  cudaDataType_t d_type;
+  cudaDataType_t d_type, a_type, b_type;
 };
 
-ColumnMajor columns(const MatmulShape& s) {
+bool in_fp8(const MatmulShape& s) {
+  return s.type == CUDA_R_8F_E4M3;
+}
+
+ColumnMajor fp8_columns(const MatmulShape& s) {
+  constexpr cudaDataType_t kInput = CUDA_R_8F_E4M3, kGradient = CUDA_R_8F_E5M2;
   switch (s.gemm) {
     case Gemm::forward:
-      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type};
-    case Gemm::wide:
-      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F};
+      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_16BF, kInput, kInput};
     case Gemm::input_grad:
-      return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type};
+      return {s.OC, s.C, s.OC, s.N, s.C, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_16BF, kInput, kGradient};
     case Gemm::weight_grad:
-      return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, CUDA_R_32F};
+      return {s.N, s.C, s.N, s.OC, s.C, s.OC, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, kInput, kGradient};
+    case Gemm::wide:
+      break;
+  }
+  fail(Exit::internal, "matmul: a GEMM that has no fp8");
+}
+
+ColumnMajor columns(const MatmulShape& s) {
+  if (in_fp8(s)) return fp8_columns(s);
+  switch (s.gemm) {
+    case Gemm::forward:
+      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, s.type, s.type, s.type};
+    case Gemm::wide:
+      return {s.C, s.OC, s.C, s.N, s.OC, s.N, CUBLAS_OP_T, CUBLAS_OP_N, CUDA_R_32F, s.type, s.type};
+    case Gemm::input_grad:
+      return {s.C, s.OC, s.OC, s.N, s.C, s.N, CUBLAS_OP_N, CUBLAS_OP_N, s.type, s.type, s.type};
+    case Gemm::weight_grad:
+      return {s.C, s.N, s.OC, s.N, s.C, s.OC, CUBLAS_OP_N, CUBLAS_OP_T, CUDA_R_32F, s.type, s.type};
   }
   fail(Exit::internal, "matmul: unknown GEMM");
 }
@@ -83,13 +108,23 @@ struct Operand {
 // is rounding noise alone, and it differs as soon as the order of the additions does. On ordinary data the rounding to
 // 16 bits nearly always hides a different order.
 enum class Data { uniform, many_magnitudes, cancelling };
+
+// A GEMM in fp8 is timed on codes of fp8; e4m3 and e5m2 round them alike.
+template <typename T>
+__device__ T filled(float value) {
+  if constexpr (sizeof(T) == 1) {
+    return T(value);
+  } else {
+    return from_float<T>(value);
+  }
+}
 template <typename T>
 __global__ void fill_kernel(T* out, Operand operand, Data data) {
   const std::int64_t count = operand.rows * operand.columns, stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
     if (data == Data::uniform) {
       const std::uint32_t bits = hash(static_cast<std::uint32_t>(i) + operand.seed);
-      out[i] = from_float<T>(static_cast<float>(static_cast<int>(bits >> 16) - 32768) / 32768.0f);
+      out[i] = filled<T>(static_cast<float>(static_cast<int>(bits >> 16) - 32768) / 32768.0f);
       continue;
     }
     const std::int64_t row = i % operand.rows, column = i / operand.rows, half = operand.K / 2;
@@ -99,7 +134,7 @@ __global__ void fill_kernel(T* out, Operand operand, Data data) {
     const std::uint32_t bits = hash(pair * 2654435761u + hash(static_cast<std::uint32_t>(other) + operand.seed));
     const float magnitude = ldexpf(1.0f + static_cast<float>(bits & 127) / 128.0f, -static_cast<int>((bits >> 7) % 12));
     const bool negative = ((bits >> 31) != 0) != (data == Data::cancelling && second && operand.second_half_negated);
-    out[i] = from_float<T>(data == Data::cancelling && k >= 2 * half ? 0.0f : negative ? -magnitude : magnitude);
+    out[i] = filled<T>(data == Data::cancelling && k >= 2 * half ? 0.0f : negative ? -magnitude : magnitude);
   }
 }
 
@@ -107,6 +142,12 @@ void fill(void* out, cudaDataType_t type, const Operand& operand, Data kind, cud
   constexpr int kBlocks = 1024, kThreads = 256;
   if (type == CUDA_R_32F) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<float*>(out), operand, kind);
   if (type == CUDA_R_16BF) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<bf16*>(out), operand, kind);
+  if (type == CUDA_R_8F_E4M3) {
+    fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<__nv_fp8_e4m3*>(out), operand, kind);
+  }
+  if (type == CUDA_R_8F_E5M2) {
+    fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<__nv_fp8_e5m2*>(out), operand, kind);
+  }
   if (type == CUDA_R_16F) fill_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<fp16*>(out), operand, kind);
   check_launch("fill");
 }
@@ -123,7 +164,7 @@ __global__ void any_difference_kernel(const std::uint32_t* a, const std::uint32_
 
 // The name under which a plan is remembered.
 std::string gemm_key(const MatmulShape& s) {
-  const char* type = s.type == CUDA_R_32F ? "fp32" : s.type == CUDA_R_16BF ? "bf16" : "fp16";
+  const char* type = s.type == CUDA_R_32F ? "fp32" : s.type == CUDA_R_16BF ? "bf16" : in_fp8(s) ? "fp8" : "fp16";
   return format("%s N %lld C %lld OC %lld %s%s%s%s", gemm_name(s.gemm), static_cast<long long>(s.N),
                 static_cast<long long>(s.C), static_cast<long long>(s.OC), type,
                 s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "");
@@ -226,8 +267,16 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
         cublasLtMatrixLayoutCreate(out, type, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(cols), rows),
         "matmul layout");
   };
-  layout(&plan.a, shape.type, c.a_rows, c.a_columns);
-  layout(&plan.b, shape.type, c.b_rows, c.b_columns);
+  if (in_fp8(shape)) {
+    const std::int8_t fast = shape.gemm == Gemm::forward ? 1 : 0;
+    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast);
+    // What is suggested may depend on whether there are scales; these are not read.
+    const void* const scale = workspace_;
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scale);
+  }
+  layout(&plan.a, c.a_type, c.a_rows, c.a_columns);
+  layout(&plan.b, c.b_type, c.b_rows, c.b_columns);
   layout(&plan.d, c.d_type, c.d_rows, c.d_columns);
   const std::vector<Candidate> known = candidates(plan);
   if (known.empty()) {
@@ -301,19 +350,23 @@ bool Matmul::usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) con
          result.workspaceSize <= kWorkspaceBytes;
 }
 
-void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend,
-                 void* d) {
+void Matmul::run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d,
+                 const float* a_scale, const float* b_scale) {
   if (shape.N == 0) return;
   Plan& chosen = plan(shape);
-  if (shape.bias) {
-    check_blas(cublasLtMatmulDescSetAttribute(chosen.descriptor, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias),
-               "matmul bias");
+  const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
+    check_blas(cublasLtMatmulDescSetAttribute(chosen.descriptor, attribute, &value, sizeof value), "matmul operand");
+  };
+  if (shape.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+  if (in_fp8(shape)) {
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_scale);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_scale);
   }
   const float alpha = 1, beta = shape.accumulate == Accumulate::yes || shape.addend ? 1.0f : 0.0f;
-  check_blas(
+  const cublasStatus_t status =
       cublasLtMatmul(handle_, chosen.descriptor, &alpha, a, chosen.a, b, chosen.b, &beta, shape.addend ? addend : d,
-                     chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_),
-      gemm_name(shape.gemm));
+                     chosen.d, d, chosen.d, &chosen.algorithm, workspace_, kWorkspaceBytes, stream_);
+  if (status != CUBLAS_STATUS_SUCCESS) check_blas(status, ("matmul " + gemm_key(shape)).c_str());
 }
 
 void Matmul::fill_random(bf16* data, std::int64_t count) const {
@@ -325,7 +378,7 @@ struct Matmul::Trial {
   Matmul& matmul;
   MatmulShape shape;
   Operand a_operand, b_operand, bias_operand;
-  Scratch a, b, bias, addend, expected, result, differences;
+  Scratch a, b, bias, addend, expected, result, differences, scale;
   Event start, stop;
 
   static std::size_t result_bytes(const ColumnMajor& c) {
@@ -347,28 +400,34 @@ struct Matmul::Trial {
                   false,
                   7},
         bias_operand{shape.OC, 1, shape.OC, true, false, 13},
-        a(static_cast<std::size_t>(c.a_rows * c.a_columns) * type_bytes(shape.type)),
-        b(static_cast<std::size_t>(c.b_rows * c.b_columns) * type_bytes(shape.type)),
+        a(static_cast<std::size_t>(c.a_rows * c.a_columns) * type_bytes(c.a_type)),
+        b(static_cast<std::size_t>(c.b_rows * c.b_columns) * type_bytes(c.b_type)),
         bias(static_cast<std::size_t>(shape.OC) * type_bytes(shape.type)),
         addend(shape.addend ? result_bytes(c) : 4),
         expected(result_bytes(c)),
         result(result_bytes(c)),
-        differences(2 * sizeof(unsigned)) {
+        differences(2 * sizeof(unsigned)),
+        scale(sizeof(float)) {
     clear(addend);
+    const float one = 1;
+    check(cudaMemcpyAsync(scale.data(), &one, sizeof one, cudaMemcpyHostToDevice, matmul.stream_), "matmul: scale");
   }
 
   // The algorithm that the next run uses.
   void select(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
   void fill_operands(Data data) const {
-    fill(a.data(), shape.type, a_operand, data, matmul.stream_);
-    fill(b.data(), shape.type, b_operand, data, matmul.stream_);
+    fill(a.data(), columns(shape).a_type, a_operand, data, matmul.stream_);
+    fill(b.data(), columns(shape).b_type, b_operand, data, matmul.stream_);
     fill(bias.data(), shape.type, bias_operand, Data::uniform, matmul.stream_);
     if (data == Data::cancelling) clear(bias);  // it would hide the noise
   }
   void clear(const Scratch& scratch) const {
     check(cudaMemsetAsync(scratch.data(), 0, scratch.bytes(), matmul.stream_), "matmul: clear");
   }
-  void run(const Scratch& out) const { matmul.run(shape, a.data(), b.data(), bias.data(), addend.data(), out.data()); }
+  void run(const Scratch& out) const {
+    const auto* one = static_cast<const float*>(scale.data());
+    matmul.run(shape, a.data(), b.data(), bias.data(), addend.data(), out.data(), one, one);
+  }
   void compute_expected() const {
     clear(expected);
     run(expected);
@@ -539,6 +598,24 @@ template <typename T>
 void Matmul::weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                          Accumulate accumulate) {
   run({Gemm::weight_grad, N, C, OC, data_type<T>(), accumulate, false}, x, dout, nullptr, nullptr, dweight);
+}
+
+void Matmul::forward_fp8(bf16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
+                         std::int64_t OC, const bf16* addend) {
+  run({Gemm::forward, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, false, addend != nullptr}, weight.codes, x.codes,
+      nullptr, addend, out, weight.scale, x.scale);
+}
+
+void Matmul::input_grad_fp8(bf16* dx, const Fp8Matrix& dout, const Fp8Matrix& weight_transposed, std::int64_t N,
+                            std::int64_t C, std::int64_t OC) {
+  run({Gemm::input_grad, N, C, OC, CUDA_R_8F_E4M3, Accumulate::no, false}, weight_transposed.codes, dout.codes, nullptr,
+      nullptr, dx, weight_transposed.scale, dout.scale);
+}
+
+void Matmul::weight_grad_fp8(float* dweight, const Fp8Matrix& dout_transposed, const Fp8Matrix& x_transposed,
+                             std::int64_t N, std::int64_t C, std::int64_t OC, Accumulate accumulate) {
+  run({Gemm::weight_grad, N, C, OC, CUDA_R_8F_E4M3, accumulate, false}, x_transposed.codes, dout_transposed.codes,
+      nullptr, nullptr, dweight, x_transposed.scale, dout_transposed.scale);
 }
 
 #define WEFT_INSTANTIATE(T)                                                                                          \

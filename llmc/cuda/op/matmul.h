@@ -3,6 +3,12 @@
 // The weight is as Hugging Face stores it, [OC, C]. Storage type T is float, bf16 or fp16; accumulation is
 // fp32, and T = float computes in true fp32, not TF32.
 //
+// Operands in fp8 (sm_89 and later) are codes with one scale for all of them. The tensor cores sum over neighbours alone, so
+// that the gradients need the weight, and the input and the gradient of the output, transposed. Inputs and weights are
+// e4m3, gradients of outputs e5m2; outputs and gradients of inputs are stored in bf16. A tensor core keeps about 14 bits of a sum: the
+// forward GEMM adds in it to the end (fast accumulation), the gradients go on in fp32 after a few instructions. Scales are
+// aligned as matrices are.
+//
 // A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
 // timed on random data alternately, and the fastest that gives the same bits every time is kept; a later candidate replaces
 // an earlier one only if it is at least 1 % faster. Candidates may add in different orders, so the choice is remembered
@@ -37,13 +43,19 @@ enum class Gemm {
   weight_grad,  // dW [OC, C] (+)= dout^T x, written in fp32
 };
 const char* gemm_name(Gemm gemm);
+
+// A matrix in fp8: its elements are the numbers of the codes times *scale, which lies on the device.
+struct Fp8Matrix {
+  const std::uint8_t* codes = nullptr;
+  const float* scale = nullptr;
+};
 // "13.0.2": of the library that this process has loaded.
 std::string cublaslt_version();
 
 struct MatmulShape {
   Gemm gemm = Gemm::forward;
   std::int64_t N = 0, C = 0, OC = 0;
-  cudaDataType_t type = CUDA_R_16BF;
+  cudaDataType_t type = CUDA_R_16BF;  // CUDA_R_8F_E4M3: operands in fp8, each as its GEMM has it
   Accumulate accumulate = Accumulate::no;
   bool bias = false;
   bool addend = false;  // of Gemm::forward, without accumulation
@@ -106,6 +118,17 @@ class Matmul {
   void weight_grad(float* dweight, const T* dout, const T* x, std::int64_t N, std::int64_t C, std::int64_t OC,
                    Accumulate accumulate = Accumulate::yes);
 
+  // The same in fp8. All sizes are multiples of 16, codes are aligned to 16 bytes.
+  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null.
+  void forward_fp8(__nv_bfloat16* out, const Fp8Matrix& x, const Fp8Matrix& weight, std::int64_t N, std::int64_t C,
+                   std::int64_t OC, const __nv_bfloat16* addend = nullptr);
+  // dx [N, C] = dout [N, OC] W, from the transposed weight [C, OC].
+  void input_grad_fp8(__nv_bfloat16* dx, const Fp8Matrix& dout, const Fp8Matrix& weight_transposed, std::int64_t N,
+                      std::int64_t C, std::int64_t OC);
+  // dW [OC, C] (+)= dout^T x, from the transposed dout [OC, N] and x [C, N].
+  void weight_grad_fp8(float* dweight, const Fp8Matrix& dout_transposed, const Fp8Matrix& x_transposed, std::int64_t N,
+                       std::int64_t C, std::int64_t OC, Accumulate accumulate);
+
   // Uniform in [-1, 1): the power a GEMM draws, and with it the clock, depends on its data.
   void fill_random(__nv_bfloat16* data, std::int64_t count) const;
 
@@ -127,7 +150,8 @@ class Matmul {
   std::vector<Candidate> candidates(const Plan& plan) const;
   bool usable(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) const;
   cublasLtMatmulAlgo_t choose(const MatmulShape& shape);
-  void run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d);
+  void run(const MatmulShape& shape, const void* a, const void* b, const void* bias, const void* addend, void* d,
+           const float* a_scale = nullptr, const float* b_scale = nullptr);
 
   cudaStream_t stream_;
   cublasLtHandle_t handle_ = nullptr;

@@ -7,9 +7,13 @@
 // H200; CudaPagedAttention.ARowsBitsAreItsOwn compares prompts with decoded rows). Softmax is the code of paged_recurrence.cuh,
 // key block by key block.
 //
-// A block is a producer and two consumer warpgroups. The producer's 128 threads copy keys and values, 16 bytes each, because pages
-// end anywhere and what lies behind a tile's last position must become zeros, also where another sequence left NaN. They hand a
-// stage over when their copies have landed: at the latest before they wait for room.
+// A block is a producer and two consumer warpgroups. Keys and values come by tensor copies, a page's rows of one head each, and
+// mbarriers count them. What lies behind a tile's last position must become zeros, also where another sequence left NaN: so where a
+// tile ends inside of its last key block, the producer's 128 threads copy that block by themselves, 16 bytes each. Loads are not what
+// bounds it: a prompt of 2,000 rows of Pythia-2.8B takes 75 us, with all key blocks by threads 82, with no loads at all 69
+// (dev/performance/batch.md).
+//
+// A tile's queries are loaded during the last GEMM of the tile before.
 
 #include <algorithm>
 #include <cstddef>
@@ -18,6 +22,7 @@
 #include "llmc/cuda/hw/fragments.cuh"
 #include "llmc/cuda/hw/hopper.cuh"
 #include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/hw/tensor_map.h"
 #include "llmc/cuda/hw/tile.cuh"
 #include "llmc/cuda/op/attention/hold_back.cuh"
 #include "llmc/cuda/op/attention/launch.cuh"
@@ -45,7 +50,7 @@ constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 template <typename T, int HeadDim, int Stages, int TileColumns>
 struct HopperTiling {
   using Element = T;
-  static constexpr int HS = HeadDim, kStages = Stages, kKeys = kBlockKeys<HS>;
+  static constexpr int HS = HeadDim, kStages = Stages, kKeys = kBlockKeys<HS>, kTileColumns = TileColumns;
   static_assert(paged_tile_rows(HS) == kConsumers * kRows && kSplit % kKeys == 0);
   using KeyTile = SwizzledTile<T, kKeys, HS, 2 * TileColumns>;
   using Earlier = EarlierSplits<T, HS, 1>;
@@ -57,6 +62,12 @@ struct HopperTiling {
   };
   static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // the first to align it
   static_assert(kSharedBytes <= 227 * 1024);
+};
+
+template <typename S>
+struct HopperArguments {
+  CUtensorMap keys, values;  // [page][NKV][page_size][HS]; a box is a page's rows of some columns
+  Arguments<S> a;
 };
 
 #if WEFT_WGMMA
@@ -86,9 +97,34 @@ __device__ inline int tile_index(int i) {
 }
 
 // ---- the producer ---------------------------------------------------------------------------------------------------------
-// Starts the copies of a key block's keys and values; positions from `end` on become zeros.
+// All warps of the producer hand a stage over.
+constexpr int kProducers = kWarps;
+
+// Starts the copies of a key block all of whose positions the tile has. Each warp takes some of its pages' keys and values.
 template <typename Tiling, typename S = typename Tiling::Element>
-__device__ __forceinline__ void load_stage(const Arguments<S>& a, unsigned keys, unsigned values, int pages,
+__device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const typename Tiling::KeyTile& keys,
+                                           const typename Tiling::KeyTile& values, unsigned full, int pages,
+                                           int kv_head, int first) {
+  using KeyTile = typename Tiling::KeyTile;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, shift = p.a.page_shift;
+  const int copies = 2 * Tiling::kKeys >> shift;  // of keys, of values, page by page
+  const unsigned copy_bytes = static_cast<unsigned>(KeyTile::kColumnTiles * KeyTile::kRowBytes) << shift;
+  if (lane == 0) {
+    mbarrier_arrive_expect(full, static_cast<unsigned>((copies - warp + kProducers - 1) / kProducers) * copy_bytes);
+  }
+#pragma unroll 1
+  for (int i = warp; i < copies; i += kProducers) {
+    const int row = i / 2 << shift;
+    const int page = __shfl_sync(~0u, pages, (first + row) % kSplit / kPageUnit);
+    const auto to = (i % 2 == 0 ? keys : values).template rows<kPageUnit>(row);  // and the rest of the page's
+    if (lane == 0) tensor_load(to, i % 2 == 0 ? p.keys : p.values, full, 0, kv_head, page);
+  }
+}
+
+// Copies a key block's keys and values; positions from `end` on become zeros.
+template <typename Tiling, typename S = typename Tiling::Element>
+__device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename Tiling::KeyTile& keys,
+                                           const typename Tiling::KeyTile& values, unsigned full, int pages,
                                            int kv_head, int first, int end) {
   using KeyTile = typename Tiling::KeyTile;
   constexpr int HS = Tiling::HS, kChunks = HS / 8, kEach = Tiling::kKeys * kChunks / kWarpgroupSize;
@@ -99,35 +135,26 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, unsigned keys,
               chunk = index % kChunks;
     const int position = first + row;
     const int page = __shfl_sync(~0u, pages, position % kSplit / kPageUnit);
-    const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
     const bool inside = position < end;
-    const std::int64_t at =
-        inside ? ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS + chunk * 8 : 0;
+    const std::int64_t at = inside ? page_offset<HS>(a, page, kv_head, position) + chunk * 8 : 0;
     const int to = KeyTile::offset(row, chunk);
-    copy_async(keys + to, a.keys + at, inside);
-    copy_async(values + to, a.values + at, inside);
+    copy_async(keys.address + to, a.keys + at, inside);
+    copy_async(values.address + to, a.values + at, inside);
   }
   commit_copies();
+  wait_for_older_copies<0>();
+  fence_async_proxy_shared();  // wgmma reads through the async proxy what copy_async() wrote
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(full);
 }
 
 // All threads of the first warpgroup.
 template <typename Tiling, typename S = typename Tiling::Element>
-__device__ void produce(const Arguments<S>& a, const PagedItem* tiles, int count, const SharedMemory<Tiling>& shared) {
+__device__ void produce(const HopperArguments<S>& p, const PagedItem* tiles, int count,
+                        const SharedMemory<Tiling>& shared) {
+  const Arguments<S>& a = p.a;
   const RingBarriers ring = shared.ring();
-  RingPosition next, landed;  // the stage that is filled next; the first one that is not handed over
-  int in_flight = 0;          // stages between them
-  // wgmma reads through the async proxy what copy_async() wrote.
-  const auto hand_over = [&] {
-    fence_async_proxy_shared();
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(ring.full(landed.stage));
-    landed.advance(Tiling::kStages);
-    --in_flight;
-  };
-  const auto hand_over_all = [&] {
-    wait_for_older_copies<0>();
-    while (in_flight > 0) hand_over();
-  };
+  RingPosition next;
   for (int i = 0; tile_index(i) < count; ++i) {
     const int n = tile_index(i), kv_head = n % a.NKV;
     const QueryRows<S> rows(a, tiles[n / a.NKV], kv_head, kConsumers * kRows);
@@ -138,20 +165,17 @@ __device__ void produce(const Arguments<S>& a, const PagedItem* tiles, int count
         pages = next_pages;
         next_pages = split_pages(a, table, first / kSplit + 1, end);
       }
-      if (!__all_sync(~0u, mbarrier_test(ring.empty(next.stage), next.phase ^ 1))) {
-        hand_over_all();
-        ring.wait_empty(next);
-        __syncwarp();
+      ring.wait_empty(next);
+      __syncwarp();
+      const unsigned full = ring.full(next.stage);
+      if (first + Tiling::kKeys <= end) {
+        copy_stage<Tiling>(p, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first);
+      } else {
+        load_stage<Tiling>(a, shared.k(next.stage), shared.v(next.stage), full, pages, kv_head, first, end);
       }
-      load_stage<Tiling>(a, shared.k(next.stage).address, shared.v(next.stage).address, pages, kv_head, first, end);
       next.advance(Tiling::kStages);
-      if (++in_flight == 3) {
-        wait_for_older_copies<2>();
-        hand_over();
-      }
     }
   }
-  hand_over_all();
 }
 
 // ---- a consumer -----------------------------------------------------------------------------------------------------------
@@ -195,10 +219,16 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
     if (lane == 0) mbarrier_arrive(ring.empty(stage));
   };
 
+  const auto rows_of_tile = [&](int n) { return QueryRows<S>(a, tiles[n / a.NKV], n % a.NKV, kConsumers * kRows); };
+  const auto load_queries = [&](int n) {
+    const QueryRows<S> rows = rows_of_tile(n).part(consumer * kRows + warp * 16, 16);
+    Q.load([&](int row) { return rows.query(a, row); });
+  };
   if (consumer == kConsumers - 1) pass_gemm_slot();
+  if (tile_index(0) < count) load_queries(tile_index(0));
   for (int i = 0; tile_index(i) < count; ++i) {
-    const int n = tile_index(i);
-    const QueryRows<S> of_tile(a, tiles[n / a.NKV], n % a.NKV, kConsumers * kRows);
+    const int n = tile_index(i), next_n = tile_index(i + 1);
+    const QueryRows<S> of_tile = rows_of_tile(n);
     const QueryRows<S> of_group = of_tile.part(consumer * kRows, kRows), rows = of_group.part(warp * 16, 16);
     const int tile_blocks = static_cast<int>(ceil_div(of_tile.end(), kKeys));
     const int blocks = static_cast<int>(ceil_div(of_group.end(), kKeys));
@@ -206,7 +236,6 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
       const int unmasked_end = rows.count > 0 ? rows.visible(0) : 0;
       int visible[1][2];
       visible_positions(visible, rows);
-      Q.load([&](int row) { return rows.query(a, row); });
       typename Tiling::Earlier earlier(shared.sums(), consumer * kWarps + warp);
       float shrink[1][2];
       const auto weigh = [&](int j) {
@@ -255,6 +284,7 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
         round_to_operand<S>(P, flat(scores));
       }
       start_output(at.stage, (blocks - 1) % kSplitBlocks != 0);
+      if (next_n < count) load_queries(next_n);
       wgmma_wait<0>();
       pin(flat(state.O)), pin(P);
       release(at.stage);
@@ -264,6 +294,8 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
 #pragma unroll
       for (int half = 0; half < 2; ++half) state.sum[0][half] = earlier.sum[0][half];
       state.store(a, rows);
+    } else if (next_n < count) {
+      load_queries(next_n);
     }
     // Key blocks that only later rows of the tile see.
     for (int j = blocks; j < tile_blocks; ++j, at.advance(kStages)) {
@@ -279,14 +311,15 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
 
 template <typename Tiling, typename S>
 __global__ void __launch_bounds__(kThreads, 1)
-    paged_hopper_kernel([[maybe_unused]] const __grid_constant__ Arguments<S> a) {
+    paged_hopper_kernel([[maybe_unused]] const __grid_constant__ HopperArguments<S> p) {
 #if WEFT_WGMMA
+  const Arguments<S>& a = p.a;
   extern __shared__ unsigned char dynamic[];
   const SharedMemory<Tiling> shared(dynamic);
   const PagedItem* tiles = reinterpret_cast<const PagedItem*>(a.work + 1);
   const int count = a.work->tiles * a.NKV;
   if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= count) return;  // block 0 waits, for the chain's sake
-  if (threadIdx.x < Tiling::kStages) shared.ring().init(threadIdx.x, kWarps, kConsumers * kWarps);
+  if (threadIdx.x < Tiling::kStages) shared.ring().init(threadIdx.x, kProducers, kConsumers * kWarps);
   if (threadIdx.x < kWarpSize) fence_barrier_init();
   __syncthreads();
   wait_for_predecessors();
@@ -294,7 +327,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
   if (warpgroup == 0) {
     decrease_registers<kProducerRegisters>();
-    produce(a, tiles, count, shared);
+    produce(p, tiles, count, shared);
   } else {
     increase_registers<kConsumerRegisters>();
     consume(a, tiles, count, shared, warpgroup - 1);
@@ -310,8 +343,17 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
   constexpr const char* kName = "paged_attention (Hopper)";
   const auto kernel = paged_hopper_kernel<Tiling, S>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes), kName);
+  // How many pages there are is not known here: more than memory has.
+  constexpr std::int64_t kPages = std::int64_t{1} << 28;
+  const PagedKv<S>& kv = io.kv;
+  const auto map = [&](const S* pages) {
+    const std::int64_t head = kv.page_size * kv.HS;
+    return encode_head_map(HeadViewOf<const S>{pages, kv.NKV * head, kv.HS, head}, kPages, kv.page_size, kv.NKV, kv.HS,
+                           static_cast<int>(kv.page_size), Tiling::kTileColumns);
+  };
+  const HopperArguments<S> arguments = {map(kv.keys), map(kv.values), arguments_of(io, 0)};
   launch_chained(kernel, dim3(static_cast<unsigned>(device.multiprocessors)), dim3(kThreads), Tiling::kSharedBytes,
-                 stream, device.overlapping, kName, arguments_of(io, 0));
+                 stream, device.overlapping, kName, arguments);
 }
 
 }  // namespace

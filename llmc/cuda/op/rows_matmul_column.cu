@@ -108,6 +108,7 @@ void launch_height(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStre
   if (io.rows <= 16) return launch<T, 16, H, 1>(io, device, stream);
   if (io.rows <= 32) return launch<T, 32, H, 1>(io, device, stream);
   if (io.rows <= 64) return launch<T, 64, H, 1>(io, device, stream);
+  if (H == 80 && io.rows > 128) return launch<T, 192, 80, 1>(io, device, stream);
   launch<T, 128, H, 1>(io, device, stream);
 }
 

@@ -57,7 +57,8 @@ bool hopper_computes(const RowsMatmul<T>& io) {
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const int splits = splits_of(io), height = best_height<80, 224>(weight_rows(io));
-  if (splits == 1 && io.K2 == 0 && io.rows <= 128 && height > 0)
+  const std::int64_t most_rows = height == 80 ? 192 : 128;  // of column_kernel
+  if (splits == 1 && io.K2 == 0 && io.rows <= most_rows && height > 0)
     return launch_column_kernel(io, height, device, stream);
   if (io.rows <= (splits > 1 ? 256 : 64)) return launch_split_kernel(io, device, stream);
   launch_tile_kernel(io, device, stream);

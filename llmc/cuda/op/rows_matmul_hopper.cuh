@@ -61,7 +61,7 @@ struct Arguments {
   int first_steps, steps;     // stages of the first input, of both
   int splits;                 // of all stages
   int stages;                 // split_kernel: of the ring
-  bool x_is_older;            // split_kernel
+  bool x_is_older;
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
   bool copies_out;            // tile_kernel
 };
@@ -253,7 +253,7 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 // Up to 64 rows, and with several splits up to 256.
 template <typename T>
 void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
-// Up to 128 rows, one split, one input. `height`: rows of the weight a block, 80 or 224.
+// Up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight a block, 80 or 224.
 template <typename T>
 void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
 // Any number of rows.

@@ -85,7 +85,7 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   int tile = static_cast<int>(blockIdx.x) / kCluster;
   int ahead = min(p.steps, Shape::kStages);  // weights of the first round need not wait for the kernel before
   for (int i = 0; i < ahead; ++i) load_weights(i, i, weight_tile(tile));
-  wait_for_predecessors();
+  if (!p.x_is_older) wait_for_predecessors();
   RingPosition at;
   for (; tile < count; tile += clusters) {
     const int first_tile = weight_tile(tile), row = row_tile_of(p, tile) * N + rank * kHalf;
@@ -104,21 +104,16 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   }
 }
 
-// Sums of a warpgroup's 64 rows of the weight, from `first` on, and N rows of x, from `row` on, to `out`: bias and GELU in
-// registers, transposed on the way to shared memory, from there by tensor copies, which leave out what is outside.
+// Sums of a warpgroup's 64 rows of the weight, from `first` on, and N rows of x, from `row` on, to `out`: bias (of this thread's
+// two rows of the weight) and GELU in registers, transposed on the way to shared memory, from there by tensor copies, which leave
+// out what is outside.
 template <typename T, int N>
 __device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::OutTile& staging, int barrier,
-                         std::int64_t first, int row, const float (&sum)[N / 2]) {
+                         std::int64_t first, int row, const float (&sum)[N / 2], const float (&bias)[2]) {
   using OutTile = typename TileShape<T, N>::OutTile;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
   const int warp = thread / kWarpSize;
   const bool biased = p.output.bias != nullptr, gelu = p.output.epilogue == RowsEpilogue::gelu;
-  float bias[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const std::int64_t column = first + warp * 16 + i * 8 + lane / 4;
-    bias[i] = biased && column < p.output.OC ? to_float(p.output.bias[column]) : 0.0f;
-  }
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     if (thread == 0) bulk_wait_read();
@@ -165,14 +160,22 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   float* const sums = shared.sums(consumer);
   const int fours = Columns<T>::count(p.output, kWeightRows);
   RingPosition at;
-  wait_for_predecessors();  // they may still read what is written here
   for (int tile = static_cast<int>(blockIdx.x) / kCluster; tile < count; tile += clusters) {
     const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
+    const std::int64_t first =
+        static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
+    float bias[2] = {};  // read before it is needed
+    if (p.copies_out && p.output.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::int64_t column = first + thread / kWarpSize * 16 + i * 8 + lane / 4;
+        if (column < p.output.OC) bias[i] = to_float(p.output.bias[column]);
+      }
+    }
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
-      const std::int64_t first =
-          static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
-      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total);
+      wait_for_predecessors();  // they may still read what is written here
+      if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
       const Columns<T> columns(p.output, first, thread % fours);
 #pragma unroll
       for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
@@ -248,6 +251,7 @@ void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStrea
   arguments.tile_pairs = static_cast<int>(ceil_div(weight_rows(io), kPairRows));
   arguments.row_tiles = static_cast<int>(ceil_div(io.rows, N));
   arguments.copies_out = copies_out(io);
+  arguments.x_is_older = io.x_is_older;
   if (arguments.copies_out)
     arguments.out = encode_tensor_map(io.out, kMapType<T>,
                                       {static_cast<std::uint64_t>(io.OC), static_cast<std::uint64_t>(io.rows), 1},

@@ -49,7 +49,7 @@ Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& p
   regions.want(&b.sampled_ids, logit_rows);
   regions.want(&b.errors, logit_rows);
   regions.want(&b.most_likely, rows * kMaxAlternatives);
-  regions.want(&b.last_ids, pool.slots);
+  regions.want(&b.last_ids, pool.slots + kDeviceDrafts);
   regions.want(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
   regions.want(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
   for (std::byte*& step : b.step) regions.want_bytes(&step, step_bytes(c, pool));
@@ -307,10 +307,10 @@ template std::unique_ptr<InferenceModel> make_llama_inference<bf16>(const ModelC
 
 std::vector<MemoryLine> plan_llama_samples(const ModelConfig& config, Precision precision, std::int64_t capacity) {
   const InferenceOptions pool = one_sequence(capacity);
-  const std::string refusal = inference_refusal(config, precision == Precision::bf16 ? DType::bf16 : DType::f32);
+  const std::string refusal = inference_refusal(config, precision == Precision::fp32 ? DType::f32 : DType::bf16);
   if (!refusal.empty()) fail(Exit::usage, "samples on the GPU: %s. Use --sample-every 0", refusal.c_str());
   std::vector<MemoryLine> lines =
-      precision == Precision::bf16 ? plan_of<bf16>(config, pool, 0) : plan_of<float>(config, pool, 0);
+      precision == Precision::fp32 ? plan_of<float>(config, pool, 0) : plan_of<bf16>(config, pool, 0);
   for (MemoryLine& line : lines) line.name += " of samples";
   return lines;
 }

@@ -215,7 +215,7 @@ std::vector<float> Inference<S>::download(const T* data, std::int64_t count) {
 template <typename S>
 template <typename T>
 void Inference<S>::keep(const std::string& name, const T* data, std::int64_t columns) {
-  if (!keep_) return;
+  if (!keep_ || logits_alone_) return;
   const std::vector<float> values = download(data, kept_step_rows_ * columns);
   std::vector<float>& kept = kept_[name];
   kept.insert(kept.end(), values.begin(), values.end());
@@ -224,7 +224,7 @@ void Inference<S>::keep(const std::string& name, const T* data, std::int64_t col
 // q (rotated) from the packed rows, k (rotated) and v from the pages.
 template <typename S>
 void Inference<S>::keep_heads(std::int64_t l) {
-  if (!keep_) return;
+  if (!keep_ || logits_alone_) return;
   const std::int64_t NH = config_.num_heads, HS = config_.head_dim, P = pool_.page_size;
   const PagedKv<S> kv = pages_of_layer(l);
   const std::int64_t elements = pool_.num_pages * P * config_.kv_size();
@@ -232,17 +232,17 @@ void Inference<S>::keep_heads(std::int64_t l) {
                            v = download(kv.values, elements);
   const std::int64_t head_stride = queries().head_stride;
   const std::string prefix = "layers." + std::to_string(l) + ".";
-  const auto append = [&](const char* name, const std::vector<float>& from, std::int64_t offset) {
-    std::vector<float>& kept = kept_[prefix + name];
+  const auto append = [HS](std::vector<float>& kept, const std::vector<float>& from, std::int64_t offset) {
     kept.insert(kept.end(), from.begin() + offset, from.begin() + offset + HS);
   };
+  std::vector<float>&kept_q = kept_[prefix + "q"], &kept_k = kept_[prefix + "k"], &kept_v = kept_[prefix + "v"];
   for (std::int64_t r = 0; r < kept_step_rows_; ++r) {
     const auto [page, place] = kept_places_[static_cast<std::size_t>(r)];
-    for (std::int64_t h = 0; h < NH; ++h) append("q", packed, r * qkv_size() + h * head_stride);
+    for (std::int64_t h = 0; h < NH; ++h) append(kept_q, packed, r * qkv_size() + h * head_stride);
     for (std::int64_t h = 0; h < kv.NKV; ++h) {
       const std::int64_t at = ((page * kv.NKV + h) * P + place) * HS;
-      append("k", k, at);
-      append("v", v, at);
+      append(kept_k, k, at);
+      append(kept_v, v, at);
     }
   }
   keep(prefix + "attention", b_.attention, NH * HS);

@@ -125,8 +125,18 @@ class NeoxDecoder final : public DecodeModel {
   bool samples() const override { return true; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
+  bool can_draft() const override { return fused_ != nullptr; }
+  void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override;
+  std::optional<std::int32_t> drafted(std::int64_t i) override {
+    return drafted_id([&] { return wait_fused(i); });
+  }
   std::vector<double> score(std::span<const std::int32_t> ids) override;
-  void keep_activations(bool keep) override { keep_ = keep; }
+  void keep_activations(bool keep) override {
+    keep_ = keep;
+    logits_alone_ = false;
+  }
+  void keep_logits(bool keep) override { keep_ = logits_alone_ = keep; }
   std::vector<float> activation(const std::string& name) override {
     const auto found = kept_.find(name);
     return found == kept_.end() ? std::vector<float>{} : found->second;
@@ -202,7 +212,7 @@ class NeoxDecoder final : public DecodeModel {
   }
   template <typename T>
   void keep(const std::string& name, const T* data, std::int64_t count) {
-    if (!keep_) return;
+    if (!keep_ || (logits_alone_ && name != "logits")) return;
     const std::vector<float> values = download(data, count);
     std::vector<float>& kept = kept_[name];
     kept.insert(kept.end(), values.begin(), values.end());
@@ -228,7 +238,7 @@ class NeoxDecoder final : public DecodeModel {
   CapturedGraph step_graph_{"decode graph"}, sampling_graph_{"decode graph"};
   std::unique_ptr<FusedOf<S>> fused_;  // in fused mode
   std::int64_t length_ = 0;
-  bool keep_ = false;
+  bool keep_ = false, logits_alone_ = false;
   std::map<std::string, std::vector<float>> kept_;
 };
 

@@ -87,7 +87,7 @@ void NeoxDecoder<S>::attend(std::int64_t l, std::int64_t rows, RowRange wanted) 
   named("attention", [&] {
     attention_forward<S>(shape, HeadViewOf<S>{b_.attention + wanted.begin * C, 0, C, HS}, nullptr, q, k, v, stream_);
   });
-  if (keep_) keep_heads(l, rows);
+  if (keep_ && !logits_alone_) keep_heads(l, rows);
 }
 
 template <typename S>

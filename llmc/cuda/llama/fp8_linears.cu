@@ -1,0 +1,239 @@
+#include "llmc/cuda/llama/fp8_linears.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "llmc/base/error.h"
+#include "llmc/cuda/hw/common.cuh"
+
+namespace weft::cuda {
+
+Fp8Memory::Fp8Memory(const ModelConfig& config, const TrainOptions& options) {
+  const std::int64_t N = options.micro_batch * options.seq_len, slots = Fp8Slots{config.num_layers}.count();
+  std::int64_t widest_input = 0, widest_gradient = 0;
+  weights.resize(static_cast<std::size_t>(4 * config.num_layers));
+  for (const BlockLinear linear : kBlockLinears) {
+    const LinearSize size = linear_size(config, linear);
+    widest_input = std::max(widest_input, size.C);
+    if (linear != BlockLinear::gate_up) widest_gradient = std::max(widest_gradient, size.OC);
+    for (std::int64_t l = 0; l < config.num_layers; ++l) {
+      Weight& weight = weights[static_cast<std::size_t>(4 * l) + static_cast<std::size_t>(linear)];
+      regions.want(&weight.codes, size.C * size.OC);
+      regions.want(&weight.transposed, size.C * size.OC);
+    }
+  }
+  regions.want(&scales, slots);
+  regions.want(&inverses, kScaleStride * slots);
+  regions.want(&tallies, slots + 1);
+  regions.want(&input, N * widest_input);
+  regions.want(&gradient, N * widest_gradient);
+  regions.want(&gradient_transposed, N * widest_gradient);
+  regions.want(&d_gate_up, N * 2 * config.ffn_size);
+  regions.want(&d_gate_up_transposed, N * 2 * config.ffn_size);
+}
+
+Fp8Linears::Fp8Linears(const ModelConfig& config, const TrainOptions& options, Matmul& matmul, OperatorClock& clock,
+                       cudaStream_t stream)
+    : config_(config),
+      rows_(options.micro_batch * options.seq_len),
+      matmul_(matmul),
+      clock_(clock),
+      stream_(stream),
+      scales_(config.num_layers),
+      memory_(config, options),
+      arena_(memory_.regions.plan()),
+      results_(static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(Fp8Tally)),
+      upload_((1 + Fp8Memory::kScaleStride) * static_cast<std::uint64_t>(scales_.slots().count()) * sizeof(float)) {
+  memory_.regions.bind(arena_);
+  arena_.clear(stream_);
+  std::fill_n(results_.at<Fp8Tally>(0), scales_.slots().count(), Fp8Tally{});
+}
+
+// ---- rounding -------------------------------------------------------------------------------------------------------
+
+Fp8Target Fp8Linears::target(std::int64_t slot, std::uint8_t* codes, std::uint8_t* transposed, Pass pass) const {
+  return {codes, transposed, memory_.scales + slot, pass == Pass::training ? memory_.tallies + slot : nullptr};
+}
+
+// In the first step, and for an evaluation before it: the scale of a tensor by its own largest magnitude, for which `look`
+// goes through it.
+void Fp8Linears::find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look) {
+  if (scales_.known() || pass == Pass::again) return;
+  Fp8Tally* const tally = memory_.tallies + scales_.slots().count();
+  check(cudaMemsetAsync(tally, 0, sizeof *tally, stream_), "fp8 scale");
+  look({nullptr, nullptr, nullptr, tally});
+  fp8_current_scale(memory_.scales + slot, memory_.inverse(slot), tally, fp8_format(scales_.slots().kind(slot)),
+                    stream_);
+}
+
+void Fp8Linears::round_weights(const LlamaParameters<bf16>& weights) {
+  const Fp8Slots& slots = scales_.slots();
+  const std::int64_t first = slots.first(Fp8Kind::weight);
+  check(cudaMemsetAsync(memory_.tallies + first, 0, static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Tally),
+                        stream_),
+        "fp8 weights");
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    for (const BlockLinear linear : kBlockLinears) {
+      const LinearSize size = linear_size(config_, linear);
+      const std::int64_t slot = slots.at(Fp8Kind::weight, l, linear);
+      const bf16* values = weights.layers[static_cast<std::size_t>(l)].weight(linear);
+      const auto round = [&](const Fp8Target& to) {
+        quantize_fp8(fp8_format(Fp8Kind::weight), to, values, size.OC, size.C, stream_);
+      };
+      find_scale(slot, Pass::training, round);
+      clock_.run("quantise weights", 0, 4.0 * static_cast<double>(size.C * size.OC),
+                 [&] { round(target(slot, weight(linear, l).codes, weight(linear, l).transposed, Pass::training)); });
+    }
+  }
+  weights_stale_ = false;
+}
+
+void Fp8Linears::use_weights(const LlamaParameters<bf16>& weights) {
+  if (weights_stale_) round_weights(weights);
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+void Fp8Linears::forward(BlockLinear linear, std::int64_t layer, bf16* out, const bf16* x, const bf16* addend,
+                         const char* name, Pass pass) {
+  const LinearSize size = linear_size(config_, linear);
+  const std::int64_t slot = scales_.slots().at(Fp8Kind::input, layer, linear);
+  const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
+  if (x != nullptr) {
+    const auto round = [&](const Fp8Target& to) {
+      quantize_fp8(fp8_format(Fp8Kind::input), to, x, rows_, size.C, stream_);
+    };
+    find_scale(slot, pass, round);
+    clock_.run("quantise input", 0, 3 * n * C, [&] { round(target(slot, memory_.input, nullptr, pass)); });
+  }
+  const std::int64_t weight_slot = scales_.slots().at(Fp8Kind::weight, layer, linear);
+  clock_.run(name, 2 * n * C * OC, n * C + C * OC + (addend != nullptr ? 4 : 2) * n * OC, [&] {
+    matmul_.forward_fp8(out, matrix(slot, memory_.input), matrix(weight_slot, weight(linear, layer).codes), rows_,
+                        size.C, size.OC, addend);
+  });
+}
+
+void Fp8Linears::swiglu(std::int64_t layer, const bf16* gate_up, Pass pass) {
+  const std::int64_t F = config_.ffn_size, slot = scales_.slots().at(Fp8Kind::input, layer, BlockLinear::down);
+  const auto round = [&](const Fp8Target& to) { swiglu_forward_fp8(to, gate_up, rows_, F, stream_); };
+  find_scale(slot, pass, round);
+  clock_.run("swiglu, quantise", 0, 5.0 * static_cast<double>(rows_ * F),
+             [&] { round(target(slot, memory_.input, nullptr, pass)); });
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+void Fp8Linears::take_gradient(BlockLinear linear, std::int64_t layer, const bf16* dout) {
+  if (linear == BlockLinear::gate_up) fail(Exit::internal, "fp8: the gradient of gate and up is made with SwiGLU's");
+  const std::int64_t OC = linear_size(config_, linear).OC;
+  const std::int64_t slot = scales_.slots().at(Fp8Kind::gradient, layer, linear);
+  const auto round = [&](const Fp8Target& to) {
+    quantize_fp8(fp8_format(Fp8Kind::gradient), to, dout, rows_, OC, stream_);
+  };
+  find_scale(slot, Pass::training, round);
+  clock_.run("quantise gradient", 0, 4.0 * static_cast<double>(rows_ * OC),
+             [&] { round(target(slot, memory_.gradient, memory_.gradient_transposed, Pass::training)); });
+}
+
+void Fp8Linears::input_grad(BlockLinear linear, std::int64_t layer, bf16* dx, const char* name) {
+  const LinearSize size = linear_size(config_, linear);
+  const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
+  const std::uint8_t* const codes = linear == BlockLinear::gate_up ? memory_.d_gate_up : memory_.gradient;
+  const Fp8Slots& slots = scales_.slots();
+  clock_.run(name, 2 * n * C * OC, n * OC + C * OC + 2 * n * C, [&] {
+    matmul_.input_grad_fp8(dx, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
+                           matrix(slots.at(Fp8Kind::weight, layer, linear), weight(linear, layer).transposed), rows_,
+                           size.C, size.OC);
+  });
+}
+
+void Fp8Linears::weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const bf16* x,
+                             Accumulate accumulate, const char* name) {
+  const LinearSize size = linear_size(config_, linear);
+  const Fp8Slots& slots = scales_.slots();
+  const std::int64_t slot = slots.at(Fp8Kind::input, layer, linear);
+  const double n = static_cast<double>(rows_), C = static_cast<double>(size.C), OC = static_cast<double>(size.OC);
+  if (x != nullptr) {
+    clock_.run("quantise input", 0, 3 * n * C, [&] {
+      quantize_fp8(fp8_format(Fp8Kind::input), target(slot, nullptr, memory_.input, Pass::again), x, rows_, size.C,
+                   stream_);
+    });
+  }
+  const bool of_gate_up = linear == BlockLinear::gate_up;
+  const std::uint8_t* const codes = of_gate_up ? memory_.d_gate_up_transposed : memory_.gradient_transposed;
+  const double passes = accumulate == Accumulate::yes ? 2 : 1;
+  clock_.run(name, 2 * n * C * OC, n * (C + OC) + passes * C * OC * sizeof(float), [&] {
+    matmul_.weight_grad_fp8(dweight, matrix(slots.at(Fp8Kind::gradient, layer, linear), codes),
+                            matrix(slot, memory_.input), rows_, size.C, size.OC, accumulate);
+  });
+}
+
+void Fp8Linears::swiglu_backward(std::int64_t layer, const bf16* d_swiglu_out, const bf16* gate_up) {
+  const std::int64_t F = config_.ffn_size;
+  const Fp8Slots& slots = scales_.slots();
+  const std::int64_t slot = slots.at(Fp8Kind::gradient, layer, BlockLinear::gate_up);
+  find_scale(slot, Pass::training,
+             [&](const Fp8Target& to) { swiglu_backward_fp8(to, {}, d_swiglu_out, gate_up, rows_, F, stream_); });
+  const Fp8Target out = target(slots.at(Fp8Kind::input, layer, BlockLinear::down), nullptr, memory_.input, Pass::again);
+  clock_.run("swiglu backward, quantise", 0, 11.0 * static_cast<double>(rows_ * F), [&] {
+    swiglu_backward_fp8(target(slot, memory_.d_gate_up, memory_.d_gate_up_transposed, Pass::training), out,
+                        d_swiglu_out, gate_up, rows_, F, stream_);
+  });
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+void Fp8Linears::begin_step() {
+  const Fp8Slots& slots = scales_.slots();
+  for (const Fp8Kind kind : {Fp8Kind::input, Fp8Kind::gradient}) {
+    check(cudaMemsetAsync(memory_.tallies + slots.first(kind), 0,
+                          static_cast<std::size_t>(slots.of_a_kind()) * sizeof(Fp8Tally), stream_),
+          "zero_gradients");
+  }
+  micro_batches_ = 0;
+}
+
+void Fp8Linears::download_tallies() {
+  check(cudaMemcpyAsync(results_.at<Fp8Tally>(0), memory_.tallies, results_.bytes(), cudaMemcpyDeviceToHost, stream_),
+        "statistics");
+}
+
+Fp8Statistics Fp8Linears::statistics() const {
+  return fp8_statistics(config_, tallies(), rows_, micro_batches_);
+}
+
+void Fp8Linears::end_step(const LlamaParameters<bf16>& weights) {
+  scales_.push(tallies());
+  upload_scales();
+  round_weights(weights);
+}
+
+// The buffer is free: between two uploads statistics() waits for the stream, and so does who sets a state.
+void Fp8Linears::upload_scales() {
+  if (!scales_.known()) return;
+  const std::int64_t slots = scales_.slots().count();
+  auto* const scales = upload_.at<std::uint32_t>(0);
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
+    scales[slot] = fp8_scale_bits(scales_.exponent(slot));
+    scales[slots + Fp8Memory::kScaleStride * slot] = fp8_scale_bits(-scales_.exponent(slot));
+  }
+  const std::size_t bytes = static_cast<std::size_t>(slots) * sizeof(float);
+  check(cudaMemcpyAsync(memory_.scales, scales, bytes, cudaMemcpyHostToDevice, stream_), "fp8 scales");
+  check(cudaMemcpyAsync(memory_.inverses, scales + slots, Fp8Memory::kScaleStride * bytes, cudaMemcpyHostToDevice,
+                        stream_),
+        "fp8 scales");
+}
+
+void Fp8Linears::weights_replaced() {
+  scales_.forget();
+  weights_stale_ = true;
+}
+
+void Fp8Linears::set_state(std::span<const float> state) {
+  check(cudaStreamSynchronize(stream_), "fp8 scales");
+  scales_.set_state(state);
+  upload_scales();
+  weights_stale_ = true;
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,267 @@
+// Tiles of 128 rows and 64 columns. A thread reads 16 neighbours of a row, rounds them, and stores 16 codes; for the
+// transposed layout the codes of a tile go through shared memory, where a thread takes a square of four columns and eight
+// rows: it exchanges bytes within registers and stores 8 rows of each column, so that 16 threads fill a line of 128 bytes.
+//
+// Bytes moved for an element: 2 read, 1 written for each layout; SwiGLU forward 4 read and 1 for each layout of its result;
+// backward 6 read, 2 for each layout of the gradients and 1 for each of the result.
+#include "llmc/cuda/op/fp8.h"
+
+#include <cuda_fp8.h>
+
+#include "llmc/cuda/hw/elements.cuh"
+#include "llmc/cuda/op/swiglu.cuh"
+
+namespace weft::cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kTileRows = 128, kTileColumns = 64;
+constexpr int kNeighbours = 16;                              // that a thread reads of a row
+constexpr int kRowThreads = kTileColumns / kNeighbours;      // that share a row
+constexpr int kRounds = kTileRows * kRowThreads / kThreads;  // in which a tile is read
+constexpr int kTileStride = kTileColumns / 4 + 1;            // words of a row in shared memory, one of them empty
+constexpr int kTileWords = kTileRows * kTileStride;
+
+// What a thread has met of one tensor.
+struct ThreadTally {
+  unsigned amax = 0, saturated = 0, flushed = 0;
+};
+
+// Four values to four codes, the first in the lowest byte. Counts unless kAmaxOnly.
+template <Fp8Format kFormat>
+__device__ unsigned round_four(const float* values, float scale, ThreadTally& tally) {
+  constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;
+  float scaled[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned bits = __float_as_uint(values[i]) & 0x7FFFFFFFu;
+    tally.amax = max(tally.amax, bits);
+    scaled[i] = values[i] * scale;
+    const float magnitude = fabsf(scaled[i]);
+    tally.saturated += magnitude > fp8_largest(kFormat);
+    tally.flushed += bits != 0 && magnitude <= fp8_flushed(kFormat);
+    if (bits == 0x7F800000u) scaled[i] = __uint_as_float(0x7FC00000u);  // what is not finite does not saturate
+  }
+  const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(scaled[0], scaled[1]), __NV_SATFINITE, kType);
+  const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(scaled[2], scaled[3]), __NV_SATFINITE, kType);
+  return low | high << 16;
+}
+
+// Adds a block's tallies to the tensor's. Integers: the order does not matter.
+__device__ void add_tally(const Fp8Target& to, const ThreadTally& tally, unsigned* scratch) {
+  if (to.tally == nullptr) return;
+  const unsigned amax = __reduce_max_sync(~0u, tally.amax);
+  const unsigned saturated = __reduce_add_sync(~0u, tally.saturated), flushed = __reduce_add_sync(~0u, tally.flushed);
+  __syncthreads();
+  if (threadIdx.x < 3) scratch[threadIdx.x] = 0;
+  __syncthreads();
+  if (threadIdx.x % kWarpSize == 0) {
+    atomicMax(&scratch[0], amax);
+    atomicAdd(&scratch[1], saturated);
+    atomicAdd(&scratch[2], flushed);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  // Most blocks find a larger amax there and need no atomic.
+  if (scratch[0] > *reinterpret_cast<volatile std::uint32_t*>(&to.tally->amax_bits)) {
+    atomicMax(&to.tally->amax_bits, scratch[0]);
+  }
+  if (!to.writes()) return;
+  using Count = unsigned long long;
+  if (scratch[1] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->saturated), static_cast<Count>(scratch[1]));
+  if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->flushed), static_cast<Count>(scratch[2]));
+}
+
+// The codes of a tile, to be stored transposed: column `column` of the tile is row first_row + column of `transposed`.
+__device__ void store_transposed(std::uint8_t* transposed, const unsigned* tile, std::int64_t row, std::int64_t column,
+                                 std::int64_t rows, std::int64_t columns, std::int64_t first_row) {
+  const int group = threadIdx.x % 16, square = threadIdx.x / 16;
+  row += 8 * group;
+  column += 4 * square;
+  if (row >= rows || column >= columns) return;
+  unsigned word[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) word[i] = tile[(8 * group + i) * kTileStride + square];
+  unsigned out[4][2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const unsigned* w = word + 4 * half;
+    const unsigned low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
+    const unsigned high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
+    out[0][half] = __byte_perm(low01, low23, 0x5410);
+    out[1][half] = __byte_perm(low01, low23, 0x7632);
+    out[2][half] = __byte_perm(high01, high23, 0x5410);
+    out[3][half] = __byte_perm(high01, high23, 0x7632);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    std::uint8_t* to = transposed + (first_row + column + i) * rows + row;
+    *reinterpret_cast<uint2*>(to) = make_uint2(out[i][0], out[i][1]);
+  }
+}
+
+// Sources: 16 neighbours of a row as fp32.
+struct Plain {
+  const bf16* x;
+  std::int64_t columns;
+  __device__ void load(float (&values)[kNeighbours], std::int64_t row, std::int64_t column) const {
+    Elements<bf16, kNeighbours> elements;
+    elements.load(x + row * columns + column);
+#pragma unroll
+    for (int i = 0; i < kNeighbours; ++i) values[i] = elements.get(i);
+  }
+};
+struct SwigluOut {
+  const bf16* gate_up;
+  std::int64_t columns;
+  __device__ void load(float (&values)[kNeighbours], std::int64_t row, std::int64_t column) const {
+    Elements<bf16, kNeighbours> gate, up;
+    gate.load(gate_up + row * 2 * columns + column);
+    up.load(gate_up + row * 2 * columns + columns + column);
+#pragma unroll
+    for (int i = 0; i < kNeighbours; ++i) values[i] = swiglu<bf16>(gate.get(i), up.get(i));
+  }
+};
+
+template <Fp8Format kFormat, typename Source>
+__global__ void __launch_bounds__(kThreads)
+    quantize_kernel(Fp8Target to, Source source, std::int64_t N, std::int64_t C) {
+  __shared__ unsigned tile[kTileWords], scratch[3];
+  const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * kTileRows;
+  const std::int64_t first_column = static_cast<std::int64_t>(blockIdx.x) * kTileColumns;
+  const std::int64_t column = first_column + threadIdx.x % kRowThreads * kNeighbours;
+  const float scale = to.writes() ? *to.scale : 1.0f;
+  ThreadTally tally;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int tile_row = round * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+    const std::int64_t row = first_row + tile_row;
+    if (row >= N || column >= C) continue;
+    float values[kNeighbours];
+    source.load(values, row, column);
+    unsigned words[kNeighbours / 4];
+#pragma unroll
+    for (int i = 0; i < kNeighbours / 4; ++i) words[i] = round_four<kFormat>(values + 4 * i, scale, tally);
+    if (to.codes != nullptr) {
+      *reinterpret_cast<uint4*>(to.codes + row * C + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    if (to.transposed == nullptr) continue;
+    unsigned* const place = tile + tile_row * kTileStride + threadIdx.x % kRowThreads * (kNeighbours / 4);
+#pragma unroll
+    for (int i = 0; i < kNeighbours / 4; ++i) place[i] = words[i];
+  }
+  if (to.transposed != nullptr) {
+    __syncthreads();
+    store_transposed(to.transposed, tile, first_row, first_column, N, C, 0);
+  }
+  add_tally(to, tally, scratch);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward_kernel(Fp8Target dgate_up, Fp8Target out, const bf16* dout, const bf16* gate_up, std::int64_t N,
+                           std::int64_t F) {
+  __shared__ unsigned tiles[3][kTileWords], scratch[3];
+  constexpr int kHalf = kNeighbours / 2;
+  const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * kTileRows;
+  const std::int64_t first_column = static_cast<std::int64_t>(blockIdx.x) * kTileColumns;
+  const std::int64_t column = first_column + threadIdx.x % kRowThreads * kNeighbours;
+  const float gradient_scale = dgate_up.writes() ? *dgate_up.scale : 1.0f, out_scale = out.writes() ? *out.scale : 1.0f;
+  ThreadTally gradient_tally, out_tally;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int tile_row = round * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+    const std::int64_t row = first_row + tile_row;
+    if (row >= N || column >= F) continue;
+    unsigned words[3][kNeighbours / 4];  // of the gradients of gate and up, and of out
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Elements<bf16, kHalf> gate, up, gradient;
+      gate.load(gate_up + row * 2 * F + column + half * kHalf);
+      up.load(gate_up + row * 2 * F + F + column + half * kHalf);
+      gradient.load(dout + row * F + column + half * kHalf);
+      float dgate[kHalf], dup[kHalf], again[kHalf];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const SwigluGradient d = swiglu_gradient<bf16>(gradient.get(i), gate.get(i), up.get(i));
+        dgate[i] = d.gate;
+        dup[i] = d.up;
+        again[i] = d.out;
+      }
+#pragma unroll
+      for (int i = 0; i < kHalf / 4; ++i) {
+        const int word = half * (kHalf / 4) + i;
+        words[0][word] = round_four<Fp8Format::e5m2>(dgate + 4 * i, gradient_scale, gradient_tally);
+        words[1][word] = round_four<Fp8Format::e5m2>(dup + 4 * i, gradient_scale, gradient_tally);
+        words[2][word] = round_four<Fp8Format::e4m3>(again + 4 * i, out_scale, out_tally);
+      }
+    }
+    const auto store = [](std::uint8_t* codes, const unsigned* w) {
+      *reinterpret_cast<uint4*>(codes) = make_uint4(w[0], w[1], w[2], w[3]);
+    };
+    if (dgate_up.codes != nullptr) {
+      store(dgate_up.codes + row * 2 * F + column, words[0]);
+      store(dgate_up.codes + row * 2 * F + F + column, words[1]);
+    }
+    if (out.codes != nullptr) store(out.codes + row * F + column, words[2]);
+    const int place = tile_row * kTileStride + threadIdx.x % kRowThreads * (kNeighbours / 4);
+#pragma unroll
+    for (int i = 0; i < kNeighbours / 4; ++i) {
+      tiles[0][place + i] = words[0][i];
+      tiles[1][place + i] = words[1][i];
+      tiles[2][place + i] = words[2][i];
+    }
+  }
+  __syncthreads();
+  if (dgate_up.transposed != nullptr) {
+    store_transposed(dgate_up.transposed, tiles[0], first_row, first_column, N, F, 0);
+    store_transposed(dgate_up.transposed, tiles[1], first_row, first_column, N, F, F);
+  }
+  if (out.transposed != nullptr) store_transposed(out.transposed, tiles[2], first_row, first_column, N, F, 0);
+  add_tally(dgate_up, gradient_tally, scratch);
+  add_tally(out, out_tally, scratch);
+}
+
+__global__ void current_scale_kernel(float* scale, float* inverse, const Fp8Tally* tally, Fp8Format format) {
+  const std::uint32_t amax = tally->amax_bits;
+  const int exponent = amax < 0x7F800000u ? fp8_exponent(amax, format) : 0;
+  *scale = __uint_as_float(fp8_scale_bits(exponent));
+  *inverse = __uint_as_float(fp8_scale_bits(-exponent));
+}
+
+dim3 tiles_of(std::int64_t N, std::int64_t C) {
+  return {static_cast<unsigned>(ceil_div(C, kTileColumns)), static_cast<unsigned>(ceil_div(N, kTileRows))};
+}
+
+}  // namespace
+
+void quantize_fp8(Fp8Format format, const Fp8Target& to, const bf16* x, std::int64_t N, std::int64_t C,
+                  cudaStream_t stream) {
+  if (N == 0) return;
+  if (format == Fp8Format::e4m3) {
+    quantize_kernel<Fp8Format::e4m3><<<tiles_of(N, C), kThreads, 0, stream>>>(to, Plain{x, C}, N, C);
+  } else {
+    quantize_kernel<Fp8Format::e5m2><<<tiles_of(N, C), kThreads, 0, stream>>>(to, Plain{x, C}, N, C);
+  }
+  check_launch("quantize_fp8");
+}
+
+void swiglu_forward_fp8(const Fp8Target& out, const bf16* gate_up, std::int64_t N, std::int64_t F,
+                        cudaStream_t stream) {
+  if (N == 0) return;
+  quantize_kernel<Fp8Format::e4m3><<<tiles_of(N, F), kThreads, 0, stream>>>(out, SwigluOut{gate_up, F}, N, F);
+  check_launch("swiglu_forward_fp8");
+}
+
+void swiglu_backward_fp8(const Fp8Target& dgate_up, const Fp8Target& out, const bf16* dout, const bf16* gate_up,
+                         std::int64_t N, std::int64_t F, cudaStream_t stream) {
+  if (N == 0) return;
+  swiglu_backward_kernel<<<tiles_of(N, F), kThreads, 0, stream>>>(dgate_up, out, dout, gate_up, N, F);
+  check_launch("swiglu_backward_fp8");
+}
+
+void fp8_current_scale(float* scale, float* inverse, const Fp8Tally* tally, Fp8Format format, cudaStream_t stream) {
+  current_scale_kernel<<<1, 1, 0, stream>>>(scale, inverse, tally, format);
+  check_launch("fp8_current_scale");
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,111 @@
+#include "llmc/model/fp8.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "llmc/base/error.h"
+
+namespace weft {
+
+LinearSize linear_size(const ModelConfig& config, BlockLinear linear) {
+  const std::int64_t C = config.hidden_size, q = config.q_size(), F = config.ffn_size;
+  switch (linear) {
+    case BlockLinear::qkv:
+      return {C, q + 2 * config.kv_size()};
+    case BlockLinear::output:
+      return {q, C};
+    case BlockLinear::gate_up:
+      return {C, 2 * F};
+    case BlockLinear::down:
+      return {F, C};
+  }
+  fail(Exit::internal, "unknown linear layer");
+}
+
+std::string Fp8Slots::name(std::int64_t slot) const {
+  constexpr const char* kKinds[] = {"input", "weight", "gradient"};
+  constexpr const char* kLinears[] = {"qkv", "output", "gate, up", "down"};
+  return format("layers.%lld %s %s", static_cast<long long>(slot % of_a_kind() / 4),
+                kLinears[static_cast<int>(linear(slot))], kKinds[static_cast<int>(kind(slot))]);
+}
+
+Fp8Scales::Fp8Scales(std::int64_t layers)
+    : slots_{layers},
+      amax_(static_cast<std::size_t>(kFp8History * slots_.count())),
+      exponents_(static_cast<std::size_t>(slots_.count())) {}
+
+void Fp8Scales::push(std::span<const Fp8Tally> tallies) {
+  const auto slots = static_cast<std::size_t>(slots_.count());
+  if (tallies.size() != slots) fail(Exit::internal, "fp8: %zu tallies for %zu slots", tallies.size(), slots);
+  std::copy_backward(amax_.begin(), amax_.end() - static_cast<std::ptrdiff_t>(slots), amax_.end());
+  for (std::size_t slot = 0; slot < slots; ++slot) {
+    const float amax = std::bit_cast<float>(tallies[slot].amax_bits);
+    if (std::isfinite(amax)) amax_[slot] = amax;
+  }
+  find_exponents();
+}
+
+void Fp8Scales::forget() {
+  std::fill(amax_.begin(), amax_.end(), 0.0f);
+  find_exponents();
+}
+
+void Fp8Scales::set_state(std::span<const float> state) {
+  if (state.size() != amax_.size()) {
+    fail(Exit::internal, "fp8: a history of %zu values for %zu", state.size(), amax_.size());
+  }
+  amax_.assign(state.begin(), state.end());
+  find_exponents();
+}
+
+void Fp8Scales::find_exponents() {
+  known_ = false;
+  for (std::int64_t slot = 0; slot < slots_.count(); ++slot) {
+    float largest = 0;
+    for (std::int64_t step = 0; step < kFp8History; ++step) {
+      largest = std::max(largest, amax_[static_cast<std::size_t>(step * slots_.count() + slot)]);
+    }
+    known_ |= largest > 0;
+    exponents_[static_cast<std::size_t>(slot)] =
+        fp8_exponent(std::bit_cast<std::uint32_t>(largest), fp8_format(slots_.kind(slot)));
+  }
+}
+
+Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Tally> tallies, std::int64_t rows,
+                             std::int64_t micro_batches) {
+  const Fp8Slots slots{config.num_layers};
+  Fp8Statistics statistics;
+  for (std::int64_t slot = 0; slot < slots.count(); ++slot) {
+    const Fp8Tally& tally = tallies[static_cast<std::size_t>(slot)];
+    const Fp8Kind kind = slots.kind(slot);
+    const LinearSize size = linear_size(config, slots.linear(slot));
+    const std::int64_t values =
+        kind == Fp8Kind::weight ? size.C * size.OC : micro_batches * rows * (kind == Fp8Kind::input ? size.C : size.OC);
+    Fp8Statistics::Kind& sum = statistics.kinds[static_cast<std::size_t>(kind)];
+    sum.values += static_cast<std::uint64_t>(values);
+    sum.saturated += tally.saturated;
+    sum.flushed += tally.flushed;
+    const double share = static_cast<double>(tally.saturated) / static_cast<double>(std::max<std::int64_t>(values, 1));
+    if (share <= statistics.worst_share) continue;
+    statistics.worst_share = share;
+    statistics.worst = slots.name(slot);
+  }
+  return statistics;
+}
+
+void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len) {
+  constexpr std::int64_t kMultiple = 16;
+  const auto check = [](const char* name, std::int64_t value) {
+    if (value % kMultiple == 0) return;
+    fail(Exit::usage, "%s: got %lld, --precision fp8 needs a multiple of %lld. Use --precision bf16 or fp32", name,
+         static_cast<long long>(value), static_cast<long long>(kMultiple));
+  };
+  check("hidden_size", config.hidden_size);
+  check("num_heads x head_dim", config.q_size());
+  check("(num_heads + 2 num_kv_heads) x head_dim", config.q_size() + 2 * config.kv_size());
+  check("ffn_size", config.ffn_size);
+  check("--micro-batch x --seq-len", micro_batch * seq_len);
+}
+
+}  // namespace weft

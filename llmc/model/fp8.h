@@ -1,0 +1,104 @@
+// --precision fp8: which tensors of a step are rounded to fp8, and with which scales. Both devices share it.
+//
+// Of each linear layer of the blocks all three GEMMs have operands in fp8: its input x, its weight W and the gradient dY of its
+// output. x and W are e4m3. dY is e5m2: gradients of the tokens of one step differ by many powers of two, and what
+// falls below the smallest number is lost.
+//
+// Scales are delayed: the exponent of a tensor follows from the largest magnitudes that it had in the last kFp8History
+// steps, which are known before the tensor is. So a kernel can round what it computes without a pass before it that looks
+// for the maximum, and the same scale holds for all micro-batches of a step and for what is computed again in the backward
+// pass. While there is no history yet, in the first step, each tensor is looked through first (current scaling).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/fp8.h"
+#include "llmc/model/config.h"
+
+namespace weft {
+
+enum class BlockLinear { qkv, output, gate_up, down };
+inline constexpr BlockLinear kBlockLinears[] = {BlockLinear::qkv, BlockLinear::output, BlockLinear::gate_up,
+                                                BlockLinear::down};
+enum class Fp8Kind { input, weight, gradient };
+inline constexpr Fp8Kind kFp8Kinds[] = {Fp8Kind::input, Fp8Kind::weight, Fp8Kind::gradient};
+
+constexpr Fp8Format fp8_format(Fp8Kind kind) {
+  return kind == Fp8Kind::gradient ? Fp8Format::e5m2 : Fp8Format::e4m3;
+}
+
+// [OC, C] of a linear layer.
+struct LinearSize {
+  std::int64_t C, OC;
+};
+LinearSize linear_size(const ModelConfig& config, BlockLinear linear);
+
+// The tensors that are rounded, numbered: kind by kind, so that those of one kind are neighbours, and layer by layer.
+struct Fp8Slots {
+  std::int64_t layers;
+
+  std::int64_t count() const { return 3 * of_a_kind(); }
+  std::int64_t of_a_kind() const { return 4 * layers; }
+  std::int64_t first(Fp8Kind kind) const { return static_cast<std::int64_t>(kind) * of_a_kind(); }
+  std::int64_t at(Fp8Kind kind, std::int64_t layer, BlockLinear linear) const {
+    return first(kind) + 4 * layer + static_cast<std::int64_t>(linear);
+  }
+  Fp8Kind kind(std::int64_t slot) const { return static_cast<Fp8Kind>(slot / of_a_kind()); }
+  BlockLinear linear(std::int64_t slot) const { return static_cast<BlockLinear>(slot % 4); }
+  std::string name(std::int64_t slot) const;  // "layers.3 gate, up gradient"
+};
+
+inline constexpr std::int64_t kFp8History = 16;  // steps
+
+// The largest magnitudes of the last steps, and the exponents that follow from them.
+class Fp8Scales {
+ public:
+  explicit Fp8Scales(std::int64_t layers);
+
+  const Fp8Slots& slots() const { return slots_; }
+  // Whether there is a history.
+  bool known() const { return known_; }
+  int exponent(std::int64_t slot) const { return exponents_[static_cast<std::size_t>(slot)]; }
+  // A step has changed the parameters: its tensors, one tally a slot. What is not finite leaves that tensor's history as it is.
+  void push(std::span<const Fp8Tally> tallies);
+  void forget();
+
+  // [kFp8History, slots]: the newest step first; zeros where there were not so many.
+  const std::vector<float>& state() const { return amax_; }
+  // Exit::internal for another size.
+  void set_state(std::span<const float> state);
+
+ private:
+  void find_exponents();
+
+  Fp8Slots slots_;
+  std::vector<float> amax_;
+  std::vector<int> exponents_;
+  bool known_ = false;
+};
+
+// What was lost in a step, for the log.
+struct Fp8Statistics {
+  struct Kind {
+    std::uint64_t values = 0, saturated = 0, flushed = 0;
+  };
+  std::array<Kind, 3> kinds;  // by Fp8Kind
+  // The tensor of which the largest share was saturated; empty: none was.
+  std::string worst;
+  double worst_share = 0;
+};
+// Of `micro_batches` with `rows` rows each.
+Fp8Statistics fp8_statistics(const ModelConfig& config, std::span<const Fp8Tally> tallies, std::int64_t rows,
+                             std::int64_t micro_batches);
+// Beyond this share of a tensor saturation is more than a few outliers of one step.
+inline constexpr double kFp8SaturationWarning = 1e-3;
+
+// Exit::usage for a width, or a number of rows of a micro-batch, that is no multiple of 16: GEMMs take fp8 in pieces of 16 bytes.
+void check_fp8_sizes(const ModelConfig& config, std::int64_t micro_batch, std::int64_t seq_len);
+
+}  // namespace weft
