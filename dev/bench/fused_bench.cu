@@ -3,11 +3,13 @@
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/fused_bench.cu build/release/libweft.a ...
 //   ./a.out 2.8b 410m llama3.2-1b ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--own-vectors] [--layer] [--timeline] [--sample]
+//           [--rows 1,2,8]
 //
 // A row: milliseconds a token (median of 7 launches of 32 tokens around the context), bytes that a token must read over
 // that time, and its share of the plain read. --layer times attention + MLP-up + GELU of one layer, the benchmark of
 // ClusterFusion, rotating over the model's layers. --sample draws at temperature 0.8, top-k 50, top-p 0.95. --timeline
-// prints when each phase of a layer ends (llmc/cuda/fused/timeline.h).
+// prints when each phase of a layer ends (llmc/cuda/fused/timeline.h). --rows: also the kernel of a step of so many rows, one of
+// each of as many sequences, and as positions of one sequence.
 
 #include <cuda_fp16.h>
 
@@ -20,6 +22,7 @@
 #include <vector>
 
 #include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/op/ceilings.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
@@ -115,10 +118,68 @@ DeviceArena allocate(std::uint64_t bytes) {
 
 struct Options {
   std::vector<std::string> models;
-  std::vector<std::int64_t> contexts = {64, 1024, 2000};
+  std::vector<std::int64_t> contexts = {64, 1024, 2000}, rows;
   FusedTuning tuning;
   bool timeline = false, sample = false;
 };
+
+// The kernel of a step.
+void run_steps(const std::string& name, const ModelConfig& config, const NeoxWeights<S, S>& weights,
+               const DeviceRopeTable& rope, cudaStream_t stream, const Options& options, double ceiling) {
+  constexpr std::int64_t kPageSize = 32, kPages = kCapacity / kPageSize, kSteps = 16;
+  const std::int64_t positions = kFusedStepRows * kCapacity, cached = config.num_layers * config.kv_size() * positions;
+  const DeviceArena cache_memory = allocate(static_cast<std::uint64_t>(2 * cached) * sizeof(S));
+  fill_kernel<<<1056, 512, 0, stream>>>(cache_memory.at<unsigned>(0), cache_memory.bytes() / 4);
+  const DeviceArena logits = allocate(static_cast<std::uint64_t>(kFusedStepRows * config.vocab_size) * sizeof(float));
+  std::vector<std::int32_t> tables(static_cast<std::size_t>(kFusedStepRows * kPages));
+  for (std::size_t i = 0; i < tables.size(); ++i) tables[i] = static_cast<std::int32_t>(i * 7919 % tables.size());
+  const DeviceArena pages = allocate(tables.size() * sizeof(std::int32_t));
+  check(cudaMemcpy(pages.at<std::int32_t>(0), tables.data(), pages.bytes(), cudaMemcpyHostToDevice), "pages");
+  const KvCache<S> cache{cache_memory.at<S>(0), cache_memory.at<S>(0) + cached, positions, kPageSize};
+  FusedStep<S> fused(config, weights, cache, rope, stream, options.tuning);
+  const double parameters =
+      static_cast<double>(TensorTable(config).parameters() - config.vocab_size * config.hidden_size);
+  for (const std::int64_t context : options.contexts) {
+    for (const std::int64_t rows : options.rows) {
+      for (const bool one_sequence : {false, true}) {
+        if (one_sequence && rows == 1) continue;
+        std::vector<FusedStepRow> all;
+        for (std::int64_t r = 0; r < rows; ++r) {
+          const auto row = static_cast<std::int32_t>(r), position = static_cast<std::int32_t>(context);
+          all.push_back(one_sequence
+                            ? FusedStepRow{17 + row, position + row, 0, 0, row}
+                            : FusedStepRow{17 + row, position, row * static_cast<std::int32_t>(kPages), row, row});
+        }
+        const auto step = [&] {
+          fused.launch(all, pages.at<std::int32_t>(0), pages.at<std::int32_t>(0), logits.at<float>(0));
+        };
+        std::vector<double> times;
+        for (int i = 0; i <= kLaunches; ++i) {
+          const double ms = milliseconds(stream, [&] {
+            for (std::int64_t s = 0; s < kSteps; ++s) step();
+          });
+          fused.check();
+          if (i > 0) times.push_back(ms / static_cast<double>(kSteps));
+        }
+        const double ms = median(times),
+                     read =
+                         sizeof(S) * (parameters + static_cast<double>((one_sequence ? 1 : rows) * 2 *
+                                                                       config.num_layers * config.kv_size() * context)),
+                     rate = read / ms * 1e-6;
+        std::printf("%-14s step  context %4lld rows %lld of %-13s: %8.4f ms  %5.0f GB/s  %5.1f %% of %4.0f\n",
+                    name.c_str(), static_cast<long long>(context), static_cast<long long>(rows),
+                    one_sequence ? "one sequence" : "as many", ms, rate, 100 * rate / ceiling, ceiling);
+        if (options.timeline) {
+          fused.record_timeline(true);
+          step();
+          std::fputs(timeline_text(fused.timeline()).c_str(), stdout);
+          fused.record_timeline(false);
+        }
+        std::fflush(stdout);
+      }
+    }
+  }
+}
 
 // `ceiling`: GB/s of a plain read.
 void run(const std::string& name, const Options& options, double ceiling) {
@@ -180,6 +241,19 @@ void run(const std::string& name, const Options& options, double ceiling) {
                 static_cast<unsigned long long>(fused.logits_hash()));  // the same for every tuning
     std::fflush(stdout);
   }
+  if (!options.rows.empty()) run_steps(name, config, w, device_rope, stream, options, ceiling);
+}
+
+// Numbers with commas between them.
+std::vector<std::int64_t> numbers(const char* text) {
+  std::vector<std::int64_t> all;
+  for (; *text != 0; text += *text == ',') {
+    char* end = nullptr;
+    all.push_back(std::strtoll(text, &end, 10));
+    if (end == text) break;
+    text = end;
+  }
+  return all;
 }
 
 }  // namespace
@@ -204,14 +278,9 @@ int main(int argc, char** argv) {
     } else if (argument == "--sample") {
       options.sample = true;
     } else if (argument == "--contexts") {
-      options.contexts.clear();
-      for (const char* text = value; *text != 0; text += *text == ',') {
-        char* end = nullptr;
-        options.contexts.push_back(std::strtoll(text, &end, 10));
-        if (end == text) break;
-        text = end;
-      }
-      ++i;
+      options.contexts = numbers(value), ++i;
+    } else if (argument == "--rows") {
+      options.rows = numbers(value), ++i;
     } else {
       options.models.push_back(argument);
     }

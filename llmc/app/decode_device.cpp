@@ -181,8 +181,8 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
   use_cpu(choose_cpu(refusal));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences have no
-// fused kernel.
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and drafts have
+// the graph, unless fused was asked for: the bits of a request do not depend on how much else runs.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && through_pages(config)) {
     fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s",
@@ -191,9 +191,9 @@ void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (many) {
     decode_ = settings_.decode == "auto" ? "graph" : settings_.decode;
     if (decode_ != "fused") return;
-    fail(Exit::environment, "--decode fused: it runs %s. Use --decode graph",
-         settings_.drafts() ? "a token at a time, and --lookup and --draft verify several"
-                            : "one sequence only, and this is --batch, --serve or --bench-batch");
+    const std::string refusal = cuda::fused_steps_refusal(config, dtype_);
+    if (!refusal.empty()) fail(Exit::environment, "--decode fused: %s. Use --decode graph", refusal.c_str());
+    return;
   }
   decode_ = settings_.decode == "auto" ? "fused" : settings_.decode;
   if (decode_ != "fused") return;
@@ -226,7 +226,7 @@ double DecodeDevice::read_ceiling() const {
 // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
 void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity) const {
   if (!choice_.gpu) return;
-  const bool fused = decode_ == "fused";
+  const bool fused = decode_ == "fused" && !settings_.drafts();
   const auto planned = [&](std::int64_t positions, DType dtype) {
     const std::uint64_t of_draft =
         !draft_ ? 0
@@ -237,7 +237,8 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
       return total_bytes(
           cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
     }
-    return of_draft + total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
+    return of_draft + steps_memory(config) +
+           total_bytes(cuda::plan_inference(config, one_sequence_on_gpu(positions, fused), dtype)) +
            (fused ? total_bytes(cuda::plan_fused_tokens(config)) : 0);
   };
   const std::uint64_t available = choice_.available_bytes, needed = planned(capacity, dtype_);
@@ -278,6 +279,19 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   return sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_);
 }
 
+std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
+  const auto of = [&](const ModelConfig& each) {
+    return fused_steps(each) ? total_bytes(cuda::plan_fused_steps(each)) : 0;
+  };
+  return of(config) + (draft_ && settings_.many_sequences() ? of(*draft_) : 0);
+}
+
+// A draft model has them if it can; the model itself was refused where it cannot.
+bool DecodeDevice::fused_steps(const ModelConfig& config) const {
+  const bool many = settings_.many_sequences() || settings_.drafts();
+  return many && decode_ == "fused" && cuda::fused_steps_refusal(config, dtype_).empty();
+}
+
 bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
   const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
   return choice_.gpu && wanted && cuda::fused_refusal(config, dtype_).empty() && !cuda::graph_is_faster(config);
@@ -309,7 +323,7 @@ SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const I
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
   if (!choice_.gpu) return cpu::load_inference(file, pool);
   return load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
-    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", progress});
+    return cuda::load_inference(file, pool, {dtype_, decode_ == "reference", fused_steps(file.config()), progress});
   });
 }
 
@@ -317,7 +331,7 @@ std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& co
                                                            const InferenceOptions& pool) const {
   if (!choice_.gpu) return random_on_cpu(config, pool, settings_.seed);
   return cuda::random_inference(config, static_cast<std::uint64_t>(settings_.seed), pool,
-                                {dtype_, decode_ == "reference", nullptr});
+                                {dtype_, decode_ == "reference", fused_steps(config), nullptr});
 }
 
 // On the GPU beside parameters and workspace.
@@ -338,6 +352,7 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
       pool_of(std::max(kv_of_both(config.max_positions * sequences), 3 * kv_of_both(InferenceOptions{}.page_size)));
   std::uint64_t beside = total_bytes(cuda::plan_inference(config, largest, dtype_)) -
                          kv_bytes(config, largest.num_pages * largest.page_size, element);
+  beside += steps_memory(config);
   if (draft_) {
     InferenceOptions of_draft = largest;
     of_draft.max_positions = 0;

@@ -71,6 +71,10 @@ class DecodeDevice {
   InferenceOptions many_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
   InferenceOptions sequence_pool(std::int64_t capacity) const;
   InferenceOptions draft_pool(const ModelConfig& config, const InferenceModel& model) const;
+  // Whether small steps of this model run in the fused kernel (GpuInferenceOptions::fused_steps), and what that takes, with the
+  // draft model's.
+  bool fused_steps(const ModelConfig& config) const;
+  std::uint64_t steps_memory(const ModelConfig& config) const;
   // Whether a draft model for one sequence runs in the fused kernel.
   bool fuses_draft(const ModelConfig& config) const;
   // The model on the chosen device, from a file or with random weights.

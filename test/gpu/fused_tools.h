@@ -17,6 +17,7 @@
 #include "llmc/base/sampler.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/cuda/fused/decode.h"
+#include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/cuda/transformer/llama_parameters.h"
 #include "llmc/cuda/transformer/neox_parameters.h"
@@ -89,6 +90,13 @@ class Model {
     return std::make_unique<cuda::FusedDecode<S, S, S>>(
         config_, weights(), cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_}, rope_, mailbox_,
         stream_, tuning);
+  }
+
+  // Needs pages.
+  std::unique_ptr<cuda::FusedStep<S>> fused_step(const cuda::FusedTuning& tuning = {}) {
+    return std::make_unique<cuda::FusedStep<S>>(config_, weights(),
+                                                cuda::KvCache<S>{keys_.data(), values_.data(), capacity_, page_size_},
+                                                rope_, stream_, tuning);
   }
 
  private:

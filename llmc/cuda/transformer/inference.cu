@@ -2,6 +2,7 @@
 #include "llmc/cuda/transformer/inference.h"
 
 #include <algorithm>
+#include <iterator>
 #include <span>
 #include <type_traits>
 
@@ -103,12 +104,27 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
   }
   const RopeTable table = rope_table(config.rope, pool_.max_positions);
   rope_ = upload_rope_table(table, b_.cos, b_.sin, stream_);
+  if (options.fused_steps) {
+    if constexpr (std::is_same_v<S, float>) {
+      fail(Exit::internal, "fused steps in fp32");
+    } else {
+      if (const std::string refusal = fused_steps_refusal(config, storage_dtype<S>()); !refusal.empty()) {
+        fail(Exit::environment, "%s", refusal.c_str());
+      }
+      const InferenceParts<S> own_parts = parts();
+      const NeoxWeights<S, S> bound = bind_neox<S>(config, TensorTable(config), own_parts.parameters);
+      fused_ = std::make_unique<FusedStep<S>>(config, bound, own_parts.cache, rope_, stream_);
+    }
+  }
   stream_.synchronize("clearing GPU memory");
 }
 
 template <typename S>
 std::vector<MemoryLine> Inference<S>::memory() const {
-  return memory_lines<S>(config_, own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+  std::vector<MemoryLine> lines =
+      memory_lines<S>(config_, own_ != nullptr ? own_->bytes() : 0, kv_arena_.bytes(), workspace_.bytes());
+  if (fused_ != nullptr) std::ranges::copy(plan_fused_steps(config_), std::back_inserter(lines));
+  return lines;
 }
 
 template <typename S>
@@ -235,6 +251,15 @@ std::string inference_refusal(const ModelConfig& c, DType dtype) {
     if (!refusal.empty()) return refusal;
   }
   return "";
+}
+
+std::string fused_steps_refusal(const ModelConfig& config, DType dtype) {
+  if (dtype == DType::f32) return "fused decoding needs fp16 or bf16";
+  return fused_step_refusal(config, probe_device());
+}
+
+std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config) {
+  return FusedStep<fp16>::memory(config);
 }
 
 std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype) {

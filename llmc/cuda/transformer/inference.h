@@ -22,11 +22,19 @@ struct GpuInferenceOptions {
   DType dtype =
       DType::f16;       // f16, bf16 or f32: of weights, activations, keys and values; sums and the residual are fp32
   bool direct = false;  // launch by launch, with NVTX ranges, instead of captured graphs: the same bits
+  // Steps of up to kFusedStepRows rows run in one persistent kernel (llmc/cuda/fused/step.h), whose sums have another order: the
+  // bits of a row then depend on whether its step is that small. Exit::environment where fused_steps_refusal() is not empty.
+  bool fused_steps = false;
   LoadProgress progress = nullptr;
 };
 
 // Why the GPU cannot run this model with this storage type, in one line for the user; empty where it can.
 std::string inference_refusal(const ModelConfig& config, DType dtype);
+
+// Why GpuInferenceOptions::fused_steps is not possible for this model, storage type and the current GPU; empty where it is.
+std::string fused_steps_refusal(const ModelConfig& config, DType dtype);
+// What it allocates beside plan_inference().
+std::vector<MemoryLine> plan_fused_steps(const ModelConfig& config);
 
 // What load_inference() will allocate, as memory() reports it afterwards. Needs no GPU.
 std::vector<MemoryLine> plan_inference(const ModelConfig& config, const InferenceOptions& pool, DType dtype);

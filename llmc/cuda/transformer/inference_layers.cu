@@ -173,6 +173,12 @@ void Inference<S>::run_head(const StepArrays& step, std::int64_t first, std::int
   normalize(count, residual, weights_.final_norm, b_.final_norm);
   named("head",
         [&] { multiply(b_.final_norm, weights_.head, count, C, V, RowsEpilogue::store_fp32, nullptr, b_.logits); });
+  sample_and_score(step, first, count);
+}
+
+template <typename S>
+void Inference<S>::sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count) {
+  const std::int64_t V = config_.vocab_size;
   named("sampling", [&] {
     sample_rows(b_.sampled_ids, b_.errors, b_.logits, count, V, V, step.plans + first, step.sample_positions + first,
                 device_.overlapping, stream_);
@@ -259,9 +265,10 @@ void Inference<S>::keep_logits_of_all_rows() {
   }
 }
 
-#define WEFT_INSTANTIATE(S)                                                            \
-  template void Inference<S>::run_layers(const StepArrays&, std::int64_t);             \
-  template void Inference<S>::run_head(const StepArrays&, std::int64_t, std::int64_t); \
+#define WEFT_INSTANTIATE(S)                                                                    \
+  template void Inference<S>::run_layers(const StepArrays&, std::int64_t);                     \
+  template void Inference<S>::run_head(const StepArrays&, std::int64_t, std::int64_t);         \
+  template void Inference<S>::sample_and_score(const StepArrays&, std::int64_t, std::int64_t); \
   template void Inference<S>::keep_logits_of_all_rows();
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)

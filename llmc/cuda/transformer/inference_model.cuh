@@ -17,10 +17,12 @@
 #include <span>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "llmc/base/regions.h"
+#include "llmc/cuda/fused/step.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/op/gemv.h"
 #include "llmc/cuda/op/kv_cache.h"
@@ -203,6 +205,8 @@ class Inference final : public InferenceModel {
   // Fills the flight and its upload; returns the bytes to copy. `rows` and `wanted` become buckets.
   std::size_t describe(std::span<const Span> work, Flight& flight, std::int64_t& rows, std::int64_t& wanted);
   void launch(const Flight& flight, std::int64_t rows, std::int64_t wanted);
+  // The same in one kernel, as far as the logits.
+  void launch_fused(const Flight& flight, const StepArrays& step, std::int64_t rows, std::int64_t wanted);
   void keep_logits(const Flight& flight, std::int64_t first, std::int64_t count);
   ScoredId scored(const Flight& flight, std::int64_t row, std::int32_t id, float logprob, std::int32_t count) const;
 
@@ -212,6 +216,8 @@ class Inference final : public InferenceModel {
   void attend(std::int64_t l, const StepArrays& step, std::int64_t rows);
   // From the residual stream of `count` wanted rows to their results, from wanted row `first` on; at most kLogitRows.
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
+  // The second half of that: from logits on.
+  void sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count);
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
@@ -256,6 +262,8 @@ class Inference final : public InferenceModel {
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
+  // Of 16-bit models where it was asked for.
+  std::unique_ptr<FusedStep<std::conditional_t<std::is_same_v<S, float>, fp16, S>>> fused_;
   // By buckets of rows and of wanted rows, by StepArrays::decodes and all_wanted, and by the flight, whose memory a graph reads
   // and writes.
   std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;

@@ -3,6 +3,7 @@
 // a captured graph, and nothing waits for the host: a description is copied while the step before runs, the last kernel writes
 // results to page-locked memory, and an event follows it.
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -170,6 +171,9 @@ void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t 
   step.scores = flight.scores.template at<RowScore>(0);
   step.decodes = flight.decodes && !keep_;  // kept queries are rotated ones
   step.all_wanted = flight.all_wanted;
+  if (fused_ != nullptr && !keep_ && kept_step_rows_ <= kFusedStepRows) {
+    return launch_fused(flight, step, rows, wanted);
+  }
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
     BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, &flight}];
     // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
@@ -192,6 +196,25 @@ void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t 
     run_head(step, first, count);
     keep_logits(flight, first, count);
   }
+}
+
+template <typename S>
+void Inference<S>::launch_fused(const Flight& flight, const StepArrays& step, std::int64_t rows, std::int64_t wanted) {
+  const StepArrays host = step_arrays(flight.upload.template at<std::byte>(0), rows, wanted);
+  std::array<FusedStepRow, kFusedStepRows> all;
+  const auto count = static_cast<std::size_t>(kept_step_rows_);
+  for (std::size_t r = 0; r < count; ++r) {
+    all[r] = {host.ids[r], host.positions[r], host.tables[r], static_cast<std::int32_t>(r), -1};
+    if (r > 0 && all[r].table == all[r - 1].table)
+      all[r].first = all[r - 1].first;  // every span has a table of its own
+  }
+  for (std::int64_t i = 0; i < flight.wanted; ++i) {
+    all[static_cast<std::size_t>(host.wanted_rows[i])].logits = static_cast<std::int32_t>(i);
+  }
+  named("fused step", [&] { fused_->launch(std::span(all).first(count), step.begin, b_.last_ids, b_.logits); });
+  if (wanted == 0) return;
+  sample_and_score(step, 0, wanted);
+  keep_logits(flight, 0, wanted);
 }
 
 template <typename S>
@@ -244,6 +267,7 @@ std::span<const SpanResult> Inference<S>::collect() {
   const Flight& flight = *flights_[static_cast<std::size_t>(collected_ % kDepth)];
   ++collected_;
   cuda::check(cudaEventSynchronize(flight.done), "inference step");
+  if (fused_ != nullptr) fused_->check();
   const RowScore* scores = flight.scores.template at<RowScore>(0);
   results_.clear();
   for (const FlightSpan& span : flight.spans) {

@@ -1,0 +1,294 @@
+// The kernel of decode.cu for a single step of a few rows. Blocks, ring, producer and helper are the same; what differs:
+//
+// Consumers multiply on tensor cores (step_consumer.cuh), 4 rows of a matrix by 8 rows of activations at a time, whether the step
+// has 8 or fewer: a further row costs no time there. A chunk of the ring has 4 rows of at most hidden_size elements for each group
+// of warps; MLP-down comes in parts as wide as that, so that the activations of a part stay in registers: 16-bit values, as the
+// model that runs launch by launch stores them. The norms' weights come through the ring, too.
+//
+// Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). The MLP's hidden rows and attention's output
+// are four times as much for 8 rows as for the exchange to hide, so they are exchanged in 16 bits, which have no bit to spare for
+// a tag: a counter announces them. Both waits are hidden, by attention and by MLP-down.
+//
+// An item of attention is a row, a head and a split of the row's positions. The keys of the step's own rows come from the blocks
+// that computed them, not from the pages: so several positions of one sequence see each other, and a page is written by one block
+// and read by the next launch.
+#include "llmc/cuda/fused/step.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <numbers>
+
+#include "llmc/base/error.h"
+#include "llmc/base/regions.h"
+#include "llmc/cuda/fused/plan.cuh"
+#include "llmc/cuda/fused/step_kernel.h"
+#include "llmc/cuda/fused/step_parameters.cuh"
+#include "llmc/cuda/hw/launch.cuh"
+#include "llmc/cuda/runtime/arena.h"
+#include "llmc/cuda/runtime/error.h"
+
+namespace weft::cuda {
+
+namespace {
+
+using namespace fused;
+
+constexpr int kMaxStepStages = 64, kMinStepStages = 3;
+constexpr int kStepWindow = 48 << 10;
+
+struct StepPlan {
+  Plan plan;  // of FusedDecode; sizes and refusal are those of the step
+  StepLayout layout{};
+  int most_shared = 0;  // bytes that a block of this kernel may have
+};
+
+StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
+  StepPlan step{plan_of(config, device, tuning), {}, 0};
+  Plan& plan = step.plan;
+  const auto refuse = [&](std::string why) {
+    plan.refusal = std::move(why);
+    return step;
+  };
+  if (!plan.refusal.empty()) return step;
+  if (config.quantization.any()) return refuse("steps of several rows have no fused kernel for quantised weights");
+  if (plan.sequential) {
+    return refuse("steps of several rows have a fused kernel for the parallel residual of GPT-NeoX only");
+  }
+  if (plan.shape.row_loads != 1) {
+    return refuse(format("steps of several rows have a fused kernel for a hidden_size up to 2560, got %lld",
+                         static_cast<long long>(config.hidden_size)));
+  }
+  Sizes& p = plan.sizes;
+  const int batch = kTileRows * p.warps_k * p.warps_r;
+  for (const BlockRows& own : plan.rows) {
+    if (own.out.end - own.out.begin <= batch) continue;
+    return refuse(
+        format("fused decoding: %d multiprocessors are too few for steps of several rows of this model", plan.blocks));
+  }
+  const int most = step.most_shared = device.shared_bytes - static_cast<int>(ceil_div(sizeof(Flags), 128) * 128);
+  const int stages = tuning.ring_bytes > 0 ? tuning.ring_bytes / p.stage_bytes : kMaxStepStages;
+  for (p.stages = std::clamp(stages, kMinStepStages, kMaxStepStages); p.stages > kMinStepStages; --p.stages) {
+    if (step_layout(p).bytes <= most) break;
+  }
+  step.layout = step_layout(p);
+  if (step.layout.bytes > most) {
+    return refuse(
+        format("fused decoding: needs %d bytes of shared memory a block, this GPU has %d", step.layout.bytes, most));
+  }
+  const int window = tuning.window_bytes > 0 ? tuning.window_bytes : kStepWindow;
+  p.window = std::clamp((window + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
+
+  SequentialSizes& s = plan.sequential_sizes;
+  s.NKV = p.NH;
+  s.group = 1;
+  s.q_size = static_cast<int>(config.q_size());
+  s.q_stride = s.kv_stride = 3 * p.HS;
+  s.key_begin = p.HS;
+  s.value_begin = 2 * p.HS;
+  s.chunk_positions = p.stage_bytes / (4 * p.HS);
+  return step;
+}
+
+// Everything before `rows` is cleared at first.
+template <typename S>
+Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
+  Regions regions("fused steps: workspace");
+  p.x_stride = static_cast<int>(ceil_div(config.hidden_size, kWarpSize) * kWarpSize);
+  p.qkv_stride = static_cast<int>(config.q_size() + 2 * config.kv_size());
+  regions.want(&p.control, 1);
+  regions.want(&p.x, std::int64_t{kStepRows} * p.x_stride);
+  regions.want(&p.qkv, std::int64_t{kStepRows} * p.qkv_stride);
+  regions.want(&p.splits, kStepRows * config.num_heads * max_splits_of(config, blocks) * (config.head_dim + 2));
+  regions.want(&p.hidden, kStepRows * config.ffn_size);
+  regions.want(&p.attended, kStepRows * config.q_size());
+  regions.want(&p.rows, blocks);
+  regions.want(&p.layers, config.num_layers + 1);
+  return regions;
+}
+
+}  // namespace
+
+std::string fused_step_refusal(const ModelConfig& config, const Device& device) {
+  return step_plan(config, device, {}).plan.refusal;
+}
+
+template <typename S>
+struct FusedStep<S>::State {
+  ModelConfig config;
+  FusedTuning tuning;
+  cudaStream_t stream;
+  int blocks, threads, shared_bytes;
+  StepParameters<S> parameters{};
+  Regions regions;
+  DeviceArena workspace;
+  PinnedBuffer host_memory;
+  std::unique_ptr<DeviceArena> timeline;
+
+  State(const ModelConfig& model, const FusedTuning& chosen, const StepPlan& step, cudaStream_t in_stream)
+      : config(model),
+        tuning(chosen),
+        stream(in_stream),
+        blocks(step.plan.blocks),
+        threads((step.plan.shape.warps_k * step.plan.shape.warps_r + 2) * kWarpSize),
+        shared_bytes(step.layout.bytes),
+        regions(plan_workspace(model, blocks, parameters)),
+        workspace(regions.plan()),
+        host_memory(sizeof(HostWords)) {
+    regions.bind(workspace);
+    std::memset(&host(), 0, sizeof(HostWords));
+    clear();
+  }
+
+  HostWords& host() const { return *host_memory.at<HostWords>(0); }
+  std::atomic_ref<std::uint64_t> timeout() const { return std::atomic_ref<std::uint64_t>(host().timeout); }
+  // Tags and counters begin again.
+  void clear() {
+    StepParameters<S>& p = parameters;
+    const auto bytes = static_cast<std::size_t>(reinterpret_cast<char*>(p.rows) - reinterpret_cast<char*>(p.control));
+    cuda::check(cudaMemsetAsync(p.control, 0, bytes, stream), "fused steps");
+    p.first_step = p.attention_before = 0;
+  }
+  void upload(void* to, const void* from, std::size_t bytes) const {
+    cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "fused steps");
+  }
+};
+
+template <typename S>
+FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weights, const KvCache<S>& cache,
+                        const DeviceRopeTable& rope, cudaStream_t stream, const FusedTuning& tuning) {
+  Device device;
+  device.arch =
+      10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
+  device.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  device.shared_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const StepPlan step = step_plan(config, device, tuning);
+  if (!step.plan.refusal.empty()) fail(Exit::environment, "%s", step.plan.refusal.c_str());
+  state_ = std::make_unique<State>(config, tuning, step, stream);
+  StepParameters<S>& p = state_->parameters;
+  static_cast<Sizes&>(p) = step.plan.sizes;
+  static_cast<SequentialSizes&>(p) = step.plan.sequential_sizes;
+  p.embedding = weights.embedding;
+  p.keys = cache.keys;
+  p.values = cache.values;
+  p.capacity = cache.capacity;
+  p.page_size = static_cast<int>(cache.page_size);
+  p.rope_cos = rope.cos;
+  p.rope_sin = rope.sin;
+  p.eps = static_cast<float>(config.norm_eps);
+  p.scale = static_cast<float>(std::numbers::log2e / std::sqrt(static_cast<double>(config.head_dim)));
+  p.host = &state_->host();
+  p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
+  p.instruments = {false, tuning.lose_an_arrival, nullptr};
+  // All there is: models of other sizes have the same kernel.
+  cuda::check(
+      cudaFuncSetAttribute(fused_step_kernel_of<S>(), cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
+      "fused steps");
+
+  std::vector<Layer<S, S>> layers;
+  for (const NeoxLayerWeights<S, S>& w : weights.layers) {
+    layers.push_back({w.qkv.weight, w.up.weight, w.down.weight, w.dense.weight, w.qkv.bias, w.up.bias, w.down.bias,
+                      w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight, w.post_norm.bias});
+  }
+  Layer<S, S> last{};
+  last.qkv = weights.head;
+  last.norm1_weight = weights.final_norm.weight;
+  last.norm1_bias = weights.final_norm.bias;
+  layers.push_back(last);
+  state_->upload(p.layers, layers.data(), layers.size() * sizeof(Layer<S, S>));
+  state_->upload(p.rows, step.plan.rows.data(), step.plan.rows.size() * sizeof(BlockRows));
+  cuda::check(cudaStreamSynchronize(stream), "fused steps");
+}
+
+template <typename S>
+FusedStep<S>::~FusedStep() {
+  if (state_ != nullptr) cudaStreamSynchronize(state_->stream);  // a destructor has no way to report its errors
+}
+
+template <typename S>
+std::vector<MemoryLine> FusedStep<S>::memory(const ModelConfig& config) {
+  const int blocks = blocks_for(config, device_attribute(cudaDevAttrMultiProcessorCount), 0);
+  StepParameters<S> parameters{};
+  return {{"fused steps: workspace", plan_workspace(config, blocks, parameters).plan().bytes()}};
+}
+
+template <typename S>
+void FusedStep<S>::launch(std::span<const FusedStepRow> rows, const std::int32_t* pages, const std::int32_t* last_ids,
+                          float* logits) {
+  State& s = *state_;
+  StepParameters<S>& p = s.parameters;
+  if (rows.empty() || std::ssize(rows) > kFusedStepRows) {
+    fail(Exit::internal, "fused steps: %zu rows, 1 to %d are possible", rows.size(), kStepRows);
+  }
+  p.step_rows = static_cast<int>(rows.size());
+  std::fill(std::begin(p.row), std::end(p.row), FusedStepRow{});
+  std::copy(rows.begin(), rows.end(), p.row);
+  p.pages = pages;
+  p.last_ids = last_ids;
+  const bool any = std::ranges::any_of(rows, [](const FusedStepRow& row) { return row.logits >= 0; });
+  p.logits = any ? logits : nullptr;
+  ++p.sequence;
+  p.instruments.timeline = s.timeline != nullptr ? s.timeline->template at<std::uint64_t>(0) : nullptr;
+  if (s.timeline != nullptr) s.timeline->clear(s.stream);
+  // Cooperative: all blocks run at once, or the launch is refused.
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  const cudaLaunchConfig_t launch =
+      launch_config(dim3(static_cast<unsigned>(s.blocks)), dim3(static_cast<unsigned>(s.threads)),
+                    static_cast<std::size_t>(s.shared_bytes), s.stream, cooperative);
+  void* arguments[] = {&p};
+  cuda::check(cudaLaunchKernelExC(&launch, fused_step_kernel_of<S>(), arguments), "fused steps");
+  p.first_step += static_cast<unsigned>(p.L);
+  p.attention_before += static_cast<unsigned>(p.step_rows * p.NH * p.L);
+}
+
+template <typename S>
+void FusedStep<S>::check() {
+  State& s = *state_;
+  if (s.timeout().load(std::memory_order_acquire) == 0) return;
+  cuda::check(cudaStreamSynchronize(s.stream), "fused steps");
+  s.timeout().store(0, std::memory_order_relaxed);
+  s.clear();
+  fail(Exit::environment,
+       "fused decoding: no progress on the GPU for %g s; another program may hold it. Use --decode graph",
+       s.tuning.timeout_seconds);
+}
+
+template <typename S>
+int FusedStep<S>::blocks() const {
+  return state_->blocks;
+}
+
+template <typename S>
+void FusedStep<S>::record_timeline(bool record) {
+  State& s = *state_;
+  if (!record) {
+    s.timeline.reset();
+  } else if (s.timeline == nullptr) {
+    MemoryPlan plan("fused steps: timeline");
+    plan.add(static_cast<std::uint64_t>((s.config.num_layers + 1) * kFusedPhases * s.blocks) * sizeof(std::uint64_t));
+    s.timeline = std::make_unique<DeviceArena>(plan);
+  }
+}
+
+template <typename S>
+FusedTimeline FusedStep<S>::timeline() {
+  State& s = *state_;
+  FusedTimeline timeline;
+  if (s.timeline == nullptr) return timeline;
+  timeline.layers = s.config.num_layers;
+  timeline.blocks = s.blocks;
+  timeline.times.resize(static_cast<std::size_t>((timeline.layers + 1) * kFusedPhases * s.blocks));
+  cuda::check(cudaMemcpyAsync(timeline.times.data(), s.timeline->template at<std::uint64_t>(0),
+                              timeline.times.size() * sizeof(std::uint64_t), cudaMemcpyDeviceToHost, s.stream),
+              "timeline");
+  cuda::check(cudaStreamSynchronize(s.stream), "timeline");
+  return timeline;
+}
+
+template class FusedStep<fp16>;
+template class FusedStep<bf16>;
+
+}  // namespace weft::cuda

@@ -1,0 +1,337 @@
+// Attention of the step kernel (flash decoding; Dao et al., 2023). An item is a row of the step, a head and a split of its
+// positions. Which warp and which lanes take a position, and so the order of all sums, depend on the position alone: not on
+// whether it lies in the pages or is a row of this step, nor on the other rows.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/fused/step_consumer.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+// ---- the consumers --------------------------------------------------------------------------------------------------
+
+// As Consumer::SoftmaxState.
+template <typename S>
+struct StepConsumer<S>::SoftmaxState {
+  float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
+
+  // Two positions more; a score of -INFINITY leaves one out.
+  __device__ __forceinline__ void add(float score0, float score1, const uint4& v0, const uint4& v1) {
+    const float most = fmaxf(largest, fmaxf(score0, score1));
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float keep = exp2f(largest - base), p0 = exp2f(score0 - base), p1 = exp2f(score1 - base);
+    float a[kLaneElements], b[kLaneElements];
+    widen<S>(v0, a);
+    widen<S>(v1, b);
+    largest = most;
+    sum = fmaf(sum, keep, p0 + p1);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) out[j] = fmaf(out[j], keep, fmaf(p0, a[j], p1 * b[j]));
+  }
+};
+
+// From the query that the helper left in shared memory to a softmax state for each warp, which the helper merges; kLanes lanes
+// share a position.
+template <typename S>
+template <int kLanes>
+__device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& item, int slot) {
+  constexpr int kGroups = kWarpSize / kLanes;
+  const int HS = p.HS, position_bytes = 2 * HS, group = lane / kLanes, lane_bytes = lane % kLanes * 16;
+  const bool active = lane % kLanes * kLaneElements < HS;
+  const ItemPositions positions = positions_of_item(p, item);
+  const float* query = reinterpret_cast<const float*>(shared + at.query) + slot * HS + lane % kLanes * kLaneElements;
+  float q[kLaneElements];
+#pragma unroll
+  for (int j = 0; j < kLaneElements; ++j) q[j] = active ? query[j] : 0.0f;
+
+  SoftmaxState r;
+  const unsigned added = c.ring + at.added + slot * 2 * kStepRows * position_bytes + lane_bytes;
+  for (int begin = positions.begin; begin < positions.end; begin += p.chunk_positions) {
+    const int count = min(p.chunk_positions, positions.end - begin), cached = positions.cached - begin;
+    const unsigned keys = cached > 0 ? begin_chunk() + lane_bytes : 0,
+                   values = keys + p.chunk_positions * position_bytes;
+    for (int first = warp * kGroups; first < count; first += 2 * warps * kGroups) {
+      const int at_position[2] = {first + group, first + warps * kGroups + group};
+      uint4 v[2];
+      float score[2] = {0, 0};
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        uint4 k = make_uint4(0, 0, 0, 0);
+        v[u] = k;
+        if (active && at_position[u] < count) {
+          const int in_step = at_position[u] - cached;  // below 0: in the chunk
+          k = load_shared(in_step < 0 ? keys + at_position[u] * position_bytes : added + in_step * position_bytes);
+          v[u] = load_shared(in_step < 0 ? values + at_position[u] * position_bytes
+                                         : added + (kStepRows + in_step) * position_bytes);
+        }
+        dot<S>(score[u], k, q);
+      }
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        score[0] += __shfl_xor_sync(~0u, score[0], offset);
+        score[1] += __shfl_xor_sync(~0u, score[1], offset);
+      }
+#pragma unroll
+      for (int u = 0; u < 2; ++u) score[u] = at_position[u] < count ? score[u] : -INFINITY;
+      r.add(score[0], score[1], v[0], v[1]);
+    }
+    if (cached > 0) end_chunk();
+  }
+  // Merges the groups of the warp.
+#pragma unroll
+  for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+    const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
+    const float base = largest == -INFINITY ? 0.0f : largest, keep = exp2f(r.largest - base);
+    r.sum *= keep;
+    r.sum += __shfl_xor_sync(~0u, r.sum, offset);
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) {
+      r.out[j] *= keep;
+      r.out[j] += __shfl_xor_sync(~0u, r.out[j], offset);
+    }
+    r.largest = largest;
+  }
+  float* state = reinterpret_cast<float*>(shared + at.states) + (slot * warps + warp) * (HS + 2);
+  if (lane < kLanes && active) {
+#pragma unroll
+    for (int j = 0; j < kLaneElements; ++j) state[2 + lane * kLaneElements + j] = r.out[j];
+  }
+  if (lane == 0) state[0] = r.largest, state[1] = r.sum;
+}
+
+template <typename S>
+__device__ __forceinline__ void StepConsumer<S>::attend(int layer) {
+  StepItem item;
+  for (int round = 0; item_at(p, c.block, c.blocks, round, item); ++round, ++items) {
+    const int slot = static_cast<int>(items % kItemSlots);
+    c.wait_barrier(c.query_here + 8 * slot, items / kItemSlots & 1);
+    stamp(layer, FusedPhase::query_here);
+    if (p.HS <= 32) {
+      attend_item<4>(item, slot);
+    } else if (p.HS <= 64) {
+      attend_item<8>(item, slot);
+    } else if (p.HS <= 128) {
+      attend_item<16>(item, slot);
+    } else {
+      attend_item<32>(item, slot);
+    }
+    __syncwarp();
+    if (lane == 0) hopper::mbarrier_arrive(c.item_done + 8 * slot);
+  }
+  stamp(layer, FusedPhase::attention_done);
+}
+
+// ---- the helper warp: attention's accesses to global memory, beside what the consumers multiply ------------------------
+
+template <typename S>
+struct StepHelper {
+  const Block<StepVariant<S>>& c;
+  const StepParameters<S>& p;
+  char* shared;
+  StepLayout at;
+  int lane, warps;  // warps: consumers
+
+  // In all lanes; false if the launch is aborted.
+  template <typename Try>
+  __device__ bool wait(const Try& try_once) const {
+    return __all_sync(~0u, c.wait_for(try_once)) != 0;
+  }
+
+  // To `slot`: the item's query, rotated and scaled, and keys and values of its positions that are rows of this step, rounded as
+  // the pages hold them. The item of the last split moves those of its own row to their page.
+  __device__ bool prepare(int layer, const StepItem& item, int slot, unsigned step) {
+    constexpr int kAhead = 4, kSpan = 4 * kWarpSize;
+    const int HS = p.HS, half = p.rope_half;
+    const FusedStepRow& row = p.row[item.row];
+    const ItemPositions positions = positions_of_item(p, item);
+    const bool newest = item.split == item.splits - 1, in_step = positions.end > positions.cached;
+    const int first_key = in_step ? row.first : item.row, key_rows = in_step ? item.row - first_key + 1 : 0;
+    float* raw = reinterpret_cast<float*>(shared + at.raw);  // the query, then keys
+    float* query = reinterpret_cast<float*>(shared + at.query) + slot * HS;
+    // Of the sequence's first row in this step, and from there on.
+    S* keys = reinterpret_cast<S*>(shared + at.added) + slot * 2 * kStepRows * HS;
+    S* values = keys + kStepRows * HS;
+    S *const wanted_keys = keys + (first_key - row.first) * HS, *const wanted_values =
+                                                                    values + (first_key - row.first) * HS;
+
+    // q, then k and v of each row.
+    const int wanted = (1 + 2 * key_rows) * HS;
+    for (int first = 4 * lane; first - 4 * lane < wanted; first += kAhead * kSpan) {
+      uint4 v[kAhead];
+      const bool came = wait([&] {
+        bool good = true;
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const int e = min(first + u * kSpan, wanted - 4), vector = e / HS - 1;
+          const int of_row = vector < 0 ? item.row : first_key + vector / 2;
+          const int begin = vector < 0        ? item.head * p.q_stride
+                            : vector % 2 == 0 ? item.head * p.kv_stride + p.key_begin
+                                              : item.head * p.kv_stride + p.value_begin;
+          v[u] = load_relaxed_x4(p.qkv + of_row * p.qkv_stride + begin + e % HS);
+        }
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          good =
+              good && has_tag(v[u].x, step) && has_tag(v[u].y, step) && has_tag(v[u].z, step) && has_tag(v[u].w, step);
+        }
+        return good;
+      });
+      if (!came) return false;
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const int e = first + u * kSpan, vector = e / HS - 1, d = e % HS;
+        if (e >= wanted) continue;
+        const float f[4] = {untagged(v[u].x), untagged(v[u].y), untagged(v[u].z), untagged(v[u].w)};
+        const bool is_value = vector >= 0 && vector % 2 == 1;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (is_value) {
+            wanted_values[vector / 2 * HS + d + j] = from_float<S>(f[j]);
+          } else {
+            raw[(vector + 2) / 2 * HS + d + j] = f[j];
+          }
+        }
+      }
+    }
+    __syncwarp();
+    const auto rotated = [&](const float* of, int d, int position) {
+      if (d >= 2 * half) return of[d];
+      const std::int64_t angle = static_cast<std::int64_t>(position) * half + (d < half ? d : d - half);
+      const float cosine = __ldg(p.rope_cos + angle), sine = __ldg(p.rope_sin + angle);
+      return d < half ? of[d] * cosine - of[d + half] * sine : of[d] * cosine + of[d - half] * sine;
+    };
+    for (int d = lane; d < HS; d += kWarpSize) query[d] = rotated(raw, d, row.position) * p.scale;
+    for (int e = lane; e < key_rows * HS; e += kWarpSize) {
+      const int key = e / HS, position = row.position - (key_rows - 1 - key);
+      wanted_keys[e] = from_float<S>(rotated(raw + (1 + key) * HS, e % HS, position));
+    }
+    __syncwarp();
+    if (newest) {
+      const std::int64_t page =
+          static_cast<std::int64_t>(p.pages[row.table + row.position / p.page_size]) * p.NKV + item.head;
+      const std::int64_t to = p.capacity * p.NKV * HS * layer + (page * p.page_size + row.position % p.page_size) * HS;
+      const int pieces = HS / kLaneElements, from = (item.row - row.first) * HS;
+      for (int i = lane; i < 2 * pieces; i += kWarpSize) {
+        const int e = i % pieces * kLaneElements;
+        const S* source = (i < pieces ? keys : values) + from + e;
+        *reinterpret_cast<uint4*>((i < pieces ? p.keys : p.values) + to + e) = *reinterpret_cast<const uint4*>(source);
+      }
+    }
+    if (lane == 0) hopper::mbarrier_arrive(c.query_here + 8 * slot);
+    return true;
+  }
+
+  // Merges the softmax states of the consumer warps. Where a head has several splits, the block of the last one merges all of
+  // them in order. As Helper::collect().
+  __device__ bool collect(const StepItem& item, int slot, unsigned phase, unsigned step) {
+    constexpr int kAhead = 8;
+    const int HS = p.HS;
+    if (!wait([&] { return hopper::mbarrier_try(c.item_done + 8 * slot, phase); })) return false;
+    const float* states = reinterpret_cast<const float*>(shared + at.states) + slot * warps * (HS + 2);
+    std::uint64_t* stored = p.splits + static_cast<std::int64_t>(item.row * p.NH + item.head) * p.max_splits * (HS + 2);
+    // Lane w holds the weight of warp w.
+    const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
+    const float own_weight = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
+    const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_weight : 0.0f);
+    for (int first = 0; first < HS; first += kWarpSize * 2) {
+      const bool inside = first + lane * 2 < HS;
+      const int d = inside ? first + lane * 2 : HS - 2;
+      float out[2] = {};
+#pragma unroll
+      for (int w = 0; w < kMaxWarps; ++w) {
+        const float weight = __shfl_sync(~0u, own_weight, w);
+        if (w >= warps) continue;
+        const float2 state = *reinterpret_cast<const float2*>(states + w * (HS + 2) + 2 + d);
+        out[0] = fmaf(state.x, weight, out[0]);
+        out[1] = fmaf(state.y, weight, out[1]);
+      }
+      const auto store = [&](std::uint64_t* word, float value) {
+        store_relaxed(word, static_cast<std::uint64_t>(step) << 32 | __float_as_uint(value));
+      };
+      if (item.split < item.splits - 1) {
+        std::uint64_t* to = stored + item.split * (HS + 2);
+        if (inside) store(to + 2 + d, out[0]), store(to + 3 + d, out[1]);
+        if (first == 0 && lane == 0) store(to, largest), store(to + 1, sum);
+        continue;
+      }
+      float merged[2] = {}, total = 0, most = -INFINITY;
+      const auto raise = [&](float to) {  // the largest score, which weights are relative to
+        const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
+        most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
+        return zero;
+      };
+      const auto add = [&](float weight, float sum_of_split, float x, float y) {
+        total = fmaf(sum_of_split, weight, total);
+        merged[0] = fmaf(x, weight, merged[0]);
+        merged[1] = fmaf(y, weight, merged[1]);
+      };
+      const int others = item.splits - 1;
+      for (int begin = 0; begin < others; begin += kAhead) {
+        ulonglong2 state[kAhead], output[kAhead];
+        const bool came = wait([&] {
+          bool good = true;
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) {
+            const std::uint64_t* from = stored + min(begin + u, others - 1) * (HS + 2);
+            state[u] = load_relaxed_x2(from);
+            output[u] = load_relaxed_x2(from + 2 + d);
+          }
+          const auto is_here = [&](std::uint64_t word) { return static_cast<unsigned>(word >> 32) == step; };
+#pragma unroll
+          for (int u = 0; u < kAhead; ++u) {
+            good = good && is_here(state[u].x) && is_here(state[u].y) && is_here(output[u].x) && is_here(output[u].y);
+          }
+          return good;
+        });
+        if (!came) return false;
+        const auto value = [](std::uint64_t word) { return __uint_as_float(static_cast<unsigned>(word)); };
+        float next = most;
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) next = fmaxf(next, value(state[u].x));
+        const float zero = raise(next);
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const float weight = begin + u < others ? exp2f(value(state[u].x) - zero) : 0.0f;
+          add(weight, value(state[u].y), value(output[u].x), value(output[u].y));
+        }
+      }
+      const float zero = raise(fmaxf(most, largest));
+      add(exp2f(largest - zero), sum, out[0], out[1]);
+      if (inside) {
+        unsigned* to = reinterpret_cast<unsigned*>(p.attended + static_cast<std::int64_t>(item.row) * p.q_size +
+                                                   item.head * HS + d);
+        store_relaxed(to, pack<S>(merged[0] / total, merged[1] / total));
+      }
+    }
+    return true;
+  }
+
+  // The next item is prepared before the last one's states are waited for. One addition announces the heads of a layer: each
+  // would wait until what was stored before it has arrived.
+  __device__ void run() {
+    unsigned items = 0;
+    for (int l = 0; l < p.L; ++l) {
+      const unsigned step = p.first_step + static_cast<unsigned>(l) + 1;
+      StepItem item, next;
+      if (!item_at(p, c.block, c.blocks, 0, item)) return;
+      if (!prepare(l, item, static_cast<int>(items % kItemSlots), step)) return;
+      unsigned heads = 0;
+      int round = 1;
+      for (bool more = true; more; item = next, ++items, ++round) {
+        more = item_at(p, c.block, c.blocks, round, next);
+        if (more && !prepare(l, next, static_cast<int>((items + 1) % kItemSlots), step)) return;
+        if (!collect(item, static_cast<int>(items % kItemSlots), items / kItemSlots & 1, step)) return;
+        heads += item.split == item.splits - 1 ? 1 : 0;
+      }
+      __syncwarp();
+      if (lane == 0 && heads > 0) add_release(&p.control->attention.value, heads);
+    }
+  }
+};
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

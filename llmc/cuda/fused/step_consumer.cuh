@@ -1,0 +1,422 @@
+// The consumer warps of the step kernel: GEMMs of a few rows on tensor cores over the chunks of the ring, norms, and the order of
+// a layer. Attention is in step_attention.cuh.
+//
+// Tiles. A warp multiplies 4 rows of a matrix, 64 elements of each at a time, by up to 8 rows of activations. One load of 16 bytes
+// by each lane takes the tile from shared memory: lanes 8 j ... 8 j + 7 have 128 consecutive bytes of row j, so no two meet in a
+// bank however long rows are. mma.m16n8k16 gets these registers as they are: lane = 4 g + t holds column g of B, which so is one
+// half, g % 2, of the 64 elements of row g / 2. Any order of the elements gives the same sum if both operands follow it; so does
+// A, whose rows 0 ... 7 are the rows of activations over the first halves and rows 8 ... 15 the same over the second halves. Of
+// the accumulators (PTX ISA, "Matrix fragments for mma.m16n8k16") c[0] is the sum of row t of the matrix with row g of the
+// activations over the first halves and c[3] that over the second; c[1] and c[2] mix halves and are not used.
+//
+// A row of activations is a row of A: its sums do not depend on the other rows, nor on how many there are.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/fused/packed.cuh"
+#include "llmc/cuda/fused/step_parameters.cuh"
+#include "llmc/cuda/fused/timeline.h"
+#include "llmc/cuda/hw/ring.cuh"
+#include "llmc/cuda/op/attention/mma.cuh"
+#include "llmc/cuda/op/gelu.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+template <typename S>
+struct StepConsumer {
+  using Variant = StepVariant<S>;
+  using Layer = typename Block<Variant>::Layer;
+  // Rows of activations, this lane's elements: [tile][half], 8 neighbours each of row `act`.
+  struct Operand {
+    uint4 at[kWarpTiles][2];
+  };
+  static constexpr int kInputs = kWarpTiles * 2 * kLaneElements;
+
+  const Block<Variant>& c;
+  const StepParameters<S>& p;
+  char* shared;
+  StepLayout at;
+  const Layer* layers;
+  BlockRows own;
+  int thread, warp, lane, warps, warp_k, warp_r;
+  int act, slice;  // lane / 4 and lane % 4: the row of activations, and of a batch of sums row 4 warp + slice
+  RingPosition ring;
+  int partial_buffer = 0, moment_buffer = 0;
+  unsigned step;       // layers done, in this launch and those before
+  unsigned items = 0;  // of attention, done in this launch
+  float x_own = 0;     // residual of row own.out.begin + 4 warp + slice of step row `act`
+
+  __device__ __forceinline__ StepConsumer(const Block<Variant>& block, const StepParameters<S>& parameters,
+                                          char* shared_memory, const StepLayout& layout)
+      : c(block),
+        p(parameters),
+        shared(shared_memory),
+        at(layout),
+        layers(reinterpret_cast<const Layer*>(shared + layout.layers)),
+        own(p.rows[c.block]),
+        thread(static_cast<int>(threadIdx.x)),
+        warp(thread / kWarpSize),
+        lane(thread % kWarpSize),
+        warps(p.warps_k * p.warps_r),
+        warp_k(warp % p.warps_k),
+        warp_r(warp / p.warps_k),
+        act(lane / 4),
+        slice(lane % 4),
+        step(p.first_step) {}
+
+  // ---- the block's consumers
+  __device__ __forceinline__ void sync() const { named_barrier_wait(1, warps * kWarpSize); }
+  __device__ __forceinline__ void stamp(int layer, FusedPhase phase) const {
+    if (p.instruments.timeline == nullptr || thread != 0) return;
+    p.instruments.timeline[(layer * kFusedPhases + static_cast<int>(phase)) * c.blocks + c.block] = global_time();
+  }
+  __device__ __forceinline__ void announce(Counter& counter) const {
+    sync();
+    if (thread == 0) add_release(&counter.value, 1);
+  }
+  __device__ __forceinline__ void await(const Counter& counter, unsigned target) const {
+    if (thread == 0) c.wait_counter(counter, target);
+    sync();
+  }
+
+  // ---- the ring
+  __device__ __forceinline__ unsigned begin_chunk() {
+    c.wait_barrier(c.full + 8 * ring.stage, ring.phase);
+    return c.ring + ring.stage * p.stage_bytes;
+  }
+  __device__ __forceinline__ void end_chunk() {
+    __syncwarp();
+    if (lane == 0) hopper::mbarrier_arrive(c.empty + 8 * ring.stage);
+    ring.advance(p.stages);
+  }
+
+  // ---- tiles
+  // Elements 8 piece ... 8 piece + 7 of a vector are this lane's in `half` of tile `tile`.
+  __device__ __forceinline__ int piece(int tile, int half) const {
+    return warp_k * kWarpSize + tile * 8 + half * 4 + slice;
+  }
+  // This lane's piece of a row of the matrix in tile 0: those of the next tiles are 8 further on.
+  __device__ __forceinline__ int weight_piece() const { return warp_k * kWarpSize + lane % 8; }
+
+  __device__ __forceinline__ void load_tiles(uint4 (&w)[kWarpTiles], unsigned own_bytes, int width) {
+    const unsigned from = begin_chunk() + own_bytes;
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      if ((weight_piece() + 8 * i) * kLaneElements < width) w[i] = load_shared(from + 128 * i);
+    }
+    end_chunk();
+  }
+  // The sum of row `slice` of the tiles with row `act` of the activations.
+  __device__ __forceinline__ static float multiply_tiles(const Operand& a, const uint4 (&w)[kWarpTiles]) {
+    float sums[4][4] = {};  // chains that do not wait for each other
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const uint4 &first = a.at[i][0], &second = a.at[i][1];
+      multiply_add<S>(sums[i % 2 * 2], Fragment{{first.x, second.x, first.y, second.y}}, w[i].x, w[i].y);
+      multiply_add<S>(sums[i % 2 * 2 + 1], Fragment{{first.z, second.z, first.w, second.w}}, w[i].z, w[i].w);
+    }
+    return ((sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3])) +
+           ((sums[2][0] + sums[2][3]) + (sums[3][0] + sums[3][3]));
+  }
+  __device__ __forceinline__ float* partials(int of_warp_k) const {
+    return reinterpret_cast<float*>(shared + at.partials) +
+           (partial_buffer * p.warps_k + of_warp_k) * warps * kWarpSize;
+  }
+  // The partial sums of `rows` rows of `width` elements, at most a batch: 4 rows for each warp. A chunk has 4 rows for each group
+  // of warps. Elements past the end of a row are 0; rows past the last one are stale, and their sums are not used.
+  __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate) {
+    const int chunk_rows = kTileRows * p.warps_r, chunks = (rows + chunk_rows - 1) / chunk_rows;
+    const unsigned own_bytes = (warp_r * kTileRows + lane / 8) * 2 * width + weight_piece() * 16;
+    float* sums = partials(warp_k) + warp_r * kWarpSize + lane;
+    const int chunk_sums = p.warps_r * kWarpSize;
+    const auto keep = [&](int chunk, float sum) {
+      float& place = sums[chunk * chunk_sums];
+      place = accumulate ? place + sum : sum;
+    };
+    // A chunk is loaded to registers, and its stage released, before the arithmetic on the chunk before it.
+    uint4 w[2][kWarpTiles] = {};
+    if (chunks > 0) load_tiles(w[0], own_bytes, width);
+    for (int chunk = 0; chunk < chunks; chunk += 2) {
+      if (chunk + 1 < chunks) load_tiles(w[1], own_bytes, width);
+      keep(chunk, multiply_tiles(a, w[0]));
+      if (chunk + 1 >= chunks) break;
+      if (chunk + 2 < chunks) load_tiles(w[0], own_bytes, width);
+      keep(chunk + 1, multiply_tiles(a, w[1]));
+    }
+  }
+  // Adds the partial sums of the warps in their order and calls finish(row, sum): in one thread for each row of the batch and
+  // each row `act`, those that the step has not included. One barrier: the next partial sums go to the other buffer.
+  template <typename Finish>
+  __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
+    sync();
+    const int row = kTileRows * warp + slice;
+    if (row < rows) {
+      float of_warp[kMaxWarps];  // loaded side by side
+#pragma unroll
+      for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[thread] : 0.0f;
+      float sum = of_warp[0];
+#pragma unroll
+      for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
+      finish(row, sum);
+    }
+    partial_buffer ^= 1;
+  }
+  // All rows of a matrix of `width` columns, a batch at a time: store(row, sum with bias).
+  template <typename Store>
+  __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a,
+                                           const Store& store) {
+    const int batch = kTileRows * warps;
+    for (int first = rows.begin; first < rows.end; first += batch) {
+      const int count = min(batch, rows.end - first);
+      const unsigned short bits = load_bias(bias, first, count);
+      multiply(count, width, a, false);
+      finish_rows(count, [&](int row, float sum) { store(first + row, sum + bias_value(bits)); });
+    }
+  }
+  // Of the row whose sum this thread will finish, as bits: converting them here would wait for the load.
+  __device__ __forceinline__ unsigned short load_bias(const S* bias, int first, int count) const {
+    const int row = kTileRows * warp + slice;
+    return bias != nullptr && row < count ? load_early(reinterpret_cast<const unsigned short*>(bias) + first + row) : 0;
+  }
+  __device__ __forceinline__ static float bias_value(unsigned short bits) {
+    float low, high;
+    widen<S>(bits, low, high);
+    return low;
+  }
+
+  // ---- activations
+  // Rows of 16-bit activations that a counter has announced, `stride` elements apart; `width` elements from `vectors` on.
+  __device__ __forceinline__ void load_operand(Operand& a, const S* vectors, int stride, int width) const {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = piece(i, half) * kLaneElements;
+        a.at[i][half] = make_uint4(0, 0, 0, 0);
+        if (act >= p.step_rows || first >= width) continue;
+        const S* from = vectors + static_cast<std::int64_t>(act) * stride + first;
+        a.at[i][half] = load_relaxed_x4(reinterpret_cast<const unsigned*>(from));
+      }
+    }
+  }
+  __device__ __forceinline__ std::int32_t id_of_row() const {
+    const std::int32_t id = p.row[act].id;
+    return id < 0 ? p.last_ids[-1 - id] : id;
+  }
+  // This lane's elements of the residual stream: of the embedding in the first layer.
+  __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
+    if (l > 0) {
+      load_tagged(x);
+    } else {
+      const S* embedding = p.embedding + static_cast<std::int64_t>(id_of_row()) * p.C;
+#pragma unroll
+      for (int k = 0; k < 2 * kWarpTiles; ++k) {
+        const int first = piece(k / 2, k % 2) * kLaneElements;
+        uint4 packed = make_uint4(0, 0, 0, 0);
+        if (act < p.step_rows && first < p.C) packed = __ldg(reinterpret_cast<const uint4*>(embedding + first));
+        widen<S>(packed, x + k * kLaneElements);
+      }
+      const int row = own.out.begin + kTileRows * warp + slice;
+      if (row < own.out.end) x_own = to_float(embedding[row]);
+    }
+    stamp(l, FusedPhase::x_here);
+  }
+  // The same from p.x, as soon as it is of layer `step`; loads again only what is not.
+  __device__ __forceinline__ void load_tagged(float (&x)[kInputs]) const {
+    constexpr int kLoads = 4 * kWarpTiles;
+    uint4 values[kLoads] = {};
+    unsigned missing = 0;
+    if (act < p.step_rows) {
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) missing |= piece(k / 4, k / 2 % 2) * kLaneElements < p.C ? 1u << k : 0;
+    }
+    const TaggedValue* from = p.x + act * p.x_stride + warp_k * kWarpElements + slice * 4;
+    c.wait_for([&] {
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        if ((missing >> k & 1) != 0) values[k] = load_relaxed_x4(from + 16 * k);
+      }
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        const uint4 v = values[k];
+        if (has_tag(v.x, step) && has_tag(v.y, step) && has_tag(v.z, step) && has_tag(v.w, step)) missing &= ~(1u << k);
+      }
+      return missing == 0;
+    });
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      x[4 * k] = untagged(values[k].x);
+      x[4 * k + 1] = untagged(values[k].y);
+      x[4 * k + 2] = untagged(values[k].z);
+      x[4 * k + 3] = untagged(values[k].w);
+    }
+  }
+
+  // ---- norms
+  struct Moments {
+    float mean, rstd;
+  };
+  // Of row `act`. Each warp takes the moments of its own elements, and those of all warps are combined, as moments_of() in
+  // norm.cuh does.
+  __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs]) {
+    const auto elements_of = [&](int k) {
+      return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
+    };
+    const auto over_slices = [](float value) {
+      value += __shfl_xor_sync(~0u, value, 1);
+      return value + __shfl_xor_sync(~0u, value, 2);
+    };
+    const float count = elements_of(warp_k), C = static_cast<float>(p.C);
+    float sum = 0, squares = 0;
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    const float own_mean = count > 0 ? over_slices(sum) / count : 0.0f;
+#pragma unroll
+    for (int k = 0; k < 2 * kWarpTiles; ++k) {
+      if (piece(k / 2, k % 2) * kLaneElements >= p.C) continue;
+#pragma unroll
+      for (int j = 0; j < kLaneElements; ++j) {
+        const float d = x[k * kLaneElements + j] - own_mean;
+        squares = fmaf(d, d, squares);
+      }
+    }
+    squares = over_slices(squares);
+    float2* of_warps = reinterpret_cast<float2*>(shared + at.moments) + moment_buffer * warps * kStepRows;
+    moment_buffer ^= 1;
+    if (slice == 0) of_warps[warp * kStepRows + act] = make_float2(own_mean, squares);
+    sync();
+    float2 moments[kMaxWarps];
+    float mean = 0, total = 0;
+#pragma unroll
+    for (int k = 0; k < kMaxWarps; ++k) {
+      moments[k] = k < p.warps_k ? of_warps[(warp_r * p.warps_k + k) * kStepRows + act] : make_float2(0, 0);
+      mean = fmaf(moments[k].x, k < p.warps_k ? elements_of(k) : 0.0f, mean);
+    }
+    mean /= C;
+#pragma unroll
+    for (int k = 0; k < kMaxWarps; ++k) {
+      const float off = moments[k].x - mean;
+      if (k < p.warps_k) total += fmaf(off * off, elements_of(k), moments[k].y);
+    }
+    return {mean, rsqrtf(total / C + p.eps)};
+  }
+  // first = norm1(x), second = norm2(x), rounded, by the weights and biases that the next chunk holds one after another.
+  template <bool kBoth>
+  __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
+    const auto [mean, rstd] = moments_of(x);
+    const unsigned chunk = begin_chunk();
+#pragma unroll
+    for (int k = 0; k < 2 * kWarpTiles; ++k) {
+      const int of_row = piece(k / 2, k % 2);
+      uint4 out[2] = {};
+      if (of_row * kLaneElements < p.C) {
+        float centred[kLaneElements];
+#pragma unroll
+        for (int j = 0; j < kLaneElements; ++j) centred[j] = (x[k * kLaneElements + j] - mean) * rstd;
+#pragma unroll
+        for (int n = 0; n < (kBoth ? 2 : 1); ++n) {
+          float w[kLaneElements], b[kLaneElements];
+          widen<S>(load_shared(chunk + (2 * n * p.C + of_row * kLaneElements) * 2), w);
+          widen<S>(load_shared(chunk + ((2 * n + 1) * p.C + of_row * kLaneElements) * 2), b);
+          float y[kLaneElements];
+#pragma unroll
+          for (int j = 0; j < kLaneElements; ++j) y[j] = fmaf(centred[j], w[j], b[j]);
+          out[n] = make_uint4(pack<S>(y[0], y[1]), pack<S>(y[2], y[3]), pack<S>(y[4], y[5]), pack<S>(y[6], y[7]));
+        }
+      }
+      first.at[k / 2][k % 2] = out[0];
+      if constexpr (kBoth) second.at[k / 2][k % 2] = out[1];
+    }
+    end_chunk();
+  }
+
+  // ---- step_attention.cuh
+  struct SoftmaxState;
+  __device__ __forceinline__ void attend(int layer);
+  template <int kLanes>
+  __device__ __forceinline__ void attend_item(const StepItem& item, int slot);
+
+  // ---- the order of a layer
+  __device__ __forceinline__ void run() {
+    for (int l = 0; l < p.L; ++l) run_layer(l);
+    if (p.logits != nullptr) run_head();
+  }
+  // h' = h + attention(norm1(h)) + mlp(norm2(h)): the parallel residual.
+  __device__ __forceinline__ void run_layer(int l) {
+    const Layer& w = layers[l];
+    Operand input;
+    {
+      Operand mlp_input;
+      float x[kInputs];
+      load_residual(l, x);
+      normalize<true>(x, input, mlp_input);
+      stamp(l, FusedPhase::norms_done);
+      // Also of rows that the step has not: every tag tells its layer, however many rows the next launch has.
+      all_rows(own.qkv, p.C, w.qkv_bias, input,
+               [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
+      stamp(l, FusedPhase::qkv_done);
+      all_rows(own.up, p.C, w.up_bias, mlp_input, [&](int row, float sum) {
+        if (act < p.step_rows) p.hidden[static_cast<std::int64_t>(act) * p.F + row] = from_float<S>(gelu_exact(sum));
+      });
+      if (!(p.instruments.lose_an_arrival && c.block == 0 && l + 1 == p.L)) announce(p.control->head);
+      stamp(l, FusedPhase::up_done);
+    }
+    attend(l);
+    output_rows(l, input);
+    ++step;
+  }
+  // MLP-down, a part of C columns at a time, and the output projection of the same rows, added to the residual. `input` is only
+  // scratch.
+  __device__ __forceinline__ void output_rows(int l, Operand& input) {
+    const Layer& w = layers[l];
+    const int rows = own.out.end - own.out.begin;
+    if (rows <= 0) return;
+    const unsigned short down_bias = load_bias(w.down_bias, own.out.begin, rows),
+                         dense_bias = load_bias(w.dense_bias, own.out.begin, rows);
+    await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
+    load_operand(input, p.hidden, p.F, p.C);
+    stamp(l, FusedPhase::mlp_up_here);
+    // What is multiplied next is on its way meanwhile: a part of the hidden rows, at last attention's output.
+#pragma unroll 1
+    for (int begin = 0; begin < p.F; begin += p.C) {
+      Operand next;
+      if (begin + p.C < p.F) {
+        load_operand(next, p.hidden + begin + p.C, p.F, p.C);
+      } else {
+        const auto heads = static_cast<unsigned>(p.step_rows * p.NH);
+        await(p.control->attention, p.attention_before + heads * static_cast<unsigned>(l + 1));
+        load_operand(next, p.attended, p.q_size, p.q_size);
+        stamp(l, FusedPhase::attention_here);
+      }
+      multiply(rows, p.C, input, begin > 0);
+      input = next;
+    }
+    stamp(l, FusedPhase::down_done);
+    multiply(rows, p.q_size, input, true);
+    finish_rows(rows, [&](int row, float sum) {
+      x_own += sum + (bias_value(down_bias) + bias_value(dense_bias));
+      store_relaxed(p.x + act * p.x_stride + exchange_place(own.out.begin + row), tagged(x_own, step + 1));
+    });
+    stamp(l, FusedPhase::x_written);
+  }
+  __device__ __forceinline__ void run_head() {
+    float x[kInputs];
+    load_residual(p.L, x);
+    Operand input;
+    normalize<false>(x, input, input);
+    stamp(p.L, FusedPhase::norms_done);
+    const int logits_row = p.row[act].logits;
+    float* logits = p.logits + static_cast<std::int64_t>(logits_row) * p.V;
+    all_rows(own.head, p.C, nullptr, input, [&](int row, float sum) {
+      if (logits_row >= 0) logits[row] = sum;
+    });
+    stamp(p.L, FusedPhase::qkv_done);
+  }
+};
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused

@@ -1,0 +1,98 @@
+// What the producer thread of the step kernel copies.
+#pragma once
+
+#include <cstdint>
+
+#include "llmc/cuda/fused/sequential_producer.cuh"
+#include "llmc/cuda/fused/step_parameters.cuh"
+
+namespace weft::cuda::fused {
+
+#if WEFT_BULK_COPY
+
+template <typename S>
+struct StepProducer {
+  using Layer = typename Block<StepVariant<S>>::Layer;
+
+  Producer<StepVariant<S>>& ring;
+  const StepParameters<S>& p;
+
+  __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
+  __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
+
+  // Weights and biases of both norms, or of one, one after another.
+  __device__ bool norms(const Layer& w, bool both) {
+    if (!ring.acquire()) return false;
+    const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
+    const S* const vectors[] = {w.norm1_weight, w.norm1_bias, w.norm2_weight, w.norm2_bias};
+    const int count = both ? 4 : 2;
+    hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(count) * bytes);
+    for (int i = 0; i < count; ++i)
+      hopper::bulk_load(stage() + static_cast<unsigned>(i) * bytes, vectors[i], bytes, full());
+    ring.issued();
+    return true;
+  }
+
+  // Keys and values of the positions of this block's items that lie in pages, chunk_positions a stage.
+  __device__ bool pages(int layer) {
+    const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
+    const int position_bytes = p.HS * static_cast<int>(sizeof(S));
+    StepItem item;
+    for (int round = 0; item_at(p, ring.c.block, ring.c.blocks, round, item); ++round) {
+      const ItemPositions positions = positions_of_item(p, item);
+      const int end = min(positions.end, positions.cached);
+      const std::int32_t* table = p.pages + p.row[item.row].table;
+      for (int begin = positions.begin; begin < end; begin += p.chunk_positions) {
+        if (!ring.acquire()) return false;
+        const int count = min(p.chunk_positions, end - begin);
+        hopper::mbarrier_arrive_expect(full(), static_cast<unsigned>(2 * count * position_bytes));
+        for (int done = 0; done < count;) {
+          const int position = begin + done, place = position % p.page_size;
+          const int run = min(count - done, p.page_size - place);
+          const std::int64_t page =
+              static_cast<std::int64_t>(__ldg(table + position / p.page_size)) * p.NKV + item.head;
+          const std::int64_t from = layer_begin + (page * p.page_size + place) * p.HS;
+          const unsigned to = stage() + static_cast<unsigned>(done * position_bytes);
+          const auto bytes = static_cast<unsigned>(run * position_bytes);
+          hopper::bulk_load(to, p.keys + from, bytes, full());
+          hopper::bulk_load(to + static_cast<unsigned>(p.chunk_positions * position_bytes), p.values + from, bytes,
+                            full());
+          done += run;
+        }
+        ring.issued();
+      }
+    }
+    return true;
+  }
+
+  __device__ bool layer(const BlockRows& own, int l) {
+    const Layer& w = ring.layers[l];
+    const int chunk_rows = kTileRows * p.warps_r;
+    const auto all = [&](const S* matrix, RowRange rows, int width) {
+      return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
+    };
+    if (!norms(w, true) || !all(w.qkv, own.qkv, p.C) || !all(w.up, own.up, p.C) || !pages(l)) return false;
+    for (int begin = 0; begin < p.F; begin += p.C) {
+      if (!ring.part_rows(w.down, own.out, p.F, begin, p.C, chunk_rows)) return false;
+    }
+    return all(w.dense, own.out, p.q_size);
+  }
+
+  __device__ void run(const BlockRows& own) {
+    bool more = true;
+    for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
+    if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
+      ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
+    }
+    // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
+    for (; ring.in_flight > 0; --ring.in_flight) {
+      while (!hopper::mbarrier_try(ring.c.full + 8 * ring.oldest.stage, ring.oldest.phase)) {
+      }
+      ring.oldest.advance(p.stages);
+    }
+  }
+};
+
+#endif  // WEFT_BULK_COPY
+
+}  // namespace weft::cuda::fused
