@@ -27,12 +27,14 @@
 #include "llmc/train/checkpoint.h"
 #include "llmc/train/evaluate.h"
 #include "llmc/train/inputs.h"
+#include "llmc/train/joint_save.h"
 #include "llmc/train/loop.h"
 #include "llmc/train/options.h"
 #include "llmc/train/rank_fields.h"
 #include "llmc/train/report.h"
 #include "llmc/train/run_log.h"
 #include "llmc/train/sample.h"
+#include "llmc/train/save_writers.h"
 #include "version.h"
 
 namespace weft {
@@ -141,6 +143,21 @@ std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
   }
 }
 
+// Several ranks save in the background, together or the first one for all.
+void add_savers(TrainLoop::Parts& parts, const TrainSettings& settings, RankTeam& team) {
+  const SaveWriters writers =
+      choose_save_writers(team.communicator(), settings.out, settings.shard_kind(), team.local_size() == team.size());
+  if (writers.all) {
+    log_info("saves: each rank writes its part, in the background");
+    parts.copy = parts.model.make_own_copy();
+    parts.joint_save = std::make_unique<JointSave>(team.save_communicator(), parts.checkpoints, parts.model.table(),
+                                                   parts.model.own_elements());
+    return;
+  }
+  if (!writers.reason.empty()) log_info("saves: rank 0 writes for all, because %s", writers.reason.c_str());
+  if (team.first()) parts.copy = parts.model.make_state_copy();
+}
+
 Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs& inputs,
            const std::vector<MemoryLine>& memory, bool save_in_background, SampleWriter* sample, RankTeam& team) {
   Communicator& ranks = team.communicator();
@@ -169,12 +186,13 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
 
   DataLoader data(*inputs.train, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), state.windows,
                   {ranks.rank(), ranks.size(), settings.rank_accumulation()});
-  TrainLoop::Parts parts{settings, *model,  data,   records ? &records->checkpoints : nullptr, log ? *log : silent,
-                         nullptr,  nullptr, nullptr};
+  TrainLoop::Parts parts{
+      settings, *model,  data,   records ? &records->checkpoints : nullptr, log ? *log : silent, nullptr, nullptr,
+      nullptr,  nullptr, nullptr};
   if (inputs.val) parts.validation = &*inputs.val;
   if (ranks.size() > 1) {
     parts.ranks = &ranks;
-    if (team.first()) parts.copy = model->make_state_copy();
+    add_savers(parts, settings, team);
   } else if (save_in_background) {
     parts.copy = state_copy(*model);
   }
@@ -222,8 +240,8 @@ Exit run_rank(TrainSettings& settings, RankTeam& team) {
   if (settings.eval) {
     TrainOptions options = settings.model_options();
     options.virtual_ranks = 1;
-    device.check_memory(inputs.config, options, batch_sequences(settings), 0);
-    const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);  // each rank has all of it
+    device.check_memory(inputs.config, options, batch_sequences(settings), 0, Holds::all);
+    const std::unique_ptr<TrainModel> model = device.make(inputs.config, options);
     return evaluate(*model, settings, inputs, ranks);
   }
   std::optional<SampleWriter> sample;

@@ -2,7 +2,7 @@
 // plain read of memory in the same run.
 //
 //   nvcc -std=c++20 -O3 -I. -gencode arch=compute_90a,code=sm_90a dev/bench/fused_bench.cu build/release/libweft.a ...
-//   ./a.out 2.8b 410m llama3.2-1b ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--layer] [--timeline] [--sample]
+//   ./a.out 2.8b 410m llama3.2-1b ... [--contexts 64,1024,2000] [--window KB] [--ring KB] [--blocks N] [--own-vectors] [--layer] [--timeline] [--sample]
 //
 // A row: milliseconds a token (median of 7 launches of 32 tokens around the context), bytes that a token must read over
 // that time, and its share of the plain read. --layer times attention + MLP-up + GELU of one layer, the benchmark of
@@ -195,6 +195,8 @@ int main(int argc, char** argv) {
       options.tuning.ring_bytes = std::atoi(value) << 10, ++i;
     } else if (argument == "--blocks") {
       options.tuning.blocks = std::atoi(value), ++i;
+    } else if (argument == "--own-vectors") {
+      options.tuning.own_vectors = true;
     } else if (argument == "--layer") {
       options.tuning.layer_only = true;
     } else if (argument == "--timeline") {

@@ -156,6 +156,15 @@ std::unique_ptr<DecodeModel> sequence_on_gpu(std::unique_ptr<InferenceModel> mod
   return single_sequence(std::move(model), capacity, nullptr, std::move(decoder));
 }
 
+// What a model for one sequence, decoded in the fused kernel, will allocate.
+std::vector<MemoryLine> plan_fused(const ModelConfig& config, std::int64_t capacity, DType dtype) {
+  if (!through_pages(config))
+    return cuda::plan_neox(config, {dtype, cuda::DecodeMode::fused, capacity, nullptr, false});
+  std::vector<MemoryLine> lines = cuda::plan_inference(config, one_sequence_on_gpu(capacity, true), dtype);
+  for (const MemoryLine& line : cuda::plan_fused_tokens(config)) lines.push_back(line);
+  return lines;
+}
+
 }  // namespace
 
 void DecodeDevice::choose(const ModelConfig& config, DType stored) {
@@ -208,7 +217,10 @@ void DecodeDevice::check_memory(const ModelConfig& config, std::int64_t capacity
   const bool fused = decode_ == "fused";
   const auto planned = [&](std::int64_t positions, DType dtype) {
     const std::uint64_t of_draft =
-        draft_ ? total_bytes(cuda::plan_inference(*draft_, one_sequence_on_gpu(positions, false), dtype)) : 0;
+        !draft_ ? 0
+        : fuses_draft(*draft_)
+            ? total_bytes(plan_fused(*draft_, positions, dtype))
+            : total_bytes(cuda::plan_inference(*draft_, one_sequence_on_gpu(positions, false), dtype));
     if (!through_pages(config) && !settings_.drafts()) {
       return total_bytes(
           cuda::plan_neox(config, {dtype, decode_mode(decode_), positions, nullptr, settings_.bench_layer}));
@@ -252,6 +264,34 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   }
   const bool fused = decode_ == "fused";
   return sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, fused)), capacity, fused, dtype_);
+}
+
+bool DecodeDevice::fuses_draft(const ModelConfig& config) const {
+  const bool wanted = settings_.decode == "auto" || settings_.decode == "fused";
+  return choice_.gpu && wanted && cuda::fused_refusal(config, dtype_).empty() && !cuda::graph_is_faster(config);
+}
+
+SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
+  const ModelConfig& config = file.config();
+  if (!fuses_draft(config)) return {load_draft(file, model), nullptr};
+  const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
+  if (through_pages(config)) {
+    return {nullptr, sequence_on_gpu(load_pages(file, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
+  }
+  return {nullptr, load_on_gpu(file, [&](const cuda::LoadProgress& progress) {
+            return cuda::load_neox(file, {dtype_, cuda::DecodeMode::fused, capacity, progress, false});
+          })};
+}
+
+SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
+  if (!fuses_draft(config)) return {random_pages(config, draft_pool(config, model)), nullptr};
+  const std::int64_t capacity = std::min(config.max_positions, model.max_positions());
+  if (through_pages(config)) {
+    return {nullptr,
+            sequence_on_gpu(random_pages(config, one_sequence_on_gpu(capacity, true)), capacity, true, dtype_)};
+  }
+  return {nullptr, cuda::random_neox(config, static_cast<std::uint64_t>(settings_.seed),
+                                     {dtype_, cuda::DecodeMode::fused, capacity, nullptr, false})};
 }
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
@@ -332,6 +372,14 @@ std::unique_ptr<DecodeModel> DecodeDevice::make_random(const ModelConfig& config
   return random_decoder_on_cpu(config, capacity, settings_.seed);
 }
 
+SequenceDraft DecodeDevice::load_sequence_draft(const ModelFile& file, const InferenceModel& model) const {
+  return {load_draft(file, model), nullptr};
+}
+
+SequenceDraft DecodeDevice::make_random_draft(const ModelConfig& config, const InferenceModel& model) const {
+  return {random_pages(config, draft_pool(config, model)), nullptr};
+}
+
 std::unique_ptr<InferenceModel> DecodeDevice::load_pages(const ModelFile& file, const InferenceOptions& pool) const {
   return cpu::load_inference(file, pool);
 }
@@ -388,11 +436,6 @@ std::unique_ptr<InferenceModel> DecodeDevice::make_random_sequence(const ModelCo
 
 std::unique_ptr<InferenceModel> DecodeDevice::load_draft(const ModelFile& file, const InferenceModel& model) const {
   return load_pages(file, draft_pool(file.config(), model));
-}
-
-std::unique_ptr<InferenceModel> DecodeDevice::make_random_draft(const ModelConfig& config,
-                                                                const InferenceModel& model) const {
-  return random_pages(config, draft_pool(config, model));
 }
 
 }  // namespace weft

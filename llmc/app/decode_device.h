@@ -10,6 +10,7 @@
 #include "llmc/app/device.h"
 #include "llmc/base/dtype.h"
 #include "llmc/base/threads.h"
+#include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/options.h"
 #include "llmc/infer/report.h"
 #include "llmc/model/config.h"
@@ -51,12 +52,15 @@ class DecodeDevice {
   std::unique_ptr<InferenceModel> load_sequence(const ModelFile& file, std::int64_t capacity) const;
   // The draft model for all sequences of `model`, with as many positions in its pages. Exit::usage if the GPU cannot run it.
   std::unique_ptr<InferenceModel> load_draft(const ModelFile& file, const InferenceModel& model) const;
+  // The draft model for the one sequence of `model`: in the fused kernel where --decode is auto or fused and the GPU has it,
+  // otherwise as load_draft() makes it.
+  SequenceDraft load_sequence_draft(const ModelFile& file, const InferenceModel& model) const;
   // The same with random weights; on the CPU for GPT-NeoX only (Exit::usage).
   std::unique_ptr<DecodeModel> make_random(const ModelConfig& config, std::int64_t capacity) const;
   std::unique_ptr<InferenceModel> make_random_inference(const ModelConfig& config, std::uint64_t kv_memory,
                                                         std::int64_t sequences) const;
   std::unique_ptr<InferenceModel> make_random_sequence(const ModelConfig& config, std::int64_t capacity) const;
-  std::unique_ptr<InferenceModel> make_random_draft(const ModelConfig& config, const InferenceModel& model) const;
+  SequenceDraft make_random_draft(const ModelConfig& config, const InferenceModel& model) const;
 
  private:
   void use_cpu(const DeviceChoice& cpu);
@@ -67,6 +71,8 @@ class DecodeDevice {
   InferenceOptions many_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences) const;
   InferenceOptions sequence_pool(std::int64_t capacity) const;
   InferenceOptions draft_pool(const ModelConfig& config, const InferenceModel& model) const;
+  // Whether a draft model for one sequence runs in the fused kernel.
+  bool fuses_draft(const ModelConfig& config) const;
   // The model on the chosen device, from a file or with random weights.
   std::unique_ptr<InferenceModel> load_pages(const ModelFile& file, const InferenceOptions& pool) const;
   std::unique_ptr<InferenceModel> random_pages(const ModelConfig& config, const InferenceOptions& pool) const;

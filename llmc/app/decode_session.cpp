@@ -87,6 +87,22 @@ std::string pool_of(const InferenceModel& model, std::int64_t sequences) {
                 static_cast<long long>(model.num_pages() * model.page_size()));
 }
 
+constexpr const char* kRandomSource = "a random generator";
+constexpr const char* kDrafts = "drafts";
+
+// What the parameters come from: "bf16", "bf16, weights int4".
+std::string source_of(const ModelFile& file) {
+  const Quantization& quantization = file.config().quantization;
+  return std::string(dtype_name(file.dtype())) +
+         (quantization.any() ? ", weights " + quantization_text(quantization) : "");
+}
+
+void announce_draft(const SequenceDraft& draft, const std::string& name, const std::string& source,
+                    std::int64_t threads) {
+  if (draft.sequence) return announce(*draft.sequence, name, source, threads, std::string(kDrafts) + ", decode fused");
+  announce(*draft.paged, name, source, threads, kDrafts);
+}
+
 DraftOptions drafts_of(const InferSettings& settings, const DecodeDevice& device, InferenceModel* draft) {
   DraftOptions options;
   options.lookup = settings.lookup;
@@ -160,13 +176,6 @@ GenerateOptions DecodeSession::generate_options() const {
   return generate;
 }
 
-// What the parameters come from: "bf16", "bf16, weights int4".
-std::string DecodeSession::source() const {
-  const Quantization& quantization = config().quantization;
-  return std::string(dtype_name(file_.dtype())) +
-         (quantization.any() ? ", weights " + quantization_text(quantization) : "");
-}
-
 DraftOptions DecodeSession::draft_options(InferenceModel* draft) const {
   return drafts_of(settings_, device_, draft);
 }
@@ -174,8 +183,16 @@ DraftOptions DecodeSession::draft_options(InferenceModel* draft) const {
 std::unique_ptr<InferenceModel> DecodeSession::load_draft(const InferenceModel& model) const {
   if (!draft_file_) return nullptr;
   std::unique_ptr<InferenceModel> draft = device_.load_draft(*draft_file_, model);
-  announce(*draft, escaped(draft_file_->file().path()), dtype_name(draft_file_->dtype()),
-           device_.gpu() ? 0 : settings_.threads, "drafts");
+  announce(*draft, escaped(draft_file_->file().path()), source_of(*draft_file_), device_.gpu() ? 0 : settings_.threads,
+           kDrafts);
+  return draft;
+}
+
+SequenceDraft DecodeSession::load_sequence_draft(const InferenceModel& model) const {
+  if (!draft_file_) return {};
+  SequenceDraft draft = device_.load_sequence_draft(*draft_file_, model);
+  announce_draft(draft, escaped(draft_file_->file().path()), source_of(*draft_file_),
+                 device_.gpu() ? 0 : settings_.threads);
   return draft;
 }
 
@@ -183,15 +200,15 @@ std::unique_ptr<DecodeModel> DecodeSession::load_model(std::int64_t capacity) co
   const auto load = [&] {
     if (!settings_.drafts()) return device_.load(file_, capacity);
     std::unique_ptr<InferenceModel> model = device_.load_sequence(file_, capacity);
-    std::unique_ptr<InferenceModel> draft = load_draft(*model);
+    SequenceDraft draft = load_sequence_draft(*model);
     return engine_sequence(std::move(model), capacity, std::move(draft), draft_options(nullptr));
   };
-  return ready_model(settings_, device_, escaped(file_.file().path()), source(), load, context_of);
+  return ready_model(settings_, device_, escaped(file_.file().path()), source_of(file_), load, context_of);
 }
 
 std::unique_ptr<InferenceModel> DecodeSession::load_inference(std::uint64_t kv_memory, std::int64_t sequences) const {
   return ready_model(
-      settings_, device_, escaped(file_.file().path()), source(),
+      settings_, device_, escaped(file_.file().path()), source_of(file_),
       [&] { return device_.load_inference(file_, kv_memory, sequences); },
       [&](const InferenceModel& model) { return pool_of(model, sequences); });
 }
@@ -213,15 +230,15 @@ std::int64_t choose_capacity(const InferSettings& settings, const ModelConfig& c
        static_cast<long long>(settings.context), static_cast<long long>(config.max_positions));
 }
 
-constexpr const char* kRandomSource = "a random generator";
-
 std::unique_ptr<DecodeModel> make_random_model(const InferSettings& settings, const DecodeDevice& device,
                                                const ModelConfig& config, std::int64_t capacity) {
   const auto make = [&] {
     if (!settings.drafts()) return device.make_random(config, capacity);
-    std::unique_ptr<InferenceModel> model = device.make_random_sequence(config, capacity), draft;
+    std::unique_ptr<InferenceModel> model = device.make_random_sequence(config, capacity);
+    SequenceDraft draft;
     if (!settings.draft.empty()) {
       draft = device.make_random_draft(random_model_config(settings.draft, "--draft"), *model);
+      announce_draft(draft, settings.draft, kRandomSource, device.gpu() ? 0 : settings.threads);
     }
     return engine_sequence(std::move(model), capacity, std::move(draft), drafts_of(settings, device, nullptr));
   };

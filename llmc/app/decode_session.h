@@ -47,14 +47,14 @@ class DecodeSession {
   DraftOptions draft_options(InferenceModel* draft) const;
   // The model of --draft for the sequences of `model`; null without it.
   std::unique_ptr<InferenceModel> load_draft(const InferenceModel& model) const;
+  // The same for a model of one sequence.
+  SequenceDraft load_sequence_draft(const InferenceModel& model) const;
   // Loads the model, with drafts if they are asked for, with a cache of `capacity` positions, and logs one line about it.
   std::unique_ptr<DecodeModel> load_model(std::int64_t capacity) const;
   // Loads the model for many sequences at once (DecodeDevice::load_inference()), and logs one line about it.
   std::unique_ptr<InferenceModel> load_inference(std::uint64_t kv_memory, std::int64_t sequences) const;
 
  private:
-  std::string source() const;
-
   const InferSettings& settings_;
   DecodeDevice device_;
   ModelFile file_;

@@ -22,28 +22,42 @@ void RankTeam::meet(const TrainSettings& settings, const std::string& version) {
   if (size_ == 1) return;
   const RankAddress place = address_of_first(launched_);
   const bool forged = parse_faults(settings.debug_inject).other_version == launched_.rank;
-  const RankIdentity self{rank(), size(), xxh3_64(launched_.run), forged ? "another version" : version};
-  communicator_ = meet_ranks(self, {place.address, place.port, listener}, settings.comm_timeout);
+  RankIdentity self{rank(), size(), xxh3_64(launched_.run), forged ? "another version" : version};
+  MeetingPoint point{place.address, place.port, listener};
+  Socket again;  // the first meeting closes the listener that it has
+  if (first()) {
+    again = listener >= 0 ? Socket(listener) : listen_at(place.address, place.port);
+    point.listener = duplicate_of(again).release();
+  }
+  communicator_ = meet_ranks(self, point, settings.comm_timeout);
+  ++self.token;
+  if (first()) point.listener = again.release();
+  save_communicator_ = meet_ranks(self, point, settings.comm_timeout);
+}
+
+void RankTeam::abort(const Error& error) {
+  communicator_->abort(error);
+  save_communicator_->abort(error);
 }
 
 Exit RankTeam::together(const std::function<Exit()>& work) {
   try {
     return work();
   } catch (const Error& error) {
-    communicator_->abort(error);
+    abort(error);
     throw;
   } catch (const std::bad_alloc&) {
-    communicator_->abort(Error(Exit::resources, "out of memory"));
+    abort(Error(Exit::resources, "out of memory"));
     throw;
   } catch (...) {
-    communicator_->abort(Error(Exit::internal, "ended by an exception"));
+    abort(Error(Exit::internal, "ended by an exception"));
     throw;
   }
 }
 
 void RankTeam::leave_with(const Error& error) {
   log_error("%s", error.what());
-  communicator_->abort(error);
+  abort(error);
   communicator_.reset();
   ::_exit(static_cast<int>(error.code()));
 }

@@ -30,6 +30,8 @@ class RankTeam {
   void meet(const TrainSettings& settings, const std::string& version);
   // After meet(), or alone.
   Communicator& communicator() { return *communicator_; }
+  // Of the same ranks, for the threads that save beside the steps.
+  Communicator& save_communicator() { return *save_communicator_; }
 
   // Calls work(). An error of it is told to the other ranks, and thrown.
   Exit together(const std::function<Exit()>& work);
@@ -38,9 +40,12 @@ class RankTeam {
   [[noreturn]] void leave_with(const Error& error);
 
  private:
+  void abort(const Error& error);
+
   LaunchedRank launched_;
   std::int64_t size_;
   std::unique_ptr<Communicator> communicator_ = std::make_unique<SingleRank>();
+  std::unique_ptr<Communicator> save_communicator_ = std::make_unique<SingleRank>();
 };
 
 }  // namespace weft

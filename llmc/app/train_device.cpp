@@ -71,11 +71,12 @@ TrainDevice::TrainDevice(TrainSettings& settings, const RankTeam& team)
 }
 
 std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
-                                          [[maybe_unused]] std::int64_t sample_positions) const {
+                                          [[maybe_unused]] std::int64_t sample_positions, Holds holds) const {
+  const bool is_part = ranks_ > 1 && holds == Holds::part;
 #ifdef WEFT_CUDA
   if (choice_.gpu) {
     std::vector<MemoryLine> lines =
-        ranks_ > 1 ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
+        is_part ? cuda::plan_llama(config, options, rank_, ranks_, shard_) : cuda::plan_llama(config, options);
     if (sample_positions == 0) return lines;
     for (MemoryLine& line : cuda::plan_llama_samples(config, options.precision, sample_positions)) {
       lines.push_back(std::move(line));
@@ -83,7 +84,7 @@ std::vector<MemoryLine> TrainDevice::plan(const ModelConfig& config, const Train
     return lines;
   }
 #endif
-  return ranks_ > 1 ? cpu::plan_llama(config, options, rank_, ranks_, shard_) : cpu::plan_llama(config, options);
+  return is_part ? cpu::plan_llama(config, options, rank_, ranks_, shard_) : cpu::plan_llama(config, options);
 }
 
 std::vector<RankField> TrainDevice::rank_fields() const {
@@ -105,11 +106,11 @@ std::string TrainDevice::gpu_id() const {
 }
 
 void TrainDevice::check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
-                               std::int64_t sample_positions) const {
+                               std::int64_t sample_positions, Holds holds) const {
   TrainOptions smaller = options;
   // Ranks on the CPUs of one machine share its memory.
   const auto sharing = static_cast<std::uint64_t>(choice_.gpu ? 1 : local_ranks_);
-  const auto planned = [&] { return sharing * total_bytes(plan(config, smaller, sample_positions)); };
+  const auto planned = [&] { return sharing * total_bytes(plan(config, smaller, sample_positions, holds)); };
   const std::uint64_t available = choice_.available_bytes, needed = planned();
   if (needed <= available || available == 0) return;
   if (batch_sequences == 0) fail_plan(needed, choice_, "Make a reference dump of fewer or shorter sequences");

@@ -18,6 +18,9 @@
 
 namespace weft {
 
+// What of a model a rank of several has: its part of the state, or all of it, as with --eval.
+enum class Holds { part, all };
+
 class TrainDevice {
  public:
   // Replaces `auto` in the device and the precision of `settings` by what this machine and this build have. Exit::usage
@@ -39,13 +42,14 @@ class TrainDevice {
 
   // The memory that the run needs, one line for each kind. `sample_positions`: positions of the decoder that writes
   // samples; 0: no samples. A plan for the CPU does not include this decoder.
-  std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options,
-                               std::int64_t sample_positions) const;
+  std::vector<MemoryLine> plan(const ModelConfig& config, const TrainOptions& options, std::int64_t sample_positions,
+                               Holds holds = Holds::part) const;
   // Exit::resources if the plan does not fit, before anything is allocated; the message says what would fit.
   // `batch_sequences`: a rank's sequences per step, which a smaller micro-batch has to divide; 0: the batch is that of a
   // reference dump.
   void check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
-                    std::int64_t sample_positions) const;
+                    std::int64_t sample_positions, Holds holds = Holds::part) const;
+  // All of a model, whoever else is in the run.
   std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options) const;
   // The model of a rank of several; of one rank the same as make(). All ranks call it together. The device outlives the model.
   std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator& ranks);

@@ -30,6 +30,25 @@ std::atomic<CallFault> call_fault{nullptr};
        std::strerror(error));
 }
 
+void write_at(int fd, const std::string& path, std::uint64_t offset, const void* data, std::size_t bytes) {
+  const auto* cursor = static_cast<const char*>(data);
+  while (bytes > 0) {
+    std::size_t piece = bytes;
+    if (const WriteFault fault = write_fault.load()) piece = fault(path, offset, bytes);
+    const ssize_t written = ::pwrite(fd, cursor, piece, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) fail_writing(path, "write");
+    cursor += written;
+    offset += static_cast<std::uint64_t>(written);
+    bytes -= static_cast<std::size_t>(written);
+  }
+}
+
+// The disk works while the rest is produced, and fsync has less to wait for. Only a hint: its result does not matter.
+void begin_writeback(int fd, std::uint64_t offset, std::uint64_t bytes) {
+  ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
+}
+
 }  // namespace
 
 FileIdentity FileIdentity::of(const struct stat& info) {
@@ -117,24 +136,17 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
   rewrite(size_, data, bytes);
   size_ += bytes;
   if (size_ - writeback_end_ < kWritebackBytes) return;
-  // The disk works while the rest is produced, and fsync has less to wait for. Only a hint: its result does not matter.
-  ::sync_file_range(fd_, static_cast<off_t>(writeback_end_), static_cast<off_t>(size_ - writeback_end_),
-                    SYNC_FILE_RANGE_WRITE);
+  begin_writeback(fd_, writeback_end_, size_ - writeback_end_);
   writeback_end_ = size_;
 }
 
 void AtomicFile::rewrite(std::uint64_t offset, const void* data, std::size_t bytes) {
-  const auto* cursor = static_cast<const char*>(data);
-  while (bytes > 0) {
-    std::size_t piece = bytes;
-    if (const WriteFault fault = write_fault.load()) piece = fault(path_, offset, bytes);
-    const ssize_t written = ::pwrite(fd_, cursor, piece, static_cast<off_t>(offset));
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) fail_writing(path_, "write");
-    cursor += written;
-    offset += static_cast<std::uint64_t>(written);
-    bytes -= static_cast<std::size_t>(written);
-  }
+  write_at(fd_, path_, offset, data, bytes);
+}
+
+void AtomicFile::extend(std::uint64_t bytes) {
+  if (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) fail_writing(path_, "extend");
+  size_ = bytes;
 }
 
 void AtomicFile::publish() {
@@ -153,6 +165,26 @@ void AtomicFile::publish() {
     fail_writing(path_, "rename the finished file");
   }
   sync_directory(parent_directory(path_));
+}
+
+SharedFile::SharedFile(const std::string& path) : path_(path) {
+  std::string problem;
+  fd_ = open_own_file(path, O_WRONLY, problem);
+  if (fd_ < 0) fail(Exit::environment, "%s: %s", escaped(path).c_str(), problem.c_str());
+}
+
+SharedFile::~SharedFile() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void SharedFile::write(std::uint64_t offset, const void* data, std::size_t bytes) {
+  write_at(fd_, path_, offset, data, bytes);
+  begin_writeback(fd_, offset, bytes);
+}
+
+void SharedFile::sync() {
+  if (call_allowed("sync", path_) && ::fsync(fd_) == 0) return;
+  fail_writing(path_, "sync");
 }
 
 int open_own_file(const std::string& path, int flags, std::string& problem) {

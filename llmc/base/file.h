@@ -65,6 +65,10 @@ class AtomicFile {
   void write(std::string_view text) { write(text.data(), text.size()); }
   void rewrite(std::uint64_t offset, const void* data, std::size_t bytes);  // replaces bytes already written
   std::uint64_t size() const { return size_; }
+  // From here on the file has `bytes` bytes, zeros where nothing was written.
+  void extend(std::uint64_t bytes);
+  // The name that the file has until publish().
+  const std::string& temporary() const { return temporary_; }
   void publish();
 
  private:
@@ -73,6 +77,23 @@ class AtomicFile {
   int fd_ = -1;
   std::uint64_t size_ = 0;
   std::uint64_t writeback_end_ = 0;  // the kernel was asked to start writing the bytes before this offset to disk
+};
+
+// A file that somebody else has made, with AtomicFile, and that several processes write, each its own bytes.
+class SharedFile {
+ public:
+  // Exit::environment if there is no such file, or if it is no regular file of one name (open_own_file()).
+  explicit SharedFile(const std::string& path);
+  ~SharedFile();
+  SharedFile(const SharedFile&) = delete;
+  SharedFile& operator=(const SharedFile&) = delete;
+
+  void write(std::uint64_t offset, const void* data, std::size_t bytes);  // by any number of threads
+  void sync();                                                            // what this process has written is on disk
+
+ private:
+  std::string path_;
+  int fd_ = -1;
 };
 
 // Opens a file that a run appends to or locks, where another user may have put something of the same name. `flags` as
@@ -99,7 +120,7 @@ std::vector<std::string> expand_glob(const std::string& pattern);
 
 // Fault hooks of --debug-inject; null (the default) means no fault. They run on the thread that writes.
 //
-// Called before an AtomicFile writes `bytes` bytes at `offset`. Returns how many of them to write before the hook is
+// Called before an AtomicFile or a SharedFile writes `bytes` bytes at `offset`. Returns how many of them to write before the hook is
 // called again: a smaller number splits a write, so that a fault can happen at an exact byte. May throw, or not return.
 using WriteFault = std::size_t (*)(const std::string& path, std::uint64_t offset, std::size_t bytes);
 void set_write_fault(WriteFault fault);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace weft {
@@ -39,5 +40,31 @@ inline std::vector<Range> pieces_of(std::span<const Range> parts, std::int64_t f
   for (const Range& part : parts) pieces.push_back(common(part, {part.begin + first, part.begin + first + piece}));
   return pieces;
 }
+
+// Ranges in ascending order, and what they contain as it lies behind each other in one array.
+class PackedRanges {
+ public:
+  explicit PackedRanges(std::vector<Range> ranges) : ranges_(std::move(ranges)) {
+    for (const Range& range : ranges_) {
+      begins_.push_back(size_);
+      size_ += range.size();
+    }
+  }
+  const std::vector<Range>& ranges() const { return ranges_; }
+  std::int64_t begin_of(std::size_t range) const { return begins_[range]; }
+  std::int64_t size() const { return size_; }
+  // Where a number lies that one of the ranges contains.
+  std::int64_t position_of(std::int64_t number) const {
+    const auto behind = [](std::int64_t value, const Range& range) { return value < range.begin; };
+    const auto next = std::upper_bound(ranges_.begin(), ranges_.end(), number, behind);
+    const auto found = static_cast<std::size_t>(next - ranges_.begin()) - 1;
+    return begins_[found] + number - ranges_[found].begin;
+  }
+
+ private:
+  std::vector<Range> ranges_;
+  std::vector<std::int64_t> begins_;
+  std::int64_t size_ = 0;
+};
 
 }  // namespace weft

@@ -1,6 +1,14 @@
 #include "llmc/comm/frame_io.h"
 
+#include <algorithm>
+
 namespace weft {
+
+namespace {
+
+constexpr std::size_t kFirstBytes = 64 << 10;  // of a body that have room before the first of them has come
+
+}  // namespace
 
 FrameReader::Got FrameReader::read(const Socket& socket) {
   constexpr std::size_t kHeader = sizeof(FrameHeader);
@@ -10,10 +18,12 @@ FrameReader::Got FrameReader::read(const Socket& socket) {
     got_ += static_cast<std::size_t>(count);
     if (got_ < kHeader) continue;
     if (!is_frame(header_)) return Got::closed;
-    body_.resize(header_.bytes);
+    body_.resize(std::min<std::size_t>(body_.size(), header_.bytes));
   }
-  while (got_ - kHeader < body_.size()) {
-    const std::ptrdiff_t count = read_some(socket, std::span(body_).subspan(got_ - kHeader));
+  while (got_ - kHeader < header_.bytes) {
+    const std::size_t have = got_ - kHeader;
+    if (have == body_.size()) body_.resize(std::min<std::size_t>(header_.bytes, std::max(2 * have, kFirstBytes)));
+    const std::ptrdiff_t count = read_some(socket, std::span(body_).subspan(have));
     if (count <= 0) return count == 0 ? Got::nothing : Got::closed;
     got_ += static_cast<std::size_t>(count);
   }

@@ -15,7 +15,8 @@ namespace weft {
 class FrameReader {
  public:
   enum class Got { nothing, frame, closed };
-  // Reads what is there, up to the end of one frame. `closed`: the connection has ended, or what comes is no frame.
+  // Reads what is there, up to the end of one frame. `closed`: the connection has ended, or what comes is no frame. Memory
+  // for the body grows with what has come, whatever the header claims.
   Got read(const Socket& socket);
   // The frame that was read last; valid until the next read().
   const FrameHeader& header() const { return header_; }

@@ -44,13 +44,28 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 32);
 
-inline constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 30;  // of a frame: ranks cut what is longer
+// What all ranks together bring to a call at once: ranks cut what is longer, as the hub keeps it.
+inline constexpr std::uint64_t kPieceBytes = 4 << 20;
+inline constexpr std::size_t kLongestReason = 4096;  // bytes of an abort's
 
-inline bool is_frame(const FrameHeader& header) {
-  return header.kind >= FrameKind::call && header.kind <= FrameKind::alive && header.bytes <= kMostBytes;
+// Behind a header. A call and its reply have kPieceBytes at most and, for each rank, the size of a piece and its rounding.
+inline std::uint64_t most_bytes(FrameKind kind) {
+  switch (kind) {
+    case FrameKind::call:
+    case FrameKind::reply:
+      return 2 * kPieceBytes;
+    case FrameKind::abort:
+      return kLongestReason;
+    case FrameKind::leave:
+    case FrameKind::alive:
+      break;
+  }
+  return 0;
 }
 
-inline constexpr std::size_t kLongestReason = 4096;  // bytes of an abort's
+inline bool is_frame(const FrameHeader& header) {
+  return header.kind >= FrameKind::call && header.kind <= FrameKind::alive && header.bytes <= most_bytes(header.kind);
+}
 
 // Cut at kLongestReason.
 inline std::string_view reason_for_frame(const std::string& reason) {

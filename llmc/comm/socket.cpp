@@ -134,6 +134,12 @@ std::int64_t port_of(const Socket& listener) {
                                              : reinterpret_cast<const sockaddr_in&>(address).sin_port);
 }
 
+Socket duplicate_of(const Socket& socket) {
+  Socket second(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0));
+  if (!second.open()) fail(Exit::environment, "cannot duplicate a socket: %s", std::strerror(errno));
+  return second;
+}
+
 Socket connect_to(const std::string& address, std::int64_t port, Deadline deadline, std::string& problem) {
   const Addresses found = addresses_of(address.c_str(), port, 0, problem);
   for (const addrinfo* each = found.get(); each != nullptr; each = each->ai_next) {

@@ -48,6 +48,8 @@ std::pair<Socket, Socket> connected_pair();
 // is taken.
 Socket listen_at(const std::string& address, std::int64_t port);
 std::int64_t port_of(const Socket& listener);
+// A second descriptor of the same socket.
+Socket duplicate_of(const Socket& socket);
 
 // A connection to the listener; not open, with the reason in `problem`, if there is none before the deadline.
 Socket connect_to(const std::string& address, std::int64_t port, Deadline deadline, std::string& problem);

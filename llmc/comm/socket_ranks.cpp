@@ -15,7 +15,6 @@ namespace weft {
 
 namespace {
 
-constexpr std::int64_t kPieceBytes = 4 << 20;  // that all ranks together bring to a call at once: the hub keeps them
 constexpr auto kBetweenAttempts = std::chrono::milliseconds(50);
 constexpr double kAbortSeconds = 1;  // in which an abort has to be on its way
 
@@ -132,7 +131,7 @@ class SocketRanks final : public Communicator {
   std::size_t me() const { return static_cast<std::size_t>(rank_); }
   // Elements of each rank's part that move at once.
   std::int64_t piece_of(std::int64_t element_bytes) const {
-    return std::max<std::int64_t>(1, kPieceBytes / size_ / element_bytes);
+    return std::max<std::int64_t>(1, std::int64_t{kPieceBytes} / size_ / element_bytes);
   }
   template <typename T>
   static void append(std::vector<std::byte>& bytes, const T& value) {

@@ -187,25 +187,35 @@ class ThreadRank final : public Communicator {
 }  // namespace
 
 void run_thread_ranks(int ranks, double time_limit_s, const std::function<void(Communicator&)>& work) {
-  Meeting meeting(ranks, time_limit_s);
+  run_thread_ranks(ranks, time_limit_s, [&](Communicator& communicator, Communicator&) { work(communicator); });
+}
+
+void run_thread_ranks(int ranks, double time_limit_s,
+                      const std::function<void(Communicator&, Communicator& beside)>& work) {
+  Meeting meeting(ranks, time_limit_s), meeting_beside(ranks, time_limit_s);
   std::mutex mutex;
   std::exception_ptr first;
   const auto run = [&](int rank) {
-    ThreadRank communicator(meeting, rank);
+    ThreadRank communicator(meeting, rank), beside(meeting_beside, rank);
+    const auto abort = [&](const Error& error) {
+      communicator.abort(error);
+      beside.abort(error);
+    };
     const auto keep = [&] {
       const std::lock_guard<std::mutex> lock(mutex);
       if (!first) first = std::current_exception();
     };
     try {
-      work(communicator);
+      work(communicator, beside);
     } catch (const Error& error) {
       keep();
-      communicator.abort(error);
+      abort(error);
     } catch (...) {
       keep();
-      communicator.abort(Error(Exit::internal, "ended by an exception"));
+      abort(Error(Exit::internal, "ended by an exception"));
     }
     meeting.leave(rank);
+    meeting_beside.leave(rank);
   };
   std::vector<std::thread> threads;
   {

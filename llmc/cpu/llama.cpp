@@ -168,6 +168,13 @@ class Llama final : public TrainModel {
     if (part.size() > 0) std::copy_n(values + (part.begin - spec.offset), part.size(), at(role, part));
     if (role == TensorRole::parameter) portion_.places.forget();
   }
+  std::vector<Range> own_elements() const override { return {divided_ ? own_ : Range{0, table_.arena_elements()}}; }
+  std::unique_ptr<StateCopy> make_own_copy() override {
+    return make_host_copy(own_elements(), [this](TensorRole role, std::size_t, float* values) {
+      const Range own = own_elements()[0];
+      std::copy_n(at(role, own), own.size(), values);
+    });
+  }
   std::vector<float> activation(const std::string& name) override;
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (parameters_divided()) fail(Exit::internal, "a decoder of divided parameters");

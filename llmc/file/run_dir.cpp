@@ -143,9 +143,6 @@ std::string lock_owner(int fd) {
 
 RunDirectory::RunDirectory(const std::string& path) : path_(path) {
   make_directories(path_);
-  for (const fs::directory_entry& entry : entries_of(path_)) {
-    was_empty_ = was_empty_ && entry.path().filename() == kLockName;
-  }
   take_lock();
 }
 
@@ -192,6 +189,13 @@ void RunDirectory::remove_leftovers() const {
     log_info("%s: removing %s, left by an interrupted save", escaped(path_).c_str(), escaped(name).c_str());
     remove_or_warn(entry.path().string());
   }
+}
+
+bool RunDirectory::empty() const {
+  for (const fs::directory_entry& entry : entries_of(path_)) {
+    if (entry.path().filename() != kLockName) return false;
+  }
+  return true;
 }
 
 std::vector<RunDirectory::Entry> RunDirectory::checkpoints() const {

@@ -31,8 +31,7 @@ class RunDirectory {
 
   const std::string& path() const { return path_; }
   std::string file(const std::string& name) const { return path_ + "/" + name; }
-  // Held nothing but the lock file when this run took it. A model on a GPU puts its GEMM plans here before a run begins.
-  bool was_empty() const { return was_empty_; }
+  bool empty() const;  // holds nothing but the lock file
   // Removes the temporary directories that interrupted saves and removals left. Call it only when the run has made sure
   // that the checkpoints here are its own.
   void remove_leftovers() const;
@@ -64,7 +63,6 @@ class RunDirectory {
 
   std::string path_;
   int lock_ = -1;
-  bool was_empty_ = true;
 };
 
 }  // namespace weft

@@ -14,6 +14,7 @@
 #include "llmc/base/json.h"
 #include "llmc/base/signals.h"
 #include "llmc/base/utf8.h"
+#include "llmc/file/data_check.h"
 #include "llmc/file/signature.h"
 
 namespace weft {
@@ -116,55 +117,6 @@ std::uint64_t hash_header(const std::byte* bytes, std::uint64_t data_offset) {
   stream.update(bytes + sizeof(Header), data_offset - sizeof(Header));
   return stream.digest();
 }
-
-// Hashes a tensor's data and, if `finite`, finds the first value that is not finite. Each piece is hashed and searched
-// while it is in the cache, so that memory is read once.
-class DataCheck {
- public:
-  DataCheck(std::span<const std::byte> data, DType dtype, bool finite) : data_(data), dtype_(dtype), finite_(finite) {}
-
-  // Processes bytes [begin, end). The calls cover the data in order and without gaps.
-  void process(std::size_t begin, std::size_t end) {
-    for (; begin < end; begin += kCachePiece) {
-      const std::size_t size = std::min(kCachePiece, end - begin);
-      stream_.update(data_.data() + begin, size);
-      if (finite_ && !first_) find_not_finite(begin, size);
-    }
-  }
-  std::uint64_t hash() const { return stream_.digest(); }
-  std::optional<std::size_t> first_not_finite() const { return first_; }
-
- private:
-  static constexpr std::size_t kCachePiece = 1 << 17;
-
-  // A float is not finite when all bits of its exponent are set.
-  template <typename Word>
-  void find(std::size_t begin, std::size_t size, Word exponent) {
-    const std::size_t count = size / sizeof(Word);
-    const auto at = [&](std::size_t i) {
-      Word word;
-      std::memcpy(&word, data_.data() + begin + i * sizeof word, sizeof word);
-      return word;
-    };
-    // Without a branch, so that the compiler vectorises it; the position is searched for only if there is one.
-    bool any = false;
-    for (std::size_t i = 0; i < count; ++i) any |= (at(i) & exponent) == exponent;
-    for (std::size_t i = 0; any && !first_; ++i) {
-      if ((at(i) & exponent) == exponent) first_ = begin / sizeof(Word) + i;
-    }
-  }
-  void find_not_finite(std::size_t begin, std::size_t size) {
-    if (dtype_ == DType::f32) find<std::uint32_t>(begin, size, 0x7F800000);
-    if (dtype_ == DType::bf16) find<std::uint16_t>(begin, size, 0x7F80);
-    if (dtype_ == DType::f16) find<std::uint16_t>(begin, size, 0x7C00);
-  }
-
-  std::span<const std::byte> data_;
-  DType dtype_;
-  bool finite_;
-  Xxh3Stream stream_;
-  std::optional<std::size_t> first_;
-};
 
 // The checks of TensorFile::open up to the tensor table, in the order that gives the most specific message.
 class Validator {
@@ -570,12 +522,15 @@ void TensorFileWriter::begin() {
 
 void TensorFileWriter::pad_to(std::uint64_t offset) {
   static constexpr std::array<std::byte, kHeaderPage> zeros{};
+  if (shared_) written_ = offset;  // the zeros are there
   while (written_ < offset) append(zeros.data(), std::min<std::uint64_t>(zeros.size(), offset - written_));
 }
 
 // With write_behind_ the bytes must not change until publish().
 void TensorFileWriter::append(const void* data, std::size_t bytes) {
-  if (write_behind_ != nullptr) {
+  if (shared_) {
+    file_->rewrite(written_, data, bytes);
+  } else if (write_behind_ != nullptr) {
     write_behind_->write(data, bytes);
   } else {
     file_->write(data, bytes);
@@ -634,7 +589,8 @@ void TensorFileWriter::write_parts(std::size_t count, const Part& part) {
   begin();
   if (count == 0) return;  // an empty tensor is already finished
   require_next(count);
-  if (tensors_[current_].dtype != DType::f32) fail(Exit::internal, "%s: parts are of fp32", escaped(path_).c_str());
+  if (shared_ || tensors_[current_].dtype != DType::f32)
+    fail(Exit::internal, "%s: parts are of fp32", escaped(path_).c_str());
   if (write_behind_ == nullptr) write_behind_ = std::make_unique<WriteBehind>(*file_);
   constexpr std::size_t kValues = WriteBehind::kPiece / sizeof(float);
   for (std::size_t first = 0; first < count; first += kValues) {
@@ -659,6 +615,22 @@ void TensorFileWriter::write_f32(const float* data, std::size_t count) {
     convert_from_f32(data + done, dtype, converted.data(), piece);  // refuses dtypes that are not float
     write(converted.data(), piece * sizeof(std::uint16_t));
   }
+}
+
+std::string TensorFileWriter::share() {
+  begin();
+  if (current_bytes_ > 0) fail(Exit::internal, "%s: shared after the first write", escaped(path_).c_str());
+  file_->extend(file_bytes_);
+  shared_ = true;
+  return file_->temporary();
+}
+
+void TensorFileWriter::written_by_others(std::uint64_t hash) {
+  if (!shared_ || current_ == tensors_.size() || current_bytes_ > 0) {
+    fail(Exit::internal, "%s: no tensor that others could have written", escaped(path_).c_str());
+  }
+  tensors_[current_++].hash = hash;
+  start_tensor();
 }
 
 void TensorFileWriter::publish() {

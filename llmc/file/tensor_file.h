@@ -118,9 +118,14 @@ class TensorFileWriter {
   // not change until publish(). From the first call on a second thread does the writing (WriteBehind).
   using Part = std::function<const float*(std::size_t first, std::size_t count, float* buffer)>;
   void write_parts(std::size_t count, const Part& part);
+  // For a file whose data several processes write, each a part of it, at the offsets of tensors(): creates it at its full
+  // size, zeros, and returns the name that it has until publish(). Then each tensor is either write()n, or told here.
+  std::string share();
+  // The next tensor has been written by others; its bytes have this hash.
+  void written_by_others(std::uint64_t hash);
   // Fails with Exit::internal if any tensor is not complete.
   void publish();
-  // The finished table with offsets and hashes; valid after publish().
+  // The table; offsets are valid after share() or publish(), hashes after publish().
   std::span<const TensorInfo> tensors() const { return tensors_; }
 
  private:
@@ -140,7 +145,8 @@ class TensorFileWriter {
   std::unordered_set<std::string, SeededHash> names_;
   std::unique_ptr<AtomicFile> file_;
   std::unique_ptr<WriteBehind> write_behind_;  // declared after file_, so destroyed before it
-  std::uint64_t written_ = 0;                  // bytes given to file_ or write_behind_
+  bool shared_ = false;
+  std::uint64_t written_ = 0;  // bytes given to file_ or write_behind_; of a shared file, where the next ones belong
   std::uint64_t file_bytes_ = 0;
   std::uint64_t data_offset_ = 0;
   std::size_t current_ = 0;          // the tensor being written

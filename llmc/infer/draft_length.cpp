@@ -1,12 +1,51 @@
 #include "llmc/infer/draft_length.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace weft {
 
-void running_mean(double& mean, double seconds) {
-  constexpr double kEarlier = 0.8;  // weight of the times before
-  mean = mean == 0 ? seconds : kEarlier * mean + (1 - kEarlier) * seconds;
+void RecentTimes::add(double seconds) {
+  if (added_++ >= kFirst) times_[static_cast<std::size_t>(seen() - 1) % kWindow] = seconds;
+}
+
+double RecentTimes::median() const {
+  if (seen() == 0) return 0;
+  std::array<double, kWindow> sorted = times_;
+  const std::int64_t count = std::min(seen(), kWindow);
+  const auto end = sorted.begin() + count, middle = sorted.begin() + count / 2;
+  std::nth_element(sorted.begin(), middle, end);
+  return *middle;
+}
+
+std::int64_t StepCosts::bucket_of(std::int64_t rows) {
+  if (rows <= 8) return rows;
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(rows)));
+}
+
+// Least squares through the medians; a line that falls says that rows cost nothing.
+StepCosts::Line StepCosts::line(double guess) const {
+  double n = 0, rows = 0, seconds = 0, best = 0;
+  std::int64_t most = 0, rows_of_most = 1;
+  for (const auto& [bucket, times] : times_) {
+    if (times.seen() > most) most = times.seen(), rows_of_most = bucket, best = times.median();
+    if (times.seen() < kEnough) continue;
+    ++n;
+    rows += static_cast<double>(bucket);
+    seconds += times.median();
+  }
+  if (most == 0) return {0, guess};
+  if (n < 2) return {best / (1 + guess * static_cast<double>(rows_of_most - 1)), guess};
+  double xy = 0, xx = 0;
+  for (const auto& [bucket, times] : times_) {
+    if (times.seen() < kEnough) continue;
+    const double x = static_cast<double>(bucket) - rows / n;
+    xy += x * (times.median() - seconds / n);
+    xx += x * x;
+  }
+  const double slope = std::max(0.0, xy / xx), one = seconds / n - slope * (rows / n - 1);
+  if (one <= 0) return {seconds / n, guess};
+  return {one, slope / one};
 }
 
 double expected_ids(double acceptance, std::int64_t k) {

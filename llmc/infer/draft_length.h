@@ -1,7 +1,10 @@
 // How many ids to draft for a sequence: as many as make its tokens cheapest, from the share of earlier drafts that were right.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <map>
 
 namespace weft {
 
@@ -13,8 +16,40 @@ struct DraftCosts {
   double draft = 0;  // of drafting one id
 };
 
-// Takes a time into the mean of the last few, in seconds; 0: none yet.
-void running_mean(double& mean, double seconds);
+// Times of one kind of step, without the first ones, in which a GPU loads kernels and captures graphs.
+class RecentTimes {
+ public:
+  static constexpr std::int64_t kFirst = 4, kWindow = 7;
+
+  void add(double seconds);
+  // Of the last kWindow, in seconds: a step that was interrupted does not weigh. 0: none yet.
+  double median() const;
+  std::int64_t seen() const { return std::max<std::int64_t>(added_ - kFirst, 0); }
+
+ private:
+  std::array<double, kWindow> times_{};  // the last ones, in a ring
+  std::int64_t added_ = 0;
+};
+
+// What a step of some rows takes, from the steps that were seen: a + b rows.
+class StepCosts {
+ public:
+  // A step of `rows` rows, 1 or more, took so long.
+  void add(std::int64_t rows, double seconds) { times_[bucket_of(rows)].add(seconds); }
+  struct Line {
+    double one_row = 0;      // seconds; 0: nothing was seen
+    double further_row = 0;  // in steps of one row
+  };
+  // `guess`: further_row as long as steps of fewer than two numbers of rows were seen kEnough times each.
+  Line line(double guess) const;
+
+ private:
+  static constexpr std::int64_t kEnough = 3;
+  // Single numbers up to 8, then powers of two.
+  static std::int64_t bucket_of(std::int64_t rows);
+
+  std::map<std::int64_t, RecentTimes> times_;  // by bucket_of()
+};
 
 // Ids that a verification of k drafts yields on average, if each is right with probability `acceptance`, given that those
 // before it are: 1 + a + ... + a^k (Leviathan et al., eq. 1).

@@ -6,7 +6,6 @@
 
 #include "llmc/base/clock.h"
 #include "llmc/base/error.h"
-#include "llmc/infer/draft_length.h"
 
 namespace weft {
 
@@ -114,8 +113,7 @@ void DraftModel::draft(std::span<Job> jobs) {
   for (Job& job : jobs) {
     if (!job.drafts->empty()) job.state->guesses.assign(job.drafts->begin(), job.drafts->end() - 1);
   }
-  if (!only_guesses) return;
-  running_mean(step_seconds_, seconds_since(start) / static_cast<double>(steps));
+  if (only_guesses) step_times_.add(seconds_since(start) / static_cast<double>(steps));
 }
 
 // A guess after one that could not be sampled is none.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "llmc/base/sampling.h"
+#include "llmc/infer/draft_length.h"
 #include "llmc/infer/page_pool.h"
 #include "llmc/model/inference_model.h"
 
@@ -46,8 +47,8 @@ class DraftModel {
   void draft(std::span<Job> jobs);
   void release(State& state);
 
-  // A step of the draft model in seconds, over the last ones without long prompts; 0: not known yet.
-  double step_seconds() const { return step_seconds_; }
+  // A step of the draft model in seconds, of the last ones without long prompts; 0: not known yet.
+  double step_seconds() const { return step_times_.median(); }
   std::string inconsistency() const { return pool_.inconsistency(); }
   std::int64_t pages_in_use() const { return pool_.in_use(); }
 
@@ -60,7 +61,7 @@ class DraftModel {
   PagePool pool_;
   std::vector<std::int32_t> slots_;  // free
   std::vector<Span> spans_;
-  double step_seconds_ = 0;
+  RecentTimes step_times_;
 };
 
 }  // namespace weft

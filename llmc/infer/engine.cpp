@@ -16,6 +16,7 @@
 #include "llmc/base/philox.h"
 #include "llmc/infer/draft_length.h"
 #include "llmc/infer/draft_model.h"
+#include "llmc/infer/draft_sequence.h"
 #include "llmc/infer/lookup.h"
 #include "llmc/infer/scheduler.h"
 
@@ -24,6 +25,8 @@ namespace weft {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+static_assert(kMostDrafted <= kDeviceDrafts);
 
 struct Request {
   Request(PagePool& pool, RequestId id, EngineRequest asked, std::shared_ptr<RequestListener> to)
@@ -38,6 +41,8 @@ struct Request {
 
   DraftLength draft_length;
   Lookup lookup;
+  std::vector<std::int32_t> found;  // by lookup
+  std::int64_t found_after = -1;    // so many ids
   std::optional<DraftModel::State> draft_state;
 };
 
@@ -76,8 +81,10 @@ void check_options(const InferenceModel& model, const EngineOptions& options) {
   if (drafts.lookup != 0) check("ids that are looked up", drafts.lookup, kMostDrafted);
   if (drafts.model != nullptr)
     check("sequences at once, of the draft model", options.max_running, drafts.model->slots());
-  if (drafts.lookup != 0 && drafts.model != nullptr)
-    fail(Exit::internal, "drafts: lookup and a draft model: only one of them");
+  if ((drafts.lookup != 0) + (drafts.model != nullptr) + (drafts.sequence != nullptr) > 1)
+    fail(Exit::internal, "drafts: lookup, a draft model, a draft model for one sequence: only one of them");
+  if (drafts.sequence != nullptr && options.max_running != 1)
+    fail(Exit::internal, "drafts: a model of one sequence for %lld", static_cast<long long>(options.max_running));
 }
 
 }  // namespace
@@ -92,6 +99,7 @@ class Engine::State {
                            options.share_prefixes}),
         drafts_(options.drafts) {
     if (drafts_.model != nullptr) draft_model_.emplace(*drafts_.model, model.config().vocab_size);
+    if (drafts_.sequence != nullptr) draft_sequence_.emplace(*drafts_.sequence, model.config().vocab_size);
     verified_ids_.reserve(static_cast<std::size_t>(options.rows_per_step));
     update_statistics();
   }
@@ -116,11 +124,14 @@ class Engine::State {
   void take_commands();
   void end_late_requests();
   void draft();
-  bool wants_drafts(Request& request);
+  bool wants_drafts(const Request& request) const;
+  const std::vector<std::int32_t>& looked_up(Request& request);
   void draft_with_model();
+  void finish_draft();
   DraftCosts draft_costs() const;
+  bool has_model() const { return draft_model_ || draft_sequence_; }
   std::int64_t draft_length(const Request& request) const {
-    return request.draft_length.next(draft_model_ ? kMostDrafted : drafts_.lookup, scheduler_.running(), draft_costs());
+    return request.draft_length.next(has_model() ? kMostDrafted : drafts_.lookup, scheduler_.running(), costs_);
   }
   void submit_step(std::span<const PlannedSpan> plan);
   void collect_step();
@@ -144,9 +155,12 @@ class Engine::State {
   std::vector<std::int32_t> verified_ids_;                       // of its spans with drafts
   const DraftOptions drafts_;
   std::optional<DraftModel> draft_model_;
+  std::optional<DraftSequence> draft_sequence_;
+  bool drafts_on_device_ = false;      // they are being drawn
   std::vector<Request*> drafted_for_;  // whose draft_state there is
   std::vector<DraftModel::Job> draft_jobs_;
-  double verification_seconds_ = 0;  // of a step that verifies and does little else; 0: not known yet
+  StepCosts step_costs_;  // of steps that verify and do little else
+  DraftCosts costs_;      // draft_costs() at the beginning of the step
   DraftCounts draft_counts_;
   std::int64_t steps_ = 0, rows_ = 0, generated_ids_ = 0;
 
@@ -221,15 +235,21 @@ bool Engine::State::step() {
   end_late_requests();
   if (drafts_.any()) draft();
   const std::span<const PlannedSpan> plan = scheduler_.plan();
-  const Clock::time_point start = Clock::now();
+  Clock::time_point start = Clock::now();
   if (!plan.empty()) submit_step(plan);
+  if (drafts_on_device_) {
+    finish_draft();
+    start = Clock::now();
+  }
   const bool full = std::ssize(flights_) >= model_.depth();
   const bool verifies = std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.drafts > 0; });
   if (verifies) {
     const bool alone = flights_.size() == 1 &&
                        !std::ranges::any_of(plan, [](const PlannedSpan& span) { return span.rows > 1 + span.drafts; });
+    std::int64_t rows = 0;
+    for (const PlannedSpan& span : plan) rows += span.rows;
     while (!flights_.empty()) collect_step();
-    if (alone) running_mean(verification_seconds_, seconds_since(start));
+    if (alone) step_costs_.add(rows, seconds_since(start));
   } else if (full || (plan.empty() && !flights_.empty())) {
     collect_step();
   }
@@ -237,31 +257,69 @@ bool Engine::State::step() {
 }
 
 // Guesses for the sequences that generate. They need all ids that were sampled, so that steps in flight are collected first if
-// some sequence is to get guesses.
+// some sequence is to get guesses. Without a match among the ids that are known there is no reason to wait for the next one.
 void Engine::State::draft() {
   const auto request_of = [&](const Sequence* s) -> Request& { return *requests_.at(s->order); };
   const std::span<Sequence* const> running = scheduler_.running_sequences();
+  costs_ = draft_costs();
   for (Sequence* s : running) s->drafts.clear();
-  if (std::ranges::any_of(running, [&](Sequence* s) { return s->in_flight > 0 && wants_drafts(request_of(s)); })) {
+  const auto waits = [&](Sequence* s) {
+    Request& request = request_of(s);
+    return s->in_flight > 0 && wants_drafts(request) && (has_model() || !looked_up(request).empty());
+  };
+  if (std::ranges::any_of(running, waits)) {
     while (!flights_.empty()) collect_step();
   }
   if (draft_model_) return draft_with_model();
   for (Sequence* s : scheduler_.running_sequences()) {
     Request& request = request_of(s);
-    if (!wants_drafts(request) || s->in_flight > 0) continue;
-    const std::span<const std::int32_t> found = request.lookup.find(s->ids, draft_length(request));
-    s->drafts.assign(found.begin(), found.end());
+    if (s->in_flight > 0 || !wants_drafts(request)) continue;
+    if (draft_sequence_) {
+      const std::int64_t count = std::min(draft_length(request), s->max_ids - s->sampled - 1);
+      const DeviceDrafts place = model_.device_drafts();
+      const std::int64_t started = draft_sequence_->start(s->ids, request.request.sampling, count, place);
+      // The step is submitted while the guesses are drawn, with ids in their places that it does not read.
+      s->drafts.assign(static_cast<std::size_t>(started), 0);
+      drafts_on_device_ = place.ids != nullptr && started > 0;
+      if (!drafts_on_device_) {
+        const std::span<const std::int32_t> guesses = draft_sequence_->finish();
+        s->drafts.assign(guesses.begin(), guesses.end());
+      }
+    } else {
+      s->drafts = looked_up(request);
+    }
   }
 }
 
-// Whether a sequence that generates is to get guesses as soon as its last id is known. Without a match among the ids that are
-// known there is no reason to wait for the next one.
-bool Engine::State::wants_drafts(Request& request) {
+// The guesses take the places that the submitted step has for them.
+void Engine::State::finish_draft() {
+  drafts_on_device_ = false;
+  const std::span<const std::int32_t> guesses = draft_sequence_->finish();
+  if (flights_.empty() || flights_.back().front().drafts == 0) return;  // there was no room for a guess
+  std::vector<std::int32_t>& drafts = flights_.back().front().request->sequence.drafts;
+  for (std::size_t i = 0; i < drafts.size(); ++i) {
+    verified_ids_[1 + i] = i < guesses.size() ? guesses[i] : -1;
+    drafts[i] = std::max(verified_ids_[1 + i], 0);
+  }
+}
+
+// What the sequence's ids say that follows them. Looked up once for the same ids.
+const std::vector<std::int32_t>& Engine::State::looked_up(Request& request) {
+  const std::vector<std::int32_t>& ids = request.sequence.ids;
+  if (request.found_after != std::ssize(ids)) {
+    const std::span<const std::int32_t> found = request.lookup.find(ids, draft_length(request));
+    request.found.assign(found.begin(), found.end());
+    request.found_after = std::ssize(ids);
+  }
+  return request.found;
+}
+
+// Whether a sequence that generates is to get guesses as soon as its last id is known.
+bool Engine::State::wants_drafts(const Request& request) const {
   const Sequence& s = request.sequence;
   const bool generates = s.id_on_device || s.id_on_host;
   if (!generates || std::ssize(s.ids) == s.prompt_size || s.max_ids - s.sampled < 2) return false;
-  if (draft_length(request) == 0) return false;
-  return draft_model_ || !request.lookup.find(s.ids, 1).empty();
+  return draft_length(request) > 0;
 }
 
 void Engine::State::draft_with_model() {
@@ -292,13 +350,14 @@ void Engine::State::draft_with_model() {
 
 // Until both are measured a draft costs what it reads.
 DraftCosts Engine::State::draft_costs() const {
-  if (!draft_model_) return {drafts_.row_cost, 0};
-  if (drafts_.draft_cost > 0) return {drafts_.row_cost, drafts_.draft_cost};
-  if (draft_model_->step_seconds() > 0 && verification_seconds_ > 0) {
-    return {drafts_.row_cost, draft_model_->step_seconds() / verification_seconds_};
-  }
-  const std::uint64_t own = drafts_.model->bytes_per_step(1, 0), all = model_.bytes_per_step(1, 0);
-  return {drafts_.row_cost, all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 0};
+  if (drafts_.draft_cost > 0) return {drafts_.row_cost, has_model() ? drafts_.draft_cost : 0};
+  const StepCosts::Line line = step_costs_.line(drafts_.row_cost);
+  if (!has_model()) return {line.further_row, 0};
+  const double step = draft_model_ ? draft_model_->step_seconds() : draft_sequence_->step_seconds();
+  if (step > 0 && line.one_row > 0) return {line.further_row, step / line.one_row};
+  const std::uint64_t own = draft_model_ ? drafts_.model->bytes_per_step(1, 0) : drafts_.sequence->bytes_per_token(0),
+                      all = model_.bytes_per_step(1, 0);
+  return {line.further_row, all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 0};
 }
 
 void Engine::State::take_commands() {
@@ -355,6 +414,7 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
       verified_ids_.insert(verified_ids_.end(), s.drafts.begin(), s.drafts.end());
       span.ids = std::span(verified_ids_).subspan(begin);
       span.drafts = planned.drafts;
+      span.drafts_on_device = drafts_on_device_;
     } else if (!planned.id_on_device) {
       span.ids = std::span(s.ids).subspan(first, rows);
     }

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "llmc/base/sampling.h"
+#include "llmc/model/decode_model.h"
 #include "llmc/model/draft_counts.h"
 #include "llmc/model/inference_model.h"
 
@@ -62,19 +63,21 @@ struct EngineRequest {
   std::optional<std::chrono::steady_clock::time_point> deadline;
 };
 
-// Where guesses come from; nowhere by default. Not both.
+// Where guesses come from; nowhere by default. At most one of lookup, model and sequence.
 struct DraftOptions {
   std::int64_t lookup = 0;  // at most so many ids that followed the same ids before, 0 to kMostDrafted
   InferenceModel* model =
       nullptr;  // drafts kMostDrafted at most; with as many slots as max_running; outlives the engine
-  // Of a further row of a step, in steps of one row: what makes guesses too expensive where many sequences run.
+  DecodeModel* sequence = nullptr;  // the same, of which can_draft(), where max_running is 1
+  // Of a further row of a step, in steps of one row: what makes guesses too expensive where many sequences run. As long as it is
+  // not measured.
   double row_cost = 0.01;
-  // Of one step of `model`, in steps of the engine's model. 0: measured.
+  // Of one step of `model` or `sequence`, in steps of the engine's model. 0: measured, and row_cost is, too; not 0: neither is.
   double draft_cost = 0;
   // For tests and measurements: a guess counts as right with this probability, whatever was sampled.
   std::optional<double> acceptance = {};
 
-  bool any() const { return lookup > 0 || model != nullptr; }
+  bool any() const { return lookup > 0 || model != nullptr || sequence != nullptr; }
 };
 
 struct EngineOptions {

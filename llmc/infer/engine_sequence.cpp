@@ -38,10 +38,11 @@ class Listener final : public RequestListener {
 
 class EngineSequence final : public DecodeModel {
  public:
-  EngineSequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity, std::unique_ptr<InferenceModel> draft,
+  EngineSequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity, SequenceDraft draft,
                  DraftOptions options)
       : model_(std::move(model)), draft_(std::move(draft)), capacity_(capacity), options_(options) {
-    options_.model = draft_.get();
+    options_.model = draft_.paged.get();
+    options_.sequence = draft_.sequence.get();
   }
 
   const ModelConfig& config() const override { return model_->config(); }
@@ -74,7 +75,7 @@ class EngineSequence final : public DecodeModel {
   Engine& engine();
 
   std::shared_ptr<InferenceModel> model_;
-  std::unique_ptr<InferenceModel> draft_;
+  SequenceDraft draft_;
   const std::int64_t capacity_;
   DraftOptions options_;
   std::vector<std::int32_t> ids_;  // of the sequence
@@ -86,8 +87,10 @@ class EngineSequence final : public DecodeModel {
 
 std::vector<MemoryLine> EngineSequence::memory() const {
   std::vector<MemoryLine> lines = model_->memory();
-  if (!draft_) return lines;
-  for (MemoryLine& line : draft_->memory()) {
+  const std::vector<MemoryLine> of_draft = draft_.paged      ? draft_.paged->memory()
+                                           : draft_.sequence ? draft_.sequence->memory()
+                                                             : std::vector<MemoryLine>{};
+  for (MemoryLine line : of_draft) {
     line.name = "draft: " + line.name;
     lines.push_back(std::move(line));
   }
@@ -160,7 +163,7 @@ void EngineSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
 }  // namespace
 
 std::unique_ptr<DecodeModel> engine_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
-                                             std::unique_ptr<InferenceModel> draft, DraftOptions options) {
+                                             SequenceDraft draft, DraftOptions options) {
   return std::make_unique<EngineSequence>(std::move(model), capacity, std::move(draft), options);
 }
 

@@ -10,9 +10,15 @@
 
 namespace weft {
 
-// `model` was made with one_sequence(capacity) (llmc/model/single_sequence.h). `draft` is the draft model, with at least one slot,
-// or null; `options.model` is set to it.
+// A draft model in one of two forms, or none.
+struct SequenceDraft {
+  std::unique_ptr<InferenceModel> paged;  // with at least one slot
+  std::unique_ptr<DecodeModel> sequence;  // of which can_draft()
+};
+
+// `model` was made with one_sequence(capacity) (llmc/model/single_sequence.h). `options.model` and `options.sequence` are set to
+// `draft`'s.
 std::unique_ptr<DecodeModel> engine_sequence(std::shared_ptr<InferenceModel> model, std::int64_t capacity,
-                                             std::unique_ptr<InferenceModel> draft, DraftOptions options);
+                                             SequenceDraft draft, DraftOptions options);
 
 }  // namespace weft

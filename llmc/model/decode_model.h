@@ -14,6 +14,7 @@
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
 #include "llmc/model/draft_counts.h"
+#include "llmc/model/inference_model.h"
 
 namespace weft {
 
@@ -23,6 +24,17 @@ struct GenerationRequest {
   std::vector<std::int32_t> stop_ids = {};
   std::int64_t max_ids = 0;
 };
+
+// The id that wait() returns, for DecodeModel::drafted(): nothing where it throws Exit::numeric.
+template <typename Wait>
+std::optional<std::int32_t> drafted_id(const Wait& wait) {
+  try {
+    return wait();
+  } catch (const Error& error) {
+    if (error.code() != Exit::numeric) throw;
+    return std::nullopt;
+  }
+}
 
 class DecodeModel {
  public:
@@ -56,6 +68,19 @@ class DecodeModel {
                             const std::function<bool(std::int32_t)>& /*on_id*/) {
     fail(Exit::internal, "this model does not sample");
   }
+
+  // Whether the model can draft for another one: start_draft().
+  virtual bool can_draft() const { return false; }
+  // Cuts the sequence to its first `kept` positions, appends `ids`, at least one, and samples `count` ids after them, at least one;
+  // kept + ids.size() + count - 1 <= capacity(), and so long the sequence is afterwards: the last id is not appended. Returns
+  // before the ids are sampled. The caller has checked `ids`. Id i is sampled for position kept + ids.size() + i, and is
+  // written to to.ids[i], too, if there is a place.
+  virtual void start_draft(std::int64_t /*kept*/, std::span<const std::int32_t> /*ids*/, std::int64_t /*count*/,
+                           const SamplingPlan& /*sampling*/, const DeviceDrafts& /*to*/) {
+    fail(Exit::internal, "this model does not draft");
+  }
+  // Id i of the draft, as soon as the host has it. Nothing, for it and those behind it, if its logits are not finite.
+  virtual std::optional<std::int32_t> drafted(std::int64_t /*i*/) { return std::nullopt; }
 
   // Of the last generate_ids(), if the model drafts.
   virtual std::optional<DraftCounts> draft_counts() const { return std::nullopt; }

@@ -77,6 +77,10 @@ void check_step(std::span<const Span> work, const InferenceOptions& options) {
       fail(Exit::internal, "inference: %lld drafts in a span of %lld rows%s", static_cast<long long>(span.drafts),
            static_cast<long long>(span.rows()), span.sampling == nullptr ? " that samples nothing" : "");
     }
+    if (span.drafts_on_device && (span.drafts < 1 || span.drafts > kDeviceDrafts)) {
+      fail(Exit::internal, "inference: %lld drafts on the device, expected 1 to %lld",
+           static_cast<long long>(span.drafts), static_cast<long long>(kDeviceDrafts));
+    }
     rows += span.rows();
   }
   if (work.empty() || rows > options.max_rows) {

@@ -21,6 +21,8 @@
 #include "llmc/base/sampling.h"
 #include "llmc/model/config.h"
 
+struct CUevent_st;  // cudaEvent_t points to one
+
 namespace weft {
 
 struct InferenceOptions {
@@ -43,6 +45,13 @@ InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, st
 InferenceOptions completed(InferenceOptions options, const ModelConfig& config);
 // Keys and values of the whole pool.
 MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes);
+
+// Where a model on a device writes guesses for a step that is submitted before the host knows them.
+inline constexpr std::int64_t kDeviceDrafts = 7;
+struct DeviceDrafts {
+  std::int32_t* ids = nullptr;    // [kDeviceDrafts], all in [0, vocab_size) at any time; null: the host must know them
+  CUevent_st* written = nullptr;  // recorded behind what writes them; the step waits for it
+};
 
 // Rows of one sequence for one step.
 struct Span {
@@ -70,6 +79,9 @@ struct Span {
   // were right; the keys and values of the others are overwritten by a later span. Needs `sampling` and at least one id before
   // the drafts; without targets and keep_logits. The next span of `slot` has ids.
   std::int64_t drafts = 0;
+  // The drafts are those of InferenceModel::device_drafts(), at most kDeviceDrafts, and of one span of a step. Then `ids` only has
+  // room for them: the caller writes them there, or -1 for one that there is none of, before collect(), and keeps them until then.
+  bool drafts_on_device = false;
 
   std::int64_t rows() const { return ids.empty() ? 1 : std::ssize(ids); }
 };
@@ -133,6 +145,8 @@ class InferenceModel {
   // max_rows() rows, at most one span a sequence. The caller has checked ids and pages. More than depth() uncollected steps,
   // or rows that do not fit: Exit::internal.
   virtual void submit(std::span<const Span> work) = 0;
+  // Where guesses for Span::drafts_on_device are written, once all steps that read those before are collected.
+  virtual DeviceDrafts device_drafts() { return {}; }
   // Waits for the oldest step that was not collected: one result a span, in the order of submit(). Valid until the next
   // collect() or submit().
   virtual std::span<const SpanResult> collect() = 0;

@@ -51,6 +51,12 @@ class SingleSequence final : public DecodeModel {
   bool samples() const override { return model_->depth() > 1 || decoder_ != nullptr; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
+  bool can_draft() const override { return decoder_ != nullptr; }
+  void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override;
+  std::optional<std::int32_t> drafted(std::int64_t i) override {
+    return drafted_id([&] { return decoder_->wait(i); });
+  }
   std::vector<double> score(std::span<const std::int32_t> ids) override;
   void keep_activations(bool keep) override { set_keep(keep ? Keep::activations : Keep::nothing); }
   void keep_logits(bool keep) override { set_keep(keep ? Keep::logits : Keep::nothing); }
@@ -179,7 +185,7 @@ void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const Gener
   } const end{*decoder_};
   for (std::int64_t seen = first; seen < request.max_ids;) {
     const std::int64_t count = std::min(request.max_ids - seen, decoder_->most_ids());
-    decoder_->launch(id, length_, count, request);
+    decoder_->launch({&id, 1}, length_, count, request);
     for (std::int64_t i = 0; i < count; ++i) {
       id = decoder_->wait(i);
       ++length_;
@@ -189,6 +195,22 @@ void SingleSequence::decode_ids(std::int32_t id, std::int64_t first, const Gener
     }
     decoder_->end();
   }
+}
+
+void SingleSequence::start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                                 const SamplingPlan& sampling, const DeviceDrafts& to) {
+  decoder_->end();
+  length_ = kept;
+  check_room(ids.size() + static_cast<std::size_t>(count) - 1);
+  if (std::ssize(ids) > decoder_->most_first_ids()) {
+    append(
+        ids.first(ids.size() - 1), [](Span&, std::size_t) {}, [](const SpanResult&) {}, [] { return false; });
+    ids = ids.last(1);
+  }
+  GenerationRequest request;
+  request.sampling = sampling;
+  decoder_->launch(ids, length_, count, request, to);
+  length_ += std::ssize(ids) + count - 1;
 }
 
 std::vector<double> SingleSequence::score(std::span<const std::int32_t> ids) {

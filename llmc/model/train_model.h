@@ -11,6 +11,7 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/base/error.h"
+#include "llmc/base/range.h"
 #include "llmc/model/decode_model.h"
 #include "llmc/model/operator_table.h"
 #include "llmc/model/tensor_table.h"
@@ -81,9 +82,17 @@ class StateCopy {
                             float* buffer) const = 0;
 };
 // What a StateCopy keeps on the host: a parameter and its two moments, four bytes each on every device.
-inline std::uint64_t state_copy_bytes(const TensorTable& table) {
-  return 3 * sizeof(float) * static_cast<std::uint64_t>(table.arena_elements());
+inline std::uint64_t state_copy_bytes(std::int64_t elements) {
+  return 3 * sizeof(float) * static_cast<std::uint64_t>(elements);
 }
+inline std::uint64_t state_copy_bytes(const TensorTable& table) {
+  return state_copy_bytes(table.arena_elements());
+}
+
+// A StateCopy in plain host memory. take() calls read(role, i, values) for each role of kStateRoles and each range i of the
+// arena, which together hold what the copy is of.
+std::unique_ptr<StateCopy> make_host_copy(std::vector<Range> ranges,
+                                          std::function<void(TensorRole, std::size_t range, float* values)> read);
 
 class TrainModel {
  public:
@@ -126,6 +135,12 @@ class TrainModel {
   // Host memory for copies of the state, state_copy_bytes() of it; valid while this model lives. Exit::resources where
   // it cannot be had. This implementation calls read_tensor(); a GPU has one that copies while training goes on.
   virtual std::unique_ptr<StateCopy> make_state_copy();
+
+  // What of the state this model has without asking other ranks: ranges of the arena, in its order. Those of all ranks that
+  // have divided the state are the arena, and no element is in two of them.
+  virtual std::vector<Range> own_elements() const { return {{0, table().arena_elements()}}; }
+  // As make_state_copy(), of own_elements() alone: what it reads lies within one of these ranges, and no other rank takes part.
+  virtual std::unique_ptr<StateCopy> make_own_copy() { return make_state_copy(); }
 
   // Test tool: a kernel that faults, as a broken one would. Exit::usage on a device that has no kernels.
   virtual void inject_device_fault() { fail(Exit::usage, "--debug-inject gpu@step: there is no GPU in this run"); }

@@ -4,6 +4,7 @@
 #include <pcre2.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "llmc/base/error.h"
 #include "llmc/text/normalizer.h"

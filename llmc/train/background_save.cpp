@@ -1,8 +1,8 @@
 #include "llmc/train/background_save.h"
 
-#include <new>
 #include <system_error>
 
+#include "llmc/base/error_from.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
 
@@ -35,11 +35,14 @@ SavePlan plan_saves(const TrainSettings& settings, const ModelConfig& config, st
 }
 
 BackgroundSave::BackgroundSave(CheckpointKeeper& keeper, std::unique_ptr<StateCopy> copy)
-    : keeper_(keeper), copy_(std::move(copy)) {}
+    : keeper_(&keeper), copy_(std::move(copy)) {}
+
+BackgroundSave::BackgroundSave(std::unique_ptr<JointSave> joint, std::unique_ptr<StateCopy> copy)
+    : keeper_(nullptr), joint_(std::move(joint)), copy_(std::move(copy)) {}
 
 BackgroundSave::~BackgroundSave() {
   const std::optional<Result> result = wait();
-  if (result && result->error) {
+  if (result && result->error && (joint_ == nullptr || joint_->is_first())) {
     log_warning("no checkpoint of step %lld: %s", static_cast<long long>(result->step), result->error->what());
   }
 }
@@ -48,15 +51,9 @@ BackgroundSave::~BackgroundSave() {
 void BackgroundSave::write(const TrainState& state, const TensorTable& table, const TensorSource& source,
                            Result& result) const {
   result.step = state.step;
-  try {
-    result.path = keeper_.save(state, table, source);
-  } catch (const Error& error) {
-    result.error = error;
-  } catch (const std::bad_alloc&) {
-    result.error = Error(Exit::resources, "out of memory");
-  } catch (const std::exception& error) {
-    result.error = Error(Exit::environment, escaped(error.what()));
-  }
+  result.error = error_from(
+      [&] { result.path = joint_ != nullptr ? joint_->save(state, *copy_) : keeper_->save(state, table, source); });
+  result.was_last = joint_ != nullptr && joint_->ended();
   result.seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
 }
 
@@ -78,7 +75,12 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
     return;
   }
   begin_ = Clock::now();
-  copy_->take();
+  try {
+    copy_->take();
+  } catch (const Error& error) {
+    if (joint_ != nullptr) joint_->abort(error);
+    throw;
+  }
   state_ = state;
   result_ = {};
   done_ = false;

@@ -15,6 +15,7 @@
 #include "llmc/base/error.h"
 #include "llmc/model/train_model.h"
 #include "llmc/train/checkpoint.h"
+#include "llmc/train/joint_save.h"
 #include "llmc/train/options.h"
 
 namespace weft {
@@ -36,12 +37,16 @@ class BackgroundSave {
     std::int64_t step = 0;
     std::string path;            // of the checkpoint; empty if it failed
     std::optional<Error> error;  // why
+    bool was_last = false;       // what the ranks do together has ended: no later save can succeed
     double seconds = 0;          // from start() to the end, reading back included
     double stalled_seconds = 0;  // the part of them during which training waited
   };
 
   // `copy` null: start() writes the checkpoint before it returns.
   BackgroundSave(CheckpointKeeper& keeper, std::unique_ptr<StateCopy> copy);
+  // On each rank of those that save together, with the copy of its own part. All of them call start() for the same steps; on
+  // ranks other than the first the results are without a path.
+  BackgroundSave(std::unique_ptr<JointSave> joint, std::unique_ptr<StateCopy> copy);
   ~BackgroundSave();  // waits for a save in progress; its failure is a warning
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
@@ -63,7 +68,8 @@ class BackgroundSave {
   void write(const TrainState& state, const TensorTable& table, const TensorSource& source, Result& result) const;
   std::optional<Result> take_result();
 
-  CheckpointKeeper& keeper_;
+  CheckpointKeeper* const keeper_;  // null where ranks save together
+  const std::unique_ptr<JointSave> joint_;
   const std::unique_ptr<StateCopy> copy_;
   Clock::time_point begin_;
   TrainState state_;  // of the save in progress

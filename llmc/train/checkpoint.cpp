@@ -84,6 +84,10 @@ void write_tensor_of(const TensorSource& source, TensorRole role, const TensorSp
   });
 }
 
+std::string bad_value_text(TensorRole role, const TensorSpec& spec, std::size_t element, float value) {
+  return format("%s: element %zu is %g", state_tensor_name(role, spec).c_str(), element, static_cast<double>(value));
+}
+
 // "moment2.NAME: element 3 is inf" for the first value that is not finite; empty if there is none.
 std::string first_not_finite(const TensorTable& table, const TensorSource& source) {
   constexpr std::size_t kPiece = 1 << 18;  // values that are read at once
@@ -96,9 +100,7 @@ std::string first_not_finite(const TensorTable& table, const TensorSource& sourc
         const float* values = source.read(role, spec, first, size, buffer.data());
         const float* bad = std::find_if(values, values + size, [](float value) { return !std::isfinite(value); });
         if (bad == values + size) continue;
-        return format("%s: element %zu is %g",
-                      (role == TensorRole::parameter ? spec.name : moment_name(role, spec)).c_str(),
-                      first + static_cast<std::size_t>(bad - values), static_cast<double>(*bad));
+        return bad_value_text(role, spec, first + static_cast<std::size_t>(bad - values), *bad);
       }
     }
   }
@@ -214,6 +216,10 @@ std::string value_text(const Json& object, const std::string& key) {
 
 }  // namespace
 
+std::string state_tensor_name(TensorRole role, const TensorSpec& spec) {
+  return role == TensorRole::parameter ? spec.name : moment_name(role, spec);
+}
+
 Json TrainState::to_json() const {
   Json json = {{"step", step},
                {"updates", updates},
@@ -246,7 +252,7 @@ TrainState TrainState::from_json(const Json& object, const std::string& source) 
   return state;
 }
 
-Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
+Checkpoint Checkpoint::open(const std::string& path, std::int64_t step, Values values) {
   const std::string manifest_path = path + "/" + kManifestName, source = escaped(manifest_path);
   const Json manifest = parse_json(read_text_file(manifest_path, kMaxManifestBytes), source,
                                    {.bytes = kMaxManifestBytes, .values = kMaxConfigValues});
@@ -261,7 +267,7 @@ Checkpoint Checkpoint::open(const std::string& path, std::int64_t step) {
   check_against_manifest((*files)[0], checkpoint.model_.file(), source);
   check_against_manifest((*files)[1], checkpoint.training_, source);
   checkpoint.read_state(manifest, step);
-  checkpoint.check_tensors();
+  if (values == Values::unknown) checkpoint.check_tensors();
   return checkpoint;
 }
 
@@ -385,7 +391,10 @@ void Checkpoint::load(TrainModel& model) const {
 }
 
 CheckpointKeeper::CheckpointKeeper(const RunDirectory& directory, RunIdentity identity, std::int64_t keep)
-    : directory_(directory), identity_(std::move(identity)), keep_(static_cast<std::size_t>(keep)) {
+    : directory_(directory),
+      identity_(std::move(identity)),
+      keep_(static_cast<std::size_t>(keep)),
+      began_empty_(directory.empty()) {
   if (keep < 2) fail(Exit::usage, "--keep: got %lld, expected at least 2", static_cast<long long>(keep));
 }
 
@@ -422,7 +431,7 @@ std::optional<Checkpoint> CheckpointKeeper::newest_intact(ResumeMode mode) const
 }
 
 std::optional<TrainState> CheckpointKeeper::resume(ResumeMode mode, TrainModel& model) {
-  if (mode == ResumeMode::never && !directory_.was_empty()) {
+  if (mode == ResumeMode::never && !began_empty_) {
     fail(Exit::usage, "--resume never: %s is not empty. Choose another --out", escaped(directory_.path()).c_str());
   }
   const std::optional<Checkpoint> checkpoint = newest_intact(mode);
@@ -495,8 +504,6 @@ std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* k
 
 void CheckpointKeeper::write(const std::string& path, const TrainState& state, const TensorTable& table,
                              const TensorSource& source) const {
-  Json manifest = manifest_head(state, identity_.model, identity_.settings);
-  manifest["made_by"] = "weft train_llama " + identity_.version;
   const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
   TensorFileWriter model = declare_model(model_path, identity_, table);
   TensorFileWriter training = declare_training_state(training_path, identity_, state, table);
@@ -511,8 +518,16 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
     }
   });
   training.publish();
-  manifest["files"] = {describe_file(model_path, model.tensors()), describe_file(training_path, training.tensors())};
-  write_file_atomically(path + "/" + kManifestName, manifest.dump(1) + "\n");
+  write_manifest(path, state, model, training);
+}
+
+void CheckpointKeeper::write_manifest(const std::string& directory, const TrainState& state,
+                                      const TensorFileWriter& model, const TensorFileWriter& training) const {
+  Json manifest = manifest_head(state, identity_.model, identity_.settings);
+  manifest["made_by"] = "weft train_llama " + identity_.version;
+  manifest["files"] = {describe_file(directory + "/" + kModelName, model.tensors()),
+                       describe_file(directory + "/" + kStateName, training.tensors())};
+  write_file_atomically(directory + "/" + kManifestName, manifest.dump(1) + "\n");
 }
 
 std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& table, const TensorSource& source) {
@@ -525,10 +540,56 @@ std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& t
     directory_.discard_checkpoint(state.step);
     throw;
   }
+  return keep(state);
+}
+
+// The checkpoint of this state is complete.
+std::string CheckpointKeeper::keep(const TrainState& state) {
   intact_.insert(state.step);
   if (state.best && state.best->step == state.step) best_ = state.step;  // only now may the best one before be removed
   remove_old();
   return directory_.checkpoint_path(state.step);
+}
+
+SharedCheckpoint CheckpointKeeper::begin_shared(const TrainState& state, const TensorTable& table) const {
+  const std::string path = directory_.begin_checkpoint(state.step);
+  SharedCheckpoint files{path,
+                         declare_model(path + "/" + kModelName, identity_, table),
+                         declare_training_state(path + "/" + kStateName, identity_, state, table),
+                         {},
+                         {},
+                         {}};
+  files.model_path = files.model.share();
+  files.training_path = files.training.share();
+  for (std::size_t i = 0; i < table.specs().size(); ++i) files.offsets.push_back(files.model.tensors()[i].offset);
+  for (const TensorInfo& tensor : files.training.tensors()) files.offsets.push_back(tensor.offset);
+  return files;
+}
+
+std::string CheckpointKeeper::commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
+                                            std::span<const TensorRead> tensors) {
+  const std::size_t count = table.specs().size();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].first_bad >= 0) {
+      throw not_finite(state, bad_value_text(kStateRoles[i / count], table.specs()[i % count],
+                                             static_cast<std::size_t>(tensors[i].first_bad), tensors[i].bad_value));
+    }
+    (i < count ? files.model : files.training).written_by_others(tensors[i].hash);
+  }
+  if (!identity_.tokenizer.empty()) files.model.write(identity_.tokenizer.data(), identity_.tokenizer.size());
+  files.model.publish();
+  files.training.publish();
+  write_manifest(files.directory, state, files.model, files.training);
+  Checkpoint::open(files.directory, state.step, Checkpoint::Values::checked);
+  directory_.commit_checkpoint(state.step);
+  return keep(state);
+}
+
+Error CheckpointKeeper::not_finite(const TrainState& state, const std::string& value) const {
+  return {Exit::numeric,
+          format("step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step), value.c_str(),
+                 intact_.empty() ? "There is no older checkpoint"
+                                 : ("The newest checkpoint is " + escaped(last_path())).c_str())};
 }
 
 // Nothing older is removed before the new checkpoint has been read from the disk and found intact. Reading refuses a value
@@ -539,12 +600,7 @@ void CheckpointKeeper::read_back(const std::string& path, const TrainState& stat
     Checkpoint::open(path, state.step);
   } catch (const Error& error) {
     if (error.code() != Exit::bad_file) throw;
-    if (const std::string value = first_not_finite(table, source); !value.empty()) {
-      fail(Exit::numeric, "step %lld: %s. %s. Lower --lr or --grad-clip", static_cast<long long>(state.step),
-           value.c_str(),
-           intact_.empty() ? "There is no older checkpoint"
-                           : ("The newest checkpoint is " + escaped(last_path())).c_str());
-    }
+    if (const std::string value = first_not_finite(table, source); !value.empty()) throw not_finite(state, value);
     throw;
   }
 }

@@ -11,7 +11,9 @@
 #include <functional>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "llmc/base/json.h"
 #include "llmc/comm/communicator.h"
@@ -20,6 +22,7 @@
 #include "llmc/model/train_model.h"
 #include "llmc/train/guard.h"
 #include "llmc/train/options.h"
+#include "llmc/train/shared_checkpoint.h"
 
 namespace weft {
 
@@ -60,8 +63,12 @@ struct RunIdentity {
 // A checkpoint that was read completely and found intact.
 class Checkpoint {
  public:
-  // Checks manifest, sizes, every hash, and that every value is finite; Exit::bad_file says what is wrong.
-  static Checkpoint open(const std::string& path, std::int64_t step);
+  // What is known of the values in the files: nothing, or that they have been read, are finite, and have the hashes that the
+  // tables of the files say.
+  enum class Values { unknown, checked };
+  // Checks manifest, sizes and, where they are unknown, every hash, and that every value is finite; Exit::bad_file says what
+  // is wrong.
+  static Checkpoint open(const std::string& path, std::int64_t step, Values values = Values::unknown);
 
   const TrainState& state() const { return state_; }
   const ModelConfig& model() const { return model_.config(); }
@@ -97,6 +104,9 @@ TensorSource tensors_of(const StateCopy& copy);
 // tensor, as TrainModel::make_state_copy() reads it.
 void take_part_in_copy(TrainModel& model);
 
+// What a tensor of kStateRoles is called in the file that holds it.
+std::string state_tensor_name(TensorRole role, const TensorSpec& spec);
+
 // Saves checkpoints of one run and removes old ones.
 class CheckpointKeeper {
  public:
@@ -105,7 +115,8 @@ class CheckpointKeeper {
   // Loads the newest intact checkpoint into `model`, with a warning for each damaged one that is newer, removes what
   // interrupted saves left, and returns the checkpoint's state; nothing if there is no checkpoint and the run begins. If
   // there are checkpoints but none is intact: Exit::bad_file, because a run is never silently started over.
-  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that is not empty is Exit::usage.
+  // ResumeMode::must: the newest one has to be intact. ResumeMode::never: a directory that was not empty when this keeper was
+  // made is Exit::usage; what the model has written there since, the GEMM plans of a GPU, does not count.
   std::optional<TrainState> resume(ResumeMode mode, TrainModel& model);
 
   // Writes a checkpoint, reads it back, gives it its name, and only then removes old ones. On failure nothing older is
@@ -113,6 +124,14 @@ class CheckpointKeeper {
   // path.
   std::string save(const TrainState& state, const TensorTable& table, const TensorSource& source);
   std::string save(const TrainState& state, TrainModel& model) { return save(state, model.table(), tensors_of(model)); }
+
+  // The same in two steps, between which all ranks write the values of the tensors and read them back. begin_shared() makes
+  // the files, at their full size; commit_shared() gets what was read of each tensor, in the order of the offsets, and does the
+  // rest. discard() removes what was written.
+  SharedCheckpoint begin_shared(const TrainState& state, const TensorTable& table) const;
+  std::string commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
+                            std::span<const TensorRead> tensors);
+  void discard(std::int64_t step) const noexcept { directory_.discard_checkpoint(step); }
 
   std::int64_t last_saved() const { return intact_.empty() ? -1 : *intact_.rbegin(); }  // step of the newest; -1: none
   std::string last_path() const;                                                        // empty if there is none
@@ -122,6 +141,10 @@ class CheckpointKeeper {
   std::optional<Checkpoint> newest_intact(ResumeMode mode) const;
   void write(const std::string& path, const TrainState& state, const TensorTable& table,
              const TensorSource& source) const;
+  void write_manifest(const std::string& directory, const TrainState& state, const TensorFileWriter& model,
+                      const TensorFileWriter& training) const;
+  std::string keep(const TrainState& state);
+  Error not_finite(const TrainState& state, const std::string& value) const;
   void read_back(const std::string& path, const TrainState& state, const TensorTable& table,
                  const TensorSource& source) const;
   void remove_old() const;
@@ -129,6 +152,7 @@ class CheckpointKeeper {
   const RunDirectory& directory_;
   const RunIdentity identity_;
   const std::size_t keep_;
+  const bool began_empty_;
   std::set<std::int64_t> intact_;     // steps whose checkpoint this process has read completely and found intact
   std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };

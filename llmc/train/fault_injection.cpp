@@ -6,6 +6,7 @@
 #include <charconv>
 #include <csignal>
 #include <limits>
+#include <mutex>
 #include <utility>
 
 #include "llmc/base/error.h"
@@ -16,8 +17,9 @@ namespace weft {
 
 namespace {
 
-// The hooks are plain functions, so their state is global. After arm_save_fault() only the thread that saves uses it:
-// files beside checkpoints are not counted.
+// The hooks are plain functions, so their state is global. After arm_save_fault() only threads that save use it, one at a
+// time: files beside checkpoints are not counted.
+std::mutex hook_mutex;
 FaultPlan armed;
 std::string current_save;        // the step_N.tmp that is being written
 std::uint64_t bytes_before = 0;  // bytes that this save has written so far
@@ -32,8 +34,8 @@ bool belongs_to_save(const std::string& directory) {
 void fail_save(const std::string& path) {
   if (armed.save == SaveFault::kill) ::raise(SIGKILL);
   save_fault_done = true;
-  if (armed.save == SaveFault::term) {
-    ::kill(::getpid(), SIGTERM);
+  if (armed.save == SaveFault::term || armed.save == SaveFault::stop) {
+    ::kill(::getpid(), armed.save == SaveFault::term ? SIGTERM : SIGSTOP);
     return;
   }
   if (armed.save == SaveFault::enospc) {
@@ -44,6 +46,7 @@ void fail_save(const std::string& path) {
 
 std::size_t on_write(const std::string& path, std::uint64_t /*offset*/, std::size_t bytes) {
   const std::string directory = parent_directory(path);
+  const std::lock_guard<std::mutex> lock(hook_mutex);
   if (save_fault_done || !belongs_to_save(directory)) return bytes;
   if (directory != current_save) {
     current_save = directory;
@@ -56,6 +59,7 @@ std::size_t on_write(const std::string& path, std::uint64_t /*offset*/, std::siz
 }
 
 bool on_call(const char* /*call*/, const std::string& /*path*/) {
+  const std::lock_guard<std::mutex> lock(hook_mutex);
   if (call_fault_done || calls_before++ != armed.call_number) return true;
   if (armed.call == CallAction::kill) ::raise(SIGKILL);
   call_fault_done = true;
@@ -65,8 +69,8 @@ bool on_call(const char* /*call*/, const std::string& /*path*/) {
 constexpr const char* kForms =
     "nan@step=N, kill@step=N, hang@step=N, gpu@step=N, memory@step=N, inf@moment=N, arch@gpu=N, free@gpu=N, "
     "ranks@cpu=N, version@rank=R, "
-    "term@step=N, term@validation=N, term@sample=N, enospc@log=N, kill@save=BYTE, term@save=BYTE, io-error@save=BYTE, "
-    "enospc@save=BYTE, "
+    "term@step=N, term@validation=N, term@sample=N, enospc@log=N, kill@save=BYTE, term@save=BYTE, stop@save=BYTE, "
+    "io-error@save=BYTE, enospc@save=BYTE, "
     "kill@call=K or io-error@call=K";
 
 [[noreturn]] void refuse(const std::string& spec) {
@@ -98,6 +102,7 @@ bool set_step_fault(FaultPlan& plan, const std::string& point, std::int64_t step
 bool set_save_fault(FaultPlan& plan, const std::string& point, std::int64_t byte) {
   const std::pair<const char*, SaveFault> points[] = {{"kill@save", SaveFault::kill},
                                                       {"term@save", SaveFault::term},
+                                                      {"stop@save", SaveFault::stop},
                                                       {"io-error@save", SaveFault::io_error},
                                                       {"enospc@save", SaveFault::enospc}};
   for (const auto& [name, fault] : points) {
@@ -142,6 +147,7 @@ FaultPlan parse_faults(const std::vector<std::string>& specs) {
 }
 
 void arm_save_fault(const FaultPlan& plan) {
+  const std::lock_guard<std::mutex> lock(hook_mutex);
   armed = plan;
   current_save.clear();
   bytes_before = 0;
@@ -186,6 +192,7 @@ void inject_moment_fault(const FaultPlan& plan, std::int64_t step, TrainModel& m
 }
 
 bool log_record_allowed() {
+  const std::lock_guard<std::mutex> lock(hook_mutex);
   return !armed.log_record || ++log_records != *armed.log_record;
 }
 

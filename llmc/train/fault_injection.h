@@ -14,6 +14,7 @@
 //   term@step=N, term@validation=N, term@sample=N   SIGTERM arrives during step N, or what follows it
 //   kill@save=BYTE    the process dies when a save has written BYTE bytes of the checkpoint
 //   term@save=BYTE    SIGTERM arrives at that point
+//   stop@save=BYTE    the process is stopped (SIGSTOP) at that point
 //   io-error@save=BYTE, enospc@save=BYTE   writing the byte after that fails, once
 //   enospc@log=N      log.jsonl has no room for the N-th record (from 1) after the run's first line
 //   kill@call=K       the process dies before the K-th sync, rename or removal (from 0) of its saves
@@ -29,7 +30,7 @@
 
 namespace weft {
 
-enum class SaveFault { none, kill, term, io_error, enospc };
+enum class SaveFault { none, kill, term, stop, io_error, enospc };
 enum class CallAction { none, kill, io_error };
 
 struct FaultPlan {

@@ -114,13 +114,17 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
       start_time_(Clock::now()),
       first_step_(state_.step + 1),
       saved_step_(state_.step) {
-  if (ranks_.size() > 1 &&
-      (parts_.settings.virtual_ranks % ranks_.size() != 0 || first_rank() != (parts_.checkpoints != nullptr) ||
-       first_rank() != (parts_.copy != nullptr))) {
+  const bool saves = first_rank() || parts_.joint_save != nullptr;
+  if (ranks_.size() > 1 && (parts_.settings.virtual_ranks % ranks_.size() != 0 ||
+                            first_rank() != (parts_.checkpoints != nullptr) || saves != (parts_.copy != nullptr))) {
     fail(Exit::internal, "rank %d of %d: not the parts of this rank", ranks_.rank(), ranks_.size());
   }
-  if (parts_.checkpoints != nullptr) saves_.emplace(*parts_.checkpoints, std::move(parts_.copy));
-  if (first_rank()) arm_save_fault(faults_);
+  if (parts_.joint_save != nullptr) {
+    saves_.emplace(std::move(parts_.joint_save), std::move(parts_.copy));
+  } else if (parts_.checkpoints != nullptr) {
+    saves_.emplace(*parts_.checkpoints, std::move(parts_.copy));
+  }
+  if (saves_) arm_save_fault(faults_);
 }
 
 // Sets the messages for the first and the second signal from now on.
@@ -150,7 +154,11 @@ Exit TrainLoop::run() {
       // model can be trusted, and the last checkpoint has to do.
       // All ranks throw these together, so that they can save together.
       ending_ = true;
-      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) save_now(false);
+      if (error.code() == Exit::bad_file || error.code() == Exit::numeric) {
+        save_now(false);
+      } else {
+        ranks_.abort(error);  // before a save in progress is waited for: the others need not wait that long
+      }
       if (saves_) report_save(saves_->wait());
       throw;
     }
@@ -407,6 +415,7 @@ void TrainLoop::save_now(bool last) {
   } else {
     start_save();
     result = wait_for_save();
+    if (!first_rank()) result.reset();  // what the first rank says counts
   }
   if (last && result && result->error && result->error->code() != Exit::numeric) {
     fail_together(ranks_,
@@ -415,14 +424,16 @@ void TrainLoop::save_now(bool last) {
   fail_together(ranks_, report_save(result));
 }
 
-// The result of the save in progress, if there is one, on the first rank.
+// The result of the save in progress, if there is one, on the ranks that save.
 std::optional<BackgroundSave::Result> TrainLoop::wait_for_save() {
   if (ranks_.size() == 1) return saves_->wait();
   std::optional<BackgroundSave::Result> result;
   bool waiting = true;
   while (waiting) {
-    if (saves_) result = saves_->wait_at_most(kSaveHeartbeat);
-    waiting = ranks_.broadcast(saves_ && saves_->in_progress());
+    if (saves_) {
+      if (std::optional<BackgroundSave::Result> done = saves_->wait_at_most(kSaveHeartbeat)) result = std::move(done);
+    }
+    waiting = largest(ranks_, saves_ && saves_->in_progress() ? 1 : 0) != 0;
   }
   return result;
 }
@@ -432,12 +443,13 @@ void TrainLoop::settle_save() {
   fail_together(ranks_, report_save(wait_for_save()));
 }
 
-// Returns the error that is to end the run.
+// Returns the error that is to end the run. Only the first rank knows how a save of all has ended.
 std::optional<Error> TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
-  if (!result) return std::nullopt;
+  if (!result || !first_rank()) return std::nullopt;
   if (result->error) {
-    // Training on from moments that are not finite would only move the parameters away from the last good checkpoint.
-    if (result->error->code() == Exit::numeric && !ending_) return result->error;
+    // Training on from moments that are not finite would only move the parameters away from the last good checkpoint, and
+    // without a rank to save with there would be no other one.
+    if ((result->error->code() == Exit::numeric || result->was_last) && !ending_) return result->error;
     log_warning("no checkpoint of step %lld: %s%s", wide(result->step), result->error->what(),
                 ending_ ? "" : ". Training goes on");
     return std::nullopt;

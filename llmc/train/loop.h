@@ -32,7 +32,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
                                 std::int64_t batches);
 
 // One process, or one of several ranks: each has a loop, which take the same steps and the same decisions. The first rank
-// alone writes: the log, messages, samples and checkpoints.
+// alone writes: the log, messages, samples and, unless all write those together, checkpoints.
 class TrainLoop {
  public:
   struct Parts {
@@ -43,8 +43,10 @@ class TrainLoop {
     RunLog& log;
     const TokenDataset* validation = nullptr;              // may be absent
     std::function<std::string(std::int64_t step)> sample;  // may be empty
-    std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; the first of several ranks needs one
+    std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; who saves of several ranks needs one
     Communicator* ranks = nullptr;    // of a divisor of settings.virtual_ranks processes; null: alone
+    // On all of several ranks that write checkpoints together, each with a copy of its own part; absent: the first one writes.
+    std::unique_ptr<JointSave> joint_save;
   };
 
   // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.
@@ -98,7 +100,7 @@ class TrainLoop {
   Communicator& ranks_;
   TrainState state_;
   FaultPlan faults_;
-  std::optional<BackgroundSave> saves_;  // where there is a keeper
+  std::optional<BackgroundSave> saves_;  // where there is a keeper, and on all ranks that save together
   const std::chrono::steady_clock::time_point start_time_;
   const std::int64_t first_step_;
   std::chrono::steady_clock::time_point last_line_;

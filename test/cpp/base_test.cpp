@@ -39,6 +39,7 @@
 #include "llmc/base/signals.h"
 #include "llmc/base/threads.h"
 #include "llmc/base/utf8.h"
+#include "processor_time.h"
 #include "test_files.h"
 
 namespace weft {
@@ -910,7 +911,11 @@ TEST(Memory, TheTableEndsWithItsTotal) {
 TEST(Human, BytesAndSeconds) {
   EXPECT_EQ(human_bytes(0), "0 B");
   EXPECT_EQ(human_bytes(999), "999 B");
+  EXPECT_EQ(human_bytes(1000), "1.00 KB");
   EXPECT_EQ(human_bytes(1500), "1.50 KB");
+  EXPECT_EQ(human_bytes(10'000), "10.0 KB");
+  EXPECT_EQ(human_bytes(100'000), "100 KB");
+  EXPECT_EQ(human_bytes(1e6), "1.00 MB");
   EXPECT_EQ(human_bytes(17'400), "17.4 KB");
   EXPECT_EQ(human_bytes(312e6), "312 MB");
   EXPECT_EQ(human_bytes(5e15), "5000 TB");

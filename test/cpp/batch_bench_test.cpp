@@ -68,10 +68,31 @@ TEST(BatchBench, CountsTheStepsInWhichAllSequencesDecode) {
     EXPECT_EQ(std::count(text.begin(), text.end(), '%'), 3);
     BatchBenchResult unknown = result;
     unknown.read_ceiling = 0;  // on a device where it was not measured
+    const auto keys_of = [](const Json& object) {
+      std::string keys;
+      for (const auto& [key, value] : object.items()) keys += key + " ";
+      return keys;
+    };
+    const std::string always = "bytes_per_step decode_tokens_per_s gb_per_s prefill_tokens_per_s sequences ";
+    EXPECT_EQ(keys_of(json), "decode device points prompt_tokens read_ceiling_gb_per_s tokens ");
+    EXPECT_EQ(keys_of(json["points"][0]), always + "share_of_read_ceiling step_ms_p50 step_ms_p99 steps ");
+    const Json not_measured = batch_bench_json(unknown, {"cpu", "reference"});
+    EXPECT_EQ(keys_of(not_measured), "decode device points prompt_tokens tokens ");
+    EXPECT_EQ(keys_of(not_measured["points"][0]), always + "step_ms_p50 step_ms_p99 steps ");
     const std::string without = batch_bench_text(unknown);
     EXPECT_EQ(without.find("plain read"), std::string::npos);
     EXPECT_EQ(std::count(without.begin(), without.end(), '%'), 0);
   }
+}
+
+// The least that has a step between two: of each sequence one.
+TEST(BatchBench, TwoTokensAreEnough) {
+  Measured model(sizes(1));
+  BatchBenchOptions options;
+  options.sequences = {3};
+  options.prompt = 5;
+  options.tokens = 2;
+  EXPECT_EQ(std::ssize(run_batch_bench(model, engine_options(), options).points.at(0).step_ms), 1);
 }
 
 TEST(BatchBench, RefusesWhatCannotBeMeasured) {

@@ -115,6 +115,13 @@ TEST_F(BatchTest, EveryRequestIsAnsweredAsIfItWereAlone) {
 }
 
 // The members of each kind of answer, no more and no fewer: readers go by them.
+TEST_F(BatchTest, ANumberAndATextAreTwoIds) {
+  EXPECT_EQ(run("{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": \"1\", \"prompt\": \"b\"}\n"), Exit::ok);
+  EXPECT_EQ(answer(1)["prompt_ids"], ids_of("a"));
+  EXPECT_EQ(answer("1")["prompt_ids"], ids_of("b"));
+  EXPECT_EQ(answers().size(), 2u);
+}
+
 TEST_F(BatchTest, EachKindOfAnswerHasItsMembers) {
   const std::string asked =
       "{\"id\": 1, \"prompt\": \"a\"}\n{\"id\": 2, \"prompt\": \"ab\", \"logprobs\": 0}\n"

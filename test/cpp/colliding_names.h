@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
 #include <random>
 #include <string>
 #include <vector>
@@ -64,14 +63,6 @@ inline std::vector<std::string> colliding_names(int bits) {
     state = (after_one ^ mix(one_end)) * kFactor;
   }
   return names;
-}
-
-// Processor time of `work`, in seconds.
-template <typename Work>
-double processor_seconds(Work work) {
-  const std::clock_t begin = std::clock();
-  work();
-  return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
 }
 
 // `seconds_for(names)` takes for colliding names about as long as for others: with std::hash it would be thirty times that.

@@ -226,6 +226,13 @@ TEST_P(CommunicatorTest, RanksInDifferentCallsDoNotMixTheirMemory) {
     EXPECT_EQ(text, "the ranks do not agree: rank 0 is in broadcast(), rank 1 in broadcast() with other sizes");
   }
   EXPECT_EQ(sizes.code[0], Exit::internal);
+  const Ends roots = ends_of(2, kLimit, [](Communicator& ranks) {
+    std::vector<std::byte> bytes(8);
+    ranks.broadcast_bytes(bytes.data(), 8, ranks.rank());
+  });
+  for (const std::string& text : roots.text) {
+    EXPECT_EQ(text, "the ranks do not agree: rank 0 is in broadcast(), rank 1 in broadcast() with other sizes");
+  }
 }
 
 // For who waits for the others without a call.

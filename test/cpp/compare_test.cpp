@@ -128,16 +128,25 @@ TEST_F(CompareDump, LabelsCountOrAreIgnored) {
 TEST_F(CompareDump, EachStepHasALoss) {
   const Json settings = {{"steps", 3},  {"learning_rate", 1e-3}, {"beta1", 0.9},    {"beta2", 0.95},
                          {"eps", 1e-8}, {"weight_decay", 0.1},   {"grad_clip", 1.0}};
-  TensorFileWriter writer(path_, FileKind::reference_dump, {{"dump", {{"adamw", settings}}}});
-  writer.declare("input_ids", DType::i32, {1, 8});
-  writer.declare("labels", DType::i32, {1, 8});
-  writer.declare("adamw.losses", DType::f32, {2});
-  writer.write(ids_.data(), ids_.size() * 4);
-  writer.write(labels_.data(), labels_.size() * 4);
-  writer.write_f32(std::vector<float>{3, 2}.data(), 2);
-  writer.publish();
-  expect_contains(error_of(Exit::bad_file, [&] { compare(Precision::fp32); }),
-                  "steps: got 3, expected one for each of the 2 adamw.losses");
+  const auto message_with = [&](const Json& dump) {
+    TensorFileWriter writer(path_, FileKind::reference_dump, {{"dump", dump}});
+    writer.declare("input_ids", DType::i32, {1, 8});
+    writer.declare("labels", DType::i32, {1, 8});
+    writer.declare("adamw.losses", DType::f32, {2});
+    writer.write(ids_.data(), ids_.size() * 4);
+    writer.write(labels_.data(), labels_.size() * 4);
+    writer.write_f32(std::vector<float>{3, 2}.data(), 2);
+    writer.publish();
+    return error_of(Exit::bad_file, [&] { compare(Precision::fp32); });
+  };
+  expect_contains(message_with({{"adamw", settings}}), "steps: got 3, expected one for each of the 2 adamw.losses");
+  expect_contains(message_with({{"model", ""}}), "dump.adamw: missing, but there are adamw.losses");
+  for (const auto& [key, value] : settings.items()) {  // each of them is read
+    Json without = settings;
+    without["steps"] = 2;
+    without.erase(key);
+    expect_contains(message_with({{"adamw", without}}), "dump.adamw: " + key + ":");
+  }
 }
 
 // What is read of a dump is read with its hash: one bit that is another, in any tensor, is damage and no difference.

@@ -290,6 +290,48 @@ TEST(Engine, APrefixThatIsThereIsNotComputedAgain) {
   }
 }
 
+// A prompt waits for an older one whose next page it can take over, and only for that: not without sharing, and not where the page
+// has the prompt's last id, which is computed anyway. Pages have 4 positions.
+TEST(Engine, EqualPromptsWaitForPagesThatTheyCanShare) {
+  struct Case {
+    bool share;
+    std::int64_t ids;
+    std::vector<std::int64_t> rows;  // of the first step's spans
+  };
+  for (const auto& [share, ids, rows] : {Case{true, 10, {10}}, Case{false, 10, {10, 10}}, Case{true, 5, {5}},
+                                         Case{true, 4, {4, 4}}, Case{false, 4, {4, 4}}, Case{true, 3, {3, 3}}}) {
+    SCOPED_TRACE(std::to_string(ids) + (share ? " ids, shared" : " ids"));
+    PagedFake model({});
+    Engine engine(model, {.max_running = 4, .rows_per_step = 32, .share_prefixes = share});
+    const EngineRequest request = request_of(random_ids(ids, 1), 3);
+    const auto one = submit(engine, request), other = submit(engine, request);
+    engine.step();
+    std::vector<std::int64_t> got;
+    for (const PagedFake::SpanRows& span : model.rows_of_last_step) got.push_back(span.rows);
+    EXPECT_EQ(got, rows);
+    finish(engine);
+    EXPECT_EQ(one->ids, alone(request, model).ids);
+    EXPECT_EQ(other->ids, one->ids);
+  }
+}
+
+// A prompt beside a sequence with drafts has half of the rows that are left, by hand: of 8 rows one decodes, 3 of the other 7 are
+// drafts, 4 are the prompt's.
+TEST(Engine, DraftsLeaveRowsForPrompts) {
+  PagedFake model({.slots = 2, .max_rows = 8}), draft({.slots = 2, .max_rows = 8});
+  DraftOptions drafts{.model = &draft, .row_cost = 1e-3, .draft_cost = 0.05};
+  Engine engine(model, {.max_running = 2, .rows_per_step = 8, .prompt_rows = 64, .drafts = drafts});
+  const auto first = submit(engine, request_of(random_ids(3, 1), 60));
+  while (std::ssize(first->ids) < 20) engine.step();
+  const auto second = submit(engine, request_of(random_ids(20, 2), 5));
+  engine.step();
+  std::vector<std::int64_t> rows;
+  for (const PagedFake::SpanRows& span : model.rows_of_last_step) rows.push_back(span.rows);
+  EXPECT_EQ(rows, (std::vector<std::int64_t>{4, 4}));
+  finish(engine);
+  EXPECT_EQ(second->ids, alone(request_of(random_ids(20, 2), 5), model).ids);
+}
+
 // A conversation's next prompt contains the answer: what was generated is shared, too.
 TEST(Engine, GeneratedIdsArePartOfAPrefix) {
   PagedFake model({.depth = 2});
@@ -883,6 +925,7 @@ TEST(Engine, DraftsChangeNoIdOfAnySchedule) {
             .max_running = 6, .rows_per_step = 10 + static_cast<std::int64_t>(seed % 30), .share_prefixes = share};
         options.drafts.lookup = 1 + static_cast<std::int64_t>(seed % 7);
         options.drafts.row_cost = 1e-3;
+        options.drafts.draft_cost = 1;  // neither is measured
         add(lookups, run_schedule(sizes, options, ++seed, 1200));
 
         PagedFakeSizes of_drafts = sizes;

@@ -588,6 +588,8 @@ TEST(Bench, TheTableAndTheRecordByHand) {
   EXPECT_EQ(bench_text(result).find('%'), std::string::npos);
   EXPECT_EQ(bench_text(result).find("plain read"), std::string::npos);
   EXPECT_FALSE(bench_json(result, {}).contains("read_ceiling_gb_per_s"));
+  result.contexts = {};
+  EXPECT_EQ(bench_json(result, {}).at("contexts"), Json::array()) << "there is always a list";
 }
 
 TEST(Bench, FitsTheContextOrSaysSo) {

@@ -144,6 +144,13 @@ TEST(HfConfig, WhatItCannotBeIsRefusedByItsKey) {
     config["rope_scaling"][key] = Json::array();
     expect_contains(error_of(Exit::bad_file, [&] { parsed(config); }), key);
   }
+  // At the top level, where older files have it; both places have to agree.
+  Json older = llama_1b();
+  older["rope_scaling"].erase("original_max_position_embeddings");
+  older["original_max_position_embeddings"] = 8192;
+  EXPECT_TRUE(parsed(older) == preset_config("llama3.2-1b"));
+  older["rope_scaling"]["original_max_position_embeddings"] = 4096;
+  expect_contains(error_of(Exit::bad_file, [&] { parsed(older); }), "original_max_position_embeddings: disagrees");
   // Wherever it may stand: a part of each head is not what these models rotate.
   for (const char* home : {"rope_scaling", "rope_parameters"}) {
     Json partial = llama_1b();

@@ -14,6 +14,8 @@
 #include "llmc/cpu/llama_inference.h"
 #include "llmc/cpu/matmul_rows.h"
 #include "llmc/cpu/paged_attention.h"
+#include "llmc/infer/divergence.h"
+#include "llmc/infer/perplexity.h"
 #include "test_files.h"
 
 namespace weft {
@@ -166,6 +168,36 @@ TEST(CpuInference, BitsDoNotDependOnTheEnginesSchedule) {
   }
 }
 
+// Every token but the first is compared once, however the windows lie, and the losses are those of the perplexity.
+TEST(Divergence, ComparesEachTokenOnce) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
+  const std::vector<std::int32_t> ids = {5, 9, 2, 40, 7, 1, 3, 3, 8, 12, 6};
+  for (const std::int64_t window : {4, 7, 11, 20}) {
+    for (const std::int64_t stride : {std::int64_t{1}, std::int64_t{2}, window - 1}) {
+      SCOPED_TRACE(
+          format("windows of %lld, %lld apart", static_cast<long long>(window), static_cast<long long>(stride)));
+      const auto model = cpu::load_decoder(file, window), same = cpu::load_decoder(file, window);
+      const DivergenceResult result = divergence(*model, *same, ids, window, stride);
+      EXPECT_EQ(result.tokens, 10);
+      EXPECT_NEAR(result.mean, 0, 1e-9);
+      EXPECT_EQ(result.same_top, 1);
+      EXPECT_NEAR(result.nll, perplexity(*model, ids, 11, stride).mean_nll, 1e-5);
+      EXPECT_EQ(result.nll, result.nll_against);
+    }
+  }
+}
+
+TEST(CpuInference, PositionsEndWhereThePagesEnd) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
+  InferenceOptions options = pool(3);
+  options.max_positions = 0;
+  EXPECT_EQ(cpu::load_inference(file, options)->max_positions(), 3 * options.page_size);
+  options.num_pages = 1000;
+  EXPECT_EQ(cpu::load_inference(file, options)->max_positions(), file.config().max_positions);
+  options.max_positions = 7;
+  EXPECT_EQ(cpu::load_inference(file, options)->max_positions(), 7);
+}
+
 // The log-probabilities are those of the logits; the alternatives are the most likely ids, and none is a padding row.
 TEST(CpuInference, LogprobsFollowTheLogits) {
   const auto model = cpu::load_inference(ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin"), pool(8));
@@ -194,6 +226,12 @@ TEST(CpuInference, LogprobsFollowTheLogits) {
     EXPECT_LT(other.id, model->config().tokenizer_vocab);
     EXPECT_LE(other.logprob, result.sampled->alternatives[i == 0 ? 0 : i - 1].logprob);
   }
+  span.alternatives = 0;  // the log-probability is wanted, and none beside it
+  model->submit({&span, 1});
+  const SpanResult& alone = model->collect()[0];
+  EXPECT_EQ(alone.sampled->logprob, result.sampled->logprob);
+  EXPECT_TRUE(alone.sampled->alternatives.empty());
+  EXPECT_EQ(alone.targets.at(3).logprob, result.targets.at(3).logprob);
   ASSERT_EQ(result.targets.size(), 4u);
   const auto decoder = cpu::load_decoder(ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin"), 8);
   const std::vector<double> nll = decoder->score(ids);

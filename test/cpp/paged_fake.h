@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <deque>
@@ -28,6 +29,7 @@ struct PagedFakeSizes {
   std::int64_t max_positions = 200;
   std::int64_t depth = 1;
   std::int64_t wrong_of = 0;    // for a draft model: one of so many ids that it samples is another one; 0: none
+  bool device_drafts = false;   // it has a place for guesses
   bool read_everything = true;  // each row reads all ids before it; otherwise the state of the one before alone
 };
 
@@ -88,6 +90,9 @@ class PagedFake : public InferenceModel {
   std::int64_t max_rows() const override { return sizes_.max_rows; }
   std::int64_t max_positions() const override { return sizes_.max_positions; }
   std::int64_t depth() const override { return sizes_.depth; }
+  DeviceDrafts device_drafts() override {
+    return sizes_.device_drafts ? DeviceDrafts{device_ids_.data(), nullptr} : DeviceDrafts{};
+  }
   void keep_activations(bool) override {}
   std::vector<float> activation(const std::string&) override { return {}; }
 
@@ -123,6 +128,8 @@ class PagedFake : public InferenceModel {
   std::vector<SpanRows> rows_of_last_step;
 
  private:
+  std::array<std::int32_t, kDeviceDrafts> device_ids_{};
+
   struct Cell {
     std::int32_t id = -1;  // -1: never written
     std::uint64_t state = 0;
@@ -160,6 +167,7 @@ class PagedFake : public InferenceModel {
     const bool verifies = span.drafts > 0 && span.drafts < std::ssize(span.ids) && span.sampling != nullptr &&
                           span.targets.empty() && !span.keep_logits;
     if (span.drafts != 0 && !verifies) fail(Exit::internal, "fake: %lld drafts", wide(span.drafts));
+    if (span.drafts_on_device && (span.drafts < 1 || !sizes_.device_drafts)) fail(Exit::internal, "fake: no device");
     if (span.ids.empty() && (slot.id < 0 || slot.position != span.first_position)) {
       fail(Exit::internal, "fake: slot %d has no id for position %lld", span.slot, wide(span.first_position));
     }
@@ -207,7 +215,11 @@ class PagedFake : public InferenceModel {
     for (std::int64_t row = 0; row < rows_of(span); ++row) {
       const std::int64_t position = span.first_position + row;
       read_before(span, position, state, poisoned);
-      const std::int32_t id = span.ids.empty() ? slot.id : span.ids[static_cast<std::size_t>(row)];
+      const std::int64_t draft = row - (rows_of(span) - span.drafts);
+      const bool on_device = span.drafts_on_device && draft >= 0;
+      const std::int32_t id = span.ids.empty() ? slot.id
+                              : on_device      ? device_ids_[static_cast<std::size_t>(draft)]
+                                               : span.ids[static_cast<std::size_t>(row)];
       state = state_after(state, id);
       poisoned = poisoned || id == kPoison;
       cell(span, position) = {id, state, poisoned};
@@ -225,7 +237,9 @@ class PagedFake : public InferenceModel {
     }
     if (span.sampling == nullptr) return result;
     if (span.drafts > 0) {
-      accept_drafts(span.ids.last(static_cast<std::size_t>(span.drafts)), verified, result);
+      const auto drafts = static_cast<std::size_t>(span.drafts);
+      const std::span<const std::int32_t> on_device(device_ids_);
+      accept_drafts(span.drafts_on_device ? on_device.first(drafts) : span.ids.last(drafts), verified, result);
       slot = {};
       return result;
     }

@@ -43,7 +43,8 @@ inline void run_socket_ranks(int ranks, double time_limit_s, const std::function
 }
 
 inline void run_ranks(Ranks kind, int ranks, double time_limit_s, const std::function<void(Communicator&)>& work) {
-  (kind == Ranks::threads ? run_thread_ranks : run_socket_ranks)(ranks, time_limit_s, work);
+  if (kind == Ranks::threads) return run_thread_ranks(ranks, time_limit_s, work);
+  run_socket_ranks(ranks, time_limit_s, work);
 }
 
 }  // namespace weft

@@ -62,7 +62,9 @@ class RanksLoop : public testing::Test {
   using Hook = std::function<void(int rank, HookedModel&, TrainSettings&)>;
 
   // What one process does, a rank of `several` or, if that is null, all there is.
-  void start(const std::string& name, Communicator* several, Shard shard, const Hook& hook, Outcome& outcome) {
+  // `beside`: for saves that all write; null: the first rank writes.
+  void start(const std::string& name, Communicator* several, Communicator* beside, Shard shard, const Hook& hook,
+             Outcome& outcome) {
     omp_set_num_threads(1);
     SingleRank alone;
     Communicator& ranks = several != nullptr ? *several : alone;
@@ -90,9 +92,15 @@ class RanksLoop : public testing::Test {
     const TrainState begin = resume_on_all(ranks, checkpoints, settings.resume_mode(), model).value_or(TrainState{});
     DataLoader loader(data, settings.micro_batch, static_cast<std::uint64_t>(settings.seed), begin.windows,
                       {ranks.rank(), ranks.size(), settings.rank_accumulation()});
-    TrainLoop loop({settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
-                    first ? model.make_state_copy() : nullptr, several},
-                   begin);
+    const bool joint = beside != nullptr && shard != Shard::none;
+    TrainLoop loop(
+        {settings, model, loader, checkpoints, first ? *log : silent, &data, nullptr,
+         joint   ? model.make_own_copy()
+         : first ? model.make_state_copy()
+                 : nullptr,
+         several,
+         joint ? std::make_unique<JointSave>(*beside, checkpoints, model.table(), model.own_elements()) : nullptr},
+        begin);
     try {
       outcome.exit = loop.run();
       outcome.tensors = whole_state(*inner);
@@ -107,7 +115,7 @@ class RanksLoop : public testing::Test {
     Outcome outcome;
     testing::internal::CaptureStdout();
     try {
-      start(name, nullptr, Shard::none, hook, outcome);
+      start(name, nullptr, nullptr, Shard::none, hook, outcome);
     } catch (const Error& error) {
       outcome.error = error.what();
       outcome.error_code = error.code();
@@ -121,10 +129,10 @@ class RanksLoop : public testing::Test {
     std::vector<Outcome> outcomes(static_cast<std::size_t>(processes));
     testing::internal::CaptureStdout();
     try {
-      run_thread_ranks(static_cast<int>(processes), time_limit_s, [&](Communicator& ranks) {
+      run_thread_ranks(static_cast<int>(processes), time_limit_s, [&](Communicator& ranks, Communicator& beside) {
         Outcome& outcome = outcomes[static_cast<std::size_t>(ranks.rank())];
         try {
-          start(name, &ranks, shard, hook, outcome);
+          start(name, &ranks, all_save_ ? &beside : nullptr, shard, hook, outcome);
         } catch (const Error& error) {
           outcome.error = error.what();
           outcome.error_code = error.code();
@@ -163,6 +171,7 @@ class RanksLoop : public testing::Test {
   TrainSettings settings_;
   ModelConfig config_ = ranks_config();
   std::int64_t processes_ = 0;  // that share the ranks of a step; 0: as many as there are ranks
+  bool all_save_ = true;        // where the state is divided; otherwise the first rank saves
   std::string result_lines_;
 };
 
@@ -209,6 +218,46 @@ TEST_F(RanksLoop, LayersTakeTurnsInThePlacesOfDividedParameters) {
     EXPECT_EQ(records("ranks" + run), records("alone" + run)) << run;
     expect_same_files("ranks" + run, "alone" + run, 4);
   }
+}
+
+// Where the ranks have no directory in common, or are told so.
+TEST_F(RanksLoop, TheFirstRankMaySaveForAll) {
+  step_of(3, 1);
+  settings_.save_every = 3;
+  const Outcome alone = run_alone("alone");
+  for (all_save_ = false; const Shard shard : kShards) {
+    const std::string name = format("ranks_%d", static_cast<int>(shard));
+    for (const Outcome& rank : run_ranks(name, shard)) EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+    for (const std::int64_t step : {3, 4}) expect_same_files(name, "alone", step);
+  }
+}
+
+// One rank needs longer to write than the steps take: a save begins when the one before has ended, on all ranks.
+TEST_F(RanksLoop, ASaveWaitsForTheOneBefore) {
+  step_of(3, 1);
+  settings_.save_every = 1;
+  settings_.keep = 10;
+  const Outcome alone = run_alone("alone");
+  std::atomic<int> reads{0};
+  const auto slow = [&](int rank, HookedModel& model, TrainSettings&) {
+    if (rank != 1) return;
+    model.before_copy_read = [&] {
+      ++reads;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    };
+  };
+  for (const Outcome& rank : run_ranks("ranks", Shard::optimizer, slow)) {
+    EXPECT_EQ(rank.exit, Exit::ok) << rank.error;
+    EXPECT_EQ(rank.tensors, alone.tensors);
+  }
+  EXPECT_GE(reads, 4 * 3);
+  std::int64_t saved = 0;
+  for (const Json& record : records("ranks")) {
+    if (record["type"] != "save") continue;
+    EXPECT_EQ(record["step"], ++saved);
+  }
+  EXPECT_EQ(saved, 4);
+  for (const std::int64_t step : {1, 2, 3, 4}) expect_same_files("ranks", "alone", step);
 }
 
 // Whoever computed the first half, whoever goes on: the ranks, or one process for them.

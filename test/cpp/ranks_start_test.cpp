@@ -4,10 +4,14 @@
 #include <random>
 #include <thread>
 
+#include "llmc/app/train_device.h"
 #include "llmc/base/hash.h"
+#include "llmc/base/log.h"
 #include "llmc/comm/agreement.h"
 #include "llmc/comm/at_work.h"
 #include "llmc/comm/frame_io.h"
+#include "llmc/cpu/llama.h"
+#include "test/cpp/processor_time.h"
 #include "test/cpp/rank_tools.h"
 #include "test/cpp/sanitized.h"
 #include "test/cpp/test_files.h"
@@ -100,6 +104,87 @@ TEST(AtWorkTest, OneRankNeedsNoSigns) {
   const AtWork patience(alone);
 }
 
+// ---- frames ----
+
+FrameHeader header_of(FrameKind kind, std::uint64_t bytes) {
+  FrameHeader header;
+  header.kind = kind;
+  header.bytes = bytes;
+  return header;
+}
+
+TEST(FrameReader, MemoryGrowsWithWhatHasComeNotWithWhatIsClaimed) {
+  const auto [ours, theirs] = connected_pair();
+  FrameReader reader;
+  constexpr std::uint64_t kClaimed = 2 * kPieceBytes;
+  write_some(theirs, const_bytes_of(header_of(FrameKind::call, kClaimed)));
+  EXPECT_EQ(reader.read(ours), FrameReader::Got::nothing);
+  EXPECT_LE(reader.body().capacity(), 64u << 10);
+  std::vector<std::byte> body(kClaimed);
+  for (std::size_t i = 0; i < body.size(); ++i) body[i] = static_cast<std::byte>(i * 7 + i / 4096);
+  std::size_t sent = 0;
+  FrameReader::Got got = FrameReader::Got::nothing;
+  while (got == FrameReader::Got::nothing) {
+    sent += static_cast<std::size_t>(write_some(theirs, std::span(body).subspan(sent)));
+    got = reader.read(ours);
+    if (got == FrameReader::Got::nothing) {
+      EXPECT_LE(reader.body().size(), std::max<std::size_t>(2 * sent, 64 << 10));
+    }
+  }
+  EXPECT_EQ(got, FrameReader::Got::frame);
+  EXPECT_EQ(reader.body(), body);
+  write_some(theirs, const_bytes_of(header_of(FrameKind::call, 3)));  // a smaller one behind it
+  write_some(theirs, std::span(body).first(3));
+  EXPECT_EQ(reader.read(ours), FrameReader::Got::frame);
+  EXPECT_EQ(reader.body(), std::vector<std::byte>(body.begin(), body.begin() + 3));
+}
+
+TEST(FrameReader, AFrameThatClaimsMoreThanItsKindBringsIsNone) {
+  const std::pair<FrameKind, std::uint64_t> most[] = {{FrameKind::call, 2 * kPieceBytes},
+                                                      {FrameKind::reply, 2 * kPieceBytes},
+                                                      {FrameKind::abort, kLongestReason},
+                                                      {FrameKind::leave, 0},
+                                                      {FrameKind::alive, 0}};
+  for (const auto& [kind, bytes] : most) {
+    EXPECT_TRUE(is_frame(header_of(kind, bytes)));
+    const auto [ours, theirs] = connected_pair();
+    FrameReader reader;
+    write_some(theirs, const_bytes_of(header_of(kind, bytes + 1)));
+    EXPECT_EQ(reader.read(ours), FrameReader::Got::closed);
+    EXPECT_EQ(reader.body().capacity(), 0u);
+  }
+}
+
+// ---- the memory that a rank needs ----
+
+// With --eval each rank has all of a model, and the ranks of a machine share its memory.
+TEST(TrainDevice, WhatEachRankHasAllOfIsPlannedAsThat) {
+  TrainSettings settings;
+  settings.device = "cpu";
+  settings.precision = "fp32";
+  settings.ranks = settings.virtual_ranks = 4;
+  settings.shard = "parameters";
+  const RankTeam team(settings, LaunchedRank{"test", 0, 4, 0, 4, "127.0.0.1", 1, "", false});
+  const TrainDevice device(settings, team);
+  ModelConfig config = preset_config("llama3.1-8b");
+  config.num_layers = 500;  // fits nowhere
+  TrainOptions options;
+  options.seq_len = 16;
+  const std::uint64_t all = total_bytes(cpu::plan_llama(config, options));
+  EXPECT_EQ(total_bytes(device.plan(config, options, 0, Holds::all)), all);
+  options.virtual_ranks = 4;
+  const std::uint64_t part = total_bytes(cpu::plan_llama(config, options, 0, 4, Shard::parameters));
+  EXPECT_EQ(total_bytes(device.plan(config, options, 0)), part);
+  EXPECT_LT(part, all / 2);
+  const auto needs = [](std::uint64_t bytes) {
+    return "the plan needs " + human_bytes(4 * static_cast<double>(bytes)) + " of memory";
+  };
+  expect_contains(error_of(Exit::resources, [&] { device.check_memory(config, options, 1, 0); }), needs(part));
+  options.virtual_ranks = 1;
+  expect_contains(error_of(Exit::resources, [&] { device.check_memory(config, options, 1, 0, Holds::all); }),
+                  needs(all));
+}
+
 // ---- who comes to the port ----
 
 struct Door {
@@ -168,6 +253,19 @@ TEST(Hub, LetsInTheRanksOfItsRunAlone) {
   EXPECT_EQ(answer_to(of_something_else), "closed");
 }
 
+// Rank 0 hears why the run cannot start, in the words that the rank at fault hears; others that come later hear them, too.
+TEST(Hub, ARefusalIsToldToAllRanks) {
+  Door door;
+  Socket newer = door.knock(const_bytes_of(hello_of(1, 3, "newer")));
+  Hub hub(std::move(door.listener), {0, 3, 42, "test"}, 5);
+  Socket first = hub.take_first_connection();
+  const std::string reason = answer(newer);
+  EXPECT_EQ(reason, "rank 1: version: got 'newer', expected the 'test' of rank 0. Start all ranks with one program");
+  Socket third = door.knock(const_bytes_of(hello_of(2, 3)));
+  EXPECT_EQ(answer(first), reason);
+  EXPECT_EQ(answer(third), reason);
+}
+
 // Random bytes, in the place of a hello and behind one: the connection ends, and the ranks of the run meet all the same.
 TEST(Hub, RandomBytesAtThePortDoNoHarm) {
   std::mt19937 random(7);
@@ -232,6 +330,36 @@ TEST(Hub, ARankThatSendsNonsenseEndsTheRun) {
     } catch (const Error&) {  // before the start
     }
   }
+}
+
+// For a rank to come to the start, to come to a call, and to close its connection after an error: all threads sleep meanwhile,
+// the hub's, too, between the signs that it gives.
+TEST(Hub, WaitingCostsNoProcessorTime) {
+  const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+  std::string error;
+  const double seconds = processor_seconds([&] {
+    Door door;
+    const MeetingPoint point{"127.0.0.1", door.port, door.listener.release()};
+    std::thread second([&] {
+      sleep(400);
+      const auto ranks = meet_ranks({1, 2, 42, "test"}, point, 1);
+      sleep(400);
+      ranks->barrier();
+      EXPECT_THROW(ranks->barrier(), Error);
+      sleep(400);  // this connection is still open
+    });
+    try {
+      const auto ranks = meet_ranks({0, 2, 42, "test"}, point, 1);
+      ranks->barrier();
+      ranks->abort(Error(Exit::numeric, "over"));
+      ranks->barrier();
+    } catch (const Error& caught) {
+      error = caught.what();
+    }
+    second.join();
+  });
+  EXPECT_EQ(error, "rank 0: over");
+  EXPECT_LT(seconds, test::kSanitized ? 0.6 : 0.12) << "of 1.2 s that were waits";
 }
 
 TEST(Hub, APortThatIsTakenIsNamed) {

@@ -317,6 +317,54 @@ TEST_F(VirtualRanks, OneRankIsARunWithoutThem) {
   EXPECT_EQ(with->statistics().loss_sum, without->statistics().loss_sum);
 }
 
+// Parameters that are written, as a resume does it, are those of the next pass, whatever was computed with others before.
+TEST_F(VirtualRanks, WrittenParametersReplaceThoseInUse) {
+  const TrainSettings all = settings(2, 1);
+  const std::vector<std::uint16_t> text = patterned_tokens(17, 3);
+  const std::vector<std::int32_t> tokens(text.begin(), text.end() - 1), labels(text.begin() + 1, text.end());
+  const auto losses_of = [&](TrainModel& model) {
+    std::vector<double> losses;
+    for (const std::uint64_t seed : {1, 2, 1}) {
+      initialize_parameters(model, seed);
+      std::int64_t count = 0;
+      losses.push_back(model.evaluate({tokens, labels}, &count));
+    }
+    return losses;
+  };
+  const std::vector<double> expected = losses_of(*cpu::make_llama(micro_config(), all.model_options()));
+  EXPECT_NE(expected[0], expected[1]);
+  EXPECT_EQ(expected[0], expected[2]);
+  run_thread_ranks(2, 60, [&](Communicator& ranks) {
+    omp_set_num_threads(1);
+    for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
+      EXPECT_EQ(losses_of(*cpu::make_llama(micro_config(), all.model_options(), ranks, shard)), expected);
+    }
+  });
+}
+
+// Asked again, statistics and gradients are the same: ranks exchange them once.
+TEST_F(VirtualRanks, StatisticsCanBeAskedForTwice) {
+  for (const Shard shard : {Shard::none, Shard::optimizer, Shard::parameters}) {
+    for (const int rounds : {1, 2}) {
+      const TrainSettings all = settings(2 * rounds, 1);
+      run_thread_ranks(2, 60, [&](Communicator& ranks) {
+        omp_set_num_threads(1);
+        const std::unique_ptr<TrainModel> model = cpu::make_llama(micro_config(), all.model_options(), ranks, shard);
+        initialize_parameters(*model, 1);
+        model->zero_gradients();
+        for (std::int64_t rank = ranks.rank(); rank < 2 * rounds; rank += 2) compute(*model, rank, rank + 1, 0.01f);
+        const StepStatistics first = model->statistics();
+        const Floats gradients = tensors(*model, TensorRole::gradient);
+        const StepStatistics again = model->statistics();
+        EXPECT_EQ(again.loss_sum, first.loss_sum);
+        EXPECT_EQ(again.label_count, first.label_count);
+        EXPECT_EQ(again.gradient_norm, first.gradient_norm);
+        EXPECT_EQ(tensors(*model, TensorRole::gradient), gradients);
+      });
+    }
+  }
+}
+
 TEST_F(VirtualRanks, MoreMicroBatchesThanTheirStepHasAreRefused) {
   const std::unique_ptr<TrainModel> model = micro_model(settings(2, 1));
   model->zero_gradients();

@@ -14,6 +14,7 @@
 #include "llmc/base/json.h"
 #include "llmc/base/utf8.h"
 #include "llmc/text/tokenizer.h"
+#include "processor_time.h"
 
 namespace weft {
 namespace {

@@ -434,6 +434,31 @@ TEST(Http, ASlowReaderIsCutOffAndHoldsNobodyUp) {
   EXPECT_TRUE(eventually([&] { return running.server.counters().connections == 0; }));
 }
 
+// A stream of many times its backlog to a client that takes each piece before the next one comes.
+TEST(Http, AStreamMayBeLongerThanItsBacklog) {
+  HttpLimits limits = quick_limits();
+  limits.backlog_bytes = 20'000;
+  std::shared_ptr<HttpExchange> kept;
+  std::atomic<bool> ready{false};
+  Running running(
+      [&](const std::shared_ptr<HttpExchange>& exchange) {
+        kept = exchange;
+        exchange->begin_stream("text/event-stream");
+        ready = true;
+      },
+      limits);
+  const Client client(running.server.port());
+  client.send(kGet);
+  ASSERT_TRUE(eventually([&] { return ready.load(); }));
+  for (int i = 0; i < 30; ++i) {
+    const std::string end = format("<%d>", i);
+    kept->send(std::string(5000, 'x') + end);
+    ASSERT_NE(client.receive(end).find(end), std::string::npos) << i;
+  }
+  kept->end_stream();
+  EXPECT_EQ(running.server.counters().cut_off, 0);
+}
+
 // More than the buffers of both sockets hold, in pieces of every size and more of them than one write takes: the writes end
 // within pieces, and each byte comes once.
 TEST(Http, AnswersThatAreWrittenInPartsComeWhole) {

@@ -11,6 +11,8 @@
 #include "llmc/base/json.h"
 #include "test/cpp/http_client.h"
 #include "test/cpp/paged_fake.h"
+#include "test/cpp/processor_time.h"
+#include "test/cpp/sanitized.h"
 
 namespace weft {
 namespace {
@@ -128,6 +130,34 @@ TEST_F(CompletionsServerTest, LogitsThatAreNotFiniteFailTheirRequestAlone) {
   EXPECT_TRUE(eventually([&] { return engine_.statistics().running == 0; }));
   EXPECT_LT(engine_.statistics().generated_ids, 5000);
   EXPECT_NE(complete(R"({"prompt": [5]})").find("200 OK"), std::string::npos);
+}
+
+TEST_F(CompletionsServerTest, WaitingForRequestsCostsNoProcessorTime) {
+  run();
+  const double seconds = processor_seconds([] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); });
+  EXPECT_LT(seconds, test::kSanitized ? 0.2 : 0.04);
+}
+
+// What /metrics says after two answers, one of them with two choices: every line that counts.
+TEST_F(CompletionsServerTest, MetricsAddUpToWhatWasAnswered) {
+  run();
+  EXPECT_NE(complete(R"({"prompt": [5, 6, 7], "n": 2, "max_tokens": 9, "ignore_eos": true})").find("200 OK"),
+            std::string::npos);
+  EXPECT_NE(complete(R"({"prompt": [8], "max_tokens": 1, "ignore_eos": true, "stream": true})").find("[DONE]"),
+            std::string::npos);
+  EXPECT_NE(complete(R"({"prompt": "text"})").find("400 Bad"), std::string::npos);
+  const std::string text = ask("GET /metrics");
+  for (const char* line :
+       {"vllm:num_requests_running{L} 0", "vllm:prompt_tokens_total{L} 7",  // each choice computes its prompt
+        "vllm:generation_tokens_total{L} 19", "vllm:num_preemptions_total{L} 0", "weft:kv_pages{L} 4096",
+        "weft:kv_pages_in_use{L} 0", "weft:rows_total{L} 23", "weft:sampled_spans_total{L} 19",
+        "vllm:time_to_first_token_seconds_count{L} 3", "vllm:inter_token_latency_seconds_count{L} 16",
+        "vllm:e2e_request_latency_seconds_count{L} 3", "vllm:request_success_total{L,finished_reason=\"length\"} 3",
+        "vllm:request_success_total{L,finished_reason=\"stop\"} 0", "weft:http_responses_total{L,code=\"400\"} 1"}) {
+    std::string expected = line;
+    expected.replace(expected.find('L'), 1, "model_name=\"fake\"");
+    EXPECT_NE(text.find("\n" + expected + "\n"), std::string::npos) << expected << "\n" << text;
+  }
 }
 
 // A prompt counts once, its completions each; in the last event of a stream as in a whole answer.

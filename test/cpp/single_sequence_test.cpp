@@ -139,9 +139,14 @@ class FakeDecoder final : public IdDecoder {
 
   std::vector<MemoryLine> memory() const override { return {{"decoder", 5}}; }
   std::int64_t most_ids() const override { return 7; }
-  void launch(std::int32_t id, std::int64_t position, std::int64_t count, const GenerationRequest& request) override {
+  std::int64_t most_first_ids() const override { return 5; }
+  void launch(std::span<const std::int32_t> ids, std::int64_t position, std::int64_t count,
+              const GenerationRequest& request, const DeviceDrafts&) override {
     EXPECT_FALSE(runs) << "a launch before the end of another";
-    EXPECT_EQ(id, at(position));
+    EXPECT_TRUE(!ids.empty() && std::ssize(ids) <= most_first_ids()) << ids.size();
+    for (const std::int32_t id : ids) EXPECT_EQ(id, at(position++));
+    --position;
+    first_ids = std::ssize(ids);
     EXPECT_TRUE(count >= 1 && count <= most_ids()) << count;
     EXPECT_EQ(request.sampling.seed, 3u);
     runs = true;
@@ -164,6 +169,7 @@ class FakeDecoder final : public IdDecoder {
 
   bool runs = false;
   int launches = 0;
+  std::int64_t first_ids = 0;  // of the last launch
 
  private:
   std::int32_t at(std::int64_t position) const { return ids_.at(static_cast<std::size_t>(position - prompt_size_)); }
@@ -172,6 +178,39 @@ class FakeDecoder final : public IdDecoder {
   std::int64_t prompt_size_, first_ = 0, left_ = 0;
   std::vector<float> logits_;
 };
+
+// The model appends what is too much for one launch, all but its last id.
+TEST(SingleSequence, ADecoderDrafts) {
+  const Ids prompt = prompt_of(13), want = PagedFake::ids_after(prompt, 47, 3, 64);
+  auto owned = std::make_unique<FakeDecoder>(want, std::ssize(prompt));
+  FakeDecoder& decoder = *owned;
+  const auto model = single_sequence(
+      std::make_unique<PagedFake>(PagedFakeSizes{
+          .page_size = 4, .num_pages = 15, .slots = 1, .max_rows = 4, .max_positions = kCapacity, .depth = 2}),
+      kCapacity, nullptr, std::move(owned));
+  ASSERT_TRUE(model->can_draft());
+  const SamplingPlan plan = request_of(1).sampling;
+  const auto want_from = [&](std::ptrdiff_t first, std::ptrdiff_t count) {
+    return Ids(want.begin() + first, want.begin() + first + count);
+  };
+  Ids ids = prompt;
+  for (const std::int32_t id : want_from(0, 3)) ids.push_back(id);
+  model->start_draft(0, ids, 4, plan, {});
+  EXPECT_EQ(decoder.first_ids, 1);
+  for (std::int64_t i = 0; i < 4; ++i) EXPECT_EQ(model->drafted(i), want[static_cast<std::size_t>(3 + i)]);
+  EXPECT_EQ(model->length(), 16 + 3);
+  model->start_draft(18, want_from(5, 2), 2, plan, {});  // one of them is there already
+  EXPECT_EQ(decoder.first_ids, 2);
+  EXPECT_EQ(model->drafted(1), want[8]);
+  EXPECT_EQ(model->length(), 20 + 1);
+  ids.resize(13);
+  for (const std::int32_t id : want_from(0, 44)) ids.push_back(id);
+  model->start_draft(0, ids, 1, plan, {});
+  model->start_draft(57, want_from(44, 2), 2, plan, {});
+  EXPECT_EQ(model->length(), 60) << "to the end of the context";
+  EXPECT_NE(error_of(Exit::internal, [&] { model->start_draft(57, want_from(44, 2), 3, plan, {}); }).find("do not fit"),
+            std::string::npos);
+}
 
 TEST(SingleSequence, ADecoderGoesOnAfterThePrompt) {
   const Ids prompt = prompt_of(13), want = PagedFake::ids_after(prompt, 47, 3, 64);

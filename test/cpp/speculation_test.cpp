@@ -2,15 +2,19 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "generated_ids.h"
 #include "inference_tools.h"
+#include "llmc/app/decode_session.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/infer/draft_length.h"
+#include "llmc/infer/draft_sequence.h"
 #include "llmc/infer/engine_sequence.h"
 #include "llmc/infer/lookup.h"
 #include "llmc/model/single_sequence.h"
@@ -113,6 +117,141 @@ TEST(DraftLength, EndsWhenNothingIsRightAndBeginsAgain) {
   EXPECT_EQ(length.next(7, 1, costs), 7);
 }
 
+TEST(RecentTimes, TheMedianWithoutTheFirst) {
+  RecentTimes times;
+  for (std::int64_t i = 0; i < RecentTimes::kFirst; ++i) times.add(100);
+  EXPECT_EQ(times.median(), 0);
+  for (const double seconds : {5, 1, 3}) times.add(seconds);
+  EXPECT_EQ(times.seen(), 3);
+  EXPECT_EQ(times.median(), 3);
+  for (std::int64_t i = 0; i < RecentTimes::kWindow; ++i) times.add(i == 2 ? 1000 : 7);  // the others are forgotten
+  EXPECT_EQ(times.median(), 7);
+}
+
+TEST(StepCosts, ALineThroughWhatWasSeen) {
+  StepCosts costs;
+  const auto add = [&](std::int64_t rows, double seconds, std::int64_t times = RecentTimes::kFirst + 3) {
+    for (std::int64_t i = 0; i < times; ++i) costs.add(rows, i < RecentTimes::kFirst ? 50 : seconds);
+  };
+  EXPECT_EQ(costs.line(0.25).one_row, 0);
+  EXPECT_EQ(costs.line(0.25).further_row, 0.25);
+  add(5, 4);
+  EXPECT_DOUBLE_EQ(costs.line(0.25).one_row, 2);  // 4 for 1 + 4 x 0.25
+  EXPECT_DOUBLE_EQ(costs.line(0.25).further_row, 0.25);
+  add(3, 100, RecentTimes::kFirst + 2);  // too few
+  EXPECT_DOUBLE_EQ(costs.line(0.25).one_row, 2);
+  add(7, 4.8);
+  EXPECT_NEAR(costs.line(0.25).one_row, 2.4, 1e-12);  // 0.4 a row
+  EXPECT_NEAR(costs.line(0.25).further_row, 0.4 / 2.4, 1e-12);
+  StepCosts flat;
+  for (const std::int64_t rows : {2, 8}) {
+    for (int i = 0; i < 20; ++i) flat.add(rows, rows == 2 ? 1.1 : 1.0);
+  }
+  EXPECT_EQ(flat.line(0.25).further_row, 0);
+  EXPECT_NEAR(flat.line(0.25).one_row, 1.05, 1e-12);
+}
+
+// ---- drafts for one sequence ------------------------------------------------------------------------------------------
+
+// Holds ids, and samples as PagedFake does from all of them.
+class FakeDrafter : public DecodeModel {
+ public:
+  explicit FakeDrafter(std::int64_t capacity, std::int64_t vocab_size = 64, std::int64_t wrong_of = 0)
+      : capacity_(capacity), wrong_of_(wrong_of) {
+    config_.vocab_size = config_.tokenizer_vocab = vocab_size;
+    config_.max_positions = capacity;
+  }
+  const ModelConfig& config() const override { return config_; }
+  std::vector<MemoryLine> memory() const override { return {}; }
+  std::uint64_t bytes_per_token(std::int64_t) const override { return 1; }
+  std::int64_t capacity() const override { return capacity_; }
+  std::int64_t length() const override { return std::ssize(held); }
+  void reset() override { held.clear(); }
+  std::span<const float> prefill(std::span<const std::int32_t>) override { return {}; }
+  std::span<const float> decode(std::int32_t) override { return {}; }
+  std::vector<double> score(std::span<const std::int32_t>) override { return {}; }
+  void keep_activations(bool) override {}
+  std::vector<float> activation(const std::string&) override { return {}; }
+
+  bool can_draft() const override { return true; }
+  void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override {
+    ASSERT_TRUE(kept >= 0 && kept <= length() && !ids.empty() && count >= 1);
+    ASSERT_LE(kept + std::ssize(ids) + count - 1, capacity_);
+    held.resize(static_cast<std::size_t>(kept));
+    held.insert(held.end(), ids.begin(), ids.end());
+    fed += std::ssize(ids) + count - 1;
+    drafts_.clear();
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (i > 0) held.push_back(*drafts_.back());
+      const bool poisoned = std::ranges::find(held, PagedFake::kPoison) != held.end();
+      std::int32_t id =
+          PagedFake::sampled_from(PagedFake::state_of(held), sampling.seed, length(), sampling.vocab_limit);
+      if (wrong_of_ > 0 && (length() * 7) % wrong_of_ == 0) id = id == 5 ? 6 : 5;
+      drafts_.push_back(poisoned ? std::nullopt : std::optional(id));
+      if (to.ids != nullptr && !poisoned) to.ids[i] = id;
+      if (poisoned) break;
+    }
+  }
+  std::optional<std::int32_t> drafted(std::int64_t i) override { return drafts_.at(static_cast<std::size_t>(i)); }
+
+  Ids held;
+  std::int64_t fed = 0;
+
+ private:
+  ModelConfig config_;
+  std::int64_t capacity_, wrong_of_;
+  std::vector<std::optional<std::int32_t>> drafts_;
+};
+
+Ids drafts_for(DraftSequence& drafts, const Ids& ids, std::int64_t count, std::uint64_t seed = 3) {
+  SamplingPlan plan;
+  plan.seed = seed;
+  const std::int64_t started = drafts.start(ids, plan, count);
+  const std::span<const std::int32_t> result = drafts.finish();
+  EXPECT_LE(std::ssize(result), started);
+  return {result.begin(), result.end()};
+}
+
+// However many of k guesses are right, the next ones are those of a model that computes the sequence anew; and nothing is
+// computed that was there.
+TEST(DraftSequence, KeepsWhatWasRightOfEveryDraft) {
+  for (std::int64_t k = 1; k <= kMostDrafted; ++k) {
+    for (std::int64_t right = 0; right <= k; ++right) {
+      SCOPED_TRACE(std::to_string(right) + " of " + std::to_string(k));
+      FakeDrafter model(200);
+      DraftSequence drafts(model, 64);
+      Ids ids = {4, 9, 2};
+      const Ids first = drafts_for(drafts, ids, k);
+      EXPECT_EQ(first, PagedFake::ids_after(ids, k, 3, 64));
+      ids.insert(ids.end(), first.begin(), first.begin() + right);
+      ids.push_back(right < k ? (first[static_cast<std::size_t>(right)] == 8 ? 9 : 8) : 30);
+      const std::int64_t before = model.fed;
+      EXPECT_EQ(drafts_for(drafts, ids, 4), PagedFake::ids_after(ids, 4, 3, 64));
+      EXPECT_EQ(model.fed - before, (right == k ? 2 : 1) + 3);
+    }
+  }
+}
+
+TEST(DraftSequence, OtherTextsAndTheSameAgain) {
+  FakeDrafter model(200);
+  DraftSequence drafts(model, 64);
+  for (const Ids& ids : {Ids{4, 9, 2}, Ids{4, 9, 2}, Ids{4}, Ids{7, 7, 7, 7}, Ids{4, 9, 2, 11, 12, 13}, Ids{4, 9}}) {
+    EXPECT_EQ(drafts_for(drafts, ids, 3), PagedFake::ids_after(ids, 3, 3, 64));
+  }
+}
+
+TEST(DraftSequence, EndsWhereTheModelDoes) {
+  FakeDrafter model(10, 20);
+  DraftSequence drafts(model, 64);
+  EXPECT_EQ(drafts_for(drafts, {4, 9, 2, 1 + 1, 5, 6, 7}, 7).size(), 4u);  // the last guess needs no position
+  EXPECT_EQ(drafts_for(drafts, Ids(10, 3), 7).size(), 1u);
+  EXPECT_EQ(drafts_for(drafts, Ids(11, 3), 7), Ids{});
+  EXPECT_EQ(drafts_for(drafts, {4, 20}, 2), Ids{}) << "an id that it does not know";
+  EXPECT_EQ(drafts_for(drafts, {4, PagedFake::kPoison}, 2), Ids{});
+  EXPECT_EQ(drafts_for(drafts, {4, 5}, 2), PagedFake::ids_after({4, 5}, 2, 3, 20)) << "and goes on";
+}
+
 // ---- a sequence with an engine of its own ---------------------------------------------------------------------------
 
 constexpr std::int64_t kCapacity = 80;
@@ -121,20 +260,31 @@ PagedFakeSizes sizes_of_one(std::int64_t depth) {
   return {.page_size = 4, .num_pages = 20, .slots = 1, .max_rows = 12, .max_positions = kCapacity, .depth = depth};
 }
 
-std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of) {
+// `paged`: the form of the draft model; if it is not, `on_device`: guesses go to the model's place for them.
+std::unique_ptr<DecodeModel> fake_sequence(std::int64_t depth, std::int64_t wrong_of, bool paged = true,
+                                           bool on_device = false) {
   PagedFakeSizes of_draft = sizes_of_one(depth);
   of_draft.wrong_of = wrong_of;
+  if (!paged) {
+    PagedFakeSizes of_model = sizes_of_one(depth);
+    of_model.device_drafts = on_device;
+    return engine_sequence(std::make_unique<PagedFake>(of_model), kCapacity,
+                           {nullptr, std::make_unique<FakeDrafter>(kCapacity - 9, 64, wrong_of)},
+                           {.row_cost = 1e-3, .draft_cost = 0.05});
+  }
   return engine_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity,
-                         std::make_unique<PagedFake>(of_draft), {.row_cost = 1e-3, .draft_cost = 0.05});
+                         {std::make_unique<PagedFake>(of_draft), nullptr}, {.row_cost = 1e-3, .draft_cost = 0.05});
 }
 
 // Several turns of one text, as --interactive has them, to the last position; ended by number, stop id and listener.
 TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
-  for (const std::int64_t depth : {1, 2}) {
-    const auto drafted = fake_sequence(depth, 3);
+  for (const std::int64_t form : {0, 1, 2, 3, 4, 5}) {
+    const std::int64_t depth = 1 + form % 2;
+    const auto drafted = fake_sequence(depth, 3, form<2, form> 3);
     const auto plain = single_sequence(std::make_unique<PagedFake>(sizes_of_one(depth)), kCapacity);
     GenerationRequest request;
     request.sampling.seed = 3;
+    std::int64_t accepted = 0;
     for (const std::size_t listen : {std::size_t{1000}, std::size_t{5}}) {
       drafted->reset();
       plain->reset();
@@ -145,12 +295,92 @@ TEST(EngineSequence, TurnsGiveTheIdsOfPlainDecoding) {
         EXPECT_EQ(generated(*drafted, prompt, request, listen), expected) << "turn " << turn;
         prompt = {expected.back(), 5, static_cast<std::int32_t>(8 + turn)};
         request.stop_ids = {expected[expected.size() / 2]};  // it may come again
+        accepted += drafted->draft_counts()->accepted;
       }
       const DraftCounts counts = *drafted->draft_counts();
       EXPECT_GT(counts.spans, 0);
       EXPECT_LE(counts.accepted, counts.drafted);
     }
+    EXPECT_GT(accepted, 10);
   }
+}
+
+// Every count of a text, from the ids that the draft model gets wrong: how many guesses are made is DraftLength's to say, and those
+// before the first wrong one count. A wrong guess that stayed in the draft model's pages would make all later ones wrong.
+TEST(EngineSequence, DraftsAreThoseThatDraftLengthAsksFor) {
+  constexpr std::int64_t kIds = 76;
+  const DraftCosts costs{1e-3, 0.05};
+  const Ids prompt = {7, 4, 9};
+  for (const std::int64_t wrong_of : {0, 1, 2, 3, 5, 11}) {
+    SCOPED_TRACE(wrong_of);
+    PagedFakeSizes sizes = sizes_of_one(1), of_draft = sizes;
+    sizes.max_rows = of_draft.max_rows = 64;
+    of_draft.wrong_of = wrong_of;
+    const auto model =
+        engine_sequence(std::make_unique<PagedFake>(sizes), kCapacity, std::make_unique<PagedFake>(of_draft),
+                        {.row_cost = costs.row, .draft_cost = costs.draft});
+    GenerationRequest request;
+    request.max_ids = kIds;
+    const Ids ids = generated(*model, prompt, request);
+    ASSERT_EQ(ids, PagedFake::ids_after(prompt, kIds, 0, 64));
+
+    Ids all = prompt;
+    all.insert(all.end(), ids.begin(), ids.end());
+    const auto is_wrong = [&](std::int64_t number) {  // the guess of id `number`
+      const auto before = static_cast<std::size_t>(std::ssize(prompt) + number);
+      return wrong_of > 0 &&
+             PagedFake::state_of(std::span(all).first(before)) % static_cast<std::uint64_t>(wrong_of) == 0;
+    };
+    DraftLength length;
+    DraftCounts expected;
+    for (std::int64_t done = 0; done < kIds; ++expected.spans) {
+      const std::int64_t wanted = length.next(kMostDrafted, 1, costs), drafted = std::min(wanted, kIds - done - 1);
+      std::int64_t right = 0;
+      if (done > 0 && drafted > 0) {  // the first id is that of the prompt's step
+        while (right < drafted && !is_wrong(done + right)) ++right;
+        length.verified(drafted, right);
+        ++expected.verifications;
+        expected.drafted += drafted;
+        expected.accepted += right;
+      } else if (wanted == 0) {
+        length.generated_plainly();
+      }
+      done += right + 1;
+    }
+    const DraftCounts counts = *model->draft_counts();
+    EXPECT_EQ(counts.spans, expected.spans);
+    EXPECT_EQ(counts.ids, kIds);
+    EXPECT_EQ(counts.verifications, expected.verifications);
+    EXPECT_EQ(counts.drafted, expected.drafted);
+    EXPECT_EQ(counts.accepted, expected.accepted);
+    EXPECT_GT(expected.verifications, 4);
+  }
+}
+
+// Without a cost that is given, costs are measured: a draft model that takes ten times as long as the model is given up, one that
+// takes a tenth drafts to the end.
+TEST(EngineSequence, WhatDraftsCostIsMeasured) {
+  class Slow : public PagedFake {
+   public:
+    Slow(const PagedFakeSizes& sizes, int ms) : PagedFake(sizes), ms_(ms) {}
+    std::span<const SpanResult> collect() override {
+      std::this_thread::sleep_for(std::chrono::milliseconds(ms_));
+      return PagedFake::collect();
+    }
+
+   private:
+    int ms_;
+  };
+  const auto drafted = [](int of_model, int of_draft) {
+    const auto model = engine_sequence(std::make_unique<Slow>(sizes_of_one(1), of_model), kCapacity,
+                                       std::make_unique<Slow>(sizes_of_one(1), of_draft), {.row_cost = 1e-3});
+    GenerationRequest request;
+    request.max_ids = 40;
+    generated(*model, {7, 4, 9}, request);
+    return model->draft_counts()->drafted;
+  };
+  EXPECT_LT(drafted(2, 20), 20);
+  EXPECT_GT(drafted(20, 2), 30);
 }
 
 // What on_id throws comes out, and the sequence can go on.
@@ -180,7 +410,7 @@ TEST(EngineSequence, DamagedLogitsAreAnError) {
 // Logits, scores and generation take turns in one sequence.
 TEST(EngineSequence, WhatTheHostSamplesIsTheSame) {
   const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
-  const auto model = engine_sequence(cpu::load_inference(file, one_sequence(40)), 40, nullptr, {.lookup = 3});
+  const auto model = engine_sequence(cpu::load_inference(file, one_sequence(40)), 40, {}, {.lookup = 3});
   const auto plain = cpu::load_decoder(file, 40);
   GenerationRequest request;
   request.sampling = sampling_plan({});
@@ -211,6 +441,71 @@ TEST(EngineSequence, WhatTheHostSamplesIsTheSame) {
   const auto [e, f] = both([](DecodeModel& m) { return m.score(Ids{3, 1, 4, 1, 5}); });
   EXPECT_EQ(e, f);
   EXPECT_EQ(model->length(), plain->length());
+}
+
+// ---- which model may draft for which -----------------------------------------------------------------------------------
+
+// A tokenizer of the tokens a, b, c, ...: the first of them is `first`.
+std::string letters(int count, char first) {
+  Json vocab = Json::object();
+  vocab[std::string(1, first)] = 0;
+  for (int id = 1; id < count; ++id) vocab[std::string(1, static_cast<char>('a' + id))] = id;
+  return Json{{"version", "1.0"},
+              {"added_tokens", Json::array()},
+              {"decoder", {{"type", "Fuse"}}},
+              {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}}
+      .dump();
+}
+
+// Tokenizers by what they hold: none, the same text, the same tokens in another text, other tokens, fewer.
+TEST(CheckSameTokens, EveryPairOfTokenizers) {
+  const TemporaryDirectory directory;
+  auto model_with = [&, number = 0](const std::string& tokenizer, int vocabulary) mutable {
+    const TensorFile source = TensorFile::open("test/fixtures/golden/neox-hs32-padded.model.bin", FileKind::model);
+    Json config = source.config();
+    config["model"]["tokenizer_vocab"] = vocabulary;
+    const std::string path = directory.file(std::to_string(number++));
+    TensorFileWriter writer(path, FileKind::model, config);
+    const auto for_tensors = [&](const auto& work) {
+      for (const TensorInfo& tensor : source.tensors()) {
+        if (tensor.name != kTokenizerTensor) work(tensor);
+      }
+    };
+    for_tensors([&](const TensorInfo& tensor) { writer.declare(tensor.name, tensor.dtype, tensor.shape); });
+    if (!tokenizer.empty()) writer.declare(kTokenizerTensor, DType::u8, {std::ssize(tokenizer)});
+    for_tensors(
+        [&](const TensorInfo& tensor) { writer.write(source.bytes(tensor).data(), source.bytes(tensor).size()); });
+    writer.write(tokenizer.data(), tokenizer.size());
+    writer.publish();
+    return ModelFile::open(path);
+  };
+  const auto refusal = [](const ModelFile& model, const ModelFile& draft) -> std::string {
+    std::optional<Tokenizer> tokenizer;
+    if (model.has_tokenizer()) tokenizer = Tokenizer::from_json(model.tokenizer_json(), "test");
+    try {
+      check_same_tokens(model, tokenizer ? &*tokenizer : nullptr, draft);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Exit::usage);
+      const std::string text = error.what(), before = "--draft: " + escaped(draft.file().path()) + ": ",
+                        behind = ". A draft model needs the tokenizer of " + escaped(model.file().path());
+      EXPECT_TRUE(text.starts_with(before) && text.ends_with(behind)) << text;
+      return text.substr(before.size(), text.size() - before.size() - behind.size());
+    }
+    return "";
+  };
+  const ModelFile none = model_with("", 20), none_of_fewer = model_with("", 19), own = model_with(letters(8, 'a'), 8),
+                  again = model_with(letters(8, 'a') + " ", 8), others = model_with(letters(8, 'z'), 8),
+                  fewer = model_with(letters(7, 'a'), 7), other_configuration = model_with(letters(8, 'a'), 20);
+  EXPECT_EQ(refusal(none, none), "");
+  EXPECT_EQ(refusal(none, none_of_fewer), "it was made for 19 tokens, not 20");
+  EXPECT_EQ(refusal(none, own), "it has a tokenizer, and the model has none to compare it with");
+  EXPECT_EQ(refusal(own, none), "it has no tokenizer");
+  EXPECT_EQ(refusal(own, own), "");
+  EXPECT_EQ(refusal(own, again), "") << "the same tokens";
+  EXPECT_EQ(refusal(own, other_configuration), "");
+  EXPECT_EQ(refusal(own, others), "its token 0 is 'z', not 'a'");
+  EXPECT_EQ(refusal(own, fewer), "its tokenizer has 7 tokens, not 8");
+  EXPECT_EQ(refusal(fewer, own), "its tokenizer has 8 tokens, not 7");
 }
 
 // ---- the CPU's models -----------------------------------------------------------------------------------------------

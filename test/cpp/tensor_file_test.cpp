@@ -16,6 +16,7 @@
 #include "colliding_names.h"
 #include "llmc/base/hash.h"
 #include "llmc/model/model_file.h"
+#include "processor_time.h"
 #include "test_files.h"
 
 namespace weft {
@@ -345,6 +346,13 @@ TEST(TensorFileWriter, RefusesMisuse) {
                        TensorFileWriter(path, FileKind::model, {{"model", {{"family", "mamba"}}}});
                      }),
             "");
+  // Each tensor fits in 63 bits, and no file holds both of them.
+  const std::string message = error_of(Exit::internal, [&] {
+    TensorFileWriter writer(path, FileKind::model, Json::object());
+    for (const char* name : {"a", "b"}) writer.declare(name, DType::u8, {2 * kLarge});
+    writer.publish();
+  });
+  expect_contains(message, "are too large for a file");
   TensorFileWriter writer(path, FileKind::model, Json::object());
   writer.declare("a", DType::f32, {2});
   const float values[3] = {1, 2, 3};

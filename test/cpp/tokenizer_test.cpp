@@ -18,6 +18,7 @@
 #include "llmc/base/utf8.h"
 #include "llmc/text/byte_alphabet.h"
 #include "llmc/text/normalize.h"
+#include "test/cpp/processor_time.h"
 #include "test/cpp/sanitized.h"
 
 namespace weft {

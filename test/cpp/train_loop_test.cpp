@@ -22,6 +22,7 @@
 #include "llmc/base/signals.h"
 #include "llmc/model/compare.h"
 #include "llmc/train/bench.h"
+#include "llmc/train/sample.h"
 #include "test/cpp/train_tools.h"
 
 namespace weft {
@@ -612,6 +613,8 @@ TEST_F(TrainLoopTest, SkipLeavesEverythingAloneAndGoesOn) {
   EXPECT_EQ(skipped.state.skipped, 1);
   EXPECT_EQ(skipped.state.loss, before.state.loss);
   EXPECT_TRUE(skipped.state.spikes == before.state.spikes) << "the statistics never saw the bad step";
+  EXPECT_EQ(4 * skipped.state.windows, 5 * before.state.windows) << "its data is not read again";
+  EXPECT_EQ(4 * skipped.state.micro_steps, 5 * before.state.micro_steps);
   const auto records = steps("run");
   EXPECT_EQ(records.at(5)["skipped"], true);
   EXPECT_EQ(records.at(4)["skipped"], false);
@@ -675,6 +678,23 @@ TEST(Guard, ASpikeIsFoundInTheWarmUp) {
     EXPECT_NEAR(spike->loss_level, 6.757, 0.01);
   }
   EXPECT_TRUE(SpikeDetector::from_json(detector.to_json(), "test") == detector);
+}
+
+// What is least of a spike, by hand: 6 deviations of 0.1 above the mean loss, of 0.25 above the mean logarithm of the norm.
+TEST(Guard, TheLeastSpikes) {
+  SpikeDetector steady;
+  for (int i = 0; i < 40; ++i) ASSERT_FALSE(steady.observe(3, 1).has_value());
+  const auto spike_of = [&](double loss, double norm) {
+    SpikeDetector detector = steady;
+    const std::optional<Spike> spike = detector.observe(loss, norm);
+    return spike ? std::string(spike->of_loss ? "loss" : "") + (spike->of_norm ? "norm" : "") : "none";
+  };
+  EXPECT_EQ(spike_of(3.59, 1), "none");
+  EXPECT_EQ(spike_of(3.61, 1), "loss");
+  EXPECT_EQ(spike_of(3, std::exp(1.49)), "none");
+  EXPECT_EQ(spike_of(3, std::exp(1.51)), "norm");
+  EXPECT_EQ(spike_of(3.61, std::exp(1.51)), "lossnorm");
+  EXPECT_EQ(spike_of(0, 0), "none");
 }
 
 TEST(Guard, SpikesAreFoundAgainAndAgain) {
@@ -1178,6 +1198,28 @@ TEST(Initialize, IsAFunctionOfSeedTensorAndElement) {
   int same = 0;
   for (std::size_t i = 0; i < all.size(); ++i) same += all[i] == other_tensor[i] || all[i] == other_seed[i];
   EXPECT_LT(same, 5);
+}
+
+// A sample depends on parameters, seed and step alone, and begins with the prompt each time.
+TEST(SampleWriterTest, ASampleDoesNotGoOnWhereTheLastOneEnded) {
+  Json vocab = Json::object();
+  for (int id = 0; id < 20; ++id) vocab[std::string(1, static_cast<char>('a' + id))] = id;
+  const Json tokenizer = {{"version", "1.0"},
+                          {"added_tokens", Json::array()},
+                          {"decoder", {{"type", "Fuse"}}},
+                          {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}};
+  TrainSettings settings = micro_settings();
+  settings.sample_prompt = "abc";
+  settings.sample_tokens = 9;
+  settings.temperature = 1;
+  const std::unique_ptr<TrainModel> model = micro_model(settings);
+  SampleWriter writer(settings, tokenizer.dump(), micro_config());
+  writer.attach(*model);
+  const std::string fifth = writer.write(5), sixth = writer.write(6);
+  EXPECT_EQ(fifth.size(), 12u) << fifth;
+  EXPECT_TRUE(fifth.starts_with("abc")) << fifth;
+  EXPECT_NE(fifth, sixth) << "other random numbers";
+  EXPECT_EQ(writer.write(5), fifth);
 }
 
 }  // namespace

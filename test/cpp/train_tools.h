@@ -117,6 +117,23 @@ inline RunIdentity micro_identity(const TrainSettings& settings, const TokenData
           ""};
 }
 
+// A copy of which each read waits for `before_read`.
+class HookedCopy final : public StateCopy {
+ public:
+  HookedCopy(std::unique_ptr<StateCopy> inner, std::function<void()> before_read)
+      : inner_(std::move(inner)), before_read_(std::move(before_read)) {}
+  void take() override { inner_->take(); }
+  const float* read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
+                    float* buffer) const override {
+    if (before_read_) before_read_();
+    return inner_->read(role, spec, first, count, buffer);
+  }
+
+ private:
+  const std::unique_ptr<StateCopy> inner_;
+  const std::function<void()> before_read_;
+};
+
 // Forwards everything to another model; a test may look at or change what passes.
 class HookedModel : public TrainModel {
  public:
@@ -126,6 +143,8 @@ class HookedModel : public TrainModel {
   std::function<void(const AdamWStep&)> before_update;
   std::function<void(const Batch&)> before_evaluate;
   std::function<void(double& loss_sum, std::int64_t label_count)> after_evaluate;
+  std::function<void()>
+      before_copy_read;  // of a copy that make_own_copy() makes from then on; by the thread that saves
 
   const ModelConfig& config() const override { return inner_.config(); }
   const TensorTable& table() const override { return inner_.table(); }
@@ -159,6 +178,10 @@ class HookedModel : public TrainModel {
     inner_.write_tensor(role, spec, values);
   }
   std::vector<float> activation(const std::string& name) override { return inner_.activation(name); }
+  std::vector<Range> own_elements() const override { return inner_.own_elements(); }
+  std::unique_ptr<StateCopy> make_own_copy() override {
+    return std::make_unique<HookedCopy>(inner_.make_own_copy(), before_copy_read);
+  }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override { return inner_.decoder(capacity); }
 
  private:

@@ -227,6 +227,13 @@ TEST(FusedDecode, StopsAtAStopId) {
   EXPECT_EQ(result.tokens, static_cast<std::int64_t>(at) + 1);
 }
 
+TEST(FusedDecode, GivenIdsAreFed) {
+  for (const int heads : {4, 32}) {
+    Model<fp16> model(neox_config(heads, 64, 3, 1003), 40);
+    test::expect_given_ids_are_fed(model);
+  }
+}
+
 TEST(FusedDecode, CancelEndsTheLaunch) {
   Model<fp16> model(neox_config(16, 64, 4, 1003), 4096);
   test::expect_cancel_ends_the_launch(model);

@@ -96,6 +96,7 @@ TEST(FusedSequential, FewBlocksAndTheSmallestRing) {
   tuning.ring_bytes = 1;
   tuning.window_bytes = 1;
   check_steps<fp16>(llama_config({128, 8, 4, 16, 152}), 5, tuning);
+  check_steps<fp16>(llama_config({128, 8, 8, 16, 152}), 5, tuning);  // three items of attention for two of the blocks
 }
 
 template <typename S>
@@ -204,6 +205,11 @@ TEST(FusedSequential, CancelEndsTheLaunch) {
 TEST(FusedSequential, TheWatchdogEndsAHang) {
   Model<fp16> model(llama_config({256, 4, 1, 64, 688}), 64);
   test::expect_the_watchdog_ends_a_hang(model);
+}
+
+TEST(FusedSequential, GivenIdsAreFed) {
+  Model<fp16> model(llama_config({512, 8, 2, 64, 1376, 3}), 40);
+  test::expect_given_ids_are_fed(model);
 }
 
 // The instrumented kernel computes the same bits, and its table has the phases of this order.

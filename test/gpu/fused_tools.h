@@ -203,6 +203,69 @@ void expect_cancel_ends_the_launch(Model<S>& model) {
   EXPECT_GE(step(*fused, 1, 0), 0);
 }
 
+// Ids that are given instead of sampled: as many as a launch takes, greedy and drawn, in the middle of a text; and what a launch
+// leaves in the cache serves one that begins before its end. `model` has room for 40 ids.
+template <typename S>
+void expect_given_ids_are_fed(Model<S>& model) {
+  constexpr std::int64_t kIds = 24;
+  const auto fused = model.fused();
+  const auto decode = [&](const cuda::FusedRequest& request) {
+    fused->launch(request);
+    std::vector<std::int32_t> ids;
+    for (std::int64_t i = 0; i < request.count; ++i) ids.push_back(fused->wait(i).value_or(-1));
+    EXPECT_FALSE(fused->wait(request.count).has_value());
+    const auto result = fused->finish();
+    EXPECT_EQ(result.end, cuda::FusedEnd::length);
+    EXPECT_EQ(result.tokens, request.count);
+    return ids;
+  };
+  for (const double temperature : {0.0, 1.0}) {
+    SamplerOptions sampler;
+    sampler.temperature = temperature;
+    sampler.seed = 5;
+    cuda::FusedRequest request;
+    request.first_id = 11;
+    request.sampling = sampling_plan(sampler);
+    request.count = kIds;
+    std::vector<std::int32_t> text = decode(request);
+    text.insert(text.begin(), request.first_id);
+    for (std::size_t more = 0; more <= cuda::kFusedMoreIds; ++more) {
+      SCOPED_TRACE("temperature " + std::to_string(temperature) + ", " + std::to_string(more) + " more ids");
+      const std::int64_t position = static_cast<std::int64_t>(more) * 2 % 5,
+                         count = 1 + static_cast<std::int64_t>(more % 3) * 3;
+      const auto begin = text.begin() + position;
+      request.first_id = *begin;
+      request.more_ids.assign(begin + 1, begin + 1 + static_cast<std::ptrdiff_t>(more));
+      request.position = position;
+      request.count = count;
+      DeviceBuffer<std::int32_t> device_ids(static_cast<std::size_t>(count));
+      request.device_ids = device_ids.data();
+      const auto sampled = begin + 1 + static_cast<std::ptrdiff_t>(more);
+      const std::vector<std::int32_t> want(sampled, sampled + count);
+      EXPECT_EQ(decode(request), want);
+      EXPECT_EQ(device_ids.download(), want);
+      // The whole text again: the cache holds what it held.
+      request.device_ids = nullptr;
+      request.more_ids.clear();
+      request.first_id = text[static_cast<std::size_t>(position + 9)];
+      request.position = position + 9;
+      request.count = 5;
+      EXPECT_EQ(decode(request), std::vector<std::int32_t>(begin + 10, begin + 15));
+      request.first_id = text[0];
+      request.position = 0;
+      request.count = kIds;
+      EXPECT_EQ(decode(request), std::vector<std::int32_t>(text.begin() + 1, text.end()));
+    }
+    request.more_ids.assign(cuda::kFusedMoreIds + 1, 1);
+    EXPECT_NE(error_of(Exit::internal, [&] { fused->launch(request); }).find("8 more"), std::string::npos);
+    request.more_ids = {static_cast<std::int32_t>(model.config().vocab_size)};
+    EXPECT_NE(error_of(Exit::internal, [&] { fused->launch(request); }).find("out of range"), std::string::npos);
+    request.more_ids = {1, 2};
+    request.count = 39;
+    EXPECT_NE(error_of(Exit::internal, [&] { fused->launch(request); }).find("of 40"), std::string::npos);
+  }
+}
+
 // A wait that never ends is an error of the machine, in all blocks, after the time limit, and the GPU is free afterwards.
 template <typename S>
 void expect_the_watchdog_ends_a_hang(Model<S>& model) {

@@ -184,6 +184,32 @@ void write_with(const std::string& from, const std::string& to, const std::strin
   writer.publish();
 }
 
+// A matrix of whose file several pieces are loaded, the last one shorter: each of its rows is in its place, and an element that no
+// model has is named by its place in the tensor. int4 has the bits of the same weights as floats, the others are as near.
+TEST(CudaQuantizedInference, MatricesAreLoadedInPieces) {
+  const test::NeoxShape shape = {"large", 4, 256, 1, 16'904};
+  const ModelConfig config = test::neox_config(shape);
+  constexpr std::int64_t kPieceBytes = 4 << 20;
+  EXPECT_GT(config.hidden_size * config.ffn_size / 2, 2 * kPieceBytes) << "of int4";
+  for (const WeightScheme scheme : {WeightScheme::int8, WeightScheme::int4}) {
+    SCOPED_TRACE(weight_scheme_name(scheme));
+    const Pair pair(config, quantization_of(scheme, false), DType::f16);
+    {
+      const auto quantized = pair.on_gpu(pair.quantized(), pool_of(6)), floats = pair.on_gpu(pair.floats(), pool_of(6));
+      const std::vector<float> got = logits_of(*quantized, 9), want = logits_of(*floats, 9);
+      EXPECT_EQ(got == want, scheme == WeightScheme::int4);
+      EXPECT_LT(distance("logits", got, want, 1, Norm::l2).relative, 1e-2);
+    }
+    if (scheme != WeightScheme::int8) continue;
+    const std::string name = weight_of(NeoxNames::Layer(0).up);
+    const TemporaryDirectory directory;
+    write_with(pair.quantized(), directory.file("bad.bin"), name, {0x80, 1});
+    const std::string message = error_of(Exit::bad_file, [&] { pair.on_gpu(directory.file("bad.bin"), pool_of(4)); });
+    const std::int64_t element = config.hidden_size * config.ffn_size - 2;
+    EXPECT_NE(message.find(name + ": element " + std::to_string(element)), std::string::npos) << message;
+  }
+}
+
 TEST(CudaQuantizedInference, ValuesThatNoModelHasAreRefusedByElement) {
   const ModelConfig config = test::neox_config(test::small_shapes()[0]);
   const std::string module = NeoxNames::Layer(1).down;

@@ -252,6 +252,36 @@ TYPED_TEST(QuantizedMatmulTest, LargeAndOddSizes) {
     if (format != DType::u4) this->compare(format, 3, 136, 84, RowsEpilogue::swiglu);
   }
 }
+
+// int4 with units that are no multiple of 8 and groups that end inside a block: the last rows of gate and up lie beside padding.
+TYPED_TEST(QuantizedMatmulTest, Int4SwigluOfOddUnits) {
+  using T = TypeParam;
+  for (const auto& [rows, K, OC] : std::initializer_list<std::array<std::int64_t, 3>>{{3, 136, 84}, {70, 264, 37}}) {
+    const Layer<T> layer(DType::u4, K, OC, RowsEpilogue::swiglu);
+    const Floats weights = widened(stored<T>(layer.values().values())), x = random_stored<T>(rows * K, 1);
+    const auto kept = [](double v) { return static_cast<double>(widened(stored<T>({static_cast<float>(v)}))[0]); };
+    const auto sum = [&](std::int64_t row, std::int64_t output) {
+      double total = 0;
+      for (std::int64_t k = 0; k < K; ++k) {
+        total += static_cast<double>(x[static_cast<std::size_t>(row * K + k)]) *
+                 static_cast<double>(weights[static_cast<std::size_t>(output * K + k)]);
+      }
+      return kept(total);
+    };
+    Floats want;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t c = 0; c < OC; ++c) {
+        const double gate = sum(row, c), up = sum(row, OC + c);
+        want.push_back(static_cast<float>(gate / (1 + std::exp(-gate)) * up));
+      }
+    }
+    for (const RowsPath path : kPaths) {
+      SCOPED_TRACE(description(DType::u4, rows, K, 0, OC, RowsEpilogue::swiglu, path));
+      // Gate and up are rounded before SwiGLU, perhaps to the other neighbour.
+      expect_near<T>(layer.quantized(x, {}, rows, path, {}), want, "int4", 4 * unit_roundoff<T>());
+    }
+  }
+}
 // Splits with the end of the first input and the beginning of the second, an input shorter than a stage, more splits than
 // the first input has stages of its own.
 TYPED_TEST(QuantizedMatmulTest, TwoInputs) {

@@ -571,15 +571,57 @@ TEST(CudaRanks, StateMovesBetweenNumbersOfRanks) {
         }
         const auto copy = model->make_state_copy();  // on all ranks, as take() reads from all
         copy->take();
-        for (const TensorSpec& spec : model->table().specs()) {
-          const Floats values = test::read_values(*model, TensorRole::moment1, spec);
-          Floats buffer(values.size());
-          const float* copied = copy->read(TensorRole::moment1, spec, 0, buffer.size(), buffer.data());
-          EXPECT_TRUE(std::equal(values.begin(), values.end(), copied)) << spec.name;
+        for (const TensorRole role : {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2}) {
+          for (const TensorSpec& spec : model->table().specs()) {
+            const Floats values = test::read_values(*model, role, spec);
+            Floats buffer(values.size());
+            const float* copied = copy->read(role, spec, 0, buffer.size(), buffer.data());
+            EXPECT_TRUE(std::equal(values.begin(), values.end(), copied)) << spec.name;
+          }
+        }
+        const auto own = model->make_own_copy();
+        own->take();
+        for (const TensorRole role : kStateRoles) {
+          for (const TensorSpec& spec : model->table().specs()) {
+            const Floats values = test::read_values(*model, role, spec);
+            for (const Range& range : model->own_elements()) {
+              const Range part = common(range, {spec.offset, spec.offset + spec.elements});
+              if (part.size() == 0) continue;
+              const auto first = static_cast<std::size_t>(part.begin - spec.offset);
+              Floats buffer(static_cast<std::size_t>(part.size()));
+              const float* copied = own->read(role, spec, first, buffer.size(), buffer.data());
+              EXPECT_TRUE(std::equal(copied, copied + buffer.size(), values.begin() + part.begin - spec.offset))
+                  << spec.name;
+            }
+          }
         }
       });
     }
   }
+}
+
+// Masters go to the GPU some at a time: a tensor that takes several pieces, of one model and of two ranks, each of which has the
+// low halves of its part alone.
+TEST(CudaRanks, LargeTensorsAreWrittenInPieces) {
+  constexpr std::int64_t kMasters = 4 << 20;
+  ModelConfig config = config_of({});
+  config.num_layers = 1;
+  config.vocab_size = config.tokenizer_vocab = 240'007;
+  const TrainOptions one = options_of({}, 1), two = options_of({}, 2);
+  const TensorTable table(config);
+  const TensorSpec& spec = table.specs()[0];
+  EXPECT_GT(spec.elements / 2, 2 * kMasters);
+  const Floats values = test::random_floats(spec.elements, 5);
+  const auto check_model = [&](TrainModel& model) {
+    model.write_tensor(TensorRole::parameter, spec, values.data());
+    EXPECT_TRUE(test::read_values(model, TensorRole::parameter, spec) == values);
+  };
+  check_model(*cuda::make_llama(config, one));
+  run_thread_ranks(2, 60, [&](Communicator& ranks) {
+    const auto plane = cuda::make_staged_ranks(ranks);
+    for (const Shard shard : {Shard::optimizer, Shard::parameters})
+      check_model(*cuda::make_llama(config, two, ranks, *plane, shard));
+  });
 }
 
 TEST_F(CudaTwoGpus, GiveTheBitsOfVirtualRanksOnOne) {

@@ -103,7 +103,7 @@ def test_a_dump_of_too_many_positions_is_refused_before_memory_is_taken(tmp_path
 
 def test_the_first_signal_says_what_happens_and_the_second_what_is_lost(data, tmp_path):
     out = tmp_path / "run"
-    process = start(data, out, "--debug-inject", "hang@step=11")
+    process = start(data, out, "--debug-inject", "hang@step=11", "--save-every", 2)
     wait_for(lambda: (out / "log.jsonl").exists() and any(r.get("step") == 10 for r in records(out)))
     time.sleep(0.3)  # step 11 begins, and hangs
     send(process, signal.SIGINT)
@@ -112,8 +112,9 @@ def test_the_first_signal_says_what_happens_and_the_second_what_is_lost(data, tm
     _, messages = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert "finishing step 11, then saving; a second signal stops at once\n" in messages
-    # The save of step 8 has waited for that of step 4.
+    # The save of step 10 has waited for that of step 8.
     newest = [record["step"] for record in records(out) if record["type"] == "save"][-1]
+    assert newest >= 8
     assert messages.endswith(f"\nstopped at once: steps after the newest checkpoint (step {newest} or later) are lost\n"), messages
 
 

@@ -1,8 +1,10 @@
 """convert_hf.py: what goes through unchanged, and what is refused. B numbers name classes of bad input."""
 
 import errno
+import io
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -402,6 +404,17 @@ def test_tied_llama(tmp_path):  # B50
     refuse(directory, "lm_head.weight", "missing", "tie_word_embeddings is false")
 
 
+def test_a_tied_head_that_differs_in_its_last_value_is_refused(tmp_path, monkeypatch):
+    """Both are read in pieces."""
+    monkeypatch.setattr(convert_hf, "CHUNK_ELEMENTS", 100)
+    config = ck.LLAMA | {"tie_word_embeddings": True}
+    weights = ck.weights_of(config)
+    weights["lm_head.weight"] = weights[EMBEDDING["llama"]].copy()
+    ck.convert(ck.write_checkpoint(tmp_path / "same", config, weights), tmp_path / "same.bin")
+    weights["lm_head.weight"][-1, -1] += 1
+    refuse(ck.write_checkpoint(tmp_path / "other", config, weights), "lm_head.weight", "differs from")
+
+
 def test_tied_gpt_neox_becomes_untied(tmp_path):  # B50: weft stores a head of its own for this family
     config = ck.GPT_NEOX | {"tie_word_embeddings": True}
     weights = ck.weights_of(config)
@@ -493,7 +506,16 @@ def test_a_tokenizer_that_the_programs_refuse_is_refused(tmp_path):
     for change, words in (({"normalizer": {"type": "NFKC"}}, ("normalizer.type", "'NFKC'")),
                           ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, ("pre_tokenizer.type", "'WhitespaceSplit'")),
                           ({"decoder": {"type": "WordPiece"}}, ("decoder.type", "'WordPiece'")),
-                          ({"model": tokenizer["model"] | {"type": "Unigram"}}, ("model.type", "'Unigram'"))):
+                          ({"model": tokenizer["model"] | {"type": "Unigram"}}, ("model.type", "'Unigram'")),
+                          ({"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": "x"}},
+                           ("normalizer.pattern.String", "one character")),
+                          ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "xy"}},
+                           ("normalizer.content", "one character")),
+                          ({"pre_tokenizer": {"type": "Metaspace", "replacement": "__"}},
+                           ("pre_tokenizer.replacement", "one character")),
+                          ({"decoder": {"type": "Sequence", "decoders": [
+                              {"type": "Fuse"}, {"type": "Strip", "content": "", "start": 1, "stop": 0}]}},
+                           ("decoder.decoders[1].content", "one character"))):
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer | change))
         refuse(directory, "tokenizer.json", *words)
 
@@ -563,6 +585,89 @@ def test_summary_and_next_command(llama, tmp_path):
     neox = ck.write_checkpoint(tmp_path / "neox", ck.GPT_NEOX)
     done = ck.run_script("convert_hf.py", neox, "-o", tmp_path / "b.bin")
     assert "./infer_pythia --model" in done.stdout and "5,136" in done.stdout
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+SUMMARIES = {  # computed by hand
+    "llama3 rope, tied, tokenizer": (
+        ck.LLAMA | {"tie_word_embeddings": True, "rope_scaling": LLAMA3}, 30, (), """\
+family      llama
+size        2 layers, hidden 16, FFN 24
+heads       4 of 4, 2 for keys and values
+rotary      4 of 4 dimensions, theta 10000, llama3 x32 of 8192
+vocabulary  37 rows, tokenizer 30 tokens, tied
+parameters  4,512 as f32
+file        'OUT', SIZE bytes
+next        .venv/bin/python dev/prepare_data.py my.txt --tokenizer DIR/tokenizer.json -o data/mine
+next        ./train_llama --model OUT --train 'data/mine/train_*.bin' --val 'data/mine/val_*.bin' --lr 3e-5 --out runs/mine
+"""),
+    "llama, bf16": (ck.LLAMA, None, ("--dtype", "bf16"), """\
+family      llama
+size        2 layers, hidden 16, FFN 24
+heads       4 of 4, 2 for keys and values
+rotary      4 of 4 dimensions, theta 10000
+vocabulary  37 rows, tokenizer none
+parameters  5,104 as bf16
+file        'OUT', SIZE bytes
+next        .venv/bin/python scripts/tensor_file.py OUT --verify
+"""),
+    "gpt_neox, parallel": (ck.GPT_NEOX | {"num_attention_heads": 1}, None, (), """\
+family      gpt_neox (parallel residual)
+size        2 layers, hidden 16, FFN 24
+heads       1 of 16, 1 for keys and values
+rotary      4 of 16 dimensions, theta 10000
+vocabulary  37 rows, tokenizer none
+parameters  5,136 as f32
+file        'OUT', SIZE bytes
+next        ./infer_pythia --model OUT --prompt-ids 1,2,3
+"""),
+    "sequential, of three ids, quantised": (
+        ck.GPT_NEOX | {"num_attention_heads": 1, "use_parallel_residual": False, "vocab_size": 3}, None,
+        ("--quantize", "int8", "--head", "int8"), """\
+family      gpt_neox
+size        2 layers, hidden 16, FFN 24
+heads       1 of 16, 1 for keys and values
+rotary      4 of 16 dimensions, theta 10000
+vocabulary  3 rows, tokenizer none
+parameters  4,048 as f32, i8
+file        'OUT', SIZE bytes
+quantised   9 matrices to int8, head int8, ERROR off in the root mean square
+next        ./infer_pythia --model OUT --prompt-ids 1,2
+"""),
+}
+
+
+@pytest.mark.parametrize("case", SUMMARIES)
+def test_the_summary_line_by_line(tmp_path, case):
+    config, tokens, options, expected = SUMMARIES[case]
+    directory, output = tmp_path / "model", tmp_path / "out.bin"
+    ck.write_checkpoint(directory, config, tokenizer=None if tokens is None else ck.tokenizer_of(tokens))
+    done = ck.run_script("convert_hf.py", directory, "-o", output, *options)
+    for name, value in (("OUT", output), ("DIR", directory), ("SIZE", f"{output.stat().st_size:,}")):
+        expected = expected.replace(name, str(value))
+    assert re.sub(r"0\.\d\d%", "ERROR", done.stdout) == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_line_that_is_written_again(monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    progress = cli.Progress("converting", 800)
+    for amount in (100, 3, 4, 93, 600):  # 12.5, 12.9, 13.4, 25 and 100 %
+        progress.advance(amount)
+    assert terminal.getvalue() == "".join(f"\rconverting {percent:3d}%" for percent in (12, 13, 25, 100))
+    progress.finish()
+    assert terminal.getvalue().endswith("100%\r" + " " * len("converting 100%") + "\r")
+    cli.Progress("nothing to do", 0).advance(0)
+    assert terminal.getvalue().endswith("\rnothing to do   0%")
+    monkeypatch.setattr("sys.stderr", silent := io.StringIO())
+    cli.Progress("converting", 800).advance(800)
+    assert silent.getvalue() == ""
 
 
 def test_full_disk_is_exit_5(llama, tmp_path):

@@ -142,6 +142,20 @@ def test_the_text_does_not_depend_on_the_way_of_decoding(tiny, sampling):
         assert done.returncode == OK and done.stdout.decode() == text
 
 
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.8, "--seed", 3], ["--stop", "the"]])
+def test_a_draft_in_the_fused_kernel_gives_the_plain_text(tiny, sampling):
+    words = ["--model", tiny, "--prompt", "Once upon a time", "--max-tokens", 100, *sampling]
+    plain = object_of(*words, "--decode", "graph")
+    fused = "fused" in modes("fp16")
+    for decode in ("auto", "graph"):  # where it is given, the draft model is decoded in the same way
+        drafted = object_of(*words, "--draft", tiny, "--decode", decode)
+        for field in ("ids", "text", "finish_reason"):
+            assert drafted[field] == plain[field], (decode, field)
+        assert drafted["drafts"]["accepted"] > 0 or len(plain["ids"]) < 4
+        log = run("--device", "cuda", *words, "--draft", tiny, "--decode", decode).stderr.decode()
+        assert ("for drafts, decode fused" in log) == (fused and decode == "auto")
+
+
 def test_auto_takes_the_gpu_and_says_how(tiny):
     done = run("--model", tiny, "--prompt", "Once", "--max-tokens", 2)
     assert done.returncode == OK

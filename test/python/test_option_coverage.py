@@ -183,6 +183,19 @@ def test_the_table_is_of_these_programs():
 # ---- that nothing slips through --------------------------------------------------------------------------------------
 
 
+GROUPS = {"infer_pythia": ["Model", "What to do, exactly one of", "Generation", "Many requests at once", "Perplexity", "Benchmark",
+                           "Server", "Output", "About", "Example"],
+          "train_llama": ["Model", "Data and output", "Optimisation", "Execution", "Several GPUs (doc/several_gpus.md)", "Reports",
+                          "About", "Example"]}
+
+
+@pytest.mark.parametrize("program", GROUPS)
+def test_help_has_its_groups_in_order(program):
+    text = run_program(program, "--help-all")
+    assert re.findall(r"^(\S.*):$", text, re.M) == GROUPS[program]
+    assert "\nExit codes: 0 ok, 1 internal error" in text and re.search(rf"\nExample:\n +(\./)?{program} --", text)
+
+
 def test_help_shows_what_the_program_has():
     """The other list of the same options: what --print-config writes."""
     settings = json.loads(run_program("train_llama", "--config", "tiny", "--device", "cpu", "--print-config"))["settings"]

@@ -85,6 +85,18 @@ def test_the_statistics_say_what_drafts_brought(models):
     assert " tokens a step, " in done.stderr and " drafted accepted" in done.stderr
 
 
+def test_a_quantised_draft_is_said_to_be_one(models, tmp_path):
+    target = tmp_path / "draft.bin"
+    subprocess.run([sys.executable, ROOT / "scripts/convert_hf.py", ROOT / "models/tiny-pythia", "-o", target, "--quantize",
+                    "int8"], check=True, capture_output=True, timeout=120)
+    requests = tmp_path / "in"
+    requests.write_text('{"prompt": "The hen", "max_tokens": 2}\n')
+    for words in (["--prompt", "The hen", "--max-tokens", 4], ["--batch", requests, "--output", tmp_path / "out"]):
+        log = run(models["tiny-pythia"], *words, "--draft", target).stderr
+        [line] = [line for line in log.splitlines() if "draft.bin" in line]
+        assert "parameters from f16, weights int8; " in line and " for drafts" in line
+
+
 def test_a_draft_model_of_another_tokenizer_is_refused(models):
     done = run(models["tiny-pythia"], "--prompt", "The hen", "--draft", models["tiny-llama"], code=USAGE)
     assert "--draft: " in done.stderr and "A draft model needs the tokenizer of" in done.stderr

@@ -260,6 +260,14 @@ def test_the_tool_lists_and_verifies(tmp_path):
     good = FIXTURES / "tensor_file" / "all_dtypes.bin"
     listing = run_tool(good)
     assert listing.returncode == 0 and "'brain'" in listing.stdout and '"family": "llama"' in listing.stdout
+    file = tensor_file.read(good)
+    lines = listing.stdout.splitlines()
+    assert lines[0] == f"model, {len(file.tensors)} tensors, {sum(info.bytes for info in file.tensors.values()):,} bytes of data"
+    width = max(len(repr(name)) for name in file.tensors)
+    for line, info in zip(lines[-len(file.tensors):], file.tensors.values(), strict=True):
+        columns = line[width + 2:].split()
+        assert line.startswith(f"{repr(info.name):<{width}}  ") and columns[0] == info.dtype, "columns below each other"
+        assert columns[-2:] == [f"{info.offset:,}", f"{info.hash:016x}"]
     assert "all hashes match" in run_tool("--verify", good).stdout
     flipped = bytearray(good.read_bytes())
     flipped[-1] ^= 1

@@ -395,6 +395,8 @@ def test_a_checkpoint_is_measured_and_nothing_is_written(data, tmp_path):
         assert json.loads(done.stdout) == result, batches
     assert sorted(tmp_path.rglob("*")) == before
     assert_refused(run_program("--eval", "--model", model), 2, "--eval", "--val")
+    larger = write_shard(tmp_path / "larger.bin", 100, vocabulary=65)
+    assert_refused(run_program("--eval", "--model", model, "--val", larger, "--seq-len", 16), 2, "--val", "a vocabulary of 65")
     assert_refused(run_program("--eval", "--config", "tiny", "--val", data / "val_*.bin"), 2, "--eval", "--model")
     write_shard(data / "large.bin", 100, vocabulary=60_000)
     assert_refused(run_program(*words[:4], data / "large.bin", "--seq-len", 16), 2, "--val", "60000")

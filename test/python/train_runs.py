@@ -17,7 +17,7 @@ xxhash = pytest.importorskip("xxhash")
 
 import token_shard  # noqa: E402
 
-PROGRAM = Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama"
+PROGRAM = (Path(os.environ.get("WEFT_BIN_DIR", ROOT)) / "train_llama").absolute()
 GOLDEN = ROOT / "test" / "fixtures" / "golden"
 MODEL = GOLDEN / "llama-hs32-mha.model.bin"  # a random model of 19 k parameters
 NEOX = GOLDEN / "neox-hs32-padded.model.bin"
@@ -80,10 +80,10 @@ def train(data, out, *more, env=None, **keys):
 _started = []
 
 
-def start(data, out, *more, env=None, **keys):
+def start(data, out, *more, env=None, cwd=None, **keys):
     """A run beside the test; `end_started` ends it with the test."""
     process = subprocess.Popen(arguments(data, out, *more, **keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment(**(env or {})))
+                               env=environment(**(env or {})), cwd=cwd)
     _started.append(process)
     return process
 

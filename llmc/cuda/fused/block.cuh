@@ -69,9 +69,9 @@ struct Block {
   // Repeats try_once() until it is true. False if the launch is aborted.
   template <typename Try>
   __device__ bool wait_for(const Try& try_once) const {
-    if (try_once()) return true;
     const volatile int* abort = &flags.abort;
     std::uint64_t start = 0;
+#pragma unroll 1
     for (unsigned n = 1;; ++n) {
       if (try_once()) return true;
       if (*abort != 0) return false;
@@ -89,8 +89,9 @@ struct Block {
     return wait_for([&] { return static_cast<int>(load_acquire(&counter.value) - target) >= 0; });
   }
   // The first item of attention of this block in a layer, or a number past the last; the next ones are `blocks` further on.
-  // It changes from layer to layer so that the blocks without an item are not always the same.
-  __device__ int first_item(int layer) const { return (block + layer * 37) % blocks; }
+  __device__ int first_item(int layer) const {
+    return (block + layer * p.item_shift) % blocks;
+  }
 
   __device__ bool layer_only() const {
     if constexpr (K::kInstrumented) return p.instruments.layer_only;

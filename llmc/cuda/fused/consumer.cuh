@@ -64,8 +64,8 @@ struct Consumer {
   __device__ __forceinline__ void run_layer(int l, int token, std::int32_t id);
   __device__ __forceinline__ void load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]);
   __device__ __forceinline__ void load_embedding(std::int32_t id, float (&x)[kInputs]) const;
-  __device__ __forceinline__ void qkv_rows(int l, const float (&input)[kInputs]);
-  __device__ __forceinline__ void up_rows(int l, int token, const float (&input)[kInputs]);
+  __device__ __forceinline__ void input_rows(int l, int token, float (&input)[kInputs],
+                                             const float (&mlp_input)[kInputs]);
   __device__ __forceinline__ void output_rows(int l, float (&input)[kInputs]);
 
   // ---- rows.cuh
@@ -134,6 +134,7 @@ struct Consumer {
   // ---- sampling.cuh
   __device__ __forceinline__ FusedEnd end_after(const SampledToken& chosen, int token, bool cancelled) const;
   __device__ __forceinline__ void tell_host(const SampledToken& chosen, int token, FusedEnd end) const;
+  __device__ __forceinline__ std::int32_t given_id(int token) const;
   __device__ __forceinline__ std::int32_t greedy_id(int token);
   __device__ __forceinline__ void choose(int token, bool cancelled);
   __device__ __forceinline__ std::int32_t sampled_id(int token);
@@ -165,6 +166,9 @@ struct Consumer {
   template <int kLoads>
   __device__ __forceinline__ void load_vector(const TaggedValue* vector, int size, unsigned wanted,
                                               float (&x)[kLoads * kLaneElements]) const {
+    if constexpr (!K::kSequential) {
+      if (c.p.vector_bytes > 0) return load_shared_vector<kLoads>(vector, size, wanted, x);
+    }
     uint4 values[2 * kLoads] = {};
     unsigned missing = 0;
 #pragma unroll
@@ -189,6 +193,51 @@ struct Consumer {
       x[4 * k + 1] = untagged(values[k].y);
       x[4 * k + 2] = untagged(values[k].z);
       x[4 * k + 3] = untagged(values[k].w);
+    }
+  }
+
+  // The same where several groups of warps need the same elements: one thread of the block loads each, and all get it through
+  // shared memory. The store of a value waits for the loads of its cache line that came before it, and those are of all blocks:
+  // the fewer the better. Between two calls stands a barrier of all consumers: that of the norms, or of the sums of a matrix.
+  template <int kLoads>
+  __device__ __forceinline__ void load_shared_vector(const TaggedValue* vector, int size, unsigned wanted,
+                                                     float (&x)[kLoads * kLaneElements]) const {
+    // kLoads words of 16 bytes a thread: 2 kLoads for each, shared by two groups of warps or more.
+    uint4 values[kLoads] = {};
+    unsigned missing = 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) missing |= (i * threads + thread) * 4 < size ? 1u << i : 0;
+    c.wait_for([&] {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if ((missing >> i & 1) != 0) values[i] = load_relaxed_x4(vector + (i * threads + thread) * 4);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint4 v = values[i];
+        const bool complete =
+            has_tag(v.x, wanted) && has_tag(v.y, wanted) && has_tag(v.z, wanted) && has_tag(v.w, wanted);
+        if (complete) missing &= ~(1u << i);
+      }
+      return missing == 0;
+    });
+    float4* words = reinterpret_cast<float4*>(shared + at.vector);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 v = values[i];
+      if ((i * threads + thread) * 4 < size) {
+        words[i * threads + thread] = make_float4(untagged(v.x), untagged(v.y), untagged(v.z), untagged(v.w));
+      }
+    }
+    sync();
+#pragma unroll
+    for (int k = 0; k < 2 * kLoads; ++k) {
+      const bool inside = piece(k / 2) * kLaneElements < size;
+      const float4 v = inside ? words[piece(k / 2) * 2 + k % 2] : make_float4(0, 0, 0, 0);
+      x[4 * k] = v.x;
+      x[4 * k + 1] = v.y;
+      x[4 * k + 2] = v.z;
+      x[4 * k + 3] = v.w;
     }
   }
 

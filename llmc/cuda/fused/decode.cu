@@ -212,20 +212,28 @@ template <typename W, typename A, typename KV>
 void FusedDecode<W, A, KV>::launch(const FusedRequest& request) {
   State& s = *state_;
   Parameters<W, A, KV>& p = s.parameters;
+  const std::size_t more = request.more_ids.size();
+  const auto is_id = [&](std::int32_t id) { return id >= 0 && id < p.V; };
   const bool valid = !s.launched && request.count >= 1 && request.count <= kFusedTokens && request.position >= 0 &&
-                     request.position + request.count <= p.capacity && request.first_id >= 0 &&
-                     request.first_id < p.V && request.stop_ids.size() <= kMaxStopIds;
+                     more <= kFusedMoreIds && (more == 0 || !s.tuning.layer_only) &&
+                     request.position + static_cast<std::int64_t>(more) + request.count <= p.capacity &&
+                     is_id(request.first_id) && std::ranges::all_of(request.more_ids, is_id) &&
+                     request.stop_ids.size() <= kMaxStopIds;
   if (!valid) {
     fail(Exit::internal,
-         "fused decoding: launch of %lld tokens at position %lld of %lld, id %d, %zu stop ids%s: out of range",
+         "fused decoding: launch of %lld tokens at position %lld of %lld, id %d and %zu more, %zu stop ids%s: out of "
+         "range",
          static_cast<long long>(request.count), static_cast<long long>(request.position),
-         static_cast<long long>(p.capacity), request.first_id, request.stop_ids.size(),
+         static_cast<long long>(p.capacity), request.first_id, more, request.stop_ids.size(),
          s.launched ? ", another launch runs" : "");
   }
   p.sequence = s.mailbox.reserve(request.count);
   p.first_id = request.first_id;
   p.position = static_cast<int>(request.position);
-  p.count = static_cast<int>(request.count);
+  p.num_more = static_cast<int>(more);
+  p.count = static_cast<int>(request.count) + p.num_more;
+  std::ranges::copy(request.more_ids, p.more_ids);
+  p.device_ids = request.device_ids;
   p.sampling = request.sampling;
   p.num_stop_ids = static_cast<int>(request.stop_ids.size());
   std::copy(request.stop_ids.begin(), request.stop_ids.end(), p.stop_ids);

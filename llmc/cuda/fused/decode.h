@@ -37,13 +37,20 @@ std::string fused_decode_refusal(const ModelConfig& config, const Device& device
 // Tokens of a launch, at most: the host may read their ids as late as it likes.
 inline constexpr std::int64_t kFusedTokens = kMailboxIds;
 
+// Tokens of a launch, at most, that are fed after the first one before an id is sampled.
+inline constexpr std::size_t kFusedMoreIds = 7;
+
 // What one launch decodes.
 struct FusedRequest {
   std::int32_t first_id = 0;  // the token that is fed first, at `position`: the cache holds the positions before it
+  std::vector<std::int32_t> more_ids =
+      {};  // fed after it, at most kFusedMoreIds; nothing is sampled but after the last
   std::int64_t position = 0;
-  std::int64_t count = 0;              // tokens to sample, 1 .. kFusedTokens; position + count <= the cache's capacity
-  SamplingPlan sampling;               // token i (from 0) is sampled for sequence position `position` + 1 + i
+  // Tokens to sample, 1 .. kFusedTokens; position + more_ids.size() + count <= the cache's capacity.
+  std::int64_t count = 0;
+  SamplingPlan sampling;  // token i (from 0) is sampled for sequence position `position` + more_ids.size() + 1 + i
   std::vector<std::int32_t> stop_ids;  // the launch ends after the first of them; at most kMaxStopIds
+  std::int32_t* device_ids = nullptr;  // [count] on the device: the ids are written there, too; or null
 };
 
 enum class FusedEnd : std::int32_t {
@@ -58,6 +65,8 @@ struct FusedTuning {
   int blocks = 0;        // 0: chosen by the model's size; at most one on each multiprocessor
   int window_bytes = 0;  // bulk copies in flight a block; 0: the default
   int ring_bytes = 0;    // shared memory of the ring; 0: all there is
+  bool own_vectors =
+      false;  // each thread loads what it needs of other blocks' results, also where several need the same
   // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing else: no MLP-down, no head.
   // Ids are 0, logits are not written.
   bool layer_only = false;
@@ -91,7 +100,7 @@ class FusedDecode {
   // Waits for the end of the launch; reports what wait() would. Nothing runs: returns the last answer.
   struct Result {
     FusedEnd end = FusedEnd::running;
-    std::int64_t tokens = 0;  // sampled; so many positions were added to the cache
+    std::int64_t tokens = 0;  // sampled; so many positions and those of more_ids were added to the cache
   };
   Result finish();
 

@@ -87,16 +87,18 @@ struct Helper {
         const KV key = from_float<KV>(rotated(raw + HS, d)), value = from_float<KV>(raw[2 * HS + d]);
         added[d] = key;
         added[HS + d] = value;
-        p.keys[row + d] = key;
-        p.values[row + d] = value;
       }
     }
-    if (newest) hopper::fence_async_proxy_global();
     __syncwarp();
-    if (lane == 0) {
-      hopper::mbarrier_arrive(c.query_here);
-      if (newest) add_release(&p.control->attention.value, 1);
+    if (lane == 0) hopper::mbarrier_arrive(c.query_here);
+    if (!newest) return true;
+    for (int d = lane; d < HS; d += kWarpSize) {  // behind the barrier: the consumers do not wait for the fence
+      p.keys[row + d] = added[d];
+      p.values[row + d] = added[HS + d];
     }
+    hopper::fence_async_proxy_global();
+    __syncwarp();
+    if (lane == 0) add_release(&p.control->attention.value, 1);
     return true;
   }
 

@@ -27,6 +27,10 @@ __device__ __forceinline__ void Consumer<K>::run() {
       if (c.block == 0 && thread == 0) tell_host({id, SampleError::none}, token, end);
       continue;
     }
+    if (token < p.num_more) {
+      id = given_id(token);
+      continue;
+    }
     run_head(token);
     id = p.sampling.greedy ? greedy_id(token) : sampled_id(token);
   }
@@ -44,8 +48,7 @@ __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::in
     normalize(norms, attention_input, mlp_input);
   }
   stamp(l, FusedPhase::norms_done);
-  qkv_rows(l, attention_input);
-  up_rows(l, token, mlp_input);
+  input_rows(l, token, attention_input, mlp_input);
   attend(l, position, splits_at(position, c.p.max_splits));
   output_rows(l, attention_input);
   ++step;
@@ -76,29 +79,29 @@ __device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, flo
   }
 }
 
+// QKV, then MLP-up and GELU: one code for both: the code of a layer is more than the caches of instructions hold.
+// `input` is that of QKV, and scratch.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::qkv_rows(int l, const float (&input)[kInputs]) {
-  const unsigned short bias = load_bias(layers[l].qkv_bias, own.qkv);
-  const int rows = own.qkv.end - own.qkv.begin;
-  narrow_rows(rows, input);
-  finish_rows(rows, [&](int row, float sum) {
-    store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(sum + bias_value(bias), step + 1));
-  });
-  stamp(l, FusedPhase::qkv_done);
-}
-
-template <typename K>
-__device__ __forceinline__ void Consumer<K>::up_rows(int l, int token, const float (&input)[kInputs]) {
-  const unsigned short bias = load_bias(layers[l].up_bias, own.up);
-  const int rows = own.up.end - own.up.begin;
-  narrow_rows(rows, input);
-  finish_rows(rows, [&](int row, float sum) {
-    if constexpr (K::kInstrumented) {  // the last token never completes
-      if (c.p.instruments.lose_an_arrival && c.block == 0 && token == c.p.count - 1) return;
-    }
-    store_relaxed(c.p.h + own.up.begin + row, tagged(gelu_exact(sum + bias_value(bias)), step + 1));
-  });
-  stamp(l, FusedPhase::up_done);
+__device__ __forceinline__ void Consumer<K>::input_rows(int l, int token, float (&input)[kInputs],
+                                                        const float (&mlp_input)[kInputs]) {
+#pragma unroll 1
+  for (int matrix = 0; matrix < 2; ++matrix) {
+    const bool up = matrix == 1;
+    const RowRange range = up ? own.up : own.qkv;
+    const unsigned short bias = load_bias(up ? layers[l].up_bias : layers[l].qkv_bias, range);
+    const int rows = range.end - range.begin;
+    narrow_rows(rows, input);
+    finish_rows(rows, [&](int row, float sum) {
+      if constexpr (K::kInstrumented) {  // the last token never completes
+        if (up && c.p.instruments.lose_an_arrival && c.block == 0 && token == c.p.count - 1) return;
+      }
+      const float value = sum + bias_value(bias);
+      store_relaxed((up ? c.p.h : c.p.qkv) + range.begin + row, tagged(up ? gelu_exact(value) : value, step + 1));
+    });
+    stamp(l, up ? FusedPhase::up_done : FusedPhase::qkv_done);
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) input[j] = mlp_input[j];
+  }
 }
 
 // MLP-down and output projection of the same rows; their sum is added to the residual. `input` is only scratch: registers

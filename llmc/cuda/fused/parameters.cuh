@@ -85,6 +85,8 @@ struct Sizes {
   int stages, stage_bytes, window;
   int partial_rows;  // rows whose partial sums fit in shared memory
   int max_splits;
+  int item_shift;    // of the first item of attention of a block, from layer to layer
+  int vector_bytes;  // of shared memory, through which a block gets what others computed; 0: each thread loads its own
 };
 
 // For measurements and tests; only instrumented kernels look at them.
@@ -113,7 +115,10 @@ struct Parameters : Sizes {
   HostWords* host;
   std::uint32_t sequence;  // of the first id in the mailbox
   std::int32_t first_id;
-  int position, count;
+  std::int32_t more_ids[kFusedMoreIds];  // fed after it
+  int num_more;
+  int position, count;       // count: tokens that are fed; the first num_more of them have no logits
+  std::int32_t* device_ids;  // or null: the sampled ids go there, too
   SamplingPlan sampling;
   int num_stop_ids;
   std::int32_t stop_ids[kMaxStopIds];
@@ -164,7 +169,7 @@ struct Flags {
 // Offsets of everything in dynamic shared memory, behind the ring; host and device compute it alike. `group`: query heads of
 // an item of attention.
 struct SharedLayout {
-  int layers, partials, rope, raw, query, added, states, sampler, barriers, bytes;
+  int layers, partials, vector, rope, raw, query, added, states, sampler, barriers, bytes;
 };
 __host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group = 1) {
   const int warps = p.warps_k * p.warps_r;
@@ -178,6 +183,7 @@ __host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group 
   };
   at.layers = take((p.L + 1) * kLayerBytes);
   at.partials = take(2 * p.warps_k * p.partial_rows * 4);
+  at.vector = take(p.vector_bytes);
   at.rope = take(2 * p.rope_half * 4);
   at.raw = take((group + 2) * p.HS * 4);
   at.query = take(group * p.HS * 4);

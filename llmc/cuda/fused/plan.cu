@@ -97,9 +97,17 @@ std::vector<BlockRows> assign_rows(const ModelConfig& config, int blocks, bool l
 // Small models are bound by synchronisation between blocks, so they use half of the multiprocessors. Every block owns at
 // least one QKV row, so that it writes none of the next layer's x before it has read this layer's. With the sequential
 // residual it is a row of the first part of the MLP.
+//
+// Rows of 2,048 elements are divided evenly, although some multiprocessors are left over: blocks that own different numbers of rows
+// take different numbers of steps for a matrix, and all wait for the last (1B and 1.4B 3.5 % faster; wider models need the memory of
+// all, narrower ones take few steps either way).
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted) {
+  const int even = multiprocessors / 32 * 32;
+  const bool even_rows =
+      even > 0 && config.hidden_size == 2048 && config.hidden_size % even == 0 && !is_sequential(config);
   const int chosen = wanted > 0                  ? std::min(wanted, multiprocessors)
                      : config.hidden_size <= 256 ? (multiprocessors + 1) / 2
+                     : even_rows                 ? even
                                                  : multiprocessors;
   const std::int64_t rows = is_sequential(config) ? first_part_of(config.ffn_size) : 3 * config.hidden_size;
   return static_cast<int>(std::min<std::int64_t>(chosen, rows));
@@ -267,6 +275,10 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
   plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
+  if (shape.warps_r > 1 && !tuning.own_vectors) plan.sizes.vector_bytes = 4 * plan.sizes.F;
+  // A wide model is bound by memory: the blocks without an item are not always the same. A narrow one is bound by exchanges, and
+  // attention is faster in blocks that had it in the layer before.
+  plan.sizes.item_shift = config.hidden_size <= 2048 ? 0 : 37;
   set_ring(plan, device, tuning, 1);
   return plan;
 }

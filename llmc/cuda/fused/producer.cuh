@@ -130,6 +130,7 @@ struct Producer {
           more = layer(own, token, l);
         }
       }
+      if (token < p.num_more) continue;  // no logits
       if constexpr (K::kSequential) {
         more = more && part_rows(layers[p.L].qkv, own.head, p.C, 0, p.C, kChunkLoads / K::kRowLoads * p.warps_r);
       } else {

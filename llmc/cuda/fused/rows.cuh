@@ -108,8 +108,12 @@ __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish
   const float* partial =
       reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows;
   if (thread < count) {
-    float sum = partial[thread];
-    for (int k = 1; k < c.p.warps_k; ++k) sum += partial[k * c.p.partial_rows + thread];
+    float of_warp[kMaxWarps];  // loaded side by side
+#pragma unroll
+    for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < c.p.warps_k ? partial[k * c.p.partial_rows + thread] : 0.0f;
+    float sum = of_warp[0];
+#pragma unroll
+    for (int k = 1; k < kMaxWarps; ++k) sum += of_warp[k];
     finish(thread, sum);
   }
   partial_buffer ^= 1;

@@ -25,12 +25,23 @@ __device__ __forceinline__ FusedEnd Consumer<K>::end_after(const SampledToken& c
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::tell_host(const SampledToken& chosen, int token, FusedEnd end) const {
   const Parameters& p = c.p;
-  publish(p.mailbox, p.sequence + static_cast<unsigned>(token), chosen.id, chosen.error);
+  const int sampled = token - p.num_more;
+  if (p.device_ids != nullptr && chosen.error == SampleError::none) p.device_ids[sampled] = chosen.id;
+  publish(p.mailbox, p.sequence + static_cast<unsigned>(sampled), chosen.id, chosen.error);
   if (end == FusedEnd::running) return;
-  const int tokens = chosen.error == SampleError::none ? token + 1 : token;
+  const int tokens = chosen.error == SampleError::none ? sampled + 1 : sampled;
   store_release_system(&p.host->end, static_cast<std::uint64_t>(p.sequence) << 32 |
                                          static_cast<unsigned>(chosen.error) << kEndErrorShift |
                                          static_cast<unsigned>(end) << kEndShift | static_cast<unsigned>(tokens));
+}
+
+// The id that is fed after `token` whatever its logits are: there are none. Waits for x as the head would: what the next layer
+// writes may still be read until then.
+template <typename K>
+__device__ __forceinline__ std::int32_t Consumer<K>::given_id(int token) const {
+  float unused[kInputs];
+  load_vector<kRowLoads>(c.p.x, c.p.C, step, unused);
+  return c.p.more_ids[token];
 }
 
 // The id that follows, or -1 if there is none. Greedy: every block finds the greatest logit of all blocks for itself.
@@ -87,7 +98,7 @@ __device__ __forceinline__ std::int32_t Consumer<K>::greedy_id(int token) {
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::choose(int token, bool cancelled) {
   const Parameters& p = c.p;
-  await(p.control->head, static_cast<unsigned>(c.blocks) * static_cast<unsigned>(token + 1));
+  await(p.control->head, static_cast<unsigned>(c.blocks) * static_cast<unsigned>(token - p.num_more + 1));
   if (thread >= kSamplerThreads) return;
   auto& scratch = *reinterpret_cast<SamplerScratch<kSamplerThreads>*>(shared + at.sampler);
   const SampledToken chosen =

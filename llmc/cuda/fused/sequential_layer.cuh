@@ -29,6 +29,10 @@ __device__ __forceinline__ void Consumer<K>::run_sequential() {
     if constexpr (K::kInstrumented) stamping = p.instruments.timeline != nullptr && token == p.count - 1;
     load_rope(p.position + token);
     for (int l = 0; l < p.L; ++l) run_sequential_layer(l, token, id);
+    if (token < p.num_more) {
+      id = given_id(token);
+      continue;
+    }
     run_head(token);
     id = p.sampling.greedy ? greedy_id(token) : sampled_id(token);
   }

@@ -70,6 +70,8 @@ class Llama final : public TrainModel {
   void read_tensor(TensorRole role, const TensorSpec& spec, float* values) override;
   void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) override;
   std::unique_ptr<StateCopy> make_state_copy() override;
+  std::vector<Range> own_elements() const override;
+  std::unique_ptr<StateCopy> make_own_copy() override;
   std::vector<float> activation(const std::string& name) override;
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {

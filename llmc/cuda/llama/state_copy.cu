@@ -1,6 +1,7 @@
 #include "llmc/cuda/llama/state_copy.h"
 
 #include <cstring>
+#include <utility>
 
 #include "llmc/base/dtype.h"
 #include "llmc/base/error.h"
@@ -16,13 +17,14 @@ void join_host_masters(const std::uint16_t* high, const std::int16_t* low, float
   }
 }
 
-PinnedStateCopy::PinnedStateCopy(const TensorTable& table, const Source& source, cudaStream_t training,
+PinnedStateCopy::PinnedStateCopy(std::vector<Range> elements, const Source& source, cudaStream_t training,
                                  cudaEvent_t copied)
-    : count_(static_cast<std::uint64_t>(table.arena_elements())),
+    : elements_(std::move(elements)),
+      count_(static_cast<std::uint64_t>(elements_.size())),
       source_(source),
       training_(training),
       copied_(copied),
-      buffer_(state_copy_bytes(table)) {}
+      buffer_(state_copy_bytes(elements_.size())) {}
 
 std::uint64_t PinnedStateCopy::begin_of(TensorRole role) const {
   const std::uint64_t arena = sizeof(float) * count_;
@@ -40,17 +42,28 @@ std::uint64_t PinnedStateCopy::begin_of(TensorRole role) const {
 }
 
 void PinnedStateCopy::copy(std::uint64_t offset, const std::byte* device, std::uint64_t bytes) {
+  if (bytes == 0) return;
   check(cudaMemcpyAsync(buffer_.at<std::byte>(offset), device, bytes, cudaMemcpyDeviceToHost, stream_),
         "copying the state");
+}
+
+void PinnedStateCopy::copy_parameters(std::uint64_t element_bytes) {
+  if (source_.parameters_packed) return copy(0, source_.parameters, element_bytes * count_);
+  for (std::size_t i = 0; i < elements_.ranges().size(); ++i) {
+    const Range& range = elements_.ranges()[i];
+    copy(element_bytes * static_cast<std::uint64_t>(elements_.begin_of(i)),
+         source_.parameters + element_bytes * static_cast<std::uint64_t>(range.begin),
+         element_bytes * static_cast<std::uint64_t>(range.size()));
+  }
 }
 
 void PinnedStateCopy::take() {
   fork_stream(training_, stream_, ready_, "copying the state");
   if (source_.low != nullptr) {
-    copy(0, source_.parameters, sizeof(std::uint16_t) * count_);
+    copy_parameters(sizeof(std::uint16_t));
     copy(sizeof(std::uint16_t) * count_, source_.low, sizeof(std::int16_t) * count_);
   } else {
-    copy(0, source_.parameters, sizeof(float) * count_);
+    copy_parameters(sizeof(float));
   }
   copy(begin_of(TensorRole::moment1), source_.moment1, source_.moment_bytes * count_);
   copy(begin_of(TensorRole::moment2), source_.moment2, source_.moment_bytes * count_);
@@ -60,7 +73,9 @@ void PinnedStateCopy::take() {
 const float* PinnedStateCopy::read(TensorRole role, const TensorSpec& spec, std::size_t first, std::size_t count,
                                    float* buffer) const {
   check(cudaEventSynchronize(copied_), "copying the state");
-  const std::uint64_t begin = begin_of(role), element = static_cast<std::uint64_t>(spec.offset) + first;
+  const std::uint64_t begin = begin_of(role);
+  const auto element =
+      static_cast<std::uint64_t>(elements_.position_of(spec.offset + static_cast<std::int64_t>(first)));
   if (role == TensorRole::parameter && source_.low != nullptr) {
     join_host_masters(buffer_.at<std::uint16_t>(sizeof(std::uint16_t) * element),
                       buffer_.at<std::int16_t>(sizeof(std::uint16_t) * (count_ + element)), buffer, count);

@@ -1,10 +1,12 @@
-// A copy of parameters and moments in page-locked host memory, for a thread that saves them while training goes on. The
+// A copy of parameters and moments, or of those that a rank has, in page-locked host memory, for a thread that saves them while training goes on. The
 // copy runs beside the next step's forward and backward passes, which change none of it; the update waits for its event.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
+#include "llmc/base/range.h"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/stream.h"
 #include "llmc/model/train_model.h"
@@ -16,13 +18,15 @@ void join_host_masters(const std::uint16_t* high, const std::int16_t* low, float
 
 class PinnedStateCopy final : public StateCopy {
  public:
-  // The arenas on the device. `low` is null where parameters are fp32, otherwise they are bf16.
+  // The arenas on the device. `low` is null where parameters are fp32, otherwise they are bf16. Low halves and moments lie as
+  // the copy has them: one range behind the other. Parameters do if they are packed, otherwise in the layout of the table.
   struct Source {
     const std::byte *parameters, *low, *moment1, *moment2;
     std::uint64_t moment_bytes;  // of one moment of one parameter: 4 or 2
+    bool parameters_packed;
   };
-  // `copied` is recorded by take() when the copy has ended. Stream and event belong to the model.
-  PinnedStateCopy(const TensorTable& table, const Source& source, cudaStream_t training, cudaEvent_t copied);
+  // Of these ranges of the arena. `copied` is recorded by take() when the copy has ended. Stream and event belong to the model.
+  PinnedStateCopy(std::vector<Range> elements, const Source& source, cudaStream_t training, cudaEvent_t copied);
   ~PinnedStateCopy() override { cudaStreamSynchronize(stream_); }
 
   void take() override;
@@ -34,7 +38,10 @@ class PinnedStateCopy final : public StateCopy {
   // Where a role begins in the buffer: each has four bytes a parameter, of which bf16 moments use the first half.
   std::uint64_t begin_of(TensorRole role) const;
 
-  std::uint64_t count_;  // elements of an arena
+  void copy_parameters(std::uint64_t element_bytes);
+
+  PackedRanges elements_;
+  std::uint64_t count_;  // of elements
   Source source_;
   cudaStream_t training_;
   cudaEvent_t copied_;

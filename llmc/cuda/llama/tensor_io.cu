@@ -135,19 +135,36 @@ void Llama<S>::write_piece(TensorRole role, const Piece& piece, const float* val
 template <typename S>
 std::unique_ptr<StateCopy> Llama<S>::make_state_copy() {
   if (division_.divided) return TrainModel::make_state_copy();  // from all ranks, by read_tensor()
+  return make_own_copy();
+}
+
+// The parts of buckets lie in the arenas of the state in the order of the buckets, as PackedRanges has them.
+template <typename S>
+std::vector<Range> Llama<S>::own_elements() const {
+  if (!division_.divided) return TrainModel::own_elements();
+  std::vector<Range> own;
+  for (const Bucket& bucket : division_.buckets) own.push_back(bucket.parts[my_rank()]);
+  return own;
+}
+
+template <typename S>
+std::unique_ptr<StateCopy> Llama<S>::make_own_copy() {
   PinnedStateCopy::Source source{};
-  source.parameters = parameter_arena_.at<std::byte>(0);
+  source.parameters = own_parameters().template at<std::byte>(0);
+  source.parameters_packed = division_.parameters_divided;
   source.low = kSplitMaster<S> ? low_arena_.at<std::byte>(0) : nullptr;
   source.moment1 = moment1_arena_.at<std::byte>(0);
   source.moment2 = moment2_arena_.at<std::byte>(0);
   source.moment_bytes = moment_bytes(options_);
-  return std::make_unique<PinnedStateCopy>(table_, source, stream_, state_copied_);
+  return std::make_unique<PinnedStateCopy>(own_elements(), source, stream_, state_copied_);
 }
 
 #define WEFT_INSTANTIATE(S)                                                          \
   template void Llama<S>::read_tensor(TensorRole, const TensorSpec&, float*);        \
   template void Llama<S>::write_tensor(TensorRole, const TensorSpec&, const float*); \
-  template std::unique_ptr<StateCopy> Llama<S>::make_state_copy();
+  template std::unique_ptr<StateCopy> Llama<S>::make_state_copy();                   \
+  template std::vector<Range> Llama<S>::own_elements() const;                        \
+  template std::unique_ptr<StateCopy> Llama<S>::make_own_copy();
 WEFT_INSTANTIATE(float)
 WEFT_INSTANTIATE(bf16)
 #undef WEFT_INSTANTIATE

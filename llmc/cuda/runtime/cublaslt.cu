@@ -5,6 +5,7 @@
 #include <cublasLt.h>
 #include <dlfcn.h>
 
+#include <cstdint>
 #include <string>
 
 #include "llmc/base/error.h"

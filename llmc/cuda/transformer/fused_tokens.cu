@@ -24,15 +24,20 @@ class FusedTokens final : public IdDecoder {
 
   std::vector<MemoryLine> memory() const override { return FusedDecode<S, S, S>::memory(config_); }
   std::int64_t most_ids() const override { return kFusedTokens; }
-  void launch(std::int32_t id, std::int64_t position, std::int64_t count, const GenerationRequest& request) override {
+  std::int64_t most_first_ids() const override { return kFusedMoreIds + 1; }
+  void launch(std::span<const std::int32_t> ids, std::int64_t position, std::int64_t count,
+              const GenerationRequest& request, const DeviceDrafts& to) override {
     FusedRequest fused;
-    fused.first_id = id;
+    fused.first_id = ids[0];
+    fused.more_ids.assign(ids.begin() + 1, ids.end());
     fused.position = position;
     fused.count = count;
     fused.sampling = request.sampling;
     const std::size_t stop_ids = std::min(request.stop_ids.size(), kMaxStopIds);  // the host compares the others
     fused.stop_ids.assign(request.stop_ids.begin(), request.stop_ids.begin() + static_cast<std::ptrdiff_t>(stop_ids));
+    fused.device_ids = to.ids;
     fused_.launch(fused);
+    if (to.ids != nullptr) check(cudaEventRecord(to.written, stream_), "fused decoding");
   }
   std::int32_t wait(std::int64_t i) override {
     if (const std::optional<std::int32_t> id = fused_.wait(i); id.has_value()) return *id;

@@ -48,7 +48,7 @@ Regions plan_inference_workspace(const ModelConfig& c, const InferenceOptions& p
   regions.want(&b.sampled_ids, logit_rows);
   regions.want(&b.errors, logit_rows);
   regions.want(&b.most_likely, rows * kMaxAlternatives);
-  regions.want(&b.last_ids, pool.slots);
+  regions.want(&b.last_ids, pool.slots + kDeviceDrafts);
   regions.want(&b.cos, pool.max_positions * (c.rope.rotary_dim / 2));
   regions.want(&b.sin, pool.max_positions * (c.rope.rotary_dim / 2));
   for (std::byte*& step : b.step) regions.want_bytes(&step, step_bytes(c, pool));

@@ -97,7 +97,7 @@ struct InferenceBuffers {
   std::int32_t* sampled_ids;                     // [logit rows]
   SampleError* errors;                           // [logit rows]
   IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
-  std::int32_t* last_ids;                        // [slots]
+  std::int32_t* last_ids;                        // [slots + kDeviceDrafts]: behind them what device_drafts() names
   float *cos, *sin;
   std::byte* attention_workspace;
 };
@@ -137,6 +137,7 @@ class Inference final : public InferenceModel {
   std::int64_t max_positions() const override { return pool_.max_positions; }
   std::int64_t depth() const override { return kDepth; }
   void submit(std::span<const Span> work) override;
+  DeviceDrafts device_drafts() override { return {b_.last_ids + pool_.slots, drafts_written_}; }
   std::span<const SpanResult> collect() override;
   void keep_activations(bool keep) override {
     keep_ = keep;
@@ -170,6 +171,8 @@ class Inference final : public InferenceModel {
     std::int64_t logits = -1;  // row of Flight::logits
     std::int32_t alternatives = -1;
     std::vector<std::int32_t> drafts;  // verified by the wanted rows that end with `last`
+    // Where the caller will have written those that the device knows; null: they are in `drafts`.
+    const std::int32_t* later_drafts = nullptr;
   };
   // A step between submit() and collect().
   struct Flight {
@@ -245,6 +248,7 @@ class Inference final : public InferenceModel {
   InferenceWeights<S> weights_;
   LaunchDevice device_;
   Stream stream_, upload_stream_;
+  Event drafts_written_{cudaEventDisableTiming};
   InferenceBuffers<S> b_{};
   DeviceArena kv_arena_;
   Regions regions_;

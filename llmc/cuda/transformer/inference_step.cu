@@ -75,6 +75,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     const bool last_is_wanted = span.sampling != nullptr || span.keep_logits;
     out.drafts.assign(span.ids.end() - span.drafts, span.ids.end());
+    out.later_drafts = span.drafts_on_device ? std::to_address(span.ids.end() - span.drafts) : nullptr;
     paged_spans_.push_back({rows, count, span.first_position});
     out.targets_begin = wanted;
     out.targets.assign(span.targets.begin(), span.targets.end());
@@ -106,7 +107,11 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     for (std::int64_t t = 0; t < count; ++t, ++row) {
       const std::int64_t position = span.first_position + t;
-      step.ids[row] = span.ids.empty() ? -1 - span.slot : span.ids[static_cast<std::size_t>(t)];
+      const std::int64_t draft = t - (count - span.drafts);  // number among the drafts
+      const bool on_device = span.drafts_on_device && draft >= 0;
+      step.ids[row] = span.ids.empty() ? -1 - span.slot
+                      : on_device      ? -1 - static_cast<std::int32_t>(pool_.slots + draft)
+                                       : span.ids[static_cast<std::size_t>(t)];
       step.positions[row] = static_cast<std::int32_t>(position);
       step.tables[row] = static_cast<std::int32_t>(table);
       if (keep_) {
@@ -207,6 +212,9 @@ void Inference<S>::submit(std::span<const Span> work) {
               "inference step");
   cuda::check(cudaEventRecord(flight.uploaded, upload_stream_), "inference step");
   cuda::check(cudaStreamWaitEvent(stream_, flight.uploaded, 0), "inference step");
+  if (std::ranges::any_of(work, [](const Span& span) { return span.drafts_on_device; })) {
+    cuda::check(cudaStreamWaitEvent(stream_, drafts_written_, 0), "inference step");
+  }
   launch(flight, rows, wanted);
   if (std::ranges::any_of(work, [](const Span& span) { return span.alternatives > 0; })) {
     cuda::check(cudaMemcpyAsync(flight.most_likely.template at<IdLogprob>(0), b_.most_likely,
@@ -240,6 +248,8 @@ std::span<const SpanResult> Inference<S>::collect() {
   results_.clear();
   for (const FlightSpan& span : flight.spans) {
     SpanResult& result = results_.emplace_back();
+    const std::span<const std::int32_t> drafts =
+        span.later_drafts != nullptr ? std::span(span.later_drafts, span.drafts.size()) : std::span(span.drafts);
     for (std::size_t t = 0; t < span.targets.size(); ++t) {
       const std::int64_t row = span.targets_begin + static_cast<std::int64_t>(t);
       result.targets.push_back(scored(flight, row, span.targets[t], scores[row].target, span.alternatives));
@@ -249,14 +259,14 @@ std::span<const SpanResult> Inference<S>::collect() {
       result.logits = {flight.logits->template at<float>(0) + static_cast<std::size_t>(span.logits) * V, V};
     }
     if (!span.sampled) continue;
-    if (!span.drafts.empty()) {
-      const std::int64_t begin = span.last - std::ssize(span.drafts);
+    if (!drafts.empty()) {
+      const std::int64_t begin = span.last - std::ssize(drafts);
       verified_.clear();
       for (std::int64_t row = begin; row <= span.last; ++row) {
         const RowScore& score = scores[row];
         verified_.push_back({scored(flight, row, score.id, score.sampled, span.alternatives), score.error});
       }
-      accept_drafts(span.drafts, verified_, result);
+      accept_drafts(drafts, verified_, result);
       continue;
     }
     const RowScore& score = scores[span.last];

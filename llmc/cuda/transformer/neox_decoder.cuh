@@ -125,6 +125,12 @@ class NeoxDecoder final : public DecodeModel {
   bool samples() const override { return true; }
   void generate_ids(std::span<const std::int32_t> prompt, const GenerationRequest& request,
                     const std::function<bool(std::int32_t)>& on_id) override;
+  bool can_draft() const override { return fused_ != nullptr; }
+  void start_draft(std::int64_t kept, std::span<const std::int32_t> ids, std::int64_t count,
+                   const SamplingPlan& sampling, const DeviceDrafts& to) override;
+  std::optional<std::int32_t> drafted(std::int64_t i) override {
+    return drafted_id([&] { return wait_fused(i); });
+  }
   std::vector<double> score(std::span<const std::int32_t> ids) override;
   void keep_activations(bool keep) override {
     keep_ = keep;

@@ -139,6 +139,31 @@ void NeoxDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const Ge
   }
 }
 
+template <typename S>
+void NeoxDecoder<S>::start_draft([[maybe_unused]] std::int64_t kept, [[maybe_unused]] std::span<const std::int32_t> ids,
+                                 [[maybe_unused]] std::int64_t count, [[maybe_unused]] const SamplingPlan& sampling,
+                                 [[maybe_unused]] const DeviceDrafts& to) {
+  if (fused_ == nullptr) fail(Exit::internal, "decoder: only the fused kernel drafts");
+  if constexpr (!std::is_same_v<S, float>) {
+    fused_->finish();  // the draft before; an error was reported with its id
+    length_ = kept;
+    if (ids.size() > kFusedMoreIds + 1) {
+      run_prompt(ids.first(ids.size() - 1));
+      ids = ids.last(1);
+    }
+    FusedRequest request;
+    request.first_id = ids[0];
+    request.more_ids.assign(ids.begin() + 1, ids.end());
+    request.position = length_;
+    request.count = count;
+    request.sampling = sampling;
+    request.device_ids = to.ids;
+    fused_->launch(request);
+    if (to.ids != nullptr) check(cudaEventRecord(to.written, stream_), "fused decoding");
+    length_ += std::ssize(ids) + count - 1;
+  }
+}
+
 template class NeoxDecoder<float>;
 template class NeoxDecoder<bf16>;
 template class NeoxDecoder<fp16>;

@@ -1,0 +1,84 @@
+// A checkpoint that all ranks of a run write together, each what it has of a divided state, into the same files, where one
+// rank would have written it: the files are byte for byte the same.
+//
+//   1. the first rank creates the files, at their full size, and tells their names and layout;
+//   2. each rank writes its parts, hashes them as it does, and syncs;
+//   3. each rank reads some whole tensors back from the files, compares the hash of every part with that of its writer, and
+//      computes the hash of the tensor, which the format wants and which no rank could compute from what it has;
+//   4. the first rank writes the headers with these hashes and the manifest, and gives the checkpoint its name.
+//
+// A rank begins a step when all have finished the one before, and an error of one ends it for all. So a name is given only to
+// what all have written and synced, and what is under it has been read back once, by all ranks together.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/base/error.h"
+#include "llmc/base/range.h"
+#include "llmc/comm/communicator.h"
+#include "llmc/model/train_model.h"
+#include "llmc/train/shared_checkpoint.h"
+
+namespace weft {
+
+class CheckpointKeeper;
+struct TrainState;
+
+class JointSave {
+ public:
+  // All ranks make one together. `ranks`: whose calls nobody else makes. `keeper`: on the first rank; null on the others.
+  // `own`: TrainModel::own_elements() of this rank. Exit::internal if the ranks do not have each element once.
+  JointSave(Communicator& ranks, CheckpointKeeper* keeper, const TensorTable& table, const std::vector<Range>& own);
+
+  // Called by all ranks with the same state, each with the copy of its part, on any thread. Returns the checkpoint's path on the
+  // first rank, nothing on the others, which do not wait for its last step. On failure nothing older is touched and what was
+  // written is removed; the errors are those of CheckpointKeeper::save() and of Communicator.
+  std::string save(const TrainState& state, const StateCopy& copy);
+
+  // This rank will not come to the next save().
+  void abort(const Error& error) noexcept { ranks_.abort(error); }
+  // Whether the ranks can save together no more. By the thread that saves.
+  bool ended() const;
+  bool is_first() const { return ranks_.rank() == 0; }
+
+ private:
+  // What one rank has of one tensor without a gap.
+  struct Part {
+    std::size_t tensor;  // role by role of kStateRoles, each in the order of the table
+    Range elements;      // of the tensor
+  };
+  // The names and the layout of the files.
+  struct Files {
+    std::string model, training;
+    std::vector<std::uint64_t> offsets;  // of each tensor in its file
+  };
+
+  void together(const std::function<void()>& work);
+  Files tell_files(const SharedCheckpoint* made);
+  void write_parts(const Files& files, const StateCopy& copy);
+  void read_tensors(const Files& files);
+  TensorRead read_tensor(std::span<const std::byte> data, std::size_t tensor, const std::string& path) const;
+
+  std::size_t rank() const { return static_cast<std::size_t>(ranks_.rank()); }
+  const TensorSpec& spec_of(std::size_t tensor) const { return table_.specs()[tensor % table_.specs().size()]; }
+  TensorRole role_of(std::size_t tensor) const { return kStateRoles[tensor / table_.specs().size()]; }
+  std::string name_of(std::size_t tensor) const;
+  bool in_model_file(std::size_t tensor) const { return role_of(tensor) == TensorRole::parameter; }
+
+  Communicator& ranks_;
+  CheckpointKeeper* const keeper_;
+  const TensorTable& table_;
+  std::vector<Part> parts_;                                // of all ranks, rank by rank
+  std::vector<Range> parts_of_rank_;                       // of `parts_`
+  std::vector<std::vector<std::size_t>> parts_of_tensor_;  // of each tensor its parts, in its order
+  std::vector<Range> read_by_;                             // the tensors that each rank reads back
+  std::vector<std::uint64_t> hashes_;                      // of each part, as its writer has computed it
+  std::vector<TensorRead> tensors_;
+};
+
+}  // namespace weft
