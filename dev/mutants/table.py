@@ -1042,7 +1042,7 @@ CPU = [
            ("py:test_quantisation.py::test_a_converted_model_is_near_its_source",)),
     Mutant("converter: e4m3 ties away from even", "scripts/quantization.py", "    normal += np.uint32(0x7FFFF)\n",
            "    normal = np.uint32(0x80000)\n", ("py:test_quantisation.py::test_e4m3_is_the_nearest_value_and_ties_go_to_even",)),
-    Mutant("divergence the other way round", "llmc/infer/divergence.cpp", "divergence_of(p, q);", "divergence_of(q, p);",
+    Mutant("divergence the other way round", "llmc/infer/divergence.cpp", "divergence_of(p, q, of_p, of_q)", "divergence_of(q, p, of_q, of_p)",
            ("py:test_infer_cli.py::test_divergence_from_another_model",)),
     Mutant("answers count as errors", "llmc/infer/batch.cpp",
            "++(end->reason == FinishedBy::error ? errors_ : answered_);",
