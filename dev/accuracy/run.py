@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What fewer bits cost: trains a Llama and a GPT-NeoX on a generated corpus, quantises them, and compares them with 16 bits.
 
-    .venv/bin/python dev/accuracy/run.py runs/accuracy                             everything: 8 minutes with a GPU
+    .venv/bin/python dev/accuracy/run.py runs/accuracy                             everything: about 8 minutes on an H200
     .venv/bin/python dev/accuracy/run.py runs/accuracy llama evaluate-llama report   some stages
     .venv/bin/python dev/accuracy/run.py /tmp/dry --size dry --device cpu          a dry run on a CPU
 

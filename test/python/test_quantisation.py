@@ -251,7 +251,7 @@ def test_int4_needs_pairs_of_columns(tmp_path):
 
 
 @pytest.mark.parametrize("family, scheme, parts", [
-    ("llama", "int4", "qkv,down"), ("llama", "int8", "up"), ("gpt_neox", "fp8", "output"), ("gpt_neox", "int8", "head,qkv")])
+    ("llama", "int4", "qkv,down"), ("gpt_neox", "fp8", "output"), ("gpt_neox", "int8", "head,qkv")])
 def test_a_part_alone_is_stored_as_the_floats_that_it_means(tmp_path, family, scheme, parts):
     head = ["--head", "int8"] if "head" in parts else []
     floats, _ = converted(tmp_path, family, "")
