@@ -46,7 +46,7 @@ class TrainLoop {
     std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; who saves of several ranks needs one
     Communicator* ranks = nullptr;    // of a divisor of settings.virtual_ranks processes; null: alone
     // On all of several ranks that write checkpoints together, each with a copy of its own part; absent: the first one writes.
-    std::unique_ptr<JointSave> joint_save;
+    std::unique_ptr<JointSave> joint_save = nullptr;
   };
 
   // Continues from `start`: the model holds its parameters and moments, and the data loader is at its position.
