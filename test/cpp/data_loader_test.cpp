@@ -6,10 +6,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <numeric>
 #include <set>
+#include <thread>
 
 #include "test/cpp/train_tools.h"
 
@@ -166,6 +168,23 @@ TEST_F(Loader, IdOutsideTheVocabularySurfacesInTheConsumer) {
   DataLoader loader(data, 5, 1, 0);
   expect_contains(error_of(Exit::bad_file, [&] { loader.next(); }), "999");
   error_of(Exit::bad_file, [&] { data.verify(); });
+}
+
+// Everything before the bad window comes, also where the thread that reads ahead has met it long before.
+TEST_F(Loader, AnErrorComesInItsPlace) {
+  constexpr std::uint64_t kWindows = 5, kSeed = 1;  // as many as are read ahead, and one
+  const DataOrder order(kWindows, kSeed);
+  for (std::uint64_t good = 0; good < kWindows; ++good) {
+    std::vector<std::uint16_t> tokens = patterned_tokens(8 * kWindows + 1);
+    tokens[8 * order.window_at(good) + 3] = 999;
+    write_shard(directory_.file("bad.bin"), tokens, 32);
+    const TokenDataset data(directory_.file("bad.bin"), 8);
+    DataLoader loader(data, 1, kSeed, 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    for (std::uint64_t i = 0; i < good; ++i) ASSERT_NO_THROW(loader.next()) << i << " of " << good;
+    expect_contains(error_of(Exit::bad_file, [&] { loader.next(); }), "999");
+    EXPECT_EQ(loader.position(), good);
+  }
 }
 
 TEST_F(Loader, RefusesShardsThatDoNotFit) {

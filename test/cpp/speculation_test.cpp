@@ -11,6 +11,7 @@
 
 #include "generated_ids.h"
 #include "inference_tools.h"
+#include "llmc/app/decode_device.h"
 #include "llmc/app/decode_session.h"
 #include "llmc/cpu/inference.h"
 #include "llmc/infer/draft_length.h"
@@ -506,6 +507,26 @@ TEST(CheckSameTokens, EveryPairOfTokenizers) {
   EXPECT_EQ(refusal(own, others), "its token 0 is 'z', not 'a'");
   EXPECT_EQ(refusal(own, fewer), "its tokenizer has 7 tokens, not 8");
   EXPECT_EQ(refusal(fewer, own), "its tokenizer has 8 tokens, not 7");
+}
+
+// A draft model has the positions, slots and rows of the model that it drafts for, and no page less.
+TEST(DraftModelPool, HasThePositionsOfTheModel) {
+  const ModelFile file = ModelFile::open("test/fixtures/golden/neox-hs32-padded.model.bin");
+  InferSettings settings;
+  settings.device = "cpu";
+  const DecodeDevice device(settings);
+  InferenceOptions options;
+  options.page_size = 5;
+  options.num_pages = 7;
+  options.slots = 3;
+  options.max_rows = 11;
+  options.max_positions = 20;
+  const auto model = cpu::load_inference(file, options);
+  const std::unique_ptr<InferenceModel> draft = device.load_draft(file, *model);
+  EXPECT_EQ(draft->max_positions(), 20);
+  EXPECT_EQ(draft->slots(), 3);
+  EXPECT_EQ(draft->max_rows(), 11);
+  EXPECT_GE(draft->num_pages() * draft->page_size(), 35);
 }
 
 // ---- the CPU's models -----------------------------------------------------------------------------------------------
