@@ -87,7 +87,6 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
   s.q_stride = s.kv_stride = 3 * p.HS;
   s.key_begin = p.HS;
   s.value_begin = 2 * p.HS;
-  s.chunk_positions = p.stage_bytes / (4 * p.HS);
   return step;
 }
 
