@@ -373,8 +373,9 @@ TEST(EngineSequence, WhatDraftsCostIsMeasured) {
     int ms_;
   };
   const auto drafted = [](int of_model, int of_draft) {
-    const auto model = engine_sequence(std::make_unique<Slow>(sizes_of_one(1), of_model), kCapacity,
-                                       std::make_unique<Slow>(sizes_of_one(1), of_draft), {.row_cost = 1e-3});
+    const auto model =
+        engine_sequence(std::make_unique<Slow>(sizes_of_one(1), of_model), kCapacity,
+                        {std::make_unique<Slow>(sizes_of_one(1), of_draft), nullptr}, {.row_cost = 1e-3});
     GenerationRequest request;
     request.max_ids = 40;
     generated(*model, {7, 4, 9}, request);

@@ -61,7 +61,7 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
                          static_cast<long long>(config.hidden_size)));
   }
   Sizes& p = plan.sizes;
-  const int batch = kTileRows * p.warps_k * p.warps_r;
+  const int batch = kStepTileRows * p.warps_k * p.warps_r;
   for (const BlockRows& own : plan.rows) {
     if (own.out.end - own.out.begin <= batch) continue;
     return refuse(

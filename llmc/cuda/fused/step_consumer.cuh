@@ -128,8 +128,8 @@ struct StepConsumer {
   // The partial sums of `rows` rows of `width` elements, at most a batch: 4 rows for each warp. A chunk has 4 rows for each group
   // of warps. Elements past the end of a row are 0; rows past the last one are stale, and their sums are not used.
   __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate) {
-    const int chunk_rows = kTileRows * p.warps_r, chunks = (rows + chunk_rows - 1) / chunk_rows;
-    const unsigned own_bytes = (warp_r * kTileRows + lane / 8) * 2 * width + weight_piece() * 16;
+    const int chunk_rows = kStepTileRows * p.warps_r, chunks = (rows + chunk_rows - 1) / chunk_rows;
+    const unsigned own_bytes = (warp_r * kStepTileRows + lane / 8) * 2 * width + weight_piece() * 16;
     float* sums = partials(warp_k) + warp_r * kWarpSize + lane;
     const int chunk_sums = p.warps_r * kWarpSize;
     const auto keep = [&](int chunk, float sum) {
@@ -152,7 +152,7 @@ struct StepConsumer {
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
     sync();
-    const int row = kTileRows * warp + slice;
+    const int row = kStepTileRows * warp + slice;
     if (row < rows) {
       float of_warp[kMaxWarps];  // loaded side by side
 #pragma unroll
@@ -168,7 +168,7 @@ struct StepConsumer {
   template <typename Store>
   __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a,
                                            const Store& store) {
-    const int batch = kTileRows * warps;
+    const int batch = kStepTileRows * warps;
     for (int first = rows.begin; first < rows.end; first += batch) {
       const int count = min(batch, rows.end - first);
       const unsigned short bits = load_bias(bias, first, count);
@@ -178,7 +178,7 @@ struct StepConsumer {
   }
   // Of the row whose sum this thread will finish, as bits: converting them here would wait for the load.
   __device__ __forceinline__ unsigned short load_bias(const S* bias, int first, int count) const {
-    const int row = kTileRows * warp + slice;
+    const int row = kStepTileRows * warp + slice;
     return bias != nullptr && row < count ? load_early(reinterpret_cast<const unsigned short*>(bias) + first + row) : 0;
   }
   __device__ __forceinline__ static float bias_value(unsigned short bits) {
@@ -219,7 +219,7 @@ struct StepConsumer {
         if (act < p.step_rows && first < p.C) packed = __ldg(reinterpret_cast<const uint4*>(embedding + first));
         widen<S>(packed, x + k * kLaneElements);
       }
-      const int row = own.out.begin + kTileRows * warp + slice;
+      const int row = own.out.begin + kStepTileRows * warp + slice;
       if (row < own.out.end) x_own = to_float(embedding[row]);
     }
     stamp(l, FusedPhase::x_here);

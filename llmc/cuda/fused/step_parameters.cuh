@@ -12,7 +12,7 @@
 namespace weft::cuda::fused {
 
 constexpr int kStepRows = static_cast<int>(kFusedStepRows);
-constexpr int kTileRows = 4;                               // rows of a matrix that a warp takes from a chunk
+constexpr int kStepTileRows = 4;                           // rows of a matrix that a warp takes from a chunk
 constexpr int kTileElements = 64;                          // of each of them, in a tile: one load of a warp
 constexpr int kWarpTiles = kWarpElements / kTileElements;  // a warp's share of a row
 constexpr int kItemSlots = 2;                              // items of attention that are prepared or computed at a time

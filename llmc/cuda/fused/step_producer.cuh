@@ -67,7 +67,7 @@ struct StepProducer {
 
   __device__ bool layer(const BlockRows& own, int l) {
     const Layer& w = ring.layers[l];
-    const int chunk_rows = kTileRows * p.warps_r;
+    const int chunk_rows = kStepTileRows * p.warps_r;
     const auto all = [&](const S* matrix, RowRange rows, int width) {
       return ring.part_rows(matrix, rows, width, 0, width, chunk_rows);
     };
@@ -82,7 +82,7 @@ struct StepProducer {
     bool more = true;
     for (int l = 0; more && l < p.L; ++l) more = layer(own, l);
     if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
-      ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kTileRows * p.warps_r);
+      ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kStepTileRows * p.warps_r);
     }
     // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
     for (; ring.in_flight > 0; --ring.in_flight) {
