@@ -48,10 +48,11 @@ void add_model(OptionTable& table, InferSettings& s) {
              "model file: of scripts/convert_hf.py, or model.bin of a checkpoint of train_llama");
   table.short_name('m', "model");
   table.choice("device", s.device, {"auto", "cuda", "cpu"}, "where to run; auto: the GPU if it can be used");
-  table.choice("decode", s.decode, {"auto", "fused", "graph", "reference"},
-               "how to decode; fused and graph need a GPU; auto: the fastest that this GPU and model have. With many "
-               "sequences or drafts auto is graph, and fused runs steps of up to 8 rows in one kernel, with other bits than "
-               "steps of more");
+  table.choice(
+      "decode", s.decode, {"auto", "fused", "graph", "reference"},
+      "how to decode; fused and graph need a GPU; auto: the fastest that this GPU and model have. With many "
+      "sequences or drafts auto is graph, and fused runs steps of up to 8 rows in one kernel, with other bits than "
+      "steps of more");
   table.choice("dtype", s.dtype, {"auto", "fp16", "bf16", "fp32"},
                "of weights and cache on the GPU; auto: as the file has them");
   table.integer("context", s.context, 0, kNoLimit,

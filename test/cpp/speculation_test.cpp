@@ -377,12 +377,12 @@ TEST(EngineSequence, WhatDraftsCostIsMeasured) {
         engine_sequence(std::make_unique<Slow>(sizes_of_one(1), of_model), kCapacity,
                         {std::make_unique<Slow>(sizes_of_one(1), of_draft), nullptr}, {.row_cost = 1e-3});
     GenerationRequest request;
-    request.max_ids = 40;
+    request.max_ids = 70;
     generated(*model, {7, 4, 9}, request);
     return model->draft_counts()->drafted;
   };
-  EXPECT_LT(drafted(2, 20), 20);
-  EXPECT_GT(drafted(20, 2), 30);
+  EXPECT_LT(drafted(2, 20), 45);  // those of the first rounds, and a few that try again
+  EXPECT_GT(drafted(20, 2), 55);
 }
 
 // What on_id throws comes out, and the sequence can go on.

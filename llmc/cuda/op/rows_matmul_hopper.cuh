@@ -58,9 +58,9 @@ struct Arguments {
   CUtensorMap weight[2], x[2];  // of the inputs
   CUtensorMap out;              // tile_kernel, where copies_out()
   Output<T> output;
-  int first_steps, steps;     // stages of the first input, of both
-  int splits;                 // of all stages
-  int stages;                 // split_kernel: of the ring
+  int first_steps, steps;  // stages of the first input, of both
+  int splits;              // of all stages
+  int stages;              // split_kernel: of the ring
   bool x_is_older;
   int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
   bool copies_out;            // tile_kernel
