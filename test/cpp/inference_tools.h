@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "llmc/base/sampling.h"
+#include "llmc/infer/draft_length.h"
 #include "llmc/infer/engine.h"
 #include "llmc/model/inference_model.h"
 #include "test/cpp/test_files.h"
@@ -322,7 +323,7 @@ inline void expect_drafts_verified(InferenceModel& model) {
       }
       expect_same(*result.sampled, plain[static_cast<std::size_t>(begin + right + 1)]);
       begin += right + 1;
-      k = k % 7 + 2 > 7 ? 1 : k + 2;
+      k = k % kMostDrafted + 1;
       right = std::min(k, (right + 3) % 6);
     }
     span.drafts = 0;

@@ -94,7 +94,6 @@ struct Consumer {
   template <DType Q, int kLoads>
   __device__ __forceinline__ void multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
                                                   bool accumulate);
-  __device__ __forceinline__ static void e4m3_pairs(unsigned word, unsigned& low, unsigned& high);
 
   // ---- norm.cuh
   struct NormWeight {

@@ -33,7 +33,7 @@ struct Layer {
 // The host lays out shared memory without knowing the types.
 constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
 
-// As type of weights: matrices of the blocks in i8, e4m3 or u4, in the order of weight_stream.cuh.
+// As type of weights: matrices of the blocks in i8 or u4, in the order of weight_stream.cuh.
 template <DType Q>
 struct Quantized {
   static constexpr DType kType = Q;

@@ -129,11 +129,7 @@ template <typename K>
 template <int kLoads, int kEach>
 __device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width,
                                                            float (&input)[kLoads * kLaneElements], bool accumulate) {
-  if constexpr (K::kQuantized) {
-    multiply_stream<K::W::kType, kLoads>(matrices * rows, width, input, accumulate);
-  } else {
-    multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
-  }
+  multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
 }
 
 // The sum of a row, in the order of the warps.
@@ -161,7 +157,7 @@ __device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish
 
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, float (&input)[kInputs]) {
-  const RowTerms terms = load_terms(layers[l].qkv_bias, layers[l].qkv_scales, own.qkv);
+  const RowTerms terms = load_terms(layers[l].qkv_bias, nullptr, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
   multiply_part<kRowLoads, kRows>(rows, 1, c.p.C, input);
   finish_sums(
@@ -175,7 +171,7 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
-  const RowTerms terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
+  const RowTerms terms = load_terms(layers[l].dense_bias, nullptr, own.out);
   load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
   stamp(l, FusedPhase::attention_here);
   multiply_part<kRowLoads, kRows>(rows, 1, p.q_size, input);
@@ -193,24 +189,15 @@ __device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, float
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const RowRange own_rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
-    RowTerms terms = load_terms(layers[l].up_bias, p.gated ? nullptr : layers[l].up_scales, own_rows);
+    const RowTerms terms = load_terms(layers[l].up_bias, nullptr, own_rows);
     const int rows = own_rows.end - own_rows.begin;
-    [[maybe_unused]] float scale = 1;  // of up, where `terms` has that of gate
-    if constexpr (K::kQuantized) {
-      if (p.gated && layers[l].up_scales != nullptr && thread < rows) {
-        terms.scale = load_scale(layers[l].up_scales + gate_scale(own_rows.begin + thread));
-        scale = load_scale(layers[l].up_scales + up_scale(own_rows.begin + thread));
-      }
-    }
     multiply_part<kRowLoads, kRows>(rows, p.gated ? 2 : 1, p.C, input);
     bool write = true;
     if constexpr (K::kInstrumented) {  // the last token never completes
       write = !(p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1);
     }
     finish_sums(rows, [&](int row, float sum) {
-      const auto second = [&] { return K::kQuantized ? partial_sum(rows + row) * scale : partial_sum(rows + row); };
-      const float value =
-          p.gated ? swiglu<float>(K::kQuantized ? terms.of(sum) : sum, second()) : gelu_exact(terms.of(sum));
+      const float value = p.gated ? swiglu<float>(sum, partial_sum(rows + row)) : gelu_exact(terms.of(sum));
       if (write) store_relaxed(p.h + own_rows.begin + row, tagged(value, step + 1));
     });
   }
@@ -223,7 +210,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
   if (rows <= 0) return;
-  const RowTerms terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out);
+  const RowTerms terms = load_terms(layers[l].down_bias, nullptr, own.out);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const int begin = part == 0 ? 0 : p.first_part, width = part == 0 ? p.first_part : p.F - p.first_part;

@@ -1,7 +1,7 @@
 // How quantised weights lie in global memory and in the stages of the ring: in the order in which the consumers of a block
 // multiply them, so that the producer copies consecutive bytes and a lane loads 16 bytes that it can use as they are.
 //
-// The stream of a block and layer has its rows of each matrix, part after part (layer_parts()). A part is some rows and a range
+// The stream of a block and layer has its rows of each matrix, part after part (layer_parts()). A part is some rows and all
 // of K, in groups of 128. Stages of a part: for each band of K, as much as the consumers hold of the activations at a time, all
 // rows, stage_rows() at a time, and of these load_groups() groups a stage. In a stage each group of warps along the rows has a
 // set of rows, set_rows() of them or what is left:
@@ -39,8 +39,7 @@ __host__ __device__ inline int groups_of(std::int64_t K) {
   return static_cast<int>((K + kQuantGroup - 1) / kQuantGroup);
 }
 
-// Of the digits of a warp's activations on their way to its lanes (quantized_rows.cuh): 256 integers or 128 fp16 numbers, in four
-// planes.
+// Of the digits of a warp's activations on their way to its lanes (quantized_rows.cuh): 256 integers, in four planes.
 constexpr int kDigitPlane = 256 + 16;  // bytes; lanes that read different planes find them in different banks
 constexpr int kDigitBytes = 4 * kDigitPlane;
 
@@ -82,50 +81,22 @@ __host__ __device__ inline std::int64_t part_bytes(DType q, const StreamShape& s
   return bytes;
 }
 
-// The parts of a layer in a block, in the order in which they are read. With the parallel residual keys and values come between
-// MLP-up and MLP-down, with the sequential one behind QKV. In a part of gate and up the rows of gate come first.
-constexpr int kMostParts = 6;
+// The parts of a layer in a block, in the order in which they are read; keys and values come between MLP-up and MLP-down.
+constexpr int kParts = 4;
 struct LayerParts {
   enum Matrix { qkv, up, down, dense };
   struct Part : StreamPart {
     Matrix matrix;
-    int first_group;  // of the matrix
     RowRange rows_of;
   };
-  Part part[kMostParts];
-  int count;
+  Part part[kParts];
 };
-__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const SequentialSizes* s, const BlockRows& own,
-                                                  int block, int blocks) {
-  LayerParts parts{};
-  const auto add = [&](LayerParts::Matrix matrix, const RowRange& rows, int first_group, int groups, int matrices = 1) {
-    LayerParts::Part& part = parts.part[parts.count++];
-    part.rows = matrices * (rows.end - rows.begin), part.groups = groups;
-    part.matrix = matrix, part.first_group = first_group, part.rows_of = rows;
+__host__ __device__ inline LayerParts layer_parts(const Sizes& p, const BlockRows& own) {
+  const auto part = [](LayerParts::Matrix matrix, const RowRange& rows, int K) {
+    return LayerParts::Part{{rows.end - rows.begin, groups_of(K)}, matrix, rows};
   };
-  add(LayerParts::qkv, own.qkv, 0, groups_of(p.C));
-  if (s == nullptr) {
-    add(LayerParts::up, own.up, 0, groups_of(p.C));
-    add(LayerParts::down, own.out, 0, groups_of(p.F));
-    add(LayerParts::dense, own.out, 0, groups_of(p.C));
-    return parts;
-  }
-  add(LayerParts::dense, own.out, 0, groups_of(s->q_size));
-  for (int i = 0; i < 2; ++i) {
-    add(LayerParts::up, hidden_part(p, s->first_part, i, block, blocks), 0, groups_of(p.C), s->gated ? 2 : 1);
-  }
-  const int first = groups_of(s->first_part);  // whole loads of a warp, or all of F
-  add(LayerParts::down, own.out, 0, first);
-  add(LayerParts::down, own.out, first, groups_of(p.F) - first);
-  return parts;
-}
-
-// Of a row of QuantizedLayer::up_scales: gate and up lie by turns, 8 rows each (packed_row()).
-__device__ inline int gate_scale(int unit) {
-  return unit / 8 * 16 + unit % 8;
-}
-__device__ inline int up_scale(int unit) {
-  return gate_scale(unit) + 8;
+  return {{part(LayerParts::qkv, own.qkv, p.C), part(LayerParts::up, own.up, p.C), part(LayerParts::down, own.out, p.F),
+           part(LayerParts::dense, own.out, p.C)}};
 }
 
 }  // namespace weft::cuda::fused

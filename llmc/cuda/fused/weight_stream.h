@@ -9,10 +9,9 @@
 namespace weft::cuda::fused {
 
 // Writes the streams of all blocks of a layer (weight_stream.cuh), `sizes.stream_bytes` of each, to device memory. `rows`: of each
-// block, on the device. `sequential`: null with the parallel residual.
-void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes,
-                const SequentialSizes* sequential, int row_loads, const BlockRows* rows, int blocks,
-                cudaStream_t stream);
+// block, on the device.
+void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes, int row_loads,
+                const BlockRows* rows, int blocks, cudaStream_t stream);
 // The same for the head, in int8: `sizes.head_stream_bytes` of each block.
 void pack_head(std::byte* to, const PackedMatrix& from, const Sizes& sizes, int row_loads, const BlockRows* rows,
                int blocks, cudaStream_t stream);
