@@ -255,6 +255,7 @@ template <typename K>
 __device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token, int l) {
   const Parameters& p = c.p;
   const std::byte* source = layers[l].stream + c.block * p.stream_bytes;
+#pragma unroll 1
   for (int i = 0; i < kParts; ++i) {
     if (i == 2 && !cache(token, l, p.position + token)) return false;
     if (!stream_part<K::W::kType>(source, parts.part[i].rows, parts.part[i].groups)) return false;
