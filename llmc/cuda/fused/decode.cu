@@ -52,8 +52,10 @@
 #include "llmc/base/hash.h"
 #include "llmc/base/regions.h"
 #include "llmc/cuda/fused/kernel.h"
+#include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/parameters.cuh"
 #include "llmc/cuda/fused/plan.cuh"
+#include "llmc/cuda/fused/timeline_recorder.h"
 #include "llmc/cuda/fused/weight_stream.h"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/runtime/arena.h"
@@ -133,7 +135,7 @@ struct FusedDecode<W, A, KV>::State {
   DeviceArena workspace;
   std::unique_ptr<DeviceArena> streams;  // of quantised weights
   PinnedBuffer host_memory;
-  std::unique_ptr<DeviceArena> timeline;
+  TimelineRecorder timeline;
   bool launched = false;
   Result result;
 
@@ -150,7 +152,8 @@ struct FusedDecode<W, A, KV>::State {
         shared_bytes(plan.layout.bytes),
         regions(plan_workspace(model, plan, parameters)),
         workspace(regions.plan()),
-        host_memory(sizeof(HostWords)) {
+        host_memory(sizeof(HostWords)),
+        timeline(model.num_layers, blocks) {
     regions.bind(workspace);
     std::memset(&host(), 0, sizeof(HostWords));
   }
@@ -158,7 +161,7 @@ struct FusedDecode<W, A, KV>::State {
   HostWords& host() const { return *host_memory.at<HostWords>(0); }
   // Whether a word of the host is of the running launch.
   bool is_of_launch(std::uint64_t word) const { return word >> 32 == parameters.sequence; }
-  bool instrumented() const { return tuning.layer_only || tuning.lose_an_arrival || timeline != nullptr; }
+  bool instrumented() const { return tuning.layer_only || tuning.lose_an_arrival || timeline.wanted(); }
   const void* kernel_of_type() const {
     switch (quantized) {
       case DType::i8:
@@ -236,16 +239,7 @@ FusedDecode<W, A, KV>::FusedDecode(const ModelConfig& config, const NeoxWeights<
 
 template <typename W, typename A, typename KV>
 void FusedDecode<W, A, KV>::State::upload_layers(const NeoxWeights<W, A>& weights) {
-  std::vector<Layer<W, A>> layers;
-  for (const NeoxLayerWeights<W, A>& w : weights.layers) {
-    layers.push_back({w.qkv.weight, w.up.weight, w.down.weight, w.dense.weight, w.qkv.bias, w.up.bias, w.down.bias,
-                      w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight, w.post_norm.bias});
-  }
-  Layer<W, A> last{};
-  last.qkv = weights.head;
-  last.norm1_weight = weights.final_norm.weight;
-  last.norm1_bias = weights.final_norm.bias;
-  layers.push_back(last);
+  const std::vector<Layer<W, A>> layers = layer_table(weights);
   upload(parameters.layers, layers.data(), layers.size() * sizeof(Layer<W, A>));
   check(cudaStreamSynchronize(stream), "fused decoding");
 }
@@ -330,20 +324,11 @@ void FusedDecode<W, A, KV>::launch(const FusedRequest& request) {
   p.sampling = request.sampling;
   p.num_stop_ids = static_cast<int>(request.stop_ids.size());
   std::copy(request.stop_ids.begin(), request.stop_ids.end(), p.stop_ids);
-  p.instruments.timeline = s.timeline != nullptr ? s.timeline->template at<std::uint64_t>(0) : nullptr;
+  p.instruments.timeline = s.timeline.begin(s.stream);
   const std::size_t cleared =
       static_cast<std::size_t>(reinterpret_cast<char*>(p.rows) - reinterpret_cast<char*>(p.control));
   check(cudaMemsetAsync(p.control, 0, cleared, s.stream), "fused decoding");
-  if (s.timeline != nullptr) s.timeline->clear(s.stream);
-  // Cooperative: all blocks run at once, or the launch is refused.
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  const cudaLaunchConfig_t launch =
-      launch_config(dim3(static_cast<unsigned>(s.blocks)), dim3(static_cast<unsigned>(s.threads)),
-                    static_cast<std::size_t>(s.shared_bytes), s.stream, cooperative);
-  void* arguments[] = {&p};
-  check(cudaLaunchKernelExC(&launch, s.kernel(), arguments), "fused decoding");
+  launch_cooperative(s.kernel(), s.blocks, s.threads, s.shared_bytes, s.stream, "fused decoding", p);
   s.launched = true;
   s.result = {};
 }
@@ -428,29 +413,12 @@ int FusedDecode<W, A, KV>::blocks() const {
 
 template <typename W, typename A, typename KV>
 void FusedDecode<W, A, KV>::record_timeline(bool record) {
-  State& s = *state_;
-  if (!record) {
-    s.timeline.reset();
-  } else if (s.timeline == nullptr) {
-    MemoryPlan plan("fused decoding: timeline");
-    plan.add(static_cast<std::uint64_t>((s.config.num_layers + 1) * kFusedPhases * s.blocks) * sizeof(std::uint64_t));
-    s.timeline = std::make_unique<DeviceArena>(plan);
-  }
+  state_->timeline.record(record);
 }
 
 template <typename W, typename A, typename KV>
 FusedTimeline FusedDecode<W, A, KV>::timeline() {
-  State& s = *state_;
-  FusedTimeline timeline;
-  if (s.timeline == nullptr) return timeline;
-  timeline.layers = s.config.num_layers;
-  timeline.blocks = s.blocks;
-  timeline.times.resize(static_cast<std::size_t>((timeline.layers + 1) * kFusedPhases * s.blocks));
-  check(cudaMemcpyAsync(timeline.times.data(), s.timeline->template at<std::uint64_t>(0),
-                        timeline.times.size() * sizeof(std::uint64_t), cudaMemcpyDeviceToHost, s.stream),
-        "timeline");
-  check(cudaStreamSynchronize(s.stream), "timeline");
-  return timeline;
+  return state_->timeline.read(state_->stream);
 }
 
 template class FusedDecode<fp16, fp16, fp16>;

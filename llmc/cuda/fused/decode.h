@@ -30,8 +30,8 @@ namespace weft::cuda {
 
 // Quantised weights (llmc/model/quantization.h) are multiplied with fp32 activations without rounding either: int4 is
 // scale * (q - zero) itself, not that rounded to 16 bits. The constructor copies them into the order in which blocks read them, so
-// that a model whose prompts another decoder reads has them twice. GPT-NeoX with the parallel residual beside fp16, all others
-// beside bf16.
+// that a model whose prompts another decoder reads has them twice. They are int8 or int4 of a GPT-NeoX with the parallel residual,
+// beside fp16.
 
 // Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can. It needs compute
 // capability 9.0, a head_dim that is a multiple of 8 up to 256, and multiprocessors enough for the model's rows: 16 for

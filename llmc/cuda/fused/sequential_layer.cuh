@@ -124,14 +124,6 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   }
 }
 
-// The partial sums of `rows` rows of `width` elements of each of so many matrices.
-template <typename K>
-template <int kLoads, int kEach>
-__device__ __forceinline__ void Consumer<K>::multiply_part(int rows, int matrices, int width,
-                                                           float (&input)[kLoads * kLaneElements], bool accumulate) {
-  multiply_chunks<kLoads, kEach>(rows, kEach * c.p.warps_r / matrices, width, input, accumulate);
-}
-
 // The sum of a row, in the order of the warps.
 template <typename K>
 __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
@@ -156,10 +148,10 @@ __device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish
 }
 
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, float (&input)[kInputs]) {
+__device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, const float (&input)[kInputs]) {
   const RowTerms terms = load_terms(layers[l].qkv_bias, nullptr, own.qkv);
   const int rows = own.qkv.end - own.qkv.begin;
-  multiply_part<kRowLoads, kRows>(rows, 1, c.p.C, input);
+  multiply_chunks<kRowLoads, kRows>(rows, kRows * c.p.warps_r, c.p.C, input, false);
   finish_sums(
       rows, [&](int row, float sum) { store_relaxed(c.p.qkv + own.qkv.begin + row, tagged(terms.of(sum), step + 1)); });
   stamp(l, FusedPhase::qkv_done);
@@ -174,7 +166,7 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   const RowTerms terms = load_terms(layers[l].dense_bias, nullptr, own.out);
   load_vector<kRowLoads>(p.attention, p.q_size, step + 1, input);
   stamp(l, FusedPhase::attention_here);
-  multiply_part<kRowLoads, kRows>(rows, 1, p.q_size, input);
+  multiply_chunks<kRowLoads, kRows>(rows, kRows * p.warps_r, p.q_size, input, false);
   finish_sums(rows, [&](int row, float sum) {
     x_own += terms.of(sum);
     store_relaxed(p.x_mid + own.out.begin + row, tagged(x_own, step + 1));
@@ -184,14 +176,14 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
 
 // The MLP's first matrix and its function, in two parts.
 template <typename K>
-__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, float (&input)[kInputs]) {
+__device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const float (&input)[kInputs]) {
   const Parameters& p = c.p;
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     const RowRange own_rows = hidden_part(p, p.first_part, part, c.block, c.blocks);
     const RowTerms terms = load_terms(layers[l].up_bias, nullptr, own_rows);
-    const int rows = own_rows.end - own_rows.begin;
-    multiply_part<kRowLoads, kRows>(rows, p.gated ? 2 : 1, p.C, input);
+    const int rows = own_rows.end - own_rows.begin, chunk_rows = kRows * p.warps_r;
+    multiply_chunks<kRowLoads, kRows>(rows, p.gated ? chunk_rows / 2 : chunk_rows, p.C, input, false);
     bool write = true;
     if constexpr (K::kInstrumented) {  // the last token never completes
       write = !(p.instruments.lose_an_arrival && c.block == 0 && token == p.count - 1);
@@ -218,7 +210,7 @@ __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
     float hidden[kPartLoads * kLaneElements];
     load_vector<kPartLoads>(p.h + begin, width, step + 1, hidden);
     stamp(l, FusedPhase::mlp_up_here);
-    multiply_part<kPartLoads, kPartRows>(rows, 1, width, hidden, part > 0);
+    multiply_chunks<kPartLoads, kPartRows>(rows, kPartRows * p.warps_r, width, hidden, part > 0);
   }
   finish_sums(rows, [&](int row, float sum) {
     x_own += terms.of(sum);

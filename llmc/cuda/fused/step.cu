@@ -22,9 +22,11 @@
 
 #include "llmc/base/error.h"
 #include "llmc/base/regions.h"
+#include "llmc/cuda/fused/layer_table.cuh"
 #include "llmc/cuda/fused/plan.cuh"
 #include "llmc/cuda/fused/step_kernel.h"
 #include "llmc/cuda/fused/step_parameters.cuh"
+#include "llmc/cuda/fused/timeline_recorder.h"
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/error.h"
@@ -123,7 +125,7 @@ struct FusedStep<S>::State {
   Regions regions;
   DeviceArena workspace;
   PinnedBuffer host_memory;
-  std::unique_ptr<DeviceArena> timeline;
+  TimelineRecorder timeline;
 
   State(const ModelConfig& model, const FusedTuning& chosen, const StepPlan& step, cudaStream_t in_stream)
       : config(model),
@@ -134,7 +136,8 @@ struct FusedStep<S>::State {
         shared_bytes(step.layout.bytes),
         regions(plan_workspace(model, blocks, parameters)),
         workspace(regions.plan()),
-        host_memory(sizeof(HostWords)) {
+        host_memory(sizeof(HostWords)),
+        timeline(model.num_layers, blocks) {
     regions.bind(workspace);
     std::memset(&host(), 0, sizeof(HostWords));
     clear();
@@ -185,16 +188,7 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
       cudaFuncSetAttribute(fused_step_kernel_of<S>(), cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
       "fused steps");
 
-  std::vector<Layer<S, S>> layers;
-  for (const NeoxLayerWeights<S, S>& w : weights.layers) {
-    layers.push_back({w.qkv.weight, w.up.weight, w.down.weight, w.dense.weight, w.qkv.bias, w.up.bias, w.down.bias,
-                      w.dense.bias, w.input_norm.weight, w.input_norm.bias, w.post_norm.weight, w.post_norm.bias});
-  }
-  Layer<S, S> last{};
-  last.qkv = weights.head;
-  last.norm1_weight = weights.final_norm.weight;
-  last.norm1_bias = weights.final_norm.bias;
-  layers.push_back(last);
+  const std::vector<Layer<S, S>> layers = layer_table(weights);
   state_->upload(p.layers, layers.data(), layers.size() * sizeof(Layer<S, S>));
   state_->upload(p.rows, step.plan.rows.data(), step.plan.rows.size() * sizeof(BlockRows));
   cuda::check(cudaStreamSynchronize(stream), "fused steps");
@@ -228,17 +222,8 @@ void FusedStep<S>::launch(std::span<const FusedStepRow> rows, const std::int32_t
   const bool any = std::ranges::any_of(rows, [](const FusedStepRow& row) { return row.logits >= 0; });
   p.logits = any ? logits : nullptr;
   ++p.sequence;
-  p.instruments.timeline = s.timeline != nullptr ? s.timeline->template at<std::uint64_t>(0) : nullptr;
-  if (s.timeline != nullptr) s.timeline->clear(s.stream);
-  // Cooperative: all blocks run at once, or the launch is refused.
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  const cudaLaunchConfig_t launch =
-      launch_config(dim3(static_cast<unsigned>(s.blocks)), dim3(static_cast<unsigned>(s.threads)),
-                    static_cast<std::size_t>(s.shared_bytes), s.stream, cooperative);
-  void* arguments[] = {&p};
-  cuda::check(cudaLaunchKernelExC(&launch, fused_step_kernel_of<S>(), arguments), "fused steps");
+  p.instruments.timeline = s.timeline.begin(s.stream);
+  launch_cooperative(fused_step_kernel_of<S>(), s.blocks, s.threads, s.shared_bytes, s.stream, "fused steps", p);
   p.first_step += static_cast<unsigned>(p.L);
   p.attention_before += static_cast<unsigned>(p.step_rows * p.NH * p.L);
 }
@@ -262,29 +247,12 @@ int FusedStep<S>::blocks() const {
 
 template <typename S>
 void FusedStep<S>::record_timeline(bool record) {
-  State& s = *state_;
-  if (!record) {
-    s.timeline.reset();
-  } else if (s.timeline == nullptr) {
-    MemoryPlan plan("fused steps: timeline");
-    plan.add(static_cast<std::uint64_t>((s.config.num_layers + 1) * kFusedPhases * s.blocks) * sizeof(std::uint64_t));
-    s.timeline = std::make_unique<DeviceArena>(plan);
-  }
+  state_->timeline.record(record);
 }
 
 template <typename S>
 FusedTimeline FusedStep<S>::timeline() {
-  State& s = *state_;
-  FusedTimeline timeline;
-  if (s.timeline == nullptr) return timeline;
-  timeline.layers = s.config.num_layers;
-  timeline.blocks = s.blocks;
-  timeline.times.resize(static_cast<std::size_t>((timeline.layers + 1) * kFusedPhases * s.blocks));
-  cuda::check(cudaMemcpyAsync(timeline.times.data(), s.timeline->template at<std::uint64_t>(0),
-                              timeline.times.size() * sizeof(std::uint64_t), cudaMemcpyDeviceToHost, s.stream),
-              "timeline");
-  cuda::check(cudaStreamSynchronize(s.stream), "timeline");
-  return timeline;
+  return state_->timeline.read(state_->stream);
 }
 
 template class FusedStep<fp16>;

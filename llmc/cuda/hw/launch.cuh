@@ -79,6 +79,20 @@ void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::s
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
+// Cooperative: all blocks run at once, or the launch is refused. `kernel` takes one struct.
+template <typename Struct>
+void launch_cooperative(const void* kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
+                        const char* name, Struct& argument) {
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  const cudaLaunchConfig_t config =
+      launch_config(dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                    static_cast<std::size_t>(shared_bytes), stream, cooperative);
+  void* arguments[] = {&argument};
+  check(cudaLaunchKernelExC(&config, kernel, arguments), name);
+}
+
 // Chained, in clusters.
 template <typename... Parameters, typename... Arguments>
 void launch_chained_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared,
