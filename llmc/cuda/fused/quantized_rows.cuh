@@ -12,6 +12,7 @@
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
+#include "llmc/cuda/fused/producer.cuh"
 #include "llmc/cuda/fused/weight_stream.cuh"
 
 namespace weft::cuda::fused {

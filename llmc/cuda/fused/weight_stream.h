@@ -3,10 +3,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+
 #include "llmc/cuda/fused/neox_weights.h"
-#include "llmc/cuda/fused/parameters.cuh"
 
 namespace weft::cuda::fused {
+
+struct BlockRows;
+struct Sizes;
 
 // Writes the streams of all blocks of a layer (weight_stream.cuh), `sizes.stream_bytes` of each, to device memory. `rows`: of each
 // block, on the device.
