@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "llmc/base/cgroup.h"
+#include "llmc/base/clock.h"
 #include "llmc/base/signals.h"
 
 namespace weft {
@@ -196,7 +197,7 @@ void StepThreads::run(const std::function<void()>& step) {
   if (one_thread()) omp_set_num_threads(1);
   const auto before = std::chrono::steady_clock::now();
   step();
-  took(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(), all);
+  took(seconds_since(before), all);
 }
 
 struct ShortWaits::Sleepers {

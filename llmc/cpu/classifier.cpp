@@ -1,7 +1,7 @@
 // p = softmax(logits) with the row's maximum subtracted;  loss = -log p[label];  d loss / d logits = p -
 // onehot(label).
 //
-// A row is read three times (maximum, sum, gradient). The sum runs in fp32 within blocks of kBlock logits and in double over
+// A row is read three times (maximum, sum, gradient). The sum runs in fp32 within blocks of kSumBlock logits and in double over
 // the blocks, so that V = 128,256 loses no more digits than V = 1,000.
 
 #include "llmc/cpu/classifier.h"
@@ -17,7 +17,7 @@ namespace weft::cpu {
 
 namespace {
 
-constexpr std::int64_t kBlock = 1024;
+constexpr std::int64_t kSumBlock = 1024;
 
 // Ignores NaN logits: the sum becomes NaN through them.
 float row_maximum(const float* row, std::int64_t V) {
@@ -29,8 +29,8 @@ float row_maximum(const float* row, std::int64_t V) {
 
 double sum_of_exponentials(const float* row, std::int64_t V, float maximum) {
   double sum = 0;
-  for (std::int64_t first = 0; first < V; first += kBlock) {
-    const std::int64_t last = std::min(first + kBlock, V);
+  for (std::int64_t first = 0; first < V; first += kSumBlock) {
+    const std::int64_t last = std::min(first + kSumBlock, V);
     float block = 0;
 #pragma omp simd reduction(+ : block)
     for (std::int64_t v = first; v < last; ++v) block += exp_f32(row[v] - maximum);

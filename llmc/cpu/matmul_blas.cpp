@@ -13,6 +13,8 @@
 
 #include <algorithm>
 
+#include "llmc/base/range.h"
+
 namespace weft::cpu {
 
 namespace {
@@ -21,10 +23,6 @@ constexpr std::int64_t kFewRows = 4;     // up to this many rows of x are taken 
 constexpr std::int64_t kDotOutputs = 4;  // rows of W whose dot products run side by side
 constexpr std::int64_t kMostRows = 256, kMostColumns = 512, kLeastSide = 96;  // of a block of the output
 constexpr std::int64_t kEnoughBlocks = 16;  // smaller blocks cost more than a better balance gives back
-
-std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 struct Matrix {
   const float* data;

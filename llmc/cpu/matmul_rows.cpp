@@ -6,6 +6,7 @@
 #include <cmath>
 #include <memory>
 
+#include "llmc/base/range.h"
 #include "llmc/cpu/dequantize.h"
 #include "llmc/cpu/dot_products.h"
 
@@ -56,10 +57,6 @@ struct Linear {
     for (; o < last; ++o) block<Rows, 1>(n, o, weight + (o - first) * C);
   }
 };
-
-std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Pages that several neighbouring rows see in full are read once for up to kRows of them; the pages at the rows' own positions
+// Pages that several neighbouring rows see in full are read once for up to kGroupRows of them; the pages at the rows' own positions
 // are taken row by row. Every row does the same operations in the same order either way.
 #include "llmc/cpu/paged_attention.h"
 
@@ -13,7 +13,7 @@ namespace weft::cpu {
 
 namespace {
 
-constexpr int kRows = 4, kKeys = 3;
+constexpr int kGroupRows = 4, kKeys = 3;
 
 // The running softmax of one row and head.
 struct RowState {
@@ -91,7 +91,7 @@ void take_page(RowState* rows, float* const* scores, const float* q, std::int64_
   add_values<Rows>(rows, scores, values, count, HS);
 }
 
-// At most kRows neighbouring rows of a sequence.
+// At most kGroupRows neighbouring rows of a sequence.
 struct Group {
   const PagedRows* work;
   std::int64_t first, rows;  // in *work
@@ -102,8 +102,8 @@ void attend(const PagedAttentionShape& shape, float* out, const float* q, const 
   const std::int64_t HS = kv.HS, P = kv.page_size, kv_head = head / (shape.NH / kv.NKV);
   const std::int64_t row = group.work->first_row + group.first, position = group.work->first_position + group.first;
   const float* queries = q + row * shape.q_row_stride + head * shape.q_head_stride;
-  RowState rows[kRows];
-  float* scores[kRows];
+  RowState rows[kGroupRows];
+  float* scores[kGroupRows];
   for (std::int64_t r = 0; r < group.rows; ++r) {
     rows[r].out = out + ((row + r) * shape.NH + head) * HS;
     std::fill_n(rows[r].out, HS, 0.0f);
@@ -113,9 +113,9 @@ void attend(const PagedAttentionShape& shape, float* out, const float* q, const 
   const auto values = [&](std::int64_t page) { return kv.values + kv.offset(group.work->pages[page], kv_head); };
 
   // The pages that lie wholly at or before the first row's position.
-  const std::int64_t common = group.rows == kRows ? (position + 1) / P : 0;
+  const std::int64_t common = group.rows == kGroupRows ? (position + 1) / P : 0;
   for (std::int64_t page = 0; page < common; ++page) {
-    take_page<kRows>(rows, scores, queries, shape.q_row_stride, keys(page), values(page), P, shape.scale, HS);
+    take_page<kGroupRows>(rows, scores, queries, shape.q_row_stride, keys(page), values(page), P, shape.scale, HS);
   }
   for (std::int64_t r = 0; r < group.rows; ++r) {
     const std::int64_t visible = position + r + 1;
@@ -135,13 +135,13 @@ void paged_attention(const PagedAttentionShape& shape, float* out, const float* 
                      std::span<const PagedRows> work) {
   std::vector<Group> groups;
   for (const PagedRows& rows : work) {
-    for (std::int64_t first = 0; first < rows.rows; first += kRows) {
-      groups.push_back({&rows, first, std::min<std::int64_t>(kRows, rows.rows - first)});
+    for (std::int64_t first = 0; first < rows.rows; first += kGroupRows) {
+      groups.push_back({&rows, first, std::min<std::int64_t>(kGroupRows, rows.rows - first)});
     }
   }
 #pragma omp parallel
   {
-    std::vector<float> scratch(static_cast<std::size_t>(kRows * kv.page_size));
+    std::vector<float> scratch(static_cast<std::size_t>(kGroupRows * kv.page_size));
 #pragma omp for collapse(2) schedule(dynamic)
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (std::int64_t head = 0; head < shape.NH; ++head) {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/hash.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
@@ -273,7 +274,7 @@ void Batch::write_answers() {
 void Batch::show_progress() {
   if (!stderr_is_terminal()) return;
   const EngineStatistics now = engine_.statistics();
-  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+  const double seconds = seconds_since(start_);
   progress_.show(format("answered %lld, %lld running, %.0f tokens/s%s", static_cast<long long>(answered_),
                         static_cast<long long>(now.running), static_cast<double>(now.generated_ids) / seconds,
                         input_.progress().c_str()));
@@ -289,7 +290,7 @@ void Batch::cancel_all() {
 void Batch::report() const {
   const auto wide = [](std::int64_t value) { return static_cast<long long>(value); };
   const EngineStatistics now = engine_.statistics();
-  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+  const double seconds = seconds_since(start_);
   std::string line = format("answered %lld request%s", wide(answered_), answered_ == 1 ? "" : "s");
   if (errors_ > 0) line += format(", %lld with an error", wide(errors_));
   if (skipped_ > 0) line += format(", %lld had an answer", wide(skipped_));

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/base/log.h"
@@ -71,9 +72,9 @@ ClosedRun run_closed(InferenceModel& model, EngineOptions engine_options, const 
     handed = {};
     more = engine.step();
     const Clock::time_point now = Clock::now();
-    if (handed.first_ids > 0) run.prompt_seconds = std::chrono::duration<double>(now - start).count();
+    if (handed.first_ids > 0) run.prompt_seconds = in_seconds(now - start);
     if (handed.ids == sequences && handed.first_ids == 0) {
-      run.step_ms.push_back(std::chrono::duration<double, std::milli>(now - before).count());
+      run.step_ms.push_back(in_milliseconds(now - before));
     }
     before = now;
   }

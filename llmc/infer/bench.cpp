@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/base/json.h"
 #include "llmc/base/percentile.h"
@@ -20,10 +21,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kWarmUpSteps = 4;
 
-double milliseconds(Clock::duration duration) {
-  return std::chrono::duration<double, std::milli>(duration).count();
-}
-
 // The times of one prompt, from an empty cache, and of one decode step for each id of `decode_ids`. A model that
 // samples decodes its own ids: then only their number counts.
 struct Run {
@@ -36,7 +33,7 @@ Run run_once(DecodeModel& model, std::span<const std::int32_t> prompt, std::span
   Clock::time_point before = Clock::now();
   const auto lap = [&before] {
     const Clock::time_point now = Clock::now();
-    return milliseconds(now - std::exchange(before, now));
+    return in_milliseconds(now - std::exchange(before, now));
   };
   if (model.samples()) {
     GenerationRequest request;

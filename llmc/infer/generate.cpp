@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error.h"
 #include "llmc/infer/prompt.h"
 #include "llmc/infer/text_stream.h"
@@ -14,10 +15,6 @@ namespace weft {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double milliseconds(Clock::duration duration) {
-  return std::chrono::duration<double, std::milli>(duration).count();
-}
 
 }  // namespace
 
@@ -83,9 +80,9 @@ GenerateResult generate(DecodeModel& model, const Tokenizer* tokenizer, std::spa
   const auto take = [&](std::int32_t id) {
     const Clock::time_point now = Clock::now();
     if (result.ids.empty()) {
-      result.times.first_token_ms = milliseconds(now - before);
+      result.times.first_token_ms = in_milliseconds(now - before);
     } else {
-      result.times.inter_token_ms.push_back(milliseconds(now - before));
+      result.times.inter_token_ms.push_back(in_milliseconds(now - before));
     }
     before = now;
     result.ids.push_back(id);

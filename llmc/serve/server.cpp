@@ -177,7 +177,7 @@ class Sink : public CompletionSink {
   bool on_piece(CompletionPiece piece) override {
     if (piece.id.has_value()) {
       const Clock::time_point now = Clock::now();
-      const double seconds = std::chrono::duration<double>(now - last_).count();
+      const double seconds = in_seconds(now - last_);
       if (std::exchange(first_, false)) {
         server_.metrics.first_token(seconds);
       } else {

@@ -2,6 +2,7 @@
 
 #include <system_error>
 
+#include "llmc/base/clock.h"
 #include "llmc/base/error_from.h"
 #include "llmc/base/log.h"
 #include "llmc/base/signals.h"
@@ -54,7 +55,7 @@ void BackgroundSave::write(const TrainState& state, const TensorTable& table, co
   result.error = error_from(
       [&] { result.path = joint_ != nullptr ? joint_->save(state, *copy_) : keeper_->save(state, table, source); });
   result.was_last = joint_ != nullptr && joint_->ended();
-  result.seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+  result.seconds = seconds_since(begin_);
 }
 
 BackgroundSave::Result BackgroundSave::save_now(const TrainState& state, TrainModel& model) {
@@ -99,7 +100,7 @@ void BackgroundSave::start(const TrainState& state, TrainModel& model) {
     body();
   }
   // Kept outside of result_, which the other thread may be writing.
-  stalled_seconds_ = std::chrono::duration<double>(Clock::now() - begin_).count();
+  stalled_seconds_ = seconds_since(begin_);
 }
 
 std::optional<BackgroundSave::Result> BackgroundSave::take_result() {
@@ -121,7 +122,7 @@ std::optional<BackgroundSave::Result> BackgroundSave::wait_at_most(std::chrono::
 std::optional<BackgroundSave::Result> BackgroundSave::wait() {
   while (started_) {
     if (std::optional<Result> result = wait_at_most(kMessageInterval)) return result;
-    const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+    const double seconds = seconds_since(begin_);
     log_info("still writing the checkpoint of step %lld after %s; a second SIGTERM or SIGINT gives it up",
              static_cast<long long>(state_.step), human_seconds(seconds).c_str());
   }

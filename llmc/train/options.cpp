@@ -17,8 +17,6 @@ namespace weft {
 
 namespace {
 
-constexpr std::int64_t kMaxCount = kMaxSteps;  // no count on this command line is larger
-
 constexpr std::int64_t kMaxRanks = 1 << 16;
 constexpr std::int64_t kMaxLocalRanks = 256;                       // that one process starts
 constexpr std::int64_t kMaxRunTokens = 1'000'000'000'000'000'000;  // so that counts of tokens fit into 64 bits
@@ -57,7 +55,7 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
   table.choice("resume", s.resume, {"auto", "must", "never"},
                "auto goes on from the newest whole checkpoint, must insists on the newest, never refuses a used "
                "directory");
-  table.integer("save-every", s.save_every, 0, kMaxCount, "steps between checkpoints; 0 saves only at the end");
+  table.integer("save-every", s.save_every, 0, kMaxSteps, "steps between checkpoints; 0 saves only at the end");
   table.integer("keep", s.keep, 2, 1'000'000, "checkpoints to keep");
   table.flag("keep-best", s.keep_best,
              "save at each new lowest loss on --val, and keep the newest such checkpoint as well");
@@ -65,17 +63,17 @@ void add_model_and_data(OptionTable& table, TrainSettings& s) {
 
 void add_optimization(OptionTable& table, TrainSettings& s) {
   table.group("Optimisation");
-  table.integer("steps", s.steps, 1, kMaxCount, "optimizer steps of the whole run");
+  table.integer("steps", s.steps, 1, kMaxSteps, "optimizer steps of the whole run");
   table.integer("micro-batch", s.micro_batch, 1, 1'000'000, "sequences computed at once");
   table.integer("seq-len", s.seq_len, 1, 1 << 24, "tokens of a sequence");
   table.integer(
-      "batch-tokens", s.batch_tokens, 0, kMaxCount,
+      "batch-tokens", s.batch_tokens, 0, kMaxSteps,
       "tokens of a step, a multiple of micro-batch x seq-len: the rest is accumulated; 0: one micro-batch, of "
       "each of --virtual-ranks");
   table.number("lr", s.lr, 0, 10, "peak learning rate (doc/hyperparameters.md)");
   table.default_note("lr", "by the size of the model, with --model a tenth of it");
   table.number("min-lr-ratio", s.min_lr_ratio, 0, 1, "final learning rate as a share of the peak");
-  table.integer("warmup-steps", s.warmup_steps, 0, kMaxCount, "steps of linear warm-up");
+  table.integer("warmup-steps", s.warmup_steps, 0, kMaxSteps, "steps of linear warm-up");
   table.choice("schedule", s.schedule, schedule_names(), "shape after the warm-up");
   table.number("wsd-decay-fraction", s.wsd_decay_fraction, 0, 1, "share of all steps that decays, with wsd");
   table.number("weight-decay", s.weight_decay, 0, 10, "AdamW decay of the matrices");
@@ -127,9 +125,9 @@ void add_execution(OptionTable& table, TrainSettings& s) {
 
 void add_reports(OptionTable& table, TrainSettings& s) {
   table.group("Reports");
-  table.integer("val-every", s.val_every, 0, kMaxCount, "steps between measurements on --val; 0: only at the end");
-  table.integer("val-batches", s.val_batches, 0, kMaxCount, "micro-batches of a measurement; 0: all of --val");
-  table.integer("sample-every", s.sample_every, 0, kMaxCount, "steps between generated samples; 0: none");
+  table.integer("val-every", s.val_every, 0, kMaxSteps, "steps between measurements on --val; 0: only at the end");
+  table.integer("val-batches", s.val_batches, 0, kMaxSteps, "micro-batches of a measurement; 0: all of --val");
+  table.integer("sample-every", s.sample_every, 0, kMaxSteps, "steps between generated samples; 0: none");
   table.text("sample-prompt", s.sample_prompt, "TEXT", "what a sample begins with");
   table.integer("sample-tokens", s.sample_tokens, 1, 1'000'000, "tokens of a sample");
   table.number("temperature", s.temperature, 0, 100, "of the samples; 0: the likeliest token");
