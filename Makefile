@@ -46,7 +46,9 @@ MODE_FLAGS_release := -O3
 # -g1: line numbers for the reports. Full debug information takes a quarter of the compile time.
 MODE_FLAGS_asan    := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 MODE_FLAGS_tsan    := -O1 -fsanitize=thread
-TEST_LEVEL := -O1
+# Of the tests' own code: compiling it takes longer than running it, and what it tests is compiled as in the programs. -O1 nearly
+# halves the time of -O3; with sanitizers -O0 takes less than half of that of -O1.
+TEST_LEVEL := $(if $(filter asan,$(MODE)),-O0,-O1)
 # No fast-math on host code: with it isfinite() lies. OpenBLAS's OpenMP flavour shares the thread pool with our loops.
 # GCC 12 warns falsely about string concatenation at -O3 (GCC bug 105651): -Wno-restrict.
 CXXFLAGS += -std=c++20 $(MODE_FLAGS_$(MODE)) $(CPU_FLAGS) -fopenmp -Wall -Wextra -Werror -Wno-restrict -I. -MMD -MP
@@ -170,7 +172,6 @@ $(PROGRAMS:%=$B/%):
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 tests: $B/unit_tests $(TEST_TOOLS) programs $(if $(GPU_TEST_OBJ),$B/gpu_tests)
-# Compiling the tests takes longer than running them: -O1 nearly halves it. What they test is compiled as in the programs.
 $B/test/cpp/%.o: CXXFLAGS += $(TEST_LEVEL)
 $B/unit_tests: $(TEST_OBJ) $(LIBS)
 	@$(call say,LINK  $@)
