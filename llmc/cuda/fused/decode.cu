@@ -15,8 +15,8 @@
 // The order of a layer in each block, and what each phase waits for. Work that depends on neither stands between the
 // phase that makes a result and the phase that needs it:
 //
-//   residual x of all rows       waited for at once. Every value carries a bit of its layer's number (TaggedValue), so no
-//                                flag is needed beside the data
+//   residual x of all rows       waited for at once. Every value carries a bit of its layer's number (TaggedValue), so
+//                                no flag is needed beside the data
 //   LayerNorms, both             every block computes them for itself: cheaper than sharing the result
 //   QKV rows                     written as tagged values
 //   MLP-up rows, GELU            written as tagged values
