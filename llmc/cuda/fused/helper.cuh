@@ -20,7 +20,7 @@ struct Helper {
   char* shared;
   SharedLayout at;
   int lane, warps;     // warps: of the consumers
-  unsigned phase = 0;  // of item_done
+  unsigned phase = 0;  // parity of the barrier item_done
 
   // Polls in all lanes; false if no token follows or the launch is aborted.
   template <typename Try>

@@ -22,7 +22,7 @@ struct Plan {
   bool sequential = false;  // a kernel of the sequential residual runs it
   KernelShape shape;
   int blocks = 0;
-  std::vector<BlockRows> rows;  // of each block
+  std::vector<BlockRows> rows;  // indexed by block
   Sizes sizes{};
   SequentialSizes sequential_sizes{};
   SharedLayout layout{};

@@ -1,5 +1,6 @@
-// Matrices of 16-bit elements in shared memory, in the swizzled form that tensor copies write and wgmma reads, and GEMMs
-// of them. A tile is a type (element, rows, columns, bytes of a row) and an address, so that no kernel computes an offset:
+// Matrices of 16-bit elements in shared memory, in the swizzled form that tensor copies write and wgmma reads, and
+// GEMMs of them. A tile is a type (element, rows, columns, bytes of a row) and an address, so that no kernel computes
+// an offset:
 //
 //   tensor_load(q, map, barrier, token, head, batch);          // global to shared memory
 //   gemm_async(S, q.k_major(), k.k_major());                   // S = Q K^T

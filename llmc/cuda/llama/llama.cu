@@ -1,6 +1,6 @@
-// The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer() and
-// backward_layer() mirror each other line by line, and llmc/cpu/llama.cpp is the same list on the CPU. llama_model.h has the
-// letters, operators.cu what each line launches.
+// The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer()
+// and backward_layer() mirror each other line by line, and llmc/cpu/llama.cpp is the same list on the CPU.
+// llama_model.h has the letters, operators.cu what each line launches.
 #include <algorithm>
 
 #include "llmc/cuda/hw/common.cuh"

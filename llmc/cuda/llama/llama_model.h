@@ -115,8 +115,8 @@ class Llama final : public TrainModel {
     std::optional<BlockLinear> block;  // empty: the head
   };
   static constexpr std::int64_t kNoLayer = -1;  // in the place of the head's layer
-  // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1 the
-  // embedding. So a layer's first norm is norm_after(2 l - 1), its second norm_after(2 l), the final norm_after(2 L - 1).
+  // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1
+  // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1).
   struct NormSite {
     std::int64_t branch;
     S* residual;  // [N, C], the norm's input

@@ -86,8 +86,8 @@ void Llama<S>::place_sections() {
   weights_.move_sections(of_parameters);
 }
 
-// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch of a
-// step stores weight gradients, the others accumulate.
+// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
+// of a step stores weight gradients, the others accumulate.
 template <typename S>
 void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);

@@ -2,9 +2,9 @@
 //
 //   loss = log sum e^(x - max) + max - x[label]        dlogits = loss_scale (softmax(x) - onehot(label))
 //
-// Bytes moved: a row of V elements of E bytes is read once and written once, 2 V E. The first pass keeps maximum and sum
-// of exponentials together ("online softmax", Milakov & Gimelshein, 2018): a thread that meets a larger maximum rescales
-// its sum. The second writes the gradient.
+// Bytes moved: a row of V elements of E bytes is read once and written once, 2 V E. The first pass keeps maximum and
+// sum of exponentials together ("online softmax", Milakov & Gimelshein, 2018): a thread that meets a larger maximum
+// rescales its sum. The second writes the gradient.
 //
 // In place is safe in both kernels: a thread overwrites only what it has read itself, and x[label] is read before the
 // barrier that precedes the second pass.

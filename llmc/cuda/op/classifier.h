@@ -12,7 +12,7 @@ namespace weft::cuda {
 struct ClassifierLimits {
   int major, shared_of_block, shared_of_multiprocessor;  // compute capability; bytes
 };
-ClassifierLimits classifier_limits();  // of the current GPU
+ClassifierLimits classifier_limits();  // for the current GPU
 
 // For each row n of logits [N, row_stride], of which the first V columns count: losses[n] = -log
 // softmax(logits[n])[labels[n]], 0 where labels[n] is kIgnoredLabel. With write_gradient the logits are replaced by

@@ -1,7 +1,7 @@
 // Token embedding: forward is a gather, out[n, :] = weight[tokens[n], :]; backward its transpose, a scatter-add.
 //
-// Bytes moved, for elements of E bytes: forward reads and writes N C E each. Backward reads N C E and reads and writes a
-// row of 4 C bytes for each distinct token.
+// Bytes moved, for elements of E bytes: forward reads and writes N C E each. Backward reads N C E and reads and writes
+// a row of 4 C bytes for each distinct token.
 //
 // Backward without atomics, the same bits every time:  1. A stable radix sort orders the pairs (token, n) by token, so
 // that the rows of one token become neighbours in the order of n. A pass sorts by kDigitBits bits: it counts the digits

@@ -220,7 +220,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
   } else {
     stream.look_up_first();
     wait_for_predecessors();
-    let_successor_start();  // not earlier: see paged_attention() on what the successor may read
+    let_successor_start();  // not before: see paged_attention() on what the successor may read
   }
   if (warp >= warps) return;
   stream.start();

@@ -100,7 +100,7 @@ Arguments<S> arguments_of(const PagedAttention<S>& io, int item_warps) {
 // needed.
 template <typename S, bool kSingle = false>
 struct QueryRows {
-  int first_row, first_position;  // of the span
+  int first_row, first_position;  // as in PagedSpan
   int group, first_head;
   int first, count;  // the range of the span's query rows
 

@@ -27,8 +27,8 @@ struct alignas(16) PagedWorkHeader {
   std::int32_t decodes = 0;  // 1: paged_work_decodes()
 };
 struct alignas(16) PagedItem {
-  std::uint16_t first_row = 0, rows = 0;  // of the span
-  std::int32_t first_position = 0;        // of the span
+  std::uint16_t first_row = 0, rows = 0;  // the whole span's, as in PagedSpan
+  std::int32_t first_position = 0;        // likewise
   std::int32_t partials = -1;             // first workspace slot of the item's splits; -1: no slots, a single split
   std::uint16_t tile = 0;                 // index in the span, in units of paged_tile_rows() or kPagedItemRows
   std::uint16_t split = 0;

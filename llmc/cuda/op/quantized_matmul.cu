@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kPackThreads)
   for (std::int64_t i = std::int64_t{blockIdx.x} * kPackThreads + threadIdx.x; i < words;
        i += std::int64_t{gridDim.x} * kPackThreads) {
     const std::int64_t row = i / (depths * kWordsOfRow), depth = i / kWordsOfRow % depths;
-    const int t = static_cast<int>(i % 4), step = static_cast<int>(i / 4) % (kWordsOfRow / 4) * kSteps;  // of 8
+    const int t = static_cast<int>(i % 4), step = static_cast<int>(i / 4) % (kWordsOfRow / 4) * kSteps;  // step: 0 to 7
     unsigned word = 0;
 #pragma unroll
     for (int e = 0; e < 4 * kSteps; ++e) {  // bits of e, from high to low: step (int4), upper 8 of K, second of a pair

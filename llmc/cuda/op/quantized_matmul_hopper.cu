@@ -54,7 +54,7 @@ struct Segment {
 };
 template <typename T>
 struct Split {
-  Segment first, second;  // of the two inputs
+  Segment first, second;  // inputs 0 and 1
 
   __device__ Split(const Arguments<T>& p, int split) {
     const bool behind = p.first_splits > 0 && split >= p.first_splits;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
   const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kBlockRows,
                            thread % count);  // loads the bias early
   if (consumer) {
-    const int group = warp / kWarps, row = warp % kWarps * 16 + lane / 4;  // of the block, and row + 8
+    const int group = warp / kWarps, row = warp % kWarps * 16 + lane / 4;  // and row + 8, in the block
     float scales[2];
     if constexpr (Q != DType::u4) {
       const std::int64_t at = static_cast<std::int64_t>(min(tile + group, p.tiles - 1)) * kBlockRows + row;

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
         [&](int stage) {
           if (lane == 0) mbarrier_arrive(ring.empty(stage));
         });
-    wait_for_predecessors();                  // earlier kernels may still read what is written below
+    wait_for_predecessors();                  // they may still read what is written below
     named_barrier_wait(1, kConsumerThreads);  // no wgmma of the block reads the stages any more
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -7,16 +7,16 @@
 //
 //  - split_kernel (rows_matmul_split.cu), for steps that are bound by reading the weight. Rows of the weight are rows
 //    of operand A (M), rows of x are columns of B (N), so a step of few rows wastes no tensor core work on rows that do
-//    not exist. The splits of a tile are the blocks of a cluster and meet in distributed shared memory: each block leaves
-//    its sums in its own, then adds up and finishes a share of the tile. The ring keeps 48 to 88 KB of the weight in
-//    flight. With 64 rows of the weight two blocks fit in a multiprocessor, so the next kernel of the chain can fetch
-//    weights before this one has ended.
+//    not exist. The splits of a tile are the blocks of a cluster and meet in distributed shared memory: each block
+//    leaves its sums in its own, then adds up and finishes a share of the tile. The ring keeps 48 to 88 KB of the
+//    weight in flight. With 64 rows of the weight two blocks fit in a multiprocessor, so the next kernel of the chain
+//    can fetch weights before this one has ended.
 //  - column_kernel (rows_matmul_column.cu), for the same steps where there is one split and tiles of 64 rows would give
-//    some multiprocessors twice as many tiles as others. Rows of the weight are columns of B, so a tile may have 80 or 224
-//    of them, and each multiprocessor gets one.
+//    some multiprocessors twice as many tiles as others. Rows of the weight are columns of B, so a tile may have 80 or
+//    224 of them, and each multiprocessor gets one.
 //  - tile_kernel (rows_matmul_tile.cu), for steps that are bound by the tensor cores. A block walks all splits of a
-//    tile and adds each to a total in registers. Blocks are persistent. Two of them form a cluster that shares rows of x,
-//    of which each fetches half for both.
+//    tile and adds each to a total in registers. Blocks are persistent. Two of them form a cluster that shares rows of
+//    x, of which each fetches half for both.
 //
 // All fetch their first stages of weights before they wait for the kernel that writes x.
 //

@@ -57,7 +57,7 @@ __device__ inline int split_begin(int split, int steps, int splits) {
 
 template <typename T>
 struct Arguments {
-  CUtensorMap weight[2], x[2];  // of the two inputs
+  CUtensorMap weight[2], x[2];  // [input]
   CUtensorMap out;              // tile_kernel, where copies_out()
   Output<T> output;
   int first_steps, steps;  // stages of the first input, of both inputs

@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
         [&](int stage) {
           if (lane == 0) mbarrier_arrive(ring.empty(stage));
         });
-    wait_for_predecessors();                  // earlier kernels may still read what is written below
-    named_barrier_wait(1, kConsumerThreads);  // no wgmma of the block reads the stages any more
+    wait_for_predecessors();                  // they may still read what is written below
+    named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
     store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
   }
   finish_splits<N, kConsumerThreads>(columns, base, consumer, thread, count, p.splits, split, first_row, p.output.rows);

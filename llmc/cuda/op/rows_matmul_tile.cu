@@ -175,7 +175,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
     }
     float d[N / 2];
     const auto finish = [&](const float(&total)[N / 2]) {
-      wait_for_predecessors();  // earlier kernels may still read what is written here
+      wait_for_predecessors();  // they may still read what is written here
       if (p.copies_out) return copy_out<T, N>(p, shared.out(consumer), 1 + consumer, first, row_tile * N, total, bias);
       const Columns<T> columns(p.output, first, thread % fours);
 #pragma unroll

@@ -1,5 +1,5 @@
-// The launches of a step, from ids to scored logits. Each is an operator over rows; all but the embedding and sampling are
-// launched as a chain.
+// The launches of a step, from ids to scored logits. Each is an operator over rows; all but the embedding and sampling
+// are launched as a chain.
 //
 // GPT-NeoX, parallel residual: h' = h + attention(norm1(h)) + mlp(norm2(h))
 // otherwise:                   h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))

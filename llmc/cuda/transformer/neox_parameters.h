@@ -1,5 +1,5 @@
-// The parameters of a GPT-NeoX on the device: one allocation in the layout of the tensor table, filled from a file or with
-// random numbers.
+// The parameters of a GPT-NeoX on the device: one allocation in the layout of the tensor table, filled from a file or
+// with random numbers.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,5 @@
-// Backward on tensor cores, sm_80 and later. P is recomputed block by block from the saved lse; with D = rowsum(dO * O):
+// Backward on tensor cores, sm_80 and later. P is recomputed block by block from the saved lse. With
+// D = rowsum(dO * O):
 //
 //   P = 2^(c S - lse2);  dV = P^T dO;  dP = dO V^T;  dS = P * (dP - D);  dQ = scale dS K;  dK = scale dS^T Q
 //
@@ -16,11 +17,12 @@
 // walks the queries of all heads of the group, so that dK and dV of grouped-query attention need no sum over heads in
 // memory either.
 //
-// Tiling: a warp has 32 rows of queries or keys (16 at head dimension 256), so that each fragment read from shared memory
-// feeds two MMAs. The streamed operand comes in two stages of shared memory; a warp works through a stage in chunks of
-// kChunk rows, which bounds the registers of S and dP.
+// Tiling: a warp has 32 rows of queries or keys (16 at head dimension 256), so that each fragment read from shared
+// memory feeds two MMAs. The streamed operand comes in two stages of shared memory; a warp works through a stage in
+// chunks of kChunk rows, which bounds the registers of S and dP.
 //
-// query_gradient_kernel also computes D while it has dO in shared memory and leaves (lse2, D) of each query for the other.
+// query_gradient_kernel also computes D while it has dO in shared memory and stores (lse2, D) of each query for
+// key_gradient_kernel.
 
 #include <cstdint>
 #include <type_traits>
