@@ -13,7 +13,7 @@ namespace weft::cuda {
 
 namespace {
 
-// Two machines may have one host name, but no boot in common.
+// Identifies the machine: two machines may share a host name, but not a boot id.
 std::string boot_id() {
   std::string boot;
   std::ifstream file("/proc/sys/kernel/random/boot_id");
@@ -21,7 +21,7 @@ std::string boot_id() {
   return boot;
 }
 
-// Names the current GPU among those of this machine.
+// The bus address of the current GPU, unique within this machine.
 std::string bus_id() {
   char bus[32] = "";
   int device = 0;
@@ -47,7 +47,7 @@ std::unique_ptr<DeviceRanks> make_device_ranks(Communicator& ranks, double time_
     try {
       return make_peer_ranks(ranks, time_limit_s);
     } catch (const Error& error) {
-      ranks.check();  // not a rank that is lost
+      ranks.check();  // throws if the cause was a lost rank
       if (ranks.rank() == 0) log_info("the GPUs do not reach each other's memory: %s", error.what());
     }
   }

@@ -1,9 +1,9 @@
-// Ranks by NCCL. The library is loaded when it is first asked for, so that a program with it runs on machines without;
-// nccl.h, found at build time, gives types and prototypes alone. The communicator is non-blocking: whatever waits polls, and
-// so sees a lost rank and its own time limit.
+// DeviceRanks by NCCL. The library is loaded at its first use, so that programs also run on machines without it;
+// nccl.h, found at build time, provides types and prototypes only. The communicator is non-blocking: every wait polls,
+// and so notices a lost rank and its own time limit.
 //
-// An exchange is a group of sends and receives between all pairs. ncclReduceScatter would add, in an order that depends on
-// the number of ranks; ncclAllGather wants parts of one size.
+// An exchange is a group of sends and receives between all pairs. ncclReduceScatter would add in an order that depends
+// on the number of ranks; ncclAllGather requires parts of equal size.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -32,7 +32,7 @@ namespace weft::cuda {
 
 namespace {
 
-// The functions of the library that is loaded; null where it is not, for the reason in `problem`.
+// The functions of the loaded library. If it cannot be loaded they are null, and `problem` says why.
 struct Nccl {
   decltype(&ncclGetVersion) get_version = nullptr;
   decltype(&ncclGetUniqueId) get_unique_id = nullptr;
@@ -84,7 +84,7 @@ struct Nccl {
   }
 };
 
-// NCCL reads its environment when it is loaded.
+// The library, loaded at the first call. NCCL reads its environment then, so the variable is set before.
 const Nccl& nccl() {
   static const Nccl library = [] {
     setenv("NCCL_NVLS_ENABLE", "0", 0);  // the user's own value stays
@@ -109,7 +109,7 @@ class NcclRanks final : public DeviceRanks {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     finish(nccl().init(&communicator_, size(), id, rank(), &config), "joining the ranks");
-    // NCCL connects two GPUs with the first values that they send: now, so that what goes wrong is said before the first step.
+    // NCCL connects two GPUs at their first transfer. A first transfer here reports problems before the first step.
     void* probe = nullptr;
     check(cudaMalloc(&probe, static_cast<std::size_t>(size())), "NCCL");
     std::vector<Range> parts;
@@ -119,7 +119,7 @@ class NcclRanks final : public DeviceRanks {
     wait(stream, nullptr, "the first exchange between the ranks");
     check(cudaFree(probe), "NCCL");
   }
-  // After a fault of any rank the communicator is left as it is: NCCL may wait for ever for the others.
+  // After a failure of any rank the communicator is not destroyed, because NCCL may wait forever for the others.
   ~NcclRanks() override {
     if (communicator_ == nullptr || given_up_ || std::uncaught_exceptions() > 0) return;
     ncclResult_t result = nccl().finalize(communicator_);
@@ -177,7 +177,7 @@ class NcclRanks final : public DeviceRanks {
     }
   }
 
-  // Makes the kernels of NCCL that wait for lost ranks end, so that memory can be freed. That may itself wait for ever, so
+  // Aborts NCCL's kernels that wait for lost ranks, so that memory can be freed. Aborting may itself block forever, so
   // another thread does it.
   void give_up() {
     if (given_up_ || communicator_ == nullptr) return;
@@ -185,7 +185,7 @@ class NcclRanks final : public DeviceRanks {
     try {
       const SignalsElsewhere signals;
       std::thread([abort = nccl().abort, communicator = communicator_] { abort(communicator); }).detach();
-    } catch (const std::exception&) {  // no thread to be had: the process ends without it
+    } catch (const std::exception&) {  // no thread can be created: the process ends without the abort
     }
   }
 
@@ -195,7 +195,7 @@ class NcclRanks final : public DeviceRanks {
          detail != nullptr && *detail != '\0' ? ": " : "", detail != nullptr ? escaped(detail).c_str() : "");
   }
 
-  // Returns when NCCL has done what it was asked to queue.
+  // Returns when NCCL has queued what `result` stands for.
   void finish(ncclResult_t result, const char* action) {
     give_up_on_error([&] {
       const auto done = [&] {
@@ -210,7 +210,7 @@ class NcclRanks final : public DeviceRanks {
     });
   }
 
-  // One group with every other rank, of which `work` gets the number and the position among the others.
+  // Calls work(rank, index among the other ranks) for every other rank, within one NCCL group.
   template <typename Work>
   void each_other(const Work& work) {
     check_call(nccl().group_start());

@@ -1,10 +1,10 @@
-// Ranks of one machine whose GPUs reach each other's memory: copies by the copy engines, which take no multiprocessor from the
-// kernels beside them, as NCCL's sends do. Each rank reads what is meant for it out of the memory of the others.
+// DeviceRanks for GPUs of one machine that can access each other's memory: copies by the copy engines, which unlike
+// NCCL's sends use no multiprocessor. Each rank reads what is meant for it from the memory of the others.
 //
-// Order is kept by two numbers for each pair of ranks, which lie in the reader's and in the owner's memory and grow by one
-// with each call: a rank writes into the others' memory that its values are ready, waits in its stream for theirs, copies,
-// and writes into their memory that it has read; its call ends, in its stream, when all others have read. The driver writes
-// and waits in the order of a stream (cuStreamWriteValue32, cuStreamWaitValue32); no kernel and no host waits.
+// Two counters for each pair of ranks keep the order. They lie in the memory of the rank that waits for them and grow
+// by one with each call. A rank signals the others that its values are ready, waits in its stream for theirs, copies,
+// and signals that it has read; its call ends, in its stream, when all others have read its values. The driver writes
+// and waits in stream order (cuStreamWriteValue32, cuStreamWaitValue32); neither a kernel nor the host waits.
 #include <cudaTypedefs.h>
 
 #include <cstdint>
@@ -27,16 +27,16 @@ namespace {
 
 constexpr const char* kName = "exchange between ranks";
 
-// How a rank finds memory of another one.
+// What a rank tells the others about memory that it shares.
 struct Exported {
   cudaIpcMemHandle_t handle{};
-  const void* address = nullptr;  // in the process of its owner
+  const void* address = nullptr;  // in the owner's process
   std::uint64_t bytes = 0;
   std::uint64_t process = 0;
   int device = 0;
 };
 
-// Names this process. Its number would not: two containers may have a process 1 each.
+// A random number that identifies this process. A process id would not: two containers may each have a process 1.
 std::uint64_t this_process() {
   static const std::uint64_t number = [] {
     std::random_device random;
@@ -45,8 +45,8 @@ std::uint64_t this_process() {
   return number;
 }
 
-// The numbers that others write into this rank's memory, [size] each: calls whose values rank r has ready, and calls in which
-// it has read this rank's values.
+// Counters that the other ranks write into this rank's memory, [size] each: `ready`: calls for which rank r has its
+// values ready; `read`: calls in which rank r has read this rank's values.
 struct Counters {
   std::uint32_t* ready = nullptr;
   std::uint32_t* read = nullptr;
@@ -116,7 +116,7 @@ class PeerRanks final : public DeviceRanks {
     return {first, first + size()};
   }
 
-  // The addresses at which this process reaches the same memory of each rank. All ranks call it.
+  // Shares `memory` and returns the address at which this process can access each rank's. A collective call.
   std::vector<std::byte*> open(std::byte* memory, std::uint64_t bytes) {
     Exported mine;
     mine.address = memory;
@@ -141,7 +141,7 @@ class PeerRanks final : public DeviceRanks {
     return addresses;
   }
 
-  // Gives back what was opened after the first `keep` of them.
+  // Closes all opened handles but the first `keep`.
   void close(std::size_t keep = 0) noexcept {
     for (; opened_.size() > keep; opened_.pop_back()) cudaIpcCloseMemHandle(opened_.back());
     cudaGetLastError();
@@ -167,9 +167,10 @@ class PeerRanks final : public DeviceRanks {
     return address;
   }
 
-  // Where rank `other` has what lies at `memory` here.
+  // The address in rank `other`'s memory that corresponds to `memory` here.
   const std::byte* of_rank(std::size_t other, const std::byte* memory) const {
-    for (auto shared = shared_.rbegin(); shared != shared_.rend(); ++shared) {  // an older one may have been freed
+    // newest first: an older one may have been freed
+    for (auto shared = shared_.rbegin(); shared != shared_.rend(); ++shared) {
       if (memory >= shared->memory && memory < shared->memory + shared->bytes) {
         return shared->of_rank[other] + (memory - shared->memory);
       }
@@ -177,12 +178,13 @@ class PeerRanks final : public DeviceRanks {
     fail(Exit::internal, "an exchange of memory that is not shared");
   }
 
-  // read(other) queues the copies from the memory of rank `other`, while that keeps its values as they are.
+  // Runs one exchange: read(other) queues the copies from the memory of rank `other`, whose values stay unchanged
+  // meanwhile.
   template <typename Read>
   void call(cudaStream_t stream, const Read& read) {
     ++calls_;
     const auto others =
-        [&](const auto& work) {  // beginning with the next rank: not all read from one rank at the same time
+        [&](const auto& work) {  // beginning with the next rank, so that not all read from one rank at the same time
           for (std::size_t i = 1; i < counters_of_.size(); ++i) work((me() + i) % counters_of_.size());
         };
     const Counters own = counters_of_[me()];
@@ -208,7 +210,7 @@ class PeerRanks final : public DeviceRanks {
     if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), kName);
   }
 
-  // Ends the waits of this rank's streams for ranks that are lost, so that memory can be freed: the values are lost anyway.
+  // Ends the waits in this rank's streams for lost ranks, so that memory can be freed; the values are invalid anyway.
   void release() noexcept {
     constexpr std::uint32_t kFarAhead = 1u << 30;
     for (int i = 0; i < 2 * size(); ++i) {
@@ -217,7 +219,7 @@ class PeerRanks final : public DeviceRanks {
     }
   }
 
-  // Whether values arrive as they are.
+  // Checks by a first transfer that values arrive unchanged.
   void probe() {
     const auto bytes = static_cast<std::uint64_t>(size());
     MemoryPlan plan("probe of the ranks");
@@ -242,7 +244,7 @@ class PeerRanks final : public DeviceRanks {
     } catch (const Error& problem) {
       error = problem;
     }
-    // Before its owner frees it: what comes to lie there next could not be opened.
+    // Close before the owner frees the memory: a later allocation at the same address could otherwise not be opened.
     close(opened);
     shared_.clear();
     fail_together(ranks_, error);
@@ -255,7 +257,7 @@ class PeerRanks final : public DeviceRanks {
   const PFN_cuStreamWaitValue32_v11070 wait_ = driver_function<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32");
   const Stream release_stream_;
   DeviceArena counters_;
-  std::vector<Counters> counters_of_;  // of each rank
+  std::vector<Counters> counters_of_;  // the counters of each rank
   std::vector<Shared> shared_;
   std::vector<void*> opened_;
   std::uint32_t calls_ = 0;

@@ -1,5 +1,5 @@
-// Ranks through the host: each call copies what it sends into page-locked memory, lets the communicator move it, and copies
-// what came to the device, kPiece bytes of each part at a time.
+// DeviceRanks through the host: each call copies what it sends into page-locked memory, lets the communicator move it,
+// and copies what has arrived to the device, kPiece bytes of each part at a time.
 #include <algorithm>
 #include <vector>
 
@@ -39,7 +39,7 @@ class StagedRanks final : public DeviceRanks {
         if (s == rank()) continue;
         copy(received + row++ * mine + first, come + s * own.size(), own.size(), cudaMemcpyHostToDevice, stream);
       }
-      check(cudaStreamSynchronize(stream), kName);  // the buffer is used again
+      check(cudaStreamSynchronize(stream), kName);  // before the buffer is reused
     });
   }
 
@@ -58,7 +58,7 @@ class StagedRanks final : public DeviceRanks {
     });
   }
 
-  // The calls themselves have waited for the others.
+  // exchange() and gather() have already waited for the other ranks.
   void wait(cudaStream_t stream, cudaEvent_t /*own*/, const char* action) override {
     check(cudaStreamSynchronize(stream), action);
   }
@@ -70,8 +70,8 @@ class StagedRanks final : public DeviceRanks {
   static void copy(T* to, const T* from, std::int64_t count, cudaMemcpyKind kind, cudaStream_t stream) {
     if (count > 0) check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof(T), kind, stream), kName);
   }
-  // Calls work(now, packed) for one piece of each part after the other: where the pieces lie among the values, and where in
-  // a buffer that holds nothing else.
+  // Calls work(now, packed) for one piece of each part after another: `now`, the ranges of the pieces among the values;
+  // `packed`, their ranges in a buffer that holds nothing else.
   template <typename Work>
   static void for_pieces(std::span<const Range> parts, std::int64_t piece, const Work& work) {
     for (std::int64_t first = 0; first < longest_of(parts); first += piece) {
@@ -87,7 +87,7 @@ class StagedRanks final : public DeviceRanks {
   }
 
   Communicator& ranks_;
-  PinnedBuffer buffer_;  // what is sent, and what has come
+  PinnedBuffer buffer_;  // first half: what is sent; second half: what is received
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Waiting for work of a GPU that waits for other ranks: the host polls, so that a rank that is lost or late ends the wait.
+// Waits on the host for GPU work that depends on other ranks: by polling, so that a lost or late rank ends the wait.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,18 +19,18 @@ class Waiter {
  public:
   Waiter(Communicator& ranks, double time_limit_s) : ranks_(ranks), time_limit_s_(time_limit_s) {}
 
-  // DeviceRanks::wait(). look() is called now and then and may throw.
+  // Implements DeviceRanks::wait(). look() is called while polling and may throw.
   template <typename Look>
   void wait(cudaStream_t stream, cudaEvent_t own, const char* action, const Look& look) const {
     check(cudaEventRecord(done_, stream), action);
     if (own != nullptr) {
       poll([&] { return has_come(own, action); }, std::nullopt, action, look);
-      ranks_.barrier();  // names the ranks that are late; what is on its way moves on meanwhile
+      ranks_.barrier();  // its errors name the ranks that are late; queued transfers proceed meanwhile
     }
     poll([&] { return has_come(done_, action); }, Clock::now(), action, look);
   }
 
-  // Returns when done(); the time limit counts from now on.
+  // Polls until done() returns true; the time limit counts from now.
   template <typename Done, typename Look>
   void until(const Done& done, const char* action, const Look& look) const {
     poll(done, Clock::now(), action, look);
@@ -44,11 +44,11 @@ class Waiter {
     const cudaError_t error = cudaEventQuery(event);
     if (error == cudaSuccess) return true;
     if (error == cudaErrorNotReady) {
-      cudaGetLastError();  // it is no error
+      cudaGetLastError();  // clears cudaErrorNotReady, which is no error
       return false;
     }
-    // The memory of a rank that is lost goes with it, and a copy from there may fail before its connection does: what names
-    // the rank is the better error.
+    // A lost rank's memory disappears with it, and a copy from there may fail before its connection does. An error that
+    // names the rank is better: wait for it.
     constexpr int kTimes = 100;
     for (int i = 0; i < kTimes; ++i) {
       ranks_.check();

@@ -7,13 +7,13 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// The running softmax of a group of lanes that share positions: the largest score, the sum of 2^(score - largest), and
-// those times the values, in this lane's dimensions.
+// Online softmax of a group of lanes that share positions: the largest score, the sum of 2^(score - largest), and the
+// sum of these weights times the values, in this lane's dimensions.
 template <typename K>
 struct Consumer<K>::SoftmaxState {
   float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
 
-  // Two positions more; a score of -INFINITY leaves one out.
+  // Adds two positions; a score of -INFINITY leaves one out.
   __device__ __forceinline__ void add(float score0, float score1, const uint4& v0, const uint4& v1) {
     const float most = fmaxf(largest, fmaxf(score0, score1));
     const float base = most == -INFINITY ? 0.0f : most;
@@ -28,7 +28,7 @@ struct Consumer<K>::SoftmaxState {
   }
 };
 
-// The chunks of keys and values of one item, by all warps; kLanes lanes share a position.
+// Adds the cached keys and values of one item, chunk by chunk, divided among all warps; kLanes lanes share a position.
 template <typename K>
 template <int kLanes>
 __device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState& r, const float (&q)[kLaneElements],
@@ -69,7 +69,8 @@ __device__ __forceinline__ void Consumer<K>::attend_cached(SoftmaxState& r, cons
   }
 }
 
-// An item: from the query that the helper left in shared memory to a softmax state for each warp, which the helper merges.
+// Computes one softmax state for each warp from the query that the helper left in shared memory; the helper merges the
+// states.
 template <typename K>
 template <int kLanes>
 __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position, int item, int splits) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
     for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
     r.add(lane < kLanes ? score : -INFINITY, -INFINITY, v, make_uint4(0, 0, 0, 0));
   }
-  // Merges the groups of the warp.
+  // Merges the softmax states of the groups of lanes.
 #pragma unroll
   for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
     const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
@@ -124,7 +125,7 @@ __device__ __forceinline__ void Consumer<K>::attend_item(int layer, int position
   if (lane == 0) hopper::mbarrier_arrive(c.item_done);
 }
 
-// The items of this block: each is a head and a split of its context.
+// All items of this block: each is a head and a split of its context.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::attend(int layer, int position, int splits) {
   const Parameters& p = c.p;

@@ -1,5 +1,5 @@
-// What the producer, the helper and the consumers of a block share: the variant that the kernel is compiled as, its
-// barriers, and waits that end.
+// What the producer, the helper and the consumers of a block share: the variant of the kernel that is compiled, the
+// barriers, and waits with a time limit.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace weft::cuda::fused {
 
-// What a kernel is compiled for: storage types of matrices, of the embedding, biases and norms, and of the cache; 16-byte
-// loads that a lane makes of a row of C elements (KernelShape::row_loads); and whether it is the kernel of measurements and
-// tests, which looks at Parameters::instruments.
+// What a kernel is compiled for: the storage types of matrices, of the embedding, biases and norms, and of the cache;
+// the 16-byte loads that a lane makes of a row of C elements (KernelShape::row_loads); and whether it is instrumented
+// for measurements and tests (Parameters::instruments).
 template <typename Weight, typename Vector, typename Cache, int kLoads, bool kWithInstruments>
 struct Variant {
   using W = Weight;
@@ -22,7 +22,7 @@ struct Variant {
   static constexpr int kRowLoads = kLoads;
   static constexpr bool kQuantized = kIsQuantized<Weight>;
   static constexpr bool kInstrumented = kWithInstruments;
-  static constexpr bool kSequential = false;  // the order of a layer: layer.cuh or sequential_layer.cuh
+  static constexpr bool kSequential = false;  // false: layers as in layer.cuh; true: as in sequential_layer.cuh
 };
 template <typename Weight, typename Vector, typename Cache, int kLoads, bool kWithInstruments>
 struct SequentialVariant : Variant<Weight, Vector, Cache, kLoads, kWithInstruments> {
@@ -36,7 +36,7 @@ using ParametersOf =
 
 #if WEFT_BULK_COPY
 
-// The last bit of a tagged value: see TaggedValue.
+// Tagged values carry their tag in the lowest bit: see TaggedValue.
 __device__ inline TaggedValue tagged(float value, unsigned step) {
   return (__float_as_uint(value) & ~1u) | (step & 1);
 }
@@ -47,7 +47,7 @@ __device__ inline float untagged(TaggedValue value) {
   return __uint_as_float(value & ~1u);
 }
 
-// Something did not arrive within the time limit: all blocks end.
+// A wait exceeded the time limit: tells the host and ends all blocks.
 static __device__ __noinline__ void time_out(Control* control, HostWords* host, unsigned sequence,
                                              volatile int* abort) {
   if (atomicExch(&control->abort.value, 1u) == 0) {
@@ -63,11 +63,12 @@ struct Block {
 
   const Parameters& p;
   Flags& flags;
-  unsigned ring, full, empty;      // shared addresses: of the stages, and of an mbarrier for each stage
-  unsigned query_here, item_done;  // of mbarriers between helper and consumers
+  unsigned ring, full, empty;      // shared-memory addresses: the stages, and two mbarriers for each of them
+  unsigned query_here, item_done;  // shared-memory addresses of the mbarriers between helper and consumers
   int blocks, block;
 
-  // Repeats try_once() until it is true. False if the launch is aborted.
+  // Repeats try_once() until it returns true. Returns false if the launch is aborted, by this block's time limit or
+  // another's.
   template <typename Try>
   __device__ bool wait_for(const Try& try_once) const {
     const volatile int* abort = &flags.abort;
@@ -89,7 +90,8 @@ struct Block {
   __device__ bool wait_counter(const Counter& counter, unsigned target) const {
     return wait_for([&] { return static_cast<int>(load_acquire(&counter.value) - target) >= 0; });
   }
-  // The first item of attention of this block in a layer, or a number past the last; the next ones are `blocks` further on.
+  // The first item of attention of this block in a layer; may be past the last item. The block's next items are
+  // `blocks` further on each.
   __device__ int first_item(int layer) const {
     return (block + layer * p.item_shift) % blocks;
   }
@@ -103,15 +105,15 @@ struct Block {
 struct Positions {
   int begin, end;
 };
-// The cached positions of a split of the context. A split begins at a multiple of `unit`.
+// The cached positions of a split of the context. Splits begin at multiples of `unit`.
 template <int unit = 1>
 __device__ inline Positions positions_of(int position, int splits, int split) {
   const int each = ((position + splits - 1) / splits + unit - 1) / unit * unit;
   const int begin = min(split * each, position);
   return {begin, min(begin + each, position)};
 }
-constexpr int kPageUnit = 32;  // of splits, where the cache may be in pages
-// How many of the positions from `first` on lie in the same chunk: it is of one page.
+constexpr int kPageUnit = 32;  // where splits begin if the cache may be in pages
+// How many positions from `first` on form one chunk: a chunk lies in one page.
 __device__ inline int chunk_of(const Sizes& p, int first, int end) {
   return min(min(end - first, p.chunk_positions), p.page_size - first % p.page_size);
 }

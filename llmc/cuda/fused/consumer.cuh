@@ -1,15 +1,15 @@
-// The consumer warps of the fused decode kernel: from the ring to sums over rows, norms, attention, the next id. This file
-// has what a thread of them knows, and its accesses to the ring and to what other blocks computed; the work is in
+// The consumer warps of the fused decode kernel: GEMVs over the chunks of the ring, norms, attention and sampling. This
+// file has a thread's state, and its accesses to the ring and to other blocks' results; the work is in
 //
-//   layer.cuh      the order of a layer and of a launch
-//   rows.cuh       GEMV over the chunks of the ring
+//   layer.cuh           the order of a layer and of a launch
+//   rows.cuh            GEMV over the chunks of the ring
 //   quantized_rows.cuh  the same with weights in 8 or 4 bits
-//   norm.cuh       the two LayerNorms
-//   attention.cuh  attention of an item
-//   head.cuh       logits and the greatest of them
-//   sampling.cuh   the next id, for all blocks and the host
+//   norm.cuh            the norms
+//   attention.cuh       attention of an item
+//   head.cuh            logits and the largest of them
+//   sampling.cuh        the next id, for all blocks and the host
 //
-// and, for the sequential residual, in sequential_layer.cuh and grouped_attention.cuh
+// and, for the sequential residual, in sequential_layer.cuh and grouped_attention.cuh.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +28,13 @@ struct Consumer {
   using Parameters = typename Block<K>::Parameters;
   using Layer = typename Block<K>::Layer;
   using A = typename K::A;
-  using W = std::conditional_t<K::kQuantized, A,
-                               typename K::W>;  // of matrices in 16 bits: quantised models may have such a head
+  // The type of 16-bit matrices; a quantised model may have its head in 16 bits.
+  using W = std::conditional_t<K::kQuantized, A, typename K::W>;
   using KV = typename K::KV;
-  static constexpr int kRowLoads = K::kRowLoads;             // 16-byte loads of a thread from a row of C elements
-  static constexpr int kRows = kChunkLoads / kRowLoads;      // rows of C elements that a warp takes from a chunk
-  static constexpr int kInputs = kRowLoads * kLaneElements;  // of C, in this thread
-  static constexpr int kHidden = 4 * kInputs;                // of F, in this thread
+  static constexpr int kRowLoads = K::kRowLoads;             // 16-byte loads a thread from a row of C elements
+  static constexpr int kRows = kChunkLoads / kRowLoads;      // rows of C elements that a warp multiplies from a chunk
+  static constexpr int kInputs = kRowLoads * kLaneElements;  // elements of a row of C that this thread multiplies
+  static constexpr int kHidden = 4 * kInputs;                // and of a row of F
 
   const Block<K>& c;
   char* shared;
@@ -43,11 +43,11 @@ struct Consumer {
   BlockRows own;
   int thread, warp, lane, threads, warp_k, warp_r;
   RingPosition ring;
-  int partial_buffer = 0, moment_buffer = 0;  // of the two that take turns, so that one barrier is enough for each use
+  int partial_buffer = 0, moment_buffer = 0;  // which of two alternating buffers: one barrier a use is enough
   unsigned step = 0;                          // layers done in this launch
-  unsigned item_phase = 0;                    // of the barrier that the next item of attention waits for
-  float x_own = 0;                            // residual of row own.out.begin + thread
-  bool stamping = false;                      // the timeline takes this token
+  unsigned item_phase = 0;  // phase of query_here (sequential residual: of item_done) for the next item
+  float x_own = 0;          // residual stream: element own.out.begin + thread
+  bool stamping = false;    // this token is recorded in the timeline
 
   __device__ __forceinline__ Consumer(const Block<K>& block, char* shared_memory, const SharedLayout& layout)
       : c(block), shared(shared_memory), at(layout), layers(reinterpret_cast<const Layer*>(shared + layout.layers)) {
@@ -120,8 +120,8 @@ struct Consumer {
   __device__ __forceinline__ void attend_cached(SoftmaxState& r, const float (&q)[kLaneElements], Positions cached);
 
   // ---- sequential_layer.cuh
-  static constexpr int kPartLoads = 2 * kRowLoads;            // of a thread from a part of a row of F elements
-  static constexpr int kPartRows = kChunkLoads / kPartLoads;  // of them that a warp takes from a chunk
+  static constexpr int kPartLoads = 2 * kRowLoads;  // 16-byte loads a thread from one part of a row of F elements
+  static constexpr int kPartRows = kChunkLoads / kPartLoads;  // rows that a warp multiplies from a chunk of them
   __device__ __forceinline__ void run_sequential();
   __device__ __forceinline__ void run_sequential_layer(int l, int token, std::int32_t id);
   __device__ __forceinline__ void load_rope(int position) const;
@@ -155,7 +155,7 @@ struct Consumer {
   __device__ __forceinline__ void choose(int token, bool cancelled);
   __device__ __forceinline__ std::int32_t sampled_id(int token);
 
-  // ---- the block's consumers
+  // ---- synchronisation of the block's consumers
   __device__ __forceinline__ void sync() const { named_barrier_wait(1, threads); }
   __device__ __forceinline__ void stamp(int layer, FusedPhase phase) const {
     if constexpr (K::kInstrumented) {
@@ -175,10 +175,11 @@ struct Consumer {
     ring.advance(c.p.stages);
   }
 
-  // ---- vectors, of which this thread holds the elements that meet its elements of every row
-  // Load i of this thread from a vector: elements 8 piece(i) ... 8 piece(i) + 7.
+  // ---- vectors: a thread holds the elements that it multiplies with its elements of every row
+  // Load i of this thread from a vector is elements 8 piece(i) to 8 piece(i) + 7.
   __device__ __forceinline__ int piece(int i) const { return (i * c.p.warps_k + warp_k) * kWarpSize + lane; }
-  // Its elements of a vector of tagged values, as soon as they are of step `wanted`; loads again only what is not.
+  // This thread's elements of a vector of tagged values: polls until all have the tag of step `wanted`, and repeats
+  // only the loads of those that do not.
   template <int kLoads>
   __device__ __forceinline__ void load_vector(const TaggedValue* vector, int size, unsigned wanted,
                                               float (&x)[kLoads * kLaneElements]) const {
@@ -212,13 +213,15 @@ struct Consumer {
     }
   }
 
-  // The same where several groups of warps need the same elements: one thread of the block loads each, and all get it through
-  // shared memory. The store of a value waits for the loads of its cache line that came before it, and those are of all blocks:
-  // the fewer the better. Between two calls stands a barrier of all consumers: that of the norms, or of the sums of a matrix.
+  // The same where several groups of warps need the same elements: each is loaded by one thread of the block and passed
+  // on through shared memory. Fewer loads matter because another block's store to a cache line queues behind the loads
+  // of that line by all blocks. Two calls must be separated by a barrier of all consumers: that of the norms, or of a
+  // matrix's sums.
   template <int kLoads>
   __device__ __forceinline__ void load_shared_vector(const TaggedValue* vector, int size, unsigned wanted,
                                                      float (&x)[kLoads * kLaneElements]) const {
-    // kLoads words of 16 bytes a thread: 2 kLoads for each, shared by two groups of warps or more.
+    // Each thread fetches kLoads pieces of 16 bytes. It needs 2 kLoads, each of which at least two groups of warps
+    // share.
     uint4 values[kLoads] = {};
     unsigned missing = 0;
 #pragma unroll
@@ -257,7 +260,7 @@ struct Consumer {
     }
   }
 
-  // ---- counters: one addition announces what all consumers of the block wrote
+  // ---- counters: one atomic announces what all consumers of the block have written
   __device__ __forceinline__ void announce(Counter& counter) const {
     sync();
     if (thread == 0) add_release(&counter.value, 1);

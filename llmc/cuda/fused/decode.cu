@@ -1,23 +1,23 @@
-// One kernel decodes many tokens, so that the memory system never pauses.
+// One kernel decodes many tokens, so that memory is read without a pause.
 //
-// Each block (one on each multiprocessor) owns a range of full rows of every weight matrix, so that no sum crosses blocks.
-// Rows of [out, in] matrices are contiguous, so what a block reads of a matrix is one range of consecutive bytes, and the
-// checkpoint's layout is already the order of consumption: nothing is repacked. One producer thread a block copies these
-// ranges, and the keys and values of its items of attention, into a ring in shared memory by bulk copies. Their order is
-// fixed in advance and goes on into the next token, so the producer waits for free stages of the ring only, never for
-// another block. At most `window` bytes are in flight: more would delay the synchronisation of the blocks, which queues
-// behind them, without making the memory faster (dev/performance/fused.md, "What bounds it").
+// Each block (one on each multiprocessor) owns a range of whole rows of every weight matrix, so no sum crosses blocks.
+// Rows of [out, in] matrices are contiguous: a block's share of a matrix is one range of consecutive bytes, and the
+// checkpoint's layout is already the order in which they are read. Nothing is repacked. In each block one producer
+// thread copies these ranges, and the keys and values of its items of attention, into a ring in shared memory by bulk
+// copies. Their order is fixed in advance and continues into the next token, so the producer waits only for free stages
+// of the ring, never for another block. At most `window` bytes are in flight: more would not make memory faster, but
+// would delay the exchanges between blocks, which queue behind the copies (dev/performance/fused.md, "What bounds it").
 //
-// Consumer warps divide the elements of a row among them, and a thread keeps the activations that meet its elements in
-// registers: shared memory then delivers each weight once and nothing else. A warp sums several rows in one warp_fold();
-// the warps' partial sums are added at the end of a matrix, in the order of the warps.
+// Consumer warps divide the elements of a row among them, and each thread keeps the activations for its elements in
+// registers. So shared memory is read once for each weight, and for nothing else. A warp sums several rows in one
+// warp_fold(); the warps' partial sums are added at the end of a matrix, in the order of the warps.
 //
-// The order of a layer in each block, with what each phase waits for. Between the phase that makes a result and the one
-// that needs it stands work that depends on neither:
+// The order of a layer in each block, and what each phase waits for. Work that depends on neither stands between the
+// phase that makes a result and the phase that needs it:
 //
-//   residual x of all rows       waited for at once. Every number carries a bit of its layer (TaggedValue), so that data
-//                                needs no flag beside it
-//   LayerNorms, both             every block does them for itself: cheaper than sharing the result
+//   residual x of all rows       waited for at once. Every value carries a bit of its layer's number (TaggedValue), so
+//                                no flag is needed beside the data
+//   LayerNorms, both             every block computes them for itself: cheaper than sharing the result
 //   QKV rows                     written as tagged values
 //   MLP-up rows, GELU            written as tagged values
 //   attention                    an item is a head and a split of the context; its query has arrived during MLP-up
@@ -25,20 +25,20 @@
 //   output projection rows       need all of attention, which arrived during MLP-down; both are added to the residual
 //                                that the thread which owns the row keeps in a register
 //
-// A global access takes a microsecond or two behind the copies in flight. A helper warp beside the consumers makes those of
-// attention: it waits for q, k and v of its item, rotates q and k, appends to the cache, and merges the splits of a head. So
-// of the four synchronisations of a layer one is not hidden (x) and one is hidden by half (MLP-up); the ring's stock of
-// weights covers them. After the last layer come the rows of the head and the greatest logit of each block, of which every
-// block finds the greatest for itself. Where an id is drawn, block 0 draws it and tells the others through one word.
-// Block 0 publishes the id in the mailbox.
+// A global access takes one to two microseconds, because it queues behind the copies in flight. A helper warp makes
+// those of attention beside the consumers: it waits for q, k and v of its item, rotates q and k, appends to the cache,
+// and merges the splits of a head. Of the four exchanges of a layer only that of x is not hidden, and that of MLP-up
+// only by half; the weights that the ring has stocked cover them. After the last layer come the rows of the head and
+// each block's largest logit, from which every block finds the overall largest for itself. With random sampling block 0
+// draws the id and tells the others through one word. Block 0 publishes the id in the mailbox.
 //
-// Reuse of global buffers needs no further synchronisation: a block writes a buffer again only after it has read results
-// that every reader of the old contents has computed after reading them.
+// Reusing a global buffer needs no further synchronisation: a block writes a buffer again only after it has read
+// results that every reader of the old contents computed after reading them.
 //
-// Weights in 8 and 4 bits take another way from the ring to the sums (quantized_rows.cuh), and are laid out for it once
-// (weight_stream.cuh). Everything else is the same.
+// Weights in 8 and 4 bits are repacked once (weight_stream.cuh) and multiplied by other code (quantized_rows.cuh).
+// Everything else is the same.
 //
-// Waits end after a time limit: the block that waited too long raises a flag, which all others look at while they wait.
+// Every wait has a time limit: a block that has waited too long raises a flag, which all others check while they wait.
 #include "llmc/cuda/fused/decode.h"
 
 #include <algorithm>
@@ -69,7 +69,7 @@ namespace {
 
 using namespace fused;
 
-// Everything before `rows` is cleared before each launch.
+// The regions before `rows` are zeroed before each launch.
 template <typename W, typename A, typename KV>
 Regions plan_workspace(const ModelConfig& config, const Plan& plan, SequentialParameters<W, A, KV>& p) {
   const int blocks = plan.blocks;
@@ -102,7 +102,7 @@ Device current_device() {
   return device;
 }
 
-// The streams of all layers, and of the head.
+// Repacked quantised weights: the streams of all layers, then those of the head.
 MemoryPlan plan_streams(const ModelConfig& config, const Plan& plan) {
   MemoryPlan memory("fused decoding: weights");
   memory.add(static_cast<std::uint64_t>(config.num_layers * plan.blocks * plan.sizes.stream_bytes));
@@ -110,7 +110,7 @@ MemoryPlan plan_streams(const ModelConfig& config, const Plan& plan) {
   return memory;
 }
 
-// The kernel for quantised weights beside S.
+// The kernel for weights of type Q with everything else in S.
 template <typename S, DType Q>
 const void* quantized_kernel(const Plan& plan, bool instrumented) {
   if constexpr (std::is_same_v<S, fp16>) {
@@ -128,12 +128,12 @@ struct FusedDecode<W, A, KV>::State {
   Mailbox& mailbox;
   cudaStream_t stream;
   const Plan plan;
-  DType quantized;  // type of quantised weights; f32: they are of W
+  DType quantized;  // type of quantised weights; f32: not quantised
   int blocks, threads, shared_bytes;
-  SequentialParameters<W, A, KV> parameters{};  // where the residual is parallel, the first part of it: Parameters
+  SequentialParameters<W, A, KV> parameters{};  // the kernel of the parallel residual takes its base class, Parameters
   Regions regions;
   DeviceArena workspace;
-  std::unique_ptr<DeviceArena> streams;  // of quantised weights
+  std::unique_ptr<DeviceArena> streams;  // repacked quantised weights; null without
   PinnedBuffer host_memory;
   TimelineRecorder timeline;
   bool launched = false;
@@ -159,7 +159,7 @@ struct FusedDecode<W, A, KV>::State {
   }
 
   HostWords& host() const { return *host_memory.at<HostWords>(0); }
-  // Whether a word of the host is of the running launch.
+  // Whether a word in host memory was written by the running launch.
   bool is_of_launch(std::uint64_t word) const { return word >> 32 == parameters.sequence; }
   bool instrumented() const { return tuning.layer_only || tuning.lose_an_arrival || timeline.wanted(); }
   const void* kernel_of_type() const {
@@ -173,7 +173,7 @@ struct FusedDecode<W, A, KV>::State {
                                : fused_kernel<W, A, KV>(plan.shape.row_loads, instrumented());
     }
   }
-  // The kernel of the next launch, with its shared memory allowed.
+  // The kernel for the next launch; raises its limit of dynamic shared memory.
   const void* kernel() const {
     const void* chosen = kernel_of_type();
     check(cudaFuncSetAttribute(chosen, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "fused decoding");
@@ -182,10 +182,10 @@ struct FusedDecode<W, A, KV>::State {
   void upload(void* to, const void* from, std::size_t bytes) const {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "fused decoding");
   }
-  // The layers' weights as the kernel finds them.
+  // Fill `parameters.layers`.
   void upload_layers(const NeoxWeights<W, A>& weights);
   void upload_quantized_layers(const NeoxWeights<W, A>& weights);
-  // The kernel has given up, and ends by itself.
+  // Throws if a wait in the running kernel exceeded the time limit; the kernel then ends by itself.
   void throw_timeout() {
     if (!is_of_launch(read_word(host().timeout))) return;
     cudaStreamSynchronize(stream);

@@ -1,10 +1,15 @@
-// Decoding GPT-NeoX and Llama at batch 1 in one persistent kernel: all layers, the head and sampling of many tokens in one launch,
-// one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
-// decode.cu says how it works.
+// Decoding GPT-NeoX and Llama at batch 1 in one persistent kernel: all layers, the head and sampling of many tokens in
+// one launch, one block on each multiprocessor, weights and K/V cache streamed without a pause through shared memory.
+// How it works: decode.cu.
 //
-// It computes what llmc/cpu/neox_inference.cpp and llmc/cpu/llama_inference.cpp specify, in fp32, with matrices stored in W, embedding, biases and norms in A, the
-// cache in KV (all fp16, or all bf16). Sums are added in an
-// order that depends on the model and on the number of multiprocessors only: same bits every run.
+// It computes what llmc/cpu/neox_inference.cpp and llmc/cpu/llama_inference.cpp specify, in fp32. W is the storage type
+// of matrices, A of the embedding, biases and norms, KV of the cache: all fp16 or all bf16. The order of sums depends
+// on the model and on the number of multiprocessors only, so every run gives the same bits.
+//
+// Quantised weights (llmc/model/quantization.h): int8 or int4, for a GPT-NeoX with the parallel residual, beside fp16.
+// Activations stay in fp32 there, too, and int4 weights are scale * (q - zero) without rounding to 16 bits. The
+// constructor copies the weights into the order in which blocks read them, so a model that another decoder reads for
+// its prompts holds them twice.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,34 +33,28 @@
 
 namespace weft::cuda {
 
-// Quantised weights (llmc/model/quantization.h) are multiplied with fp32 activations without rounding either: int4 is
-// scale * (q - zero) itself, not that rounded to 16 bits. The constructor copies them into the order in which blocks read them, so
-// that a model whose prompts another decoder reads has them twice. They are int8 or int4 of a GPT-NeoX with the parallel residual,
-// beside fp16.
-
-// Why the kernel cannot run this model on this GPU, in one line for the user; empty if it can. It needs compute
-// capability 9.0, a head_dim that is a multiple of 8 up to 256, and multiprocessors enough for the model's rows: 16 for
-// Pythia-410M, 32 for 1B to 2.8B, 64 for 6.9B and 12B. With the parallel residual ffn_size = 4 hidden_size (all Pythia models);
-// with the sequential one ffn_size is at most 4 times the hidden_size, rounded up to whole loads.
+// Empty if this GPU can run this model, otherwise one line for the user that says why not. Needed: compute capability
+// 9.0; a head_dim that is a multiple of 8 up to 256; enough multiprocessors for the model's rows: 16 for Pythia-410M,
+// 32 for 1B to 2.8B, 64 for 6.9B and 12B. The parallel residual needs ffn_size = 4 hidden_size (all Pythia models), the
+// sequential one an ffn_size of at most 4 times the hidden_size, rounded up to whole loads.
 std::string fused_decode_refusal(const ModelConfig& config, const Device& device);
 
-// Tokens of a launch, at most: the host may read their ids as late as it likes.
+// Tokens sampled in a launch, at most: as many as the mailbox holds, so the host may read them as late as it likes.
 inline constexpr std::int64_t kFusedTokens = kMailboxIds;
 
-// Tokens of a launch, at most, that are fed after the first one before an id is sampled.
+// Given tokens that a launch may feed after the first one, before it samples.
 inline constexpr std::size_t kFusedMoreIds = 7;
 
 // What one launch decodes.
 struct FusedRequest {
-  std::int32_t first_id = 0;  // the token that is fed first, at `position`: the cache holds the positions before it
-  std::vector<std::int32_t> more_ids =
-      {};  // fed after it, at most kFusedMoreIds; nothing is sampled but after the last
+  std::int32_t first_id = 0;                // the token fed at `position`; the cache holds the positions before it
+  std::vector<std::int32_t> more_ids = {};  // fed next, at most kFusedMoreIds; sampling starts after the last of them
   std::int64_t position = 0;
-  // Tokens to sample, 1 .. kFusedTokens; position + more_ids.size() + count <= the cache's capacity.
+  // Tokens to sample, 1 to kFusedTokens; position + more_ids.size() + count <= the cache's capacity.
   std::int64_t count = 0;
   SamplingPlan sampling;  // token i (from 0) is sampled for sequence position `position` + more_ids.size() + 1 + i
-  std::vector<std::int32_t> stop_ids;  // the launch ends after the first of them; at most kMaxStopIds
-  std::int32_t* device_ids = nullptr;  // [count] on the device: the ids are written there, too; or null
+  std::vector<std::int32_t> stop_ids;  // the launch ends after it has sampled one of them; at most kMaxStopIds
+  std::int32_t* device_ids = nullptr;  // or null; [count] on the device, gets the sampled ids as well
 };
 
 enum class FusedEnd : std::int32_t {
@@ -67,60 +66,62 @@ enum class FusedEnd : std::int32_t {
 
 // For measurements and tests.
 struct FusedTuning {
-  int blocks = 0;        // 0: chosen by the model's size; at most one on each multiprocessor
-  int window_bytes = 0;  // bulk copies in flight a block; 0: the default
-  int ring_bytes = 0;    // shared memory of the ring; 0: all there is
+  int blocks = 0;        // thread blocks; 0: chosen by the model's size, at most one on each multiprocessor
+  int window_bytes = 0;  // bytes of bulk copies in flight in each block; 0: the default
+  int ring_bytes = 0;    // shared memory of the ring in bytes; 0: all that is left
   bool own_vectors =
-      false;  // each thread loads what it needs of other blocks' results, also where several need the same
-  // LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer, and nothing else: no MLP-down, no head.
+      // each thread loads other blocks' results from global memory itself, even where several threads need the same
+      false;
+  // Computes only LayerNorms, QKV, attention, output projection, MLP-up and GELU of each layer: no MLP-down, no head.
   // Ids are 0, logits are not written.
   bool layer_only = false;
   double timeout_seconds = 10;   // a wait of the kernel that takes longer is an error
-  bool lose_an_arrival = false;  // for tests of that: the last token of a launch never completes
+  bool lose_an_arrival = false;  // for tests of the time limit: the last token of a launch never completes
 };
 
 template <typename W, typename A, typename KV>
 class FusedDecode {
  public:
-  // What `weights`, `cache` and `rope` point to, a table of `cache.capacity` positions or more, and `mailbox`, where ids are
-  // published, stay valid as long as this object. Allocates memory() and nothing later. Exit::environment where
-  // fused_decode_refusal() is not empty. Everything runs in `stream`.
+  // The memory that `weights`, `cache` and `rope` (at least `cache.capacity` positions) point to, and `mailbox`, in
+  // which ids are published, must outlive this object. Allocates memory() here and nothing later. All work is queued in
+  // `stream`. Throws Exit::environment where fused_decode_refusal() is not empty.
   FusedDecode(const ModelConfig& config, const NeoxWeights<W, A>& weights, const KvCache<KV>& cache,
               const DeviceRopeTable& rope, Mailbox& mailbox, cudaStream_t stream, const FusedTuning& tuning = {});
   ~FusedDecode();
   FusedDecode(const FusedDecode&) = delete;
   FusedDecode& operator=(const FusedDecode&) = delete;
 
-  // Device memory that the constructor allocates: workspace with the logits, and quantised weights in the kernel's order.
+  // Device memory that the constructor allocates: workspace with the logits, and the repacked quantised weights.
   static std::vector<MemoryLine> memory(const ModelConfig& config);
 
-  // Starts decoding and returns. The launch before must have ended (finish()). Keys and values of the fed tokens are
-  // appended to the cache.
+  // Starts decoding and returns. The previous launch must have ended (finish()). Keys and values of the fed tokens are
+  // appended to the cache. Exit::internal if the request is out of range.
   void launch(const FusedRequest& request);
-  // The id of token i of the running launch as soon as the GPU has written it, or nothing if the launch ended before it.
-  // Exit::numeric if its logits held NaN or infinity; Exit::environment if the GPU does not answer.
+  // Waits for the id of token i (from 0) of the running launch; nothing if the launch ends before it. Exit::numeric if
+  // its logits held NaN or infinity; Exit::environment if the GPU does not answer.
   std::optional<std::int32_t> wait(std::int64_t i);
-  // The launch ends after the token in work. Harmless when nothing runs.
+  // Ends the launch after the current token. Harmless when nothing runs.
   void cancel();
-  // Waits for the end of the launch; reports what wait() would. Nothing runs: returns the last answer.
+  // Waits for the end of the launch; throws what wait() would. If none is running, returns the last result.
   struct Result {
     FusedEnd end = FusedEnd::running;
-    std::int64_t tokens = 0;  // sampled; so many positions and those of more_ids were added to the cache
+    std::int64_t tokens = 0;  // sampled; the cache has grown by these and more_ids.size() positions
   };
   Result finish();
 
-  // fp32 [V] on the device: those of the last token of a launch that has ended.
+  // Logits of the last token of a launch that has ended, fp32 [V] on the device.
   const float* logits() const;
-  // XXH3-64 over the bits of the logits, copied to the host.
+  // XXH3-64 of the bits of the logits.
   std::uint64_t logits_hash();
-  // Bytes that one token with `context` positions before it reads: weights, an embedding row, K/V cache.
+  // Bytes of device memory that decoding one token with `context` positions before it reads: weights, a row of the
+  // embedding, K/V cache.
   std::uint64_t bytes_per_token(std::int64_t context) const;
 
   int blocks() const;
-  // Records a timeline from the next launch on, with a kernel that has instruments; or forgets what was recorded and goes
-  // back to the kernel without.
+  // true: records a timeline from the next launch on, with the instrumented kernel. false: discards what was recorded
+  // and returns to the kernel without instruments.
   void record_timeline(bool record);
-  // Of the last launch, which has ended; empty unless one is recorded.
+  // The timeline of the last launch, which must have ended; empty unless one is recorded.
   FusedTimeline timeline();
 
  private:

@@ -1,5 +1,5 @@
-// Attention of a K/V head and all its query heads, by the consumers alone: an item is a K/V head and a split of the context,
-// and keys and values are read once for the group.
+// Attention of a K/V head and all its query heads (grouped-query attention), by the consumers alone. An item is a K/V
+// head and a split of the context; keys and values are read once for the group.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
@@ -8,12 +8,12 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// The running softmax of the queries that a warp takes, in a group of lanes that share positions: see SoftmaxState.
+// Online softmax of the queries that a warp computes, in a group of lanes that share positions: see SoftmaxState.
 template <typename K>
 struct Consumer<K>::GroupState {
   float largest[kWarpQueries], sum[kWarpQueries] = {}, out[kWarpQueries][kLaneElements] = {};
 
-  // Two positions more for query u; a score of -INFINITY leaves one out.
+  // Adds two positions to query u; a score of -INFINITY leaves one out.
   __device__ __forceinline__ void add(int u, float score0, float score1, const float (&v0)[kLaneElements],
                                       const float (&v1)[kLaneElements]) {
     const float most = fmaxf(largest[u], fmaxf(score0, score1));
@@ -26,8 +26,8 @@ struct Consumer<K>::GroupState {
   }
 };
 
-// The queries of the group, rotated and scaled, to shared memory; `newest`: with the token's key and value, rounded as the
-// cache holds them.
+// Fetches the queries of the group, rotated and scaled, to shared memory; with `newest` also the token's key and value,
+// rounded as the cache holds them.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) {
   const Parameters& p = c.p;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) 
     });
     *reinterpret_cast<float4*>(raw + e) = make_float4(untagged(v.x), untagged(v.y), untagged(v.z), untagged(v.w));
   }
-  if (newest) {  // the helper has taken the last ones
+  if (newest) {  // wait until the helper has stored the previous key and value
     c.wait_barrier(c.item_done, item_phase ^ 1);
     item_phase ^= 1;
   }
@@ -69,8 +69,8 @@ __device__ __forceinline__ void Consumer<K>::fetch_heads(int head, bool newest) 
   if (newest && thread == 0) hopper::mbarrier_arrive(c.query_here);
 }
 
-// The chunks of keys and values of one item, by all warps. Warps form sets, each with up to kWarpQueries queries of the
-// group; kLanes lanes share a position. A softmax state for each warp and query is left in shared memory.
+// Attention over one item, divided among all warps. Warps form sets, each with up to kWarpQueries queries of the group;
+// kLanes lanes share a position. Leaves a softmax state for each warp and query in shared memory.
 template <typename K>
 template <int kLanes>
 __device__ __forceinline__ void Consumer<K>::attend_group(int position, int split, int splits) {
@@ -118,8 +118,8 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     }
   }
 
-  // Two positions of this group of lanes. Queries that the set has not are zeros: a branch would keep the others from being
-  // computed side by side.
+  // Adds two positions of this group of lanes. Queries that the set does not have are zeros: a branch would prevent the
+  // compiler from interleaving the others.
   const auto attend_two = [&](const uint4(&k)[2], const uint4(&v)[2], bool first_is_there, bool second_is_there) {
     float keys[2][kLaneElements], values[2][kLaneElements];
     widen<KV>(k[0], keys[0]);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
     done += count;
   }
 
-  // Merges the groups of lanes.
+  // Merges the softmax states of the groups of lanes.
   const int kept = min(p.group, kWarpQueries);
 #pragma unroll
   for (int u = 0; u < kWarpQueries; ++u) {
@@ -188,8 +188,8 @@ __device__ __forceinline__ void Consumer<K>::attend_group(int position, int spli
   }
 }
 
-// Merges the softmax states of the warps, two dimensions a thread. Where the context has several splits, the block of the
-// last one merges all of them in order.
+// Merges the softmax states of the warps, two dimensions a thread. Where the context has several splits, the block with
+// the last one merges all of them in order.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, int splits) {
   constexpr int kAhead = 8;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
   for (int i = thread; i < p.group * pairs; i += threads) {
     const int g = i / pairs, d = 2 * (i % pairs), set = g / kWarpQueries, u = g % kWarpQueries;
     float largest = -INFINITY, sum = 0, out[2] = {};
-    float2 of_warp[kMaxWarps], values[kMaxWarps];  // largest score and sum; output times sum
+    float2 of_warp[kMaxWarps], values[kMaxWarps];  // softmax states: largest score and sum; output times sum
 #pragma unroll
     for (int n = 0; n < kMaxWarps; ++n) {
       const int w = set + n * sets;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
       continue;
     }
     float merged[2] = {}, total = 0, most = -INFINITY;
-    const auto raise = [&](float to) {  // the largest score, which weights are relative to
+    const auto raise = [&](float to) {  // rescales the sums to a new largest score
       const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
       most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
       return zero;
@@ -277,8 +277,8 @@ __device__ __forceinline__ void Consumer<K>::merge_group(int head, int split, in
   }
 }
 
-// The items of this block, the same ones in every layer: nobody has anything else to do meanwhile, and their code stays in the
-// instruction cache.
+// All items of this block, the same ones in every layer: no other work overlaps with attention here, and a block that
+// always computes it has its code in the instruction cache.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::attend_groups(int layer, int position, int splits) {
   const Parameters& p = c.p;

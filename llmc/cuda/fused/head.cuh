@@ -1,4 +1,4 @@
-// The rows of the head: final norm, logits, and the greatest logit of the block.
+// The head: final norm, logits of this block's rows, and the largest of them.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
@@ -8,7 +8,8 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// Logits of this block's rows, and the greatest of them.
+// Writes the logits of this block's rows. Greedy: publishes the block's largest logit in head_best. Otherwise block 0
+// waits for all logits and draws the id.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_head(int token) {
   const Parameters& p = c.p;
@@ -26,7 +27,7 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
     normalize(norms, input, unused);
   }
   stamp(p.L, FusedPhase::norms_done);
-  // Loaded early: this is host memory. Cancelling may take effect a token late.
+  // Loaded early, because it is host memory. A cancellation may therefore take effect one token later.
   const bool cancelled = c.block == 0 && thread == 0 && load_relaxed_system(&p.host->cancel) == p.sequence;
   std::uint64_t best = 0;
   unsigned bad = 0;
@@ -37,7 +38,7 @@ __device__ __forceinline__ void Consumer<K>::run_head(int token) {
     in_int8 = layers[p.L].stream != nullptr;
     if (in_int8) make_digits<DType::i8>(digits, input);
   }
-  // A multiple of the rows of a stage.
+  // Rows whose partial sums fit, rounded down to whole stages.
   const int chunk_rows = (K::kQuantized ? set_rows(DType::i8) : kRows) * p.warps_r,
             batch = p.partial_rows / chunk_rows * chunk_rows;
   const std::int64_t limit = p.sampling.vocab_limit > 0 ? p.sampling.vocab_limit : p.V;

@@ -1,5 +1,6 @@
-// The helper warp of the fused decode kernel: attention's accesses to global memory. Each takes a microsecond or two, as
-// long as the copies that are in flight before it, and the helper makes them while consumers multiply MLP rows.
+// The helper warp of the fused decode kernel: attention's accesses to global memory. Each takes one to two
+// microseconds, because it queues behind the copies in flight; the helper makes them while the consumers multiply MLP
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +19,10 @@ struct Helper {
   const Block<K>& c;
   char* shared;
   SharedLayout at;
-  int lane, warps;     // warps: consumers
-  unsigned phase = 0;  // of item_done
+  int lane, warps;     // warps: of the consumers
+  unsigned phase = 0;  // parity of the barrier item_done
 
-  // In all lanes; false if nothing follows or the launch is aborted.
+  // Polls in all lanes; false if no token follows or the launch is aborted.
   template <typename Try>
   __device__ bool wait(const Try& try_once) const {
     const volatile int* stop = &c.flags.stop;
@@ -43,8 +44,8 @@ struct Helper {
     __syncwarp();
   }
 
-  // q, k and v of the item's head: the query for the consumers, and with the last split the token's key and value for
-  // them and for the cache.
+  // Waits for q, k and v of the item's head. Leaves the rotated and scaled query in shared memory for the consumers;
+  // with the last split also the token's key and value, which it appends to the cache.
   __device__ bool prepare(int layer, int position, int head, bool newest, unsigned step) {
     constexpr int kAhead = 8;
     const Parameters& p = c.p;
@@ -93,7 +94,7 @@ struct Helper {
     __syncwarp();
     if (lane == 0) hopper::mbarrier_arrive(c.query_here);
     if (!newest) return true;
-    for (int d = lane; d < HS; d += kWarpSize) {  // behind the barrier: the consumers do not wait for the fence
+    for (int d = lane; d < HS; d += kWarpSize) {  // after the arrival, so that the consumers do not wait for the fence
       p.keys[row + d] = added[d];
       p.values[row + d] = added[HS + d];
     }
@@ -103,15 +104,15 @@ struct Helper {
     return true;
   }
 
-  // Two values of a split of a head for the block that merges the splits, each with the step.
+  // Stores two values of a split, each tagged with the step, for the block that merges the splits.
   __device__ void store_pair(std::uint64_t* to, float first, float second, unsigned step) const {
     const std::uint64_t number = static_cast<std::uint64_t>(step) << 32;
     store_relaxed(to, number | __float_as_uint(first));
     store_relaxed(to + 1, number | __float_as_uint(second));
   }
 
-  // Merges the softmax states of the consumer warps. Where a head has several splits, the block of the last one merges all
-  // of them in order.
+  // Merges the softmax states of the consumer warps. Where a head has several splits, the block with the last one
+  // merges all of them in order.
   __device__ bool collect(int head, int split, int splits, unsigned step) {
     constexpr int kAhead = 8;
     const Parameters& p = c.p;
@@ -120,7 +121,7 @@ struct Helper {
     phase ^= 1;
     const float* states = reinterpret_cast<const float*>(shared + at.states);
     std::uint64_t* stored = p.splits + static_cast<std::int64_t>(head) * p.max_splits * (HS + 2);
-    // Lane w holds the weight of warp w.
+    // Lane w holds the factor by which the state of warp w is rescaled.
     const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
     const float own_weight = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
     const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_weight : 0.0f);
@@ -143,7 +144,7 @@ struct Helper {
         continue;
       }
       float merged[2] = {}, total = 0, most = -INFINITY;
-      const auto raise = [&](float to) {  // the largest score, which weights are relative to
+      const auto raise = [&](float to) {  // rescales the sums to a new largest score
         const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
         most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
         return zero;
@@ -210,7 +211,8 @@ struct Helper {
           if (!collect(head, split, splits, step + 1)) return;
         }
         ++step;
-        // Every block has appended its keys and values of this layer: the producer may read them at the next token.
+        // Once every block has appended its keys and values of this layer, the producer may read them at the next
+        // token.
         const unsigned target = static_cast<unsigned>(p.NH) * step;
         if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) return;
         __threadfence_block();

@@ -1,5 +1,5 @@
-// The kernel: one block on each multiprocessor, all of them resident at once; the last two warps are producer and helper.
-// decode.cu says what it does and why.
+// The fused decode kernel: one block on each multiprocessor, all resident at once; the last two warps are producer and
+// helper. What it does and why: decode.cu.
 #pragma once
 
 #include "llmc/cuda/fused/helper.cuh"
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
 #endif
 }
 
-// Defines fused_kernel(), or fused_sequential_kernel(), for these storage types: four kernels.
+// Defines fused_kernel() or fused_sequential_kernel() for these storage types: four kernels, with 1 or 2 row loads,
+// each with and without instruments.
 #define WEFT_FUSED_KERNELS(function, Variant, W, A, KV)                                                             \
   template <>                                                                                                       \
   const void* function<W, A, KV>(int row_loads, bool instrumented) {                                                \
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__((kMaxWarps + 2) * kWarpSize, 1)
     return instrumented ? of(Variant<W, A, KV, 2, true>()) : of(Variant<W, A, KV, 2, false>());                     \
   }
 
-// The same for quantised weights: two kernels, which have instruments always.
+// The same for quantised weights: two kernels, always instrumented, so that half as many are compiled.
 #define WEFT_QUANTIZED_FUSED_KERNELS(function, Variant, W, A, KV)                                \
   template <>                                                                                    \
   const void* function<W, A, KV>(int row_loads, bool) {                                          \

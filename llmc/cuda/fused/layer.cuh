@@ -1,4 +1,4 @@
-// The order of a layer, and of the tokens of a launch.
+// The order of operators in a layer of the parallel residual, and of the tokens in a launch.
 #pragma once
 
 #include "llmc/cuda/fused/attention.cuh"
@@ -13,7 +13,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// All tokens of the launch. The id of a token is needed for the next one: -1 ends the launch.
+// All tokens of the launch. Each id is the input of the next token; -1 ends the launch.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run() {
   const Parameters& p = c.p;
@@ -37,13 +37,14 @@ __device__ __forceinline__ void Consumer<K>::run() {
   if (thread == 0) *const_cast<volatile int*>(&c.flags.stop) = 1;
 }
 
-// h' = h + attention(norm1(h)) + mlp(norm2(h)): the parallel residual. Attention is computed between MLP-up and MLP-down.
+// The parallel residual: h' = h + attention(norm1(h)) + mlp(norm2(h)). Attention is computed between MLP-up and
+// MLP-down.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::int32_t id) {
   const int position = c.p.position + token;
   float attention_input[kInputs], mlp_input[kInputs];
   {
-    const NormWeights norms = load_norms(layers[l], true);  // early: they arrive while x is waited for
+    const NormWeights norms = load_norms(layers[l], true);  // loaded early, so that they arrive during the wait for x
     load_residual(l, token, id, attention_input);
     normalize(norms, attention_input, mlp_input);
   }
@@ -54,7 +55,8 @@ __device__ __forceinline__ void Consumer<K>::run_layer(int l, int token, std::in
   ++step;
 }
 
-// x of layer l. The first layer of a token starts from the embedding, and so does the row that this thread owns.
+// This thread's elements of the residual stream entering layer l. For the first layer of a token they, and the element
+// that this thread owns, come from the embedding.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::load_residual(int l, int token, std::int32_t id, float (&x)[kInputs]) {
   const Parameters& p = c.p;
@@ -79,8 +81,8 @@ __device__ __forceinline__ void Consumer<K>::load_embedding(std::int32_t id, flo
   }
 }
 
-// QKV, then MLP-up and GELU: one code for both: the code of a layer is more than the caches of instructions hold.
-// `input` is that of QKV, and scratch.
+// QKV, then MLP-up and GELU, in a loop that is not unrolled: a layer's code exceeds the instruction cache. `input` is
+// the input of QKV and is overwritten.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::input_rows(int l, int token, float (&input)[kInputs],
                                                         const float (&mlp_input)[kInputs]) {
@@ -105,13 +107,13 @@ __device__ __forceinline__ void Consumer<K>::input_rows(int l, int token, float 
   }
 }
 
-// MLP-down and output projection of the same rows; their sum is added to the residual. `input` is only scratch: registers
-// that nothing needs any more.
+// MLP-down and the output projection of the same rows; their sum is added to the residual. `input` is passed as scratch
+// registers.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::output_rows(int l, float (&input)[kInputs]) {
   const Parameters& p = c.p;
   const int rows = own.out.end - own.out.begin;
-  float mlp = 0;  // of this thread's row
+  float mlp = 0;  // MLP-down's result for this thread's row
   const RowTerms down_terms = load_terms(layers[l].down_bias, layers[l].down_scales, own.out),
                  dense_terms = load_terms(layers[l].dense_bias, layers[l].dense_scales, own.out);
   if (rows <= 0) return;

@@ -1,4 +1,5 @@
-// The weights of a model as the fused kernels find them: a row for each layer, and one for the head and the norm before it.
+// The pointers to a model's weights as the fused kernels read them: one entry for each layer, and a last one with the
+// head and the norm before it.
 #pragma once
 
 #include <vector>

@@ -1,7 +1,7 @@
-// Where the parameters of a GPT-NeoX lie on the device: what the decoder, the fused kernel and their tests hand to each
-// other. W is the storage type of matrices that GEMMs read, A that of the embedding, biases and norms. The fused kernel takes a
-// Llama in the same form: `qkv` [q + 2 kv, C] has the heads of q, k and v one after another, `up` [2 F, C] is gate and up, and
-// there are no biases.
+// Device pointers to the parameters of a GPT-NeoX, as the decoder, the fused kernel and their tests pass them. W is the
+// storage type of the matrices, A that of the embedding, biases and norms. The fused kernel takes a Llama in the same
+// form: `qkv` [q + 2 kv, C] has the heads of q, k and v one after another, `up` [2 F, C] is gate and up, and there are
+// no biases.
 #pragma once
 
 #include <vector>
@@ -20,8 +20,8 @@ struct NeoxLayerWeights {
   Linear<W, A> down;   // [C, F]
 };
 
-// The matrices of the layers where they are quantised, as an inference model has them: q, k and v are one, and so are gate and up.
-// Empty without layers.
+// Quantised matrices of the layers, as an inference model packs them: q, k and v are one matrix, and so are gate and
+// up. Without layers: the model is not quantised.
 struct QuantizedMatrices {
   struct Layer {
     PackedMatrix qkv, up, down, dense;
@@ -36,7 +36,7 @@ struct NeoxWeights {
   const W* head = nullptr;       // [V, C]
   Norm<A> final_norm;
   std::vector<NeoxLayerWeights<W, A>> layers;
-  QuantizedMatrices quantized;  // where it has layers, theirs above are null
+  QuantizedMatrices quantized;  // if it has layers, the matrices in `layers` are null
 };
 
 }  // namespace weft::cuda

@@ -1,4 +1,5 @@
-// The norms of the residual stream: both LayerNorms of the parallel residual, or one norm. Every block normalizes all of x for itself: that is cheaper than sharing the result.
+// The norms of the residual stream: both LayerNorms of the parallel residual, or one norm. Every block normalizes all
+// of x for itself, which is cheaper than sharing the result.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
@@ -7,7 +8,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// For one norm or both.
+// This thread's elements of the weights and biases of norm1 and, if `both`, of norm2.
 template <typename K>
 __device__ __forceinline__ typename Consumer<K>::NormWeights Consumer<K>::load_norms(const Layer& layer,
                                                                                      bool both) const {
@@ -25,10 +26,10 @@ __device__ __forceinline__ typename Consumer<K>::NormWeights Consumer<K>::load_n
   return n;
 }
 
-// Mean and 1 / sqrt(variance + eps) of the rows of x. Each warp takes the mean of its own elements and the sum of their squared
-// distances from it, and those of all warps are combined (Chan et al., "Updating formulae and a pairwise algorithm for
-// computing sample variances", 1979): as exact as two passes over all elements, with one barrier. RMSNorm is the same with 0
-// for every mean; `rms` is a reference so that it takes no register while all wait.
+// Mean and 1 / sqrt(variance + eps) of x. Each warp computes the mean of its own elements and the sum of their squared
+// deviations, and those of all warps are combined (Chan et al., "Updating formulae and a pairwise algorithm for
+// computing sample variances", 1979): as exact as two passes over all elements, with one barrier. RMSNorm is the same
+// with every mean 0. `rms` is a reference so that it occupies no register during the waits.
 template <typename K>
 __device__ __forceinline__ typename Consumer<K>::Moments Consumer<K>::moments_of(const float (&x)[kInputs],
                                                                                  const bool& rms) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ typename Consumer<K>::Moments Consumer<K>::moments_of
   if (!rms) {
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // elements past the end are 0
     own_mean = count > 0 ? warp_sum(sum) / count : 0.0f;
   }
 #pragma unroll
@@ -87,7 +88,7 @@ __device__ __forceinline__ void Consumer<K>::normalize(const NormWeights& n, flo
   }
 }
 
-// One norm; a Llama's has no bias.
+// This thread's elements of one norm's weight and bias; `bias` is null for RMSNorm.
 template <typename K>
 __device__ __forceinline__ typename Consumer<K>::NormWeight Consumer<K>::load_norm(const A* weight,
                                                                                    const A* bias) const {

@@ -1,4 +1,4 @@
-// 16-bit values of the fused decode kernel, eight in 16 bytes, and the loads that bring them.
+// Loads of 16-bit values, eight in 16 bytes, and their conversion to fp32.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,8 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// asm volatile keeps these loads where they are written: the compiler would move an ordinary one to its first use, behind
-// the wait that is meant to hide its latency.
+// asm volatile keeps these loads where they are written. The compiler would move an ordinary load down to its first
+// use, behind the wait that is meant to hide its latency.
 __device__ inline uint4 load_early(const uint4* address) {
   uint4 value;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"

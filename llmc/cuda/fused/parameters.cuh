@@ -1,5 +1,5 @@
-// What host and device share about the fused decode kernel: its parameters, the rows of each block, the words through which
-// blocks and host talk, and the layout of shared memory. Private to this folder, as all of its .cuh.
+// What host and device share about the fused decode kernel: its parameters, the rows of each block, the words that
+// blocks and host exchange, and the layout of shared memory. Private to this folder, like all of its .cuh files.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +15,13 @@
 
 namespace weft::cuda::fused {
 
-constexpr int kLaneElements = 8;                          // 16-bit elements of a 16-byte load
-constexpr int kWarpElements = kLaneElements * kWarpSize;  // of one load of a warp, 512 bytes
-constexpr int kChunkLoads = 4;                            // loads of a warp from a chunk of weights
+constexpr int kLaneElements = 8;                          // 16-bit elements in a 16-byte load
+constexpr int kWarpElements = kLaneElements * kWarpSize;  // elements that a warp loads at once: 512 bytes
+constexpr int kChunkLoads = 4;                            // 16-byte loads a lane from a chunk of weights
 constexpr int kSamplerThreads = 256;
-constexpr int kMaxWarps = 10;           // consumers; with producer and helper 3 on each quarter of the multiprocessor
-constexpr int kMinSplitPositions = 64;  // a split of the context has at least so many, but for the last
+// consumer warps; with producer and helper 12, 3 on each of a multiprocessor's 4 partitions
+constexpr int kMaxWarps = 10;
+constexpr int kMinSplitPositions = 64;  // positions of a split, at least; the last split may have fewer
 
 template <typename W, typename A>
 struct Layer {
@@ -30,10 +31,10 @@ struct Layer {
   static constexpr const float *qkv_scales = nullptr, *up_scales = nullptr, *down_scales = nullptr,
                                *dense_scales = nullptr;
 };
-// The host lays out shared memory without knowing the types.
+// sizeof(Layer<W, A>) for all types: the host lays out shared memory without knowing them.
 constexpr int kLayerBytes = 12 * static_cast<int>(sizeof(void*));
 
-// As type of weights: matrices of the blocks in i8 or u4, in the order of weight_stream.cuh.
+// In the place of a weight type: matrices of the layers in i8 or u4, in the order of weight_stream.cuh.
 template <DType Q>
 struct Quantized {
   static constexpr DType kType = Q;
@@ -45,10 +46,9 @@ constexpr bool kIsQuantized<Quantized<Q>> = true;
 
 template <typename A>
 struct QuantizedLayer {
-  const std::byte*
-      stream;    // matrices: of each block its own, Sizes::stream_bytes apart; in the last layer the head, or null
-  const A* qkv;  // in the last layer the head in 16 bits, or null
-  const float *qkv_scales, *up_scales, *down_scales, *dense_scales;  // of rows, as PackedMatrix has them; int4: null
+  const std::byte* stream;  // one stream a block, Sizes::stream_bytes apart; last entry: the head in int8, or null
+  const A* qkv;             // last entry: the head in 16 bits, or null
+  const float *qkv_scales, *up_scales, *down_scales, *dense_scales;  // one scale a row, as in PackedMatrix; int4: null
   const A *qkv_bias, *up_bias, *down_bias, *dense_bias;
   const A *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
 };
@@ -56,27 +56,29 @@ template <DType Q, typename A>
 struct Layer<Quantized<Q>, A> : QuantizedLayer<A> {};
 constexpr int kQuantizedLayerBytes = 14 * static_cast<int>(sizeof(void*));
 
-// Rows of each matrix that are assigned to a block; out: of MLP-down and of the output projection.
+// The rows of each matrix that a block owns; out: of MLP-down and of the output projection.
 struct BlockRows {
   RowRange qkv, up, out, head;
 };
 
-// Words in page-locked memory about the running launch, beside the mailbox. Each holds the sequence number of the launch's
-// first id in its upper half, so that nothing needs to be cleared between launches.
+// Words in page-locked host memory about the running launch, beside the mailbox. The upper half of each is the sequence
+// number of the launch's first id, so that nothing needs to be cleared between launches.
 struct HostWords {
   std::uint64_t end;      // SampleError << 28 | FusedEnd << 24 | tokens
   std::uint64_t timeout;  // a wait of this launch took too long
-  std::uint64_t cancel;   // the number alone, written by the host: end this launch
+  std::uint64_t cancel;   // written by the host: the sequence number of the launch that is to end
 };
 constexpr int kEndShift = 24, kEndErrorShift = 28;
 
-// A result of a layer for other blocks: an fp32 number whose last bit is that of `step`, the number of layers done since
-// the launch began, this one included. Each is written once a layer, and not before all of its readers have read that of the
-// previous layer; so the bit tells whether it is of this layer, and data needs no flag beside it.
+// A result of a layer for other blocks: an fp32 number whose lowest bit is replaced by that of `step`, the number of
+// layers done since the launch began, this one included. Each location is written once a layer, and only after all of
+// its readers have read the previous layer's value. So the bit tells whether a value belongs to this layer, and no flag
+// is needed beside the data.
 using TaggedValue = unsigned;
 
-// The greatest logit of a block's rows and its lowest id, in one word that tells its token: key of the logit, flags, number
-// of the token modulo 512, id (fewer than kIds) from the other end.
+// The largest logit of a block's rows with its lowest id, in one word that also names its token. From the highest bit:
+// sort key of the logit (32 bits), flags (3), token number + 1 modulo 512 (9), complement of the id (20), so that of
+// equal logits the lowest id has the largest word.
 struct BlockBest {
   static constexpr std::int64_t kIds = std::int64_t{1} << 20;
   static_assert(kIds <= kMaxSampledVocab);
@@ -88,14 +90,14 @@ struct BlockBest {
     return (static_cast<unsigned>(word) & 0x1ff00000u) == tag(token);
   }
   __device__ static unsigned flags(std::uint64_t word) { return static_cast<unsigned>(word) >> 29; }
-  // As sampler_detail::rank_of() gives it; nothing above it if there was no candidate.
+  // The rank as sampler_detail::rank_of() computes it; its upper 32 bits are 0 if there was no candidate.
   __device__ static std::uint64_t rank(std::uint64_t word) { return word | 0xfff00000ull; }
 
  private:
   __device__ static unsigned tag(int token) { return (static_cast<unsigned>(token + 1) & 511u) << 20; }
 };
 
-// Counters in global memory, each in a cache line of its own.
+// A counter in global memory, alone in its cache line.
 struct alignas(128) Counter {
   unsigned value;
 };
@@ -104,25 +106,26 @@ struct Control {
   alignas(128) std::uint64_t next;  // (token + 1) << 32 | stop << 31 | id
 };
 
-// The model's sizes and how it is divided, which do not depend on storage types.
+// The model's sizes and how it is divided among blocks and warps, independent of storage types.
 struct Sizes {
   int rope_half;
   int L, C, F, V, NH, HS;
-  int warps_k, warps_r;  // consumer warps along a row, groups of them along rows
+  int warps_k, warps_r;  // consumer warps that share a row; groups of such warps, each with its own rows
   int stages, stage_bytes, window;
   int partial_rows;  // rows whose partial sums fit in shared memory
   int max_splits;
-  int item_shift;    // of the first item of attention of a block, from layer to layer
-  int vector_bytes;  // of shared memory, through which a block gets what others computed; 0: each thread loads its own
-  int chunk_positions;  // of keys and values, in a stage of the ring
-  int page_size;        // positions; without pages all that there are
-  int layer_bytes;      // of the kernel's Layer
-  // Quantised weights: of shared memory for the digits of a warp's activations; of a block's matrices of a layer, of its head.
+  int item_shift;       // how far a block's first item of attention moves from layer to layer
+  int vector_bytes;     // shared memory in which a block collects other blocks' results; 0: each thread loads its own
+  int chunk_positions;  // positions whose keys and values fit in a stage of the ring
+  int page_size;        // positions in a page; without pages the whole capacity
+  int layer_bytes;      // sizeof(Layer) of the kernel
+  // Quantised weights: bytes of shared memory for the digits of a warp's activations; bytes of one block's stream of a
+  // layer, and of the head.
   int digit_bytes;
   std::int64_t stream_bytes, head_stream_bytes;
 };
 
-// For measurements and tests; only instrumented kernels look at them.
+// For measurements and tests; only instrumented kernels read them.
 struct Instruments {
   bool layer_only, lose_an_arrival;
   std::uint64_t* timeline;  // FusedTimeline::times, or null
@@ -139,19 +142,19 @@ struct Parameters : Sizes {
   float eps, scale;  // scale: log2(e) / sqrt(head_dim)
   // workspace
   Control* control;
-  TaggedValue *x, *qkv, *attention, *h;  // [C], [3 C], [C] (its output), [F] (after GELU)
-  std::uint64_t* splits;     // [NH, max_splits, 2 + HS]: step << 32 | fp32: largest score, sum, output times sum
+  TaggedValue *x, *qkv, *attention, *h;  // [C], [q + 2 kv], [q_size]: attention's output, [F]: after GELU or SwiGLU
+  std::uint64_t* splits;     // [NH, max_splits, 2 + HS] of step << 32 | fp32: largest score, sum, output times sum
   float* logits;             // [V]
   std::uint64_t* head_best;  // [blocks]: BlockBest
   // the launch
   MailboxWords* mailbox;
   HostWords* host;
-  std::uint32_t sequence;  // of the first id in the mailbox
+  std::uint32_t sequence;  // mailbox sequence number of the launch's first id
   std::int32_t first_id;
   std::int32_t more_ids[kFusedMoreIds];  // fed after it
   int num_more;
-  int position, count;       // count: tokens that are fed; the first num_more of them have no logits
-  std::int32_t* device_ids;  // or null: the sampled ids go there, too
+  int position, count;       // count: tokens fed; the first num_more of them need no logits
+  std::int32_t* device_ids;  // or null; gets the sampled ids as well
   SamplingPlan sampling;
   int num_stop_ids;
   std::int32_t stop_ids[kMaxStopIds];
@@ -159,16 +162,17 @@ struct Parameters : Sizes {
   Instruments instruments;
 };
 
-// What a model with the sequential residual has beside Sizes: a Llama, or a GPT-NeoX without the parallel residual.
+// Further sizes of a model with the sequential residual: a Llama, or a GPT-NeoX without the parallel residual.
 struct SequentialSizes {
-  int NKV, group;  // K/V heads; query heads of each
+  int NKV, group;  // K/V heads; query heads for each of them
   int q_size;      // NH HS
-  // Where a row of qkv has the heads: the queries of K/V head h begin at h q_stride, its key at h kv_stride + key_begin.
+  // Offsets in a row of qkv: the queries of K/V head h begin at h q_stride, its key at h kv_stride + key_begin, its
+  // value at h kv_stride + value_begin.
   int q_stride, kv_stride, key_begin, value_begin;
-  int first_part;   // of the F elements between the MLP's matrices: they are exchanged in two parts
-  bool gated, rms;  // SwiGLU, not GELU; RMSNorm, not LayerNorm
+  int first_part;   // the MLP's F hidden elements are exchanged in two parts; this is the size of the first
+  bool gated, rms;  // true: SwiGLU, RMSNorm; false: GELU, LayerNorm
 };
-// Query heads of a K/V head that one warp takes.
+// Query heads of a K/V head that one warp computes.
 constexpr int kWarpQueries = 4;
 
 template <typename W, typename A, typename KV>
@@ -176,12 +180,12 @@ struct SequentialParameters : Parameters<W, A, KV>, SequentialSizes {
   TaggedValue* x_mid;  // [C]: the residual stream between attention and MLP
 };
 
-// The rows of a block, of rows that are divided evenly.
+// The rows of a block where `rows` rows are divided evenly.
 __host__ __device__ inline RowRange share_of(std::int64_t rows, int block, int blocks) {
   return {static_cast<int>(rows * block / blocks), static_cast<int>(rows * (block + 1) / blocks)};
 }
 
-// Rows of part 0 or 1 of the elements between the MLP's matrices.
+// A block's rows of part 0 or 1 of the MLP's hidden elements.
 __host__ __device__ inline RowRange hidden_part(const Sizes& p, int first_part, int part, int block, int blocks) {
   if (part == 0) return share_of(first_part, block, blocks);
   const RowRange rows = share_of(p.F - first_part, block, blocks);
@@ -190,15 +194,15 @@ __host__ __device__ inline RowRange hidden_part(const Sizes& p, int first_part, 
 
 // Words of shared memory between the warps of a block.
 struct Flags {
-  int abort;             // something went wrong here or elsewhere: waits return at once
-  int stop;              // not 0: no token follows; with the sequential residual, how many tokens there were
-  unsigned cache_steps;  // layers of this launch, counted over its tokens, whose new keys and values are in the cache
-  std::int32_t id;       // of the next token
-  float4 moments[2][kMaxWarps];  // of each warp's elements of x: mean, sum of squared distances, count
+  int abort;             // a wait timed out, in this block or another: all waits return at once
+  int stop;              // not 0: no token follows; with the sequential residual, the number of tokens decoded
+  unsigned cache_steps;  // layers, counted over all tokens of this launch, whose new keys and values are in the cache
+  std::int32_t id;       // id of the next token
+  float4 moments[2][kMaxWarps];  // of each warp's elements of x: mean, sum of squared deviations, count
 };
 
-// Offsets of everything in dynamic shared memory, behind the ring; host and device compute it alike. `group`: query heads of
-// an item of attention.
+// Byte offsets in dynamic shared memory, computed alike on host and device; the ring comes first. `group`: query heads
+// of an item of attention.
 struct SharedLayout {
   int layers, partials, digits, vector, rope, raw, query, added, states, sampler, barriers, bytes;
 };
@@ -227,7 +231,7 @@ __host__ __device__ inline SharedLayout shared_layout(const Sizes& p, int group 
   return at;
 }
 
-// Splits of the context of one head at `position`.
+// Number of splits of one head's context at `position`.
 __host__ __device__ inline int splits_at(int position, int max_splits) {
   const int wanted = position / kMinSplitPositions;
   return wanted < 1 ? 1 : wanted > max_splits ? max_splits : wanted;

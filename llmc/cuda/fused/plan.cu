@@ -20,7 +20,7 @@ constexpr KernelShape kernel_shape(std::int64_t C) {
   KernelShape shape;
   if (C % 16 != 0 || C < 16) return {};
   if (C <= 2560) {
-    const int loads = static_cast<int>(ceil_div(C, kWarpElements));  // of warps, for one row
+    const int loads = static_cast<int>(ceil_div(C, kWarpElements));  // warp-wide loads of one row
     shape.row_loads = 1;
     shape.warps_k = loads == 6 || loads == 7 ? 8 : loads;
     shape.warps_r = std::max(1, 10 / shape.warps_k);
@@ -34,7 +34,7 @@ constexpr KernelShape kernel_shape(std::int64_t C) {
   return shape;
 }
 
-// The first kSamplerThreads consumer threads sample.
+// sample_block() runs on the first kSamplerThreads consumer threads, so every shape must have that many.
 static_assert([] {
   for (std::int64_t C = 0; C <= 5120; C += 16) {
     const KernelShape shape = kernel_shape(C);
@@ -48,7 +48,8 @@ bool is_sequential(const ModelConfig& config) {
   return config.family == Family::llama || !config.parallel_residual;
 }
 
-// The sequential residual. Rows are as long as the hidden state or as all heads together; F elements come in two parts.
+// The shape for the sequential residual. Rows are as long as the hidden state or as all heads together, whichever is
+// longer; F elements are processed in two parts.
 KernelShape sequential_shape(const ModelConfig& config) {
   const std::int64_t C = config.hidden_size, longest = std::max(C, config.q_size());
   if (C % kLaneElements != 0 || longest > 5120) return {};
@@ -67,13 +68,13 @@ KernelShape sequential_shape(const ModelConfig& config) {
   return shape;
 }
 
-// Of the elements between the MLP's matrices: half of them, in whole loads of a warp.
+// Size of the first of the two parts of the MLP's F hidden elements: half of them, rounded up to whole loads of a warp.
 std::int64_t first_part_of(std::int64_t F) {
   return std::min(F, ceil_div(ceil_div(F, 2), kWarpElements) * kWarpElements);
 }
 
-// Every block gets the same number of bytes a layer: QKV and output rows are divided evenly, and the number of MLP-up rows
-// makes up for the differences.
+// Gives every block the same number of bytes a layer: QKV and output rows are divided evenly, and MLP-up rows make up
+// for the differences.
 std::vector<BlockRows> assign_rows(const ModelConfig& config, int blocks, bool layer_only) {
   const std::int64_t C = config.hidden_size, F = config.ffn_size;
   const std::int64_t out_row = layer_only ? C : C + F;
@@ -95,13 +96,14 @@ std::vector<BlockRows> assign_rows(const ModelConfig& config, int blocks, bool l
 
 }  // namespace
 
-// Small models are bound by synchronisation between blocks, so they use half of the multiprocessors. Every block owns at
-// least one QKV row, so that it writes none of the next layer's x before it has read this layer's. With the sequential
-// residual it is a row of the first part of the MLP.
+// Small models are bound by synchronisation between blocks, so they use half of the multiprocessors. Every block must
+// own at least one QKV row (with the sequential residual one row of the first part of the MLP): then no block can write
+// the next layer's x before every block has read this layer's.
 //
-// Rows of 2,048 elements are divided evenly, although some multiprocessors are left over: blocks that own different numbers of rows
-// take different numbers of steps for a matrix, and all wait for the last (1B and 1.4B 3.5 % faster; wider models need the memory of
-// all, narrower ones take few steps either way).
+// With 2,048 elements a row, rows are divided evenly among a multiple of 32 blocks, although some multiprocessors stay
+// idle: blocks with unequal numbers of rows take unequal numbers of iterations for a matrix, and all wait for the
+// slowest (1B and 1.4B are 3.5 % faster). Wider models need the memory bandwidth of all multiprocessors; narrower ones
+// take few iterations either way.
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted) {
   const int even = multiprocessors / 32 * 32;
   const bool even_rows =
@@ -124,7 +126,7 @@ long long number(std::int64_t value) {
   return value;
 }
 
-// What every model must be; empty where it is.
+// Requirements on every model; empty if they are met, else the reason for the user.
 std::string model_refusal(const ModelConfig& config, const Device& device) {
   if (device.arch < 90) {
     return format("fused decoding needs a GPU of compute capability 9.0 or later, this is sm_%d", device.arch);
@@ -152,12 +154,12 @@ DType weight_type(const ModelConfig& config) {
   return DType::f16;
 }
 
-// Of a stage for weights of that type: a set of rows for each group of warps, and a load of each warp.
+// Bytes of a stage of quantised weights: a set of rows for each group of warps, one load of each warp along K.
 int stream_stage_bytes(DType q, const KernelShape& shape) {
   return set_bytes(q, set_rows(q) * shape.warps_r, kWarpGroups * shape.warps_k);
 }
 
-// What a plan for quantised weights has beside others. The stages hold the head's rows as well, in 8 or 16 bits.
+// Adds to a plan what quantised weights need. Stages must also hold rows of the head, in 8 or 16 bits.
 void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
   if (!config.quantization.any()) return;
   Sizes& p = plan.sizes;
@@ -183,7 +185,7 @@ void set_quantized(Plan& plan, const ModelConfig& config, int most_rows) {
   }
 }
 
-// A thread finishes one row.
+// Each consumer thread finishes one row, so a block can own at most that many.
 std::string rows_refusal(const Plan& plan, int most_rows) {
   const int consumers = plan.shape.warps_k * plan.shape.warps_r * kWarpSize;
   if (plan.blocks < 1 || most_rows > consumers) {
@@ -195,7 +197,7 @@ std::string rows_refusal(const Plan& plan, int most_rows) {
   return "";
 }
 
-// Sizes that both kinds have, but for partial_rows, and those of the ring.
+// Sizes for both kinds of residual, except partial_rows and those of the ring.
 void set_sizes(Plan& plan, const ModelConfig& config) {
   Sizes& p = plan.sizes;
   p.rope_half = static_cast<int>(config.rope.rotary_dim / 2);
@@ -212,7 +214,7 @@ void set_sizes(Plan& plan, const ModelConfig& config) {
   p.max_splits = max_splits_of(config, plan.blocks);
 }
 
-// The ring takes the shared memory that is left. `group`: query heads of an item of attention.
+// Gives the ring all shared memory that is left. `group`: query heads of an item of attention.
 void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int group) {
   Sizes& p = plan.sizes;
   p.chunk_positions = p.stage_bytes / (4 * p.HS);
@@ -231,7 +233,7 @@ void set_ring(Plan& plan, const Device& device, const FusedTuning& tuning, int g
   p.window = std::clamp((window_bytes + p.stage_bytes / 2) / p.stage_bytes, 1, p.stages);
 }
 
-// The rows of every matrix are divided evenly: an exchange follows each of them.
+// The rows of every matrix are divided evenly, because an exchange follows each of them.
 Plan plan_sequential(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
   Plan plan;
   const auto refuse = [&](std::string why) {
@@ -248,7 +250,7 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
                number(config.hidden_size), number(config.num_heads), number(config.head_dim)));
   }
   const std::int64_t C = config.hidden_size, F = config.ffn_size, first_part = first_part_of(F);
-  const std::int64_t part_loads = 2 * shape.row_loads;  // of a lane, from a part of a row of F elements
+  const std::int64_t part_loads = 2 * shape.row_loads;  // 16-byte loads a lane from one part of a row of F elements
   if (F % kLaneElements != 0 || first_part > part_loads * shape.warps_k * kWarpElements) {
     return refuse(format("fused decoding needs an ffn_size that is a multiple of 8, here up to %lld; got %lld",
                          number(2 * part_loads * shape.warps_k * kWarpElements), number(F)));
@@ -277,7 +279,8 @@ Plan plan_sequential(const ModelConfig& config, const Device& device, const Fuse
   }
   if (std::string refusal = rows_refusal(plan, most_rows); !refusal.empty()) return refuse(std::move(refusal));
   set_sizes(plan, config);
-  plan.sizes.partial_rows = warps * kWarpSize;  // a multiple of the rows of a chunk: the head has few barriers then
+  // large, so that the head needs few barriers; a multiple of a chunk's rows
+  plan.sizes.partial_rows = warps * kWarpSize;
 
   SequentialSizes& p = plan.sequential_sizes;
   const int HS = plan.sizes.HS, kv_size = static_cast<int>(config.kv_size());
@@ -325,8 +328,8 @@ Plan plan_parallel(const ModelConfig& config, const Device& device, const FusedT
   set_sizes(plan, config);
   plan.sizes.partial_rows = static_cast<int>(ceil_div(most_rows, chunk_rows) * chunk_rows);
   if (shape.warps_r > 1 && !tuning.own_vectors) plan.sizes.vector_bytes = 4 * plan.sizes.F;
-  // A wide model is bound by memory: the blocks without an item are not always the same. A narrow one is bound by exchanges, and
-  // attention is faster in blocks that had it in the layer before.
+  // A wide model is bound by memory: rotating the items spreads the blocks that have none. A narrow one is bound by
+  // exchanges, and attention is faster in blocks that computed it in the previous layer.
   plan.sizes.item_shift = config.hidden_size <= 2048 ? 0 : 37;
   set_quantized(plan, config, most_rows);
   set_ring(plan, device, tuning, 1);

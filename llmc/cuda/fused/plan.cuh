@@ -1,5 +1,5 @@
-// How the fused decode kernel divides a model among the multiprocessors of a device, or why it cannot run there. Private to
-// this folder.
+// How the fused decode kernel divides a model among the multiprocessors of a device, or why it cannot run there.
+// Private to this folder.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace weft::cuda::fused {
 
-// How consumer warps share the rows of a model. warps_k = 0: no way.
+// How consumer warps divide the rows of a model. warps_k = 0: the model cannot be divided.
 struct KernelShape {
   int row_loads = 0;  // 16-byte loads of a lane from a row of C elements: Variant::kRowLoads
   int warps_k = 0, warps_r = 0;
@@ -22,16 +22,16 @@ struct Plan {
   bool sequential = false;  // a kernel of the sequential residual runs it
   KernelShape shape;
   int blocks = 0;
-  std::vector<BlockRows> rows;  // of each block
+  std::vector<BlockRows> rows;  // indexed by block
   Sizes sizes{};
   SequentialSizes sequential_sizes{};
   SharedLayout layout{};
 };
 Plan plan_of(const ModelConfig& config, const Device& device, const FusedTuning& tuning);
 
-// Blocks of a launch; `wanted` = 0: chosen by the model's size.
+// Thread blocks of a launch; `wanted` = 0: chosen by the model's size.
 int blocks_for(const ModelConfig& config, int multiprocessors, int wanted);
-// Splits of the context of a K/V head, at most: as many as give every block an item.
+// Splits of the context of a K/V head, at most: enough for every block to get an item.
 int max_splits_of(const ModelConfig& config, int blocks);
 
 }  // namespace weft::cuda::fused

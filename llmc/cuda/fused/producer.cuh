@@ -18,11 +18,12 @@ struct Producer {
 
   const Block<K>& c;
   const Layer* layers;
-  RingPosition next, oldest;  // the stage that is filled next; the oldest copy that may be in flight
+  RingPosition next, oldest;  // the stage to fill next; the stage of the oldest copy that may be in flight
   int in_flight = 0;
-  bool wrapped = false;  // stages hold chunks that consumers must release first
+  bool wrapped = false;  // every stage has been used, so the consumers must release it before it is filled again
 
-  // Waits until the next stage is free and at most window - 1 copies are in flight. False: no more copies are wanted.
+  // Waits until the next stage is free and fewer than `window` copies are in flight. False: the launch ends, stop
+  // copying.
   __device__ bool acquire() {
     const Parameters& p = c.p;
     if (in_flight == p.window) {
@@ -48,7 +49,7 @@ struct Producer {
     if (next.stage == 0) wrapped = true;
   }
 
-  // Consecutive bytes, `chunk` at a time.
+  // Copies `size` consecutive bytes, `chunk` of them a stage.
   __device__ bool bytes(const void* from, std::int64_t size, int chunk) {
     const char* source = static_cast<const char*>(from);
     for (std::int64_t done = 0; done < size; done += chunk) {
@@ -61,21 +62,21 @@ struct Producer {
     }
     return true;
   }
-  using W = std::conditional_t<K::kQuantized, typename K::A, typename K::W>;  // of matrices in 16 bits
+  using W = std::conditional_t<K::kQuantized, typename K::A, typename K::W>;  // the type of 16-bit matrices
   __device__ bool rows(const W* matrix, RowRange rows, int columns) {
     return bytes(matrix + static_cast<std::int64_t>(rows.begin) * columns,
                  static_cast<std::int64_t>(rows.end - rows.begin) * columns * static_cast<int>(sizeof(*matrix)),
                  c.p.stage_bytes);
   }
 
-  // Keys and values of the positions before `position`, for the items of this block. After the first token the cache must
-  // hold what this launch appended at the token before.
+  // Copies keys and values of the positions before `position`, for the items of this block. From the second token on it
+  // first waits until the cache holds what this launch appended at the previous token.
   __device__ bool cache(int token, int layer, int position) {
     const Parameters& p = c.p;
     const int splits = splits_at(position, p.max_splits);
     const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
     const std::int64_t layer_begin = p.capacity * p.NH * p.HS * layer;
-    bool checked = token == 0;  // earlier launches have ended
+    bool checked = token == 0;  // the first token reads only what earlier launches wrote
     for (int item = c.first_item(layer); item < p.NH * splits; item += c.blocks) {
       const Positions cached = positions_of(position, splits, item % splits);
       if (cached.begin == cached.end) continue;
@@ -85,7 +86,8 @@ struct Producer {
         if (!c.wait_for([&] { return *steps >= wanted || *const_cast<volatile int*>(&c.flags.stop) != 0; }))
           return false;
         if (*const_cast<volatile int*>(&c.flags.stop) != 0) return false;
-        __threadfence_block();  // pairs with that of the helper; then the fence of the copies
+        // orders the read of cache_steps, as the helper's fence its write; the next fence is for the async proxy
+        __threadfence_block();
         hopper::fence_async_proxy_global();
         checked = true;
       }
@@ -119,7 +121,7 @@ struct Producer {
   __device__ bool stream_part(const std::byte*& source, int rows, int groups);
   __device__ bool quantized_layer(const LayerParts& parts, int token, int l);
 
-  // In the order in which consumers read.
+  // Copies one layer, in the order in which the consumers read it.
   __device__ bool layer(const BlockRows& own, int token, int l) {
     const Parameters& p = c.p;
     const Layer& w = layers[l];
@@ -156,7 +158,8 @@ struct Producer {
         more = more && (c.layer_only() || rows(layers[p.L].qkv, own.head, p.C));
       }
     }
-    // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
+    // A block must not end while copies into its shared memory are in flight. This wait needs no time limit: copies
+    // complete whether or not the launch was aborted.
     for (; in_flight > 0; --in_flight) {
       while (!hopper::mbarrier_try(c.full + 8 * oldest.stage, oldest.phase)) {
       }

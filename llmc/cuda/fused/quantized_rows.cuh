@@ -1,14 +1,15 @@
-// GEMV over the chunks of the ring with quantised weights, on tensor cores. Weights are the A operand as they are stored, or after
-// two or three instructions for 8 of them; fp32 activations are the columns of B, digit by digit:
+// GEMV over the chunks of the ring with int8 or int4 weights, by integer mma.m16n8k32 (PTX ISA, "Matrix Fragments for
+// mma.m16n8k32"). The weights are operand A, as stored (int8) or after one mask for 8 of them (int4). Operand B holds
+// the activations in fixed point: each warp scales its fp32 activations by a power of two, so that the largest becomes
+// a 31-bit integer, and splits each integer into four signed 8-bit digits. A column of B is one digit of the
+// activations. Sums of digits times weights are exact in int32; they are scaled and added in fp32. So the result is as
+// exact as fp32 activations times the weights would be, without unpacking weights to floats.
 //
-//   mma.m16n8k32 in integers. A warp's activations are integers of 31 bits relative to the largest of them, in four signed digits
-//   of 8 bits. Sums over digits times weights are exact; they are added up in fp32.
-//
-// So sums are as exact as those of fp32 activations times weights, and only as many weights pass through the pipelines as there
-// are words. Four digits fill half of the columns. The other half serves a second half of K: of the words w0 w1 w2 w3 that a lane
-// loads from a row g the mma takes w0 and w2 as row g of A and w1 and w3 as row g + 8, and lanes that hold columns 0 to 3 of B give
-// the digits that belong to w0 and w2, the others those of w1 and w3. The sums of row g with columns 0 to 3 and of row g + 8 with
-// columns 4 to 7 are what is wanted, and a tile has 8 rows of weights rather than 16.
+// Four digits fill half of the 8 columns; the other half serves a second half of K. Of the four words w0 w1 w2 w3 that
+// a lane loads from weight row g, the mma takes w0 and w2 as row g of A, w1 and w3 as row g + 8. Columns 0 to 3 of B
+// hold the digits that belong to w0 and w2, columns 4 to 7 those that belong to w1 and w3. Wanted are the sums of row g
+// with columns 0 to 3 and of row g + 8 with columns 4 to 7; the others are discarded. A tile therefore has 8 rows of
+// weights, not 16.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
@@ -19,7 +20,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// c [16, 8] += a [16, 32] b [32, 8]. int4: `a` is unsigned.
+// c [16, 8] += a [16, 32] b [32, 8]. With int4, `a` is unsigned.
 template <DType Q>
 __device__ __forceinline__ void multiply_add(int (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   if constexpr (Q == DType::u4) {
@@ -47,22 +48,23 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned x, unsig
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-constexpr int kSteps = 2;  // mma of a tile with a group, each with two words of B
-// A band of the activations as this lane's words of B.
+constexpr int kSteps = 2;  // mma for one tile and one group of 128; each takes two words of B a lane
+// The digits of one band of activations (weight_stream.cuh), as this lane's B fragments.
 template <typename K>
 template <DType Q>
 struct Consumer<K>::Digits {
   unsigned b[kRowLoads][kWarpGroups][kSteps][2];
   int sums[kRowLoads][kWarpGroups]
-          [2];  // int4: of the digits of columns 2 t and 2 t + 1 over a group, as the mma weighs them
-  float scale;  // what the sum of this lane's two digits is multiplied by
+          [2];  // int4: sums over a group of the digits in columns 2 t and 2 t + 1, which multiply the zero point
+  float scale;  // factor from the sum over this lane's two digits to activations
 };
 
-// Digits of activations. An infinity or NaN among them makes all sums NaN.
+// Splits this warp's activations into digits and distributes them to its lanes as B fragments, through shared memory.
+// If any is infinite or NaN, all sums of the warp become NaN.
 template <typename K>
 template <DType Q>
 __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const float* x) const {
-  constexpr unsigned kUp = 283;  // |x| < 2^(exponent - 126), which becomes 2^30
+  constexpr unsigned kUp = 283;  // |x| < 2^(exponent - 126) for the largest biased exponent, which is scaled to 2^30
   unsigned most = 0;
 #pragma unroll
   for (int j = 0; j < kInputs; ++j) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
@@ -80,7 +82,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
     unsigned plane[4][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      unsigned v[4];  // four digits each, from -128 to 127, the last one in the lowest byte
+      unsigned v[4];  // four signed digits in the bytes of a word, the least significant in the lowest byte
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         v[j] = (static_cast<unsigned>(__float2int_rn(own[4 * half + j] * up)) + 0x80808080u) ^ 0x80808080u;
@@ -92,7 +94,7 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
       plane[2][half] = __byte_perm(high01, high23, 0x5410);
       plane[3][half] = __byte_perm(high01, high23, 0x7632);
     }
-    __syncwarp();  // the last ones are read
+    __syncwarp();  // the digits of the previous load have been read
 #pragma unroll
     for (int n = 0; n < 4; ++n) store_shared(planes + n * kDigitPlane + 8 * lane, plane[n][0], plane[n][1]);
     __syncwarp();
@@ -112,15 +114,15 @@ __device__ __forceinline__ void Consumer<K>::make_digits(Digits<Q>& d, const flo
         int sums[4] = {};
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) multiply_add<Q>(sums, kOnes, d.b[i][group][s]);
-        d.sums[i][group][0] = t >= 2 ? 16 * sums[0] : sums[0];  // the weights of columns 4 to 7 come 16-fold
+        d.sums[i][group][0] = t >= 2 ? 16 * sums[0] : sums[0];  // columns 4 to 7 meet weights from high nibbles, 16 q
         d.sums[i][group][1] = t >= 2 ? 16 * sums[1] : sums[1];
       }
     }
   }
 }
 
-// The partial sums of `rows` rows, at most partial_rows, times a band of activations: `groups` groups of K, fewer than a band has
-// at its end. `accumulate`: added to those that are there.
+// Partial sums of `rows` rows (at most partial_rows) over one band of activations of `groups` groups of K; the last
+// band may have fewer than the others. `accumulate`: added to the sums that are there.
 template <typename K>
 template <DType Q>
 __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups, const Digits<Q>& x, bool accumulate) {
@@ -131,11 +133,11 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
   for (int first = 0; first < rows; first += stage_rows) {
     const int begin = first + warp_r * kSetRows, own_rows = max(0, min(kSetRows, rows - begin));
-    int sums[kWarpGroups][4] = {};  // chains that do not wait for each other
+    int sums[kWarpGroups][4] = {};  // independent accumulators, so that the mma overlap
     float scaled[kTiles] = {};
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
-      const int here = min(groups - i * load_groups, load_groups);  // groups of the stage
+      const int here = min(groups - i * load_groups, load_groups);  // groups of K in this stage
       if (here <= 0) continue;
       const unsigned set = begin_chunk() + warp_r * (kSetRows * group_bytes(Q)) * here;
       uint4 w[kTiles][kWarpGroups][2 / kTiles];
@@ -177,7 +179,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
               multiply_add<Q>(sums[group], {v.x, v.y, v.z, v.w}, b[half]);
             }
           } else {
-            constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // 16 q
+            constexpr unsigned kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;  // the high nibble stays in place: 16 q
             const uint4 v = w[tile][group][0];
             const int zero = static_cast<int>(words[tile][group] >> 16);
             const int of_zero[2] = {-zero * x.sums[i][group][0], -zero * x.sums[i][group][1]};
@@ -211,7 +213,8 @@ __device__ __forceinline__ void Consumer<K>::multiply_band(int rows, int groups,
   }
 }
 
-// The partial sums of rows of `size` elements, which this thread has its part of. Changes `input` where that has several bands.
+// Partial sums of `rows` rows of `size` elements over this thread's part of `input`, band by band. With several bands,
+// `input` is overwritten.
 template <typename K>
 template <DType Q, int kLoads>
 __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size, float (&input)[kLoads * kLaneElements],
@@ -223,7 +226,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
     make_digits<Q>(digits, input);
     multiply_band<Q>(rows, groups, digits, accumulate);
     accumulate = true;
-    if constexpr (kLoads > kRowLoads) {  // registers have no index: the next band moves to the front
+    if constexpr (kLoads > kRowLoads) {  // registers cannot be indexed at run time: move the next band to the front
 #pragma unroll
       for (int j = kInputs; j < kLoads * kLaneElements; ++j) input[j - kInputs] = input[j];
     } else {
@@ -234,7 +237,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_stream(int rows, int size,
 
 // ---- the producer ---------------------------------------------------------------------------------------------------------
 
-// A part of the stream at `source`, which moves on.
+// Copies one part of the stream from `source`, which is advanced past it.
 template <typename K>
 template <DType Q>
 __device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int groups) {
@@ -251,7 +254,7 @@ __device__ bool Producer<K>::stream_part(const std::byte*& source, int rows, int
       });
 }
 
-// In the order in which consumers read.
+// Copies one layer, in the order in which the consumers read it.
 template <typename K>
 __device__ bool Producer<K>::quantized_layer(const LayerParts& parts, int token, int l) {
   const Parameters& p = c.p;

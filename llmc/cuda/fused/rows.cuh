@@ -8,12 +8,13 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// Rows come two chunks at a time, because one warp_fold() then sums twice as many. A chunk is loaded to registers, and its
-// stage released, before the arithmetic on the chunk before it begins, so that loads and arithmetic overlap. Elements past
-// the end of a row are 0. Rows past the last one are stale shared memory or registers, and their sums are discarded: that
-// costs less than a branch.
+// Two chunks are multiplied at a time, because one warp_fold() then sums twice as many rows. A chunk is loaded to
+// registers, and its stage released, before the arithmetic on the previous chunk begins, so that loads and arithmetic
+// overlap. Elements past the end of a row are 0. Rows past the last one are stale shared memory or registers, and their
+// sums are discarded: that costs less than a branch.
 
-// kLoads loads of each of kEach rows, which begin at `own_bytes` in the next chunk; an offset below 0: past the end of a row.
+// Makes kLoads loads of each of kEach rows, which begin `own_bytes` into the next chunk. A negative offset is past the
+// end of a row: not loaded.
 template <typename K>
 template <int kEach, int kLoads>
 __device__ __forceinline__ void Consumer<K>::load_chunk(uint4 (&w)[kEach][kLoads], unsigned own_bytes, int row_bytes,
@@ -29,7 +30,7 @@ __device__ __forceinline__ void Consumer<K>::load_chunk(uint4 (&w)[kEach][kLoads
   end_chunk();
 }
 
-// The partial sums of `count` rows of C elements, at most partial_rows, times the inputs.
+// Partial sums of `count` rows (at most partial_rows) of C elements times `input`.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::narrow_rows(int count, const float (&input)[kInputs]) {
   const Parameters& p = c.p;
@@ -63,11 +64,11 @@ __device__ __forceinline__ void Consumer<K>::narrow_rows(int count, const float 
   }
 }
 
-// The same for rows of F = 4 C elements. A chunk holds a row for each group of warps, or half a row.
+// The same for rows of F = 4 C elements. A chunk holds one row for each group of warps, or half a row.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::wide_rows(int count, const float (&input)[kHidden]) {
   const Parameters& p = c.p;
-  const int rows_at_once = 2 / kRowLoads * p.warps_r;  // in two chunks
+  const int rows_at_once = 2 / kRowLoads * p.warps_r;  // rows in two chunks
   const unsigned own_bytes = warp_r * 2 * p.F;
   float* partial =
       reinterpret_cast<float*>(shared + at.partials) + (partial_buffer * p.warps_k + warp_k) * p.partial_rows;
@@ -99,8 +100,8 @@ __device__ __forceinline__ void Consumer<K>::wide_rows(int count, const float (&
   }
 }
 
-// Adds the warps' partial sums of up to partial_rows rows and calls finish(row, sum), in one thread a row. One barrier: the
-// next partial sums go to the other buffer.
+// Adds the warps' partial sums of up to partial_rows rows and calls finish(row, sum), one thread a row. One barrier is
+// enough: the next partial sums go to the other buffer.
 template <typename K>
 template <typename Finish>
 __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish& finish) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish
   const float* partial =
       reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows;
   if (thread < count) {
-    float of_warp[kMaxWarps];  // loaded side by side
+    float of_warp[kMaxWarps];  // all loads before the first addition
 #pragma unroll
     for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < c.p.warps_k ? partial[k * c.p.partial_rows + thread] : 0.0f;
     float sum = of_warp[0];
@@ -119,8 +120,8 @@ __device__ __forceinline__ void Consumer<K>::finish_rows(int count, const Finish
   partial_buffer ^= 1;
 }
 
-// What the row whose sum this thread will finish is multiplied with, and its bias as bits: converting them early would wait for
-// the load.
+// Scale and bias of the row that this thread finishes. The bias stays in bits: converting it early would wait for the
+// load.
 template <typename K>
 struct Consumer<K>::RowTerms {
   unsigned short bias;
@@ -144,13 +145,13 @@ __device__ __forceinline__ typename Consumer<K>::RowTerms Consumer<K>::load_term
     terms.scale = mine ? load_scale(scales == nullptr ? nullptr : scales + rows.begin + thread) : 1;
   return terms;
 }
-// null: rows have none.
+// 1 where `scale` is null.
 template <typename K>
 __device__ __forceinline__ float Consumer<K>::load_scale(const float* scale) {
   return scale != nullptr ? load_early(scale) : 1.0f;
 }
 
-// The partial sums of `count` rows of `size` elements, C with one band of loads, F with four.
+// Partial sums of `count` rows of `size` elements: C if kLoads is kRowLoads, else F.
 template <typename K>
 template <int kLoads>
 __device__ __forceinline__ void Consumer<K>::multiply_rows(int count, int size,

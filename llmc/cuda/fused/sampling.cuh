@@ -1,4 +1,4 @@
-// The next id, for all blocks and for the host.
+// Decides the next id, and passes it to all blocks and to the host.
 #pragma once
 
 #include "llmc/cuda/fused/consumer.cuh"
@@ -8,7 +8,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// Whether the launch ends with this token, and why. Every thread that knows the token comes to the same result.
+// Whether the launch ends with this token, and why. The result is the same in every thread that knows the token.
 template <typename K>
 __device__ __forceinline__ FusedEnd Consumer<K>::end_after(const SampledToken& chosen, int token,
                                                            bool cancelled) const {
@@ -21,7 +21,7 @@ __device__ __forceinline__ FusedEnd Consumer<K>::end_after(const SampledToken& c
   return end;
 }
 
-// The id, or the error, goes to the mailbox before the end of the launch is announced.
+// Publishes the id or error in the mailbox, and then, if the launch ends, its end.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::tell_host(const SampledToken& chosen, int token, FusedEnd end) const {
   const Parameters& p = c.p;
@@ -35,8 +35,8 @@ __device__ __forceinline__ void Consumer<K>::tell_host(const SampledToken& chose
                                          static_cast<unsigned>(end) << kEndShift | static_cast<unsigned>(tokens));
 }
 
-// The id that is fed after `token` whatever its logits are: there are none. Waits for x as the head would: what the next layer
-// writes may still be read until then.
+// The given id that is fed after `token`, which has no logits. Waits for x as the head would: until then other blocks
+// may still read what the next layer overwrites.
 template <typename K>
 __device__ __forceinline__ std::int32_t Consumer<K>::given_id(int token) const {
   float unused[kInputs];
@@ -44,7 +44,7 @@ __device__ __forceinline__ std::int32_t Consumer<K>::given_id(int token) const {
   return c.p.more_ids[token];
 }
 
-// The id that follows, or -1 if there is none. Greedy: every block finds the greatest logit of all blocks for itself.
+// The next id, or -1 if the launch ends. Greedy: every block finds the largest logit of all blocks for itself.
 template <typename K>
 __device__ __forceinline__ std::int32_t Consumer<K>::greedy_id(int token) {
   constexpr int kAhead = 8;
@@ -94,7 +94,8 @@ __device__ __forceinline__ std::int32_t Consumer<K>::greedy_id(int token) {
   return *const_cast<volatile std::int32_t*>(&c.flags.id);
 }
 
-// Where an id is drawn, block 0 draws it and tells the others.
+// Random sampling: block 0 draws the id when all blocks have written their logits, and publishes it for the other
+// blocks.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::choose(int token, bool cancelled) {
   const Parameters& p = c.p;

@@ -1,5 +1,5 @@
-// What the helper warp does for the sequential residual: consumers compute attention alone, since nothing else waits to be
-// computed beside it, and the helper moves the token's keys and values to the cache while they go on.
+// The helper warp for the sequential residual. The consumers compute attention without it, since they have no other
+// work to overlap with; the helper writes the token's keys and values to the cache while they continue.
 #pragma once
 
 #include "llmc/cuda/fused/helper.cuh"
@@ -8,13 +8,13 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// The key and value of a head, which the consumers left in shared memory, to their page. They may use that memory again
+// Writes the key and value that the consumers left in shared memory to their page. The consumers may reuse that memory
 // after item_done.
 template <typename K>
 __device__ bool Helper<K>::append(int layer, int position, int head) {
   const Parameters& p = c.p;
   const auto is_here = [&] { return hopper::mbarrier_try(c.query_here, phase); };
-  // Where no token follows, it may have come just before the word that says so.
+  // If no token follows, query_here may have completed just before `stop` was set: test once more.
   if (!wait(is_here) && __all_sync(~0u, is_here()) == 0) return false;
   phase ^= 1;
   const uint4* added = reinterpret_cast<const uint4*>(shared + at.added);
@@ -48,8 +48,8 @@ __device__ void Helper<K>::run_sequential() {
         if (item % splits == splits - 1 && !append(l, position, item / splits)) return;
       }
       ++step;
-      // Every block has appended its keys and values of this layer: the producer may read them at the next token. Where none
-      // follows, the keys and values of the layers behind are appended all the same.
+      // Once every block has appended its keys and values of this layer, the producer may read them at the next token.
+      // If no token follows, the remaining layers are appended all the same.
       const unsigned target = static_cast<unsigned>(p.NKV) * step;
       if (!wait([&] { return static_cast<int>(load_acquire(&p.control->attention.value) - target) >= 0; })) {
         if (*const_cast<volatile int*>(&c.flags.abort) != 0) return;

@@ -1,10 +1,11 @@
-// The order of a layer with the sequential residual, and of the tokens of a launch:
+// The order of operators in a layer of the sequential residual, and of the tokens in a launch:
 //
 //   x_mid = x + output(attention(norm1(x)));  x = x_mid + down(mlp(norm2(x_mid)))
 //
-// Each arrow of x -> QKV -> attention -> x_mid -> h -> x is an exchange between all blocks. h is exchanged in two parts, so
-// that its exchange is hidden: the first part travels while the second is computed, the second while the first is multiplied.
-// Behind the other four the ring fills. dev/performance/fused.md, "The sequential residual", has the count.
+// Each arrow of x -> QKV -> attention -> x_mid -> h -> x is an exchange between all blocks. h is exchanged in two
+// parts, which hides its exchange: the first part travels while the second is computed, the second while the first is
+// multiplied. During the other four exchanges the ring fills. The times are in dev/performance/fused.md, "The
+// sequential residual".
 #pragma once
 
 #include "llmc/cuda/fused/grouped_attention.cuh"
@@ -19,7 +20,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// All tokens of the launch. The id of a token is needed for the next one: -1 ends the launch.
+// All tokens of the launch. Each id is the input of the next token; -1 ends the launch.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::run_sequential() {
   const Parameters& p = c.p;
@@ -44,7 +45,8 @@ __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int tok
   const int position = c.p.position + token;
   float x[kInputs];
   {
-    const NormWeight norm = load_norm(layers[l].norm1_weight, layers[l].norm1_bias);  // early: while x is waited for
+    // loaded early, so that it arrives during the wait for x
+    const NormWeight norm = load_norm(layers[l].norm1_weight, layers[l].norm1_bias);
     load_residual(l, token, id, x);
     normalize_one(norm, x);
   }
@@ -63,7 +65,7 @@ __device__ __forceinline__ void Consumer<K>::run_sequential_layer(int l, int tok
   ++step;
 }
 
-// cos and sin of the token's position. A barrier follows before they are read.
+// Copies cos and sin of the token's position to shared memory. The caller's next barrier precedes their use.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::load_rope(int position) const {
   const int half = c.p.rope_half;
@@ -74,9 +76,9 @@ __device__ __forceinline__ void Consumer<K>::load_rope(int position) const {
   }
 }
 
-// The partial sums of the rows in ceil(rows / chunk_rows) chunks, times the inputs; `rows`: those of one matrix. A chunk holds
-// kEach rows of `width` elements for each group of warps. Where chunk_rows is half of that, a chunk has as many rows of a
-// second matrix behind those of the first, and their sums follow `rows` later. As narrow_rows().
+// Partial sums of `rows` rows of a matrix, which come in ceil(rows / chunk_rows) chunks, times `input`. A chunk holds
+// kEach rows of `width` elements for each group of warps. If chunk_rows is half of that, the second half of a chunk has
+// the same rows of a second matrix, whose sums are stored `rows` further on. Otherwise as narrow_rows().
 template <typename K>
 template <int kLoads, int kEach>
 __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk_rows, int width,
@@ -92,7 +94,7 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   for (int i = 0; i < kLoads; ++i) offset[i] = piece(i) * kLaneElements < width ? piece(i) * 16 : -1;
   uint4 w[2][kEach][kLoads] = {};
   const auto add = [&](float* sums, const uint4(&of)[kEach][kLoads]) {
-    float each[kLoads][kEach] = {};  // chains of additions that do not wait for each other
+    float each[kLoads][kEach] = {};  // independent accumulators, so that the additions overlap
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
 #pragma unroll
@@ -124,12 +126,12 @@ __device__ __forceinline__ void Consumer<K>::multiply_chunks(int rows, int chunk
   }
 }
 
-// The sum of a row, in the order of the warps.
+// Adds the partial sums of a row in the order of the warps.
 template <typename K>
 __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
   const float* partial =
       reinterpret_cast<const float*>(shared + at.partials) + partial_buffer * c.p.warps_k * c.p.partial_rows + target;
-  float of_warp[kMaxWarps];  // loaded side by side
+  float of_warp[kMaxWarps];  // all loads before the first addition
 #pragma unroll
   for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < c.p.warps_k ? partial[k * c.p.partial_rows] : 0.0f;
   float sum = of_warp[0];
@@ -138,7 +140,7 @@ __device__ __forceinline__ float Consumer<K>::partial_sum(int target) const {
   return sum;
 }
 
-// As finish_rows().
+// As finish_rows(), by partial_sum().
 template <typename K>
 template <typename Finish>
 __device__ __forceinline__ void Consumer<K>::finish_sums(int count, const Finish& finish) {
@@ -157,7 +159,7 @@ __device__ __forceinline__ void Consumer<K>::sequential_qkv_rows(int l, const fl
   stamp(l, FusedPhase::qkv_done);
 }
 
-// Output projection, added to the residual. `input` is only scratch.
+// The output projection, added to the residual. `input` is passed as scratch registers.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[kInputs]) {
   const Parameters& p = c.p;
@@ -174,7 +176,7 @@ __device__ __forceinline__ void Consumer<K>::middle_rows(int l, float (&input)[k
   stamp(l, FusedPhase::middle_written);
 }
 
-// The MLP's first matrix and its function, in two parts.
+// MLP-up with GELU, or gate and up with SwiGLU, in two parts.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const float (&input)[kInputs]) {
   const Parameters& p = c.p;
@@ -196,7 +198,7 @@ __device__ __forceinline__ void Consumer<K>::hidden_rows(int l, int token, const
   stamp(l, FusedPhase::up_done);
 }
 
-// The MLP's second matrix, part by part, added to the residual.
+// MLP-down, part by part, added to the residual.
 template <typename K>
 __device__ __forceinline__ void Consumer<K>::down_rows(int l) {
   const Parameters& p = c.p;

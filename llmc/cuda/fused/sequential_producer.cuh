@@ -1,4 +1,4 @@
-// What the producer thread copies for the sequential residual.
+// The producer thread for the sequential residual: which bytes it copies into the ring, and in which order.
 #pragma once
 
 #include "llmc/cuda/fused/producer.cuh"
@@ -7,7 +7,7 @@ namespace weft::cuda::fused {
 
 #if WEFT_BULK_COPY
 
-// One stage: `copies` ranges of `amount` bytes, `apart` bytes from one to the next in global memory and `stage_apart` in the
+// Fills one stage with `copies` ranges of `amount` bytes, `apart` bytes apart in global memory and `stage_apart` in the
 // stage.
 template <typename K>
 __device__ bool Producer<K>::chunk(const void* from, int copies, int amount, std::int64_t apart, int stage_apart) {
@@ -23,7 +23,7 @@ __device__ bool Producer<K>::chunk(const void* from, int copies, int amount, std
   return true;
 }
 
-// Columns begin ... begin + width - 1 of rows of `columns`, chunk_rows of them a stage.
+// Copies columns begin to begin + width - 1 of `rows` of a matrix with `columns` columns, chunk_rows rows a stage.
 template <typename K>
 __device__ bool Producer<K>::part_rows(const W* matrix, RowRange rows, int columns, int begin, int width,
                                        int chunk_rows) {
@@ -40,7 +40,8 @@ __device__ bool Producer<K>::part_rows(const W* matrix, RowRange rows, int colum
   return true;
 }
 
-// Rows of gate and the same rows of up, F rows further on: `half` of each a stage, those of gate first.
+// Copies rows of gate and the same rows of up, which lie F rows further on. A stage has `half` rows of gate, then the
+// same rows of up.
 template <typename K>
 __device__ bool Producer<K>::gated_rows(const W* matrix, RowRange rows, int half) {
   const int row_bytes = c.p.C * static_cast<int>(sizeof(*matrix));
@@ -54,14 +55,14 @@ __device__ bool Producer<K>::gated_rows(const W* matrix, RowRange rows, int half
   return true;
 }
 
-// As cache(), from pages, for the items of this block: a K/V head and a split of the context each.
+// As cache(), for a cache that may be in pages; an item is a K/V head and a split of the context.
 template <typename K>
 __device__ bool Producer<K>::pages(int token, int layer, int position) {
   const Parameters& p = c.p;
   const int splits = splits_at(position, p.max_splits);
   const int position_bytes = p.HS * static_cast<int>(sizeof(typename K::KV));
   const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
-  bool checked = token == 0;  // earlier launches have ended
+  bool checked = token == 0;  // the first token reads only what earlier launches wrote
   for (int item = c.block; item < p.NKV * splits; item += c.blocks) {
     const Positions cached = positions_of<kPageUnit>(position, splits, item % splits);
     if (cached.begin == cached.end) continue;
@@ -71,7 +72,8 @@ __device__ bool Producer<K>::pages(int token, int layer, int position) {
       const unsigned wanted = static_cast<unsigned>((token - 1) * p.L + layer + 1);
       if (!c.wait_for([&] { return *steps >= wanted || *stop != 0; })) return false;
       if (*stop != 0) return false;
-      __threadfence_block();  // pairs with that of the helper; then the fence of the copies
+      // orders the read of cache_steps, as the helper's fence its write; the next fence is for the async proxy
+      __threadfence_block();
       hopper::fence_async_proxy_global();
       checked = true;
     }
@@ -90,7 +92,7 @@ __device__ bool Producer<K>::pages(int token, int layer, int position) {
   return true;
 }
 
-// In the order in which consumers read.
+// Copies one layer, in the order in which the consumers read it.
 template <typename K>
 __device__ bool Producer<K>::sequential_layer(const BlockRows& own, int token, int l) {
   const Parameters& p = c.p;

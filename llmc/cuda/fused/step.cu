@@ -1,17 +1,20 @@
-// The kernel of decode.cu for a single step of a few rows. Blocks, ring, producer and helper are the same; what differs:
+// The persistent kernel of decode.cu for one step of a few rows. Blocks, ring, producer and helper are the same. The
+// differences:
 //
-// Consumers multiply on tensor cores (step_consumer.cuh), 4 rows of a matrix by 8 rows of activations at a time, whether the step
-// has 8 or fewer: a further row costs no time there. A chunk of the ring has 4 rows of at most hidden_size elements for each group
-// of warps; MLP-down comes in parts as wide as that, so that the activations of a part stay in registers: 16-bit values, as the
-// model that runs launch by launch stores them. The norms' weights come through the ring, too.
+// Consumers multiply on tensor cores (step_consumer.cuh): 4 rows of a matrix by 8 rows of activations at a time. The
+// tile has 8 columns whether or not the step has 8 rows, so more rows cost no time there. A chunk of the ring has, for
+// each group of warps, 4 rows of at most hidden_size elements. MLP-down is multiplied hidden_size columns at a time, so
+// that the activations of one such range fit in registers. Activations are 16-bit, as Inference stores them. The norms'
+// weights come through the ring, too.
 //
-// Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). The MLP's hidden rows and attention's output
-// are four times as much for 8 rows as for the exchange to hide, so they are exchanged in 16 bits, which have no bit to spare for
-// a tag: a counter announces them. Both waits are hidden, by attention and by MLP-down.
+// Blocks exchange the residual stream and q, k, v as tagged values (parameters.cuh). In that form the MLP's hidden rows
+// and attention's output would be, for 8 rows, about four times as many bytes as an exchange can hide. They are
+// exchanged as 16-bit values, which have no bit to spare for a tag; a counter announces them. The wait for the first is
+// hidden behind attention, that for the second behind MLP-down.
 //
-// An item of attention is a row, a head and a split of the row's positions. The keys of the step's own rows come from the blocks
-// that computed them, not from the pages: so several positions of one sequence see each other, and a page is written by one block
-// and read by the next launch.
+// An item of attention is a row, a head and a split of the row's positions. The keys and values of the step's own rows
+// come from the blocks that computed them, not from the pages. So several positions of one sequence see each other, and
+// what a block writes to a page is read only by later launches.
 #include "llmc/cuda/fused/step.h"
 
 #include <algorithm>
@@ -41,9 +44,9 @@ constexpr int kMaxStepStages = 64, kMinStepStages = 3;
 constexpr int kStepWindow = 48 << 10;
 
 struct StepPlan {
-  Plan plan;  // of FusedDecode; sizes and refusal are those of the step
+  Plan plan;  // as FusedDecode's, with the sizes and the refusal of the step kernel
   StepLayout layout{};
-  int most_shared = 0;  // bytes that a block of this kernel may have
+  int most_shared = 0;  // dynamic shared memory that a block may have, in bytes
 };
 
 StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedTuning& tuning) {
@@ -92,7 +95,7 @@ StepPlan step_plan(const ModelConfig& config, const Device& device, const FusedT
   return step;
 }
 
-// Everything before `rows` is cleared at first.
+// The regions before `rows` must be zero before the first launch: clear().
 template <typename S>
 Regions plan_workspace(const ModelConfig& config, int blocks, StepParameters<S>& p) {
   Regions regions("fused steps: workspace");
@@ -145,7 +148,7 @@ struct FusedStep<S>::State {
 
   HostWords& host() const { return *host_memory.at<HostWords>(0); }
   std::atomic_ref<std::uint64_t> timeout() const { return std::atomic_ref<std::uint64_t>(host().timeout); }
-  // Tags and counters begin again.
+  // Zeroes the exchanged values and counters, and numbers layers from 0 again.
   void clear() {
     StepParameters<S>& p = parameters;
     const auto bytes = static_cast<std::size_t>(reinterpret_cast<char*>(p.rows) - reinterpret_cast<char*>(p.control));
@@ -183,7 +186,7 @@ FusedStep<S>::FusedStep(const ModelConfig& config, const NeoxWeights<S, S>& weig
   p.host = &state_->host();
   p.timeout_ns = static_cast<std::uint64_t>(tuning.timeout_seconds * 1e9);
   p.instruments = {false, tuning.lose_an_arrival, nullptr};
-  // All there is: models of other sizes have the same kernel.
+  // The maximum, not shared_bytes: the attribute belongs to the kernel, which models of other sizes share.
   cuda::check(
       cudaFuncSetAttribute(fused_step_kernel_of<S>(), cudaFuncAttributeMaxDynamicSharedMemorySize, step.most_shared),
       "fused steps");

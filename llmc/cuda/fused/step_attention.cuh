@@ -1,6 +1,6 @@
-// Attention of the step kernel (flash decoding; Dao et al., 2023). An item is a row of the step, a head and a split of its
-// positions. Which warp and which lanes take a position, and so the order of all sums, depend on the position alone: not on
-// whether it lies in the pages or is a row of this step, nor on the other rows.
+// Attention of the step kernel (flash decoding; Dao et al., 2023). An item is a row of the step, a head and a split of
+// its positions. The warp and lanes that compute a position, and so the order of all sums, depend on the position
+// alone: not on whether it lies in the pages or is a row of this step, nor on the other rows.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace weft::cuda::fused {
 
 // ---- the consumers --------------------------------------------------------------------------------------------------
 
-// As Consumer::SoftmaxState.
+// Online softmax, as Consumer::SoftmaxState.
 template <typename S>
 struct StepConsumer<S>::SoftmaxState {
   float largest = -INFINITY, sum = 0, out[kLaneElements] = {};
 
-  // Two positions more; a score of -INFINITY leaves one out.
+  // Adds two positions; a score of -INFINITY leaves one out.
   __device__ __forceinline__ void add(float score0, float score1, const uint4& v0, const uint4& v1) {
     const float most = fmaxf(largest, fmaxf(score0, score1));
     const float base = most == -INFINITY ? 0.0f : most;
@@ -33,8 +33,8 @@ struct StepConsumer<S>::SoftmaxState {
   }
 };
 
-// From the query that the helper left in shared memory to a softmax state for each warp, which the helper merges; kLanes lanes
-// share a position.
+// Computes one softmax state for each warp from the query that the helper left in shared memory; the helper merges the
+// states. kLanes lanes share a position.
 template <typename S>
 template <int kLanes>
 __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& item, int slot) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& ite
         uint4 k = make_uint4(0, 0, 0, 0);
         v[u] = k;
         if (active && at_position[u] < count) {
-          const int in_step = at_position[u] - cached;  // below 0: in the chunk
+          const int in_step = at_position[u] - cached;  // below 0: the position is in the chunk, from the pages
           k = load_shared(in_step < 0 ? keys + at_position[u] * position_bytes : added + in_step * position_bytes);
           v[u] = load_shared(in_step < 0 ? values + at_position[u] * position_bytes
                                          : added + (kStepRows + in_step) * position_bytes);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void StepConsumer<S>::attend_item(const StepItem& ite
     }
     if (cached > 0) end_chunk();
   }
-  // Merges the groups of the warp.
+  // Merges the softmax states of the groups of lanes.
 #pragma unroll
   for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
     const float other = __shfl_xor_sync(~0u, r.largest, offset), largest = fmaxf(r.largest, other);
@@ -124,7 +124,8 @@ __device__ __forceinline__ void StepConsumer<S>::attend(int layer) {
   stamp(layer, FusedPhase::attention_done);
 }
 
-// ---- the helper warp: attention's accesses to global memory, beside what the consumers multiply ------------------------
+// ---- the helper warp: attention's accesses to global memory, while the consumers multiply
+// ---------------------------------
 
 template <typename S>
 struct StepHelper {
@@ -134,14 +135,15 @@ struct StepHelper {
   StepLayout at;
   int lane, warps;  // warps: consumers
 
-  // In all lanes; false if the launch is aborted.
+  // Polls in all lanes; false if the launch is aborted.
   template <typename Try>
   __device__ bool wait(const Try& try_once) const {
     return __all_sync(~0u, c.wait_for(try_once)) != 0;
   }
 
-  // To `slot`: the item's query, rotated and scaled, and keys and values of its positions that are rows of this step, rounded as
-  // the pages hold them. The item of the last split moves those of its own row to their page.
+  // Fills `slot` with the item's query, rotated and scaled, and with the keys and values of those of its positions that
+  // are rows of this step, rounded as the pages hold them. The item of the last split also writes the key and value of
+  // its own row to their page.
   __device__ bool prepare(int layer, const StepItem& item, int slot, unsigned step) {
     constexpr int kAhead = 4, kSpan = 4 * kWarpSize;
     const int HS = p.HS, half = p.rope_half;
@@ -151,13 +153,13 @@ struct StepHelper {
     const int first_key = in_step ? row.first : item.row, key_rows = in_step ? item.row - first_key + 1 : 0;
     float* raw = reinterpret_cast<float*>(shared + at.raw);  // the query, then keys
     float* query = reinterpret_cast<float*>(shared + at.query) + slot * HS;
-    // Of the sequence's first row in this step, and from there on.
+    // [rows of the sequence in this step][HS], from its first row on.
     S* keys = reinterpret_cast<S*>(shared + at.added) + slot * 2 * kStepRows * HS;
     S* values = keys + kStepRows * HS;
     S *const wanted_keys = keys + (first_key - row.first) * HS, *const wanted_values =
                                                                     values + (first_key - row.first) * HS;
 
-    // q, then k and v of each row.
+    // The query, then k and v of each row, as one range of `wanted` elements.
     const int wanted = (1 + 2 * key_rows) * HS;
     for (int first = 4 * lane; first - 4 * lane < wanted; first += kAhead * kSpan) {
       uint4 v[kAhead];
@@ -224,15 +226,15 @@ struct StepHelper {
     return true;
   }
 
-  // Merges the softmax states of the consumer warps. Where a head has several splits, the block of the last one merges all of
-  // them in order. As Helper::collect().
+  // Merges the softmax states of the consumer warps. Where a head has several splits, the block with the last one
+  // merges all of them in order, as Helper::collect() does.
   __device__ bool collect(const StepItem& item, int slot, unsigned phase, unsigned step) {
     constexpr int kAhead = 8;
     const int HS = p.HS;
     if (!wait([&] { return hopper::mbarrier_try(c.item_done + 8 * slot, phase); })) return false;
     const float* states = reinterpret_cast<const float*>(shared + at.states) + slot * warps * (HS + 2);
     std::uint64_t* stored = p.splits + static_cast<std::int64_t>(item.row * p.NH + item.head) * p.max_splits * (HS + 2);
-    // Lane w holds the weight of warp w.
+    // Lane w holds the factor by which the state of warp w is rescaled.
     const float own = lane < warps ? states[lane * (HS + 2)] : -INFINITY, largest = warp_max(own);
     const float own_weight = exp2f(own - (largest == -INFINITY ? 0.0f : largest));
     const float sum = warp_sum(lane < warps ? states[lane * (HS + 2) + 1] * own_weight : 0.0f);
@@ -258,7 +260,7 @@ struct StepHelper {
         continue;
       }
       float merged[2] = {}, total = 0, most = -INFINITY;
-      const auto raise = [&](float to) {  // the largest score, which weights are relative to
+      const auto raise = [&](float to) {  // rescales the sums to a new largest score
         const float zero = to == -INFINITY ? 0.0f : to, keep = exp2f(most - zero);
         most = to, total *= keep, merged[0] *= keep, merged[1] *= keep;
         return zero;
@@ -309,8 +311,8 @@ struct StepHelper {
     return true;
   }
 
-  // The next item is prepared before the last one's states are waited for. One addition announces the heads of a layer: each
-  // would wait until what was stored before it has arrived.
+  // The next item is prepared before the states of the current one are waited for. One atomic announces all heads of a
+  // layer: a release operation waits until all earlier stores have completed, so one for each head would stall.
   __device__ void run() {
     unsigned items = 0;
     for (int l = 0; l < p.L; ++l) {

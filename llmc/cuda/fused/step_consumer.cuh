@@ -1,15 +1,17 @@
-// The consumer warps of the step kernel: GEMMs of a few rows on tensor cores over the chunks of the ring, norms, and the order of
+// The consumer warps of the step kernel: GEMMs of up to 8 rows of activations on tensor cores, norms, and the order of
 // a layer. Attention is in step_attention.cuh.
 //
-// Tiles. A warp multiplies 4 rows of a matrix, 64 elements of each at a time, by up to 8 rows of activations. One load of 16 bytes
-// by each lane takes the tile from shared memory: lanes 8 j ... 8 j + 7 have 128 consecutive bytes of row j, so no two meet in a
-// bank however long rows are. mma.m16n8k16 gets these registers as they are: lane = 4 g + t holds column g of B, which so is one
-// half, g % 2, of the 64 elements of row g / 2. Any order of the elements gives the same sum if both operands follow it; so does
-// A, whose rows 0 ... 7 are the rows of activations over the first halves and rows 8 ... 15 the same over the second halves. Of
-// the accumulators (PTX ISA, "Matrix fragments for mma.m16n8k16") c[0] is the sum of row t of the matrix with row g of the
-// activations over the first halves and c[3] that over the second; c[1] and c[2] mix halves and are not used.
+// Tiles. A warp multiplies 4 rows of a matrix, 64 elements of each at a time, by up to 8 rows of activations with
+// mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). The weights are operand B. One 16-byte load a lane takes
+// a tile from shared memory: lanes 8 j to 8 j + 7 read 128 consecutive bytes of row j, so there are no bank conflicts
+// whatever the row length. These registers are used as B fragments without a shuffle. Lane 4 g + t holds column g of B,
+// so column g is one half (g % 2: first or second 32 elements) of row g / 2. The dot product does not depend on the
+// order of the elements as long as A has the same order: A's rows 0 to 7 are the activation rows over the first halves,
+// its rows 8 to 15 the same rows over the second halves. So of the accumulators c[0] is the sum of matrix row t with
+// activation row g over the first halves, c[3] over the second halves; c[1] and c[2] pair different halves and are
+// discarded.
 //
-// A row of activations is a row of A: its sums do not depend on the other rows, nor on how many there are.
+// An activation row is a row of A, so its sums do not depend on the other rows, nor on how many there are.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +31,7 @@ template <typename S>
 struct StepConsumer {
   using Variant = StepVariant<S>;
   using Layer = typename Block<Variant>::Layer;
-  // Rows of activations, this lane's elements: [tile][half], 8 neighbours each of row `act`.
+  // This lane's part of the activations as A fragments: [tile][half], 8 consecutive elements each of row `act`.
   struct Operand {
     uint4 at[kWarpTiles][2];
   };
@@ -42,12 +44,12 @@ struct StepConsumer {
   const Layer* layers;
   BlockRows own;
   int thread, warp, lane, warps, warp_k, warp_r;
-  int act, slice;  // lane / 4 and lane % 4: the row of activations, and of a batch of sums row 4 warp + slice
+  int act, slice;  // lane / 4: activation row. lane % 4: this thread finishes row 4 warp + slice of a batch of sums
   RingPosition ring;
   int partial_buffer = 0, moment_buffer = 0;
-  unsigned step;       // layers done, in this launch and those before
-  unsigned items = 0;  // of attention, done in this launch
-  float x_own = 0;     // residual of row own.out.begin + 4 warp + slice of step row `act`
+  unsigned step;       // layers done, in this launch and all earlier ones
+  unsigned items = 0;  // items of attention done in this launch
+  float x_own = 0;     // residual stream: element own.out.begin + 4 warp + slice of step row `act`
 
   __device__ __forceinline__ StepConsumer(const Block<Variant>& block, const StepParameters<S>& parameters,
                                           char* shared_memory, const StepLayout& layout)
@@ -67,7 +69,7 @@ struct StepConsumer {
         slice(lane % 4),
         step(p.first_step) {}
 
-  // ---- the block's consumers
+  // ---- synchronisation of the block's consumers
   __device__ __forceinline__ void sync() const { named_barrier_wait(1, warps * kWarpSize); }
   __device__ __forceinline__ void stamp(int layer, FusedPhase phase) const {
     if (p.instruments.timeline == nullptr || thread != 0) return;
@@ -93,12 +95,11 @@ struct StepConsumer {
     ring.advance(p.stages);
   }
 
-  // ---- tiles
-  // Elements 8 piece ... 8 piece + 7 of a vector are this lane's in `half` of tile `tile`.
+  // This lane's part of a vector in `half` of tile `tile` is elements 8 piece to 8 piece + 7.
   __device__ __forceinline__ int piece(int tile, int half) const {
     return warp_k * kWarpSize + tile * 8 + half * 4 + slice;
   }
-  // This lane's piece of a row of the matrix in tile 0: those of the next tiles are 8 further on.
+  // Index of this lane's 8 elements of a matrix row in tile 0; each further tile adds 8.
   __device__ __forceinline__ int weight_piece() const { return warp_k * kWarpSize + lane % 8; }
 
   __device__ __forceinline__ void load_tiles(uint4 (&w)[kWarpTiles], unsigned own_bytes, int width) {
@@ -109,9 +110,9 @@ struct StepConsumer {
     }
     end_chunk();
   }
-  // The sum of row `slice` of the tiles with row `act` of the activations.
+  // The dot product of matrix row `slice` of the tiles with activation row `act`.
   __device__ __forceinline__ static float multiply_tiles(const Operand& a, const uint4 (&w)[kWarpTiles]) {
-    float sums[4][4] = {};  // chains that do not wait for each other
+    float sums[4][4] = {};  // independent accumulators, so that the mma overlap
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
       const uint4 &first = a.at[i][0], &second = a.at[i][1];
@@ -125,8 +126,9 @@ struct StepConsumer {
     return reinterpret_cast<float*>(shared + at.partials) +
            (partial_buffer * p.warps_k + of_warp_k) * warps * kWarpSize;
   }
-  // The partial sums of `rows` rows of `width` elements, at most a batch: 4 rows for each warp. A chunk has 4 rows for each group
-  // of warps. Elements past the end of a row are 0; rows past the last one are stale, and their sums are not used.
+  // Partial sums of this warp for `rows` rows of `width` elements, at most a batch, that is 4 rows a warp. A chunk has
+  // 4 rows for each group of warps. Elements past the end of a row are 0. Rows past the last one are stale shared
+  // memory; their sums are not used.
   __device__ __forceinline__ void multiply(int rows, int width, const Operand& a, bool accumulate) {
     const int chunk_rows = kStepTileRows * p.warps_r, chunks = (rows + chunk_rows - 1) / chunk_rows;
     const unsigned own_bytes = (warp_r * kStepTileRows + lane / 8) * 2 * width + weight_piece() * 16;
@@ -136,7 +138,8 @@ struct StepConsumer {
       float& place = sums[chunk * chunk_sums];
       place = accumulate ? place + sum : sum;
     };
-    // A chunk is loaded to registers, and its stage released, before the arithmetic on the chunk before it.
+    // A chunk is loaded to registers and its stage released before the arithmetic on the previous chunk, so that loads
+    // and mma overlap.
     uint4 w[2][kWarpTiles] = {};
     if (chunks > 0) load_tiles(w[0], own_bytes, width);
     for (int chunk = 0; chunk < chunks; chunk += 2) {
@@ -147,14 +150,15 @@ struct StepConsumer {
       keep(chunk + 1, multiply_tiles(a, w[1]));
     }
   }
-  // Adds the partial sums of the warps in their order and calls finish(row, sum): in one thread for each row of the batch and
-  // each row `act`, those that the step has not included. One barrier: the next partial sums go to the other buffer.
+  // Adds the partial sums in the order of the warps and calls finish(row, sum) in one thread for each row of the batch
+  // and each activation row `act`, also for those that the step does not have. One barrier is enough: the next partial
+  // sums go to the other buffer.
   template <typename Finish>
   __device__ __forceinline__ void finish_rows(int rows, const Finish& finish) {
     sync();
     const int row = kStepTileRows * warp + slice;
     if (row < rows) {
-      float of_warp[kMaxWarps];  // loaded side by side
+      float of_warp[kMaxWarps];  // all loads before the first addition
 #pragma unroll
       for (int k = 0; k < kMaxWarps; ++k) of_warp[k] = k < p.warps_k ? partials(k)[thread] : 0.0f;
       float sum = of_warp[0];
@@ -164,7 +168,7 @@ struct StepConsumer {
     }
     partial_buffer ^= 1;
   }
-  // All rows of a matrix of `width` columns, a batch at a time: store(row, sum with bias).
+  // GEMM of all of this block's rows of a matrix with `width` columns, a batch at a time; calls store(row, sum + bias).
   template <typename Store>
   __device__ __forceinline__ void all_rows(RowRange rows, int width, const S* bias, const Operand& a,
                                            const Store& store) {
@@ -176,7 +180,7 @@ struct StepConsumer {
       finish_rows(count, [&](int row, float sum) { store(first + row, sum + bias_value(bits)); });
     }
   }
-  // Of the row whose sum this thread will finish, as bits: converting them here would wait for the load.
+  // Bias of the row that this thread finishes, as bits: converting it here would wait for the load.
   __device__ __forceinline__ unsigned short load_bias(const S* bias, int first, int count) const {
     const int row = kStepTileRows * warp + slice;
     return bias != nullptr && row < count ? load_early(reinterpret_cast<const unsigned short*>(bias) + first + row) : 0;
@@ -187,8 +191,8 @@ struct StepConsumer {
     return low;
   }
 
-  // ---- activations
-  // Rows of 16-bit activations that a counter has announced, `stride` elements apart; `width` elements from `vectors` on.
+  // Loads A fragments from 16-bit activation rows that a counter has announced: `width` elements from `vectors` on,
+  // rows `stride` elements apart.
   __device__ __forceinline__ void load_operand(Operand& a, const S* vectors, int stride, int width) const {
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
@@ -206,7 +210,7 @@ struct StepConsumer {
     const std::int32_t id = p.row[act].id;
     return id < 0 ? p.last_ids[-1 - id] : id;
   }
-  // This lane's elements of the residual stream: of the embedding in the first layer.
+  // This lane's elements of the residual stream entering layer l; for layer 0 they are the embedding.
   __device__ __forceinline__ void load_residual(int l, float (&x)[kInputs]) {
     if (l > 0) {
       load_tagged(x);
@@ -224,7 +228,7 @@ struct StepConsumer {
     }
     stamp(l, FusedPhase::x_here);
   }
-  // The same from p.x, as soon as it is of layer `step`; loads again only what is not.
+  // The same from p.x: polls until all values have the tag of `step`, and repeats only the loads of those that do not.
   __device__ __forceinline__ void load_tagged(float (&x)[kInputs]) const {
     constexpr int kLoads = 4 * kWarpTiles;
     uint4 values[kLoads] = {};
@@ -259,8 +263,8 @@ struct StepConsumer {
   struct Moments {
     float mean, rstd;
   };
-  // Of row `act`. Each warp takes the moments of its own elements, and those of all warps are combined, as moments_of() in
-  // norm.cuh does.
+  // Mean and 1 / sqrt(variance + eps) of row `act`: each warp computes the moments of its own elements, and those of
+  // all warps are combined as in moments_of() of norm.cuh.
   __device__ __forceinline__ Moments moments_of(const float (&x)[kInputs]) {
     const auto elements_of = [&](int k) {
       return static_cast<float>(max(0, min(kWarpElements, p.C - k * kWarpElements)));
@@ -272,7 +276,7 @@ struct StepConsumer {
     const float count = elements_of(warp_k), C = static_cast<float>(p.C);
     float sum = 0, squares = 0;
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) sum += x[j];  // 0 outside
+    for (int j = 0; j < kInputs; ++j) sum += x[j];  // elements past the end are 0
     const float own_mean = count > 0 ? over_slices(sum) / count : 0.0f;
 #pragma unroll
     for (int k = 0; k < 2 * kWarpTiles; ++k) {
@@ -303,7 +307,8 @@ struct StepConsumer {
     }
     return {mean, rsqrtf(total / C + p.eps)};
   }
-  // first = norm1(x), second = norm2(x), rounded, by the weights and biases that the next chunk holds one after another.
+  // first = norm1(x), second = norm2(x), rounded to S. The next chunk of the ring holds their weights and biases one
+  // after another.
   template <bool kBoth>
   __device__ __forceinline__ void normalize(const float (&x)[kInputs], Operand& first, Operand& second) {
     const auto [mean, rstd] = moments_of(x);
@@ -339,7 +344,7 @@ struct StepConsumer {
   template <int kLanes>
   __device__ __forceinline__ void attend_item(const StepItem& item, int slot);
 
-  // ---- the order of a layer
+  // ---- order of the operators in a layer
   __device__ __forceinline__ void run() {
     for (int l = 0; l < p.L; ++l) run_layer(l);
     if (p.logits != nullptr) run_head();
@@ -354,7 +359,8 @@ struct StepConsumer {
       load_residual(l, x);
       normalize<true>(x, input, mlp_input);
       stamp(l, FusedPhase::norms_done);
-      // Also of rows that the step has not: every tag tells its layer, however many rows the next launch has.
+      // Rows that the step does not have are written, too: then all values of a layer carry its tag, however many rows
+      // the next launch has.
       all_rows(own.qkv, p.C, w.qkv_bias, input,
                [&](int row, float sum) { store_relaxed(p.qkv + act * p.qkv_stride + row, tagged(sum, step + 1)); });
       stamp(l, FusedPhase::qkv_done);
@@ -368,8 +374,8 @@ struct StepConsumer {
     output_rows(l, input);
     ++step;
   }
-  // MLP-down, a part of C columns at a time, and the output projection of the same rows, added to the residual. `input` is only
-  // scratch.
+  // MLP-down, C columns at a time, and the output projection, for the same rows; both are added to the residual.
+  // `input` is passed as scratch registers.
   __device__ __forceinline__ void output_rows(int l, Operand& input) {
     const Layer& w = layers[l];
     const int rows = own.out.end - own.out.begin;
@@ -379,7 +385,8 @@ struct StepConsumer {
     await(p.control->head, static_cast<unsigned>(c.blocks) * (step + 1));
     load_operand(input, p.hidden, p.F, p.C);
     stamp(l, FusedPhase::mlp_up_here);
-    // What is multiplied next is on its way meanwhile: a part of the hidden rows, at last attention's output.
+    // Software pipeline: while one range of C columns is multiplied, the next one is loaded; the last load is
+    // attention's output.
 #pragma unroll 1
     for (int begin = 0; begin < p.F; begin += p.C) {
       Operand next;

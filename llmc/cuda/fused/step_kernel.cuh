@@ -1,5 +1,5 @@
-// The kernel of one step: one block on each multiprocessor, all of them resident at once; the last two warps are producer and
-// helper. step.cu says what it does and why.
+// The step kernel: one block on each multiprocessor, all resident at once; the last two warps are producer and helper.
+// What it does and why: step.cu.
 #pragma once
 
 #include "llmc/cuda/fused/step_attention.cuh"

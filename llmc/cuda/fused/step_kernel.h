@@ -1,9 +1,9 @@
-// The kernel of one step as the host knows it. Each storage type is compiled in a file of its own.
+// The step kernel's host-side handle. Each storage type is compiled in its own file.
 #pragma once
 
 namespace weft::cuda::fused {
 
-// One parameter: StepParameters<S>.
+// The kernel function, for a launch; its one parameter is StepParameters<S>.
 template <typename S>
 const void* fused_step_kernel_of();
 

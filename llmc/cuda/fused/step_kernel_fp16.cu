@@ -1,4 +1,4 @@
-// The kernel of one step for models in fp16.
+// The step kernel for models in fp16.
 #include "llmc/cuda/fused/step_kernel.cuh"
 
 namespace weft::cuda::fused {

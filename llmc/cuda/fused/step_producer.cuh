@@ -1,4 +1,4 @@
-// What the producer thread of the step kernel copies.
+// The producer thread of the step kernel: which bytes it copies into the ring, and in which order.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct StepProducer {
   __device__ unsigned stage() const { return ring.c.ring + ring.next.stage * p.stage_bytes; }
   __device__ unsigned full() const { return ring.c.full + 8 * ring.next.stage; }
 
-  // Weights and biases of both norms, or of one, one after another.
+  // One chunk with weight and bias of norm1, then, if `both`, of norm2.
   __device__ bool norms(const Layer& w, bool both) {
     if (!ring.acquire()) return false;
     const unsigned bytes = static_cast<unsigned>(p.C) * sizeof(S);
@@ -33,7 +33,8 @@ struct StepProducer {
     return true;
   }
 
-  // Keys and values of the positions of this block's items that lie in pages, chunk_positions a stage.
+  // Keys and values of this block's items, as far as they are in pages: chunk_positions positions a stage, keys first.
+  // A chunk may span pages.
   __device__ bool pages(int layer) {
     const std::int64_t layer_begin = p.capacity * p.NKV * p.HS * layer;
     const int position_bytes = p.HS * static_cast<int>(sizeof(S));
@@ -84,7 +85,8 @@ struct StepProducer {
     if (more && p.logits != nullptr && norms(ring.layers[p.L], false)) {
       ring.part_rows(ring.layers[p.L].qkv, own.head, p.C, 0, p.C, kStepTileRows * p.warps_r);
     }
-    // A block must not end while copies into its shared memory are in flight. They complete whatever has happened.
+    // A block must not end while copies into its shared memory are in flight. This wait needs no time limit: copies
+    // complete whether or not the launch was aborted.
     for (; ring.in_flight > 0; --ring.in_flight) {
       while (!hopper::mbarrier_try(ring.c.full + 8 * ring.oldest.stage, ring.oldest.phase)) {
       }

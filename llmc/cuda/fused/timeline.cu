@@ -16,7 +16,7 @@ const char* phase_name(int phase) {
   return names[phase];
 }
 
-// Of one layer and phase, in ns after `begin`.
+// Over the blocks, for one layer and phase: when it ended, in ns after `begin`.
 struct Ends {
   double first = std::numeric_limits<double>::max(), mean = 0, last = 0;
   int blocks = 0;

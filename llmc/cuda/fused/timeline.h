@@ -1,4 +1,4 @@
-// When the phases of a layer of the fused decode kernel end, block by block.
+// Timeline of the fused kernels: when each block ends each phase of a layer.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,9 @@
 
 namespace weft::cuda {
 
-// Ends of the phases of a layer, in the order in which a block reaches them where the residual is parallel. "here": what
-// other blocks computed has arrived. Of the last two, and the order elsewhere, see sequential_layer.cuh.
+// Ends of the phases of a layer, in the order in which a block reaches them with the parallel residual. "here" means
+// that what other blocks computed has arrived. The last two, and the order with the sequential residual:
+// sequential_layer.cuh.
 enum class FusedPhase : int {
   x_here,
   norms_done,
@@ -25,18 +26,18 @@ enum class FusedPhase : int {
 };
 inline constexpr int kFusedPhases = 12;
 
-// times[(layer * kFusedPhases + phase) * blocks + block] in ns of the GPU's global timer, for the last token of a launch;
-// 0 where a block has no part in a phase. Layer `layers` is the head, which has x_here, norms_done, qkv_done (its rows) and
-// up_done (its greatest logit).
+// times[(layer * kFusedPhases + phase) * blocks + block] in ns of the GPU's global timer, for the last token of a
+// launch; 0 where a block takes no part in a phase. Entry `layers` is the head, with x_here, norms_done, qkv_done (its
+// rows) and up_done (its largest logit).
 struct FusedTimeline {
   std::int64_t layers = 0;
   int blocks = 0;
   std::vector<std::uint64_t> times;
 };
 
-// A table with a row for each phase: its end in us after the first block has the layer's input; first, mean and last block,
-// means over layers. Layer 0, which waits for no other block, is left out unless it is the only one. Empty where nothing was
-// recorded.
+// A text table with one row for each phase: its end in us after the first block has the layer's input, for the first
+// block, the mean and the last block; means over layers. Layer 0 waits for no other block and is left out unless it is
+// the only one. Empty where nothing was recorded.
 std::string timeline_text(const FusedTimeline& timeline);
 
 }  // namespace weft::cuda

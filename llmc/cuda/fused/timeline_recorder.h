@@ -1,4 +1,4 @@
-// The device memory into which a fused kernel records a timeline.
+// Device memory into which a fused kernel records a timeline.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,17 +11,17 @@
 
 namespace weft::cuda {
 
-// Where a kernel of so many layers and blocks records its timeline, while it is wanted.
+// Allocated only while a timeline is wanted.
 class TimelineRecorder {
  public:
   TimelineRecorder(std::int64_t layers, int blocks) : layers_(layers), blocks_(blocks) {}
 
-  // Records from the next launch on, or forgets what was recorded.
+  // true: allocates, and records from the next launch on. false: discards what was recorded.
   void record(bool wanted);
   bool wanted() const { return memory_ != nullptr; }
-  // For the next launch in `stream`: the times, all 0; null where none are wanted.
+  // The zeroed times for the next launch in `stream`, on the device; null where no timeline is wanted.
   std::uint64_t* begin(cudaStream_t stream);
-  // After a launch, for which it waits. Without times where none are wanted.
+  // Waits for the stream and copies the times to the host. Empty where no timeline is wanted.
   FusedTimeline read(cudaStream_t stream) const;
 
  private:

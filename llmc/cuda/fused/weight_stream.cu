@@ -9,16 +9,16 @@ namespace weft::cuda::fused {
 
 namespace {
 
-constexpr int kPackThreads = 256, kPackSlices = 8;  // blocks that share the stages of a stream
+constexpr int kPackThreads = 256, kPackSlices = 8;  // thread blocks that divide the stages of one stream among them
 
-// A part of a matrix that goes into the streams.
+// The rows of a packed matrix that form a part of a stream.
 struct Source {
   const std::byte* blocks;
   std::int64_t K;
   RowRange rows;
 };
 
-// 16 bytes at `offset` of a stage with rows from `first_row` and groups from `first_group` of the part.
+// The 16 bytes at `offset` of the stage that begins at row `first_row` and group `first_group` of the part.
 template <DType Q>
 __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int rows, int first_group, int groups) {
   const int set_stride = set_rows(Q) * groups * group_bytes(Q), set = offset / set_stride;
@@ -26,7 +26,7 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
   offset -= set * set_stride;
   first_row += set * set_rows(Q);
   unsigned words[4] = {};
-  constexpr int kRowBytes = 64;  // of a row, that lie together
+  constexpr int kRowBytes = 64;  // consecutive bytes of one row
   constexpr int kHalves = Q == DType::u4 ? 1 : 2;
   const int weights = groups * kHalves * own_rows * kRowBytes;
   if (offset < weights) {
@@ -59,7 +59,7 @@ __device__ uint4 stage_piece(const Source& from, int offset, int first_row, int 
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A part of the stream `to`, by kPackSlices blocks.
+// Writes one part of a stream to `to`; kPackSlices thread blocks each write every kPackSlices-th stage.
 template <DType Q>
 __device__ void pack_part(std::byte* to, const Source& from, const StreamShape& shape, const StreamPart& part) {
   int stage = 0;

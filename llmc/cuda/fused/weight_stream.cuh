@@ -1,17 +1,18 @@
-// How quantised weights lie in global memory and in the stages of the ring: in the order in which the consumers of a block
-// multiply them, so that the producer copies consecutive bytes and a lane loads 16 bytes that it can use as they are.
+// The layout of quantised weights in global memory and in the stages of the ring: the order in which a block's
+// consumers multiply them, so that the producer copies consecutive bytes and a lane's 16-byte load is an mma fragment.
 //
-// The stream of a block and layer has its rows of each matrix, part after part (layer_parts()). A part is some rows and all
-// of K, in groups of 128. Stages of a part: for each band of K, as much as the consumers hold of the activations at a time, all
-// rows, stage_rows() at a time, and of these load_groups() groups a stage. In a stage each group of warps along the rows has a
-// set of rows, set_rows() of them or what is left:
+// A stream is one block's share of one layer: its rows of each matrix, one part after another (layer_parts()). A part
+// is a range of rows over all of K, in groups of 128. It is cut into stages: K is cut into bands, as many groups as the
+// consumers hold activations for at a time; within a band the rows are cut into stage_rows() at a time; within these
+// the groups are cut into load_groups at a time. In a stage each group of warps along the rows has its own set of rows,
+// set_rows() of them or what is left:
 //
 //   8 bits  [group][half][row][64 bytes]: byte 16 t + i of half h is k = 32 t + 16 h + i of the group
 //   4 bits  [group][row][64 bytes]: byte 16 t + 4 n + i has k = 32 t + 8 n + i in its low bits, k + 4 in the high ones;
-//           then [group][row] words: the scale's fp16 bits, and above them zero
+//           then [group][row] words: the scale's fp16 bits in the low half, the zero point in the high half
 //
-// `rows`, not set_rows(), is the stride, so that nothing is filled up but the end of a set of int4, to 16 bytes. K is filled up to
-// whole groups, with zeros.
+// The stride is the number of rows that there are, not set_rows(): the only padding of rows is at the end of an int4
+// set, to 16 bytes. K is padded with zeros to whole groups.
 #pragma once
 
 #include "llmc/cuda/fused/parameters.cuh"
@@ -19,10 +20,11 @@
 
 namespace weft::cuda::fused {
 
-constexpr int kTileRows = 8;                                                // of weights in an mma
-constexpr int kWarpGroups = kWarpElements / static_cast<int>(kQuantGroup);  // of a warp, in a load of kWarpElements
+constexpr int kTileRows = 8;  // rows of weights in an mma
+// groups that a warp covers with kWarpElements elements
+constexpr int kWarpGroups = kWarpElements / static_cast<int>(kQuantGroup);
 
-// Tiles of a warp in a stage: stages are of about the same size.
+// Tiles of a warp in a stage. int4 has two, so that stages of both types have about the same size.
 __host__ __device__ constexpr int warp_tiles(DType q) {
   return q == DType::u4 ? 2 : 1;
 }
@@ -39,11 +41,11 @@ __host__ __device__ inline int groups_of(std::int64_t K) {
   return static_cast<int>((K + kQuantGroup - 1) / kQuantGroup);
 }
 
-// Of the digits of a warp's activations on their way to its lanes (quantized_rows.cuh): 256 integers, in four planes.
-constexpr int kDigitPlane = 256 + 16;  // bytes; lanes that read different planes find them in different banks
+// A warp's staging buffer for the digits of 256 activations (quantized_rows.cuh): four planes, one for each digit.
+constexpr int kDigitPlane = 256 + 16;  // bytes; 16 bytes of padding put the planes into different banks
 constexpr int kDigitBytes = 4 * kDigitPlane;
 
-// How warps share the weights of a stage.
+// How the warps of a block divide the weights of a stage.
 struct StreamShape {
   int load_groups, band_groups, warps_r;
 
@@ -55,7 +57,8 @@ struct StreamShape {
 struct StreamPart {
   int rows, groups;
 };
-// visit(first row, rows, first group, groups) for each stage, until it returns false. True: to the end.
+// Calls visit(first row, rows, first group, groups) for each stage of a part, in order, until it returns false; returns
+// whether all were visited.
 template <typename Visit>
 __host__ __device__ inline bool for_each_stage(DType q, const StreamShape& shape, const StreamPart& part,
                                                const Visit& visit) {
@@ -81,7 +84,8 @@ __host__ __device__ inline std::int64_t part_bytes(DType q, const StreamShape& s
   return bytes;
 }
 
-// The parts of a layer in a block, in the order in which they are read; keys and values come between MLP-up and MLP-down.
+// The parts of a block's stream, in the order in which they are read. Keys and values are copied between MLP-up and
+// MLP-down.
 constexpr int kParts = 4;
 struct LayerParts {
   enum Matrix { qkv, up, down, dense };

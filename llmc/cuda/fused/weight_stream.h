@@ -1,4 +1,4 @@
-// Quantised matrices of an inference model on their way into the order in which the fused kernel reads them.
+// Repacks the quantised matrices of an inference model into the order in which the fused kernel reads them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,11 +12,12 @@ namespace weft::cuda::fused {
 struct BlockRows;
 struct Sizes;
 
-// Writes the streams of all blocks of a layer (weight_stream.cuh), `sizes.stream_bytes` of each, to device memory. `rows`: of each
-// block, on the device.
+// Writes one layer's streams (weight_stream.cuh) for all blocks to `to`: blocks * sizes.stream_bytes bytes of device
+// memory. `from`: int8 or int4 in the layout of quantized_matmul.cuh, on the device; `rows`: [blocks] on the device.
+// Queued in `stream`. Exit::internal for another type.
 void pack_layer(std::byte* to, const QuantizedMatrices::Layer& from, const Sizes& sizes, int row_loads,
                 const BlockRows* rows, int blocks, cudaStream_t stream);
-// The same for the head, in int8: `sizes.head_stream_bytes` of each block.
+// The same for the head, which must be int8: blocks * sizes.head_stream_bytes bytes.
 void pack_head(std::byte* to, const PackedMatrix& from, const Sizes& sizes, int row_loads, const BlockRows* rows,
                int blocks, cudaStream_t stream);
 

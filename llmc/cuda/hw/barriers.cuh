@@ -8,7 +8,7 @@
 
 namespace weft::cuda::hopper {
 
-// What mbarriers occupy in shared memory, for the struct that lays it out.
+// The storage of mbarriers, for structs that lay out shared memory.
 using BarrierStorage = std::uint64_t;
 template <int Stages>
 struct RingBarrierStorage {
@@ -17,25 +17,27 @@ struct RingBarrierStorage {
 
 #if WEFT_BULK_COPY
 
-// By its address. The full barrier of a stage completes a phase when the producer has filled the stage, the empty one
-// when all consumers have given it back. Both are addresses for the functions of hopper.cuh.
+// The barriers of a ring, by their shared-memory addresses. A stage's full barrier completes a phase when the producer
+// has filled the stage, its empty barrier when all consumers have released it. full() and empty() return addresses for
+// the functions of hopper.cuh.
 class RingBarriers {
  public:
-  // `storage`: of RingBarrierStorage<stages>, or of 2 * stages mbarriers.
+  // `storage`: address of a RingBarrierStorage<stages>, or of 2 * stages mbarriers.
   __device__ RingBarriers(unsigned storage, int stages)
       : full_(storage), empty_(storage + static_cast<unsigned>(stages) * sizeof(BarrierStorage)) {}
 
   __device__ unsigned full(int stage) const { return full_ + stage * static_cast<int>(sizeof(BarrierStorage)); }
   __device__ unsigned empty(int stage) const { return empty_ + stage * static_cast<int>(sizeof(BarrierStorage)); }
 
-  // One thread, for each stage: how many arrivals fill it, how many empty it.
+  // Called by one thread for each stage: how many arrivals fill it and how many release it.
   __device__ void init(int stage, unsigned full_arrivals, unsigned empty_arrivals) const {
     mbarrier_init(full(stage), full_arrivals);
     mbarrier_init(empty(stage), empty_arrivals);
   }
-  // A consumer: until the stage is filled.
+  // Consumer: waits until the stage is full.
   __device__ void wait_full(RingPosition position) const { mbarrier_wait(full(position.stage), position.phase); }
-  // The producer: until the consumers have given back what the stage held before; at once in the first round.
+  // Producer: waits until the consumers have released the stage's previous contents; returns at once in the first
+  // round.
   __device__ void wait_empty(RingPosition position) const { mbarrier_wait(empty(position.stage), position.phase ^ 1); }
 
  private:

@@ -1,4 +1,5 @@
-// The threads of a block: warps, shared addresses, barriers of some of the threads, reductions over a warp or a block.
+// The threads of a block: warps, shared-memory addresses, barriers for some of the threads, reductions over a warp or a
+// block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,17 +8,18 @@ namespace weft::cuda {
 
 constexpr int kWarpSize = 32;
 
-// The address of a shared variable as PTX instructions take it.
+// The 32-bit address of a shared variable, as PTX instructions take it.
 __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
-// The first multiple of `alignment`, a power of two, from there on.
+// The same, rounded up to a multiple of `alignment`, a power of two.
 __device__ inline unsigned shared_address(const void* pointer, unsigned alignment) {
   return (shared_address(pointer) + alignment - 1) & ~(alignment - 1);
 }
 
-// Barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads, a multiple of 32, have arrived or wait. A
-// thread that arrives goes on at once; one that waits then sees what the others wrote before they came.
+// Named barrier `id` (1 to 15; 0 is __syncthreads) completes when `threads` threads, a multiple of 32, have arrived or
+// are waiting. A thread that arrives continues at once; one that waits then sees what the others wrote before they
+// arrived.
 __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -25,7 +27,7 @@ __device__ inline void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Butterfly over the warp: every lane gets the result, in an order that does not depend on timing.
+// Butterfly reduction over the warp: every lane gets the result, in an order that does not depend on timing.
 __device__ inline float warp_sum(float value) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
@@ -37,8 +39,8 @@ __device__ inline float warp_max(float value) {
   return value;
 }
 
-// Over a block of up to 1024 threads (a multiple of 32); every thread gets the result. `scratch`: 32 floats of shared
-// memory. It synchronises before it reads and before it returns, so that consecutive calls may share the scratch.
+// Reduction over a block of up to 1024 threads (a multiple of 32); every thread gets the result. `scratch`: 32 floats
+// of shared memory. It synchronises before it reads and before it returns, so consecutive calls may share the scratch.
 template <float (*WarpReduce)(float)>
 __device__ inline float block_reduce(float value, float* scratch, float identity) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

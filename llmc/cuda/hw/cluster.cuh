@@ -1,18 +1,19 @@
-// What the blocks of a thread-block cluster tell each other through distributed shared memory (sm_90 and later): ClusterGather
-// and ClusterReduce, the collectives of ClusterFusion (Luo et al., 2025), as one exchange without rounds.
+// Communication between the blocks of a thread-block cluster through distributed shared memory (sm_90 and later):
+// ClusterGather and ClusterReduce, the collectives of ClusterFusion (Luo et al., 2025), as a single exchange without
+// rounds.
 //
-// Each block pushes its message into the inbox of every block, its own included, and every 16 bytes that land are counted
-// by the receiver's mbarrier. So there is one hop where a tree has log2(size) of them, and no barrier of the cluster. What
-// keeps it free of races:
-//  - There are two inboxes, used alternately. A block sends message k + 2 only after it has message k + 1 of every block, and a block
-//    sends k + 1 only after it is done with inbox k: the entry barrier of the block stands between. So nobody overwrites
-//    what is still read.
-//  - Messages k and k + 2 are counted by the same mbarrier in consecutive phases; the argument above says that phase k is
-//    complete when the first byte of k + 2 arrives. Bytes that arrive before the receiver announced them are not lost: the
-//    phase waits for the announcement too.
-//  - The constructor meets all blocks: nobody sends before the mbarriers exist.
-//  - A block may leave after its last exchange: it has got everything that was sent to it, so nobody writes to it any more.
-//    For that all blocks take part in the same exchanges.
+// Each block stores its message into the inbox of every block, its own included, and the receiver's mbarrier counts
+// every 16 bytes that arrive. So there is one hop where a tree has log2(size), and no cluster barrier. Why there are no
+// races:
+//  - There are two inboxes, used alternately. A block sends message k + 2 only after it has received message k + 1 from
+//    every block, and a block sends k + 1 only after it has finished reading inbox k (the __syncthreads() at the entry
+//    of gather() is in between). So no message is overwritten before it is read.
+//  - Messages k and k + 2 are counted by the same mbarrier in consecutive phases; by the argument above phase k is
+//    complete when the first byte of k + 2 arrives. Bytes that arrive before the receiver has announced them are not
+//    lost: the phase completes only after the announcement.
+//  - The constructor synchronises all blocks, so none sends before the mbarriers are initialised.
+//  - A block may exit after its last exchange: it has received everything that is sent to it, so no block stores to it
+//    any more. This requires that all blocks take part in the same exchanges.
 #pragma once
 
 #include <cstdint>
@@ -30,12 +31,12 @@ __device__ inline unsigned cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// All threads of all blocks of the cluster; what they wrote before is visible to all of them after.
+// Barrier for all threads of all blocks of the cluster; what they wrote before is visible to all of them after.
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same in two halves, and without making anything visible that hopper::fence_barrier_init() has not: no fence that waits
-// for the thread's accesses to memory.
+// The same in two halves, without the fence that waits for the thread's memory accesses: it makes nothing visible
+// except what hopper::fence_barrier_init() has released.
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -48,13 +49,13 @@ __device__ inline unsigned cluster_address(unsigned shared, unsigned rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
-// Arrives at the mbarrier of block `rank`. Orders nothing but what this thread has waited for: reads of shared memory that
-// are done, say, so that block `rank` may copy over them.
+// Arrives at the mbarrier of block `rank`. It orders only accesses that this thread has waited for, such as completed
+// reads of shared memory that block `rank` may then overwrite by a copy.
 __device__ inline void cluster_mbarrier_arrive(unsigned barrier, unsigned rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
 }
-// What other blocks sent is visible to this thread, too: a wait acquires from its own block only. For a phase that this
-// thread has waited for.
+// Makes what other blocks sent visible to this thread: mbarrier_wait() acquires from its own block only. Call it for a
+// phase that this thread has already waited for, so it does not spin.
 __device__ inline void cluster_acquire(unsigned barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred p;\nwait_%=:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
@@ -62,12 +63,12 @@ __device__ inline void cluster_acquire(unsigned barrier, unsigned parity) {
       "r"(parity)
       : "memory");
 }
-// Until a phase is complete that other blocks' stores count toward, and what they sent is visible.
+// Waits for a phase that counts other blocks' stores; what they stored is then visible.
 __device__ inline void cluster_mbarrier_wait(unsigned barrier, unsigned parity) {
   hopper::mbarrier_wait(barrier, parity);
   cluster_acquire(barrier, parity);
 }
-// 16 bytes from the shared memory of a block of the cluster.
+// Loads 16 bytes from the shared memory of a block of the cluster.
 __device__ inline float4 cluster_load(unsigned address) {
   float4 value;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -76,7 +77,7 @@ __device__ inline float4 cluster_load(unsigned address) {
                : "memory");
   return value;
 }
-// 16 bytes into the shared memory of a block of the cluster, counted by an mbarrier of the same block.
+// Stores 16 bytes to the shared memory of a block of the cluster, counted by an mbarrier of the same block.
 __device__ inline void cluster_store(unsigned address, const float4& value, unsigned barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
@@ -110,15 +111,15 @@ class ClusterExchange {
   unsigned __device__ rank() const { return rank_; }
 
   // ClusterGather. `own`: this block's message of `count` floats (a multiple of 4, the same in all blocks), in shared
-  // memory, aligned to 16. Returns the messages of all blocks in the order of ranks, message_stride() floats apart: in
-  // shared memory, to be read until the next exchange.
+  // memory, aligned to 16. Returns the messages of all blocks in the order of ranks, message_stride() floats apart, in
+  // shared memory; valid until the next exchange.
   __device__ const float* gather(const float* own, int count) {
-    __syncthreads();  // `own` is complete; nobody reads the previous inbox any more
+    __syncthreads();  // `own` is complete, and no thread reads the previous inbox any more
     const unsigned barrier = barriers_ + 8 * next_.stage;
     float* inbox = inbox_ + next_.stage * kBlocks * floats_;
     if (threadIdx.x == 0) hopper::mbarrier_arrive_expect(barrier, static_cast<unsigned>(kBlocks * count * 4));
     const unsigned target = shared_address(inbox + rank_ * floats_);
-    const int pieces = count / 4;  // of 16 bytes
+    const int pieces = count / 4;  // 16-byte pieces of a message
     for (int i = static_cast<int>(threadIdx.x); i < pieces * kBlocks; i += static_cast<int>(blockDim.x)) {
       const unsigned to = static_cast<unsigned>(i / pieces);
       const int piece = i % pieces;
@@ -149,11 +150,11 @@ class ClusterExchange {
     return (floats + 3) / 4 * 4;
   }
 
-  unsigned barriers_;  // two of 8 bytes
+  unsigned barriers_;  // two mbarriers, 8 bytes each
   float* inbox_;
   int floats_;
   unsigned rank_;
-  RingPosition next_;  // of the two inboxes
+  RingPosition next_;  // position in the ring of two inboxes
 };
 
 #endif  // WEFT_BULK_COPY

@@ -1,4 +1,4 @@
-// Everything that a kernel needs of this folder whatever the GPU: one include for kernels that use most of it.
+// The parts of this folder that kernels need on any GPU, in one include.
 #pragma once
 
 #include <cuda_runtime.h>

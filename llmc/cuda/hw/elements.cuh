@@ -1,5 +1,6 @@
-// The elements of an array that a thread of a memory-bound kernel holds: a few neighbours, moved by accesses of 16 or 8 bytes
-// where size and alignment allow it, or a single one where they do not. A kernel is written once and instantiated for both.
+// The elements of an array that a thread of a memory-bound kernel holds: a few consecutive ones, moved by accesses of
+// 16 or 8 bytes if size and alignment allow it, otherwise a single one. A kernel is written once and instantiated for
+// both.
 #pragma once
 
 #include <type_traits>
@@ -8,12 +9,13 @@
 
 namespace weft::cuda {
 
-// Asks for the cache line of `address` in L2.
+// Prefetches the cache line of `address` to L2.
 __device__ inline void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// kCount neighbours in their storage type: 16-bit values take half the registers of their fp32 values until they are used.
+// kCount consecutive elements in their storage type: 16-bit values take half the registers of their fp32 values until
+// they are used.
 template <typename T, int kCount>
 struct Elements {
   static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
@@ -32,8 +34,8 @@ struct Elements {
       value[0] = *address;
     }
   }
-  // One access a word: the compiler splits a plain assignment of words whose halves were computed one by one into as many
-  // stores.
+  // One store instruction a word: the compiler would split a plain assignment of a word whose halves were computed
+  // separately into several stores.
   __device__ void store(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
@@ -43,7 +45,7 @@ struct Elements {
       *address = value[0];
     }
   }
-  // Evict first: for data that is not read soon, so that it does not displace data that is.
+  // Evict-first: for data that is not read again soon, so that it does not displace data that is.
   __device__ void store_streaming(T* address) const {
     if constexpr (kPacked) {
 #pragma unroll
@@ -75,7 +77,7 @@ struct Elements {
       return to_float(value[i]);
     }
   }
-  // 16-bit values are rounded two at a time: one instruction makes both halves of a register.
+  // Rounds 16-bit values two at a time: one instruction produces both halves of a register.
   __device__ void set(const float (&from)[kCount]) {
 #pragma unroll
     for (int i = 0; i + 1 < kCount; i += 2) set_pair(i, from[i], from[i + 1]);
@@ -97,8 +99,8 @@ struct Elements {
   }
 };
 
-// Calls launch(count) with the number of neighbours that a thread takes, as a compile-time constant: kWide where accesses of
-// that width are aligned, else 1.
+// Calls launch(count) with the number of elements of a thread as a compile-time constant: kWide if accesses of that
+// width are aligned, else 1.
 template <int kWide, typename Launch>
 void with_count(bool aligned, const Launch& launch) {
   if (aligned) {

@@ -8,7 +8,8 @@ namespace weft::cuda {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Relative error at most 2^-22 (CUDA C++ Programming Guide), far below the rounding to 16 bits. Results below 2^-126 are 0.
+// Relative error at most 2^-22 (CUDA C++ Programming Guide), far below the rounding to 16 bits.
+// Results below 2^-126 are 0.
 __device__ inline float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,8 +1,8 @@
 // Fragments of tensor core instructions: how a warp's threads hold a matrix of 16-bit elements in registers.
 //
-// An accumulator of mma.m16n8k16 and of wgmma holds, in lane = 4 g + t, rows g and g + 8, columns 2t and 2t + 1 of each 8
-// columns. Two neighbouring accumulators, rounded to 16 bits, are the A operand of the next GEMM over their 16 columns
-// (PTX ISA, "Matrix fragments for mma.m16n8k16"), and what stmatrix stores as 16 rows of 16 columns.
+// In an accumulator of mma.m16n8k16 and of wgmma, lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 of each 8
+// columns. Two adjacent accumulators, rounded to 16 bits, are operand A of the next GEMM over their 16 columns (PTX
+// ISA, "Matrix Fragments for mma.m16n8k16"), and what stmatrix stores as 16 rows of 16 columns.
 #pragma once
 
 #include <type_traits>

@@ -1,17 +1,18 @@
-// Instructions of Hopper (sm_90a), one or two of PTX a function: mbarriers, bulk and tensor copies between global and
-// shared memory, wgmma, register reallocation. ring.cuh, barriers.cuh and tile.cuh make pipelines and tiles of them.
+// Instructions of Hopper (sm_90a), one or two PTX instructions a function: mbarriers, bulk and tensor copies between
+// global and shared memory, wgmma, register reallocation. ring.cuh, barriers.cuh and tile.cuh build pipelines and tiles
+// from them.
 //
 // What a kernel must know:
-// - WEFT_BULK_COPY and WEFT_WGMMA tell whether the architecture being compiled has the first or the second half of this
-//   header. Both are true while the host is compiled. A kernel that uses them keeps its body inside of `#if` and traps
-//   otherwise; its launcher asks for compute capability 9.0 first.
-// - Everything is in weft::cuda::hopper: shared memory is addressed by 32-bit numbers (shared_address()).
-// - Bulk copies and wgmma access shared memory through the async proxy. What ordinary stores wrote becomes visible to
-//   them by fence_async_proxy_shared() in the writing threads, then a barrier.
-// - Operands of wgmma have 128-byte rows (64 elements of 16 bits) in the 128-byte swizzle: the 16-byte chunk c of row r
-//   lies at chunk c ^ (r % 8). Tensor copies write and read that form (CU_TENSOR_MAP_SWIZZLE_128B); a tile starts at a
-//   multiple of 1024 bytes. Rows of 64 and 32 bytes exist too, for widths that are no multiple of 64 columns: see
-//   swizzled_chunk().
+//  - WEFT_BULK_COPY and WEFT_WGMMA tell whether the architecture being compiled has the first or the second half of
+//    this header. Both are true in host compilation. A kernel that uses them encloses its body in `#if` and traps
+//    otherwise; its launcher checks for compute capability 9.0 first.
+//  - Everything is in weft::cuda::hopper; shared memory is addressed by 32-bit numbers (shared_address()).
+//  - Bulk copies and wgmma access shared memory through the async proxy. Ordinary stores become visible to them after
+//    fence_async_proxy_shared() in the writing threads and then a barrier.
+//  - Operands of wgmma have 128-byte rows (64 elements of 16 bits) in the 128-byte swizzle: the 16-byte chunk c of row
+//    r is stored at chunk c ^ (r % 8). Tensor copies write and read that form (CU_TENSOR_MAP_SWIZZLE_128B); a tile
+//    starts at a multiple of 1024 bytes. Rows of 64 and 32 bytes exist too, for widths that are not a multiple of 64
+//    columns: see swizzled_chunk().
 // Sources: PTX ISA 9.0, "mbarrier", "cp.async.bulk", "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -42,14 +43,14 @@ enum class Major {
   k,   // rows of the tile are rows of a, or columns of b: [M or N, 64 of K]
   mn,  // rows of the tile are single values of k: [K, 64 of M or N], the operand is transposed
 };
-// How long the cache lines of a copy stay in L2: descriptors as createpolicy.fractional gives them for all of an access.
+// L2 eviction priority of a copy: the cache policies that createpolicy.fractional produces for all of an access.
 enum class L2 : std::uint64_t {
   normal = 0x1000000000000000,
   evict_first = 0x12f0000000000000,
   evict_last = 0x14f0000000000000,
 };
 
-// At which 16-byte chunk of its row lies chunk `chunk`, in a tile of RowBytes a row that starts at a multiple of 8 rows: a
+// Where 16-byte chunk `chunk` of a row is stored, in a tile of RowBytes a row that starts at a multiple of 8 rows: a
 // swizzle of 128, 64 or 32 bytes permutes the chunks of a row by the number of 128-byte lines before the row.
 template <int RowBytes>
 __host__ __device__ constexpr int swizzled_chunk(int row, int chunk) {
@@ -58,14 +59,15 @@ __host__ __device__ constexpr int swizzled_chunk(int row, int chunk) {
 
 #if WEFT_BULK_COPY
 
-// ---- mbarriers ------------------------------------------------------------------------------------------------------
-// 8 bytes of shared memory that count arrivals and bytes. A phase completes when `arrivals` threads have arrived and as
-// many bytes have landed as were announced; the next begins at once. A waiter names the parity of the phase it waits
-// for: 0 for the first, 1 for the second, 0 for the third... Waiting for parity 1 on a fresh barrier returns at once.
+// An mbarrier: 8 bytes of shared memory that count arrivals and bytes. A phase completes when `arrivals` threads have
+// arrived and as many bytes have landed as were announced; the next phase begins at once. A waiter names the parity of
+// the phase that it waits for: 0 for the first, 1 for the second, 0 for the third... Waiting for parity 1 on a fresh
+// barrier returns at once.
 __device__ inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After the last init, before the barrier that shows them to the block: copies see them too.
+// Call after the last init and before the barrier that publishes the mbarriers to the block; makes them visible to
+// copies, too.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -97,9 +99,10 @@ __device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
                : "memory");
   return complete != 0;
 }
-// Never hangs: some 10 s (5 times 2^32 clocks) are a fault of the kernel, and it ends: the host sees an illegal
-// address. (Not by __trap(): with one here ptxas 13.0 compiles the forward kernels of attention as if setmaxnreg gave them
-// no registers, with spills and every wgmma waited for. hopper_backward.cu has one that does no harm.)
+// Waits for a phase, with a watchdog: after some 10 s (5 times 2^32 clocks) it writes to address 0, so that the kernel
+// ends and the host sees an illegal address. (Not by __trap(): with one here ptxas 13.0 compiles the forward kernels of
+// attention as if setmaxnreg gave them no registers, with spills and a wait after every wgmma. hopper_backward.cu has
+// one that does no harm.)
 __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   constexpr unsigned kWatchdog = 5;
   if (mbarrier_try(barrier, parity)) return;
@@ -111,12 +114,11 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   }
 }
 
-// ---- proxy fences ---------------------------------------------------------------------------------------------------
-// Between this thread's ordinary stores to shared memory and bulk copies and wgmma that read them.
+// Orders this thread's ordinary stores to shared memory before bulk copies and wgmma that read them.
 __device__ inline void fence_async_proxy_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Between ordinary accesses to global memory and those of bulk copies, in the threads on both sides.
+// Orders ordinary accesses to global memory and those of bulk copies; needed in the threads on both sides.
 __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -131,7 +133,7 @@ __device__ inline void bulk_load(unsigned shared, const void* global, unsigned b
       "l"(global), "r"(bytes), "r"(barrier), "l"(static_cast<std::uint64_t>(keep))
       : "memory");
 }
-// Asks for bytes of global memory in L2.
+// Prefetches bytes of global memory to L2.
 __device__ inline void bulk_prefetch(const void* global, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
@@ -139,30 +141,29 @@ __device__ inline void bulk_store(void* global, unsigned shared, unsigned bytes)
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
 }
-// global[i] += shared[i] in fp32. The order of additions to one address is that in which copies complete.
+// global[i] += shared[i] in fp32. Additions to one address happen in the order in which copies complete.
 __device__ inline void bulk_add(float* global, unsigned shared, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)
                : "memory");
 }
-// Stores and additions of this thread since the last commit form a group.
+// Makes a group of this thread's bulk stores and additions since the last commit.
 __device__ inline void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until at most Groups of the latest groups have not read their shared memory yet: it may be overwritten.
+// Waits until all but the latest Groups groups have read their shared memory, which may then be overwritten.
 template <int Groups = 0>
 __device__ inline void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
 }
-// Until at most Groups of the latest groups have not written global memory yet.
+// Waits until all but the latest Groups groups have written global memory.
 template <int Groups = 0>
 __device__ inline void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Groups) : "memory");
 }
 
-// ---- tensor copies --------------------------------------------------------------------------------------------------
-// One box of a tensor map (tensor_map.h), x the innermost coordinate. Loads fill with zeros what lies outside of the
-// tensor and count the whole box on the barrier; stores leave it out.
+// Each copies one box of a tensor map (tensor_map.h); x is the innermost coordinate. Loads fill what is outside of the
+// tensor with zeros and count the whole box on the barrier; stores skip it.
 __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -200,7 +201,7 @@ __device__ inline void tensor_store(const CUtensorMap* map, unsigned shared, int
                : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements from registers; lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit elements from registers; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ inline void store_matrices(unsigned shared, unsigned w0, unsigned w1, unsigned w2, unsigned w3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(w0), "r"(w1),
                "r"(w2), "r"(w3)
@@ -216,8 +217,8 @@ __device__ inline void store_matrices_transposed(unsigned shared, unsigned w0, u
 
 #if WEFT_WGMMA
 
-// One box to the same address in each block of the cluster whose bit is set in `blocks`, counted there by the mbarrier at
-// the same address. (PTX ISA: at full speed on sm_90a, not on every later GPU.)
+// Multicast: copies one box to the same address in each block of the cluster whose bit is set in `blocks`, counted
+// there by the mbarrier at the same address. (PTX ISA: at full speed on sm_90a, not on every later GPU.)
 __device__ inline void tensor_load_to_cluster(unsigned shared, const CUtensorMap* map, unsigned barrier, int x, int y,
                                               std::uint16_t blocks) {
   asm volatile(
@@ -227,8 +228,7 @@ __device__ inline void tensor_load_to_cluster(unsigned shared, const CUtensorMap
       : "memory");
 }
 
-// ---- registers ------------------------------------------------------------------------------------------------------
-// Gives back or asks for registers, the same in all warps of a warpgroup: afterwards a thread has N (a multiple of 8).
+// Releases or requests registers, the same in all warps of a warpgroup: afterwards a thread has N (a multiple of 8).
 // The kernel needs __launch_bounds__(threads, 1), and each role its own branch.
 template <int N>
 __device__ inline void decrease_registers() {
@@ -239,10 +239,9 @@ __device__ inline void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// ---- operands of wgmma in shared memory -----------------------------------------------------------------------------
-// For c [64, N] += a [64, K] b [K, N], in tiles of RowBytes (128, 64 or 32) a row, swizzled (above): the descriptor of the
-// operand that starts at `tile`. For Major::mn with more columns than a tile has `column_tile_bytes` is the distance from
-// one tile to the next; otherwise the hardware ignores it. tile.cuh gives the descriptors of typed tiles.
+// The matrix descriptor of an operand that starts at `tile`, for c [64, N] += a [64, K] b [K, N] with swizzled tiles of
+// RowBytes (128, 64 or 32) a row. For Major::mn with more columns than a tile has, `column_tile_bytes` is the distance
+// from one tile to the next; otherwise the hardware ignores it. tile.cuh has descriptors of typed tiles.
 template <int RowBytes = 128>
 __device__ inline std::uint64_t operand_descriptor(unsigned tile, unsigned column_tile_bytes = 16) {
   static_assert(RowBytes == 128 || RowBytes == 64 || RowBytes == 32);
@@ -250,21 +249,21 @@ __device__ inline std::uint64_t operand_descriptor(unsigned tile, unsigned colum
   constexpr std::uint64_t kEightRows = std::uint64_t{8 * RowBytes >> 4} << 32;
   return kSwizzle | kEightRows | (std::uint64_t{column_tile_bytes >> 4} << 16) | ((tile & 0x3ffff) >> 4);
 }
-// The operand `bytes` further on.
+// The descriptor of an operand `bytes` further on.
 __device__ inline std::uint64_t advance_descriptor(std::uint64_t descriptor, unsigned bytes) {
   return descriptor + (bytes >> 4);
 }
 
-// ---- wgmma: asynchronous matrix instructions of a warpgroup ---------------------------------------------------------
-// Before the first wgmma, and whenever ordinary instructions touched the accumulators or register operands.
+// Needed before the first wgmma, and whenever ordinary instructions have accessed the accumulators or register
+// operands.
 __device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-// What was issued since the last commit forms a group.
+// Makes a group of the wgmma issued since the last commit.
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most Groups of the latest groups run.
+// Waits until at most the latest Groups groups are still running.
 template <int Groups = 0>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Groups) : "memory");
@@ -280,7 +279,7 @@ __device__ inline void pin(unsigned (&values)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
-// Before accumulators are overwritten by a sum that begins: the compiler need not keep registers for the old values.
+// Call before accumulators are overwritten by a new sum: the compiler then need not keep the old values.
 template <int N>
 __device__ inline void forget(float (&values)[N]) {
 #pragma unroll
@@ -288,9 +287,9 @@ __device__ inline void forget(float (&values)[N]) {
 }
 
 // An accumulator of N columns is float d[N / 2] a thread: with warp w of the warpgroup and lane = 4 g + t, d[4 j + i]
-// is row 16 w + g + 8 (i / 2), column 8 j + 2 t + i % 2. The register operand of k16 step s holds, for the same rows,
-// columns (16 s + 2t, +1) of row g, of row g + 8, (16 s + 8 + 2t, +1) of row g, of row g + 8: accumulators d[8 s] to
-// d[8 s + 7], rounded and packed in pairs.
+// is row 16 w + g + 8 (i / 2), column 8 j + 2 t + i % 2. The register operand of step s of 16 values of k holds, in
+// this order, columns 16 s + 2t, + 1 of row g, the same of row g + 8, columns 16 s + 8 + 2t, + 1 of row g, the same of
+// row g + 8: accumulators d[8 s] to d[8 s + 7], rounded and packed in pairs.
 template <int N>
 struct Wgmma;
 
@@ -383,7 +382,7 @@ WEFT_WGMMA_OF(256, 128, 128, 129, 130, 131, 132, 133, 134)
 // clang-format on
 #undef WEFT_WGMMA_OF
 
-// d [64, N] += a [64, 16] b [16, N], both described in shared memory; without `accumulate` d is overwritten.
+// d [64, N] += a [64, 16] b [16, N], with descriptors of both operands; without `accumulate` d is overwritten.
 template <typename T, Major A = Major::k, Major B = Major::k, int R>
 __device__ inline void wgmma_async(float (&d)[R], std::uint64_t a, std::uint64_t b, bool accumulate) {
   Wgmma<2 * R>::template shared<std::is_same_v<T, bf16>, A == Major::mn, B == Major::mn>(d, a, b, accumulate);

@@ -1,8 +1,9 @@
-// Launches with an attribute: those that may overlap their predecessor (programmatic dependent launch) and those in
-// clusters, both of sm_90 and later (CUDA programming guide).
+// Launches with attributes: programmatic dependent launches, which may overlap their predecessor, and clusters (both
+// sm_90 and later; CUDA C++ Programming Guide).
 //
-// A chained kernel starts while the one before it still runs. Before wait_for_predecessors() it may read only what no kernel of
-// the chain writes, such as weights. On older GPUs the launch is an ordinary one and both functions do nothing.
+// A chained kernel may start while its predecessor still runs. Before wait_for_predecessors() it may read only what no
+// kernel of the chain writes, such as weights. On older GPUs the launch is an ordinary one and both functions do
+// nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,21 +15,22 @@
 
 namespace weft::cuda {
 
-// Waits until the kernel before this one has finished and what it wrote is visible. That kernel waited itself, so all earlier
-// kernels of the chain have finished too.
+// Waits until the preceding kernel has ended and what it wrote is visible. Since that kernel has waited, too, all
+// earlier kernels of the chain have ended.
 __device__ inline void wait_for_predecessors() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Allows the next kernel to start as soon as all blocks have called this and there is room for it.
+// Allows the next kernel to start once all blocks have called this or exited, and there is room for it.
 __device__ inline void let_successor_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// How many blocks fit on the GPU at once, one a multiprocessor at least; more shared memory than 48 KB has been asked for.
+// Number of blocks that fit on the GPU at once, at least one a multiprocessor. For more than 48 KB of shared memory the
+// kernel's limit must have been raised before.
 template <typename Kernel>
 unsigned resident_blocks(Kernel kernel, int threads, int shared_bytes, int multiprocessors, const char* name) {
   int blocks = 0;
@@ -37,7 +39,7 @@ unsigned resident_blocks(Kernel kernel, int threads, int shared_bytes, int multi
   return static_cast<unsigned>(std::max(1, blocks) * multiprocessors);
 }
 
-// `attribute` must outlive what is returned.
+// `attribute` must outlive the returned configuration.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                                         cudaLaunchAttribute& attribute) {
   cudaLaunchConfig_t config{};
@@ -67,7 +69,7 @@ void launch_clustered(void (*kernel)(Parameters...), dim3 grid, dim3 block, std:
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
-// `overlapping`: whether the GPU supports such launches (launch_device()).
+// Launches a kernel of a chain. `overlapping`: whether the GPU supports it (launch_device()).
 template <typename... Parameters, typename... Arguments>
 void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                     bool overlapping, const char* name, Arguments... arguments) {
@@ -79,7 +81,7 @@ void launch_chained(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::s
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
-// Cooperative: all blocks run at once, or the launch is refused. `kernel` takes one struct.
+// Cooperative launch: all blocks are resident at once, or the launch fails. `kernel` takes one struct.
 template <typename Struct>
 void launch_cooperative(const void* kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
                         const char* name, Struct& argument) {
@@ -93,7 +95,7 @@ void launch_cooperative(const void* kernel, int blocks, int threads, int shared_
   check(cudaLaunchKernelExC(&config, kernel, arguments), name);
 }
 
-// Chained, in clusters.
+// Launches a kernel of a chain in clusters.
 template <typename... Parameters, typename... Arguments>
 void launch_chained_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared,
                              cudaStream_t stream, bool overlapping, int cluster, const char* name,

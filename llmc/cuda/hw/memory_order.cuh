@@ -1,5 +1,5 @@
-// Accesses to global memory whose order other blocks, or the host, rely on (PTX ISA, "Memory Consistency Model"), and the clock
-// that all multiprocessors share.
+// Accesses to global memory on whose order other blocks or the host rely (PTX ISA, "Memory Consistency Model"), and the
+// clock that all multiprocessors share.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,7 @@
 
 namespace weft::cuda {
 
-// ---- between the blocks of a GPU --------------------------------------------------------------------------------------
-// What the thread that released has written before can be read after the acquire.
+// Acquire and release: what the releasing thread wrote before is visible after the acquire.
 __device__ inline unsigned load_acquire(const unsigned* address) {
   unsigned value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -26,15 +25,15 @@ __device__ inline void store_release(int* address, int value) {
 __device__ inline void add_release(unsigned* address, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-// Returns the value before. Releases what this thread has written and seen before, and acquires what those released who added
-// before it: of several adders, the last one sees what all the others wrote.
+// Returns the old value. Releases what this thread has written and seen before, and acquires what earlier adders
+// released: the last of several adders sees what all the others wrote.
 __device__ inline int fetch_add_acquire_release(int* address, int value) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
 }
-// Relaxed accesses order nothing else: for words that say themselves which version they are. One access sees all bytes of
-// a word or none.
+// Relaxed accesses order nothing else: for words that carry their own version. An access to a word is atomic; a vector
+// access is several such words.
 __device__ inline unsigned load_relaxed(const unsigned* address) {
   unsigned value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -1,5 +1,5 @@
-// 16 bytes of an array as one value. A load or store is one LDG.128 or STG.128 a thread: a warp moves 512 contiguous bytes,
-// four full cache lines of 128. Addresses are aligned to 16 bytes.
+// 16 bytes of an array as one value. A load or store is one LDG.128 or STG.128 a thread: a warp moves 512 contiguous
+// bytes, four cache lines. Addresses are aligned to 16 bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ __device__ inline Pack<T> load_pack(const T* address) {
   *reinterpret_cast<int4*>(&pack) = *reinterpret_cast<const int4*>(address);
   return pack;
 }
-// Evict first: for data that is read once, so that it does not displace data that will be read again.
+// Evict-first: for data that is read once, so that it does not displace data that will be read again.
 template <typename T>
 __device__ inline Pack<T> load_pack_streaming(const T* address) {
   Pack<T> pack;
@@ -29,7 +29,7 @@ template <typename T>
 __device__ inline void store_pack(T* address, const Pack<T>& pack) {
   *reinterpret_cast<int4*>(address) = *reinterpret_cast<const int4*>(&pack);
 }
-// Evict first: for data that is not read soon.
+// Evict-first: for data that is not read again soon.
 template <typename T>
 __device__ inline void store_pack_streaming(T* address, const Pack<T>& pack) {
   __stcs(reinterpret_cast<int4*>(address), *reinterpret_cast<const int4*>(&pack));

@@ -1,23 +1,22 @@
-// Where a producer or a consumer stands in a ring of buffers in shared memory (the stages of a pipeline).
+// The position of a producer or a consumer in a ring of buffers in shared memory (the stages of a pipeline).
 #pragma once
 
 #include "llmc/cuda/hw/common.cuh"
 
 namespace weft::cuda {
 
-// Each role keeps positions of its own and advances them past every stage in the same order. `phase` is the parity of
-// the rounds that the ring has made, as mbarriers count theirs: a consumer waits until the phase `phase` of its stage's
-// full barrier is complete, a producer until the phase `phase ^ 1` of the empty barrier is (in the first round that wait
-// returns at once).
+// Each role keeps its own position and advances it past every stage in the same order. `phase` is the parity of the
+// rounds that the ring has made, as mbarriers count phases: a consumer waits for phase `phase` of its stage's full
+// barrier, a producer for phase `phase ^ 1` of the empty barrier (in the first round that wait returns at once).
 struct RingPosition {
   int stage = 0;
   unsigned phase = 0;
 
-  // The next stage of `stages`.
+  // Moves to the next of `stages` stages.
   __device__ void advance(int stages) {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
-  // As `steps` calls of the above.
+  // The same `steps` times.
   __device__ void advance(int stages, int steps) {
     stage += steps;
     phase ^= static_cast<unsigned>(stage / stages) & 1;

@@ -1,5 +1,6 @@
-// Matrices of 16-bit elements in shared memory, in the swizzled form that tensor copies write and wgmma reads, and GEMMs
-// of them. A tile is a type (element, rows, columns, bytes of a row) and an address, so that no kernel computes an offset:
+// Matrices of 16-bit elements in shared memory, in the swizzled form that tensor copies write and wgmma reads, and
+// GEMMs of them. A tile is a type (element, rows, columns, bytes of a row) and an address, so that no kernel computes
+// an offset:
 //
 //   tensor_load(q, map, barrier, token, head, batch);          // global to shared memory
 //   gemm_async(S, q.k_major(), k.k_major());                   // S = Q K^T
@@ -19,9 +20,10 @@ namespace weft::cuda::hopper {
 template <typename Tile, Major kMajor>
 struct TileOperand;
 
-// [Rows, Columns]: column tiles of RowBytes / 2 columns (64, 32 or 16) one after the other, each of them Rows rows of
-// RowBytes in the swizzle of that width. If Columns is no multiple of a column tile's, the rest of the last one is padding.
-// ColumnTileBytes: from one column tile to the next, which a slice of some rows has from the tile that it is a part of.
+// A tile [Rows, Columns]: column tiles of RowBytes / 2 columns (64, 32 or 16) one after the other, each of them Rows
+// rows of RowBytes in the swizzle of that width. If Columns is not a multiple of a column tile's, the rest of the last
+// one is padding. ColumnTileBytes: the distance from one column tile to the next, which a slice of rows inherits from
+// its tile.
 template <typename T, int Rows, int Columns, int RowBytes = 128, int ColumnTileBytes = (Rows * RowBytes)>
 struct SwizzledTile {
   static_assert(sizeof(T) == 2 && Rows % 8 == 0 && Columns % 16 == 0);
@@ -29,26 +31,26 @@ struct SwizzledTile {
   static constexpr int kRows = Rows, kColumns = Columns, kRowBytes = RowBytes, kColumnTileBytes = ColumnTileBytes;
   static constexpr int kTileColumns = RowBytes / 2, kColumnTiles = (Columns + kTileColumns - 1) / kTileColumns;
   static constexpr int kBytes = kColumnTiles * Rows * RowBytes;
-  // What the tile occupies, for the struct that lays out a kernel's shared memory.
+  // The tile's storage, for structs that lay out shared memory.
   struct alignas(1024) Storage {
     unsigned char bytes[kBytes];
   };
 
   unsigned address;
 
-  // Of the 8 elements `chunk` of a row, from the beginning of the tile.
+  // Byte offset of 16-byte chunk `chunk` of a row, from the beginning of the tile.
   __host__ __device__ static constexpr int offset(int row, int chunk) {
     constexpr int kChunks = RowBytes / 16;
     return chunk / kChunks * ColumnTileBytes + row * RowBytes + swizzled_chunk<RowBytes>(row, chunk % kChunks) * 16;
   }
 
 #if WEFT_WGMMA
-  // R rows from `first` on, a multiple of 8.
+  // The slice of R rows from `first` on, a multiple of 8.
   template <int R>
   __device__ SwizzledTile<T, R, Columns, RowBytes, ColumnTileBytes> rows(int first) const {
     return {address + first * RowBytes};
   }
-  // One column tile. It has no next one: 16 is the distance that descriptors without one hold.
+  // One column tile. There is no next one, for which descriptors hold a distance of 16.
   __device__ SwizzledTile<T, Rows, kTileColumns, RowBytes, 16> column_tile(int i) const {
     return {address + i * ColumnTileBytes};
   }
@@ -65,25 +67,25 @@ struct SwizzledTile {
     return operand<Major::mn>();
   }
 
-  // Where this lane's part of stmatrix lies in 16 rows from `first_row` on (a multiple of 8): row first_row + lane % 16,
-  // columns 0 to 7 or 8 to 15.
+  // Byte offset of this lane's address for stmatrix in the 16 rows from `first_row` on (a multiple of 8): row first_row
+  // + lane % 16, columns 0 to 7 or 8 to 15.
   __device__ static unsigned lane_offset(int first_row) {
     const int lane = threadIdx.x % kWarpSize;
     return (first_row + lane % 16) * RowBytes + swizzled_chunk<RowBytes>(lane % 16, lane / 16) * 16;
   }
-  // Where the 16 columns from 16 i on of the same rows lie: the chunks of a row are permuted by xor.
+  // Address of columns 16 i to 16 i + 15 of the same rows: xor permutes the chunks of a row.
   __device__ unsigned columns_at(unsigned lane_offset, int i) const {
     constexpr int kPairs = kTileColumns / 16;
     return ((address + lane_offset) ^ (i % kPairs * 32)) + i / kPairs * ColumnTileBytes;
   }
-  // Writes 16 rows: words of round_to_operand(), four for each 16 columns.
+  // Writes 16 rows from words of round_to_operand(), four for each 16 columns.
   template <int W>
   __device__ void store(unsigned lane_offset, const unsigned (&words)[W]) const {
 #pragma unroll
     for (int i = 0; i < W / 4; ++i)
       store_matrices(columns_at(lane_offset, i), words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
   }
-  // Rounds accumulators of wgmma and writes them, `first_row` (a multiple of 8) rows below those of the lane's offset.
+  // Rounds accumulators of wgmma and writes them `first_row` rows (a multiple of 8) below the lane's offset.
   template <int R>
   __device__ void store(unsigned lane_offset, const float (&d)[R], int first_row = 0) const {
 #pragma unroll
@@ -98,7 +100,7 @@ struct SwizzledTile {
 
 #if WEFT_WGMMA
 
-// A tile as wgmma reads it. One instruction takes 16 values of k, a step.
+// A tile as an operand of wgmma. One instruction, a step, covers 16 values of k.
 template <typename Tile, Major kMajor>
 struct TileOperand {
   using Element = typename Tile::Element;
@@ -106,7 +108,7 @@ struct TileOperand {
 
   std::uint64_t descriptor;
 
-  // The descriptor for step `i`; `first_row`, for Major::k: from that row of the tile on, a multiple of 8.
+  // The descriptor for step `i`; with Major::k from row `first_row` of the tile on, a multiple of 8.
   __device__ std::uint64_t step(int i, int first_row = 0) const {
     if constexpr (kMajor == Major::k) {
       constexpr int kTileSteps = Tile::kTileColumns / 16;
@@ -116,14 +118,14 @@ struct TileOperand {
       return advance_descriptor(descriptor, i * 16 * Tile::kRowBytes);
     }
   }
-  // A tile of the same type `bytes` further on: for a constant, it costs no register of its own.
+  // A tile of the same type `bytes` further on; if that is a constant, it costs no register.
   __device__ TileOperand moved(unsigned bytes) const { return {advance_descriptor(descriptor, bytes)}; }
 };
 
-// The GEMMs below are a warpgroup's: they issue one wgmma for every 16 values of k. wgmma_fence() stands before, and
-// wgmma_commit() and wgmma_wait() after them.
+// The GEMMs below are issued by a warpgroup, one wgmma for every 16 values of k. The caller calls wgmma_fence() before,
+// and wgmma_commit() and wgmma_wait() after them.
 
-// d = a b. Where registers are short, forget(d) before tells the compiler that the old values need none.
+// d = a b. If registers are scarce, call forget(d) first: the compiler then need not keep the old values.
 template <typename TileA, Major A, typename TileB, Major B, int R>
 __device__ inline void gemm_async(float (&d)[R], const TileOperand<TileA, A>& a, const TileOperand<TileB, B>& b) {
   static_assert(TileOperand<TileA, A>::kSteps == TileOperand<TileB, B>::kSteps);
@@ -131,7 +133,7 @@ __device__ inline void gemm_async(float (&d)[R], const TileOperand<TileA, A>& a,
   for (int i = 0; i < TileOperand<TileA, A>::kSteps; ++i)
     wgmma_async<typename TileA::Element, A, B>(d, a.step(i), b.step(i), i > 0);
 }
-// d += a b with a in registers, as round_to_operand() gives it; without `accumulate` d = a b.
+// d += a b with a in registers, in the form of round_to_operand(); without `accumulate` d = a b.
 template <typename TileB, Major B, int W, int R>
 __device__ inline void gemm_add_async(float (&d)[R], const unsigned (&a)[W], const TileOperand<TileB, B>& b,
                                       bool accumulate = true) {
@@ -142,9 +144,8 @@ __device__ inline void gemm_add_async(float (&d)[R], const unsigned (&a)[W], con
                                             accumulate || i > 0);
 }
 
-// ---- tensor copies of a tile ----------------------------------------------------------------------------------------
-// From or to [B, heads, tokens, columns] by a map of encode_head_map() whose boxes are a column tile: one copy for each.
-// One thread; the barrier counts Tile::kBytes.
+// Copies a tile from or to [B, heads, tokens, columns] by a map of encode_head_map() whose boxes are column tiles: one
+// copy for each. Issued by one thread; the barrier counts Tile::kBytes.
 template <typename Tile>
 __device__ inline void tensor_load(const Tile& tile, const CUtensorMap& map, unsigned barrier, int token, int head,
                                    int batch, L2 keep = L2::normal) {

@@ -1,4 +1,4 @@
-// The storage types of arrays and their conversions: arithmetic is fp32, only storage is 16-bit.
+// Storage types of arrays and their conversions. Arithmetic is fp32; only storage is 16-bit.
 #pragma once
 
 #include <cuda_bf16.h>

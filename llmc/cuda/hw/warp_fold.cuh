@@ -5,9 +5,9 @@
 
 namespace weft::cuda {
 
-// Sums each of N values (a power of 2, at most 32) over the warp; afterwards lane l holds the sum of value l / (32 / N).
-// Each step halves the number of values that a lane keeps: it sends the other half to its partner, so that all sums take
-// N - 1 + log2(32 / N) shuffles rather than 5 N. Changes v.
+// Sums each of N values (a power of 2, at most 32) over the warp; afterwards lane l holds the sum of value l / (32 /
+// N). In each step a lane keeps half of its values and sends the other half to its partner, so all sums take N - 1 +
+// log2(32 / N) shuffles rather than 5 N. Overwrites v.
 template <int N>
 __device__ __forceinline__ float warp_fold(float (&v)[N], int lane) {
   int offset = kWarpSize / 2;

@@ -1,4 +1,4 @@
-// Activations of the last forward pass by the names of scripts/dump_reference.py, for comparison with PyTorch.
+// Activations of the last forward pass, under the names of scripts/dump_reference.py, for comparison with PyTorch.
 #include <algorithm>
 #include <cstdio>
 
@@ -9,7 +9,7 @@ namespace weft::cuda {
 
 namespace {
 
-// `columns` of each of N rows that are `stride` apart, as fp32 on the host.
+// Downloads `columns` of each of N rows, `stride` apart, as fp32.
 template <typename S>
 std::vector<float> download(const S* data, std::int64_t N, std::int64_t columns, std::int64_t stride) {
   std::vector<S> raw(static_cast<std::size_t>(N * columns));
@@ -31,7 +31,7 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
   if (name == "embedding") return download(acts_.residual[0], N, C, C);
   if (name == "final_norm") return download(acts_.final_norm, N, C, C);
   if (name == "logits" && division_.parameters_divided) return {};
-  if (name == "logits") {  // computed again: the classifier has turned them into their gradient
+  if (name == "logits") {  // recomputed, because the classifier has replaced them by their gradient
     std::vector<float> logits;
     const std::int64_t chunk = classifier_rows(N);
     for (std::int64_t row = 0; row < N; row += chunk) {
@@ -43,7 +43,7 @@ std::vector<float> Llama<S>::activation(const std::string& name) {
     }
     return logits;
   }
-  // "layers.<l>.<part>": kept for every layer only without recomputation.
+  // "layers.<l>.<part>": stored for every layer only without recomputation.
   long long l = -1;
   char part[64] = "";
   const bool parsed = std::sscanf(name.c_str(), "layers.%lld.%63s", &l, part) == 2 && l >= 0 && l < config_.num_layers;

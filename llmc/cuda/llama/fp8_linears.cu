@@ -55,8 +55,8 @@ Fp8Target Fp8Linears::target(std::int64_t slot, std::uint8_t* codes, std::uint8_
   return {codes, transposed, memory_.scales + slot, pass == Pass::training ? memory_.tallies + slot : nullptr};
 }
 
-// In the first step, and for an evaluation before it: the scale of a tensor by its own largest magnitude, for which `look`
-// goes through it.
+// In the first step, and in an evaluation before it, the history has no scale yet: finds a tensor's scale from its own
+// largest magnitude, for which `look` reads it once.
 void Fp8Linears::find_scale(std::int64_t slot, Pass pass, const std::function<void(const Fp8Target&)>& look) {
   if (scales_.known() || pass == Pass::again) return;
   Fp8Tally* const tally = memory_.tallies + scales_.slots().count();
@@ -208,7 +208,8 @@ void Fp8Linears::end_step(const LlamaParameters<bf16>& weights) {
   round_weights(weights);
 }
 
-// The buffer is free: between two uploads statistics() waits for the stream, and so does who sets a state.
+// The page-locked buffer may be overwritten: statistics() has synchronised the stream since the last upload, and so has
+// set_state().
 void Fp8Linears::upload_scales() {
   if (!scales_.known()) return;
   const std::int64_t slots = scales_.slots().count();

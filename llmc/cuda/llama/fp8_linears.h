@@ -1,9 +1,9 @@
-// The linear layers of the blocks in training with --precision fp8: their weights in fp8, the operands of the GEMMs that run,
-// and the scales (llmc/model/fp8.h). llmc/cpu/fp8_linears.h is the same on the CPU.
+// The linear layers of the transformer blocks in training with --precision fp8: their fp8 weights, the fp8 operands of
+// the GEMMs, and the scales (llmc/model/fp8.h). llmc/cpu/fp8_linears.h is the same on the CPU.
 //
-// Codes of inputs are made twice: as rows for the forward GEMM, transposed for the gradient of the weight, from the bf16
-// activation that the layer keeps or computes again. Scales lie on the device and change between steps alone, so that
-// graphs hold.
+// The codes of an input are made twice, each time from the bf16 activation that the layer keeps or recomputes: as rows
+// for the forward GEMM, transposed for the gradient of the weight. Scales lie on the device and change only between
+// steps, so captured graphs stay valid.
 #pragma once
 
 #include <cstdint>
@@ -21,24 +21,26 @@
 
 namespace weft::cuda {
 
-// What they keep on the GPU.
+// Device memory of Fp8Linears.
 struct Fp8Memory {
   Fp8Memory(const ModelConfig& config, const TrainOptions& options);
-  Fp8Memory(const Fp8Memory&) = delete;  // regions has the addresses of the pointers
+  Fp8Memory(const Fp8Memory&) = delete;  // `regions` holds the addresses of the pointers below
   Fp8Memory& operator=(const Fp8Memory&) = delete;
 
-  // Scales that cuBLASLt reads are so many floats apart: it takes none that is not aligned as matrices are.
+  // Floats from one scale that cuBLASLt reads to the next: it requires their addresses to be aligned as those of
+  // matrices are.
   static constexpr std::int64_t kScaleStride = kRegionAlignment / sizeof(float);
   float* inverse(std::int64_t slot) const { return inverses + kScaleStride * slot; }
 
   struct Weight {
     std::uint8_t *codes = nullptr, *transposed = nullptr;  // [OC, C], [C, OC]
   };
-  std::vector<Weight> weights;                                         // by layer and linear layer
-  float *scales = nullptr, *inverses = nullptr;                        // [slots]: 2^e; [slots, kScaleStride]: 2^-e
-  Fp8Tally* tallies = nullptr;                                         // [slots], and one for current scaling
-  std::uint8_t* input = nullptr;                                       // of the widest input [N, C]
-  std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;    // of the widest but that of gate and up
+  std::vector<Weight> weights;                   // [4 layer + linear]
+  float *scales = nullptr, *inverses = nullptr;  // [slots]: 2^e; [slots, kScaleStride]: 2^-e
+  Fp8Tally* tallies = nullptr;                   // [slots], and one for current scaling
+  std::uint8_t* input = nullptr;                 // [N, C] of the widest input
+  // [N, OC] of the widest output gradient except that of gate and up
+  std::uint8_t *gradient = nullptr, *gradient_transposed = nullptr;
   std::uint8_t *d_gate_up = nullptr, *d_gate_up_transposed = nullptr;  // [N, 2F]
   Regions regions{"weights and operands in fp8"};
 };
@@ -49,38 +51,42 @@ class Fp8Linears {
   Fp8Linears(const ModelConfig& config, const TrainOptions& options, Matmul& matmul, OperatorClock& clock,
              cudaStream_t stream);
 
-  // What a call is part of. Only the first computation of a training step is counted and measured for later scales; what is
-  // computed again has the scales of the first time.
+  // Which pass a call belongs to. Only `training`, the first computation of a training step, adds to the tallies from
+  // which later scales follow; `again` recomputes with the scales of the first time.
   enum class Pass { training, again, evaluation };
 
-  // False until the first step has been finished: each tensor is looked through before it is rounded, and the host
-  // decides so, which a graph could not.
+  // False until the first step has ended. Until then each tensor is read twice, to find its scale before rounding it;
+  // the passes are not captured in graphs.
   bool scales_known() const { return scales_.known(); }
-  // Before a pass: rounds the weights if they have been replaced.
+  // Call before a pass: rounds the weights if they have been replaced.
   void use_weights(const LlamaParameters<__nv_bfloat16>& weights);
 
-  // out [N, OC] = x [N, C] W^T, plus addend unless it is null. x is null for the down projection: it is what swiglu() has made.
+  // out [N, OC] = x [N, C] W^T, plus addend [N, OC] unless it is null. For the down projection x is null: its input is
+  // what swiglu() has made.
   void forward(BlockLinear linear, std::int64_t layer, __nv_bfloat16* out, const __nv_bfloat16* x,
                const __nv_bfloat16* addend, const char* name, Pass pass);
-  // Makes the input of the down projection from gate_up [N, 2F].
+  // Makes the down projection's fp8 input from gate_up [N, 2F].
   void swiglu(std::int64_t layer, const __nv_bfloat16* gate_up, Pass pass);
 
-  // Rounds dout [N, OC], for the two calls below. That of gate and up is made by swiglu_backward().
+  // Rounds dout [N, OC] for input_grad() and weight_grad(). Not for gate and up, whose gradient swiglu_backward()
+  // makes: Exit::internal.
   void take_gradient(BlockLinear linear, std::int64_t layer, const __nv_bfloat16* dout);
   // dx [N, C] = dout W.
   void input_grad(BlockLinear linear, std::int64_t layer, __nv_bfloat16* dx, const char* name);
-  // dweight [OC, C] (+)= dout^T x. x is null for the down projection: it is what swiglu_backward() has made.
+  // dweight [OC, C] (+)= dout^T x [N, C]. For the down projection x is null: its input is what swiglu_backward() has
+  // made.
   void weight_grad(BlockLinear linear, std::int64_t layer, float* dweight, const __nv_bfloat16* x,
                    Accumulate accumulate, const char* name);
-  // From the gradient of SwiGLU's result [N, F]: the gradient of gate_up, and the result again, rounded.
+  // From the gradient of SwiGLU's result [N, F] and gate_up [N, 2F]: the fp8 gradient of gate_up, and SwiGLU's result
+  // again.
   void swiglu_backward(std::int64_t layer, const __nv_bfloat16* d_swiglu_out, const __nv_bfloat16* gate_up);
 
-  void begin_step();  // forgets what the micro-batches of an earlier attempt have met
+  void begin_step();  // clears the tallies of inputs and gradients
   void end_micro_batch() { ++micro_batches_; }
-  void download_tallies();  // in the order of the stream; statistics() and end_step() read them after it
+  void download_tallies();  // queued in the stream; synchronise before statistics() and end_step(), which read them
   Fp8Statistics statistics() const;
-  void end_step(const LlamaParameters<__nv_bfloat16>& weights);  // they have been updated
-  void weights_replaced();                                       // from outside: their history says nothing about them
+  void end_step(const LlamaParameters<__nv_bfloat16>& weights);  // `weights`: after the update
+  void weights_replaced();  // weights were loaded from elsewhere: the history of their magnitudes is void
   std::vector<float> state() const { return scales_.state(); }
   void set_state(std::span<const float> state);
 

@@ -1,6 +1,6 @@
-// The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer() and
-// backward_layer() mirror each other line by line, and llmc/cpu/llama.cpp is the same list on the CPU. llama_model.h has the
-// letters, operators.cu what each line launches.
+// The Llama training step (Touvron et al., 2023) on the GPU, as two straight-line lists of operators: forward_layer()
+// and backward_layer() mirror each other line by line, and llmc/cpu/llama.cpp is the same list on the CPU.
+// llama_model.h has the letters, operators.cu what each line launches.
 #include <algorithm>
 
 #include "llmc/cuda/hw/common.cuh"
@@ -28,13 +28,14 @@ void Llama<S>::forward_layer(std::int64_t l) {
   const S* down = weights_.layers[static_cast<std::size_t>(l)].down;
 
   forward_to_swiglu(l, acts_.branch, a.swiglu_out);
-  if (l + 1 < config_.num_layers) parameters_needed(section_of_layer(l + 1));  // the norm is that layer's
+  if (l + 1 < config_.num_layers) parameters_needed(section_of_layer(l + 1));  // the norm below belongs to that layer
   linear_and_normalize(down_, l, norm_after(2 * l + 1), a.swiglu_out, down, a.residual_mid, acts_.branch);
-  if (l + kLayerPlaces < config_.num_layers) fetch_parameters(section_of_layer(l + kLayerPlaces));  // in place of these
+  if (l + kLayerPlaces < config_.num_layers)
+    fetch_parameters(section_of_layer(l + kLayerPlaces));  // in the place of this layer's
 }
 
 // The part of a layer that --recompute block runs again. `branch` [N, C] is scratch for the output of attention with
-// dropout; swiglu_out may be null: then only gate_up is made.
+// dropout. swiglu_out may be null: then only gate_up is computed.
 template <typename S>
 void Llama<S>::forward_to_swiglu(std::int64_t l, S* branch, S* swiglu_out) {
   const std::int64_t N = rows();
@@ -60,7 +61,7 @@ void Llama<S>::classify(float loss_scale, Accumulate head, LossTotal* total) {
     const std::int64_t count = std::min(chunk, N - row);
     const S* hidden = acts_.final_norm + row * C;
     linear(head_, kNoLayer, acts_.logits, hidden, weights_.head, count);
-    softmax_and_loss(acts_.losses + row, work_.labels + row, count, loss_scale);  // logits are their gradient now
+    softmax_and_loss(acts_.losses + row, work_.labels + row, count, loss_scale);  // logits now hold their gradient
     if (!training_) continue;
     input_grad(head_, kNoLayer, acts_.d_final_norm + row * C, acts_.logits, weights_.head, count);
     weight_grad(head_, kNoLayer, d_weights_.head, acts_.logits, hidden, count, row == 0 ? head : Accumulate::yes);
@@ -90,8 +91,8 @@ void Llama<S>::backward_layers(Accumulate accumulate) {
   gradients_ready(kEmbeddingSection);
 }
 
-// Computes again what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
-// SwiGLU's output is left to its backward pass, which reads all that it depends on.
+// Recomputes what --recompute let other layers overwrite, by the same operators on the same inputs: the same bits.
+// SwiGLU's output is left to its backward pass, which reads all its inputs.
 template <typename S>
 void Llama<S>::recompute_layer(std::int64_t l) {
   if (options_.recompute == Recompute::none) return;
@@ -106,8 +107,8 @@ void Llama<S>::recompute_layer(std::int64_t l) {
   recomputing_ = false;
 }
 
-// In: branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid by the skip connection.
-// Out: branch_gradient() is the gradient of the output of the layer below (its MLP, or the embedding).
+// On entry branch_gradient() is the gradient of the MLP's output, d_residual that of residual_mid by the skip
+// connection. On return branch_gradient() is the gradient of the output of the layer below (its MLP, or the embedding).
 template <typename S>
 void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const TraceRange range("layer");
@@ -116,9 +117,10 @@ void Llama<S>::backward_layer(std::int64_t l, Accumulate accumulate) {
   const LayerParameters<float>& dw = d_weights_.layers[static_cast<std::size_t>(l)];
   const LayerActivations<S>& a = acts_.layers[static_cast<std::size_t>(l)];
 
-  down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);  // null: still there
+  // null: it still exists
+  down_input_grad_and_swiglu(l, options_.recompute == Recompute::none ? nullptr : a.swiglu_out);
   weight_grad(down_, l, dw.down, branch_gradient(), a.swiglu_out, N, accumulate);
-  weight_grad(gate_up_, l, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up is its gradient now
+  weight_grad(gate_up_, l, dw.gate_up, a.gate_up, a.post_norm, N, accumulate);  // a.gate_up now holds its gradient
   input_grad(gate_up_, l, acts_.d_norm, a.gate_up, w.gate_up, N);
   normalize_backward(norm_after(2 * l), acts_.d_norm, true);
 

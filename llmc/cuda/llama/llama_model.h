@@ -4,7 +4,7 @@
 //   operators.cu    each operator of the lists: what it launches, under which name, and what it has to compute and move
 //   setup.cu        construction: GEMM plans, arenas, tables
 //   step.cu         what surrounds the lists in a step: upload, graphs, statistics, update, timing
-//   ranks.cu        gradients and parameters on their way between ranks
+//   ranks.cu        the exchange of gradients and parameters between ranks
 //   tensor_io.cu    parameters, gradients and moments to and from the host
 //   activations.cu  activations by name, for comparison with PyTorch
 //   plan.{h,cu}     sizes of everything that is allocated
@@ -14,11 +14,11 @@
 // kv = NKV HS, F FFN width, V vocabulary, L layers. d_x is the gradient of x. S is the storage type of parameters and
 // activations: bf16 or float.
 //
-// Numbers: all arithmetic in fp32; gradients of parameters, moments and statistics are stored in fp32 (moments in bf16 if
-// asked for). With S = bf16 each parameter has 16 low bits beside it that make it an exact fp32 master
+// Numbers: all arithmetic is fp32; gradients of parameters, moments and statistics are stored in fp32 (moments
+// optionally in bf16). With S = bf16 each parameter has 16 low bits beside it that make it an exact fp32 master
 // (llmc/cuda/op/adamw.h).
 //
-// Nothing waits for the GPU but statistics(), evaluate(), and access to tensors and activations.
+// Only statistics(), evaluate(), and access to tensors and activations wait for the GPU.
 #pragma once
 
 #include <functional>
@@ -49,7 +49,7 @@ namespace weft::cuda {
 template <typename S>
 class Llama final : public TrainModel {
  public:
-  // One rank of a run; alone where the pointers are null.
+  // The rank of a run; the pointers are null without other ranks.
   struct Peers {
     Communicator* ranks = nullptr;
     DeviceRanks* device_ranks = nullptr;
@@ -83,7 +83,7 @@ class Llama final : public TrainModel {
   void inject_device_fault() override { launch_faulty_kernel(stream_); }
   std::unique_ptr<DecodeModel> decoder(std::int64_t capacity) override {
     if (division_.parameters_divided) fail(Exit::internal, "a decoder of divided parameters");
-    // Inference has a stream of its own: updates, and parameters on their way from other ranks, must be there first.
+    // Inference has its own stream: updates, and the exchange of parameters, must have ended before.
     return single_sequence(make_llama_inference<S>(config_, weights_, one_sequence(capacity)), capacity,
                            [this] { synchronize("parameters"); });
   }
@@ -92,7 +92,7 @@ class Llama final : public TrainModel {
   std::int64_t rows() const { return options_.micro_batch * options_.seq_len; }
   std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
 
-  // Heads of one packed [N, q + 2 kv] row block: q heads, then k heads, then v heads.
+  // Views of a packed [N, q + 2 kv] tensor: q heads, then k heads, then v heads.
   HeadViewOf<S> q_heads(S* qkv) const { return heads(qkv, qkv_size()); }
   HeadViewOf<S> k_heads(S* qkv) const { return heads(qkv + config_.q_size(), qkv_size()); }
   HeadViewOf<S> v_heads(S* qkv) const { return heads(qkv + config_.q_size() + config_.kv_size(), qkv_size()); }
@@ -112,14 +112,14 @@ class Llama final : public TrainModel {
   struct LinearLayer {
     const char *forward, *input_grad, *weight_grad;
     std::int64_t C, OC;
-    std::optional<BlockLinear> block;  // nothing: the head
+    std::optional<BlockLinear> block;  // empty: the head
   };
-  static constexpr std::int64_t kNoLayer = -1;  // the head's
-  // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1 the
-  // embedding. So a layer's first norm is norm_after(2 l - 1), its second norm_after(2 l), the final norm_after(2 L - 1).
+  static constexpr std::int64_t kNoLayer = -1;  // in the place of the head's layer
+  // The norm that reads the residual stream after branch `branch`: 2 l is the attention of layer l, 2 l + 1 its MLP, -1
+  // the embedding. So layer l has norm_after(2 l - 1) and norm_after(2 l); the final norm is norm_after(2 L - 1).
   struct NormSite {
     std::int64_t branch;
-    S* residual;  // [N, C], what is normalised
+    S* residual;  // [N, C], the norm's input
     NormParameters<S> weights;
     NormParameters<float> d_weights;
     S* out;
@@ -149,8 +149,8 @@ class Llama final : public TrainModel {
   void input_grad(const LinearLayer& layer, std::int64_t l, S* dx, const S* dout, const S* weight, std::int64_t N);
   void weight_grad(const LinearLayer& layer, std::int64_t l, float* dweight, const S* dout, const S* x, std::int64_t N,
                    Accumulate accumulate);
-  // Whether a linear layer computes in fp8. Then weight_grad() rounds dout, and the input_grad() behind it reads that; and the
-  // input of the down projection, and the gradient of gate and up, are there in fp8 alone.
+  // Whether a linear layer computes in fp8. If so, weight_grad() rounds dout, and the following input_grad() reads the
+  // result; the input of the down projection, and the gradient of gate and up, exist in fp8 only.
   bool in_fp8(const LinearLayer& layer) const { return fp8_ && layer.block; }
   Fp8Linears::Pass fp8_pass() const {
     return !training_     ? Fp8Linears::Pass::evaluation
@@ -160,14 +160,14 @@ class Llama final : public TrainModel {
   void attend_backward(const LayerActivations<S>& a);
   void down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out);
 
-  // Without dropout the GEMM of a branch adds the residual in its epilogue, and the branch and the residual have one
-  // gradient.
+  // Without dropout the GEMM of a branch adds the residual in its epilogue, and the branch and the residual have the
+  // same gradient.
   bool residual_in_epilogue() const { return options_.dropout == 0; }
   S* branch_gradient() const { return residual_in_epilogue() ? acts_.d_residual : acts_.branch; }
 
-  // What an operator has to move and to compute, for the table of time_operators().
+  // Bytes and operations of operators, for the table of time_operators().
   double row_bytes(std::int64_t columns) const { return static_cast<double>(rows() * columns) * sizeof(S); }
-  double attention_flops() const {  // of the forward pass: two GEMMs of T x T / 2 by HS for each head
+  double attention_flops() const {  // forward pass: two GEMMs of T x T / 2 by HS for each head
     return 2.0 * static_cast<double>(rows() * options_.seq_len) * static_cast<double>(config_.q_size());
   }
 
@@ -181,24 +181,24 @@ class Llama final : public TrainModel {
   void take_gradient_slot(std::int64_t l);
   void zero_stale_gradients();
 
-  // Of the ranks of a run, and of the rounds of each.
+  // Number of loss totals: one for each rank and round.
   std::size_t rank_totals() const { return static_cast<std::size_t>(peers_.share.ranks * peers_.share.rounds); }
   bool is_last_micro_batch() const { return rank_micro_batches_ + 1 == options_.rank_micro_batches; }
   void finish_rank();
   void update_blocks(const Range& range, const AdamWStep& step);
-  // The gradients of the step, or of the virtual ranks that have computed.
+  // The gradients of the step, or of the virtual ranks that have been computed.
   float* gradients() const {
     const DeviceArena& arena = division_.gradients_divided ? part_sum_arena_
                                : ranks_added_ > 0          ? rank_sum_arena_
                                                            : gradient_arena_;
     return arena.at<float>(0);
   }
-  // How far from its place in the table's layout the gradient of a section lies while it is computed.
+  // Offset of a section's gradient, while it is computed, from its position in the table's layout.
   std::int64_t gradient_shift(std::size_t section) const {
     return division_.gradient_begins[section] - division_.sections[section].begin;
   }
   std::size_t section_of(const TensorSpec& spec) const;
-  // The same for divided parameters while a pass has them.
+  // The same for divided parameters while a pass uses them.
   std::int64_t parameter_shift(std::size_t section) const {
     return division_.places.begin_of(section) - division_.sections[section].begin;
   }
@@ -234,13 +234,12 @@ class Llama final : public TrainModel {
   void prepare_matmuls();
   void place_sections();
 
-  // ---- tensor_io.cu
-  // A range of a tensor that this model has: where it begins in arenas of the table's layout, and in those of the state.
+  // A range of a tensor that this model holds: its position in arenas of the table's layout, and in those of the state.
   struct Piece {
     std::int64_t element, state, count;
   };
   bool is_moment(TensorRole role) const { return role == TensorRole::moment1 || role == TensorRole::moment2; }
-  // Whether each rank has its part alone.
+  // Whether each rank holds only its own part.
   bool is_divided(TensorRole role) const {
     if (role == TensorRole::gradient) return division_.gradients_divided || (division_.divided && exchanged_);
     return division_.divided && (is_moment(role) || kSplitMaster<S> || division_.parameters_divided);
@@ -257,7 +256,7 @@ class Llama final : public TrainModel {
   const Peers peers_;
   const TensorTable table_;
   const Division division_;
-  // Whether SwiGLU, and its derivative, are computed in the epilogues of the GEMMs beside it: bf16 on Hopper.
+  // Whether SwiGLU, and its derivative, are computed in the epilogues of the adjacent GEMMs: bf16 on Hopper.
   const bool swiglu_in_epilogue_;
   const LinearLayer qkv_{"qkv", "qkv dgrad", "qkv wgrad", config_.hidden_size, qkv_size(), BlockLinear::qkv};
   const LinearLayer output_{"output",         "output dgrad",      "output wgrad",
@@ -273,20 +272,21 @@ class Llama final : public TrainModel {
   Matmul matmul_;
   LlamaActivations<S> acts_;
   LlamaWorkspace work_;
-  DeviceArena parameter_arena_;      // what passes read
-  DeviceArena own_parameter_arena_;  // of this rank, where they are divided
+  DeviceArena parameter_arena_;      // parameters that the passes read
+  DeviceArena own_parameter_arena_;  // this rank's parameters, if they are divided
   DeviceArena low_arena_, gradient_arena_;
   DeviceArena part_sum_arena_;  // see Division::sum_begins
-  DeviceArena rank_sum_arena_;  // the gradients of the virtual ranks that are complete; empty without them
-  DeviceArena received_arena_;  // gradients of other ranks on their way into the sum; empty without them
+  DeviceArena rank_sum_arena_;  // sum of the gradients of completed virtual ranks; empty without them
+  DeviceArena received_arena_;  // gradients received from other ranks, before they are added; empty without other ranks
   DeviceArena moment1_arena_, moment2_arena_, activation_arena_, workspace_arena_;
   std::optional<Fp8Linears> fp8_;  // with --precision fp8
   LlamaParameters<S> weights_;
   LlamaParameters<float> d_weights_;
   DeviceRopeTable rope_;
   TokenUpload upload_;
-  PinnedBuffer results_;                        // GradientNorm, LossTotal, that of each rank
-  Event state_copied_{cudaEventDisableTiming};  // of the last StateCopy::take(): nothing may change the state before it
+  PinnedBuffer results_;  // GradientNorm, LossTotal, then the LossTotal of each rank
+  // end of the last StateCopy::take(), before which the state must not change
+  Event state_copied_{cudaEventDisableTiming};
 
   StepGraph forward_graphs_[2], backward_graphs_[2];  // by Accumulate
   std::optional<std::pair<double, double>> ceilings_;
@@ -295,20 +295,20 @@ class Llama final : public TrainModel {
   std::uint64_t micro_step_ = 0;
   bool training_ = false, recomputing_ = false;
   // zero_gradients() writes nothing: the first micro-batch after it stores its gradients instead of adding them. Until
-  // then the head's gradient, and that of everything else, is stale.
+  // then the gradient of the head, or of everything else, is stale.
   bool head_stale_ = false, others_stale_ = false;
 
   std::int64_t rank_micro_batches_ = 0,
-               ranks_added_ = 0;  // of the rank that computes; virtual ranks that have computed
-  // With peers: what moves between ranks does so in a stream of its own, beside the passes. Events: the gradients of a
-  // section are complete; those of a bucket have been exchanged; its parameters are those of all ranks.
+               ranks_added_ = 0;  // micro-batches of the current rank; virtual ranks that are complete
+  // With other ranks: exchanges run in their own stream, beside the passes. Events: the gradients of a section are
+  // complete; those of a bucket have been exchanged; a bucket's parameters have arrived from all ranks.
   std::optional<Stream> exchange_stream_;
   std::vector<std::unique_ptr<Event>> gradients_ready_, gradients_exchanged_, parameters_ready_;
   Event forked_{cudaEventDisableTiming}, own_work_{cudaEventDisableTiming};
-  SectionPlaces places_;    // of parameter_arena_, where parameters are divided
-  std::vector<bool> sent_;  // buckets whose exchange is queued since the last zero_gradients()
+  SectionPlaces places_;    // places in parameter_arena_, if parameters are divided
+  std::vector<bool> sent_;  // buckets whose exchange has been queued since the last zero_gradients()
   std::int64_t rounds_done_ = 0;
-  bool exchanged_ = false;  // the gradients are those of all ranks, as far as this model has them
+  bool exchanged_ = false;  // the gradients that this model holds are sums over all ranks
 };
 
 }  // namespace weft::cuda

@@ -1,6 +1,6 @@
-// The operators of the training step as the lists of llama.cu call them: each launches its kernels under the name that the
-// operator clock, nsys and ncu show, and states what the mathematics asks for: the operations of its GEMMs, and the bytes of
-// every operand read once and every result written once.
+// The operators of the training step as the lists of llama.cu call them. Each launches its kernels under the name that
+// the operator clock, nsys and ncu show, and states the minimum that the mathematics requires: the operations of its
+// GEMMs, and the bytes of every operand read once and every result written once.
 #include <algorithm>
 
 #include "llmc/cuda/hw/common.cuh"
@@ -15,7 +15,7 @@ namespace weft::cuda {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
-// out = x W^T, plus addend [N, OC] where there is one.
+// out = x W^T, plus addend [N, OC] unless it is null.
 template <typename S>
 void Llama<S>::linear(const LinearLayer& layer, std::int64_t l, S* out, const S* x, const S* weight, std::int64_t N,
                       const S* addend) {
@@ -68,8 +68,8 @@ void Llama<S>::embed() {
              [&] { embedding_forward(acts_.residual[0], work_.tokens, weights_.embedding, rows(), C, stream_); });
 }
 
-// The order in which embed_backward() adds rows depends on the tokens alone: it is found beside the backward pass, in a
-// stream of its own that waits for the tokens.
+// The order in which embed_backward() adds rows depends on the tokens alone, so it is found beside the backward pass,
+// in a second stream that waits for the tokens.
 template <typename S>
 void Llama<S>::sort_tokens() {
   fork_stream(stream_, side_stream_, tokens_ready_, "backward");
@@ -136,15 +136,15 @@ void Llama<S>::launch_norm(std::int64_t branch, const ResidualNormForward<S, S>&
              [&] { residual_norm_forward(norm_shape(branch), norm, stream_); });
 }
 
-// out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call that
-// stored the stream, so it needs no dropout's shape.
+// out = norm(residual): the first norm, and norms that are recomputed. residual_norm.h promises the bits of the call
+// that stored the stream, so no dropout is needed here.
 template <typename S>
 void Llama<S>::normalize(const NormSite& site) {
   launch_norm(-1, norm_operands(site));
 }
 
-// residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it the
-// GEMM writes `branch` [N, C], and the norm's kernel drops, adds and normalises.
+// residual = skip + dropout(x W^T), out = norm(residual). Without dropout the GEMM adds skip in its epilogue; with it
+// the GEMM writes `branch` [N, C], and the norm's kernel applies dropout, adds and normalises.
 template <typename S>
 void Llama<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, const NormSite& site, const S* x,
                                     const S* weight, const S* skip, S* branch) {
@@ -160,9 +160,9 @@ void Llama<S>::linear_and_normalize(const LinearLayer& layer, std::int64_t l, co
   launch_norm(site.branch, norm);
 }
 
-// From d_out, the gradient of the norm's output, and with a skip connection acts_.d_residual, that of the residual stream
-// behind the norm: branch_gradient() becomes the gradient of the branch that was added, acts_.d_residual that of the stream
-// before it.
+// Backward of a norm. `d_out`: the gradient of its output; with a skip connection acts_.d_residual holds the gradient
+// of the residual stream after the norm. Afterwards branch_gradient() is the gradient of the branch that was added,
+// acts_.d_residual that of the stream before it.
 template <typename S>
 void Llama<S>::normalize_backward(const NormSite& site, const S* d_out, bool has_skip) {
   const bool one_gradient = residual_in_epilogue();
@@ -202,7 +202,7 @@ void Llama<S>::attend(const LayerActivations<S>& a) {
   });
 }
 
-// d_attention -> d_qkv, of q and k before RoPE. Five GEMMs where the forward pass has two.
+// d_attention -> d_qkv, the gradient of q and k before RoPE. Five GEMMs where the forward pass has two.
 template <typename S>
 void Llama<S>::attend_backward(const LayerActivations<S>& a) {
   const std::int64_t q = config_.q_size();
@@ -241,7 +241,7 @@ void Llama<S>::gate_up_and_swiglu(std::int64_t l, S* swiglu_out) {
   clock_.run("swiglu", 0, 3 * row_bytes(F), [&] { swiglu_forward(swiglu_out, a.gate_up, N, F, stream_); });
 }
 
-// gate_up of layer l becomes its gradient, from the gradient of the down projection's output. swiglu_out, unless it is
+// Replaces gate_up of layer l by its gradient, from the gradient of the down projection's output. swiglu_out, unless
 // null, gets the forward pass's values again.
 template <typename S>
 void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
@@ -271,7 +271,7 @@ void Llama<S>::down_input_grad_and_swiglu(std::int64_t l, S* swiglu_out) {
 
 // ---- classifier -----------------------------------------------------------------------------------------------------
 
-// Losses of `count` rows of logits; in training the logits become their gradient.
+// Losses of `count` rows of logits; in training the logits are replaced by their gradient.
 template <typename S>
 void Llama<S>::softmax_and_loss(float* losses, const std::int32_t* labels, std::int64_t count, float loss_scale) {
   const std::int64_t V = config_.vocab_size;

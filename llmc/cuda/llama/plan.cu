@@ -17,8 +17,8 @@
 
 namespace weft::cuda {
 
-// With fewer rows the gradient of the head, which every chunk reads and writes, costs more; more rows gain nothing and
-// take memory (1 GB here with a vocabulary of 128,256).
+// With fewer rows the gradient of the head, which every chunk reads and writes, costs more; with more rows nothing is
+// gained and memory is used (1 GB at this size with a vocabulary of 128,256).
 std::int64_t classifier_rows(std::int64_t N) {
   constexpr std::int64_t kRows = 4096;
   return std::min(N, kRows);
@@ -37,7 +37,7 @@ AttentionShape attention_shape(const ModelConfig& config, const TrainOptions& op
 
 namespace {
 
-// The blocks of one section, of all its tensors.
+// The AdamW blocks of all tensors of one section.
 std::vector<AdamWBlock> blocks_of(const TensorTable& table, const Range& section) {
   std::vector<AdamWRange> ranges;
   for (const TensorSpec& spec : table.specs()) {
@@ -57,7 +57,7 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
       sections(llama_sections(config, table)) {
   place_gradients(config);
   if (parameters_divided) places = SectionPlaces(sections, config.num_layers);
-  if (gradients_divided) {  // a section at a time: its place is needed again
+  if (gradients_divided) {  // cut section by section, because their memory is reused
     for (std::size_t s = 0; s < sections.size(); ++s) {
       for (Bucket& bucket : cut_buckets({&sections[s], 1}, share.ranks, kAdamWBlockElements, share.bucket_elements)) {
         bucket.section = s;
@@ -74,7 +74,8 @@ Division::Division(const ModelConfig& config, const TensorTable& table, const Ra
   squares = static_cast<std::int64_t>(all.size());
 
   const auto me = static_cast<std::size_t>(share.rank);
-  std::vector<std::vector<std::int64_t>> blocks_of_rank(static_cast<std::size_t>(share.ranks));  // their numbers
+  // indices of the blocks of each rank
+  std::vector<std::vector<std::int64_t>> blocks_of_rank(static_cast<std::size_t>(share.ranks));
   std::size_t next = 0;
   for (const Bucket& bucket : buckets) {
     const std::int64_t first = static_cast<std::int64_t>(blocks.size());
@@ -123,7 +124,7 @@ void Division::place_gradients(const ModelConfig& config) {
     gradient_begins.push_back(gradient_elements + static_cast<std::int64_t>(l % kGradientSlots) * slot);
   }
   gradient_elements += static_cast<std::int64_t>(std::min(layers, kGradientSlots)) * slot;
-  for (std::size_t s = 1 + layers; s < sections.size(); ++s) {  // the head
+  for (std::size_t s = 1 + layers; s < sections.size(); ++s) {  // the head's section, if any
     gradient_begins.push_back(gradient_elements);
     gradient_elements += sections[s].size();
   }
@@ -180,11 +181,11 @@ LlamaWorkspace::LlamaWorkspace(const ModelConfig& config, const TrainOptions& op
   regions.want(&gradient_norm, 1);
   regions.want(&squares, division.squares);
   if (!division.squares_order.empty()) regions.want(&squares_order, division.squares);
-  const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight, and bias
+  const int norm_sums = config.norm == NormKind::layernorm ? 2 : 1;  // column sums: weight and, for LayerNorm, bias
   regions.want_bytes(&scratch, std::max({residual_norm_backward_workspace(config.hidden_size, norm_sums),
                                          attention_backward_workspace(attention_shape(config, options)),
                                          embedding_backward_workspace(N, config.hidden_size)}));
-  // Last: it differs from rank to rank, and what ranks gather has one place on all.
+  // Last, because its size differs between ranks, and what ranks exchange must have the same offset on all.
   regions.want(&adamw_blocks, static_cast<std::int64_t>(division.blocks.size()));
 }
 

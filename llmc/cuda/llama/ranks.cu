@@ -1,7 +1,7 @@
-// What moves between the ranks of a run, in a stream of its own beside the passes: the gradients of a bucket leave as soon as
-// backward has completed them, and the parameters that a rank has updated come before the next forward pass needs them. The
-// lists of llama.cu mark both by section of the arena; the events that carry the marks are external to the graphs that the
-// lists are captured in, so that work outside of them can wait for a part of a graph, and a part of a graph for it.
+// The exchange between the ranks of a run, in its own stream beside the passes: the gradients of a bucket are sent as
+// soon as backward has completed them, and parameters that a rank has updated arrive before the next forward pass needs
+// them. The lists of llama.cu mark both by section of the arena. The marks are events that are external to the captured
+// graphs of the lists, so that work outside can wait for a part of a graph and a part of a graph for work outside.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -31,7 +31,7 @@ std::vector<Range> in_bytes(std::vector<Range> parts, std::size_t size) {
 
 }  // namespace
 
-// In the lists: the gradients of a section are complete, if this is the last micro-batch.
+// Called in the lists: the gradients of a section are complete, if this is the last micro-batch.
 template <typename S>
 void Llama<S>::gradients_ready(std::size_t section) {
   if (!has_peers()) return;
@@ -40,7 +40,7 @@ void Llama<S>::gradients_ready(std::size_t section) {
   if (division_.gradients_divided && section != head_section()) exchange_from(section);
 }
 
-// In the lists: what follows reads the parameters of a section.
+// Called in the lists: what follows reads the parameters of a section.
 template <typename S>
 void Llama<S>::parameters_needed(std::size_t section) {
   if (!division_.divided) return;
@@ -52,15 +52,16 @@ void Llama<S>::parameters_needed(std::size_t section) {
   }
 }
 
-// The same in backward: since the forward pass divided parameters alone may have made place for others.
+// The same in backward, needed for divided parameters only: the forward pass may have overwritten them by other
+// sections.
 template <typename S>
 void Llama<S>::parameters_needed_again(std::size_t section) {
   if (division_.parameters_divided) parameters_needed(section);
 }
 
-// In the lists: divided parameters of a section come into their place, unless they are there, behind all that is queued so
-// far. So it is called when no operator behind it reads those that were in that place, and as long before
-// parameters_needed() as that allows.
+// Called in the lists: queues fetching a section's divided parameters into their place, unless they are there, after
+// all work queued so far. So call it when no later operator reads the parameters that were in that place, and as early
+// before parameters_needed() as that allows.
 template <typename S>
 void Llama<S>::fetch_parameters(std::size_t section) {
   if (!division_.parameters_divided || !places_.take(section)) return;
@@ -86,7 +87,7 @@ void Llama<S>::fetch_parameters(std::size_t section) {
   }
 }
 
-// Queues the exchange of all buckets that are complete with `section` and have not been sent.
+// Queues the exchange of all buckets that are complete once `section` is, and have not been sent.
 template <typename S>
 void Llama<S>::exchange_from(std::size_t section) {
   if (!has_peers()) return;
@@ -95,15 +96,15 @@ void Llama<S>::exchange_from(std::size_t section) {
   }
 }
 
-// Each rank gets the others' gradients of its part of the bucket, and adds all in the order of the ranks. If the update is
-// not divided, all ranks then get all sums.
+// Each rank receives the others' gradients for its part of the bucket and adds all in the order of the ranks. If the
+// update is not divided, all ranks then receive all sums.
 template <typename S>
 void Llama<S>::exchange(std::size_t number) {
   const Bucket& bucket = division_.buckets[number];
   const cudaStream_t stream = *exchange_stream_;
   check(cudaStreamWaitEvent(stream, *gradients_ready_[bucket.section]), "exchange between ranks");
   delay_point(stream, DelayPoint::forked);
-  std::vector<Range> parts = bucket.parts;  // where they lie while they are computed
+  std::vector<Range> parts = bucket.parts;  // shifted to where they lie while they are computed
   for (Range& part : parts) {
     part.begin += gradient_shift(bucket.section);
     part.end += gradient_shift(bucket.section);
@@ -132,7 +133,7 @@ void Llama<S>::exchange(std::size_t number) {
   sent_[number] = true;
 }
 
-// Before the first micro-batch of a rank of the step. Its gradients overwrite those of the round before.
+// Called before the first micro-batch of a rank of the step. Its gradients overwrite those of the previous round.
 template <typename S>
 void Llama<S>::begin_round() {
   if (rounds_done_ == peers_.share.rounds) fail(Exit::internal, "more micro-batches than a rank has in a step");
@@ -142,7 +143,7 @@ void Llama<S>::begin_round() {
   head_stale_ = others_stale_ = true;
 }
 
-// The gradients of a rank of the step are complete: sends what has not been sent, and sets its loss aside.
+// Called when the gradients of a rank of the step are complete: sends what has not been sent, and stores its loss.
 template <typename S>
 void Llama<S>::finish_round() {
   exchange_from(kEmbeddingSection);
@@ -153,7 +154,7 @@ void Llama<S>::finish_round() {
   ++rounds_done_;
 }
 
-// Of divided gradients: those of sections that no backward has computed since the last zero_gradients().
+// For divided gradients: zeroes the sums of sections that no backward has computed since the last zero_gradients().
 template <typename S>
 void Llama<S>::zero_unsent_gradients() {
   for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
@@ -165,14 +166,14 @@ void Llama<S>::zero_unsent_gradients() {
   }
 }
 
-// What the stream of the step does from here on comes after all exchanges that are queued.
+// Makes the step's stream wait for all exchanges that are queued.
 template <typename S>
 void Llama<S>::finish_exchange() {
   check(cudaEventRecord(forked_, *exchange_stream_), "exchange between ranks");
   check(cudaStreamWaitEvent(stream_, forked_), "exchange between ranks");
 }
 
-// The losses of all ranks and, if each has squares of its own blocks alone, those of all.
+// Gathers the losses of all ranks and, if each rank has the squares of its own blocks only, the squares.
 template <typename S>
 void Llama<S>::gather_statistics() {
   fork_stream(stream_, *exchange_stream_, forked_, "statistics");
@@ -191,7 +192,7 @@ void Llama<S>::gather_statistics() {
   finish_exchange();
 }
 
-// Behind the update of this rank's part of a bucket.
+// Called after the update of this rank's part of a bucket.
 template <typename S>
 void Llama<S>::gather_parameters(std::size_t bucket) {
   fork_stream(stream_, *exchange_stream_, forked_, "update");
@@ -200,7 +201,7 @@ void Llama<S>::gather_parameters(std::size_t bucket) {
   check(cudaEventRecord(*parameters_ready_[bucket], *exchange_stream_), "update");
 }
 
-// Waits for the GPU, and for what other ranks send.
+// Waits for the GPU, including transfers from other ranks.
 template <typename S>
 void Llama<S>::synchronize(const char* action) {
   if (!has_peers()) return stream_.synchronize(action);

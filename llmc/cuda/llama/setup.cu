@@ -1,4 +1,4 @@
-// Construction of the training model: GEMM plans first, then the arenas, then what they begin with.
+// Construction of the training model: GEMM plans first, then the arenas, then their initial contents.
 #include <vector>
 
 #include "llmc/base/error.h"
@@ -62,7 +62,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
     for (const DeviceArena* arena : {&parameter_arena_, &gradient_arena_, &workspace_arena_}) {
       peers_.device_ranks->share(arena->at<std::byte>(0), arena->bytes());
     }
-    constexpr int kBeforeOthers = -1;  // what comes from other ranks is added as soon as it is there
+    constexpr int kBeforeOthers = -1;  // a higher priority: gradients from other ranks are added as soon as they arrive
     exchange_stream_.emplace(kBeforeOthers);
     const auto new_event = [] { return std::make_unique<Event>(cudaEventDisableTiming); };
     for (std::size_t s = 0; s < division_.sections.size(); ++s) gradients_ready_.push_back(new_event());
@@ -74,7 +74,7 @@ Llama<S>::Llama(const ModelConfig& config, const TrainOptions& options, const Pe
   stream_.synchronize("start");
 }
 
-// Gradients, and divided parameters, lie where the division has a place for them.
+// Moves the pointers to gradients, and to divided parameters, to where the division places them.
 template <typename S>
 void Llama<S>::place_sections() {
   std::vector<std::int64_t> of_gradients, of_parameters;
@@ -86,8 +86,8 @@ void Llama<S>::place_sections() {
   weights_.move_sections(of_parameters);
 }
 
-// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch of a
-// step stores weight gradients, the others accumulate.
+// Every GEMM of the step: four linear layers and the head, each forward and for both gradients. The first micro-batch
+// of a step stores weight gradients, the others accumulate.
 template <typename S>
 void Llama<S>::prepare_matmuls() {
   const std::int64_t N = rows(), chunk = classifier_rows(N);
@@ -117,7 +117,7 @@ void Llama<S>::prepare_matmuls() {
   prepare(down_, N, addend, {true, accumulates});
   prepare(head_, chunk, false, {true, accumulates || N > chunk});
   if (N % chunk != 0) prepare(head_, N % chunk, false, {false, true});
-  // One rank chooses: another algorithm may add in another order, and then the ranks' bits would depend on who computes.
+  // Rank 0 chooses: another algorithm may add in another order, and then the bits would depend on which rank computes.
   if (peers_.share.rank == 0) matmul_.prepare(shapes);
   if (!has_peers()) return;
   matmul_.adopt_plans(peers_.ranks->broadcast_text(matmul_.plans()));

@@ -1,5 +1,6 @@
-// A copy of parameters and moments, or of those that a rank has, in page-locked host memory, for a thread that saves them while training goes on. The
-// copy runs beside the next step's forward and backward passes, which change none of it; the update waits for its event.
+// A copy of parameters and moments, or of the parts that a rank has, in page-locked host memory, for a thread that
+// saves them while training continues. The copy runs beside the next step's forward and backward passes, which do not
+// change them; the update waits for its event.
 #pragma once
 
 #include <cstddef>
@@ -18,14 +19,16 @@ void join_host_masters(const std::uint16_t* high, const std::int16_t* low, float
 
 class PinnedStateCopy final : public StateCopy {
  public:
-  // The arenas on the device. `low` is null where parameters are fp32, otherwise they are bf16. Low halves and moments lie as
-  // the copy has them: one range behind the other. Parameters do if they are packed, otherwise in the layout of the table.
+  // The arenas on the device. `low` is null if parameters are fp32, otherwise they are bf16. Low halves and moments
+  // have the layout of the copy, one range after another. So have parameters if they are packed; otherwise they have
+  // the layout of the table.
   struct Source {
     const std::byte *parameters, *low, *moment1, *moment2;
-    std::uint64_t moment_bytes;  // of one moment of one parameter: 4 or 2
+    std::uint64_t moment_bytes;  // bytes of one moment of one parameter: 4 or 2
     bool parameters_packed;
   };
-  // Of these ranges of the arena. `copied` is recorded by take() when the copy has ended. Stream and event belong to the model.
+  // Copies these ranges of the arena. take() records `copied` when the copy has ended. Stream and event belong to the
+  // model.
   PinnedStateCopy(std::vector<Range> elements, const Source& source, cudaStream_t training, cudaEvent_t copied);
   ~PinnedStateCopy() override { cudaStreamSynchronize(stream_); }
 
@@ -35,13 +38,13 @@ class PinnedStateCopy final : public StateCopy {
 
  private:
   void copy(std::uint64_t offset, const std::byte* device, std::uint64_t bytes);
-  // Where a role begins in the buffer: each has four bytes a parameter, of which bf16 moments use the first half.
+  // Where a role begins in the buffer. Each has four bytes a parameter, of which bf16 moments use the first half.
   std::uint64_t begin_of(TensorRole role) const;
 
   void copy_parameters(std::uint64_t element_bytes);
 
   PackedRanges elements_;
-  std::uint64_t count_;  // of elements
+  std::uint64_t count_;  // number of elements
   Source source_;
   cudaStream_t training_;
   cudaEvent_t copied_;

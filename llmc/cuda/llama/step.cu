@@ -1,5 +1,5 @@
-// What surrounds the lists of llama.cu in a training step: tokens on their way to the GPU, CUDA graphs, gradients that are
-// stored or accumulated, statistics, the update, validation, and the timing of operators.
+// What surrounds the lists of llama.cu in a training step: the upload of tokens, CUDA graphs, storing or accumulating
+// gradients, statistics, the update, validation, and the timing of operators.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -16,11 +16,11 @@ namespace weft::cuda {
 
 // ---- micro-batches --------------------------------------------------------------------------------------------------
 
-// The launches of forward() and of backward() are a graph each. `scale` and, with dropout, micro_step_ are all that differs
-// from one run of a list to the next.
+// The launches of forward() and of backward() are one graph each. `scale` and, with dropout, micro_step_ are all that
+// differs from one run of a list to the next.
 template <typename S>
 void Llama<S>::replay(StepGraph& graph, float scale, const std::function<void()>& launches) {
-  const bool looks_first = fp8_ && !fp8_->scales_known();  // other launches than later
+  const bool looks_first = fp8_ && !fp8_->scales_known();  // launches that later steps do not have
   if (!options_.graph || clock_.timing() || looks_first) return launches();
   std::uint32_t scale_bits = 0;
   std::memcpy(&scale_bits, &scale, sizeof scale_bits);
@@ -40,7 +40,7 @@ void Llama<S>::forward(const Batch& batch, std::uint64_t micro_step, float loss_
     forward_layers();
     classify(loss_scale, head, work_.loss_total);
   };
-  if (division_.parameters_divided) {  // it waits for layers that are sent for while it is queued: no graph
+  if (division_.parameters_divided) {  // no graph: it waits for parameters whose transfer is queued along with it
     launches();
   } else {
     replay(forward_graphs_[static_cast<int>(head)], loss_scale, launches);
@@ -55,7 +55,7 @@ void Llama<S>::backward() {
   const TraceRange range("backward");
   const Accumulate accumulate = others_stale_ ? Accumulate::no : Accumulate::yes;
   delay_point(stream_, DelayPoint::step);
-  if (division_.gradients_divided) {  // it waits for exchanges that are queued while it is: no graph
+  if (division_.gradients_divided) {  // no graph: it waits for exchanges that are queued along with it
     backward_layers(accumulate);
   } else {
     replay(backward_graphs_[static_cast<int>(accumulate)], 0, [&] { backward_layers(accumulate); });
@@ -113,7 +113,7 @@ double Llama<S>::evaluate(const Batch& batch, std::int64_t* label_count) {
 
 template <typename S>
 void Llama<S>::zero_gradients() {
-  // A step that was given up may still send its gradients. After a complete one only parameters are on their way, for which
+  // An abandoned step may still be sending gradients. After a complete step only parameters are in transfer, for which
   // the next forward pass waits where it reads them.
   if (has_peers() && !exchanged_) finish_exchange();
   head_stale_ = others_stale_ = true;
@@ -140,7 +140,8 @@ std::size_t Llama<S>::section_of(const TensorSpec& spec) const {
   return static_cast<std::size_t>(behind - division_.sections.begin());
 }
 
-// The gradients that backward accumulates even in the first micro-batch: norms, and an embedding that is not the head.
+// Zeroes the gradients that backward accumulates even in the first micro-batch: those of norms, and of an embedding
+// that is not also the head.
 template <typename S>
 void Llama<S>::zero_accumulated_gradients() {
   for (std::size_t section = 0; section < division_.sections.size(); ++section) {
@@ -158,7 +159,7 @@ void Llama<S>::zero_accumulated_gradients(std::size_t section) {
   }
 }
 
-// With divided gradients the place of those of layer l is free when the ranks have exchanged what was there before.
+// With divided gradients: waits until the ranks have exchanged the gradients that were in layer l's place before.
 template <typename S>
 void Llama<S>::take_gradient_slot(std::int64_t l) {
   if (!division_.gradients_divided) return;
@@ -170,8 +171,8 @@ void Llama<S>::take_gradient_slot(std::int64_t l) {
   zero_accumulated_gradients(section_of_layer(l));
 }
 
-// The gradients that no micro-batch has stored since zero_gradients(): before they are read. Those of virtual ranks are read
-// from their sum.
+// Zeroes the gradients that no micro-batch has stored since zero_gradients(); call it before they are read. Those of
+// virtual ranks are read from their sum.
 template <typename S>
 void Llama<S>::zero_stale_gradients() {
   if (ranks_added_ > 0) return;
@@ -191,7 +192,8 @@ template <typename S>
 StepStatistics Llama<S>::statistics() {
   const TraceRange range("statistics");
   zero_stale_gradients();
-  // Where passes wait for other ranks no work is this rank's alone: the event is never recorded, and has come.
+  // If passes wait for other ranks, there is no work that is this rank's alone: the event is never recorded and counts
+  // as complete.
   if (!division_.gradients_divided) check(cudaEventRecord(own_work_, stream_), "statistics");
   if (has_peers() && !exchanged_) {
     if (rounds_done_ != peers_.share.rounds && peers_.share.rounds > 1) {
@@ -223,11 +225,11 @@ StepStatistics Llama<S>::statistics() {
   }
   StepStatistics statistics{0, 0, norm->norm};
   if (fp8_) statistics.fp8 = fp8_->statistics();
-  for (std::size_t r = 0; r < rank_totals(); ++r) {  // in the order of the ranks
+  for (std::size_t r = 0; r < rank_totals(); ++r) {  // added in the order of the ranks
     statistics.loss_sum += totals[r].loss_sum;
     statistics.label_count += totals[r].label_count;
   }
-  if (has_peers()) return statistics;  // its own total is among them
+  if (has_peers()) return statistics;  // this rank's total is among them
   statistics.loss_sum += total->loss_sum;
   statistics.label_count += total->label_count;
   return statistics;
@@ -246,10 +248,10 @@ void Llama<S>::update(const AdamWStep& step) {
     }
     return;
   }
-  // What another rank still gets of the last update must not change under it.
+  // Parameters that other ranks are still reading must not change.
   for (const std::unique_ptr<Event>& event : parameters_ready_) check(cudaStreamWaitEvent(stream_, *event), "update");
   places_.forget();
-  // Of divided parameters, those that the next forward pass begins with: they come while the others are updated.
+  // Divided parameters with which the next forward pass begins are fetched while the others are updated.
   const std::size_t first = section_of_layer(std::min(config_.num_layers, kLayerPlaces));
   for (std::size_t b = 0; b < division_.buckets.size(); ++b) {
     update_blocks(division_.blocks_of_bucket[b], step);
@@ -263,7 +265,7 @@ void Llama<S>::update(const AdamWStep& step) {
   }
 }
 
-// Some of division_.blocks.
+// Updates a range of division_.blocks.
 template <typename S>
 void Llama<S>::update_blocks(const Range& range, const AdamWStep& step) {
   const AdamWBlock* blocks = work_.adamw_blocks + range.begin;

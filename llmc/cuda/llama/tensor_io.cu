@@ -1,5 +1,5 @@
-// Parameters, gradients and moments to and from the host, as fp32 and exactly: single tensors, and a copy of the whole
-// state for saving.
+// Transfers parameters, gradients and moments to and from the host, as fp32 and exactly: single tensors, and a copy of
+// the whole state for saving.
 #include <algorithm>
 
 #include "llmc/base/error.h"
@@ -26,7 +26,7 @@ std::byte* Llama<S>::address_of(TensorRole role, const Piece& piece) const {
   fail(Exit::internal, "unknown tensor role");
 }
 
-// The tensor is found by its name: `named` may come from the table of a file, whose tensors lie in other types.
+// The tensor is found by its name, since `named` may come from the table of a file, whose tensors have other types.
 template <typename S>
 void Llama<S>::read_tensor(TensorRole role, const TensorSpec& named, float* values) {
   if (role == TensorRole::gradient) zero_stale_gradients();
@@ -90,7 +90,7 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const floa
     };
     write(own, true);
     if (role != TensorRole::parameter || division_.parameters_divided) continue;
-    // Every rank has the parameters themselves of all.
+    // Every rank has all parameters, even where their state is divided.
     write({bucket.range.begin, own.begin}, false);
     write({own.end, bucket.range.end}, false);
   }
@@ -100,7 +100,7 @@ void Llama<S>::write_tensor(TensorRole role, const TensorSpec& named, const floa
 template <typename S>
 void Llama<S>::write_piece(TensorRole role, const Piece& piece, const float* values) {
   const auto count = static_cast<std::size_t>(piece.count);
-  if (is_moment(role) && options_.moments == Precision::bf16) {  // exact for what read_tensor() gave
+  if (is_moment(role) && options_.moments == Precision::bf16) {  // exact for values from read_tensor()
     std::vector<std::uint16_t> stored(count);
     convert_from_f32(values, DType::bf16, stored.data(), count);
     check(cudaMemcpy(address_of(role, piece), stored.data(), count * sizeof(std::uint16_t), cudaMemcpyHostToDevice),
@@ -112,7 +112,7 @@ void Llama<S>::write_piece(TensorRole role, const Piece& piece, const float* val
           "writing a tensor");
     return;
   }
-  // Masters are split into halves on the GPU, some at a time.
+  // Masters are split into halves on the GPU, kMasters at a time.
   constexpr std::int64_t kMasters = 4 << 20;
   Regions regions("masters on their way to the GPU");
   float* staging = nullptr;
@@ -139,7 +139,7 @@ std::unique_ptr<StateCopy> Llama<S>::make_state_copy() {
   return make_own_copy();
 }
 
-// The parts of buckets lie in the arenas of the state in the order of the buckets, as PackedRanges has them.
+// In the arenas of the state the parts of buckets are in the order of the buckets, as in PackedRanges.
 template <typename S>
 std::vector<Range> Llama<S>::own_elements() const {
   if (!division_.divided) return TrainModel::own_elements();

@@ -1,5 +1,5 @@
-// Tokens and labels on their way to the GPU: page-locked copies of the last few micro-batches, so that the host fills the
-// next one while the GPU still reads the last.
+// Uploads tokens and labels through page-locked copies of the last few micro-batches, so that the host can fill the
+// next one while the GPU still reads the previous one.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ class TokenUpload {
   void upload(const Batch& batch, std::int32_t* tokens, std::int32_t* labels, cudaStream_t stream) {
     const std::size_t slot = next_++ % kSlots;
     const std::size_t bytes = static_cast<std::size_t>(rows_) * sizeof(std::int32_t);
-    // The slot's last copy was queued kSlots micro-batches ago: it ended long before, and this does not wait.
+    // The slot's last copy was queued kSlots micro-batches ago and has ended long since, so this rarely waits.
     check(cudaEventSynchronize(copied_[slot]), "token upload");
     auto* staged = buffer_.at<std::int32_t>(slot * 2 * bytes);
     std::memcpy(staged, batch.tokens.data(), bytes);

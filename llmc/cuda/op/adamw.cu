@@ -7,9 +7,9 @@
 // Bytes moved an element: g is read, p, m and v are read and written, 28 bytes, in fp32 and with split masters alike (p
 // is 4 bytes in both); 20 with moments in bf16. The norm reads 4 bytes an element.
 //
-// A launch runs over a list of ranges of up to kAdamWBlockElements elements, each of which decays or does not as a whole, so a
-// thread block finds its elements by its index, however many tensors there are. Every element is used once a step, so it is
-// read and written with evict-first.
+// A launch runs over a list of ranges of up to kAdamWBlockElements elements, each of which decays or does not as a
+// whole, so a thread block finds its elements by its index, however many tensors there are. Every element is used once
+// a step, so it is read and written with evict-first.
 
 #include "llmc/cuda/op/adamw.h"
 
@@ -23,7 +23,7 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuad = 4;  // elements that a thread takes at once: 16 bytes of every fp32 array
+constexpr int kQuad = 4;  // elements that a thread processes at once: 16 bytes of every fp32 array
 
 struct Scalars {
   float step_size, inv_sqrt_correction2, keep, beta1, beta2, eps, gradient_scale;
@@ -49,8 +49,7 @@ __device__ float updated(float p, float gradient, float& m, float& v, const Scal
   return p * s.keep - s.step_size * m / (sqrtf(v) * s.inv_sqrt_correction2 + s.eps);
 }
 
-// ---- storage of the master weights --------------------------------------------------------------------------------------------
-// Element i of the parameters has its moments and low half at j (AdamWBlock::state).
+// The moments and the low half of parameter element i are at j (AdamWBlock::state).
 struct Fp32Masters {
   float* p;
 
@@ -74,7 +73,7 @@ struct SplitMasters {
     return __uint_as_float(
         join_master({static_cast<std::uint16_t>(high), static_cast<std::int16_t>(static_cast<std::uint16_t>(low))}));
   }
-  // Two neighbours lie in one 32-bit word, the first in its low half.
+  // Two consecutive elements are in one 32-bit word, the first in its low half.
   static __device__ void split(float first, float second, unsigned& high, unsigned& low) {
     const SplitMaster a = split_master(__float_as_uint(first)), b = split_master(__float_as_uint(second));
     high = a.high | static_cast<unsigned>(b.high) << 16;
@@ -256,7 +255,7 @@ __device__ double block_sum_double(double value, double* scratch) {
   return scratch[0];
 }
 
-// Eight quads a thread, all in flight at once.
+// Each thread loads eight quads, all in flight at once.
 __global__ void __launch_bounds__(kThreads)
     block_squares_kernel(double* squares, const float* gradients, const AdamWBlock* blocks) {
   __shared__ double scratch[kThreads];
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
-// One block: eight bytes for 8192 gradients.
+// A single block suffices: it reads 8 bytes for 8192 gradients.
 __global__ void __launch_bounds__(kSumThreads)
     gradient_norm_kernel(GradientNorm* result, const double* squares, const std::int32_t* order, std::int64_t count,
                          float clip) {

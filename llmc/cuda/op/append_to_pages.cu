@@ -1,5 +1,5 @@
-// One thread for each access: a few neighbouring pairs that are rotated, or 16 bytes that are copied. Bytes moved: the rotated
-// dimensions of q are read and written, k and v read once and written once.
+// One thread for each access: a few consecutive pairs that are rotated, or 16 bytes that are copied. Bytes moved: the
+// rotated dimensions of q are read and written, k and v read once and written once.
 #include "llmc/cuda/op/append_to_pages.h"
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct alignas(std::min<std::size_t>(16, kCount * sizeof(T))) Few {
   T value[kCount];
 };
 
-// Of a row, in this order: pieces of kWide pairs of the queries, of the keys; chunks of 16 bytes of the keys that RoPE does
-// not turn, or not all of; chunks of the values.
+// The accesses of a row, in this order: pieces of kWide pairs of the queries, then of the keys; 16-byte chunks of the
+// keys that are not, or not wholly, rotated; 16-byte chunks of the values.
 struct Accesses {
   int query_pieces, key_pieces, key_chunks, value_chunks;
   __host__ __device__ int all() const { return query_pieces + key_pieces + key_chunks + value_chunks; }
@@ -42,7 +42,7 @@ struct Angles {
   Few<float, kWide> cosine, sine;
 };
 
-// Rotates the pieces of a head at `from` and writes them to `to`, which may be the same.
+// Rotates a piece at `from` and writes it to `to`, which may be the same.
 template <typename S, int kWide>
 __device__ void rotate(S* to, const S* from, int half, const Angles<kWide>& angles) {
   using Piece = Few<S, kWide>;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const int HS = static_cast<int>(io.kv.HS), half = static_cast<int>(io.rope.half), pieces = half / kWide;
   const int page_size = static_cast<int>(io.kv.page_size), row = blockIdx.x;
   int i = static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
-  // The step's rows and the angles were there before the chain began (paged_kv.h): their lookups do not wait for it.
+  // The step's rows and the angles were complete before the chain began (paged_kv.h), so reading them need not wait.
   const int position = io.rows.positions[row];
   const bool active = position >= 0 && i < count.all(), rotates = i < count.query_pieces + count.key_pieces;
   const int d_rotated = rotates && active ? i % pieces * kWide : 0;

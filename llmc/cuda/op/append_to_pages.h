@@ -12,8 +12,8 @@
 
 namespace weft::cuda {
 
-// q: NH heads a row, k and v: kv.NKV heads; views of the step's rows (batch_stride is not read), whose heads begin on 16-byte
-// boundaries. S: float, bf16 or fp16.
+// Views of the step's rows: NH heads a row of q, kv.NKV heads a row of k and v; batch_stride is not used, and heads
+// begin on 16-byte boundaries. S: float, bf16 or fp16.
 template <typename S>
 struct AppendToPages {
   HeadViewOf<S> q;  // rotated in place
@@ -24,9 +24,10 @@ struct AppendToPages {
   DeviceRopeTable rope;  // 2 half <= HS; dimensions from 2 half on are copied as they are
 };
 
-// For each row at position p >= 0: q = rotate(q); keys and values of p = rotate(k), v, in page p / page_size of the row's block
-// table. As rope_forward(), but with one order of operations for every shape (rotate_pair.cuh), rounded to S. Launched as part of a chain. A page size, a head
-// dimension or a view that is not as described: Exit::internal.
+// For each row at position p >= 0: q = rotate(q); key and value of p = rotate(k) and v, in page p / page_size of the
+// row's block table. As rope_forward(), but with the same order of operations for every shape (rotate_pair.cuh);
+// rounded to S. Launched as part of a chain (hw/launch.cuh). Exit::internal for a page size, head dimension or view
+// other than described.
 template <typename S>
 void append_to_pages(const AppendToPages<S>& io, const LaunchDevice& device, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Measures what the GPU reaches: plain reads and copies of memory, and a large GEMM.
+// Measures plain reads and copies of memory, and a large GEMM.
 
 #include "llmc/cuda/op/ceilings.h"
 
@@ -16,7 +16,7 @@ namespace weft::cuda {
 
 namespace {
 
-constexpr int kInFlight = 8;  // 16-byte loads of a thread
+constexpr int kInFlight = 8;  // 16-byte loads in flight a thread
 
 __global__ void __launch_bounds__(1024) read_kernel(const int4* data, std::int64_t count, int* never) {
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
@@ -60,7 +60,7 @@ float median_ms(const DeviceArena& data, std::int64_t count, int blocks, int thr
 template <typename Launch>
 double shortest(cudaStream_t stream, const Launch& launch) {
   constexpr int kRuns = 12;
-  // The GPU rests first: after a minute of training its power limit lets it compute at a lower clock than a single GEMM.
+  // The GPU rests first: after a minute of training its power limit holds the clock below what a single GEMM reaches.
   check(cudaStreamSynchronize(stream), "ceilings");
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   const Event start, stop;

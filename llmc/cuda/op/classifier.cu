@@ -2,18 +2,18 @@
 //
 //   loss = log sum e^(x - max) + max - x[label]        dlogits = loss_scale (softmax(x) - onehot(label))
 //
-// Bytes moved: a row of V elements of E bytes is read once and written once, 2 V E. The first pass keeps maximum and sum
-// of exponentials together ("online softmax", Milakov & Gimelshein, 2018): a thread that meets a larger maximum rescales
-// its sum. The second writes the gradient.
+// Bytes moved: a row of V elements of E bytes is read once and written once, 2 V E. The first pass keeps maximum and
+// sum of exponentials together ("online softmax", Milakov & Gimelshein, 2018): a thread that meets a larger maximum
+// rescales its sum. The second writes the gradient.
 //
-// In both kernels a thread overwrites only what it has read itself, and x[label] is read before the barrier that the
-// second pass waits for: in place is safe.
+// In place is safe in both kernels: a thread overwrites only what it has read itself, and x[label] is read before the
+// barrier that precedes the second pass.
 //
-//  - Split rows (sm_90 and later, aligned rows): each block of a cluster keeps a part of the row in shared memory; the blocks
-//    exchange their maxima and sums through distributed shared memory. A part is small enough for three blocks to fit on a
-//    multiprocessor: while one waits for its row or reduces, another writes.
-//  - One block a row otherwise. The second pass reads the beginning of the row from shared memory, where the first pass left
-//    it, and the remainder from L2.
+//  - Split rows (sm_90 and later, aligned rows): each block of a cluster keeps a part of the row in shared memory; the
+//    blocks exchange their maxima and sums through distributed shared memory. A part is small enough for three blocks
+//    to fit on a multiprocessor: while one waits for its row or reduces, another writes.
+//  - One block a row otherwise. The second pass reads the beginning of the row from shared memory, where the first pass
+//    left it, and the remainder from L2.
 
 #include "llmc/cuda/op/classifier.h"
 
@@ -32,12 +32,11 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kSmallThreads = 256;
-constexpr std::int64_t kSmallRow = 16384;  // elements up to which a row has kSmallThreads
-constexpr int kInFlight = 4;               // accesses of a thread before it uses the first
+constexpr std::int64_t kSmallRow = 16384;  // rows of up to so many elements get kSmallThreads
+constexpr int kInFlight = 4;               // accesses that a thread issues before it uses the first
 
-// Exponentials are relative to the greatest logit so far. Where the result is stored in 16 bits the reference is in units of
-// log 2, so that each is one fma and one 2^x: the rounding of maximum * log2(e) is a factor that all of them have in
-// common.
+// Exponentials are relative to the largest logit so far. For results in 16 bits the reference is in base 2, so that
+// each exponential is one fma and one 2^x: the rounding of maximum * log2(e) is a common factor of all of them.
 template <typename T>
 __device__ float reference_of(float maximum) {
   if (maximum == -INFINITY) return 0;  // all are -inf so far: e^(-inf) = 0 and no inf - inf
@@ -56,7 +55,7 @@ template <typename T>
 struct SoftmaxSum {
   float maximum = -INFINITY, sum = 0;
 
-  // Makes `larger` the maximum, if it is one, and rescales the sum to it.
+  // Raises the maximum to `larger` if that is larger, and rescales the sum.
   __device__ void raise(float larger) {
     if (larger > maximum) {
       sum = sum_at(larger);
@@ -74,14 +73,14 @@ struct SoftmaxSum {
     raise(other.maximum);
     sum += other.sum_at(maximum);
   }
-  // Exactly 0 for the only logit of a row.
+  // Exactly 0 if the row has only one logit.
   __device__ float loss(float label_logit) const {
     return logf(sum / exp_from<T>(maximum, reference())) + (maximum - label_logit);
   }
 };
 
 template <typename T, int kCount, int kUnits>
-__device__ float largest_of(const Elements<T, kCount> (&units)[kUnits]) {  // NaN counts as the smallest
+__device__ float largest_of(const Elements<T, kCount> (&units)[kUnits]) {  // ignores NaN
   if constexpr (std::is_same_v<T, bf16> && kCount == 8) {                  // two at a time
     const auto pair_of = [&](int u, int i) { return reinterpret_cast<const __nv_bfloat162*>(units[u].value)[i]; };
     __nv_bfloat162 most[4];
@@ -108,7 +107,7 @@ template <typename T, int kCount, int kUnits>
 __device__ void add_values(SoftmaxSum<T>& total, const Elements<T, kCount> (&units)[kUnits]) {
   total.raise(largest_of(units));
   const float reference = total.reference();
-  float sums[4] = {0, 0, 0, 0};  // chains of additions
+  float sums[4] = {0, 0, 0, 0};  // independent accumulators, so that the additions overlap
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -117,7 +116,7 @@ __device__ void add_values(SoftmaxSum<T>& total, const Elements<T, kCount> (&uni
   total.sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The sum over columns [0, V); the first `stashed` units of kCount columns are left in `stash`.
+// The softmax sum over columns [0, V); leaves the first `stashed` units of kCount columns in `stash`.
 template <typename T, int kCount>
 __device__ SoftmaxSum<T> read_row(const T* row, std::int64_t V, Elements<T, kCount>* stash, std::int64_t stashed) {
   SoftmaxSum<T> total;
@@ -231,15 +230,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- split rows -------------------------------------------------------------------------------------------------------
 constexpr int kPartThreads = 512;
-constexpr int kPartsAtOnce = 3;                // on a multiprocessor
-[[maybe_unused]] constexpr int kStages = 4;    // in which a chunk of a part arrives; older GPUs have no such kernel
-[[maybe_unused]] constexpr int kTogether = 2;  // units of a thread and stage, which raise its maximum once
+constexpr int kPartsAtOnce = 3;                // parts that share a multiprocessor
+[[maybe_unused]] constexpr int kStages = 4;    // stages in which a chunk is copied; unused on GPUs without this kernel
+[[maybe_unused]] constexpr int kTogether = 2;  // units of a thread in a stage, for which the maximum moves once
 [[maybe_unused]] constexpr int kChunk = kStages * kTogether * kPartThreads;
 constexpr int kMaxCluster = 8;
 
-// A unit is 16 bytes. A part is one chunk where three parts fit on a multiprocessor. A thread takes every kPartThreads-th unit;
-// all distances between the units of a chunk are constants, so that an access costs one instruction. A thread reads back only
-// what it copied itself, so waiting for the copy needs no barrier.
+// A unit is 16 bytes. A part is one chunk where three parts fit on a multiprocessor. A thread has every kPartThreads-th
+// unit; distances between units of a chunk are constants, so that an access costs one instruction. A thread reads back
+// only what it copied itself, so waiting for the copy needs no barrier.
 template <typename T>
 __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
     split_row_kernel(T* logits, float* losses, const std::int32_t* labels, std::int64_t V, std::int64_t row_stride,
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
   constexpr int kCount = Pack<T>::size;
   extern __shared__ int4 dynamic_memory[];
   constexpr int kWarps = kPartThreads / kWarpSize;
-  __shared__ float4 found[kMaxCluster * kWarps];  // by each warp of the cluster: maximum and sum
+  __shared__ float4 found[kMaxCluster * kWarps];  // from each warp of the cluster: maximum and sum
   __shared__ std::uint64_t arrived;
   const int rank = static_cast<int>(cluster_rank());
   const std::int64_t n = blockIdx.x / blocks;
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
   __syncwarp();
   cluster_arrive();
 
-  // Units of this thread are counted from its first; it has those below `mine`.
+  // Indices of this thread's units are relative to its first one; it has those below `mine`.
   const int first = rank * part + thread, mine = min(part, all - rank * part) - thread;
   auto* stash = reinterpret_cast<Elements<T, kCount>*>(dynamic_memory) + thread;
   T* own_part = row + static_cast<std::int64_t>(first) * kCount;
@@ -321,11 +320,11 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
       add_values(own, values);
     }
   }
-  // Every warp sends its maximum and sum to all blocks and adds what all warps have sent, in the same order. x[label] is part
-  // of the message, which guarantees that it has been read before any block writes. A block that has received everything may
-  // leave: nobody writes to it any more.
+  // Every warp sends its maximum and sum to all blocks, and every block adds what all warps have sent, in the same
+  // order. x[label] is part of the message, which guarantees that it has been read before any block writes. A block
+  // that has received everything may exit: no block stores to it any more.
   const float warp_maximum = warp_max(own.maximum), warp_total = warp_sum(own.sum_at(warp_maximum));
-  cluster_wait();  // the mbarriers of all blocks exist
+  cluster_wait();  // the mbarriers of all blocks are initialised
   if (lane < blocks)
     cluster_store(cluster_address(shared_address(&found[rank * kWarps + warp]), static_cast<unsigned>(lane)),
                   make_float4(warp_maximum, warp_total, label_logit, 0),
@@ -363,10 +362,10 @@ __global__ void __launch_bounds__(kPartThreads, kPartsAtOnce)
 #endif
 }
 
-// How many blocks a row of `units` is split over: the fewest for which a part is one chunk and three parts fit on a
-// multiprocessor, else the fewest for which a part fits at all. 0: the row is not split.
+// Number of blocks over which a row of `units` is split: the fewest for which a part is one chunk and three parts fit
+// on a multiprocessor, else the fewest for which a part fits at all; 0: the row is not split.
 int blocks_of_row(std::int64_t units, const ClassifierLimits& limits) {
-  constexpr int kReserved = 4096;  // of each block, by the driver and by the kernel's own variables
+  constexpr int kReserved = 4096;  // bytes a block for the driver and for the kernel's static variables
   if (limits.major < 9) return 0;
   const int good = std::min(kChunk * 16, limits.shared_of_multiprocessor / kPartsAtOnce - kReserved),
             most = limits.shared_of_block - kReserved;
@@ -394,7 +393,7 @@ void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N
             std::int64_t row_stride, float loss_scale, bool write_gradient, const ClassifierLimits& limits,
             cudaStream_t stream) {
   constexpr int kUnitBytes = static_cast<int>(sizeof(Elements<T, kCount>));
-  const std::int64_t room = (limits.shared_of_block - 1024) / kUnitBytes;  // less what the kernel declares itself
+  const std::int64_t room = (limits.shared_of_block - 1024) / kUnitBytes;  // minus the kernel's static variables
   const std::int64_t stashed = write_gradient && kCount > 1 ? std::min(room, V / kCount) : 0;
   const int shared_bytes = static_cast<int>(stashed) * kUnitBytes;
   const auto kernel = classifier_kernel<T, kCount>;
@@ -404,7 +403,7 @@ void launch(T* logits, float* losses, const std::int32_t* labels, std::int64_t N
   check_launch("classifier");
 }
 
-// One block: the losses of a micro-batch are a few hundred kilobytes at most.
+// A single block suffices: the losses of a micro-batch are a few hundred kilobytes at most.
 __global__ void __launch_bounds__(kThreads)
     add_losses_kernel(LossTotal* total, const float* losses, const std::int32_t* labels, std::int64_t N) {
   __shared__ double sums[kThreads];

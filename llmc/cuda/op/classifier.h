@@ -8,24 +8,24 @@
 
 namespace weft::cuda {
 
-// The properties of a GPU that decide how rows are split.
+// The properties of a GPU on which the split of rows depends.
 struct ClassifierLimits {
   int major, shared_of_block, shared_of_multiprocessor;  // compute capability; bytes
 };
-ClassifierLimits classifier_limits();  // of the current GPU
+ClassifierLimits classifier_limits();  // for the current GPU
 
 // For each row n of logits [N, row_stride], of which the first V columns count: losses[n] = -log
-// softmax(logits[n])[labels[n]], 0 where labels[n] is kIgnoredLabel. With write_gradient the logits become
-// loss_scale * d(sum of losses)/d(logits), zero in ignored rows and in the columns V .. row_stride - 1; so a
-// matmul may run over whole padded rows. T is float, bf16 or fp16; any V <= row_stride. 16-byte accesses
-// where row_stride is a multiple of 16 bytes, a slower path otherwise. Labels are kIgnoredLabel or in [0, V):
-// the caller has checked. Other `limits` than the GPU's own, but none beyond them, are for tests.
+// softmax(logits[n])[labels[n]], 0 where labels[n] is kIgnoredLabel. With write_gradient the logits are replaced by
+// loss_scale * d(sum of losses)/d(logits), which is zero in ignored rows and in columns V .. row_stride - 1, so that a
+// GEMM may run over whole padded rows. T is float, bf16 or fp16; any V <= row_stride. 16-byte accesses where row_stride
+// is a multiple of 16 bytes, a slower path otherwise. Labels are kIgnoredLabel or in [0, V), which the caller
+// guarantees. `limits` other than the GPU's own, but not beyond them, are for tests.
 template <typename T>
 void classifier(T* logits, float* losses, const std::int32_t* labels, std::int64_t N, std::int64_t V,
                 std::int64_t row_stride, float loss_scale, bool write_gradient, cudaStream_t stream,
                 const ClassifierLimits& limits = classifier_limits());
 
-// Accumulates on the device over the micro-batches of a step; cudaMemsetAsync to zero before the first.
+// Accumulates on the device over the micro-batches of a step; zero it with cudaMemsetAsync before the first.
 struct LossTotal {
   double loss_sum;
   std::int64_t label_count;

@@ -1,8 +1,8 @@
-// Decode: block (split, head) of 256 threads. A position's key is spread over kLanes lanes, 16 bytes each, so that a warp
-// reads several keys in one instruction; each such group of lanes runs the recurrence of flash attention over its own
-// positions, kUnroll at a time. The groups of a block are merged through shared memory, the splits of a head through global
-// memory by the block that finishes last. It adds them in order of position, so that which block that is does not change a
-// bit.
+// Decoding: block (split, head) of 256 threads. A position's key is spread over kLanes lanes, 16 bytes each, so that a
+// warp reads several keys with one instruction. Each such group of lanes runs the recurrence of flash attention over
+// its own positions, kUnroll at a time. The groups of a block are merged through shared memory, the splits of a head
+// through global memory by the block that finishes last; it merges them in the order of positions, so the bits do not
+// depend on which block that is.
 //
 // Bytes moved: the cache of the head up to the position, once.
 #include "llmc/cuda/op/decode_attention.h"
@@ -20,14 +20,14 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMinSplit = 128;  // positions; below that a second block costs more than it saves
+constexpr int kMinSplit = 128;  // positions; with fewer, another block costs more than it saves
 constexpr int kSplitUnit = 16;
 constexpr int kUnroll = 4;
 
 template <typename KV, int HS>
 struct Layout {
   static constexpr int kElements = Pack<KV>::size;
-  static constexpr int kChunks = HS / kElements;  // of 16 bytes
+  static constexpr int kChunks = HS / kElements;  // 16-byte chunks of a head
   static constexpr int round_up(int n) {
     int power = 1;
     while (power < n) power *= 2;
@@ -38,7 +38,7 @@ struct Layout {
   static constexpr int kGroups = kThreads / kLanes;
 };
 
-// The rotation of one dimension of a head by RoPE; read before the head itself is there.
+// RoPE of one dimension of a head. The angles are loaded before the head itself has arrived.
 struct Rotation {
   int partner = -1;  // none: the dimension is not rotated
   float cosine = 1, sine = 0;
@@ -54,7 +54,7 @@ struct Rotation {
   __device__ float of(const float* x, int d) const { return partner < 0 ? x[d] : x[d] * cosine + x[partner] * sine; }
 };
 
-// The softmax state over the positions of a group of lanes: m the largest score, o = sum of 2^(score - m) v, l = sum of
+// Online softmax over the positions of a group of lanes: m the largest score, o = sum of 2^(score - m) v, l = sum of
 // 2^(score - m).
 template <typename KV, int HS>
 struct GroupState {
@@ -62,7 +62,8 @@ struct GroupState {
   float m = -INFINITY, l = 0;
   float o[L::kPerLane][L::kElements] = {};
 
-  // Adds kCount positions of whose keys and values this lane holds some chunks; those with valid[u] false are left out.
+  // Adds kCount positions, of whose keys and values this lane holds some chunks; positions with valid[u] false are
+  // skipped.
   template <int kCount>
   __device__ void add(const Pack<KV> (&k)[kCount][L::kPerLane], const Pack<KV> (&v)[kCount][L::kPerLane],
                       const float (&q)[L::kPerLane][L::kElements], const bool (&valid)[kCount]) {
@@ -103,7 +104,7 @@ struct GroupState {
   }
 };
 
-// asm volatile keeps the compiler from moving the load behind the wait for the predecessor.
+// asm volatile keeps the compiler from moving the load to after the wait for the predecessor.
 template <typename KV>
 __device__ Pack<KV> load_cached(const KV* address) {
   int4 v;
@@ -134,9 +135,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ bool is_last;
   let_successor_start();
 
-  // The position, and every key and value before it, were written by kernels of the token before. They have ended: the
-  // first kernel of this token, the embedding, is not chained (llmc/cuda/transformer/neox_token.cu). So the first keys and
-  // values are loaded while the predecessor still computes the query.
+  // The position, and all keys and values before it, were written by kernels of the previous token. These have ended,
+  // because the first kernel of this token, the embedding, is not chained (llmc/cuda/transformer/neox_token.cu). So the
+  // first keys and values are loaded while the predecessor still computes the query.
   const std::int64_t position = __ldcg(io.position);
   const int split = blockIdx.x, head = blockIdx.y, splits = gridDim.x;
   const int cached = static_cast<int>(position);
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kThreads)
     state.add(own_k, own_v, q, first_group);
   }
 
-  // The groups of the block, in order of their number.
+  // Merges the groups of the block in the order of their numbers.
   if (lane == 0) group_m[group] = state.m, group_l[group] = state.l;
 #pragma unroll
   for (int j = 0; j < L::kPerLane; ++j) {
@@ -243,7 +244,8 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  // The splits of the head. The workspace: [NH][splits][HS + 2] floats (m, l, o), then a ticket for each head: [NH] integers.
+  // Merges the splits of the head. Workspace: [NH][splits][HS + 2] floats (m, l, o), then a ticket for each head: [NH]
+  // ints.
   float* states = io.partials + static_cast<std::int64_t>(head) * splits * (HS + 2);
   int* ticket = reinterpret_cast<int*>(io.partials + static_cast<std::int64_t>(gridDim.y) * splits * (HS + 2)) + head;
   for (int d = threadIdx.x; d < HS; d += kThreads) states[split * (HS + 2) + 2 + d] = block_o(d);
@@ -280,18 +282,18 @@ void launch_decode(const DecodeAttention<A, KV>& io, const LaunchDevice& device,
                  "decode_attention", io, scale);
 }
 
-// ---- a prompt ---------------------------------------------------------------------------------------------------------
-// A warp takes a few neighbouring heads of one token. Chunks of keys and values that RoPE leaves alone are copied to the
-// cache, 16 bytes a lane and access. Rotated dimensions come in pairs half a rotation apart; a lane takes kWide neighbouring
-// pairs, so that no lane needs what another one has, and one round does where a quarter of a head is rotated. The loads of
-// the copies are issued before the first pair is rotated. Dimensions of queries that are not rotated stay where they are.
+// A warp processes a few consecutive heads of one token. Chunks of keys and values that RoPE does not change are copied
+// to the cache, 16 bytes a lane and access. Rotated dimensions come in pairs, half a rotation apart; a lane rotates
+// kWide consecutive pairs, so that lanes exchange nothing, and one iteration suffices where a quarter of a head is
+// rotated. The loads of the copies are issued before the first pair is rotated. Unrotated dimensions of queries stay
+// where they are.
 constexpr int kAppendWarps = 4, kAppendThreads = kAppendWarps * kWarpSize;
 
 template <typename A, int HS>
 struct AppendLayout {
   static constexpr int kElements = Pack<A>::size;
-  static constexpr int kChunks = 2 * HS / kElements;                                    // of a key and a value
-  static constexpr int kHeads = kChunks < 2 * kWarpSize ? 2 * kWarpSize / kChunks : 1;  // of a warp
+  static constexpr int kChunks = 2 * HS / kElements;  // 16-byte chunks of a key and a value
+  static constexpr int kHeads = kChunks < 2 * kWarpSize ? 2 * kWarpSize / kChunks : 1;  // heads that a warp processes
   static constexpr int kPerLane = (kHeads * kChunks + kWarpSize - 1) / kWarpSize;
 };
 
@@ -350,7 +352,7 @@ __global__ void __launch_bounds__(kAppendThreads)
       store_pack(to, pack[j]);
       continue;
     }
-    // The rotated dimensions end inside this chunk: the rest of it goes in 4-byte stores.
+    // The rotated dimensions end inside this chunk: the rest of it is written in 4-byte stores.
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(A));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {

@@ -1,18 +1,17 @@
 // Token embedding: forward is a gather, out[n, :] = weight[tokens[n], :]; backward its transpose, a scatter-add.
 //
-// Bytes moved, for elements of E bytes: forward reads and writes N C E each. Backward reads N C E and reads and writes a
-// row of 4 C bytes for each distinct token.
+// Bytes moved, for elements of E bytes: forward reads and writes N C E each. Backward reads N C E and reads and writes
+// a row of 4 C bytes for each distinct token.
 //
-// Backward without atomics, the same bits every time:
-//  1. The pairs (token, n) are sorted by token with a stable radix sort of our own, so the rows of one token become
-//     neighbours in the order of n. A pass moves kDigitBits bits: count the digits of each tile, scan the counts, then
-//     move each pair to its destination. 18 bits, two passes, hold every vocabulary here. Where there are clusters (sm_90 and
-//     later) one of them sorts in its distributed shared memory, in one launch; else, or if the pairs do not fit there,
-//     each step is a launch. This needs the tokens alone and is a call of its own: it can run beside other work.
-//  2. A block takes kRun neighbours of the sorted order and adds up the rows of each token in registers. A token whose
-//     rows all lie in the run is added to dweight at once: no other block has it. The sums of a token that continues across an
-//     edge of the run are stored in the workspace.
-//  3. The block in whose run such a token begins adds those sums in the order of the runs.
+// Backward without atomics, the same bits every time:  1. A stable radix sort orders the pairs (token, n) by token, so
+// that the rows of one token become neighbours in the order of n. A pass sorts by kDigitBits bits: it counts the digits
+// of each tile, scans the counts, then moves each pair to its destination. Two passes, 18 bits, cover every vocabulary
+// in use. Where there are clusters (sm_90 and later) one of them sorts in its distributed shared memory, in one launch;
+// otherwise, or if the pairs do not fit there, each step is a launch. The sort needs the tokens alone and is a call of
+// its own, so it can run beside other work.  2. A block has kRun consecutive pairs of the sorted order and adds up the
+// rows of each token in registers. A token whose rows all lie in the run is added to dweight at once: no other block
+// has it. The sums of a token that continues across an edge of the run are stored in the workspace.  3. The block in
+// whose run such a token begins adds those sums in the order of the runs.
 // The kernel of step 3 is launched early and waits for the end of step 2.
 
 #include "llmc/cuda/op/embedding.h"
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(kCopyThreads)
 // ---- the sort ---------------------------------------------------------------------------------------------------------
 constexpr int kDigitBits = 9, kDigits = 1 << kDigitBits;
 constexpr int kSortThreads = 256, kSortWarps = kSortThreads / kWarpSize;
-constexpr int kTile = 2048;  // pairs a block counts and moves
+constexpr int kTile = 2048;  // pairs that a block counts and moves
 constexpr int kWarpPairs = kTile / kSortWarps;
 
 struct Pairs {
@@ -78,8 +77,8 @@ __global__ void __launch_bounds__(kSortThreads)
 
 constexpr int kScanThreads = 1024;
 
-// counts becomes its exclusive prefix sum: the destination of the first pair of each (digit, tile). One block; a thread
-// has a contiguous stretch of the list.
+// counts becomes its exclusive prefix sum: the destination of the first pair of each (digit, tile). One block; each
+// thread scans a contiguous stretch of the list.
 __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(int* counts, int size) {
   __shared__ int sums[kScanThreads];
   const int stretch = static_cast<int>(ceil_div(size, kScanThreads));
@@ -107,11 +106,12 @@ __device__ unsigned lanes_with(int digit, bool valid) {
   return __match_any_sync(~0u, valid ? digit : kDigits);
 }
 
-// Moves the pairs of a tile to their destinations. A warp owns kWarpPairs consecutive pairs and takes them 32 at a time, in
-// order: the sort is stable. from.n null: pair i is (from.token[i], i).
+// Moves the pairs of a tile to their destinations. A warp owns kWarpPairs consecutive pairs and processes them 32 at a
+// time, in order, which makes the sort stable. from.n null: pair i is (from.token[i], i).
 __global__ void __launch_bounds__(kSortThreads)
     move_pairs_kernel(Pairs to, Pairs from, const int* destinations, int N, int shift) {
-  __shared__ int next[kSortWarps][kDigits];  // first how many, then where the warp's next pair of the digit goes
+  // first a warp's count of the digit, then the destination of its next such pair
+  __shared__ int next[kSortWarps][kDigits];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int first = blockIdx.x * kTile + warp * kWarpPairs;
   for (int i = threadIdx.x; i < kSortWarps * kDigits; i += kSortThreads) next[i / kDigits][i % kDigits] = 0;
@@ -147,12 +147,12 @@ __global__ void __launch_bounds__(kSortThreads)
 
 // ---- the sort of one cluster ----------------------------------------------------------------------------------------------
 constexpr int kSortCluster = 8;
-constexpr int kClusterThreads = kDigits;  // a thread a digit
+constexpr int kClusterThreads = kDigits;  // one thread for each digit
 constexpr int kClusterWarps = kClusterThreads / kWarpSize;
 
 struct ClusterSortMemory {
-  int next[kClusterWarps][kDigits];  // first how many pairs of the digit a warp has, then where its next one goes
-  int total[kDigits];                // of the block
+  int next[kClusterWarps][kDigits];  // first a warp's count of the digit, then the destination of its next such pair
+  int total[kDigits];                // counts of the whole block
   int warp_sums[kClusterWarps];
 };
 // Two arrays of `capacity` pairs follow: a block's part before and after a pass.
@@ -163,8 +163,8 @@ constexpr std::size_t cluster_sort_bytes(std::int64_t capacity) {
   return sizeof(ClusterSortMemory) + 2 * static_cast<std::size_t>(capacity) * sizeof(Pair);
 }
 
-// Block r of the cluster holds the pairs [r capacity, (r + 1) capacity) of the order so far; a warp owns consecutive pairs and
-// takes them 32 at a time, in order: the sort is stable.
+// Block r of the cluster holds pairs [r capacity, (r + 1) capacity) of the current order. A warp owns consecutive pairs
+// and processes them 32 at a time, in order, which makes the sort stable.
 __global__ void __launch_bounds__(kClusterThreads)
     cluster_sort_kernel(Pairs sorted, const std::int32_t* tokens, int N, int V, int capacity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kClusterThreads)
 #pragma unroll
     for (int w = 0; w < kClusterWarps; ++w) total += memory.next[w][digit_of_thread];
     memory.total[digit_of_thread] = total;
-    cluster_barrier();  // what each block wrote, its totals, is visible to all of them
+    cluster_barrier();  // the totals of each block are visible to all blocks
     // The digit's pairs of this block come after those of smaller digits and those of this digit in lower blocks.
     int everywhere = 0, before = 0;
 #pragma unroll
@@ -242,9 +242,9 @@ __global__ void __launch_bounds__(kClusterThreads)
     other = pairs;
     pairs = moved;
   }
-  // A block may leave when nobody reads its totals any more. Those reads are done: their results are in the places to which
-  // the pairs went. Nothing has to become visible, so this barrier is one without the fence, which would wait for all pairs
-  // that the thread has just written to global memory; the end of the kernel makes those visible.
+  // A block may exit once no block reads its totals any more. Those reads have completed, since the destinations of the
+  // pairs depend on them. Nothing else must become visible, so this barrier omits the fence, which would wait for all
+  // pairs that the thread has just written to global memory; the end of the kernel makes them visible.
   cluster_arrive();
   cluster_wait();
 #endif
@@ -253,8 +253,9 @@ __global__ void __launch_bounds__(kClusterThreads)
 // ---- the sums ---------------------------------------------------------------------------------------------------------
 constexpr int kRun = 32;      // consecutive rows of the sorted order that a block adds up
 constexpr int kInFlight = 2;  // rows that are loaded before the first is added
-// Small blocks with few registers, so that all of them are resident at once: with 70 registers a tenth of the blocks of 64
-// threads had to wait for others to end. A thread has 16 bytes of fp32, so that a warp's accesses to dweight fill every sector.
+// Small blocks with few registers, so that all of them are resident at once: with 70 registers a thread, a tenth of the
+// blocks of 64 threads had to wait for others to end. A thread has 16 bytes of fp32, so that a warp's accesses to
+// dweight fill every sector.
 constexpr int kSumThreads = 64, kSumRegisters = 32, kSumColumns = 4;
 constexpr int kEdgeThreads = 128;
 
@@ -266,8 +267,8 @@ struct Sorted {
   __device__ bool ends(int i) const { return i == N - 1 || token[i] != token[i + 1]; }
 };
 
-// edges [runs][2][C]: 0, the sum of a token that continues from the run before; 1, that of one that begins here and continues
-// in the next.
+// edges [runs][2][C]: 0, the sum of a token that continues from the previous run; 1, the sum of one that begins in this
+// run and continues in the next.
 __device__ float* edge_of(float* edges, std::int64_t run, int which, std::int64_t C) {
   return edges + (run * 2 + which) * C;
 }
@@ -340,7 +341,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
                      previous = sorted.token[max(begin - 1, 0)];
   if (token != next) return;
   if (first == token && begin > 0 && previous == token) return;  // it began in an earlier run
-  int runs = 0;  // that the token continues in: those whose first row is the token's. A warp tests 32 at a time
+  int runs = 0;  // runs in which the token continues: their first row is the token's; a warp tests 32 at a time
   for (int found = kWarpSize; found == kWarpSize; runs += found) {
     const std::int64_t row = (static_cast<std::int64_t>(blockIdx.x) + 1 + runs + threadIdx.x % kWarpSize) * kRun;
     found = __popc(__ballot_sync(~0u, row < sorted.N && sorted.token[min(row, sorted.N - std::int64_t{1})] == token));

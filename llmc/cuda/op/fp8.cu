@@ -1,9 +1,10 @@
-// Tiles of 128 rows and 64 columns. A thread reads 16 neighbours of a row, rounds them, and stores 16 codes; for the
-// transposed layout the codes of a tile go through shared memory, where a thread takes a square of four columns and eight
-// rows: it exchanges bytes within registers and stores 8 rows of each column, so that 16 threads fill a line of 128 bytes.
+// Tiles of 128 rows and 64 columns. A thread reads 16 consecutive elements of a row, rounds them, and stores 16 codes.
+// For the transposed layout the tile's codes go through shared memory: a thread reads four columns by eight rows,
+// transposes them by byte permutations in registers and stores 8 rows of each column, so that 16 threads fill a
+// cache_line of 128 bytes.
 //
-// Bytes moved for an element: 2 read, 1 written for each layout; SwiGLU forward 4 read and 1 for each layout of its result;
-// backward 6 read, 2 for each layout of the gradients and 1 for each of the result.
+// Bytes moved for an element: 2 read, 1 written for each layout; SwiGLU forward 4 read and 1 for each layout of its
+// result; backward 6 read, 2 for each layout of the gradients and 1 for each of the result.
 #include "llmc/cuda/op/fp8.h"
 
 #include <cuda_fp8.h>
@@ -16,18 +17,19 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 256, kTileRows = 128, kTileColumns = 64;
-constexpr int kNeighbours = 16;                              // that a thread reads of a row
-constexpr int kRowThreads = kTileColumns / kNeighbours;      // that share a row
-constexpr int kRounds = kTileRows * kRowThreads / kThreads;  // in which a tile is read
-constexpr int kTileStride = kTileColumns / 4 + 1;            // words of a row in shared memory, one of them empty
+constexpr int kNeighbours = 16;                              // consecutive elements of a row that a thread reads
+constexpr int kRowThreads = kTileColumns / kNeighbours;      // threads that share a row of a tile
+constexpr int kRounds = kTileRows * kRowThreads / kThreads;  // iterations in which a block reads a tile
+// words of a row in shared memory; one is padding against bank conflicts
+constexpr int kTileStride = kTileColumns / 4 + 1;
 constexpr int kTileWords = kTileRows * kTileStride;
 
-// What a thread has met of one tensor.
+// One thread's part of a tensor's tally.
 struct ThreadTally {
   unsigned amax = 0, saturated = 0, flushed = 0;
 };
 
-// Four values to four codes, the first in the lowest byte. Counts unless kAmaxOnly.
+// Rounds four values to four codes, the first in the lowest byte, and counts them in `tally`.
 template <Fp8Format kFormat>
 __device__ unsigned round_four(const float* values, float scale, ThreadTally& tally) {
   constexpr __nv_fp8_interpretation_t kType = kFormat == Fp8Format::e4m3 ? __NV_E4M3 : __NV_E5M2;
@@ -40,14 +42,15 @@ __device__ unsigned round_four(const float* values, float scale, ThreadTally& ta
     const float magnitude = fabsf(scaled[i]);
     tally.saturated += magnitude > fp8_largest(kFormat);
     tally.flushed += bits != 0 && magnitude <= fp8_flushed(kFormat);
-    if (bits == 0x7F800000u) scaled[i] = __uint_as_float(0x7FC00000u);  // what is not finite does not saturate
+    // infinity becomes NaN: only finite values saturate
+    if (bits == 0x7F800000u) scaled[i] = __uint_as_float(0x7FC00000u);
   }
   const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(scaled[0], scaled[1]), __NV_SATFINITE, kType);
   const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(scaled[2], scaled[3]), __NV_SATFINITE, kType);
   return low | high << 16;
 }
 
-// Adds a block's tallies to the tensor's. Integers: the order does not matter.
+// Adds a block's tallies to the tensor's. All are integers, so the order of the atomics does not matter.
 __device__ void add_tally(const Fp8Target& to, const ThreadTally& tally, unsigned* scratch) {
   if (to.tally == nullptr) return;
   const unsigned amax = __reduce_max_sync(~0u, tally.amax);
@@ -62,7 +65,7 @@ __device__ void add_tally(const Fp8Target& to, const ThreadTally& tally, unsigne
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  // Most blocks find a larger amax there and need no atomic.
+  // Most blocks find a larger amax already stored and skip the atomic.
   if (scratch[0] > *reinterpret_cast<volatile std::uint32_t*>(&to.tally->amax_bits)) {
     atomicMax(&to.tally->amax_bits, scratch[0]);
   }
@@ -72,7 +75,7 @@ __device__ void add_tally(const Fp8Target& to, const ThreadTally& tally, unsigne
   if (scratch[2] != 0) atomicAdd(reinterpret_cast<Count*>(&to.tally->flushed), static_cast<Count>(scratch[2]));
 }
 
-// The codes of a tile, to be stored transposed: column `column` of the tile is row first_row + column of `transposed`.
+// Stores a tile's codes transposed: column `column` of the tile is row first_row + column of `transposed`.
 __device__ void store_transposed(std::uint8_t* transposed, const unsigned* tile, std::int64_t row, std::int64_t column,
                                  std::int64_t rows, std::int64_t columns, std::int64_t first_row) {
   const int group = threadIdx.x % 16, square = threadIdx.x / 16;
@@ -100,7 +103,7 @@ __device__ void store_transposed(std::uint8_t* transposed, const unsigned* tile,
   }
 }
 
-// Sources: 16 neighbours of a row as fp32.
+// Sources of quantize_kernel: load 16 consecutive elements of a row as fp32.
 struct Plain {
   const bf16* x;
   std::int64_t columns;
@@ -172,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
     const int tile_row = round * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
     const std::int64_t row = first_row + tile_row;
     if (row >= N || column >= F) continue;
-    unsigned words[3][kNeighbours / 4];  // of the gradients of gate and up, and of out
+    unsigned words[3][kNeighbours / 4];  // codes of the gradients of gate and up, and of out
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Elements<bf16, kHalf> gate, up, gradient;

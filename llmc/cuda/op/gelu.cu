@@ -3,9 +3,9 @@
 //   gelu(x) = x Phi(x)             Phi(x) = (1 + erf(x / sqrt 2)) / 2
 //   d gelu / dx = Phi(x) + x phi(x)
 //
-// Bytes moved, for elements of E bytes: forward 2 E an element, backward 3 E. A thread owns 16 bytes; the last one of an
-// array whose size is no multiple of that goes element by element.
-// 16-bit storage takes the approximation of gelu.cuh: erff() would cost more time than memory does.
+// Bytes moved, for elements of E bytes: forward 2 E an element, backward 3 E. A thread owns 16 bytes; a shorter last
+// piece of an array goes element by element. 16-bit types use the approximation of gelu.cuh: erff() would take longer
+// than the memory accesses.
 
 #include "llmc/cuda/op/gelu.h"
 

@@ -3,10 +3,10 @@
 //   gelu(x) = x Phi(x)             Phi(x) = (1 + erf(x / sqrt 2)) / 2
 //   d gelu / dx = Phi(x) + x phi(x)
 //
-// gelu_exact() uses erff(): for results in fp32, and where one GELU stands behind the thousands of multiplications of a row
-// (GEMV, the fused decode kernel), so that its cost does not show. gelu_16bit() is for kernels that do nothing but GELU on
-// 16-bit elements: there erff() costs more time than memory does. Both are GELU with erf, not its tanh approximation, and
-// the two agree to a fiftieth of the rounding to fp16.
+// gelu_exact() uses erff(): for results in fp32, and where one GELU follows the thousands of multiplications of a row
+// (GEMV, the fused decode kernel), so that its cost does not matter. gelu_16bit() is for kernels that compute nothing
+// but GELU on 16-bit elements: there erff() would take longer than the memory accesses. Both are GELU with erf, not its
+// tanh approximation; they agree to a fiftieth of the rounding error of fp16.
 #pragma once
 
 #include <type_traits>
@@ -50,7 +50,7 @@ __device__ inline NormalTail normal_tail_16bit(float x) {
 __device__ inline float gelu_16bit(float x) {
   return fmaf(-fabsf(x), normal_tail_16bit(x).tail, fmaxf(x, 0.0f));
 }
-// The bell of the tail is phi up to a factor.
+// phi is `bell` up to a constant factor.
 __device__ inline float gelu_slope_16bit(float x) {
   const NormalTail normal = normal_tail_16bit(x);
   const float cdf = x > 0 ? 1.0f - normal.tail : normal.tail;

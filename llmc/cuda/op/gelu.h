@@ -7,10 +7,10 @@
 
 namespace weft::cuda {
 
-// T is float, bf16 or fp16. out may be x.
+// out [count] = gelu(x). T is float, bf16 or fp16; out may be x.
 template <typename T>
 void gelu_forward(T* out, const T* x, std::int64_t count, cudaStream_t stream);
-// dx may be dout.
+// dx [count] = dout times the derivative at x. dx may be dout.
 template <typename T>
 void gelu_backward(T* dx, const T* dout, const T* x, std::int64_t count, cudaStream_t stream);
 

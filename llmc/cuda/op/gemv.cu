@@ -1,12 +1,12 @@
 // How a GEMV is laid out:
-//  - A block owns a run of neighbouring rows, so that it reads one contiguous range of the matrix. All blocks of the
-//    grid are resident at once and own the same number of rows, give or take one.
-//  - A thread owns the same 16-byte pieces (chunks) of every row and keeps the elements of x that meet them in registers: x
-//    is read and normalized once a block, and the loop loads nothing but weights.
-//  - About eight 16-byte loads a thread are in flight: kRows rows of kChunks chunks. The next ones are issued as soon as the
-//    last ones are multiplied, before their sums are folded over the warp.
-//  - The warps' sums of a row are added in shared memory after a batch of rows, so that no barrier stands in the loop.
-//  - The first loads are issued before the predecessor has finished: no kernel writes weights.
+//  - A block owns a range of consecutive rows, so it reads one contiguous range of the matrix. All blocks of the grid
+//    are resident at once and own the same number of rows, give or take one.
+//  - A thread owns the same 16-byte chunks of every row and keeps the matching elements of x in registers: x is read
+//    and normalized once a block, and the loop loads nothing but weights.
+//  - About eight 16-byte loads a thread are in flight: kRows rows of kChunks chunks. The next ones are issued as soon
+//    as the previous ones are multiplied, before their sums are folded over the warp.
+//  - The warps' sums of a row are added in shared memory after a batch of rows, so that the inner loop has no barrier.
+//  - The first loads are issued before the predecessor has ended: no kernel writes weights.
 //
 // Bytes moved: rows K E for elements of E bytes; everything else is a thousandth of that.
 #include "llmc/cuda/op/gemv.h"
@@ -27,8 +27,8 @@ namespace {
 constexpr int kMaxBatch = 128;  // rows whose partial sums are in shared memory at once
 constexpr int kMaxWarps = 32;
 
-// Weights are read once a token, so they bypass L1; asm volatile keeps the compiler from moving the load behind the wait for
-// the predecessor.
+// Weights are read once a token, so they bypass L1. asm volatile keeps the compiler from moving the load to after the
+// wait for the predecessor.
 __device__ int4 load_weights(const char* address) {
   int4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -37,7 +37,7 @@ __device__ int4 load_weights(const char* address) {
   return v;
 }
 
-// kCount neighbours in their storage type.
+// kCount consecutive elements in their storage type.
 template <typename T, int kCount>
 struct Packed {
   static constexpr int kPieces = kCount * static_cast<int>(sizeof(T)) / 16;
@@ -92,7 +92,7 @@ struct WeightStream {
   }
 };
 
-// x in registers, kElements of each chunk: as fp32, or in its storage type where there is more of it.
+// x in registers, kElements for each chunk: as fp32, or in its storage type where a thread holds more of it.
 template <int kElements, int kChunks>
 struct Fp32Vector {
   float value[kChunks][kElements];
@@ -107,8 +107,8 @@ struct PackedVector {
   __device__ void get(int j, float (&x)[kElements]) const { value[j].get(x); }
 };
 
-// Rows [row, end) of the stream; the loads of its first kRows rows have been issued. For each row r, one thread calls
-// finish(r, sum, prepared), where prepared = prepare(r) was called in the same thread before the loads of the batch.
+// Multiplies rows [row, end); the loads of the first kRows rows have been issued. For each row r one thread calls
+// finish(r, sum, prepared), with prepared = prepare(r) called by the same thread before the batch.
 template <typename W, int kChunks, int kRows, typename Vector, typename Prepare, typename Finish>
 __device__ void stream_rows(WeightStream<W, kChunks, kRows>& stream, const Vector& x, int row, int end,
                             float (*partial)[kMaxWarps], const Prepare& prepare, const Finish& finish) {
@@ -171,7 +171,7 @@ struct NormParameters {
   }
 };
 
-// The residual minus its mean, and 1 / its standard deviation, in two passes over registers.
+// x = the residual minus its mean; returns 1 / sqrt(variance + eps). Two passes over registers.
 template <int kElements, int kChunks>
 __device__ float center(Fp32Vector<kElements, kChunks>& x, const float* residual, std::int64_t K, float eps,
                         float* scratch) {
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kMaxThreads) residual_gemv_kernel(const __grid
   const RowRange rows = rows_of_block(io.rows);
   if (rows.begin >= rows.end) return;
 
-  // A row is that of the first matrix followed by that of the second.
+  // A row is the first matrix's row followed by the second matrix's.
   const int chunks = static_cast<int>(io.inputs[0].K) / kElements;
   WeightStream<W, kChunks, kRows> stream;
 #pragma unroll
@@ -294,9 +294,8 @@ __global__ void __launch_bounds__(kMaxThreads) residual_gemv_kernel(const __grid
       [&](int r, float sum, float before) { io.residual[r] = before + sum; });
 }
 
-// ---- launches ---------------------------------------------------------------------------------------------------------
-// The launch bound of a kernel says how many of its threads fit on a multiprocessor: as many blocks as that allows are
-// resident at once, and there are no more.
+// max_threads is the kernel's launch bound: as many blocks as fit into that many threads are resident on a
+// multiprocessor, and no more are launched.
 struct Launch {
   dim3 grid, block;
 };

@@ -1,11 +1,11 @@
-// Linear layers of one token: matrix times vector, bound by the bandwidth of the memory that the matrix lies in. Each kernel
-// reads its matrices once, adds in fp32 in an order that does not depend on timing, and includes the pointwise operators
-// before and after the GEMV.
+// Linear layers of one token: matrix times vector, bound by memory bandwidth. Each kernel reads its matrices once, adds
+// in fp32 in an order that does not depend on timing, and includes the pointwise operators before and after the GEMV.
 //
-// W is the storage type of matrices, A that of activations, biases and norms (float, bf16, fp16); the residual stream is
-// fp32. A row of every matrix is a multiple of 16 bytes and every pointer aligned to 16 bytes.
+// W is the storage type of matrices, A that of activations, biases and norms (float, bf16, fp16); the residual stream
+// is fp32. A row of every matrix is a multiple of 16 bytes, and every pointer is aligned to 16 bytes.
 //
-// Launched as part of a chain (launch.cuh): a kernel fetches its first weights while its predecessor still runs.
+// Launched as part of a chain (hw/launch.cuh): a kernel fetches its first weights while its predecessor still runs.
+// Exit::usage for sizes beyond the limits below.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,7 @@
 
 namespace weft::cuda {
 
-// The GPU as launches need to know it.
+// What launches need to know about the GPU.
 struct LaunchDevice {
   int multiprocessors = 0;
   bool overlapping = false;  // programmatic dependent launch: sm_90 and later
@@ -29,10 +29,10 @@ LaunchDevice launch_device();
 template <typename W, typename A>
 struct NormGemv {
   struct Output {
-    Norm<A> norm;               // of the residual [K]
+    Norm<A> norm;               // norm over the residual [K]
     Linear<W, A> linear;        // [rows, K]
-    std::int64_t rows = 0;      // 0: no such output
-    bool gelu = false;          // exact GELU of the result
+    std::int64_t rows = 0;      // 0: this output is unused
+    bool gelu = false;          // apply GELU to the result
     A* out = nullptr;           // [rows]; or
     float* fp32_out = nullptr;  // [rows] in fp32: logits
   };
@@ -52,13 +52,13 @@ struct ResidualGemv {
   struct Input {
     const A* x = nullptr;  // [K]
     Linear<W, A> linear;   // [rows, K]
-    std::int64_t K = 0;    // 0: no such input
+    std::int64_t K = 0;    // 0: this input is unused
   };
   Input inputs[2];
   float* residual = nullptr;  // [rows], in place
   std::int64_t rows = 0;
 };
-// Bytes of one row over all inputs are at most kMaxResidualGemvBytes.
+// The most bytes of one row over both inputs.
 inline constexpr std::int64_t kMaxResidualGemvBytes = 10 * 640 * 16;
 template <typename W, typename A>
 void residual_gemv(const ResidualGemv<W, A>& io, const LaunchDevice& device, cudaStream_t stream);

@@ -1,17 +1,17 @@
-// Keys and values of the tokens of one sequence, of all layers.
+// The K/V cache of one sequence, for all layers.
 #pragma once
 
 #include <cstdint>
 
 namespace weft::cuda {
 
-// [L, NKV, capacity, HS] each, or in pages, [L, capacity / page_size, NKV, page_size, HS]; keys are rotated. KV is their
-// storage type.
+// Keys (rotated) and values, [L, NKV, capacity, HS] each, or in pages, [L, capacity / page_size, NKV, page_size, HS].
+// KV: their storage type.
 template <typename KV>
 struct KvCache {
   KV *keys = nullptr, *values = nullptr;
   std::int64_t capacity = 0;   // positions
-  std::int64_t page_size = 0;  // positions; 0: there are no pages
+  std::int64_t page_size = 0;  // positions; 0: no pages
 };
 
 }  // namespace weft::cuda

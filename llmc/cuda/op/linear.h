@@ -1,5 +1,5 @@
-// What operators of one token are given: a linear layer, the parameters of a norm, a range of rows. W is the storage type
-// of matrices, A that of activations, biases and norms: float, bf16 or fp16. Pointers are 16-byte aligned device addresses.
+// Parameters of operators of one token: a linear layer, a norm, a range of rows. W is the storage type of matrices, A
+// that of activations, biases and norms: float, bf16 or fp16. Pointers are 16-byte aligned device addresses.
 #pragma once
 
 namespace weft::cuda {

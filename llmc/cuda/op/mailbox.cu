@@ -44,7 +44,7 @@ std::optional<Mailbox::Sampled> Mailbox::wait(std::uint32_t sequence, cudaStream
     const cudaError_t status = cudaStreamQuery(stream);
     if (status == cudaErrorNotReady) continue;
     check(status, "decoding");
-    // Whatever the GPU has written can be seen now.
+    // The stream has finished, so everything that the GPU has written is visible now.
     if (published()) break;
     if (ended()) return std::nullopt;
     fail(Exit::internal, "decoding: the GPU has finished without publishing a token");

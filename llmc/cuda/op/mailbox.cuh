@@ -1,4 +1,4 @@
-// The GPU's side of a Mailbox.
+// The GPU's side of a Mailbox: publishes an id or an error under its sequence number.
 #pragma once
 
 #include "llmc/cuda/hw/memory_order.cuh"

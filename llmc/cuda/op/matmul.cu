@@ -2,8 +2,8 @@
 //   forward      out^T [OC, N] = (W as [C, OC])^T  (x as [C, N])
 //   input_grad   dx^T  [C, N]  = (W as [C, OC])    (dout as [OC, N])
 //   weight_grad  dW^T  [C, OC] = (x as [C, N])     (dout as [OC, N])^T
-// In fp8 the first factor is always transposed and the second never (the sum runs along the columns of both), so that W, x and
-// dout of the gradients come transposed: W^T as [OC, C], x^T as [N, C], dout^T as [N, OC].
+// In fp8 the first factor is always transposed and the second never, since the sum runs along the columns of both. So
+// the gradients take W, x and dout transposed: W^T as [OC, C], x^T as [N, C], dout^T as [N, OC].
 #include "llmc/cuda/op/matmul.h"
 
 #include <cuda_fp8.h>
@@ -95,21 +95,20 @@ __device__ std::uint32_t hash(std::uint32_t x) {
 // One operand of a GEMM, column-major [rows, columns], with K the length of the sums.
 struct Operand {
   std::int64_t rows, columns, K;
-  bool k_is_row;  // which index runs over the sum
+  bool k_is_row;  // whether the row index runs over the sum
   bool second_half_negated;
   std::uint32_t seed;
 };
 
-// uniform: in [-1, 1), for timing, because the power a GEMM draws, and with it the clock, depends on its data.
+// uniform: in [-1, 1), for timing, because the power that a GEMM draws, and with it the clock, depends on its data.
 //
-// The others are for comparing algorithms. many_magnitudes: numbers of very different sizes, so that even short sums are
-// rounded.
-// cancelling: such numbers, the second half of every sum being minus the first. The exact result is 0, so what comes out
-// is rounding noise alone, and it differs as soon as the order of the additions does. On ordinary data the rounding to
-// 16 bits nearly always hides a different order.
+// The others are for comparing algorithms. many_magnitudes: numbers of very different sizes, so that even short sums
+// are rounded. cancelling: such numbers, with the second half of every sum the negative of the first. The exact result
+// is 0, so the computed one is rounding noise alone and differs as soon as the order of additions differs. On ordinary
+// data the rounding to 16 bits nearly always hides a different order.
 enum class Data { uniform, many_magnitudes, cancelling };
 
-// A GEMM in fp8 is timed on codes of fp8; e4m3 and e5m2 round them alike.
+// Converts to the operand's type; fp8 GEMMs are timed on fp8 codes.
 template <typename T>
 __device__ T filled(float value) {
   if constexpr (sizeof(T) == 1) {
@@ -170,7 +169,7 @@ std::string gemm_key(const MatmulShape& s) {
                 s.accumulate == Accumulate::yes ? " accumulate" : "", s.bias ? " bias" : "", s.addend ? " addend" : "");
 }
 
-// Everything on which the meaning of a remembered algorithm depends.
+// Everything that the meaning of a remembered algorithm depends on.
 std::string library_identity() {
   int device = 0, driver = 0;
   check(cudaGetDevice(&device), "GPU");
@@ -206,7 +205,7 @@ __global__ void largest_difference_kernel(const T* a, const T* b, std::int64_t c
   atomicMax(&out[1], difference);
 }
 
-// Device memory for the time of one measurement.
+// Device memory for the duration of one measurement.
 class Scratch {
  public:
   explicit Scratch(std::size_t bytes) : bytes_(bytes) { check(cudaMalloc(&data_, bytes), "matmul: scratch memory"); }
@@ -270,7 +269,7 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
   if (in_fp8(shape)) {
     const std::int8_t fast = shape.gemm == Gemm::forward ? 1 : 0;
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast);
-    // What is suggested may depend on whether there are scales; these are not read.
+    // The suggestions may depend on whether there are scales; these placeholders are not read.
     const void* const scale = workspace_;
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scale);
@@ -287,9 +286,9 @@ Matmul::Plan Matmul::make_plan(const MatmulShape& shape) const {
   return plan;
 }
 
-// cuBLASLt's suggestions, best first by its own estimate, and after them their variants: the order in which tiles are
-// visited, and the shape of a cluster. On an H200 the fastest is a variant for two shapes of three, by 1 to 14 %. Split
-// sums are added in fp32.
+// cuBLASLt's suggestions, best first by its own estimate, then variants of them with other tile orders and cluster
+// shapes. On an H200 the fastest is a variant for two shapes of three, by 1 to 14 %. Partial sums of split-K are added
+// in fp32.
 std::vector<Matmul::Candidate> Matmul::candidates(const Plan& plan) const {
   constexpr int kMaxSuggestions = 64;
   cublasLtMatmulPreference_t preference = nullptr;
@@ -300,7 +299,7 @@ std::vector<Matmul::Candidate> Matmul::candidates(const Plan& plan) const {
   const std::uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions,
                                        sizeof reductions);
-  const std::uint32_t alignment = 16;  // of rows within a tensor; cuBLASLt assumes 256 by default
+  const std::uint32_t alignment = 16;  // alignment of rows within a tensor; cuBLASLt assumes 256 bytes by default
   for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment);
@@ -373,7 +372,7 @@ void Matmul::fill_random(bf16* data, std::int64_t count) const {
   fill(data, CUDA_R_16BF, {count, 1, count, true, false, static_cast<std::uint32_t>(count)}, Data::uniform, stream_);
 }
 
-// Operands, results and checks that are used while the algorithms of one shape are timed.
+// The operands, results and checks with which the algorithms of one shape are timed.
 struct Matmul::Trial {
   Matmul& matmul;
   MatmulShape shape;
@@ -413,13 +412,13 @@ struct Matmul::Trial {
     check(cudaMemcpyAsync(scale.data(), &one, sizeof one, cudaMemcpyHostToDevice, matmul.stream_), "matmul: scale");
   }
 
-  // The algorithm that the next run uses.
+  // Sets the algorithm for the next run.
   void select(const cublasLtMatmulAlgo_t& algorithm) const { matmul.plan(shape).algorithm = algorithm; }
   void fill_operands(Data data) const {
     fill(a.data(), columns(shape).a_type, a_operand, data, matmul.stream_);
     fill(b.data(), columns(shape).b_type, b_operand, data, matmul.stream_);
     fill(bias.data(), shape.type, bias_operand, Data::uniform, matmul.stream_);
-    if (data == Data::cancelling) clear(bias);  // it would hide the noise
+    if (data == Data::cancelling) clear(bias);  // a bias would hide the noise
   }
   void clear(const Scratch& scratch) const {
     check(cudaMemsetAsync(scratch.data(), 0, scratch.bytes(), matmul.stream_), "matmul: clear");
@@ -432,7 +431,7 @@ struct Matmul::Trial {
     clear(expected);
     run(expected);
   }
-  // Whether the chosen algorithm gives the bits of `expected`.
+  // Whether the selected algorithm gives the bits of `expected`.
   bool same_bits() const {
     clear(result);
     clear(differences);
@@ -447,8 +446,9 @@ struct Matmul::Trial {
     check(cudaStreamSynchronize(matmul.stream_), "matmul: candidate");
     return different == 0;
   }
-  // Whether the chosen algorithm computes the GEMM of `expected` on uniform data, up to the order of its additions: an
-  // error of 2^-6 of the largest element is beyond any rounding and below any missing or doubled tile.
+  // Whether the selected algorithm computes the same GEMM as `expected`, on uniform data, up to the order of its
+  // additions: an error of 2^-6 of the largest element is more than any rounding and less than any missing or doubled
+  // tile.
   template <typename T>
   bool near_expected_as() const {
     const std::int64_t count = static_cast<std::int64_t>(columns(shape).d_rows * columns(shape).d_columns);
@@ -471,7 +471,7 @@ struct Matmul::Trial {
            : type == CUDA_R_16BF ? near_expected_as<bf16>()
                                  : near_expected_as<fp16>();
   }
-  // Whether it gives the same bits every time.
+  // Whether the selected algorithm gives the same bits every time.
   bool is_deterministic() const {
     compute_expected();
     return same_bits() && same_bits();
@@ -487,7 +487,8 @@ struct Matmul::Trial {
   }
 };
 
-// Two rounds: each candidate once, then the fastest ones alternately, so that clock and temperature are the same for all.
+// Times in two rounds: each candidate once, then the fastest ones alternately, so that clock and temperature are the
+// same for all.
 cublasLtMatmulAlgo_t Matmul::choose(const MatmulShape& shape) {
   constexpr float kWarmUpMilliseconds = 10, kRequiredSpeed = 0.99f;  // a later candidate must be faster by this factor
   constexpr std::size_t kFinalists = 8, kRounds = 7;

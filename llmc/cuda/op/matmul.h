@@ -1,19 +1,19 @@
 // Linear layers by cuBLASLt, with one plan per shape.
 //
-// The weight is as Hugging Face stores it, [OC, C]. Storage type T is float, bf16 or fp16; accumulation is
-// fp32, and T = float computes in true fp32, not TF32.
+// The weight is as Hugging Face stores it, [OC, C]. Storage type T is float, bf16 or fp16; accumulation is fp32, and T
+// = float computes in true fp32, not TF32.
 //
-// Operands in fp8 (sm_89 and later) are codes with one scale for all of them. The tensor cores sum over neighbours alone, so
-// that the gradients need the weight, and the input and the gradient of the output, transposed. Inputs and weights are
-// e4m3, gradients of outputs e5m2; outputs and gradients of inputs are stored in bf16. A tensor core keeps about 14 bits of a sum: the
-// forward GEMM adds in it to the end (fast accumulation), the gradients go on in fp32 after a few instructions. Scales are
-// aligned as matrices are.
+// Operands in fp8 (sm_89 and later) are codes with one scale for the whole tensor. fp8 GEMMs sum along contiguous
+// elements only, so the gradients need the weight, the input and the gradient of the output transposed. Inputs and
+// weights are e4m3, gradients of outputs e5m2; outputs and gradients of inputs are stored in bf16. A tensor core keeps
+// about 14 bits of a sum: the forward GEMM accumulates in it throughout (fast accumulation), the gradients add to fp32
+// every few instructions. Scales are aligned as matrices are.
 //
-// A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, split sums and every tile included, are
-// timed on random data alternately, and the fastest that gives the same bits every time is kept; a later candidate replaces
-// an earlier one only if it is at least 1 % faster. Candidates may add in different orders, so the choice is remembered
-// (llmc/cuda/op/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where it cannot be
-// remembered only the candidates that give the bits of the first suggestion are eligible.
+// A plan is chosen the first time a shape is prepared: cuBLASLt's candidates, all tiles and split-K included, are timed
+// alternately on random data, and the fastest one that gives the same bits every time is kept; a later candidate
+// replaces an earlier one only if it is at least 1 % faster. Candidates may add in different orders, so the choice is
+// remembered (llmc/cuda/op/matmul_plans.h): timing decides once, and from then on every run gives the same bits. Where
+// it cannot be remembered, only candidates with the bits of the first suggestion are eligible.
 #pragma once
 
 #include <cublasLt.h>
@@ -44,29 +44,29 @@ enum class Gemm {
 };
 const char* gemm_name(Gemm gemm);
 
-// A matrix in fp8: its elements are the numbers of the codes times *scale, which lies on the device.
+// An fp8 matrix: its elements are the values of the codes times *scale; both on the device.
 struct Fp8Matrix {
   const std::uint8_t* codes = nullptr;
   const float* scale = nullptr;
 };
-// "13.0.2": of the library that this process has loaded.
+// The version of the library that this process has loaded, as "13.0.2".
 std::string cublaslt_version();
 
 struct MatmulShape {
   Gemm gemm = Gemm::forward;
   std::int64_t N = 0, C = 0, OC = 0;
-  cudaDataType_t type = CUDA_R_16BF;  // CUDA_R_8F_E4M3: operands in fp8, each as its GEMM has it
+  cudaDataType_t type = CUDA_R_16BF;  // CUDA_R_8F_E4M3: fp8 operands, in e4m3 or e5m2 as described above
   Accumulate accumulate = Accumulate::no;
   bool bias = false;
-  bool addend = false;  // of Gemm::forward, without accumulation
+  bool addend = false;  // Gemm::forward only, without accumulation
 
   auto operator<=>(const MatmulShape&) const = default;  // the key of the plan cache
 };
 
 class Matmul {
  public:
-  // Allocates and owns the workspace (partial sums of split-K), which one stream uses at a time. `run_plans`: the plan
-  // file in the run directory; empty: none.
+  // Allocates and owns the workspace for the partial sums of split-K, which only one stream may use at a time.
+  // `run_plans`: the plan file in the run directory; empty: none.
   explicit Matmul(cudaStream_t stream, const std::string& run_plans = {});
   ~Matmul();
   Matmul(const Matmul&) = delete;
@@ -74,8 +74,8 @@ class Matmul {
 
   static constexpr std::size_t kWorkspaceBytes = 64 << 20;
 
-  // While this object exists the GEMMs of `matmul` run in another stream, by the same plans, with a workspace of
-  // kWorkspaceBytes that nothing else uses during that time.
+  // While this object exists, the GEMMs of `matmul` run in another stream with the same plans, and use a workspace of
+  // kWorkspaceBytes that nothing else may use meanwhile.
   class OnStream {
    public:
     OnStream(Matmul& matmul, cudaStream_t stream, void* workspace)
@@ -96,13 +96,14 @@ class Matmul {
     void* workspace_;
   };
 
-  // Chooses the plans of these shapes: the remembered ones, or by timing on scratch memory that is freed again. Call it
-  // once for all shapes and before the arenas are allocated; a shape that was not prepared uses cuBLASLt's first
+  // Chooses the plans of these shapes: remembered ones, or by timing on scratch memory that is freed again. Call it
+  // once for all shapes, before the arenas are allocated. A shape that was not prepared uses cuBLASLt's first
   // suggestion.
   void prepare(std::span<const MatmulShape> shapes);
   void prepare(const MatmulShape& shape) { prepare({&shape, 1}); }
-  // The plans that hold, for another process that is to compute the same bits, and those of another one: from now on they are
-  // the remembered ones. Exit::environment if they are those of another GPU, driver or cuBLASLt.
+  // plans(): the current plans as text, for another process that must compute the same bits. adopt_plans(): replaces
+  // the remembered plans by those of another process; Exit::environment if they are for another GPU, driver or
+  // cuBLASLt.
   std::string plans() const { return remembered_.text(); }
   void adopt_plans(const std::string& plans) { remembered_.adopt(plans); }
 
@@ -129,10 +130,11 @@ class Matmul {
   void weight_grad_fp8(float* dweight, const Fp8Matrix& dout_transposed, const Fp8Matrix& x_transposed, std::int64_t N,
                        std::int64_t C, std::int64_t OC, Accumulate accumulate);
 
-  // Uniform in [-1, 1): the power a GEMM draws, and with it the clock, depends on its data.
+  // Fills `data` with values uniform in [-1, 1): the power that a GEMM draws, and with it the clock, depends on its
+  // data.
   void fill_random(__nv_bfloat16* data, std::int64_t count) const;
 
-  // One line for each shape that was timed: TF/s of the first suggestion and of the plan that was kept.
+  // One line for each shape that was timed: TFLOP/s of the first suggestion and of the plan that was kept.
   const std::vector<std::string>& report() const { return report_; }
 
  private:
@@ -144,7 +146,7 @@ class Matmul {
   struct Trial;
   Plan& plan(const MatmulShape& shape);
   Plan make_plan(const MatmulShape& shape) const;
-  struct Candidate {  // a struct of our own: nvcc 13.0 crashes on a vector of cuBLASLt's unnamed ones
+  struct Candidate {  // wrapped, because nvcc 13.0 crashes on a vector of cuBLASLt's unnamed struct
     cublasLtMatmulAlgo_t algorithm;
   };
   std::vector<Candidate> candidates(const Plan& plan) const;

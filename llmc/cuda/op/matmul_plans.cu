@@ -26,7 +26,8 @@ namespace {
 constexpr const char* kTitle = "weft matmul plans 2";
 constexpr std::uint64_t kMaxFileBytes = 10'000'000;
 
-// Two models of one process agree even where one of them was made before the other's choices were written.
+// Shared by all models of this process, so that they agree even if one was created before the other's choices were
+// written.
 std::mutex process_mutex;
 std::map<std::string, StoredPlans>& process_plans() {
   static std::map<std::string, StoredPlans> plans;  // by identity
@@ -44,7 +45,7 @@ std::string cache_directory() {
   return {};
 }
 
-// An exclusive lock on the directory's plans while in scope; held() is false where the file system refuses it.
+// Holds an exclusive lock on the directory's plans; held() is false where the file system refuses it.
 class DirectoryLock {
  public:
   explicit DirectoryLock(const std::string& directory)

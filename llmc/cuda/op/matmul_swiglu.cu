@@ -1,15 +1,15 @@
 // A GEMM a [M, K] b with SwiGLU, or its derivative, fused into the epilogue, for Hopper.
 //
-// A tile of the result is 128 x 192. One thread copies its operands into a ring of four stages, each 64 of K deep, and two
-// warpgroups alternate: while one multiplies, the other rounds and writes the tile before, so that the tensor cores need
-// not wait for memory. The sums of a tile are 192 registers a thread of its warpgroup, two blocks of 64 rows. Two blocks
-// of threads form a cluster: their tiles lie one below the other and share the columns of b, of which each fetches half
-// for both. In the GEMM of gate and up a tile has 96 columns of gate and the same 96 of up.
+// A tile of the result is 128 x 192. One thread copies its operands into a ring of four stages, each 64 values of k
+// deep. Two warpgroups alternate: while one multiplies, the other rounds and writes the previous tile, so that the
+// tensor cores need not wait for memory. The sums of a tile are two blocks of 64 rows, 192 registers a thread. Two
+// thread blocks form a cluster: their tiles lie one below the other and share the columns of b, of which each fetches
+// half for both. In the GEMM of gate and up a tile has 96 columns of gate and the same 96 of up.
 //
-// Bytes moved beside the operands, for E bytes an element: forward writes 3 N F E, where the GEMM alone writes 2 and
-// SwiGLU moves 3; backward reads and writes 4 N F E, where the GEMM writes 1 and SwiGLU moves 5. It pays to move them
-// evenly: with more loads in flight, or with gate and up fetched into L2 ahead, the copies of the operands come late
-// (dev/performance/gemm.md, "Tried and rejected"). The order of a sum is that of k.
+// Bytes moved beside the operands, for elements of E bytes: forward writes 3 N F E, where the GEMM alone writes 2 and
+// SwiGLU moves 3; backward reads and writes 4 N F E, where the GEMM writes 1 and SwiGLU moves 5. These accesses must be
+// spread evenly: with more loads in flight, or with gate and up prefetched to L2, the copies of the operands arrive
+// late (dev/performance/gemm.md, "Tried and rejected"). A sum is added in the order of k.
 
 #include "llmc/cuda/op/matmul_swiglu.h"
 
@@ -27,7 +27,7 @@
 #include "llmc/cuda/op/swiglu.cuh"
 
 #if !WEFT_WGMMA
-#pragma nv_diag_suppress 177  // without the kernel's body nobody uses what only it needs
+#pragma nv_diag_suppress 177  // "declared but never referenced": the kernel's body is compiled for sm_90a only
 #endif
 
 namespace weft::cuda {
@@ -38,11 +38,12 @@ using namespace hopper;
 
 constexpr int kRows = 128, kColumns = 192, kDepth = 64, kStages = 4, kCluster = 2;
 constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroupSize;
-constexpr int kBlocks = kRows / 64, kAccumulators = kColumns / 2;  // of a block of 64 rows, a thread
+// kAccumulators: registers a thread for a block of 64 rows
+constexpr int kBlocks = kRows / 64, kAccumulators = kColumns / 2;
 constexpr int kWarps = kWarpgroupSize / kWarpSize, kWarpRows = kRows / kWarps;
 
 using TileA = SwizzledTile<bf16, kRows, kDepth>;
-// By rows of the weight: Major::k, a row is a column of b; Major::mn, a row is a value of k.
+// A tile in the layout of the weight. Major::k: a row of the weight is a column of b; Major::mn: it is a value of k.
 template <Major kB>
 using TileB =
     std::conditional_t<kB == Major::k, SwizzledTile<bf16, kColumns, kDepth>, SwizzledTile<bf16, kDepth, kColumns>>;
@@ -57,14 +58,14 @@ struct Storage {
   WarpTile::Storage finished[kWarps];
   RingBarrierStorage<kStages> ring;
 };
-// The first to align it.
+// alignof(): to align the storage.
 template <Major kB>
 constexpr std::size_t kSharedBytes = alignof(Storage<kB>) + sizeof(Storage<kB>);
 
 struct Arguments {
   CUtensorMap a, b;
   std::int64_t M, F, K;
-  int tile_rows, tile_columns;  // tiles of the result, in rows of a cluster's two
+  int tile_rows, tile_columns;  // tiles of the result; a row of tiles has the two of a cluster
   bf16 *gate_up, *swiglu_out;
 };
 
@@ -76,8 +77,8 @@ CUtensorMap encode_matrix(const bf16* data, std::int64_t rows, std::int64_t colu
       {columns * static_cast<std::int64_t>(sizeof(bf16))}, {kDepth, static_cast<std::uint32_t>(box_rows)});
 }
 
-// The order of tiles: patches of kHeight rows of tiles, column by column, so that the tiles that are computed at one time
-// read as few different rows of a as columns of b.
+// The order of tiles: patches of kHeight rows of tiles, column by column, so that the tiles that are computed at the
+// same time read as few different rows of a as columns of b.
 __device__ inline void tile_coordinates(const Arguments& p, int tile, int& row, int& column) {
   constexpr int kHeight = 8;
   const int patch = kHeight * p.tile_columns, first = tile / patch * kHeight;
@@ -86,12 +87,12 @@ __device__ inline void tile_coordinates(const Arguments& p, int tile, int& row, 
   column = within / height;
 }
 
-// ---- epilogue ---------------------------------------------------------------------------------------------------------
-// A warp's rows of a finished tile, rounded: rows 0 to 15 are of the upper block of 64 rows, the others of the lower.
+// A warp's rows of a finished tile, rounded to bf16: rows 0 to 15 belong to the upper block of 64 rows, the others to
+// the lower one.
 struct Sums {
   unsigned char* data;
 
-  // 8 elements.
+  // 8 consecutive elements.
   __device__ Eight get(int row, int chunk) const {
     Eight value;
     value.load(reinterpret_cast<const bf16*>(data + WarpTile::offset(row, chunk)));
@@ -99,7 +100,8 @@ struct Sums {
   }
 };
 
-// Of eight neighbouring columns: kPieces of them are a row of a tile. `load` reads what `finish` needs besides the sums.
+// The epilogues. They work on pieces of eight consecutive columns, kPieces in a row of a tile. load() reads what
+// finish() needs beside the sums.
 struct Forward {
   static constexpr Major kB = Major::k;
   static constexpr int kPieces = kColumns / 16;
@@ -163,7 +165,8 @@ struct Backward {
 
 #if WEFT_WGMMA
 
-// All pieces of a warp's rows: row 0 of `sums` is row0 of the result, row 16 is row0 + 64. Inputs are loaded a batch ahead.
+// Finishes all pieces of a warp's rows. Row 0 of `sums` is row row0 of the result, row 16 is row0 + 64. Inputs are
+// loaded one batch ahead.
 template <typename Direction>
 __device__ void finish_rows(const Arguments& p, const Sums& sums, std::int64_t row0, std::int64_t column0, int lane) {
   constexpr int kPieces = Direction::kPieces, kAtOnce = 3, kBatches = kWarpRows * kPieces / kWarpSize / kAtOnce;
@@ -176,8 +179,8 @@ __device__ void finish_rows(const Arguments& p, const Sums& sums, std::int64_t r
       use(j, r, piece, row0 + r / 16 * 64 + r % 16, column0 + 8 * piece);
     }
   };
-  // Outside of the result the nearest row and column in it: an unconditional load, so that no register has to keep its
-  // older value.
+  // Outside of the result loads the nearest row and column inside it: an unconditional load, so that no register must
+  // keep its old value.
   const auto load = [&](int batch, Inputs& inputs) {
     for_batch(batch, [&](int j, int, int, std::int64_t row, std::int64_t column) {
       Direction::load(inputs[j], p, min(row, p.M - 1), min(column, p.F - 8));
@@ -206,7 +209,7 @@ struct SharedMemory {
   static constexpr int kStageBytes = sizeof(Layout::stages[0]);
 
   unsigned base;
-  unsigned char* memory;  // the same as a pointer
+  unsigned char* memory;  // the same address as a pointer
 
   __device__ explicit SharedMemory(unsigned char* dynamic) {
     const unsigned begin = shared_address(dynamic);
@@ -261,14 +264,14 @@ __device__ void consume(const Arguments& p, const SharedMemory<Direction::kB>& s
   const int steps = static_cast<int>(ceil_div(p.K, kDepth)), count = p.tile_rows * p.tile_columns;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarps;
   constexpr Major kB = Direction::kB;
-  // A slot to compute and one to write: the named barriers of a consumer are passed on by the other one.
+  // The consumers take turns at computing and at writing: each passes the turn to the other by a named barrier.
   constexpr int kPair = kConsumers * kWarpgroupSize;
   const auto wait_to_compute = [&] { named_barrier_wait(1 + consumer, kPair); };
   const auto wait_to_write = [&] { named_barrier_wait(3 + consumer, kPair); };
   const auto pass_computing = [&] { named_barrier_arrive(2 - consumer, kPair); };
   const auto pass_writing = [&] { named_barrier_arrive(4 - consumer, kPair); };
   const RingBarriers ring = shared.ring();
-  const auto release = [&](int stage) {  // in both blocks, since both fill it
+  const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
   };
   const Sums sums = shared.finished(warp);
@@ -314,7 +317,7 @@ __device__ void consume(const Arguments& p, const SharedMemory<Direction::kB>& s
     wgmma_wait<0>();
     for (auto& block : d) pin(block);
     release(at.stage);
-    at.advance(kStages, 1 + steps);  // the next tile is the other's
+    at.advance(kStages, 1 + steps);  // the next tile's stages belong to the other consumer
     wait_to_write();
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) warp_tile.store(warp_tile.lane_offset(0), d[i], 16 * i);
@@ -340,7 +343,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   cluster_barrier();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  // tells the compiler that it is uniform in a warp
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {
     decrease_registers<24>();
     if (threadIdx.x == 0) produce<Direction>(arguments, shared);
@@ -348,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     increase_registers<240>();
     consume<Direction>(arguments, shared, warpgroup - 1);
   }
-  cluster_barrier();  // nobody leaves while the other block writes into its memory or arrives there
+  cluster_barrier();  // neither block may exit while the other still writes or arrives in its shared memory
 #else
   __trap();
 #endif

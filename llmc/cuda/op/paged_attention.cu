@@ -1,23 +1,25 @@
-// Flash attention over pages on mma.m16n8k16; the recurrence is that of paged_recurrence.cuh.
+// Flash attention over pages on mma.m16n8k16; the recurrence is in paged_recurrence.cuh.
 //
-// What makes a row's bits its own:
-// - Key blocks of kBlockKeys positions and splits of kPagedSplit positions begin at fixed absolute positions. A row takes the key
-//   blocks of a split in order, and its splits in order, whoever computes them: a warp for each split of a decoded row, or a
-//   warp that walks all splits of a prompt's rows.
-// - An element of an MMA's result depends on its row of A and its column of B alone, and steps of k come in order.
-// - What a row decides (whether its maximum moves) it decides by its own scores; factors of rows that decide otherwise are
-//   exactly 1. Arithmetic of softmax and merge is written with intrinsics that the compiler may not fuse in one place only.
-// - A key block or a split behind a row's position changes nothing: its weights are exactly 0, its factor exactly 1. Positions
-//   behind the last row of a tile are zeros in shared memory, since 0 times what another sequence left there may be NaN.
+// Why a row's bits do not depend on other rows:
+//  - Key blocks of kBlockKeys positions and splits of kPagedSplit positions begin at fixed absolute positions. A row
+//    takes the key blocks of a split in order, and its splits in order, whether one warp computes each split of a
+//    decoded row or one warp walks all splits of a prompt's rows.
+//  - An element of an mma's result depends only on its row of A and its column of B, and steps of k come in order.
+//  - Whether a row's maximum moves is decided by the row's own scores; if another row's maximum moves, this row's
+//    factor is exactly 1. Softmax and merging are written with rounding intrinsics, so that the compiler cannot
+//    contract multiplications and additions in one place and not in another.
+//  - A key block or a split after a row's position changes nothing: its weights are exactly 0, its factor exactly 1.
+//    Positions after the last row of a tile are zeroed in shared memory, since 0 times what another sequence left there
+//    may be NaN.
 //
-// Where it runs: on Hopper in paged_hopper.cu and paged_items.cu. Elsewhere, and for heads of 256, here: one kernel of persistent
-// blocks. A block takes tiles first (paged_work.h): all its warps share the keys and values in
-// shared memory. Then each warp by itself takes items of splits, with a ring of key and value blocks of its own, as many
-// warps as shared memory has rings for; copies run ahead of the computation across the ends of items. Both are assigned by
-// counters, since they differ in length.
+// Where it runs. On Hopper: paged_hopper.cu and paged_items.cu. Elsewhere, and for heads of 256: here, in one kernel of
+// persistent blocks. A block first computes tiles (paged_work.h), whose warps share the keys and values in shared
+// memory. Then each warp on its own computes items of splits, with a ring of key and value blocks of its own; as many
+// warps as shared memory has rings for. Copies run ahead across the ends of items. Since tiles and items differ in
+// length, counters assign both.
 //
-// A tile's warp begins each split with empty sums and merges it, when it ends, into what lies in shared memory since the
-// split before: 2 HS accesses of 4 bytes a row for 256 keys.
+// A tile's warp begins each split with empty sums and at its end merges it into the sums of the earlier splits, which
+// lie in shared memory: 2 HS accesses of 4 bytes a row for 256 keys.
 
 #include "llmc/cuda/op/paged_attention.h"
 
@@ -39,18 +41,20 @@ using namespace paged;
 
 namespace {
 
-// StageKeys, Stages: of the ring of a tile's keys and values. Two blocks of 4 warps, or one of 8 where O needs more registers.
+// StageKeys positions in each of the Stages stages of a tile's ring. Two blocks of 4 warps share a multiprocessor, or
+// one of 8 warps where O needs more registers.
 template <int HeadDim, int StageKeys, int Stages, bool SumsInRegisters>
 struct Tiling {
   static constexpr int HS = HeadDim, kStageKeys = StageKeys, kStages = Stages;
   static constexpr SlotCopy kCopy = SlotCopy::threads;
-  static constexpr bool kSumsInRegisters = SumsInRegisters;  // those of earlier splits, else in shared memory
+  // where O of the earlier splits is kept; false: in shared memory
+  static constexpr bool kSumsInRegisters = SumsInRegisters;
   static constexpr int kKeys = kBlockKeys<HS>;
-  static constexpr int M = HS <= 64 ? 2 : 1;  // m16 tiles of a warp of a tile
+  static constexpr int M = HS <= 64 ? 2 : 1;  // m16 tiles of a warp
   static constexpr int kTileRows = static_cast<int>(paged_tile_rows(HS)), kWarpRows = M * 16;
   static constexpr int kWarps = kTileRows / kWarpRows, kThreads = kWarps * kWarpSize;
   static constexpr int kBlocksPerMultiprocessor = kWarps == 8 ? 1 : 2;
-  // Slots of the ring of a warp that computes items: of all, of two, of one in a block.
+  // Slots of a warp's ring for items if all warps of a block compute (kRing), two (kPairRing), or one (kLongRing).
   static constexpr int kRing = HS > 96 ? 3 : HS == 32 ? 8 : HS == 64 ? 6 : HS == 80 ? 5 : 4;
   static constexpr int kLongRing = std::min(16, 3 * kRing), kPairRing = kLongRing / 2;
   static constexpr int kRingBytes = kRing * Tile<bf16, HS>::bytes(kSlotKeys<HS>);
@@ -60,8 +64,9 @@ struct Tiling {
   static_assert(kSplit % kStageKeys == 0 && kStageKeys % kKeys == 0 && kStageKeys % kPageUnit == 0);
 };
 
-// Starts the copy of the positions first .. first + Rows - 1 of one split and head by `Threads` threads, `thread` being this
-// one's number; from `end` on they become zeros. One or two tensors that lie alike, to tiles `distance` apart.
+// Starts the copy of positions first to first + Rows - 1 of one split and head, by `Threads` threads of which this one
+// is number `thread`; positions from `end` on become zeros. For one or two tensors of the same layout, to tiles
+// `distance` bytes apart.
 template <int HS, int Rows, int Threads, int Tensors, typename S>
 __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* const (&from)[Tensors], unsigned tile,
                                                unsigned distance, int pages, int kv_head, int first, int end,
@@ -83,13 +88,12 @@ __device__ __forceinline__ void load_positions(const Arguments<S>& a, const S* c
   }
 }
 
-// ---- tiles ----------------------------------------------------------------------------------------------------------------
-// A warp's rows of a tile, from the first split to the last.
+// A warp's rows of a tile, over all splits.
 template <typename S, typename Tiling>
 struct TileRows {
   static constexpr int HS = Tiling::HS, M = Tiling::M, kKeys = Tiling::kKeys;
   QueryRows<S> rows;
-  int end, unmasked_end;  // positions that the last row sees, that the first one sees
+  int end, unmasked_end;  // positions that the last row sees, and that the first row sees
   int visible[M][2];
   RegisterOperand<S, HS, M> Q;
   SplitState<S, HS, M> state;
@@ -105,7 +109,7 @@ struct TileRows {
     state.clear();
   }
 
-  // One key block; the addresses are those of its keys and values in shared memory.
+  // Adds one key block, whose keys and values are at these addresses in shared memory.
   __device__ __forceinline__ void add(unsigned keys, unsigned values, int first_key, float c) {
     if (first_key >= end) return;
     Accumulators<M, kKeys / 8> scores;
@@ -144,7 +148,7 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
   const QueryRows<S> rows(a, item, kv_head, Tiling::kTileRows);
   const int end = rows.end(), stages = static_cast<int>(ceil_div(end, kStageKeys));
   const unsigned ring = shared_address(shared) + Tiling::kSumBytes;
-  // Looked up a split ahead, so that no copy waits for a page number.
+  // Page numbers are looked up one split ahead, so that no copy waits for them.
   const int table = a.tables[rows.first_row];
   int pages = split_pages(a, table, 0, end), next_pages = split_pages(a, table, 1, end);
   int load_slot = 0;
@@ -159,7 +163,7 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
       load_positions<HS, kStageKeys, Tiling::kThreads>(a, tensors, ring + load_slot * kStageBytes, kValues, pages,
                                                        kv_head, first, end, static_cast<int>(threadIdx.x));
     }
-    commit_copies();  // of a stage that does not exist, too: the number of groups in flight stays the same
+    commit_copies();  // also for a stage that does not exist: the number of commit groups in flight stays the same
     load_slot = load_slot + 1 == kStages ? 0 : load_slot + 1;
   };
 #pragma unroll
@@ -168,7 +172,7 @@ __device__ void compute_tile(const Arguments<S>& a, const PagedItem& item, int k
   int slot = 0;
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_older_copies<kStages - 2>();
-    __syncthreads();  // the stage is complete, and nobody reads the one that is loaded next any more
+    __syncthreads();  // the stage is complete, and no thread reads the one that is overwritten next
     load(stage + kStages - 1);
     const unsigned keys = ring + slot * kStageBytes;
 #pragma unroll 1
@@ -189,19 +193,19 @@ __device__ void compute_tiles(const Arguments<S>& a, const PagedItem* tiles, int
     if (threadIdx.x == 0) fetched = gridDim.x + atomicAdd(&a.cursors->tiles, 1);
     compute_tile<S, Tiling>(a, tiles[n / a.NKV], n % a.NKV, shared);
     if (threadIdx.x == 0) next = fetched;
-    __syncthreads();  // and nobody reads this tile's keys any more
+    __syncthreads();  // also: no thread reads this tile's keys any more
     n = next;
     // compute_tile() has a barrier before thread 0 writes `next` again
   }
 }
 
-// Of a launch without tiles this is the beginning: the first lookups precede the wait.
+// In a launch without tiles this is the beginning, so the first lookups precede the wait for the predecessors.
 template <typename S, typename Tiling>
 __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int entries, bool tiles_before,
                               unsigned char* shared) {
   const int warp = threadIdx.x / kWarpSize, count = entries * a.NKV, blocks = gridDim.x;
-  // Few items: few warps of a block compute, whose rings are longer. The first ones are assigned beforehand, unless some
-  // blocks still compute tiles.
+  // With few items, few warps of a block compute, with longer rings. The first items are assigned statically, unless
+  // some blocks may still be computing tiles.
   int warps = a.item_warps, slots = Tiling::kRing;
   if (!tiles_before && warps > 2 && count <= 2 * blocks) {
     warps = count <= blocks ? 1 : 2;
@@ -216,7 +220,7 @@ __device__ void compute_items(const Arguments<S>& a, const PagedItem* items, int
   } else {
     stream.look_up_first();
     wait_for_predecessors();
-    let_successor_start();  // not before: paged_attention.h says what the successor may read
+    let_successor_start();  // not before: see paged_attention() on what the successor may read
   }
   if (warp >= warps) return;
   stream.start();
@@ -280,7 +284,7 @@ void check_arguments(const PagedAttention<S>& io) {
 template <typename S, typename Tiling>
 void launch(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream, int shared_limit) {
   constexpr const char* kName = "paged_attention";
-  // Two blocks of a multiprocessor share its memory, of which each block costs 1 KiB more than it asks for.
+  // Two blocks share the shared memory of a multiprocessor; each reserves 1 KiB more than it asks for.
   constexpr int kStaticBytes = 16;
   const int most = Tiling::kBlocksPerMultiprocessor == 2 ? 113 * 1024 : shared_limit;
   const int per_block = std::min(shared_limit, most) - kStaticBytes;
@@ -301,7 +305,8 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
   } else if constexpr (HS == 128) {
     using Large = Tiling<HS, 64, 3, false>;
     if (limit > Large::kTileBytes) return launch<S, Large>(io, device, stream, limit);
-    launch<S, Tiling<HS, 64, 2, true>>(io, device, stream, limit);  // spills sums, which are touched once a split
+    // spills O of earlier splits, which is accessed once a split
+    launch<S, Tiling<HS, 64, 2, true>>(io, device, stream, limit);
   } else {
     launch<S, Tiling<HS, 64, HS <= 64 ? 3 : 2, (HS > 64)>>(io, device, stream, limit);
   }

@@ -1,19 +1,19 @@
-// The tiles of a step (paged_work.h) on Hopper's asynchronous tensor cores (sm_90a). The pipeline is that of
-// attention/hopper_forward.cu: while the GEMMs O += P V of one key block and S = Q K^T of the next run, a warpgroup does the softmax
-// of that S, and the two consumers issue their GEMMs in turn.
+// The tiles of a step (paged_work.h) on Hopper's wgmma (sm_90a). The pipeline is that of attention/hopper_forward.cu:
+// while the GEMMs O += P V of one key block and S = Q K^T of the next run, a warpgroup computes the softmax of that S,
+// and the two consumers issue their GEMMs in turn.
 //
-// The bits are those of mma.m16n8k16, with which items of splits are computed: one wgmma is one step of 16 values of k for all
-// columns, and Hopper adds the 16 products of an element and the accumulator in the same way in both instructions (measured on an
-// H200; CudaPagedAttention.ARowsBitsAreItsOwn compares prompts with decoded rows). Softmax is the code of paged_recurrence.cuh,
-// key block by key block.
+// The bits are those of mma.m16n8k16, which computes the items of splits. One wgmma covers 16 values of k for all
+// columns, and in both instructions Hopper adds an element's 16 products and the accumulator in the same way (measured
+// on an H200; CudaPagedAttention.ARowsBitsAreItsOwn compares prompts with decoded rows). Softmax is the code of
+// paged_recurrence.cuh, key block by key block.
 //
-// A block is a producer and two consumer warpgroups. Keys and values come by tensor copies, a page's rows of one head each, and
-// mbarriers count them. What lies behind a tile's last position must become zeros, also where another sequence left NaN: so where a
-// tile ends inside of its last key block, the producer's 128 threads copy that block by themselves, 16 bytes each. Loads are not what
-// bounds it: a prompt of 2,000 rows of Pythia-2.8B takes 75 us, with all key blocks by threads 82, with no loads at all 69
-// (dev/performance/batch.md).
+// A block is a producer and two consumer warpgroups. Keys and values come by tensor copies, each the rows of one page
+// and head, and mbarriers count them. Positions after a tile's last one must become zeros, even where another sequence
+// left NaN. So where a tile ends inside its last key block, the producer's 128 threads copy that block themselves, 16
+// bytes each. Loads are not the bottleneck: a prompt of 2,000 rows of Pythia-2.8B takes 75 us, with all key blocks
+// copied by threads 82, with no loads at all 69 (dev/performance/batch.md).
 //
-// A tile's queries are loaded during the last GEMM of the tile before.
+// A tile's queries are loaded during the last GEMM of the previous tile.
 
 #include <algorithm>
 #include <cstddef>
@@ -30,7 +30,7 @@
 #include "llmc/cuda/op/paged_recurrence.cuh"
 
 #if !WEFT_WGMMA
-#pragma nv_diag_suppress 177  // without the kernel's body nobody uses what only it needs
+#pragma nv_diag_suppress 177  // "declared but never referenced": the kernel's body is compiled for sm_90a only
 #endif
 
 namespace weft::cuda {
@@ -42,9 +42,9 @@ namespace {
 using namespace hopper;
 
 constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroupSize;
-constexpr int kRows = 64;                           // of a consumer: the M of its GEMMs
-constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a warpgroup
-// 64K registers: what the producer gives back goes to the consumers.
+constexpr int kRows = 64;                           // rows of a consumer: M of its GEMMs
+constexpr int kWarps = kWarpgroupSize / kWarpSize;  // warps of a warpgroup
+// The producer's spare registers go to the consumers; together at most 64K.
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
 template <typename T, int HeadDim, int Stages, int TileColumns>
@@ -60,13 +60,13 @@ struct HopperTiling {
     float sums[kConsumers * kWarps][Earlier::kFloats];
     RingBarrierStorage<kStages> ring;
   };
-  static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // the first to align it
+  static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // alignof: to align the storage
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
 template <typename S>
 struct HopperArguments {
-  CUtensorMap keys, values;  // [page][NKV][page_size][HS]; a box is a page's rows of some columns
+  CUtensorMap keys, values;  // [page][NKV][page_size][HS]; a box is a page's rows by kTileColumns columns
   Arguments<S> a;
 };
 
@@ -90,24 +90,24 @@ struct SharedMemory {
   __device__ RingBarriers ring() const { return {base + unsigned{offsetof(Storage, ring)}, Tiling::kStages}; }
 };
 
-// The i-th tile of this block: forth and back over the blocks, so that each gets long and short ones.
+// The i-th tile of this block, assigned forth and back over the blocks, so that each gets long and short ones.
 __device__ inline int tile_index(int i) {
   const int blocks = gridDim.x, block = blockIdx.x;
   return i * blocks + (i % 2 == 0 ? block : blocks - 1 - block);
 }
 
-// ---- the producer ---------------------------------------------------------------------------------------------------------
-// All warps of the producer hand a stage over.
+// Each warp of the producer arrives at a stage's barrier.
 constexpr int kProducers = kWarps;
 
-// Starts the copies of a key block all of whose positions the tile has. Each warp takes some of its pages' keys and values.
+// Starts the copies of a key block that lies wholly within the tile's positions. Each warp copies some of its pages'
+// keys and values.
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const typename Tiling::KeyTile& keys,
                                            const typename Tiling::KeyTile& values, unsigned full, int pages,
                                            int kv_head, int first) {
   using KeyTile = typename Tiling::KeyTile;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, shift = p.a.page_shift;
-  const int copies = 2 * Tiling::kKeys >> shift;  // of keys, of values, page by page
+  const int copies = 2 * Tiling::kKeys >> shift;  // one of keys and one of values for each page
   const unsigned copy_bytes = static_cast<unsigned>(KeyTile::kColumnTiles * KeyTile::kRowBytes) << shift;
   if (lane == 0) {
     mbarrier_arrive_expect(full, static_cast<unsigned>((copies - warp + kProducers - 1) / kProducers) * copy_bytes);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void copy_stage(const HopperArguments<S>& p, const ty
   for (int i = warp; i < copies; i += kProducers) {
     const int row = i / 2 << shift;
     const int page = __shfl_sync(~0u, pages, (first + row) % kSplit / kPageUnit);
-    const auto to = (i % 2 == 0 ? keys : values).template rows<kPageUnit>(row);  // and the rest of the page's
+    const auto to = (i % 2 == 0 ? keys : values).template rows<kPageUnit>(row);  // and the rows after them in the page
     if (lane == 0) tensor_load(to, i % 2 == 0 ? p.keys : p.values, full, 0, kv_head, page);
   }
 }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void load_stage(const Arguments<S>& a, const typename
   if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(full);
 }
 
-// All threads of the first warpgroup.
+// Called by all threads of the first warpgroup.
 template <typename Tiling, typename S = typename Tiling::Element>
 __device__ void produce(const HopperArguments<S>& p, const PagedItem* tiles, int count,
                         const SharedMemory<Tiling>& shared) {
@@ -192,7 +192,7 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int gemm_slot = 1 + consumer, next_gemm_slot = 1 + (consumer + 1) % kConsumers;  // named barriers
   const RingBarriers ring = shared.ring();
-  RingPosition at;  // of key block j
+  RingPosition at;  // position of key block j
   Accumulators<1, kKeys / 8> scores;
   unsigned P[kKeys / 4];
   RegisterOperand<S, HS, 1> Q;
@@ -253,7 +253,7 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
       round_to_operand<S>(P, flat(scores));
 #pragma unroll 1
       for (int j = 1; j < blocks; ++j) {
-        const int before = at.stage;  // of key block j - 1
+        const int before = at.stage;  // stage of key block j - 1
         at.advance(kStages);
         ring.wait_full(at);
         wait_for_gemm_slot();
@@ -297,7 +297,7 @@ __device__ void consume(const Arguments<S>& a, const PagedItem* tiles, int count
     } else if (next_n < count) {
       load_queries(next_n);
     }
-    // Key blocks that only later rows of the tile see.
+    // Key blocks that only the other consumer's rows see.
     for (int j = blocks; j < tile_blocks; ++j, at.advance(kStages)) {
       wait_for_gemm_slot();
       pass_gemm_slot();
@@ -318,13 +318,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const SharedMemory<Tiling> shared(dynamic);
   const PagedItem* tiles = reinterpret_cast<const PagedItem*>(a.work + 1);
   const int count = a.work->tiles * a.NKV;
-  if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= count) return;  // block 0 waits, for the chain's sake
+  // block 0 stays: some block must wait for the predecessors, as every kernel of a chain does
+  if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= count) return;
   if (threadIdx.x < Tiling::kStages) shared.ring().init(threadIdx.x, kProducers, kConsumers * kWarps);
   if (threadIdx.x < kWarpSize) fence_barrier_init();
   __syncthreads();
   wait_for_predecessors();
-  let_successor_start();  // not before: paged_attention.h says what the successor may read
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  let_successor_start();  // not earlier: see paged_attention() on what the successor may read
+  // tells the compiler that it is uniform in a warp
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {
     decrease_registers<kProducerRegisters>();
     produce(p, tiles, count, shared);
@@ -343,7 +345,7 @@ void launch_for(const PagedAttention<S>& io, const LaunchDevice& device, cudaStr
   constexpr const char* kName = "paged_attention (Hopper)";
   const auto kernel = paged_hopper_kernel<Tiling, S>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes), kName);
-  // How many pages there are is not known here: more than memory has.
+  // The number of pages is not known here: an upper bound that exceeds any memory.
   constexpr std::int64_t kPages = std::int64_t{1} << 28;
   const PagedKv<S>& kv = io.kv;
   const auto map = [&](const S* pages) {

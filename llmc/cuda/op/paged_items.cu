@@ -1,16 +1,16 @@
-// Items of splits by themselves (paged_items.cuh), in two places:
+// A kernel that computes only items of splits (paged_items.cuh), used in two places:
 //
-// Of a step in which every span is one row: RoPE, the append to pages and attention in one launch. Nothing of an earlier position's
-// key or value is written in this step, so the first copies start before the predecessor, the GEMM of q, k and v, has
-// finished: as much as all rings hold, 220 KiB a multiprocessor. What the step's own rows bring comes after the wait.
+// In a step in which every span is one row: RoPE, the append to pages and attention in one launch. No key or value of
+// an earlier position is written in this step, so the first copies start before the predecessor, the GEMM of q, k and
+// v, has ended: as much as all rings hold, 220 KiB a multiprocessor. What the step's own rows need comes after the
+// wait.
 //
-// Heads of 80 come by bulk copies from Hopper on (SlotCopy), other heads by threads.
+// In any other step on Hopper, beside its tiles (paged_hopper.cu). All that items read was complete when the kernel of
+// the tiles let this one start; it waits for the tiles at its end.
 //
-// Of any step on Hopper, beside its tiles (paged_hopper.cu): all that items read was complete when the kernel of the tiles let this
-// one start. It waits for the tiles at its end.
-//
-// Two blocks of four warps a multiprocessor. Few items: few warps of a block compute, whose rings are longer, and blocks without
-// an item leave at once, so that there is room for the successor.
+// Heads of 80 are fetched by bulk copies from Hopper on, other heads by cp.async (SlotCopy). A multiprocessor has two
+// blocks of four warps. With few items, few warps of a block compute, with longer rings, and blocks without an item
+// exit at once, which makes room for the successor.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,12 +28,12 @@ using namespace paged;
 
 namespace {
 
-// Of a block, of which two share a multiprocessor; each costs 1 KiB more than it asks for.
+// Shared memory of a block. Two share a multiprocessor; each reserves 1 KiB more than it asks for.
 constexpr int kMostBytes = 113 * 1024;
 
-// Entries whose keys and values the first blocks ask for in L2, two blocks each, and how much that may be. Those blocks start
-// beside the GEMM before where it leaves multiprocessors free (12 of an H200 at QKV of Pythia-2.8B); at many rows that GEMM is
-// bound by what multiprocessors take in, and memory has time.
+// Entries whose keys and values the first blocks prefetch to L2, two blocks an entry, and a limit in bytes. Those
+// blocks start beside the preceding GEMM on multiprocessors that it leaves free (12 of an H200 at QKV of Pythia-2.8B).
+// With many rows that GEMM is not bound by memory bandwidth, so memory has time for the prefetch.
 constexpr std::int64_t kEarlyEntries = 12, kEarlyBytes = std::int64_t{32} << 20;
 
 template <int HeadDim, SlotCopy Copy>
@@ -42,10 +42,11 @@ struct DecodeTiling {
   static constexpr SlotCopy kCopy = Copy;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kBlocksPerMultiprocessor = 2;
   static constexpr int kSlotBytes = SlotLayout<bf16, HS, kCopy>::bytes(kSlotKeys<HS>);
-  // Slots of the ring of a warp: of four, of two, of one. A split has at most kMostSlots.
+  // Slots of a warp's ring if four warps of a block compute (kRing), two (kPairRing), or one (kLongRing). A split needs
+  // at most kMostSlots.
   static constexpr int kMostSlots = 2 * kSplit / kSlotKeys<HS>;
-  static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // of a warp
-  static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // before the rings
+  static constexpr int kBarrierBytes = kCopy == SlotCopy::threads ? 0 : kMostSlots * 8;  // bytes of a warp's mbarriers
+  static constexpr int kBeginBytes = kWarps * kBarrierBytes;                             // they precede the rings
   static constexpr int kRing = std::min(kMostSlots, (kMostBytes - kBeginBytes) / kWarps / kSlotBytes);
   static constexpr int kPairRing = std::min(kMostSlots, 2 * kRing), kLongRing = std::min(kMostSlots, 3 * kRing);
   static constexpr int kRingBytes = kRing * kSlotBytes;
@@ -53,7 +54,7 @@ struct DecodeTiling {
 
 #if WEFT_BULK_COPY
 
-// All warps of a block: asks for the keys, or the values, of an entry's earlier positions, of all heads.
+// Called by all warps of a block: prefetches the keys, or the values, of an entry's earlier positions for all heads.
 template <int HS, typename S>
 __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const PagedItem& item, bool values) {
   const int lane = threadIdx.x % kWarpSize, first = item.split * kSplit;
@@ -75,14 +76,15 @@ __device__ __forceinline__ void prefetch_entry(const Arguments<S>& a, const Page
 template <typename S, typename Tiling, bool kAppends>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     paged_items_kernel(const __grid_constant__ Arguments<S> a) {
-  // Each architecture has one of the two kernels of a head dimension: that of its copies.
+  // Of the two kernels for a head dimension each architecture uses one, according to how it copies.
   if constexpr (Tiling::kCopy != (WEFT_BULK_COPY ? kFastCopy<Tiling::HS> : SlotCopy::threads)) {
     __trap();
   } else {
     extern __shared__ __align__(16) unsigned char shared[];
     const PagedItem* items = reinterpret_cast<const PagedItem*>(a.work + 1) + a.work->tiles;
     const int count = a.work->items * a.NKV, blocks = gridDim.x, block = blockIdx.x;
-    if (block > 0 && block >= count) return;  // block 0 waits, for the chain's sake
+    // block 0 stays: some block must wait for the predecessors, as every kernel of a chain does
+    if (block > 0 && block >= count) return;
 
     int warps = a.item_warps, slots = Tiling::kRing;
     if (count <= 2 * blocks) {
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     }
 #endif
     if constexpr (kAppends) wait_for_predecessors();
-    let_successor_start();  // not before: paged_attention.h says what the successor may read
+    let_successor_start();  // not earlier: see paged_attention() on what the successor may read
     if (warp < warps) {
       stream.start();
 #pragma unroll 1
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
     }
 
     if constexpr (!kAppends) wait_for_predecessors();
-    if (count > blocks * warps) reset_cursors(a, blocks);  // otherwise nobody has asked them
+    if (count > blocks * warps) reset_cursors(a, blocks);  // otherwise the cursors have not been used
   }
 }
 

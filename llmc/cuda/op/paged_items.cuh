@@ -1,8 +1,10 @@
-// Items of splits (paged_work.h): a warp computes one split of up to 16 rows, with a ring of key and value blocks of its own.
+// Items of splits (paged_work.h): a warp computes one split of up to 16 rows, with its own ring of key and value
+// blocks.
 //
-// kAppends: each span is one row, whose query and key are not rotated yet and whose key and value are not in their page. Every item
-// rotates the queries that it reads. The item of the row's own split rotates its key, writes key and value to the page, and
-// puts them at their place in shared memory, rounded as they are stored there: they are multiplied as if they came from the page.
+// kAppends: each span is one row, whose query and key are not rotated yet and whose key and value are not in their page
+// yet. Every item rotates the queries that it reads. The items of the row's own split also rotate its key and put key
+// and value at their place in shared memory, rounded as the page stores them, so that they are multiplied as if they
+// came from the page; the first of these items writes them to the page.
 #pragma once
 
 #include <cstdint>
@@ -15,24 +17,24 @@
 
 namespace weft::cuda::paged {
 
-// Positions of a slot of a warp's ring.
+// Positions in a slot of a warp's ring.
 template <int HS>
 constexpr int kSlotKeys = HS <= 128 ? 32 : 16;
 
-// How keys and values come to a slot.
+// How keys and values are copied to a slot.
 enum class SlotCopy {
-  threads,  // 16 bytes a lane and copy, to padded rows
-  bulk,     // one copy of all rows in a page, to rows without padding
+  threads,  // cp.async of 16 bytes a lane, to padded rows
+  bulk,     // one bulk copy of all rows in a page, to rows without padding
 };
-// Bulk copies where rows without padding fall into different banks: of 160 bytes, four of the eight that a phase of ldmatrix reads.
-// Swizzled by tensor copies, heads of 64 and 128 are not faster than by threads.
+// Bulk copies where unpadded rows fall into different banks: rows of 160 bytes, at least for four of the eight that a
+// phase of ldmatrix reads. For heads of 64 and 128, tensor copies with swizzling were not faster than cp.async.
 template <int HS>
 constexpr SlotCopy kFastCopy = HS == 80 ? SlotCopy::bulk : SlotCopy::threads;
 template <typename T, int HS, SlotCopy kCopy>
 using SlotLayout = Tile<T, HS, kCopy == SlotCopy::bulk ? 0 : 8>;
 
-// Starts a warp's copy of the positions first .. first + Rows - 1 of one split, head and tensor; from `end` on they become zeros. In
-// units of kPageUnit positions, which lie in one piece in their page.
+// Starts a warp's copy of positions first to first + Rows - 1 of one split, head and tensor; positions from `end` on
+// become zeros. Works in units of kPageUnit positions, which are contiguous in their page.
 template <int HS, int Rows, typename S>
 __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from, unsigned tile, int pages, int kv_head,
                                            int first, int end, std::uint64_t policy) {
@@ -55,8 +57,9 @@ __device__ __forceinline__ void load_units(const Arguments<S>& a, const S* from,
   }
 }
 
-// ---- rows that are appended ---------------------------------------------------------------------------------------------
-// The row's key and value, as WarpRotation has words.
+// ---- appended rows
+// -----------------------------------------------------------------------------------------------------
+// The row's key and value, in the words that WarpRotation assigns to this lane.
 template <typename S, int HS>
 struct AppendedRow {
   using Rotation = WarpRotation<S, HS>;
@@ -71,7 +74,7 @@ struct AppendedRow {
       reinterpret_cast<unsigned*>(v)[Rotation::word(i)] = value[i];
     }
   }
-  // Key or value to a row of a slot, for all lanes.
+  // Writes key or value to a row of a slot; called by all lanes.
   template <typename Slot>
   __device__ __forceinline__ void put(bool of_key, unsigned slot, int row) const {
 #pragma unroll
@@ -83,7 +86,7 @@ struct AppendedRow {
   }
 };
 
-// A slot's rows from `row` on become zeros.
+// Zeroes a slot's rows from `row` on.
 template <typename Slot, int HS>
 __device__ __forceinline__ void clear_rows(unsigned slot, int row) {
 #pragma unroll 1
@@ -93,8 +96,9 @@ __device__ __forceinline__ void clear_rows(unsigned slot, int row) {
                  : "memory");
 }
 
-// Q = the queries of an item whose span is one row, rotated: neighbouring heads. The next one is on its way while one is rotated. One
-// loop, not unrolled: at each launch code comes from memory, and much of it costs more than it computes.
+// Q = the rotated queries of an item whose span is one row, which are consecutive heads. The next head is loaded while
+// one is rotated. The loop is not unrolled: instructions are fetched from memory at each launch, and here that costs
+// more than the arithmetic.
 template <typename S, int HS>
 __device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const Arguments<S>& a, const S* head,
                                              int count, const WarpRotation<S, HS>& rotation) {
@@ -110,13 +114,13 @@ __device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const
     for (int w = 0; w < Rotation::kWords; ++w) words[w] = rotation.rotate(loaded, w);
     head += a.q_head_stride;
     if (row + 1 < count) loaded = rotation.load(head);
-    // The lanes of the row's quad take the words that RegisterOperand::load() would.
+    // The lanes of the row's quad receive the words that RegisterOperand::load() would load.
     const bool upper = row == g, lower = row == g + 8;
 #pragma unroll
     for (int k = 0; k < HS / 16; ++k) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int word = k * 8 + j * 4;  // and three more
+        const int word = k * 8 + j * 4;  // and the three after it
         const unsigned taken = __shfl_sync(~0u, words[word / kWarpSize], word % kWarpSize + t);
         if (upper) Q.at[0][k].word[2 * j] = taken;
         if (lower) Q.at[0][k].word[2 * j + 1] = taken;
@@ -125,8 +129,9 @@ __device__ __forceinline__ void load_rotated(RegisterOperand<S, HS, 1>& Q, const
   }
 }
 
-// ---- results of splits --------------------------------------------------------------------------------------------------
-// The state of one split, for the warp that will merge the splits.
+// ---- results of splits
+// -------------------------------------------------------------------------------------------------
+// Stores the state of one split for the warp that will merge the splits.
 template <typename S, int HS>
 __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>& state, int rows,
                               std::int64_t first_slot, int kv_head) {
@@ -143,11 +148,11 @@ __device__ void store_partial(const Arguments<S>& a, const SplitState<S, HS, 1>&
   }
 }
 
-// All splits of a tile, in order; a lane has four neighbouring dimensions of a row.
+// Merges all splits of a tile, in order; a lane computes four consecutive dimensions of a row.
 template <typename S, int HS, typename Rows>
 __device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int splits, std::int64_t first_slot,
                                int kv_head) {
-  constexpr int kTogether = 8;  // splits that are loaded before the first of them is merged
+  constexpr int kTogether = 8;  // splits loaded before the first of them is merged
   for (int i = threadIdx.x % kWarpSize; i < rows.count * (HS / 4); i += kWarpSize) {
     const int row = i / (HS / 4), d = i % (HS / 4) * 4;
     float o[4] = {}, maximum = -INFINITY, sum = 0;
@@ -182,12 +187,13 @@ __device__ void merge_partials(const Arguments<S>& a, const Rows& rows, int spli
   }
 }
 
-// ---- items --------------------------------------------------------------------------------------------------------------
-// The items of a warp, in the order in which it computes them, and the ring that their keys and values come through, kSlotKeys
-// positions a slot: the keys of a key block, its values, the next block's keys, ..., item after item. Slots that lie behind the
-// item's last position are left out. What is copied is up to the whole ring ahead of what is
-// computed, and the lookups (number of the item -> entry -> block table -> pages) are an item ahead of the copies, one step
-// with each copy, so that none waits for the one before it.
+// ---- items
+// -------------------------------------------------------------------------------------------------------------
+// The items of a warp, in the order in which it computes them, and its ring of keys and values, kSlotKeys positions a
+// slot: the keys of a key block, its values, the next block's keys, and so on, item after item; slots after an item's
+// last position are skipped. Copies run up to the whole ring ahead of the computation. Lookups (item number -> entry ->
+// block table -> pages) run one item ahead of the copies, one step with each copy, so that no lookup waits for the
+// previous one.
 template <typename S, typename Tiling, bool kAppends>
 struct ItemStream {
   static constexpr int HS = Tiling::HS, kKeys = kBlockKeys<HS>, kParts = kKeys / kSlotKeys<HS>;
@@ -199,34 +205,35 @@ struct ItemStream {
 
   const Arguments<S>& a;
   const PagedItem* entries;
-  int count;     // numbers of items: entry n / NKV, K/V head n % NKV
-  int assigned;  // so many are assigned beforehand, one to a warp; the others come from the cursor
+  int count;     // of item numbers; item n is entry n / NKV, K/V head n % NKV
+  int assigned;  // items assigned statically, one a warp; the others come from the cursor
   unsigned ring;
   int slots;  // kRing, kPairRing or kLongRing
-  // SlotCopy::threads has groups of copies, SlotCopy::bulk an mbarrier a slot.
+  // SlotCopy::threads waits by commit groups, SlotCopy::bulk by one mbarrier a slot.
   std::uint64_t policy = evict_first_policy();
   unsigned barriers = 0, phase = 0;
   int load_slot = 0, slot = 0;
-  int numbers;        // of the items that are looked up: lane i has those of the i-th, the i + 32-th, ...
-  int own_pages = 0;  // of the same items: the page of the row that is appended
-  int looked_up = 0;  // how many items before the one below
-  // Being looked up: the number, the entry; then the positions of its split and the block table, then this lane's page.
+  int numbers;        // item numbers looked up: lane i holds those of the i-th, (i + 32)-th, ... item of this warp
+  int own_pages = 0;  // for the same items: the page of the appended row
+  int looked_up = 0;  // items looked up before the current one
+  // The lookup in progress: its next step, item number, entry; then the positions of its split, and the block table or,
+  // after the last step, this lane's page.
   int step, number;
   int4 entry;
   int next_first, next_end, table_or_page;
-  // Being copied.
+  // The copy in progress.
   int load_first = 0, load_end = 0, load_pages = 0, load_head = 0;
-  int copy_end = 0;   // kAppends: without the row that is appended
-  int load_part = 0;  // of this key block: of its keys, then of its values
+  int copy_end = 0;   // kAppends: excludes the appended row
+  int load_part = 0;  // which part of the key block: of its keys, then of its values
 
   static __device__ int lane() { return threadIdx.x % kWarpSize; }
-  // In lane 0.
+  // The next item number, in lane 0.
   __device__ int from_cursor() const {
     if (assigned >= count) return count;
     return lane() == 0 ? assigned + atomicAdd(&a.cursors->items, 1) : 0;
   }
 
-  // `first`: this warp's assigned item, or `numbers_of_items`, if there is none.
+  // `first`: this warp's statically assigned item; `numbers_of_items` if it has none.
   __device__ ItemStream(const Arguments<S>& arguments, const PagedItem* list, int numbers_of_items,
                         int assigned_beforehand, int first, unsigned shared_ring, int ring_slots)
       : a(arguments),
@@ -239,7 +246,7 @@ struct ItemStream {
     step = 1;
   }
 #if WEFT_BULK_COPY
-  // Before the first copy: makes the mbarriers, one a slot.
+  // Call before the first copy: initialises the mbarriers, one a slot.
   __device__ void use_barriers(unsigned storage) {
     barriers = storage;
     if (lane() == 0) {
@@ -254,7 +261,7 @@ struct ItemStream {
   }
 #endif
 
-  // The next lookup of the four. Behind the last item there is nothing to look up.
+  // Does the next one of the four lookups. After the last item there is nothing to look up.
   __device__ __forceinline__ void look_up() {
     if (step == 0) {
       number = from_cursor();
@@ -275,7 +282,7 @@ struct ItemStream {
     }
     ++step;
   }
-  // Of the position's row in the table: every cache line, from memory to L2.
+  // Prefetches the position's row of the angle tables, every cache line of it, to L2.
   __device__ __forceinline__ void prefetch_angles(int position) const {
     const int half = a.appended.half, d = lane() % 16 * 32;
     if (half == 0 || d >= half + 31) return;
@@ -287,7 +294,7 @@ struct ItemStream {
     while (step < 4) look_up();
   }
 
-  // The item that was looked up is the next one to be copied.
+  // Begins to copy the item that has been looked up.
   __device__ __forceinline__ void take_item() {
     load_first = next_first;
     load_end = next_end;
@@ -302,7 +309,7 @@ struct ItemStream {
     ++looked_up;
     step = 0;
   }
-  // Starts the next copy of this item, or of none, to the slot that was read last.
+  // Starts the next copy of this item, if there is one, to the slot that was read last.
   __device__ __forceinline__ void copy_next() {
     if (load_first < load_end) {
       const int first = load_first + load_part % kParts * kSlotKeys<HS>, end = kAppends ? copy_end : load_end;
@@ -321,11 +328,12 @@ struct ItemStream {
         load_first += kKeys;
       }
     }
-    // An empty group behind the last item: the number of groups in flight stays the same.
+    // After the last item commits an empty group, so that the number of groups in flight stays the same.
     if constexpr (kCopy == SlotCopy::threads) commit_copies();
     load_slot = load_slot + 1 == slots ? 0 : load_slot + 1;
   }
-  // Of `rows` rows, perhaps none, from position `first` on, to load_slot. What lies behind them there stays.
+  // Starts the bulk copy of `rows` (possibly 0) rows from position `first` on to load_slot. The slot's remaining rows
+  // keep their contents.
   __device__ __forceinline__ void start_copy(bool of_keys, int first, int rows) {
 #if WEFT_BULK_COPY
     static_assert(kSlotKeys<HS> == 2 * kPageUnit);
@@ -334,7 +342,7 @@ struct ItemStream {
     const unsigned to = ring + load_slot * kSlotBytes, full = barrier(load_slot);
     if (lane() != 0) return;
     const S* const from = of_keys ? a.keys : a.values;
-    const int piece = a.page_shift == 4 ? min(rows, kPageUnit) : rows;  // that lies in the first page
+    const int piece = a.page_shift == 4 ? min(rows, kPageUnit) : rows;  // rows in the first page
     hopper::mbarrier_arrive_expect(full, rows * Slot::kRowBytes);
     if (rows > 0)
       hopper::bulk_load(to, from + page_offset<HS>(a, page, load_head, first), piece * Slot::kRowBytes, full,
@@ -358,8 +366,8 @@ struct ItemStream {
     if (ended && number < count) take_item();
     copy_next();
   }
-  // Before the first block is read: all slots but one. The part that needs no cursor comes first, and may come before
-  // wait_for_predecessors() where no predecessor writes what it copies.
+  // Both are called before the first block is read and fill all slots but one. start_assigned() uses no cursor, so it
+  // may precede wait_for_predecessors() if no predecessor writes what it copies.
   __device__ void start_assigned() {
     if (number >= count) return;
     take_item();
@@ -371,7 +379,7 @@ struct ItemStream {
     for (int i = load_slot; i < slots - 1; ++i) load_next();
   }
 
-  // The number of the i-th item, whose copies have begun, or of none.
+  // Number of the warp's i-th item, whose copies have begun; >= count if there is none.
   __device__ int item(int i) const {
     return __shfl_sync(~0u, numbers, i % kWarpSize);
   }
@@ -379,7 +387,7 @@ struct ItemStream {
     return __shfl_sync(~0u, own_pages, i % kWarpSize);
   }
 
-  // The next slot's block, and the copy of another one to the slot that was read before it.
+  // Waits for the next slot and returns its address; starts a copy to the slot that was read before it.
   __device__ __forceinline__ unsigned next_block() {
     if constexpr (kCopy != SlotCopy::threads) {
 #if WEFT_BULK_COPY
@@ -400,7 +408,7 @@ struct ItemStream {
   }
 };
 
-// The i-th item of the stream.
+// Computes the i-th item of the stream.
 template <typename S, typename Tiling, bool kAppends>
 __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int kv_head, int i,
                              ItemStream<S, Tiling, kAppends>& blocks) {
@@ -412,7 +420,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   bool few_rows;
   RegisterOperand<S, HS, 1> Q;
   [[maybe_unused]] AppendedRow<S, HS> own;
-  [[maybe_unused]] bool has_own = false;  // the row is of this split
+  [[maybe_unused]] bool has_own = false;  // the appended row belongs to this split
   {
     const PagedItem item = *entry;
     const Rows rows(a, item, kv_head, kItemRows);
@@ -448,9 +456,9 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
   }
   SplitState<S, HS, 1> state;
   state.clear();
-  // Slot by slot, as the stream copies them, so that next_block() stands in the code once.
+  // Slot by slot, as the stream copies them, so that next_block() is inlined only once.
   Accumulators<1, kKeys / 8> scores;
-  int first_key = begin, part = 0;  // parts of the key block: of its keys, then of its values
+  int first_key = begin, part = 0;  // part of the key block: of its keys, then of its values
 #pragma unroll 1
   while (first_key < end) {
     const int first = first_key + part % kParts * kSlotKeys<HS>, slot_end = first + kSlotKeys<HS>;
@@ -462,10 +470,10 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
           if (has_own) own.template put<Slot>(part < kParts, slot, end - 1 - first);
         }
         if constexpr (Tiling::kCopy != SlotCopy::threads) {
-          // Scores of keys behind the end are masked, whatever they are; a value there may be NaN.
+          // Scores of keys after the end are masked whatever they are, but a NaN among the values there would survive.
           if (part >= kParts) clear_rows<Slot, HS>(slot, end - first);
 #if WEFT_BULK_COPY
-          hopper::fence_async_proxy_shared();  // the next copy comes over it
+          hopper::fence_async_proxy_shared();  // orders these writes before the next bulk copy to the slot
 #endif
         }
         __syncwarp();
@@ -501,7 +509,7 @@ __device__ void compute_item(const Arguments<S>& a, const PagedItem* entry, int 
     }
   }
   state.close();
-  const PagedItem item = *entry;  // again, rather than in registers that the loop needs
+  const PagedItem item = *entry;  // loaded again to save registers in the loop
   const Rows rows(a, item, kv_head, kItemRows);
   if (item.partials < 0) return state.store(a, rows);
 

@@ -1,5 +1,5 @@
-// Keys and values in pages on the GPU, and which pages the rows of a step use: what append_to_pages.h writes and
-// paged_attention.h reads. The layout of a page is that of cpu::PagedKv (llmc/cpu/paged_attention.h).
+// Keys and values in pages on the GPU, and which pages the rows of a step use. append_to_pages.h writes them,
+// paged_attention.h reads them. The layout of a page is that of cpu::PagedKv (llmc/cpu/paged_attention.h).
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,15 @@ struct PagedKv {
   std::int64_t NKV = 0, HS = 0;          // head dimensions of attention_supports()
 };
 
-// The rows of a step, one position of one sequence each; arrays in device memory. Operators read them before they wait for their
-// predecessors in a chain of launches, so they must be complete when the chain begins: written by a copy, or by a kernel, that
-// lies before a kernel which is launched plainly, not chained.
+// The rows of a step, each one position of one sequence; arrays in device memory. Operators read them before they wait
+// for their predecessors in a chain of launches. So they must be complete when the chain begins: whatever writes them
+// must precede a kernel that is launched without programmatic dependency.
 struct PagedRows {
-  const std::int32_t* positions = nullptr;  // [rows]; -1: padding, of which nothing is written
-  const std::int32_t* tables = nullptr;     // [rows]: where the block table of the row's sequence begins in `pages`
-  const std::int32_t* pages = nullptr;      // the block tables of the step's sequences, one after another
-  std::int64_t rows = 0;                    // with padding
+  const std::int32_t* positions = nullptr;  // [rows]; -1: a padding row, for which nothing is written
+  // [rows]: index in `pages` at which the block table of the row's sequence begins
+  const std::int32_t* tables = nullptr;
+  const std::int32_t* pages = nullptr;  // the block tables of the step's sequences, one after another
+  std::int64_t rows = 0;                // including padding
 };
 
 }  // namespace weft::cuda

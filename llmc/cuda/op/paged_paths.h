@@ -1,12 +1,12 @@
-// The kernels behind paged_attention.h; arguments are checked there.
+// The paths of paged_attention(), which checks their arguments.
 #pragma once
 
 #include "llmc/cuda/op/paged_attention.h"
 
 namespace weft::cuda {
 
-// 16-bit types: the items of splits. Of a list that decodes, whose keys and values are appended where io.k is given; otherwise after
-// paged_hopper_tiles(), for the same head dimensions.
+// 16-bit types: the items of splits. With io.k, for a list that decodes; it also appends keys and values. Otherwise
+// after paged_hopper_tiles(), for the same head dimensions.
 template <typename S>
 void paged_items(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
 
@@ -15,7 +15,7 @@ bool paged_hopper_computes(std::int64_t HS);
 template <typename S>
 void paged_hopper_tiles(const PagedAttention<S>& io, const LaunchDevice& device, cudaStream_t stream);
 
-// Any step, in fp32; appends keys and values where io.k is given.
+// fp32: all of a step; appends keys and values where io.k is given.
 void paged_plain(const PagedAttention<float>& io, const LaunchDevice& device, cudaStream_t stream);
 
 }  // namespace weft::cuda

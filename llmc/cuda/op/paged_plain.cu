@@ -1,8 +1,9 @@
-// Attention over pages in fp32: a block for a row and head. Blocks of 32 keys go to the warps in turn, a key to a lane; then the lanes
-// share the dimensions. The warps' states are merged in order of warps.
+// Attention over pages in fp32, one block for each row and head. Blocks of 32 keys go to the warps in turn, one key a
+// lane for the scores; for the weighted sum the lanes divide the dimensions. The warps' states are merged in the order
+// of the warps.
 //
-// kAppends: a block rotates its query and its row's key, and has key and value of the row's own position in shared memory; the block
-// of the first query head of a K/V head writes them to the page.
+// kAppends: a block rotates its query and its row's key, and keeps key and value of the row's own position in shared
+// memory; the block of the first query head of a K/V head writes them to the page.
 
 #include <cmath>
 

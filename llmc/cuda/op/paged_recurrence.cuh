@@ -1,5 +1,5 @@
-// What the kernels of paged_attention.h share: the rows of a K/V head, the recurrence of flash attention (Dao et al., 2022; it stands in
-// attention/portable_forward.cu) over one split of positions on mma.m16n8k16, and how the results of splits become one.
+// What the kernels of paged_attention.h share: the rows of a K/V head, the recurrence of flash attention (Dao et al.,
+// 2022; derived in attention/portable_forward.cu) over one split of positions on mma.m16n8k16, and the merge of splits.
 #pragma once
 
 #include <algorithm>
@@ -14,22 +14,22 @@
 namespace weft::cuda::paged {
 
 constexpr int kSplit = static_cast<int>(kPagedSplit), kItemRows = static_cast<int>(kPagedItemRows);
-constexpr int kPageUnit = 16;                    // positions that lie in one page, whatever its size
-constexpr int kSplitUnits = kSplit / kPageUnit;  // at most a warp's lanes
+constexpr int kPageUnit = 16;                    // positions that are contiguous for every page size
+constexpr int kSplitUnits = kSplit / kPageUnit;  // units of a split, at most a warp's lanes
 static_assert(kSplitUnits <= kWarpSize);
 template <int HS>
 constexpr std::int64_t kSlotFloats = paged_slot_floats(HS);
 
-// Keys of a key block: decides the bits. A row's maximum moves at most once a block.
+// Keys of a key block. A row's maximum moves at most once a block, so this decides the bits.
 template <int HS>
 constexpr int kBlockKeys = HS <= 128 ? 64 : 16;
 
-// In the workspace, before the counters of merged tiles.
+// Counters that assign tiles and items; at the beginning of the workspace.
 struct Cursors {
   int tiles, items, finished_blocks, unused;
 };
 struct Workspace {
-  std::size_t merged, partials, bytes;  // offsets; the cursors come first
+  std::size_t merged, partials, bytes;  // byte offsets; the cursors are at 0
 };
 inline Workspace workspace_of(const PagedAttentionShape& shape) {
   const auto pairs = static_cast<std::size_t>(paged_partial_slots(shape) * shape.NKV);
@@ -57,14 +57,14 @@ struct Arguments {
   const std::int32_t *tables, *pages;
   const PagedWorkHeader* work;
   Cursors* cursors;
-  int* merged;      // [slots, NKV]: how many splits of the tile that begins with this slot are done
+  int* merged;      // [slots, NKV]: finished splits of the item whose slots begin here
   float* partials;  // [slots, NKV, paged_slot_floats(HS)]
   S* out;
   int NH, NKV, group, page_shift;  // group: NH / NKV
-  int item_warps;                  // of a block
-  int early_entries;               // of items, see paged_items.cu
+  int item_warps;                  // warps of a block that compute items
+  int early_entries;               // entries of items to prefetch, see paged_items.cu
   float c;                         // scale log2 e
-  AppendedRows<S> appended;        // of steps that decode
+  AppendedRows<S> appended;        // used with kAppends
 };
 
 template <typename S>
@@ -96,13 +96,13 @@ Arguments<S> arguments_of(const PagedAttention<S>& io, int item_warps) {
   return arguments;
 }
 
-// ---- rows, keys, values -------------------------------------------------------------------------------------------------
-// Rows of a span and a K/V head (paged_work.h). kSingle: the span is one row, and nothing has to be divided by the group.
+// Query rows of a span for a K/V head (paged_work.h). kSingle: the span is one row, so no division by the group is
+// needed.
 template <typename S, bool kSingle = false>
 struct QueryRows {
-  int first_row, first_position;  // of the span
+  int first_row, first_position;  // as in PagedSpan
   int group, first_head;
-  int first, count;  // rows of the span that these are
+  int first, count;  // the range of the span's query rows
 
   __device__ QueryRows(const Arguments<S>& a, const PagedItem& item, int kv_head, int tile_rows) {
     group = a.group;
@@ -112,14 +112,14 @@ struct QueryRows {
     first = item.tile * tile_rows;
     count = min(tile_rows, item.rows * group - first);
   }
-  // `count` of them from the i-th on; may be none.
+  // At most `rows` of them from the i-th on, possibly none.
   __device__ QueryRows part(int i, int rows) const {
     QueryRows part = *this;
     part.first += i;
     part.count = max(0, min(rows, count - i));
     return part;
   }
-  // How many positions row i sees.
+  // Number of positions that row i sees.
   __device__ int visible(int i) const { return first_position + row_of(i) + 1; }
   __device__ int end() const { return count > 0 ? visible(count - 1) : 0; }
   __device__ const S* query(const Arguments<S>& a, int i) const {
@@ -132,12 +132,13 @@ struct QueryRows {
   }
 
  private:
-  // Of the span.
+  // Row of the span, and head.
   __device__ int row_of(int i) const { return kSingle ? 0 : (first + i) / group; }
   __device__ int head_of(int i) const { return first_head + (kSingle ? first + i : (first + i) % group); }
 };
 
-// The pages of a split: lane u holds that of positions split * kSplit + 16 u ...; those from `end` on are not looked up.
+// The pages of a split: lane u holds the page of positions split * kSplit + 16 u and following; 0 from position `end`
+// on.
 template <typename S>
 __device__ int split_pages(const Arguments<S>& a, int table, int split, int end) {
   const int position = split * kSplit + threadIdx.x % kWarpSize * kPageUnit;
@@ -145,14 +146,14 @@ __device__ int split_pages(const Arguments<S>& a, int table, int split, int end)
   return a.pages[table + (position >> a.page_shift)];
 }
 
-// Where the key or value of a position lies in its page.
+// Element offset of a position's key or value in the tensor of all pages.
 template <int HS, typename S>
 __device__ __forceinline__ std::int64_t page_offset(const Arguments<S>& a, int page, int kv_head, int position) {
   const std::int64_t head = static_cast<std::int64_t>(page) * a.NKV + kv_head;
   return ((head << a.page_shift) + (position & ((1 << a.page_shift) - 1))) * HS;
 }
 
-// At the end of a block, all of whose threads come: the last of `blocks` blocks makes the cursors ready for the next launch.
+// Called by all threads at the end of a block: the last of `blocks` blocks resets the cursors for the next launch.
 template <typename S>
 __device__ void reset_cursors(const Arguments<S>& a, int blocks) {
   __syncthreads();
@@ -160,13 +161,12 @@ __device__ void reset_cursors(const Arguments<S>& a, int blocks) {
   if (fetch_add_acquire_release(&a.cursors->finished_blocks, 1) == blocks - 1) *a.cursors = {};
 }
 
-// ---- the recurrence -------------------------------------------------------------------------------------------------------
-// Two splits' states of a row become one, by the order of positions: how much of each remains.
+// Factors by which the sums of the earlier splits and of the added split are scaled when they are merged.
 struct MergeFactors {
   float before, added;
 };
-// (maximum, sum) of the splits before and of the split that comes next become those of all. The first split has a position
-// that every row sees; one that a row sees nothing of has maximum -infinity and sum 0, and changes nothing.
+// Merges (maximum, sum) of a split into those of the earlier splits. Every row sees a position of the first split. A
+// split of which a row sees nothing has maximum -infinity and sum 0 and changes nothing.
 __device__ inline MergeFactors merge(float& maximum, float& sum, float added_maximum, float added_sum, float c) {
   const float largest = fmaxf(maximum, added_maximum);
   const MergeFactors factors = {exp2_approximate(__fmul_rn(__fsub_rn(maximum, largest), c)),
@@ -178,17 +178,18 @@ __device__ inline MergeFactors merge(float& maximum, float& sum, float added_max
 __device__ inline float merged(const MergeFactors& factors, float before, float added) {
   return __fmaf_rn(added, factors.added, __fmul_rn(before, factors.before));
 }
-// The mean; + 0 makes -0 of a row that saw fewer key blocks than its neighbours the 0 that theirs is.
+// The weighted mean. Adding + 0 turns -0 into + 0, so that rows that saw different numbers of key blocks agree.
 __device__ inline float mean(float o, float inverse_sum) {
   return __fmaf_rn(o, inverse_sum, 0.0f);
 }
 
-// M * 16 rows of a warp over the key blocks of one split. A thread has rows g and g + 8 of each m16 tile; the four threads of a
-// quad share a row, agree on its maximum, and each sums its own columns until the end of the split.
+// M * 16 rows of a warp over the key blocks of one split. A thread has rows g and g + 8 of each m16 tile. The four
+// threads of a quad share a row and agree on its maximum; each sums its own columns until the end of the split.
 template <typename S, int HeadDim, int M>
 struct SplitState {
   static constexpr int HS = HeadDim;
-  static constexpr float kSlack = 8;  // log2 of how far a score may exceed the maximum in use
+  // A weight may reach 2^kSlack before the maximum in use moves.
+  static constexpr float kSlack = 8;
   Accumulators<M, HS / 8> O;
   float maximum[M][2], sum[M][2];
 
@@ -198,9 +199,9 @@ struct SplitState {
     for (int m = 0; m < M; ++m) maximum[m][0] = maximum[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
   }
 
-  // scores of Keys keys from `first_key` on become weights; row (m, half) sees the positions below visible[m][half]. If any row's
-  // maximum has moved, what O is a sum of before has to shrink. Halves = 1: the rows of half 1 are padding. Their scores and sums
-  // remain what they are, and nobody reads them.
+  // Turns the scores of the keys from `first_key` on into weights; row (m, half) sees the positions below
+  // visible[m][half]. Returns whether any row's maximum has moved: O must then be multiplied by `shrink`. Halves = 1:
+  // the rows of half 1 are padding, whose scores and sums are left alone and not used.
   template <int Halves = 2, int N>
   __device__ bool weigh(Accumulators<M, N>& scores, float (&shrink)[M][2], const int (&visible)[M][2], bool masked,
                         int first_key, float c) {
@@ -225,7 +226,8 @@ struct SplitState {
           largest = fmaxf(largest, fmaxf(scores.at[m][n][half * 2], scores.at[m][n][half * 2 + 1]));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const float growth = __fmul_rn(__fsub_rn(largest, maximum[m][half]), c);  // NaN where nothing was seen yet
+        // NaN (not grown) while all scores so far are masked
+        const float growth = __fmul_rn(__fsub_rn(largest, maximum[m][half]), c);
         const bool grown = growth > kSlack;
         shrink[m][half] = grown ? exp2_approximate(-growth) : 1.0f;
         if (grown) maximum[m][half] = largest;
@@ -263,7 +265,7 @@ struct SplitState {
     }
   }
 
-  // Once, at the end of a split: the quad's sums.
+  // At the end of a split: adds up the row sums over the quad.
   __device__ void close() {
     close(sum);
   }
@@ -279,7 +281,7 @@ struct SplitState {
     }
   }
 
-  // A closed state of all splits, to the rows of `out`.
+  // Writes a closed state of all splits to the rows of `out`.
   template <typename Rows>
   __device__ void store(const Arguments<S>& a, const Rows& rows) const {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
@@ -299,20 +301,22 @@ struct SplitState {
   }
 };
 
-// The splits before the current one of M * 16 rows of a warp, for whoever walks all splits. Their O lies in shared memory, or in registers.
+// The merged earlier splits of M * 16 rows of a warp that walks all splits. Their O is kept in shared memory or in
+// registers.
 template <typename S, int HS, int M, bool kInRegisters = false>
 struct EarlierSplits {
   float maximum[M][2], sum[M][2];
   bool none = true;
-  float4* shared;  // of this lane; that of another MMA kWarpSize further
+  float4* shared;  // of this lane; the next mma tile is kWarpSize further
   Accumulators<M, kInRegisters ? HS / 8 : 1> registers;
 
-  // Of each warp in `memory`, which is aligned to 16 bytes.
+  // Floats of each warp in `memory`, which is aligned to 16 bytes.
   static constexpr int kFloats = kInRegisters ? 0 : M * 16 * HS;
   __device__ EarlierSplits(unsigned char* memory, int warp)
       : shared(reinterpret_cast<float4*>(memory) + warp * (kFloats / 4) + threadIdx.x % kWarpSize) {}
 
-  // O of the split that follows, with its maximum and closed sum, becomes that of all splits, and so do maximum and sum here.
+  // Merges the earlier splits into `O`, the next split's, with its maximum and closed sum. Afterwards O, and maximum
+  // and sum of this object, are those of all splits so far.
   __device__ void merge(Accumulators<M, HS / 8>& O, const float (&added_maximum)[M][2], const float (&added_sum)[M][2],
                         float c) {
 #pragma unroll
@@ -339,7 +343,7 @@ struct EarlierSplits {
     }
     none = false;
   }
-  // What the next split is merged with.
+  // Keeps the merged O for the next split.
   __device__ void keep(const Accumulators<M, HS / 8>& O) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -367,7 +371,7 @@ struct EarlierSplits {
   }
 };
 
-// What each row of a warp sees.
+// Number of positions that each row of a warp sees.
 template <int M, typename Rows>
 __device__ void visible_positions(int (&visible)[M][2], const Rows& rows) {
   const int g = threadIdx.x % kWarpSize / 4;

@@ -1,6 +1,7 @@
-// Which part of the GPU computes what. Few rows of a sequence, above all a decoded one, are bound by reading keys and values:
-// they are divided into splits, so that one long sequence uses the whole GPU as many short ones do. Many rows of a sequence are
-// bound by arithmetic: a block takes 64 or 128 of them, and each key that it brings serves all of them.
+// How the work of a step is divided. A sequence with few rows, above all one that is decoded, is bound by reading keys
+// and values: it is divided into splits, so that one long sequence uses the whole GPU as many short ones do. A sequence
+// with many rows is bound by arithmetic: a block computes 64 or 128 of them, and each key that it loads serves all of
+// them.
 #include "llmc/cuda/op/paged_work.h"
 
 #include <algorithm>
@@ -15,9 +16,9 @@ namespace weft::cuda {
 
 namespace {
 
-// The workspace is not larger than this, however long a sequence may be: spans that find no slot are computed as tiles.
+// Limit of the workspace, whatever the length of a sequence. Spans that find no free slot are computed as tiles.
 constexpr std::int64_t kMaxPartialBytes = std::int64_t{256} << 20;
-constexpr std::int64_t kLengthUnit = 16;  // positions, in which items of splits are ordered by length
+constexpr std::int64_t kLengthUnit = 16;  // granularity, in positions, of sorting items by length
 constexpr std::int64_t kMaxRows = 65535, kMaxTiles = 65535, kMaxPositions = 65535 * kPagedSplit;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
@@ -44,7 +45,7 @@ void check_shape(const PagedAttentionShape& shape) {
        static_cast<long long>(kMaxPositions));
 }
 
-// Of a list, in entries.
+// The most entries of a list.
 struct Bounds {
   std::int64_t tiles, items;
 };
@@ -69,11 +70,11 @@ class Plan {
     auto* entry = reinterpret_cast<PagedItem*>(header + 1);
     *header = {static_cast<std::int32_t>(tiles_.size()), static_cast<std::int32_t>(items_.size()),
                decodes_ && tiles_.empty() ? 1 : 0};
-    // The longest first: those that are left at the end, when blocks run out of work, are short.
+    // The longest first, so that the last ones, which leave blocks idle, are short.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [&](const PagedItem& a, const PagedItem& b) { return tile_end(a) > tile_end(b); });
     entry = std::copy(tiles_.begin(), tiles_.end(), entry);
-    std::array<std::size_t, kPagedSplit / kLengthUnit> begin{};  // by length, which is at least 1
+    std::array<std::size_t, kPagedSplit / kLengthUnit> begin{};  // counting sort by length, which is at least 1
     for (const PagedItem& item : items_) ++begin[length(item) - 1];
     for (std::size_t l = begin.size(), sum = 0; l-- > 0;) sum += std::exchange(begin[l], sum);
     for (const PagedItem& item : items_) entry[begin[length(item) - 1]++] = item;
@@ -89,13 +90,13 @@ class Plan {
     return item;
   }
 
-  // The positions that the last row of tile `tile` of `tile_rows` rows sees.
+  // Positions that the last row of tile item.tile sees.
   std::int64_t end(const PagedItem& item, std::int64_t tile_rows) const {
     const std::int64_t rows = std::min<std::int64_t>(item.rows * G_, (item.tile + 1) * tile_rows);
     return item.first_position + (rows - 1) / G_ + 1;
   }
   std::int64_t tile_end(const PagedItem& item) const { return end(item, paged_tile_rows(shape_.HS)); }
-  // Of the part of its split that an item sees, in units.
+  // Length of the part of its split that an item sees, in kLengthUnit.
   std::size_t length(const PagedItem& item) const {
     const std::int64_t seen = end(item, kPagedItemRows) - item.split * kPagedSplit;
     return static_cast<std::size_t>(ceil_div(std::min(seen, kPagedSplit), kLengthUnit));
@@ -175,7 +176,7 @@ std::size_t paged_work_bytes(const PagedAttentionShape& shape) {
 std::size_t write_paged_work(void* work, const PagedAttentionShape& shape, std::span<const PagedSpan> spans) {
   check_spans(shape, spans);
   Plan plan(shape);
-  // Spans of one row first: they lose more by not being divided into splits.
+  // Slots go to spans of one row first: they lose most if they are not divided into splits.
   for (const PagedSpan& span : spans) {
     if (span.rows == 1) plan.add(span);
   }

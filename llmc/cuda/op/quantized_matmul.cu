@@ -1,4 +1,4 @@
-// Checks of the arguments, the choice of a path, and packing.
+// Checks the arguments, chooses a path, and packs matrices.
 
 #include "llmc/cuda/op/quantized_matmul.h"
 
@@ -13,21 +13,21 @@ namespace {
 
 constexpr int kPackThreads = 256;
 
-// One word of a thread's fragment: row `row` of the tensor, 16 of K, lane's t.
+// Each iteration writes one word of a fragment: from row `row` of the tensor, 16 of K (int4: 32), lane position t.
 template <DType Q>
 __global__ void __launch_bounds__(kPackThreads)
     pack_kernel(std::byte* blocks, PackedPlace place, std::int64_t K, const std::byte* from, std::int64_t count) {
   using namespace quantized;
-  constexpr int kSteps = Q == DType::u4 ? 2 : 1;              // that a word has
-  constexpr int kWordsOfRow = kBlockDepth / 16 / kSteps * 4;  // of a block
+  constexpr int kSteps = Q == DType::u4 ? 2 : 1;              // steps of 16 of K in a word
+  constexpr int kWordsOfRow = kBlockDepth / 16 / kSteps * 4;  // words that one row has in a block
   const std::int64_t depths = ceil_div(K, kBlockDepth), words = count * depths * kWordsOfRow;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kPackThreads + threadIdx.x; i < words;
        i += std::int64_t{gridDim.x} * kPackThreads) {
     const std::int64_t row = i / (depths * kWordsOfRow), depth = i / kWordsOfRow % depths;
-    const int t = static_cast<int>(i % 4), step = static_cast<int>(i / 4) % (kWordsOfRow / 4) * kSteps;  // of 8
+    const int t = static_cast<int>(i % 4), step = static_cast<int>(i / 4) % (kWordsOfRow / 4) * kSteps;  // step: 0 to 7
     unsigned word = 0;
 #pragma unroll
-    for (int e = 0; e < 4 * kSteps; ++e) {  // step, upper 8 of K, upper of a pair
+    for (int e = 0; e < 4 * kSteps; ++e) {  // bits of e, from high to low: step (int4), upper 8 of K, second of a pair
       const std::int64_t k = depth * kBlockDepth + (step + e / 4) * 16 + e / 2 % 2 * 8 + 2 * t + e % 2;
       unsigned q = 0;
       if (k < K) {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kPackThreads)
     const std::int64_t to = packed_row(place, row);
     const int in_block = static_cast<int>(to % kBlockRows), in_warp = in_block % 16;
     const int thread = in_block / 16 * kWarpSize + in_warp % 8 * 4 + t;
-    const int index = 2 * (step % 4 / kSteps) + in_warp / 8;  // of the thread's words of half a block
+    const int index = 2 * (step % 4 / kSteps) + in_warp / 8;  // among the thread's words of half a block
     std::byte* const half = blocks + block_of(to, depth * kBlockDepth, K) * block_bytes(Q) + step / 4 * kHalfBytes<Q>;
     reinterpret_cast<unsigned*>(half + index / 4 * kPieceBytes)[thread * 4 + index % 4] = word;
   }
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kPackThreads)
   if (row < count) scales[quantized::packed_row(place, row)] = from[row];
 }
 
-// Half `half` of the words of groups.
+// Writes one half of the words of groups: half 0 is the scale, half 1 the zero point.
 template <typename From>
 __global__ void __launch_bounds__(kPackThreads) pack_groups_kernel(std::byte* blocks, PackedPlace place, std::int64_t K,
                                                                    const From* from, std::int64_t count, int half) {

@@ -1,12 +1,13 @@
 // What the kernels of quantized_matmul.h share: where a weight lies in a block, and how it becomes a 16-bit value.
 //
-// A block has 64 rows by 128 of K. A warp w has rows 16 w to 16 w + 15 of it, and its lane 4 g + t those weights that it needs for
-// the A operands of mma.m16n8k16 and wgmma (PTX ISA): of rows g and g + 8, k = 16 s + 2 t, + 1, + 8 and + 9, for each of 8 steps
-// s. Half a block, 4 steps, is 8 words a thread in 8 bits and 4 words in 4 bits:
-//   8 bits: word 2 s + r is step s, row g + 8 r; its bytes 0 and 2 are k and k + 1, bytes 1 and 3 k + 8 and k + 9
-//   4 bits: word 2 (s / 2) + r; its nibbles 2 (s % 2) and + 4 are k and k + 1, the next higher ones k + 8 and k + 9
-// Words are stored four at a time, 16 bytes of each of 128 threads: [half][word / 4][thread][4]. int8 is stored with its sign bit
-// flipped, as q + 128.
+// A block has 64 rows by 128 of K. Warp w has its rows 16 w to 16 w + 15, and lane 4 g + t the weights that it needs as
+// operand A of mma.m16n8k16 and wgmma (PTX ISA, "Matrix Fragments"): rows g and g + 8, k = 16 s + 2 t, + 1, + 8 and +
+// 9, for each of 8 steps s. Half a block (4 steps) is 8 words a thread in 8 bits, 4 words in 4 bits:
+//   8 bits: word 2 s + r has step s, row g + 8 r; bytes 0 and 2 are k and k + 1, bytes 1 and 3 are k + 8 and k + 9
+//   4 bits: word 2 (s / 2) + r; for step s, nibble 2 (s % 2) is k and nibble 2 (s % 2) + 4 is k + 1; the next higher
+//           nibbles are k + 8 and k + 9
+// Words are stored four at a time, 16 bytes for each of 128 threads: [half][word / 4][thread][4]. int8 is stored with
+// its sign bit flipped, as q + 128.
 #pragma once
 
 #include <cstdint>
@@ -24,26 +25,26 @@ constexpr int kPieceBytes = kThreads * 16;  // four words of each thread
 static_assert(kBlockDepth == kQuantGroup);
 
 template <DType Q>
-constexpr int kWords = Q == DType::u4 ? 4 : 8;  // of a thread, of half a block
+constexpr int kWords = Q == DType::u4 ? 4 : 8;  // words of one thread in half a block
 template <DType Q>
 constexpr int kHalfBytes = kWords<Q> / 4 * kPieceBytes;
-// Of a whole block, with the words of its groups, that follow the weights.
+// Bytes of a whole block; int4 blocks end with the words of scales and zero points.
 __host__ __device__ constexpr int block_bytes(DType dtype) {
   return dtype == DType::u4 ? 2 * kPieceBytes + kBlockRows * 4 : 4 * kPieceBytes;
 }
 
-// Which row of the packed matrix.
+// The row of the packed matrix that row `row` of a tensor becomes.
 __host__ __device__ inline std::int64_t packed_row(const PackedPlace& place, std::int64_t row) {
   const std::int64_t at = place.first + row;
   if (place.part == PackedPlace::Part::rows) return at;
   return at / 8 * 16 + at % 8 + (place.part == PackedPlace::Part::up ? 8 : 0);
 }
-// Blocks of 64 rows lie one behind the other along K.
+// Index of the block with (row, k): all blocks of 64 rows are consecutive along K.
 __host__ __device__ inline std::int64_t block_of(std::int64_t row, std::int64_t k, std::int64_t K) {
   return row / kBlockRows * ceil_div(K, kBlockDepth) + k / kBlockDepth;
 }
 
-// The value at (row of the packed matrix, k), as a file has it.
+// The code at (row of the packed matrix, k), as the tensor file has it.
 template <DType Q>
 __device__ inline unsigned packed_value(const std::byte* blocks, std::int64_t K, std::int64_t row, std::int64_t k) {
   const int in_warp = static_cast<int>(row % 16), in_depth = static_cast<int>(k % kBlockDepth);
@@ -60,7 +61,7 @@ __device__ inline unsigned packed_value(const std::byte* blocks, std::int64_t K,
     return Q == DType::i8 ? byte ^ 0x80 : byte;
   }
 }
-// The word of a row's group (int4): the scale's bits, and above them zero.
+// The word of a row's group (int4): the scale's fp16 bits in the low half, the zero point in the high half.
 __device__ inline unsigned packed_group(const std::byte* blocks, std::int64_t K, std::int64_t row, std::int64_t group) {
   const std::byte* const words =
       blocks + block_of(row, group * kBlockDepth, K) * block_bytes(DType::u4) + 2 * kPieceBytes;
@@ -69,7 +70,7 @@ __device__ inline unsigned packed_group(const std::byte* blocks, std::int64_t K,
 
 // ---- conversion ---------------------------------------------------------------------------------------------------------
 
-template <unsigned kLut>  // of the bits of a, b and c
+template <unsigned kLut>  // truth table over the bits of a, b and c (PTX ISA, "lop3")
 __device__ inline unsigned lop3(unsigned a, unsigned b, unsigned c) {
   unsigned result;
   asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(result) : "r"(a), "r"(b), "r"(c), "n"(kLut));
@@ -77,7 +78,7 @@ __device__ inline unsigned lop3(unsigned a, unsigned b, unsigned c) {
 }
 constexpr unsigned kAndOr = (0xf0 & 0xcc) | 0xaa, kAndXor = (0xf0 & 0xcc) ^ 0xaa;
 
-// Two neighbours of a type in one register.
+// Two consecutive elements in one register.
 template <typename T>
 struct PairOf;
 template <>
@@ -99,7 +100,7 @@ __device__ inline unsigned as_bits(P pair) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// Scale and zero of a row's group, as int4 needs them.
+// Scale and zero point of a row's group, in the form that convert_nibbles() needs.
 template <typename T>
 struct GroupScale;
 template <>
@@ -112,7 +113,8 @@ struct GroupScale<fp16> {
     high = __hsub2(as_pair<fp16>(0x63806380), low);  // 960 - (zero + 1024)
   }
 };
-// An fp16 scale has 11 bits: 8 in `scale` and at most 3 in `rest`, whose product with q - zero is exact.
+// An fp16 scale has 11 significant bits: 8 go to `scale`, at most 3 to `rest`, whose product with q - zero is exact in
+// bf16.
 template <>
 struct GroupScale<bf16> {
   __nv_bfloat162 scale, rest, zero;  // zero + 128
@@ -125,7 +127,8 @@ struct GroupScale<bf16> {
   }
 };
 
-// Four nibbles i and i + 4 of a word as pairs of scale * (q - zero), rounded once.
+// out[i] = the pair of nibbles i and i + 4, each as scale * (q - zero), rounded once. The magic number 0x6400 (fp16
+// 1024) or 0x4300 (bf16 128) turns an integer in the low mantissa bits into a float, exactly.
 __device__ inline void convert_nibbles(unsigned (&out)[4], unsigned word, const GroupScale<fp16>& group) {
   const __half2 sixteenth = as_pair<fp16>(0x2c002c00);
 #pragma unroll
@@ -146,7 +149,7 @@ __device__ inline void convert_nibbles(unsigned (&out)[4], unsigned word, const 
   }
 }
 
-// Bytes 0 and 2 of a word, then bytes 1 and 3, as pairs: exact.
+// even = bytes 0 and 2 of a word, odd = bytes 1 and 3, as pairs. Exact.
 template <typename T, DType Q>
 __device__ inline void convert_bytes(unsigned& even, unsigned& odd, unsigned word) {
   if constexpr (Q == DType::i8 && std::is_same_v<T, fp16>) {
@@ -154,7 +157,7 @@ __device__ inline void convert_bytes(unsigned& even, unsigned& odd, unsigned wor
     even = as_bits(__hsub2(as_pair<fp16>(__byte_perm(word, 0x64646464, 0x4240)), offset));
     odd = as_bits(__hsub2(as_pair<fp16>(__byte_perm(word, 0x64646464, 0x4341)), offset));
   } else if constexpr (Q == DType::i8) {
-    // q + 128 = 128 h + l: (128 + l) - (h ? 128 : 256), both exact in bf16.
+    // The stored byte is q + 128 = 128 h + l with h its top bit. q = (128 + l) - (h ? 128 : 256), both exact in bf16.
     const auto convert = [](unsigned bytes) {
       return as_bits(__hsub2(as_pair<bf16>(lop3<kAndOr>(bytes, 0x007f007f, 0x43004300)),
                              as_pair<bf16>(lop3<kAndXor>(bytes, 0x00800080, 0x43804380))));
@@ -162,11 +165,12 @@ __device__ inline void convert_bytes(unsigned& even, unsigned& odd, unsigned wor
     even = convert(word);
     odd = convert(word >> 8);
   } else {
-    // Sign, 4 bits of exponent, 3 of mantissa at the top of the 16-bit value, whose exponent has a larger bias: a power of two.
+    // Puts sign, 4 exponent and 3 mantissa bits at the top of the 16-bit format. The exponent biases differ, so a
+    // multiplication by a power of two follows, which is exact, also for subnormals.
     constexpr bool kHalf = std::is_same_v<T, fp16>;
     constexpr unsigned kShift = kHalf ? 1 : 4, kFields = kHalf ? 0x3f803f80 : 0x07f007f0;
     const Pair<T> power = as_pair<T>(kHalf ? 0x5c005c00 : 0x7b807b80);  // 2^8, 2^120
-    const auto convert = [&](unsigned bytes) {                          // at the top of each half
+    const auto convert = [&](unsigned bytes) {                          // the byte in the upper half of each 16 bits
       return as_bits(__hmul2(as_pair<T>(lop3<kAndOr>(bytes, 0x80008000, bytes >> kShift & kFields)), power));
     };
     even = convert(word << 8);
@@ -174,7 +178,8 @@ __device__ inline void convert_bytes(unsigned& even, unsigned& odd, unsigned wor
   }
 }
 
-// The A operands of 4 steps, a[4 s] to a[4 s + 3] for step s, of half a block's words. `groups`: int4, of rows g and g + 8.
+// Converts half a block's words to the A operands of 4 steps: a[4 s] to a[4 s + 3] for step s. `groups`: int4, of rows
+// g and g + 8.
 template <typename T, DType Q>
 __device__ inline void convert_half(unsigned (&a)[16], const unsigned (&words)[kWords<Q>],
                                     [[maybe_unused]] const GroupScale<T> (&groups)[2]) {
@@ -197,7 +202,7 @@ __device__ inline void convert_half(unsigned (&a)[16], const unsigned (&words)[k
 template <typename T>
 void hopper(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
             const LaunchDevice& device, cudaStream_t stream);
-// One input.
+// One input only.
 template <typename T>
 void portable(const RowsMatmul<T>& io, const PackedMatrix& weight, const LaunchDevice& device, cudaStream_t stream);
 

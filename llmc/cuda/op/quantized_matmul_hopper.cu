@@ -1,7 +1,7 @@
-// quantized_matmul() with wgmma, for Hopper: rows_matmul's split_kernel (rows_matmul_split.cu) with the weight as a register
-// operand. The producer copies blocks of packed weights as they are; each warp converts its share and multiplies it by x from
-// shared memory, converting one half of a block while wgmma computes with the other. Any number of rows: each block
-// of the grid's y has kRows of them.
+// quantized_matmul() with wgmma, for Hopper: rows_matmul's split_kernel (rows_matmul_split.cu) with the weight as a
+// register operand. The producer copies packed blocks unchanged; each warp converts its share and multiplies it by x
+// from shared memory, converting one half of a block while wgmma computes with the other. Any number of rows:
+// blockIdx.y selects N rows of x.
 #include "llmc/cuda/op/quantized_matmul.cuh"
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
@@ -16,18 +16,18 @@ using rows::kSumsStride;
 using rows::kWarps;
 static_assert(rows::kWeightRows == kBlockRows && rows::kDepth == kHalfDepth && kWarpgroupSize == kThreads);
 
-// A sum's order is counted in steps of 64 of K, as rows_matmul's; a stage has two of them, one at the end of an input whose number
-// of steps is odd.
+// The order of a sum is defined in steps of 64 of K, as in rows_matmul. A stage holds two steps, or one at the end of
+// an input whose number of steps is odd.
 template <typename T>
 struct Arguments {
   CUtensorMap x[2];
   const std::byte* blocks[2];
   const float* scales[2];
   rows::Output<T> output;
-  int tiles;               // of 64 rows of the weight
-  int first_steps, steps;  // of the first input, of both
+  int tiles;               // tiles of 64 rows of the weight
+  int first_steps, steps;  // steps of the first input, of both inputs
   int splits;
-  int first_splits;  // 0: splits divide all steps; otherwise so many divide those of the first input, the others the rest
+  int first_splits;  // 0: splits divide the steps of both inputs; else the splits of the first input alone
   bool x_is_older;
 };
 
@@ -40,12 +40,12 @@ struct Shape {
   static constexpr int kStages = (rows::block_shared_bytes(kBlocks) - kAlignment) / (kLoadBytes + kBarrierBytes);
   static constexpr int kBytes = kAlignment + kStages * (kLoadBytes + kBarrierBytes);
   static_assert(kStages >= 2 && XTile::kBytes % kAlignment == 0 && block_bytes(Q) % 16 == 0);
-  static_assert(kConsumers * N * kSumsStride * 4 <= kStages * kLoadBytes);  // sums, when the stages have been used
+  static_assert(kConsumers * N * kSumsStride * 4 <= kStages * kLoadBytes);  // the sums reuse the memory of the stages
 };
 
 #if WEFT_WGMMA
 
-// The blocks of the weight that a split needs of one input: steps begin..end of it.
+// The steps begin..end of one input that a split computes, and the weight blocks that they touch.
 struct Segment {
   int begin = 0, end = 0;
 
@@ -54,7 +54,7 @@ struct Segment {
 };
 template <typename T>
 struct Split {
-  Segment first, second;  // of the inputs
+  Segment first, second;  // inputs 0 and 1
 
   __device__ Split(const Arguments<T>& p, int split) {
     const bool behind = p.first_splits > 0 && split >= p.first_splits;
@@ -70,7 +70,8 @@ struct Split {
   __device__ int stages() const { return first.blocks() + second.blocks(); }
 };
 
-// The words of half `half` of the block at `block`, and what its groups have.
+// Loads this thread's words of half `half` of the block at shared address `block`; load_groups() loads the scales and
+// zero points of its rows.
 template <DType Q>
 __device__ inline void load_half(unsigned (&words)[kWords<Q>], unsigned block, int half) {
   const unsigned from = block + half * kHalfBytes<Q> + threadIdx.x % kThreads * 16;
@@ -100,7 +101,7 @@ __device__ inline int blocks_of_steps(int steps) {
   return (steps + 1) / 2;
 }
 
-// d += a b over 64 of K. Asynchronous: `a` stays until a wait.
+// d += a b over 64 of K. Asynchronous: `a` must not change until wgmma_wait().
 template <typename B, int R>
 __device__ inline void multiply_half(float (&d)[R], unsigned (&a)[16], const B& b) {
   pin(a);
@@ -123,12 +124,13 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + Shape::kStages * Shape::kLoadBytes, Shape::kStages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
-  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // known to be the same in a warp
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // tells the compiler that it is uniform in a warp
   const int rank = static_cast<int>(blockIdx.x) % p.splits;  // in the cluster
   const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
   const Split<T> split(p, rank);
-  // One thread copies weights, one of another warp x: what a copy takes to issue is most of a stage's time otherwise.
+  // One thread copies weights, a thread of another warp x: issued by one thread, the copies would take most of a
+  // stage's time.
   constexpr int kConsumerWarps = kConsumers * kWarps;
   const bool consumer = warp < kConsumerWarps, elected = !consumer && lane == 0;
   const int stages = split.stages(), first_stages = split.first.blocks();
@@ -184,9 +186,9 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
   }
   const int count = Columns<T>::count(p.output, kBlockRows), all = count * kConsumers;
   const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kBlockRows,
-                           thread % count);  // reads the bias, early
+                           thread % count);  // loads the bias early
   if (consumer) {
-    const int group = warp / kWarps, row = warp % kWarps * 16 + lane / 4;  // of the block, and row + 8
+    const int group = warp / kWarps, row = warp % kWarps * 16 + lane / 4;  // and row + 8, in the block
     float scales[2];
     if constexpr (Q != DType::u4) {
       const std::int64_t at = static_cast<std::int64_t>(min(tile + group, p.tiles - 1)) * kBlockRows + row;
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[i] = 0;
     RingPosition at;
-    int previous = -1;  // stage that wgmma may still read
+    int previous = -1;  // stage that wgmma may still be reading
     const auto release = [&](int stage) {
       if (stage >= 0 && lane == 0) mbarrier_arrive(ring.empty(stage));
     };
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
     const unsigned first_block = weights_at(0) + group * block_bytes(Q);
     unsigned a[2][16];
     GroupScale<T> groups[2];
-    // The half of a stage that belongs to the split.
+    // Multiplies the one half of a stage that belongs to the split.
     const auto multiply_half_stage = [&](int half) {
       const unsigned block = first_block + at.stage * Shape::kWeightBytes;
       unsigned words[kWords<Q>];
@@ -227,7 +229,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
       int step = split.input(input).begin;
       const int end = split.input(input).end;
       if (step < end && step % 2 == 1) multiply_half_stage(1), ++step;
-      // Words of whole stages are loaded one stage ahead, while wgmma runs.
+      // The words of whole stages are loaded one stage ahead, while wgmma runs.
       unsigned words[2][kWords<Q>];
       const auto load = [&] {
         const unsigned block = first_block + at.stage * Shape::kWeightBytes;
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
       for (; step + 1 < end; step += 2) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          wgmma_wait<1>();  // at most the other half is read by wgmma
+          wgmma_wait<1>();  // at most the wgmma of the other half is in flight
           if (i == 1) release(previous);
           convert_half<T, Q>(a[i], words[i], groups);
           multiply_half(d, a[i], x.moved(at.stage * XTile::kBytes + i * XTile::kColumnTileBytes));
@@ -256,8 +258,8 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) d[i] *= scales[i / 2 % 2];
     }
-    wait_for_predecessors();                  // they may still read what is written below
-    named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
+    wait_for_predecessors();                  // earlier kernels may still read what is written below
+    named_barrier_wait(1, kConsumerThreads);  // no wgmma of the block reads the stages any more
     rows::store_sums<N / 2>(sums + group * N * kSumsStride + warp % kWarps * 16, kSumsStride, d, lane);
   }
   rows::finish_splits<N, kConsumerThreads>(columns, base, consumer, thread, count, p.splits, rank, first_row,
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(Shape<T, Q, N, kConsumers, kBlocks>::kBlockThr
 #endif
 }
 
-// With a scale a row no split has both inputs: the splits of each are in proportion to its steps, one at least.
+// With one scale a row, no split may span both inputs: each input gets splits in proportion to its steps, at least one.
 template <typename T>
 void divide(Arguments<T>& arguments, const RowsMatmul<T>& io, bool row_scales) {
   arguments.first_steps = static_cast<int>(ceil_div(io.K, kHalfDepth));
@@ -306,7 +308,8 @@ template <typename T, DType Q>
 void launch_rows(const RowsMatmul<T>& io, const PackedMatrix& weight, const PackedMatrix& weight2,
                  const LaunchDevice& device, cudaStream_t stream) {
   if (io.rows <= 16) {
-    // A third block in a multiprocessor only where there are enough of them: it would lie beside two, and others be empty.
+    // Three blocks a multiprocessor only where there are enough blocks: otherwise some multiprocessors would get three
+    // and others none.
     const std::int64_t blocks = ceil_div(rows::weight_rows(io), kBlockRows) * rows::splits_of(io);
     if (blocks >= 4 * std::int64_t{device.multiprocessors})
       return launch<T, Q, 16, 1, 3>(io, weight, weight2, device, stream);

@@ -1,5 +1,6 @@
-// quantized_matmul() for sm_80 and later, as rows_matmul_portable.cu: a block has 64 rows of the weight and some of x, and walks K
-// once, in order. A thread reads the words of its fragments from global memory, one step ahead; x goes through shared memory.
+// quantized_matmul() for sm_80 and later, as rows_matmul_portable.cu: a block computes 64 rows of the weight by some
+// rows of x and walks K once, in order. Each thread loads its fragments' words from global memory, one step ahead; x
+// goes through shared memory.
 
 #include <algorithm>
 
@@ -27,7 +28,7 @@ constexpr int kStageBytes = Tile<T, kHalfDepth>::bytes(kRows);
 template <typename T, int kRows>
 constexpr int kSharedBytes = std::max(kStages* kStageBytes<T, kRows>, kRows* kSumsStride * 4);
 
-// A thread's words of step `step` of 64 of K, and of the groups of its two rows.
+// One thread's words for step `step` of 64 of K, and the group words of its two rows.
 template <typename T, DType Q>
 struct Words {
   unsigned words[kWords<Q>];
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) quantized_portable_kernel(const Argu
     const Words<T, Q> words = next;
     if (step + 1 < steps) next.load(blocks, step + 1, row);
     wait_for_older_copies<kStages - 2>();
-    __syncthreads();  // the stage is complete, and nobody reads the one before any more
+    __syncthreads();  // the stage is complete, and no thread reads the previous one any more
     load_x(step + kStages - 1);
     unsigned a[16];
     const GroupScale<T> groups[2] = {GroupScale<T>(words.groups[0]), GroupScale<T>(words.groups[1])};

@@ -1,8 +1,8 @@
-// The sum of the ranks. Bytes moved: 4 for each element of each piece, and 4 for the sum.
+// The sum over the ranks. Bytes moved: 4 for each element of each piece, and 4 for the sum.
 //
-// The pointers are kernel parameters: a few of them, or as many as fit. A thread takes kInFlight quads of elements, a block's
-// width apart, and reads all of them from one piece before the next: that keeps enough bytes in flight however few pieces
-// there are.
+// The pointers are kernel parameters, in one of two sizes. A thread has kInFlight groups of 4 elements, a block's width
+// apart, and loads all of them from one piece before the next piece: that keeps enough bytes in flight however few
+// pieces there are.
 #include "llmc/cuda/op/rank_sum.h"
 
 #include <algorithm>

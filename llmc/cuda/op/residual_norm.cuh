@@ -1,15 +1,15 @@
-// What forward and backward of the fused norm share: how a row is spread over the registers of its threads, sums over a row,
-// the asynchronous copy of the next row, and the addition of the branch to the residual stream.
+// What forward and backward of the fused norm share: how a row is spread over the registers of its threads, sums over a
+// row, the asynchronous copy of the next row, and the addition of the branch to the residual stream.
 //
-//  - A row lies in the registers of one warp, of several, or of a whole block, so it is read from memory once and its
-//    statistics are taken in two passes over registers. A thread owns groups of columns that take 16 bytes of the stream:
-//    neighbouring threads access neighbouring 16 bytes, so a warp's accesses fill every sector of memory.
-//  - Blocks are persistent and loop over the rows. While a thread works on one row, its part of the next is copied to shared
-//    memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
-//  - Plain kernels have x, residual, weights and biases. Everything else (dropout, scales, in backward a second output and h
-//    recomputed) is in the full kernels, which do not copy ahead.
-//  - Checking columns against C costs as many instructions as the arithmetic. Spreads of exactly C columns (kExact) have no
-//    such checks; they exist for bf16, the storage type of training.
+//  - A row lies in the registers of one warp, several warps or a whole block, so it is read from memory once, and its
+//    statistics are computed in two passes over registers. A thread owns groups of columns that take 16 bytes of the
+//    stream: adjacent threads access adjacent 16 bytes, so a warp's accesses fill every sector of memory.
+//  - Blocks are persistent and loop over the rows. While a thread works on one row, its part of the next one is copied
+//    to shared memory (cp.async); it reads back only what it copied itself, so this needs no barrier.
+//  - Plain kernels handle x, residual, weights and biases. Everything else (dropout, scales, in backward a second
+//    output and recomputing h) is in the full kernels, which do not prefetch.
+//  - Checking columns against C costs as many instructions as the arithmetic. Spreads of exactly C columns (kExact)
+//    need no such checks; they exist for bf16, the storage type of training.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -28,7 +28,7 @@ namespace weft::cuda::norm_detail {
 template <typename R, int kRowThreads_, int kThreadColumns_, bool kExact_ = false,
           int kRows_ = kRowThreads_ == kWarpSize ? 8 : 1>
 struct Spread {
-  static constexpr int kGroup = 16 / static_cast<int>(sizeof(R));  // neighbouring columns of one thread
+  static constexpr int kGroup = 16 / static_cast<int>(sizeof(R));  // consecutive columns of one thread
   static constexpr int kRowThreads = kRowThreads_;
   static constexpr int kThreadColumns = kThreadColumns_;
   static constexpr int kGroups = kThreadColumns / kGroup;
@@ -46,9 +46,8 @@ struct Spread {
 template <typename T, typename S>
 using Group = Elements<T, S::kGroup>;
 
-// ---- sums over a row --------------------------------------------------------------------------------------------------
-// Adds kValues numbers over the threads of a row, in an order that does not depend on timing. One barrier a sum: two
-// scratch areas are used alternately, and a thread that writes one has passed the barrier after which the other was read.
+// Adds kValues numbers over the threads of a row, in an order that does not depend on timing. One barrier a sum
+// suffices: two scratch areas alternate, and a thread that writes one has passed the barrier after the reads of it.
 template <typename S>
 struct RowSum {
   static constexpr int kWarps = S::kRowThreads / kWarpSize;
@@ -56,7 +55,7 @@ struct RowSum {
   float (*scratch)[kBlockWarps][2];
   int area = 0;
 
-  static __device__ void barrier() {  // of the row's threads
+  static __device__ void barrier() {  // synchronises the row's threads
     if constexpr (S::kRows == 1) {
       __syncthreads();
     } else {
@@ -98,7 +97,7 @@ struct StagedRow {
       if (!S::outside(g, C)) __pipeline_memcpy_async(address(stage, g), row + S::column(g), Group<T, S>::kBytes);
     }
   }
-  // The group from the stage, or from memory where nothing is staged; zeros where the operand is absent.
+  // Reads a group from the stage, or from memory if `stage` is null; zeros where the operand is absent.
   static __device__ void read(Group<T, S>& into, char* stage, const T* row, int g, std::int64_t C) {
     if (row == nullptr || S::outside(g, C)) {
       into.clear();
@@ -108,7 +107,7 @@ struct StagedRow {
       into.load(address(stage, g));
     }
   }
-  // All groups of a row. An exact spread is always staged: the only question is whether the operand exists.
+  // Reads all groups of a row. An exact spread is always staged, so only the operand's presence matters.
   static __device__ void read_row(Group<T, S> (&into)[S::kGroups], char* stage, const T* row, std::int64_t C,
                                   bool present = true) {
     if constexpr (S::kExact) {
@@ -137,9 +136,8 @@ __device__ T* at_row(T* matrix, std::int64_t row, std::int64_t C) {
   return matrix != nullptr ? matrix + row * C : nullptr;
 }
 
-// ---- the branch -------------------------------------------------------------------------------------------------------
-// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the elements from `element` on: a
-// Philox counter for each four.
+// factors = rowscale * (1 / (1 - p) where dropout keeps the element, else 0), for the elements from `element` on; one
+// Philox counter for every four of them.
 template <int kGroup>
 __device__ void branch_factors(float (&factors)[kGroup], const ResidualNormShape& shape, float scale,
                                std::int64_t element) {
@@ -181,7 +179,7 @@ inline void check_shape(const ResidualNormShape& shape) {
   }
 }
 
-// As many blocks as fit on the GPU at once, but not more than there is work for.
+// As many blocks as fit on the GPU at once, but no more than there is work for.
 template <typename Kernel>
 unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t work, int shared_limit) {
   if (shared_bytes > shared_limit)
@@ -192,9 +190,9 @@ unsigned blocks_for(Kernel kernel, int threads, int shared_bytes, std::int64_t w
   return static_cast<unsigned>(std::min(resident, work));
 }
 
-// Calls launch(Spread) with the spread of a row of C columns, an exact one where kMayBeExact allows it and C is its width.
-// Which spread is fastest was measured on an H200; backward holds three rows where forward holds two, and at 4096 columns
-// uses more threads with fewer columns each.
+// Calls launch(Spread) with the spread for a row of C columns, an exact one if kMayBeExact allows it and C is its
+// width. The fastest spreads were measured on an H200. Backward holds three rows where forward holds two, and at 4096
+// columns uses more threads with fewer columns each.
 template <typename R, int kRowThreads, int kThreadColumns, bool kMayBeExact, typename Launch>
 void launch_spread(std::int64_t C, const Launch& launch) {
   if constexpr (kMayBeExact) {

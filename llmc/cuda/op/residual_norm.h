@@ -7,9 +7,9 @@
 // stored in T (float, bf16, fp16), the residual stream in R (T or float), statistics and the gradients of
 // weights in fp32.
 //
-// h is rounded to R before its statistics are taken, and the threads that a row is spread over, and with them the order of its
-// sums, follow from C and the types alone. So the norm of a stored residual_out (as `residual`, with x null) gives the bits of
-// the call that stored it, with dropout or without.
+// h is rounded to R before its statistics are computed. How a row is spread over threads, and with it the order of its
+// sums, depends on C and the types alone. So the norm of a stored residual_out (passed as `residual`, with x null)
+// gives the bits of the call that stored it, with or without dropout.
 //
 // C is a multiple of 8 up to 16384 (Exit::internal otherwise) and every pointer is aligned to 16 bytes.
 #pragma once
@@ -25,8 +25,8 @@ namespace weft::cuda {
 
 inline constexpr std::int64_t kMaxNormWidth = 16384;
 
-// The bytes of shared memory that a block of these kernels may ask for: the device's limit less what they declare
-// themselves. The `shared_limit` below is this; less only to run on one device what another one runs.
+// Bytes of dynamic shared memory that a block of these kernels may use: the device's limit minus their static memory.
+// It is the default of `shared_limit` below; a smaller value serves only to run on one device what another one runs.
 int norm_shared_memory();
 
 template <typename T, typename R>
@@ -39,26 +39,26 @@ struct ResidualNormForward {
   const T* bias = nullptr;          // [C]; null: none
   const T* weight2 = nullptr;       // [C]; null: one output only
   const T* bias2 = nullptr;
-  R* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not kept
+  R* residual_out = nullptr;  // [rows, C]; may be `residual` itself; null: not stored
   T* out = nullptr;           // [rows, C]
   T* out2 = nullptr;          // [rows, C] iff weight2
-  float* mean = nullptr;      // [rows], LayerNorm only; null: not kept
-  float* rstd = nullptr;      // [rows]; null: not kept
+  float* mean = nullptr;      // [rows], LayerNorm only; null: not stored
+  float* rstd = nullptr;      // [rows]; null: not stored
 };
-// `overlapping`: part of a chain (hw/launch.cuh), on a GPU that supports such launches.
+// `overlapping`: launched as part of a chain (hw/launch.cuh); only on a GPU that supports it.
 template <typename T, typename R>
 void residual_norm_forward(const ResidualNormShape& shape, const ResidualNormForward<T, R>& io, cudaStream_t stream,
                            int shared_limit = norm_shared_memory(), bool overlapping = false);
 
-// Without dropout, rowscale and colscale dx equals dresidual (up to their dtypes): ask for one of them and
-// save a pass over memory.
+// Without dropout, rowscale and colscale dx equals dresidual (up to their dtypes): request only one of them and save a
+// pass over memory.
 template <typename T, typename R>
 struct ResidualNormBackward {
   const T* dout = nullptr;           // [rows, C]
   const T* dout2 = nullptr;          // [rows, C] iff weight2
   const R* dresidual_out = nullptr;  // [rows, C]: gradient that reaches h from elsewhere; null: 0
   const R* residual_out = nullptr;   // [rows, C]: h of the forward pass; null: recomputed from x and residual
-  const T* x = nullptr;              // needed for colscale's gradient and for the recomputation
+  const T* x = nullptr;              // [rows, C]; needed for colscale's gradient and for recomputing h
   const R* residual = nullptr;
   const float* rowscale = nullptr;
   const T* colscale = nullptr;
@@ -73,10 +73,11 @@ struct ResidualNormBackward {
   float* dweight2 = nullptr;
   float* dbias2 = nullptr;
   float* dcolscale = nullptr;
-  void* workspace = nullptr;  // residual_norm_backward_workspace(C, how many of the five are asked for) bytes
+  // residual_norm_backward_workspace(C, number of the five sums above that are requested) bytes
+  void* workspace = nullptr;
 };
-// The sums over rows are taken block by block, then over the blocks in order: no atomics, the same bits every
-// time on one type of GPU.
+// The sums over rows are computed block by block, then over the blocks in order: no atomics, the same bits every time
+// on one type of GPU.
 template <typename T, typename R>
 void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBackward<T, R>& io, cudaStream_t stream,
                             int shared_limit = norm_shared_memory());

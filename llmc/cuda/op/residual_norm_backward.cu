@@ -5,13 +5,13 @@
 //   dresidual = dh,   dx = dh colscale f,   dcolscale += dh x f        f = rowscale * dropout factor
 //   dweight += dout xhat,   dbias += dout
 //
-// Bytes moved a row for the form of Llama, T and R of E bytes: dout, h and dresidual_out are read and dresidual written,
-// 4 C E, or 5 C E where dx is written as well.
+// Bytes moved a row in the form that Llama uses, T and R of E bytes: dout, h and dresidual_out are read and dresidual
+// written, 4 C E, or 5 C E if dx is written as well.
 //
-// Column sums (dweight, ...) grow in registers or shared memory, each thread adding to its own columns; at the end a block
-// writes them to the workspace and a second kernel, which starts while the first one ends, adds the blocks in order. Where
-// shared memory is too small for the sums, the full kernel accumulates them in the workspace itself.
-// llmc/cuda/op/residual_norm.cuh describes the layout of rows.
+// Column sums (dweight, ...) accumulate in registers or shared memory, each thread adding to its own columns. At its
+// end a block writes them to the workspace, and a second kernel, which starts while the first one ends, adds the blocks
+// in order. Where shared memory is too small for the sums, the full kernel accumulates them in the workspace itself.
+// The layout of rows: llmc/cuda/op/residual_norm.cuh.
 
 #include "llmc/cuda/hw/launch.cuh"
 #include "llmc/cuda/op/residual_norm.cuh"
@@ -25,9 +25,8 @@ using namespace norm_detail;
 constexpr int kMaxBackwardBlocks = 640;
 constexpr int kColumnSums = 5;  // dweight, dbias, dweight2, dbias2, dcolscale
 
-// ---- column sums ------------------------------------------------------------------------------------------------------
-// slot[k]: the index of sum k among those that are asked for; -1: not asked for. Each takes `capacity` floats: C rounded up to a
-// multiple of what the threads of a row own per group.
+// slot[k]: the index of sum k among those that are requested; -1: not requested. Each takes `capacity` floats: C
+// rounded up to whole groups of the row's threads.
 struct ColumnSums {
   float* target[kColumnSums];
   int slot[kColumnSums];
@@ -35,8 +34,8 @@ struct ColumnSums {
   int capacity;
 };
 
-// Where column c of a sum lies: a thread's columns are chunks of 4, and chunks of neighbouring threads lie side by side,
-// so that a warp's 16-byte accesses meet no bank twice.
+// Position of column c in a sum: a thread's columns are chunks of 4, and chunks of adjacent threads are adjacent, so
+// that a warp's 16-byte accesses have no bank conflicts.
 template <int kRowThreads, int kGroup>
 __host__ __device__ constexpr int sum_position(int c) {
   const int group = c / kGroup, chunk = c % kGroup / 4;
@@ -80,7 +79,7 @@ __device__ void clear_columns(float* sums, const ColumnSums& columns, std::int64
   }
 }
 
-// The block's sums, added over its rows in work, to its part of the workspace.
+// Adds the block's sums over the rows that it computes at a time, and writes them to its part of the workspace.
 template <typename S>
 __device__ void write_columns(float* partial, const float* sums, const ColumnSums& columns) {
   __syncthreads();
@@ -93,15 +92,15 @@ __device__ void write_columns(float* partial, const float* sums, const ColumnSum
   }
 }
 
-constexpr int kFinishPositions = 8, kFinishLanes = kWarpSize;  // a sector of memory, a warp for each of its sums
+constexpr int kFinishPositions = 8, kFinishLanes = kWarpSize;  // a sector of memory; one warp for each of its sums
 
-// target[c] += sum of partial[block][k][c] over the blocks: 32 lanes take every 32nd block, then are added as a tree. It
-// may start before the kernel that makes the partial sums has ended.
+// target[c] += sum of partial[block][k][c] over the blocks: 32 lanes take every 32nd block each and are then added as a
+// tree. May start before the kernel that writes the partial sums has ended.
 template <int kRowThreads, int kGroup>
 __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
     finish_columns_kernel(ColumnSums columns, const float* partial, int blocks, int C) {
   __shared__ float lane_sum[kFinishLanes][kFinishPositions + 1];
-  float* target = nullptr;  // picked by constant indices: a run-time index would move the struct to local memory
+  float* target = nullptr;  // selected with constant indices: a run-time index would put the struct in local memory
   int slot = 0;
 #pragma unroll
   for (int k = 0; k < kColumnSums; ++k) {
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int c = column_at<kRowThreads, kGroup>(blockIdx.x * kFinishPositions + warp);
   float old = 0;
-  if (lane == 0 && c < C) old = target[c];  // nothing of this kernel's chain writes it
+  if (lane == 0 && c < C) old = target[c];  // no kernel of the chain writes it
   wait_for_predecessors();
   const int x = threadIdx.x % kFinishPositions, y = threadIdx.x / kFinishPositions;
   const std::int64_t size = static_cast<std::int64_t>(columns.count) * columns.capacity;
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(kFinishPositions* kFinishLanes)
 // ---- backward ---------------------------------------------------------------------------------------------------------
 template <typename T, typename R, typename S>
 struct BackwardStage {
-  char* memory;  // null: rows are read when they are needed; never null for an exact spread
+  char* memory;  // null: rows are not prefetched; never null for an exact spread
   __device__ bool used() const { return S::kExact || memory != nullptr; }
   __device__ char* dout() const { return memory; }
   __device__ char* h() const { return used() ? memory + StagedRow<T, S>::kBytes : nullptr; }
@@ -152,8 +151,8 @@ __device__ void store_row(T* matrix, const Group<T, S> (&groups)[S::kGroups], st
   }
 }
 
-// Hides the group's values from the compiler: otherwise it keeps the fp32 values of the first pass for the second, in twice
-// the registers.
+// Hides the group's values from the compiler, which would otherwise keep the fp32 values of the first pass for the
+// second, in twice the registers.
 template <typename T, int kCount>
 __device__ void forget(Elements<T, kCount>& group) {
   auto* words = reinterpret_cast<unsigned*>(group.value);
@@ -161,8 +160,8 @@ __device__ void forget(Elements<T, kCount>& group) {
   for (int i = 0; i < Elements<T, kCount>::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
 }
 
-// Threads that must fit on a multiprocessor: exact spreads unroll so far that without this limit they would take all its
-// registers.
+// Threads that must fit on a multiprocessor: exact spreads are unrolled so far that without this limit they would take
+// all its registers.
 template <typename S>
 constexpr int kResidentThreads = S::kThreadColumns > 16 ? 512 : 640;
 
@@ -181,8 +180,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
   const Stage stage{staged ? stages + S::slot() * Stage::kBytes : nullptr};
   RowSum<S> row_sum{scratch};
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
-  // fp32 rows are twice as wide: there the skip gradient is read late and the weight again for each row, from L1. The
-  // latter also where an exact spread has to leave registers for the unrolled arithmetic.
+  // fp32 rows take twice the registers: there the skip gradient is read late, and the weight again for each row, from
+  // L1. The latter also where an exact spread must leave registers for the unrolled arithmetic.
   constexpr bool kLateSkip = sizeof(T) == 4;
   constexpr bool kKeepWeight = sizeof(T) + sizeof(R) == 4 && !(S::kExact && S::kThreadColumns > 16);
   Group<T, S> kept_weight[kKeepWeight ? S::kGroups : 1];
@@ -202,7 +201,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
   // The column sums of a thread with few columns stay in registers until the end.
   constexpr bool kRegisterSums = S::kThreadColumns <= 16;
   float weight_sum[kRegisterSums ? S::kGroups : 1][S::kGroup] = {};
-  let_successor_start();  // it waits for the end of this kernel and only saves the time of its start
+  let_successor_start();  // the successor waits for the end of this kernel; only its launch latency is hidden
   clear_columns<S>(own_sums, columns, C);
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   stage.fetch(shape, io, row);
@@ -226,7 +225,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
     }
     if constexpr (!kLateSkip) stage.fetch(shape, io, row + step);
 
-    float sum[2] = {0, 0};  // of g and of g (h - mean)
+    float sum[2] = {0, 0};  // sums of g and of g (h - mean)
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       if (S::outside(g, C)) continue;
@@ -258,7 +257,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
     }
     if constexpr (kLayerNorm) {
       row_sum.add(sum);
-    } else {  // the mean of g is not asked for
+    } else {  // RMSNorm does not need the mean of g
       float needed[1] = {sum[1]};
       row_sum.add(needed);
       sum[1] = needed[0];
@@ -304,7 +303,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kExact ? kResidentThreads<S> /
       sums, columns);
 }
 
-// The gradient of one group of xhat, g = dout w + dout2 w2, and both outputs' column sums if `add`.
+// Computes the gradient of one group of xhat, g = dout w + dout2 w2, and if `add` the column sums of both outputs.
 template <typename T, typename R, typename S>
 __device__ void full_gradient(float (&g_values)[S::kGroup], const ResidualNormBackward<T, R>& io, std::int64_t row,
                               std::int64_t C, int g, const float (&xhat)[S::kGroup], float* sums,
@@ -350,7 +349,7 @@ __global__ void __launch_bounds__(S::kThreads)
     const float mean = layernorm ? io.mean[row] : 0.0f, rstd = io.rstd[row];
     const float rowscale = io.rowscale != nullptr ? io.rowscale[row] : 1.0f;
     Group<R, S> h[S::kGroups];
-    float xhat[S::kGroup], gradient[S::kGroup], factors[S::kGroup], sum[2] = {0, 0};  // of g and of g xhat
+    float xhat[S::kGroup], gradient[S::kGroup], factors[S::kGroup], sum[2] = {0, 0};  // sum: of g and of g xhat
     const auto normalise = [&](const Group<R, S>& group) {
 #pragma unroll
       for (int i = 0; i < S::kGroup; ++i) xhat[i] = (group.get(i) - mean) * rstd;
@@ -503,7 +502,7 @@ void residual_norm_backward(const ResidualNormShape& shape, const ResidualNormBa
 std::size_t residual_norm_backward_workspace(std::int64_t C, int column_sums) {
   std::int64_t capacity = 0;
   const auto widest = [&](auto spread) { capacity = std::max(capacity, columns_capacity<decltype(spread)>(C)); };
-  for_plain_backward_spread<bf16, false>(C, widest);  // with groups of 8: threads with fewer columns take no more
+  for_plain_backward_spread<bf16, false>(C, widest);  // with groups of 8; spreads with smaller groups need no more
   for_full_spread<bf16>(C, widest);
   return static_cast<std::size_t>(kMaxBackwardBlocks * column_sums * capacity) * sizeof(float);
 }

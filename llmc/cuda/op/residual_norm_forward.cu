@@ -2,8 +2,8 @@
 //
 //   h = dropout(x rowscale) colscale + residual        z = xhat w + b,   xhat = (h - mean) rstd
 //
-// Bytes moved a row for the form of Llama, T and R of E bytes: x and residual are read, residual_out and out written,
-// 4 C E. llmc/cuda/op/residual_norm.cuh says how it is laid out.
+// Bytes moved a row in the form that Llama uses, T and R of E bytes: x and residual are read, residual_out and out
+// written, 4 C E. The layout of rows: llmc/cuda/op/residual_norm.cuh.
 
 #include <type_traits>
 
@@ -16,10 +16,9 @@ namespace {
 
 using namespace norm_detail;
 
-// ---- forward ----------------------------------------------------------------------------------------------------------
-// norm_only: h = residual and not written, one output. plain: h = x + residual, either of them possibly absent, and up to two
-// outputs. few: as plain, for so few rows that each has a block of its own, as in a step of decoding: nothing is copied ahead,
-// and weights are read before the predecessor in a chain ends. full: every operand.
+// norm_only: h = residual, which is not written; one output. plain: h = x + residual, either of which may be absent,
+// and up to two outputs. few: as plain, for so few rows that each has its own block, as in decoding: nothing is
+// prefetched, and weights are read before the predecessor in a chain has ended. full: every operand.
 enum class Form { norm_only, plain, few, full };
 
 template <typename T, typename S>
@@ -31,7 +30,7 @@ __device__ void prefetch_weights(const T* weight, std::int64_t C) {
   }
 }
 
-// What a row's outputs are multiplied by and what is added to them, one group of columns at a time from memory...
+// Norm weight and bias, read from memory one group of columns at a time...
 template <typename T, typename S>
 struct WeightsInMemory {
   const T *weight, *bias;
@@ -41,7 +40,7 @@ struct WeightsInMemory {
     if (bias != nullptr) b.load(bias + S::column(g));
   }
 };
-// ... or kept in registers, where a thread has few columns: then they are there before the row is.
+// ... or kept in registers, if a thread has few columns: they are then loaded before the row arrives.
 template <typename T, typename S>
 struct WeightsInRegisters {
   Group<T, S> weight[S::kGroups], bias[S::kGroups];
@@ -56,8 +55,8 @@ struct WeightsInRegisters {
   }
 };
 
-// The weights as far as they can be there before the rows are: in registers or, where they would take too many, in L2, out of
-// which the other layers' have pushed them.
+// Starts loading the weights before the rows arrive: to registers or, if they would take too many, to L2, from which
+// the other layers' weights have evicted them.
 template <typename T, typename S, bool kInRegisters>
 __device__ auto early_weights(const T* weight, const T* bias, std::int64_t C) {
   if constexpr (kInRegisters) {
@@ -96,7 +95,7 @@ __device__ float2 row_statistics(const float (&h)[S::kGroups][S::kGroup], const 
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
 #pragma unroll
-      for (int i = 0; i < S::kGroup; ++i) sum[0] += h[g][i];  // columns past C hold zeros
+      for (int i = 0; i < S::kGroup; ++i) sum[0] += h[g][i];  // columns past C are zero
     }
     row_sum.add(sum);
     mean = sum[0] * per_column;
@@ -117,7 +116,7 @@ struct ForwardStage {
   static constexpr int kXBytes = kForm == Form::norm_only ? 0 : StagedRow<T, S>::kBytes;
   static constexpr int kBytes = kXBytes + StagedRow<R, S>::kBytes;
 
-  char* memory;  // null: rows are read when they are needed; never null for an exact spread
+  char* memory;  // null: rows are not prefetched; never null for an exact spread
   __device__ bool used() const { return S::kExact || memory != nullptr; }
   __device__ char* x() const { return memory; }
   __device__ char* residual() const { return used() ? memory + kXBytes : nullptr; }
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(S::kThreads)
   const std::int64_t C = shape.C, step = static_cast<std::int64_t>(gridDim.x) * S::kRows;
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * S::kRows + S::slot();
   let_successor_start();
-  constexpr bool kFits = S::kThreadColumns * sizeof(T) <= 64 && S::kThreads <= 320;  // in the registers of a thread
+  constexpr bool kFits = S::kThreadColumns * sizeof(T) <= 64 && S::kThreads <= 320;  // fits in a thread's registers
   constexpr bool kEarly = kForm == Form::few && kFits, kEarly2 = kForm == Form::few && S::kThreadColumns <= 8;
   const auto weights = early_weights<T, S, kEarly>(io.weight, io.bias, C);
   const auto weights2 = early_weights<T, S, kEarly2>(kForm != Form::norm_only ? io.weight2 : nullptr,
@@ -214,7 +213,7 @@ void launch_forward(const ResidualNormShape& shape, const ResidualNormForward<T,
                  launch.overlapping, "residual_norm_forward", shape, io, staged);
 }
 
-// All forms spread a row of C columns over the same threads, so that they add its sums in the same order: recomputation takes
+// All forms spread a row of C columns over the same threads, so that they add in the same order: recomputation takes
 // the norm of a stored stream (norm_only, plain) where the forward pass may have added a branch with dropout (full).
 template <typename T, typename R, typename S>
 void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormForward<T, R>& io,
@@ -223,7 +222,7 @@ void launch_form(Form form, const ResidualNormShape& shape, const ResidualNormFo
     using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;  // full is never staged
     return launch_forward<T, R, Bounded, Form::full>(shape, io, launch);
   }
-  if constexpr (std::is_same_v<R, float>) {  // the stream of inference
+  if constexpr (std::is_same_v<R, float>) {  // the residual stream of inference
     if (shape.rows <= device_attribute(cudaDevAttrMultiProcessorCount)) {
       using Bounded = Spread<R, S::kRowThreads, S::kThreadColumns>;
       return launch_forward<T, R, Bounded, Form::few>(shape, io, launch);

@@ -3,10 +3,10 @@
 //   y[i]        = x[i] cos - x[i + half] sin
 //   y[i + half] = x[i + half] cos + x[i] sin          backward: the same with -sin
 //
-// Heads are addressed through views (llmc/model/head_view.h), so q and k of a packed row are rotated in one launch and v is
-// not touched. Bytes moved: every rotated element is read and written once, 2 N (NH + NKV) 2 half E. One block rotates all
-// heads of one token, so the token's row of the table, 2 half floats, comes from memory once a block and then from L1.
-// Dimensions from 2 half on pass through and are not accessed.
+// Heads are addressed through views (llmc/model/head_view.h), so q and k of a packed row are rotated in one launch and
+// v is not touched. Bytes moved: every rotated element is read and written once, 2 N (NH + NKV) 2 half E. One block
+// rotates all heads of one token, so the token's row of the table, 2 half floats, is read from memory once a block and
+// then from L1. Dimensions from 2 half on are unchanged and not accessed.
 
 #include "llmc/cuda/op/rope.h"
 

@@ -17,11 +17,11 @@ struct DeviceRopeTable {
   std::int64_t positions = 0, half = 0;
 };
 
-// Copies the table to cos and sin [positions, half] on the device, in the order of `stream`.
+// Copies the table to cos and sin [positions, half] on the device, queued in `stream`; `table` must outlive the copy.
 DeviceRopeTable upload_rope_table(const RopeTable& table, float* cos, float* sin, cudaStream_t stream);
 
-// x: B x T tokens of NH heads in float, bf16 or fp16; token t has position first_position + t <
-// table.positions.
+// Rotates x in place: B x T tokens of NH heads in float, bf16 or fp16; token t has position first_position + t, which
+// must be below table.positions.
 template <typename Storage>
 void rope_forward(HeadViewOf<Storage> x, const DeviceRopeTable& table, std::int64_t B, std::int64_t T, std::int64_t NH,
                   std::int64_t first_position, cudaStream_t stream);

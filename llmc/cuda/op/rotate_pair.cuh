@@ -1,4 +1,4 @@
-// RoPE of queries and keys in an inference step: one order of operations, whichever kernel rotates a row.
+// RoPE of queries and keys in an inference step: one order of operations for all kernels that rotate.
 #pragma once
 
 #include "llmc/cuda/hw/common.cuh"
@@ -6,13 +6,14 @@
 
 namespace weft::cuda {
 
-// An element with its partner in the pair, where the sine is negative for the lower one: fma(x, cos, {partner sin}), the product in
-// braces rounded. Written with operators, the compiler would fuse it differently in different kernels.
+// Rotates an element with its partner of the pair; the sine is negative for the lower element. Computes fma(x, cos,
+// round(partner * sin)) by intrinsics: written with operators, the compiler might contract it differently in different
+// kernels.
 __device__ inline float rotated(float x, float partner, float cosine, float signed_sine) {
   return __fmaf_rn(x, cosine, __fmul_rn(partner, signed_sine));
 }
 
-// Element d of a head, rotated by cos and sin [half] of a position; those from 2 half on are as they were.
+// Element d of a head, rotated by cos and sin [half] of a position; elements from 2 half on are unchanged.
 template <typename S>
 __device__ float rotated_element(const S* head, int d, const float* cos, const float* sin, int half) {
   const float x = to_float(head[d]);
@@ -21,9 +22,9 @@ __device__ float rotated_element(const S* head, int d, const float* cos, const f
   return rotated(x, to_float(head[d - half]), cos[d - half], sin[d - half]);
 }
 
-// A warp's rotation of heads of 16-bit elements, all at one position. A lane has words lane, lane + 32, ... of a head, elements 2 w and
-// 2 w + 1 each. All loads are unconditional, so that those of several heads are on their way together; lanes without a word
-// read the last one.
+// A warp's rotation of heads of 16-bit elements at one position. A lane has words lane, lane + 32, ... of a head; word
+// w is elements 2 w and 2 w + 1. All loads are unconditional, so that those of several heads can be in flight together;
+// lanes without a word load the last one.
 template <typename S, int HS>
 class WarpRotation {
  public:
@@ -37,7 +38,7 @@ class WarpRotation {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int d = 2 * min(word(i), HS / 2 - 1);
-      rotates_[i] = d < 2 * half;  // both elements, or neither
+      rotates_[i] = d < 2 * half;  // both elements of a word, or neither
       const int low[2] = {d < half, d + 1 < half};
       const int angle[2] = {rotates_[i] ? d - (low[0] ? 0 : half) : 0, rotates_[i] ? d + 1 - (low[1] ? 0 : half) : 0};
       partner_[i] = rotates_[i] ? d + (low[0] ? half : -half) : d;
@@ -79,7 +80,7 @@ class WarpRotation {
 
  private:
   bool odd_, rotates_[kWords];
-  int partner_[kWords], next_partner_[kWords];  // elements
+  int partner_[kWords], next_partner_[kWords];  // as element indices
   float2 c_[kWords] = {}, s_[kWords] = {};
 };
 

@@ -1,4 +1,4 @@
-// Checks of the arguments, and the choice of a path.
+// Checks the arguments and chooses a path.
 
 #include "llmc/cuda/op/rows_matmul.h"
 
@@ -51,7 +51,7 @@ std::string rows_matmul_refusal(std::int64_t K, std::int64_t OC, DType dtype) {
     return "linear layer: got " + std::to_string(K) + " inputs of type " + dtype_name(dtype) +
            ", expected a multiple of " + std::to_string(multiple);
   }
-  constexpr std::int64_t kMostOutputs = 1 << 21;  // that a grid and the coordinates of a tensor map can count
+  constexpr std::int64_t kMostOutputs = 1 << 21;  // limited by the size of a grid
   if (OC <= 0 || OC > kMostOutputs) {
     return "linear layer: got " + std::to_string(OC) + " outputs, expected 1 to " + std::to_string(kMostOutputs);
   }

@@ -1,9 +1,9 @@
-// What the kernels of rows_matmul.h share: which rows of the weight a tile has, and the epilogue, so that it rounds in one
-// way whatever computed the sums.
+// What the kernels of rows_matmul.h share: which rows of the weight form a tile, and the epilogue, so that all round
+// alike.
 //
-// A tile has the rows first to first + n of the weight, n a multiple of 16; with SwiGLU those of the weight with 8 rows of
-// gate and the 8 rows of up of the same units by turns. An accumulator of wgmma and of mma.m16n8k16 holds, in one thread,
-// rows g and g + 8 of 16: gate and up of a unit.
+// A tile has rows first to first + n of the weight, n a multiple of 16. With SwiGLU 8 rows of gate and the 8 rows of up
+// for the same units alternate. A thread's accumulators of wgmma and of mma.m16n8k16 are rows g and g + 8 of 16, so it
+// has gate and up of a unit.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace weft::cuda::rows {
 
-// Rows of the weight with gate and up by turns, or as they are.
+// Rows of the weight as tiles count them: with SwiGLU gate and up, each padded to a multiple of 8.
 template <typename S>
 std::int64_t weight_rows(const RowsMatmul<S>& io) {
   return io.epilogue == RowsEpilogue::swiglu ? ceil_div(io.OC, 8) * 16 : io.OC;
@@ -23,12 +23,12 @@ std::int64_t weight_rows(const RowsMatmul<S>& io) {
 
 template <typename S>
 struct Output {
-  const S *bias, *bias2;  // of two inputs; null: none
+  const S *bias, *bias2;  // biases of the two inputs, or null
   S* out;
   float* out_fp32;
   std::int64_t rows, OC;
   RowsEpilogue epilogue;
-  bool fours;  // four neighbours of the bias and of a row of the result, at a multiple of four, are one aligned access
+  bool fours;  // four consecutive elements of bias and result, from a multiple of four, are one aligned access
 
   static Output of(const RowsMatmul<S>& io) {
     const auto aligned = [](const void* pointer, std::size_t bytes) {
@@ -42,8 +42,8 @@ struct Output {
   __host__ __device__ bool swiglu() const { return epilogue == RowsEpilogue::swiglu; }
 };
 
-// to[i] += value[i]. From sm_90 on the addition is done in L2, so that the thread need not wait for what is there; nobody
-// else adds to these elements.
+// to[i] += value[i]. From sm_90 on L2 does the addition, so that the thread need not wait for the old value. No other
+// thread adds to these elements.
 __device__ inline void add_four(float* to, const float (&value)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value[0]), "f"(value[1]),
@@ -60,11 +60,12 @@ __device__ inline void add_four(float* to, const float (&value)[4]) {
 #endif
 }
 
-// Sums of a tile wait for the epilogue in shared memory as [rows of x, rows of the weight + 4]: with this padding a warp's
-// accumulators, 8 rows of the weight by 4 even or odd rows of x, fall into different banks.
+// Before the epilogue a tile's sums lie in shared memory as [rows of x][rows of the weight + 4]: with this padding the
+// elements that a warp stores at once, 8 rows of the weight by 4 even or odd rows of x, fall into different banks.
 constexpr int kSumsPadding = 4;
 
-// An accumulator of 16 rows of the weight and N rows of x, to `sums`, the first of those 16, in rows of `stride` floats.
+// Stores an accumulator of 16 rows of the weight by N rows of x to `sums`, which points to the first of the 16 in rows
+// of `stride` floats.
 template <int R>
 __device__ inline void store_sums(float* sums, int stride, const float* d, int lane) {
   float* const to = sums + lane % 4 * 2 * stride + lane / 4;
@@ -74,15 +75,15 @@ __device__ inline void store_sums(float* sums, int stride, const float* d, int l
     for (int i = 0; i < 4; ++i) to[(8 * j + i % 2) * stride + 8 * (i / 2)] = d[4 * j + i];
 }
 
-// Four neighbouring columns of the result, of any rows.
+// The epilogue for four consecutive columns of the result, in any rows.
 template <typename S>
 class Columns {
  public:
-  // How many fours a row of a tile has.
+  // Groups of four columns in a row of a tile.
   __device__ static int count(const Output<S>& output, int tile_rows) {
     return output.swiglu() ? tile_rows / 8 : tile_rows / 4;
   }
-  // The four number `four` of the tile that begins at row `first` of the weight.
+  // Group `four` of the tile that begins at row `first` of the weight.
   __device__ Columns(const Output<S>& output, std::int64_t first, int four)
       : output_(output),
         column_((output.swiglu() ? first / 2 : first) + 4 * four),
@@ -93,7 +94,8 @@ class Columns {
     add_bias(output.bias2);
   }
 
-  // sums(i): a float4, elements i to i + 3 of the row's sums in the tile.
+  // Computes and stores the four columns of row `row`. sums(i) returns elements i to i + 3 of the row's sums in the
+  // tile, as float4.
   template <typename Sums>
   __device__ void finish(std::int64_t row, const Sums& sums) const {
     if (row >= output_.rows || column_ >= output_.OC) return;
@@ -157,12 +159,11 @@ class Columns {
 
   const Output<S>& output_;
   std::int64_t column_;
-  int at_;  // of the sums, or of those of gate
+  int at_;  // index of the first sum (SwiGLU: of gate) in the tile
   float bias_[4];
 };
 
-// ---- the paths --------------------------------------------------------------------------------------------------------
-// Whether the Hopper path has this layer: a function of the GPU and the size of the weight alone.
+// Whether the Hopper path computes this layer: it depends on the GPU and on the size of the weight alone.
 template <typename S>
 bool hopper_computes(const RowsMatmul<S>& io);
 template <typename S>

@@ -1,15 +1,15 @@
-// rows_matmul() of few rows with one split: tiles of other heights than 64. rows_matmul_hopper.cu describes it.
+// rows_matmul() for few rows and one split, with tiles of other heights than 64: see rows_matmul_hopper.cu.
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
 
 namespace {
 
-// A block has H rows of the weight, as columns of b, and as a rule a multiprocessor for itself: with two in one, those that start
-// early, beside the kernel before, lie two by two where there is room.
+// A block computes H rows of the weight, as columns of operand B, and normally has a multiprocessor to itself: if two
+// fitted, blocks that start early, beside the preceding kernel, would pair up on the multiprocessors that have room.
 //
-// kConsumers warpgroups of 64 rows of x each, or one of kRows where there are fewer: then a has rows of whatever follows in
-// shared memory, which only its own rows of the result see.
+// kConsumers warpgroups have 64 rows of x each. With kRows < 64 there is one warpgroup, and operand A reads past x into
+// whatever shared memory follows; that affects only the rows of the result that do not exist.
 template <typename T, int kRows, int H, int kConsumers, int kBlocks>
 struct ColumnShape {
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
@@ -17,7 +17,8 @@ struct ColumnShape {
   using Weights = SwizzledTile<T, H, kDepth>;
   static constexpr int kXBytes = kRows * XTile::kRowBytes, kStageBytes = Weights::kBytes + kXBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
-  static constexpr int kBehind = kRows < 64 ? (64 - kRows) * XTile::kRowBytes : 0;  // that the last stage's a reads
+  // bytes that operand A reads past the last stage
+  static constexpr int kBehind = kRows < 64 ? (64 - kRows) * XTile::kRowBytes : 0;
   static constexpr int kStages = (block_shared_bytes(kBlocks) - kAlignment - kBehind) / (kStageBytes + kBarrierBytes);
   static constexpr int kBytes = kAlignment + kBehind + kStages * (kStageBytes + kBarrierBytes);
   static constexpr int kStride = H + kSumsPadding;
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + Shape::kStages * Shape::kStageBytes, Shape::kStages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
-  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // known to be the same in a warp
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);  // tells the compiler that it is uniform in a warp
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * H;
   const bool consumer = warp < kConsumers * kWarps, producer = !consumer && lane == 0;
   const auto weights_at = [&](int stage) { return base + stage * Shape::kStageBytes; };
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
   };
   fill_ring(p, ring, Shape::kStages, p.steps, kConsumers * kWarps, producer, load_weights, load_x);
   const int count = Columns<T>::count(p.output, H);
-  const Columns<T> columns(p.output, first, thread % count);  // reads the bias, early
+  const Columns<T> columns(p.output, first, thread % count);  // loads the bias early
   if (consumer) {
     const int group = warp / kWarps;
     float d[H / 2];
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(ColumnShape<T, kRows, H, kConsumers, kBlocks>:
           if (lane == 0) mbarrier_arrive(ring.empty(stage));
         });
     wait_for_predecessors();                  // they may still read what is written below
-    named_barrier_wait(1, kConsumerThreads);  // nobody's wgmma reads the stages any more
+    named_barrier_wait(1, kConsumerThreads);  // no wgmma of the block reads the stages any more
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp * 16 + half * 8 + lane / 4;
@@ -103,7 +104,8 @@ void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
 }
 template <typename T, int H>
 void launch_height(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
-  // Beside attention of few rows, which leaves room in many multiprocessors and a whole one in few.
+  // The preceding kernel is then attention of few rows, which leaves part of most multiprocessors free but few of them
+  // whole.
   if (io.rows <= 8 && io.x_is_older) return launch<T, 16, H, 2>(io, device, stream);
   if (io.rows <= 16) return launch<T, 16, H, 1>(io, device, stream);
   if (io.rows <= 32) return launch<T, 32, H, 1>(io, device, stream);

@@ -1,5 +1,5 @@
-// What the Hopper kernels of rows_matmul share: the order of sums, tensor maps, the stages of both operands and the sum over
-// them. rows_matmul_hopper.cu says which kernel is for what.
+// What the Hopper kernels of rows_matmul share: the order of sums, tensor maps, the stages of both operands and the sum
+// over them. Which kernel is for what: rows_matmul_hopper.cu.
 #pragma once
 
 #include <algorithm>
@@ -17,30 +17,32 @@
 #include "llmc/cuda/op/rows_matmul.cuh"
 
 #if !WEFT_WGMMA
-#pragma nv_diag_suppress 177  // without the kernels' bodies nobody uses what only they need
+#pragma nv_diag_suppress 177  // "declared but never referenced": the kernels' bodies are compiled for sm_90a only
 #endif
 
 namespace weft::cuda::rows {
 
 using namespace hopper;
 
-constexpr int kWeightRows = 64, kDepth = 64;  // of a warpgroup's tile and of a stage
+constexpr int kWeightRows = 64, kDepth = 64;  // rows of a warpgroup's weight tile; values of k in a stage
 constexpr int kMostSplits = 8;
 constexpr int kWarps = kWarpgroupSize / kWarpSize;
 constexpr int kSumsStride = kWeightRows + kSumsPadding;
-constexpr int kAlignment = 1024;                // of a swizzled tile
-constexpr int kMostSharedBytes = 227 << 10;     // of a block; a multiprocessor has 228 KB and keeps 1 KB a block
-constexpr int block_shared_bytes(int blocks) {  // of one of so many blocks of a multiprocessor
+constexpr int kAlignment = 1024;  // required for a tile in the 128-byte swizzle
+// the most for a block: a multiprocessor has 228 KB and reserves 1 KB a block
+constexpr int kMostSharedBytes = 227 << 10;
+constexpr int block_shared_bytes(int blocks) {  // shared memory a block if `blocks` share a multiprocessor
   return kMostSharedBytes / blocks - (blocks - 1) * 512;
 }
 
 template <typename T>
 using WeightTile = SwizzledTile<T, kWeightRows, kDepth>;
 
-// Into how many splits K is cut, for a sum over `steps` stages: the fewest with which blocks of 64 rows of the weight and a
-// split occupy 132 multiprocessors nearly one and a half times, but one where the tiles alone occupy them, and no split is
-// shorter than 256 values. (Clusters of 6 and 7 leave multiprocessors empty.) The order of every sum follows from this: a
-// change of it changes bits. Split s has the stages from split_begin(s) to split_begin(s + 1).
+// The number of splits of K for a sum over `steps` stages. 1 if the tiles alone occupy 132 multiprocessors; otherwise
+// the fewest with which blocks of 64 rows of the weight by one split would occupy them nearly one and a half times, but
+// no split shorter than 256 values. (6 and 7 are left out: clusters of these sizes leave multiprocessors idle.) This
+// defines the order of every sum: a change of it changes bits. Split s has the stages from split_begin(s) to
+// split_begin(s + 1).
 inline int split_count(std::int64_t weight_rows, std::int64_t steps) {
   constexpr std::int64_t kEnoughTiles = 128, kEnoughBlocks = 185, kFewestSteps = 4;
   const std::int64_t tiles = ceil_div(weight_rows, kWeightRows);
@@ -55,14 +57,14 @@ __device__ inline int split_begin(int split, int steps, int splits) {
 
 template <typename T>
 struct Arguments {
-  CUtensorMap weight[2], x[2];  // of the inputs
+  CUtensorMap weight[2], x[2];  // [input]
   CUtensorMap out;              // tile_kernel, where copies_out()
   Output<T> output;
-  int first_steps, steps;  // stages of the first input, of both
-  int splits;              // of all stages
-  int stages;              // split_kernel: of the ring
+  int first_steps, steps;  // stages of the first input, of both inputs
+  int splits;              // splits of all stages
+  int stages;              // split_kernel: stages of the ring
   bool x_is_older;
-  int tile_pairs, row_tiles;  // tile_kernel: of 256 rows of the weight, of rows of x
+  int tile_pairs, row_tiles;  // tile_kernel: tiles of 256 rows of the weight, tiles of rows of x
   bool copies_out;            // tile_kernel
 };
 
@@ -87,7 +89,7 @@ CUtensorMap x_map(const T* x, std::int64_t columns, std::int64_t rows, int box_r
                            {kDepth, static_cast<std::uint32_t>(box_rows)});
 }
 
-// Stages of a sum: each input begins with a stage of its own.
+// Stages of a sum; no stage holds both inputs.
 template <typename T>
 std::int64_t steps_of(const RowsMatmul<T>& io) {
   return ceil_div(io.K, kDepth) + ceil_div(io.K2, kDepth);
@@ -113,7 +115,7 @@ Arguments<T> arguments_of(const RowsMatmul<T>& io, int box_rows, std::uint32_t w
   return arguments;
 }
 
-// Both operands of a stage, as a warpgroup reads them: 64 rows of a, B::kRows columns of b.
+// Both operands of a stage, as a warpgroup reads them: 64 rows of A, B::kRows columns of B.
 template <typename A, typename B>
 struct Operands {
   A a;
@@ -122,7 +124,7 @@ struct Operands {
 
 #if WEFT_WGMMA
 
-// Which input stage `step` belongs to, and its first value of k there.
+// The input that stage `step` belongs to, and its first value of k there.
 struct Source {
   int input, k;
 };
@@ -131,7 +133,7 @@ __device__ inline Source source_of(const Arguments<T>& p, int step) {
   const int input = step >= p.first_steps ? 1 : 0;
   return {input, (step - input * p.first_steps) * kDepth};
 }
-// The 64 rows of the weight of tile `tile`, values of k of one stage.
+// Copies one stage of weight tile `tile`: 64 rows, kDepth values of k.
 template <typename T>
 __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned barrier, int step, int tile, L2 keep) {
   const bool swiglu = p.output.swiglu();
@@ -140,7 +142,7 @@ __device__ void load_weight(const Arguments<T>& p, unsigned shared, unsigned bar
               swiglu ? tile * (kWeightRows / 16) : 0, keep);
 }
 
-// d = a b, or d += a b, of the stage at hand: 16 values of k an instruction, in order. The same in both kernels.
+// d = a b (First) or d += a b over one stage: 16 values of k an instruction, in order. The same in all three kernels.
 template <bool First, typename A, typename B>
 __device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A, B>& stage) {
   const auto a = stage.a.k_major();
@@ -152,8 +154,8 @@ __device__ inline void multiply_stage(float (&d)[B::kRows / 2], const Operands<A
   wgmma_commit();
 }
 
-// d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) says where they are, release(stage) gives the
-// stage back.
+// d = the sum over `steps` stages of the ring from `at` on. operands_at(stage) returns a stage's operands;
+// release(stage) hands the stage back to the producer.
 template <int R, typename OperandsAt, typename Release>
 __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, const RingBarriers& ring, int stages,
                                   const OperandsAt& operands_at, const Release& release) {
@@ -175,9 +177,10 @@ __device__ inline void sum_stages(float (&d)[R], int steps, RingPosition& at, co
   at.advance(stages);
 }
 
-// The part of a block's producer in split_kernel and column_kernel, and what precedes it: makes the ring, fetches the first round
-// of weights, which needs neither the other threads nor the kernel before, shows the ring to the block, then fetches x and
-// what follows. All threads call this; load_weights(stage, step) and load_x(stage, step) fetch a stage.
+// Initialises the ring and runs the producer of split_kernel and column_kernel; called by all threads of the block. The
+// producer initialises the barriers and fetches the first round of weights, which needs neither the other threads nor
+// the preceding kernel. Then the block synchronises, and the producer fetches x and the remaining stages.
+// load_weights(stage, step) and load_x(stage, step) fetch one stage.
 template <typename T, typename LoadWeights, typename LoadX>
 __device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring, int stages, int steps,
                                  unsigned consumer_warps, bool producer, const LoadWeights& load_weights,
@@ -204,7 +207,7 @@ __device__ inline void fill_ring(const Arguments<T>& p, const RingBarriers& ring
   }
 }
 
-// What the blocks of a cluster have at the same address, added in order.
+// The sum of four floats that each block of the cluster has at shared address `at`, in the order of the blocks.
 __device__ inline float4 sum_of_splits(unsigned at, int splits) {
   float4 parts[kMostSplits];
 #pragma unroll
@@ -218,14 +221,15 @@ __device__ inline float4 sum_of_splits(unsigned at, int splits) {
   return sum;
 }
 
-// The end of a block of a cluster: every block has stored its split's sums, [N][kSumsStride] for each warpgroup of consumers, at the
-// same shared address `sums`. The blocks, of which this is number `rank`, share the rows from first_row up to `rows`, add what
-// all of them have of a row, and finish it. `count`: threads of a row in the tile of a warpgroup. All threads call this.
+// The end of split_kernel, called by all threads. Every block of the cluster has stored its split's sums,
+// [N][kSumsStride] for each warpgroup of consumers, at the same shared address `sums`. The blocks, of which this one is
+// number `rank`, divide the rows from first_row to `rows` among them, add all blocks' sums of a row, and finish it.
+// `count`: threads for a row of a warpgroup's tile.
 template <int N, int kConsumerThreads, typename Columns>
 __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned sums, bool consumer, int thread,
                                               int count, int splits, int rank, std::int64_t first_row,
                                               std::int64_t rows) {
-  __syncwarp();  // the producer's lanes meet again
+  __syncwarp();  // reconverges the producer's warp
   if (splits > 1) {
     cluster_barrier();
   } else {
@@ -233,7 +237,7 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
   }
   if (consumer) {
     const int all = count * (kConsumerThreads / kWarpgroupSize), group = thread % all / count;
-    const int shared_rows = kConsumerThreads / all * splits;  // that the cluster's threads take at a time
+    const int shared_rows = kConsumerThreads / all * splits;  // rows that the cluster's threads finish at a time
     const int end = static_cast<int>(min(std::int64_t{N}, rows - first_row));
     for (int r = thread / all * splits + rank; r < end; r += shared_rows) {
       columns.finish(first_row + r,
@@ -241,7 +245,7 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
     }
   }
   __syncwarp();
-  if (splits > 1) {  // nobody leaves while others read its sums
+  if (splits > 1) {  // no block may exit while others read its sums
     cluster_arrive();
     cluster_wait();
   }
@@ -249,14 +253,14 @@ __device__ __forceinline__ void finish_splits(const Columns& columns, unsigned s
 
 #endif  // WEFT_WGMMA
 
-// ---- the kernels: bf16 and fp16 ----------------------------------------------------------------------------------------
-// Up to 64 rows, and with several splits up to 256.
+// For up to 64 rows, with several splits up to 256.
 template <typename T>
 void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
-// Up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight a block, 80 or 224.
+// For up to 128 rows, with `height` 80 up to 192; one split, one input. `height`: rows of the weight in a block, 80 or
+// 224.
 template <typename T>
 void launch_column_kernel(const RowsMatmul<T>& io, int height, const LaunchDevice& device, cudaStream_t stream);
-// Any number of rows.
+// For any number of rows.
 template <typename T>
 void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream);
 

@@ -1,8 +1,9 @@
 // rows_matmul() for sm_80 and later: mma.sync in 16 bits, fused multiply-adds in fp32.
 //
-// A block computes a tile of the result: 32 or 64 rows of the weight, as rows of a, by some rows of x, as columns of b. It
-// walks K once, in order, each element in one accumulator, so that the bits depend neither on the size of the tile nor on
-// the other rows. Copies run some stages ahead. Blocks that share rows of the weight are neighbours.
+// A block computes a tile of the result: 32 or 64 rows of the weight, as rows of operand A, by some rows of x, as
+// columns of B. It walks K once, in order, with each element in one accumulator, so that the bits depend neither on the
+// size of the tile nor on the other rows. Copies run some stages ahead. Blocks that share rows of the weight are
+// neighbours in the grid.
 
 #include <algorithm>
 #include <type_traits>
@@ -22,11 +23,11 @@ struct Arguments {
   Output<S> output;
 };
 
-// What a thread copies of `Rows` rows, Depth elements at a time.
+// A thread's share of copying `Rows` rows to shared memory, Depth elements of each at a time.
 template <typename S, int Rows, int Depth, int Stride, int Threads>
 class RowCopies {
  public:
-  // row_of(r): which row of `data` [., K] is row r of the tile; negative: none, zeros.
+  // row_of(r): the row of `data` [., K] that is row r of the tile; negative: row r is zeros.
   template <typename RowOf>
   __device__ RowCopies(const S* data, std::int64_t K, const RowOf& row_of) : data_(data), K_(K) {
 #pragma unroll
@@ -36,7 +37,7 @@ class RowCopies {
       from_[i] = row < 0 ? nullptr : data + row * K + index % kPieces * kPiece;
     }
   }
-  // Elements k to k + Depth of each row; zeros from K on, a multiple of kPiece.
+  // Copies elements k to k + Depth of each row, zeros from K on. K is a multiple of kPiece.
   __device__ void load(unsigned tile, std::int64_t k) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -55,7 +56,7 @@ class RowCopies {
   const S* from_[kCount];
 };
 
-// 16 bits: each warp has 16 rows of the weight and all kRows rows of x.
+// 16 bits: each warp computes 16 rows of the weight by all kRows rows of x.
 template <typename T, int Warps, int Rows, int Depth, int Stages>
 struct TensorCores {
   using S = T;
@@ -75,8 +76,8 @@ struct TensorCores {
   }
 };
 
-// fp32: thread (u, v) of 16 x 16 has rows u + 16 i of the weight and rows v + 16 j of x. A row of the tile is an odd number
-// of 16-byte pieces, so that 8 rows begin in different banks.
+// fp32: thread (u, v) of 16 x 16 computes rows u + 16 i of the weight by rows v + 16 j of x. A row of the tile is an
+// odd number of 16-byte pieces, so that 8 consecutive rows begin in different banks.
 template <int Rows, int Stages>
 struct FusedMultiplyAdd {
   using S = float;
@@ -163,14 +164,14 @@ __global__ void __launch_bounds__(Math::kThreads) rows_portable_kernel(const Arg
     if (step < steps) weight.load(stage(step), step * Math::kDepth);
   wait_for_predecessors();
 #pragma unroll
-  for (int step = 0; step < kAhead; ++step) {  // the first group has the weights of all of these stages
+  for (int step = 0; step < kAhead; ++step) {  // the first commit group also holds the weights of all of these stages
     if (step < steps) x.load(stage(step) + kWeightBytes<Math>, step * Math::kDepth);
     commit_copies();
   }
   Math math;
   for (int step = 0; step < steps; ++step) {
     wait_for_older_copies<kAhead - 1>();
-    __syncthreads();  // the stage is complete, and nobody reads the one before any more
+    __syncthreads();  // the stage is complete, and no thread reads the previous one any more
     const int next = step + kAhead;
     if (next < steps) {
       weight.load(stage(next), static_cast<std::int64_t>(next) * Math::kDepth);
@@ -212,7 +213,8 @@ void portable(const RowsMatmul<S>& io, const LaunchDevice& device, cudaStream_t 
     if (io.rows <= 16) return launch<FusedMultiplyAdd<16, 6>>(io, device, stream);
     launch<FusedMultiplyAdd<64, 4>>(io, device, stream);
   } else {
-    const bool narrow = ceil_div(weight_rows(io), 64) < device.multiprocessors;  // fewer blocks of 64 rows than needed
+    // tiles of 64 rows would leave multiprocessors idle
+    const bool narrow = ceil_div(weight_rows(io), 64) < device.multiprocessors;
     if (io.rows <= 16) {
       if (narrow) return launch<TensorCores<S, 2, 16, 64, 8>>(io, device, stream);
       return launch<TensorCores<S, 4, 16, 64, 6>>(io, device, stream);

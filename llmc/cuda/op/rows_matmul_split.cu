@@ -1,19 +1,20 @@
-// rows_matmul() of few rows: the splits of a tile are the blocks of a cluster. rows_matmul_hopper.cu describes it.
+// rows_matmul() for few rows: the splits of a tile are the blocks of a cluster. See rows_matmul_hopper.cu.
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
 
 namespace {
 
-// Threads of a block: kConsumers warpgroups of 64 rows of the weight each, and a warp that issues the copies.
-template <typename T, int N, int kConsumers, int kBlocks>  // kBlocks: of a multiprocessor
+// A block has kConsumers warpgroups of 64 rows of the weight each, and a warp that issues the copies. kBlocks: blocks
+// that share a multiprocessor.
+template <typename T, int N, int kConsumers, int kBlocks>
 struct SplitShape {
   using XTile = SwizzledTile<T, N, kDepth>;
   static constexpr int kThreads = kConsumers * kWarpgroupSize + kWarpSize;
   static constexpr int kStageBytes = kConsumers * WeightTile<T>::kBytes + XTile::kBytes;
   static constexpr int kBarrierBytes = 2 * static_cast<int>(sizeof(BarrierStorage));
   static constexpr int kMostStages = (block_shared_bytes(kBlocks) - kAlignment) / (kStageBytes + kBarrierBytes);
-  static constexpr int kSumsBytes = kConsumers * N * kSumsStride * 4;  // over the stages, when they have been used
+  static constexpr int kSumsBytes = kConsumers * N * kSumsStride * 4;  // reuses the memory of the stages
   static_assert(kSumsBytes <= kMostStages * kStageBytes && kStageBytes % kAlignment == 0);
   static constexpr int bytes(int stages) { return kAlignment + stages * (kStageBytes + kBarrierBytes); }
 };
@@ -29,8 +30,8 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
   float* const sums = reinterpret_cast<float*>(dynamic + (base - begin));
   const RingBarriers ring(base + p.stages * Shape::kStageBytes, p.stages);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
-  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);   // known to be the same in a warp
-  const int split = static_cast<int>(blockIdx.x) % p.splits;  // and the rank in the cluster
+  const int warp = __shfl_sync(~0u, thread / kWarpSize, 0);   // tells the compiler that it is uniform in a warp
+  const int split = static_cast<int>(blockIdx.x) % p.splits;  // also the rank in the cluster
   const int tile = static_cast<int>(blockIdx.x) / p.splits * kConsumers;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * N;
   const int first_step = split_begin(split, p.steps, p.splits);
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(SplitShape<T, N, kConsumers, kBlocks>::kThread
   fill_ring(p, ring, p.stages, steps, kConsumers * kWarps, producer, load_weights, load_x);
   const int count = Columns<T>::count(p.output, kWeightRows), all = count * kConsumers;
   const Columns<T> columns(p.output, static_cast<std::int64_t>(tile + thread % all / count) * kWeightRows,
-                           thread % count);  // reads the bias, early
+                           thread % count);  // loads the bias early
   if (consumer) {
     const int group = warp / kWarps;
     float d[N / 2];
@@ -94,8 +95,8 @@ void launch(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t st
 
 }  // namespace
 
-// Up to 64 rows two blocks of 64 rows of the weight fit in a multiprocessor. Where there are several splits, a block has 128 from 33
-// rows of x on, so that x is read half as often.
+// Up to 64 rows of x, two blocks with 64 rows of the weight each fit in a multiprocessor. With several splits a block
+// has 128 rows of the weight from 33 rows of x on, so that x is read half as often.
 template <typename T>
 void launch_split_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   if (io.rows <= 16) return launch<T, 16, 1, 2>(io, device, stream);

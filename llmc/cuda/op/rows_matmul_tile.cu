@@ -1,4 +1,4 @@
-// rows_matmul() of many rows: a block walks all splits of a tile. rows_matmul_hopper.cu describes it.
+// rows_matmul() for many rows: a block walks all splits of a tile. See rows_matmul_hopper.cu.
 #include "llmc/cuda/op/rows_matmul_hopper.cuh"
 
 namespace weft::cuda::rows {
@@ -6,15 +6,16 @@ namespace weft::cuda::rows {
 namespace {
 
 constexpr int kTileConsumers = 2, kTileThreads = (1 + kTileConsumers) * kWarpgroupSize, kCluster = 2;
-constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // of the weight, of a cluster
-constexpr int kSumsRows = 32;                                       // of x, that wait for the epilogue at a time
+constexpr int kPairRows = kCluster * kTileConsumers * kWeightRows;  // rows of the weight that a cluster computes
+constexpr int kSumsRows = 32;  // rows of x that are in shared memory for the epilogue at a time
 
 template <typename T, int N>
 struct TileShape {
   using XTile = SwizzledTile<T, N, kDepth>;
   static_assert(N % kSumsRows == 0);
   static constexpr int kStageBytes = kTileConsumers * WeightTile<T>::kBytes + XTile::kBytes;
-  // What a consumer has for its results on their way to memory: sums, or values as copies take them.
+  // Shared memory in which a consumer stages its results: fp32 sums for the epilogue, or 16-bit values for tensor
+  // copies.
   using OutTile = SwizzledTile<T, N / 2, kWeightRows>;
   static constexpr int kSumsBytes =
       (std::max(kSumsRows * kSumsStride * 4, OutTile::kBytes) + kAlignment - 1) / kAlignment * kAlignment;
@@ -27,8 +28,8 @@ struct TileShape {
 
 #if WEFT_WGMMA
 
-// The order of tiles: patches of kPatch pairs of tiles of the weight, one tile of x after the other, so that the tiles that
-// are computed at one time have few rows of the weight and of x.
+// The order of tiles: patches of kPatch pairs of weight tiles, within a patch one x tile after another. So the tiles
+// that are computed at the same time share few rows of the weight and of x, which stay in L2.
 constexpr int kPatch = 8;
 template <typename T>
 __device__ inline int pair_of(const Arguments<T>& p, int tile) {
@@ -46,7 +47,7 @@ struct TileMemory {
   using Shape = TileShape<T, N>;
 
   unsigned base;
-  unsigned char* memory;  // the same as a pointer
+  unsigned char* memory;  // the same address as a pointer
 
   __device__ explicit TileMemory(unsigned char* dynamic) {
     base = shared_address(dynamic, kAlignment);
@@ -83,7 +84,7 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       load_weight(p, shared.weight(stage, i).address, ring.full(stage), step, first_tile + i, L2::normal);
   };
   int tile = static_cast<int>(blockIdx.x) / kCluster;
-  int ahead = min(p.steps, Shape::kStages);  // weights of the first round need not wait for the kernel before
+  int ahead = min(p.steps, Shape::kStages);  // the first weights need not wait for the preceding kernel
   for (int i = 0; i < ahead; ++i) load_weights(i, i, weight_tile(tile));
   if (!p.x_is_older) wait_for_predecessors();
   RingPosition at;
@@ -104,9 +105,9 @@ __device__ void produce_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   }
 }
 
-// Sums of a warpgroup's 64 rows of the weight, from `first` on, and N rows of x, from `row` on, to `out`: bias (of this thread's
-// two rows of the weight) and GELU in registers, transposed on the way to shared memory, from there by tensor copies, which leave
-// out what is outside.
+// Writes a warpgroup's sums of 64 rows of the weight, from `first` on, by N rows of x, from `row` on, to `out`. Bias
+// (of this thread's two rows of the weight) and GELU are applied in registers, the result is transposed on its way to
+// shared memory and leaves by tensor copies, which clip at the bounds.
 template <typename T, int N>
 __device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::OutTile& staging, int barrier,
                          std::int64_t first, int row, const float (&sum)[N / 2], const float (&bias)[2]) {
@@ -117,12 +118,12 @@ __device__ void copy_out(const Arguments<T>& p, const typename TileShape<T, N>::
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     if (thread == 0) bulk_wait_read();
-    named_barrier_wait(barrier, kWarpgroupSize);  // the copy before has been read
+    named_barrier_wait(barrier, kWarpgroupSize);  // the previous copy has read the buffer
 #pragma unroll
     for (int i = 0; i < OutTile::kRows / 16; ++i) {
       unsigned words[4];
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {  // matrices of 8 rows of x, m / 2, and 8 of the weight, m % 2
+      for (int m = 0; m < 4; ++m) {  // 8x8 matrices: rows of x by m / 2, rows of the weight by m % 2
         const int at = 4 * (part * (OutTile::kRows / 8) + 2 * i + m / 2) + 2 * (m % 2);
         float pair[2] = {sum[at], sum[at + 1]};
 #pragma unroll
@@ -151,7 +152,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
   const int count = p.tile_pairs * p.row_tiles;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroupSize, lane = thread % kWarpSize;
   const RingBarriers ring = shared.ring();
-  const auto release = [&](int stage) {  // in both blocks, since both fill it
+  const auto release = [&](int stage) {  // in both blocks of the cluster, since both fill the stage
     if (lane < kCluster) cluster_mbarrier_arrive(ring.empty(stage), static_cast<unsigned>(lane));
   };
   const auto operands_at = [&](int stage) {
@@ -164,7 +165,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
     const int pair = pair_of(p, tile), row_tile = row_tile_of(p, tile);
     const std::int64_t first =
         static_cast<std::int64_t>((pair * kCluster + rank) * kTileConsumers + consumer) * kWeightRows;
-    float bias[2] = {};  // read before it is needed
+    float bias[2] = {};  // loaded before it is needed
     if (p.copies_out && p.output.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -180,7 +181,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
 #pragma unroll
       for (int chunk = 0; chunk < N / kSumsRows; ++chunk) {
         const std::int64_t row = static_cast<std::int64_t>(row_tile) * N + chunk * kSumsRows;
-        named_barrier_wait(1 + consumer, kWarpgroupSize);  // the chunk before has been read
+        named_barrier_wait(1 + consumer, kWarpgroupSize);  // the previous chunk has been read
         store_sums<kSumsRows / 2>(sums + thread / kWarpSize * 16, kSumsStride, total + chunk * (kSumsRows / 2), lane);
         named_barrier_wait(1 + consumer, kWarpgroupSize);
 #pragma unroll 2
@@ -203,7 +204,7 @@ __device__ void consume_tiles(const Arguments<T>& p, const TileMemory<T, N>& sha
       finish(d);
     }
   }
-  if (p.copies_out && thread == 0) bulk_wait();  // shared memory stays until all has been written
+  if (p.copies_out && thread == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
 #endif  // WEFT_WGMMA
@@ -222,7 +223,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   }
   let_successor_start();
   cluster_barrier();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  // tells the compiler that it is uniform in a warp
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {
     decrease_registers<24>();
     if (threadIdx.x == 0) produce_tiles(p, shared);
@@ -230,13 +232,13 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     increase_registers<240>();
     consume_tiles<T, N, kSplits>(p, shared, warpgroup - 1);
   }
-  cluster_barrier();  // nobody leaves while the other block writes into its memory or arrives there
+  cluster_barrier();  // neither block may exit while the other still writes or arrives in its shared memory
 #else
   __trap();
 #endif
 }
 
-// Whether results go to memory by tensor copies, whose rows begin at multiples of 16 bytes.
+// Whether results are written by tensor copies, which need rows that begin at multiples of 16 bytes.
 template <typename T>
 bool copies_out(const RowsMatmul<T>& io) {
   return (io.epilogue == RowsEpilogue::store || io.epilogue == RowsEpilogue::gelu) && io.OC % 8 == 0 &&
@@ -263,8 +265,8 @@ void launch_tiles(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStrea
                           device.overlapping, kCluster, "rows_matmul", arguments);
 }
 
-// The width of tile_kernel's tiles for which the multiprocessors are done first: rounds of tiles, each of which takes its
-// width and a constant for beginning and end. On equality the wider one, which reads less.
+// The width of tile_kernel's tiles with the least estimated time: the number of rounds of tiles, times a tile's width
+// plus a constant for its beginning and end. If equal, the wider one, which reads less.
 template <int... kWidths>
 int best_width(std::int64_t rows, std::int64_t tile_pairs, int clusters) {
   constexpr std::int64_t kOverhead = 24;
@@ -283,7 +285,7 @@ template <typename T>
 void launch_tile_kernel(const RowsMatmul<T>& io, const LaunchDevice& device, cudaStream_t stream) {
   const std::int64_t pairs = ceil_div(weight_rows(io), kPairRows);
   const int clusters = device.multiprocessors / kCluster;
-  if (splits_of(io) > 1) {  // twice as many registers a column
+  if (splits_of(io) > 1) {  // sums and totals need twice the registers, so tiles are narrower
     switch (best_width<128, 160, 192>(io.rows, pairs, clusters)) {
       case 128:
         return launch_tiles<T, 128, true>(io, device, stream);

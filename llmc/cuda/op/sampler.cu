@@ -1,5 +1,5 @@
-// Sampling: a row is at most a few megabytes and lies in L2 when the head has just written it. What takes time is
-// instructions, so the blocks of a cluster share a row where the GPU has clusters. llmc/cuda/op/sampler.cuh has the algorithm.
+// A row is at most a few megabytes and is still in L2 when the head has just written it. Sampling is bound by
+// instructions, so the blocks of a cluster share a row where the GPU has clusters. The algorithm is in sampler.cuh.
 
 #include "llmc/cuda/op/sampler.h"
 
@@ -11,11 +11,11 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kBlocks = 8;  // of a cluster, the most that every GPU with clusters has
+constexpr int kBlocks = 8;  // blocks of a cluster: the portable maximum
 constexpr int kSmallThreads = 128;
-constexpr std::int64_t kSmallRow = 4096;  // logits up to which a row has one block of kSmallThreads
+constexpr std::int64_t kSmallRow = 4096;  // rows of up to so many logits get one block of kSmallThreads
 
-// The rows of one call. plan_stride: from a row's plan to the next; 0: one for all.
+// The rows of one call. plan_stride: from one row's plan to the next; 0: one plan for all rows.
 struct SampledRows {
   std::int32_t* ids;
   SampleError* errors;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const SampledRows io) 
   wait_for_predecessors();
   let_successor_start();
   const std::int64_t row = blockIdx.x / kBlocks, position = io.positions[row];
-  if (position < 0) return;  // all blocks of the cluster: nobody waits for a message
+  if (position < 0) return;  // all blocks of the cluster return, so none waits for a message
   const SampledToken token =
       sample_block<kThreads, 0, true, kBlocks>(io.logits + row * io.row_stride, io.V, io.plans[row * io.plan_stride],
                                                position, static_cast<int>(threadIdx.x), scratch);

@@ -1,22 +1,24 @@
-// Sampling by one group of threads, on its own (sampler.cu) or inside another kernel. The choice is the host's
+// Sampling by one group of threads, on its own (sampler.cu) or inside another kernel. The result equals the host's
 // (llmc/base/sampler.h) bit for bit: weights are integers, and an integer sum does not depend on its order.
 //
-// An id's rank is its logit and, among equals, the lower id: one 64-bit number, so what top-k and top-p keep is "all ranks
-// from a bound up". The bound is found without sorting:
-//  - A pass over the logits measures (by count for top-k, by weight for top-p) what lies above each of eight pivots between
-//    the bracket's ends, and the bracket closes around the bound. Seven pivots divide the range of logit values, which
-//    suits the logits of a model; one divides the range of ranks, so that 64 passes are enough whatever the logits are.
-//    In the first pass, where all logits are measured, all eight are values if possible: a comparison of two floats.
-//  - In later passes a logit outside the bracket's values costs one comparison. The others are collected in shared memory and
-//    measured 32 at a time: a warp that measured each where it finds it would mostly work for a single lane.
-//  - As soon as few enough ids lie in the bracket, their order is found by comparing all pairs.
-// Then the weights of the kept ids are summed range by range, the range that holds the target is divided again, and so on
-// down to one id.
+// An id's rank is one 64-bit number that orders by logit and, among equal logits, by lower id. So what top-k and top-p
+// keep is "all ranks from a bound up". The bound is found without sorting, by narrowing a bracket of ranks:
+//  - A pass over the logits measures (by count for top-k, by weight for top-p) what lies above each of eight pivots
+//    inside the bracket; the bracket then narrows to the interval that contains the bound. Seven pivots divide the
+//    range of logit values, which suits the logits of a model; one divides the range of ranks, so that 64 passes
+//    suffice for any logits. In the first pass, which measures all logits, all eight pivots are values if possible, so
+//    that a comparison of two floats is enough.
+//  - In later passes a logit outside the bracket costs one comparison. The others are collected in shared memory and
+//    measured 32 at a time: measured where they are found, they would mostly occupy a single lane of a warp.
+//  - As soon as few enough ids are in the bracket, they are ranked by comparing all pairs.
 //
-// Several blocks of a cluster may share the row (sm_90 and later): each passes over its part of the batches, and after a pass
-// they send each other their sums. Every block knows all results.
+// To draw, the weights of the kept ids are summed range by range, the range that holds the target is divided again, and
+// so on down to one id.
 //
-// Cost for V logits: one pass for the greatest, one with V weights (a double-precision exponential each) unless top-k
+// Several blocks of a cluster may share the row (sm_90 and later): each passes over its part, and after a pass they
+// exchange their sums, so that every block knows all results.
+//
+// Cost for V logits: one pass for the largest, one with V weights (a double-precision exponential each) unless top-k
 // alone decides, and three to five that skip what lies outside the bracket.
 #pragma once
 
@@ -32,17 +34,17 @@ namespace weft::cuda {
 namespace sampler_detail {
 
 constexpr int kPivots = 8;
-constexpr int kSums = kPivots + 1;  // and the total
+constexpr int kSums = kPivots + 1;  // one for each pivot, and the total
 
-// 64-bit words of a message: the sums of a block and how many candidates it has, or a word for each of its warps; an even
-// number, because messages travel in pieces of 16 bytes.
+// 64-bit words of a message: a block's sums and its number of candidates, or one word for each of its warps. Even,
+// because messages are sent in pieces of 16 bytes.
 constexpr int message_words(int threads) {
   const int warps = threads / kWarpSize, words = kSums + 1 > warps ? kSums + 1 : warps;
   return words + words % 2;
 }
 
-// Where the blocks of a cluster find what the others send: messages of kWords 64-bit words (a ClusterExchange), and a barrier
-// that counts the bytes of candidates.
+// Shared memory in which a block of a cluster receives: messages of kWords 64-bit words (a ClusterExchange), and an
+// mbarrier that counts the bytes of candidates.
 template <int kBlocks, int kWords>
 struct ClusterInbox {
   alignas(16) char messages[16 + 2 * kBlocks * kWords * 8];
@@ -61,7 +63,7 @@ struct SamplerScratch : sampler_detail::ClusterInbox<kBlocks, sampler_detail::me
   static constexpr int kSums = sampler_detail::kSums;
   static constexpr int kCandidates = 256;
   static constexpr int kFound =
-      3 * kWarpSize;  // ranks of a warp, collected and not yet measured: < 32 and up to 64 new ones
+      3 * kWarpSize;  // ranks that a warp has collected but not measured: < 32 left over and up to 64 new ones
   static constexpr int kMessageWords = sampler_detail::message_words(kThreads);
 
   struct alignas(16) Candidate {
@@ -71,11 +73,12 @@ struct SamplerScratch : sampler_detail::ClusterInbox<kBlocks, sampler_detail::me
   Candidate all_candidates[kBlocks > 1 ? kCandidates : 1];  // of all blocks
   std::uint64_t found[kWarps][kFound];
   std::uint64_t warp_sums[kWarps][kSums];
-  std::uint64_t sums[kSums + 1];                                         // the last counts candidates
-  alignas(kBlocks > 1 ? 16 : 8) std::uint64_t outbox[2][kMessageWords];  // messages to all blocks, used alternately
+  std::uint64_t sums[kSums + 1];  // the last one is the number of candidates
+  // messages to all blocks; two buffers that alternate
+  alignas(kBlocks > 1 ? 16 : 8) std::uint64_t outbox[2][kMessageWords];
   std::uint64_t range_sums[2][kWarps];
   std::uint64_t answer;
-  int counts[2];  // candidates found, alternately: one is cleared while the other is used
+  int counts[2];  // number of candidates found; one is cleared while the other is used
   int counts_of_blocks[kBlocks];
 };
 
@@ -86,7 +89,7 @@ struct SampledToken {
 
 namespace sampler_detail {
 
-// Greater for a greater logit; -0 and +0 are equal.
+// Orders like the logit; -0 and +0 are equal.
 __device__ inline std::uint32_t ordered_key(float logit) {
   std::uint32_t bits = __float_as_uint(logit);
   if (bits == 0x80000000u) bits = 0;
@@ -108,13 +111,13 @@ __device__ inline std::uint64_t warp_sum(std::uint64_t value) {
   return value;
 }
 
-// What the blocks of a cluster send each other: stores into the other block's shared memory that its mbarrier counts
-// (hw/cluster.cuh). No block reads the shared memory of another, so neither a barrier of the cluster is needed, with its fence
-// that waits for all accesses of every thread, nor one before a block exits: it exits after it has received its last message,
-// and then no block writes to it any more.
+// Messages between the blocks of a cluster: asynchronous stores into another block's shared memory, counted by its
+// mbarrier (hw/cluster.cuh). No block reads another's shared memory. So no cluster barrier is needed, whose fence would
+// wait for all accesses of every thread, and a block may exit once it has received its last message, since nothing is
+// stored to it after that.
 //
-// The primary template is the form without messages: for one block, and for GPUs without clusters, for which kernels of
-// several blocks are compiled but never launched.
+// The primary template sends no messages: for one block, and for GPUs without clusters, for which kernels of several
+// blocks are compiled but never launched.
 template <int kBlocks, int kWords>
 struct ClusterMessages {
   __device__ explicit ClusterMessages(ClusterInbox<kBlocks, kWords>&) {}
@@ -136,8 +139,8 @@ requires(kBlocks > 1) struct ClusterMessages<kBlocks, kWords> {
 
   __device__ int rank() const { return static_cast<int>(exchange_.rank()); }
 
-  // Sends kWords words, which all threads of the block have written by now, to every block. Afterwards from(b) is the message
-  // of block b, until the next exchange. The words sent may be written again after the next exchange.
+  // Sends kWords words, which all threads of the block have finished writing, to every block. Until the next exchange
+  // from(b) is the message of block b. The words may be overwritten after the next exchange.
   __device__ void exchange(const std::uint64_t* words) {
     received_ = exchange_.gather(reinterpret_cast<const float*>(words), 2 * kWords);
   }
@@ -145,9 +148,9 @@ requires(kBlocks > 1) struct ClusterMessages<kBlocks, kWords> {
     return reinterpret_cast<const std::uint64_t*>(received_ + b * exchange_.message_stride());
   }
 
-  // all = the candidates of every block in order of rank, counts[b] of block b; own: those of this one. A block sends only
-  // after an exchange, which the others enter when they are done with what `all` held before: nothing is overwritten that is
-  // still read.
+  // all = the candidates of every block, in the order of the blocks; `own`: those of this block, counts[b]: their
+  // number in block b. A block sends only after an exchange, which the other blocks enter when they have read the
+  // previous contents of `all`, so nothing is overwritten before it is read.
   template <typename Candidate>
   __device__ void gather(Candidate* all, const Candidate* own, const int* counts) {
     static_assert(sizeof(Candidate) == 16);
@@ -168,7 +171,7 @@ requires(kBlocks > 1) struct ClusterMessages<kBlocks, kWords> {
   }
 
  private:
-  // The constructor of the exchange meets all blocks: nobody sends before this mbarrier exists.
+  // The constructor of exchange_ synchronises all blocks, so none sends before this mbarrier is initialised.
   static __device__ void* prepared(Inbox& inbox) {
     if (threadIdx.x == 0) {
       hopper::mbarrier_init(shared_address(&inbox.candidates_arrived), 1);
@@ -187,9 +190,9 @@ template <int kThreads, int kBarrier, bool kThroughL1, int kBlocks>
 struct SampleBlock {
   using Scratch = SamplerScratch<kThreads, kBlocks>;
   static constexpr int kWarps = Scratch::kWarps;
-  static constexpr int kAhead = 4;                                // 16-byte loads of a thread before it uses the first
-  static constexpr int kBatch = 4 * kAhead;                       // logits
-  static constexpr std::int32_t kWarpBatch = kBatch * kWarpSize;  // logits of a warp
+  static constexpr int kAhead = 4;           // 16-byte loads that a thread issues before it uses the first
+  static constexpr int kBatch = 4 * kAhead;  // logits that a thread loads at a time
+  static constexpr std::int32_t kWarpBatch = kBatch * kWarpSize;  // logits that a warp loads at a time
   static constexpr bool kCluster = kBlocks > 1;
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024);
 
@@ -198,32 +201,34 @@ struct SampleBlock {
   const SamplingPlan& plan;
   Scratch& scratch;
   int thread, warp, lane;
-  int block;  // of the cluster
-  int skew;   // logits lie so many places past a multiple of 16 bytes; place = id + skew
+  int block;  // rank in the cluster
+  int skew;   // logits[0] is `skew` elements past a 16-byte boundary; place = id + skew
   ClusterMessages<kBlocks, Scratch::kMessageWords> messages;
-  int turn = 0;             // of Scratch::counts
-  int outbox_area = 0;      // of Scratch::outbox
-  float greatest = 0;       // logit
-  double lightest = 0;      // no logit below weighs anything or is finite
-  std::uint64_t bound = 0;  // ranks from here on are kept
-  std::uint64_t top = 0;    // rank of the greatest
+  int turn = 0;             // which of Scratch::counts is used
+  int outbox_area = 0;      // which of Scratch::outbox is used
+  float greatest = 0;       // the largest logit
+  double lightest = 0;      // lower bound of the logits that are finite and have a weight
+  std::uint64_t bound = 0;  // ranks >= bound are kept
+  std::uint64_t top = 0;    // rank of the largest logit
 
   __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
 
-  // Sends scratch.outbox[outbox_area] to all blocks; messages.from(b) is then what block b sent. There are two areas because a
-  // thread may write the next message while another still sends this one.
+  // Sends scratch.outbox[outbox_area] to all blocks; messages.from(b) is then what block b sent. There are two outboxes
+  // because a thread may write the next message while another still sends this one.
   __device__ void exchange() {
     messages.exchange(scratch.outbox[outbox_area]);
     outbox_area ^= 1;
   }
 
-  // In a persistent kernel another multiprocessor may just have written the logits: then L1, which may be stale, is bypassed.
+  // kThroughL1 = false: in a persistent kernel another multiprocessor may just have written the logits, so L1, which
+  // may be stale, is bypassed.
   template <typename Word>
   static __device__ Word read(const Word* address) {
     return kThroughL1 ? *address : __ldcg(address);
   }
 
-  // The lane's logits of the warp's batch that begins at `place`, -infinity from place `end` on and where there is no id.
+  // Loads the lane's logits of the warp's batch that begins at `place`; -infinity from place `end` on and where there
+  // is no id.
   __device__ void load_batch(float (&values)[kBatch], std::int32_t place, std::int32_t end) const {
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
@@ -242,7 +247,7 @@ struct SampleBlock {
     return place + (i / 4 * kWarpSize + lane) * 4 + i % 4 - skew;
   }
 
-  // use(values, place) for all batches, the ids of a thread rising. All lanes of a warp come together.
+  // Calls use(values, place) for all batches of this warp; a thread's ids ascend. All lanes of a warp call together.
   template <typename Use>
   __device__ void for_each_batch(const Use& use) const {
     for (std::int32_t place = (warp * kBlocks + block) * kWarpBatch; place < V + skew;
@@ -253,8 +258,9 @@ struct SampleBlock {
     }
   }
 
-  // use(values[i], i) for all i, by one piece of code for kGroup of them: registers cannot be indexed, so the values move up
-  // between the rounds. With a copy of the body for each of the sixteen values the kernel had 22,800 instructions.
+  // Calls use(values[i], i) for all i, kGroup of them in each iteration of a loop. Registers cannot be indexed at run
+  // time, so the values are shifted between iterations. Fully unrolled, with sixteen copies of the body, the kernel had
+  // 22,800 instructions.
   template <int kGroup, typename Use, typename Between>
   static __device__ void in_groups(float (&values)[kBatch], const Use& use, const Between& between) {
 #pragma unroll 1
@@ -271,8 +277,8 @@ struct SampleBlock {
     in_groups<kGroup>(values, use, [] {});
   }
 
-  // Collects the ranks of the logits in [low, high]; as soon as there are 32 of them, calls use(rank, true) in all lanes. `found`
-  // counts those that are not used yet.
+  // Collects the ranks of the logits in [low, high]; whenever there are 32 of them, calls use(rank, true) in all lanes.
+  // `found` counts those not used yet.
   template <typename Use>
   __device__ void collect(float (&values)[kBatch], std::int32_t place, float low, float high, int& found,
                           const Use& use) const {
@@ -298,7 +304,7 @@ struct SampleBlock {
       }
     });
   }
-  // Uses the fewer than 32 that are left.
+  // Calls use() for the remaining ranks, fewer than 32; the second argument is false in lanes without one.
   template <typename Use>
   __device__ void use_rest(int found, const Use& use) const {
     __syncwarp();
@@ -309,13 +315,13 @@ struct SampleBlock {
   __device__ std::uint64_t weight(float logit) const {
     return sampling_weight(logit, greatest, plan.scale);
   }
-  // Whether the weight is above 0; most logits do not need the exponential for that.
+  // Whether the weight is above 0; for most logits without computing the exponential.
   __device__ bool has_weight(float logit) const {
     const double exponent = (static_cast<double>(logit) - static_cast<double>(greatest)) * plan.scale;
     return exponent > -static_cast<double>(kWeightBits) || weight(logit) > 0;
   }
 
-  // The greatest logit and its lowest id, the least finite logit, and whether all of them are usable.
+  // Finds the largest logit with its lowest id and the smallest finite logit, and checks that all logits are usable.
   __device__ SampledToken find_greatest() {
     float highest = -INFINITY, least = INFINITY;
     std::int32_t highest_id = 0;
@@ -351,7 +357,7 @@ struct SampleBlock {
     if (lane == 0) write(scratch.warp_sums[warp]);
     if (thread == 0) scratch.counts[0] = scratch.counts[1] = 0;
     sync();
-    // Every warp repeats the end of the reduction: no second barrier before the results are known to all.
+    // Every warp repeats the end of the reduction for itself, which saves a second barrier.
     read_back(scratch.warp_sums[lane < kWarps ? lane : 0]);
     reduce();
     if constexpr (kCluster) {
@@ -371,8 +377,8 @@ struct SampleBlock {
     return {id_of(best), SampleError::none};
   }
 
-  // Pivots strictly between lo and hi; needs hi - lo >= 2. True if all of them are values: ranks of no id, above which lie
-  // the logits that are at least values[j].
+  // Chooses pivots strictly between lo and hi; needs hi - lo >= 2. Returns whether all are values: such a pivot is the
+  // rank of no id, and above it are exactly the logits >= values[j].
   __device__ bool choose_pivots(std::uint64_t (&pivots)[kPivots], float (&values)[kPivots], std::uint64_t lo,
                                 std::uint64_t hi) const {
     const std::uint64_t middle = lo + (hi - lo) / 2;
@@ -381,7 +387,7 @@ struct SampleBlock {
     values[0] = logit_of(static_cast<std::uint32_t>(middle >> 32));
     bool by_value = between(pivots[0]) && middle >> 32 > ordered_key(-INFINITY);
     if (!by_value) pivots[0] = middle;
-    // The bracket's ends as logits, where they are logits at all.
+    // The bracket's ends as logits, clamped to actual logits.
     const double low = fmax(static_cast<double>(logit_of(static_cast<std::uint32_t>(lo >> 32))), lightest);
     const double high =
         fmin(static_cast<double>(logit_of(static_cast<std::uint32_t>(hi >> 32))), static_cast<double>(greatest));
@@ -397,7 +403,7 @@ struct SampleBlock {
     return by_value;
   }
 
-  // One batch of a first pass: all logits are in the bracket, and no candidates are collected.
+  // One batch of the first pass, in which all logits are in the bracket and no candidates are collected.
   template <typename Measure>
   __device__ void measure_all(std::uint64_t (&sums)[kSums], float (&logits_)[kBatch], const Measure& measure,
                               const float (&values)[kPivots]) const {
@@ -409,9 +415,10 @@ struct SampleBlock {
     });
   }
 
-  // Adds each of the sums over all threads and counts the candidates; the results are in scratch.sums for everybody.
+  // Adds each of the sums over all threads and counts the candidates; all threads then find the results in
+  // scratch.sums.
   __device__ void add_up(const std::uint64_t (&sums)[kSums]) {
-    // With every exchange a lane keeps half of its sums, so that in the end four lanes hold each of them.
+    // In each of three rounds a lane gives away half of its sums, so that in the end four lanes hold parts of each sum.
     static_assert(kPivots == 8);
     std::uint64_t part[kPivots];
 #pragma unroll
@@ -438,7 +445,7 @@ struct SampleBlock {
     }
     if (thread == 0) {
       of_this_block[kSums] = static_cast<std::uint64_t>(scratch.counts[turn]);
-      scratch.counts[turn ^ 1] = 0;  // its last readers have passed this barrier
+      scratch.counts[turn ^ 1] = 0;  // its last readers have passed the barrier above
     }
     if constexpr (kCluster) {
       exchange();
@@ -456,9 +463,8 @@ struct SampleBlock {
     sync();
   }
 
-  // Raises `bound` to the greatest rank r such that the ranks from r on, none below the old bound, measure at least
-  // need(total measure). Leaves it where it is if even all of them measure less. measure(logit) is 0 for ids that weigh
-  // nothing.
+  // Raises `bound` to the largest rank r such that the ranks >= r measure at least need(total measure). Leaves it alone
+  // if even all of them measure less. measure(logit) is 0 for ids without weight.
   template <typename Measure, typename Need>
   __device__ void raise_bound(const Measure& measure, const Need& need_of) {
     std::uint64_t lo = bound, hi = top + 1;  // the answer is in [lo, hi)
@@ -516,10 +522,11 @@ struct SampleBlock {
       above = next_above;
     }
     bound = lo;
-    sync();  // nobody writes to the scratch while another still reads it
+    sync();  // no thread may overwrite the scratch while another still reads it
   }
 
-  // The rank of the candidate that brings the measure from above to at least `need`.
+  // The rank of the candidate with which the measure, counted from the top, reaches `need`; `above`: the measure above
+  // all candidates.
   __device__ std::uint64_t rank_among_candidates(int count, std::uint64_t above, std::uint64_t need) {
     const typename Scratch::Candidate* candidates = scratch.candidates;
     if constexpr (kCluster) {
@@ -527,7 +534,7 @@ struct SampleBlock {
       candidates = scratch.all_candidates;
     }
     constexpr int kSplit =
-        kThreads > Scratch::kCandidates ? kThreads / Scratch::kCandidates : 1;  // threads of a candidate
+        kThreads > Scratch::kCandidates ? kThreads / Scratch::kCandidates : 1;  // threads that share a candidate
     for (int first = 0; first < count; first += kThreads / kSplit) {
       const int i = first + thread / kSplit;
       const typename Scratch::Candidate own = candidates[min(i, count - 1)];
@@ -549,7 +556,7 @@ struct SampleBlock {
     const std::uint64_t w = weight(logit_of(static_cast<std::uint32_t>(rank >> 32)));
     return rank >= bound && w >= plan.least_weight ? w : 0;
   }
-  // Of the ids from place `from` to `end`, added up over the warp.
+  // Sum of the kept weights of the ids from place `from` to `end`, over the warp.
   __device__ std::uint64_t kept_weights(std::int32_t from, std::int32_t end) const {
     const float low = logit_of(static_cast<std::uint32_t>(bound >> 32));
     std::uint64_t sum = 0;
@@ -571,7 +578,7 @@ struct SampleBlock {
     return warp_sum(sum);
   }
 
-  // The sum over the lanes up to this one.
+  // Inclusive prefix sum over the lanes.
   __device__ std::uint64_t running_sum(std::uint64_t value) const {
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2) {
@@ -581,11 +588,13 @@ struct SampleBlock {
     return value;
   }
 
-  // The id at which the running sum of the kept weights, in order of id, exceeds the target that the random bits pick.
+  // Draws: the id at which the prefix sum of the kept weights, in the order of ids, exceeds the target given by the
+  // random bits.
   __device__ std::int32_t draw(std::int64_t position) {
     std::int32_t begin = 0, size = V + skew;  // places
     std::uint64_t target = 0;
-    // The first division is among the warps of all blocks; the rest is the first block's.
+    // The first level divides the ids among the warps of all blocks; the remaining levels are computed by the first
+    // block alone.
     for (int level = 0; level == 0 || size > kWarpSize; ++level) {
       constexpr int kAllWarps = kWarps * kBlocks, kOfLane = (kAllWarps + kWarpSize - 1) / kWarpSize;
       const bool everybody = kCluster && level == 0;
@@ -593,7 +602,7 @@ struct SampleBlock {
       const std::int32_t piece = static_cast<std::int32_t>(ceil_div(ceil_div(size, pieces), kWarpSize)) * kWarpSize;
       const std::int32_t from = begin + (everybody ? block * kWarps + warp : warp) * piece;
       const std::uint64_t sum = kept_weights(from, min(from + piece, begin + size));
-      std::uint64_t own[kOfLane] = {};  // of neighbouring pieces
+      std::uint64_t own[kOfLane] = {};  // sums of consecutive pieces
       int chosen = 0;
       if (everybody) {
         if (lane == 0) scratch.outbox[outbox_area][warp] = sum;
@@ -650,21 +659,21 @@ struct SampleBlock {
                   [&](std::uint64_t total) { return sampling_share(plan.top_p, total); });
     }
     const std::int32_t id = draw(position);
-    sync();  // the scratch may be used for something else
+    sync();  // the caller may reuse the scratch
     return {id, SampleError::none};
   }
 };
 
 }  // namespace sampler_detail
 
-// The id for `position` from fp32 logits [V] in global memory, 0 <= V <= kMaxSampledVocab; llmc/base/sampling.h says which.
-// To be called by kThreads threads (a multiple of 32) numbered `thread` from 0 in whole warps, all with the same arguments;
-// each gets the result. They meet at hardware barrier kBarrier (0: that of __syncthreads), so other warps of the block may do
-// something else. What wrote the logits must be visible to them before; kThroughL1 is for logits that nothing in this kernel
-// wrote. `plan` and `position` may lie anywhere; `scratch` is shared memory that no thread still uses, and is free again when
-// the call returns.
-// kBlocks > 1: called once by a kernel, by all threads of all blocks of a cluster of that size; the first block gets the
-// result.
+// The id for `position` from fp32 logits [V] in global memory, 0 <= V <= kMaxSampledVocab, as llmc/base/sampling.h
+// defines it. Called by kThreads threads (a multiple of 32), numbered `thread` from 0 in whole warps, all with the same
+// arguments; each gets the result. They synchronise at hardware barrier kBarrier (0: that of __syncthreads), so other
+// warps of the block may do other work. The logits must already be visible to the threads; kThroughL1 only if nothing
+// in this kernel has written them. `plan` and `position` may be in any memory; `scratch` is shared memory, not in use
+// before the call and free again after it.
+// kBlocks > 1: called once in a kernel, by all threads of all blocks of a cluster of that size; the first block gets
+// the result.
 template <int kThreads, int kBarrier = 0, bool kThroughL1 = false, int kBlocks = 1>
 __device__ inline SampledToken sample_block(const float* logits, std::int64_t V, const SamplingPlan& plan,
                                             std::int64_t position, int thread,

@@ -1,6 +1,7 @@
-// One block a row, in a fixed order: thread t has the ids t, t + kThreads, .... Two passes over the row, which lies in L2, for
-// the greatest logit and the sum. The most likely ids are taken one by one: each thread knows the best id of its own, the block
-// finds the best of these, and the warp of its owner looks for the owner's next one.
+// One block a row; thread t always has ids t, t + kThreads, ..., so the order of sums is fixed. Two passes over the
+// row, which is in L2, find the largest logit and the sum. The most likely ids are selected one by one: each thread
+// knows its best remaining id, the block finds the best of these, and the warp of its owner searches the owner's next
+// best.
 #include "llmc/cuda/op/score_rows.h"
 
 #include "llmc/cuda/hw/block.cuh"
@@ -12,7 +13,7 @@ namespace weft::cuda {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
-constexpr int kAhead = 8;  // loads of a thread before it uses the first
+constexpr int kAhead = 8;  // loads that a thread issues before it uses the first
 
 // Calls use(id, logit) for the thread's ids below `end`, in rising order.
 template <typename Use>
@@ -59,9 +60,9 @@ __device__ LogSoftmax log_softmax(const float* row, int V, float* scratch) {
 }
 
 __device__ void find_most_likely(IdLogprob* out, int count, const float* row, int end, const LogSoftmax& softmax) {
-  __shared__ std::uint64_t best_of_warps[2][kWarps];  // alternately: one is read while the other is written
+  __shared__ std::uint64_t best_of_warps[2][kWarps];  // alternating: one is read while the other is written
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-  std::uint64_t best = 0;  // of the thread's ids that are not taken; 0: none
+  std::uint64_t best = 0;  // rank of the thread's best id that has not been selected; 0: none
   for_own_ids(row, end, [&](int id, float logit) {
     const std::uint64_t rank = rank_of(logit, id);
     best = rank > best ? rank : best;
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) score_rows_kernel(const ScoreRows io
   const bool sampled = slot != kNotSampled;
   const std::int32_t id = sampled ? io.ids[r] : 0;
   const SampleError error = sampled ? io.errors[r] : SampleError::none;
-  __syncthreads();  // everybody has read the error
+  __syncthreads();  // all threads have read the error
   if (threadIdx.x == 0 && sampled) {
     if (slot >= 0) io.last_ids[slot] = id;
     io.errors[r] = SampleError::none;

@@ -1,5 +1,5 @@
-// The first and the last operator of a step over rows of many sequences: token embedding, whose ids the host may not know yet,
-// and the choice of the rows whose logits are wanted.
+// The first operator of a step over rows of many sequences, the token embedding, whose ids the host may not know yet;
+// and the last one, which selects the rows whose logits are wanted.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,14 +8,14 @@
 
 namespace weft::cuda {
 
-// out[r, :] = weight[id, :] in fp32, where id is ids[r] if that is not negative, and otherwise what the slot -1 - ids[r] of
-// last_ids holds. weight [V, C] in float, bf16 or fp16, out [rows, C]; C is a multiple of 8, pointers are aligned to 16 bytes.
-// The caller has checked the ids.
+// out[r, :] = weight[id, :] in fp32, with id = ids[r] if that is not negative, else last_ids[-1 - ids[r]]. weight [V,
+// C] in float, bf16 or fp16, out [rows, C]; C is a multiple of 8, pointers are aligned to 16 bytes. The caller
+// guarantees that ids are in range.
 template <typename S>
 void embed_rows(float* out, const std::int32_t* ids, const std::int32_t* last_ids, const S* weight, std::int64_t rows,
                 std::int64_t C, cudaStream_t stream);
 
-// out[i, :] = in[rows[i], :], fp32, [count, C] with C a multiple of 4. Part of a chain (hw/launch.cuh) where `overlapping`.
+// out[i, :] = in[rows[i], :], fp32 [count, C] with C a multiple of 4. Part of a chain (hw/launch.cuh) if `overlapping`.
 void gather_rows(float* out, const float* in, const std::int32_t* rows, std::int64_t count, std::int64_t C,
                  bool overlapping, cudaStream_t stream);
 

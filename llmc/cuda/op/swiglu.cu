@@ -4,9 +4,9 @@
 // 5 N F E, or 6 N F E where it also writes `out` again. Writing it here costs one write; a forward kernel of its
 // own would also read gate and up once more.
 //
-// A thread owns 16 bytes of gate and the same columns of up, so it has read all that its writes overwrite: in place is
-// safe. Consecutive blocks take consecutive parts of one row, so that the blocks that run at a time touch memory that lies
-// close together.
+// A thread owns 16 bytes of gate and the same columns of up, and reads everything that its writes overwrite before it
+// writes: in place is safe. Consecutive blocks take consecutive parts of one row, so that blocks that run at the same
+// time access neighbouring memory.
 
 #include "llmc/cuda/op/swiglu.h"
 

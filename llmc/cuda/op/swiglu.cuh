@@ -18,7 +18,7 @@ __device__ inline float swiglu(float gate, float up) {
 
 struct SwigluGradient {
   float gate, up;
-  float out;  // of the forward pass
+  float out;  // the forward pass's result
 };
 template <typename T>
 __device__ inline SwigluGradient swiglu_gradient(float dout, float gate, float up) {

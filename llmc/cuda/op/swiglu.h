@@ -12,8 +12,8 @@ namespace weft::cuda {
 template <typename T>
 void swiglu_forward(T* out, const T* gate_up, std::int64_t N, std::int64_t F, cudaStream_t stream);
 
-// dgate_up [N, 2F] = from dout [N, F]; may be gate_up's memory. In the same pass `swiglu_out` [N, F], unless it is null, gets
-// the forward pass's out again, bit for bit; it may be dout's memory.
+// dgate_up [N, 2F] is computed from dout [N, F] and gate_up [N, 2F], and may share gate_up's memory. `swiglu_out` [N,
+// F], unless null, gets the forward pass's out again, bit for bit; it may share dout's memory.
 template <typename T>
 void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, std::int64_t N, std::int64_t F, T* swiglu_out,
                      cudaStream_t stream);

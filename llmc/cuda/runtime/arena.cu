@@ -11,8 +11,8 @@ std::string bytes_text(std::uint64_t bytes) {
   return human_bytes(static_cast<double>(bytes));
 }
 
-// The driver maps memory in blocks of this size and puts smaller allocations into one. Another process can open a block once:
-// what ranks share with each other must be alone in its own.
+// The driver maps memory in blocks of this size and puts several smaller allocations into one. Another process can open
+// a block only once, so memory that ranks share must not have a block in common with other memory.
 constexpr std::uint64_t kBlockBytes = 2 << 20;
 
 }  // namespace
@@ -22,7 +22,7 @@ DeviceArena::DeviceArena(const MemoryPlan& plan) : bytes_(plan.bytes()) {
   void* address = nullptr;
   const cudaError_t error = cudaMalloc(&address, (bytes_ + kBlockBytes - 1) / kBlockBytes * kBlockBytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // it is reported here
+    cudaGetLastError();  // clears the error, which is reported below
     std::size_t free_bytes = 0, total_bytes = 0;
     check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for the free GPU memory");
     fail(Exit::resources, "%s: %s of GPU memory planned (%llu bytes), %s of %s are free", plan.name().c_str(),

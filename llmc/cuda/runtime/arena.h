@@ -1,5 +1,5 @@
-// Device memory: one cudaMalloc for each MemoryPlan, before the loop; and page-locked host memory for
-// asynchronous copies.
+// Device memory: one cudaMalloc for each MemoryPlan, before the main loop; and page-locked host memory for asynchronous
+// copies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,8 @@
 
 namespace weft::cuda {
 
-// Memory of a plan, not initialised. Exit::resources with the plan's name and the planned, free and total
-// bytes where the GPU has too little.
+// The device memory of a plan, uninitialised. Exit::resources with the plan's name and the planned, free and total
+// bytes if the GPU has too little.
 class DeviceArena {
  public:
   explicit DeviceArena(const MemoryPlan& plan);
@@ -32,8 +32,8 @@ class DeviceArena {
   std::uint64_t bytes_ = 0;
 };
 
-// Page-locked host memory, not initialised: copies to and from it run asynchronously. Exit::resources where
-// the system refuses.
+// Page-locked host memory, uninitialised: copies to and from it run asynchronously. Exit::resources if the system
+// refuses.
 class PinnedBuffer {
  public:
   explicit PinnedBuffer(std::uint64_t bytes);

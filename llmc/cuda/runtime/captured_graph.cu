@@ -13,11 +13,11 @@ struct DestroyGraph {
 };
 using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
 
-// Capturing of a stream, which is ended on every path.
+// A stream capture that is ended on every path.
 class Capture {
  public:
   Capture(cudaStream_t stream, const char* action) : stream_(stream), action_(action) {
-    // Thread-local: what other threads do meanwhile (saving a checkpoint, say) is neither captured nor forbidden.
+    // Thread-local mode: CUDA calls of other threads (saving a checkpoint, say) are neither captured nor forbidden.
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), action);
   }
   ~Capture() {
@@ -25,7 +25,7 @@ class Capture {
     cudaGraph_t graph = nullptr;
     cudaStreamEndCapture(stream_, &graph);
     if (graph != nullptr) cudaGraphDestroy(graph);
-    cudaGetLastError();  // the exception on its way says what went wrong
+    cudaGetLastError();  // the exception in flight says what went wrong
   }
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
@@ -53,7 +53,7 @@ void CapturedGraph::capture(cudaStream_t stream, const std::function<void()>& la
   if (executable_ != nullptr) {
     cudaGraphExecUpdateResultInfo difference{};
     if (cudaGraphExecUpdate(executable_, graph.get(), &difference) == cudaSuccess) return;
-    cudaGetLastError();  // another shape: not an error
+    cudaGetLastError();  // a graph of another shape: not an error
     clear();
   }
   check(cudaGraphInstantiate(&executable_, graph.get(), 0), action.c_str());

@@ -1,7 +1,8 @@
-// The functions of cuBLASLt that weft calls, looked up at run time under their own names, so that no program links with the
-// library: loading its half gigabyte takes 0.08 s, seven times as long as all else in the start of a program that computes on
-// the CPU. The first call loads it, by the program's run path (the CUDA toolkit that built it), LD_LIBRARY_PATH or the
-// system's list; where it cannot be loaded, or lacks a function, that call throws Exit::environment.
+// The functions of cuBLASLt that weft calls, looked up at run time under their own names, so that no program links with
+// the library: loading its half gigabyte takes 0.08 s, seven times as long as all other work at the start of a program
+// that computes on the CPU. The first call loads it, from the program's run path (the CUDA toolkit that built it),
+// LD_LIBRARY_PATH or the system's list; if it cannot be loaded, or lacks a function, that call throws
+// Exit::environment.
 #include <cublasLt.h>
 #include <dlfcn.h>
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kOldestArch = 80;
 
-// Never launched: asking for its attributes tells whether this program holds code for the GPU.
+// Never launched: querying its attributes tells whether this program contains code for the GPU.
 __global__ void marker_kernel() {}
 
 void inspect(Device& device, int injected_arch, int index) {
@@ -47,7 +47,7 @@ void inspect(Device& device, int injected_arch, int index) {
 int visible_gpus() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  cudaGetLastError();  // no driver, or one that does not work: probe_device() says so
+  cudaGetLastError();  // no working driver: probe_device() reports it
   return 0;
 }
 

@@ -1,4 +1,4 @@
-// Which GPU there is, and whether weft can use it.
+// Which GPU is present, and whether weft can use it.
 #pragma once
 
 #include <cstdint>
@@ -10,25 +10,25 @@ namespace weft::cuda {
 
 struct Device {
   bool usable = false;
-  // Where it is not usable: why, in one line, and what --device cuda ends with.
+  // If not usable: the reason in one line, and the exit code for --device cuda.
   std::string problem;
   Exit code = Exit::ok;
   std::string name;
-  std::string id;  // its place on the bus, "0000:1b:00.0": of GPUs of one machine no two have the same
+  std::string id;  // PCI bus address, as "0000:1b:00.0"; unique within a machine
   int arch = 0;    // 90 for compute capability 9.0
   int multiprocessors = 0;
-  int shared_bytes = 0;  // that a block can ask for
+  int shared_bytes = 0;  // the most that a block can request
   std::uint64_t total_bytes = 0, free_bytes = 0;
   int driver = 0, runtime = 0;  // CUDA versions; 13000 is 13.0
 };
 
-// How many GPUs CUDA_VISIBLE_DEVICES leaves; 0 where there is no driver.
+// Number of GPUs that CUDA_VISIBLE_DEVICES allows; 0 without a driver.
 int visible_gpus();
 
-// Examines GPU `index` of those, and makes it the current one of this thread. Never throws: what is wrong is in `problem`, and `code` is
-// Exit::resources where the GPU's memory is full, otherwise Exit::environment. Needs sm_80 (bf16 tensor cores and
-// asynchronous copies) or later, and code for that architecture in this program.
-// injected_arch: a test's replacement for the architecture that the GPU reports (--debug-inject arch@gpu=N); 0: none.
+// Examines GPU `index` of these and makes it current in this thread. Never throws: `problem` says what is wrong, and
+// `code` is Exit::resources if the GPU's memory is full, otherwise Exit::environment. Requires sm_80 (bf16 tensor cores
+// and asynchronous copies) or later, and code for that architecture in this program. injected_arch, for tests: replaces
+// the architecture that the GPU reports (--debug-inject arch@gpu=N); 0: none.
 Device probe_device(int injected_arch = 0, int index = 0);
 
 }  // namespace weft::cuda

@@ -1,5 +1,5 @@
-// Functions of the NVIDIA driver: they are looked up at run time, so that no program links with the driver's library and each
-// one starts on machines without it.
+// Functions of the NVIDIA driver, looked up at run time, so that no program links with the driver's library and all of
+// them start on machines without it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@
 
 namespace weft::cuda {
 
-// The driver's function `name`, as CUDA 12.0 defined it or before; Function is its pointer type of <cudaTypedefs.h>.
-// Exit::environment where the driver does not have it.
+// The driver's function `name` in its version of CUDA 12.0 or earlier; Function is its pointer type from
+// <cudaTypedefs.h>. Exit::environment if the driver lacks it.
 template <typename Function>
 Function driver_function(const char* name) {
   void* function = nullptr;

@@ -10,7 +10,7 @@ std::string version_text(int version) {
   return format("%d.%d", version / 1000, version % 1000 / 10);
 }
 
-// What the Makefile calls the architecture: Hopper's own instructions exist under a name of their own.
+// The Makefile's name for the architecture: 90a, which enables Hopper's own instructions, for 90.
 std::string build_architecture(int arch) {
   return arch == 90 ? "90a" : format("%d", arch);
 }

@@ -9,27 +9,26 @@
 
 namespace weft::cuda {
 
-// What went wrong and what to do, for a CUDA error that appeared while doing `action`. `driver` and `runtime`
-// are versions as CUDA reports them (13000 is 13.0; driver 0: none installed); `arch` is the GPU's (90), 0 if
-// unknown. Out of memory is Exit::resources, everything else Exit::environment: a kernel that faulted is failing hardware
-// as often as it is a bug, and for the caller both mean the same, to start again from the last checkpoint.
+// Describes a CUDA error that occurred during `action`, and what to do. `driver` and `runtime` are versions as CUDA
+// reports them (13000 is 13.0; driver 0: none installed); `arch` is the GPU's (90), 0 if unknown. Out of memory is
+// Exit::resources, everything else Exit::environment: a kernel that faulted is failing hardware as often as a bug, and
+// in both cases the caller should restart from the last checkpoint.
 Error describe_error(cudaError_t error, const std::string& action, int driver, int runtime, int arch);
 
-// Test tool (--debug-inject gpu@step): a kernel that writes where nothing is. The error surfaces at the next
-// synchronisation, and no CUDA call of the process succeeds after it.
+// For tests (--debug-inject gpu@step): launches a kernel that writes to an invalid address. The error surfaces at the
+// next synchronisation, after which every CUDA call of the process fails.
 void launch_faulty_kernel(cudaStream_t stream);
 
 // Throws describe_error() for this machine unless `error` is cudaSuccess.
 void check(cudaError_t error, const char* action);
 
-// After a launch: reports a launch error at once. Errors during execution surface at the next synchronising
-// call.
+// Call after a launch: throws for a launch error. Errors during execution surface at the next synchronising call.
 void check_launch(const char* kernel);
 
-// Of the current device.
+// An attribute of the current device.
 int device_attribute(cudaDeviceAttr attribute);
 
-// Multiprocessors of the current device if it has compute capability 9.0 and with it wgmma; otherwise 0.
+// Number of multiprocessors of the current device if it has compute capability 9.0, and thus wgmma; otherwise 0.
 int hopper_multiprocessors();
 
 }  // namespace weft::cuda

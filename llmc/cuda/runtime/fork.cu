@@ -9,8 +9,7 @@ namespace weft::cuda {
 
 namespace {
 
-constexpr std::int64_t kLongestDelay =
-    1'000'000;  // microseconds: a delay that is not ended by the clock would be a hang
+constexpr std::int64_t kLongestDelay = 1'000'000;  // microseconds; an upper bound, so that a delay cannot hang
 
 std::atomic<std::int64_t> delays[static_cast<int>(DelayPoint::count)];
 

@@ -1,4 +1,4 @@
-// The name of each operator of a step: an NVTX range for nsys and ncu and, while a step is timed, a pair of events.
+// Names the operators of a step: an NVTX range for nsys and ncu and, while a step is timed, a pair of events.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ class OperatorClock {
  public:
   explicit OperatorClock(cudaStream_t stream) : stream_(stream) {}
 
-  // Runs `launch` as the operator `name` (a literal: it is kept by address). flops and bytes: see OperatorTime.
+  // Runs `launch` as the operator `name` (a string literal, kept by address). flops and bytes: see OperatorTime.
   template <typename Launch>
   void run(const char* name, double flops, double bytes, Launch&& launch) {
     const TraceRange range(name);
@@ -32,7 +32,7 @@ class OperatorClock {
     timing_ = true;
   }
   bool timing() const { return timing_; }
-  // Waits for the GPU; the times since start(), one row a name. Without ceilings.
+  // Waits for the GPU and returns the times since start(), one row a name; does not fill in ceilings.
   OperatorTable stop();
 
  private:
@@ -46,7 +46,7 @@ class OperatorClock {
 
   cudaStream_t stream_;
   bool timing_ = false;
-  std::deque<Call> calls_;  // events do not move
+  std::deque<Call> calls_;  // a deque, since events cannot be moved
 };
 
 }  // namespace weft::cuda

@@ -17,7 +17,7 @@ void StepGraph::run(cudaStream_t stream, const Values& values, const std::functi
       values_ = values;
     } catch (const Error& error) {
       cudaGetLastError();
-      if (error.code() == Exit::internal || cudaPeekAtLastError() != cudaSuccess) throw;  // a kernel failed before this
+      if (error.code() == Exit::internal || cudaPeekAtLastError() != cudaSuccess) throw;  // a kernel failed earlier
       log_warning("no CUDA graph of the training step: %s. Every kernel is launched by itself", error.what());
       graph_.clear();
       refused_ = true;

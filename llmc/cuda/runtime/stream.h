@@ -10,7 +10,8 @@ namespace weft::cuda {
 
 class Stream {
  public:
-  // Blocks of the stream with the lower priority number are scheduled first; 0 is the default and the lowest priority.
+  // Thread blocks of the stream with the lower priority number are scheduled first; 0 is the default and the lowest
+  // priority.
   explicit Stream(int priority = 0) {
     check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority), "stream");
   }

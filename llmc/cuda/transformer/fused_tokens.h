@@ -1,5 +1,5 @@
-// The fused decode kernel as the IdDecoder of an InferenceModel on the GPU: the model appends the prompt, the kernel decodes
-// what follows in the same pages.
+// The fused decode kernel as the IdDecoder of an InferenceModel on the GPU: the model computes the prompt, and the
+// kernel continues in the same pages.
 #pragma once
 
 #include <memory>
@@ -11,14 +11,14 @@
 
 namespace weft::cuda {
 
-// Positions of a page, in a model that is made for this: a stage of the kernel's ring is of one page.
+// Positions of a page in a model for fused decoding: a stage of the kernel's ring must not span pages.
 inline constexpr std::int64_t kFusedPageSize = 64;
 
-// What fused_tokens() will allocate on the current GPU.
+// Memory that fused_tokens() will allocate on the current GPU.
 std::vector<MemoryLine> plan_fused_tokens(const ModelConfig& config);
 
-// `model`: from load_inference() or random_inference() in `dtype`, fp16 or bf16; it must stay valid as long as the decoder.
-// Exit::environment where fused_refusal() has something to say.
+// `model`: from load_inference() or random_inference() in `dtype`, fp16 or bf16; it must outlive the decoder.
+// Exit::environment where fused_refusal() is not empty.
 std::unique_ptr<IdDecoder> fused_tokens(InferenceModel& model, DType dtype);
 
 }  // namespace weft::cuda

@@ -1,4 +1,5 @@
-// The inference model's memory, and what the programs call. Its work stands in the files that inference_model.cuh names.
+// The inference model's memory, and the functions that the programs call. The rest is in the files that
+// inference_model.cuh lists.
 #include "llmc/cuda/transformer/inference.h"
 
 #include <algorithm>
@@ -93,7 +94,7 @@ Inference<S>::Inference(const ModelConfig& config, const InferenceOptions& pool,
       regions_(plan_inference_workspace<S>(config, pool_, b_)),
       workspace_(regions_.plan()) {
   regions_.bind(workspace_);
-  workspace_.clear(stream_);  // rows that only pad a step, the slots, errors, attention's workspace
+  workspace_.clear(stream_);  // padding rows, slots, errors and attention's workspace must start as zeros
   kv_arena_.clear(stream_);
   const std::int64_t rows = row_bucket(pool_.max_rows);
   for (std::int64_t i = 0; i < kDepth; ++i) {
@@ -200,8 +201,8 @@ MemoryPlan parameters_plan(const ModelConfig& config) {
   return per_parameter_plan("parameters", TensorTable(config), sizeof(S));
 }
 
-// A model with parameters of its own, which fill(parameters) writes once all memory is there: `parameters` are targets where
-// the model is quantised, or the arena's beginning.
+// A model that owns its parameters. fill(table, parameters) writes them once all memory is allocated; `parameters` is a
+// list of targets if the model is quantised, otherwise the beginning of the arena.
 template <typename S, typename Fill>
 std::unique_ptr<InferenceModel> make_inference(const ModelConfig& config, const InferenceOptions& pool,
                                                const GpuInferenceOptions& options, const Fill& fill) {

@@ -1,5 +1,5 @@
-// The launches of a step, from ids to scored logits. Each is an operator over rows; all but the embedding and sampling are
-// launched as a chain.
+// The launches of a step, from ids to scored logits. Each is an operator over rows; all but the embedding and sampling
+// are launched as a chain.
 //
 // GPT-NeoX, parallel residual: h' = h + attention(norm1(h)) + mlp(norm2(h))
 // otherwise:                   h1 = h + attention(norm1(h));  h' = h1 + mlp(norm2(h1))
@@ -145,7 +145,7 @@ void Inference<S>::run_layer(std::int64_t l, const StepArrays& step, std::int64_
     const RowsEpilogue epilogue = neox() ? RowsEpilogue::gelu : RowsEpilogue::swiglu;
     named("MLP up", [&] { multiply(norm2, w.up, rows, C, F, epilogue, b_.product, nullptr, parallel()); });
   };
-  if (parallel()) {  // up needs nothing of attention and runs beside it
+  if (parallel()) {  // up does not depend on attention and overlaps with it
     up();
     add_branches(w, rows);
   } else {
@@ -221,7 +221,7 @@ void Inference<S>::keep(const std::string& name, const T* data, std::int64_t col
   kept.insert(kept.end(), values.begin(), values.end());
 }
 
-// q (rotated) from the packed rows, k (rotated) and v from the pages.
+// Keeps q (rotated) from the packed rows, and k (rotated) and v from the pages.
 template <typename S>
 void Inference<S>::keep_heads(std::int64_t l) {
   if (!keep_ || logits_alone_) return;
@@ -248,7 +248,7 @@ void Inference<S>::keep_heads(std::int64_t l) {
   keep(prefix + "attention", b_.attention, NH * HS);
 }
 
-// The final norm and the logits of every row of the step.
+// Computes and keeps the final norm and the logits of every row of the step.
 template <typename S>
 void Inference<S>::keep_logits_of_all_rows() {
   if (!keep_) return;

@@ -1,13 +1,14 @@
-// InferenceModel on the GPU. Private to this folder; its work stands in
+// InferenceModel on the GPU. Private to this folder; implemented in
 //
-//   inference.cu         memory, and what the programs call
-//   inference_step.cu    a step: the description of its rows on its way to the GPU, captured graphs, results on their way back
+//   inference.cu         memory, and the functions that the programs call
+//   inference_step.cu    a step: uploading the description of its rows, captured graphs, returning results
 //   inference_layers.cu  the list of launches from ids to scored logits
 //
-// Both families are one list of operators: they differ in the norm, in where the second half of a layer reads the residual
-// stream, in how heads lie in a row of qkv and in the function between the two matrices of the MLP.
+// Both families share one list of operators. They differ in the norm, in where the second half of a layer reads the
+// residual stream, in the layout of heads in a row of qkv and in the function between the two matrices of the MLP.
 //
-// Weights that are not quantised, activations, keys and values are stored in S, the residual stream and all sums in fp32.
+// Activations, keys, values and weights that are not quantised are stored in S, the residual stream and all sums in
+// fp32.
 #pragma once
 
 #include <cstdint>
@@ -40,13 +41,13 @@
 namespace weft::cuda {
 
 constexpr std::int64_t kLogitRows = 256;  // rows of logits that exist at the same time: bounds the memory of scoring
-constexpr std::int64_t kGraphRows = 256;  // of a step that is replayed as a captured graph
-constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one waits behind it
+constexpr std::int64_t kGraphRows = 256;  // steps of up to so many rows are replayed as captured graphs
+constexpr std::int64_t kDepth = 2;        // steps in flight: one runs, one is queued
 
-// Rows of a step are padded: few launches serve every number of them.
+// Rows of a step after padding, so that few captured graphs serve every number of rows.
 std::int64_t row_bucket(std::int64_t rows);
 
-// A linear layer whose matrix is either of the two.
+// A linear layer with a plain or a packed (quantised) matrix.
 template <typename S>
 struct InferenceLinear {
   const S* weight = nullptr;  // [out, in], null where it is packed
@@ -70,19 +71,19 @@ struct InferenceWeights {
   std::vector<InferenceLayer<S>> layers;
 };
 
-// What the host tells the GPU about a step, one copy: these arrays, the list of attention's work, and then the block tables of
-// the spans. `rows` and `wanted` are buckets: where the arrays lie depends on these two alone, so that a captured graph finds
-// them. The numbers in `tables` count from the beginning of the copy.
+// The description of a step, uploaded in one copy: these arrays, attention's work list, and then the block tables of
+// the spans. `rows` and `wanted` are padded by row_bucket(): the arrays' positions depend on these two alone, so that a
+// captured graph finds them. The indices in `tables` count from the beginning of the copy.
 struct StepArrays {
-  std::int64_t* sample_positions;                // [wanted]: of the id that is sampled; -1: none is
+  std::int64_t* sample_positions;                // [wanted]: position of the id that is sampled; -1: none
   SamplingPlan* plans;                           // [wanted]
-  std::int32_t *ids, *positions, *tables;        // [rows]; an id of -1 - s: the one in slot s. Position -1: padding
+  std::int32_t *ids, *positions, *tables;        // [rows]; id -1 - s: the id in slot s; position -1: padding
   std::int32_t* wanted_rows;                     // [wanted]: rows whose logits are wanted
   std::int32_t *slots, *targets, *alternatives;  // [wanted], see ScoreRows
-  std::byte* work;                               // of attention
-  const std::int32_t* begin;                     // of the copy
-  bool decodes = false;                          // attention rotates and appends the rows itself: other launches
-  bool all_wanted = false;                       // wanted_rows is 0, 1, ...: nothing has to be gathered
+  std::byte* work;                               // attention's work list
+  const std::int32_t* begin;                     // the beginning of the copy
+  bool decodes = false;        // attention rotates and appends the rows itself, so the launches differ
+  bool all_wanted = false;     // wanted_rows is 0, 1, ...: nothing has to be gathered
   RowScore* scores = nullptr;  // [wanted], page-locked: kernels write results where the host reads them
 };
 StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted);
@@ -90,16 +91,16 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
 // Pointers into the workspace.
 template <typename S>
 struct InferenceBuffers {
-  std::byte* step[kDepth];                       // what StepArrays describes: of a step that runs and of the next one
+  std::byte* step[kDepth];                       // descriptions (StepArrays) of the running step and of the next one
   float* residual;                               // [rows, C]
-  S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; the second norm of the parallel residual
+  S *norm1, *norm2, *qkv, *attention, *product;  // [rows, ...]; norm2: of the parallel residual only
   float* gathered;                               // [logit rows, C]: the residual stream of rows whose logits are wanted
   S* final_norm;                                 // [logit rows, C]
   float* logits;                                 // [logit rows, V]
   std::int32_t* sampled_ids;                     // [logit rows]
   SampleError* errors;                           // [logit rows]
   IdLogprob* most_likely;                        // [wanted rows, kMaxAlternatives]
-  std::int32_t* last_ids;                        // [slots + kDeviceDrafts]: behind them what device_drafts() names
+  std::int32_t* last_ids;                        // [slots + kDeviceDrafts]: the slots, then device_drafts()
   float *cos, *sin;
   std::byte* attention_workspace;
 };
@@ -107,12 +108,12 @@ struct InferenceBuffers {
 // Plans the workspace; the pointers are filled when it is bound.
 template <typename S>
 Regions plan_inference_workspace(const ModelConfig& config, const InferenceOptions& pool, InferenceBuffers<S>& buffers);
-// Bytes of the longest description of a step.
+// The most bytes of the description of a step.
 std::size_t step_bytes(const ModelConfig& config, const InferenceOptions& pool);
 PagedAttentionShape attention_shape(const ModelConfig& config, const InferenceOptions& pool);
 
-// What another decoder of the same sequences needs: parameters that are the model's own, else null; where they are; all pages,
-// which page i of a sequence is if there is one alone; the model's stream.
+// What another decoder of the same sequence needs: the parameters if the model owns them, else null; the weights; all
+// pages, where page i of a single sequence is page i; the RoPE table; the model's stream.
 template <typename S>
 struct InferenceParts {
   S* parameters = nullptr;
@@ -125,7 +126,7 @@ struct InferenceParts {
 template <typename S>
 class Inference final : public InferenceModel {
  public:
-  // `own`: the parameters, if they are this model's.
+  // `own`: the parameters, if this model owns them.
   Inference(const ModelConfig& config, const InferenceOptions& pool, const GpuInferenceOptions& options,
             InferenceWeights<S> weights, std::unique_ptr<DeviceArena> own);
   ~Inference() override { cudaStreamSynchronize(stream_); }
@@ -166,7 +167,7 @@ class Inference final : public InferenceModel {
   }
 
  private:
-  // Where a span's results lie among those of the wanted rows; -1: not asked for.
+  // Indices of a span's results among the wanted rows; -1: not requested.
   struct FlightSpan {
     std::int64_t targets_begin = 0;
     std::vector<std::int32_t> targets;
@@ -175,7 +176,7 @@ class Inference final : public InferenceModel {
     std::int64_t logits = -1;  // row of Flight::logits
     std::int32_t alternatives = -1;
     std::vector<std::int32_t> drafts;  // verified by the wanted rows that end with `last`
-    // Where the caller will have written those that the device knows; null: they are in `drafts`.
+    // Where the caller will have written the drafts that only the device knows yet; null: they are in `drafts`.
     const std::int32_t* later_drafts = nullptr;
   };
   // A step between submit() and collect().
@@ -184,15 +185,15 @@ class Inference final : public InferenceModel {
         : upload(upload_bytes), scores(score_bytes), most_likely(most_likely_bytes) {}
 
     PinnedBuffer upload, scores, most_likely;
-    std::byte* step = nullptr;  // where the upload goes
+    std::byte* step = nullptr;  // destination of the upload
     Event uploaded{cudaEventDisableTiming};
-    std::unique_ptr<PinnedBuffer> logits;  // of the spans that keep them; grows with their number
+    std::unique_ptr<PinnedBuffer> logits;  // logits of the spans that keep them; grows on demand
     Event done{cudaEventDisableTiming};
-    std::int64_t wanted = 0;  // rows, without padding
-    bool decodes = false;     // the list of attention's work does
-    bool all_wanted = false;  // every row's logits are
+    std::int64_t wanted = 0;  // wanted rows, without padding
+    bool decodes = false;     // paged_work_decodes()
+    bool all_wanted = false;  // the logits of every row are wanted
     std::vector<FlightSpan> spans;
-    std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, rising
+    std::vector<std::int64_t> kept_rows;  // wanted rows whose logits are kept, ascending
   };
 
   struct BucketGraph {
@@ -205,7 +206,7 @@ class Inference final : public InferenceModel {
   // Fills the flight and its upload; returns the bytes to copy. `rows` and `wanted` become buckets.
   std::size_t describe(std::span<const Span> work, Flight& flight, std::int64_t& rows, std::int64_t& wanted);
   void launch(const Flight& flight, std::int64_t rows, std::int64_t wanted);
-  // The same in one kernel, as far as the logits.
+  // The same with one kernel up to the logits.
   void launch_fused(const Flight& flight, const StepArrays& step, std::int64_t rows, std::int64_t wanted);
   void keep_logits(const Flight& flight, std::int64_t first, std::int64_t count);
   ScoredId scored(const Flight& flight, std::int64_t row, std::int32_t id, float logprob, std::int32_t count) const;
@@ -214,26 +215,27 @@ class Inference final : public InferenceModel {
   void run_layers(const StepArrays& step, std::int64_t rows);
   void run_layer(std::int64_t l, const StepArrays& step, std::int64_t rows);
   void attend(std::int64_t l, const StepArrays& step, std::int64_t rows);
-  // From the residual stream of `count` wanted rows to their results, from wanted row `first` on; at most kLogitRows.
+  // From the residual stream of `count` wanted rows, at most kLogitRows, from wanted row `first` on, to their results.
   void run_head(const StepArrays& step, std::int64_t first, std::int64_t count);
-  // The second half of that: from logits on.
+  // The second half of run_head(), from the logits on.
   void sample_and_score(const StepArrays& step, std::int64_t first, std::int64_t count);
   void normalize(std::int64_t rows, const float* residual, const Norm<S>& norm, S* out, const Norm<S>* norm2 = nullptr,
                  S* out2 = nullptr);
   void multiply(const S* x, const InferenceLinear<S>& w, std::int64_t rows, std::int64_t K, std::int64_t OC,
                 RowsEpilogue epilogue, S* out, float* out_fp32 = nullptr, bool x_is_older = false);
-  // With the matrices of these layers, the second for io's second input.
+  // With the matrices of these layers, w2 for io's second input.
   void multiply(RowsMatmul<S> io, const InferenceLinear<S>& w, const InferenceLinear<S>& w2);
   void add_branches(const InferenceLayer<S>& w, std::int64_t rows);
   PagedKv<S> pages_of_layer(std::int64_t l) const;
-  HeadViewOf<S> heads(std::int64_t first_element) const;  // of a row of qkv: queries, keys or values begin there
+  // view of queries, keys or values, which begin at this element of a row of qkv
+  HeadViewOf<S> heads(std::int64_t first_element) const;
   HeadViewOf<S> queries() const { return heads(0); }
   HeadViewOf<S> keys() const { return heads(neox() ? config_.head_dim : config_.q_size()); }
   HeadViewOf<S> values() const { return heads(neox() ? 2 * config_.head_dim : config_.q_size() + config_.kv_size()); }
   bool neox() const { return config_.family == Family::gpt_neox; }
   bool parallel() const { return neox() && config_.parallel_residual; }
   std::int64_t qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
-  // Runs `work` under a name for the profiler, where launches are single ones.
+  // Runs `work` under a name for the profiler, if operators are launched singly.
   template <typename Work>
   void named(const char* name, const Work& work) {
     if (!options_.direct) return work();
@@ -245,7 +247,7 @@ class Inference final : public InferenceModel {
   template <typename T>
   std::vector<float> download(const T* data, std::int64_t count);
   template <typename T>
-  void keep(const std::string& name, const T* data, std::int64_t columns);  // of the step's rows without padding
+  void keep(const std::string& name, const T* data, std::int64_t columns);  // the step's rows, without padding
   void keep_heads(std::int64_t l);
   void keep_logits_of_all_rows();
 
@@ -262,19 +264,19 @@ class Inference final : public InferenceModel {
   Regions regions_;
   DeviceArena workspace_;
   DeviceRopeTable rope_;
-  // Of 16-bit models where it was asked for.
+  // For 16-bit models with GpuInferenceOptions::fused_steps.
   std::unique_ptr<FusedStep<std::conditional_t<std::is_same_v<S, float>, fp16, S>>> fused_;
-  // By buckets of rows and of wanted rows, by StepArrays::decodes and all_wanted, and by the flight, whose memory a graph reads
-  // and writes.
+  // Keyed by padded rows and wanted rows, StepArrays::decodes and all_wanted, and by the flight, whose memory a graph
+  // reads and writes.
   std::map<std::tuple<std::int64_t, std::int64_t, bool, bool, const Flight*>, BucketGraph> graphs_;
   std::vector<std::unique_ptr<Flight>> flights_;  // [kDepth], used in turn
   std::int64_t submitted_ = 0, collected_ = 0;
   std::vector<SpanResult> results_;
   std::vector<VerifiedRow> verified_;
-  std::vector<PagedSpan> paged_spans_;  // of the step that is submitted
+  std::vector<PagedSpan> paged_spans_;  // spans of the step being submitted
 
   bool keep_ = false, logits_alone_ = false;
-  // Of the step that is launched, without padding: its rows, and where keys and values of each lie.
+  // For the step being launched, without padding: its number of rows, and where the keys and values of each row lie.
   struct Place {
     std::int64_t page, place;
   };

@@ -1,7 +1,7 @@
-// A step between submit() and collect(). Everything that differs between two steps of the same buckets lies in device memory:
-// the description, one copy from page-locked memory, and the ids that were sampled last. So a step of few rows is the replay of
-// a captured graph, and nothing waits for the host: a description is copied while the step before runs, the last kernel writes
-// results to page-locked memory, and an event follows it.
+// A step between submit() and collect(). Everything that differs between two steps with the same padded sizes lies in
+// device memory: the description, one copy from page-locked memory, and the ids that were sampled last. So a step of
+// few rows is the replay of a captured graph, and the GPU does not wait for the host: a description is copied while the
+// previous step runs, the last kernel writes results to page-locked memory, and an event follows it.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -43,7 +43,7 @@ StepArrays step_arrays(std::byte* begin, std::int64_t rows, std::int64_t wanted)
 
 // ---- submit -----------------------------------------------------------------------------------------------------------
 
-// What would read or write memory that is not the span's own.
+// Rejects steps that would access memory of other spans.
 template <typename S>
 void Inference<S>::check(std::span<const Span> work) const {
   if (submitted_ - collected_ >= kDepth) {
@@ -80,9 +80,10 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     paged_spans_.push_back({rows, count, span.first_position});
     out.targets_begin = wanted;
     out.targets.assign(span.targets.begin(), span.targets.end());
-    wanted += targets + span.drafts;  // never both
+    wanted += targets + span.drafts;  // a span has targets or drafts, not both
     out.last = -1;
-    if (last_is_wanted) out.last = targets == count ? wanted - 1 : wanted++;  // or it is the last target's row
+    // either the last target's row or an additional one
+    if (last_is_wanted) out.last = targets == count ? wanted - 1 : wanted++;
     out.sampled = span.sampling != nullptr;
     out.alternatives = span.alternatives;
     out.logits = span.keep_logits ? std::ssize(flight.kept_rows) : -1;
@@ -96,7 +97,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
 
   std::byte* const begin = flight.upload.template at<std::byte>(0);
   const StepArrays step = step_arrays(begin, rows, wanted);
-  // Block tables lie behind attention's work, in units of their elements.
+  // Block tables follow attention's work list; `table` counts elements of 4 bytes.
   const std::size_t work_bytes = write_paged_work(step.work, attention_shape(config_, pool_), paged_spans_);
   flight.decodes = paged_work_decodes(step.work);
   auto* const base = reinterpret_cast<std::int32_t*>(begin);
@@ -108,7 +109,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
     const std::int64_t count = span.rows(), targets = std::ssize(span.targets);
     for (std::int64_t t = 0; t < count; ++t, ++row) {
       const std::int64_t position = span.first_position + t;
-      const std::int64_t draft = t - (count - span.drafts);  // number among the drafts
+      const std::int64_t draft = t - (count - span.drafts);  // index among the drafts
       const bool on_device = span.drafts_on_device && draft >= 0;
       step.ids[row] = span.ids.empty() ? -1 - span.slot
                       : on_device      ? -1 - static_cast<std::int32_t>(pool_.slots + draft)
@@ -131,11 +132,12 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
       step.alternatives[next] = span.alternatives;
       ++next;
     }
-    const std::int64_t pages = ceil_div(span.first_position + count, pool_.page_size);  // a table may be longer
+    // the span's table may have more pages
+    const std::int64_t pages = ceil_div(span.first_position + count, pool_.page_size);
     std::copy_n(span.pages.begin(), pages, base + table);
     table += pages;
   }
-  for (; row < rows; ++row) {  // padding computes on an embedding, so that it stays finite
+  for (; row < rows; ++row) {  // padding rows compute on an embedding, so that they stay finite
     step.ids[row] = 0;
     step.positions[row] = -1;
     step.tables[row] = 0;
@@ -151,7 +153,7 @@ std::size_t Inference<S>::describe(std::span<const Span> work, Flight& flight, s
   return static_cast<std::size_t>(table) * sizeof(std::int32_t);
 }
 
-// Copies logits of the wanted rows first .. first + count - 1, which lie in the workspace, to the spans that keep them.
+// Copies the logits of wanted rows first to first + count - 1 from the workspace to the spans that keep them.
 template <typename S>
 void Inference<S>::keep_logits(const Flight& flight, std::int64_t first, std::int64_t count) {
   const std::int64_t V = config_.vocab_size;
@@ -169,14 +171,14 @@ template <typename S>
 void Inference<S>::launch(const Flight& flight, std::int64_t rows, std::int64_t wanted) {
   StepArrays step = step_arrays(flight.step, rows, wanted);
   step.scores = flight.scores.template at<RowScore>(0);
-  step.decodes = flight.decodes && !keep_;  // kept queries are rotated ones
+  step.decodes = flight.decodes && !keep_;  // kept activations need rotated queries in memory
   step.all_wanted = flight.all_wanted;
   if (fused_ != nullptr && !keep_ && kept_step_rows_ <= kFusedStepRows) {
     return launch_fused(flight, step, rows, wanted);
   }
   if (!options_.direct && !keep_ && rows <= kGraphRows && wanted <= kLogitRows) {
     BucketGraph& bucket = graphs_[{rows, wanted, step.decodes, step.all_wanted, &flight}];
-    // The first step of these buckets is launched directly: kernels are loaded in it, and the sizes may not come again.
+    // The first step with these sizes is launched directly: kernels are loaded in it, and the sizes may not recur.
     if (std::exchange(bucket.ran, true)) {
       if (bucket.graph.empty()) {
         bucket.graph.capture(stream_, [&] {
@@ -205,8 +207,7 @@ void Inference<S>::launch_fused(const Flight& flight, const StepArrays& step, st
   const auto count = static_cast<std::size_t>(kept_step_rows_);
   for (std::size_t r = 0; r < count; ++r) {
     all[r] = {host.ids[r], host.positions[r], host.tables[r], static_cast<std::int32_t>(r), -1};
-    if (r > 0 && all[r].table == all[r - 1].table)
-      all[r].first = all[r - 1].first;  // every span has a table of its own
+    if (r > 0 && all[r].table == all[r - 1].table) all[r].first = all[r - 1].first;  // every span has its own table
   }
   for (std::int64_t i = 0; i < flight.wanted; ++i) {
     all[static_cast<std::size_t>(host.wanted_rows[i])].logits = static_cast<std::int32_t>(i);
@@ -228,7 +229,7 @@ void Inference<S>::submit(std::span<const Span> work) {
   if (logit_bytes > 0 && (flight.logits == nullptr || flight.logits->bytes() < logit_bytes)) {
     flight.logits = std::make_unique<PinnedBuffer>(logit_bytes);
   }
-  // The flight's step before this one was collected, so nothing reads what the copy overwrites.
+  // The flight's previous step has been collected, so nothing reads what the copy overwrites.
   delay_point(upload_stream_, DelayPoint::step);
   cuda::check(cudaMemcpyAsync(flight.step, flight.upload.template at<std::byte>(0), bytes, cudaMemcpyHostToDevice,
                               upload_stream_),

@@ -1,4 +1,4 @@
-// Where the parameters of a Llama lie on the device, as the fused decode kernel takes them.
+// Pointers to the parameters of a Llama on the device, in the form that the fused decode kernel takes.
 #pragma once
 
 #include "llmc/cuda/fused/neox_weights.h"

@@ -1,4 +1,5 @@
-// The GPT-NeoX decoder's memory, and what the programs call. Its work stands in the files that neox_decoder.cuh names.
+// The GPT-NeoX decoder's memory, and the functions that the programs call. The rest is in the files that
+// neox_decoder.cuh lists.
 #include "llmc/cuda/transformer/neox.h"
 
 #include <algorithm>
@@ -77,7 +78,7 @@ NeoxDecoder<S>::NeoxDecoder(const ModelConfig& config, const NeoxOptions& option
       workspace_(regions_.plan()),
       host_logits_(static_cast<std::uint64_t>(config.vocab_size) * sizeof(float)) {
   regions_.bind(workspace_);
-  workspace_.clear(stream_);   // tickets, and rows that only pad a GEMM
+  workspace_.clear(stream_);   // tickets, and padding rows of GEMMs, must start as zeros
   parameters_.clear(stream_);  // padding between tensors
   stream_.synchronize("clearing GPU memory");
   fill(parameters_.at<S>(0));
@@ -117,7 +118,8 @@ const char* decode_mode_name(DecodeMode mode) {
 std::string neox_refusal(const ModelConfig& c, DType dtype) {
   if (const std::string refusal = head_dim_refusal(c.head_dim); !refusal.empty()) return refusal;
   const std::int64_t element = static_cast<std::int64_t>(dtype_bytes(dtype));
-  const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;  // of a row of both output matrices
+  // a row of both output matrices together
+  const std::int64_t unit = 16 / element, widest = kMaxResidualGemvBytes / element;
   if (c.ffn_size % unit != 0 || c.hidden_size > kMaxNormWidth || c.hidden_size + c.ffn_size > widest) {
     return format(
         "hidden_size %lld, ffn_size %lld: in %s the GPU has kernels for multiples of %lld, together at most %lld",
@@ -150,7 +152,7 @@ bool graph_is_faster(const ModelConfig& config) {
 }
 
 bool fused_by_default(const ModelConfig& config) {
-  constexpr std::int64_t kWidest = 2560;  // a row is one load of each lane
+  constexpr std::int64_t kWidest = 2560;  // one 16-byte load a lane covers a row
   return !config.quantization.any() || config.hidden_size <= kWidest;
 }
 

@@ -13,14 +13,14 @@
 
 namespace weft::cuda {
 
-// How one token is decoded:
+// How a token is decoded:
 //   reference  one launch an operator, with NVTX ranges by token, layer and operator
 //   graph      the same launches captured once in a CUDA graph, which every step replays
 //   fused      the whole model, and many tokens, in one launch (llmc/cuda/fused/decode.h)
 enum class DecodeMode { reference, graph, fused };
 const char* decode_mode_name(DecodeMode mode);
 
-// Told a few times a second while a file is read, from the calling thread.
+// Called a few times a second while a file is read, from the calling thread.
 using LoadProgress = std::function<void(std::uint64_t bytes_done, std::uint64_t bytes_all)>;
 
 struct NeoxOptions {
@@ -28,29 +28,29 @@ struct NeoxOptions {
   DecodeMode mode = DecodeMode::graph;
   std::int64_t capacity = 0;  // positions of the K/V cache
   LoadProgress progress = nullptr;
-  // For a measurement: a token is norms, QKV, attention, output projection, MLP-up and GELU of every layer, and nothing
-  // else. Its ids mean nothing.
+  // For measurements: computes only norms, QKV, attention, output projection, MLP-up and GELU of every layer. The ids
+  // are meaningless.
   bool layer_only = false;
 };
 
-// Why no mode can run this model with this storage type, in one line for the user; empty where it can be run.
+// Empty if some mode can run this model with this storage type, otherwise one line for the user that says why not.
 std::string neox_refusal(const ModelConfig& config, DType dtype);
 
-// Why this GPU cannot run it in fused mode; empty where it can.
+// Empty if this GPU can run it in fused mode, otherwise one line for the user that says why not.
 std::string fused_refusal(const ModelConfig& config, DType dtype);
-// Whether the captured graph decodes a token sooner than the fused kernel: with the sequential residual, whose five exchanges a
-// layer cost more than launches that overlap, unless rows of the weights fill the loads of the warps (measured:
-// dev/performance/fused.md).
+// Whether the captured graph decodes a token faster than the fused kernel: with the sequential residual, whose five
+// exchanges a layer cost more than overlapping launches, unless rows of the weights fill the loads of the warps
+// (measured: dev/performance/fused.md).
 bool graph_is_faster(const ModelConfig& config);
-// Whether the fused kernel decodes these weights without being asked for: of quantised ones int8 and int4 with the parallel residual
-// up to a hidden_size of 2,560, which have been held against the CPU on a GPU.
+// Whether the fused kernel is the default for these weights. Of quantised weights: int8 and int4 with the parallel
+// residual up to a hidden_size of 2,560, whose results have been compared with the CPU's on a GPU.
 bool fused_by_default(const ModelConfig& config);
 
-// What the model will allocate on the current GPU, as memory() reports it afterwards.
+// Memory that the model will allocate on the current GPU, as memory() reports it afterwards.
 std::vector<MemoryLine> plan_neox(const ModelConfig& config, const NeoxOptions& options);
 
-// Reads and verifies every parameter (load_parameters). Exit::usage where neox_refusal() has something to say,
-// Exit::bad_file for damaged tensors, Exit::resources where the GPU has too little memory.
+// Reads and verifies every parameter (load_parameters). Exit::usage where neox_refusal() is not empty, Exit::bad_file
+// for damaged tensors, Exit::resources if the GPU has too little memory.
 std::unique_ptr<DecodeModel> load_neox(const ModelFile& file, const NeoxOptions& options);
 // The same with random parameters, for measurements.
 std::unique_ptr<DecodeModel> random_neox(const ModelConfig& config, std::uint64_t seed, const NeoxOptions& options);

@@ -1,9 +1,9 @@
-// Copies of activations on the host, for comparisons with a reference.
+// Copies activations to the host, for comparison with a reference.
 #include "llmc/cuda/transformer/neox_decoder.cuh"
 
 namespace weft::cuda {
 
-// q (rotated) from the packed rows, k (rotated) and v from the cache.
+// Keeps q (rotated) from the packed rows, and k (rotated) and v from the cache.
 template <typename S>
 void NeoxDecoder<S>::keep_heads(std::int64_t l, std::int64_t rows) {
   const std::int64_t NH = config_.num_heads, HS = config_.head_dim, capacity = options_.capacity;

@@ -1,10 +1,10 @@
-// The GPT-NeoX decoder. Private to this folder; its work stands in
+// The GPT-NeoX decoder. Private to this folder; implemented in
 //
-//   neox.cu              memory, and what the programs call
+//   neox.cu              memory, and the functions that the programs call
 //   neox_prompt.cu       the list of launches for the many tokens of a prompt
 //   neox_token.cu        the list of launches for one token
-//   neox_generate.cu     generating: the state on the device, ids on their way to the host
-//   neox_activations.cu  copies of activations for comparisons
+//   neox_generate.cu     generating: the state on the device, passing ids to the host
+//   neox_activations.cu  copies of activations for comparison
 //
 // Weights, activations and cache are stored in S, the residual stream and all sums in fp32.
 #pragma once
@@ -39,7 +39,8 @@ namespace weft::cuda {
 
 constexpr std::int64_t kChunk = 2048;      // rows of a long prompt that are computed at once
 constexpr std::int64_t kScoreChunk = 256;  // rows whose logits exist at once
-constexpr std::int64_t kRowUnit = 64;      // rows of a GEMM are rounded up to it: few plans serve every length
+// rows of a GEMM are rounded up to a multiple, so that few plans serve every length
+constexpr std::int64_t kRowUnit = 64;
 
 inline std::int64_t padded_rows(std::int64_t rows) {
   return ceil_div(rows, kRowUnit) * kRowUnit;
@@ -48,20 +49,20 @@ inline std::int64_t size_of(RowRange rows) {
   return rows.end - rows.begin;
 }
 
-// What a step reads and writes on the device, so that one captured graph serves every step.
+// The state that a step reads and writes on the device, so that one captured graph serves every step.
 struct DecodeState {
-  std::int64_t position = 0;         // of the token that is fed
-  std::int64_t sample_position = 0;  // of the token that is sampled
-  std::int32_t token = 0;            // fed next; where the sampler puts its id
+  std::int64_t position = 0;         // position of the token that is fed
+  std::int64_t sample_position = 0;  // position of the token that is sampled
+  std::int32_t token = 0;            // the token fed next; the sampler writes its id here
   SampleError error = SampleError::none;
-  std::uint32_t sequence = 0;  // in the mailbox, of the next id
-  std::int32_t done = 0;       // after a stop id or an error nothing is published, and the position stays
+  std::uint32_t sequence = 0;  // mailbox sequence number of the next id
+  std::int32_t done = 0;       // 1 after a stop id or an error: nothing more is published, and the position stays
   std::int32_t stop_count = 0;
   std::int32_t stop_ids[kMaxStopIds] = {};
   SamplingPlan plan;
 };
 
-// A name for the profiler, in the mode that launches one operator at a time.
+// A profiler range, if wanted: in the mode that launches one operator at a time.
 class MaybeRange {
  public:
   MaybeRange(bool wanted, const char* name, std::int64_t number = -1) {
@@ -82,7 +83,7 @@ template <typename S>
 struct NeoxBuffers {
   float *residual, *logits, *score_logits, *losses, *partials, *cos, *sin;
   S *norm1, *norm2, *branch, *attention, *qkv, *up;
-  std::byte* side_workspace;  // of the GEMMs that run beside attention
+  std::byte* side_workspace;  // workspace of the GEMMs that run beside attention
   std::int32_t* ids;
   DecodeState* state;
 };
@@ -151,8 +152,8 @@ class NeoxDecoder final : public DecodeModel {
          static_cast<long long>(length_), static_cast<long long>(options_.capacity));
   }
 
-  // ---- many tokens (neox_prompt.cu). A range of rows begins at a multiple of kRowUnit and goes to the end of the chunk, but
-  // for an empty one.
+  // ---- many tokens (neox_prompt.cu). A range of rows begins at a multiple of kRowUnit and ends at the end of the
+  // chunk, unless it is empty.
   // Appends `ids`, chunk by chunk. Returns the rows of the last chunk, whose residual stream stays in the buffers.
   std::int64_t run_prompt(std::span<const std::int32_t> ids);
   // Rows of a chunk whose final norm is needed. In the last layer the others only write K and V.
@@ -169,7 +170,7 @@ class NeoxDecoder final : public DecodeModel {
     matmul_.forward<S>(out + rows.begin * out_size, x + rows.begin * in, w.weight, w.bias, padded_rows(size_of(rows)),
                        in, out_size, accumulate);
   }
-  void run_up(const Layer& w, RowRange rows, cudaStream_t stream);  // MLP up and GELU; matmul_ runs in that stream
+  void run_up(const Layer& w, RowRange rows, cudaStream_t stream);  // MLP up and GELU; matmul_ must run in that stream
 
   bool prepare_matmuls();
 
@@ -177,17 +178,18 @@ class NeoxDecoder final : public DecodeModel {
   void set_state(const DecodeState& state);
   void run_token();                      // from the state's token to the logits
   void run_head(const float* residual);  // logits of one row of the residual stream
-  // run_token(), and sample_and_publish() if `sampling`, as a graph or launch by launch; `position` is for the profiler.
+  // run_token() and, if `sampling`, sample_and_publish(), as a graph or launch by launch; `position` names the range
+  // for the profiler.
   void launch_step(bool sampling, std::int64_t position);
   std::span<const float> fetch_logits(const float* logits);
 
   // ---- generating (neox_generate.cu)
   void sample_and_publish();
-  // Starts a fused launch of at most `left` ids after `id`; returns how many.
+  // Starts a fused launch of at most `left` ids after `id`; returns their number.
   std::int64_t launch_fused(std::int32_t id, std::int64_t left, const GenerationRequest& request);
-  std::int32_t wait_for(std::uint32_t sequence);  // published by sample_and_publish()
+  std::int32_t wait_for(std::uint32_t sequence);  // an id published by sample_and_publish()
   std::int32_t wait_fused(std::int64_t i);        // id i of the running fused launch
-  void drain() noexcept;                          // until nothing is queued; a fused launch is cancelled
+  void drain() noexcept;                          // cancels a fused launch and waits until nothing is queued
 
   S* keys(std::int64_t l) const { return cache_.keys + l * config_.hidden_size * options_.capacity; }
   S* values(std::int64_t l) const { return cache_.values + l * config_.hidden_size * options_.capacity; }
@@ -228,8 +230,9 @@ class NeoxDecoder final : public DecodeModel {
   NeoxBuffers<S> b_{};
   Regions regions_;
   Matmul matmul_;
-  const bool prepared_ = prepare_matmuls();           // while there is memory for it
-  DeviceArena parameters_, cache_arena_, workspace_;  // in this order: what is largest is refused first
+  const bool prepared_ = prepare_matmuls();  // before the arenas take the memory that timing needs
+  // in this order: if memory does not suffice, the largest fails first
+  DeviceArena parameters_, cache_arena_, workspace_;
   NeoxWeights<S, S> weights_;
   KvCache<S> cache_;
   DeviceRopeTable rope_;

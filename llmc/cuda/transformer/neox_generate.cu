@@ -1,7 +1,7 @@
-// Generating: the host stays a few tokens behind the GPU. Token id, position and sampling plan live in device memory, each
-// sampled id reaches the host through the mailbox, and the next steps are queued before the host has seen it: a few steps
-// ahead, or in fused mode a launch of many tokens. Keys and values of tokens after the one at which the host stops lie in the
-// cache at length() and behind, where nothing reads them.
+// Generation, with the host a few tokens behind the GPU. Token id, position and sampling plan are in device memory,
+// each sampled id reaches the host through the mailbox, and the next steps are queued before the host has seen it: a
+// few steps ahead, or in fused mode a launch of many tokens. If the host stops early, keys and values of later tokens
+// are left in the cache from length() on, where nothing reads them.
 #include <algorithm>
 
 #include "llmc/cuda/op/mailbox.cuh"
@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kAhead = 2;  // steps queued beyond the id that the host waits for
 static_assert(kAhead + 2 < kMailboxIds);
 
-// Publishes the sampled id and moves on to the next position.
+// Publishes the sampled id and advances to the next position.
 __global__ void publish_kernel(DecodeState* state, MailboxWords* mailbox) {
   if (state->done != 0) return;
   const std::uint32_t sequence = state->sequence;
@@ -24,13 +24,13 @@ __global__ void publish_kernel(DecodeState* state, MailboxWords* mailbox) {
   for (int i = 0; i < state->stop_count; ++i) stop = stop || state->stop_ids[i] == state->token;
   state->done = stop ? 1 : 0;
   state->sequence = sequence + 1;
-  // After a stop, too: the steps that are already queued write their keys and values where this id's would be, not over those
-  // of the id before it.
+  // Also after a stop: steps that are already queued then write their keys and values at this id's position, not over
+  // those of the previous id.
   state->position = state->sample_position;
   ++state->sample_position;
 }
 
-// The stop ids that the GPU compares.
+// The stop ids that the GPU checks.
 std::span<const std::int32_t> device_stop_ids(const GenerationRequest& request) {
   return std::span(request.stop_ids).first(std::min(request.stop_ids.size(), kMaxStopIds));
 }
@@ -73,7 +73,7 @@ std::int64_t NeoxDecoder<S>::launch_fused([[maybe_unused]] std::int32_t id, std:
     fused.count = count;
     fused.sampling = request.sampling;
     fused.stop_ids.assign(stop_ids.begin(), stop_ids.end());
-    fused_->finish();  // the launch before
+    fused_->finish();  // ends the previous launch
     fused_->launch(fused);
   }
   return count;
@@ -101,7 +101,7 @@ void NeoxDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const Ge
     fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
          static_cast<long long>(request.max_ids), static_cast<long long>(options_.capacity - first));
   }
-  // However the loop ends, by an exception of on_id, too: nothing stays queued.
+  // However the loop ends, even by an exception of on_id, nothing stays queued.
   struct Drain {
     NeoxDecoder& decoder;
     ~Drain() { decoder.drain(); }
@@ -121,7 +121,7 @@ void NeoxDecoder<S>::generate_ids(std::span<const std::int32_t> prompt, const Ge
   sample_and_publish();
 
   const bool fused = options_.mode == DecodeMode::fused;
-  std::int64_t queued = 1, launch_begin = 0;  // ids that are queued; the first one of the running fused launch
+  std::int64_t queued = 1, launch_begin = 0;  // ids queued so far; index of the running fused launch's first id
   std::int32_t id = 0;
   for (std::int64_t seen = 0; seen < request.max_ids;) {
     if (fused && queued == seen) {
@@ -145,7 +145,7 @@ void NeoxDecoder<S>::start_draft([[maybe_unused]] std::int64_t kept, [[maybe_unu
                                  [[maybe_unused]] const DeviceDrafts& to) {
   if (fused_ == nullptr) fail(Exit::internal, "decoder: only the fused kernel drafts");
   if constexpr (!std::is_same_v<S, float>) {
-    fused_->finish();  // the draft before; an error was reported with its id
+    fused_->finish();  // ends the previous draft; its error was reported with its id
     length_ = kept;
     if (ids.size() > kFusedMoreIds + 1) {
       run_prompt(ids.first(ids.size() - 1));

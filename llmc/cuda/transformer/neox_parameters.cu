@@ -25,12 +25,13 @@ namespace weft::cuda {
 namespace {
 
 constexpr std::size_t kPieceBytes = 4 << 20;
-constexpr std::size_t kHashBytes = 256 << 10;  // copied and hashed together, so that the hash finds them in the cache
+// bytes copied and then hashed at a time, so that the hash reads them from the cache
+constexpr std::size_t kHashBytes = 256 << 10;
 constexpr unsigned kMaxWorkers = 8;
 constexpr int kThreads = 256, kBlocks = 528;
 
-// What is wrong with a tensor's values: 2 * index of the first bad one, plus 1 where the file's value is finite and only S
-// cannot hold it.
+// Encodes an invalid value: 2 * index of the first one, plus 1 if the file's value is finite and only S cannot
+// represent it.
 constexpr unsigned long long kNoBadValue = std::numeric_limits<unsigned long long>::max();
 
 template <typename From, typename S>
@@ -71,13 +72,13 @@ MemoryPlan staging_plan(std::size_t bytes) {
   return plan;
 }
 
-// The work that the threads share, and what they report.
+// The work that the threads share, and their results.
 template <typename S>
 struct Job {
   const ModelFile& file;
   std::span<const ParameterTarget<S>> targets;
-  std::size_t piece_bytes = kPieceBytes;  // that a thread has of each of its two pieces
-  std::vector<const TensorSpec*> order;   // largest first: the last ones to finish are short
+  std::size_t piece_bytes = kPieceBytes;  // bytes of each of a thread's two buffers
+  std::vector<const TensorSpec*> order;   // largest first, so that the last ones are short
   unsigned long long* bad;                // [specs], on the device
   std::atomic<std::size_t> next = 0;
   std::atomic<std::uint64_t> bytes_done = 0;
@@ -85,7 +86,7 @@ struct Job {
   std::mutex mutex;
   std::condition_variable finished;
   unsigned running = 0;
-  // Of several damaged tensors the first of the table is reported.
+  // If several tensors are damaged, the first one in the table is reported.
   std::size_t error_index = std::numeric_limits<std::size_t>::max();
   std::exception_ptr error;
 
@@ -98,12 +99,12 @@ struct Job {
   }
 };
 
-// Of a tensor whose rows are packed.
+// Bytes of a row of a quantised tensor.
 std::size_t row_bytes(const TensorSpec& spec) {
   return spec.bytes / static_cast<std::size_t>(spec.shape[0]);
 }
 
-// One thread: takes tensors, and for each piece copies file -> page-locked memory, hashing on the way, and queues
+// One thread: takes tensors one by one, and for each piece copies file -> page-locked memory, hashing it, and queues
 // page-locked memory -> staging -> parameters.
 template <typename S>
 class Worker {
@@ -128,14 +129,15 @@ class Worker {
     const TensorInfo& tensor = job_.file.file().at(spec.name);
     const std::span<const std::byte> data = job_.file.file().bytes(tensor);
     const bool floats = spec.kind == ValueKind::floats;
-    // Pieces of whole elements, and of what is packed whole rows.
+    // Pieces are whole elements or, for packed matrices, whole rows.
     const std::size_t unit = floats ? dtype_bytes(tensor.dtype) : row_bytes(spec),
                       piece = job_.piece_bytes / unit * unit;
     std::optional<std::size_t> invalid;
     Xxh3Stream hash;
     for (std::size_t done = 0; done < data.size() && !job_.failed; done += piece, turn_ ^= 1) {
       const std::size_t bytes = std::min(piece, data.size() - done);
-      check(cudaEventSynchronize(copied_[turn_]), "loading parameters");  // the piece before the last has left
+      // the previous piece in this buffer has been copied
+      check(cudaEventSynchronize(copied_[turn_]), "loading parameters");
       std::byte* pinned = pinned_.template at<std::byte>(turn_ * job_.piece_bytes);
       for (std::size_t part = 0; part < bytes; part += kHashBytes) {
         const std::size_t size = std::min(kHashBytes, bytes - part);
@@ -164,7 +166,7 @@ class Worker {
     if (invalid) job_.file.refuse_value(spec, *invalid);
   }
 
-  // `count` rows of a tensor from row `first` on.
+  // Packs `count` rows of a tensor, from row `first` on.
   void pack(const TensorSpec& spec, const ParameterTarget<S>& target, const std::byte* staged, std::int64_t first,
             std::int64_t count) {
     PackedPlace place = target.place;
@@ -278,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Bytes of quantised values: any that a file may hold.
+// Random quantised values, of all that a file may contain.
 __global__ void __launch_bounds__(kThreads) randomize_quants_kernel(std::uint8_t* out, std::int64_t count, DType dtype,
                                                                     std::uint64_t seed, std::uint64_t offset) {
   for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
@@ -286,7 +288,7 @@ __global__ void __launch_bounds__(kThreads) randomize_quants_kernel(std::uint8_t
         philox(seed, offset + static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(RandomStream::init));
     auto value = static_cast<std::uint8_t>(words.word[0]);
     if (dtype == DType::i8 && value == 0x80) value = 0;
-    if (dtype == DType::e4m3) value &= 0xbf;  // below 2, and a number
+    if (dtype == DType::e4m3) value &= 0xbf;  // magnitude below 2, and not a NaN
     out[i] = value;
   }
 }
@@ -295,7 +297,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(T* out, T value, std::in
   for (std::int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) out[i] = value;
 }
 
-// The matrix of `target`, with scales and zeros. A uniform q has this standard deviation.
+// A packed matrix with random values, scales and zero points. `deviation` is the standard deviation of a uniform q.
 void randomize_packed(const TensorSpec& spec, std::uint64_t seed, const PackedMatrix& to, const PackedPlace& place,
                       std::int64_t K) {
   const double deviation = to.dtype == DType::i8 ? 73.3 : to.dtype == DType::e4m3 ? 0.59 : 4.6;
@@ -324,7 +326,7 @@ void randomize_packed(const TensorSpec& spec, std::uint64_t seed, const PackedMa
     check_launch("random parameters");
     pack_row_scales(to, place, scales, rows, nullptr);
   }
-  check(cudaDeviceSynchronize(), "random parameters");  // before the arena goes
+  check(cudaDeviceSynchronize(), "random parameters");  // before the arena is freed
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The parameters of a GPT-NeoX on the device: one allocation in the layout of the tensor table, filled from a file or with
-// random numbers.
+// The parameters of a GPT-NeoX on the device: one allocation in the layout of the tensor table, filled from a file or
+// with random numbers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +25,7 @@ constexpr DType storage_dtype() {
   return DType::f32;
 }
 
-// function(S{}) with the storage type of that name.
+// Calls function(S{}) with the storage type for `dtype`; Exit::internal for a quantised one.
 template <typename Function>
 auto with_storage(DType dtype, const Function& function) {
   switch (dtype) {
@@ -40,31 +40,33 @@ auto with_storage(DType dtype, const Function& function) {
   }
 }
 
-// Where a tensor of the table goes.
+// The destination of a tensor of the table.
 template <typename S>
 struct ParameterTarget {
   S* floats = nullptr;  // ValueKind::floats
-  PackedMatrix packed;  // other kinds: the tensor's rows, their scales or zeros, at `place`
+  PackedMatrix packed;  // other kinds: the tensor's rows, scales or zero points go to `place` in this matrix
   PackedPlace place;
-  std::int64_t K = 0;  // of the matrix
+  std::int64_t K = 0;  // row length of the matrix
 };
 
-// Copies every parameter of the file to its target, [specs of the table], and converts it where the file has another dtype. Several threads read, hash and copy at once, each through two page-locked pieces, so that disk,
-// hash and bus work at the same time. Afterwards every hash was right and every value finite: Exit::bad_file otherwise,
-// also for a value that S cannot hold. Packed matrices were cleared before.
+// Copies every parameter of the file to its target ([specs of the table]), converting other float types. Several
+// threads read, hash and copy, each through two page-locked buffers, so that disk, hash and bus work at the same time.
+// Exit::bad_file if a hash is wrong or a value is not finite or cannot be represented in S. Packed matrices must have
+// been zeroed.
 template <typename S>
 void load_parameters(const ModelFile& file, std::span<const ParameterTarget<S>> targets, const LoadProgress& progress);
-// The same into table().arena_elements() elements of S; no tensor is quantised.
+// The same into table().arena_elements() elements of S, for a model without quantised tensors.
 template <typename S>
 void load_parameters(const ModelFile& file, S* parameters, const LoadProgress& progress);
 
-// N(0, 0.02^2), norms 1, biases 0: for measurements. Quantised weights are uniform, with that variance.
+// Random parameters for measurements: N(0, 0.02^2), norms 1, biases 0. Quantised weights are uniform, with the same
+// variance.
 template <typename S>
 void randomize_parameters(const TensorTable& table, std::uint64_t seed, std::span<const ParameterTarget<S>> targets);
 template <typename S>
 void randomize_parameters(const TensorTable& table, std::uint64_t seed, S* parameters);
 
-// Where the tensors of the table lie.
+// Pointers to the tensors of the table.
 template <typename S>
 NeoxWeights<S, S> bind_neox(const ModelConfig& config, const TensorTable& table, const S* parameters);
 

@@ -16,8 +16,8 @@
 
 namespace weft::cuda {
 
-// Tunes the GEMMs of full chunks, where the cache has room for one: tuning others, or those of small models, costs more than
-// it saves.
+// Tunes the GEMMs of full chunks, if the cache has room for one: tuning others, or those of small models, costs more
+// than it saves.
 template <typename S>
 bool NeoxDecoder<S>::prepare_matmuls() {
   if (options_.capacity < kChunk || config_.hidden_size < 1024) return false;
@@ -98,8 +98,8 @@ void NeoxDecoder<S>::run_up(const Layer& w, RowRange rows, cudaStream_t stream) 
   named("GELU", [&] { gelu_forward(up, up, size_of(rows) * F, stream); });
 }
 
-// With the parallel residual MLP up and GELU depend on the norm alone. They run beside QKV and attention, in a stream of
-// lower priority: their blocks fill the multiprocessors that the other kernels leave idle when they end.
+// With the parallel residual MLP up and GELU depend on the norm alone. They run beside QKV and attention, in a stream
+// of lower priority: their blocks fill the multiprocessors that the other kernels leave idle near their end.
 template <typename S>
 void NeoxDecoder<S>::run_layer(std::int64_t l, std::int64_t rows, RowRange wanted) {
   const Layer& w = weights_.layers[static_cast<std::size_t>(l)];

@@ -26,7 +26,7 @@ QuantizedParameters<S>::QuantizedParameters(const ModelConfig& config)
     head_ = place_matrix({{config.family == Family::gpt_neox ? NeoxNames::kHead : LlamaNames::kHead}});
 }
 
-// What is contiguous in the table's arena stays so: q, k and v are one matrix.
+// Tensors that are contiguous in the table's arena stay contiguous: q, k and v are read as one matrix.
 template <typename S>
 void QuantizedParameters<S>::place_floats() {
   const std::span<const TensorSpec> specs = table_.specs();

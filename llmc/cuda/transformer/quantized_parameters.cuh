@@ -1,5 +1,6 @@
-// The parameters of a quantised model on the device, of either family: one allocation with the float tensors in S, and for each
-// linear layer that is quantised a packed matrix (op/quantized_matmul.h), in which q, k and v, and gate and up are one.
+// The parameters of a quantised model on the device, of either family: one allocation with the float tensors in S and,
+// for each quantised linear layer, a packed matrix (op/quantized_matmul.h), in which q, k and v, or gate and up, are
+// one.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,9 @@ class QuantizedParameters {
 
   const MemoryPlan& plan() const { return plan_; }
   const TensorTable& table() const { return table_; }
-  // Where everything lies in an arena of plan() that begins at `arena`.
+  // Pointers to everything in an arena of plan() that begins at `arena`.
   InferenceWeights<S> weights(std::byte* arena) const;
-  std::vector<ParameterTarget<S>> targets(std::byte* arena) const;  // of the specs of the table
+  std::vector<ParameterTarget<S>> targets(std::byte* arena) const;  // in the order of the table's specs
 
  private:
   // A matrix in the plan. dtype f32: none, its tensors are floats.
@@ -35,7 +36,7 @@ class QuantizedParameters {
   struct Layer {
     Matrix qkv, output, up, down;
   };
-  // Where a tensor goes: floats at an offset, or a place in a matrix.
+  // The destination of a tensor: floats at an offset, or a place in a matrix.
   struct Target {
     std::uint64_t floats_at = 0;
     Matrix matrix;
@@ -47,9 +48,10 @@ class QuantizedParameters {
   };
 
   void place_floats();
-  // The matrix of these modules, whose rows follow each other, or are gate and up.
+  // Plans the matrix of these modules, whose rows are concatenated, or alternate if they are gate and up.
   Matrix place_matrix(const std::vector<Part>& parts);
-  const S* floats(std::byte* arena, const std::string& name) const;  // null where the table has none, or not as floats
+  // null if the table has no such tensor, or not as floats
+  const S* floats(std::byte* arena, const std::string& name) const;
   Norm<S> norm(std::byte* arena, const std::string& module) const;
   InferenceLinear<S> linear(std::byte* arena, const std::string& module, const Matrix& matrix) const;
 

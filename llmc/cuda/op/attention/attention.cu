@@ -1,4 +1,4 @@
-// The public functions of attention.h: they refuse what no kernel computes and choose a path.
+// The public functions of attention.h: they check shapes and choose a path.
 
 #include "llmc/cuda/op/attention/attention.h"
 
@@ -14,7 +14,7 @@ namespace weft::cuda {
 
 namespace {
 
-// The y dimension of a grid counts blocks of tokens, of 8 at least, the x dimension batch and heads.
+// Limits of a grid: y counts blocks of at least 8 tokens, x batch and heads.
 constexpr std::int64_t kMaxTokens = 65535 * 8, kMaxHeads = 0x7fffffff / 8;
 
 void check_shape(const AttentionShape& shape) {
@@ -33,7 +33,7 @@ void check_shape(const AttentionShape& shape) {
   if (!(shape.scale > 0)) fail(Exit::usage, "attention: scale: got %g, expected > 0", shape.scale);
 }
 
-// Rows that 16-byte copies can move.
+// Whether 16-byte copies can read the view's rows.
 template <typename T>
 bool aligned(const HeadViewOf<T>& view) {
   const std::int64_t bytes = view.batch_stride | view.token_stride | view.head_stride;
@@ -67,7 +67,7 @@ void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* ls
 }
 
 std::size_t attention_backward_workspace(const AttentionShape& shape) {
-  // Of the path that needs most: a plan may be made on another machine than the one that computes.
+  // The maximum over the paths: memory may be planned on another machine than the one that computes.
   if (hopper_backward_computes(shape)) return hopper_workspace(shape, nullptr).bytes;
   return static_cast<std::size_t>(shape.B * shape.NH * padded_queries(shape.TQ)) * sizeof(RowStatistics);
 }

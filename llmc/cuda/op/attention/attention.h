@@ -1,14 +1,14 @@
 // Grouped-query attention (Ainslie et al., 2023) by the flash recurrence (Dao et al., 2022): no T x T matrix is stored.
-// Query head h reads K/V head h / (NH / NKV) in place. out = softmax(q k^T * scale) v. llmc/cpu/attention.h is the
-// specification.
+// out = softmax(q k^T * scale) v; query head h reads K/V head h / (NH / NKV) in place. The specification is
+// llmc/cpu/attention.h.
 //
 // T is bf16, fp16 or float; softmax, its statistics and all sums are fp32. Head dimensions: 32, 64, 80, 96, 128, 256.
-// Any TQ >= 1, TK >= TQ, any NH / NKV, scale > 0. A shape outside of that fails with Exit::usage.
+// Any TQ >= 1, TK >= TQ, any NH / NKV, scale > 0; other shapes fail with Exit::usage.
 //
-// bf16 and fp16 run on the tensor cores where every view is 16-byte aligned (data and strides); float, and 16-bit views
-// with other addresses, take a plain and slow path.
+// bf16 and fp16 run on tensor cores if every view is 16-byte aligned (data and strides). float, and 16-bit views with
+// other addresses, take a plain, slow path.
 //
-// Results are the same bits in every run: no sum depends on which block comes first.
+// Results have the same bits in every run: no sum depends on which block runs first.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,21 +24,22 @@ namespace weft::cuda {
 constexpr bool attention_supports(std::int64_t head_dim) {
   return head_dim == 32 || head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256;
 }
-// Why there is no kernel for heads of this size, for the user; empty where there is one.
+// Empty if there are kernels for this head dimension, else the reason for the user.
 std::string head_dim_refusal(std::int64_t head_dim);
 
-// lse [B, NH, TQ]: natural log of the sum of exponentials, for backward; null: not kept.
+// out [B, TQ, NH, HS] from q and k, v [B, TK, NKV, HS], as views. lse [B, NH, TQ]: the natural log of the sum of
+// exponentials, for backward; null: not stored.
 template <typename T>
 void attention_forward(const AttentionShape& shape, HeadViewOf<T> out, float* lse, HeadViewOf<const T> q,
                        HeadViewOf<const T> k, HeadViewOf<const T> v, cudaStream_t stream);
 
-// Bytes of workspace that attention_backward() needs: 8 a query and head, and 4 HS more (dQ in fp32) for the shapes that
-// have a Hopper kernel. Any 16-byte aligned address.
+// Bytes of workspace for attention_backward(): 8 for each query and head, and for shapes with a Hopper kernel another 4
+// HS (dQ in fp32). Any 16-byte aligned address will do.
 std::size_t attention_backward_workspace(const AttentionShape& shape);
 
-// dq, dk, dv are written (=), every element of the B x T x heads x HS they cover; they may not overlap the inputs. `out`
-// and `lse` are what attention_forward() gave for these inputs. `rope`: the table by which rope_forward() has turned q and
-// k, tokens from position 0 on; dq and dk are then the gradients of what they were before.
+// dq, dk, dv are written (=) completely and may not overlap the inputs. `out` and `lse` are the results of
+// attention_forward() for these inputs. `rope`: the table with which rope_forward() rotated q and k, tokens from
+// position 0 on; dq and dk are then the gradients of the unrotated q and k.
 template <typename T>
 void attention_backward(const AttentionShape& shape, HeadViewOf<T> dq, HeadViewOf<T> dk, HeadViewOf<T> dv,
                         HeadViewOf<const T> dout, HeadViewOf<const T> out, const float* lse, HeadViewOf<const T> q,

@@ -1,42 +1,43 @@
-// Backward on Hopper (sm_90a): tensor copies, wgmma, one pass over the blocks. With D = rowsum(dO * O), c = scale log2 e
-// and lse2 = lse log2 e:
+// Backward on Hopper (sm_90a): tensor copies, wgmma, one pass over the blocks. With D = rowsum(dO * O), c = scale log2
+// e and lse2 = lse log2 e:
 //
 //   P = 2^(c S - lse2);  dV = P^T dO;  dP = dO V^T;  dS = P * (dP - D);  dQ = scale dS K;  dK = scale dS^T Q
 //
-// (Dao et al., 2022, algorithm 4; the division of labour is that of FlashAttention-3, Shah et al., 2024, section 3.)
-// Two kernels in a row:
+// (Dao et al., 2022, algorithm 4; the roles of the warpgroups are those of FlashAttention-3, Shah et al., 2024, section
+// 3.) Two kernels:
 //
-//   row_statistics_kernel  (lse2, D) of every query; sets the counters to zero
+//   row_statistics_kernel  (lse2, D) of every query; zeroes the counters
 //   key_block_kernel       a block has 128 keys in shared memory and walks the queries that see them: 5 GEMMs
 //
-// The GEMMs have keys as rows (S^T = K Q^T and dP^T = V dO^T), so that P^T and dS^T lie in registers as the left operands
-// of dV += P^T dO and dK += dS^T Q, whose sums never leave registers: a block walks the query heads of its group one
-// after the other. dS^T also goes through shared memory for dQ = dS K, where keys are the inner dimension.
+// The GEMMs have keys as rows (S^T = K Q^T and dP^T = V dO^T), so that P^T and dS^T are in registers as the left
+// operands of dV += P^T dO and dK += dS^T Q. Those two sums never leave registers: a block walks the query heads of its
+// group one after the other. dS^T also goes through shared memory for dQ = dS K, where keys are the inner dimension.
 //
-// Two warpgroups have 64 keys each; a third has the two threads that move data: one loads Q, dO and the statistics into
-// rings, the other adds dQ to global memory. A warpgroup's step i, in the order of issue; GEMMs run on behind it:
+// Two warpgroups have 64 keys each. A third has the two threads that move data: one loads Q, dO and the statistics into
+// rings, the other adds dQ to global memory. Step i of a consumer warpgroup, in the order of issue; GEMMs are
+// asynchronous:
 //
 //   P = exp(S) | wait for dP | dV += | dS = P (dP - D), to shared memory | dQ of step i - 1 =, dK += | wait for dV |
 //   S of step i + 1 = | wait for dQ, to shared memory | wait for dK | dP of step i + 1 = | wait for S
 //
-// so that the tensor cores have dP while exponentials are taken, dV while dS is made, dK and the next S while dQ leaves
-// the registers. dQ needs dS of both warpgroups. Because it is a step late, they need not be in step, and they are not:
-// only one at a time takes exponentials, while the GEMMs of the other run. Where each wait stands is chosen so that the
-// accumulators fit into the 240 registers that a thread has.
+// So the tensor cores compute dP while exponentials are computed, dV during dS, dK and the next S while dQ leaves the
+// registers. dQ needs dS of both warpgroups. Because it is computed a step late, they need not run in lockstep, and do
+// not: only one at a time computes exponentials, while the GEMMs of the other run. The waits are placed so that the
+// accumulators fit into the 240 registers of a thread.
 //
-// dQ of a query tile is the sum over all blocks of keys that it sees. Those are added in fp32 by bulk copies that add
-// in L2, in a fixed order, keys first to last: a counter per tile says how many have been added. The order costs little
-// waiting because everything runs in the same direction: blocks take their work from a counter, those with the first keys
-// (and the most queries) first; each walks its queries from the last to the first, all heads of the group at one tile
-// before the next tile. So blocks of the same head that start together meet a tile one step after each other, and a block
-// that starts later is behind. No block waits for one that took its work later: one that waits always waits for a block
-// that runs. The first block of keys sees every tile and stores instead of adding; the last block of a tile rounds the sum
-// to T.
+// dQ of a query tile is the sum over all blocks of keys that it sees. They are added in fp32 by bulk copies that reduce
+// in L2, in a fixed order, keys first to last: a counter for each tile says how many have been added. Little time is
+// lost waiting for one's turn, because all blocks proceed in the same direction: blocks take their work from a counter,
+// those with the first keys (and the most queries) first, and each walks its queries from the last to the first, all
+// heads of the group at one tile before the next tile. So blocks of the same head that start together reach a tile one
+// step after each other, and a block that starts later is behind. There is no deadlock: a block only waits for blocks
+// that took their work earlier, which are therefore running. The first block of keys sees every tile and stores instead
+// of adding; the last block of a tile rounds the sum to T.
 //
-// Where RoPE has rotated q and k, dQ and dK are rotated back on their way out, in fp32: dK in the accumulators, whose
-// threads hold both halves of a head, dQ by the block that rounds it.
+// Where RoPE has rotated q and k, dQ and dK are rotated back in fp32 before they are stored: dK in the accumulators,
+// whose threads hold both halves of a head, dQ by the block that rounds it.
 //
-// The sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
+// The dQ sums have the layout of the accumulators: [B, NH, tiles of queries, 2 warpgroups, 8, 128 threads, 4].
 
 #include <algorithm>
 #include <cstddef>
@@ -60,9 +61,9 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kKeys = 128, kGroupKeys = 64;  // of a block, of a warpgroup
-constexpr int kStages = 2;                   // of every ring
-constexpr int kSumBytes = 64 * 64 * 4;       // what a warpgroup adds to dQ in one step: 64 x 64 in fp32
+constexpr int kKeys = 128, kGroupKeys = 64;  // keys of a block, of a warpgroup
+constexpr int kStages = 2;                   // stages of every ring
+constexpr int kSumBytes = 64 * 64 * 4;       // a warpgroup's share of dQ in one step: 64 x 64 in fp32
 
 template <typename T, int HeadDim>
 struct Tiling {
@@ -90,17 +91,17 @@ struct Tiling {
   static_assert(kQueries * HS == kConsumers * 64 * 64, "dQ of a step is 64 x 64 a warpgroup");
 };
 
-// All that the kernels know; sizes in 32 bits as attention.cu bounds them.
+// The kernels' arguments; sizes fit 32 bits, as attention.cu checks.
 template <typename T>
 struct Arguments {
   CUtensorMap q, dout, k, v, dk, dv;
   HeadViewOf<T> dq;
-  const float *cos, *sin;           // RoPE's, [tokens, HS / 2]; null: q and k have not been rotated
+  const float *cos, *sin;           // RoPE table [tokens, HS / 2]; null: q and k are not rotated
   const float* statistics;          // [B * NH, tiles, 2, queries of a tile]: lse2, then D
-  float* sums;                      // dQ, see above
-  int* order;                       // [B * NH, tiles]: how many blocks of keys have been added
+  float* sums;                      // dQ in fp32, in the layout described above
+  int* order;                       // [B * NH, tiles]: blocks of keys that have been added
   int* ticket;                      // next piece of work
-  int tokens, tiles, stored_tiles;  // tiles of queries that exist; that the arrays above have a head
+  int tokens, tiles, stored_tiles;  // tiles: of queries; stored_tiles: a head's tiles in the arrays above
   int heads, kv_heads, batch_kv_heads;
   int key_blocks, section;
   float scale;
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(256)
   statistics += (static_cast<std::int64_t>(blockIdx.x) * gridDim.y + blockIdx.y) * kStatisticsBlock * 2;
   Pack<T> left[kRounds], right[kRounds];
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) {  // all loads first; rows past the end read the last one
+  for (int i = 0; i < kRounds; ++i) {  // all loads first; rows past the end load the last one
     const int token = min(first + i * kRows + static_cast<int>(threadIdx.x) / kLanes, tokens - 1);
     left[i] = load_pack(dout.at(b, token, h) + lane * 8);
     right[i] = load_pack_streaming(out.at(b, token, h) + lane * 8);
@@ -151,11 +152,13 @@ __global__ void __launch_bounds__(256)
 
 #if WEFT_WGMMA
 
-// Named barriers: of all consumers; of one, from here on; of a consumer's slot for its exponentials, from here on.
+// Named barriers: one of all consumers; from kOneConsumer on one for each consumer; from kExpSlot on one for each
+// consumer's turn at exponentials.
 constexpr int kAllConsumers = 1, kOneConsumer = 2, kExpSlot = 4;
 
-// Until `block` blocks of keys have been added to a tile: those before this one. Never hangs, as mbarrier_wait(). (A
-// __trap() does no harm here: the role that calls this asks for no registers.)
+// Waits until `block` blocks of keys, all those before this one, have been added to a tile. Traps after a time limit,
+// like mbarrier_wait(). (A __trap() is harmless here: the warpgroup that calls this releases registers and requests
+// none.)
 __device__ inline void wait_for_order(const int* added, int block) {
   constexpr long long kWatchdog = 5LL << 32;
   const long long start = clock64();
@@ -164,13 +167,13 @@ __device__ inline void wait_for_order(const int* added, int block) {
   fence_async_proxy_global();
 }
 
-// What a block computes: 128 keys of one K/V head, in steps over tiles of queries and heads of the group.
+// The work of a block: 128 keys of one K/V head, in steps over tiles of queries and heads of the group.
 struct Work {
-  int b, kv, block;  // of keys
-  int first_tile;    // of queries that see the keys
+  int b, kv, block;  // block: of keys
+  int first_tile;    // first tile of queries that see the keys
 };
 
-// The work of a ticket. Sections of some K/V heads follow each other, so that what they read stays in L2; within a section
+// The work for a ticket. Work is ordered by sections of a few K/V heads, whose operands stay in L2; within a section
 // the first blocks of keys of all heads come first.
 template <typename Tiling, typename T>
 __device__ Work work_of(const Arguments<T>& a, int ticket) {
@@ -249,7 +252,8 @@ __device__ void load(const Arguments<T>& a, const Work& work, const SharedMemory
   }
 }
 
-// The thread that adds what the consumers leave in shared memory to dQ, once all blocks of keys before this one have.
+// The thread that adds the consumers' dQ from shared memory to global memory, each tile once all blocks of keys before
+// this one have added theirs.
 template <typename Tiling, typename T>
 __device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared) {
   const int group = a.heads / a.kv_heads;
@@ -264,7 +268,7 @@ __device__ void add_sums(const Arguments<T>& a, const Work& work, const SharedMe
       const unsigned from = shared.sums(now.stage);
       float* to = a.sums + row * (kBytes / 4);
       if (work.block == 0) {
-        bulk_store(to, from, kBytes);  // the first block sees every tile: nothing has to be zero before
+        bulk_store(to, from, kBytes);  // the first block sees every tile and stores, so nothing need be zeroed
       } else {
         wait_for_order(a.order + row, work.block);
         bulk_add(to, from, kBytes);
@@ -287,10 +291,12 @@ __device__ inline void unrotate(float& low, float& high, float cosine, float sin
   low = unrotated;
 }
 
-// A warpgroup's dK: dimension i and i + HS / 2 of a key lie R / 2 apart. `first_key`: of the thread's two, 8 apart.
+// Rotates a warpgroup's dK back. Dimensions i and i + HS / 2 of a key are R / 2 accumulators apart. `first_key`: the
+// first of the thread's two keys, which are 8 apart.
 template <typename T, int R>
 __device__ void unrotate_keys(const Arguments<T>& a, int first_key, float (&d)[R]) {
-  constexpr int kHalf = R;  // dimensions: R = HS / 2 accumulators are two keys of HS dimensions among four threads
+  // half of HS: R = HS / 2 accumulators hold two keys of HS dimensions, spread over four threads
+  constexpr int kHalf = R;
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int key = 0; key < 2; ++key) {
@@ -305,14 +311,15 @@ __device__ void unrotate_keys(const Arguments<T>& a, int first_key, float (&d)[R
   }
 }
 
-// The tiles that no later block adds to, from their sums to T; `thread` of all consumers' threads. Each has two rows, and
-// of both halves of a head 8 columns, which RoPE rotates together. Four heads are read at a time, so that one wait for L2
-// serves them all.
+// Rounds dQ to T for the tiles that no later block adds to. `thread`: over all consumers' threads. A thread has two
+// rows and 8 columns of each half of a head, which RoPE rotates together. Four heads are loaded at a time, so that one
+// wait for L2 serves all of them.
 template <typename Tiling, typename T>
 __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread) {
   constexpr int HS = Tiling::HS, kBatch = 4, kPiece = kSumBytes / 16;
   static_assert(Tiling::kConsumers * kWarpgroupSize == 256);
-  // At head dimension 64 a warpgroup's sums are 64 queries with both halves, at 128 they are one half of 64 queries.
+  // At head dimension 64 a warpgroup's sums are 64 queries by both halves of a head, at 128 they are 64 queries by one
+  // half.
   constexpr int kColumns = HS == 64 ? 4 : 8, kOtherHalf = HS == 64 ? kColumns * kWarpgroupSize : kPiece;
   const int column = thread % kColumns, piece = HS == 64 ? thread / 4 % 2 : 0, g = thread / 8 % 8, warp = thread / 64;
   const int group = a.heads / a.kv_heads, tiles = min(a.tiles - work.first_tile, kKeys / Tiling::kQueries);
@@ -370,7 +377,7 @@ __device__ void convert_sums(const Arguments<T>& a, const Work& work, int thread
   }
 }
 
-// A consumer warpgroup: 64 of the block's keys.
+// A consumer warpgroup, which has 64 of the block's keys.
 template <typename Tiling, typename T>
 __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMemory<Tiling>& shared, int consumer) {
   constexpr int HS = Tiling::HS, kQueries = Tiling::kQueries, kR = kQueries / 2;
@@ -384,7 +391,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   const RingBarriers sum_ring = shared.sum_ring();
   const auto k_rows = shared.k().template rows<kGroupKeys>(consumer * kGroupKeys).k_major();
   const auto v_rows = k_rows.moved(offsetof(Storage, v) - offsetof(Storage, k));
-  // dQ: at head dimension 64 a warpgroup has 64 of the queries, at 128 it has 64 of the columns.
+  // dQ: at head dimension 64 a warpgroup computes 64 of the queries, at 128 it computes 64 of the columns.
   const auto dq_keys = shared.k().column_tile(HS == 64 ? 0 : consumer).mn_major();
   const auto dq_scores = shared.scores(0).column_tile(HS == 64 ? consumer : 0).mn_major();
 
@@ -434,7 +441,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   const int group = a.heads / a.kv_heads, steps = (a.tiles - work.first_tile) * group;
   const float c = a.scale * kLog2E;
   int head = 0;
-  // The warp's first key less the tile's first query.
+  // The warp's first key minus the tile's first query.
   int ahead = work.block * kKeys + warp_row - (a.tiles - 1) * kQueries;
 
   if (consumer == 1) named_barrier_arrive(kExpSlot, Tiling::kConsumers * kWarpgroupSize);
@@ -450,7 +457,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   pin(S);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    // S is complete, dP still runs.
+    // S is complete; dP is still running.
     const RingPosition now = RingPosition::at(step, kStages), next = RingPosition::at(step + 1, kStages);
     const float* lse2 = reinterpret_cast<const float*>(__cvta_shared_to_generic(shared.statistics(0))) +
                         now.stage * kQueries * 2 + t * 2;
@@ -462,7 +469,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
 #pragma unroll
       for (int i = 0; i < 4; ++i) S[4 * j + i] = exp2_approximate(fmaf(S[4 * j + i], c, i % 2 ? -pair.y : -pair.x));
     }
-    if (ahead + 15 > 0) {  // a key later than a query is hidden from it
+    if (ahead + 15 > 0) {  // causal mask: keys after a query are hidden from it
       const int hidden = ahead + g - t * 2;
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j)
@@ -471,7 +478,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
           if (hidden > j * 8 + i % 2 - i / 2 * 8) S[4 * j + i] = 0;
     }
     round_to_operand<T>(P, S);
-    pin(P);  // exponentials before the wait
+    pin(P);  // keeps the exponentials before the wait
     if (consumer == 0 || step + 1 < steps)
       named_barrier_arrive(kExpSlot + 1 - consumer, Tiling::kConsumers * kWarpgroupSize);
     wgmma_wait<0>();
@@ -492,21 +499,22 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
     fence_async_proxy_shared();
     arrive(score_ring.full(now.stage));
 
-    // dQ of the step before, whose stage is also the next step's: there are two. The other warpgroup has had time for its
-    // dS. Step 0 multiplies stale shared memory and discards the result: a branch around wgmma would make the compiler
-    // wait for those in flight.
+    // dQ of the previous step, whose stage is also the next step's, since there are two. By now the other warpgroup has
+    // had time to store its dS. Step 0 multiplies stale shared memory and discards the result: a branch around wgmma
+    // would make the compiler wait for those in flight.
     if (step > 0) score_ring.wait_full({next.stage, RingPosition::at(step - 1, kStages).phase});
     float dQ[32];
     wgmma_fence();
     start_dq(dQ, next.stage);
     start_gradient(dK, dS, shared.q(now.stage));
-    wgmma_wait<2>();  // dV: the registers of its operand are free for S
+    wgmma_wait<2>();  // dV is done: the registers of its operand are free for S
     pin(dV);
     arrive(dout_ring.empty(now.stage));
     if (step + 1 < steps) q_ring.wait_full(next);
     wgmma_fence();
-    start_by_queries(S, k_rows, shared.q(next.stage));  // the last step's is stale shared memory, and discarded
-    wgmma_wait<2>();                                    // dQ
+    // in the last step this multiplies stale shared memory and is discarded
+    start_by_queries(S, k_rows, shared.q(next.stage));
+    wgmma_wait<2>();  // dQ
     pin(dQ);
     if (step > 0) {
       arrive(score_ring.empty(next.stage));
@@ -541,7 +549,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
   for (int i = 0; i < HS / 2; ++i) dK[i] *= a.scale;
   if (a.cos != nullptr) unrotate_keys(a, work.block * kKeys + warp_row + g, dK);
   unsigned words[HS / 4];
-  named_barrier_wait(kAllConsumers, Tiling::kConsumers * kWarpgroupSize);  // nobody reads K and V any more
+  named_barrier_wait(kAllConsumers, Tiling::kConsumers * kWarpgroupSize);  // no consumer reads K and V any more
   round_to_operand<T>(words, dV);
   shared.v().store(lane_offset, words);
   round_to_operand<T>(words, dK);
@@ -561,7 +569,7 @@ __device__ void consume(const Arguments<T>& a, const Work& work, const SharedMem
 
 #endif  // WEFT_WGMMA
 
-// Grid: as many blocks as there are pieces of work.
+// Grid: one block for each piece of work.
 template <typename Tiling, typename T = typename Tiling::Element>
 __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __grid_constant__ Arguments<T> a) {
 #if WEFT_WGMMA
@@ -569,7 +577,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
   const SharedMemory<Tiling> shared{shared_address(memory)};
   int* const ticket = &reinterpret_cast<typename Tiling::Storage*>(memory)->ticket;
   if (threadIdx.x == 0) {
-    if (shared.base % 1024 != 0) __trap();  // swizzled tiles start there
+    if (shared.base % 1024 != 0) __trap();  // swizzled tiles must begin at multiples of 1024
     constexpr int kConsumerWarps = Tiling::kConsumers * kWarpgroupSize / kWarpSize;
     mbarrier_init(shared.k_full(), 1);
     mbarrier_init(shared.v_full(), 1);
@@ -583,7 +591,8 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1) key_block_kernel(const __
   }
   __syncthreads();
   const Work work = work_of<Tiling>(a, *ticket);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  // tells the compiler that it is uniform in a warp
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {
     decrease_registers<24>();
     if (threadIdx.x == 0) load(a, work, shared);
@@ -658,8 +667,8 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  // Measured at T 1024 to 16384: so many K/V heads a section that it has some 256 blocks at head dimension 128, two for
-  // every multiprocessor; 8 to 16 heads at 64.
+  // K/V heads in a section, measured at T 1024 to 16384. At head dimension 128: as many as give about 256 blocks, two
+  // for every multiprocessor. At 64: 8 to 16 heads.
   const int key_blocks = static_cast<int>(ceil_div(shape.TK, kKeys));
   if (shape.HS == 64) return launch<Tiling<T, 64>>(arguments, key_blocks > 32 ? 8 : 16, stream);
   if (shape.HS == 128) return launch<Tiling<T, 128>>(arguments, std::clamp(256 / key_blocks, 2, 16), stream);

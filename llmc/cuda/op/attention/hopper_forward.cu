@@ -1,19 +1,20 @@
-// Forward on Hopper's asynchronous tensor cores (sm_90a); the recurrence is that of portable_forward.cu.
+// Forward with wgmma (sm_90a); the recurrence is that of portable_forward.cu.
 //
-// A block is a producer and two or three consumer warpgroups, one block a multiprocessor, and lives until no tile is
-// left. A tile is 64 queries for each consumer. The producer (one thread) copies Q, and K and V alternately through a ring
-// of stages; the copy engine announces them on mbarriers, and consumers give stages back the same way. What makes it
-// fast, in the order of what it brings:
-// - S, P and O live in registers: S is an accumulator, P the register operand of the next GEMM.
-// - While the GEMMs O += P V of one key block and S = Q K^T of the next run, the warpgroup does the softmax of that S
-//   (Shah et al., 2024, FlashAttention-3, section 3.2), so a block of keys costs the larger of both, not the sum.
-// - Consumers issue their GEMMs in a fixed order (section 3.1 there): one multiplies while another exponentiates.
-// - The running maximum moves only when a row exceeds it by 2^8, so that O is rarely rescaled.
-// - Each consumer stops at its own last visible key, and masks only blocks that the diagonal or the end of the keys
-//   crosses.
-// - Tiles are assigned longest first, forth and back over the blocks, which evens out the sums; heads are side by side,
-//   so that a group's K and V are read from L2. Q has two buffers where there is room (not at head dimension 256), so
-//   that a tile's first GEMM waits for nothing; O leaves through the tile's own Q buffer.
+// A block is a producer and two or three consumer warpgroups; there is one persistent block a multiprocessor. A tile is
+// 64 queries for each consumer. The producer (one thread) copies Q, and alternately K and V, through rings of stages;
+// the copy engine signals mbarriers when they are full, and consumers signal when they are empty. What makes it fast,
+// most important first:
+//  - S, P and O live in registers: S is an accumulator, P the register operand of the next GEMM.
+//  - While the GEMMs O += P V of one key block and S = Q K^T of the next run, the warpgroup computes the softmax of
+//    that S (Shah et al., 2024, FlashAttention-3, section 3.2), so a block of keys takes the longer of the two, not
+//    their sum.
+//  - Consumers issue their GEMMs in a fixed order (section 3.1 there): one multiplies while another exponentiates.
+//  - The running maximum moves only when a row exceeds it by 2^8, so that O is rarely rescaled.
+//  - Each consumer stops at its own last visible key, and masks only blocks that cross the diagonal or the end of the
+//    keys.
+//  - Tiles are assigned longest first, forth and back over the blocks, which balances them; heads are adjacent, so that
+//    a group's K and V are read from L2. Q has two buffers where there is room (not at head dimension 256), so that a
+//    tile's first GEMM does not wait; O is written out through the tile's own Q buffer.
 
 #include <cuda_runtime.h>
 
@@ -32,7 +33,7 @@
 #include "llmc/cuda/op/attention/paths.h"
 
 #if !WEFT_WGMMA
-#pragma nv_diag_suppress 177  // without the kernel's body nobody uses what only it needs
+#pragma nv_diag_suppress 177  // "declared but never referenced": the kernel's body is compiled for sm_90a only
 #endif
 
 namespace weft::cuda {
@@ -43,27 +44,27 @@ using namespace hopper;
 
 constexpr int kRows = 64;  // queries of a warpgroup: the M of its GEMMs
 
-// The columns of a head lie in shared memory as column tiles of TileColumns: 64, 32 or 16, with the swizzle of that width.
-// What the last one has beyond the head dimension is filled with zeros by the copy engine and never multiplied; a GEMM is
-// one instruction a k16 step in any case.
+// The columns of a head lie in shared memory as column tiles of TileColumns (64, 32 or 16), with the swizzle of that
+// width. The copy engine fills what the last one has beyond the head dimension with zeros, which are never multiplied.
+// A GEMM is one instruction for 16 values of k in any case.
 template <typename T, int HeadDim, int Consumers, int Keys, int Stages, int TileColumns = 64, int QueryBuffers = 2>
 struct HopperForwardTiling {
   using Element = T;
   static constexpr int HS = HeadDim, kConsumers = Consumers, kKeys = Keys, kStages = Stages;
   static constexpr int kQueries = kConsumers * kRows, kThreads = (kConsumers + 1) * kWarpgroupSize;
-  // 64K registers: what the producer gives back goes to the consumers.
+  // The producer's spare registers go to the consumers; together at most 64K.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr int kTileColumns = TileColumns, kQueryBuffers = QueryBuffers;
-  using QueryTile = SwizzledTile<T, kRows, HS, 2 * kTileColumns>;  // of one consumer; then its O
+  using QueryTile = SwizzledTile<T, kRows, HS, 2 * kTileColumns>;  // Q of one consumer, later its O
   using KeyTile = SwizzledTile<T, kKeys, HS, 2 * kTileColumns>;    // K or V of one stage
 
   struct Storage {
     typename QueryTile::Storage q[kQueryBuffers][kConsumers];
     typename KeyTile::Storage k[kStages], v[kStages];
-    RingBarrierStorage<kQueryBuffers * kConsumers> q_ring;  // in the order of q
+    RingBarrierStorage<kQueryBuffers * kConsumers> q_ring;  // in the order of `q`
     RingBarrierStorage<kStages> k_ring, v_ring;
   };
-  static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // the first to align it
+  static constexpr int kSharedBytes = alignof(Storage) + sizeof(Storage);  // alignof: to align the storage
   static_assert(kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
   static_assert(HS % 16 == 0);
 };
@@ -75,10 +76,10 @@ struct HopperForwardArguments {
   int tiles;
 };
 
-// One block of queries of one head.
+// A tile: one block of queries of one head.
 template <typename Tiling>
 struct WorkTile {
-  int b, h, first_query, blocks;  // blocks of keys that its last query sees
+  int b, h, first_query, blocks;  // blocks: of keys that its last query sees
 
   __device__ WorkTile(const AttentionShape& shape, int index) {
     const int heads = static_cast<int>(shape.B * shape.NH), TQ = static_cast<int>(shape.TQ);
@@ -91,7 +92,7 @@ struct WorkTile {
   }
 };
 
-// The i-th tile of this block: forth and back over the blocks, so that each gets long and short ones.
+// The i-th tile of this block, assigned forth and back over the blocks, so that each gets long and short ones.
 __device__ inline int tile_index(int i) {
   const int blocks = gridDim.x, block = blockIdx.x;
   return i * blocks + (i % 2 == 0 ? block : blocks - 1 - block);
@@ -129,7 +130,7 @@ struct SharedMemory {
   __device__ RingBarriers v_ring() const { return {base + unsigned{offsetof(Storage, v_ring)}, Tiling::kStages}; }
 };
 
-// The producer's thread.
+// The producer; run by one thread.
 template <typename Tiling>
 __device__ void produce(const HopperForwardArguments& arguments, const SharedMemory<Tiling>& shared) {
   const AttentionShape& shape = arguments.shape;
@@ -179,15 +180,15 @@ __device__ void mask_scores(float (&S)[R], const AttentionShape& shape, int thre
   }
 }
 
-// The running softmax of a thread's rows g and g + 8. The four threads of a quad share a row, agree on its maximum, and
+// The online softmax of a thread's rows g and g + 8. The four threads of a quad share a row and agree on its maximum;
 // each sums its own columns until the end.
 struct RunningSoftmax {
-  static constexpr float kSlack = 8;  // log2 of how far a score may exceed the maximum in use
+  static constexpr float kSlack = 8;  // a weight may reach 2^kSlack before the maximum in use moves
   float maximum[2], sum[2], shrink[2];
   float c;  // scale log2 e
   bool grown;
 
-  // S becomes P (in fp32). If `grown`, what was added before has to shrink by `shrink`.
+  // S becomes P (in fp32). If `grown`, O must afterwards be multiplied by `shrink`.
   template <bool First, int R>
   __device__ void update(float (&S)[R]) {
     float largest[2];
@@ -249,7 +250,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
   unsigned P[kKeys / 4];
   RunningSoftmax softmax;
   softmax.c = shape.scale * kLog2E;
-  int q_to_release = -1;  // the buffer from which the last tile's O is leaving
+  int q_to_release = -1;  // the Q buffer from which the previous tile's O is being copied out
 
   const auto wait_for_gemm_slot = [&] { named_barrier_wait(gemm_slot, 2 * kWarpgroupSize); };
   const auto pass_gemm_slot = [&] { named_barrier_arrive(next_gemm_slot, 2 * kWarpgroupSize); };
@@ -270,7 +271,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
     if (lane == 0) mbarrier_arrive(ring.empty(position.stage));
     position.advance(kStages);
   };
-  // O's buffer is free again once the copy engine has read it.
+  // Releases O's buffer once the copy engine has read it.
   const auto release_q = [&] {
     if (q_to_release < 0) return;
     if (thread == 0) {
@@ -306,9 +307,9 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
       const auto step = [&]<bool Masked>(int j) {
         k_ring.wait_full(k);
         wait_for_gemm_slot();
-        start_scores(q_tile, shared.k(k));  // of block j
+        start_scores(q_tile, shared.k(k));  // S of block j
         v_ring.wait_full(v);
-        start_output(shared.v(v), j > 1);  // of block j - 1
+        start_output(shared.v(v), j > 1);  // O of block j - 1
         pass_gemm_slot();
         wgmma_wait<1>();
         pin(S);
@@ -334,7 +335,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
     } else {
       release_q();
     }
-    // Key blocks that only later queries of the tile see.
+    // Key blocks that only later consumers' queries see.
     for (int j = blocks; j < tile.blocks; ++j) {
       wait_for_gemm_slot();
       pass_gemm_slot();
@@ -356,7 +357,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
         if (lse && lane % 4 == 0 && row < TQ) lse[row] = softmax.maximum[half] * softmax.c * kLn2 + logf(total);
       }
       multiply_rows(O, inverse);
-      named_barrier_wait(own_barrier, kWarpgroupSize);  // no warp's GEMM reads Q any more: O takes its buffer
+      named_barrier_wait(own_barrier, kWarpgroupSize);  // no warp's GEMM reads Q any more, so O may overwrite it
       q_tile.store(q_tile.lane_offset(warp * 16), O);
       fence_async_proxy_shared();
       named_barrier_wait(own_barrier, kWarpgroupSize);
@@ -366,7 +367,7 @@ __device__ void consume(const HopperForwardArguments& arguments, const SharedMem
       }
     }
     q_to_release = q.stage;
-    if constexpr (Tiling::kQueryBuffers == 1) release_q();  // the next Q waits for it
+    if constexpr (Tiling::kQueryBuffers == 1) release_q();  // the next Q needs the buffer
     q.advance(Tiling::kQueryBuffers);
   }
   if (thread == 0) bulk_wait_read();
@@ -393,7 +394,8 @@ __global__ void __launch_bounds__(Tiling::kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);  // known to be the same in a warp
+  // tells the compiler that it is uniform in a warp
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
   if (warpgroup == 0) {
     decrease_registers<Tiling::kProducerRegisters>();
     if (threadIdx.x == 0) produce(arguments, shared);

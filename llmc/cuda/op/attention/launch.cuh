@@ -1,4 +1,4 @@
-// How attention kernels are launched, and how a kernel for the head dimension is chosen.
+// Launches attention kernels, and chooses the kernel for a head dimension.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,8 @@
 
 namespace weft::cuda {
 
-// `heads` x `blocks` blocks with so many bytes of dynamic shared memory each.
+// Launches a grid of `heads` x `blocks` with `shared_bytes` of dynamic shared memory a block; raises the kernel's limit
+// first.
 template <typename Arguments>
 void launch_attention(void (*kernel)(const Arguments), const char* name, std::int64_t heads, std::int64_t blocks,
                       int threads, std::int64_t shared_bytes, cudaStream_t stream,
@@ -23,7 +24,7 @@ void launch_attention(void (*kernel)(const Arguments), const char* name, std::in
   check_launch(name);
 }
 
-// launch.operator()<HS>() for the head dimensions of attention_supports().
+// Calls launch.operator()<HS>() for a head dimension of attention_supports(); Exit::internal for another.
 template <typename Launch>
 void for_head_dimension(std::int64_t HS, const char* name, const Launch& launch) {
   switch (HS) {

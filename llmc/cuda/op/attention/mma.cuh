@@ -1,12 +1,12 @@
-// Tensor core building blocks for sm_80 and later, named after what they do, so that a main loop reads as the algorithm.
+// Tensor core building blocks for sm_80 and later, named so that a main loop reads as the algorithm.
 //
 // A tile lies in shared memory row by row, each row padded by 16 bytes. With HS a multiple of 16, a row is then an odd
-// number of 16-byte chunks: the 8 rows that one phase of ldmatrix reads fall into 8 different groups of banks, and every
-// address is base + constant. (An XOR swizzle saves the padding but costs an address register per chunk.)
+// number of 16-byte chunks: the 8 rows that one phase of ldmatrix reads fall into 8 different groups of banks, and
+// every address is base + constant. (An XOR swizzle would save the padding but cost an address register a chunk.)
 //
-// Fragments of mma.m16n8k16, lane = 4 g + t: an accumulator holds (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
-// Two neighbouring accumulators, rounded to 16 bits, are the A operand of a GEMM over their 16 columns (PTX ISA,
-// "Matrix fragments for mma.m16n8k16"): P and dS go from one GEMM into the next without leaving the registers.
+// Fragments of mma.m16n8k16 with lane = 4 g + t: an accumulator holds (row g, columns 2t, 2t+1) and (row g+8, columns
+// 2t, 2t+1). Two adjacent accumulators, rounded to 16 bits, are operand A of a GEMM over their 16 columns (PTX ISA,
+// "Matrix Fragments for mma.m16n8k16"): P and dS pass from one GEMM to the next in registers.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,11 @@
 
 namespace weft::cuda {
 
-// ---- asynchronous copies ----------------------------------------------------------------------------------------------
-// 16 bytes from global to shared memory, past L1; zeros if not `valid`.
+// Copies 16 bytes from global to shared memory, bypassing L1; zeros if not `valid`.
 __device__ inline void copy_async(unsigned shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
 }
-// For what is read once: it leaves L2 before weights and code do.
+// L2 policy for data that is read once: evicted before weights and code.
 __device__ inline std::uint64_t evict_first_policy() {
   std::uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -35,11 +34,11 @@ __device__ inline void copy_async(unsigned shared, const void* global, bool vali
 __device__ inline void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until this thread's copies have landed; a barrier then tells the other threads.
+// Waits until this thread's copies have completed; other threads see them after a barrier.
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// The same, but for the `Newer` groups of copies that were committed last.
+// Waits for all but the last `Newer` commit groups.
 template <int Newer>
 __device__ inline void wait_for_older_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Newer) : "memory");
@@ -50,7 +49,7 @@ struct alignas(16) Fragment {
   unsigned word[4];
 };
 
-// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ inline Fragment load_matrices(unsigned shared) {
   Fragment f;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -68,7 +67,7 @@ __device__ inline Fragment load_matrices_transposed(unsigned shared) {
   return f;
 }
 
-// c [16, 8] += a [16, 16] b [16, 8]; b's two words are its rows 2t.. and 8 + 2t...
+// c [16, 8] += a [16, 16] b [16, 8]; b0 holds b's rows 2t and 2t + 1, b1 rows 2t + 8 and 2t + 9.
 template <typename T>
 __device__ inline void multiply_add(float (&c)[4], const Fragment& a, unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -84,16 +83,15 @@ __device__ inline void multiply_add(float (&c)[4], const Fragment& a, unsigned b
   }
 }
 
-// ---- tiles ------------------------------------------------------------------------------------------------------------
-// [rows, HS] in shared memory. Without padding, one bulk copy writes it.
+// A tile [rows, HS] in shared memory. Without padding, one bulk copy can write it.
 template <typename T, int HS, int Padding = 8>
 struct Tile {
-  static constexpr int kStride = HS + Padding;  // elements
+  static constexpr int kStride = HS + Padding;  // in elements
   static constexpr int kRowBytes = kStride * 2;
-  static constexpr int kChunks = HS / 8;  // of 16 bytes, without the padding
+  static constexpr int kChunks = HS / 8;  // 16-byte chunks of a row, without the padding
 
   __host__ __device__ static constexpr int bytes(int rows) { return rows * kRowBytes; }
-  // Of the 8 elements `chunk` of a row.
+  // Byte offset of 16-byte chunk `chunk` of a row.
   __device__ static int offset(int row, int chunk) { return row * kRowBytes + chunk * 16; }
 
   // Starts the copy of Rows rows of a head by `Threads` threads; rows from `valid` on become zero.
@@ -109,23 +107,22 @@ struct Tile {
     }
   }
 
-  // Lane offsets for ldmatrix. As rows of A, or as [K, N] rows of a transposed B: lanes 0..15 have rows 0..15 of the
-  // first chunk, lanes 16..31 those of the second.
+  // Lane offsets for ldmatrix. For rows of A, or for a transposed B stored as [K, N]: lanes 0..15 address rows 0..15 of
+  // the first chunk, lanes 16..31 those of the second.
   __device__ static unsigned lane_by_rows() {
     return threadIdx.x % 16 * kRowBytes + threadIdx.x % 32 / 16 * 16;
   }
-  // As [N, K] rows of B: lanes 0..7 and 8..15 have rows 0..7 of both chunks, lanes 16..31 rows 8..15.
+  // For B stored as [N, K]: lanes 0..7 and 8..15 address rows 0..7 of both chunks, lanes 16..31 rows 8..15.
   __device__ static unsigned lane_by_columns() {
     return (threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8) * kRowBytes + threadIdx.x / 8 % 2 * 16;
   }
-  // From a lane's address in the tile's first 16 rows and columns to that in 16 others.
+  // Moves a lane's address in the tile by `rows` and `columns`.
   __device__ static unsigned moved(unsigned lane_address, int rows, int columns) {
     return lane_address + rows * kRowBytes + columns * 2;
   }
 };
 
-// ---- a warp's GEMMs ---------------------------------------------------------------------------------------------------
-// c [M * 16, N * 8] of accumulators.
+// The accumulators of c [M * 16, N * 8].
 template <int M, int N>
 struct Accumulators {
   float at[M][N][4];
@@ -148,7 +145,7 @@ struct Accumulators {
   }
 };
 
-// Columns 16 k .. 16 k + 15 of rows m of c, rounded to T, as an A operand.
+// Columns 16 k to 16 k + 15 of m16 tile m of c, rounded to T, as operand A.
 template <typename T, int M, int N>
 __device__ inline Fragment as_operand(const Accumulators<M, N>& c, int m, int k) {
   const auto& left = c.at[m][2 * k];
@@ -157,8 +154,8 @@ __device__ inline Fragment as_operand(const Accumulators<M, N>& c, int m, int k)
           pack<T>(right[2], right[3])};
 }
 
-// A [M * 16, HS] in a tile, as the left operand of many GEMMs. It is read from shared memory each time: keeping it in
-// registers saves traffic at small head dimensions, but a third block a multiprocessor in their place gains more (H200).
+// A [M * 16, HS] in a tile, as the left operand of many GEMMs. It is read from shared memory each time: registers would
+// save that traffic at small head dimensions, but using them for a third block a multiprocessor gains more (H200).
 template <typename T, int HS, int M>
 struct LeftOperand {
   unsigned address;  // with the lane's offset by rows
@@ -168,8 +165,8 @@ struct LeftOperand {
   }
 };
 
-// The same in registers, from `row(i)`, a pointer to row i of A in global memory, or null for a row of zeros. Fragment layout:
-// PTX ISA, "Matrix fragments for mma.m16n8k16".
+// The same in registers, loaded from row(i), a pointer to row i of A in global memory, or null for a row of zeros.
+// Fragment layout: PTX ISA, "Matrix Fragments for mma.m16n8k16".
 template <typename T, int HS, int M>
 struct RegisterOperand {
   Fragment at[M][HS / 16];
@@ -178,7 +175,7 @@ struct RegisterOperand {
   __device__ void load(const Row& row) {
     load(row, [](const T* elements, int word) { return reinterpret_cast<const unsigned*>(elements)[word]; });
   }
-  // The same where elements 2 w and 2 w + 1 of a row are word(row(i), w).
+  // The same with word(row(i), w) returning elements 2 w and 2 w + 1 of a row.
   template <typename Row, typename Word>
   __device__ void load(const Row& row, const Word& word) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
@@ -200,7 +197,7 @@ struct RegisterOperand {
   }
 };
 
-// c [., 16 columns from n] += rows * columns.
+// c [., 16 columns from 8 n on] += rows * columns.
 template <typename T, int M, int N>
 __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows)[M], const Fragment& columns, int n) {
 #pragma unroll
@@ -210,10 +207,10 @@ __device__ inline void multiply_add(Accumulators<M, N>& c, const Fragment (&rows
   }
 }
 
-// In both GEMMs the next fragment is on its way while the MMAs of this one run.
+// Both GEMMs below load the next fragment while the mma of the current one run.
 
-// c += A B^T with A a LeftOperand or a RegisterOperand and B [N * 8, HS] in a tile (address with the lane's offset by columns).
-// Part of Parts: only these columns of c, of which B has the rows. Layout: of B.
+// c += A B^T with A a LeftOperand or a RegisterOperand and B [N * 8, HS] in a tile (`b`: its address plus
+// lane_by_columns()). Part of Parts: B has only the rows for that part of c's columns. Layout: the layout of B.
 template <typename T, int HS, int Part = 0, int Parts = 1, typename Layout = Tile<T, HS>, int M, int N, typename Left>
 __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, unsigned b) {
   static_assert(N % (2 * Parts) == 0);
@@ -232,8 +229,9 @@ __device__ inline void multiply_by_rows(Accumulators<M, N>& c, const Left& a, un
   }
 }
 
-// c += A B with A [M * 16, K * 16] in accumulators and B [K * 16, N * 8] in a tile (address with the lane's offset by
-// rows, at B's first column). Part of Parts: only these columns of A, of which B has the rows. Layout: of B.
+// c += A B with A [M * 16, K * 16] in accumulators and B [K * 16, N * 8] in a tile (`b`: its address plus
+// lane_by_rows(), at B's first column). Part of Parts: B has only the rows for that part of A's columns. Layout: the
+// layout of B.
 template <typename T, int HS, int Part = 0, int Parts = 1, typename Layout = Tile<T, HS>, int M, int N, int KN>
 __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumulators<M, KN>& a, unsigned b) {
   static_assert(KN % (2 * Parts) == 0);
@@ -254,8 +252,8 @@ __device__ inline void multiply_by_columns(Accumulators<M, N>& c, const Accumula
   }
 }
 
-// Rounds a warp's M * 16 rows of accumulators to T and stores those below `valid` to columns [0, N * 8) of a head's rows,
-// 16 bytes a lane. `staging` is M * 16 tile rows that only this warp uses.
+// Rounds a warp's M * 16 rows of accumulators to T and stores the first `valid` of them to columns [0, N * 8) of a
+// head's rows, 16 bytes a lane. `staging`: M * 16 tile rows that only this warp uses.
 template <typename T, int HS, int M, int N>
 __device__ inline void store_rows(const Accumulators<M, N>& c, T* staging, T* first_row, std::int64_t token_stride,
                                   int valid) {

@@ -1,4 +1,4 @@
-// The kernels behind attention.h, and what they share: which keys a query sees, and the arguments as one struct.
+// The paths of attention.h and what they share: which keys a query sees, and the arguments as one struct.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,7 +25,7 @@ struct ForwardArguments {
   HeadViewOf<const T> q, k, v;
 };
 
-// Of one query: its log-sum-exp in units of ln 2, and D = sum over d of dout * out.
+// Statistics of one query: its log-sum-exp in base 2, and D = sum over d of dout * out.
 struct alignas(8) RowStatistics {
   float lse2, D;
 };
@@ -38,29 +38,29 @@ struct BackwardArguments {
   const float* lse;  // [B, NH, TQ]
   HeadViewOf<const T> q, k, v;
   RowStatistics* statistics;  // workspace [B, NH, padded_queries(TQ)]
-  DeviceRopeTable rope = {};  // read by hopper_backward() alone: of half a head, or empty
+  DeviceRopeTable rope = {};  // used by hopper_backward() only; its table covers a whole head, or is empty
 };
 
-// Rows of the statistics are padded to full query blocks, so that the tensor core kernels copy them without remainders.
+// The statistics are padded to full query blocks, so that the tensor core kernels copy them without remainders.
 constexpr std::int64_t kStatisticsBlock = 128;
 WEFT_HOST_DEVICE_FUNCTION inline std::int64_t padded_queries(std::int64_t TQ) {
   return (TQ + kStatisticsBlock - 1) / kStatisticsBlock * kStatisticsBlock;
 }
 
-// How many of the TK keys query t sees; t may lie past the last query (padding of a block). Tokens are counted in 32 bits
-// (kMaxTokens bounds them), which saves registers; everything that is multiplied by a stride has 64.
+// Number of keys that query t sees; t may be past the last query (padding of a block). Token counts are 32-bit
+// (kMaxTokens bounds them), which saves registers; everything that is multiplied by a stride is 64-bit.
 WEFT_HOST_DEVICE_FUNCTION inline int visible_keys(const AttentionShape& shape, int t) {
   const int TK = static_cast<int>(shape.TK), seen = TK - static_cast<int>(shape.TQ) + t + 1;
   return shape.causal && seen < TK ? seen : TK;
 }
 
-// Every device from sm_80 on lets a block have this much shared memory.
+// Shared memory that a block may have on every device from sm_80 on.
 constexpr int kSharedBytesEverywhere = 99 * 1024;
-// What the current device lets a block have.
+// Shared memory that a block may have on the current device.
 int shared_bytes_per_block();
 
-// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned. `shared_limit`: the tiling is one for a
-// device that lets a block have so much shared memory, kSharedBytesEverywhere at least.
+// Tensor cores, sm_80 and later; T is bf16 or fp16, all views 16-byte aligned. `shared_limit`: the shared memory a
+// block for which the tiling is chosen, at least kSharedBytesEverywhere.
 template <typename T>
 void portable_forward(const ForwardArguments<T>& arguments, cudaStream_t stream,
                       int shared_limit = shared_bytes_per_block());
@@ -68,7 +68,7 @@ template <typename T>
 void portable_backward(const BackwardArguments<T>& arguments, cudaStream_t stream,
                        int shared_limit = shared_bytes_per_block());
 
-// What hopper_backward() keeps in the workspace, which begins with the statistics; hopper_backward.cu says how.
+// Parts of hopper_backward()'s workspace, which begins with the statistics: see hopper_backward.cu.
 struct HopperWorkspace {
   float *statistics, *sums;
   int *order, *ticket;
@@ -79,7 +79,8 @@ HopperWorkspace hopper_workspace(const AttentionShape& shape, RowStatistics* mem
 // wgmma and tensor copies, compute capability 9.0; T is bf16 or fp16, all views 16-byte aligned, and the shape one that
 // hopper_backward_computes(): head dimension 64 or 128, causal, as many queries as keys.
 bool hopper_backward_computes(const AttentionShape& shape);
-// Whether hopper_backward() can undo the rotation by this table: all of a head is rotated, rows are 16-byte aligned.
+// Whether hopper_backward() can undo the rotation by this table: all of a head must be rotated, and the table's rows
+// must be 16-byte aligned.
 bool hopper_backward_unrotates(const AttentionShape& shape, const DeviceRopeTable& rope);
 template <typename T>
 void hopper_backward(const BackwardArguments<T>& arguments, cudaStream_t stream);

@@ -1,10 +1,9 @@
 // Attention on CUDA cores in fp32, for float tensors and for 16-bit views that 16-byte copies cannot read. It shares
-// nothing with the tensor core kernels but the formulas at their heads, and is meant to be right, not fast.
+// only the formulas with the tensor core kernels, and is meant to be correct, not fast.
 //
-// A block of 8 warps keeps its rows (queries; for dK and dV: keys) in shared memory and walks the others in tiles of 32,
-// one a lane. A score is a dot product that one lane computes alone; the sums over a tile (O, dQ, dK, dV) belong to the
-// lanes by columns, d = lane + 32 i. A tile's rows are HS + 1 floats apart, so that both ways of reading it touch 32
-// different banks.
+// A block of 8 warps keeps its rows (queries; for dK and dV: keys) in shared memory and walks the others in tiles of
+// 32, one a lane. One lane computes a whole score. In the sums over a tile (O, dQ, dK, dV) a lane has columns d = lane
+// + 32 i. A tile's rows are HS + 1 floats apart, so that both ways of reading it touch 32 different banks.
 
 #include <cstdint>
 
@@ -18,14 +17,14 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarpSize, kTile = kWarpSize;
 
-// Rows a warp has, and columns a lane has: for HS up to 128, and up to 256.
+// Rows of a warp and columns of a lane, for HS up to 128 and up to 256.
 template <int HeadDims>
 struct Room {
   static constexpr int kRows = HeadDims <= 128 ? 4 : 2, kSlots = HeadDims / kWarpSize;
   static constexpr int kBlockRows = kWarps * kRows;
 };
 
-// `count` rows of a head as fp32, `stride` floats apart; those from `valid` on are zero.
+// Loads `count` rows of a head as fp32, `stride` floats apart; rows from `valid` on are zero.
 template <typename T>
 __device__ void load_rows(float* rows, int stride, int count, HeadViewOf<const T> view, std::int64_t b,
                           std::int64_t first, std::int64_t h, std::int64_t valid, int HS) {
@@ -77,11 +76,11 @@ __device__ void store_sums(const float (&sums)[R][Slots], HeadViewOf<T> view, st
   }
 }
 
-// What a block with queries as its rows computes: those of one head, the last block first.
+// The rows of a block whose rows are queries: those of one head, the last block first.
 struct QueryBlock {
   int HS, lane, warp_row;  // warp_row: the warp's first row in the block
   std::int64_t b, h, kv;
-  int first_query, first_row;  // of the block, of the warp
+  int first_query, first_row;  // first query of the block, of the warp
 };
 template <int HeadDims>
 __device__ QueryBlock query_block(const AttentionShape& shape) {
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < R; ++r) maximum[r] = -INFINITY, sum[r] = 0;
   const int end = visible_keys(shape, first_query + kBlockRows - 1);
   for (int first_key = 0; first_key < end; first_key += kTile) {
-    __syncthreads();  // nobody reads the previous tile any more
+    __syncthreads();  // no thread reads the previous tile any more
     load_rows(K, HS + 1, kTile, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
     load_rows(V, HS + 1, kTile, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
     __syncthreads();
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int end = visible_keys(shape, first_query + kBlockRows - 1);
   for (int first_key = 0; first_key < end; first_key += kTile) {
-    __syncthreads();  // nobody reads the previous tile any more
+    __syncthreads();  // no thread reads the previous tile any more
     load_rows(K, HS + 1, kTile, arguments.k, b, first_key, kv, shape.TK - first_key, HS);
     load_rows(V, HS + 1, kTile, arguments.v, b, first_key, kv, shape.TK - first_key, HS);
     __syncthreads();
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(kThreads)
   const int begin = first_key > past ? (first_key - past) / kTile * kTile : 0;
   for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h) {
     for (int first_query = begin; first_query < shape.TQ; first_query += kTile) {
-      __syncthreads();  // nobody reads the previous tile any more
+      __syncthreads();  // no thread reads the previous tile any more
       load_rows(Q, HS + 1, kTile, arguments.q, b, first_query, h, shape.TQ - first_query, HS);
       load_rows(dO, HS + 1, kTile, arguments.dout, b, first_query, h, shape.TQ - first_query, HS);
       __syncthreads();

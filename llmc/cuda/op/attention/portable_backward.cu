@@ -1,26 +1,28 @@
-// Backward on tensor cores, sm_80 and later. P is recomputed block by block from the saved lse; with D = rowsum(dO * O):
+// Backward on tensor cores, sm_80 and later. P is recomputed block by block from the saved lse. With
+// D = rowsum(dO * O):
 //
 //   P = 2^(c S - lse2);  dV = P^T dO;  dP = dO V^T;  dS = P * (dP - D);  dQ = scale dS K;  dK = scale dS^T Q
 //
 // with S = Q K^T, c = scale log2 e, lse2 = lse log2 e. (Dao et al., 2022, algorithm 4.)
 //
-// Two kernels, and why. One pass over the blocks needs 5 GEMMs, but a block of keys adds to dQ of every later query:
-// either float atomics, whose sums change from run to run, or blocks that wait for each other in a fixed order around
-// fp32 sums in global memory. Here
+// Two kernels, and why. One pass over the blocks needs 5 GEMMs, but a block of keys adds to dQ of every later query: by
+// float atomics, whose sums change from run to run, or with blocks that wait for each other in a fixed order around
+// fp32 sums in global memory. Here instead
 //
 //   query_gradient_kernel  has a block of queries and walks the keys:    S, dP, dQ            3 GEMMs
 //   key_gradient_kernel    has a block of keys and walks the queries:    S^T, dP^T, dV, dK    4 GEMMs
 //
-// that is 7 instead of 5. For the two recomputed ones there are no atomics, no waiting of blocks for each other and no fp32
-// dQ in memory: every sum stays in the registers of one warp from its first term to its last, and its order is fixed. The
-// key gradient kernel walks the queries of all heads of the group, so that dK and dV of grouped-query attention need no
-// sum over heads in memory either.
+// which is 7 instead of 5. The two recomputed GEMMs avoid atomics, waiting between blocks and fp32 dQ in memory: every
+// sum stays in the registers of one warp from its first term to its last, in a fixed order. The key gradient kernel
+// walks the queries of all heads of the group, so that dK and dV of grouped-query attention need no sum over heads in
+// memory either.
 //
-// Tiling: a warp has 32 rows of queries or keys (16 at head dimension 256), so that each fragment read from shared memory
-// feeds two MMAs. The streamed operand comes in two stages of shared memory; a warp works through a stage in chunks of
-// kChunk rows, which bounds the registers of S and dP.
+// Tiling: a warp has 32 rows of queries or keys (16 at head dimension 256), so that each fragment read from shared
+// memory feeds two MMAs. The streamed operand comes in two stages of shared memory; a warp works through a stage in
+// chunks of kChunk rows, which bounds the registers of S and dP.
 //
-// query_gradient_kernel also computes D while it has dO in shared memory and leaves (lse2, D) of each query for the other.
+// query_gradient_kernel also computes D while it has dO in shared memory and stores (lse2, D) of each query for
+// key_gradient_kernel.
 
 #include <cstdint>
 #include <type_traits>
@@ -48,8 +50,9 @@ struct QueryTiling {
   static_assert(kStatisticsBlock % kQueries == 0);
 };
 
-// (lse2, D) of the warp's rows g and g + 8 of each m16 tile, also to `statistics` (its row 0). Queries past `valid` get
-// lse2 = infinity, hence P = 0. dO is the warp's first tile row in shared memory, O its first row in global memory.
+// Computes (lse2, D) of the warp's rows g and g + 8 of each m16 tile, and stores them to `statistics` (the warp's row
+// 0). Queries from `valid` on get lse2 = infinity, hence P = 0. `dO`: the warp's first tile row in shared memory, `O`:
+// its first row in global memory.
 template <typename T, int HS, int M>
 __device__ void row_statistics(RowStatistics (&rows)[M][2], RowStatistics* statistics, const T* dO, const T* O,
                                std::int64_t token_stride, const float* lse, int valid) {
@@ -76,7 +79,7 @@ __device__ void row_statistics(RowStatistics (&rows)[M][2], RowStatistics* stati
   }
 }
 
-// S becomes dS = P * (dP - D); keys from a row's limit on get 0.
+// S becomes dS = P * (dP - D), 0 for keys from a row's limit on.
 template <int M, int N>
 __device__ void score_gradient(Accumulators<M, N>& S, const Accumulators<M, N>& dP, const RowStatistics (&rows)[M][2],
                                float c, bool masked, const AttentionShape& shape, int first_row, int first_key) {
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   int stage = 0;
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     wait_for_copies();
-    __syncthreads();  // this stage is complete, and nobody reads the other one any more
+    __syncthreads();  // this stage is complete, and no thread reads the other one any more
     const unsigned k_tile = kv_tiles + stage * Rows::bytes(2 * kKeys), v_tile = k_tile + Rows::bytes(kKeys);
     if (Tiling::kStages == 2 && first_key + kKeys < end) load_keys(first_key + kKeys, stage ^ 1);
 #pragma unroll 1
@@ -186,13 +189,14 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 
 // ---- dK and dV --------------------------------------------------------------------------------------------------------
 
-// Two ways to share the four GEMMs among warps:
+// Two ways to divide the four GEMMs among warps:
 //
-// - Whole: a warp does all of them for its 32 keys, P and dS in registers. dK and dV take HS registers a thread each.
-// - Paired, where those leave no room: two warps share the same keys; the value warp computes S^T, P^T and dV, the key warp
-//   dP^T, dS^T and dK. What the key warp lacks, P^T, comes through shared memory, rounded to T as the value warp uses it.
-//   A whole warp could have 16 keys instead; but then it spends its time on reading shared memory (at head dimension 128,
-//   80 KiB for each 32 keys and 32 queries; a pair moves 44). Up to head dimension 80 the exchange costs more than it saves.
+//  - Whole: a warp computes all of them for its 32 keys, with P and dS in registers. dK and dV take HS registers a
+//    thread each.
+//  - Paired, where registers do not suffice for that: two warps share the same keys; the value warp computes S^T, P^T
+//    and dV, the key warp dP^T, dS^T and dK. The key warp receives P^T through shared memory, rounded to T as the value
+//    warp uses it. A whole warp with only 16 keys would be bound by reading shared memory (at head dimension 128, 80
+//    KiB for 32 keys and 32 queries; a pair moves 44). Up to head dimension 80 the exchange costs more than it saves.
 template <int HeadDim, bool Roomy>
 struct KeyTiling {
   static constexpr int HS = HeadDim, kStages = 2;
@@ -207,15 +211,16 @@ struct KeyTiling {
   static constexpr int kExchangeBytes = kPaired ? kKeys * kQueries * 2 : 0;  // P^T of a stage
   static constexpr int kSharedBytes =
       Tile<bf16, HS>::bytes(2 * kKeys + 2 * kStages * kQueries) + kStatisticsBytes + kExchangeBytes;
-  static_assert(!kPaired || kTeams * kQueries / kChunk < 16);  // named barriers
+  static_assert(!kPaired || kTeams * kQueries / kChunk < 16);  // a block has 16 named barriers
 };
 
-// What a warp multiplies with its keys: kChunk queries of a stage. All GEMMs have keys as rows and queries as columns.
+// The queries that a warp multiplies with its keys at a time: kChunk of a stage. All GEMMs have keys as rows and
+// queries as columns.
 struct QueryChunk {
   unsigned q, dO;                   // tiles
   const RowStatistics* statistics;  // of the first query, in shared memory
   int hidden;                       // key i of the warp is hidden from query j of the chunk if hidden + i > j
-  int first;                        // query of the stage
+  int first;                        // index of the first query in the stage
 };
 
 // S^T becomes P^T.
@@ -238,7 +243,7 @@ __device__ void probabilities(Accumulators<M, N>& S, const QueryChunk& chunk, fl
   }
 }
 
-// dP^T becomes dS^T = P^T * (dP^T - D); weight(m, n, i) is the element of P^T.
+// dP^T becomes dS^T = P^T * (dP^T - D); weight(m, n, i) returns the element of P^T.
 template <int M, int N, typename Weight>
 __device__ void score_gradient_transposed(Accumulators<M, N>& dP, const QueryChunk& chunk, const Weight& weight) {
   const int t = threadIdx.x % 4;
@@ -253,7 +258,7 @@ __device__ void score_gradient_transposed(Accumulators<M, N>& dP, const QueryChu
   }
 }
 
-// A warp's keys: where their rows lie, in shared memory (tiles as addresses and as pointers) and in the tensors.
+// A warp's keys: their rows in shared memory (tiles as addresses and as pointers) and in the tensors.
 template <typename T>
 struct TeamRows {
   unsigned k, v;
@@ -297,7 +302,7 @@ struct WholeWarp {
 template <typename T, typename Tiling>
 struct PairedWarp {
   static constexpr int HS = Tiling::HS, M = Tiling::M, N = Tiling::kChunk / 8;
-  // A pair's two warps belong to the same scheduler, which finds one in its GEMMs while the other exponentiates.
+  // Both warps of a pair belong to the same scheduler, which can issue the GEMMs of one while the other exponentiates.
   const bool value_warp = threadIdx.x / kWarpSize < Tiling::kTeams;
   LeftOperand<T, HS, M> left;        // K or V
   Accumulators<M, HS / 8> gradient;  // dV or dK
@@ -312,8 +317,8 @@ struct PairedWarp {
     Accumulators<M, N> S;  // S^T and P^T, or dP^T and dS^T
     S.clear();
     multiply_by_rows<T, HS>(S, left, (value_warp ? chunk.q : chunk.dO) + Rows::lane_by_columns());
-    // A barrier of its own for each P^T of a stage: the value warp does not wait. The stage's barrier keeps it from
-    // overwriting what the key warp has not read.
+    // Each P^T of a stage has its own named barrier, so the value warp does not wait. The stage's __syncthreads() keeps
+    // it from overwriting a P^T that the key warp has not read.
     const int ready = 1 + threadIdx.x / kWarpSize % Tiling::kTeams + chunk.first / Tiling::kChunk * Tiling::kTeams;
     Fragment* const P = exchange + chunk.first * Tiling::kTeamRows * 2 / 16;
     if (value_warp) {
@@ -356,7 +361,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   // Queries before the first that sees a key are skipped; query t sees the keys up to past + t.
   const int past = shape.causal ? TK - TQ : TK;
   const int skipped = first_key > past ? (first_key - past) / kQueries : 0;
-  const int blocks = (TQ + kQueries - 1) / kQueries - skipped;  // of queries, of each head
+  const int blocks = (TQ + kQueries - 1) / kQueries - skipped;  // blocks of queries of each head
 
   constexpr int kStatisticsAt = Rows::bytes(2 * kKeys + 2 * kStages * kQueries);
   const unsigned k_tile = shared_address(shared), v_tile = k_tile + Rows::bytes(kKeys);
@@ -394,7 +399,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   int head_in_group = 0, block = 0;
   for (int stage = 0; head_in_group < group; stage ^= 1) {
     wait_for_copies();
-    __syncthreads();  // this stage is complete; nobody reads the other one, or last stage's P^T, any more
+    __syncthreads();  // this stage is complete; no thread reads the other one, or the previous stage's P^T, any more
     const bool last_of_head = block + 1 == blocks;
     const int next_head = head_in_group + last_of_head, next_block = last_of_head ? 0 : block + 1;
     if (next_head < group) load_queries(next_head, next_block, stage ^ 1);
@@ -403,7 +408,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 #pragma unroll 1
     for (int first = 0; first < kQueries; first += kChunk) {
       const int hidden = team.first - past - (skipped + block) * kQueries - first;
-      if (hidden >= kChunk) continue;  // from every query
+      if (hidden >= kChunk) continue;  // hidden from every query of the chunk
       warp.add({q_tile + Rows::bytes(first), do_tile + Rows::bytes(first), rows + first, hidden, first}, c);
     }
     head_in_group = next_head;
@@ -417,7 +422,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
 template <typename T, typename Queries, typename Keys>
 void launch(const BackwardArguments<T>& arguments, cudaStream_t stream) {
   const AttentionShape& shape = arguments.shape;
-  // Queries by full statistics blocks, so that the other kernel finds every padded row.
+  // The queries are padded to full statistics blocks, so that the second kernel finds every padded row.
   launch_attention(query_gradient_kernel<T, Queries>, "attention backward, queries", shape.B * shape.NH,
                    padded_queries(shape.TQ) / Queries::kQueries, Queries::kThreads, Queries::kSharedBytes, stream,
                    arguments);

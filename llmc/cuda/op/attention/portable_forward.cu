@@ -2,22 +2,24 @@
 //
 //   S = Q K^T;  m' = max(m, rowmax S);  P = 2^(c (S - m'));  l = l 2^(c (m - m')) + rowsum P;  O = O 2^(c (m - m')) + P V
 //
-// with c = scale log2 e, and at the end O / l, lse = scale m + ln l. (Dao et al., 2022, algorithm 1, in the base that the
-// hardware exponentiates in.)
+// with c = scale log2 e, and at the end O / l, lse = scale m + ln l. (Dao et al., 2022, algorithm 1, in base 2, in
+// which the hardware exponentiates.)
 //
 // Tiling, and why:
-// - A warp has 32 rows of queries (two m16 tiles; one where O would not fit the registers): each K or V fragment that
-//   ldmatrix brings then feeds two MMAs. With 16 rows a warp, reading shared memory (128 bytes a clock) would take longer
-//   than the MMAs. Four warps a block, two or three blocks a multiprocessor: one does softmax while another multiplies.
-// - S, P and O live in registers from the first key to the last; shared memory holds Q, and K and V in two stages, so
-//   that the copies of the next block run under this block's GEMMs with one barrier a block. Devices with 99 KiB a
-//   block run head dimension 128 with one stage.
-// - Keys go from first to last: the first block has a visible key for every row, hence m is finite ever after.
-// - The running maximum moves only when a row exceeds it by 2^8: until then P is at most 256, which costs fp32 sums and
-//   the 16-bit P nothing (both are floating), and O need not be rescaled.
-// - Only blocks that the diagonal or the end of the keys crosses are masked; a warp skips those it sees nothing of.
-// - The query blocks with the most keys start first, heads side by side, so that the heads of a group read their K and V
-//   from L2 at the same time and the last blocks to finish are short.
+//  - A warp has 32 rows of queries (two m16 tiles; one where O would not fit the registers), so each K or V fragment
+//    that ldmatrix loads feeds two MMAs. With 16 rows a warp, reading shared memory (128 bytes a clock) would take
+//    longer than the MMAs. Four warps a block, two or three blocks a multiprocessor: one computes softmax while another
+//    multiplies.
+//  - S, P and O stay in registers from the first key to the last; shared memory holds Q, and K and V in two stages, so
+//    that the copies of the next block overlap with this block's GEMMs, with one barrier a block. Devices with 99 KiB a
+//    block run head dimension 128 with one stage.
+//  - Keys go from first to last: the first block has a visible key for every row, so m is finite from then on.
+//  - The running maximum moves only when a row exceeds it by 2^8. Until then P is at most 256, which costs no accuracy
+//    in the fp32 sums and the 16-bit floating-point P, and O need not be rescaled.
+//  - Only blocks that cross the diagonal or the end of the keys are masked; a warp skips blocks of which it sees
+//    nothing.
+//  - The query blocks with the most keys start first, and heads are adjacent, so that the heads of a group read their K
+//    and V from L2 at the same time and the last blocks to finish are short.
 
 #include <cstdint>
 
@@ -60,11 +62,11 @@ __device__ void mask_scores(Accumulators<M, N>& S, const AttentionShape& shape, 
   }
 }
 
-// The running softmax of a warp's rows. A thread has rows g and g + 8 of each m16 tile; the four threads of a quad share
-// a row, agree on its maximum, and each sums its own columns until the end.
+// The online softmax of a warp's rows. A thread has rows g and g + 8 of each m16 tile. The four threads of a quad share
+// a row and agree on its maximum; each sums its own columns until the end.
 template <int M>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8;  // log2 of how far a score may exceed the maximum in use
+  static constexpr float kSlack = 8;  // a weight may reach 2^kSlack before the maximum in use moves
   float maximum[M][2], sum[M][2];
   float c;  // scale log2 e
 
@@ -73,7 +75,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < M; ++m) maximum[m][0] = maximum[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
   }
 
-  // S becomes P; O and the sums shrink where the maximum grew.
+  // S becomes P; O and the sums are rescaled where the maximum has moved.
   template <int N, int NO>
   __device__ void update(Accumulators<M, N>& S, Accumulators<M, NO>& O) {
     float largest[M][2];
@@ -130,7 +132,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // O becomes the mean over all keys; lse points at the warp's first row, of which `valid` exist.
+  // Divides O by the row sums. `lse` points to the warp's first row, of which `valid` exist.
   template <int NO>
   __device__ void finish(Accumulators<M, NO>& O, float* lse, int valid) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
@@ -150,7 +152,7 @@ struct OnlineSoftmax {
   }
 };
 
-// Grid: x = batch and head (heads next to each other), y = blocks of queries, the last first.
+// Grid: x = batch and head (heads adjacent), y = blocks of queries, the last first.
 template <typename T, typename Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiprocessor)
     forward_kernel(const __grid_constant__ ForwardArguments<T> arguments) {
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   const std::int64_t b = blockIdx.x / shape.NH, h = blockIdx.x % shape.NH, kv = h / (shape.NH / shape.NKV);
   const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kQueries;
   const int warp_row = threadIdx.x / kWarpSize * Tiling::kWarpRows;
-  const int first_row = first_query + warp_row;  // of this warp
+  const int first_row = first_query + warp_row;  // first row of this warp
 
   const unsigned q_tile = shared_address(shared), kv_tiles = q_tile + Rows::bytes(kQueries);
   const auto load_keys = [&](int first_key, int stage) {
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   int stage = 0;
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     wait_for_copies();
-    __syncthreads();  // this stage is complete, and nobody reads the other one any more
+    __syncthreads();  // this stage is complete, and no thread reads the other one any more
     const unsigned k_tile = kv_tiles + stage * Rows::bytes(2 * kKeys), v_tile = k_tile + Rows::bytes(kKeys);
     if (kStages == 2 && first_key + kKeys < end) load_keys(first_key + kKeys, stage ^ 1);
     if (first_key < warp_end) {
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(Tiling::kThreads, Tiling::kBlocksPerMultiproce
   float* lse = arguments.lse ? arguments.lse + static_cast<std::int64_t>(blockIdx.x) * shape.TQ + first_row : nullptr;
   softmax.finish(O, lse, valid);
   T* staging =
-      reinterpret_cast<T*>(shared) + warp_row * Rows::kStride;  // the warp's own rows of Q, read by no one else
+      reinterpret_cast<T*>(shared) + warp_row * Rows::kStride;  // the warp's own rows of Q, which no other warp reads
   store_rows<T, HS>(O, staging, arguments.out.at(b, first_row, h), arguments.out.token_stride, valid);
 }
 
