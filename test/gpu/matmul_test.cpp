@@ -291,6 +291,29 @@ TEST_F(MatmulPlansTest, AChoiceInTheFileStaysThough) {
   EXPECT_EQ(*MatmulPlans("identity G", "").find("product"), one_);
 }
 
+// A remembered algorithm that this version of the library declines: the new choice must not be lost against the old line.
+TEST_F(MatmulPlansTest, ARefusedPlanIsReplaced) {
+  MatmulPlans("identity J", "").add({{"product", one_}, {"other", one_}});
+  MatmulPlans mine("identity J", "");
+  mine.forget("product");
+  EXPECT_EQ(mine.find("product"), nullptr);
+  mine.add({{"product", two_}});
+  EXPECT_EQ(*mine.find("product"), two_);
+  const MatmulPlans next("identity J", "");  // of the same process
+  EXPECT_EQ(*next.find("product"), two_);
+  EXPECT_EQ(*next.find("other"), one_);
+  const std::string text = read_text_file(cache_file(), 10000);  // what another process reads
+  EXPECT_NE(text.find("product: ffffffffffffffff"), std::string::npos) << text;
+  // Somebody else replaced it meanwhile: that choice stays.
+  MatmulPlans late("identity J", "");
+  late.forget("product");
+  MatmulPlans quick("identity J", "");
+  quick.forget("product");
+  quick.add({{"product", one_}});
+  late.add({{"product", {9}}});
+  EXPECT_EQ(*late.find("product"), one_);
+}
+
 TEST_F(MatmulPlansTest, TheRunsFileComesFirst) {
   const std::string run = directory_ + "/plans-of-a-run";
   MatmulPlans writer("identity C", run);

@@ -122,6 +122,17 @@ const StoredAlgorithm* MatmulPlans::find(const std::string& gemm) const {
   return found != plans_.end() ? &found->second : nullptr;
 }
 
+void MatmulPlans::forget(const std::string& gemm) {
+  if (auto entry = plans_.extract(gemm)) refused_[gemm] = entry.mapped();
+}
+
+StoredAlgorithm MatmulPlans::agree(StoredPlans& shared, const std::string& gemm, const StoredAlgorithm& choice) const {
+  const auto [entry, added] = shared.try_emplace(gemm, choice);
+  const auto refused = refused_.find(gemm);
+  if (!added && refused != refused_.end() && refused->second == entry->second) entry->second = choice;
+  return entry->second;
+}
+
 std::string MatmulPlans::text(const StoredPlans& plans) const {
   std::string content = std::string(kTitle) + "\n" + identity_ + "\n";
   for (const auto& [gemm, algorithm] : plans) {
@@ -163,13 +174,10 @@ void MatmulPlans::adopt(const std::string& text) {
 
 void MatmulPlans::write_cache(const StoredPlans& chosen) {
   const DirectoryLock lock(parent_directory(cache_file_));
-  StoredPlans kept = read(cache_file_);
-  for (const auto& [gemm, algorithm] : kept) {
-    if (chosen.contains(gemm)) plans_[gemm] = algorithm;
-  }
-  const std::size_t before = kept.size();
-  kept.insert(chosen.begin(), chosen.end());
-  if (kept.size() != before) write_file_atomically(cache_file_, text(kept));
+  const StoredPlans before = read(cache_file_);
+  StoredPlans kept = before;
+  for (const auto& [gemm, algorithm] : chosen) plans_[gemm] = agree(kept, gemm, algorithm);
+  if (kept != before) write_file_atomically(cache_file_, text(kept));
 }
 
 void MatmulPlans::add(const StoredPlans& chosen) {
@@ -182,9 +190,7 @@ void MatmulPlans::add(const StoredPlans& chosen) {
   if (remembers()) {
     const std::lock_guard<std::mutex> lock(process_mutex);
     StoredPlans& process = process_plans()[identity_];
-    for (const auto& [gemm, algorithm] : chosen) {
-      plans_[gemm] = process.try_emplace(gemm, plans_[gemm]).first->second;
-    }
+    for (const auto& [gemm, algorithm] : chosen) plans_[gemm] = agree(process, gemm, plans_[gemm]);
   }
   if (run_file_.empty()) return;
   try {

@@ -29,10 +29,10 @@ class MatmulPlans {
   bool remembers() const { return !cache_file_.empty(); }
   // The plan of a GEMM, by its name; null if there is none.
   const StoredAlgorithm* find(const std::string& gemm) const;
-  // Drops a remembered plan that the library no longer accepts.
-  void forget(const std::string& gemm) { plans_.erase(gemm); }
+  // Drops a remembered plan that the library no longer accepts: the next choice for this GEMM replaces it in the files too.
+  void forget(const std::string& gemm);
   // Adds this process's choices and writes the files. If another process has chosen for the same GEMM in the meantime,
-  // its choice stays: find() returns the valid one.
+  // its choice stays, unless it is the one that forget() dropped: find() returns the valid one.
   void add(const StoredPlans& chosen);
 
   // text(): all plans in the file format. adopt(): replaces them by those of another process; Exit::environment if its
@@ -44,9 +44,11 @@ class MatmulPlans {
   std::string text(const StoredPlans& plans) const;
   StoredPlans read(const std::string& path) const;
   void write_cache(const StoredPlans& chosen);
+  // Adds a choice to plans that others may have added to: returns the plan that holds from now on.
+  StoredAlgorithm agree(StoredPlans& shared, const std::string& gemm, const StoredAlgorithm& choice) const;
 
   std::string identity_, run_file_, cache_file_;
-  StoredPlans plans_;
+  StoredPlans plans_, refused_;
 };
 
 }  // namespace weft::cuda
