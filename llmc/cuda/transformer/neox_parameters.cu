@@ -9,11 +9,13 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "llmc/base/hash.h"
 #include "llmc/base/philox.h"
+#include "llmc/base/signals.h"
 #include "llmc/cuda/hw/common.cuh"
 #include "llmc/cuda/runtime/arena.h"
 #include "llmc/cuda/runtime/fork.h"
@@ -236,26 +238,38 @@ void load_parameters(const ModelFile& file, std::span<const ParameterTarget<S>> 
 
   const std::size_t useful = std::min<std::size_t>(specs.size(), 1 + bytes / (4 * kPieceBytes));
   const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-  job.running = static_cast<unsigned>(std::min<std::size_t>({kMaxWorkers, cores, useful}));
+  const std::size_t workers = std::min<std::size_t>({kMaxWorkers, cores, useful});
   std::vector<std::thread> threads;
-  for (unsigned i = job.running; i > 0; --i) {
-    threads.emplace_back([&job] {
-      try {
-        Worker<S>(job).run();
-      } catch (...) {
-        job.report(0, std::current_exception());
-      }
-      const std::lock_guard lock(job.mutex);
-      --job.running;
-      job.finished.notify_one();
-    });
+  threads.reserve(workers);
+  const auto work = [&job] {
+    try {
+      Worker<S>(job).run();
+    } catch (...) {
+      job.report(0, std::current_exception());
+    }
+    const std::lock_guard lock(job.mutex);
+    --job.running;
+    job.finished.notify_one();
+  };
+  const auto start_one = [&] {
+    const std::lock_guard lock(job.mutex);  // the thread cannot end before it is counted
+    threads.emplace_back(work);
+    ++job.running;
+  };
+  try {
+    const SignalsElsewhere signals;
+    while (threads.size() < workers) start_one();
+  } catch (const std::system_error&) {  // no more threads for this user: those that started load everything
+    if (threads.empty()) throw;
   }
-  {
+  try {
     std::unique_lock lock(job.mutex);
     const auto done = [&job] { return job.running == 0; };
     while (!job.finished.wait_for(lock, std::chrono::milliseconds(100), done)) {
       if (progress) progress(job.bytes_done, bytes);
     }
+  } catch (...) {  // from `progress`: the threads use the job, and end before it does
+    job.report(specs.size(), std::current_exception());
   }
   for (std::thread& thread : threads) thread.join();
   if (job.error) std::rethrow_exception(job.error);
