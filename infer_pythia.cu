@@ -271,8 +271,8 @@ ServerOptions server_options(const InferSettings& s) {
 
 Exit run_serve(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
-  CompletionsServer server(
-      server_options(settings));  // until run() it answers every request with "the model is being loaded"
+  // It listens from here on, and answers 503 until run(): the model is still being loaded.
+  CompletionsServer server(server_options(settings));
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
   const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));
