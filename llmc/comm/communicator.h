@@ -3,7 +3,7 @@
 // in the order of the ranks.
 //
 // All ranks make the same calls in the same order, with the same sizes. A call that cannot be completed throws Error on
-// every rank that is in it, and so does each call after it: that is in it, and so does each call after it:
+// every rank that is in it, and so does each call after it:
 //   - a rank did not come within the time limit, or its process has died: Exit::environment, which names it;
 //   - a rank has called abort(): with the code that it gave, and "rank R: " before its reason;
 //   - the ranks are in different calls, or their sizes differ: Exit::internal.
