@@ -116,8 +116,8 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
   InferSettings other = s.settings();
   other.model = other.against;
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
-  const DecodeSession of_other(
-      other);  // after the first model is loaded, because this looks at how much memory is free
+  // Opened after the first model is loaded, because it looks at how much memory is free.
+  const DecodeSession of_other(other);
   const std::unique_ptr<DecodeModel> against = of_other.load_model(choose_capacity(other, of_other.config(), window));
   if (against->capacity() < window) {
     fail(Exit::usage, "--context: got %lld, expected at most the %lld positions of --against",
