@@ -1,4 +1,4 @@
-// infer_pythia: runs Pythia (GPT-NeoX) and Llama models. This file is an overview of inference: one function per task, each from
+// infer_pythia: runs Pythia (GPT-NeoX) and Llama models. This file is an overview of inference: one function per task, from
 // the options through the model and the prompt to the output.
 #include <algorithm>
 #include <cstdint>
@@ -98,7 +98,7 @@ EngineOptions engine_options(const InferSettings& settings, const InferenceModel
 Exit run_batch(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
   PolledLines input(settings.batch, kMaxRequestBytes);
-  AnswerFile output(settings.output);  // before the model is loaded: what is wrong with the files is said at once
+  AnswerFile output(settings.output);  // before the model is loaded, so that an error of the files is reported at once
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
   const GenerateOptions generate = s.generate_options();
@@ -116,7 +116,8 @@ Exit run_divergence(const DecodeSession& s, std::span<const std::int32_t> ids, s
   InferSettings other = s.settings();
   other.model = other.against;
   const std::unique_ptr<DecodeModel> model = s.load_model(window);
-  const DecodeSession of_other(other);  // after the model is loaded: what memory is free is asked for here
+  // Opened after the first model is loaded, because it looks at how much memory is free.
+  const DecodeSession of_other(other);
   const std::unique_ptr<DecodeModel> against = of_other.load_model(choose_capacity(other, of_other.config(), window));
   if (against->capacity() < window) {
     fail(Exit::usage, "--context: got %lld, expected at most the %lld positions of --against",
@@ -270,7 +271,8 @@ ServerOptions server_options(const InferSettings& s) {
 
 Exit run_serve(const DecodeSession& s) {
   const InferSettings& settings = s.settings();
-  CompletionsServer server(server_options(settings));  // until run() it answers that the model is being loaded
+  // It listens from here on, and answers 503 until run(): the model is still being loaded.
+  CompletionsServer server(server_options(settings));
   const std::unique_ptr<InferenceModel> model = s.load_inference(settings.kv_bytes, settings.max_running);
   const std::unique_ptr<InferenceModel> draft = s.load_draft(*model);
   const EngineOptions options = engine_options(settings, *model, s.draft_options(draft.get()));

@@ -40,7 +40,7 @@
 namespace weft {
 namespace {
 
-// A rank's sequences per step, of virtual ranks too: the micro-batch has to divide this number.
+// The sequences of one rank in a step; a virtual rank counts as a rank. The micro-batch has to divide this number.
 std::int64_t batch_sequences(const TrainSettings& settings) {
   return settings.batch_tokens / settings.seq_len / settings.virtual_ranks;
 }
@@ -86,7 +86,7 @@ Exit bench(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   return Exit::ok;
 }
 
-// `result`: the lines are what --dry-run was asked for, so they go to stdout; otherwise they are log lines.
+// `result`: the lines are the result (--dry-run), so they go to stdout; otherwise they are log lines.
 void print_lines(const std::vector<std::string>& lines, bool result) {
   for (const std::string& line : lines) {
     if (result)
@@ -96,7 +96,7 @@ void print_lines(const std::vector<std::string>& lines, bool result) {
   }
 }
 
-// Writes config.json. It is for people and tools alone, so a failure is only a warning.
+// Writes config.json. The programs do not read it back, so a failure is only a warning.
 void write_config(const RunDirectory& directory, const Json& header) {
   try {
     write_file_atomically(directory.file("config.json"), json_text(header, 1) + "\n");
@@ -105,7 +105,7 @@ void write_config(const RunDirectory& directory, const Json& header) {
   }
 }
 
-// What the first rank alone has: the run directory and what is written there.
+// The run directory and its checkpoints. Only the first rank has them.
 struct Records {
   Records(const TrainSettings& settings, const RunIdentity& identity)
       : directory(settings.out), checkpoints(directory, identity, settings.keep) {}
@@ -117,7 +117,7 @@ struct Records {
 // from. `records` null: not the first rank.
 TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Records* records, TrainModel& model,
                  Communicator& ranks) {
-  const AtWork patience(ranks);  // the others wait for who reads and checks checkpoints
+  const AtWork patience(ranks);  // the other ranks wait while the first one reads and verifies checkpoints
   CheckpointKeeper* const checkpoints = records != nullptr ? &records->checkpoints : nullptr;
   if (std::optional<TrainState> resumed = resume_on_all(ranks, checkpoints, settings.resume_mode(), model)) {
     log_info("resuming after step %lld of %lld: %s", static_cast<long long>(resumed->step),
@@ -131,8 +131,8 @@ TrainState begin(const TrainSettings& settings, const TrainInputs& inputs, Recor
   return {};
 }
 
-// The copy of the training state that saves are written from while training goes on. Null, with a log line, if there is
-// no memory for it: training then waits for each save, and nothing else changes.
+// The copy of the training state from which saves are written while training goes on. Null, with a log line, if memory is
+// too small for it: training then waits for each save, and nothing else changes.
 std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
   try {
     return model.make_state_copy();
@@ -143,7 +143,7 @@ std::unique_ptr<StateCopy> state_copy(TrainModel& model) {
   }
 }
 
-// Several ranks save in the background, together or the first one for all.
+// With several ranks saves run in the background: each rank writes its part, or the first one writes everything.
 void add_savers(TrainLoop::Parts& parts, const TrainSettings& settings, RankTeam& team) {
   const SaveWriters writers =
       choose_save_writers(team.communicator(), settings.out, settings.shard_kind(), team.local_size() == team.size());
@@ -208,13 +208,13 @@ Exit train(TrainDevice& device, const TrainSettings& settings, const TrainInputs
   }
 }
 
-// The cores of a machine are shared by its ranks.
+// The threads of this process: the ranks of a machine share its cores.
 std::int64_t threads_of(const TrainSettings& settings, const RankTeam& team) {
   if (settings.threads > 0 || team.local_size() == 1) return settings.threads;
   return std::max<std::int64_t>(1, choose_threads(0, thread_limits()) / team.local_size());
 }
 
-// Everything behind the options, on one rank.
+// Everything after the options, for one rank.
 Exit run_rank(TrainSettings& settings, RankTeam& team) {
   Communicator& ranks = team.communicator();
   TrainDevice device(settings, team);

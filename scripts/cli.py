@@ -1,4 +1,4 @@
-"""What the scripts share with their users: one-line errors, exit codes, strict JSON, warnings, a progress line."""
+"""Shared by the scripts: one-line errors, exit codes, strict JSON, warnings, a progress line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGAIN = "Download the file again"
 
 
 def shown(value: object) -> str:
-    """`value` for a message: a string in quotes, anything else as it prints; escaped and cut either way.
+    """`value` for a message: a string in quotes, anything else as JSON; escaped and shortened in both cases.
 
     Text that comes from a file or from the user reaches the terminal only through here or through escaped().
     """
@@ -37,8 +37,8 @@ def shown(value: object) -> str:
 
 
 def pasteable(path: str | os.PathLike[str]) -> str:
-    """A path as one word of a command line that is safe to paste into a shell: in quotes where it needs them, and byte by
-    byte where it holds what a terminal would not show as it is."""
+    """A path as one word of a shell command that is safe to paste: quoted if it needs quotes, and with escaped bytes
+    ($'...') if it holds characters that a terminal cannot show."""
     text = os.fspath(path)
     if text.startswith("-"):
         text = "./" + text  # not an option
@@ -107,7 +107,7 @@ class TooManyObjects(Exception):
 
 
 class JsonProblem(ValueError):
-    """Something that json accepts and we do not; the message is fit for the terminal."""
+    """Something that json accepts and parse_json() refuses; the message is already escaped."""
 
 
 def _object_hook(max_objects: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -141,18 +141,18 @@ def _finite_number(text: str) -> float:
     return value
 
 
-LONG_INTEGER = 300  # digits that every double can hold
+LONG_INTEGER = 300  # an integer of so many characters is always within the range of a double
 
 
 def _integer(text: str) -> int:
-    """An integer as large as the programs' readers take: they hold it as a double where 64 bits are too few."""
+    """An integer. The programs read one of more than 64 bits as a double, so the range of a double is the limit here too."""
     if len(text) > LONG_INTEGER and not math.isfinite(float(text)):
         raise JsonProblem(f"integer {shown(text)[1:-1]} is out of range")
     return int(text)
 
 
 def json_extent(value: Any) -> tuple[int, int]:
-    """How many arrays and objects lie within each other at most, and how many values there are in all."""
+    """The depth of nested arrays and objects, and the number of values in all."""
     deepest, values, level = 0, 1, [value] if isinstance(value, (dict, list)) else []
     while level:
         deepest += 1
@@ -165,7 +165,7 @@ def json_extent(value: Any) -> tuple[int, int]:
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that may be half of a pair
 
 
-MAX_JSON_VALUES = 5_000_000  # as the programs read: a value takes two bytes of text, but up to 100 of memory
+MAX_JSON_VALUES = 5_000_000  # the limit of the programs: a value takes at least two bytes of text, but up to 100 bytes of memory
 
 
 def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 10_000_000) -> Any:
@@ -174,7 +174,7 @@ def parse_json(data: bytes, source: object, field: str = "", max_objects: int = 
     More than `max_objects` objects raise TooManyObjects, so that the caller can say what they are.
     """
     too_many = f"more than {MAX_JSON_VALUES} JSON values are not accepted"
-    # Before memory is taken: an upper bound of their number, were no text to hold commas and brackets. Some do.
+    # A cheap check before json.loads() takes memory. Commas and brackets inside strings count too, hence twice the limit.
     if data.count(b",") + 2 * data.count(b"[") + 2 * data.count(b"{") > 2 * MAX_JSON_VALUES:
         bad_file(source, field, too_many)
     try:
@@ -269,9 +269,9 @@ def number_in(low: float, high: float, kind: type = float) -> Callable[[str], An
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Runs `main` and exits: a FileError becomes its one line and its code, a full disk or memory RESOURCES."""
+    """Runs `main` and exits. A FileError becomes one line and its exit code; a full disk or memory is RESOURCES."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale without the letters of a file's name is no reason to end
+        if isinstance(stream, io.TextIOWrapper):  # a file name with letters that the locale lacks is printed escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or OK

@@ -7,7 +7,8 @@
 
 Reads config.json, generation_config.json, tokenizer.json and model.safetensors (or its shards and index); checks all of
 it before anything is written. Tensors keep their names, shapes and, without --dtype and --quantize, their bits. One
-tensor at most is in memory at a time. --quantize stores the linear layers in fewer bits (doc/quantisation.md). Exit codes: 2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
+tensor at most is in memory at a time. --quantize stores the linear layers in fewer bits (doc/quantisation.md). Exit codes:
+2 usage, 3 bad input, 4 cannot write, 5 disk or memory full.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tensor_file import (MAGIC, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES, NUMPY_DTYPE
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_CALIBRATION_BYTES = 64 << 20
-MAX_NAME_BYTES = 255  # of a file: with a longer one Linux refuses even to ask whether it is there
+MAX_NAME_BYTES = 255  # of a file: Linux refuses longer names with an error even in exists()
 FLOAT_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # safetensors: tensor file
 DTYPE_OPTIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 CHUNK_ELEMENTS = 4 << 20
@@ -127,7 +128,7 @@ def match_tensors(checkpoint: Checkpoint, found: dict[str, Source], directory: P
     model, head = checkpoint.model, head_name(checkpoint.model)
     found = dict(found)
     if head != "lm_head.weight" and head not in found and "lm_head.weight" in found:
-        found[head] = found.pop("lm_head.weight")  # GPT-NeoX as newer transformers name it in memory
+        found[head] = found.pop("lm_head.weight")  # the name that newer versions of transformers use for GPT-NeoX
     expected = expected_tensors(model)
     _check_present(expected, found, checkpoint, directory)
     if checkpoint.ties_head:
@@ -166,7 +167,7 @@ def _check_tensor(name: str, shape: Shape, source: Source) -> None:
 
 
 def _check_tied_head(model: Model, found: dict[str, Source], expected: dict[str, Shape]) -> None:
-    """tie_word_embeddings true with a head in the file: they must hold the same values."""
+    """If tie_word_embeddings is true and the file has a head all the same, both must hold the same values."""
     head, embedding = found.get(head_name(model)), found[embedding_name(model)]
     if head is None or head is embedding:
         return
@@ -205,7 +206,7 @@ class Conversion:
         for raw in source.chunks():
             values = to_f32(raw, source.dtype)
             chunk_finite = bool(np.isfinite(values).all())
-            # Not any() of what is not finite: a signalling NaN makes numpy warn.
+            # any() only if all values are finite: numpy warns of a signalling NaN.
             finite, zero = finite and chunk_finite, zero and chunk_finite and not values.any()
             if dtype == source.dtype:
                 yield raw
@@ -234,9 +235,9 @@ class Target:
     """How the parameters are to be stored."""
 
     dtype: str | None = None   # of the float tensors; None: each as it is
-    scheme: str | None = None  # of the linear layers of the blocks; None: they are floats, too
+    scheme: str | None = None  # of the linear layers of the blocks; None: they stay floats
     head: str = "none"         # "int8": of the head
-    only: tuple[str, ...] = () # of PARTS: what is quantised; it is stored in float32 as what it means. Empty: everything
+    only: tuple[str, ...] = () # keys of PARTS: only these are quantised, and stored dequantised in float32. Empty: all
 
     def scheme_of(self, name: str, shape: Shape, model: Model) -> str | None:
         """The scheme in which a tensor is stored; None for floats."""
@@ -258,7 +259,7 @@ class Target:
 
 
 class QuantizedConversion:
-    """Streams matrices into their schemes, and sums up how far they moved. With a `calibration` int4 is GPTQ's."""
+    """Quantises matrices piece by piece and adds up the squared error. With a `calibration` int4 is chosen by GPTQ."""
 
     def __init__(self, conversion: Conversion, calibration: Calibration | None):
         self.conversion, self.calibration = conversion, calibration
@@ -279,12 +280,12 @@ class QuantizedConversion:
             writer.write(f"{name}.zeros", np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None]))
 
     def write_again(self, writer: Writer, name: str, source: Source, scheme: str) -> None:
-        """One tensor in float32, of the weights that the quantised ones mean. FileError as write()."""
+        """Quantises the matrix and writes it dequantised, as one tensor in float32. FileError as write()."""
         writer.write(name, (quantization.weights_again(piece, scheme, source.entry.shape[1])
                             for piece in self._quantized(name, source, scheme)))
 
     def _quantized(self, name: str, source: Source, scheme: str) -> Iterator[quantization.Quantized]:
-        """The matrix in pieces of rows, counted."""
+        """The matrix in pieces of rows; adds their errors to the sums."""
         path, square = source.file.path, 0.0
         try:
             for piece in self._pieces(name, source, scheme):
@@ -321,7 +322,8 @@ class QuantizedConversion:
 
 
 def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> dict[str, Any]:
-    """The configuration of the model file, with config.json, `source`, in it. FileError BAD_FILE where readers would refuse it."""
+    """The configuration of the model file, which contains that of `source` (config.json). FileError BAD_FILE if it is too large
+    or too deep for the readers of model files."""
     config = {"model": checkpoint.model.to_json(), "made_by": "scripts/convert_hf.py", "hf_config": checkpoint.hf_config}
     if target.scheme is not None and not target.only:
         config["quantization"] = quantization.to_json(target.scheme, target.head)
@@ -338,7 +340,7 @@ def file_configuration(checkpoint: Checkpoint, source: Path, target: Target) -> 
 
 
 def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], directory: Path, target: Target) -> Calibration:
-    """GPTQ's, on the text of the file `path`. FileError BAD_FILE where it cannot be."""
+    """The calibration of --gptq on the text of the file `path`. FileError BAD_FILE if model or text do not allow it."""
     model = checkpoint.model
     widest = max(source.entry.shape[1] for source in tensors.values() if len(source.entry.shape) == 2)
     if widest > gptq.MAX_COLUMNS:
@@ -357,7 +359,7 @@ def calibration_of(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source
 
 def write_model(path: Path, checkpoint: Checkpoint, tensors: dict[str, Source], target: Target, strict: bool,
                 warnings: Warnings, calibration: Calibration | None = None) -> str:
-    """Writes the model file; nothing is left behind if a value is refused. What the summary says of the quantisation."""
+    """Writes the model file; nothing is left behind if a value is refused. Returns the summary's line about quantisation."""
     config, model = file_configuration(checkpoint, Path("config.json"), target), checkpoint.model
     progress = cli.Progress("converting", parameter_count(checkpoint.model))
     conversion = Conversion(warnings, progress)
@@ -411,7 +413,7 @@ def print_summary(checkpoint: Checkpoint, tensors: dict[str, Source], directory:
 
 
 def next_commands(checkpoint: Checkpoint, directory: Path, path: Path, target: Target) -> list[str]:
-    """What to do with the model file, as lines for a shell. A Llama of floats goes on from a text of the user's, my.txt."""
+    """Shell commands that the user may run next: generate text, or fine-tune an unquantised Llama on a text my.txt."""
     model, has_tokenizer = cli.pasteable(path), checkpoint.tokenizer is not None
     if checkpoint.model.family == GPT_NEOX or target.scheme is not None:
         few = ",".join(str(number) for number in range(1, min(4, checkpoint.model.vocab_size)))
@@ -451,7 +453,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check_output(path: Path, directory: Path) -> None:
-    """Refuses to replace what is read: of the files beside the input only an earlier result may go."""
+    """Refuses to replace a file of the input directory, unless it is an earlier result."""
     if path.is_dir():
         raise FileError(cli.USAGE, f"--output: {escaped(str(path))} is a directory, expected a file name")
     if path.is_file() and path.parent.resolve() == directory.resolve():

@@ -5,8 +5,8 @@
     python3 scripts/dump_reference.py models/tiny-llama -o llama.dump.bin --random 2,48 --backward --adamw-steps 10
 
 The tensors are those of doc/tensor_file.md, "Reference dumps". Eager attention, fp32 on the CPU, deterministic, unless
-asked otherwise. Queries and keys after RoPE and the attention are computed a second time from their definition, and the
-dump is refused where the two differ. --greedy stops after an end-of-text id, which is the last one written, and never
+asked otherwise. Queries and keys after RoPE and the attention are computed a second time from their definition, and no
+dump is written if the two differ. --greedy stops after an end-of-text id, which is the last one written, and never
 takes an id that the tokenizer does not have. Needs torch and transformers (4.40 or newer). Exit codes: 2 usage, 3 bad
 input, 4 torch or transformers missing, 5 disk or memory full.
 """
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED_LABEL = -100
-ROTATE = "apply_rotary_pos_emb"  # what transformers calls it in the module of each model
+ROTATE = "apply_rotary_pos_emb"  # the name of RoPE's function in transformers' module of each model
 DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 GROUPS = {"act": ("act.", "act16."), "grad": ("grad.",), "grad16": ("grad16.",),
           "losses": ("adamw.losses", "adamw16.losses"), "adamw": ("adamw.", "adamw16."), "greedy": ("greedy.",)}
-# How far a value may lie from its recomputation, relative to the largest of the tensor.
+# How much a value may differ from its recomputation, relative to the largest value of the tensor.
 RECOMPUTE_TOLERANCE = {"f32": 2e-5, "bf16": 4 * 2.0**-7, "f16": 4 * 2.0**-10}
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Hyperparameters of the optimizer steps; decay is for matrices alone, the clip for the global norm."""
+    """Hyperparameters of the optimizer steps. Only matrices are decayed; grad_clip limits the global norm."""
 
     steps: int = 0
     learning_rate: float = 1e-3
@@ -64,7 +64,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Request:
-    """What to compute: ids and labels are [B, T]; greedy_prompt None takes the first row."""
+    """What to compute. ids and labels are [B, T]; if greedy_prompt is None, the first row of ids is continued."""
 
     ids: np.ndarray
     labels: np.ndarray
@@ -92,8 +92,8 @@ def libraries() -> tuple[Any, Any]:
 
 
 def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter of a model file in float32, quantised matrices as the weights that they mean. FileError BAD_FILE for
-    another model's file."""
+    """Every parameter of a model file in float32, quantised matrices dequantised. FileError BAD_FILE for the file of another
+    model."""
     file = tensor_file.read(path, "model")
     if file.config.get("model") != description.to_json():
         bad_file(path, "model", "differs from the configuration of DIR", "--weights takes a conversion of that directory")
@@ -106,7 +106,7 @@ def replaced_weights(path: Path, description: Model) -> Iterator[tuple[str, np.n
 
 
 def load_model(directory: Path, description: Model, request: Request, dtype: str) -> torch.nn.Module:
-    """The model in `dtype` with its RoPE frequencies left in fp32, which .to(dtype) would round."""
+    """The model in `dtype`. Loaded in it rather than cast by .to(dtype), which would also round the RoPE frequencies."""
     torch, transformers = libraries()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -124,7 +124,7 @@ def load_model(directory: Path, description: Model, request: Request, dtype: str
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules that are listened to, by their role."""
+    """The modules whose inputs or outputs are recorded, by their role."""
 
     embedding: torch.nn.Module
     layers: list[torch.nn.Module]
@@ -145,7 +145,7 @@ def parts_of(model: torch.nn.Module, family: str) -> Parts:
 
 
 class Recorder:
-    """Listens to one forward pass. `values` has the activations by the names of a dump without 'act.', in fp32."""
+    """Records one forward pass by hooks. `values`: the activations in fp32, by their names in a dump without 'act.'."""
 
     def __init__(self, model: torch.nn.Module, description: Model):
         self.model, self.description = model, description
@@ -227,14 +227,14 @@ class Recorder:
         target[prefix + name] = value.detach().float().clone()
 
     def _keep_rotated(self, name: str, value: torch.Tensor) -> None:
-        """Older transformers rotate only the first dimensions here: the rest of the head is as projected."""
+        """Older versions of transformers pass only the rotary dimensions: the rest of the head is taken as projected."""
         name = f"layers.{self.layer}.{name}"
         rotated = value.detach().float().transpose(1, 2)  # [B, T, heads, dims]
         rest = self.projected[name][..., rotated.shape[-1]:]
         self.values[name] = libraries()[0].cat([rotated, rest], dim=-1).contiguous()
 
 
-# ---- the same by definition ------------------------------------------------------------------------------------------
+# ---- recomputed from the definition ------------------------------------------------------------------------------------------
 
 
 def inverse_frequencies(rope: Rope) -> torch.Tensor:
@@ -273,7 +273,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def check_recomputed(recorder: Recorder, dtype: str) -> None:
-    """Refuses a recording whose q, k or attention is not what their definition gives."""
+    """Refuses a recording whose q, k or attention differ from their definition."""
     values, rope = recorder.values, recorder.description.rope
     for number in range(recorder.description.num_layers):
         prefix = f"layers.{number}."
@@ -295,7 +295,7 @@ def check_close(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: str
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean over counted labels, in fp32. The labels are shifted already."""
+    """Mean over the labels that are not ignored, in fp32. `labels` are already shifted by one."""
     torch, _ = libraries()
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
 
@@ -335,7 +335,7 @@ def gradients(directory: Path, description: Model, request: Request, dtype: str)
 
 def optimizer_steps(directory: Path, description: Model, request: Request,
                     dtype: str = "f32") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loss before each step on the same batch, and the parameters after the last."""
+    """Steps on one batch. Returns the loss before each step, and the parameters after the last one."""
     torch, _ = libraries()
     settings = request.adamw or AdamW()
     model = load_model(directory, description, request, dtype)
@@ -357,9 +357,9 @@ def optimizer_steps(directory: Path, description: Model, request: Request,
 
 
 def greedy(directory: Path, description: Model, request: Request) -> tuple[np.ndarray, float]:
-    """The continuation at temperature 0, and the smallest lead of a chosen id over the next best.
+    """The continuation at temperature 0, and the smallest distance of a chosen id's logit from the second largest one.
 
-    The whole text goes through the model for every id: slow, and free of the caches that it is to check.
+    The whole text is computed again for every id: slow, but independent of the K/V caches that the result is to check.
     """
     torch, _ = libraries()
     model = load_model(directory, description, request, request.dtype)
@@ -406,7 +406,7 @@ def compute(directory: Path, description: Model, request: Request) -> dict[str, 
 
 def half_training(directory: Path, description: Model, request: Request, half_dtype: str,
                   logits: torch.Tensor) -> dict[str, Any]:
-    """What the 16-bit run gives of loss, gradients and optimizer steps, where the fp32 run gives them too."""
+    """Loss, gradients and losses of the optimizer steps in 16 bits, each if the request asks for it in fp32."""
     torch, _ = libraries()
     tensors: dict[str, Any] = {}
     if (request.labels != IGNORED_LABEL).any():
@@ -428,7 +428,7 @@ def activation_names(description: Model) -> list[str]:
 
 
 def model_sha256(directory: Path) -> str:
-    """Of the weight files' bytes, one after the other in the order of their names."""
+    """The SHA-256 of the bytes of all weight files, in the order of their names."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         with open(path, "rb") as file:
@@ -472,7 +472,7 @@ def selection(groups: list[str] | None, layers: list[int] | None) -> Callable[[s
 
 
 def shifted_labels(ids: np.ndarray) -> np.ndarray:
-    """labels[b, t] = ids[b, t + 1]; nothing follows the last one."""
+    """labels[b, t] = ids[b, t + 1]; the last position of each row is ignored."""
     labels = np.full_like(ids, IGNORED_LABEL)
     labels[:, :-1] = ids[:, 1:]
     return labels

@@ -31,13 +31,14 @@ SAFETENSORS_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 TOKENIZER_TENSOR = "tokenizer.json"
 MAX_SHARD_BYTES = 5 << 30
-# What an export may consist of: --force replaces only directories that hold nothing else.
+# The files of an export, besides shards: --force replaces only directories that hold nothing else.
 EXPORTED_NAMES = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
                   "tokenizer.json", "tokenizer_config.json"}
 
 
 def read_model(path: Path) -> tuple[TensorFile, Model, bytes | None]:
-    """The model file, checked: configuration, every tensor present with its shape and a float dtype, and its hash."""
+    """Opens a model file and checks that every parameter is there with its shape and a float dtype. Returns the file, its model
+    and its tokenizer.json. Only the tokenizer's hash is verified here, the others when they are written."""
     file = tensor_file.read(path, expected="model")
     model = model_from_json(file.config.get("model"), path)
     if "quantization" in file.config:
@@ -91,7 +92,7 @@ def write_shard(path: Path, file: TensorFile, names: list[str], progress: cli.Pr
 
 
 def write_weights(directory: Path, file: TensorFile, model: Model, limit: int) -> list[str]:
-    """All shards, and the index where there are several; the names of the shards."""
+    """Writes all shards, and the index if there are several. Returns the names of the shards."""
     names = list(expected_tensors(model))
     shards = plan_shards(file, names, limit)
     progress = cli.Progress("exporting", sum(file.at(name).bytes for name in names))
@@ -128,7 +129,7 @@ def tokenizer_config(model: Model, tokenizer: bytes) -> dict[str, Any]:
 
 
 def write_directory(directory: Path, file: TensorFile, model: Model, tokenizer: bytes | None, limit: int) -> list[str]:
-    """Every file of the export into an existing empty directory; the names of the weight files."""
+    """Writes every file of the export into an existing empty directory. Returns the names of the weight files."""
     original = file.config.get("hf_config")
     dtype = TORCH_DTYPES[file.at(embedding_name(model)).dtype]
     config = export_config(model, original if isinstance(original, dict) else None, dtype)
@@ -161,11 +162,12 @@ def check_target(directory: Path, force: bool) -> None:
 
 
 def publish(temporary: Path, directory: Path) -> None:
-    """Gives the finished directory its name; what stood there goes away last."""
+    """Gives the finished directory its name. A directory that has this name is removed last."""
     if not directory.exists():
         os.rename(temporary, directory)
         return
-    # In a new directory of our own, so that no name is taken; rename() wants the same file system, hence beside the target.
+    # The old directory moves into a new temporary one, where no name is taken. It lies beside the target, because rename()
+    # works within one file system.
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name[:200]}.", dir=directory.parent))
     try:
         os.rename(directory, aside / "old")

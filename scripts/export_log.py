@@ -62,7 +62,7 @@ CRC_TABLE = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli), as the frames of event files have it."""
+    """CRC-32C (Castagnoli), the checksum of the records of event files."""
     value = 0xFFFFFFFF
     for byte in data:
         value = value >> 8 ^ CRC_TABLE[(value ^ byte) & 0xFF]
@@ -96,20 +96,20 @@ def event(wall_time: float, step: int, payload: bytes) -> bytes:
 
 
 def scalars(record: dict[str, Any]) -> bytes:
-    """Event.summary = 5, of Value = 1 {tag = 1, simple_value = 2}, of what the record holds."""
+    """Event.summary = 5 with a Value = 1 {tag = 1, simple_value = 2} for each series of the record."""
     values = b"".join(_field(1, _field(1, tag.encode()) + b"\x15" + struct.pack("<f", record[name]))
                       for name, tag in SERIES.items() if is_number(record.get(name)) and abs(record[name]) < 3e38)
     return _field(5, values)
 
 
 class EventFile:
-    """The events of one run. A run that was resumed tells TensorBoard from which step on the earlier ones are void."""
+    """The event file of one run. After a resume an event tells TensorBoard from which step on earlier events are void."""
 
     def __init__(self, run: Run, directory: Path):
         self.run = run
         self._written: dict[int, dict[str, Any]] = {}
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names: the time comes first.
+        # The name begins with the time, because TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{time.monotonic_ns()}.weft"
         self._file: BinaryIO = open(directory / name, "xb")
         self._file.write(event(time.time(), 0, _field(3, b"brain.Event:2")))  # file_version
@@ -126,7 +126,7 @@ class EventFile:
         self._file.flush()
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
+# ---- command line -------------------------------------------------------------------------------------------------------
 
 
 def names_of(runs: list[Run]) -> list[str]:

@@ -1,10 +1,10 @@
-"""GPTQ (Frantar et al., ICLR 2023): int4 weights that are chosen by what they do to the outputs on a calibration text.
+"""GPTQ (Frantar et al., ICLR 2023): int4 weights chosen so that the outputs on a calibration text change little.
 
-The model runs over the text in numpy, a layer after the other. Each linear layer's inputs X give H = X X^T; its weights are
-rounded column by column, and what a column loses is made up for by those to its right. Scales and zeros of a group are
-searched as for rounding to nearest, on the weights as they are when the group's turn comes. Each layer sees the text as
-the quantised layers before it pass it on. For models of up to a few hundred million parameters: numpy is slow, and H has the
-square of the columns.
+The model runs over the text in numpy, layer by layer. The inputs X [N, K] of a linear layer give H = X^T X [K, K]. Its
+weights are rounded column by column, and the error of a column is compensated by changing the columns to its right. The
+scale and zero of a group are searched as for rounding to nearest, on the weights as the columns before have changed them.
+The inputs of each layer come from the quantised layers before it. For models of up to a few hundred million parameters:
+numpy is slow, and H takes 8 K^2 bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from cli import bad_file
 from hf_config import LLAMA, Model, Rope
 from quantization import GROUP, Quantized
 
-DAMPING = 0.01  # of H's mean diagonal, added to the diagonal
-MAX_TOKENS, MAX_WINDOW = 32_768, 512  # of the calibration text that are used, in windows
+DAMPING = 0.01  # this share of H's mean diagonal is added to its diagonal
+MAX_TOKENS, MAX_WINDOW = 32_768, 512  # tokens of the calibration text that are used, and tokens of a window
 MAX_COLUMNS = 8192
-PIECE_ROWS = 256  # of a matrix, whose columns one thread rounds
+PIECE_ROWS = 256  # rows of a matrix that one thread rounds
 BLOCK = 128  # columns of H that one thread adds up
 
 Read = Callable[[str], np.ndarray]  # a tensor of the model by its name, in float32
@@ -32,7 +32,7 @@ Quantise = Callable[[list[str], np.ndarray], list[np.ndarray]]
 
 
 def windows(ids: np.ndarray, model: Model, path: Path) -> np.ndarray:
-    """The ids [n] of a text as windows [S, T]; a last one that is not full is left out."""
+    """The ids [n] of a text as windows [S, T]. An incomplete last window is left out."""
     length = min(MAX_WINDOW, model.max_positions, len(ids))
     if length < 2:
         bad_file(path, "", f"got {len(ids)} tokens, expected at least 2 to calibrate with")
@@ -72,7 +72,7 @@ def rotate(x: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention of one window; q [T, NH, HS], k and v [T, NKV, HS]; [T, NH HS]."""
+    """Causal attention of one window; q [T, NH, HS], k and v [T, NKV, HS]; result [T, NH * HS]."""
     length, heads, size = q.shape
     repeat = heads // k.shape[1]
     out = np.empty_like(q)
@@ -85,7 +85,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    """x Phi(x), with erf to 1.5e-7 (Abramowitz and Stegun 7.1.26): numpy has none."""
+    """x Phi(x). numpy has no erf: this one is accurate to 1.5e-7 (Abramowitz and Stegun 7.1.26)."""
     z = np.abs(x) / np.float32(math.sqrt(2))
     t = 1 / (1 + np.float32(0.3275911) * z)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -97,8 +97,8 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 class Layers:
-    """The model over windows of a text, a layer at a time. quantise(names, X) is called with the weights that read the rows of X
-    [N, K] and gives the matrices to go on with."""
+    """Computes the model over windows of a text, a layer at a time. quantise(names, X) is called with the names of the weights
+    whose input is X [N, K], and returns the matrices to continue with."""
 
     def __init__(self, model: Model, read: Read, ids: np.ndarray, threads: ThreadPoolExecutor):
         self.model, self.read, self.threads = model, read, threads
@@ -113,7 +113,7 @@ class Layers:
         return self._by_window(lambda rows: rows @ weight.T, x)
 
     def _by_window(self, function: Callable[..., np.ndarray], *values: np.ndarray) -> np.ndarray:
-        """function(...) of the rows [N, ...] of each window, on all threads."""
+        """Applies `function` to the rows of each window of `values` [N, ...], on all threads."""
         length = self.shape[1]
         return np.concatenate(list(self.threads.map(lambda begin: function(*(each[begin:begin + length] for each in values)),
                                                     range(0, len(values[0]), length))))
@@ -159,13 +159,13 @@ class Layers:
 
 
 def inverse_factor(x: np.ndarray, threads: ThreadPoolExecutor) -> np.ndarray:
-    """The upper Cholesky factor of H^-1, H = X^T X damped; in float64 [K, K]."""
+    """The upper Cholesky factor of H^-1 in float64 [K, K], where H is X^T X with damping."""
     columns = x.shape[1]
     hessian = np.zeros((columns, columns))
 
-    def add_up(begin: int) -> None:  # from the first row to the diagonal
+    def add_up(begin: int) -> None:  # this block of columns, from the first row to the diagonal
         end = min(begin + BLOCK, columns)
-        for row in range(0, len(x), 1024):  # few enough for sums in float32: the damping is 10^4 times their error
+        for row in range(0, len(x), 1024):  # few enough rows for sums in float32: the damping is 10^4 times their error
             piece = x[row:row + 1024]
             hessian[:end, begin:end] += piece[:, :end].T @ piece[:, begin:end]
 
@@ -179,7 +179,7 @@ def inverse_factor(x: np.ndarray, threads: ThreadPoolExecutor) -> np.ndarray:
 
 
 def inverse_of_upper(matrix: np.ndarray) -> np.ndarray:
-    """Of an upper triangular matrix, by halves: a sixth of the operations of np.linalg.inv()."""
+    """The inverse of an upper triangular matrix, by halves: a sixth of the operations of np.linalg.inv()."""
     size = len(matrix)
     if size <= 64:
         return np.triu(np.linalg.inv(matrix))
@@ -191,7 +191,7 @@ def inverse_of_upper(matrix: np.ndarray) -> np.ndarray:
 
 
 def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
-    """int4 of `weights` [rows, columns], for the inputs whose inverse_factor() this is. OverflowError as quantize_rows()."""
+    """`weights` [rows, columns] in int4. `factor`: inverse_factor() of their inputs. OverflowError as quantize_rows()."""
     rows, columns = weights.shape
     left = weights.astype(np.float64)
     q = np.empty((columns, rows), np.uint8)
@@ -219,7 +219,7 @@ def quantize(weights: np.ndarray, factor: np.ndarray) -> Quantized:
 
 
 class Calibration:
-    """The matrices of a model, a layer at a time. `chosen` says which are quantised."""
+    """The quantised matrices of a model. chosen(name) says which matrices are quantised."""
 
     def __init__(self, model: Model, read: Read, ids: np.ndarray, chosen: Callable[[str], bool]):
         self.threads = ThreadPoolExecutor(max_workers=quantization.workers())
@@ -228,7 +228,7 @@ class Calibration:
         self.found: dict[str, Quantized] = {}
 
     def take(self, layer: int, name: str) -> Quantized:
-        """The matrix `name` of `layer`: layers in their order, each matrix once."""
+        """The quantised matrix `name` of `layer`. Layers have to be asked for in order, each matrix once."""
         while self.next <= layer:
             self.layers.run(self.next, self._quantise)
             self.next += 1

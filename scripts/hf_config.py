@@ -1,8 +1,8 @@
-"""Hugging Face configurations of Llama and GPT-NeoX: what they say, checked, as weft's model description.
+"""Reads and checks Hugging Face configurations of Llama and GPT-NeoX, and writes them.
 
 Reads the keys of transformers 4 (rope_theta, rope_scaling, rotary_pct, rotary_emb_base, torch_dtype) and of
-transformers 5 (rope_parameters, dtype). Where both are present they must agree; nothing that changes the arithmetic has
-a silent default. Errors are FileError BAD_FILE and name the file and the key.
+transformers 5 (rope_parameters, dtype). If both are present they must agree. RoPE's base, which changes the arithmetic, has
+no silent default. Errors are FileError BAD_FILE and name the file and the key.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a Hugging Face directory says beside its weights."""
+    """The contents of a Hugging Face directory, without its weights."""
 
     model: Model
     hf_config: dict[str, Any]
@@ -153,7 +153,7 @@ _BUFFER = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.bias|attentio
 
 
 def is_ignorable_buffer(name: str) -> bool:
-    """Constants that older transformers stored among the weights."""
+    """Whether `name` is a constant that older versions of transformers stored among the weights."""
     return _BUFFER.fullmatch(name) is not None
 
 
@@ -215,7 +215,7 @@ def _got(value: Any) -> str:
 
 
 def _agreed(candidates: list[tuple["_Reader", str]], what: str) -> tuple["_Reader", str] | None:
-    """The place of the one value that the given keys agree on; None where none is present. Disagreement prints both."""
+    """The first of the given keys that is present; None if none is. FileError BAD_FILE if two have different values."""
     present = [(reader, key) for reader, key in candidates if reader.get(key) is not None]
     for reader, key in present[1:]:
         first, first_key = present[0]
@@ -230,8 +230,8 @@ def parse_config(config: dict[str, Any], source: object, rope_theta: float | Non
                  generation: dict[str, Any] | None = None, tokenizer_vocab: int | None = None) -> Model:
     """The model that `config` (a config.json) describes.
 
-    rope_theta: what the user says, needed where the config names no theta. generation: generation_config.json, whose
-    token ids win. tokenizer_vocab: highest id of the tokenizer + 1; absent means the model's own vocabulary.
+    rope_theta: the user's --rope-theta, needed if the config has none. generation: generation_config.json, whose token
+    ids take precedence. tokenizer_vocab: highest id of the tokenizer + 1; None: the model's own vocabulary.
     """
     reader = _Reader(source, config)
     family = _family(reader)
@@ -297,7 +297,7 @@ def _head_dim(reader: _Reader, family: str, hidden: int, heads: int) -> int:
 
 
 def _check_arithmetic(reader: _Reader, family: str) -> None:
-    """Refuses, by name, what would change the result and does not exist in weft."""
+    """Refuses settings that would change the result and that weft does not implement."""
     activation = reader.text("hidden_act")
     if activation != ACTIVATIONS[family]:
         reader.fail("hidden_act", f"got {shown(activation)}, expected {shown(ACTIVATIONS[family])}",
@@ -325,7 +325,7 @@ def _rope(reader: _Reader, family: str, head_dim: int, user_theta: float | None)
     rotary_dim = _rotary_dim(reader, old, new, family, head_dim)
     if rope_type == "default":
         return Rope("standard", theta, rotary_dim)
-    home = old if old.values else new  # where a missing key is missed
+    home = old if old.values else new  # whose name the error about a missing key gives
 
     def owner(key: str, *others: _Reader) -> _Reader:
         place = _agreed([(nested, key) for nested in (new, old, *others)], f"llama3 {key}")
@@ -395,7 +395,7 @@ def _rotary_dim(reader: _Reader, old: _Reader, new: _Reader, family: str, head_d
 
 
 def _token_ids(config: _Reader, generation: _Reader, vocab: int) -> tuple[list[int], int | None]:
-    """eos_ids and bos_id: the generation config's where it names them, else the config's."""
+    """eos_ids and bos_id: those of the generation config if it has them, otherwise those of the config."""
     owner = generation if generation.get("eos_token_id") is not None else config
     eos = owner.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -466,7 +466,7 @@ def model_from_json(value: Any, source: object) -> Model:
 
 
 def export_config(model: Model, original: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
-    """A config.json that transformers 4 and 5 read alike. Keys of `original` that the model does not decide stay."""
+    """A config.json that transformers 4 and 5 read alike. Keys of `original` that do not describe the model are kept."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope.theta}
     if model.rope.type == "llama3":
         rope |= {"rope_type": "llama3", "factor": model.rope.factor, "low_freq_factor": model.rope.low_freq_factor,

@@ -1,7 +1,7 @@
-"""Which tokenizer.json the programs accept: the rules of llmc/text/tokenizer_json.cpp and tokenizer_stages.cpp, once more.
+"""Checks a tokenizer.json by the rules of the programs (llmc/text/tokenizer_json.cpp and tokenizer_stages.cpp).
 
-A test holds the two together: test/python/test_tokenizer.py changes tokenizers in hundreds of ways and asks both. What is
-accepted stands in doc/tokenizers.md. Errors are FileError BAD_FILE and name the file and the field.
+test/python/test_tokenizer.py changes tokenizers in hundreds of ways and compares the verdicts of both. doc/tokenizers.md
+lists what is accepted. Errors are FileError BAD_FILE and name the file and the field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATTERNS = {r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 
 class Node:
-    """A value of the document, with the path that names it in messages."""
+    """A value of the document, with its path for error messages."""
 
     def __init__(self, value: Any, path: str, source: Path):
         self.value, self.path, self.source = value, path, source
@@ -35,7 +35,7 @@ class Node:
         return Node(self.value.get(key), f"{self.path}.{key}" if self.path else key, self.source)
 
     def entry(self, key: str) -> Node:
-        """A member whose key the file chooses: the path quotes it."""
+        """A member whose key is data, such as a token: the path shows it in quotes."""
         return Node(self[key].value, f"{self.path}[{shown(key)}]", self.source)
 
     def items(self) -> Iterator[Node]:
@@ -384,7 +384,7 @@ class _Reader:
 
 
 def other_kind(data: bytes) -> str:
-    """What a file called tokenizer.model is, for a message; nothing for other files."""
+    """The kind of tokenizer that a file of another format (tokenizer.model) has, for a message; empty if it is not known."""
     if len(data) > 4 and data[0] == data[2] == 0x0A and data[4 + data[3]:5 + data[3]] == b"\x15":
         return "a SentencePiece model"  # a protobuf: a piece, in it a text and, of type 0x15, its score
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:8192]):
@@ -398,7 +398,7 @@ MAKE_TOKENIZER_JSON = (
 
 
 def missing_tokenizer(directory: Path) -> str:
-    """Of a directory without a tokenizer.json: what is there instead and what to do, or nothing."""
+    """For a directory without tokenizer.json: which other tokenizer it has and what to do. Empty if it has none."""
     path = directory / "tokenizer.model"
     if not path.is_file():
         return ""
@@ -408,15 +408,15 @@ def missing_tokenizer(directory: Path) -> str:
 
 
 def tokenizer_vocabulary(text: bytes, source: Path) -> int:
-    """Highest token id + 1 of a tokenizer.json, all of which is checked."""
+    """Checks all of a tokenizer.json. Returns its highest token id + 1."""
     if kind := other_kind(text):
         bad_file(source, "", f"this is {kind}, expected tokenizer.json", MAKE_TOKENIZER_JSON)
     return _Reader(Node(parse_json_object(text, source), "", source)).read()
 
 
 def encode(tokenizer: bytes | None, text: str, directory: Path, option: str, instead: str) -> list[int]:
-    """The ids of a text, with the special tokens that the tokenizer's post-processor adds. FileError BAD_FILE if `directory`
-    has no tokenizer, which `option` needs: `instead` is what to do."""
+    """The ids of a text, with the special tokens that the tokenizer's post-processor adds. FileError BAD_FILE if `tokenizer` is
+    None; the message says that `option` needs one, and gives the advice `instead`."""
     if tokenizer is None:
         bad_file(directory / "tokenizer.json", "", f"no such file, but {option} needs it", instead)
     from tokenizers import Tokenizer

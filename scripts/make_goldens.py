@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes the golden models and dumps of test/fixtures/golden: what PyTorch computes for small random models.
+"""Makes the golden models and dumps of test/fixtures/golden: small random models, and what PyTorch computes for them.
 
     python3 scripts/make_goldens.py
 
 For each case NAME.model.bin is the converted model and NAME.dump.bin the reference dump. Between them the cases cover
 head dimensions 32, 64, 80, 128 and 256, grouped heads, tied and untied embeddings, llama3 scaling, odd vocabularies,
 rotary fractions, parallel and sequential residuals, absent biases, padded vocabularies and 16-bit weights. Weights are
-drawn so that a mistake shows: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two trained
-models under models/ are made where those exist. Needs torch and transformers 5.
+drawn so that mistakes become visible: norms far from 1, biases far from 0, attention far from uniform. Dumps of the two
+trained models under models/ are made too if those exist. Needs torch and transformers 5.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ GOLDEN = ROOT / "test" / "fixtures" / "golden"
 OPTIMIZER = AdamW(steps=10, learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
-# Greedy ids are only comparable where no two logits are close; seeds are tried until none are.
+# Greedy ids can only be compared if the two largest logits are never closer than this; otherwise another seed is tried.
 LEAST_LEAD = 2e-3
-# Parameters after optimizer steps are only comparable where no gradient is so small that its rounding decides its sign.
+# Parameters after optimizer steps can only be compared if no gradient is so small that rounding decides its sign. The
+# largest difference between fp32 and fp64, relative to each tensor's largest value.
 LARGEST_DRIFT = 2e-6
 GREEDY_IDS = 20
 PADDED_ROWS = 15
@@ -94,9 +95,9 @@ CASES = [
 
 
 def draw_weights(model: Any, padded_rows: int) -> None:
-    """Replaces every parameter: matrices keep the scale of their input, norm weights and biases are no identities.
+    """Draws every parameter: matrices keep the scale of their input, norm weights are not 1 and biases not 0.
 
-    Rows of padding in the head are larger than all others: whoever samples them shows it.
+    The head's padding rows are larger than all others, so a sampler that does not leave them out picks them.
     """
     torch, _ = libraries()
     with torch.no_grad():
@@ -143,7 +144,7 @@ def byte_tokenizer() -> str:
 
 
 def batch(checkpoint: Checkpoint, case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Two random texts; some labels, among them a whole run and the last, are ignored."""
+    """Two random texts. Some labels are ignored: single ones, several in a row, and the last one."""
     ids, labels = random_batch(checkpoint.model, 2, case.length, case.seed)
     labels[0, 3] = labels[1, 5:8] = labels[1, -1] = IGNORED_LABEL
     return ids, labels
@@ -158,14 +159,14 @@ def convert(directory: Path, checkpoint: Checkpoint, path: Path) -> None:
 
 
 def drift(directory: Path, checkpoint: Checkpoint, request: Request) -> float:
-    """How far rounding moves a parameter in the optimizer steps: fp32 against fp64, of each tensor's largest."""
+    """The largest difference of a parameter after the optimizer steps in fp32 and in fp64, relative to its tensor's largest."""
     _, single = optimizer_steps(directory, checkpoint.model, request)
     _, double = optimizer_steps(directory, checkpoint.model, request, "f64")
     return max(float((single[name].double() - double[name]).abs().max() / double[name].abs().max()) for name in double)
 
 
 def make_case(case: Case, output: Path) -> None:
-    """Model and dump of one case, with the first seed whose results rounding does not decide."""
+    """Writes model and dump of one case, with the first seed whose results do not depend on rounding."""
     for seed in range(case.seed, case.seed + 1000):
         with tempfile.TemporaryDirectory() as name:
             directory, tried = Path(name), replace(case, seed=seed)
@@ -226,7 +227,7 @@ def main() -> int:
     torch, transformers = libraries()
     if int(transformers.__version__.split(".")[0]) < 5:
         raise FileError(ENVIRONMENT, f"transformers: got {transformers.__version__}, expected 5 or newer to make goldens")
-    torch.set_num_threads(1)  # the order of sums, and so the last bits, do not depend on the machine's cores
+    torch.set_num_threads(1)  # so that the order of sums, and with it the last bits, does not depend on the number of cores
     options.output.mkdir(parents=True, exist_ok=True)
     for case in CASES:
         if case.name in options.only:

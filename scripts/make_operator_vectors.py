@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the PyTorch vectors that hold the CPU operators: test/fixtures/operators/NAME.bin, one tensor file an operator.
+"""Writes the vectors from PyTorch that the CPU operators are tested with: test/fixtures/operators/NAME.bin, one tensor
+file for each operator.
 
     python3 scripts/make_operator_vectors.py     needs torch and transformers; rewrites the files
 
@@ -36,9 +37,9 @@ class Vectors:
         self.tensors: dict[str, np.ndarray] = {}
 
     def add(self, name: str, sizes: dict, inputs: dict, outputs: dict, weights: dict | None = None) -> None:
-        """Adds a case and the gradient of sum(output * weight) by every input that has one.
+        """Adds a case, with the gradient of sum(output * weight) with respect to every input that requires one.
 
-        `weights` of the outputs (the dout of backward) are random where not given.
+        `weights` of the outputs (dout of the backward pass) are random if not given; None: the output has no gradient.
         """
         self.cases.append({"name": name, **sizes})
         weights = dict(weights or {})
@@ -188,7 +189,7 @@ def classifier() -> Vectors:
 
 
 def adamw() -> Vectors:
-    """Ten steps of torch.optim.AdamW behind clip_grad_norm_; grads and scales have one row a step."""
+    """Ten steps of torch.optim.AdamW after clip_grad_norm_; gradients and scales have one row for each step."""
     vectors = Vectors()
     count, steps, max_norm = 57, 10, 4.0
     for name, weight_decay, decay in (("decay", 0.1, True), ("no_decay", 0.1, False)):

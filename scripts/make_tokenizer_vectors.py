@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the tokenizer fixtures: small tokenizer.json files and, with the Hugging Face `tokenizers` library, what they encode.
+"""Makes the tokenizer fixtures: small tokenizer.json files, and texts with the ids that Hugging Face's `tokenizers` gives.
 
     python3 scripts/make_tokenizer_vectors.py [-o test/fixtures/tokenizer]
 
@@ -10,9 +10,9 @@ NAME.vectors.bin (little endian):
     u32 count, then for each string: u8 flags (1: special tokens allowed, 2: add BOS), u32 length, bytes, u32 count, u16 ids
     u32 forms, u32 chunks, then for each form and chunk: u64 FNV-1a of the ids (as u16) of chunk_text(form, chunk)
 
-The chunks hold every code point, in surroundings that show its class and its combining class. Strings may be invalid
-UTF-8; the ids are those of bytes.decode("utf-8", errors="replace"). The last three have besides NAME.texts.bin, what ids
-decode to:
+The chunks hold every code point, between characters that make its class and its combining class visible. Strings may be
+invalid UTF-8; the ids are those of bytes.decode("utf-8", errors="replace"). The last three also have NAME.texts.bin, the
+texts that lists of ids decode to:
 
     "WTOKTXT1"
     u32 count, then for each list of ids: u8 flags (8: special tokens left out), u32 count, u16 ids, u32 length, UTF-8
@@ -62,7 +62,7 @@ CODE = ["def f(x):\n    return x * 2\n", "for (int i = 0; i < n; ++i) {\n\t\tsum
 
 
 def code_point(rng):
-    """A random code point of all planes, more often of the dense ones; never a surrogate."""
+    """A random code point from all planes, more often from the densely used ones; never a surrogate."""
     while True:
         limit = rng.choice([0x80, 0x250, 0x800, 0x3100, 0x10000, 0x20000, 0x110000])
         value = rng.randrange(limit)
@@ -85,7 +85,7 @@ def training_text(rng, lines=6000):
 
 
 def fuzz_string(rng, added):
-    """One string of a random mix; `added` are the contents of the added tokens."""
+    """A string made of a random mix of sources. `added`: the contents of the added tokens."""
     sources = [
         lambda: word(rng), lambda: rng.choice(WHITESPACE), lambda: rng.choice(WHITESPACE) * rng.randint(1, 30),
         lambda: rng.choice(PUNCTUATION), lambda: word(rng) + rng.choice(CONTRACTIONS), lambda: rng.choice(NUMBERS),
@@ -99,7 +99,7 @@ def fuzz_string(rng, added):
 
 
 def fuzz_bytes(rng, added):
-    """UTF-8, one time in six damaged."""
+    """A fuzz_string() in UTF-8; one in six is damaged."""
     data = bytearray(fuzz_string(rng, added).encode())
     if rng.random() < 1 / 6:
         for _ in range(rng.randint(1, 5)):
@@ -128,7 +128,7 @@ def alphabet():
 
 
 def add_class_probes(document):
-    """Merges of each continuation byte with 'a', '1', '!' and ' ', before all others: they show which characters the
+    """Adds merges of each continuation byte with 'a', '1', '!' and ' ' before all others. So the ids show which characters the
     pre-tokenizer leaves in one piece with a letter, a digit, a mark or a space."""
     characters = alphabet()
     model = document["model"]
@@ -197,7 +197,7 @@ def with_llama3_specials(document, names):
 
 def llama3_style():
     document = trained(llama3_pre_tokenizer(), None, seed=2)
-    # Words that no merges lead to, so that ignore_merges shows.
+    # Leaves tokens that no merges produce, so that ignore_merges makes a difference.
     rng = random.Random(3)
     dropped = set(rng.sample(range(600, len(document["model"]["merges"])), 60))
     document["model"]["merges"] = [pair for i, pair in enumerate(document["model"]["merges"]) if i not in dropped]
@@ -207,7 +207,7 @@ def llama3_style():
 
 
 def options():
-    """What the two families do not use: prefix space, Digits, every option of an added token."""
+    """Options that neither family uses: prefix space, Digits, every option of an added token."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     document = trained(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=True)]),
                        normalizers.Sequence([normalizers.NFC()]), seed=4)
@@ -231,8 +231,8 @@ def options():
 
 
 def sentencepiece_vocabulary(seed, size, fallback, alphabet):
-    """A model of Llama-2's kind: <unk>, <s>, </s>, the tokens of the bytes in `fallback`, then pieces of words with their ▁.
-    `alphabet`: how many characters have tokens of their own."""
+    """A model like Llama 2's: <unk>, <s>, </s>, tokens of the bytes in `fallback`, then pieces of words with their ▁.
+    `alphabet`: the number of characters that have tokens of their own."""
     special = ["<unk>", "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
@@ -266,7 +266,8 @@ def metaspace_step(scheme, split):
 
 
 def llama2_style():
-    """Llama 2, TinyLlama, Mistral 7B: normalizers put ▁ in front and in the place of spaces, all bytes have tokens."""
+    """As in Llama 2, TinyLlama and Mistral 7B: normalizers put ▁ before the text and in place of spaces; all bytes have
+    tokens."""
     document = sentencepiece_vocabulary(5, 800, range(256), 90)
     document["normalizer"] = {"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "▁"}, replace_step(" ", "▁")]}
@@ -277,8 +278,8 @@ def llama2_style():
 
 
 def mistral_style():
-    """As newer conversions write it: no normalizer, Metaspace for the first piece alone. With bytes that have no token, so
-    that unknown tokens and byte tokens meet, a merge of the unknown token, and the decoders in their other order."""
+    """As newer conversions write it: no normalizer, and a Metaspace that puts ▁ before the first piece only. Some bytes have no
+    token, so that unknown tokens and byte tokens meet; the unknown token has a merge; the decoders are in the other order."""
     document = sentencepiece_vocabulary(6, 600, [byte for byte in range(256) if byte % 5], 60)
     model = document["model"]
     for left, right in (("<unk>", "<unk>"), ("<unk>", "▁")):
@@ -293,11 +294,11 @@ def mistral_style():
 
 
 def metaspace_style():
-    """Words cut at ▁, whole words first, no byte fallback; runs of digits are pieces; the decoder Metaspace."""
+    """Words are cut at ▁ and looked up whole first; no byte fallback; runs of digits are pieces; the decoder is Metaspace."""
     document = sentencepiece_vocabulary(7, 500, [], 70)
     rng = random.Random(8)
     merges = document["model"]["merges"]
-    dropped = set(rng.sample(range(len(merges) // 2, len(merges)), 40))  # so that ignore_merges shows
+    dropped = set(rng.sample(range(len(merges) // 2, len(merges)), 40))  # so that ignore_merges makes a difference
     document["model"]["merges"] = [pair for i, pair in enumerate(merges) if i not in dropped]
     document["model"].update(ignore_merges=True, byte_fallback=False, fuse_unk=True)
     document["normalizer"] = {"type": "NFC"}
@@ -309,13 +310,13 @@ def metaspace_style():
 
 
 def hostile_names(document):
-    """Contents of added tokens, and what looks like a token or like ▁."""
+    """The contents of added tokens, and strings that look like a token or like ▁."""
     added = [token["content"] for token in document["added_tokens"]]
     return added + ["▁", "▁▁", "<0x41>", "<0x0A>", "<0xe2>", "<unk>", "\xe2\x96", "ABC", "Ж▁", " ▁ ", "  "]
 
 
 def random_ids(rng, document):
-    """Ids in any order, with rows of byte tokens that are text, and others that are not."""
+    """Random ids, with runs of byte tokens that are valid UTF-8 and runs that are not."""
     vocab = document["model"]["vocab"]
     last = max([*vocab.values(), *(token["id"] for token in document["added_tokens"])])
     byte_ids = [number for token, number in vocab.items() if token.startswith("<0x")] or [0]
@@ -356,7 +357,7 @@ def expected_ids(tokenizer, data, flags):
 
 
 def vectors(document, count, seed, forms, names):
-    """`names`: strings that the texts are to hold, as the contents of added tokens."""
+    """`names`: strings that the texts shall contain, such as the contents of added tokens."""
     rng = random.Random(seed)
     tokenizer = Tokenizer.from_str(json.dumps(document))
     out = [b"WTOKVEC1", struct.pack("<I", count)]

@@ -1,5 +1,5 @@
-"""Imported before any package by what users start: an old Python, a package that is not installed, or Ctrl-C while the
-packages load is one line and an exit code, not a traceback."""
+"""Imported by every program for users before it imports packages. So an old Python, a missing package, or Ctrl-C while
+packages load gives one line and an exit code, not a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stop(problem: str, code: int = ENVIRONMENT) -> NoReturn:
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The hook of uncaught exceptions; any other than these two is a bug and keeps its traceback."""
+    """The hook for uncaught exceptions. Any other than Ctrl-C and a missing package is a bug and keeps its traceback."""
     if isinstance(error, KeyboardInterrupt):
         stop("interrupted", INTERRUPTED)
     if not isinstance(error, ModuleNotFoundError):

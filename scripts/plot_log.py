@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Plots the logs of training runs: loss, gradient norm, learning rate and throughput against the steps.
 
-LOG is a log.jsonl of train_llama or its run directory; several runs share one picture. Where a run was resumed, the steps
-that were computed again count once. A last line that was cut off is ignored. The heavy line of the loss is a running median:
-a spike stays as narrow as it is. --follow draws again whenever a log has grown, until Ctrl-C.
+LOG is a log.jsonl of train_llama or its run directory; several runs share one picture. Steps that a resumed run computed
+again count once. An incomplete last line is ignored. The heavy line of the loss is a running median, which does not spread a
+spike over the steps after it. --follow draws again whenever a log has grown, until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import cli
 from run_log import Run, is_number, new_run, read_run
 from tensor_file import ENVIRONMENT, FileError, escaped
 
-SMOOTHING = 50  # a run is smoothed over this share of its steps
+SMOOTHING = 50  # the window of the median is this fraction of the run's steps
 MAX_LABEL = 60
 
 
 def smoothed(values: list[float], window: int) -> list[float]:
-    """The median of each value and up to window - 1 before it: what stands out alone leaves no trace beside itself."""
+    """The median of each value and up to window - 1 values before it. A single outlier does not change its neighbours."""
     result: list[float] = []
     sorted_window: list[float] = []
     for i, value in enumerate(values):
@@ -45,7 +45,7 @@ def human(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """A label as the picture can show it: no letter that is a formula's, no byte that is no letter."""
+    """A label that matplotlib draws as it is: without unprintable characters, and with the signs of formulas escaped."""
     clean = os.fsencode(text).decode("utf-8", "replace")
     clean = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in clean)
     clean = clean if len(clean) <= MAX_LABEL else clean[:MAX_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
@@ -60,7 +60,7 @@ def last(run: Run, key: str) -> float | None:
 
 
 def noted(run: Run, key: str, digits: str = ".4f") -> str:
-    """What the legend says of the newest value."""
+    """The newest value for the legend; empty if there is none."""
     value = last(run, key)
     return "" if value is None else f" {value:{digits}}" if digits else f" {human(value)}"
 
@@ -91,7 +91,7 @@ def plot_curve(axes: Any, runs: list[Run], key: str, title: str, digits: str = "
 
 
 def title_of(runs: list[Run]) -> str:
-    """What was trained, how far, and where it stands."""
+    """For each run its model, its size, and how far it has come."""
     parts = []
     for run in runs[:3]:
         settings = run.header.get("settings")
@@ -105,7 +105,7 @@ def title_of(runs: list[Run]) -> str:
 
 
 def draw(runs: list[Run], output: Path) -> None:
-    """Writes the picture; the format follows the name's ending. Nothing appears under the name before it is complete."""
+    """Writes the picture; the ending of the name is its format. The file appears under its name when it is complete."""
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -170,7 +170,7 @@ def main() -> int:
     runs = [read_run(path) for path in options.logs]
     warnings = cli.Warnings()
     for run in runs:
-        # One broken line for each time that the run was killed while it wrote is expected.
+        # A run that was killed while it wrote leaves one broken line: no reason to warn.
         if run.broken > 1:
             warnings.add(f"{escaped(run.label)}: {run.broken} lines are no records and were left out")
     draw(runs, options.output)

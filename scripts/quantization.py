@@ -1,9 +1,8 @@
-"""Weights in int8, int4 and fp8: how a matrix is quantised, how it lies in a tensor file, and what its weights are again.
+"""Weights in int8, int4 and fp8: quantising a matrix, its tensors in a file, and dequantising it.
 
 The schemes are those of doc/tensor_file.md, "Quantised weights". A scale covers a row of int8 or fp8, and a group of 128
 columns of int4. Each is searched: of a few factors by which the range is clipped, the one with the least squared error
-wins. Rounding is to nearest even, and every sum is added in an order of its own, so that the same weights give the same
-bits on any machine.
+is taken. Rounding is to nearest even, and every sum has a fixed order, so the same weights give the same bits on any machine.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ GROUP = 128  # columns of int4 that share a scale and a zero
 DTYPES = {"int8": "i8", "int4": "u4", "fp8": "e4m3"}
 SCHEME_OF_DTYPE = {dtype: scheme for scheme, dtype in DTYPES.items()}
 E4M3_MAX = 448.0
-SMALLEST_SCALE = np.float32(2.0**-126)  # of a row whose weights are tinier than fp32's normal numbers
-PIECE_ELEMENTS = 1 << 18  # quantised at once: its copies stay in the cache
+SMALLEST_SCALE = np.float32(2.0**-126)  # for rows whose weights are so small that their scale would not be a normal number of fp32
+PIECE_ELEMENTS = 1 << 18  # quantised at once: few enough that the copies stay in the cache
 
-# By what the largest weight of a row or group is multiplied. fp8's rounding is relative, so what counts is where the
-# weights lie between two powers of two: factors above 1 shift them, without clipping.
+# The largest weight of a row or group is multiplied by each of these factors, and the result becomes the largest number of
+# the scheme. fp8's rounding error is relative and depends on where weights lie between two powers of two: factors above 1
+# move them without clipping any.
 FACTORS = {"int8": tuple(1 - step / 25 for step in range(8)), "int4": tuple(1 - step / 20 for step in range(11)),
            "fp8": (1.0, *(2 ** (step / 6) for step in (-1, 1, 2, 3, 4, 5)))}
 
@@ -71,15 +71,15 @@ _E4M3_VALUES = _e4m3_values()
 
 
 def round_to_e4m3(values: np.ndarray) -> np.ndarray:
-    """Finite float32 as the nearest values of e4m3, ties to even; what is larger than 448 becomes 448."""
+    """Finite float32 rounded to the nearest values of e4m3, ties to even; magnitudes above 448 become 448."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     normal = magnitude >> np.uint32(20)
     normal &= np.uint32(1)
     normal += np.uint32(0x7FFFF)
     normal += magnitude
-    normal &= np.uint32(0xFFF00000)  # 3 bits of mantissa are left
-    # Below 2^-6 e4m3 has the multiples of 2^-9, which are what fp32 has around this number.
+    normal &= np.uint32(0xFFF00000)  # keeps 3 bits of mantissa
+    # Below 2^-6 e4m3 has the multiples of 2^-9. fp32 has this spacing around `spaced`, so the addition rounds.
     spaced = np.float32(1.5 * 2.0 ** (23 - 9))
     small = (np.minimum(magnitude.view(np.float32), np.float32(1)) + spaced) - spaced
     rounded = np.where(magnitude < 0x3C800000, small, np.minimum(normal.view(np.float32), np.float32(E4M3_MAX)))
@@ -101,17 +101,17 @@ def f32_to_e4m3(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Rows of a quantised matrix, as they are stored: `q` [rows, columns] i1 or u1, for int4 its pairs [rows, columns / 2]."""
+    """Rows of a quantised matrix, as they are stored. q: [rows, columns] in int8 or uint8; int4: pairs [rows, columns / 2]."""
 
     q: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
-    error: float   # sum of the squared differences
+    error: float   # sum of the squared differences from the weights
     square: float  # sum of the squared weights
 
 
 def quantize_rows(weights: np.ndarray, scheme: str) -> Quantized:
-    """`weights` [rows, columns] in float32, finite. OverflowError where a scale does not fit in its type."""
+    """Quantises `weights` [rows, columns], finite float32. OverflowError if a scale does not fit in its type."""
     rows, columns = weights.shape
     padded = np.zeros((rows, groups_of(columns), GROUP), dtype=np.float32)
     padded.reshape(rows, -1)[:, :columns] = weights
@@ -124,7 +124,7 @@ def quantize_rows(weights: np.ndarray, scheme: str) -> Quantized:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """The sums over the last dimension, of GROUP elements: halves are added until one is left."""
+    """The sums over the last dimension, of GROUP elements, by adding halves: the order does not depend on numpy."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
@@ -193,7 +193,7 @@ def int4_grid(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def int4_nearest(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    """The nearest q - zero of `weights` [..., columns] of a group each, as float32."""
+    """The nearest q - zero for `weights` [..., columns] as float32; the last dimension is one group."""
     zero = zeros[..., None].astype(np.float32)
     nearest = weights / scales[..., None].astype(np.float32)
     np.rint(nearest, out=nearest)
@@ -201,7 +201,7 @@ def int4_nearest(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> 
 
 
 def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.ndarray) -> None:
-    """Takes the rows or groups of `candidate` whose error is less than that in `best`, whose last element it is."""
+    """Copies into `best` the rows or groups of `candidate` that have a smaller error. The errors are best[-1]."""
     if not best:
         best.extend([*candidate, error])
         return
@@ -211,20 +211,20 @@ def _keep_best(best: list[np.ndarray], candidate: list[np.ndarray], error: np.nd
 
 
 def workers() -> int:
-    """Threads to compute with: the cores, at most OMP_NUM_THREADS."""
+    """The number of threads to compute with: that of the cores, but at most OMP_NUM_THREADS."""
     cores, limit = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     return min(cores, int(limit)) if limit.isascii() and limit.isdigit() and int(limit) else cores
 
 
 def quantize_matrix(rows: Callable[[int, int], np.ndarray], shape: Shape, scheme: str) -> Iterator[Quantized]:
-    """The matrix in pieces of rows, on several threads. rows(first, last) gives some of its rows in float32."""
+    """Quantises a matrix in pieces of rows, on several threads. rows(first, last) returns these rows in float32."""
     step = max(1, PIECE_ELEMENTS // max(shape[1], 1))
     pieces = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
     with ThreadPoolExecutor(max_workers=workers()) as threads:
         yield from threads.map(lambda piece: quantize_rows(rows(*piece), scheme), pieces)
 
 
-# ---- and back --------------------------------------------------------------------------------------------------------
+# ---- dequantising --------------------------------------------------------------------------------------------------------
 
 
 def is_quantized(file: TensorFile, name: str) -> bool:
@@ -232,7 +232,7 @@ def is_quantized(file: TensorFile, name: str) -> bool:
 
 
 def dequantized(file: TensorFile, name: str) -> np.ndarray:
-    """The weights of a quantised matrix in float32: scale x q, or scale x (q - zero), which for int4 is exact."""
+    """The weights of a quantised matrix in float32: scale x q; for int4 scale x (q - zero), without rounding."""
     info = file.at(name)
     scheme = SCHEME_OF_DTYPE[info.dtype]
     for part, dtype, shape in stored_tensors(scheme, name, info.shape):
@@ -245,7 +245,7 @@ def dequantized(file: TensorFile, name: str) -> np.ndarray:
 
 
 def weights_again(rows: Quantized, scheme: str, columns: int) -> np.ndarray:
-    """The weights that quantised rows mean, [rows, columns] in float32."""
+    """The weights of quantised rows, [rows, columns] in float32."""
     if scheme == "int4":
         return int4_again(rows, columns)
     return (e4m3_to_f32(rows.q) if scheme == "fp8" else rows.q.astype(np.float32)) * rows.scales[:, None]

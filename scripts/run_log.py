@@ -14,7 +14,7 @@ import cli
 
 MAX_LOG_BYTES = 4 << 30
 MAX_STEP = 10**12  # of train_llama's --steps
-MAX_NUMBER = 1e300  # of a value: sums and differences of such are finite
+MAX_NUMBER = 1e300  # larger values are ignored: so sums and differences stay finite
 
 
 def is_number(value: Any) -> bool:
@@ -34,19 +34,19 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         return None
-    # Integers that no float holds; is_number() would end with an exception.
+    # math.isfinite() throws for an integer beyond the range of floats.
     return {key: None if isinstance(value, int) and abs(value) > 2**1000 else value for key, value in record.items()}
 
 
 @dataclass
 class Run:
-    """The records of one run by step, without what a resume replaced."""
+    """The records of one run by step. Steps that a resumed run computed again replace the earlier ones."""
 
     path: Path
     label: str
     header: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    broken: int = 0  # lines that are no record
+    broken: int = 0  # number of lines that are no record
     records: int = 0
     _file: BinaryIO | None = None
     _rest: bytes = b""  # the beginning of a line that is not complete yet
@@ -58,7 +58,7 @@ class Run:
         return [x for x, _ in points], [y for _, y in points]
 
     def read_more(self) -> bool:
-        """Takes in what the log has gained since the last call; true if that was a whole line."""
+        """Reads what was appended since the last call. True if at least one complete line was."""
         if self._file is None:
             self._file = open_log(self.path)
         if os.fstat(self._file.fileno()).st_size > MAX_LOG_BYTES:
@@ -71,7 +71,7 @@ class Run:
         return bool(lines)
 
     def read_all(self) -> None:
-        """Everything that is there; a last line without its end counts as broken."""
+        """Reads the whole log. An incomplete last line counts as broken."""
         self.read_more()
         rest, self._rest = self._rest, b""
         self._take(rest)
@@ -88,7 +88,7 @@ class Run:
         elif record["type"] == "header":
             self.header = record
         elif record["type"] == "resume" and is_step(record.get("step")):
-            # What follows begins after this step: later records were lost with the run that wrote them.
+            # The run goes on after this step: records of later steps belong to the state that was lost.
             self.steps = {step: old for step, old in self.steps.items() if step <= record["step"]}
         elif record["type"] == "step" and is_step(record.get("step")):
             self.steps[record["step"]] = record
@@ -106,7 +106,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def new_run(path: Path) -> Run:
-    """A run by its directory or its log; nothing is read yet."""
+    """A run, given by its directory or its log. Nothing is read yet."""
     log = path / "log.jsonl" if path.is_dir() else path
     return Run(log, path.resolve().name if path.is_dir() else log.resolve().parent.name or str(path))
 

@@ -1,4 +1,4 @@
-"""A reader of safetensors files that trusts nothing: the header is checked whole before any tensor is touched.
+"""Reads safetensors files from any source: all of the header is checked before a tensor is read.
 
 Layout: u64 little-endian header length, that many bytes of JSON, then the tensors' data. The rules are those of the
 safetensors specification: header at most 100,000,000 bytes and starting with '{', unique names, and data offsets that
@@ -28,7 +28,7 @@ DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: bytes [begin, end) of the data section."""
+    """A tensor of a file; its data are bytes [begin, end) of the data section."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class SafetensorsFile:
         self._bytes: np.ndarray | None = None
 
     def bytes(self, entry: Entry) -> np.ndarray:
-        """The data of a tensor as u8, mapped: nothing is read until it is used."""
+        """The data of a tensor as u8. The file is mapped, so nothing is read before it is used."""
         if self._bytes is None:
             self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
         return self._bytes[self.data_start + entry.begin:self.data_start + entry.end]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Reads and writes tensor files (.bin): weft's flat container for models, training state and reference dumps.
 
-The layout is doc/tensor_file.md; llmc/file/tensor_file.cpp is the same in C++. Both treat a file as hostile and say the
-same words about what is wrong with it.
+doc/tensor_file.md describes the layout; llmc/file/tensor_file.cpp is the same in C++. Both check everything that a file
+says, and report errors in the same words.
 
     python3 scripts/tensor_file.py FILE            lists the configuration and the tensors
     python3 scripts/tensor_file.py --verify FILE   reads everything and compares the hashes
@@ -36,7 +36,7 @@ KINDS = {1: "model", 2: "training state", 3: "reference dump"}
 FAMILIES = {0: None, 1: "llama", 2: "gpt_neox"}
 DTYPES = ("f32", "f16", "bf16", "u8", "u16", "u32", "i32", "i64", "i8", "u4", "e4m3")  # by their number
 NUMPY_DTYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "u8": "u1", "u16": "<u2", "u32": "<u4", "i32": "<i4",
-                "i64": "<i8", "i8": "i1", "u4": "u1", "e4m3": "u1"}  # bf16 and e4m3 have no numpy type: their bits; u4: pairs
+                "i64": "<i8", "i8": "i1", "u4": "u1", "e4m3": "u1"}  # bits for bf16 and e4m3, which numpy lacks; u4: pairs
 
 HEADER_PAGE = 4096
 TENSOR_ALIGNMENT = 256
@@ -63,7 +63,7 @@ class FileError(Exception):
         self.code = code
 
 
-# Controls, and characters that change the order or the look of the text around them without being seen (error.cpp).
+# Control characters, and invisible ones that change the order or look of the text around them (llmc/base/error.cpp).
 STEERING = ((0x00, 0x1F), (0x7F, 0x9F), (0xAD, 0xAD), (0x61C, 0x61C), (0x180E, 0x180E), (0x200B, 0x200F), (0x2028, 0x202E),
             (0x2060, 0x206F), (0xFEFF, 0xFEFF), (0xFFF9, 0xFFFB), (0xE0000, 0xE007F))
 
@@ -84,7 +84,7 @@ def escaped(text: str | bytes, limit: int = 120) -> str:
 
 
 def _escaped_part(raw: bytes, limit: int) -> tuple[str, int]:
-    """The characters that begin before byte `limit`, and where the last one ends."""
+    """Escapes the characters that begin before byte `limit`. Also returns where the last one ends."""
     out, at = [], 0
     for char in raw[:limit + 4].decode("utf-8", "surrogateescape"):
         if at >= limit:
@@ -142,7 +142,7 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def describe(head: bytes, size: int) -> tuple[str, str]:
-    """What a file is that does not start with the expected magic, and what to do about it (either may be empty)."""
+    """The kind of a file that does not begin with the expected magic, and what to do about it (either may be empty)."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
     convert = "convert it with scripts/convert_hf.py"
     if head.startswith(b"version https://git-lfs"):
@@ -173,7 +173,7 @@ def describe(head: bytes, size: int) -> tuple[str, str]:
 
 
 def check_magic(path: str, head: bytes, size: int, magic: bytes, wanted: str) -> None:
-    """Refuses a file that does not start with `magic`, by what it is."""
+    """Refuses a file that does not begin with `magic`; the message names its kind if that is known."""
     if size == 0:
         fail(path, f"0 bytes, expected {wanted}. Download failed? get it again")
     if head.startswith(magic) or magic.startswith(head):
@@ -214,14 +214,14 @@ class AtomicFile:
             self._attempt("reserve space", lambda: self._reserve(expected_bytes))
 
     def _create(self) -> int:
-        with contextlib.suppress(FileNotFoundError):  # left by a dead process of our number, or another's link: not followed
+        with contextlib.suppress(FileNotFoundError):  # left by a dead process with this number, or a link, which must not be followed
             os.unlink(self._temporary)
         return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def _reserve(self, expected_bytes: int) -> None:
         try:
             os.posix_fallocate(self._fd, 0, expected_bytes)
-        except OSError as problem:  # some file systems cannot reserve
+        except OSError as problem:  # this file system cannot reserve space
             if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
@@ -249,7 +249,7 @@ class AtomicFile:
         try:
             self._attempt("truncate", lambda: os.ftruncate(self._fd, self.size))
             self._attempt("sync", lambda: os.fsync(self._fd))
-        except KeyboardInterrupt:  # the disk can be busy for minutes
+        except KeyboardInterrupt:  # fsync can take minutes
             self.discard()
             raise
         fd, self._fd = self._fd, -1
@@ -265,14 +265,14 @@ class AtomicFile:
         fd = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
-        except OSError as problem:  # some file systems cannot sync directories
+        except OSError as problem:  # this file system cannot sync directories
             if problem.errno != errno.EINVAL:
                 raise
         finally:
             os.close(fd)
 
     def discard(self) -> None:
-        """Removes the temporary file; what stood under the name is untouched. Harmless after publish()."""
+        """Removes the temporary file. A file that has the name stays as it is. Does nothing after publish()."""
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
             os.close(fd)
@@ -290,7 +290,7 @@ class AtomicFile:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the table says of one tensor. An empty shape is a scalar."""
+    """A tensor's record in the table. An empty shape is a scalar."""
 
     name: str
     dtype: str  # one of DTYPES
@@ -305,17 +305,17 @@ class TensorInfo:
 
 
 def whole_bytes(dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether each row of the tensor ends with a byte: u4 packs two elements into one, along the last dimension."""
+    """Whether each row of the tensor is a whole number of bytes: u4 packs two elements of a row into one byte."""
     return dtype != "u4" or (len(shape) > 0 and shape[-1] % 2 == 0)
 
 
 def array_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a numpy array of the tensor's bytes: for u4 that of its pairs."""
+    """The shape of a numpy array with the tensor's data; for u4 that of its pairs."""
     return (*shape[:-1], shape[-1] // 2) if dtype == "u4" else shape
 
 
 def payload_bytes(dtype: str, shape: Iterable[int]) -> int | None:
-    """Product of the shape x size of the dtype; None where the product without its zeros reaches 2^63."""
+    """The bytes of a tensor. None if the product of the sizes that are not zero, in bytes, reaches 2^63."""
     shape = tuple(shape)
     size = np.dtype(NUMPY_DTYPES[dtype]).itemsize
     if math.prod(n for n in shape if n) * size >= 1 << 63:
@@ -343,7 +343,7 @@ class TensorFile:
         return self.tensors[name]
 
     def bytes(self, name: str) -> memoryview:
-        """The bytes of a tensor, with no check of their hash."""
+        """The bytes of a tensor. Does not verify their hash."""
         info = self.at(name)
         return memoryview(self._data)[info.offset:info.offset + info.bytes]
 
@@ -369,7 +369,7 @@ class TensorFile:
                             "The data is damaged: get or make the file again")
 
     def verify(self) -> None:
-        """Every tensor, and that the gaps between them are zero: afterwards every byte of the file is known good."""
+        """Verifies every tensor, and that the gaps between them are zero: afterwards every byte of the file is verified."""
         end = self._data_offset
         for info in self.tensors.values():
             check_zero(self.path, self._data, end, info.offset, "data section")
@@ -401,7 +401,7 @@ def read(path: str | os.PathLike[str], expected: str | None = None) -> TensorFil
 
 
 def _read_header(path: str, data) -> tuple[int, int, int, int, int, int]:
-    """Magic to header hash, in the order that gives the most telling message."""
+    """Checks the header, in an order in which the first message is the most helpful one."""
     size = len(data)
     check_magic(path, data[:64], size, MAGIC, "a tensor file")
     if size < HEADER_PAGE:
@@ -560,7 +560,7 @@ def valid_name(name: bytes) -> bool:
 
 
 def configuration_text(config: dict[str, Any]) -> bytes:
-    """A configuration as a tensor file holds it: compact and sorted as the C++ writer does it, so that the same content
+    """A configuration as stored in a tensor file: compact and sorted like that of the C++ writer, so that the same content
     gives the same bytes."""
     return json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
 
@@ -640,7 +640,7 @@ class Writer:
             yield view[begin:begin + CHUNK]
 
     def _begin(self) -> AtomicFile:
-        """Lays the file out once every tensor is declared, and reserves its space."""
+        """At the first call computes the layout, after which no tensor can be declared, and reserves the file's space."""
         if self._file is not None:
             return self._file
         self._table_offset = align_up(HEADER_PAGE + len(self._config), 8)
@@ -724,7 +724,7 @@ def main(arguments: list[str]) -> int:
     except FileError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return problem.code
-    except BrokenPipeError:  # "| head" has seen enough
+    except BrokenPipeError:  # for example with "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

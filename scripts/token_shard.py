@@ -1,6 +1,6 @@
 """Reads and writes token shards: training text as token ids. The layout is doc/token_shard.md.
 
-llmc/file/token_shard.cpp reads the same in C++ and says the same words about what is wrong with a file.
+llmc/file/token_shard.cpp is the reader in C++; it reports errors in the same words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERSION = 1
 HEADER_BYTES = 256
 HEADER = struct.Struct("<8sIIQQQqQQ")
 HASHED_BYTES = 56  # of the header
-DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u2"), 5: np.dtype("<u4")}  # numbers of the tensor file
+DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u2"), 5: np.dtype("<u4")}  # the dtype numbers of tensor files
 MAX_VOCABULARY = 1_000_000
 
 
@@ -90,7 +90,7 @@ def _check_fields(path: str, size: int, header: tuple) -> None:
 
 
 class ShardWriter:
-    """Appends token ids; close() fills the header in and publishes the file. Nothing appears before that."""
+    """Appends token ids. close() writes the header and publishes the file, which does not exist under its name before."""
 
     def __init__(self, path: str | os.PathLike[str], vocab_size: int, tokenizer_hash: int, end_of_document_id: int = -1):
         if not 1 <= vocab_size <= MAX_VOCABULARY or not -1 <= end_of_document_id < vocab_size:

@@ -8,8 +8,8 @@ RUN is a run directory, its config.json, or a file with what train_llama --print
 relative to the current directory. Model, data order, micro-batches, schedule, AdamW and clipping follow its settings.
 The model is transformers' LlamaForCausalLM, everything else is PyTorch's own.
 
-Prints one JSON object a step (step, loss, lr, grad_norm, seconds), and with --against a last one that says how far the
-two runs are apart; --output writes them to a file instead. Needs torch and transformers. Exit codes: 1 the losses
+Prints one JSON object a step (step, loss, lr, grad_norm, seconds), and with --against a last one with the largest
+differences of the two runs; --output writes them to a file instead. Needs torch and transformers. Exit codes: 1 the losses
 differ, 2 usage, 3 bad input, 4 torch, transformers or the GPU missing.
 """
 
@@ -50,7 +50,7 @@ INIT_DEVIATION = 0.02
 RESIDUAL_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 FEISTEL_ROUNDS = 8
 INIT_CHUNK = 1 << 20  # Philox blocks computed at once: bounds the memory of the initialisation
-LR_TOLERANCE = 1e-9  # two evaluations of one formula in double
+LR_TOLERANCE = 1e-9  # relative; both evaluate the same formula in double
 
 
 # ---- settings of the run ---------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ LR_TOLERANCE = 1e-9  # two evaluations of one formula in double
 
 @dataclass(frozen=True)
 class Settings:
-    """What train_llama's options say, by their names; `model_file` is empty for a run from scratch."""
+    """Settings of the run, named like train_llama's options. model_file (--model) is empty for a run from scratch."""
 
     model_file: str
     train: str
@@ -174,7 +174,7 @@ def philox_u64(seed: int, low: np.ndarray, high: int) -> np.ndarray:
 
 
 class DataOrder:
-    """For each epoch another permutation of [0, count): that of llmc/train/data_order.h."""
+    """Another permutation of [0, count) for each epoch: the order of llmc/train/data_order.h."""
 
     def __init__(self, count: int, seed: int):
         self.count, self.seed = count, seed
@@ -191,7 +191,7 @@ class DataOrder:
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint64)
 
     def _walk(self, values: np.ndarray, epoch: int) -> np.ndarray:
-        """Encrypts each value until it lies below count."""
+        """Encrypts each value until it is below count (cycle walking)."""
         epoch_seed = int(philox_u64(self.seed, np.array([epoch], dtype=np.uint64), DATA_ORDER_STREAM)[0])
         values = self._encrypt(values, epoch_seed)
         while (outside := values >= self.count).any():
@@ -207,7 +207,7 @@ class DataOrder:
 
 
 def normal_values(count: int, deviation: float, tensor: int, seed: int) -> np.ndarray:
-    """f32 [count]: four numbers from each Philox block, by Box and Muller in double."""
+    """f32 [count]: normal numbers, four from each Philox block, by the Box-Muller transform in double."""
     result = np.empty((count + 3) // 4 * 4, dtype=np.float32)
     for begin in range(0, result.size // 4, INIT_CHUNK):
         blocks = np.arange(begin, min(begin + INIT_CHUNK, result.size // 4), dtype=np.uint64)
@@ -268,7 +268,7 @@ class Windows:
 
 
 def check_shards(shards: list[TokenShard], description: RunDescription) -> None:
-    """Refuses other shards than those the run was trained on, and damaged ones."""
+    """Refuses damaged shards, and shards other than those of the run."""
     for shard in shards:
         if shard.count <= description.settings.seq_len:
             bad_file(shard.path, "count", f"got {shard.count} tokens, expected more than "
@@ -307,7 +307,7 @@ def make_model(description: RunDescription, model_file: str, device: str) -> tor
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW that decays matrices alone."""
+    """AdamW that decays only matrices."""
     torch, _ = libraries()
     groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": settings.weight_decay},
               {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
@@ -315,7 +315,7 @@ def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Op
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """Summed in double: clip_grad_norm_ sums ten million squares in fp32 on the CPU, and errs by 5e-5."""
+    """The norm of all gradients, summed in double: with ten million squares in fp32 clip_grad_norm_ is off by 5e-5 on the CPU."""
     torch, _ = libraries()
     norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in model.parameters()]
     return torch.linalg.vector_norm(torch.stack(norms))
@@ -335,7 +335,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.dtype == "bf16" else nullcontext()
 
     def gradients(self, begin: int) -> float:
-        """Accumulates the gradients of the step whose data begins at window `begin`; the mean loss."""
+        """Accumulates the gradients of the step whose data begins at window `begin`. Returns the mean loss."""
         torch, _ = libraries()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         batch = self.settings.micro_batch
@@ -349,7 +349,7 @@ class Trainer:
         return float(loss) / self.settings.batch_tokens
 
     def step(self) -> dict[str, Any]:
-        """One update; the record of the step."""
+        """Takes one step. Returns its record."""
         torch, _ = libraries()
         began = time.monotonic()
         number, settings = self.steps_done + 1, self.settings
@@ -367,7 +367,7 @@ class Trainer:
 
 
 def train(trainer: Trainer, steps: int, output: TextIO) -> list[dict[str, Any]]:
-    """Writes each step's record as soon as it is known; all of them."""
+    """Takes `steps` steps and writes the record of each at once. Returns all records."""
     records = []
     progress = cli.Progress("training", steps)
     for _ in range(steps):
@@ -403,7 +403,7 @@ def largest(got: list[float], want: list[float]) -> tuple[float, int]:
 
 
 def compare(log: Path, reference: list[dict[str, Any]], tolerance: float, smooth: int) -> dict[str, Any]:
-    """The verdict on a run's log. FileError if its learning rates are not those of its settings."""
+    """Compares a run's log with the reference. FileError if its learning rates do not follow from its settings."""
     run = read_losses(log, len(reference))
     rate, step = largest([record["lr"] for record in run], [record["lr"] for record in reference])
     if rate > LR_TOLERANCE:
@@ -419,7 +419,7 @@ def compare(log: Path, reference: list[dict[str, Any]], tolerance: float, smooth
 
 
 def report(verdict: dict[str, Any]) -> None:
-    smooth = f", mean of {verdict['smooth']} steps," if verdict["smooth"] > 1 else ""
+    smooth = f", median of {verdict['smooth']} steps," if verdict["smooth"] > 1 else ""
     print(f"{'passed' if verdict['passed'] else 'FAILED'}: {verdict['steps']} steps, largest relative difference of "
           f"the loss{smooth} {verdict['loss_max_relative']:.3g} at step {verdict['loss_step']} "
           f"({verdict['loss_got']:.6f}, PyTorch {verdict['loss_expected']:.6f}), tolerance {verdict['tolerance']:g}; "
@@ -445,7 +445,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=cli.number_in(0, 1), default=1e-4, metavar="X",
                         help="largest relative difference of a loss (default: 1e-4)")
     parser.add_argument("--smooth", type=cli.number_in(1, 1e9, int), default=1, metavar="N",
-                        help="compare the mean over N steps (default: 1)")
+                        help="compare running medians over N steps (default: 1)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the records here, not to stdout")
     return parser.parse_args()
 

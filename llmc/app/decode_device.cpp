@@ -43,19 +43,20 @@ void DecodeDevice::use_cpu(const DeviceChoice& cpu) {
 
 namespace {
 
-// On the CPU a step of many rows takes long, and the sequences that are being decoded wait for it.
+// Rows of a step on the CPU: few, because a step of many takes long, and the sequences that are being decoded wait for
+// it.
 constexpr std::int64_t kCpuRows = 128;
 constexpr double kCpuKvShare = 0.8;  // of the memory that is free beside the parameters
 
-// Of `bytes` for the keys and values of a model and of its draft model, if there is one, what the model gets: both for as many
-// positions.
+// The model's share of `bytes`, which are for the keys and values of the model and of its draft model, if there is one:
+// each gets memory for the same number of positions.
 std::uint64_t kv_share(std::uint64_t bytes, const ModelConfig& config, const std::optional<ModelConfig>& draft) {
   if (!draft) return bytes;
   const auto own = static_cast<double>(kv_bytes(config, 1, 1)), other = static_cast<double>(kv_bytes(*draft, 1, 1));
   return static_cast<std::uint64_t>(static_cast<double>(bytes) * own / (own + other));
 }
 
-// The pool of the CPU for `sequences` sequences, beside the parameters.
+// The page pool on the CPU for `sequences` sequences, in memory that the parameters leave.
 InferenceOptions cpu_pool(const ModelConfig& config, std::uint64_t kv_memory, std::int64_t sequences,
                           const std::optional<ModelConfig>& draft) {
   std::uint64_t bytes = kv_memory;
@@ -137,7 +138,7 @@ auto load_on_gpu(const ModelFile& file, const Load& load) {
 
 constexpr double kGpuKvShare = 0.9;  // of the memory that is free beside parameters and workspace
 
-// One sequence is decoded, or its prompt read, with the model for many: a Llama, and whatever is quantised.
+// Whether even one sequence runs on the paged model, which is made for many: so do Llamas and quantised models.
 bool through_pages(const ModelConfig& config) {
   return config.family != Family::gpt_neox || config.quantization.any();
 }
@@ -181,8 +182,8 @@ void DecodeDevice::choose(const ModelConfig& config, DType stored) {
   use_cpu(choose_cpu(refusal));
 }
 
-// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and drafts have
-// the graph, unless fused was asked for: the bits of a request do not depend on how much else runs.
+// --decode auto: fused if this GPU and model have it, otherwise graph, with a line that says why. Many sequences and
+// drafts take graph unless fused is asked for, so that the bits of a request do not depend on how much else runs.
 void DecodeDevice::choose_decode(const ModelConfig& config, bool many) {
   if (settings_.bench_layer && through_pages(config)) {
     fail(Exit::usage, "--bench-layer: only for GPT-NeoX models in 16 or 32 bits, and this is %s",
@@ -286,7 +287,7 @@ std::uint64_t DecodeDevice::steps_memory(const ModelConfig& config) const {
   return of(config) + (draft_ && settings_.many_sequences() ? of(*draft_) : 0);
 }
 
-// A draft model has them if it can; the model itself was refused where it cannot.
+// A draft model has the fused kernel if that can run it; for the model itself choose_decode() has made sure.
 bool DecodeDevice::fused_steps(const ModelConfig& config) const {
   const bool many = settings_.many_sequences() || settings_.drafts();
   return many && decode_ == "fused" && cuda::fused_steps_refusal(config, dtype_).empty();
@@ -334,7 +335,7 @@ std::unique_ptr<InferenceModel> DecodeDevice::random_pages(const ModelConfig& co
                                 {dtype_, decode_ == "reference", fused_steps(config), nullptr});
 }
 
-// On the GPU beside parameters and workspace.
+// On the GPU the pool gets what parameters and workspace leave.
 InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_t kv_memory,
                                          std::int64_t sequences) const {
   if (!choice_.gpu) return cpu_pool(config, kv_memory, sequences, draft_);
@@ -344,7 +345,7 @@ InferenceOptions DecodeDevice::many_pool(const ModelConfig& config, std::uint64_
     pool.max_rows = std::max(cuda::kInferenceRows, sequences);
     return pool;
   };
-  // What lies beside the pages depends on how many there are, a little: it is counted for as many as there can be.
+  // The memory beside the pages depends a little on their number, so it is computed for the largest pool.
   const auto kv_of_both = [&](std::int64_t positions) {
     return kv_bytes(config, positions, element) + (draft_ ? kv_bytes(*draft_, positions, element) : 0);
   };

@@ -33,8 +33,8 @@ class DecodeDevice {
   void choose(const ModelConfig& config, DType stored);
 
   bool gpu() const { return choice_.gpu; }
-  // A further row of a step, in steps of one row (DraftOptions::row_cost): the GPU reads the weights either way, the CPU has
-  // little arithmetic to spare. Rough: it decides about when guesses are too many.
+  // A guess of DraftOptions::row_cost, the cost of a further row in a step: a GPU reads the weights either way, a CPU
+  // has little arithmetic to spare. A rough value is enough: it decides about when there are too many guesses.
   double row_cost() const { return choice_.gpu ? 0.01 : 0.15; }
   // Tolerance of a comparison with PyTorch, both in fp32, relative to a tensor's largest value.
   double compare_tolerance() const { return choice_.gpu ? 1e-4 : 1e-5; }

@@ -71,7 +71,8 @@ std::string context_of(const DecodeModel& model) {
   return format("a context of %lld", static_cast<long long>(model.capacity()));
 }
 
-// What make() returns, with the faults that are planned, and logs one line about it. `source`: of its parameters.
+// Calls make(), adds the faults that are planned, and logs one line about the model. `source`: where its parameters
+// come from.
 template <typename Make, typename Room>
 auto ready_model(const InferSettings& settings, const DecodeDevice& device, const std::string& name,
                  const std::string& source, const Make& make, const Room& room) {
@@ -90,7 +91,7 @@ std::string pool_of(const InferenceModel& model, std::int64_t sequences) {
 constexpr const char* kRandomSource = "a random generator";
 constexpr const char* kDrafts = "drafts";
 
-// What the parameters come from: "bf16", "bf16, weights int4".
+// Where the parameters come from: "bf16", "bf16, weights int4".
 std::string source_of(const ModelFile& file) {
   const Quantization& quantization = file.config().quantization;
   return std::string(dtype_name(file.dtype())) +

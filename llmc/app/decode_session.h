@@ -62,11 +62,11 @@ class DecodeSession {
   std::optional<ModelFile> draft_file_;
 };
 
-// Exit::usage unless both models have the same tokens: of their tokenizers, and of their configurations where neither file has a
-// tokenizer. The vocabularies may be padded differently.
+// Exit::usage unless both models have the same tokens: those of their tokenizers or, if neither file has a tokenizer,
+// as many in their configurations. The vocabularies may be padded differently.
 void check_same_tokens(const ModelFile& model, const Tokenizer* tokenizer, const ModelFile& draft);
 
-// What the options say about sampling; without vocab_limit, which the model says.
+// The options about sampling. vocab_limit is not set: it depends on the model.
 SamplerOptions sampler_options(const InferSettings& settings);
 // Positions of the K/V cache: --context if it is given, otherwise `needed`, but at most those that the model was made
 // for. A larger --context is Exit::usage.

@@ -35,9 +35,9 @@ DeviceChoice choose_cpu(const std::string& reason);
 // Logs why --device auto took the CPU; nothing if the user asked for the CPU or a GPU computes.
 void announce_cpu(const DeviceChoice& choice);
 
-// Leaves of the GPUs that this process sees the one of rank `local_rank` of this machine, before CUDA is used for the first
-// time: a GPU is all that a rank needs, and so none of its threads touches another one's. A process that sees one GPU keeps
-// it: its launcher has chosen. Exit::environment if there are fewer.
+// Makes the GPU of rank `local_rank` of this machine the only one that this process sees, before CUDA is used for the
+// first time: a rank needs one GPU, and so none of its threads can touch another one's. A process that sees one GPU
+// keeps it: its launcher has chosen. Exit::environment if there are fewer GPUs than ranks.
 void see_own_gpu(int local_rank);
 // Exit::environment if this machine, or this program, cannot give `count` ranks a GPU each. Uses none of them.
 void require_gpus(std::int64_t count);

@@ -24,7 +24,7 @@ void RankTeam::meet(const TrainSettings& settings, const std::string& version) {
   const bool forged = parse_faults(settings.debug_inject).other_version == launched_.rank;
   RankIdentity self{rank(), size(), xxh3_64(launched_.run), forged ? "another version" : version};
   MeetingPoint point{place.address, place.port, listener};
-  Socket again;  // the first meeting closes the listener that it has
+  Socket again;  // a second handle, because the first meeting closes the listener that it gets
   if (first()) {
     again = listener >= 0 ? Socket(listener) : listen_at(place.address, place.port);
     point.listener = duplicate_of(again).release();

@@ -15,28 +15,28 @@ namespace weft {
 
 class RankTeam {
  public:
-  // `launched`: what a launcher says of this process. Waits for nobody. A rank that is not the first writes warnings and errors
-  // alone from now on (log_as_rank()).
+  // `launched`: what a launcher says about this process. Does not wait for other ranks. From here on ranks other than
+  // the first write only warnings and errors (log_as_rank()).
   RankTeam(const TrainSettings& settings, const std::optional<LaunchedRank>& launched);
 
   int rank() const { return static_cast<int>(launched_.rank); }
   int size() const { return static_cast<int>(size_); }
   bool first() const { return launched_.rank == 0; }
-  // Among the ranks of this machine.
+  // This rank's number, and the number of ranks, on this machine.
   int local_rank() const { return static_cast<int>(launched_.local_rank); }
   int local_size() const { return static_cast<int>(launched_.local_size); }
 
   // Meets the other ranks, which have to be of the same `version`.
   void meet(const TrainSettings& settings, const std::string& version);
-  // After meet(), or alone.
+  // The ranks' communicator: after meet(), or at once if there is one rank.
   Communicator& communicator() { return *communicator_; }
-  // Of the same ranks, for the threads that save beside the steps.
+  // A second communicator of the same ranks, for the threads that save while steps run.
   Communicator& save_communicator() { return *save_communicator_; }
 
   // Calls work(). An error of it is told to the other ranks, and thrown.
   Exit together(const std::function<Exit()>& work);
-  // Prints the error, tells it to the other ranks and ends the process: where to free what this rank has could mean to wait for
-  // a GPU that waits for a rank that does not come.
+  // Prints the error, tells it to the other ranks and ends the process at once: freeing what this rank has could mean
+  // waiting for a GPU that waits for a rank that does not come.
   [[noreturn]] void leave_with(const Error& error);
 
  private:

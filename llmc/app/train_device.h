@@ -18,14 +18,14 @@
 
 namespace weft {
 
-// What of a model a rank of several has: its part of the state, or all of it, as with --eval.
+// What one rank of several holds of a model: its part of the state, or all of it, as with --eval.
 enum class Holds { part, all };
 
 class TrainDevice {
  public:
   // Replaces `auto` in the device and the precision of `settings` by what this machine and this build have. Exit::usage
   // if the device cannot do the precision or the moments that are asked for.
-  // Of a rank of several its own GPU, and plans are those of its part.
+  // A rank of several gets its own GPU, and plans are those of its part.
   TrainDevice(TrainSettings& settings, const RankTeam& team);
   ~TrainDevice();
   TrainDevice(const TrainDevice&) = delete;
@@ -37,7 +37,7 @@ class TrainDevice {
   double compare_tolerance() const { return choice_.gpu ? 1e-4 : 1e-5; }
   // What all ranks have to have in common: the kind of device, the libraries that compute and that connect.
   std::vector<RankField> rank_fields() const;
-  // Of the GPU among those of all machines; empty: none.
+  // Names the GPU among those of all machines; empty: no GPU.
   std::string gpu_id() const;
 
   // The memory that the run needs, one line for each kind. `sample_positions`: positions of the decoder that writes
@@ -49,9 +49,10 @@ class TrainDevice {
   // reference dump.
   void check_memory(const ModelConfig& config, const TrainOptions& options, std::int64_t batch_sequences,
                     std::int64_t sample_positions, Holds holds = Holds::part) const;
-  // All of a model, whoever else is in the run.
+  // A complete model of this process alone, whatever other ranks there are.
   std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options) const;
-  // The model of a rank of several; of one rank the same as make(). All ranks call it together. The device outlives the model.
+  // This rank's part of the model; with one rank the same as above. All ranks call it together. The device outlives the
+  // model.
   std::unique_ptr<TrainModel> make(const ModelConfig& config, const TrainOptions& options, Communicator& ranks);
 
  private:

@@ -1,4 +1,4 @@
-// Seconds as numbers, and the clock that no change of the time of day moves.
+// Times in seconds as numbers, on the steady clock, which does not follow changes of the time of day.
 #pragma once
 
 #include <chrono>

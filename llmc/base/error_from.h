@@ -9,7 +9,8 @@
 
 namespace weft {
 
-// What work() throws, as an Error: of memory Exit::resources, of anything else Exit::environment. Empty: nothing.
+// Calls work() and returns what it throws as an Error: std::bad_alloc becomes Exit::resources, any other std::exception
+// Exit::environment. Empty if it throws nothing.
 template <typename Work>
 std::optional<Error> error_from(const Work& work) {
   try {

@@ -17,7 +17,7 @@ namespace weft {
 
 namespace {
 
-// AtomicFile::write asks the kernel to start writing to disk each time so many bytes have come together.
+// AtomicFile::write asks the kernel to start writing to disk each time this many bytes have accumulated.
 constexpr std::uint64_t kWritebackBytes = 16 << 20;
 
 std::atomic<WriteFault> write_fault{nullptr};
@@ -44,7 +44,8 @@ void write_at(int fd, const std::string& path, std::uint64_t offset, const void*
   }
 }
 
-// The disk works while the rest is produced, and fsync has less to wait for. Only a hint: its result does not matter.
+// Starts writing to disk, so that the disk works while the rest is produced and fsync has less to wait for. Only a
+// hint: its result does not matter.
 void begin_writeback(int fd, std::uint64_t offset, std::uint64_t bytes) {
   ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
 }

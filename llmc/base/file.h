@@ -16,8 +16,8 @@ struct stat;  // <sys/stat.h>
 
 namespace weft {
 
-// By what a file is known again: two with the same identity are the same file with the same content, as far as the file
-// system says. Inode numbers are those of one file system, so its device number belongs to them.
+// Identifies a file and its content: two with the same identity are the same file with the same content, as far as the
+// file system says. Inode numbers are unique within one file system only, so its device number belongs to them.
 struct FileIdentity {
   std::uint64_t device = 0, inode = 0, size = 0;
   std::int64_t modified_ns = 0;
@@ -65,7 +65,7 @@ class AtomicFile {
   void write(std::string_view text) { write(text.data(), text.size()); }
   void rewrite(std::uint64_t offset, const void* data, std::size_t bytes);  // replaces bytes already written
   std::uint64_t size() const { return size_; }
-  // From here on the file has `bytes` bytes, zeros where nothing was written.
+  // Sets the size of the file to `bytes`, with zeros where nothing was written.
   void extend(std::uint64_t bytes);
   // The name that the file has until publish().
   const std::string& temporary() const { return temporary_; }

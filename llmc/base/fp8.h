@@ -23,7 +23,7 @@ enum class Fp8Format { e4m3, e5m2 };
 WEFT_HOST_DEVICE constexpr float fp8_largest(Fp8Format format) {
   return format == Fp8Format::e4m3 ? 448.0f : 57344.0f;
 }
-// Half of the smallest number: what is at most so large is rounded to zero.
+// Half of the smallest number: magnitudes up to this are rounded to zero.
 WEFT_HOST_DEVICE constexpr float fp8_flushed(Fp8Format format) {
   return format == Fp8Format::e4m3 ? 0x1p-10f : 0x1p-17f;
 }
@@ -45,7 +45,8 @@ WEFT_HOST_DEVICE constexpr std::uint32_t fp8_scale_bits(int e) {
   return static_cast<std::uint32_t>(e + 127) << 23;
 }
 
-// What rounding a tensor has met. Sums and maxima of integers: the same in any order.
+// What was lost in rounding a tensor, and its largest magnitude. All are sums or maxima of integers: the same in any
+// order.
 struct Fp8Tally {
   std::uint64_t saturated = 0;  // values beyond the largest number: stored as that
   std::uint64_t flushed = 0;    // values that are not zero and were stored as zero
@@ -77,7 +78,7 @@ inline float round_to_fp8(float value, Fp8Format format) {
     const std::uint32_t odd = (magnitude >> dropped) & 1u, half = (1u << (dropped - 1)) - 1u;
     rounded = std::bit_cast<float>((magnitude + half + odd) >> dropped << dropped);
   } else {
-    // Next to `steps` fp32 has the same spacing as the format below its normal numbers: the addition rounds.
+    // Near `steps` fp32 numbers have the spacing of the format's subnormal numbers, so the addition rounds.
     const float steps =
         std::bit_cast<float>(static_cast<std::uint32_t>(128 - layout.bias + 23 - layout.mantissa_bits) << 23);
     rounded = (std::bit_cast<float>(magnitude) + steps) - steps;

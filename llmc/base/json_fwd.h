@@ -1,5 +1,5 @@
-// Json by name alone, for headers whose functions take or return one. Nothing costs a compiler more than llmc/base/json.h,
-// and half of what includes such a header never looks into a Json.
+// Declares Json without its definition, for headers whose functions take or return one. llmc/base/json.h is the most
+// expensive header to compile, and half of the files that include such a header never use a Json.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -16,8 +16,8 @@ void set_color_mode(ColorMode mode);
 ColorMode color_mode_from_name(std::string_view name);  // auto, always or never: the choices of --color
 bool stderr_is_terminal();
 
-// Of several processes that write to one terminal only the first is to be read: from now on log_info() writes nothing, and
-// warnings and errors begin with "rank R: ".
+// For a process that is not the first of several on one terminal: from now on log_info() writes nothing, and warnings
+// and errors begin with "rank R: ".
 void log_as_rank(int rank);
 
 // Each writes one line to stderr, after erasing the progress line if one is shown. A write error (a closed pipe) is

@@ -1,4 +1,4 @@
-// A part of something that is numbered.
+// Ranges of numbers, and how they are cut.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ inline Range common(const Range& a, const Range& b) {
   return {begin, std::max(begin, std::min(a.end, b.end))};
 }
 
-// Where part i of `parts` parts of 0 .. count - 1 begins whose sizes differ by one at most: count i / parts, without that
-// product.
+// If 0 .. count - 1 is cut into `parts` parts whose sizes differ by one at most: where part i begins. This is count i /
+// parts, computed without that product, which could overflow.
 inline std::int64_t even_border(std::int64_t count, std::int64_t parts, std::int64_t i) {
   return count / parts * i + count % parts * i / parts;
 }
@@ -38,14 +38,14 @@ inline std::int64_t longest_of(std::span<const Range> parts) {
   for (const Range& part : parts) longest = std::max(longest, part.size());
   return longest;
 }
-// Of each part its numbers from the `first`-th on, `piece` at most: parts that are moved a piece at a time.
+// At most `piece` numbers of each part, from its `first`-th on: for parts that are moved a piece at a time.
 inline std::vector<Range> pieces_of(std::span<const Range> parts, std::int64_t first, std::int64_t piece) {
   std::vector<Range> pieces;
   for (const Range& part : parts) pieces.push_back(common(part, {part.begin + first, part.begin + first + piece}));
   return pieces;
 }
 
-// Ranges in ascending order, and what they contain as it lies behind each other in one array.
+// Ranges in ascending order whose elements are stored one after the other in one array.
 class PackedRanges {
  public:
   explicit PackedRanges(std::vector<Range> ranges) : ranges_(std::move(ranges)) {
@@ -57,7 +57,7 @@ class PackedRanges {
   const std::vector<Range>& ranges() const { return ranges_; }
   std::int64_t begin_of(std::size_t range) const { return begins_[range]; }
   std::int64_t size() const { return size_; }
-  // Where a number lies that one of the ranges contains.
+  // The place in that array of a number that one of the ranges contains.
   std::int64_t position_of(std::int64_t number) const {
     const auto behind = [](std::int64_t value, const Range& range) { return value < range.begin; };
     const auto next = std::upper_bound(ranges_.begin(), ranges_.end(), number, behind);

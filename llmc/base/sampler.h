@@ -20,7 +20,7 @@ class Sampler {
   // options, logits and position. -infinity masks an id; NaN, +infinity or nothing but -infinity is
   // Exit::numeric.
   std::int32_t sample(std::span<const float> logits, std::int64_t position);
-  // The same with the reason in the place of an exception; *id is written only if there is none.
+  // The same, but returns the reason instead of throwing; *id is written only if there is none.
   SampleError try_sample(std::span<const float> logits, std::int64_t position, std::int32_t* id);
 
  private:

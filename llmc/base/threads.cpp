@@ -172,7 +172,7 @@ void StepThreads::took(double seconds, int threads) {
   constexpr double kFirst = 0.2, kLast = 2;  // seconds before a probe: doubled when it has confirmed the choice,
   constexpr double kCost = 10;               // and at least so many times what it took
   constexpr double kGain = 0.9;              // the other choice has to take less than this share of the time
-  constexpr double kLongestStep = 0.1;  // a step that may take longer with one thread is not tried: one would notice
+  constexpr double kLongestStep = 0.1;       // one thread is not tried if its step may take longer: a user would notice
   ++steps_;
   spent_ += seconds;
   if (spent_ < (probing_ ? kProbe : probe_after_)) return;

@@ -10,8 +10,8 @@
 
 namespace weft {
 
-// While one exists, a thread tells the others that this process is at work: they go on waiting. A process that is stopped or
-// dies gives no sign; one that hangs gives signs for half an hour at most.
+// While one exists, a thread tells the others that this process is at work, so that they go on waiting. A process that
+// is stopped or dies gives no sign; one that hangs gives signs for half an hour at most.
 class AtWork {
  public:
   explicit AtWork(Communicator& ranks);

@@ -7,7 +7,7 @@ namespace weft {
 
 namespace {
 
-// An error as ranks tell it: of a fixed size, so that all of them know how many bytes come.
+// An error as it is sent between ranks: of a fixed size, so that all of them know how many bytes come.
 struct Told {
   std::int32_t failed = 0, code = 0;
   char reason[504] = "";
@@ -31,7 +31,7 @@ std::int64_t largest(Communicator& ranks, std::int64_t mine) {
 }
 
 void fail_together(Communicator& ranks, const std::optional<Error>& mine) {
-  if (largest(ranks, mine ? 1 : 0) == 0) return;  // a step asks several times: most answers are a flag
+  if (largest(ranks, mine ? 1 : 0) == 0) return;  // called several times a step: without an error a flag is enough
   Told told;
   if (mine) {
     told.failed = 1;

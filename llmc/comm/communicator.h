@@ -1,8 +1,9 @@
-// What the ranks of a run say to each other. A rank has a number and, in every call, the memory of its own process; values
-// move as bytes, so that no sum depends on who is near whom: who wants one adds the pieces in the order of the ranks.
+// Communication between the ranks of a run. In every call a rank passes memory of its own process. Values move as bytes
+// and are never added on the way, so that no sum depends on how the ranks are connected: who wants one adds the pieces
+// in the order of the ranks.
 //
-// All ranks make the same calls in the same order, with the same sizes. A call that cannot end throws Error on every rank
-// that is in it, and so does each call after it:
+// All ranks make the same calls in the same order, with the same sizes. A call that cannot be completed throws Error on
+// every rank that is in it, and so does each call after it:
 //   - a rank did not come within the time limit, or its process has died: Exit::environment, which names it;
 //   - a rank has called abort(): with the code that it gave, and "rank R: " before its reason;
 //   - the ranks are in different calls, or their sizes differ: Exit::internal.
@@ -36,11 +37,11 @@ class Communicator {
   virtual void gather_bytes(std::byte* values, std::span<const Range> parts) = 0;
   // `bytes` bytes of rank `root`, on all ranks.
   virtual void broadcast_bytes(std::byte* values, std::int64_t bytes, int root) = 0;
-  // Ends what the ranks do together, from any thread: each rank's present and future calls throw. The first abort is the
-  // one that they throw.
+  // Ends the communication, from any thread: each rank's present and future calls throw. The first abort is the one
+  // that they throw.
   virtual void abort(const Error& error) noexcept = 0;
-  // Throws if what the ranks do together has ended, and returns at once if not: for a rank that waits for the others by
-  // another way, such as NCCL. Only on the thread that makes the calls.
+  // Throws if the communication has ended, and returns at once if not: for a rank that waits for the others in another
+  // way, such as NCCL. Only on the thread that makes the calls.
   virtual void check() = 0;
 
   // Seconds after which a rank that is long at work has to give a sign, so that the others go on waiting for it (AtWork);
@@ -94,9 +95,9 @@ class SingleRank final : public Communicator {
 // The largest of all ranks' numbers. Of flags: whether any rank has set it.
 std::int64_t largest(Communicator& ranks, std::int64_t mine);
 
-// Throws on every rank if one has an error: on that rank its own, on the others one with its code and "rank R: " before its
-// reason. Of several errors the others throw that of the lowest rank. So no rank waits for one that has given up, and all
-// know where they stand: between two calls, as after a return.
+// Throws on every rank if one has an error: on that rank its own, on the others one with its code and "rank R: " before
+// its reason. Of several errors the others throw that of the lowest rank. So no rank waits for one that has given up,
+// and afterwards all ranks are at the same place between two calls.
 void fail_together(Communicator& ranks, const std::optional<Error>& mine);
 
 // `count` pieces of work over the ranks: rank r does those of range r. Their sizes differ by one at most.

@@ -6,7 +6,7 @@ namespace weft {
 
 namespace {
 
-constexpr std::size_t kFirstBytes = 64 << 10;  // of a body that have room before the first of them has come
+constexpr std::size_t kFirstBytes = 64 << 10;  // room for a body before the first of its bytes has come
 
 }  // namespace
 

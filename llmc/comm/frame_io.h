@@ -33,7 +33,7 @@ class FrameReader {
 class FrameWriter {
  public:
   void begin(const FrameHeader& header, std::span<const std::byte> body);
-  // Of a kind that needs nothing else in its header.
+  // A frame whose header needs nothing but its kind.
   void begin(FrameKind kind, std::span<const std::byte> body = {});
   void begin(const Error& abort);
   bool done() const { return sent_ == bytes_.size(); }

@@ -44,11 +44,13 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 32);
 
-// What all ranks together bring to a call at once: ranks cut what is longer, as the hub keeps it.
+// The most bytes that all ranks together bring to one call, because the hub keeps them: longer transfers take several
+// calls.
 inline constexpr std::uint64_t kPieceBytes = 4 << 20;
-inline constexpr std::size_t kLongestReason = 4096;  // bytes of an abort's
+inline constexpr std::size_t kLongestReason = 4096;  // of an abort, in bytes
 
-// Behind a header. A call and its reply have kPieceBytes at most and, for each rank, the size of a piece and its rounding.
+// The most bytes behind a header. A call and its reply have kPieceBytes at most and, for each rank, the size of a piece
+// and its rounding.
 inline std::uint64_t most_bytes(FrameKind kind) {
   switch (kind) {
     case FrameKind::call:

@@ -225,7 +225,7 @@ class Hub::Thread {
     return true;
   }
 
-  // Throws if a rank is late; otherwise when the first one will be.
+  // Throws if a rank is late; otherwise returns when the first one will be.
   Deadline require_in_time(Deadline begin, Deadline now) const {
     std::vector<int> late;
     Deadline next = Deadline::max();
@@ -290,7 +290,7 @@ class Hub::Thread {
     fail(Exit::internal, "rank %d sent what no rank sends", rank);
   }
 
-  // Nobody copies before all are known to mean the same.
+  // Checks that all ranks have made the same call, before anything is copied.
   void compare() const {
     const FrameHeader& first = peers_[0].call;
     for (std::size_t r = 1; r < peers_.size(); ++r) {
@@ -363,7 +363,7 @@ class Hub::Thread {
     }
   }
 
-  // Tells those who wait that the hub is at work; who does not hear from it knows that rank 0 is stopped.
+  // Tells the ranks that wait that the hub is at work; a rank that hears nothing concludes that rank 0 is stopped.
   void send_signs(bool (*to)(const Peer&)) {
     for (Peer& peer : peers_) {
       if (!to(peer) || peer.has_left || !peer.socket.open()) continue;
@@ -388,8 +388,8 @@ class Hub::Thread {
     }
   }
 
-  // Until all have closed their connections: what they have still sent must be read, or the system takes back what they have
-  // not yet read.
+  // Reads until all have closed their connections: closing a socket with unread data resets its connection, and the
+  // rank would lose what it has not read yet.
   void drain() noexcept {
     std::optional<Deadline> end;
     std::array<std::byte, 4096> discarded;

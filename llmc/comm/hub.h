@@ -1,6 +1,7 @@
-// Where the ranks of a run meet: a thread in the process of rank 0, to which each rank has one connection, rank 0 too. It
-// brings the calls of all ranks together, copies to each what it is to get, and keeps the time: of a call that cannot end it
-// knows who has not come. A run on GPUs sends its small messages here; its gradients take NCCL's way.
+// Where the ranks of a run meet: a thread in the process of rank 0, to which each rank has one connection, rank 0
+// too. It brings the calls of all ranks together, sends each rank what it is to get, and watches the time: it
+// knows which ranks have not come to a call. On GPUs only small messages pass here; gradients and parameters go
+// from GPU to GPU (llmc/cuda/comm).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace weft {
 // What a rank must know to be let in.
 struct RankIdentity {
   int rank = 0, size = 1;
-  std::uint64_t token = 0;  // a number of this run, so that nothing else that knocks at the port is taken for a rank
+  std::uint64_t token = 0;  // a number of this run, so that nothing else that connects to the port is taken for a rank
   std::string version;      // of weft; at most 103 bytes of it are compared
 };
 

@@ -70,8 +70,8 @@ bool is_name(const std::string& text) {
          std::all_of(text.begin(), text.end(), good);
 }
 
-// "4", or Slurm's "4(x2),3": its first number, which is that of most nodes. It says how the cores of a machine are shared, no
-// more: what is no number is one rank more than this one.
+// "4", or Slurm's "4(x2),3": its first number, which is that of most nodes. It only decides how the ranks of a machine
+// share its cores, so a text that is no number counts as local_rank + 1.
 std::int64_t local_size(const char* text, const LaunchedRank& rank) {
   std::int64_t value = 0;
   if (text != nullptr) std::from_chars(text, text + std::strlen(text), value);

@@ -25,9 +25,9 @@ struct LaunchedRank {
   bool port_is_taken = false;  // the launcher itself listens at that port: torchrun's store
 };
 
-// Where the ranks of this start meet: the address, and MASTER_PORT, or the port behind it where torchrun listens itself, or,
-// if none is told, one between 20,000 and 29,999 that follows from the name of the start. Exit::environment if the address is
-// not told and not all ranks are on this machine.
+// Where the ranks of this start meet. The port is MASTER_PORT, or the next one if torchrun itself listens there, or, if
+// none is given, one between 20,000 and 29,999 that follows from the name of the start. Exit::environment if no address
+// is given and not all ranks are on this machine.
 struct RankAddress {
   std::string address;
   std::int64_t port = 0;
@@ -37,9 +37,9 @@ RankAddress address_of_first(const LaunchedRank& rank);
 // The value of an environment variable; null where it is not set. std::getenv is one.
 using Environment = std::function<const char*(const char* name)>;
 
-// Nothing if no launcher has started this process, also in a batch script of Slurm, which is not a task of a step. torchrun
-// goes before Open MPI, and that before Slurm: each may run inside those behind it. Exit::environment names a variable that
-// is missing beside others of its launcher, or that holds no possible value.
+// Nothing if no launcher has started this process; nor in the batch script of a Slurm job, which is not a task of a
+// step. torchrun is looked for before Open MPI, and that before Slurm, because each may run inside the later ones.
+// Exit::environment names a variable that is missing beside others of its launcher, or that holds an impossible value.
 std::optional<LaunchedRank> launched_rank(const Environment& environment);
 
 // The first machine of Slurm's short form: "gpu[03-05,9]-a,other" begins with "gpu03-a". Exit::environment if it is none.

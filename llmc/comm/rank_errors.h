@@ -1,4 +1,4 @@
-// What a call between ranks says when it cannot end: the same words for threads and for processes.
+// The errors of calls between ranks that cannot be completed: the same words for threads and for processes.
 #pragma once
 
 #include <string>

@@ -49,7 +49,7 @@ Socket new_socket(const addrinfo& address) {
   return Socket(::socket(address.ai_family, address.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, address.ai_protocol));
 }
 
-// Not open, with errno, if it cannot be had.
+// A listening socket; not open, with errno set, if the system refuses.
 Socket listen_on(const addrinfo& address) {
   Socket socket = new_socket(address);
   if (!socket.open()) return socket;
@@ -63,7 +63,7 @@ Socket listen_on(const addrinfo& address) {
   return socket;
 }
 
-// The port of one of them; not open if none can be had.
+// Listens at the first of the addresses that can be had; not open, with the reason in `problem`, if none can.
 Socket listen_on_first(const addrinfo* addresses, std::string& problem) {
   for (const addrinfo* each = addresses; each != nullptr; each = each->ai_next) {
     Socket socket = listen_on(*each);

@@ -43,9 +43,9 @@ class Socket {
 // Both ends of a connection inside this process. Exit::environment if the system refuses.
 std::pair<Socket, Socket> connected_pair();
 
-// Listens at a name or address of this machine and a port; port 0: one that is free. Where the name is not one that this
-// machine can listen at (a container behind another address), at all of its addresses. Exit::environment names the port that
-// is taken.
+// Listens at a name or address of this machine and a port; port 0: one that is free. If this machine cannot
+// listen at that name (a container behind another address), it listens at all of its addresses.
+// Exit::environment names the port that is taken.
 Socket listen_at(const std::string& address, std::int64_t port);
 std::int64_t port_of(const Socket& listener);
 // A second descriptor of the same socket.
@@ -59,7 +59,7 @@ Socket accept_from(const Socket& listener, std::string& from);
 
 // Bytes moved now: 0 if the other side has to act first, -1 if the connection has ended.
 std::ptrdiff_t read_some(const Socket& socket, std::span<std::byte> to);
-// The same bytes will be read again.
+// The same, but the bytes stay to be read again.
 std::ptrdiff_t peek_some(const Socket& socket, std::span<std::byte> to);
 std::ptrdiff_t write_some(const Socket& socket, std::span<const std::byte> from);
 

@@ -143,7 +143,8 @@ class SocketRanks final : public Communicator {
     bytes.insert(bytes.end(), more.begin(), more.end());
   }
 
-  // Calls work(pieces, first) for the elements from `first` on of each part, `piece` at a time: once, too, if there are none.
+  // Calls work(pieces, first) for the elements from `first` on of each part, `piece` at a time; once even if there are
+  // none.
   template <typename Work>
   static void for_pieces(std::span<const Range> parts, std::int64_t piece, const Work& work) {
     std::int64_t first = 0;
@@ -171,7 +172,7 @@ class SocketRanks final : public Communicator {
       while (!writer_.done()) {
         const bool open = writer_.write(socket_);
         if (writer_.done()) break;
-        // A hub that has ended this run reads no longer, but has said why.
+        // A hub that has ended the run does not read any more, but has sent the reason.
         if (!open) lose(name);
         pollfd both{socket_.fd(), POLLIN | POLLOUT, 0};
         wait_for_any({&both, 1}, patience());
@@ -212,7 +213,7 @@ class SocketRanks final : public Communicator {
     }
   }
 
-  // The hub gives a sign four times within the limit: who hears none has lost rank 0.
+  // The hub gives a sign four times within the limit: a rank that hears none has lost rank 0.
   Deadline patience() const { return heard_ + duration_of(1.25 * time_limit_s_); }
   void require_sign(const char* name) {
     if (SocketClock::now() >= patience()) throw_end(late_ranks({0}, name, time_limit_s_));

@@ -97,9 +97,9 @@ pid_t start_rank(const std::string& path, char* const* argv, const RankEnvironme
   const pid_t parent = ::getpid();
   const pid_t pid = ::fork();
   if (pid != 0) return pid;
-  // In the child, where other threads may have held any lock: async-signal-safe calls alone.
+  // The child of a process whose other threads may hold any lock: only async-signal-safe calls are allowed.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(static_cast<int>(Exit::environment));  // it has died before that call
+  if (::getppid() != parent) ::_exit(static_cast<int>(Exit::environment));  // the parent died before prctl()
   if (listener >= 0) ::fcntl(listener, F_SETFD, 0);
   ::sigprocmask(SIG_SETMASK, &mask, nullptr);
   ::execve(path.c_str(), argv, environment.pointers());
@@ -136,7 +136,8 @@ class Supervisor {
       if (child.ended || ::waitpid(child.pid, &child.status, WNOHANG) != child.pid) continue;
       child.ended = true;
       if (!child.failed()) continue;
-      // A rank that a signal has killed can tell nobody; one that has failed has told the others, who may end before it.
+      // A rank that a signal has killed cannot tell anybody; one that has failed has told the others, which may end
+      // before it.
       const bool killed = WIFSIGNALED(child.status) && !killed_rest_;
       if (!first_ || (killed && !WIFSIGNALED(children_[*first_].status))) first_ = r;
       if (!kill_at_) kill_at_ = deadline_in(time_limit_s_ + kGraceSeconds);
@@ -170,7 +171,7 @@ class Supervisor {
   std::vector<Child>& children_;
   const double time_limit_s_;
   std::optional<std::size_t> first_;  // rank that failed
-  std::optional<Deadline> kill_at_;   // of the ranks that are left then
+  std::optional<Deadline> kill_at_;   // when the ranks that are left are killed
   bool killed_rest_ = false;
 };
 
@@ -180,7 +181,7 @@ Exit start_ranks(char* const* argv, std::int64_t count, double time_limit_s) {
   const std::string path = own_path(), run = new_run_id(), local = "127.0.0.1";
   Socket listener = listen_at(local, 0);
   const std::string port = std::to_string(port_of(listener)), size = std::to_string(count);
-  std::signal(SIGCHLD, SIG_DFL);  // ignored, as some parents leave it, it would take the children's status
+  std::signal(SIGCHLD, SIG_DFL);  // if it were ignored, as some parents leave it, the children's status would be lost
   const SupervisedSignals signals;
   std::vector<Child> children(static_cast<std::size_t>(count));
   for (std::size_t r = 0; r < children.size(); ++r) {

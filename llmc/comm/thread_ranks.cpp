@@ -41,8 +41,8 @@ class Meeting {
 
   std::size_t ranks() const { return calls_.size(); }
 
-  // `copy` sees the calls of all ranks, and their memory as it was when they came. Nobody goes, with a result or an error,
-  // while another one may still read from its memory.
+  // `copy` sees the calls of all ranks, and their memory as it was when they came. No rank returns, with a result or an
+  // error, while another one may still read its memory.
   void meet(int rank, Call call, const std::function<void(std::span<const Call>)>& copy) {
     State& mine = states_[static_cast<std::size_t>(rank)];
     std::unique_lock<std::mutex> lock(mutex_);

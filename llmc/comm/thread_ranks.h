@@ -1,4 +1,4 @@
-// Ranks as threads of one process: what tests run everything on that several ranks do.
+// Ranks as threads of one process, for tests of everything that several ranks do.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@ namespace weft {
 // rank that throws, or returns while others wait for it, aborts what they do together. Throws what was thrown first. No wait
 // for other ranks takes longer than `time_limit_s` seconds.
 void run_thread_ranks(int ranks, double time_limit_s, const std::function<void(Communicator&)>& work);
-// The same with a second communicator of each rank, for a thread of its own: calls of one and the other are apart.
+// The same with a second communicator of each rank, for another thread: calls of the two do not meet.
 void run_thread_ranks(int ranks, double time_limit_s,
                       const std::function<void(Communicator&, Communicator& beside)>& work);
 

@@ -12,7 +12,8 @@ namespace weft::cpu {
 void adamw(float* parameters, const float* gradients, float* moment1, float* moment2, std::int64_t count, bool decay,
            const AdamWStep& step);
 
-// Both functions below and adamw() go by blocks of so many elements: cut between blocks, a tensor gives the same bits.
+// adamw() and both functions below work in blocks of this many elements: a tensor that is cut between blocks gives the
+// same bits.
 inline constexpr std::int64_t kAdamWBlock = 4096;
 
 // Sum of squares in double precision, added in blocks of a fixed size: the same bits for any thread count. Not finite

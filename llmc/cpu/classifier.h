@@ -5,7 +5,7 @@
 
 namespace weft::cpu {
 
-// What a row's log-probabilities need of all its logits.
+// What the log-probabilities of a row have in common.
 struct LogSoftmax {
   float maximum = 0;
   double sum = 0;  // of e^(logit - maximum)

@@ -143,7 +143,7 @@ std::vector<Inference::WantedRow> Inference::wanted_rows(std::span<const Span> w
   for (std::size_t s = 0; s < work.size(); ++s) {
     const std::int64_t rows = rows_[s].rows, targets = static_cast<std::int64_t>(work[s].targets.size());
     const bool last_is_wanted = work[s].sampling != nullptr || work[s].keep_logits;
-    const std::int64_t verified = work[s].drafts > 0 ? rows - 1 - work[s].drafts : rows;  // the first row that is
+    const std::int64_t verified = work[s].drafts > 0 ? rows - 1 - work[s].drafts : rows;  // first row that verifies
     for (std::int64_t t = 0; t < rows; ++t) {
       const bool last = t + 1 == rows && last_is_wanted;
       if (t < targets || last || t >= verified) {

@@ -24,9 +24,8 @@
 
 namespace weft::cpu {
 
-// Either family from its file: reads and verifies every parameter (fp16, bf16 or fp32) into fp32 memory, and quantised
-// matrices as they are. Exit::bad_file for
-// damaged tensors, Exit::resources if the memory cannot be had.
+// Either family from its file: reads and verifies every parameter, fp16, bf16 or fp32 into fp32 memory and quantised
+// matrices as they are. Exit::bad_file for damaged tensors, Exit::resources if the memory cannot be had.
 std::unique_ptr<InferenceModel> load_inference(const ModelFile& file, const InferenceOptions& options);
 // The same for one sequence of at most `capacity` positions, 1 .. max_positions.
 std::unique_ptr<DecodeModel> load_decoder(const ModelFile& file, std::int64_t capacity);
@@ -49,7 +48,7 @@ class Inference : public InferenceModel {
   std::vector<float> activation(const std::string& name) final;
 
  protected:
-  // Runs the rows of the step, whose ids these are, and leaves the output of the final norm in final_norm() [rows, C].
+  // Runs the step's rows, which have these ids, and leaves the output of the final norm in final_norm() [rows, C].
   virtual void run_layers(std::span<const std::int32_t> ids) = 0;
   virtual RowsWeight head() const = 0;  // [V, C]
 
@@ -104,7 +103,7 @@ class Inference : public InferenceModel {
   std::vector<std::vector<float>> kept_logits_;     // by span
   std::vector<std::vector<VerifiedRow>> verified_;  // by span, then by row
   bool uncollected_ = false;
-  StepThreads threads_;  // of steps of one row
+  StepThreads threads_;  // for steps of one row
 
   bool keep_ = false;
   std::map<std::string, std::vector<float>> kept_;

@@ -38,14 +38,15 @@ MemoryPlan part_plan(const char* name, const Range& part) {
   return plan;
 }
 
-// Of the gradients of the ranks before, where a process computes several: all elements if it is alone, otherwise `part`.
+// For the sum of the gradients of the ranks before, if a process computes several ranks. `part`: the elements that it
+// adds.
 MemoryPlan rank_sum_plan(std::int64_t rounds, const Range& part) {
   MemoryPlan plan("sum of the ranks' gradients");
   if (rounds > 1) plan.add(checked_mul(static_cast<std::uint64_t>(part.size()), sizeof(float), "sum of the ranks"));
   return plan;
 }
 
-// What a process has of the arena of all elements, and of the ranks of a step.
+// One process's share of the arena and of the ranks of a step.
 struct Portion {
   std::int64_t rounds = 1;  // ranks that it computes, one after the other
   Range added;              // elements of the gradients that it adds
@@ -64,13 +65,13 @@ Portion portion_of(const ModelConfig& config, const TensorTable& table, const Tr
   return portion;
 }
 
-// What passes read: all parameters, or those of the sections that are in use.
+// The parameters that passes read: all of them or, where they are divided, those of the sections in use.
 MemoryPlan read_parameters_plan(const TensorTable& table, const Portion& portion) {
   if (portion.places.elements() == 0) return parameter_plan(table);
   return part_plan("parameters of layers in use", {0, portion.places.elements()});
 }
 
-// Those of this process's own part, where they are divided.
+// This process's own part of the parameters, where they are divided.
 MemoryPlan own_parameters_plan(const Portion& portion) {
   return part_plan("parameters", portion.places.elements() > 0 ? portion.own : Range());
 }
@@ -204,7 +205,7 @@ class Llama final : public TrainModel {
   static Range elements_of(const TensorSpec& spec) { return {spec.offset, spec.offset + spec.elements}; }
   // The elements of the arena that this model has.
   Range held(TensorRole role) const { return is_divided(role) ? own_ : Range{0, table_.arena_elements()}; }
-  // Whether each rank has its part alone.
+  // Whether each rank has only its own part of these tensors.
   bool is_divided(TensorRole role) const {
     if (role == TensorRole::parameter) return parameters_divided();
     return divided_ && (role != TensorRole::gradient || exchanged_);
@@ -325,7 +326,8 @@ class Llama final : public TrainModel {
   bool exchanged_ = false;  // gradients, loss and labels are those of all ranks, as far as this model has them
 };
 
-// What follows reads the parameters of a section: where they are divided, they come from all ranks, unless they are there.
+// To be called before the parameters of a section are read: where they are divided, gathers them from all ranks, unless
+// they are in their place already.
 void Llama::gather_parameters(std::size_t section) {
   if (!parameters_divided() || !portion_.places.take(section)) return;
   const Range range = sections_[section];
@@ -356,7 +358,7 @@ void Llama::forward_layer(std::int64_t l) {
   const LayerActivations<float>& a = acts_.layers[l];
   forward_to_swiglu(l, acts_.branch);
   linear(BlockLinear::down, l, acts_.branch, a.swiglu_out);
-  if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // the norm is that layer's
+  if (l + 1 < config_.num_layers) gather_parameters(section_of_layer(l + 1));  // its norm is used next
   add_and_normalize(norm_after(2 * l + 1), acts_.branch, a.residual_mid);
 }
 
@@ -553,8 +555,8 @@ void Llama::norm_backward(const NormSite& site, const float* d_norm, bool has_sk
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// Every process's gradients of one rank are complete: `sum` gets those of the part that this one adds, behind those of the
-// rounds before.
+// Called when every process has the complete gradients of one rank: adds those of the part that this process adds to
+// `sum`, behind those of earlier rounds.
 void Llama::add_round(float* sum) {
   exchange_and_add(*ranks_, sum, gradient_arena_.at<float>(0), parts_, ranks_added_ > 0);
   for (const double loss : ranks_->gather(loss_sum_)) ranks_loss_sum_ += loss;  // in the order of the ranks
@@ -589,7 +591,7 @@ StepStatistics Llama::statistics() {
   return statistics;
 }
 
-// What sum_of_squares() gives over all tensors, from the blocks of all ranks.
+// The same as sum_of_squares() over all tensors, from the blocks of all ranks.
 double Llama::sum_of_block_squares() const {
   const auto blocks_of = [](std::int64_t elements) { return (elements + kAdamWBlock - 1) / kAdamWBlock; };
   std::vector<Range> blocks_of_rank(parts_.size());

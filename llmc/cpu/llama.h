@@ -16,18 +16,19 @@ std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions
 std::vector<MemoryLine> plan_llama(const ModelConfig& config, const TrainOptions& options, int rank, int ranks,
                                    Shard shard);
 
-// All parameters, gradients and moments start as zeros: write_tensor() brings them. Exit::usage if
-// options.precision is bf16, or fp8 with sizes that it does not have, Exit::resources if the memory cannot be had.
+// All parameters, gradients and moments start as zeros; write_tensor() sets them. Exit::usage if options.precision is
+// bf16, or fp8 with sizes that check_fp8_sizes() refuses; Exit::resources if the memory cannot be had.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options);
 
-// A process for one or more of options.virtual_ranks ranks, a multiple of the processes that `ranks` has: process p of P
-// computes the ranks p, p + P, p + 2 P, ... of a step, each with options.rank_micro_batches micro-batches, and gives the bits of
-// one model that computes those of all ranks. `ranks` outlives the model. All processes call, in the same order: backward(),
-// where they have several ranks; statistics(), which makes the gradients those of the step; update(); and, with
-// Shard::optimizer, read_tensor() of moments and, after statistics(), of gradients. write_tensor() of a moment keeps the part
-// that the process has. With Shard::parameters the same holds for read_tensor() and write_tensor() of parameters, and all
-// processes call forward(), backward() and evaluate() in the same order, as each layer's parameters come from all of them;
-// gradients are those of Shard::optimizer.
+// The model of one process of several. options.virtual_ranks is a multiple of the number of processes that `ranks` has:
+// process p of P computes the ranks p, p + P, p + 2 P, ... of a step, each with options.rank_micro_batches
+// micro-batches. Together they give the bits of one model that computes all ranks. `ranks` must outlive the model.
+//
+// All processes must make these calls in the same order: backward(), if a process has several ranks; statistics(),
+// which makes the gradients those of the step; update(); with Shard::optimizer read_tensor() of moments and, after
+// statistics(), of gradients. write_tensor() of a moment keeps the part that the process has. Shard::parameters divides
+// parameters in the same way, so that read_tensor() of parameters, forward(), backward() and evaluate() are calls of
+// all processes, too: each layer's parameters come from all of them. Gradients are those of Shard::optimizer.
 std::unique_ptr<TrainModel> make_llama(const ModelConfig& config, const TrainOptions& options, Communicator& ranks,
                                        Shard shard);
 

@@ -100,7 +100,7 @@ class LlamaInference final : public Inference {
     if (last) keep("final_norm", final_norm(), rows, C);
   }
 
-  std::unique_ptr<FileParameters> own_;   // null: they live elsewhere
+  std::unique_ptr<FileParameters> own_;   // null: the parameters live elsewhere
   const LlamaParameters<float> weights_;  // pointers: cheap to copy
   const QuantizedWeights quants_;
   std::vector<float> norm_, branch_, qkv_, attention_, gate_up_, product_;

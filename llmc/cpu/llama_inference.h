@@ -11,8 +11,8 @@ namespace weft::cpu {
 
 std::unique_ptr<InferenceModel> load_llama_inference(const ModelFile& file, const InferenceOptions& options);
 
-// From parameters that live elsewhere. `weights` must stay valid as long as the model; later changes to them are seen, but
-// pages that were written before do not know of them.
+// From parameters that live elsewhere. `weights` must stay valid as long as the model. Later changes to them take
+// effect, but keys and values that are in the pages already stay as they are.
 std::unique_ptr<InferenceModel> make_llama_inference(const ModelConfig& config, const LlamaParameters<float>& weights,
                                                      const InferenceOptions& options);
 

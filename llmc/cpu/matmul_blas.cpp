@@ -29,7 +29,7 @@ struct Matrix {
   std::int64_t leading;  // elements between stored rows
   CBLAS_TRANSPOSE transpose = CblasNoTrans;
 
-  // The part that begins at row (of the matrix as it is used), likewise column.
+  // Where the part from `row` on begins, with `row` counted after the transposition; likewise `column`.
   const float* from_row(std::int64_t row) const { return data + row * (transpose == CblasNoTrans ? leading : 1); }
   const float* from_column(std::int64_t column) const {
     return data + column * (transpose == CblasNoTrans ? 1 : leading);

@@ -23,8 +23,8 @@ constexpr int kRows = 4, kOutputs = 3;
 #endif
 constexpr int kOutputsOfOneRow = 8;
 // Outputs are taken in panels whose weights stay in the second-level cache while all rows pass.
-constexpr std::int64_t kPanelFloats = std::int64_t{1} << 16, kLeastPanel = 24;  // of both blocks a multiple
-// Below this many multiplications waking other threads costs more than they bring.
+constexpr std::int64_t kPanelFloats = std::int64_t{1} << 16, kLeastPanel = 24;  // a multiple of each block's outputs
+// Below this many multiplications, waking other threads costs more than they save.
 constexpr std::int64_t kEnoughForThreads = std::int64_t{1} << 16;
 
 struct Linear {
@@ -40,7 +40,7 @@ struct Linear {
     const float value = scales != nullptr ? std::fma(sum, scales[o], of_bias) : sum + of_bias;
     *element = accumulate ? *element + value : value;
   }
-  // `weight`: of output o on.
+  // `weight`: the weight's rows from output o on.
   template <int Rows, int Outputs>
   void block(std::int64_t n, std::int64_t o, const float* weight) const {
     float sums[Rows][Outputs];
@@ -49,7 +49,7 @@ struct Linear {
       for (int i = 0; i < Outputs; ++i) write(n + r, o + i, sums[r][i]);
     }
   }
-  // Rows [n, n + Rows), outputs [first, last), whose rows of the weight these are.
+  // Rows [n, n + Rows) of x, outputs [first, last); `weight`: the weight's rows from output `first` on.
   template <int Rows, int Outputs>
   void outputs(std::int64_t n, std::int64_t first, std::int64_t last, const float* weight) const {
     std::int64_t o = first;

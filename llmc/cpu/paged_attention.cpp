@@ -22,8 +22,9 @@ struct RowState {
   float sum = 0;
 };
 
-// Turns the scores of `count` keys into weights and brings what the row has so far to the new maximum. One function that is
-// not inlined: a compiler that fused multiplications and additions differently in two places would break the promise.
+// Turns the scores of `count` keys into weights and rescales what the row has so far to the new maximum. Not inlined: a
+// compiler that fused multiplications and additions differently in two places would make a row's bits depend on its
+// group.
 [[gnu::noinline]] void take_scores(RowState& row, float* scores, std::int64_t count, float scale, std::int64_t HS) {
   float maximum = row.maximum;
 #pragma omp simd reduction(max : maximum)

@@ -16,7 +16,7 @@ void add_ranks(float* sum, std::span<const float* const> pieces, std::int64_t co
 #pragma omp parallel for schedule(static)
   for (std::int64_t first = 0; first < count; first += kRangeBlock) {
     const std::int64_t size = std::min(kRangeBlock, count - first);
-    float block[kRangeBlock];  // apart from `sum`, which may be a piece that is still to be added
+    float block[kRangeBlock];  // not in `sum`, which may be a piece that is still to be added
     std::copy_n(pieces[0] + first, size, block);
     for (const float* piece : pieces.subspan(1)) {
 #pragma omp simd

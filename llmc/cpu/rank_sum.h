@@ -13,10 +13,11 @@ namespace weft::cpu {
 // of the pieces: adding ranks one by one, {sum, next} at a time, gives the bits of adding all of them at once.
 void add_ranks(float* sum, std::span<const float* const> pieces, std::int64_t count);
 
-// The same over ranks that have a gradient each: afterwards `sum` of rank r, [parts[r].size()], is the sum of all ranks'
-// elements parts[r] of `values`, of which it may be that part. With `behind`, the sum begins with what `sum` holds: so ranks
-// that have several gradients each add them in rounds, as if all were there at once. The parts do not overlap. The pieces of
-// others come `piece` elements of each part at a time, which bounds the memory and changes no bit.
+// The same over ranks that have a gradient each, called by all of them: afterwards `sum` of rank r, [parts[r].size()],
+// is the sum of all ranks' elements parts[r] of `values`; it may be that part of `values`. With `behind`, the sum
+// begins with what `sum` holds: so ranks that have several gradients each add them in rounds, with the bits of adding
+// all at once. The parts do not overlap. Elements of other ranks come `piece` of each part at a time, which bounds the
+// memory and changes no bit.
 inline constexpr std::int64_t kExchangePiece = 1 << 18;
 void exchange_and_add(Communicator& ranks, float* sum, const float* values, std::span<const Range> parts, bool behind,
                       std::int64_t piece = kExchangePiece);

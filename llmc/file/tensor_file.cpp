@@ -522,7 +522,7 @@ void TensorFileWriter::begin() {
 
 void TensorFileWriter::pad_to(std::uint64_t offset) {
   static constexpr std::array<std::byte, kHeaderPage> zeros{};
-  if (shared_) written_ = offset;  // the zeros are there
+  if (shared_) written_ = offset;  // share() has filled the file with zeros
   while (written_ < offset) append(zeros.data(), std::min<std::uint64_t>(zeros.size(), offset - written_));
 }
 
@@ -567,7 +567,7 @@ void TensorFileWriter::write(const void* data, std::size_t bytes) {
   for (std::size_t done = 0; done < bytes; done += kPiece) {
     const std::size_t piece = std::min(kPiece, bytes - done);
     const std::byte* from = cursor + done;
-    if (write_behind_ != nullptr) {  // they are written later, but the caller may change its bytes when this returns
+    if (write_behind_ != nullptr) {  // it writes later, but the caller may change its bytes when this function returns
       std::byte* const buffer = write_behind_->buffer();
       std::memcpy(buffer, from, piece);
       from = buffer;

@@ -93,7 +93,7 @@ class TensorFile {
 
   MappedFile file_;
   FileKind kind_ = FileKind::model;
-  std::shared_ptr<const Json> config_;  // a pointer: of Json this header knows the name alone
+  std::shared_ptr<const Json> config_;  // a pointer, because this header only declares Json
   std::uint64_t data_offset_ = 0, header_hash_ = 0;
   std::vector<TensorInfo> tensors_;
   std::unordered_map<std::string_view, std::size_t, SeededHash> index_;  // keys are the names in tensors_
@@ -118,8 +118,9 @@ class TensorFileWriter {
   // not change until publish(). From the first call on a second thread does the writing (WriteBehind).
   using Part = std::function<const float*(std::size_t first, std::size_t count, float* buffer)>;
   void write_parts(std::size_t count, const Part& part);
-  // For a file whose data several processes write, each a part of it, at the offsets of tensors(): creates it at its full
-  // size, zeros, and returns the name that it has until publish(). Then each tensor is either write()n, or told here.
+  // For a file whose data several processes write, each a part of it, at the offsets of tensors(): creates it at its
+  // full size, filled with zeros, and returns the name that it has until publish(). Afterwards each tensor is either
+  // passed to write() or reported by written_by_others().
   std::string share();
   // The next tensor has been written by others; its bytes have this hash.
   void written_by_others(std::uint64_t hash);

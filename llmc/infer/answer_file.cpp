@@ -24,7 +24,7 @@ bool is_error(const Json& answer) {
   return answer["finish_reason"] == "error";
 }
 
-// Whether a last line without an end is what a killed run leaves of an answer.
+// Whether `line`, the last one and without its end, can be the beginning of an answer, as a killed run leaves it.
 bool is_torn_answer(std::string_view line) {
   return line.starts_with(kBeginning) || kBeginning.starts_with(line);
 }

@@ -1,5 +1,5 @@
-// The answers of a batch: one JSON object a line, appended as they come. A run that was ended or killed goes on with the file
-// that it left.
+// The answers of a batch: one JSON object a line, appended as they come. A run that was stopped or killed continues
+// with the file that it left.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@ namespace weft {
 
 class AnswerFile {
  public:
-  // Opens or makes the file and locks it; "-" is stdout. Of a file that is there, a last line without its end, which a killed
-  // run leaves, and answers with an error, which are to be tried again, are removed. A file with anything else in it than
-  // answers is Exit::bad_file and stays as it is; one that another run writes, or that is a link, is Exit::environment.
+  // Opens or creates the file and locks it; "-" is stdout. From an existing file it removes an unfinished last
+  // line, which a killed run leaves, and answers with an error, so that their requests are tried again. A file
+  // that holds anything but answers is Exit::bad_file and is not changed; one that another run has locked, or that
+  // is a link, is Exit::environment.
   explicit AnswerFile(const std::string& path);
   ~AnswerFile();
   AnswerFile(const AnswerFile&) = delete;
   AnswerFile& operator=(const AnswerFile&) = delete;
 
-  // What the member "request" of the answer to `id` says; empty if there is no answer. Answers that write() appends count,
-  // but for those with an error.
+  // The member "request" of the answer to `id` that the file had when it was opened; nothing if it had none.
   std::optional<std::string> answered(const Json& id) const;
   // Appends `answer`, which begins with the member "id", as one line: all of it or nothing. A full disk is Exit::resources.
   void write(const nlohmann::ordered_json& answer);

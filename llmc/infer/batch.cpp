@@ -27,7 +27,7 @@ constexpr int kRequestDepth = 8;
 constexpr std::size_t kMaxIdBytes = 1024;
 constexpr int kInputWaitMs = 100;  // for the next line while nothing runs; then a stop signal is looked for
 
-// What a line asks for.
+// One line of the input.
 struct BatchRequest {
   Json id;  // null: not known
   CompletionPrompt prompt;
@@ -79,7 +79,7 @@ class Collector : public CompletionSink {
   std::optional<CompletionEnd> end_;
 };
 
-// Says whether two requests are the same one: the prompt's ids, every option, and the shape of the model.
+// Identifies a request: a hash of the prompt's ids, every option, and the model's configuration.
 std::string fingerprint(const BatchRequest& request, const ModelConfig& config) {
   const CompletionOptions& o = request.options;
   const Json all = {{"prompt", ids_text(request.prompt.ids)},
@@ -129,7 +129,7 @@ class Batch {
   Engine engine_;
   const std::size_t most_pending_;  // enough to keep the engine busy, and few enough to keep memory small
 
-  std::size_t line_ = 0;  // number of the last line
+  std::size_t line_ = 0;  // number of the line that was read last
   bool input_ended_ = false;
   std::unordered_set<std::string, SeededHash> ids_;  // of this run's input, as JSON
   std::map<RequestId, Pending> pending_;
@@ -192,7 +192,7 @@ void Batch::take_line(const std::string& line) {
   }
 }
 
-// Sets the id first, so that an error has it.
+// Sets the id before anything else can fail, so that the answer to a bad request has it.
 void Batch::read_request(const Json& object, BatchRequest& request) const {
   if (!object.is_object()) fail(Exit::usage, "this line: got a JSON %s, expected an object", object.type_name());
   const auto id = object.find("id");

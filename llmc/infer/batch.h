@@ -17,14 +17,15 @@ namespace weft {
 inline constexpr std::size_t kMaxRequestBytes = 64 << 20;  // of a line
 
 struct BatchSettings {
-  CompletionOptions defaults;  // for what a request does not say
+  CompletionOptions defaults;  // for what a request leaves out
   Tokenizer::Special special = Tokenizer::Special::text;
   EngineOptions engine;
 };
 
-// Answers every request of `input` that has no answer in `output` yet. A line that is no valid request gets an answer with an
-// error. A stop signal ends the run: requests under way get no answer. The result is Exit::ok, that of the signal, or
-// Exit::bad_file if the output has an answer to another request under the id of one of these. `tokenizer` may be null.
+// Answers every request of `input` that has no answer in `output` yet. A line that is no valid request gets an
+// answer with an error. A stop signal ends the run: unfinished requests get no answer. Returns Exit::ok, the
+// code of the signal, or Exit::bad_file if, under the id of some request, the output has the answer to a
+// different one. `tokenizer` may be null.
 Exit run_batch(InferenceModel& model, const Tokenizer* tokenizer, const BatchSettings& settings, PolledLines& input,
                AnswerFile& output);
 

@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kWarmUpTokens = 8;
 
-// What the sequences were given since it was looked at last.
+// Ids that the sequences were given since the counters were reset: all of them, and those that were a sequence's first.
 struct Handed {
   std::int64_t ids = 0, first_ids = 0;
 };
@@ -49,7 +49,7 @@ struct ClosedRun {
   std::vector<double> step_ms;
 };
 
-// `sequences` requests at once, from the first to the last id of all.
+// Runs `sequences` requests at once, from the submission of all to the last id of the last one.
 ClosedRun run_closed(InferenceModel& model, EngineOptions engine_options, const BatchBenchOptions& options,
                      std::int64_t sequences, std::int64_t tokens) {
   engine_options.max_running = sequences;
@@ -66,7 +66,7 @@ ClosedRun run_closed(InferenceModel& model, EngineOptions engine_options, const 
   }
   ClosedRun run;
   const Clock::time_point start = Clock::now();
-  // With steps in flight, a step ends when it is collected, and the next one begins then.
+  // Steps overlap: a step is taken to end when it is collected, and the next one to begin then.
   Clock::time_point before = start;
   for (bool more = true; more;) {
     handed = {};

@@ -20,7 +20,7 @@ struct BatchBenchOptions {
   std::int64_t prompt = 128;            // ids of each prompt
   std::int64_t tokens = 128;            // generated after each, at least 2
   SamplerOptions sampler = {};
-  bool rest = false;        // the device rests before every timed run, as a GPU must (bench.cpp)
+  bool rest = false;        // pause before every timed run, as a GPU needs (kBenchRest)
   double read_ceiling = 0;  // GB/s of a kernel that only reads memory on this device; 0: not measured
 };
 

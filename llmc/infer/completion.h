@@ -24,7 +24,7 @@ struct CompletionOptions {
   SamplerOptions sampler = {};    // vocab_limit: make_completion() sets it
   std::vector<std::string> stop = {};
   bool ignore_eos = false;
-  std::int32_t logprobs = -1;  // log-probabilities of the ids, and of so many likeliest ones beside each; -1: none
+  std::int32_t logprobs = -1;  // number of likeliest ids whose log-probabilities come with each id's own; -1: no scores
   bool echo = false;           // the prompt's text comes first; with logprobs, those of the prompt's ids too
   std::optional<std::chrono::steady_clock::time_point> deadline = {};
 };
@@ -37,14 +37,14 @@ inline constexpr std::size_t kMaxStopTextBytes = 1024;
 // string or a list of strings), ignore_eos, logprobs, echo. Returns false if `name` is none of them. A value of the wrong
 // type or out of range is Exit::usage: "<name>: got X, expected Y".
 bool read_completion_option(const std::string& name, const Json& value, CompletionOptions& options);
-// What involves several options: max_tokens of 0 without echo is Exit::usage. Call it once all members are read.
+// Checks options against each other: max_tokens of 0 without echo is Exit::usage. Call it once all members are read.
 void check_completion_options(const CompletionOptions& options);
 
 struct CompletionPrompt {
   std::vector<std::int32_t> ids;
   std::string text;  // what echo shows: valid UTF-8
 };
-// `name` is the field's, for errors. An empty text is the token that begins a document (start_ids()); text without a
+// `name`: the field's, for errors. An empty text becomes the token that begins a document (start_ids()). Text without a
 // tokenizer is Exit::usage.
 CompletionPrompt prompt_from_text(std::string_view text, const Tokenizer* tokenizer, Tokenizer::Special special,
                                   const ModelConfig& config, const std::string& name);

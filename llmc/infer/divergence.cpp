@@ -52,7 +52,8 @@ Compared compare(std::span<const float> p, std::span<const float> q, std::int32_
   return result;
 }
 
-// Appends `ids`. With `logits` those after each of them, [ids, vocab_size], otherwise an empty vector.
+// Appends `ids` to the model's sequence. With `logits` returns those after each id, [ids, vocab_size], else an empty
+// vector.
 std::vector<float> append(DecodeModel& model, std::span<const std::int32_t> ids, bool logits) {
   model.keep_logits(logits);
   model.prefill(ids);
@@ -87,7 +88,7 @@ DivergenceResult divergence(DecodeModel& model, DecodeModel& against, std::span<
       result.interrupted = hooks.interrupted && hooks.interrupted();
       if (result.interrupted) break;
       const std::int64_t count = std::min(kPiece, each.end - 1 - begin);
-      const std::int64_t first = std::max<std::int64_t>(each.first_scored - 1 - begin, 0);  // row that counts
+      const std::int64_t first = std::max<std::int64_t>(each.first_scored - 1 - begin, 0);  // first row that is scored
       const auto piece = ids.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
       const std::vector<float> q = append(model, piece, first < count), p = append(against, piece, first < count);
       if (first >= count) continue;

@@ -1,10 +1,10 @@
 // infer_pythia --perplexity --against: how far the next-token distribution of a model lies from another's, on one text.
 //
-// The windows are those of the perplexity. At each token that is scored the Kullback-Leibler divergence
-// KL(p || q) = sum of p log(p / q) over the ids of the tokenizer is taken, p of the other model, q of this one, both
-// normalised over these ids: padded rows of a vocabulary do not count, and their number may differ. Perplexity alone hides what
-// quantisation changes: gains and losses of single tokens cancel in its mean. Both models compute as for a prompt, many rows at a
-// time.
+// The windows are those of the perplexity. At each scored token the Kullback-Leibler divergence KL(p || q) = sum
+// of p log(p / q) is taken over the ids of the tokenizer, with p of the other model and q of this one, both
+// normalised over these ids: padding rows of a vocabulary do not count, and may differ in number. Perplexity alone
+// hides what quantisation changes, because gains and losses of single tokens cancel in its mean. Both models
+// compute many rows at a time, as for a prompt.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,8 @@ std::int64_t StepCosts::bucket_of(std::int64_t rows) {
   return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(rows)));
 }
 
-// Least squares through the medians; a line that falls says that rows cost nothing.
+// A least-squares line through the medians of the buckets. A negative slope is taken to be 0: further rows cost
+// nothing.
 StepCosts::Line StepCosts::line(double guess) const {
   double n = 0, rows = 0, seconds = 0, best = 0;
   std::int64_t most = 0, rows_of_most = 1;

@@ -25,7 +25,8 @@ void DraftModel::release(State& state) {
   state.guesses.clear();
 }
 
-// Pages for the rows of the job's first step, and for its guesses as far as there are any. False if it gets no row.
+// Gets pages for the rows of the job's first step and, as far as there are free ones, for its guesses. False if the job
+// gets no row.
 bool DraftModel::prepare(Job& job, std::int64_t& budget) {
   State& s = *job.state;
   const std::int64_t size = std::ssize(job.ids);
@@ -43,7 +44,7 @@ bool DraftModel::prepare(Job& job, std::int64_t& budget) {
     ++s.rows;
   }
   s.guesses.clear();
-  // The last row is computed by the step that samples from it, so its page has no name yet.
+  // The row of the last id is computed by the step that samples from it, so its page cannot be named yet.
   s.table.name_full_pages(job.ids, std::min(s.rows, size - 1));
   const bool ends_with_a_page = s.rows == std::ssize(s.table.pages()) * pool_.page_size();
   if (ends_with_a_page && s.rows + pool_.page_size() < size) s.rows = s.table.extend_by_prefix(job.ids, size - 1);
@@ -116,7 +117,7 @@ void DraftModel::draft(std::span<Job> jobs) {
   if (only_guesses) step_times_.add(seconds_since(start) / static_cast<double>(steps));
 }
 
-// A guess after one that could not be sampled is none.
+// Adds the ids of one step to the jobs' drafts. If one could not be sampled, the job gets no further ones.
 void DraftModel::collect(std::vector<Job*>& flight) {
   const std::span<const SpanResult> results = model_.collect();
   if (results.size() != flight.size()) {

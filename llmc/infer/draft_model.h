@@ -1,9 +1,9 @@
 // Drafts by a second, smaller model with the same tokenizer (Leviathan et al., "Fast Inference from Transformers via Speculative
 // Decoding", ICML 2023). It has pages, slots and prefixes of its own.
 //
-// It draws each guess with the random number that the sequence's own model will draw with at that position: sampling is a
-// function of logits, seed and position (llmc/base/sampling.h), and the closer the two distributions are the more often both
-// pick the same id. At temperature 0 both take the likeliest.
+// It draws each guess with the random number that the sequence's own model will use at that position: sampling is a
+// function of logits, seed and position (llmc/base/sampling.h), so the closer the two distributions are, the more often
+// both pick the same id. At temperature 0 both take the likeliest.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,14 @@ class DraftModel {
   // Ids that are drafted are below vocab_size of both models. `model` must outlive this.
   DraftModel(InferenceModel& model, std::int64_t vocab_size);
 
-  // What it keeps of a sequence.
+  // The draft model's state of one sequence.
   struct State {
     explicit State(PagePool& pool) : table(pool) {}
     BlockTable table;
     std::int32_t slot = -1;             // -1: none, and no pages
-    std::int64_t rows = 0;              // of the sequence's ids, in the pages
-    std::vector<std::int32_t> guesses;  // whose rows follow them: they count if these ids are generated
-    std::int64_t checked = 0;           // ids below vocab_size
+    std::int64_t rows = 0;              // number of the sequence's ids whose rows are in the pages
+    std::vector<std::int32_t> guesses;  // their rows follow in the pages, and are kept if these ids are generated
+    std::int64_t checked = 0;           // number of the sequence's ids that are known to be below vocab_size
     SamplingPlan plan;
   };
   PagePool& pool() { return pool_; }
@@ -38,16 +38,16 @@ class DraftModel {
     State* state = nullptr;
     std::span<const std::int32_t> ids;  // of the sequence, all that are known
     const SamplingPlan* sampling = nullptr;
-    std::int64_t count = 0;                       // to draft; 0: what `ids` have is computed, for later
+    std::int64_t count = 0;                       // ids to draft; 0: only the rows of `ids` are computed, for later
     std::vector<std::int32_t>* drafts = nullptr;  // empty
   };
-  // Puts at most job.count guesses, and at most kMostDrafted, into *job.drafts. Fewer, or none, where the model has not caught up with the ids yet (at
-  // most max_rows() of all jobs together are computed), where pages are missing, where an id is not in its vocabulary, or
-  // beyond its longest sequence. Waits until all is done.
+  // Appends at most job.count guesses, and at most kMostDrafted, to *job.drafts, which is empty. Fewer or none: if the
+  // model has not caught up with the ids yet (a call computes at most max_rows() of all jobs together), if pages are
+  // missing, if an id is not in its vocabulary, or beyond its longest sequence. Waits until everything is computed.
   void draft(std::span<Job> jobs);
   void release(State& state);
 
-  // A step of the draft model in seconds, of the last ones without long prompts; 0: not known yet.
+  // Median time of a step of the draft model in seconds, leaving out steps with long prompts; 0: not known yet.
   double step_seconds() const { return step_times_.median(); }
   std::string inconsistency() const { return pool_.inconsistency(); }
   std::int64_t pages_in_use() const { return pool_.in_use(); }

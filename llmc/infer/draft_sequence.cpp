@@ -16,7 +16,7 @@ std::int64_t DraftSequence::start(std::span<const std::int32_t> ids, const Sampl
   count = std::min(count, model_.capacity() - size + 1);
   started_ = 0;
   if (count < 1) return 0;
-  // The last id is fed again where it is held: its logits are needed.
+  // The row of the last id is computed again even if the model has it, because its logits are needed.
   const auto same = std::ranges::mismatch(held_, ids.first(static_cast<std::size_t>(size - 1))).in1 - held_.begin();
   const std::span<const std::int32_t> missing = ids.subspan(static_cast<std::size_t>(same));
   if (std::ranges::any_of(missing, [&](std::int32_t id) { return id >= vocab_size_; })) return 0;

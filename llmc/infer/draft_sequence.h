@@ -1,9 +1,10 @@
-// Drafts for one sequence, by a model that holds one: on a GPU the fused kernel, which computes the ids that the model does not
-// have yet and all guesses in one launch. llmc/infer/draft_model.h is the counterpart for many sequences, and says how guesses are
-// drawn.
+// Drafts for one sequence by a DecodeModel. On a GPU that is the fused kernel: one launch computes the ids that
+// the model does not have yet and all guesses. llmc/infer/draft_model.h is the counterpart for many sequences,
+// and says how guesses are drawn.
 //
-// Nothing has to be taken back after a verification: the model keeps what its ids and the sequence's have in common. So a turn of
-// a conversation, or another text that begins in the same way, finds its rows, too.
+// After a verification nothing has to be undone: start() keeps the rows of all leading ids that the model
+// and the sequence have in common. So the next turn of a conversation, or another text with the same
+// beginning, finds its rows, too.
 #pragma once
 
 #include <chrono>
@@ -19,18 +20,18 @@ namespace weft {
 
 class DraftSequence {
  public:
-  // Ids that are drafted are below vocab_size of both models. `model`, of which can_draft(), must outlive this.
+  // Drafted ids are below the vocab_size of both models. `model`: can_draft() is true; it must outlive this.
   DraftSequence(DecodeModel& model, std::int64_t vocab_size);
 
-  // Starts drafting at most `count` guesses of what follows `ids`, at least one id, all that are known of the sequence, and says how
-  // many: fewer, or none, where an id is not in the model's vocabulary or at its longest sequence. They are written to `to`, too, if
-  // that is a place.
+  // Starts drafting at most `count` guesses of what follows `ids`, which are all known ids of the sequence, at least
+  // one. Returns how many were started: fewer or none if an id is not in the model's vocabulary, or at its longest
+  // sequence. Where `to` is given, the guesses are written there too.
   std::int64_t start(std::span<const std::int32_t> ids, const SamplingPlan& sampling, std::int64_t count,
                      const DeviceDrafts& to = {});
-  // Waits for those that were started: fewer, or none, if logits were not finite. Valid until the next call.
+  // Waits for the guesses that start() has begun: fewer or none if logits were not finite. Valid until the next call.
   std::span<const std::int32_t> finish();
 
-  // A step of the model in seconds; 0: not known yet.
+  // Median time of a step of the model in seconds; 0: not known yet.
   double step_seconds() const { return step_times_.median(); }
 
  private:
@@ -38,7 +39,7 @@ class DraftSequence {
   const std::int64_t vocab_size_;
   std::vector<std::int32_t> held_;  // ids whose rows the model has
   std::vector<std::int32_t> guesses_;
-  // Of the draft that was started.
+  // About the draft that was started last.
   std::int64_t started_ = 0, steps_ = 0;
   bool timed_ = false;
   std::chrono::steady_clock::time_point start_;

@@ -42,18 +42,19 @@ struct Request {
   DraftLength draft_length;
   Lookup lookup;
   std::vector<std::int32_t> found;  // by lookup
-  std::int64_t found_after = -1;    // so many ids
+  std::int64_t found_after = -1;    // the number of ids after which `found` was looked up
   std::optional<DraftModel::State> draft_state;
 };
 
-// The longest sequence that requests are cut to. A model may say less than it was made for, because its pages hold no more; that
-// is a reason to refuse a request, with the number that would fit, and not to cut it.
+// Requests for more are cut to this many positions. max_positions() may be lower than what the model was
+// made for, because its pages hold no more: then a request that does not fit is refused, with the number
+// that would, instead of being cut.
 std::int64_t longest_sequence(const InferenceModel& model) {
   const bool pages_limit = model.max_positions() >= model.num_pages() * model.page_size();
   return pages_limit ? std::max(model.config().max_positions, model.max_positions()) : model.max_positions();
 }
 
-// What came in between two steps.
+// A call of submit() or cancel(), for the next step() to take up.
 struct Command {
   RequestId id;
   std::unique_ptr<Request> request;  // null: cancel
@@ -156,8 +157,8 @@ class Engine::State {
   const DraftOptions drafts_;
   std::optional<DraftModel> draft_model_;
   std::optional<DraftSequence> draft_sequence_;
-  bool drafts_on_device_ = false;      // they are being drawn
-  std::vector<Request*> drafted_for_;  // whose draft_state there is
+  bool drafts_on_device_ = false;      // the device is still drawing them
+  std::vector<Request*> drafted_for_;  // the requests that have a draft_state
   std::vector<DraftModel::Job> draft_jobs_;
   StepCosts step_costs_;  // of steps that verify and do little else
   DraftCosts costs_;      // draft_costs() at the beginning of the step
@@ -256,8 +257,8 @@ bool Engine::State::step() {
   return update_statistics();
 }
 
-// Guesses for the sequences that generate. They need all ids that were sampled, so that steps in flight are collected first if
-// some sequence is to get guesses. Without a match among the ids that are known there is no reason to wait for the next one.
+// Finds guesses for the sequences that generate. A guess needs all sampled ids, so steps in flight are collected first
+// if some sequence is to get one. With lookup, they are only collected if the ids known so far have a match.
 void Engine::State::draft() {
   const auto request_of = [&](const Sequence* s) -> Request& { return *requests_.at(s->order); };
   const std::span<Sequence* const> running = scheduler_.running_sequences();
@@ -278,7 +279,8 @@ void Engine::State::draft() {
       const std::int64_t count = std::min(draft_length(request), s->max_ids - s->sampled - 1);
       const DeviceDrafts place = model_.device_drafts();
       const std::int64_t started = draft_sequence_->start(s->ids, request.request.sampling, count, place);
-      // The step is submitted while the guesses are drawn, with ids in their places that it does not read.
+      // The step is submitted while the device draws the guesses. The zeros keep their places; the step does not read
+      // them.
       s->drafts.assign(static_cast<std::size_t>(started), 0);
       drafts_on_device_ = place.ids != nullptr && started > 0;
       if (!drafts_on_device_) {
@@ -291,7 +293,7 @@ void Engine::State::draft() {
   }
 }
 
-// The guesses take the places that the submitted step has for them.
+// Waits for the guesses that the device draws, and puts them into the places that the submitted step has for them.
 void Engine::State::finish_draft() {
   drafts_on_device_ = false;
   const std::span<const std::int32_t> guesses = draft_sequence_->finish();
@@ -303,7 +305,7 @@ void Engine::State::finish_draft() {
   }
 }
 
-// What the sequence's ids say that follows them. Looked up once for the same ids.
+// The guesses that Lookup finds in the sequence's own ids. The result is kept until there is another id.
 const std::vector<std::int32_t>& Engine::State::looked_up(Request& request) {
   const std::vector<std::int32_t>& ids = request.sequence.ids;
   if (request.found_after != std::ssize(ids)) {
@@ -348,7 +350,7 @@ void Engine::State::draft_with_model() {
   draft_model_->draft(draft_jobs_);
 }
 
-// Until both are measured a draft costs what it reads.
+// Until the steps of both models are measured, a draft costs as much as the share of bytes that the draft model reads.
 DraftCosts Engine::State::draft_costs() const {
   if (drafts_.draft_cost > 0) return {drafts_.row_cost, has_model() ? drafts_.draft_cost : 0};
   const StepCosts::Line line = step_costs_.line(drafts_.row_cost);
@@ -398,7 +400,7 @@ void Engine::State::submit_step(std::span<const PlannedSpan> plan) {
   }
   flight.clear();
   spans_.clear();
-  verified_ids_.clear();  // it has room for all rows of a step
+  verified_ids_.clear();  // spans point into it: it has room for all rows of a step, and never moves
   for (const PlannedSpan& planned : plan) {
     Sequence& s = *planned.sequence;
     Request& request = *requests_.at(s.order);
@@ -464,7 +466,8 @@ void Engine::State::take_result(const FlightSpan& span, const SpanResult& result
   take_id(request, *result.sampled);
 }
 
-// The sequence's rows become those of the right drafts before anybody hears of an id: a page is named by what is in it.
+// Rows of wrong drafts are taken back before a listener hears of any id, because a page is named by the ids that it
+// holds.
 void Engine::State::verify(const FlightSpan& span, const SpanResult& result) {
   Request& request = *span.request;
   Sequence& s = request.sequence;
@@ -539,7 +542,7 @@ void Engine::State::take_id(Request& request, const ScoredId& id) {
   }
 }
 
-// Erases the request unless a submitted step has rows of it.
+// Ends the request and tells its listener. Erases it unless a submitted step has rows of it.
 void Engine::State::end(Request& request, RequestEnd reason) {
   if (request.sequence.ended) return;
   scheduler_.end(request.sequence, reason == RequestEnd::not_finite);

@@ -41,8 +41,9 @@ enum class RequestEnd {
   not_finite,  // logits that are not finite: nothing can be sampled
 };
 
-// What the engine tells about one request. Called from step(), in this order: on_prompt once if asked for, on_id for each id,
-// on_end once; after an early end not all of the former. May call submit() and cancel(). Must not throw.
+// Receives what the engine produces for one request. Called from step(), in this order: on_prompt once if asked for,
+// on_id for each id, on_end once. A request that ends early may not get all of the former. May call submit() and
+// cancel(). Must not throw.
 class RequestListener {
  public:
   virtual ~RequestListener() = default;
@@ -65,14 +66,14 @@ struct EngineRequest {
 
 // Where guesses come from; nowhere by default. At most one of lookup, model and sequence.
 struct DraftOptions {
-  std::int64_t lookup = 0;  // at most so many ids that followed the same ids before, 0 to kMostDrafted
-  InferenceModel* model =
-      nullptr;  // drafts kMostDrafted at most; with as many slots as max_running; outlives the engine
-  DecodeModel* sequence = nullptr;  // the same, of which can_draft(), where max_running is 1
-  // Of a further row of a step, in steps of one row: what makes guesses too expensive where many sequences run. As long as it is
-  // not measured.
+  std::int64_t lookup = 0;          // 0 to kMostDrafted: at most this many ids that followed the same ids before
+  InferenceModel* model = nullptr;  // drafts up to kMostDrafted ids; needs max_running slots; must outlive the engine
+  DecodeModel* sequence = nullptr;  // the same for max_running = 1; its can_draft() is true
+  // Cost of a further row in a step, in steps of one row: it makes guesses too expensive where many sequences run. Used
+  // until the cost is measured.
   double row_cost = 0.01;
-  // Of one step of `model` or `sequence`, in steps of the engine's model. 0: measured, and row_cost is, too; not 0: neither is.
+  // Cost of one step of `model` or `sequence`, in steps of the engine's model. 0: this and row_cost are measured;
+  // otherwise both are used as given.
   double draft_cost = 0;
   // For tests and measurements: a guess counts as right with this probability, whatever was sampled.
   std::optional<double> acceptance = {};
@@ -83,7 +84,7 @@ struct DraftOptions {
 struct EngineOptions {
   std::int64_t max_running = 256;    // sequences at once; at most the model's slots()
   std::int64_t rows_per_step = 512;  // at most the model's max_rows()
-  // Of them, rows of prompts in a step that also decodes: sequences that generate wait for its whole step.
+  // The most rows of prompts in a step that also decodes, because the sequences that decode wait for the whole step.
   std::int64_t prompt_rows = 128;
   bool share_prefixes = true;
   DraftOptions drafts = {};

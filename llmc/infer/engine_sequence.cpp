@@ -1,6 +1,6 @@
-// generate_ids() is a request of the engine, whose prompt is all of the sequence so far: the pages that it has filled are found
-// again as a shared prefix. Everything else is single_sequence() over the same model. Both use all of its pages, so that the one
-// that comes after the other computes the sequence anew.
+// generate_ids() is a request of the engine, whose prompt is all of the sequence so far: the pages that it has filled
+// are found again as a shared prefix. Everything else is single_sequence() over the same model. Each uses all of the
+// model's pages, so changing from one to the other computes the sequence anew.
 #include "llmc/infer/engine_sequence.h"
 
 #include <algorithm>
@@ -15,7 +15,8 @@ namespace weft {
 
 namespace {
 
-// Passes ids on. What on_id throws ends the request, and is thrown again behind the engine's back.
+// Passes ids on. Listeners must not throw: an exception of on_id ends the request, and generate_ids() rethrows it at
+// the end.
 class Listener final : public RequestListener {
  public:
   explicit Listener(const std::function<bool(std::int32_t)>& take) : take_(take) {}
@@ -80,7 +81,7 @@ class EngineSequence final : public DecodeModel {
   DraftOptions options_;
   std::vector<std::int32_t> ids_;  // of the sequence
   DraftCounts counts_;             // of the last generate_ids()
-  // At most one of them: whose pages the model's are.
+  // At most one of them exists: it uses the model's pages.
   std::unique_ptr<DecodeModel> plain_;
   std::unique_ptr<Engine> engine_;
 };
@@ -141,7 +142,7 @@ void EngineSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
   asked.stop_ids = request.stop_ids;
   asked.max_ids = request.max_ids;
   bool first = true;
-  std::int32_t last = 0;  // it is in the sequence only once another one follows
+  std::int32_t last = 0;  // becomes part of the sequence when another id follows
   const std::function<bool(std::int32_t)> take = [&](std::int32_t id) {
     if (!std::exchange(first, false)) ids_.push_back(last);
     last = id;

@@ -55,7 +55,7 @@ class TokenFaults {
  public:
   explicit TokenFaults(const DecodeFaults& faults) : faults_(faults) {}
 
-  // Counts a token that comes next; kills, signals or stops the process if that is planned for it.
+  // Counts the next token; kills, signals or stops the process if that is planned for it.
   void count() {
     ++token_;
     if (faults_.kill_token == token_) ::raise(SIGKILL);

@@ -9,7 +9,7 @@
 //   hang@token=N      the process waits for ever before token N
 //   io-error@load     a page of the model file cannot be read
 //   accept=P          a drafted id counts as right with probability P, whatever the model says: for measurements of --lookup
-//                     and --draft. The text is none
+//                     and --draft. The text then has no meaning
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ enum Phase { waiting, reading_prompt, writing };
 std::atomic<Phase> phase{waiting};
 std::atomic<int> received_signal{0};
 static_assert(std::atomic<Phase>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
-constexpr unsigned kPromptSeconds = 1;  // after Ctrl-C, until a prompt that is still in prefill ends the program
+constexpr unsigned kPromptSeconds = 1;  // after Ctrl-C, a prefill that takes longer than this is ended with the program
 
 extern "C" void on_signal(int signal_number) {
   // Leaving at once loses nothing. Only async-signal-safe calls are allowed here.

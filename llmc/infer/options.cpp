@@ -179,7 +179,7 @@ InferTask requested_task(const OptionTable& table, std::string& given) {
   return task;
 }
 
-// The options of the server are for the server alone; those of a generation come with each request.
+// The server's options are for the server alone; options of a generation come with each request instead.
 void check_server(const OptionTable& table, const InferSettings& s) {
   const bool serve = s.task == InferTask::serve;
   for (const char* name : {"served-name", "api-key-file", "max-queue", "max-connections", "max-body", "request-seconds",
@@ -195,7 +195,7 @@ void check_server(const OptionTable& table, const InferSettings& s) {
   }
 }
 
-// Options of drafts: for what generates.
+// Drafts are only for tasks that generate.
 void check_drafts(const OptionTable& table, const InferSettings& s) {
   if (table.given("draft") && s.draft.empty()) fail(Exit::usage, "--draft: got '', expected a value");
   const DecodeFaults faults = parse_decode_faults(s.debug_inject);

@@ -83,7 +83,7 @@ class InferOptionParser {
   OptionTable table_;
 };
 
-// InferOptionParser in one call, for a program's only command line.
+// The same with a parser made for this call.
 std::optional<InferSettings> parse_infer_options(int argc, const char* const* argv, const std::string& version);
 
 }  // namespace weft

@@ -6,8 +6,8 @@
 // again: there is nothing to copy on write. Pages that nobody uses but that have a name are kept until their memory is
 // needed, the least recently used first.
 //
-// A name is a number given once, to one (name before, ids), and the table compares both whole: a collision of hashes cannot
-// make two different prefixes share a page.
+// A name is a number that is given to one pair (name of the page before, ids) and never again. The table compares
+// complete pairs, so a collision of hashes cannot make two different prefixes share a page.
 //
 // Knows no device: a page is an index. All memory is allocated by the constructor. For one thread.
 #pragma once
@@ -86,7 +86,7 @@ class BlockTable {
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
-  // Memory for so many pages, so that growing allocates none.
+  // Reserves memory for this many pages, so that grow() allocates none.
   void reserve(std::int64_t pages) { pages_.reserve(static_cast<std::size_t>(pages)); }
 
   std::span<const std::int32_t> pages() const { return pages_; }
@@ -95,26 +95,27 @@ class BlockTable {
   // Takes the missing pages. False, with none of them taken, if the pool has too few.
   bool grow(std::int64_t positions);
 
-  // Appends shared pages that hold the ids from the end of the filled pages on. Only while the table ends with a full and
-  // named page, or is empty. At most so many that `limit` positions are covered. Returns the positions that the table
-  // covers then.
+  // Appends shared pages that hold the ids behind the filled pages, as far as they lie within the first
+  // `limit` positions. Does nothing unless the table is empty or ends with a full and named page. Returns the
+  // positions that the table then covers.
   std::int64_t extend_by_prefix(std::span<const std::int32_t> ids, std::int64_t limit);
-  // Pages that extend_by_prefix() would append, and how many of them are cached, that is available for take() before.
+  // The number of pages that extend_by_prefix() would append, and how many of them are cached: take() could give those
+  // out now, but not afterwards.
   struct PrefixHit {
     std::int64_t pages = 0, cached = 0;
   };
   PrefixHit prefix_hit(std::span<const std::int32_t> ids, std::int64_t limit) const;
 
-  // Whether two sequences of these ids, each with at least one more page, have filled the same prefix, of which this one has no
-  // further page yet, and go on with the same page.
+  // Whether both sequences have filled the same prefix, this one has no page behind it yet, and both continue with the
+  // same ids in the next page. Each sequence must have the ids of one more full page.
   bool has_same_next_page(std::span<const std::int32_t> ids, const BlockTable& other,
                           std::span<const std::int32_t> other_ids) const;
 
-  // Names the pages that the first `positions` positions fill. `ids` are the sequence's, at least so many.
+  // Names the pages that the first `positions` positions fill. `ids`: the sequence's, at least `positions` of them.
   void name_full_pages(std::span<const std::int32_t> ids, std::int64_t positions);
 
-  // Gives all pages back, the last first: prefixes outlive what continues them. `forget`: their names are taken away, for a
-  // sequence whose content is not to be trusted.
+  // Releases all pages, the last one first, so that a cached prefix is kept longer than what continues it. `forget`:
+  // takes their names away, for a sequence whose content is not to be trusted.
   void release(bool forget = false);
 
  private:
@@ -122,7 +123,7 @@ class BlockTable {
 
   PagePool& pool_;
   std::vector<std::int32_t> pages_;
-  std::int64_t named_ = 0;  // pages that name_full_pages() or extend_by_prefix() has been through
+  std::int64_t named_ = 0;  // pages that name_full_pages() or extend_by_prefix() has processed
   PagePool::Name name_ = PagePool::kNoPrefix;
 };
 

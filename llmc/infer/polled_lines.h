@@ -30,7 +30,7 @@ class PolledLines {
   int fd_ = -1;
   std::uint64_t size_ = 0, read_ = 0;  // of a regular file: its bytes, and those read
   std::string buffer_;                 // of the last read
-  std::size_t position_ = 0;           // in it: before it all is given out
+  std::size_t position_ = 0;           // in buffer_: everything before it has been handed out
   std::string line_;                   // the beginning of the next line
   bool began_ = false, too_long_ = false, end_ = false;
 };

@@ -18,7 +18,8 @@ bool has_prompt_rows(const Sequence& s) {
   return !s.id_on_device && !s.id_on_host && s.rows < s.known_rows();
 }
 
-// Of `remaining` rows from `position` on, at most `limit`, up to the end of a page if not all of them fit.
+// How many of `remaining` rows from `position` on to compute, at most `limit`. If not all fit, the rows stop at the end
+// of a page, provided that one ends within the limit.
 std::int64_t whole_pages(std::int64_t position, std::int64_t remaining, std::int64_t limit, std::int64_t page_size) {
   if (remaining <= limit) return remaining;
   const std::int64_t beyond = (position + limit) % page_size;
@@ -157,8 +158,8 @@ void Scheduler::divide() {
   }
 }
 
-// Drafts for those that decode, in the order of arrival, at most `budget` in all. Returns how many. An id is sampled after each,
-// so that the last draft must leave room for one.
+// Gives drafts to the shares that decode, in the order of arrival, at most `budget` in all. Returns how many. An id is
+// sampled after the last draft too, so max_ids must leave room for one more id than there are drafts.
 std::int64_t Scheduler::give_drafts(std::int64_t budget) {
   std::int64_t given = 0;
   for (Share& share : shares_) {
@@ -170,7 +171,8 @@ std::int64_t Scheduler::give_drafts(std::int64_t budget) {
   return given;
 }
 
-// Pages for the rows of `share`, if need be from younger sequences. Where these do not suffice it gets fewer rows; false: none.
+// Gets pages for the rows of `share`, if need be those of younger sequences. If there are too few, the share gets fewer
+// rows; false: it gets none.
 bool Scheduler::get_pages(Share& share) {
   Sequence& s = *share.sequence;
   if (share.rows == 0) return false;

@@ -22,7 +22,7 @@ struct Sequence {
   std::vector<std::int32_t> ids;  // the prompt and what was sampled, as far as the host knows it
   std::int64_t prompt_size = 0;
   std::int64_t max_ids = 0;        // to sample; 0: the prompt is scored, all but its last row are computed
-  std::int64_t rows_to_score = 0;  // from the first one on, whose log-probabilities are wanted
+  std::int64_t rows_to_score = 0;  // rows, from the first one on, whose log-probabilities are wanted
   std::int64_t scored_rows = 0;    // of them, those that were collected
 
   BlockTable table;
@@ -32,16 +32,16 @@ struct Sequence {
   std::int64_t in_flight = 0;  // submitted steps with rows of this sequence that were not collected
   bool id_on_device = false;   // its last id was sampled in its slot, so a step needs no id from the host
   bool id_on_host = false;     // its last id came from a verification: it is in `ids` alone
-  // Guesses of what follows `ids`, for the next step: set before plan() if none of its rows is in flight. plan() keeps those
-  // that the step gets.
+  // Guesses of what follows `ids`, for the next step: set before plan() if no row of the sequence is in flight. plan()
+  // cuts them to those that the step computes.
   std::vector<std::int32_t> drafts;
   bool running = false;
   bool preempted = false;  // at least once
   bool ended = false;
   bool forget_pages = false;  // ended: its pages are not to be shared
 
-  // Rows whose ids are known and that are to be computed. The first of them whose result is needed: rows before it may be
-  // found in the prefix cache.
+  // known_rows(): rows to compute whose ids are known. first_needed_row(): the first of them whose result is needed;
+  // rows before it may be found in the prefix cache.
   std::int64_t known_rows() const { return max_ids > 0 ? std::ssize(ids) : prompt_size - 1; }
   std::int64_t first_needed_row() const { return scored_rows < rows_to_score ? scored_rows : known_rows() - 1; }
 };
@@ -60,7 +60,7 @@ std::vector<std::int64_t> divide_rows(std::int64_t budget, std::span<const Promp
 struct SchedulerOptions {
   std::int64_t max_running = 0;
   std::int64_t rows_per_step = 0;
-  std::int64_t prompt_rows = 0;  // of them, for prompts in a step that decodes
+  std::int64_t prompt_rows = 0;  // the most rows of prompts in a step that also decodes
   std::int64_t slots = 0;
   bool share_prefixes = true;
 };
@@ -71,21 +71,20 @@ struct PlannedSpan {
   std::int64_t first_position = 0, rows = 0;
   bool id_on_device = false;  // one row, whose id is the one that was sampled last in the sequence's slot
   bool sample = false;        // an id is sampled from the last row
-  std::int64_t drafts =
-      0;  // so many of the rows are the sequence's drafts, and an id is sampled from each of them, too
+  std::int64_t drafts = 0;    // how many of the rows are the sequence's drafts; an id is sampled from each of them, too
 };
 
 class Scheduler {
  public:
   Scheduler(PagePool& pool, const SchedulerOptions& options);
 
-  // The sequence, younger than all before it, waits. It must stay at its address until released() says so.
+  // Adds a sequence, younger than all before it, that waits. It must stay at its address until released() is true.
   void add(Sequence& sequence);
   // The rows of the next step, decodes first; the caller submits them. Empty if nothing can be computed before a submitted
   // step is collected, or at all. Valid until the next call.
   std::span<const PlannedSpan> plan();
-  // Of the drafts of `sequence` in the step that is being collected only `accepted` were right: the rows of the others are
-  // computed again. Called before ids are appended, and before collected().
+  // Only the first `accepted` drafts of `sequence` in the step that is being collected were right: the rows of the
+  // others are computed again. Called before ids are appended, and before collected().
   static void verified(Sequence& sequence, std::int64_t accepted);
   // A step with rows of `sequence` was collected.
   void collected(Sequence& sequence);
@@ -127,7 +126,7 @@ class Scheduler {
   std::deque<Sequence*> waiting_;     // the oldest first
   std::vector<Sequence*> running_;    // the oldest first
   std::vector<std::int32_t> slots_;   // free
-  std::int64_t pages_in_flight_ = 0;  // of sequences that run no more, but have rows in flight
+  std::int64_t pages_in_flight_ = 0;  // of sequences that do not run any more but have rows in flight
   std::vector<Share> shares_;
   std::vector<PlannedSpan> plan_;
   std::int64_t preemptions_ = 0, prompt_ids_ = 0, prefix_ids_ = 0;

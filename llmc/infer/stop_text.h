@@ -16,7 +16,7 @@ class StopTextFilter {
   explicit StopTextFilter(std::vector<std::string> stops);
 
   std::string push(std::string_view text);  // empty once stopped()
-  std::string finish();                     // what was held back, if no stop text came of it
+  std::string finish();                     // what is still held back: no stop text came of it
   bool stopped() const { return stopped_; }
 
  private:

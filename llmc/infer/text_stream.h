@@ -21,7 +21,7 @@ class TextStream {
   TextStream(const Tokenizer* tokenizer, std::span<const std::int32_t> before, std::vector<std::string> stops);
 
   std::string push(std::int32_t id);  // the text that this id releases
-  std::string finish();               // what was held back, if no stop text came of it
+  std::string finish();               // what is still held back: no stop text came of it
   bool stopped() const { return stops_.stopped(); }
 
  private:

@@ -47,7 +47,8 @@ struct DumpBatch {
   std::vector<std::int32_t> ids, labels;  // [B, T]
 };
 
-// The shape of the batch, which the file has data for: B and T are at least 1.
+// The tensor input_ids [B, T] of the dump. B and T are at least 1, the file has data for them, and the labels have this
+// shape.
 const TensorInfo& batch_inputs(const TensorFile& dump) {
   const TensorInfo& inputs = dump.at("input_ids");
   if (inputs.shape.size() != 2 || inputs.bytes == 0 || dump.at("labels").shape != inputs.shape) {
@@ -125,7 +126,7 @@ class Checker {
   Comparison result_;
 };
 
-// A parameter or its gradient; nothing, which no tensor equals, where the model has none of that name.
+// A parameter or its gradient. Empty if the model has none of this name: that differs from every tensor of the dump.
 std::vector<float> model_values(TrainModel& model, TensorRole role, const std::string& name) {
   const TensorSpec* spec = model.table().find(name);
   if (spec == nullptr) return {};
@@ -237,7 +238,7 @@ TensorDistance distance(const std::string& name, std::span<const float> got, std
     row.relative = norm == Norm::max ? row.max_abs / largest : std::sqrt(difference_square / want_square);
   }
   if (got_square > 0 && want_square > 0) row.cosine = dot / std::sqrt(got_square) / std::sqrt(want_square);
-  // Comparisons with NaN are false, and maxima pass it over: the sums above say nothing then.
+  // std::max passes over a NaN, so the figures above mean nothing if there is one.
   if (!finite) row.max_abs = row.relative = std::numeric_limits<double>::infinity();
   row.pass = finite && row.relative <= tolerance;
   return row;

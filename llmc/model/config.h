@@ -52,7 +52,7 @@ struct ModelConfig {
   std::int64_t tokenizer_vocab = 0;  // ids >= this are padding rows and are never sampled
   std::vector<std::int32_t> eos_ids;
   std::optional<std::int32_t> bos_id;
-  // Of the weights. Not a part of the object "model": a model file has an object "quantization" beside it.
+  // How the weights are quantised. In a model file this is the object "quantization", beside the object "model".
   Quantization quantization;
 
   std::int64_t q_size() const { return num_heads * head_dim; }

@@ -47,7 +47,8 @@ class DecodeModel {
 
   virtual std::int64_t capacity() const = 0;  // positions the KV cache holds
   virtual std::int64_t length() const = 0;    // positions it holds now
-  // length() becomes 0. Whoever changes the weights between two sequences calls it: it waits until they are all there.
+  // Sets length() to 0. Also to be called when the weights have been changed between two sequences: it waits until the
+  // change is complete.
   virtual void reset() = 0;
 
   // Appends `ids`: at least one, length() + ids.size() <= capacity(), otherwise Exit::internal. The caller has checked
@@ -71,18 +72,18 @@ class DecodeModel {
 
   // Whether the model can draft for another one: start_draft().
   virtual bool can_draft() const { return false; }
-  // Cuts the sequence to its first `kept` positions, appends `ids`, at least one, and samples `count` ids after them, at least one;
-  // kept + ids.size() + count - 1 <= capacity(), and so long the sequence is afterwards: the last id is not appended. Returns
-  // before the ids are sampled. The caller has checked `ids`. Id i is sampled for position kept + ids.size() + i, and is
-  // written to to.ids[i], too, if there is a place.
+  // Cuts the sequence to its first `kept` positions, appends `ids` (at least one) and samples `count` (at least one)
+  // further ids. All but the last of these are appended too, so the sequence then has kept + ids.size() + count - 1 <=
+  // capacity() positions. Returns before the ids are sampled. The caller has checked `ids`. Id i is sampled for
+  // position kept + ids.size() + i and, where `to` is given, also written to to.ids[i].
   virtual void start_draft(std::int64_t /*kept*/, std::span<const std::int32_t> /*ids*/, std::int64_t /*count*/,
                            const SamplingPlan& /*sampling*/, const DeviceDrafts& /*to*/) {
     fail(Exit::internal, "this model does not draft");
   }
-  // Id i of the draft, as soon as the host has it. Nothing, for it and those behind it, if its logits are not finite.
+  // Waits for id i of the draft. Nothing, for this and all later ids, if its logits are not finite.
   virtual std::optional<std::int32_t> drafted(std::int64_t /*i*/) { return std::nullopt; }
 
-  // Of the last generate_ids(), if the model drafts.
+  // Counts for the last generate_ids(); nothing if the model does not draft.
   virtual std::optional<DraftCounts> draft_counts() const { return std::nullopt; }
 
   // For measurements: decodes `id` as decode() does and returns a table of when its phases ended. A model that cannot

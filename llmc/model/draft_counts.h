@@ -1,4 +1,4 @@
-// What drafts brought: the figures of reports.
+// How often drafts were right, for reports.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 namespace weft {
 
 struct DraftCounts {
-  std::int64_t spans = 0;          // of a step, that ids were sampled from: single rows, prompts and verifications
-  std::int64_t ids = 0;            // sampled from them, right drafts included
-  std::int64_t verifications = 0;  // spans with drafts
+  std::int64_t spans = 0;                  // spans from which ids were sampled: single rows, prompts and verifications
+  std::int64_t ids = 0;                    // sampled from them, right drafts included
+  std::int64_t verifications = 0;          // spans with drafts
   std::int64_t drafted = 0, accepted = 0;  // ids
 
   double ids_per_span() const { return spans > 0 ? static_cast<double>(ids) / static_cast<double>(spans) : 0; }

@@ -30,7 +30,7 @@ struct InferenceOptions {
   std::int64_t page_size = 32;  // positions
   std::int64_t slots = 1;
   std::int64_t max_rows = 256;
-  // Of a sequence, if the pages hold as many; 0: what the model was made for.
+  // The longest sequence, if the pages hold it; 0: what the model was made for.
   std::int64_t max_positions = 0;
 };
 
@@ -41,7 +41,7 @@ std::uint64_t kv_bytes(const ModelConfig& config, std::int64_t positions, std::u
 InferenceOptions pool_options(const ModelConfig& config, std::uint64_t bytes, std::int64_t sequences,
                               std::uint64_t element_bytes);
 
-// With max_positions as it is for this model and as many pages.
+// `options` with max_positions filled in: that of the model if it is 0, and at most what the pages hold.
 InferenceOptions completed(InferenceOptions options, const ModelConfig& config);
 // Keys and values of the whole pool.
 MemoryPlan plan_pages(const ModelConfig& config, const InferenceOptions& options, std::uint64_t element_bytes);
@@ -73,21 +73,23 @@ struct Span {
   // of the sampled id.
   std::int32_t alternatives = -1;
   bool keep_logits = false;  // of the last row, for SpanResult::logits
-  // So many ids at the end of `ids` are drafts: guesses of what is sampled after the ids before them (Leviathan et al., "Fast
-  // Inference from Transformers via Speculative Decoding", ICML 2023). An id is sampled from each of the last drafts + 1 rows,
-  // for the position after it: the one that a span of one row would sample there. SpanResult::accepted says how many guesses
-  // were right; the keys and values of the others are overwritten by a later span. Needs `sampling` and at least one id before
-  // the drafts; without targets and keep_logits. The next span of `slot` has ids.
+  // This many ids at the end of `ids` are drafts: guesses of what is sampled after the ids before them
+  // (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023). An id is sampled
+  // from each of the last drafts + 1 rows, for the position after it: the one that a span of one row would
+  // sample there. SpanResult::accepted says how many guesses were right; the keys and values of the others are
+  // overwritten by a later span. Needs `sampling` and at least one id before the drafts; without targets and
+  // keep_logits. The next span of `slot` has ids.
   std::int64_t drafts = 0;
-  // The drafts are those of InferenceModel::device_drafts(), at most kDeviceDrafts, and of one span of a step. Then `ids` only has
-  // room for them: the caller writes them there, or -1 for one that there is none of, before collect(), and keeps them until then.
+  // A device writes the drafts to InferenceModel::device_drafts(): at most kDeviceDrafts, for one span of a step.
+  // Then `ids` only reserves their places: before collect() the caller writes the drafts, or -1 for a missing one,
+  // there and leaves them until then.
   bool drafts_on_device = false;
 
   std::int64_t rows() const { return ids.empty() ? 1 : std::ssize(ids); }
 };
 
-// What would read or write memory that is not the spans' own, or is more than a step may be: Exit::internal. `options`:
-// completed().
+// Exit::internal if a span would read or write memory that is not its own, or if the step is larger than `options`,
+// which are completed(), allow.
 void check_step(std::span<const Span> work, const InferenceOptions& options);
 
 // InferenceModel::bytes_per_step() of a model whose weights, keys and values are elements of `element_bytes`.
@@ -121,7 +123,7 @@ struct VerifiedRow {
   ScoredId id;
   SampleError error = SampleError::none;
 };
-// Fills accepted, sampled and error of `result` from drafted.size() + 1 rows, in order. Takes their ids away.
+// Fills accepted, sampled and error of `result` from drafted.size() + 1 rows, in order. Moves the ids out of `rows`.
 void accept_drafts(std::span<const std::int32_t> drafted, std::span<VerifiedRow> rows, SpanResult& result);
 
 class InferenceModel {
@@ -130,8 +132,8 @@ class InferenceModel {
 
   virtual const ModelConfig& config() const = 0;
   virtual std::vector<MemoryLine> memory() const = 0;
-  // Bytes that a step must read that takes one row of each of `sequences` sequences of `context` positions: the weights
-  // once, then an embedding row and the K/V of every sequence.
+  // Bytes that a step with one row of each of `sequences` sequences, of `context` positions each, must read: the
+  // weights once, then an embedding row and the K/V of every sequence.
   virtual std::uint64_t bytes_per_step(std::int64_t sequences, std::int64_t context) const = 0;
 
   virtual std::int64_t page_size() const = 0;      // positions a page
@@ -145,7 +147,8 @@ class InferenceModel {
   // max_rows() rows, at most one span a sequence. The caller has checked ids and pages. More than depth() uncollected steps,
   // or rows that do not fit: Exit::internal.
   virtual void submit(std::span<const Span> work) = 0;
-  // Where guesses for Span::drafts_on_device are written, once all steps that read those before are collected.
+  // Where a device writes guesses for Span::drafts_on_device. It may do so when all steps that read earlier guesses are
+  // collected.
   virtual DeviceDrafts device_drafts() { return {}; }
   // Waits for the oldest step that was not collected: one result a span, in the order of submit(). Valid until the next
   // collect() or submit().

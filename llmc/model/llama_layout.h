@@ -54,7 +54,8 @@ struct LlamaParameters {
     head = config.tied_embeddings ? embedding : find.weight(LlamaNames::kHead);
   }
 
-  // Where sections (llama_sections()) lie in places of their own: moves the pointers to each by so many elements.
+  // For sections (llama_sections()) that lie in places of their own (SectionPlaces): moves the pointers into section s
+  // by by[s] elements.
   void move_sections(std::span<const std::int64_t> by) {
     const auto move = [](std::int64_t elements, std::initializer_list<T**> pointers) {
       for (T** pointer : pointers) {
@@ -127,7 +128,7 @@ LlamaActivations<T>::LlamaActivations(const ModelConfig& config, const TrainOpti
   const std::int64_t N = options.micro_batch * options.seq_len;
   const std::int64_t q = config.q_size(), qkv = q + 2 * config.kv_size();
   const bool share_norms = options.recompute != Recompute::none;  // norms and SwiGLU's output
-  // With --precision fp8 a GPU keeps SwiGLU's output in no other form.
+  // With --precision fp8 a GPU stores SwiGLU's output in fp8 alone, in memory of its own.
   const bool only_in_fp8 = options.precision == Precision::fp8 && !std::is_same_v<T, float>;
   const bool share_block = options.recompute == Recompute::block;  // everything but the layer's input
 

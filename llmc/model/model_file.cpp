@@ -30,8 +30,8 @@ void check_tensor(const TensorFile& file, const TensorSpec& spec) {
   }
 }
 
-// Before anything reads it: a hash costs the time of all its bytes, a copy their memory, and a sparse file has them for
-// nothing.
+// Checked before anything reads the tensor: a hash takes time, and a copy takes memory, for every byte that a sparse
+// file claims to have.
 void check_tokenizer(const TensorFile& file) {
   const TensorInfo* tensor = file.find(kTokenizerTensor);
   if (tensor == nullptr) return;

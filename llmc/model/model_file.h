@@ -31,7 +31,8 @@ class ModelFile {
   void read_parameter(const TensorSpec& spec, float* out) const;
   // Copies the spec.bytes of a tensor of another kind, which lie in memory as in the file, and verifies hash and values.
   void read_quantized(const TensorSpec& spec, void* out) const;
-  // Either of them, by the kind: `out` is where the tensor lies in an arena of table(DType::f32)'s layout by bytes.
+  // read_parameter() or read_quantized(), by the kind. `out`: the tensor's place in an arena of
+  // table(DType::f32)'s layout by bytes.
   void read_tensor(const TensorSpec& spec, std::byte* out) const;
   // Exit::bad_file for element `index` of a tensor whose values are not those of its kind.
   [[noreturn]] void refuse_value(const TensorSpec& spec, std::size_t index) const;

@@ -1,4 +1,4 @@
-// What each operator of a training step costs beside what it must cost: train_llama --bench --operators.
+// What each operator of a training step costs and the least that it could cost: train_llama --bench --operators.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct OperatorTable {
   // two matrices of 8192 x 8192.
   double bytes_per_s = 0, flops_per_s = 0;
 
-  // No kernel can do the operator's work on this device in less time.
+  // The least time in which this device could do the operator's work.
   double floor_milliseconds(const OperatorTime& time) const {
     const double memory = time.bytes / bytes_per_s, arithmetic = time.flops / flops_per_s;
     return 1e3 * (memory > arithmetic ? memory : arithmetic);

@@ -1,4 +1,4 @@
-// How the weights of a model are quantised: round to nearest, a weight at a time, activations stay floats.
+// How the quantised weights of a model are stored. Activations stay floats.
 //
 //   int8   w = scale[n] q       q in [-127, 127], scale fp32 [N]
 //   fp8    w = scale[n] q       q in e4m3, scale fp32 [N]
@@ -44,7 +44,7 @@ Json quantization_to_json(const Quantization& quantization);
 // "none", "int4", "int4, head int8": for people.
 std::string quantization_text(const Quantization& quantization);
 
-// What the values of a tensor of the table are.
+// What kind of values a tensor of the table holds.
 enum class ValueKind {
   floats,
   quants,  // q of a matrix

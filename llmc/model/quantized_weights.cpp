@@ -6,7 +6,8 @@ namespace weft {
 
 namespace {
 
-// The matrix of `module`, the first of its group, and of its neighbours.
+// The quantised matrix that begins with `module`: it may contain neighbouring modules. Empty if `module` is not
+// quantised.
 QuantizedMatrix find_matrix(const TensorTable& table, const std::byte* arena, const std::string& module) {
   const std::string name = weight_of(module);
   const TensorSpec* spec = table.find(name);

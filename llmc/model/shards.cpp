@@ -9,7 +9,7 @@ namespace weft {
 
 namespace {
 
-// The first element at or behind `element` where a block begins; the end of the arena if there is none.
+// The first element at or after `element` where a block begins; the end of the arena if there is none.
 std::int64_t next_block(const TensorTable& table, std::int64_t element, std::int64_t block) {
   for (const TensorSpec& spec : table.specs()) {
     if (element <= spec.offset) return spec.offset;

@@ -15,10 +15,10 @@ namespace weft {
 
 // What is divided. The bits of a step are the same for all of them.
 enum class Shard {
-  none,       // every rank has everything, and makes the whole update
-  optimizer,  // a rank has the moments of its own range alone, updates that, and gets the other parameters from the others
-  gradients,  // the gradients of the step as well; those of a layer go as soon as the ranks have exchanged them. On a GPU
-  parameters,  // the parameters as well: those of a layer come before a pass uses them, and go behind (SectionPlaces)
+  none,        // every rank has everything, and makes the whole update
+  optimizer,   // a rank has the moments of its own range only, updates it, and receives the other parameters
+  gradients,   // the gradients too: those of a layer are dropped once the ranks have exchanged them. On GPUs
+  parameters,  // the parameters too: those of a layer are fetched for each pass and dropped after it (SectionPlaces)
 };
 
 // The ranges of `ranks` ranks, in elements of the arenas that have one type for all tensors: neighbours from 0 to
@@ -32,10 +32,10 @@ std::vector<Range> cut_arena(const TensorTable& table, int ranks, std::int64_t b
 // after those of all sections behind it.
 std::vector<Range> llama_sections(const ModelConfig& config, const TensorTable& table);
 
-// Where a pass has parameters that the ranks have divided. Those of a section come into its place before they are used, and
-// stay until another section needs the place. Layers take turns in kLayerPlaces of them, because the norm at the end of a
-// layer is the next one's, and so that the next layer can come while one computes; the embedding and a head that is not
-// tied take turns in one more.
+// Memory in which a pass finds parameters that the ranks have divided. Those of a section are fetched into its place
+// before they are used, and stay until another section needs the place. Layers alternate between kLayerPlaces places,
+// because the norm at the end of a layer belongs to the next one, and so that the next layer can be fetched while one
+// computes. The embedding and a head that is not tied alternate in one more place.
 class SectionPlaces {
  public:
   static constexpr std::size_t kLayerPlaces = 2;
@@ -48,7 +48,7 @@ class SectionPlaces {
   std::int64_t begin_of(std::size_t section) const { return begins_[place_of_[section]]; }
   // Gives a section its place; false if it was there already.
   bool take(std::size_t section);
-  // Nothing that lies in the places is of use any more: the parameters have changed.
+  // Takes all places to be empty, because the parameters have changed.
   void forget();
 
  private:

@@ -103,7 +103,7 @@ class SingleSequence final : public DecodeModel {
     }
   }
 
-  // Ids first ... max_ids - 1 of a generation, after `id`, which is not in the cache yet.
+  // Generates ids first ... max_ids - 1 with decoder_, after `id`, which is not in the cache yet.
   void decode_ids(std::int32_t id, std::int64_t first, const GenerationRequest& request,
                   const std::function<bool(std::int32_t)>& on_id);
 
@@ -136,7 +136,7 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     fail(Exit::internal, "decoder: %lld ids asked for, %lld positions are left",
          static_cast<long long>(request.max_ids), static_cast<long long>(capacity_ - end));
   }
-  // However the loop ends, by an exception, too: nothing stays queued.
+  // Collects what is still queued, however the loop ends, also by an exception.
   struct Queue {
     InferenceModel& model;
     std::int64_t steps = 0;
@@ -163,7 +163,7 @@ void SingleSequence::generate_ids(std::span<const std::int32_t> prompt, const Ge
     ++queue.steps;
   };
   for (std::int64_t seen = 0; seen < request.max_ids;) {
-    // A decoder goes on after the first id.
+    // With a decoder only the first id is sampled here.
     while (queue.steps < model_->depth() && sampled < (decoder_ != nullptr ? 1 : request.max_ids)) submit_next();
     --queue.steps;
     const SpanResult& result = model_->collect()[0];

@@ -21,10 +21,10 @@ class IdDecoder {
 
   virtual std::vector<MemoryLine> memory() const = 0;  // beside the model's
   virtual std::int64_t most_ids() const = 0;           // of a launch
-  virtual std::int64_t most_first_ids() const = 0;
-  // Feeds `ids`, 1 to most_first_ids() of them, from `position` on, and then each id that it samples: `count` of them, or fewer if
-  // one is a stop id. They are written to `to`, too, if that is a place. The model and the launch before must have nothing left
-  // to do.
+  virtual std::int64_t most_first_ids() const = 0;     // that a launch can be given
+  // Feeds `ids`, 1 to most_first_ids() of them, from `position` on, and then each id that it samples: `count` of them,
+  // or fewer if one is a stop id. Where `to` is given, they are written there too. All earlier work of the model, and
+  // the previous launch, must have ended.
   virtual void launch(std::span<const std::int32_t> ids, std::int64_t position, std::int64_t count,
                       const GenerationRequest& request, const DeviceDrafts& to = {}) = 0;
   // Id i of the launch, as soon as the host has it. Exit::numeric if its logits were not finite.

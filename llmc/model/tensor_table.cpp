@@ -40,7 +40,7 @@ void TensorTable::add(std::string name, std::vector<std::int64_t> shape, Init in
   specs_.push_back(std::move(spec));
 }
 
-// Matrices that are one for a GEMM.
+// Adds neighbouring matrices, which a GEMM reads as one.
 void TensorTable::add_matrices(WeightScheme scheme, const std::vector<Matrix>& matrices) {
   begin_group();
   if (scheme == WeightScheme::none) {

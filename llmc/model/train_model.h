@@ -38,7 +38,7 @@ struct TrainOptions {
   std::uint64_t seed = 0;               // of the dropout masks, and of the rounding of moments
   Precision moments = Precision::fp32;  // in which AdamW's moments are stored; bf16: on a GPU, not with Precision::fp32
 
-  // A step is the work of so many ranks, which this model does one after the other (--virtual-ranks), with
+  // A step is the work of this many ranks, which the model does one after the other (--virtual-ranks), with
   // `rank_micro_batches` micro-batches each. A rank's gradients are those of a model that computes its micro-batches alone;
   // they are complete before they are added to the sum, in the order of the ranks. 1: all micro-batches are one rank's.
   std::int64_t virtual_ranks = 1, rank_micro_batches = 1;
@@ -71,7 +71,7 @@ struct StepStatistics {
 };
 
 enum class TensorRole { parameter, gradient, moment1, moment2 };
-// What a run goes on from. Ranks that read it together read it in this order.
+// The state with which a run resumes, in the order in which ranks read it together.
 inline constexpr TensorRole kStateRoles[] = {TensorRole::parameter, TensorRole::moment1, TensorRole::moment2};
 
 // Parameters and moments as they were at one moment, in host memory: what a thread can write to disk while training
@@ -139,8 +139,8 @@ class TrainModel {
   virtual void read_tensor(TensorRole role, const TensorSpec& spec, float* values) = 0;
   virtual void write_tensor(TensorRole role, const TensorSpec& spec, const float* values) = 0;
 
-  // With Precision::fp8 what the scales of the next step depend on (Fp8Scales::state()), otherwise empty. A run that goes on
-  // sets it after it has written all parameters: those that come from elsewhere make a model forget it.
+  // With Precision::fp8 what the scales of the next step depend on (Fp8Scales::state()), otherwise empty. A resumed run
+  // sets it after it has written all parameters, because parameters that are written make the model forget it.
   virtual std::vector<float> fp8_state() const { return {}; }
   virtual void set_fp8_state(std::span<const float> /*state*/) { fail(Exit::internal, "a model without fp8"); }
 
@@ -148,10 +148,11 @@ class TrainModel {
   // it cannot be had. This implementation calls read_tensor(); a GPU has one that copies while training goes on.
   virtual std::unique_ptr<StateCopy> make_state_copy();
 
-  // What of the state this model has without asking other ranks: ranges of the arena, in its order. Those of all ranks that
-  // have divided the state are the arena, and no element is in two of them.
+  // The part of the state that this model has without asking other ranks: ranges of the arena, in its order. The ranges
+  // of all ranks that have divided the state cover the arena, and no two of them overlap.
   virtual std::vector<Range> own_elements() const { return {{0, table().arena_elements()}}; }
-  // As make_state_copy(), of own_elements() alone: what it reads lies within one of these ranges, and no other rank takes part.
+  // As make_state_copy(), but of own_elements() alone: each read lies within one of these ranges. No other rank takes
+  // part.
   virtual std::unique_ptr<StateCopy> make_own_copy() { return make_state_copy(); }
 
   // Test tool: a kernel that faults, as a broken one would. Exit::usage on a device that has no kernels.

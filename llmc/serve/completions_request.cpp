@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kBody = "request body";
 
-// Members that would change the text if they were obeyed, each with the value beside null that changes nothing.
+// Members that are not supported and would change the text, each with the value that, like null, changes nothing.
 struct Unsupported {
   const char* name;
   Json neutral;
@@ -63,7 +63,8 @@ std::int64_t read_count(const Json& body, const std::string& name, std::int64_t 
   refuse(name, *found, format("an integer from 1 to %lld", static_cast<long long>(high)));
 }
 
-// Errors of the readers that batch files share say the field first: "temperature: got ...".
+// Runs a reader that batch files use, too, and turns its error into a RequestError about the field `name`. The messages
+// of these readers begin with the field: "temperature: got ...".
 template <typename Read>
 auto for_field(const std::string& name, Read&& read) {
   try {
@@ -166,7 +167,7 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
     const std::string& name = member.key();
     const Json& value = member.value();
     if (value.is_null()) continue;
-    // Elsewhere -1 means what 0 means here: all ids.
+    // Other servers of this API take -1 for all ids, which is 0 here.
     if (name == "top_k" && value == -1) continue;
     for_field(name, [&] { return read_completion_option(name, value, options); });
     if (name == "seed") request.seeded = true;
@@ -176,7 +177,7 @@ CompletionsRequest parse_completions(std::string_view text, const CompletionsCon
     throw RequestError(400, "stop: a stop text needs a tokenizer, and the model file has none", "stop");
   }
 
-  // Counted before the prompts are tokenized.
+  // Checked before the prompts are tokenized, which takes long.
   const auto prompt = body.find("prompt");
   const bool list = prompt != body.end() && prompt->is_array() && !prompt->empty() && !prompt->front().is_number();
   const std::int64_t prompts = list ? static_cast<std::int64_t>(std::min(prompt->size(), kMaxPrompts)) : 1;

@@ -18,7 +18,7 @@ inline constexpr int kMaxRequestDepth = 8;                   // of the JSON: a l
 inline constexpr std::size_t kMaxRequestValues = 1'000'000;  // of the JSON: what bounds the ids of all prompts
 inline constexpr std::size_t kMaxPrompts = 1024;             // of one request
 inline constexpr std::int64_t kMaxChoices = 128;             // n
-inline constexpr std::int64_t kDefaultMaxTokens = 16;        // the API's
+inline constexpr std::int64_t kDefaultMaxTokens = 16;        // the API's default
 
 // A request that is refused: the status and the fields of the API's error object.
 class RequestError : public Error {
@@ -44,7 +44,7 @@ struct CompletionsRequest {
   std::int64_t sequences() const { return n * static_cast<std::int64_t>(prompts.size()); }
 };
 
-// What a request is read for.
+// What parse_completions() has to know about the server.
 struct CompletionsContext {
   std::string model;                                      // the name that requests may give
   const Tokenizer* tokenizer = nullptr;                   // may be null
@@ -53,8 +53,8 @@ struct CompletionsContext {
   std::int64_t max_sequences = 1024;  // prompts times n
 };
 
-// Fields that are not known are ignored, as other servers of this API do; those that would change the text and are not
-// supported are refused unless they have the value that changes nothing. Throws RequestError, which names the field.
+// Unknown fields are ignored, as in other servers of this API. Fields that would change the text and are not supported
+// are refused unless they have the value that changes nothing. Throws RequestError, which names the field.
 CompletionsRequest parse_completions(std::string_view text, const CompletionsContext& context);
 
 }  // namespace weft

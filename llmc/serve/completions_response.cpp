@@ -105,7 +105,7 @@ void CompletionsChoice::add_prompt_tokens(const CompletionPiece& piece) {
   for (std::size_t i = 0; i < prompt_->ids.size(); ++i) {
     const std::int32_t id = prompt_->ids[i];
     const bool known = decoder.has_value() && id < tokenizer_->vocab_size();
-    // The token that begins a document is put in front of a text: it is none of its characters.
+    // The token that begins a document was put in front of the text, so none of the text's characters are its own.
     const bool in_front =
         i == 0 && known && tokenizer_->is_special(id) && !piece.text.starts_with(tokenizer_->token_bytes(id));
     const std::string text = known && !in_front ? decoder->push(id) : std::string();
@@ -142,7 +142,7 @@ std::string CompletionsChoice::write() {
   return out;
 }
 
-// OpenAI's form: what is no UTF-8 by itself is written as bytes.
+// The text of a token in OpenAI's form: "bytes:\x..." if its bytes alone are not valid UTF-8.
 std::string CompletionsChoice::token_text(std::int32_t id) const {
   if (tokenizer_ == nullptr || id >= tokenizer_->vocab_size()) return format("token_id:%d", id);
   const std::string bytes = tokenizer_->token_bytes(id);

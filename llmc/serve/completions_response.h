@@ -31,8 +31,8 @@ struct CompletionsUsage {
   std::int64_t completion_tokens = 0;  // of all choices
 };
 
-// One choice: collects the pieces of a completion, and writes what has come since it wrote last. Log-probabilities are
-// written with the text of their token: a token that a stop text removes, or a stop id, has neither.
+// One choice: collects the pieces of a completion, and writes what has come since the last write(). Log-probabilities
+// are written with the text of their token: those of a stop id, or of a token that a stop text removes, are not.
 class CompletionsChoice {
  public:
   // `prompt`: what the text continues; may be null without log-probabilities. `alternatives`: CompletionOptions::logprobs.

@@ -1,6 +1,6 @@
 #include "llmc/serve/http.h"
 
-// No part of Boost is linked: its error codes are header-only.
+// Boost is used from its headers alone: no library of it is linked.
 #define BOOST_ERROR_CODE_HEADER_ONLY
 #define BOOST_SYSTEM_NO_DEPRECATED
 #include <algorithm>
@@ -104,7 +104,7 @@ class HttpServerState {
   const HttpErrorBody error_body;
   std::atomic<std::int64_t> open{0}, refused{0}, cut_off{0};
 
-  // Used on the thread of the connections alone. Before `io`, whose end destroys the last connections.
+  // Used on the thread of the connections alone. Declared before `io`, whose destructor destroys the last connections.
   std::unordered_set<Connection*> connections;
   std::size_t body_bytes = 0;  // reserved
   bool stopping = false;
@@ -181,7 +181,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool closed_ = false, close_after_ = false;
 
   boost::beast::flat_buffer buffer_{kBufferBytes};
-  // read_some() is under way: in every phase but `reading`, so that the end of a client is noticed.
+  // A read_some() is pending, as in every phase but `reading`, so that a client that goes away is noticed.
   bool reads_ = false;
   std::optional<Parser> parser_;
   std::size_t reserved_ = 0;  // bytes of all_body_bytes, while the request is read
@@ -266,8 +266,8 @@ void Connection::next_request() {
   limit_reading(server_.limits.idle_seconds);
   error_code ignored;
   if (!reads_) return buffer_.size() > 0 ? read_header() : read_some();
-  // A request that came while the one before was answered is in the buffer: the read that waits for more ends, and its
-  // handler goes on with what is there.
+  // A request that came while the one before was answered is in the buffer. Cancelling the pending read calls its
+  // handler, which goes on with what is there.
   if (buffer_.size() > 0) socket_.cancel(ignored);
 }
 
@@ -277,7 +277,7 @@ void Connection::read_some() {
                           [self = shared_from_this()](const error_code& error, std::size_t bytes) {
                             self->reads_ = false;
                             if (self->closed_) return;
-                            // The end of the client's data is taken for the end of the client.
+                            // A client that has closed its side of the connection is taken to be gone.
                             if (error && error != asio::error::operation_aborted) return self->close();
                             self->buffer_.commit(bytes);
                             self->on_data();
@@ -314,13 +314,13 @@ void Connection::read_header() {
 
 void Connection::on_header(const error_code& error) {
   if (error) return answer_read_error(error);
-  // Beast takes a body in another encoding for none, and what it holds for the next request.
+  // Beast treats a body in another transfer encoding as absent, and would parse its bytes as the next request.
   const auto encoding = parser_->get()[http::field::transfer_encoding];
   if (!encoding.empty() && (!boost::beast::iequals(encoding, "chunked") || parser_->get().version() < 11)) {
     return refuse(
         400, "Transfer-Encoding: got " + escaped(std::string(encoding)) + ", expected none, or chunked since HTTP 1.1");
   }
-  // How long a chunked body is shows at its end only.
+  // The length of a chunked body is only known at its end, so the most is reserved.
   const auto length = parser_->content_length();
   const std::size_t bytes =
       length ? static_cast<std::size_t>(*length) : (parser_->chunked() ? server_.limits.body_bytes : 0);
@@ -345,7 +345,7 @@ void Connection::answer_read_error(const error_code& error) {
     return refuse(431, format("the header has more than the %zu bytes that are accepted", server_.limits.header_bytes));
   }
   if (error == http::error::buffer_overflow) return refuse(400, "a line between two chunks is too long");
-  // Errors of the parser are of a category of their own; after one of the socket there is nobody to tell.
+  // Errors of the parser have a category of their own. After an error of the socket no answer can reach the client.
   if (error.category() != make_error_code(http::error::bad_method).category() || error == http::error::end_of_stream ||
       error == http::error::partial_message) {
     return close();
@@ -470,7 +470,8 @@ std::vector<asio::const_buffer> Connection::next_buffers() const {
 }
 
 void Connection::write() {
-  // At once, if the kernel takes it, as it nearly always does: a handler and a timer cost as much as all else of an event.
+  // First without waiting, which nearly always suffices: an asynchronous write and its timer cost as much as all the
+  // rest of an event.
   error_code error;
   take_written(socket_.write_some(next_buffers(), error));
   if (error && error != asio::error::would_block) return close();

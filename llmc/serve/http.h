@@ -25,7 +25,7 @@ struct HttpLimits {
   std::size_t body_bytes = 4 << 20;
   std::size_t all_body_bytes =
       256 << 20;                        // bodies of all connections together, from the header to the end of the handler
-  std::size_t backlog_bytes = 1 << 20;  // of a stream, not yet taken by the client: then the connection is cut off
+  std::size_t backlog_bytes = 1 << 20;  // unsent bytes of a stream at which its client is cut off for being too slow
   std::size_t socket_buffer_bytes = 256 << 10;  // of the kernel, for what is sent
   std::int64_t connections = 1024;              // further ones are closed at once
   double read_seconds = 30;                     // from the first byte of a request to its last
@@ -54,7 +54,7 @@ class HttpExchange {
  public:
   virtual ~HttpExchange() = default;
   virtual const HttpRequest& request() const = 0;
-  virtual std::string take_body() = 0;  // by the handler, before it returns: the request's body is empty then
+  virtual std::string take_body() = 0;  // only before the handler returns; request().body is empty afterwards
   virtual void respond(HttpResponse response) = 0;
   // 200, text of unknown length. HTTP/1.1: chunked; HTTP/1.0: up to the end of the connection.
   virtual void begin_stream(const std::string& content_type) = 0;
@@ -69,7 +69,7 @@ class HttpExchange {
 // Must not throw.
 using HttpHandler = std::function<void(const std::shared_ptr<HttpExchange>&)>;
 
-// Answers of HTTP's own, such as 413, in the form that the handler's clients expect: the body for a status and a message.
+// The body of an answer that HTTP itself gives, such as 413, in the form that the handler's clients expect.
 using HttpErrorBody = std::function<std::string(int status, const std::string& message)>;
 
 // HOST:PORT, as "127.0.0.1:8000", "[::1]:8000" or "localhost:0". Exit::usage with `option` if it is not.

@@ -30,7 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kSignalInterval = std::chrono::milliseconds(100);  // an idle engine asks for signals that often
+constexpr auto kSignalInterval = std::chrono::milliseconds(100);  // how often an idle engine looks for a stop signal
 constexpr double kCancelSeconds = 5;                              // for cancelled requests to leave the engine
 constexpr double kFlushSeconds = 2;                               // for clients to take their last bytes
 constexpr std::size_t kMaxKeyBytes = 4096;
@@ -72,7 +72,7 @@ struct Answer {
   bool stream = false, include_usage = false;
 
   std::atomic<bool> cancelled{false};
-  std::vector<RequestId> ids;  // in the engine; under answers_mutex, which is held until all have been submitted
+  std::vector<RequestId> ids;  // in the engine; guarded by answers_mutex, which submit() holds until all are submitted
 
   // On the thread of the connections alone.
   std::vector<CompletionsChoice> choices;
@@ -82,11 +82,11 @@ struct Answer {
   std::string unsent;  // events of a stream
 };
 
-// What the engine handed out in a step.
+// What the engine handed out for one choice in a step.
 struct Event {
   std::shared_ptr<Answer> answer;
   std::size_t choice = 0;
-  CompletionPiece piece;             // without `end`
+  CompletionPiece piece;             // if there is no `end`
   std::optional<CompletionEnd> end;  // the last event of the choice
 };
 
@@ -154,13 +154,13 @@ class CompletionsServer::State {
   std::int64_t max_in_flight = 0;
 
   // What a step hands out is collected in outbox, on the engine's thread, and passes through inbox to the thread of the
-  // connections. There all events of a stream that have come by then become one write: if the thread falls behind, it has
-  // less to do.
+  // connections. There all pending events of a stream become one write, so that a thread that has fallen behind catches
+  // up.
   std::vector<Event> outbox;
   std::mutex inbox_mutex;
   std::vector<Event> inbox;
   bool delivery_posted = false;   // of inbox
-  std::vector<Event> delivering;  // of the thread of the connections; its memory is used again
+  std::vector<Event> delivering;  // used on the thread of the connections; kept for its memory
 
   HttpServer http;  // last: its threads use all of the above
 };
@@ -355,7 +355,7 @@ void CompletionsServer::State::complete(const std::shared_ptr<HttpExchange>& exc
 
 void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, const CompletionsRequest& request) {
   const std::int64_t count = request.sequences();
-  std::int64_t mine = count;  // of in_flight, not yet the engine's
+  std::int64_t mine = count;  // reserved in in_flight and not yet submitted to the engine
   if (in_flight.fetch_add(count) + count > max_in_flight) {
     in_flight -= count;
     throw RequestError(429,
@@ -363,7 +363,7 @@ void CompletionsServer::State::submit(const std::shared_ptr<Answer>& answer, con
                        "", "queue_full");
   }
   try {
-    check_ready();  // after the reservation: the end of the server waits for all that is reserved
+    check_ready();  // again after the reservation: a server that drains waits for all completions that are reserved
     const bool scored = request.options.logprobs >= 0;
     std::vector<Completion> completions;
     for (const CompletionPrompt& prompt : request.prompts) {

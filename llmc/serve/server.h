@@ -1,7 +1,7 @@
 // The server of infer_pythia --serve: the completions API of OpenAI over one engine (doc/serving.md).
 //
-// Three kinds of threads: the one that calls run() steps the engine, one reads and writes connections and makes JSON of
-// what the engine hands out, workers parse and tokenize requests. What the engine hands out passes to the second in
+// Three kinds of threads: the one that calls run() steps the engine; one reads and writes connections and makes JSON of
+// what the engine hands out; workers parse and tokenize requests. The first passes its results to the second in
 // batches, through one queue: a step never waits for a client.
 #pragma once
 

@@ -1,7 +1,7 @@
-// Byte-pair encoding of the tokens of one piece of text: of all pairs of neighbouring tokens the one whose merge has the lowest rank is
-// replaced by the merged token, the leftmost one among equals, until no pair has a merge. Source: Sennrich, Haddow, Birch
-// 2016, "Neural Machine Translation of Rare Words with Subword Units"; the order of ties is that of the Hugging Face
-// `tokenizers` library.
+// Byte-pair encoding of the tokens of one piece of text: of all pairs of neighbouring tokens the one whose merge has
+// the lowest rank is replaced by the merged token, the leftmost one among equals, until no pair has a merge. Source:
+// Sennrich, Haddow, Birch 2016, "Neural Machine Translation of Rare Words with Subword Units"; the order of ties is
+// that of the Hugging Face `tokenizers` library.
 #pragma once
 
 #include <cstdint>

@@ -253,8 +253,9 @@ std::string Reader::text_of(const std::string& content) const {
   return spec_.base.by_character ? content : bytes_of_alphabet(content).value_or(content);
 }
 
-// An added token that is matched in the normalized text is decoded as its content is normalized. As the original knows special
-// tokens by what is decoded, it then leaves such a one out only if that, too, is the content of a special token.
+// An added token that is matched in the normalized text is decoded as its normalized content. The original
+// recognises special tokens by their decoded text, so it leaves out such a token only if its normalized content,
+// too, is that of a special token.
 void Reader::read_texts() {
   const Normalizer normalizer(spec_.normalizers);
   std::vector<std::string> decoded = spec_.contents;

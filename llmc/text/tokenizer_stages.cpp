@@ -100,7 +100,7 @@ void StageReader::read_split(const Node& node) {
   spec_.steps.emplace_back().rule = *rule;
 }
 
-// Of the old spelling, add_prefix_space, only false says something: it must agree with prepend_scheme.
+// The old field add_prefix_space only matters if it is false: then it must agree with prepend_scheme.
 MetaspaceRule StageReader::metaspace(const Node& node) const {
   MetaspaceRule rule;
   rule.character = node["replacement"].character();

@@ -12,7 +12,7 @@ namespace weft {
 namespace {
 
 constexpr double kShareOfFreeMemory = 0.8;
-constexpr auto kMessageInterval = std::chrono::seconds(60);  // while wait() waits
+constexpr auto kMessageInterval = std::chrono::seconds(60);  // between two messages of wait()
 
 std::string bytes_text(std::uint64_t bytes) {
   return human_bytes(static_cast<double>(bytes));

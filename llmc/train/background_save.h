@@ -38,30 +38,30 @@ class BackgroundSave {
     std::int64_t step = 0;
     std::string path;            // of the checkpoint; empty if it failed
     std::optional<Error> error;  // why
-    bool was_last = false;       // what the ranks do together has ended: no later save can succeed
+    bool was_last = false;       // the ranks' communicator has failed: no later save can succeed
     double seconds = 0;          // from start() to the end, reading back included
-    double stalled_seconds = 0;  // the part of them during which training waited
+    double stalled_seconds = 0;  // the part of `seconds` during which training waited
   };
 
   // `copy` null: start() writes the checkpoint before it returns.
   BackgroundSave(CheckpointKeeper& keeper, std::unique_ptr<StateCopy> copy);
-  // On each rank of those that save together, with the copy of its own part. All of them call start() for the same steps; on
-  // ranks other than the first the results are without a path.
+  // For ranks that save together: each has a copy of its own part of the state, and all call start() for the same
+  // steps. Only the first rank's results have a path.
   BackgroundSave(std::unique_ptr<JointSave> joint, std::unique_ptr<StateCopy> copy);
   ~BackgroundSave();  // waits for a save in progress; its failure is a warning
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
 
-  // Call it only when the result of the start() before has been taken. An error of copying the state is thrown, one of
-  // writing it is in the result.
+  // Begins a save. The result of the previous start() must have been taken. An error of copying the state is thrown; an
+  // error of writing the files is part of the result.
   void start(const TrainState& state, TrainModel& model);
-  // The result of start(), once; empty: none, or not yet.
+  // The result of the save that start() began, returned once. Nothing while it runs, or if none was begun.
   std::optional<Result> poll() { return wait_at_most(std::chrono::milliseconds(0)); }
   std::optional<Result> wait_at_most(std::chrono::milliseconds limit);
-  std::optional<Result> wait();                  // the same, but waits, with a message once a minute
+  std::optional<Result> wait();                  // waits until the save has ended, with a message once a minute
   bool in_progress() const { return started_; }  // the result of start() has not been taken
 
-  // Saves on the calling thread. Not between start() and the taking of its result.
+  // Saves on the calling thread. Must not be called between start() and the taking of its result.
   Result save_now(const TrainState& state, TrainModel& model);
 
  private:
@@ -74,7 +74,7 @@ class BackgroundSave {
   const std::unique_ptr<StateCopy> copy_;
   Clock::time_point begin_;
   TrainState state_;              // of the save in progress
-  std::vector<float> fp8_state_;  // with it
+  std::vector<float> fp8_state_;  // TrainModel::fp8_state() at that step
   Result result_;
   double stalled_seconds_ = 0;
   bool started_ = false;

@@ -63,7 +63,7 @@ std::vector<float> noise_table() {
   return table;
 }
 
-// Steps on one random micro-batch, as the loop would take them.
+// Takes training steps, as TrainLoop does, on one random micro-batch.
 class BenchSteps {
  public:
   BenchSteps(TrainModel& model, const TrainSettings& settings, int ranks)
@@ -191,7 +191,7 @@ std::vector<std::string> operator_table_text(const OperatorTable& table, const s
 
 namespace {
 
-// What was measured, and where: the fields that all results begin with.
+// The fields with which all results begin: what was measured, and on which device.
 Json measured_json(const TrainSettings& s, const std::string& device_name) {
   return {{"device", device_name},        {"config", s.config.empty() ? s.model : s.config},
           {"precision", s.precision},     {"recompute", s.recompute},

@@ -25,9 +25,9 @@ constexpr const char* kFp8Tensor = "fp8.amax";
 constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kFormat = "weft checkpoint";
 constexpr int kFormatVersion = 1;
-constexpr std::size_t kMaxManifestBytes = 16 << 20;  // that of the largest model, of 1,024 layers, has 6 MB
+constexpr std::size_t kMaxManifestBytes = 16 << 20;  // a model of 1,024 layers, the most allowed, needs 6 MB
 constexpr std::int64_t kMaxCount = std::numeric_limits<std::int64_t>::max();
-// Limit for counters that are read from a file and counted on: they stay far below 2^63.
+// Limit for counters read from a file: they are counted on, and must stay far below 2^63.
 constexpr std::int64_t kMaxCounter = 1'000'000'000'000'000'000;
 
 std::string hash_text(std::uint64_t hash) {
@@ -55,8 +55,8 @@ const Json& json_object(const Json& object, const char* key, const std::string& 
 
 // ---- writing ----
 
-// All of a manifest but its list of files. It follows from the content of the files, so that a load can compute it again
-// and compare.
+// Every field of a manifest except the list of files. The fields follow from the content of the files, so a load
+// computes them again and compares.
 Json manifest_head(const TrainState& state, const ModelConfig& model, const Json& settings) {
   return {{"format", kFormat},
           {"format_version", kFormatVersion},
@@ -180,7 +180,7 @@ void check_against_manifest(const Json& entry, const TensorFile& file, const std
   }
 }
 
-// Checks shape, hash, and that every value is finite: a NaN with a correct hash is no state to go on from either.
+// Checks shape, hash, and that every value is finite: training cannot go on from a NaN, even one with a correct hash.
 void check_values(const TensorFile& file, const std::string& name, const std::vector<std::int64_t>& shape) {
   const TensorInfo& tensor = file.at(name);
   if (tensor.shape != shape) {
@@ -311,7 +311,7 @@ void Checkpoint::check_tensors() const {
   if (in_fp8()) check_values(training_, kFp8Tensor, fp8_shape(model()));
 }
 
-// That there is a history of scales follows from the settings: one that is missing is damage.
+// Decided by the settings, not by the file, so that a missing history of scales is found to be damage.
 bool Checkpoint::in_fp8() const {
   return run_["settings"].value("precision", Json()) == "fp8";
 }
@@ -319,7 +319,7 @@ bool Checkpoint::in_fp8() const {
 void Checkpoint::require_same_model(const RunIdentity& run, const std::string& source) const {
   const Json saved = config_to_json(model());
   Json now = config_to_json(run.model);
-  // A new model takes these keys from its tokenizer. If nothing else differs, the tokenizer was exchanged.
+  // A new model takes these keys from its tokenizer. If nothing else differs, the tokenizer was replaced.
   Json with_saved_ids = now;
   for (const char* key : {"bos_id", "eos_ids"}) with_saved_ids[key] = saved[key];
   const std::string saved_tokenizer = model_.has_tokenizer() ? model_.tokenizer_json() : std::string();
@@ -522,7 +522,7 @@ void CheckpointKeeper::write(const std::string& path, const TrainState& state, c
   const std::string model_path = path + "/" + kModelName, training_path = path + "/" + kStateName;
   TensorFileWriter model = declare_model(model_path, identity_, table);
   TensorFileWriter training = declare_training_state(training_path, identity_, state, table, !source.fp8_state.empty());
-  // Both files may be filled at the same time (not under an injected fault, which counts their bytes in order), but they
+  // Both files may be filled at the same time, unless an injected fault counts bytes in the order of the files. They
   // are synced and renamed one after the other.
   in_parallel(2, source.for_many_threads && !write_fault_armed() ? 2 : 1, [&](std::size_t file) {
     if (file == 0) {
@@ -558,10 +558,10 @@ std::string CheckpointKeeper::save(const TrainState& state, const TensorTable& t
   return keep(state);
 }
 
-// The checkpoint of this state is complete.
+// Called when the checkpoint of `state` is complete: records it, removes old ones and returns its path.
 std::string CheckpointKeeper::keep(const TrainState& state) {
   intact_.insert(state.step);
-  if (state.best && state.best->step == state.step) best_ = state.step;  // only now may the best one before be removed
+  if (state.best && state.best->step == state.step) best_ = state.step;  // only now may the previous best be removed
   remove_old();
   return directory_.checkpoint_path(state.step);
 }
@@ -607,8 +607,8 @@ Error CheckpointKeeper::not_finite(const TrainState& state, const std::string& v
                                  : ("The newest checkpoint is " + escaped(last_path())).c_str())};
 }
 
-// Nothing older is removed before the new checkpoint has been read from the disk and found intact. Reading refuses a value
-// that is not finite like any damage; the source is then searched for one, to tell the two apart.
+// Nothing older is removed before the new checkpoint has been read from the disk and found intact. A value that is not
+// finite makes the read fail like damage does; so the source is searched for one, to report the true cause.
 void CheckpointKeeper::read_back(const std::string& path, const TrainState& state, const TensorTable& table,
                                  const TensorSource& source) const {
   try {

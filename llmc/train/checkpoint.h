@@ -1,9 +1,9 @@
 // Checkpoints: everything that a run needs to go on as if it had never stopped.
 //
-// step_00000100/ holds model.bin (a model file: parameters in fp32 and the tokenizer; --model and
-// export_hf.py read it), state.bin (a training state: both moments, with --precision fp8 the history of its scales, and a JSON
-// object with TrainState and RunIdentity), and manifest.json (names, sizes and hashes of all that). A save writes step_N.tmp, syncs it
-// and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
+// step_00000100/ holds model.bin (a model file with the parameters in fp32 and the tokenizer, for --model and
+// export_hf.py), state.bin (a training state: both moments, with --precision fp8 the history of its scales, and a JSON
+// object with TrainState and RunIdentity) and manifest.json (names, sizes and hashes of both). A save writes
+// step_N.tmp, syncs it and renames it; a load refuses a checkpoint whose sizes, hashes, steps or values do not agree.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,7 @@ struct TrainState {
   bool operator==(const TrainState&) const = default;
 };
 
-// What identifies a run: only a run that agrees in it may continue a checkpoint.
+// What identifies a run: a checkpoint may only be continued by a run with the same identity.
 struct RunIdentity {
   ModelConfig model;
   Json settings;           // TrainSettings::numeric_settings()
@@ -63,11 +63,11 @@ struct RunIdentity {
 // A checkpoint that was read completely and found intact.
 class Checkpoint {
  public:
-  // What is known of the values in the files: nothing, or that they have been read, are finite, and have the hashes that the
-  // tables of the files say.
+  // What the caller knows of the values in the files. unknown: nothing. checked: all have been read, are finite, and
+  // have the hashes that the files' tables give.
   enum class Values { unknown, checked };
-  // Checks manifest, sizes and, where they are unknown, every hash, and that every value is finite; Exit::bad_file says what
-  // is wrong.
+  // Checks manifest and sizes and, with Values::unknown, every hash and that every value is finite.
+  // Exit::bad_file says what is wrong.
   static Checkpoint open(const std::string& path, std::int64_t step, Values values = Values::unknown);
 
   const TrainState& state() const { return state_; }
@@ -102,8 +102,8 @@ struct TensorSource {
 TensorSource tensors_of(TrainModel& model);
 TensorSource tensors_of(const StateCopy& copy, std::vector<float> fp8_state);
 
-// What the other ranks do while the first one calls StateCopy::take(): they give it what they alone have, role by role, tensor by
-// tensor, as TrainModel::make_state_copy() reads it.
+// Called on the other ranks while the first one is in StateCopy::take(): sends it the part of the state that only this
+// rank has, role by role and tensor by tensor, in the order in which TrainModel::make_state_copy() reads.
 void take_part_in_copy(TrainModel& model);
 
 // What a tensor of kStateRoles is called in the file that holds it.
@@ -127,9 +127,9 @@ class CheckpointKeeper {
   std::string save(const TrainState& state, const TensorTable& table, const TensorSource& source);
   std::string save(const TrainState& state, TrainModel& model) { return save(state, model.table(), tensors_of(model)); }
 
-  // The same in two steps, between which all ranks write the values of the tensors and read them back. begin_shared() makes
-  // the files, at their full size; commit_shared() gets what was read of each tensor, in the order of the offsets, and does the
-  // rest. discard() removes what was written.
+  // The same in two steps, for ranks that save together. begin_shared() creates the files at their full size; all ranks
+  // then write the values of the tensors and read them back; commit_shared() gets what was read of each tensor, in the
+  // order of SharedCheckpoint::offsets, and completes the checkpoint. discard() removes what was written.
   SharedCheckpoint begin_shared(const TrainState& state, const TensorTable& table) const;
   std::string commit_shared(SharedCheckpoint& files, const TrainState& state, const TensorTable& table,
                             std::span<const TensorRead> tensors);
@@ -158,8 +158,8 @@ class CheckpointKeeper {
   std::optional<std::int64_t> best_;  // the step of the checkpoint with the lowest loss on --val: it is not removed
 };
 
-// CheckpointKeeper::resume() for all ranks of a run, which all get its result, or an error. The first rank has the keeper;
-// the others have null, and read the checkpoint that it has chosen, each for its own model.
+// CheckpointKeeper::resume() on all ranks: each gets the same result, or the same error. The first rank has the keeper
+// and chooses the checkpoint; the others pass null, and each loads it into its own model.
 std::optional<TrainState> resume_on_all(Communicator& ranks, CheckpointKeeper* keeper, ResumeMode mode,
                                         TrainModel& model);
 

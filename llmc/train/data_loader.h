@@ -39,7 +39,7 @@ class TokenDataset {
   void read_window(std::uint64_t window, std::span<std::int32_t> tokens, std::span<std::int32_t> labels) const;
   void verify() const;  // every shard's data hash and every id
 
-  // The window that row `row` of a measurement reads, whose `rows` rows are spread evenly over all windows. row < rows.
+  // A measurement of `rows` rows, spread evenly over all `windows`: the window that row `row` < `rows` reads.
   static std::uint64_t spread_window(std::uint64_t row, std::uint64_t rows, std::uint64_t windows);
 
   // [{"name", "tokens", "xxh3"}, ...]: what a checkpoint records of the data. The hash is that of the shard's
@@ -59,15 +59,15 @@ struct MicroBatch {
   Batch view() const { return {tokens, labels}; }
 };
 
-// The micro-batches that one rank computes: so many neighbours, behind those of the rank before. After those of the last rank
-// come more of the first: of the next step or, where a step has several times as many, of the same.
+// One rank's share of the micro-batches: `micro_batches` consecutive ones, after those of the rank before. After the
+// last rank comes the first again, for the next step or, if a step takes several rounds, for the same one.
 struct DataShare {
   std::int64_t rank = 0, ranks = 1;
-  std::int64_t micro_batches = 1;  // of a rank at a time
+  std::int64_t micro_batches = 1;  // of a rank in one round
 };
 
-// Hands out micro-batches in the run's order, to a rank its share of them. Its whole state is one number: how many windows
-// the run, on all ranks, has consumed.
+// Hands out a rank's share of the micro-batches in the run's order. Its only state is the number of windows that all
+// ranks together have consumed.
 class DataLoader {
  public:
   // Begins at window number `position` of the run, where a step begins. The dataset must outlive the loader.
@@ -80,7 +80,7 @@ class DataLoader {
   // The next B windows. An error of the reading thread is thrown here, after all batches read before it; the
   // position then still is that of the last good batch.
   MicroBatch next();
-  std::uint64_t position() const { return position_; }  // windows consumed, if the other ranks have come as far
+  std::uint64_t position() const { return position_; }  // windows consumed, if every rank has called next() as often
   std::uint64_t epoch() const { return position_ / order_.count(); }
 
  private:
@@ -93,7 +93,7 @@ class DataLoader {
   const DataOrder order_;
   const DataShare share_;
   const std::uint64_t begin_;  // the position at the start
-  std::uint64_t position_;     // of next(); the thread has a position of its own
+  std::uint64_t position_;     // after the last next(); the thread counts for itself
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -17,8 +17,7 @@ namespace weft {
 
 namespace {
 
-// The hooks are plain functions, so their state is global. After arm_save_fault() only threads that save use it, one at a
-// time: files beside checkpoints are not counted.
+// The hooks are plain functions, so their state is global. Only writes to the directory of a save are counted.
 std::mutex hook_mutex;
 FaultPlan armed;
 std::string current_save;        // the step_N.tmp that is being written
@@ -30,7 +29,7 @@ bool belongs_to_save(const std::string& directory) {
   return directory.ends_with(".tmp") && directory.find("step_") != std::string::npos;
 }
 
-// Carries out the fault of the save.
+// Makes the save fail in the planned way.
 void fail_save(const std::string& path) {
   if (armed.save == SaveFault::kill) ::raise(SIGKILL);
   save_fault_done = true;

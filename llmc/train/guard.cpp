@@ -37,8 +37,8 @@ std::string first_bad_gradient(TrainModel& model) {
   return {};
 }
 
-// Adds `value` to a level; returns whether it is a spike. `least_deviation` takes the place of a smaller standard deviation,
-// so that in a smooth run an ordinary step is none.
+// Updates a level with `value` and returns whether it is a spike. The standard deviation is taken to be at least
+// `least_deviation`, so that an ordinary step of a very smooth run is not a spike.
 bool SpikeDetector::observe(Level& level, double value, double least_deviation) const {
   constexpr std::int64_t kFirst = 8;    // steps before the first result
   constexpr std::int64_t kMemory = 16;  // steps that mean and variance look back over

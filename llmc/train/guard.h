@@ -39,8 +39,8 @@ struct Spike {
 // is not finite, mean and variance would never be finite again. Part of a checkpoint.
 class SpikeDetector {
  public:
-  // Nothing unless a value lies more than kSpikeDeviations standard deviations above its mean; then adds both to the means.
-  // Nothing during the first steps either, nor in the steps that follow a spike: it is reported once.
+  // Adds both values to their means. Returns a spike if one of them lies more than kSpikeDeviations standard deviations
+  // above its mean, but not during the first 8 steps, nor during the 16 after a spike: a spike is reported once.
   std::optional<Spike> observe(double loss, double gradient_norm);
 
   Json to_json() const;
@@ -56,7 +56,7 @@ class SpikeDetector {
   bool observe(Level& level, double value, double least_deviation) const;
 
   std::int64_t observed_ = 0;
-  std::int64_t quiet_ = 0;  // steps that are still not reported
+  std::int64_t quiet_ = 0;  // number of following steps whose spikes are not reported
   Level loss_, log_norm_;
 };
 inline constexpr double kSpikeDeviations = 6;

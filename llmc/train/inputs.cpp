@@ -20,8 +20,8 @@ namespace {
 constexpr std::uint64_t kMaxTokenizerBytes = 100'000'000;
 constexpr std::int64_t kMaxVocabulary = 1'000'000;  // of a model (llmc/model/config.cpp)
 constexpr std::int64_t kVocabularyRows = 128;       // a new model's vocabulary is padded to a multiple of this
-// Hashing shards takes a second for each gigabyte. Data of up to so many tokens is verified at every start, larger data only
-// in a dry run.
+// Hashing shards takes about a second per gigabyte. Data of at most this many tokens is verified at every start,
+// larger data only in a dry run.
 constexpr std::int64_t kVerifyTokens = 200'000'000;
 
 void open_model(const TrainSettings& settings, TrainInputs& inputs) {
@@ -38,7 +38,7 @@ void open_model(const TrainSettings& settings, TrainInputs& inputs) {
            norm_kind_name(inputs.config.norm));
     }
   }
-  // With --compare the reference dump says how long its sequences are.
+  // With --compare the reference dump gives the sequence length.
   if (settings.compare.empty() && settings.seq_len > inputs.config.max_positions) {
     fail(Exit::usage, "--seq-len: got %lld, expected at most the %lld positions of the model",
          static_cast<long long>(settings.seq_len), static_cast<long long>(inputs.config.max_positions));
@@ -116,7 +116,7 @@ void adopt_tokenizer(TrainInputs& inputs) {
   }
 }
 
-// A run must not write where it reads: files of checkpoints beside shards would match the same patterns.
+// A run must not write where it reads: model.bin and state.bin beside the shards could match the pattern of --train.
 void check_output(const TrainSettings& settings, const TrainInputs& inputs) {
   if (settings.out.empty()) return;
   std::error_code error;

@@ -18,10 +18,10 @@ namespace weft {
 
 namespace {
 
-constexpr unsigned kThreads = 2;                // of each rank: several of them share a machine
-constexpr std::int64_t kPieceValues = 1 << 18;  // stay in a core's cache from when they are made until they are written
+constexpr unsigned kThreads = 2;                // of each rank; few, because several ranks share a machine
+constexpr std::int64_t kPieceValues = 1 << 18;  // 1 MB: stays in a core's cache between conversion, hash and write
 
-// The ranges of all ranks.
+// The ranges that each rank has, by rank. Called by all ranks together.
 std::vector<std::vector<Range>> gather_ranges(Communicator& ranks, const std::vector<Range>& own) {
   std::vector<Range> parts;
   std::int64_t end = 0;
@@ -69,7 +69,7 @@ JointSave::JointSave(Communicator& ranks, CheckpointKeeper* keeper, const Tensor
       fail(Exit::internal, "%s: the ranks do not have each element once", name_of(t).c_str());
     }
   }
-  // Behind each other the tensors have `all` elements: each is read by the rank in whose even share it begins.
+  // Laid end to end the tensors have `all` elements; each is read back by the rank in whose equal share it begins.
   const std::int64_t all = std::ssize(kStateRoles) * table.arena_elements();
   std::size_t next = 0;
   for (std::int64_t r = 1; r <= ranks.size(); ++r) {
@@ -95,10 +95,10 @@ void JointSave::together(const std::function<void()>& work) {
 }
 
 std::string JointSave::save(const TrainState& state, const StateCopy& copy) {
-  std::optional<AtWork> at_work;  // a disk may take longer than the others have patience
+  std::optional<AtWork> at_work;  // a slow disk may take longer than the other ranks' time limit
   try {
     at_work.emplace(ranks_);
-  } catch (const std::system_error&) {  // the user's limit of threads is reached: it has to be quick
+  } catch (const std::system_error&) {  // the user's limit of threads is reached: save without, within the time limit
   }
   std::optional<SharedCheckpoint> made;
   try {
@@ -131,7 +131,7 @@ JointSave::Files JointSave::tell_files(const SharedCheckpoint* made) {
 void JointSave::write_parts(const Files& files, const StateCopy& copy) {
   SharedFile model(files.model), training(files.training);
   const Range mine = parts_of_rank_[rank()];
-  // An injected fault counts the bytes of a save in their order.
+  // An injected fault counts the bytes of a save in the order of the parts, so it needs one thread.
   in_parallel(static_cast<std::size_t>(mine.size()), write_fault_armed() ? 1 : kThreads, [&](std::size_t i) {
     const std::size_t number = static_cast<std::size_t>(mine.begin) + i;
     const auto& [tensor, elements] = parts_[number];
@@ -167,7 +167,8 @@ void JointSave::read_tensors(const Files& files) {
   });
 }
 
-// One pass over the tensor, for the hashes of its parts, its own, and values that are not finite.
+// Reads the tensor once: verifies the hashes of its parts, computes its own, and finds the first value that is not
+// finite.
 TensorRead JointSave::read_tensor(std::span<const std::byte> data, std::size_t tensor, const std::string& path) const {
   DataCheck check(data, DType::f32, true);
   for (const std::size_t number : parts_of_tensor_[tensor]) {

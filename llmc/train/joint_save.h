@@ -1,14 +1,15 @@
-// A checkpoint that all ranks of a run write together, each what it has of a divided state, into the same files, where one
-// rank would have written it: the files are byte for byte the same.
+// A checkpoint that all ranks of a run write together into the same files, each its own part of a divided state. The
+// files are byte for byte those that one rank would have written.
 //
-//   1. the first rank creates the files, at their full size, and tells their names and layout;
-//   2. each rank writes its parts, hashes them as it does, and syncs;
-//   3. each rank reads some whole tensors back from the files, compares the hash of every part with that of its writer, and
-//      computes the hash of the tensor, which the format wants and which no rank could compute from what it has;
+//   1. the first rank creates the files, at their full size, and sends their names and layout;
+//   2. each rank writes its parts, hashes them on the way, and syncs;
+//   3. each rank reads some complete tensors back from the files, compares the hash of every part with that of its writer,
+//      and computes the hash of the tensor: the format needs it, and no rank could compute it from its own part;
 //   4. the first rank writes the headers with these hashes and the manifest, and gives the checkpoint its name.
 //
-// A rank begins a step when all have finished the one before, and an error of one ends it for all. So a name is given only to
-// what all have written and synced, and what is under it has been read back once, by all ranks together.
+// A step begins when all ranks have finished the one before, and an error of one rank ends the save on all. So a
+// checkpoint gets its name only after all ranks have written and synced their parts and every tensor has been read back
+// once.
 #pragma once
 
 #include <cstddef>
@@ -31,23 +32,25 @@ struct TrainState;
 
 class JointSave {
  public:
-  // All ranks make one together. `ranks`: whose calls nobody else makes. `keeper`: on the first rank; null on the others.
-  // `own`: TrainModel::own_elements() of this rank. Exit::internal if the ranks do not have each element once.
+  // All ranks construct one together. `ranks`: a communicator that nothing else uses. `keeper`: on the first rank; null
+  // on the others. `own`: TrainModel::own_elements() of this rank. Exit::internal unless each element belongs to one
+  // rank.
   JointSave(Communicator& ranks, CheckpointKeeper* keeper, const TensorTable& table, const std::vector<Range>& own);
 
-  // Called by all ranks with the same state, each with the copy of its part, on any thread. Returns the checkpoint's path on the
-  // first rank, nothing on the others, which do not wait for its last step. On failure nothing older is touched and what was
-  // written is removed; the errors are those of CheckpointKeeper::save() and of Communicator.
+  // Called by all ranks with the same state, each with the copy of its own part, on any thread. Returns the
+  // checkpoint's path on the first rank and an empty text on the others, which do not wait for step 4. On
+  // failure nothing older is touched and what was written is removed; the errors are those of
+  // CheckpointKeeper::save() and of Communicator.
   std::string save(const TrainState& state, const StateCopy& copy);
 
-  // This rank will not come to the next save().
+  // Tells the other ranks that this one will not take part in the next save().
   void abort(const Error& error) noexcept { ranks_.abort(error); }
-  // Whether the ranks can save together no more. By the thread that saves.
+  // Whether the communicator has failed, so that no later save can succeed. To be called on the thread that saves.
   bool ended() const;
   bool is_first() const { return ranks_.rank() == 0; }
 
  private:
-  // What one rank has of one tensor without a gap.
+  // A contiguous part of one tensor that one rank has.
   struct Part {
     std::size_t tensor;  // role by role of kStateRoles, each in the order of the table
     Range elements;      // of the tensor
@@ -75,7 +78,7 @@ class JointSave {
   const TensorTable& table_;
   std::vector<Part> parts_;                                // of all ranks, rank by rank
   std::vector<Range> parts_of_rank_;                       // of `parts_`
-  std::vector<std::vector<std::size_t>> parts_of_tensor_;  // of each tensor its parts, in its order
+  std::vector<std::vector<std::size_t>> parts_of_tensor_;  // for each tensor the numbers of its parts, by first element
   std::vector<Range> read_by_;                             // the tensors that each rank reads back
   std::vector<std::uint64_t> hashes_;                      // of each part, as its writer has computed it
   std::vector<TensorRead> tensors_;

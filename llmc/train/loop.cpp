@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// While the first rank waits for a file, the others hear from it so often.
+// While the first rank waits for a save, the other ranks hear from it at this interval.
 constexpr std::chrono::milliseconds kSaveHeartbeat(100);
 
 // For printf's %lld.
@@ -53,15 +53,15 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
     }
   };
 
-  // One value for each micro-batch, whoever measures it: they are added in their own order.
+  // One sum for each micro-batch, added in their order, so that the bits do not depend on which rank measures which.
   std::vector<double> sums(count);
   std::vector<std::int64_t> labels(count);
   const std::vector<Range> parts = shares(static_cast<std::int64_t>(count), ranks.size());
   const Range mine = parts[static_cast<std::size_t>(ranks.rank())];
   bool stopped = false;
   std::optional<Error> error;
-  // Where all ranks have to compute together they do so as often as the first one, which has the most micro-batches: a rank
-  // with one less measures another one's once more, for nobody.
+  // Where all ranks have to compute together, all take as many turns as the first one, which has the most
+  // micro-batches. A rank with one fewer measures some micro-batch again in the last turn and discards the result.
   const bool together = ranks.size() > 1 && model.evaluates_together();
   for (std::int64_t turn = 0; turn < (together ? parts[0] : mine).size() && !stopped && !error; ++turn) {
     const auto i = static_cast<std::size_t>(std::min(mine.begin + turn, std::ssize(sums) - 1));
@@ -87,7 +87,7 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
       labels[i] = counted;
     };
     if (together) {
-      evaluate();  // the others are in the same call: an error ends it for them
+      evaluate();  // the other ranks are in the same call: an error of this one ends it for them too
     } else {
       attempt(evaluate);
     }
@@ -127,7 +127,7 @@ TrainLoop::TrainLoop(Parts parts, TrainState start)
   if (saves_) arm_save_fault(faults_);
 }
 
-// Sets the messages for the first and the second signal from now on.
+// Sets what the first and the second signal print from now on.
 void TrainLoop::announce_stop(const std::string& doing) const {
   if (!first_rank()) return on_stop(OnStop::finish);
   // "Or later": a save in the background may complete before the signal comes.
@@ -166,9 +166,9 @@ Exit TrainLoop::run() {
   return finish();
 }
 
-// What the ranks tell each other between two steps, in one call: it is time in which a GPU may have nothing to do.
+// All that the ranks tell each other between two steps, in one call: meanwhile a GPU may be idle.
 TrainLoop::Wishes TrainLoop::wishes_of_all(bool failed) {
-  // What comes before the first step waits: there is nothing new to be saved.
+  // A save requested before the first step waits until that step is done: before it there is nothing new to save.
   Wishes any{stop_requested(), state_.step >= first_step_ && take_save_request(), failed};
   for (const Wishes& of_rank : ranks_.gather(any)) {
     any.stop |= of_rank.stop;
@@ -223,7 +223,8 @@ StepStatistics TrainLoop::compute(std::int64_t step, const std::vector<MicroBatc
   parts_.model.zero_gradients();
   const std::int64_t own = parts_.settings.rank_accumulation();
   for (std::int64_t i = 0; i < std::ssize(batches); ++i) {
-    // The micro-batches of the others stand between those of two ranks that this process computes.
+    // If this process computes several virtual ranks, micro-batches of other processes lie between those of two of
+    // them.
     const std::int64_t number = (i / own * ranks_.size() + ranks_.rank()) * own + i % own;
     parts_.model.forward(batches[static_cast<std::size_t>(i)].view(),
                          state_.micro_steps + static_cast<std::uint64_t>(number), 1.0f / static_cast<float>(labels));
@@ -415,7 +416,7 @@ void TrainLoop::begin_save() {
   if (to_be_saved()) start_save();
 }
 
-// The first rank knows what is saved.
+// Whether this state still has to be saved: the first rank knows, and tells the others.
 bool TrainLoop::to_be_saved() {
   return ranks_.broadcast(parts_.checkpoints != nullptr && parts_.checkpoints->last_saved() != state_.step);
 }
@@ -439,7 +440,7 @@ void TrainLoop::save_now(bool last) {
   } else {
     start_save();
     result = wait_for_save();
-    if (!first_rank()) result.reset();  // what the first rank says counts
+    if (!first_rank()) result.reset();  // the first rank reports the outcome for all
   }
   if (last && result && result->error && result->error->code() != Exit::numeric) {
     fail_together(ranks_,
@@ -448,7 +449,7 @@ void TrainLoop::save_now(bool last) {
   fail_together(ranks_, report_save(result));
 }
 
-// The result of the save in progress, if there is one, on the ranks that save.
+// Waits for the save in progress, if there is one, and returns its result on the ranks that save.
 std::optional<BackgroundSave::Result> TrainLoop::wait_for_save() {
   if (ranks_.size() == 1) return saves_->wait();
   std::optional<BackgroundSave::Result> result;
@@ -467,7 +468,7 @@ void TrainLoop::settle_save() {
   fail_together(ranks_, report_save(wait_for_save()));
 }
 
-// Returns the error that is to end the run. Only the first rank knows how a save of all has ended.
+// Reports a save; returns its error if that has to end the run. Of a joint save only the first rank knows the outcome.
 std::optional<Error> TrainLoop::report_save(const std::optional<BackgroundSave::Result>& result) {
   if (!result || !first_rank()) return std::nullopt;
   if (result->error) {

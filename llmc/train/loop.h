@@ -31,8 +31,9 @@ std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std
 std::optional<double> mean_loss(TrainModel& model, const TokenDataset& data, std::int64_t micro_batch,
                                 std::int64_t batches);
 
-// One process, or one of several ranks: each has a loop, which take the same steps and the same decisions. The first rank
-// alone writes: the log, messages, samples and, unless all write those together, checkpoints.
+// The loop of one process. With several ranks each process has one, and all take the same steps and the same decisions.
+// Only the first rank writes the log, messages and samples, and the checkpoints too unless all ranks write those
+// together.
 class TrainLoop {
  public:
   struct Parts {
@@ -43,9 +44,10 @@ class TrainLoop {
     RunLog& log;
     const TokenDataset* validation = nullptr;              // may be absent
     std::function<std::string(std::int64_t step)> sample;  // may be empty
-    std::unique_ptr<StateCopy> copy;  // absent: training waits for each save; who saves of several ranks needs one
-    Communicator* ranks = nullptr;    // of a divisor of settings.virtual_ranks processes; null: alone
-    // On all of several ranks that write checkpoints together, each with a copy of its own part; absent: the first one writes.
+    std::unique_ptr<StateCopy> copy;  // of the ranks that save; absent: training waits for each save
+    Communicator* ranks = nullptr;    // null: this process is alone. Their number divides settings.virtual_ranks
+    // With ranks that write checkpoints together: on each of them, with a copy of its own part. Absent: the first one
+    // writes.
     std::unique_ptr<JointSave> joint_save = nullptr;
   };
 
@@ -69,7 +71,8 @@ class TrainLoop {
   };
 
   struct Wishes {
-    bool stop, save, failed;  // a signal or the time limit; SIGUSR1; a save that has to end the run
+    // stop: a signal or the time limit; save: SIGUSR1; failed: a save's error has to end the run
+    bool stop, save, failed;
   };
 
   Wishes wishes_of_all(bool failed);

@@ -80,7 +80,7 @@ struct TrainSettings {
   bool config_is_file() const;  // --config names a file, not a preset
   // Micro-batches of one step.
   std::int64_t accumulation() const { return batch_tokens / (micro_batch * seq_len); }
-  // Micro-batches of one rank in a step: those of rank r stand behind those of rank r - 1.
+  // Micro-batches of one rank in a step; those of rank r follow those of rank r - 1.
   std::int64_t rank_accumulation() const { return accumulation() / virtual_ranks; }
   Schedule learning_rate() const;
   TrainOptions model_options() const;
@@ -95,8 +95,9 @@ struct TrainSettings {
 class TrainOptionParser {
  public:
   explicit TrainOptionParser(const std::string& version);
-  // `launched`: ranks that a launcher has started. Nothing: --help or --version was printed. Also checks options against each other (missing or conflicting ones, a batch
-  // that does not divide): Exit::usage. Each call starts from the defaults.
+  // Parses a command line, starting from the defaults. `launched`: number of ranks that a launcher has started. Nothing
+  // if --help or --version was printed. Exit::usage also if options do not fit together: missing or conflicting ones,
+  // or a batch that does not divide.
   std::optional<TrainSettings> parse(int argc, const char* const* argv, std::int64_t launched = 1);
 
  private:
@@ -104,7 +105,7 @@ class TrainOptionParser {
   OptionTable table_;
 };
 
-// Parses the command line of a program, with a parser of its own.
+// The same with a parser made for this call.
 std::optional<TrainSettings> parse_train_options(int argc, const char* const* argv, const std::string& version,
                                                  std::int64_t launched = 1);
 

@@ -10,7 +10,8 @@ namespace weft {
 
 namespace {
 
-// Paths name what each machine has, and what is in the files is compared instead; the others change no number and no call.
+// Options that may differ between ranks: paths, because the content of the files is compared instead, and options that
+// change neither the numbers nor the calls that all ranks make together.
 const std::set<std::string>& own_options() {
   static const std::set<std::string> names = {"config",      "model",        "train",   "val",          "tokenizer",
                                               "out",         "gpus",         "threads", "debug-inject", "color",

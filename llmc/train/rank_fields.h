@@ -1,4 +1,4 @@
-// What the ranks of a run have to have in common: options, model, data.
+// What the ranks of a run must have in common: options, model, data.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,8 @@
 
 namespace weft {
 
-// For require_same(). All options but those that each rank may have for itself (paths, threads, what it prints), the model, the
-// tokenizer, and each shard by what is in it.
+// The fields for require_same(): all options except those that each rank may choose for itself (paths, threads, what it
+// prints), the model, the tokenizer, and the content of each shard.
 std::vector<RankField> rank_fields(const TrainSettings& settings, const TrainInputs& inputs);
 
 }  // namespace weft

@@ -4,7 +4,8 @@
 //   {"type": "resume", "step": N, ...}  what follows replaces earlier records of steps above N
 //   {"type": "step", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "dt_ms", "skipped", "time", ...}
 //            with --precision fp8 "fp8": {"input"|"weight"|"gradient": {"values", "saturated", "flushed"}};
-//            of several ranks together, with "tokens_per_s_rank" of one; with "val_loss" where it was measured; a number that is not finite is null
+//            "tokens_per_s" is that of all ranks together, "tokens_per_s_rank" (with several) that of one; "val_loss" where
+//            it was measured; a number that is not finite is null
 //   {"type": "sample", "step", "text"}, {"type": "save", "step", ...}, {"type": "non_finite", "step", ...}
 //   {"type": "spike", "step", "loss", "loss_level", "grad_norm", "grad_norm_level", "windows": [begin, end]}
 //
@@ -22,7 +23,7 @@ class RunLog {
   // Appends to `path`; a last line that a killed run left unfinished is ended first. A log that cannot be opened or
   // written, or that is no regular file (open_own_file()), is one warning, and the run goes on without it.
   explicit RunLog(const std::string& path);
-  RunLog() = default;  // writes nothing: that of a rank which is not the first
+  RunLog() = default;  // writes nothing: for ranks other than the first
   ~RunLog();
   RunLog(const RunLog&) = delete;
   RunLog& operator=(const RunLog&) = delete;

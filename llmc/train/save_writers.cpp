@@ -36,7 +36,8 @@ std::string wanted_by_first(Communicator& ranks) {
   return wanted;
 }
 
-// The file has a number for each rank. The first one writes its own there; who finds it writes it into its own place.
+// The probe file has a 64-bit number for each rank. Rank 0 writes its number at its own place; every other rank that
+// reads it there writes the same number at its place.
 std::uint64_t number_at(const std::string& path, std::size_t rank, std::size_t ranks) {
   const MappedFile file(path);
   std::uint64_t number = 0;
@@ -51,7 +52,8 @@ void answer(const std::string& path, std::uint64_t number, std::size_t rank, std
   file.sync();
 }
 
-// Why the ranks do not write one file in this directory; empty if they do.
+// Tests whether all ranks can write into one file in this directory, that of rank 0. Returns why not; empty if they
+// can.
 std::string problem_of(Communicator& ranks, const std::string& directory) {
   const std::string path = ranks.broadcast_text(directory) + "/" + kProbeName;
   const auto size = static_cast<std::size_t>(ranks.size()), rank = static_cast<std::size_t>(ranks.rank());

@@ -1,5 +1,5 @@
-// Who writes the checkpoints of a run of several ranks: all of them, each its part (llmc/train/joint_save.h), or the first one,
-// from a copy that all fill.
+// Who writes the checkpoints of a run of several ranks: all of them, each its part (llmc/train/joint_save.h), or the
+// first one, from a copy that all ranks fill.
 #pragma once
 
 #include <string>
@@ -11,13 +11,14 @@ namespace weft {
 
 struct SaveWriters {
   bool all = false;
-  std::string reason;  // why the first rank alone, for the log; empty where nothing else would make sense
+  std::string reason;  // why the first rank writes alone, for the log; empty if there was nothing to choose
 };
 
-// All ranks call it, and get the same. All write if they have divided the state and see one `directory`, the first rank's: it
-// puts a file there, into which each of the others writes, and reads them. On NFS clients may not write one page at the same
-// time, so there the ranks have to be on one machine. WEFT_SAVE of the first rank, "first" or "ranks", decides instead of all
-// but the files; another value is Exit::usage.
+// Called by all ranks together; all get the same answer. All ranks write if the state is divided and they see the same
+// `directory`, which is tested: the first rank creates a file there, each of the others writes into it, and the first
+// reads the result. NFS clients must not write one page at the same time, so on NFS the ranks also have to be on one
+// machine. The first rank's environment variable WEFT_SAVE comes first: "first" makes the first rank write alone,
+// "ranks" skips the rule for NFS, but not the test; another value is Exit::usage.
 SaveWriters choose_save_writers(Communicator& ranks, const std::string& directory, Shard shard, bool one_machine);
 
 }  // namespace weft

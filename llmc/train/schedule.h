@@ -1,5 +1,4 @@
-// The learning rate of each step: a linear warm-up to the peak, then one of four shapes down to a fraction of
-// it.
+// The learning rate of each step: a linear warm-up to the peak, then one of four shapes down to a fraction of it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +7,8 @@
 
 namespace weft {
 
-// The peak for a model of so many parameters. `pretrained`: the run goes on from weights (--model), which a rate for new
-// ones would destroy. doc/hyperparameters.md has the sources.
+// The default peak for a model with this many parameters. `pretrained`: the run starts from the weights of --model,
+// which the rate for a new model would destroy. doc/hyperparameters.md gives the sources.
 double default_learning_rate(std::int64_t parameters, bool pretrained);
 
 enum class ScheduleShape { cosine, linear, constant, wsd };
@@ -25,10 +24,10 @@ struct Schedule {
   std::int64_t steps = 1;           // of the whole run
   double wsd_decay_fraction = 0.2;  // wsd only: the share of all steps that decays
 
-  std::int64_t wsd_decay_steps() const;  // where the warm-up leaves room for so many; otherwise the rest decays
+  std::int64_t wsd_decay_steps() const;  // wanted; if the warm-up leaves fewer, the decay takes those
 
-  // The rate of step `step`; the first is 1. With p the share of the decay that is done (0 at its first step, below 1 at
-  // its last, so that no step is spent on the end of the curve):
+  // The rate of step `step`, counted from 1. With p the share of the decay that is done (0 at its first step, below 1
+  // at its last, so that no step is taken with the final rate of the curve):
   //   cosine    min + (peak - min) (1 + cos(pi p)) / 2                     Loshchilov and Hutter, SGDR (2017)
   //   linear    peak - (peak - min) p
   //   constant  peak

@@ -1,5 +1,5 @@
-// What the first rank of a run and its CheckpointKeeper (llmc/train/checkpoint.h) say to each other about a checkpoint whose
-// tensors all ranks write (llmc/train/joint_save.h).
+// What a JointSave (llmc/train/joint_save.h) and the first rank's CheckpointKeeper (llmc/train/checkpoint.h) exchange
+// about a checkpoint whose tensors are written by all ranks.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,17 @@
 
 namespace weft {
 
-// A checkpoint whose files several ranks write (llmc/train/joint_save.h): what the first one keeps of it from
-// CheckpointKeeper::begin_shared() until commit_shared().
+// The files of such a checkpoint, kept by the first rank from CheckpointKeeper::begin_shared() until commit_shared().
 struct SharedCheckpoint {
   std::string directory;  // step_N.tmp
   TensorFileWriter model, training;
-  // Under these names the files are written; the tensors of the state lie in them at these offsets: role by role of
+  // The names under which the files are written, and the offset of each tensor in its file: role by role of
   // kStateRoles, each in the order of the table.
   std::string model_path, training_path;
   std::vector<std::uint64_t> offsets;
 };
 
-// What a read of a saved tensor has found, by a rank of a run.
+// What a rank found when it read a saved tensor back.
 struct TensorRead {
   std::uint64_t hash = 0;
   std::int64_t first_bad = -1;  // element that is not finite; -1: none
