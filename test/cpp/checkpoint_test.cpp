@@ -22,6 +22,7 @@
 #include <thread>
 
 #include "llmc/base/cgroup.h"
+#include "llmc/base/error_from.h"
 #include "llmc/base/log.h"
 #include "llmc/train/background_save.h"
 #include "llmc/train/fault_injection.h"
@@ -258,6 +259,43 @@ TEST_F(CheckpointTest, MustInsistsOnTheNewest) {
   fs::resize_file(step_path(6) + "/state.bin", 5000);
   expect_contains(error_of(Exit::bad_file, [&] { resumed_step(ResumeMode::must); }), "step_00000006");
   EXPECT_EQ(resumed_step(ResumeMode::automatic), 3);
+}
+
+// A file that the system does not give out may be whole: the run ends with a line, and no older checkpoint takes its place. One
+// that is not there, or is a loop of links, is damage.
+TEST_F(CheckpointTest, WhatMayNotBeReadIsNotSkipped) {
+  save(3);
+  save(6);
+  const uid_t self = ::geteuid();
+  if (self == 0) {  // may read everything: as somebody else for a moment
+    fs::permissions(temporary_.file(""), fs::perms::all);
+    fs::permissions(run_path(), fs::perms::all);
+    fs::permissions(run_path() + "/lock", fs::perms::all);
+  }
+  for (const std::string name : {"/manifest.json", "/model.bin", "/state.bin", ""}) {
+    const std::string path = step_path(6) + name;
+    const fs::perms before = fs::status(path).permissions();
+    fs::permissions(path, fs::perms::none);
+    ASSERT_EQ(::seteuid(self == 0 ? 65534 : self), 0);
+    const std::optional<Error> error = error_from([&] { resumed_step(); });
+    ASSERT_EQ(::seteuid(self), 0);
+    fs::permissions(path, before);
+    ASSERT_TRUE(error.has_value()) << name;
+    EXPECT_EQ(error->code(), Exit::environment) << error->what();
+    expect_contains(error->what(), path + (name.empty() ? "/" : "'"));
+    expect_contains(error->what(), "cannot open: Permission denied");
+    EXPECT_EQ(resumed_step(), 6);
+  }
+  for (const char* name : {"/manifest.json", "/model.bin", "/state.bin"}) {
+    const std::string path = step_path(6) + name, whole = read_bytes(path);
+    fs::remove(path);
+    EXPECT_EQ(resumed_step(), 3) << name;
+    fs::create_symlink(path, path);
+    EXPECT_EQ(resumed_step(), 3) << name;
+    fs::remove(path);
+    write_bytes(path, whole);
+  }
+  EXPECT_EQ(resumed_step(), 6);
 }
 
 TEST_F(CheckpointTest, AllDamagedIsNeverAFreshStart) {
