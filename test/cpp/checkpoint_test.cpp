@@ -1000,27 +1000,40 @@ TEST_F(BackgroundSaveTest, WritesTheStateOfItsBeginningWhateverComesAfter) {
   const RunDirectory run(run_path());
   CheckpointKeeper keeper(run, identity(), 2);
   BackgroundSave saves(keeper, model_->make_state_copy());
-  EXPECT_FALSE(saves.poll().has_value());
-  EXPECT_FALSE(saves.wait().has_value());
-  const TrainState state = make_state(3);
-  const std::vector<float> expected = whole_state(*model_);
-  writer_may_go = false;
-  set_write_fault(wait_at_write);
-  saves.start(state, *model_);
-  make_state(9);  // training goes on
-  EXPECT_FALSE(saves.poll().has_value());
-  error_of(Exit::internal, [&] { saves.start(state, *model_); });
-  writer_may_go = true;
-  const std::optional<BackgroundSave::Result> result = saves.wait();
-  ASSERT_TRUE(result.has_value());
-  EXPECT_FALSE(result->error.has_value());
-  EXPECT_EQ(result->step, 3);
-  EXPECT_EQ(result->path, step_path(3));
-  EXPECT_GE(result->seconds, result->stalled_seconds);
-  EXPECT_FALSE(saves.wait().has_value()) << "a result is given once";
-  EXPECT_EQ(keeper.last_saved(), 3);
-  EXPECT_TRUE(*keeper.resume(ResumeMode::must, *model_) == state);
-  EXPECT_EQ(whole_state(*model_), expected);
+  for (const std::int64_t step : {3, 5, 7}) {  // the later ones as the first
+    EXPECT_FALSE(saves.in_progress());
+    EXPECT_FALSE(saves.poll().has_value());
+    EXPECT_FALSE(saves.wait().has_value());
+    const TrainState state = make_state(step);
+    const std::vector<float> expected = whole_state(*model_);
+    writer_may_go = false;
+    set_write_fault(wait_at_write);
+    saves.start(state, *model_);
+    make_state(9);          // training goes on
+    std::thread limit([] {  // a call that waits for the writer would wait for ever
+      for (int i = 0; i < 10000 && !writer_may_go; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      writer_may_go = true;
+    });
+    EXPECT_FALSE(saves.poll().has_value());
+    EXPECT_FALSE(saves.wait_at_most(std::chrono::milliseconds(2)).has_value());
+    EXPECT_TRUE(saves.in_progress());
+    error_of(Exit::internal, [&] { saves.start(state, *model_); });
+    EXPECT_FALSE(writer_may_go) << "nothing has waited for the writer";
+    writer_may_go = true;
+    limit.join();
+    const std::optional<BackgroundSave::Result> result = saves.wait();
+    ASSERT_TRUE(result.has_value());
+    EXPECT_FALSE(result->error.has_value());
+    EXPECT_EQ(result->step, step);
+    EXPECT_EQ(result->path, step_path(step));
+    EXPECT_GE(result->seconds, result->stalled_seconds);
+    EXPECT_FALSE(saves.wait().has_value()) << "a result is given once";
+    EXPECT_EQ(keeper.last_saved(), step);
+    set_write_fault(nullptr);
+    CheckpointKeeper later(run, identity(), 2);
+    EXPECT_TRUE(*later.resume(ResumeMode::must, *model_) == state);
+    EXPECT_EQ(whole_state(*model_), expected);
+  }
 }
 
 // A save asks for a tensor in pieces of a quarter of a million values, more than these tensors have. Here the pieces are small.

@@ -14,6 +14,7 @@
 
 #include "llmc/base/error_from.h"
 #include "llmc/base/philox.h"
+#include "llmc/model/fp8.h"
 #include "llmc/train/background_save.h"
 #include "llmc/train/data_order.h"
 #include "llmc/train/fault_injection.h"
@@ -182,6 +183,41 @@ TEST_F(StateTest, EachMemberComesBackFromACheckpoint) {
     EXPECT_TRUE(*back == state) << name << " " << back->to_json();
     EXPECT_EQ(keeper.last_saved(), state.step);
     EXPECT_EQ(keeper.best_path(), "") << "the best one is not there";
+  }
+}
+
+// What scales of fp8 depend on is of the moment of each save, and comes back with the rest.
+TEST_F(StateTest, TheHistoryOfScalesIsThatOfItsSave) {
+  struct Fp8Model final : HookedModel {
+    using HookedModel::HookedModel;
+    std::vector<float> history;
+    std::vector<float> fp8_state() const override { return history; }
+    void set_fp8_state(std::span<const float> state) override { history.assign(state.begin(), state.end()); }
+  };
+  settings_.precision = "fp8";
+  Fp8Model model(*model_);
+  const auto count = static_cast<std::size_t>(kFp8History * Fp8Slots{micro_config().num_layers}.count());
+  const auto history_of = [&](std::int64_t step) { return std::vector<float>(count, static_cast<float>(step)); };
+  const RunDirectory directory(temporary_.file("run"));
+  CheckpointKeeper keeper(directory, identity(), 100);
+  BackgroundSave background(keeper, model.make_state_copy()), waiting(keeper, nullptr);
+  for (std::int64_t step = 60; step < 68; ++step) {
+    fill(step);
+    model.history = history_of(step);
+    if (step % 4 == 0) {
+      keeper.save(some_state(step), model);
+    } else if (step % 4 == 3) {
+      EXPECT_FALSE(background.save_now(some_state(step), model).error.has_value());
+    } else {
+      BackgroundSave& saves = step % 4 == 1 ? background : waiting;
+      saves.start(some_state(step), model);
+      model.history = history_of(1000);  // training goes on
+      EXPECT_FALSE(saves.wait()->error.has_value());
+    }
+    model.history.clear();
+    CheckpointKeeper later(directory, identity(), 100);
+    EXPECT_EQ(later.resume(ResumeMode::must, model)->step, step);
+    EXPECT_EQ(model.history, history_of(step));
   }
 }
 
