@@ -15,9 +15,11 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <optional>
 #include <set>
 #include <sstream>
 
+#include "llmc/base/file.h"
 #include "llmc/model/compare.h"
 #include "llmc/train/run_log.h"
 #include "test/cpp/train_tools.h"
@@ -67,6 +69,7 @@ class TrainAgainTest : public testing::Test {
   void TearDown() override {
     omp_set_num_threads(threads_);
     arm_save_fault({});
+    set_call_fault(nullptr);
   }
 
   // Steps whose loss or norm is not finite: at the first attempt, or, with --on-nan rerun, at that alone.
@@ -79,7 +82,7 @@ class TrainAgainTest : public testing::Test {
 
   // One start of the program on run directory `name`, as train_llama makes it. It ends behind `most_steps` steps, as at the
   // end of --max-minutes, or there in the middle of a step, as by SIGKILL.
-  void start(const std::string& name, std::int64_t most_steps, bool crash) {
+  std::optional<Error> start(const std::string& name, std::int64_t most_steps, bool crash) {
     TrainSettings settings = settings_;
     const TokenDataset data(temporary_.file("train_*.bin"), settings.seq_len);
     const TokenDataset validation(temporary_.file("val.bin"), settings.seq_len);
@@ -97,6 +100,7 @@ class TrainAgainTest : public testing::Test {
     model.before_forward = [&](std::uint64_t micro_step) {
       const std::int64_t now = static_cast<std::int64_t>(micro_step) / accumulation + 1;
       if (now != step) seen_[now] = {};
+      if (now != step && before_step_) before_step_(now);
       step = now;
       seen_[step].micro_steps.push_back(micro_step);
       if (crash && step == begin.step + most_steps) throw Crash();
@@ -122,11 +126,12 @@ class TrainAgainTest : public testing::Test {
                    begin);
     testing::internal::CaptureStdout();
     testing::internal::CaptureStderr();
+    std::optional<Error> ended_by;
     try {
       EXPECT_EQ(loop.run(), Exit::ok);
     } catch (const Crash&) {
     } catch (const Error& error) {
-      ADD_FAILURE() << error.what();
+      ended_by = error;
     }
     std::istringstream messages(testing::internal::GetCapturedStderr());
     for (std::string line; std::getline(messages, line);) {
@@ -137,6 +142,7 @@ class TrainAgainTest : public testing::Test {
     tensors_ = whole_state(*inner);
     best_path_ = checkpoints.best_path();
     ++starts_;
+    return ended_by;
   }
 
   // What a run leaves, without what is a matter of time.
@@ -154,7 +160,10 @@ class TrainAgainTest : public testing::Test {
     warnings_.clear();
     starts_ = 0;
     state_ = {};
-    while (state_.step < settings_.steps && starts_ < 100) start(name, most_steps, crash);
+    while (state_.step < settings_.steps && starts_ < 100) {
+      const std::optional<Error> error = start(name, most_steps, crash);
+      EXPECT_FALSE(error.has_value()) << error->what();
+    }
     Outcome outcome{state_, tensors_, records(name), warnings_, {}, result_line_, starts_};
     EXPECT_EQ(state_.step, settings_.steps);
     for (const std::string& path : {temporary_.file(name) + "/step_00000034", best_path_}) {
@@ -198,7 +207,8 @@ class TrainAgainTest : public testing::Test {
   TemporaryDirectory temporary_{memory_files()};
   TrainSettings settings_;
   bool in_background_ = true;
-  std::map<std::int64_t, Seen> seen_;  // of each step, in the start that computed it last
+  std::function<void(std::int64_t step)> before_step_;  // may be empty
+  std::map<std::int64_t, Seen> seen_;                   // of each step, in the start that computed it last
   // Of the last start; the warnings of all of a run.
   TrainState state_;
   std::vector<float> tensors_;
@@ -334,6 +344,82 @@ TEST_F(TrainAgainTest, EachFieldOfEachRecordIsThatOfItsStep) {
   }
   // Every second step, where the loss on the validation data is the lowest, and the last one of each start: each once.
   EXPECT_EQ(saves, (std::vector<std::int64_t>{2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 21, 22, 24, 26, 28, 30, 32, 34}));
+}
+
+// The same fault ends one start after the other: each has the same error, and leaves the directory as the first one left it.
+// Without the fault the run goes on as if it had never been there.
+TEST_F(TrainAgainTest, AFaultThatComesAgainLeavesTheSameEachTime) {
+  settings_.on_nan = "rerun";
+  settings_.keep_best = false;
+  const Outcome whole = run("whole", 1000);
+  before_step_ = [&](std::int64_t step) {
+    if (step == 17) fail(Exit::numeric, "step 17 is not finite");
+  };
+  std::map<std::string, std::string> left;
+  for (int time = 0; time < 3; ++time) {
+    const std::optional<Error> error = start("run", 1000, false);
+    ASSERT_TRUE(error.has_value());
+    EXPECT_STREQ(error->what(), "step 17 is not finite");
+    EXPECT_EQ(error->code(), Exit::numeric);
+    EXPECT_EQ(state_.step, 16);
+    std::map<std::string, std::string> now;
+    for (const fs::directory_entry& entry : fs::recursive_directory_iterator(temporary_.file("run"))) {
+      const std::string path = entry.path().string();
+      if (entry.is_regular_file() && !path.ends_with("log.jsonl")) now[path] = read_bytes(path);
+    }
+    EXPECT_EQ(now.size(), 2 * 3 + 1u) << "two checkpoints and the lock";
+    EXPECT_TRUE(time == 0 || now == left) << time;
+    left = now;
+  }
+  before_step_ = {};
+  EXPECT_FALSE(start("run", 1000, false).has_value());
+  EXPECT_TRUE(state_ == whole.state);
+  EXPECT_EQ(tensors_, whole.tensors);
+  EXPECT_EQ(records("run"), whole.records);
+}
+
+// Saves that fail again and again, and between them saves that do not: each failure costs its own checkpoint and is said.
+TEST_F(TrainAgainTest, SavesThatFailAgainCostTheirCheckpointsAlone) {
+  settings_.keep_best = false;
+  settings_.steps = 16;
+  settings_.keep = 3;
+  start("clean", 1000, false);
+  const TrainState clean = state_;
+  const std::vector<float> expected = tensors_;
+  for (in_background_ = false;; in_background_ = true) {
+    const std::string name = in_background_ ? "background" : "waiting";
+    before_step_ = [](std::int64_t) {
+      set_call_fault([](const char*, const std::string& path) {
+        for (const char* step : {"step_00000002.tmp", "step_00000004.tmp", "step_00000010.tmp", "step_00000014.tmp"}) {
+          if (path.find(step) != std::string::npos) return false;
+        }
+        return true;
+      });
+    };
+    warnings_.clear();
+    EXPECT_FALSE(start(name, 1000, false).has_value());
+    EXPECT_TRUE(state_ == clean);
+    EXPECT_EQ(tensors_, expected);
+    std::vector<std::string> failures;
+    for (const std::string& line : warnings_) {
+      if (line.starts_with("warning: no checkpoint of step "))
+        failures.push_back(line.substr(31, line.find(':', 31) - 31));
+    }
+    EXPECT_EQ(failures, (std::vector<std::string>{"2", "4", "10", "14"})) << name;
+    std::vector<std::int64_t> saves;
+    std::ifstream file(temporary_.file(name) + "/log.jsonl");
+    for (std::string line; std::getline(file, line);) {
+      const Json record = Json::parse(line);
+      if (record["type"] == "save") saves.push_back(record["step"].get<std::int64_t>());
+    }
+    EXPECT_EQ(saves, (std::vector<std::int64_t>{6, 8, 12, 16})) << name;
+    std::set<std::string> found;
+    for (const fs::directory_entry& entry : fs::directory_iterator(temporary_.file(name))) {
+      if (entry.is_directory()) found.insert(entry.path().filename().string());
+    }
+    EXPECT_EQ(found, (std::set<std::string>{"step_00000008", "step_00000012", "step_00000016"})) << name;
+    if (in_background_) break;
+  }
 }
 
 // What a start finds is a matter of the directory alone: checkpoints that are damaged, of whatever kind, cost the steps

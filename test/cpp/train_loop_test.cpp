@@ -1077,6 +1077,25 @@ TEST_F(TrainSignalTest, User1SavesAndGoesOn) {
   EXPECT_EXIT(leave_after([] { ::raise(SIGUSR1); }, {4, 10}), testing::ExitedWithCode(0), "step 10/10");
 }
 
+TEST_F(TrainSignalTest, EachUser1IsACheckpoint) {
+  settings_.keep = 10;
+  const auto leave = [&] {
+    install_signal_handlers();
+    run("run", [](HookedModel& model) {
+      model.before_update = [](const AdamWStep& update) {
+        if (std::set<std::int64_t>{3, 4, 8}.contains(update.step)) ::raise(SIGUSR1);
+      };
+    });
+    std::set<std::int64_t> found;
+    for (std::int64_t step = 0; step <= 10; ++step) {
+      if (has_checkpoint("run", step)) found.insert(step);
+    }
+    fs::remove_all(temporary_.file(""));
+    ::_exit(found == std::set<std::int64_t>{3, 4, 8, 10} ? 0 : 1);
+  };
+  EXPECT_EXIT(leave(), testing::ExitedWithCode(0), "step 10/10");
+}
+
 // One request is one checkpoint, also where a save is due anyway: it does not stay for the next step.
 TEST_F(TrainSignalTest, User1AtASaveIsThatSave) {
   settings_.save_every = 4;
